@@ -1,0 +1,69 @@
+# make demo   trains a real model in mixed precision          make test    runs the tests
+# Both make their own .venv, take a torch that is there or install one, and build the extension. Nothing else to set up.
+
+TORCH  ?= torch==2.13.0
+PYTHON ?= python3
+VENV   ?= .venv
+ARGS   ?=
+
+PY      := $(VENV)/bin/python
+SOURCES := $(wildcard csrc/*.* csrc/*/*.*) setup.py pyproject.toml
+FORMATTED = $$(git ls-files 'csrc/*' 'tests/cuda_emulation/*.h' 'tests/cuda_emulation/*.cpp')
+PIP     := $(PY) -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test lint format bench abi-check gpu-check clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/examples.done
+	$(PY) examples/digits.py $(ARGS)
+
+test: $(VENV)/test.done
+	AMPCTX_REQUIRE_EXTENSION=1 $(PY) -m pytest $(ARGS)
+
+lint: $(VENV)/lint.done
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy ampctx
+	$(VENV)/bin/clang-format --dry-run --Werror $(FORMATTED)
+
+format: $(VENV)/lint.done
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(VENV)/bin/clang-format -i $(FORMATTED)
+
+bench: $(VENV)/examples.done
+	$(PY) benchmarks/tail.py --model resnet50 $(ARGS)
+	$(PY) benchmarks/tail.py --model tiny5000 $(ARGS)
+
+# The same build of the extension under the oldest and newest torch it promises to run on. Downloads both (several GB).
+abi-check: $(VENV)/test.done
+	for version in 2.11.0 2.15.0; do \
+	  $(PYTHON) -m venv .abi/$$version && \
+	  .abi/$$version/bin/python -m pip install --quiet torch==$$version numpy pytest packaging && \
+	  AMPCTX_REQUIRE_EXTENSION=1 PYTHONPATH=. .abi/$$version/bin/python -m pytest tests/ops $(ARGS) || exit 1; \
+	done
+
+# For a machine with a GPU, the CUDA toolkit and a python that has torch and pytest; installs nothing.
+gpu-check:
+	$(PYTHON) benchmarks/gpu_check.py build
+	$(PYTHON) benchmarks/gpu_check.py test
+	$(PYTHON) benchmarks/gpu_check.py sanitize
+	$(PYTHON) benchmarks/gpu_check.py bench
+	$(PYTHON) benchmarks/gpu_check.py report
+
+clean:
+	rm -rf build dist *.egg-info ampctx/_ops.so .pytest_cache .mypy_cache .ruff_cache
+
+$(VENV)/torch.done: .ci/bootstrap.py
+	$(PYTHON) .ci/bootstrap.py $(VENV) '$(TORCH)'
+	@touch $@
+
+# --no-build-isolation: the build needs setuptools alone, and an isolated one would fetch it every time.
+$(VENV)/built.done: $(VENV)/torch.done $(SOURCES)
+	$(PIP) 'setuptools>=77' wheel
+	$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/%.done: $(VENV)/built.done
+	$(PIP) --no-build-isolation --editable '.[$*]'
+	@touch $@

@@ -1,0 +1,35 @@
+"""The errors ampctx raises on purpose.
+
+Each kind also derives from the built-in that a caller of apex.amp or torch.amp would catch in the same place.
+"""
+
+
+class AmpError(RuntimeError):
+    """Something was asked for in the wrong order or in a state that cannot serve it."""
+
+
+class AmpTypeError(AmpError, TypeError):
+    """An argument has the wrong type."""
+
+
+class AmpValueError(AmpError, ValueError):
+    """An argument has the right type and a value that cannot be used."""
+
+
+class AmpIndexError(AmpError, IndexError):
+    """A loss id that ``num_losses`` does not cover."""
+
+
+class AmpKeyError(AmpError, KeyError):
+    """A checkpoint lacks a key, or carries one that has no place here."""
+
+    # KeyError shows the repr of its argument; the message is meant to be read.
+    __str__ = RuntimeError.__str__
+
+
+class AmpAssertionError(AmpError, AssertionError):
+    """A GradScaler call out of order, where torch.amp raises AssertionError."""
+
+
+class ExtensionError(AmpError, ImportError):
+    """The compiled extension was required and cannot serve."""

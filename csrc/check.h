@@ -1,0 +1,181 @@
+// Argument checks, made once at the entry of an op. Each error names the op, the argument and the index;
+// ampctx/_reference.py makes the same checks with the same messages. The outcome is free of torch: TensorLists,
+// FoundInf, Factor.
+#pragma once
+
+#include <algorithm>
+#include <initializer_list>
+
+#include "ops.h"
+#include "torch_abi.h"
+
+namespace ampctx {
+
+using torch_abi::Device;
+using torch_abi::dtype_name;
+using torch_abi::Tensor;
+using torch_abi::TensorList;
+
+struct ListArgument {
+  const char* name;
+  const TensorList& tensors;
+  bool is_written = false;
+};
+
+// The device of a call, and the argument that decides it, for messages.
+struct CallDevice {
+  Device device;
+  std::string decided_by;
+};
+
+inline CallDevice call_device(const ListArgument& first, const Tensor& found_inf) {
+  if (first.tensors.empty()) return {found_inf.device(), "found_inf"};
+  return {first.tensors[0].device(), std::string(first.name) + "[0]"};
+}
+
+inline bool to_dtype(int32_t code, DType& dtype) {
+  if (code == aoti_torch_dtype_float32()) return dtype = DType::f32, true;
+  if (code == aoti_torch_dtype_float16()) return dtype = DType::f16, true;
+  if (code == aoti_torch_dtype_bfloat16()) return dtype = DType::bf16, true;
+  if (code == aoti_torch_dtype_float64()) return dtype = DType::f64, true;
+  return false;
+}
+
+// Whether the elements fill one block of memory without holes or overlap.
+inline bool is_dense(const Tensor& tensor) {
+  std::vector<std::pair<int64_t, int64_t>> dims;  // (stride, size)
+  const int64_t *sizes = tensor.sizes(), *strides = tensor.strides();
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (sizes[d] > 1) dims.emplace_back(strides[d], sizes[d]);
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t expected = 1;
+  for (const auto& [stride, size] : dims) {
+    if (stride != expected) return false;
+    expected *= size;
+  }
+  return true;
+}
+
+// Whether element k in memory of one dense tensor is element k in memory of the other.
+inline bool same_strides(const Tensor& a, const Tensor& b) {
+  if (a.dim() != b.dim()) return false;
+  const int64_t *sizes_a = a.sizes(), *sizes_b = b.sizes(), *strides_a = a.strides(), *strides_b = b.strides();
+  for (int64_t d = 0; d < a.dim(); ++d) {
+    if (sizes_a[d] != sizes_b[d] || (sizes_a[d] > 1 && strides_a[d] != strides_b[d])) return false;
+  }
+  return true;
+}
+
+inline TensorLists check_lists(const char* op, const AllowedDTypes& allowed, const CallDevice& call,
+                               std::initializer_list<ListArgument> arguments) {
+  const ListArgument& first = *arguments.begin();
+  const size_t count = first.tensors.size();
+  for (const ListArgument& argument : arguments) {
+    if (argument.tensors.size() != count) {
+      fail(op, ": ", argument.name, " has ", argument.tensors.size(), " tensors, ", first.name, " has ", count);
+    }
+  }
+  TensorLists lists;
+  lists.total_tensors = static_cast<int64_t>(count);
+  std::vector<int64_t> numel(count);
+  std::vector<char> contiguous(count);
+  for (const ListArgument& argument : arguments) {
+    const bool is_first = &argument == &first;
+    const int list = lists.depth++;
+    lists.pointer[list].reserve(count);
+    const int32_t code = count ? argument.tensors[0].dtype() : aoti_torch_dtype_float32();
+    const bool known = to_dtype(code, lists.dtype[list]) && allows(allowed, lists.dtype[list]);
+    for (size_t i = 0; i < count; ++i) {
+      const Tensor& tensor = argument.tensors[i];
+      const auto refuse = [&](const auto&... why) { fail(op, ": ", argument.name, "[", i, "] ", why...); };
+      if (!tensor.is_strided()) refuse("is not a strided tensor");
+      const int32_t dtype = tensor.dtype();
+      if (DType other; !known || (dtype != code && !(to_dtype(dtype, other) && allows(allowed, other)))) {
+        refuse("has dtype ", dtype_name(dtype), ", expected ", allowed.names);
+      }
+      if (dtype != code) refuse("has dtype ", dtype_name(dtype), ", ", argument.name, "[0] has ", dtype_name(code));
+      if (tensor.device() != call.device) {
+        refuse("is on ", tensor.device().name(), ", ", call.decided_by, " is on ", call.device.name());
+      }
+      const int64_t elements = tensor.numel();
+      const bool is_contiguous = tensor.is_contiguous();
+      if (is_first) {
+        numel[i] = elements;
+        contiguous[i] = is_contiguous;
+      }
+      if (elements != numel[i]) {
+        refuse("has ", elements, " elements, ", first.name, "[", i, "] has ", numel[i]);
+      }
+      if (elements == 0) continue;
+      if (!is_contiguous && !is_dense(tensor)) {
+        refuse("is not contiguous: its elements do not fill one block of memory");
+      }
+      if (!is_first && !(is_contiguous && contiguous[i]) && !same_strides(tensor, first.tensors[i])) {
+        refuse("and ", first.name, "[", i, "] have different memory layouts");
+      }
+      lists.pointer[list].push_back(argument.is_written ? tensor.mutable_data() : const_cast<void*>(tensor.data()));
+      if (is_first) {
+        lists.numel.push_back(elements);
+        lists.index.push_back(static_cast<int64_t>(i));
+      }
+    }
+  }
+  return lists;
+}
+
+inline void check_one_element(const char* op, const char* name, const Tensor& tensor) {
+  if (tensor.numel() != 1) fail(op, ": ", name, " has ", tensor.numel(), " elements, expected 1");
+}
+
+inline void check_device(const char* op, const char* name, const Tensor& tensor, const CallDevice& call) {
+  if (tensor.device() != call.device) {
+    fail(op, ": ", name, " is on ", tensor.device().name(), ", ", call.decided_by, " is on ", call.device.name());
+  }
+}
+
+inline FoundInf check_found_inf(const char* op, const Tensor& found_inf, const CallDevice& call, bool is_written) {
+  check_one_element(op, "found_inf", found_inf);
+  const int32_t dtype = found_inf.dtype();
+  const bool is_int = dtype == aoti_torch_dtype_int32();
+  if (!is_int && dtype != aoti_torch_dtype_float32()) {
+    fail(op, ": found_inf has dtype ", dtype_name(dtype), ", expected float32 or int32");
+  }
+  check_device(op, "found_inf", found_inf, call);
+  void* word = is_written ? found_inf.mutable_data() : const_cast<void*>(found_inf.data());
+  return {static_cast<uint32_t*>(word), is_int ? 1u : 0x3f800000u, is_int ? 0xffffffffu : 0x7fffffffu};
+}
+
+// A factor is an fp32 scalar on the device of the call, or an fp32 or fp64 one on the CPU, which is read here.
+// `on_device`: whether kernels follow pointers of the call's device that the host must not.
+inline Factor check_factor(const char* op, const char* name, const Tensor& factor, const CallDevice& call,
+                           bool on_device) {
+  check_one_element(op, name, factor);
+  const Device device = factor.device();
+  const int32_t dtype = factor.dtype();
+  const bool is_f32 = dtype == aoti_torch_dtype_float32();
+  if (!device.is_cpu()) check_device(op, name, factor, call);
+  if (!is_f32 && !device.is_cpu()) {
+    fail(op, ": ", name, " has dtype ", dtype_name(dtype), ", expected float32 on ", device.name());
+  }
+  if (!is_f32 && dtype != aoti_torch_dtype_float64()) {
+    fail(op, ": ", name, " has dtype ", dtype_name(dtype), ", expected float32 or float64");
+  }
+  if (!is_f32) return {nullptr, *static_cast<const double*>(factor.data())};
+  const float* value = static_cast<const float*>(factor.data());
+  return on_device && device == call.device ? Factor{value, 0.0} : Factor{nullptr, *value};
+}
+
+// One element of the given type, which update_scale reads and writes.
+inline void* check_state(const char* op, const char* name, const Tensor& tensor, int32_t dtype,
+                         const CallDevice& call) {
+  check_one_element(op, name, tensor);
+  if (tensor.dtype() != dtype) {
+    const std::string expected = dtype_name(dtype).substr(sizeof("torch.") - 1);
+    fail(op, ": ", name, " has dtype ", dtype_name(tensor.dtype()), ", expected ", expected);
+  }
+  check_device(op, name, tensor, call);
+  return tensor.mutable_data();
+}
+
+}  // namespace ampctx

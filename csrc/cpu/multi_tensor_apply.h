@@ -1,0 +1,140 @@
+// Runs a function over the blocks of tensor lists, in one parallel region per call.
+//
+// Threads get equal shares of the elements of all tensors laid end to end, so that neither one huge tensor nor
+// thousands of tiny ones leave a thread idle. Tensors are cut into blocks of kBlock elements counted from their own
+// start: which blocks there are, and so every result, does not depend on the number of threads.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include "../ops.h"
+#include "simd.h"
+
+namespace ampctx::cpu {
+
+constexpr int64_t kBlock = 2048;   // elements: what three lists need in fp32 stays in a 32 KB cache
+constexpr int64_t kGrain = 32768;  // elements below which a second thread costs more than it does
+
+struct Block {
+  int64_t tensor;
+  int64_t begin;  // element of the tensor
+  int64_t size;
+  int64_t number;  // of all blocks of the call, in order
+};
+
+inline int64_t block_count(int64_t elements) { return (elements + kBlock - 1) / kBlock; }
+
+template <class Function>
+class BlockWalk {
+ public:
+  BlockWalk(const TensorLists& lists, const Function& function) : function_(function) {
+    first_element_.reserve(lists.numel.size() + 1);
+    first_block_.reserve(lists.numel.size());
+    int64_t elements = 0, blocks = 0;
+    for (const int64_t numel : lists.numel) {
+      first_element_.push_back(elements);
+      first_block_.push_back(blocks);
+      elements += numel;
+      blocks += block_count(numel);
+    }
+    first_element_.push_back(elements);
+  }
+
+  void run(const Context& context) const {
+    const auto body = [](int64_t begin, int64_t end, void* self) {
+      static_cast<const BlockWalk*>(self)->walk(begin, end);
+    };
+    context.parallel_for(0, first_element_.back(), kGrain, body, const_cast<BlockWalk*>(this));
+  }
+
+ private:
+  // The blocks that start in [begin, end) of the elements of all tensors.
+  void walk(int64_t begin, int64_t end) const {
+    const auto after = std::upper_bound(first_element_.begin(), first_element_.end(), begin);
+    int64_t tensor = after - first_element_.begin() - 1;
+    int64_t block = block_count(begin - first_element_[tensor]);
+    const int64_t tensors = static_cast<int64_t>(first_block_.size());
+    for (; tensor < tensors && first_element_[tensor] < end; ++tensor, block = 0) {
+      const int64_t numel = first_element_[tensor + 1] - first_element_[tensor];
+      const int64_t stop = std::min(numel, end - first_element_[tensor]);
+      for (; block * kBlock < stop; ++block) {
+        const int64_t first = block * kBlock;
+        function_(Block{tensor, first, std::min(kBlock, numel - first), first_block_[tensor] + block});
+      }
+    }
+  }
+
+  const Function& function_;
+  std::vector<int64_t> first_element_, first_block_;
+};
+
+// function(Block) is called from several threads and must not throw.
+template <class Function>
+void for_each_block(const Context& context, const TensorLists& lists, const Function& function) {
+  BlockWalk<Function>(lists, function).run(context);
+}
+
+template <class T>
+const Arithmetic<T>& arithmetic(const Simd& simd) {
+  if constexpr (sizeof(T) == sizeof(double)) {
+    return simd.f64;
+  } else {
+    return simd.f32;
+  }
+}
+
+// Blocks in the type of the arithmetic, T: in place where the memory holds T, else through a buffer.
+template <class T>
+class BlockAccess {
+ public:
+  struct alignas(64) Buffer {
+    T data[kBlock];
+  };
+
+  BlockAccess(const TensorLists& lists, const Simd& simd)
+      : lists_(lists), load_(simd.load[sizeof(T) == sizeof(double)]), store_(simd.store[sizeof(T) == sizeof(double)]) {}
+
+  const T* read(int list, const Block& block, Buffer& buffer) const {
+    const Convert convert = load_[static_cast<int>(lists_.dtype[list])];
+    if (!convert) return static_cast<const T*>(address(list, block));
+    convert(address(list, block), buffer.data, block.size);
+    return buffer.data;
+  }
+
+  // Where to compute what write() then stores.
+  T* target(int list, const Block& block, Buffer& buffer) const {
+    return store_[static_cast<int>(lists_.dtype[list])] ? buffer.data : static_cast<T*>(address(list, block));
+  }
+
+  void write(int list, const Block& block, const Buffer& buffer) const {
+    const Convert convert = store_[static_cast<int>(lists_.dtype[list])];
+    if (convert) convert(buffer.data, address(list, block), block.size);
+  }
+
+ private:
+  void* address(int list, const Block& block) const {
+    return static_cast<char*>(lists_.pointer[list][block.tensor]) + block.begin * element_size(lists_.dtype[list]);
+  }
+
+  const TensorLists& lists_;
+  const Convert* load_;
+  const Convert* store_;
+};
+
+// found_inf, gathered over the threads and written once.
+class NonfiniteSeen {
+ public:
+  void note(bool finite) {
+    if (!finite) seen_.store(true, std::memory_order_relaxed);
+  }
+  void report(FoundInf found_inf) const {
+    if (seen_.load(std::memory_order_relaxed)) *found_inf.word = found_inf.raised;
+  }
+
+ private:
+  std::atomic<bool> seen_{false};
+};
+
+}  // namespace ampctx::cpu

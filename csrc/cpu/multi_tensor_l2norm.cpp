@@ -1,0 +1,53 @@
+// sqrt(sum((x * inv_scale)^2)) on the CPU, of all tensors and of each. Read by gradient clipping and by layer-wise
+// optimizers.
+//
+// Each block gives one partial sum; the partial sums of a tensor, then those of the tensors, are added in order in
+// fp64.
+#include <cmath>
+
+#include "multi_tensor_apply.h"
+
+namespace ampctx::cpu {
+namespace {
+
+template <class T>
+void l2norm_as(const Context& context, const TensorLists& lists, FoundInf found_inf, T inv_scale,
+               const NormOutputs& outputs) {
+  const Simd& simd = cpu::simd();
+  const BlockAccess<T> access(lists, simd);
+  double* partial = static_cast<double*>(outputs.workspace);
+  NonfiniteSeen nonfinite;
+  for_each_block(context, lists, [&](const Block& block) {
+    typename BlockAccess<T>::Buffer buffer;
+    const T* x = access.read(0, block, buffer);
+    nonfinite.note(arithmetic<T>(simd).l2norm(x, block.size, inv_scale, &partial[block.number]));
+  });
+  nonfinite.report(found_inf);
+
+  T* per_tensor = static_cast<T*>(outputs.per_tensor);
+  if (per_tensor) std::fill_n(per_tensor, lists.total_tensors, T{0});
+  double total = 0;
+  for (int64_t tensor = 0; tensor < lists.size(); ++tensor) {
+    double sum = 0;
+    for (int64_t block = block_count(lists.numel[tensor]); block > 0; --block) sum += *partial++;
+    if (per_tensor) per_tensor[lists.index[tensor]] = static_cast<T>(std::sqrt(sum));
+    total += sum;
+  }
+  *static_cast<T*>(outputs.norm) = static_cast<T>(std::sqrt(total));
+}
+
+}  // namespace
+
+int64_t l2norm_workspace(const TensorLists& lists) {
+  int64_t blocks = 0;
+  for (const int64_t numel : lists.numel) blocks += block_count(numel);
+  return blocks * static_cast<int64_t>(sizeof(double));
+}
+
+void l2norm(const Context& context, const TensorLists& lists, FoundInf found_inf, Factor inv_scale,
+            const NormOutputs& outputs) {
+  if (lists.computes_in_f64()) return l2norm_as<double>(context, lists, found_inf, inv_scale.value, outputs);
+  l2norm_as<float>(context, lists, found_inf, static_cast<float>(inv_scale.value), outputs);
+}
+
+}  // namespace ampctx::cpu

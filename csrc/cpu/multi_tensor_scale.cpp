@@ -1,0 +1,28 @@
+// dst = src * scale on the CPU. Read by the unscale step of the loss-scale loop and by the master-to-model copy.
+#include "multi_tensor_apply.h"
+
+namespace ampctx::cpu {
+namespace {
+
+template <class T>
+void scale_as(const Context& context, const TensorLists& lists, FoundInf found_inf, T factor) {
+  const Simd& simd = cpu::simd();
+  const BlockAccess<T> access(lists, simd);
+  NonfiniteSeen nonfinite;
+  for_each_block(context, lists, [&](const Block& block) {
+    typename BlockAccess<T>::Buffer in, out;
+    const T* x = access.read(0, block, in);
+    nonfinite.note(arithmetic<T>(simd).scale(x, access.target(1, block, out), block.size, factor));
+    access.write(1, block, out);
+  });
+  nonfinite.report(found_inf);
+}
+
+}  // namespace
+
+void scale(const Context& context, const TensorLists& lists, FoundInf found_inf, Factor factor) {
+  if (lists.computes_in_f64()) return scale_as<double>(context, lists, found_inf, factor.value);
+  scale_as<float>(context, lists, found_inf, static_cast<float>(factor.value));
+}
+
+}  // namespace ampctx::cpu

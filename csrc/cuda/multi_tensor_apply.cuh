@@ -1,0 +1,157 @@
+// Packs tensor lists into kernel parameters and launches over them.
+//
+// A Table travels by value in the parameters of a kernel: no copy to the device, no memory to keep alive. It holds
+// pointers and the prefix sums of the element counts, so that the tensors form one line of elements. A grid that just
+// fills the GPU divides that line into equal shares (Split): neither one huge tensor nor thousands of tiny ones leave a
+// multiprocessor idle. Lists longer than a table take several launches. pack() and split() are plain host functions; a
+// test runs them on sizes beyond 2^31.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "../error.h"
+#include "../ops.h"
+
+// The emulation (tests/cuda_emulation) runs the same files on the CPU and replaces only this.
+#ifndef AMPCTX_LAUNCH
+#define AMPCTX_LAUNCH(kernel, grid, block, stream, ...)                         \
+  do {                                                                          \
+    kernel<<<grid, block, 0, static_cast<cudaStream_t>(stream)>>>(__VA_ARGS__); \
+    ::ampctx::cuda::check_cuda(cudaGetLastError(), "launch of " #kernel);       \
+  } while (0)
+#endif
+
+namespace ampctx::cuda {
+
+inline void check_cuda(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) fail("ampctx: ", what, ": ", cudaGetErrorString(error));
+}
+
+#ifndef AMPCTX_THREADS
+#define AMPCTX_THREADS 256
+#endif
+constexpr int kThreads = AMPCTX_THREADS;
+constexpr int kVector = 8;  // elements a thread takes at a time
+constexpr int kMaxBlocks = 4096;
+
+// Kernels may have 4 KB of parameters, and nearly 32 KB from sm_70 on with the drivers that CUDA 13 needs. Small tables
+// exist because parameters are copied at each launch. Some bytes stay for the other parameters.
+constexpr int kSmallTableBytes = 4096 - 160;
+#if CUDART_VERSION >= 13000
+constexpr int kLargeTableBytes = 32764 - 160;
+#else
+constexpr int kLargeTableBytes = kSmallTableBytes;
+#endif
+
+template <int depth, int bytes>
+struct Table {
+  static constexpr int kDepth = depth;
+  static constexpr int kCapacity = (bytes - 32) / (8 + 8 * depth);
+
+  int64_t offset[kCapacity + 1];  // offset[t] elements come before tensor t; offset[count] is the total
+  void* pointer[depth][kCapacity];
+  DType dtype[depth];
+  int32_t count;
+};
+
+template <int depth>
+using SmallTable = Table<depth, kSmallTableBytes>;
+template <int depth>
+using LargeTable = Table<depth, kLargeTableBytes>;
+
+// Fills the table with tensors from `first` on and returns the index of the first that has no place.
+template <int depth, int bytes>
+int64_t pack(const TensorLists& lists, int64_t first, Table<depth, bytes>& table) {
+  static_assert(sizeof(table) <= bytes);
+  const int64_t last = std::min<int64_t>(lists.size(), first + table.kCapacity);
+  table.count = static_cast<int32_t>(last - first);
+  table.offset[0] = 0;
+  for (int32_t t = 0; t < table.count; ++t) {
+    table.offset[t + 1] = table.offset[t] + lists.numel[first + t];
+    for (int list = 0; list < depth; ++list) table.pointer[list][t] = lists.pointer[list][first + t];
+  }
+  for (int list = 0; list < depth; ++list) table.dtype[list] = lists.dtype[list];
+  return last;
+}
+
+// Block b takes the elements [b * share, (b + 1) * share); every block has at least one.
+struct Split {
+  int64_t share;
+  int blocks;
+};
+
+inline Split split(int64_t elements, int64_t max_blocks) {
+  constexpr int64_t unit = kThreads * kVector;
+  const int64_t each = (elements + max_blocks - 1) / max_blocks;
+  const int64_t share = (each + unit - 1) / unit * unit;
+  return {share, static_cast<int>((elements + share - 1) / share)};
+}
+
+// As many blocks as run on the device at once. `kernel` is a compile-time constant: each has its own cache.
+template <auto kernel>
+int resident_blocks(int device) {
+  constexpr int kDevices = 64;
+  static std::atomic<int> cache[kDevices];
+  if (device < kDevices && cache[device].load(std::memory_order_relaxed)) return cache[device];
+  int processors = 0, per_processor = 0;
+  check_cuda(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "multiprocessor count");
+  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_processor, kernel, kThreads, 0), "occupancy");
+  const int blocks = std::max(1, std::min(kMaxBlocks, processors * per_processor));
+  if (device < kDevices) cache[device] = blocks;
+  return blocks;
+}
+
+// Calls launch(table) for successive parts of the lists.
+template <int depth, class Launch>
+void for_each_table(const TensorLists& lists, const Launch& launch) {
+  for (int64_t first = 0; first < lists.size();) {
+    if (lists.size() - first <= SmallTable<depth>::kCapacity) {
+      SmallTable<depth> table;
+      first = pack(lists, first, table);
+      launch(table);
+    } else {
+      LargeTable<depth> table;
+      first = pack(lists, first, table);
+      launch(table);
+    }
+  }
+}
+
+// The tensor that holds element `position` of the line.
+template <class Table>
+__host__ __device__ inline int find_tensor(const Table& table, int64_t position) {
+  int low = 0, high = table.count;  // offset[low] <= position < offset[high]
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (table.offset[middle] <= position ? low : high) = middle;
+  }
+  return low;
+}
+
+// Calls visit(tensor, begin, size) for each tensor that this block has a share in; `begin` counts from the tensor's
+// start.
+template <class Table, class Visit>
+__device__ inline void for_each_segment(const Table& table, int64_t share, const Visit& visit) {
+  int64_t position = blockIdx.x * share;
+  const int64_t total = table.offset[table.count];
+  const int64_t end = position + share < total ? position + share : total;
+  for (int tensor = find_tensor(table, position); position < end; ++tensor) {
+    const int64_t stop = end < table.offset[tensor + 1] ? end : table.offset[tensor + 1];
+    visit(tensor, position - table.offset[tensor], stop - position);
+    position = stop;
+  }
+}
+
+// Factor as it reaches a kernel.
+struct KernelFactor {
+  const float* device;
+  float value;
+
+  explicit KernelFactor(const Factor& factor) : device(factor.device), value(static_cast<float>(factor.value)) {}
+  __device__ float get() const { return device ? *device : value; }
+};
+
+}  // namespace ampctx::cuda

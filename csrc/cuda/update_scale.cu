@@ -1,0 +1,19 @@
+// The loss-scale rule of functors/update_scale.h on CUDA: one thread, so that the host need not wait for found_inf.
+#include "multi_tensor_apply.cuh"
+
+namespace ampctx::cuda {
+namespace {
+
+__global__ void update_scale_kernel(ScaleState state, ScaleRule rule) {
+  const bool found_inf = (*state.found_inf.word & state.found_inf.value_mask) != 0;
+  update_scale_element(state.scale, state.growth_tracker, state.hysteresis_tracker, found_inf, rule);
+}
+
+}  // namespace
+
+void update_scale(const Context& context, const ScaleState& state, const ScaleRule& rule) {
+  constexpr auto kernel = &update_scale_kernel;
+  AMPCTX_LAUNCH(kernel, 1, 1, context.stream, state, rule);
+}
+
+}  // namespace ampctx::cuda

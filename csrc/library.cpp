@@ -1,0 +1,198 @@
+// What torch calls: one boxed function per op and backend, and their registration, which _extension.py asks for.
+//
+// The schemas are in ampctx/ops.py. A boxed function takes its arguments off the stack, checks them, puts the results
+// on the stack; errors are C++ exceptions that torch turns into RuntimeError.
+#include <optional>
+
+#include "check.h"
+#include "cpu/simd.h"
+
+#ifdef __clang__
+#define AMPCTX_COMPILER __VERSION__
+#else
+#define AMPCTX_COMPILER "g++ " __VERSION__
+#endif
+
+#ifndef AMPCTX_CUDA_VERSION
+#define AMPCTX_CUDA_VERSION "null"
+#define AMPCTX_CUDA_ARCHS ""
+#endif
+
+namespace ampctx {
+namespace {
+
+using torch_abi::empty;
+using torch_abi::to_scalar;
+using torch_abi::to_tensor_list;
+
+struct Backend {
+  const char* dispatch_key;
+  AllowedDTypes dtypes;
+  bool has_device_pointers;  // pointers that the host must not follow
+  bool has_streams;
+  decltype(&cpu::scale) scale;
+  decltype(&cpu::axpby) axpby;
+  decltype(&cpu::l2norm_workspace) l2norm_workspace;
+  decltype(&cpu::l2norm) l2norm;
+  decltype(&cpu::update_scale) update_scale;
+};
+
+#define AMPCTX_KERNELS(backend) \
+  backend::scale, backend::axpby, backend::l2norm_workspace, backend::l2norm, backend::update_scale
+
+#ifdef AMPCTX_CUDA_EMULATION
+constexpr Backend kEmulated = {"CPU", kCudaDTypes, true, false, AMPCTX_KERNELS(cuda)};
+#else
+constexpr Backend kCpu = {"CPU", kCpuDTypes, false, false, AMPCTX_KERNELS(cpu)};
+#ifdef AMPCTX_WITH_CUDA
+constexpr Backend kCuda = {"CUDA", kCudaDTypes, true, true, AMPCTX_KERNELS(cuda)};
+#endif
+#endif
+
+// Makes the device of a call current for its duration.
+class Scope {
+ public:
+  Scope(const Backend& backend, const Device& device) {
+    context.parallel_for = &torch_abi::parallel_for;
+    if (!backend.has_streams) return;
+    guard_.emplace(device.index);
+    context.stream = torch_abi::current_cuda_stream(device.index);
+    context.device = device.index;
+  }
+
+  Context context;
+
+ private:
+  std::optional<torch_abi::DeviceGuard> guard_;
+};
+
+template <const Backend& backend>
+void multi_tensor_scale(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr const char* op = "multi_tensor_scale";
+  const TensorList src = to_tensor_list(stack[0]), dst = to_tensor_list(stack[1]);
+  const Tensor found_inf(stack[2]), scale(stack[3]);
+
+  const ListArgument src_argument{"src", src}, dst_argument{"dst", dst, true};
+  const CallDevice call = call_device(src_argument, found_inf);
+  const TensorLists lists = check_lists(op, backend.dtypes, call, {src_argument, dst_argument});
+  const FoundInf flag = check_found_inf(op, found_inf, call, true);
+  const Factor factor = check_factor(op, "scale", scale, call, backend.has_device_pointers);
+  if (lists.size() == 0) return;
+  backend.scale(Scope(backend, call.device).context, lists, flag, factor);
+}
+
+template <const Backend& backend>
+void multi_tensor_axpby(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr const char* op = "multi_tensor_axpby";
+  const TensorList x = to_tensor_list(stack[0]), y = to_tensor_list(stack[1]), out = to_tensor_list(stack[2]);
+  const Tensor found_inf(stack[3]), a(stack[4]), b(stack[5]);
+  const int64_t arg_to_check = to_scalar<int64_t>(stack[6]);
+
+  const ListArgument x_argument{"x", x}, y_argument{"y", y}, out_argument{"out", out, true};
+  const CallDevice call = call_device(x_argument, found_inf);
+  const TensorLists lists = check_lists(op, backend.dtypes, call, {x_argument, y_argument, out_argument});
+  const FoundInf flag = check_found_inf(op, found_inf, call, true);
+  const Factor factor_a = check_factor(op, "a", a, call, backend.has_device_pointers);
+  const Factor factor_b = check_factor(op, "b", b, call, backend.has_device_pointers);
+  if (arg_to_check < -1 || arg_to_check > 1) fail(op, ": arg_to_check is ", arg_to_check, ", expected -1, 0 or 1");
+  if (lists.size() == 0) return;
+  const Scope scope(backend, call.device);
+  backend.axpby(scope.context, lists, flag, factor_a, factor_b, static_cast<int>(arg_to_check));
+}
+
+// Both norm ops; without inv_scale the factor is 1.
+void l2norm(const Backend& backend, const char* op, StableIValue* stack, const TensorList& tensors,
+            const Tensor& found_inf, const Tensor* inv_scale, bool per_tensor) {
+  const ListArgument argument{"tensors", tensors};
+  const CallDevice call = call_device(argument, found_inf);
+  const TensorLists lists = check_lists(op, backend.dtypes, call, {argument});
+  const FoundInf flag = check_found_inf(op, found_inf, call, true);
+  const Factor factor =
+      inv_scale ? check_factor(op, "inv_scale", *inv_scale, call, backend.has_device_pointers) : Factor{};
+
+  const Scope scope(backend, call.device);
+  const bool f64 = lists.total_tensors > 0 && lists.computes_in_f64();
+  const int32_t dtype = f64 ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
+  const int64_t norms = per_tensor ? lists.total_tensors : 0, workspace_bytes = backend.l2norm_workspace(lists);
+  Tensor norm = empty(nullptr, dtype, call.device), each = empty(&norms, dtype, call.device);
+  const Tensor workspace = empty(&workspace_bytes, aoti_torch_dtype_uint8(), call.device);
+  backend.l2norm(scope.context, lists, flag, factor,
+                 {norm.mutable_data(), norms ? each.mutable_data() : nullptr, workspace.mutable_data()});
+  stack[0] = norm.release();
+  stack[1] = each.release();
+}
+
+template <const Backend& backend>
+void multi_tensor_l2norm(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorList tensors = to_tensor_list(stack[0]);
+  const Tensor found_inf(stack[1]);
+  l2norm(backend, "multi_tensor_l2norm", stack, tensors, found_inf, nullptr, to_scalar<bool>(stack[2]));
+}
+
+template <const Backend& backend>
+void multi_tensor_unscale_l2norm(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorList tensors = to_tensor_list(stack[0]);
+  const Tensor found_inf(stack[1]), inv_scale(stack[2]);
+  l2norm(backend, "multi_tensor_unscale_l2norm", stack, tensors, found_inf, &inv_scale, to_scalar<bool>(stack[3]));
+}
+
+template <const Backend& backend>
+void update_scale(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr const char* op = "update_scale";
+  const Tensor scale(stack[0]), growth_tracker(stack[1]), hysteresis_tracker(stack[2]), found_inf(stack[3]);
+  const ScaleRule rule = {to_scalar<double>(stack[4]),  to_scalar<double>(stack[5]), to_scalar<int64_t>(stack[6]),
+                          to_scalar<int64_t>(stack[7]), to_scalar<double>(stack[8]), to_scalar<double>(stack[9])};
+  const CallDevice call = {scale.device(), "scale"};
+  const int32_t int32 = aoti_torch_dtype_int32();
+  const ScaleState state = {
+      static_cast<float*>(check_state(op, "scale", scale, aoti_torch_dtype_float32(), call)),
+      static_cast<int32_t*>(check_state(op, "growth_tracker", growth_tracker, int32, call)),
+      static_cast<int32_t*>(check_state(op, "hysteresis_tracker", hysteresis_tracker, int32, call)),
+      check_found_inf(op, found_inf, call, false),
+  };
+  backend.update_scale(Scope(backend, call.device).context, state, rule);
+}
+
+template <const Backend& backend>
+int register_kernels(const char* ns) {
+  TorchLibraryHandle library = nullptr;  // lives as long as the process: torch keeps the function pointers
+  if (aoti_torch_library_init_impl(ns, backend.dispatch_key, "ampctx", 0, &library) != 0) return 1;
+  const std::pair<const char*, void (*)(StableIValue*, uint64_t, uint64_t)> kernels[] = {
+      {"multi_tensor_scale", multi_tensor_scale<backend>},
+      {"multi_tensor_axpby", multi_tensor_axpby<backend>},
+      {"multi_tensor_l2norm", multi_tensor_l2norm<backend>},
+      {"multi_tensor_unscale_l2norm", multi_tensor_unscale_l2norm<backend>},
+      {"update_scale", update_scale<backend>},
+  };
+  for (const auto& [name, kernel] : kernels) {
+    if (torch_library_impl(library, name, kernel, torch_abi::kBuildVersion) != 0) return 2;
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace ampctx
+
+#define AMPCTX_EXPORT extern "C" __attribute__((visibility("default")))
+
+#ifdef AMPCTX_CUDA_EMULATION
+AMPCTX_EXPORT int ampctx_register_emulated(const char* ns) { return ampctx::register_kernels<ampctx::kEmulated>(ns); }
+#else
+
+// Registers the kernels of one backend for the ops of namespace `ns`; 0, or a code that says what torch refused.
+AMPCTX_EXPORT int ampctx_register_cpu(const char* ns) { return ampctx::register_kernels<ampctx::kCpu>(ns); }
+
+#ifdef AMPCTX_WITH_CUDA
+AMPCTX_EXPORT int ampctx_register_cuda(const char* ns) {
+  if (!aoti_torch_get_current_cuda_stream) return 3;  // a torch without CUDA
+  return ampctx::register_kernels<ampctx::kCuda>(ns);
+}
+#endif
+
+AMPCTX_EXPORT const char* ampctx_build_info() {
+  static const std::string info = std::string("{\"compiler\": \"" AMPCTX_COMPILER "\", \"cuda\": " AMPCTX_CUDA_VERSION
+                                              ", \"cuda_archs\": [" AMPCTX_CUDA_ARCHS "], \"simd\": [") +
+                                  ampctx::cpu::simd_built() + "], \"simd_used\": \"" + ampctx::cpu::simd_used() + "\"}";
+  return info.c_str();
+}
+#endif

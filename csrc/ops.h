@@ -1,0 +1,86 @@
+// The kernels' entry points, free of torch, and what they are given. library.cpp calls them with checked arguments.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "dispatch.h"
+#include "functors/update_scale.h"
+
+namespace ampctx {
+
+constexpr int kMaxLists = 3;
+
+// Lists of tensors that agree in number of elements and memory layout at each index, without the empty ones. A tensor
+// of one list may be the tensor at the same index of another (in place); no other overlap is allowed.
+struct TensorLists {
+  int depth = 0;
+  std::array<DType, kMaxLists> dtype{};               // of each list
+  std::array<std::vector<void*>, kMaxLists> pointer;  // [list][tensor], first element in memory
+  std::vector<int64_t> numel;                         // [tensor]
+  std::vector<int64_t> index;                         // [tensor], position in the caller's list
+  int64_t total_tensors = 0;                          // length of the caller's lists
+
+  int64_t size() const { return static_cast<int64_t>(numel.size()); }
+  bool computes_in_f64() const {
+    for (int list = 0; list < depth; ++list) {
+      if (dtype[list] == DType::f64) return true;
+    }
+    return false;
+  }
+};
+
+// The caller's flag, one fp32 or int32 element: raise it by writing `raised` (the bits of 1), never write anything
+// else.
+struct FoundInf {
+  uint32_t* word;
+  uint32_t raised;
+  uint32_t value_mask;  // the bits that make it != 0: -0.0 is zero
+};
+
+// A scalar: behind `device` where that is not null (fp32, readable by the kernel only), else `value`.
+struct Factor {
+  const float* device = nullptr;
+  double value = 1.0;
+};
+
+// What a kernel may ask of its surroundings.
+struct Context {
+  using Body = void (*)(int64_t begin, int64_t end, void* argument);
+  void (*parallel_for)(int64_t begin, int64_t end, int64_t grain, Body body, void* argument) = nullptr;  // CPU
+  void* stream = nullptr;                                                                                // CUDA
+  int device = 0;                                                                                        // CUDA
+};
+
+// Where norms go, fp32 (fp64 when a list is fp64): `norm` has one element, `per_tensor` total_tensors or is null.
+struct NormOutputs {
+  void* norm;
+  void* per_tensor;
+  void* workspace;  // l2norm_workspace bytes
+};
+
+struct ScaleState {
+  float* scale;
+  int32_t* growth_tracker;
+  int32_t* hysteresis_tracker;
+  FoundInf found_inf;
+};
+
+namespace cpu {
+void scale(const Context&, const TensorLists& src_dst, FoundInf, Factor scale);
+void axpby(const Context&, const TensorLists& x_y_out, FoundInf, Factor a, Factor b, int arg_to_check);
+int64_t l2norm_workspace(const TensorLists& tensors);
+void l2norm(const Context&, const TensorLists& tensors, FoundInf, Factor inv_scale, const NormOutputs&);
+void update_scale(const Context&, const ScaleState&, const ScaleRule&);
+}  // namespace cpu
+
+namespace cuda {
+void scale(const Context&, const TensorLists& src_dst, FoundInf, Factor scale);
+void axpby(const Context&, const TensorLists& x_y_out, FoundInf, Factor a, Factor b, int arg_to_check);
+int64_t l2norm_workspace(const TensorLists& tensors);
+void l2norm(const Context&, const TensorLists& tensors, FoundInf, Factor inv_scale, const NormOutputs&);
+void update_scale(const Context&, const ScaleState&, const ScaleRule&);
+}  // namespace cuda
+
+}  // namespace ampctx

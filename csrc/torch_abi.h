@@ -1,0 +1,220 @@
+// The few functions of torch's C shim that ampctx calls, and thin owners of what they hand out.
+//
+// Declared here and not included from torch, so that building needs no torch and one library serves torch 2.11 and
+// later, any Python, with and without CUDA. Origin: torch/csrc/inductor/aoti_torch/c/shim.h and
+// torch/csrc/stable/c/shim.h, which torch keeps stable for two years; a test compiles this file together with them, so
+// that a mismatch is a compile error. Only library.cpp and check.h use it: kernels know nothing of torch.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "error.h"
+
+using AOTITorchError = int32_t;
+using StableIValue = uint64_t;
+struct AtenTensorOpaque;
+using AtenTensorHandle = AtenTensorOpaque*;
+class TorchLibraryOpaque;
+using TorchLibraryHandle = TorchLibraryOpaque*;
+struct StableListOpaque;
+using StableListHandle = StableListOpaque*;
+struct DeviceGuardOpaque;
+using DeviceGuardHandle = DeviceGuardOpaque*;
+
+extern "C" {
+typedef void (*ParallelFunc)(int64_t begin, int64_t end, void* ctx);
+
+int32_t aoti_torch_device_type_cpu();
+int32_t aoti_torch_device_type_cuda();
+int32_t aoti_torch_device_type_meta();
+int32_t aoti_torch_dtype_float16();
+int32_t aoti_torch_dtype_bfloat16();
+int32_t aoti_torch_dtype_float32();
+int32_t aoti_torch_dtype_float64();
+int32_t aoti_torch_dtype_uint8();
+int32_t aoti_torch_dtype_int8();
+int32_t aoti_torch_dtype_int16();
+int32_t aoti_torch_dtype_int32();
+int32_t aoti_torch_dtype_int64();
+int32_t aoti_torch_dtype_bool();
+int32_t aoti_torch_dtype_complex64();
+int32_t aoti_torch_dtype_complex128();
+int32_t aoti_torch_layout_strided();
+
+AOTITorchError aoti_torch_library_init_impl(const char* ns, const char* key, const char* file, uint32_t line,
+                                            TorchLibraryHandle* library);
+AOTITorchError torch_library_impl(TorchLibraryHandle library, const char* name,
+                                  void (*kernel)(StableIValue*, uint64_t, uint64_t), uint64_t build_version);
+AOTITorchError torch_list_size(StableListHandle list, size_t* size);
+AOTITorchError torch_list_get_item(StableListHandle list, size_t index, StableIValue* element);
+AOTITorchError torch_delete_list(StableListHandle list);
+AOTITorchError aoti_torch_delete_tensor_object(AtenTensorHandle tensor);
+AOTITorchError aoti_torch_get_layout(AtenTensorHandle tensor, int32_t* layout);
+AOTITorchError aoti_torch_get_dtype(AtenTensorHandle tensor, int32_t* dtype);
+AOTITorchError aoti_torch_get_device_type(AtenTensorHandle tensor, int32_t* type);
+AOTITorchError aoti_torch_get_device_index(AtenTensorHandle tensor, int32_t* index);
+AOTITorchError aoti_torch_get_numel(AtenTensorHandle tensor, int64_t* numel);
+AOTITorchError aoti_torch_get_dim(AtenTensorHandle tensor, int64_t* dim);
+AOTITorchError aoti_torch_get_sizes(AtenTensorHandle tensor, int64_t** sizes);
+AOTITorchError aoti_torch_get_strides(AtenTensorHandle tensor, int64_t** strides);
+AOTITorchError aoti_torch_is_contiguous(AtenTensorHandle tensor, bool* contiguous);
+AOTITorchError torch_get_const_data_ptr(AtenTensorHandle tensor, const void** data);
+AOTITorchError torch_get_mutable_data_ptr(AtenTensorHandle tensor, void** data);
+AOTITorchError aoti_torch_empty_strided(int64_t dim, const int64_t* sizes, const int64_t* strides, int32_t dtype,
+                                        int32_t device_type, int32_t device_index, AtenTensorHandle* tensor);
+AOTITorchError torch_parallel_for(int64_t begin, int64_t end, int64_t grain, ParallelFunc body, void* ctx);
+AOTITorchError aoti_torch_create_device_guard(int32_t device_index, DeviceGuardHandle* guard);
+AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle guard);
+// Null in a torch without CUDA.
+__attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+}
+
+namespace ampctx::torch_abi {
+
+// The shim of torch 2.11: the oldest torch that ampctx serves, and the calling convention of boxed kernels.
+constexpr uint64_t kBuildVersion = (2ull << 56) | (11ull << 48);
+
+#define AMPCTX_TORCH(function, ...)                                                                    \
+  do {                                                                                                 \
+    if (function(__VA_ARGS__) != 0) ::ampctx::fail("ampctx: torch's " #function " reported an error"); \
+  } while (0)
+
+// A property that a shim function writes through a pointer.
+#define AMPCTX_GETTER(type, name, function)  \
+  type name() const {                        \
+    type value{};                            \
+    AMPCTX_TORCH(function, handle_, &value); \
+    return value;                            \
+  }
+
+struct Device {
+  int32_t type;
+  int32_t index;
+
+  bool operator==(const Device& other) const { return type == other.type && index == other.index; }
+  bool operator!=(const Device& other) const { return !(*this == other); }
+  bool is_cpu() const { return type == aoti_torch_device_type_cpu(); }
+  // As Python prints it.
+  std::string name() const {
+    if (is_cpu()) return "cpu";
+    if (type == aoti_torch_device_type_meta()) return "meta";
+    const bool cuda = type == aoti_torch_device_type_cuda();
+    return (cuda ? "cuda" : "device type " + std::to_string(type)) + ":" + std::to_string(index);
+  }
+};
+
+inline std::string dtype_name(int32_t dtype) {
+  const std::pair<int32_t (*)(), const char*> names[] = {
+      {aoti_torch_dtype_float16, "float16"},     {aoti_torch_dtype_bfloat16, "bfloat16"},
+      {aoti_torch_dtype_float32, "float32"},     {aoti_torch_dtype_float64, "float64"},
+      {aoti_torch_dtype_uint8, "uint8"},         {aoti_torch_dtype_int8, "int8"},
+      {aoti_torch_dtype_int16, "int16"},         {aoti_torch_dtype_int32, "int32"},
+      {aoti_torch_dtype_int64, "int64"},         {aoti_torch_dtype_bool, "bool"},
+      {aoti_torch_dtype_complex64, "complex64"}, {aoti_torch_dtype_complex128, "complex128"},
+  };
+  for (const auto& [code, name] : names) {
+    if (dtype == code()) return std::string("torch.") + name;
+  }
+  return "number " + std::to_string(dtype);
+}
+
+// A tensor owned by this object. A boxed kernel owns its arguments and the elements that it takes out of a list.
+class Tensor {
+ public:
+  explicit Tensor(AtenTensorHandle handle) : handle_(handle) {}
+  explicit Tensor(StableIValue argument) : Tensor(reinterpret_cast<AtenTensorHandle>(argument)) {}
+  Tensor(Tensor&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
+  Tensor(const Tensor&) = delete;
+  Tensor& operator=(const Tensor&) = delete;
+  Tensor& operator=(Tensor&&) = delete;
+  ~Tensor() {
+    if (handle_) aoti_torch_delete_tensor_object(handle_);
+  }
+
+  AMPCTX_GETTER(int32_t, layout, aoti_torch_get_layout)
+  AMPCTX_GETTER(int32_t, dtype, aoti_torch_get_dtype)
+  AMPCTX_GETTER(int32_t, device_type, aoti_torch_get_device_type)
+  AMPCTX_GETTER(int32_t, device_index, aoti_torch_get_device_index)
+  AMPCTX_GETTER(int64_t, numel, aoti_torch_get_numel)
+  AMPCTX_GETTER(int64_t, dim, aoti_torch_get_dim)
+  AMPCTX_GETTER(int64_t*, sizes, aoti_torch_get_sizes)
+  AMPCTX_GETTER(int64_t*, strides, aoti_torch_get_strides)
+  AMPCTX_GETTER(bool, is_contiguous, aoti_torch_is_contiguous)
+  AMPCTX_GETTER(const void*, data, torch_get_const_data_ptr)
+  AMPCTX_GETTER(void*, mutable_data, torch_get_mutable_data_ptr)
+
+  bool is_strided() const { return layout() == aoti_torch_layout_strided(); }
+  Device device() const { return {device_type(), device_index()}; }
+
+  // Hands the tensor to the caller of a boxed kernel.
+  StableIValue release() { return reinterpret_cast<StableIValue>(std::exchange(handle_, nullptr)); }
+
+ private:
+  AtenTensorHandle handle_;
+};
+
+#undef AMPCTX_GETTER
+
+using TensorList = std::vector<Tensor>;
+
+inline TensorList to_tensor_list(StableIValue argument) {
+  struct Owner {
+    StableListHandle handle;
+    ~Owner() { torch_delete_list(handle); }
+  } list{reinterpret_cast<StableListHandle>(argument)};
+  size_t size = 0;
+  AMPCTX_TORCH(torch_list_size, list.handle, &size);
+  TensorList tensors;
+  tensors.reserve(size);
+  for (size_t i = 0; i < size; ++i) {
+    StableIValue element = 0;
+    AMPCTX_TORCH(torch_list_get_item, list.handle, i, &element);
+    tensors.emplace_back(element);
+  }
+  return tensors;
+}
+
+// int, float and bool arguments lie in the first bytes of a stack slot.
+template <class T>
+T to_scalar(StableIValue argument) {
+  T value;
+  std::memcpy(&value, &argument, sizeof(value));
+  return value;
+}
+
+// A new 0-d tensor, or a 1-d one of `size` elements, of uninitialized memory.
+inline Tensor empty(const int64_t* size, int32_t dtype, Device device) {
+  const int64_t stride = 1;
+  AtenTensorHandle handle = nullptr;
+  AMPCTX_TORCH(aoti_torch_empty_strided, size ? 1 : 0, size, &stride, dtype, device.type, device.index, &handle);
+  return Tensor(handle);
+}
+
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int32_t index) { AMPCTX_TORCH(aoti_torch_create_device_guard, index, &handle_); }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+  ~DeviceGuard() { aoti_torch_delete_device_guard(handle_); }
+
+ private:
+  DeviceGuardHandle handle_ = nullptr;
+};
+
+inline void* current_cuda_stream(int32_t device_index) {
+  void* stream = nullptr;
+  AMPCTX_TORCH(aoti_torch_get_current_cuda_stream, device_index, &stream);
+  return stream;
+}
+
+// torch's own thread pool. The body must not throw.
+inline void parallel_for(int64_t begin, int64_t end, int64_t grain, ParallelFunc body, void* argument) {
+  AMPCTX_TORCH(torch_parallel_for, begin, end, grain, body, argument);
+}
+
+}  // namespace ampctx::torch_abi

@@ -1,0 +1,168 @@
+"""Builds ampctx/_ops.so: the CPU kernels with g++, and the CUDA kernels with nvcc where it is found.
+
+torch is not needed to build: csrc/torch_abi.h declares what is called, and the link goes against an empty libtorch.so,
+so that the file binds to whichever torch is imported. Environment:
+
+    AMPCTX_CUDA        auto (default: CUDA kernels when nvcc is found), 1 (nvcc must be there), 0 (no CUDA kernels)
+    AMPCTX_CUDA_ARCHS  compute capabilities, such as "80,90"; default: the first of each generation that nvcc knows,
+                       from 75 up. PTX of the last one is added
+    CXX                the C++ compiler (default: g++)
+    CUDA_HOME          where CUDA is; default: the nvcc on PATH, then /usr/local/cuda
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
+
+CSRC = Path("csrc")
+OLDEST_ARCH = 75
+COMMON_FLAGS = ("-O3", "-std=c++17")
+CXX_FLAGS = (*COMMON_FLAGS, "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
+# Same bits on every instruction set: no contraction to FMA. Nothing here reads errno or floating-point exceptions.
+CXX_FLAGS += ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+# One object of cpu/simd.cpp for each.
+SIMD = {"baseline": ()}
+if platform.machine() in ("x86_64", "AMD64"):
+    SIMD |= {"avx2": ("-march=x86-64-v3",), "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512")}
+
+
+def run(command: list[str]) -> None:
+    print("+", *command, flush=True)
+    result = subprocess.run(command, capture_output=True, text=True)
+    print(result.stdout + result.stderr, end="", flush=True)
+    if result.returncode:
+        raise CompileError(f"{command[0]} failed:\n{result.stdout}{result.stderr}")
+
+
+def find_cxx() -> str:
+    cxx = os.environ.get("CXX", "g++")
+    if not shutil.which(cxx):
+        raise CompileError(f"no C++ compiler: {cxx!r} was not found. Install g++ 11 or newer, or set CXX")
+    return cxx
+
+
+class Nvcc:
+    """The CUDA compiler: where it is, what it can do."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.version = re.search(r"release ([\d.]+)", self._ask("--version")).group(1)
+        known = sorted({int(arch) for arch in re.findall(r"compute_(\d+)\b", self._ask("--list-gpu-arch"))})
+        chosen = os.environ.get("AMPCTX_CUDA_ARCHS")
+        if chosen:
+            self.archs = sorted(int(arch) for arch in re.findall(r"\d+", chosen))
+            if unknown := set(self.archs) - set(known):
+                raise CompileError(f"AMPCTX_CUDA_ARCHS={chosen}: this nvcc knows {known}, not {sorted(unknown)}")
+        else:  # code for the first of a generation runs on all of it
+            generations = {arch // 10: arch for arch in reversed(known) if arch >= OLDEST_ARCH}
+            self.archs = sorted(generations.values())
+
+    @classmethod
+    def find(cls) -> Nvcc | None:
+        wanted = os.environ.get("AMPCTX_CUDA", "auto")
+        if wanted not in ("auto", "0", "1"):
+            raise CompileError(f"AMPCTX_CUDA={wanted!r}: expected auto, 0 or 1")
+        if wanted == "0":
+            return None
+        home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+        places = [f"{home}/bin/nvcc"] if home else ["nvcc", "/usr/local/cuda/bin/nvcc"]
+        found = next(filter(None, map(shutil.which, places)), None)
+        if found is None and wanted == "1":
+            raise CompileError(f"AMPCTX_CUDA=1, but nvcc was not found: tried {' and '.join(places)}. Set CUDA_HOME")
+        return cls(found) if found else None
+
+    def _ask(self, option: str) -> str:
+        return subprocess.run([self.path, option], check=True, capture_output=True, text=True).stdout
+
+    @property
+    def targets(self) -> list[str]:
+        return [f"sm_{arch}" for arch in self.archs] + [f"compute_{self.archs[-1]}"]
+
+    def flags(self) -> list[str]:
+        flags = [*COMMON_FLAGS, "--fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall"]
+        if "--compress-mode" in self._ask("--help"):
+            flags.append("--compress-mode=size")
+        for target in self.targets:
+            flags += ["-gencode", f"arch=compute_{target.partition('_')[2]},code={target}"]
+        return flags
+
+
+def compile_all(cxx: str, nvcc: Nvcc | None, build: Path) -> list[str]:
+    """Compiles what is older than its sources, in parallel; returns the object files."""
+    newest_header = max(path.stat().st_mtime for path in [Path(__file__), *CSRC.rglob("*.h"), *CSRC.rglob("*.cuh")])
+    info = []
+    if nvcc:
+        quoted = ", ".join(f'"{target}"' for target in nvcc.targets)
+        info += ["-DAMPCTX_WITH_CUDA", f'-DAMPCTX_CUDA_VERSION="\\"{nvcc.version}\\""']
+        info += ["-DAMPCTX_CUDA_ARCHS=" + '"' + quoted.replace('"', '\\"') + '"']
+    x86 = ["-DAMPCTX_SIMD_X86_64"] if len(SIMD) > 1 else []
+
+    jobs = []
+    for source in sorted([CSRC / "library.cpp", *(CSRC / "cpu").glob("*.cpp")]):
+        if source.name == "simd.cpp":
+            jobs += [(source, [cxx, *CXX_FLAGS, *SIMD[isa], f"-DAMPCTX_SIMD_NAME={isa}"], isa) for isa in SIMD]
+        else:
+            jobs.append((source, [cxx, *CXX_FLAGS, *x86, *(info if source.name == "library.cpp" else [])], ""))
+    if nvcc:
+        jobs += [
+            (source, [nvcc.path, "-ccbin", cxx, *nvcc.flags()], "") for source in sorted((CSRC / "cuda").glob("*.cu"))
+        ]
+
+    def compile_one(job: tuple[Path, list[str], str]) -> str:
+        source, command, variant = job
+        out = build / f"{source.parent.name}_{source.stem}{variant and '_' + variant}.o"
+        record = out.with_suffix(".command")
+        is_new = out.exists() and out.stat().st_mtime > max(newest_header, source.stat().st_mtime)
+        if not (is_new and record.exists() and record.read_text() == repr(command)):
+            run([*command, "-c", str(source), "-o", str(out)])
+            record.write_text(repr(command))
+        return str(out)
+
+    build.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(compile_one, jobs))
+
+
+def link(cxx: str, nvcc: Nvcc | None, objects: list[str], build: Path, out: Path) -> None:
+    """Links against an empty libtorch.so; the real one is found by that name in the process that imported torch."""
+    (build / "stub.c").write_text("")
+    run([cxx, "-shared", "-x", "c", str(build / "stub.c"), "-Wl,-soname,libtorch.so", "-o", str(build / "libtorch.so")])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    linker = [nvcc.path, "-ccbin", cxx] if nvcc else [cxx]  # nvcc adds its static runtime, and knows where that is
+    options = ["-s", "--exclude-libs=ALL", "--no-as-needed", "-ltorch", "--as-needed"]
+    flags = [f"-L{build}"] + [word for option in options for word in ("-Xlinker", option)]
+    run([*linker, "-shared", *objects, "-o", str(out), *flags])
+
+
+class BuildOps(build_ext):
+    def get_ext_filename(self, fullname: str) -> str:
+        return fullname.replace(".", "/") + ".so"  # no Python tag: the library knows nothing of Python
+
+    def build_extension(self, ext: Extension) -> None:
+        if platform.system() != "Linux":
+            raise CompileError(f"the kernels of ampctx build on Linux, not on {platform.system()}")
+        cxx, nvcc, build = find_cxx(), Nvcc.find(), Path(self.build_temp) / "ops"
+        link(cxx, nvcc, compile_all(cxx, nvcc, build), build, Path(self.get_ext_fullpath(ext.name)))
+
+
+class AnyPythonWheel(bdist_wheel):
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+sources = [str(path) for path in sorted(CSRC.rglob("*")) if path.suffix in (".cpp", ".cu", ".h", ".cuh")]
+setup(
+    ext_modules=[Extension("ampctx._ops", sources)],
+    cmdclass={"build_ext": BuildOps, "bdist_wheel": AnyPythonWheel},
+)
