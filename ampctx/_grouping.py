@@ -1,0 +1,70 @@
+"""Buckets parallel tensor lists for the ops, which take one device and one dtype per list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ampctx._reference import KERNEL_DTYPES, is_dense, same_layout
+
+
+class Bucket(NamedTuple):
+    """Tensors that can go into one op call (``fused``), or that need plain torch, tensor by tensor."""
+
+    device: torch.device
+    fused: bool
+    lists: list[list[Tensor]]
+
+
+# What the tensors at one index have in common with others: their devices, dtypes, and which are contiguous.
+_Kind = tuple[tuple[torch.device, ...], tuple[torch.dtype, ...], tuple[bool, ...]]
+
+
+def _kinds(lists: Sequence[Sequence[Tensor]]) -> list[_Kind]:
+    # A list at a time, and plain tuples: this runs for every gradient of every step.
+    devices = zip(*([t.device for t in tensors] for tensors in lists), strict=True)
+    dtypes = zip(*([t.dtype for t in tensors] for tensors in lists), strict=True)
+    contiguous = zip(*([_is_contiguous(t) for t in tensors] for tensors in lists), strict=True)
+    return list(zip(devices, dtypes, contiguous, strict=True))
+
+
+def _has_kernel(kind: _Kind) -> bool:
+    devices, dtypes, _ = kind
+    on_cpu = devices[0].type == "cpu"
+    known = all(d in KERNEL_DTYPES and (on_cpu or d != torch.float64) for d in dtypes)
+    return known and all(d == devices[0] for d in devices)
+
+
+def _is_contiguous(t: Tensor) -> bool:
+    return t.layout is torch.strided and t.is_contiguous()
+
+
+def _agree(row: tuple[Tensor, ...]) -> bool:
+    """Whether tensors that are not all contiguous can be walked in memory order together."""
+    if any(t.layout is not torch.strided for t in row):
+        return False
+    return is_dense(row[0]) and all(same_layout(t, row[0]) for t in row[1:])
+
+
+def buckets(*lists: Sequence[Tensor]) -> list[Bucket]:
+    """Splits parallel lists by the device and dtypes at each index, in order of first appearance.
+
+    All lists must be equally long. The device of a bucket is that of the first list's tensors.
+    """
+    kinds = _kinds(lists)
+    has_kernel = {kind: _has_kernel(kind) for kind in set(kinds)}
+    if len(has_kernel) == 1 and all(has_kernel.values()) and all(kinds[0][2]):
+        return [Bucket(kinds[0][0][0], True, [list(tensors) for tensors in lists])]
+    found: dict[tuple, Bucket] = {}
+    for row, kind in zip(zip(*lists, strict=True), kinds, strict=True):
+        devices, dtypes, contiguous = kind
+        fused = has_kernel[kind] and (all(contiguous) or _agree(row))
+        key = (devices[0], dtypes, fused)
+        if key not in found:
+            found[key] = Bucket(devices[0], fused, [[] for _ in lists])
+        for tensors, t in zip(found[key].lists, row, strict=True):
+            tensors.append(t)
+    return list(found.values())

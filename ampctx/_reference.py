@@ -1,0 +1,191 @@
+"""Every op in a few lines of plain torch: the fallback where no kernel serves, and the oracle of the tests.
+
+The functions take any device, dtype and layout, one tensor at a time, and never wait for the device. ``check_lists``
+makes the same checks as the compiled kernels (csrc/check.h), so that the fallback refuses what they refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def compute_dtype(*tensors: Tensor) -> torch.dtype:
+    """The type arithmetic runs in: fp64 when one of the tensors is fp64, else fp32."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def is_dense(t: Tensor) -> bool:
+    """Whether the elements of a strided tensor fill one block of memory without holes or overlap."""
+    expected = 1
+    for stride, size in sorted((st, sz) for sz, st in zip(t.shape, t.stride(), strict=True) if sz > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def same_layout(a: Tensor, b: Tensor) -> bool:
+    """Whether element k in memory of ``a`` is element k in memory of ``b``."""
+    if a.is_contiguous() and b.is_contiguous():
+        return a.numel() == b.numel()
+    if a.shape != b.shape or not is_dense(a):
+        return False
+    return all(sa == sb for sa, sb, n in zip(a.stride(), b.stride(), a.shape, strict=True) if n > 1)
+
+
+def check_lists(op: str, **lists: Sequence[Tensor]) -> None:
+    """Raises RuntimeError naming list and index where the lists cannot go into one kernel call."""
+    (first_name, first), *others = lists.items()
+    for name, tensors in others:
+        if len(tensors) != len(first):
+            raise RuntimeError(f"{op}: {name} has {len(tensors)} tensors, {first_name} has {len(first)}")
+    for name, tensors in lists.items():
+        for i, t in enumerate(tensors):
+            where = f"{op}: {name}[{i}]"
+            if t.layout != torch.strided:
+                raise RuntimeError(f"{where} is not a strided tensor")
+            if t.dtype not in KERNEL_DTYPES:
+                raise RuntimeError(f"{where} has dtype {t.dtype}, expected float32, float16, bfloat16 or float64")
+            if t.dtype != tensors[0].dtype:
+                raise RuntimeError(f"{where} has dtype {t.dtype}, {name}[0] has {tensors[0].dtype}")
+            if t.device != first[0].device:
+                raise RuntimeError(f"{where} is on {t.device}, {first_name}[0] is on {first[0].device}")
+            if t.numel() != first[i].numel():
+                raise RuntimeError(f"{where} has {t.numel()} elements, {first_name}[{i}] has {first[i].numel()}")
+            if t.numel() == 0:
+                continue
+            if not is_dense(t):
+                raise RuntimeError(f"{where} is not contiguous: its elements do not fill one block of memory")
+            if not same_layout(t, first[i]):
+                raise RuntimeError(f"{where} and {first_name}[{i}] have different memory layouts")
+
+
+def _require(tensor: Tensor, where: str, dtypes: tuple[torch.dtype, ...], suffix: str = "") -> None:
+    if tensor.numel() != 1:
+        raise RuntimeError(f"{where} has {tensor.numel()} elements, expected 1")
+    if tensor.dtype not in dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise RuntimeError(f"{where} has dtype {tensor.dtype}, expected {names}{suffix}")
+
+
+def check_scalars(op: str, found_inf: Tensor, lists: dict[str, Sequence[Tensor]], **factors: Tensor) -> None:
+    """Raises RuntimeError where ``found_inf`` or a factor cannot go with the lists. Part of every op's checks."""
+    first_name, first = next(iter(lists.items()))
+    decided_by, device = (f"{first_name}[0]", first[0].device) if first else ("found_inf", found_inf.device)
+    _require(found_inf, f"{op}: found_inf", (torch.float32, torch.int32))
+    if found_inf.device != device:
+        raise RuntimeError(f"{op}: found_inf is on {found_inf.device}, {decided_by} is on {device}")
+    for name, factor in factors.items():
+        where = f"{op}: {name}"
+        if factor.device.type == "cpu":
+            _require(factor, where, (torch.float32, torch.float64))
+        elif factor.device != device:
+            raise RuntimeError(f"{where} is on {factor.device}, {decided_by} is on {device}")
+        else:
+            _require(factor, where, (torch.float32,), f" on {device}")
+
+
+def check_scale_state(scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, found_inf: Tensor) -> None:
+    """Raises RuntimeError where a tensor cannot take part in update_scale."""
+    flags = (torch.float32, torch.int32)
+    for name, tensor, dtypes in (
+        ("scale", scale, (torch.float32,)),
+        ("growth_tracker", growth_tracker, (torch.int32,)),
+        ("hysteresis_tracker", hysteresis_tracker, (torch.int32,)),
+        ("found_inf", found_inf, flags),
+    ):
+        _require(tensor, f"update_scale: {name}", dtypes)
+        if tensor.device != scale.device:
+            raise RuntimeError(f"update_scale: {name} is on {tensor.device}, scale is on {scale.device}")
+
+
+def raise_flag(found_inf: Tensor, *tensors: Tensor) -> None:
+    """``found_inf`` (one element) becomes 1 where a tensor holds inf or nan, and stays what it was elsewhere."""
+    for t in tensors:
+        bad = (~torch.isfinite(t)).any().to(device=found_inf.device, dtype=found_inf.dtype)
+        found_inf.copy_(torch.where(bad != 0, torch.ones_like(found_inf), found_inf))
+
+
+def _scalar(value: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.reshape(()).to(device=like.device, dtype=dtype)
+
+
+def multi_tensor_scale(src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: Tensor, scale: Tensor) -> None:
+    """dst = src * scale."""
+    for s, d in zip(src, dst, strict=True):
+        raise_flag(found_inf, s)
+        dtype = s.dtype if s.is_complex() else compute_dtype(s, d)
+        d.copy_((s.to(dtype) * _scalar(scale, s, dtype)).reshape(d.shape))
+
+
+def multi_tensor_axpby(
+    x: Sequence[Tensor],
+    y: Sequence[Tensor],
+    out: Sequence[Tensor],
+    found_inf: Tensor,
+    a: Tensor,
+    b: Tensor,
+    arg_to_check: int,
+) -> None:
+    """out = a * x + b * y; the finite check looks at x (0), y (1) or both (-1)."""
+    for s, t, o in zip(x, y, out, strict=True):
+        raise_flag(found_inf, *((s,), (t,), (s, t))[arg_to_check])
+        dtype = s.dtype if s.is_complex() else compute_dtype(s, t, o)
+        ax, by = (_scalar(f, s, dtype) * v.to(dtype).reshape(o.shape) for f, v in ((a, s), (b, t)))
+        o.copy_(ax + by)
+
+
+def multi_tensor_unscale_l2norm(
+    tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor, per_tensor: bool
+) -> tuple[Tensor, Tensor]:
+    """sqrt(sum((t * inv_scale)**2)) over all tensors and, if asked for, of each."""
+    dtype = compute_dtype(*tensors)
+    device = tensors[0].device if tensors else found_inf.device
+    norms = []
+    for t in tensors:
+        raise_flag(found_inf, t)
+        scaled = t.to(t.dtype if t.is_complex() else dtype)
+        scaled = scaled * inv_scale.reshape(()).to(device=t.device, dtype=dtype)
+        norms.append(torch.linalg.vector_norm(scaled).to(device=device, dtype=dtype))
+    each = torch.stack(norms) if norms else torch.zeros(0, dtype=dtype, device=device)
+    total = torch.linalg.vector_norm(each).reshape(())
+    return total, each if per_tensor else each.new_empty(0)
+
+
+def multi_tensor_l2norm(tensors: Sequence[Tensor], found_inf: Tensor, per_tensor: bool) -> tuple[Tensor, Tensor]:
+    """sqrt(sum(t**2)) over all tensors and, if asked for, of each."""
+    return multi_tensor_unscale_l2norm(tensors, found_inf, torch.ones(()), per_tensor)
+
+
+def update_scale(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    hysteresis_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    hysteresis: int,
+    min_scale: float,
+    max_scale: float,
+) -> None:
+    """The loss-scale rule of csrc/functors/update_scale.h, as selects on the device."""
+    overflow = found_inf.reshape(()) != 0
+    left = torch.where(overflow, hysteresis_tracker - 1, torch.full_like(hysteresis_tracker, hysteresis))
+    backoff = overflow & (left.reshape(()) <= 0)
+    clean_steps = torch.where(overflow, torch.zeros_like(growth_tracker), growth_tracker + 1)
+    grow = ~overflow & (clean_steps.reshape(()) >= growth_interval)
+
+    # Products in fp64, as torch.amp takes them, where the device has the type.
+    wide = scale if scale.device.type == "mps" else scale.double()
+    grown = (wide * growth_factor).float()
+    smaller = (wide * backoff_factor).float().clamp(min=max(min_scale, torch.finfo(torch.float32).tiny))
+    larger = torch.where(torch.isfinite(grown), grown, scale).clamp(max=max_scale)
+    scale.copy_(torch.where(backoff, smaller, torch.where(grow, larger, scale)))
+    growth_tracker.copy_(torch.where(grow, torch.zeros_like(clean_steps), clean_steps))
+    hysteresis_tracker.copy_(left.clamp(min=0))

@@ -1,0 +1,102 @@
+"""The ops over lists of any mix of devices, dtypes and layouts: one op call per bucket, plain torch for what no kernel
+takes.
+
+``FoundInf`` is the flag that goes with it: one element per device, joined where it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ampctx import _reference, ops
+from ampctx._grouping import buckets
+
+
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` on ``device``. Waits for a copy to the CPU alone: one still under way would be read too early."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+class PerDevice:
+    """A one-element tensor, copied to other devices when first asked for there. No host sync."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+        self._copies: dict[torch.device, Tensor] = {value.device: value}
+
+    def on(self, device: torch.device) -> Tensor:
+        if device not in self._copies:
+            self._copies[device] = move(self.value, device)
+        return self._copies[device]
+
+
+class FoundInf:
+    """Whether any of several calls met inf or nan: a 0-d fp32 flag on each device that took part."""
+
+    def __init__(self) -> None:
+        self.per_device: dict[torch.device, Tensor] = {}
+
+    def on(self, device: torch.device) -> Tensor:
+        if device not in self.per_device:
+            self.per_device[device] = torch.zeros((), dtype=torch.float32, device=device)
+        return self.per_device[device]
+
+    def joined(self, device: torch.device) -> Tensor:
+        """The maximum over devices, 0.0 or 1.0, as a 0-d fp32 tensor on ``device``. No host sync."""
+        result = self.on(device)
+        for other, flag in self.per_device.items():
+            if other != device:
+                result = torch.maximum(result, move(flag, device))
+        return result
+
+
+def _factor(value: float | PerDevice, device: torch.device) -> float | Tensor:
+    return value.on(device) if isinstance(value, PerDevice) else value
+
+
+def _tensor(value: float | Tensor) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+
+
+def scale(src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: FoundInf, factor: float | PerDevice) -> None:
+    """``dst[i] = src[i] * factor`` (``ops.multi_tensor_scale``)."""
+    for device, fused, (s, d) in buckets(src, dst):
+        value, flag = _factor(factor, device), found_inf.on(device)
+        if fused:
+            ops.multi_tensor_scale(s, d, flag, value)
+        else:
+            _reference.multi_tensor_scale(s, d, flag, _tensor(value))
+
+
+def axpby(
+    x: Sequence[Tensor],
+    y: Sequence[Tensor],
+    out: Sequence[Tensor],
+    found_inf: FoundInf,
+    a: float | PerDevice,
+    b: float | PerDevice,
+    arg_to_check: int = -1,
+) -> None:
+    """``out[i] = a * x[i] + b * y[i]`` (``ops.multi_tensor_axpby``)."""
+    for device, fused, (s, t, o) in buckets(x, y, out):
+        flag, a_, b_ = found_inf.on(device), _factor(a, device), _factor(b, device)
+        if fused:
+            ops.multi_tensor_axpby(s, t, o, flag, a_, b_, arg_to_check)
+        else:
+            _reference.multi_tensor_axpby(s, t, o, flag, _tensor(a_), _tensor(b_), arg_to_check)
+
+
+def l2norm(tensors: Sequence[Tensor], found_inf: FoundInf) -> Tensor:
+    """The L2 norm of everything as a 0-d tensor on the device of the first tensor. No host sync."""
+    norms = []
+    for device, fused, (group,) in buckets(tensors):
+        call = ops.multi_tensor_l2norm if fused else _reference.multi_tensor_l2norm
+        norms.append(call(group, found_inf.on(device), False)[0])
+    if not norms:
+        return torch.zeros(())
+    if len(norms) == 1:
+        return norms[0]
+    return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device, norms[0].dtype) for n in norms]))

@@ -1,0 +1,217 @@
+"""The ops of ``torch.ops.ampctx``: schema, docstring, typed call and fake kernel of each.
+
+An op takes lists of tensors of one device; within a list all tensors have one dtype (fp32, fp16 or bf16, and fp64 on
+the CPU), and tensors at the same index agree in number of elements and memory layout (contiguous, or any dense layout
+that all share). Tensors may be empty, lists may be empty. Anything else is a RuntimeError that names list and index;
+``ampctx.foreach`` has the same arithmetic for lists of any mix. No op waits for the device.
+
+``found_inf`` is a one-element fp32 or int32 tensor on the device of the lists. An op writes 1 into it when it meets inf
+or nan in its input and never clears it. Factors are floats or one-element tensors, on the device of the lists (fp32) or
+on the CPU. Arithmetic is fp32, or fp64 where an fp64 tensor takes part, rounded on the store
+as torch's ``copy_`` rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ampctx import _extension, _reference
+
+NAMESPACE = "ampctx"
+
+_SCHEMAS = (
+    "multi_tensor_scale(Tensor[] src, Tensor(a!)[] dst, Tensor(b!) found_inf, Tensor scale) -> ()",
+    "multi_tensor_axpby(Tensor[] x, Tensor[] y, Tensor(a!)[] out, Tensor(b!) found_inf, Tensor a, Tensor b,"
+    " int arg_to_check) -> ()",
+    "multi_tensor_l2norm(Tensor[] tensors, Tensor(a!) found_inf, bool per_tensor) -> (Tensor, Tensor)",
+    "multi_tensor_unscale_l2norm(Tensor[] tensors, Tensor(a!) found_inf, Tensor inv_scale, bool per_tensor)"
+    " -> (Tensor, Tensor)",
+    "update_scale(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor(c!) hysteresis_tracker, Tensor found_inf,"
+    " float growth_factor, float backoff_factor, int growth_interval, int hysteresis, float min_scale,"
+    " float max_scale) -> ()",
+)
+
+
+# --- what serves where no compiled kernel does: the reference behind the kernels' own checks -------------------------
+
+
+def _check(op, found_inf, lists, **factors):
+    _reference.check_lists(op, **lists)
+    _reference.check_scalars(op, found_inf, lists, **factors)
+
+
+def _scale_checked(src, dst, found_inf, scale):
+    _check("multi_tensor_scale", found_inf, {"src": src, "dst": dst}, scale=scale)
+    _reference.multi_tensor_scale(src, dst, found_inf, scale)
+
+
+def _axpby_checked(x, y, out, found_inf, a, b, arg_to_check):
+    _check("multi_tensor_axpby", found_inf, {"x": x, "y": y, "out": out}, a=a, b=b)
+    if arg_to_check not in (-1, 0, 1):
+        raise RuntimeError(f"multi_tensor_axpby: arg_to_check is {arg_to_check}, expected -1, 0 or 1")
+    _reference.multi_tensor_axpby(x, y, out, found_inf, a, b, arg_to_check)
+
+
+def _l2norm_checked(tensors, found_inf, per_tensor):
+    _check("multi_tensor_l2norm", found_inf, {"tensors": tensors})
+    return _reference.multi_tensor_l2norm(tensors, found_inf, per_tensor)
+
+
+def _unscale_l2norm_checked(tensors, found_inf, inv_scale, per_tensor):
+    _check("multi_tensor_unscale_l2norm", found_inf, {"tensors": tensors}, inv_scale=inv_scale)
+    return _reference.multi_tensor_unscale_l2norm(tensors, found_inf, inv_scale, per_tensor)
+
+
+def _update_scale_checked(scale, growth_tracker, hysteresis_tracker, found_inf, *rule):
+    _reference.check_scale_state(scale, growth_tracker, hysteresis_tracker, found_inf)
+    _reference.update_scale(scale, growth_tracker, hysteresis_tracker, found_inf, *rule)
+
+
+_FALLBACKS = {
+    "multi_tensor_scale": _scale_checked,
+    "multi_tensor_axpby": _axpby_checked,
+    "multi_tensor_l2norm": _l2norm_checked,
+    "multi_tensor_unscale_l2norm": _unscale_l2norm_checked,
+    "update_scale": _update_scale_checked,
+}
+
+
+# --- fake kernels: shapes only, for torch.compile and FakeTensorMode -------------------------------------------------
+
+
+def _fake_nothing(*args, **kwargs):
+    return None
+
+
+def _fake_norms(tensors, found_inf, *args):
+    per_tensor = args[-1]
+    like = tensors[0] if tensors else found_inf
+    dtype = _reference.compute_dtype(*tensors)
+    n = len(tensors) if per_tensor else 0
+    return like.new_empty((), dtype=dtype), like.new_empty(n, dtype=dtype)
+
+
+_FAKES = {
+    "multi_tensor_scale": _fake_nothing,
+    "multi_tensor_axpby": _fake_nothing,
+    "multi_tensor_l2norm": _fake_norms,
+    "multi_tensor_unscale_l2norm": _fake_norms,
+    "update_scale": _fake_nothing,
+}
+
+
+def define(namespace: str) -> torch.library.Library:
+    """Defines every op in ``namespace`` with its fallback and fake kernel. The ops live as long as the returned
+    object."""
+    library = torch.library.Library(namespace, "DEF")
+    for schema in _SCHEMAS:
+        name = schema.partition("(")[0]
+        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(name, _FALLBACKS[name], "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{namespace}::{name}", _FAKES[name], lib=library)
+    return library
+
+
+_library = define(NAMESPACE)
+extension = _extension.load(NAMESPACE)
+_ops = torch.ops.ampctx
+
+
+# --- the calls -------------------------------------------------------------------------------------------------------
+
+
+def _factor(value: float | Tensor) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+
+
+def _wrote(*lists: Sequence[Tensor]) -> None:
+    """Tells autograd that the tensors changed; a C++ op outside autograd does not do so by itself."""
+    if not torch.compiler.is_compiling():
+        for tensors in lists:
+            torch.autograd.graph.increment_version(tensors)
+
+
+def multi_tensor_scale(src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: Tensor, scale: float | Tensor) -> None:
+    """``dst[i] = src[i] * scale``; ``found_inf`` becomes 1 if an element of ``src`` is inf or nan.
+
+    ``dst`` may be ``src``. Inf and nan are carried over. A finite value that becomes inf because the type of ``dst`` is
+    narrower is not flagged. No host sync.
+    """
+    _ops.multi_tensor_scale.default(src, dst, found_inf, _factor(scale))
+    _wrote(dst)
+
+
+def multi_tensor_axpby(
+    x: Sequence[Tensor],
+    y: Sequence[Tensor],
+    out: Sequence[Tensor],
+    found_inf: Tensor,
+    a: float | Tensor,
+    b: float | Tensor,
+    arg_to_check: int = -1,
+) -> None:
+    """``out[i] = a * x[i] + b * y[i]``, with the finite check on ``x`` (0), ``y`` (1) or both (-1, the default).
+
+    ``out`` may be ``x`` or ``y``. No host sync.
+    """
+    _ops.multi_tensor_axpby.default(x, y, out, found_inf, _factor(a), _factor(b), arg_to_check)
+    _wrote(out)
+
+
+def multi_tensor_l2norm(
+    tensors: Sequence[Tensor], found_inf: Tensor, per_tensor: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``(sqrt(sum of squares of everything), the same of each tensor)``.
+
+    The first is 0-d, the second has one element per tensor, or none unless ``per_tensor``; both fp32 (fp64 for fp64
+    input). ``found_inf`` tells of inf and nan elements alone: a sum of squares that leaves the fp32 range is an
+    infinite norm and not an infinite gradient. The order of summation is fixed, so two calls agree to the last bit. No
+    host sync.
+    """
+    return _ops.multi_tensor_l2norm.default(tensors, found_inf, per_tensor)
+
+
+def multi_tensor_unscale_l2norm(
+    tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: float | Tensor, per_tensor: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``multi_tensor_l2norm`` of ``t * inv_scale``, in one read; the tensors are left as they are. No host sync."""
+    return _ops.multi_tensor_unscale_l2norm.default(tensors, found_inf, _factor(inv_scale), per_tensor)
+
+
+def update_scale(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    hysteresis_tracker: Tensor,
+    found_inf: Tensor,
+    *,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    hysteresis: int = 1,
+    min_scale: float = 0.0,
+    max_scale: float = float("inf"),
+) -> None:
+    """The loss-scale rule, in place on one-element tensors of one device: fp32 ``scale``, int32 trackers.
+
+    With ``found_inf`` != 0: the hysteresis tracker falls by one, and once it is 0 the scale becomes
+    ``max(scale * backoff_factor, min_scale)``; the growth tracker restarts. Otherwise the hysteresis tracker is
+    refilled, and after ``growth_interval`` clean updates in a row the scale becomes ``min(scale * growth_factor,
+    max_scale)``. The scale never becomes 0 (its floor is the smallest normal fp32) nor inf. ``hysteresis=1`` is the
+    rule of torch.amp; a higher value that of Megatron's and apex's update_scale_hysteresis. No host sync.
+    """
+    _ops.update_scale.default(
+        scale,
+        growth_tracker,
+        hysteresis_tracker,
+        found_inf,
+        growth_factor,
+        backoff_factor,
+        growth_interval,
+        hysteresis,
+        min_scale,
+        max_scale,
+    )
+    _wrote((scale, growth_tracker, hysteresis_tracker))

@@ -1,0 +1,70 @@
+"""Builds the library that runs the CUDA kernels on the CPU, and loads it."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+FOLDER = ROOT / "build" / "cuda_emulation"
+THREADS_PER_BLOCK = 64  # two warps; a fiber for each makes large blocks slow
+SANITIZE = ("-fsanitize=address", "-fno-omit-frame-pointer")
+
+
+def _sources() -> list[Path]:
+    csrc = ROOT / "csrc"
+    return [*sorted((csrc / "cuda").glob("*.cu")), csrc / "library.cpp", HERE / "hooks.cpp"]
+
+
+def _digest(flags: tuple[str, ...]) -> str:
+    digest = hashlib.sha256(repr((flags, torch.__version__)).encode())
+    for folder in (ROOT / "csrc", HERE):
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and path.suffix != ".pyc":
+                digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def build(folder: Path, *flags: str) -> Path:
+    """Compiles the emulation into ``folder`` unless it is there already, and returns the library's path."""
+    library = folder / f"emulation_{_digest(flags)}.so"
+    if library.exists():
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    cxx = os.environ.get("CXX", "g++")
+    # _FORTIFY_SOURCE would take the jumps between fibers for a corrupt stack.
+    options = ["-x", "c++", "-std=c++17", "-O1", "-g", "-fPIC", "-fvisibility=hidden", "-U_FORTIFY_SOURCE"]
+    options += ["-ffp-contract=off", "-Wno-unknown-pragmas", "-DAMPCTX_CUDA_EMULATION", f"-I{HERE}", *flags]
+    options.append(f"-DAMPCTX_THREADS={THREADS_PER_BLOCK}")
+    objects = [str(folder / f"{library.stem}_{source.name}_{os.getpid()}.o") for source in _sources()]
+    commands = [[cxx, *options, "-c", str(s), "-o", o] for s, o in zip(_sources(), objects, strict=True)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(_run, commands))
+    torch_lib = Path(torch.__file__).parent / "lib"
+    unfinished = str(library.with_suffix(f".{os.getpid()}"))  # two runs may build at the same time
+    _run([cxx, "-shared", *flags, *objects, "-o", unfinished, f"-L{torch_lib}", "-Wl,--no-as-needed", "-ltorch"])
+    os.replace(unfinished, library)
+    for path in objects:
+        Path(path).unlink()
+    return library
+
+
+def _run(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr}")
+
+
+def load(path: Path, namespace: str) -> ctypes.CDLL:
+    """Loads the library and registers its kernels for CPU tensors in ``namespace``."""
+    library = ctypes.CDLL(str(path))
+    if code := library.ampctx_register_emulated(namespace.encode()):
+        raise RuntimeError(f"torch refused the emulated kernels (code {code})")
+    return library

@@ -1,0 +1,81 @@
+// What tests call besides the ops: the cutting of tensor lists with made-up sizes, and kernels that the emulation must
+// refuse.
+#include "../../csrc/cuda/multi_tensor_apply.cuh"
+
+namespace {
+
+using namespace ampctx;
+using namespace ampctx::cuda;
+
+// Half of the threads are elsewhere when the others wait.
+__global__ void divergent_barrier(int*) {
+  if (threadIdx.x < 32) __syncthreads();
+}
+
+__global__ void exited_lane(int*) {
+  if (threadIdx.x == 5) return;
+  __shfl_down_sync(0xffffffffu, 1, 1);
+}
+
+__global__ void foreign_mask(int*) { __shfl_down_sync(0xfffffffeu, 1, 1); }
+
+// Reverses 64 numbers through shared memory.
+template <bool with_barrier>
+__global__ void reverse(int* numbers) {
+  __shared__ int shared[64];
+  shared[threadIdx.x] = numbers[threadIdx.x];
+  if (with_barrier) __syncthreads();
+  numbers[threadIdx.x] = shared[63 - threadIdx.x];
+}
+
+}  // namespace
+
+extern "C" {
+
+using Visit = void (*)(int64_t launch, int64_t block, int64_t tensor, int64_t begin, int64_t size);
+
+// Cuts tensors of these sizes as a kernel over two lists on a GPU with `max_blocks` resident blocks would.
+__attribute__((visibility("default"))) void ampctx_test_cut(const int64_t* numel, int64_t tensors, int64_t max_blocks,
+                                                            Visit visit) {
+  TensorLists lists;
+  lists.depth = 2;
+  lists.dtype = {DType::f16, DType::f32};
+  lists.numel.assign(numel, numel + tensors);
+  for (int list = 0; list < lists.depth; ++list) lists.pointer[list].resize(static_cast<size_t>(tensors));
+  int64_t launch = 0, first = 0;
+  for_each_table<2>(lists, [&](const auto& table) {
+    const Split grid = split(table.offset[table.count], max_blocks);
+    for (int block = 0; block < grid.blocks; ++block) {
+      cuda_emulation::executor().block = {static_cast<unsigned>(block)};
+      for_each_segment(table, grid.share, [&](int tensor, int64_t begin, int64_t size) {
+        visit(launch, block, first + tensor, begin, size);
+      });
+    }
+    ++launch;
+    first += table.count;
+  });
+}
+
+// Runs one of the kernels above on 64 numbers; returns the error, or nothing.
+__attribute__((visibility("default"))) const char* ampctx_test_kernel(const char* name, int* numbers) {
+  static std::string error;
+  const std::pair<const char*, void (*)(int*)> kernels[] = {
+      {"divergent_barrier", divergent_barrier},
+      {"exited_lane", exited_lane},
+      {"foreign_mask", foreign_mask},
+      {"reverse", reverse<true>},
+      {"reverse_without_barrier", reverse<false>},
+  };
+  error = "no such kernel";
+  try {
+    for (const auto& [known, kernel] : kernels) {
+      if (std::string(name) != known) continue;
+      cuda_emulation::launch(kernel, 1, 64, nullptr, numbers);
+      error = "";
+    }
+  } catch (const std::exception& exception) {
+    error = exception.what();
+  }
+  return error.c_str();
+}
+}

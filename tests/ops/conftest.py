@@ -1,0 +1,44 @@
+"""The fixture ``backend``: each op test runs on the compiled CPU kernels, on the plain-torch reference, on the CUDA
+kernels emulated on the CPU under two schedules, and on the CUDA kernels where there is a GPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from backends import COMPILED, CUDA, EMULATED, REFERENCE, SHUFFLED
+
+from ampctx import ops
+
+sys.path.append(str(Path(__file__).parents[1] / "cuda_emulation"))
+import build as emulation_build
+
+
+@pytest.fixture(scope="session")
+def emulation():
+    """The library of emulated CUDA kernels, registered in torch.ops.ampctx_emulated."""
+    definitions = ops.define(EMULATED.namespace)
+    library = emulation_build.build(emulation_build.FOLDER)
+    yield emulation_build.load(library, EMULATED.namespace)
+    del definitions
+
+
+@pytest.fixture(scope="session")
+def reference():
+    """torch.ops.ampctx_reference: the ops with nothing but their fallback."""
+    return ops.define(REFERENCE.namespace)
+
+
+@pytest.fixture(
+    params=[COMPILED, REFERENCE, EMULATED, SHUFFLED, pytest.param(CUDA, marks=pytest.mark.cuda)], ids=lambda b: b.name
+)
+def backend(request, monkeypatch):
+    if request.param is COMPILED:
+        assert "cpu" in ops.extension.backends, ops.extension.reason
+    elif request.param is REFERENCE:
+        request.getfixturevalue("reference")
+    elif request.param.namespace == EMULATED.namespace:
+        request.getfixturevalue("emulation")
+        monkeypatch.setenv("AMPCTX_EMULATION_SEED", "7" if request.param is SHUFFLED else "0")
+    return request.param

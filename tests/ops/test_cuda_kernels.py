@@ -1,0 +1,181 @@
+"""The CUDA kernels apart from their results: how lists are cut, what the emulation notices, that nvcc takes them."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from backends import EMULATED
+
+from ampctx import ops
+from build import FOLDER, SANITIZE, build
+
+TESTS = Path(__file__).parents[1]
+HUGE = (1 << 31) + 1
+VISIT = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)
+
+
+def cut(library, sizes, max_blocks):
+    """The pieces (launch, block, tensor, begin, size) that a GPU with ``max_blocks`` resident blocks would work on."""
+    pieces = []
+    numel = (ctypes.c_int64 * len(sizes))(*sizes)
+    visit = VISIT(lambda *piece: pieces.append(piece))
+    library.ampctx_test_cut(numel, ctypes.c_int64(len(sizes)), ctypes.c_int64(max_blocks), visit)
+    return pieces
+
+
+CUTS = {
+    "one-element": [1],
+    "one-tensor": [10_000],
+    "whole-shares": [512] * 40,
+    "mixed": [1, 511, 512, 513, 1_000_003, 7, 7],
+    "small-table-full": [3] * 162,
+    "small-table-and-one": [3] * 163,
+    "several-launches": [1 + i % 5 for i in range(20_000)],
+    "2^31+1": [HUGE],
+    "beyond-2^31-in-sum": [1 << 30] * 5 + [9],
+    "huge-among-tiny": [5, HUGE, 5, 1 << 40, 1],
+}
+
+
+@pytest.mark.parametrize("max_blocks", [1, 3, 1056, 4096])
+@pytest.mark.parametrize("sizes", CUTS.values(), ids=CUTS.keys())
+def test_each_element_is_in_one_piece(emulation, sizes, max_blocks):
+    pieces = cut(emulation, sizes, max_blocks)
+    assert pieces == sorted(pieces), "tensors and blocks go up together"
+    reached = [0] * len(sizes)
+    for _, _, tensor, begin, size in pieces:
+        assert begin == reached[tensor]
+        assert size > 0
+        reached[tensor] += size
+    assert reached == sizes
+
+
+@pytest.mark.parametrize("sizes", CUTS.values(), ids=CUTS.keys())
+def test_blocks_have_equal_shares(emulation, sizes):
+    max_blocks, shares = 100, {}
+    for launch, block, _, _, size in cut(emulation, sizes, max_blocks):
+        shares.setdefault(launch, {}).setdefault(block, 0)
+        shares[launch][block] += size
+    for of_launch in shares.values():
+        *full, last = (of_launch[block] for block in range(len(of_launch)))
+        assert len(of_launch) <= max_blocks
+        assert len(set(full)) <= 1
+        assert 0 < last <= max(full, default=last)
+
+
+def test_launches_hold_as_many_tensors_as_parameters_can(emulation):
+    """24 bytes for each tensor of two lists, in nearly 32 KB or nearly 4 KB."""
+    last = {}
+    for launch, _, tensor, _, _ in cut(emulation, [1] * 3000, 3):
+        last[launch] = tensor
+    assert last == {0: 1356, 1: 2713, 2: 2999}
+
+
+# --- the emulation notices what a GPU would do wrong ------------------------------------------------------------------
+
+
+def run_kernel(library, name, first=0):
+    """Runs a kernel on 64 numbers from ``first`` on; returns the error and the numbers."""
+    numbers = (ctypes.c_int * 64)(*range(first, first + 64))
+    library.ampctx_test_kernel.restype = ctypes.c_char_p
+    error = library.ampctx_test_kernel(name.encode(), numbers).decode()
+    return error, list(numbers)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [
+        ("divergent_barrier", "32 of 64 threads are at a barrier, 32 have exited"),
+        ("exited_lane", "names lanes that have exited"),
+        ("foreign_mask", "a lane is not in its own mask"),
+    ],
+)
+def test_wrong_synchronization_is_an_error(emulation, kernel, message):
+    assert message in run_kernel(emulation, kernel)[0]
+    assert run_kernel(emulation, "reverse") == ("", list(range(63, -1, -1)))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_missing_barrier_gives_a_wrong_result(emulation, monkeypatch, seed):
+    monkeypatch.setenv("AMPCTX_EMULATION_SEED", str(seed))
+    first = 64 * seed  # shared memory still holds the numbers of an earlier run
+    right = list(range(first + 63, first - 1, -1))
+    assert run_kernel(emulation, "reverse", first) == ("", right)
+    error, numbers = run_kernel(emulation, "reverse_without_barrier", first)
+    assert error == ""
+    assert numbers != right
+
+
+ADDRESSES = """
+import sys, numpy, torch
+sys.path[:0] = sys.argv[2:]
+from pathlib import Path
+from ampctx import ops
+from backends import EMULATED as backend
+from build import load
+definitions = ops.define(backend.namespace)
+library = load(Path(sys.argv[1]), backend.namespace)
+sizes = [1, 7, 8, 9, 0, 511, 512, 513, 1543]
+for dtype in (torch.float32, torch.float16):
+    for shift in (0, 1, 3):
+        src = [torch.ones(n + shift, dtype=dtype)[shift:] for n in sizes]
+        dst = [torch.empty(n) for n in sizes]
+        flag = torch.zeros(())
+        backend.scale(src, dst, flag, 2.0)
+        backend.axpby(src, dst, [t.clone() for t in dst], flag, 1.0, 2.0)
+        norm, each = backend.l2norm(src, flag, 0.5, per_tensor=True)
+        assert abs(norm.item() ** 2 - sum(sizes) / 4) < 1e-2, norm
+print("end of the valid calls", flush=True)
+short = torch.from_numpy(numpy.lib.stride_tricks.as_strided(numpy.ones(90, dtype=numpy.float32), (100,)))
+backend.scale([torch.ones(100)], [short], flag, 2.0)
+"""
+
+
+def test_no_access_out_of_bounds():
+    """The kernels under AddressSanitizer, which stops them at a tensor that claims more memory than it has."""
+    command = ["g++", "-print-file-name=libasan.so"]
+    sanitizer = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    if not Path(sanitizer).is_absolute():
+        pytest.skip("this g++ comes without AddressSanitizer")
+    library = build(FOLDER, *SANITIZE)
+    paths = [str(TESTS / "ops"), str(TESTS / "cuda_emulation")]
+    environment = {**os.environ, "LD_PRELOAD": sanitizer, "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", ADDRESSES, str(library), *paths]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert "end of the valid calls" in result.stdout, result.stderr
+    assert result.returncode != 0
+    assert "AddressSanitizer: heap-buffer-overflow" in result.stderr
+    assert "store_vector" in result.stderr or "store_element" in result.stderr
+
+
+# --- nvcc -------------------------------------------------------------------------------------------------------------
+
+
+def nvcc():
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    return next(filter(None, map(shutil.which, ["nvcc", *(f"{home}/bin/nvcc" for home in homes if home)])), None)
+
+
+@pytest.mark.skipif(nvcc() is None, reason="no nvcc")
+def test_the_build_has_the_cuda_kernels():
+    """Where nvcc is, the library in use carries CUDA code for several generations, and imports without a GPU."""
+    if os.environ.get("AMPCTX_CUDA") == "0":
+        pytest.skip("built with AMPCTX_CUDA=0")
+    assert ops.extension.build["cuda"], "built without nvcc though it is there: rebuild"
+    archs = ops.extension.build["cuda_archs"]
+    assert archs[0].startswith("sm_")
+    assert archs[-1].startswith("compute_")
+    assert "cuda" in ops.extension.backends or not torch.version.cuda
+
+
+def test_emulated_kernels_are_registered_for_cpu_tensors_only(emulation):
+    assert emulation is not None
+    for op in ("multi_tensor_scale", "update_scale"):
+        name = f"{EMULATED.namespace}::{op}"
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU")
+        assert "ampctx_register_cuda" not in dir(emulation)

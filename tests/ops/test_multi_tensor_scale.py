@@ -1,0 +1,204 @@
+"""multi_tensor_scale on every backend: bit for bit what plain torch computes."""
+
+import pytest
+import torch
+from backends import ALL_FLOATS, CHUNKS, FLOATS, NON_FINITE, SIZES, combination_id, combinations, compute_dtype, short
+
+
+def scaled(src, dtype, factor):
+    compute = compute_dtype(src.dtype, dtype)
+    return (src.to(compute) * torch.tensor(factor, dtype=compute, device=src.device)).to(dtype)
+
+
+def assert_scaled(dst, src, factor):
+    for i, (s, d) in enumerate(zip(src, dst, strict=True)):
+        assert torch.equal(d, scaled(s, d.dtype, factor)), f"tensor {i}"
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+def test_sizes(backend, sizes):
+    src = backend.randn(sizes, torch.float16)
+    dst = backend.randn(sizes, torch.float32, seed=1)
+    found_inf = backend.flag()
+    backend.scale(src, dst, found_inf, 0.3)
+    assert_scaled(dst, src, 0.3)
+    assert found_inf == 0
+
+
+@pytest.mark.parametrize("dtypes", combinations(ALL_FLOATS, 2), ids=combination_id)
+def test_dtypes(backend, dtypes):
+    src = backend.randn([5, 0, 2049, 64], dtypes[0])
+    dst = [torch.full_like(s, 7, dtype=dtypes[1]) for s in src]
+    if not backend.serves(*dtypes):
+        with pytest.raises(RuntimeError, match="has dtype torch.float64, expected float32, float16 or bfloat16"):
+            backend.scale(src, dst, backend.flag(), 0.3)
+        return
+    backend.scale(src, dst, backend.flag(), 0.3)
+    assert_scaled(dst, src, 0.3)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=short)
+def test_in_place(backend, dtype):
+    src = backend.randn(SIZES["many-chunks"], dtype)
+    kept = [s.clone() for s in src]
+    backend.scale(src, src, backend.flag(), 1 / 3)
+    assert_scaled(src, kept, 1 / 3)
+
+
+@pytest.mark.parametrize("dtypes", combinations(FLOATS, 2), ids=combination_id)
+def test_every_alignment(backend, dtypes):
+    """Views at every storage offset up to a cache line, the two lists not in step."""
+    size, shifts = 83, [(a, (a * 5 + b) % 17) for a in range(17) for b in (0, 3)]
+    src = [backend.randn([size + 17], dtypes[0], seed=a)[0][a : a + size] for a, _ in shifts]
+    room = [torch.full((size + 17,), 7.0, device=backend.device, dtype=dtypes[1]) for _ in shifts]
+    dst = [r[b : b + size] for r, (_, b) in zip(room, shifts, strict=True)]
+    backend.scale(src, dst, backend.flag(), 0.3)
+    assert_scaled(dst, src, 0.3)
+    for r, (_, b) in zip(room, shifts, strict=True):
+        assert (r[:b] == 7).all()
+        assert (r[b + size :] == 7).all()
+
+
+def test_layouts(backend):
+    """channels_last goes with channels_last, transposed with transposed, contiguous with contiguous of any shape."""
+    images = backend.randn([(2, 3, 4, 5)])[0].to(memory_format=torch.channels_last)
+    matrix = backend.randn([(6, 4)], seed=1)[0].t()
+    flat = backend.randn([(12,)], seed=2)[0]
+    src = [images, matrix, flat, images[:, :1].contiguous(memory_format=torch.channels_last)]
+    dst = [torch.empty_like(images), torch.empty_like(matrix), flat.new_empty(3, 4), torch.empty_like(src[3])]
+    assert dst[0].is_contiguous(memory_format=torch.channels_last)
+    backend.scale(src, dst, backend.flag(), 2.0)
+    for s, d in zip(src, dst, strict=True):
+        assert torch.equal(d, (s * 2.0).view(d.shape))
+
+
+FACTORS = {
+    "float": 0.3,
+    "fp64-cpu": torch.tensor(0.3, dtype=torch.float64),
+    "fp32-cpu": torch.tensor(0.3),
+    "one-element": torch.tensor([0.3]),
+}
+
+
+@pytest.mark.parametrize("factor", FACTORS.values(), ids=FACTORS.keys())
+def test_factor_forms(backend, factor):
+    src = backend.randn([100])
+    dst = [torch.empty_like(s) for s in src]
+    backend.scale(src, dst, backend.flag(), factor)
+    assert_scaled(dst, src, 0.3)
+
+
+def test_factor_on_the_device(backend):
+    src = backend.randn([100])
+    dst = [torch.empty_like(s) for s in src]
+    backend.scale(src, dst, backend.flag(), torch.tensor(0.3, device=backend.device))
+    assert_scaled(dst, src, 0.3)
+
+
+@pytest.mark.parametrize("value", NON_FINITE.values(), ids=NON_FINITE.keys())
+@pytest.mark.parametrize("dtype", FLOATS, ids=short)
+def test_one_non_finite_element_raises_the_flag(backend, dtype, value):
+    """At the first and last place of a list, and around the edges where chunks meet."""
+    sizes = [2 * CHUNKS[-1] + 3, 5]
+    edges = sorted({at + off for chunk in CHUNKS for at in (0, chunk, 2 * chunk) for off in (-1, 0, 1)})
+    places = [(0, at) for at in edges if 0 <= at < sizes[0]] + [(0, sizes[0] - 1), (1, 0), (1, 4)]
+    for tensor, at in places:
+        src = backend.randn(sizes, dtype)
+        src[tensor][at] = value
+        dst = [torch.empty_like(s) for s in src]
+        found_inf = backend.flag()
+        backend.scale(src, dst, found_inf, 2.0)
+        assert found_inf == 1, f"src[{tensor}][{at}]"
+        want = scaled(src[tensor], dtype, 2.0)
+        assert torch.equal(torch.nan_to_num(dst[tensor], 1.5), torch.nan_to_num(want, 1.5)), f"src[{tensor}][{at}]"
+        assert dst[tensor].isnan().sum() == want.isnan().sum()
+
+
+@pytest.mark.parametrize("flag_dtype", [torch.float32, torch.int32], ids=str)
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_the_flag_is_raised_and_never_cleared(backend, flag_dtype, before):
+    clean = backend.randn([10])
+    found_inf = backend.flag(before, flag_dtype)
+    backend.scale(clean, clean, found_inf, 2.0)
+    assert found_inf == before
+    bad = [torch.full((10,), float("nan"), device=backend.device)]
+    found_inf = backend.flag(before, flag_dtype)
+    backend.scale(bad, bad, found_inf, 2.0)
+    assert found_inf == 1
+    assert found_inf.dtype == flag_dtype
+
+
+def test_one_element_flag_of_any_shape(backend):
+    found_inf = torch.zeros(1, 1, device=backend.device)
+    bad = [torch.full((3,), float("inf"), device=backend.device)]
+    backend.scale(bad, bad, found_inf, 2.0)
+    assert found_inf.tolist() == [[1.0]]
+
+
+def test_overflow_of_the_result_is_no_overflow_of_the_input(backend):
+    src = [torch.full((9,), 60000.0, device=backend.device)]
+    dst = [torch.empty(9, dtype=torch.float16, device=backend.device)]
+    found_inf = backend.flag()
+    backend.scale(src, dst, found_inf, 2.0)
+    assert dst[0].isinf().all()
+    assert found_inf == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=short)
+def test_all_16_bit_values(backend, dtype):
+    """To fp32 and back: subnormals, signed zeros, inf; NaN stays NaN."""
+    values = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype).to(backend.device)
+    wide, back = torch.empty(1 << 16, device=backend.device), torch.empty_like(values)
+    backend.scale([values], [wide], backend.flag(), 1.0)
+    backend.scale([wide], [back], backend.flag(), 1.0)
+    number = ~values.isnan()
+    assert torch.equal(wide.view(torch.int32)[number], values.float().view(torch.int32)[number])
+    assert torch.equal(back.view(torch.int16)[number], values.view(torch.int16)[number])
+    assert wide[~number].isnan().all()
+    assert back[~number].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=short)
+def test_rounding_to_16_bits(backend, dtype):
+    """Ties, and the numbers just beside them, between all neighbours."""
+    values = torch.arange(0, 1 << 15).to(torch.int16).view(dtype)
+    low = values[values.isfinite()].double()
+    middle = ((low[:-1] + low[1:]) / 2).float()
+    exact = middle[middle.double() * 2 == low[:-1] + low[1:]]
+    src = torch.cat([exact, exact.nextafter(torch.tensor(0.0)), exact.nextafter(torch.tensor(float("inf")))])
+    src = torch.cat([src, -src, torch.tensor([65519.99, 65520.0, 3.39e38, 1e-45, 0.0, -0.0])]).to(backend.device)
+    dst = torch.empty_like(src, dtype=dtype)
+    backend.scale([src], [dst], backend.flag(), 1.0)
+    assert exact.numel() > 30_000
+    assert torch.equal(dst.view(torch.int16), src.to(dtype).view(torch.int16))
+
+
+def test_threads_do_not_change_the_result(backend):
+    src = backend.randn([100_003, 5, 70_001], torch.bfloat16)
+    results = []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            results.append([torch.empty_like(s, dtype=torch.float32) for s in src])
+            backend.scale(src, results[-1], backend.flag(), 0.3)
+    finally:
+        torch.set_num_threads(threads)
+    for one, two in zip(*results, strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.large
+def test_more_than_2_to_the_31_elements(backend):
+    """4 GB: element 2^31 is reached, and nothing before it is missed."""
+    n = (1 << 31) + 1
+    tensor = torch.ones(n, dtype=torch.float16, device=backend.device)
+    found_inf = backend.flag()
+    backend.scale([tensor], [tensor], found_inf, 2.0)
+    assert tensor[0] == 2
+    assert tensor[-1] == 2
+    assert tensor.min() == 2
+    assert found_inf == 0
+    tensor[-1] = float("inf")
+    backend.scale([tensor], [tensor], found_inf, 2.0)
+    assert found_inf == 1

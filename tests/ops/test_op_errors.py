@@ -1,0 +1,227 @@
+"""One table of wrong calls: every backend refuses them, with one message that names list and index."""
+
+import re
+
+import pytest
+import torch
+from backends import COMPILED
+
+from ampctx import ops
+
+
+def t(*shape, dtype=torch.float32, device="cpu"):
+    return torch.ones(*shape, dtype=dtype, device=device)
+
+
+GAPS = "is not contiguous: its elements do not fill one block of memory"
+F64, I32, I64 = torch.float64, torch.int32, torch.int64
+
+# (op, arguments without found_inf, message). `d` makes a tensor on the backend's device.
+SCALE_ERRORS = {
+    "lengths": (lambda d: ([d(2), d(3)], [d(2)]), "dst has 1 tensors, src has 2"),
+    "sparse": (
+        lambda d: ([d(2), d(2).to_sparse()], [d(2), d(2)]),
+        "src[1] is not a strided tensor",
+    ),
+    "dtype": (
+        lambda d: ([d(2, dtype=I64)], [d(2)]),
+        "src[0] has dtype torch.int64, expected float32, float16",
+    ),
+    "complex": (
+        lambda d: ([d(2)], [d(2, dtype=torch.complex64)]),
+        "dst[0] has dtype torch.complex64, expected float32, float16",
+    ),
+    "mixed-dtypes": (
+        lambda d: ([d(2), d(2), d(2, dtype=torch.bfloat16)], [d(2)] * 3),
+        "src[2] has dtype torch.bfloat16, src[0] has torch.float32",
+    ),
+    "mixed-dtypes-in-dst": (
+        lambda d: ([d(2), d(2)], [d(2), d(2, dtype=torch.float16)]),
+        "dst[1] has dtype torch.float16, dst[0] has torch.float32",
+    ),
+    "numel": (
+        lambda d: ([d(2), d(2, 7)], [d(2), d(2, 8)]),
+        "dst[1] has 16 elements, src[1] has 14",
+    ),
+    "numel-of-an-empty": (
+        lambda d: ([d(2), d(0)], [d(2), d(1)]),
+        "dst[1] has 1 elements, src[1] has 0",
+    ),
+    "gaps": (lambda d: ([d(2), d(8)[::2]], [d(2), d(4)]), f"src[1] {GAPS}"),
+    "expanded": (lambda d: ([d(2), d(4)], [d(2), d(1).expand(4)]), f"dst[1] {GAPS}"),
+    "layouts": (
+        lambda d: ([d(3, 4)], [d(4, 3).t()]),
+        "dst[0] and src[0] have different memory layouts",
+    ),
+    "channels-last": (
+        lambda d: ([d(2, 3, 4, 5).to(memory_format=torch.channels_last)], [d(2, 3, 4, 5)]),
+        "dst[0] and src[0] have different memory layouts",
+    ),
+    "factor-elements": (
+        lambda d: ([d(2)], [d(2)], {"scale": d(2)}),
+        "scale has 2 elements, expected 1",
+    ),
+    "factor-dtype": (
+        lambda d: ([d(2)], [d(2)], {"scale": t((), dtype=I64)}),
+        "scale has dtype torch.int64, expected float32 or float64",
+    ),
+    "flag-elements": (
+        lambda d: ([d(2)], [d(2)], {"found_inf": d(2)}),
+        "found_inf has 2 elements, expected 1",
+    ),
+    "flag-dtype": (
+        lambda d: ([d(2)], [d(2)], {"found_inf": d(1, dtype=torch.float16)}),
+        "found_inf has dtype torch.float16, expected float32 or int32",
+    ),
+    "flag-dtype-without-tensors": (
+        lambda d: ([], [], {"found_inf": d(1, dtype=I64)}),
+        "found_inf has dtype torch.int64, expected float32 or int32",
+    ),
+}
+
+
+def on(device):
+    return lambda *shape, dtype=torch.float32: t(*shape, dtype=dtype, device=device)
+
+
+def match(op, message):
+    return re.escape(f"{op}: {message}")
+
+
+@pytest.mark.parametrize(("call", "message"), SCALE_ERRORS.values(), ids=SCALE_ERRORS.keys())
+def test_multi_tensor_scale(backend, call, message):
+    src, dst, *others = call(on(backend.device))
+    arguments = {"found_inf": backend.flag(), "scale": torch.tensor(2.0), **(others[0] if others else {})}
+    before = [d.clone() for d in dst]
+    with pytest.raises(RuntimeError, match=match("multi_tensor_scale", message)):
+        backend.ops.multi_tensor_scale.default(src, dst, arguments["found_inf"], arguments["scale"])
+    assert all(torch.equal(d, b) for d, b in zip(dst, before, strict=True)), "a refused call changed a tensor"
+
+
+AXPBY_ERRORS = {
+    "length-of-y": (lambda d: ([d(2)], [], [d(2)], {}), "y has 0 tensors, x has 1"),
+    "length-of-out": (lambda d: ([d(2)], [d(2)], [d(2)] * 3, {}), "out has 3 tensors, x has 1"),
+    "numel": (lambda d: ([d(2)], [d(2)], [d(5)], {}), "out[0] has 5 elements, x[0] has 2"),
+    "arg-to-check": (
+        lambda d: ([d(2)], [d(2)], [d(2)], {"arg_to_check": 2}),
+        "arg_to_check is 2, expected -1, 0 or 1",
+    ),
+    "arg-to-check-below": (
+        lambda d: ([d(2)], [d(2)], [d(2)], {"arg_to_check": -2}),
+        "arg_to_check is -2, expected -1, 0 or 1",
+    ),
+    "a": (lambda d: ([d(2)], [d(2)], [d(2)], {"a": d(3)}), "a has 3 elements, expected 1"),
+    "b": (
+        lambda d: ([d(2)], [d(2)], [d(2)], {"b": t(1, dtype=torch.float16)}),
+        "b has dtype torch.float16, expected float32 or float64",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), AXPBY_ERRORS.values(), ids=AXPBY_ERRORS.keys())
+def test_multi_tensor_axpby(backend, call, message):
+    x, y, out, others = call(on(backend.device))
+    arguments = {"a": torch.tensor(1.0), "b": torch.tensor(1.0), "arg_to_check": -1, **others}
+    with pytest.raises(RuntimeError, match=match("multi_tensor_axpby", message)):
+        backend.ops.multi_tensor_axpby.default(x, y, out, backend.flag(), *arguments.values())
+
+
+def test_multi_tensor_l2norm(backend):
+    wrong = [on(backend.device)(3), on(backend.device)(3, dtype=torch.float16)]
+    message = "tensors[1] has dtype torch.float16, tensors[0] has torch.float32"
+    with pytest.raises(RuntimeError, match=match("multi_tensor_l2norm", message)):
+        backend.l2norm(wrong, backend.flag())
+    with pytest.raises(RuntimeError, match=match("multi_tensor_unscale_l2norm", message)):
+        backend.l2norm(wrong, backend.flag(), 2.0)
+    with pytest.raises(
+        RuntimeError, match=match("multi_tensor_unscale_l2norm", "inv_scale has 2 elements, expected 1")
+    ):
+        backend.l2norm(wrong[:1], backend.flag(), torch.ones(2))
+    with pytest.raises(RuntimeError, match=match("multi_tensor_l2norm", "found_inf has dtype torch.float64")):
+        backend.l2norm(wrong[:1], backend.flag(dtype=F64))
+
+
+UPDATE_ERRORS = {
+    "scale-dtype": (("scale", F64, 1), "scale has dtype torch.float64, expected float32"),
+    "growth-dtype": (("growth", I64, 1), "growth_tracker has dtype torch.int64, expected int32"),
+    "hysteresis-dtype": (
+        ("hysteresis", torch.float32, 1),
+        "hysteresis_tracker has dtype torch.float32, expected int32",
+    ),
+    "flag-dtype": (("found_inf", torch.bool, 1), "found_inf has dtype torch.bool, expected float32 or int32"),
+    "scale-elements": (("scale", torch.float32, 3), "scale has 3 elements, expected 1"),
+    "growth-elements": (("growth", I32, 0), "growth_tracker has 0 elements, expected 1"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "message"), UPDATE_ERRORS.values(), ids=UPDATE_ERRORS.keys())
+def test_update_scale(backend, wrong, message):
+    dtypes = {"scale": torch.float32, "growth": I32, "hysteresis": I32, "found_inf": torch.float32}
+    tensors = {name: t(1, dtype=dtype, device=backend.device) for name, dtype in dtypes.items()}
+    name, dtype, elements = wrong
+    tensors[name] = t(elements, dtype=dtype, device=backend.device)
+    with pytest.raises(RuntimeError, match=match("update_scale", message)):
+        backend.update_scale(*tensors.values())
+
+
+# --- devices: without a GPU, tensors of the meta device, sent to the CPU kernel by a stand-in for the meta kernel ----
+
+TO_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)  # no public way names the kernel to run
+
+
+@pytest.fixture(scope="module", params=["cpu", "reference"])
+def mixed_devices(request):
+    namespace = f"ampctx_mixed_{request.param}"
+    library = torch.library.Library(namespace, "DEF")
+    for schema in ops._SCHEMAS:
+        name = schema.partition("(")[0]
+        library.define(schema)
+        op = getattr(getattr(torch.ops, namespace), name).default
+        library.impl(name, lambda *args, op=op: op.redispatch(TO_CPU, *args), "Meta")
+        if request.param == "reference":
+            library.impl(name, ops._FALLBACKS[name], "CPU")
+    if request.param == "cpu":
+        assert ops._extension.load(namespace).loaded
+    yield getattr(torch.ops, namespace)
+    library._destroy()
+
+
+def test_lists_on_two_devices(mixed_devices):
+    call, flag, one = mixed_devices.multi_tensor_scale.default, t(()), t(())
+    meta = t(2, device="meta")
+    with pytest.raises(RuntimeError, match=re.escape("src[1] is on meta, src[0] is on cpu")):
+        call([t(2), meta], [t(2), t(2)], flag, one)
+    with pytest.raises(RuntimeError, match=re.escape("dst[0] is on meta, src[0] is on cpu")):
+        call([t(2)], [meta], flag, one)
+    with pytest.raises(RuntimeError, match=re.escape("found_inf is on meta, src[0] is on cpu")):
+        call([t(2)], [t(2)], t((), device="meta"), one)
+    with pytest.raises(RuntimeError, match=re.escape("scale is on meta, src[0] is on cpu")):
+        call([t(2)], [t(2)], flag, t((), device="meta"))
+    with pytest.raises(RuntimeError, match=re.escape("scale is on meta, found_inf is on cpu")):
+        call([], [], flag, t((), device="meta"))
+
+
+def test_update_scale_on_two_devices(mixed_devices):
+    tensors = [t(1), t(1, dtype=I32), t(1, dtype=I32), t(1)]
+    for place, name in enumerate(["growth_tracker", "hysteresis_tracker", "found_inf"], start=1):
+        wrong = [*tensors]
+        wrong[place] = tensors[place].to("meta")
+        with pytest.raises(RuntimeError, match=f"update_scale: {name} is on meta, scale is on cpu"):
+            mixed_devices.update_scale.default(*wrong, 2.0, 0.5, 1, 1, 0.0, 1e9)
+
+
+@pytest.mark.cuda
+def test_lists_on_cpu_and_cuda():
+    cpu, cuda, one = [t(2)], [t(2, device="cuda")], t(())
+    flags = {"cpu": t(()), "cuda": t((), device="cuda")}
+    call = COMPILED.ops.multi_tensor_scale.default
+    with pytest.raises(RuntimeError, match=re.escape("dst[0] is on cpu, src[0] is on cuda:0")):
+        call(cuda, cpu, flags["cuda"], one)
+    with pytest.raises(RuntimeError, match=re.escape("found_inf is on cpu, src[0] is on cuda:0")):
+        call(cuda, cuda, flags["cpu"], one)
+    with pytest.raises(RuntimeError, match=re.escape("found_inf is on cuda:0, src[0] is on cpu")):
+        call(cpu, cpu, flags["cuda"], one)
+    with pytest.raises(RuntimeError, match=re.escape("scale is on cuda:0, src[0] is on cpu")):
+        call(cpu, cpu, flags["cpu"], flags["cuda"])
+    with pytest.raises(RuntimeError, match="scale has dtype torch.float64, expected float32 on cuda:0"):
+        call(cuda, cuda, flags["cuda"], t((), device="cuda", dtype=F64))

@@ -1,0 +1,126 @@
+"""The ops as torch sees them: schemas, fake kernels, autograd, torch.compile, and the Python calls in front of them."""
+
+import pytest
+import torch
+from backends import FLOATS, short
+
+from ampctx import ops
+
+
+def tensors(dtype=torch.float32, seed=0, requires_grad=False):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(3,), (0,), (2, 5)]
+    return [torch.randn(s, generator=generator).to(dtype).requires_grad_(requires_grad) for s in shapes]
+
+
+FLAG, FACTOR = torch.zeros(()), torch.tensor(0.5)
+UPDATE = (2.0, 0.5, 2000, 1, 0.0, 2.0**24)
+
+
+def samples():
+    """(id, op, arguments) of each op."""
+    for dtype in FLOATS:
+        name, low = short(dtype), tensors(dtype)
+        yield f"scale-{name}", "multi_tensor_scale", (low, tensors(), FLAG, FACTOR)
+        yield f"axpby-{name}", "multi_tensor_axpby", (low, tensors(seed=1), tensors(dtype), FLAG, FACTOR, FACTOR, -1)
+        yield f"l2norm-{name}", "multi_tensor_l2norm", (low, FLAG, True)
+        yield f"unscale_l2norm-{name}", "multi_tensor_unscale_l2norm", (low, FLAG, FACTOR, False)
+    yield "l2norm-fp64", "multi_tensor_l2norm", (tensors(torch.float64), FLAG, True)
+    yield "l2norm-no-tensors", "multi_tensor_l2norm", ([], FLAG, True)
+    yield "l2norm-requires-grad", "multi_tensor_l2norm", (tensors(requires_grad=True), FLAG, True)
+    yield "scale-requires-grad", "multi_tensor_scale", (tensors(requires_grad=True), tensors(), FLAG, FACTOR)
+    trackers = (torch.zeros((), dtype=torch.int32), torch.ones((), dtype=torch.int32))
+    yield "update_scale", "update_scale", (torch.tensor(65536.0), *trackers, FLAG, *UPDATE)
+
+
+# torch's own, from inside opcheck
+@pytest.mark.filterwarnings("ignore:.*is deprecated.*", "ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize(("name", "arguments"), [pytest.param(name, args, id=i) for i, name, args in samples()])
+def test_opcheck(name, arguments):
+    torch.library.opcheck(getattr(torch.ops.ampctx, name).default, arguments)
+
+
+def test_every_op_has_a_fallback_a_fake_kernel_and_a_compiled_kernel():
+    names = {schema.partition("(")[0] for schema in ops._SCHEMAS}
+    assert names == set(ops._FALLBACKS) == set(ops._FAKES)
+    for name in names:
+        for key in ("CPU", "CompositeExplicitAutograd", "Meta"):
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(f"ampctx::{name}", key), f"{name}, {key}"
+
+
+def test_written_tensors_tell_autograd():
+    """A tensor that an op changed after autograd saved it makes backward fail instead of giving a wrong gradient."""
+    weight = torch.ones(3, requires_grad=True)
+    x = torch.ones(3)
+    y = (weight * x).sum()
+    ops.multi_tensor_scale([x], [x], torch.zeros(()), 2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+@pytest.mark.parametrize("call", ["scale", "axpby", "update"])
+def test_version_counters(call):
+    x, y, flag = tensors(), tensors(seed=1), torch.zeros(())
+    scale, trackers = torch.tensor(4.0), [torch.ones((), dtype=torch.int32) for _ in range(2)]
+    if call == "scale":
+        ops.multi_tensor_scale(x, y, flag, 2.0)
+        written, read = y, x
+    elif call == "axpby":
+        out = tensors(seed=2)
+        ops.multi_tensor_axpby(x, y, out, flag, 1.0, 1.0)
+        written, read = out, x + y
+    else:
+        ops.update_scale(scale, *trackers, flag)
+        written, read = [scale, *trackers], [flag]
+    assert all(t._version == 1 for t in written)
+    assert all(t._version == 0 for t in read)
+
+
+def test_python_calls_take_floats_and_tensors():
+    x, flag = tensors(), torch.zeros(())
+    for factor in (0.5, torch.tensor(0.5), torch.tensor([0.5], dtype=torch.float64)):
+        out = tensors(seed=1)
+        ops.multi_tensor_scale(x, out, flag, factor)
+        assert torch.equal(out[2], x[2] * 0.5)
+        ops.multi_tensor_axpby(x, x, out, flag, factor, 1.0)
+        assert torch.equal(out[2], x[2] * 1.5)
+        norm, per_tensor = ops.multi_tensor_unscale_l2norm(x, flag, factor, per_tensor=True)
+        torch.testing.assert_close(norm, torch.cat([t.flatten() for t in x]).norm() * 0.5)
+        assert per_tensor[1] == 0
+    assert ops.multi_tensor_l2norm(x, flag)[1].shape == (0,)
+
+
+def unscale_clip_update(grads, out, found_inf, inv_scale, scale, growth, hysteresis):
+    ops.multi_tensor_scale(grads, out, found_inf, inv_scale)
+    norm, per_tensor = ops.multi_tensor_l2norm(out, found_inf, per_tensor=True)
+    ops.multi_tensor_axpby(out, grads, out, found_inf, 1 / (norm + 1), 0.5)
+    ops.update_scale(scale, growth, hysteresis, found_inf, growth_interval=1)
+    return norm * 2, per_tensor
+
+
+@pytest.mark.parametrize("bad", [False, True], ids=["clean", "overflow"])
+def test_compiled_in_one_graph(bad):
+    def arguments():
+        grads = tensors(torch.float16)
+        if bad:
+            grads[2][0, 0] = float("inf")
+        state = [torch.tensor(8.0), torch.zeros((), dtype=torch.int32), torch.ones((), dtype=torch.int32)]
+        return grads, tensors(), torch.zeros(()), torch.tensor(0.5), *state
+
+    eager, compiled = arguments(), arguments()
+    want = unscale_clip_update(*eager)
+    got = torch.compile(unscale_clip_update, fullgraph=True, backend="aot_eager")(*compiled)
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(compiled, eager, rtol=0, atol=0, equal_nan=True)
+    assert compiled[2] == int(bad)
+
+
+def test_fake_norms_have_the_real_shapes_and_types():
+    with torch._subclasses.FakeTensorMode():
+        for dtype, device in ((torch.float16, "cuda"), (torch.float64, "cpu")):
+            fake = [torch.empty(3, dtype=dtype, device=device), torch.empty(4, dtype=dtype, device=device)]
+            flag = torch.empty((), device=device)
+            norm, per_tensor = torch.ops.ampctx.multi_tensor_l2norm.default(fake, flag, True)
+            assert (norm.shape, per_tensor.shape) == ((), (2,))
+            assert norm.dtype == per_tensor.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+            assert norm.device == per_tensor.device == fake[0].device

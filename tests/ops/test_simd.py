@@ -1,0 +1,76 @@
+"""The inner loops of every instruction set give the same bits, and AMPCTX_SIMD picks among them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from ampctx import ops
+
+DIGEST = """
+import hashlib, sys, torch
+from ampctx import ops
+generator = torch.Generator().manual_seed(0)
+digest = hashlib.sha256()
+def add(*tensors):
+    for t in tensors:
+        digest.update(t.reshape(-1).view(torch.uint8).numpy().tobytes())
+bits = torch.arange(1 << 16).to(torch.int32).to(torch.int16)
+wide = torch.randint(-(1 << 31), 1 << 31, (200_003,), generator=generator, dtype=torch.int64).to(torch.int32)
+inputs = [bits.view(torch.float16), bits.view(torch.bfloat16), wide.view(torch.float32),
+          torch.randn(5003, generator=generator), torch.randn(5003, generator=generator, dtype=torch.float64)]
+flag = torch.zeros(())
+for x in inputs:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        out = torch.empty_like(x, dtype=dtype)
+        ops.multi_tensor_scale([x], [out], flag, 0.3)
+        add(out)
+    y = torch.randn(x.shape, generator=generator)
+    out = torch.empty_like(y)
+    ops.multi_tensor_axpby([x], [y], [out], flag, 0.3, -1.7)
+    add(out)
+    finite = [x.nan_to_num(0.0, 0.0, 0.0).clamp(-1e4, 1e4), x[:17].nan_to_num(0.0, 0.0, 0.0).clamp(-1e4, 1e4)]
+    for n in (1, 15, 16, 17, 2047, 2049):
+        add(*ops.multi_tensor_unscale_l2norm([finite[0][:n], *finite], flag, 0.3, per_tensor=True))
+print(ops.extension.build["simd_used"], digest.hexdigest())
+"""
+
+
+def run(simd, code=DIGEST):
+    environment = {**os.environ, "AMPCTX_SIMD": simd, "AMPCTX_REQUIRE_EXTENSION": "cpu"}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+
+
+def usable():
+    """The instruction sets of this machine: those up to the one in use by default."""
+    built = ops.extension.build["simd"]
+    default = run("", "from ampctx import ops; print(ops.extension.build['simd_used'])").stdout.strip()
+    return built[: built.index(default) + 1]
+
+
+def test_instruction_sets_agree_to_the_last_bit():
+    results = {}
+    for simd in usable():
+        result = run(simd)
+        assert result.returncode == 0, result.stderr
+        used, results[simd] = result.stdout.split()
+        assert used == simd
+    assert len(set(results.values())) == 1, results
+
+
+def test_an_unknown_instruction_set_is_an_error():
+    code = "import torch; from ampctx import ops; ops.multi_tensor_l2norm([torch.ones(3)], torch.zeros(()))"
+    result = run("sse9", code)
+    assert result.returncode == 1
+    assert "RuntimeError: AMPCTX_SIMD is sse9, expected baseline, avx2 or avx512" in result.stderr
+
+
+def test_inner_loops_share_no_function(tmp_path):
+    """A function that several instruction sets define would be taken from any of them, and crash on older machines."""
+    source = Path(__file__).parents[2] / "csrc/cpu/simd.cpp"
+    cxx, out = os.environ.get("CXX", "g++"), tmp_path / "simd.o"
+    subprocess.run([cxx, "-std=c++17", "-O0", "-DAMPCTX_SIMD_NAME=x", "-c", str(source), "-o", str(out)], check=True)
+    names = subprocess.run(["nm", "-C", "--defined-only", str(out)], check=True, capture_output=True, text=True).stdout
+    shared = [line for line in names.splitlines() if line.split()[1] in "TWVu"]
+    assert shared == []
+    assert "simd_x" in names

@@ -1,0 +1,142 @@
+"""update_scale on every backend: the rule of torch.amp, its hysteresis, and that no scale dies."""
+
+import struct
+
+import pytest
+import torch
+
+TINY = torch.finfo(torch.float32).tiny
+
+
+def fp32(value):
+    return struct.unpack("f", struct.pack("f", value))[0]
+
+
+class State:
+    """Scale and trackers of a backend, and the updates run on them."""
+
+    def __init__(self, backend, scale=65536.0, growth=0, hysteresis=1, **rule):
+        self.backend, self.rule = backend, {"hysteresis": hysteresis, **rule}
+        self.scale = torch.full((), scale, device=backend.device)
+        self.growth = torch.full((), growth, dtype=torch.int32, device=backend.device)
+        self.hysteresis = torch.full((), hysteresis, dtype=torch.int32, device=backend.device)
+
+    def update(self, found_inf):
+        if not isinstance(found_inf, torch.Tensor):
+            found_inf = self.backend.flag(found_inf)
+        self.backend.update_scale(self.scale, self.growth, self.hysteresis, found_inf, **self.rule)
+        return self
+
+    @property
+    def values(self):
+        return self.scale.item(), self.growth.item(), self.hysteresis.item()
+
+
+def overflows(n, seed=0):
+    """Runs of clean steps with overflows between them, some in a row."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.rand(n, generator=generator) < 0.2).float().tolist()
+
+
+@pytest.mark.parametrize(("growth_factor", "backoff_factor"), [(2.0, 0.5), (1.1, 0.7), (3.0, 1 / 3)])
+@pytest.mark.parametrize("growth_interval", [1, 3, 2000])
+def test_hysteresis_1_is_the_rule_of_torch(backend, growth_factor, backoff_factor, growth_interval):
+    factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
+    state = State(backend, growth_interval=growth_interval, **factors)
+    scale, growth = torch.full((), 65536.0), torch.zeros((), dtype=torch.int32)
+    for found_inf in overflows(60):
+        state.update(found_inf)
+        torch._amp_update_scale_(scale, growth, torch.tensor(found_inf), growth_factor, backoff_factor, growth_interval)
+        assert state.values[:2] == (scale.item(), growth.item())
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+@pytest.mark.parametrize(("min_scale", "max_scale"), [(0.0, float("inf")), (300.0, 5000.0)])
+def test_run_for_run(backend, hysteresis, min_scale, max_scale):
+    """The rule as its formula, step by step."""
+    rule = {"growth_factor": 1.9, "backoff_factor": 0.4, "growth_interval": 2}
+    state = State(backend, 1024.0, hysteresis=hysteresis, min_scale=min_scale, max_scale=max_scale, **rule)
+    scale, growth, left = 1024.0, 0, hysteresis
+    for step, found_inf in enumerate(overflows(200, seed=1)):
+        state.update(found_inf)
+        if found_inf:
+            left, growth = max(left - 1, 0), 0
+            if left == 0:
+                scale = max(fp32(scale * 0.4), min_scale, TINY)
+        else:
+            left, growth = hysteresis, growth + 1
+            if growth == 2:
+                growth, scale = 0, min(fp32(scale * 1.9), max_scale)
+        assert state.values == (scale, growth, left), f"step {step}"
+
+
+def test_hysteresis_forgives_all_but_the_last_of_a_row(backend):
+    state = State(backend, hysteresis=3)
+    assert state.update(1).values == (65536.0, 0, 2)
+    assert state.update(1).values == (65536.0, 0, 1)
+    assert state.update(1).values == (32768.0, 0, 0)
+    assert state.update(1).values == (16384.0, 0, 0)
+    assert state.update(0).values == (16384.0, 1, 3)
+    assert state.update(1).values == (16384.0, 0, 2)
+
+
+@pytest.mark.parametrize("min_scale", [0.0, 1.0, 128.0])
+def test_1000_overflows_stop_at_the_floor(backend, min_scale):
+    state = State(backend, min_scale=min_scale)
+    for _ in range(1000):
+        state.update(1)
+    assert state.values == (max(min_scale, TINY), 0, 0)
+    for _ in range(2000):
+        state.update(0)
+    assert state.values == (2 * max(min_scale, TINY), 0, 1)
+
+
+@pytest.mark.parametrize("max_scale", [float("inf"), 2.0**24, 100_000.0])
+def test_growth_never_reaches_inf(backend, max_scale):
+    state = State(backend, growth_interval=1, max_scale=max_scale)
+    for _ in range(300):
+        state.update(0)
+    assert state.values == (min(max_scale, 2.0**127), 0, 1)
+
+
+def test_a_scale_beyond_max_scale_stays_until_it_would_grow(backend):
+    state = State(backend, 1000.0, growth_interval=2, max_scale=100.0)
+    assert state.update(0).values == (1000.0, 1, 1)
+    assert state.update(0).values == (100.0, 0, 1)
+
+
+FLAGS = {
+    "fp32": torch.tensor(1.0),
+    "fp32-sum-of-two": torch.tensor([2.0]),
+    "nan": torch.tensor(float("nan")),
+    "int32": torch.tensor(1, dtype=torch.int32),
+    "int32-sum-of-two": torch.tensor([2], dtype=torch.int32),
+}
+
+
+@pytest.mark.parametrize("found_inf", FLAGS.values(), ids=FLAGS.keys())
+def test_any_flag_but_zero_is_an_overflow(backend, found_inf):
+    found_inf = found_inf.to(backend.device)
+    kept = found_inf.clone()
+    assert State(backend, growth=5).update(found_inf).values == (32768.0, 0, 0)
+    assert torch.equal(found_inf, kept) or kept.isnan()
+
+
+@pytest.mark.parametrize("found_inf", [torch.tensor(-0.0), torch.zeros(1, dtype=torch.int32)], ids=["-0.0", "int32"])
+def test_zero_is_no_overflow(backend, found_inf):
+    assert State(backend, growth=5).update(found_inf.to(backend.device)).values == (65536.0, 6, 1)
+
+
+def test_a_tracker_from_elsewhere(backend):
+    """A checkpoint may carry a count beyond the interval that is now in use, or a spent hysteresis."""
+    assert State(backend, growth=500, growth_interval=100).update(0).values == (131072.0, 0, 1)
+    state = State(backend, hysteresis=2)
+    state.hysteresis.zero_()
+    assert state.update(1).values == (32768.0, 0, 0)
+
+
+def test_one_element_tensors_of_any_shape(backend):
+    state = State(backend)
+    state.scale, state.growth, state.hysteresis = state.scale.view(1), state.growth.view(1, 1), state.hysteresis.view(1)
+    assert state.update(1).values == (32768.0, 0, 0)
+    assert state.scale.shape == (1,)

@@ -1,0 +1,163 @@
+"""How the compiled library is found, required and built."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ampctx import _extension, ops
+from ampctx._errors import ExtensionError
+
+ROOT = Path(__file__).parents[1]
+LOAD = """
+import sys, torch
+from pathlib import Path
+from ampctx import _extension, ops
+library = torch.library.Library("ampctx_again", "DEF")
+for schema in ops._SCHEMAS:
+    library.define(schema)
+found = _extension.load("ampctx_again", Path(sys.argv[1]))
+print(found)
+"""
+
+
+def load_elsewhere(path, required):
+    """Loads a library in a process of its own, as a fresh import would."""
+    environment = {**os.environ, "AMPCTX_REQUIRE_EXTENSION": ""}
+    code = f"import os; os.environ['AMPCTX_REQUIRE_EXTENSION'] = ''\n{LOAD}"
+    code = code.replace("found =", f"os.environ['AMPCTX_REQUIRE_EXTENSION'] = {required!r}\nfound =")
+    return subprocess.run([sys.executable, "-c", code, str(path)], env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture
+def broken(tmp_path):
+    path = tmp_path / "_ops.so"
+    path.write_bytes(b"not a library" * 100)
+    return path
+
+
+def test_the_library_serves_the_cpu():
+    assert ops.extension.loaded
+    assert ops.extension.backends[0] == "cpu"
+    build = ops.extension.build
+    assert build["simd_used"] in build["simd"]
+    assert build["simd"][0] == "baseline"
+    assert build["compiler"]
+    assert bool(build["cuda"]) == bool(build["cuda_archs"])
+    if not torch.version.cuda:
+        assert ops.extension.reason == "this torch was built without CUDA"
+
+
+@pytest.mark.parametrize("kind", ["missing", "broken"])
+def test_a_library_that_cannot_serve_warns_once_with_the_reason(tmp_path, broken, kind, monkeypatch):
+    monkeypatch.delenv("AMPCTX_REQUIRE_EXTENSION", raising=False)
+    path = {"missing": tmp_path / "nowhere.so", "broken": broken}[kind]
+    why = {"missing": "does not exist: build it with", "broken": "cannot be loaded .*invalid ELF header"}[kind]
+    with pytest.warns(RuntimeWarning, match=f"ampctx runs on plain torch, slower: .*{why}") as record:
+        found = _extension.load("ampctx", path)
+    assert len(record) == 1
+    assert not found.loaded
+    assert found.backends == ()
+    assert "pip install ." in found.reason
+
+
+@pytest.mark.parametrize("required", ["1", "cpu", "cuda", "CPU"])
+@pytest.mark.parametrize("kind", ["missing", "broken"])
+def test_a_required_library_that_cannot_serve_is_an_error(tmp_path, broken, kind, required, monkeypatch):
+    monkeypatch.setenv("AMPCTX_REQUIRE_EXTENSION", required)
+    path = {"missing": tmp_path / "nowhere.so", "broken": broken}[kind]
+    with pytest.raises(ExtensionError, match="build it with 'pip install .'"):
+        _extension.load("ampctx", path)
+
+
+def test_an_unknown_requirement_is_an_error(monkeypatch):
+    monkeypatch.setenv("AMPCTX_REQUIRE_EXTENSION", "yes")
+    with pytest.raises(ExtensionError, match="AMPCTX_REQUIRE_EXTENSION='yes': expected 1, cpu, cuda or nothing"):
+        _extension.load("ampctx")
+
+
+def test_a_required_cuda_backend_on_a_torch_without_it(monkeypatch):
+    if torch.version.cuda:
+        pytest.skip("this torch has CUDA")
+    result = load_elsewhere(_extension.LIBRARY, "cuda")
+    assert result.returncode == 1
+    assert "ExtensionError: AMPCTX_REQUIRE_EXTENSION=cuda, and the CUDA kernels do not serve" in result.stderr
+    assert "this torch was built without CUDA" in result.stderr
+
+
+def test_the_import_without_a_library(tmp_path):
+    """In a process of its own: one warning, and every op still works."""
+    package = tmp_path / "ampctx"
+    shutil.copytree(Path(ops.__file__).parent, package, ignore=shutil.ignore_patterns("_ops.so", "__pycache__"))
+    code = (
+        "import torch; from ampctx import ops; x = [torch.ones(3)]; ops.multi_tensor_scale(x, x, torch.zeros(()), 2.0);"
+        " print(x[0].tolist(), ops.extension.loaded)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "AMPCTX_REQUIRE_EXTENSION": ""}
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert result.stdout == "[2.0, 2.0, 2.0] False\n", result.stderr
+    assert result.stderr.count("RuntimeWarning: ampctx runs on plain torch, slower") == 1
+    environment["AMPCTX_REQUIRE_EXTENSION"] = "1"
+    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "ExtensionError" in result.stderr
+    assert "_ops.so does not exist" in result.stderr
+
+
+# --- setup.py -------------------------------------------------------------------------------------------------------
+
+
+def build(folder, **environment):
+    """Builds the library from a copy of the sources."""
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "csrc", folder / "csrc")
+    (folder / "ampctx").mkdir()
+    shutil.copy(ROOT / "ampctx/__init__.py", folder / "ampctx")
+    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    variables = {**os.environ, "AMPCTX_CUDA": "0", **environment}
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
+
+
+def test_build_without_cuda(tmp_path):
+    result = build(tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "warning:" not in result.stdout
+    code = "import ctypes, sys, torch; f = ctypes.CDLL(sys.argv[1]).ampctx_build_info; f.restype = ctypes.c_char_p"
+    command = [sys.executable, "-c", f"{code}; print(f().decode())", str(tmp_path / "ampctx/_ops.so")]
+    info = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert info["cuda"] is None
+    assert info["cuda_archs"] == []
+
+
+WRONG_BUILDS = {
+    "no-compiler": ({"CXX": "no-such-g++"}, "no C++ compiler: 'no-such-g++' was not found"),
+    "cuda-value": ({"AMPCTX_CUDA": "yes"}, "AMPCTX_CUDA='yes': expected auto, 0 or 1"),
+}
+
+
+@pytest.mark.parametrize(("environment", "message"), WRONG_BUILDS.values(), ids=WRONG_BUILDS.keys())
+def test_a_build_that_cannot_work_says_why(tmp_path, environment, message):
+    result = build(tmp_path, **environment)
+    assert result.returncode != 0
+    assert message in result.stderr
+
+
+def test_a_missing_nvcc_is_an_error_when_asked_for(tmp_path):
+    result = build(tmp_path, AMPCTX_CUDA="1", CUDA_HOME="/nowhere")
+    assert result.returncode != 0
+    assert "AMPCTX_CUDA=1, but nvcc was not found: tried /nowhere/bin/nvcc. Set CUDA_HOME" in result.stderr
+
+
+@pytest.mark.skipif(not ops.extension.build.get("cuda"), reason="built without nvcc")
+def test_an_unknown_architecture_is_an_error(tmp_path):
+    result = build(tmp_path, AMPCTX_CUDA="1", AMPCTX_CUDA_ARCHS="75,30")
+    assert result.returncode != 0
+    assert re.search(r"AMPCTX_CUDA_ARCHS=75,30: this nvcc knows \[.*\], not \[30\]", result.stderr)

@@ -1,0 +1,104 @@
+"""The ops over lists of any mix, and how they are bucketed."""
+
+import pytest
+import torch
+
+from ampctx import foreach
+from ampctx._grouping import buckets
+from ampctx.foreach import FoundInf, PerDevice
+
+CHANNELS_LAST = torch.channels_last
+
+
+def mixed():
+    """One tensor of every kind that gradients come in."""
+    torch.manual_seed(0)
+    return {
+        "fp32": torch.randn(5),
+        "fp16": torch.randn(5).half(),
+        "bf16": torch.randn(3, 2).bfloat16(),
+        "fp64": torch.randn(4).double(),
+        "channels-last": torch.randn(2, 3, 4, 4).to(memory_format=CHANNELS_LAST),
+        "empty": torch.empty(0),
+        "strided": torch.randn(6, 4)[:, ::2],
+        "transposed": torch.randn(6, 4).t(),
+        "0-d": torch.randn(()),
+        "complex": torch.randn(4, dtype=torch.complex64),
+    }
+
+
+def test_alike_tensors_share_a_bucket_whatever_their_shapes():
+    src = [torch.randn(2, 3), torch.randn(7), torch.empty(0)]
+    dst = [t.half() for t in src]
+    (bucket,) = buckets(src, dst)
+    assert bucket.fused
+    assert bucket.lists == [src, dst]
+
+
+def test_buckets_by_dtype_device_and_layout():
+    a, b, c = torch.randn(3), torch.randn(4).half(), torch.randn(2, 3, 4, 4)
+    last = c.to(memory_format=CHANNELS_LAST)
+    meta = torch.randn(3, device="meta")
+    found = buckets([a, b, c, last, meta, a], [a, b, last, last, meta, a])
+    assert [(x.device.type, x.fused, len(x.lists[0])) for x in found] == [
+        ("cpu", True, 3),
+        ("cpu", True, 1),
+        ("cpu", False, 1),
+        ("meta", True, 1),
+    ]
+    assert buckets([], []) == []
+
+
+@pytest.mark.parametrize("kind", [torch.complex64, torch.float8_e4m3fn, torch.int32], ids=str)
+def test_dtypes_without_a_kernel(kind):
+    t = torch.zeros(3).to(kind)
+    assert [b.fused for b in buckets([t])] == [False]
+
+
+def test_sparse_tensors_are_not_for_kernels():
+    t = torch.eye(3).to_sparse()
+    assert [b.fused for b in buckets([t], [t])] == [False]
+
+
+def test_lists_of_different_length():
+    with pytest.raises(ValueError, match="shorter|longer"):
+        buckets([torch.ones(1)], [])
+
+
+def test_scale_and_axpby_over_a_mix():
+    x, y = mixed(), mixed()
+    flag = FoundInf()
+    out = [t.clone() for t in x.values()]
+    foreach.scale(list(x.values()), out, flag, 0.5)
+    for name, t, o in zip(x, x.values(), out, strict=True):
+        assert torch.equal(o, t * 0.5), name
+        assert o.stride() == t.clone().stride(), name
+    foreach.axpby(list(x.values()), list(y.values()), out, flag, 2.0, PerDevice(torch.tensor(-1.0)))
+    for name, t, o in zip(x, x.values(), out, strict=True):
+        torch.testing.assert_close(o, t, msg=name)
+    assert flag.joined(torch.device("cpu")).item() == 0
+
+
+@pytest.mark.parametrize("name", [n for n in mixed() if n != "empty"])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_one_bad_element_anywhere_raises_the_flag(name, bad):
+    x = mixed()
+    x[name].fill_(bad) if x[name].dim() == 0 else x[name][(-1,) * x[name].dim()].fill_(bad)
+    flag = FoundInf()
+    foreach.scale(list(x.values()), [t.clone() for t in x.values()], flag, 1.0)
+    assert flag.joined(torch.device("cpu")).item() == 1
+
+
+def test_l2norm_over_a_mix():
+    x = mixed()
+    expected = sum(t.to(torch.complex128).abs().square().sum() for t in x.values()).sqrt()
+    torch.testing.assert_close(foreach.l2norm(list(x.values()), FoundInf()).double(), expected, rtol=1e-3, atol=1e-3)
+    assert foreach.l2norm([], FoundInf()).item() == 0
+
+
+def test_found_inf_joins_by_maximum():
+    flag = FoundInf()
+    flag.per_device[torch.device("cpu")] = torch.tensor(0.0)
+    flag.per_device[torch.device("meta")] = torch.empty((), device="meta")
+    assert FoundInf().joined(torch.device("cpu")).item() == 0
+    assert flag.joined(torch.device("meta")).device.type == "meta"

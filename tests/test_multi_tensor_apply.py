@@ -1,0 +1,142 @@
+import math
+
+import pytest
+import torch
+
+from ampctx._errors import AmpTypeError, AmpValueError
+from ampctx.multi_tensor_apply import (
+    MultiTensorApply,
+    multi_tensor_applier,
+    multi_tensor_axpby,
+    multi_tensor_l2norm,
+    multi_tensor_scale,
+    multi_tensor_unscale_l2norm,
+)
+
+CHUNKS = [1, 333, 2048 * 32]
+
+
+def tensors(seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(n, generator=generator).to(dtype) for n in (1, 0, 333, 334, 70000)]
+
+
+@pytest.fixture(params=[torch.int32, torch.float32], ids=["int32", "fp32"])
+def flag(request):
+    return torch.zeros(1, dtype=request.param)
+
+
+@pytest.fixture(params=CHUNKS)
+def applier(request):
+    return MultiTensorApply(request.param)
+
+
+def test_applier_hands_on_chunk_size_flag_lists_and_arguments():
+    applier = MultiTensorApply(333)
+    assert applier(lambda *args: args, "flag", [["a"], ["b"]], 1, 2) == (333, "flag", [["a"], ["b"]], 1, 2)
+
+
+def test_default_applier_is_that_of_apex():
+    assert multi_tensor_applier.chunk_size == 65536
+    assert MultiTensorApply.available
+    assert multi_tensor_applier.check_avail() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_scale(applier, flag, dtype):
+    src, dst = tensors(dtype=dtype), [torch.empty_like(t) for t in tensors()]
+    assert applier(multi_tensor_scale, flag, [src, dst], 0.5) is None
+    for s, d in zip(src, dst, strict=True):
+        assert torch.equal(d, s.float() * 0.5)
+    assert flag.item() == 0
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_scale_raises_the_flag(applier, flag, bad):
+    src = tensors()
+    src[3][-1] = bad
+    applier(multi_tensor_scale, flag, [src, src], 1.0)
+    assert flag.tolist() == [1]
+
+
+@pytest.mark.parametrize(("arg_to_check", "raised"), [(-1, 1), (0, 0), (1, 1)])
+def test_axpby(applier, flag, arg_to_check, raised):
+    x, y = tensors(0), tensors(1)
+    y[4][0] = math.inf
+    out = [torch.empty_like(t) for t in x]
+    applier(multi_tensor_axpby, flag, [x, y, out], 2.0, -1.0, arg_to_check)
+    torch.testing.assert_close(out, [2 * a - b for a, b in zip(x, y, strict=True)])
+    assert flag.tolist() == [raised]
+
+
+@pytest.mark.parametrize("per_tensor", [True, False, None])
+@pytest.mark.parametrize("inv_scale", [None, torch.tensor([0.25])], ids=["l2norm", "unscale_l2norm"])
+def test_norms_have_the_shapes_of_apex(applier, flag, inv_scale, per_tensor):
+    given = tensors()
+    if inv_scale is None:
+        total, each = applier(multi_tensor_l2norm, flag, [given], per_tensor)
+    else:
+        total, each = applier(multi_tensor_unscale_l2norm, flag, [given], inv_scale, per_tensor)
+    factor = 1.0 if inv_scale is None else 0.25
+    assert total.shape == (1,)
+    assert each.shape == ((5,) if per_tensor else (0,))
+    torch.testing.assert_close(total, torch.cat(given).norm().reshape(1) * factor, rtol=1e-4, atol=0)
+    if per_tensor:
+        torch.testing.assert_close(each, torch.stack([t.norm() for t in given]) * factor, rtol=1e-4, atol=0)
+    assert all(torch.equal(a, b) for a, b in zip(given, tensors(), strict=True))
+    assert flag.item() == 0
+
+
+def test_norms_leave_per_tensor_out_by_default_and_raise_the_flag(flag):
+    given = [torch.tensor([math.nan])]
+    assert multi_tensor_l2norm(65536, flag, [given])[1].numel() == 0
+    assert flag.tolist() == [1]
+    assert multi_tensor_unscale_l2norm(65536, flag, [given], 1.0)[1].numel() == 0
+
+
+def test_results_do_not_depend_on_the_chunk_size(flag):
+    norms = [MultiTensorApply(chunk)(multi_tensor_l2norm, flag, [tensors()], True) for chunk in CHUNKS]
+    for total, each in norms[1:]:
+        assert torch.equal(total, norms[0][0])
+        assert torch.equal(each, norms[0][1])
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "kind", "message"),
+    [
+        (0, AmpValueError, "chunk_size is 0, expected an int > 0"),
+        (-1, AmpValueError, "chunk_size is -1"),
+        (2.0, AmpTypeError, "chunk_size must be an int, got float"),
+        (True, AmpTypeError, "chunk_size must be an int, got bool"),
+    ],
+)
+def test_chunk_size_errors(chunk_size, kind, message):
+    with pytest.raises(kind, match=message):
+        MultiTensorApply(chunk_size)
+
+
+CALLS = [
+    (multi_tensor_scale, 2, (1.0,)),
+    (multi_tensor_axpby, 3, (1.0, 1.0, -1)),
+    (multi_tensor_l2norm, 1, (False,)),
+    (multi_tensor_unscale_l2norm, 1, (torch.ones(1), False)),
+]
+
+
+@pytest.mark.parametrize(("op", "depth", "args"), CALLS, ids=lambda v: getattr(v, "__name__", ""))
+def test_wrong_lists_are_errors_that_name_the_op(op, depth, args):
+    flag = torch.zeros(1)
+    for count in (depth - 1, depth + 1):
+        with pytest.raises(AmpValueError, match=f"{op.__name__}: tensor_lists has {count} lists, expected {depth}"):
+            multi_tensor_applier(op, flag, [tensors()] * count, *args)
+    for lists in (torch.ones(depth), [torch.ones(2)] * depth):
+        with pytest.raises(AmpTypeError, match=f"{op.__name__}: tensor_lists must be .* got a tensor"):
+            multi_tensor_applier(op, flag, lists, *args)
+
+
+def test_lists_that_disagree_are_errors_that_name_list_and_index():
+    flag = torch.zeros(1)
+    with pytest.raises(RuntimeError, match=r"dst\[0\] has 3 elements, src\[0\] has 2"):
+        multi_tensor_applier(multi_tensor_scale, flag, [[torch.ones(2)], [torch.ones(3)]], 1.0)
+    with pytest.raises(RuntimeError, match="dst has 0 tensors, src has 1"):
+        multi_tensor_applier(multi_tensor_scale, flag, [[torch.ones(2)], []], 1.0)
