@@ -1,0 +1,447 @@
+"""torch.amp's GradScaler over ``LossScale`` and the compiled ops, with bounds and hysteresis for the scale.
+
+An optimizer is READY, UNSCALED after ``unscale_`` and STEPPED after ``step``; ``update`` makes it READY again.
+The class derives from torch's for the sake of ``isinstance`` alone: every method is written here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from ampctx import foreach
+from ampctx._errors import AmpAssertionError, AmpError, AmpTypeError, AmpValueError
+from ampctx.amp.loss_scale import (
+    LossScale,
+    check_backoff_factor,
+    check_bounds,
+    check_count,
+    check_growth_factor,
+    check_scale,
+    required,
+)
+from ampctx.foreach import FoundInf, PerDevice, move
+from ampctx.grad_clip import strided_grad
+
+
+def _fresh_optimizer_state() -> dict[str, Any]:
+    return {"stage": OptState.READY, "found_inf_per_device": {}}
+
+
+def _joined(flags: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The maximum of one-element flags, 0-d on ``device``; 0.0 when there is none."""
+    moved = [move(flag, device).reshape(()) for flag in flags]
+    result = moved[0] if moved else torch.zeros((), dtype=torch.float32, device=device)
+    for flag in moved[1:]:
+        result = torch.maximum(result, flag)
+    return result
+
+
+def _of_loss_scale(name: str) -> Any:
+    """An attribute that torch's GradScaler has, and frameworks reach for, kept by ``LossScale`` under ``name``."""
+
+    def get(self: GradScaler) -> Any:
+        if self._loss_scale is None:
+            # AttributeError, as from torch's disabled GradScaler: hasattr() must work.
+            raise AttributeError(f"a disabled GradScaler has no {name}")
+        return getattr(self._loss_scale, name)
+
+    def set_(self: GradScaler, value: Any) -> None:
+        if self._loss_scale is not None:
+            setattr(self._loss_scale, name, value)
+
+    return property(get, set_)
+
+
+class GradScaler(torch.amp.GradScaler):
+    """Scales losses, unscales gradients, skips steps on non-finite gradients and adapts the scale.
+
+    Same calls, errors and checkpoints as ``torch.amp.GradScaler``; a state_dict of either loads into the other. What
+    differs: the scale has bounds and hysteresis and never reaches 0 or inf; bf16, complex and sparse gradients unscale
+    on every device; flags of several devices are joined by their maximum, so an optimizer sees 0.0 or 1.0.
+
+    Args:
+        device: device type of the model, "cuda" by default. Without CUDA that is a warning and a disabled scaler.
+        init_scale: the first scale. growth_factor: > 1. backoff_factor: between 0 and 1.
+        growth_interval: clean updates in a row before the scale grows.
+        enabled: False turns every method into a pass-through; the other arguments are not looked at then.
+        min_scale, max_scale: bounds of the scale, 0 and inf by default.
+        hysteresis: overflows in a row before the scale falls, 1 by default.
+
+    Raises:
+        AmpTypeError, AmpValueError: an argument that cannot be used, by name.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float = 0.0,
+        max_scale: float = math.inf,
+        hysteresis: int = 1,
+    ) -> None:
+        if not isinstance(device, (str, torch.device)):
+            raise AmpTypeError(f"device must be a device type such as 'cuda', got {type(device).__name__}")
+        self._device = torch.device(device).type
+        self._enabled = bool(enabled)
+        if self._enabled and self._device == "cuda" and not torch.cuda.is_available():
+            warnings.warn(
+                "GradScaler is enabled, but CUDA is not available. Disabling. Pass device='cpu' to scale there.",
+                stacklevel=2,
+            )
+            self._enabled = False
+        self._loss_scale: LossScale | None = None
+        if self._enabled:
+            self._loss_scale = LossScale(
+                init_scale,
+                dynamic=True,
+                growth_factor=growth_factor,
+                backoff_factor=backoff_factor,
+                growth_interval=growth_interval,
+                min_scale=min_scale,
+                max_scale=max_scale,
+                hysteresis=hysteresis,
+            )
+        self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(_fresh_optimizer_state)
+
+    _scale = _of_loss_scale("scale")
+    _growth_tracker = _of_loss_scale("growth_tracker")
+    _hysteresis_tracker = _of_loss_scale("hysteresis_tracker")
+    _init_scale = _of_loss_scale("init_scale")
+    _init_growth_tracker = _of_loss_scale("init_growth_tracker")
+    _growth_factor = _of_loss_scale("growth_factor")
+    _backoff_factor = _of_loss_scale("backoff_factor")
+    _growth_interval = _of_loss_scale("growth_interval")
+
+    # --- scale ------------------------------------------------------------------------------------------------------
+
+    def scale(self, outputs: Any) -> Any:
+        """``outputs`` times the scale: a tensor, or lists, tuples and iterables of them, nested. No host sync.
+
+        Lists and tuples keep their type, other iterables become iterators. The scale is created on the device of the
+        first tensor. A disabled scaler returns ``outputs`` itself.
+
+        Raises:
+            AmpValueError: something that is neither a tensor nor an iterable of tensors.
+        """
+        if not self._enabled:
+            return outputs
+        per_device: list[PerDevice] = []
+
+        def scaled(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                if not per_device:
+                    if self._scale is None:
+                        self._lazy_init_scale_growth_tracker(value.device)
+                    per_device.append(PerDevice(self._scale))
+                return value * per_device[0].on(value.device)
+            if isinstance(value, tuple) and hasattr(value, "_fields"):
+                return type(value)(*map(scaled, value))
+            if isinstance(value, (list, tuple)):
+                return type(value)(map(scaled, value))
+            if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)):
+                return map(scaled, value)
+            raise AmpValueError(f"outputs must be a Tensor or an iterable of Tensors, got {type(value).__name__}")
+
+        return scaled(outputs)
+
+    # --- unscale ----------------------------------------------------------------------------------------------------
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divides the gradients of ``optimizer`` by the scale, in place, and looks for inf and nan. No host sync.
+
+        Optional: ``step`` does it where it was not done. Call it once per step, after the last backward, to clip or
+        read true gradients. A sparse gradient is coalesced, ``.grad`` replaced by the result.
+
+        Raises:
+            AmpError: called twice, or after ``step``, in one iteration. AmpAssertionError: ``scale`` was never called.
+            AmpValueError: an fp16 gradient. Nothing is unscaled then.
+        """
+        if not self._enabled:
+            return
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.UNSCALED:
+            raise AmpError("unscale_() has already been called on this optimizer since the last update().")
+        if state["stage"] is OptState.STEPPED:
+            raise AmpError("unscale_() is being called after step().")
+        found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
+        state["found_inf_per_device"] = self._unscale_grads_(optimizer, scale.reciprocal(), found_inf, False)
+        state["stage"] = OptState.UNSCALED
+
+    @torch.no_grad()
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """``grad *= inv_scale``; a flag for each device with gradients, starting from ``found_inf``. No host sync.
+
+        Frameworks replace or extend this method, with these four arguments in this order.
+        """
+        grads = self._grads(optimizer, allow_fp16)
+        flags = FoundInf()
+        for device in dict.fromkeys(grad.device for grad in grads):
+            flags.per_device[device] = move(found_inf, device).clone()
+        foreach.scale(grads, grads, flags, PerDevice(inv_scale))
+        return flags.per_device
+
+    def _grads(self, optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list[Tensor]:
+        parameters = []
+        for g, group in enumerate(optimizer.param_groups):
+            for i, p in enumerate(group["params"]):
+                where = f"param_groups[{g}]['params'][{i}]"
+                if not isinstance(p, Tensor):
+                    raise AmpAssertionError(f"{where} must be a tensor, got {type(p).__name__}")
+                if p.grad is not None and p.grad.dtype == torch.float16 and not allow_fp16:
+                    raise AmpValueError(
+                        f"Attempting to unscale FP16 gradients. {where} of shape {tuple(p.shape)} has one: keep the "
+                        "parameters in fp32 and run the forward under autocast, or let "
+                        "amp.initialize(model, optimizer, opt_level='O2') keep fp32 masters of them."
+                    )
+                parameters.append(p)
+        return [grad for grad in map(strided_grad, parameters) if grad is not None]
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+        """Looks for inf and nan in the gradients, fp16 too, and leaves their values alone. No host sync."""
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        one, zero = torch.ones_like(scale), torch.zeros_like(scale)
+        found = self._unscale_grads_(optimizer, one, zero, True)
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
+        return found
+
+    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+        return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+
+    # --- step -------------------------------------------------------------------------------------------------------
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """``optimizer.step(*args, **kwargs)`` on unscaled gradients, or nothing when one of them is inf or nan.
+
+        One host read, whatever the number of devices. None for an optimizer with ``_step_supports_amp_scaling``, as
+        torch's have with ``fused=True``: it finds ``grad_scale`` and ``found_inf`` (0.0 or 1.0) among its attributes.
+
+        Returns:
+            What ``optimizer.step`` returned; None for a step that was skipped.
+
+        Raises:
+            AmpError: called twice in one iteration, or with a closure.
+            AmpAssertionError: ``scale`` was never called, or no parameter of the optimizer has a gradient.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if "closure" in kwargs or any(callable(arg) for arg in args):
+            raise AmpError(
+                "Closure use is not currently supported if GradScaler is enabled. Run the forward and backward before "
+                "step()."
+            )
+        self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise AmpError("step() has already been called since the last update().")
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            result = self._step_on_device(optimizer, state, *args, **kwargs)
+        else:
+            if state["stage"] is OptState.READY:
+                self.unscale_(optimizer)
+            if not state["found_inf_per_device"]:
+                raise AmpAssertionError(
+                    "No inf checks were recorded for this optimizer. None of its parameters has a gradient: was the "
+                    "backward of this iteration run, and does the loss depend on the optimizer's parameters?"
+                )
+            result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        return result
+
+    def _maybe_opt_step(
+        self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        flags = list(optimizer_state["found_inf_per_device"].values())
+        if _joined(flags, flags[0].device).item() != 0.0:
+            return None
+        return optimizer.step(*args, **kwargs)
+
+    def _step_on_device(self, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """The step of an optimizer that unscales and skips by itself."""
+        if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+            warnings.warn(
+                "GradScaler is going to stop passing itself as a keyword argument: torch deprecated the parameter "
+                f"grad_scaler of {type(optimizer).__name__}.step. Read self.grad_scale and self.found_inf instead.",
+                FutureWarning,
+                stacklevel=3,
+            )
+            return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
+        if state["stage"] is OptState.READY:
+            self._check_inf_per_device(optimizer)
+        scale, _ = self._check_scale_growth_tracker("step")
+        given = getattr(optimizer, "grad_scale", None)
+        if state["stage"] is OptState.READY:
+            optimizer.grad_scale = scale.clone() if given is None else scale * given
+        else:
+            optimizer.grad_scale = given
+        # torch's fused CPU kernels compare with 1: a flag that was summed over ranks must not pass.
+        optimizer.found_inf = _joined(state["found_inf_per_device"].values(), scale.device).ne(0).float()
+        try:
+            return optimizer.step(*args, **kwargs)
+        finally:
+            del optimizer.grad_scale
+            del optimizer.found_inf
+
+    # --- update -----------------------------------------------------------------------------------------------------
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Moves the scale by what the optimizers of this iteration found: after the last ``step``. No host sync.
+
+        Args:
+            new_scale: the scale to go on with instead, whatever the bounds: a number, or a one-element tensor without
+                requires_grad on a device of the scaler's type, which is copied.
+
+        Raises:
+            AmpAssertionError: no optimizer was unscaled or stepped, or a tensor that does not fit.
+            AmpTypeError, AmpValueError: a number that is not > 0 and finite.
+        """
+        if not self._enabled:
+            return
+        scale, _ = self._check_scale_growth_tracker("update")
+        assert self._loss_scale is not None
+        if new_scale is None:
+            states = self._per_optimizer_states.values()
+            flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
+            if not flags:
+                raise AmpAssertionError("No inf checks were recorded prior to update. Call step(optimizer) first.")
+            self._loss_scale.update(_joined(flags, scale.device))
+        else:
+            if isinstance(new_scale, Tensor) and (
+                new_scale.device.type != self._device or new_scale.numel() != 1 or new_scale.requires_grad
+            ):
+                raise AmpAssertionError(
+                    f"new_scale should be a float or a 1-element tensor on {self._device} with requires_grad=False, "
+                    f"got {new_scale.numel()} on {new_scale.device} with requires_grad={new_scale.requires_grad}"
+                )
+            self._loss_scale.set(new_scale)
+        self._per_optimizer_states = defaultdict(_fresh_optimizer_state)
+
+    # --- what the scaler holds --------------------------------------------------------------------------------------
+
+    def is_enabled(self) -> bool:
+        """Whether the scaler does anything."""
+        return self._enabled
+
+    def get_scale(self) -> float:
+        """The scale; 1.0 when disabled. A host sync when it lives on an accelerator."""
+        return self._loss_scale.value() if self._loss_scale is not None else 1.0
+
+    def get_growth_factor(self) -> float:
+        return self._growth_factor
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """``new_factor`` > 1."""
+        self._growth_factor = check_growth_factor(new_factor)
+
+    def get_backoff_factor(self) -> float:
+        return self._backoff_factor
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """``new_factor`` between 0 and 1."""
+        self._backoff_factor = check_backoff_factor(new_factor)
+
+    def get_growth_interval(self) -> int:
+        return self._growth_interval
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """``new_interval`` >= 1."""
+        self._growth_interval = check_count("growth_interval", new_interval, 1)
+
+    def _get_scale_async(self) -> Tensor | None:
+        return self._scale
+
+    def _get_growth_tracker(self) -> int:
+        return self._loss_scale.unskipped() if self._loss_scale is not None else 0
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        if self._growth_tracker is not None:
+            raise AmpAssertionError("_growth_tracker initialized before _scale")
+        assert self._loss_scale is not None
+        self._loss_scale.scale_on(dev)
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        for name, tensor in (("_scale", self._scale), ("_growth_tracker", self._growth_tracker)):
+            if tensor is None:
+                raise AmpAssertionError(
+                    f"Attempted {funcname} but {name} is None. Call scaler.scale(loss or outputs) before it."
+                )
+        return self._scale, self._growth_tracker
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's five entries, and those of bounds and hysteresis; {} when disabled. A host sync."""
+        loss_scale = self._loss_scale
+        if loss_scale is None:
+            return {}
+        return {
+            "scale": loss_scale.value(),
+            "growth_factor": loss_scale.growth_factor,
+            "backoff_factor": loss_scale.backoff_factor,
+            "growth_interval": loss_scale.growth_interval,
+            "_growth_tracker": loss_scale.unskipped(),
+            "min_scale": loss_scale.min_scale,
+            "max_scale": loss_scale.max_scale,
+            "hysteresis": loss_scale.hysteresis,
+            "_hysteresis_tracker": loss_scale.hysteresis_left(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the state of this class or of torch's, which lacks bounds and hysteresis: those stay as constructed.
+
+        Nothing changes when an entry is missing or unusable; nothing at all when disabled.
+
+        Raises:
+            AmpError: an empty dict, as a disabled scaler saves. AmpKeyError: a missing key.
+            AmpTypeError, AmpValueError: an entry that cannot be used, by name.
+        """
+        loss_scale = self._loss_scale
+        if loss_scale is None:
+            return
+        if len(state_dict) == 0:
+            raise AmpError(
+                "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
+            )
+        value = check_scale("scale", required(state_dict, "scale"))
+        growth_factor = check_growth_factor(required(state_dict, "growth_factor"))
+        backoff_factor = check_backoff_factor(required(state_dict, "backoff_factor"))
+        growth_interval = check_count("growth_interval", required(state_dict, "growth_interval"), 1)
+        growth_tracker = check_count("_growth_tracker", required(state_dict, "_growth_tracker"), 0)
+        bounds = check_bounds(
+            state_dict.get("min_scale", loss_scale.min_scale), state_dict.get("max_scale", loss_scale.max_scale)
+        )
+        hysteresis = check_count("hysteresis", state_dict.get("hysteresis", loss_scale.hysteresis), 1)
+        left = check_count("_hysteresis_tracker", state_dict.get("_hysteresis_tracker", hysteresis), 0)
+        loss_scale.growth_factor, loss_scale.backoff_factor = growth_factor, backoff_factor
+        loss_scale.growth_interval, loss_scale.hysteresis = growth_interval, hysteresis
+        loss_scale.min_scale, loss_scale.max_scale = bounds
+        loss_scale.set(value)
+        loss_scale.set_unskipped(growth_tracker)
+        loss_scale.set_hysteresis_left(left)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._enabled and self._per_optimizer_states:
+            raise AmpAssertionError(
+                "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
+                "scaler.update()."
+            )
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)

@@ -1,0 +1,127 @@
+"""Clipping by the norm of all gradients together, without waiting for the device."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Generator, Iterable
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from ampctx import foreach
+from ampctx._errors import AmpError, AmpTypeError, AmpValueError
+from ampctx.foreach import FoundInf, PerDevice, move
+
+
+def strided_grad(parameter: Tensor) -> Tensor | None:
+    """The tensor that holds the numbers of ``parameter.grad``, for reading and writing; None without a gradient.
+
+    A sparse gradient is coalesced first, ``parameter.grad`` replaced by the result: the sum of duplicate entries is
+    what an optimizer applies, and what may overflow.
+    """
+    grad = parameter.grad
+    if grad is None or grad.layout == torch.strided:
+        return grad
+    if grad.layout == torch.sparse_coo and not grad.is_coalesced():
+        grad = parameter.grad = grad.coalesce()
+    return grad.values()
+
+
+def _checked_parameters(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    if isinstance(parameters, Tensor):
+        return [parameters]
+    if not isinstance(parameters, Iterable):
+        raise AmpTypeError(
+            f"parameters must be a tensor or an iterable of tensors, got {type(parameters).__name__}: pass "
+            "model.parameters() or amp.master_params(optimizer)"
+        )
+    found = list(parameters)
+    for i, p in enumerate(found):
+        if not isinstance(p, Tensor):
+            raise AmpTypeError(f"parameters[{i}] must be a tensor, got {type(p).__name__}")
+    if not found and isinstance(parameters, Generator):
+        warnings.warn("`parameters` is an empty generator: nothing is clipped. Was it used up before?", stacklevel=4)
+    return found
+
+
+def _checked_max_norm(max_norm: float | Tensor) -> float | Tensor:
+    if isinstance(max_norm, Tensor):
+        if max_norm.numel() != 1:
+            raise AmpValueError(f"max_norm has {max_norm.numel()} elements, expected a number or a one-element tensor")
+        return max_norm.detach().reshape(())
+    if isinstance(max_norm, bool) or not isinstance(max_norm, Real):
+        raise AmpTypeError(f"max_norm must be a number or a one-element tensor, got {type(max_norm).__name__}")
+    if not float(max_norm) >= 0.0:
+        raise AmpValueError(f"max_norm is {max_norm}, expected a number >= 0")
+    return float(max_norm)
+
+
+def _checked_norm_type(norm_type: float | str) -> float:
+    try:
+        order = float(norm_type)
+    except (TypeError, ValueError) as error:
+        raise AmpTypeError(f"norm_type must be a number or 'inf', got {norm_type!r}") from error
+    if math.isnan(order):
+        raise AmpValueError("norm_type is nan, expected a number or 'inf'")
+    return order
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float | Tensor,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scales all gradients, in place, by ``min(max_norm / (norm + 1e-6), 1)``; returns their norm before that.
+
+    As ``torch.nn.utils.clip_grad_norm_``, and for sparse gradients too (coalesced first). The compiled ops take the L2
+    norm in fp32, or fp64 where the gradients are: that of 16-bit gradients does not overflow.
+
+    Args:
+        parameters: a tensor or an iterable of tensors with or without ``.grad``, on any mix of devices and dtypes, such
+            as ``amp.master_params(optimizer)``.
+        max_norm: a number >= 0, or a one-element tensor, whose value is not looked at.
+        norm_type: the order of the norm, any that ``torch.linalg.vector_norm`` takes; 'inf' is the largest magnitude.
+        error_if_nonfinite: raise when the norm is inf or nan, before any gradient changes. That is a host sync.
+        foreach: for other orders than 2, as in torch; the compiled ops need no such choice.
+
+    Returns:
+        A 0-d tensor on the device of the first gradient with elements; ``tensor(0.)`` when there is none. No host sync.
+
+    Raises:
+        AmpTypeError, AmpValueError: an argument that cannot be used, by name.
+        AmpError: a non-finite norm, with ``error_if_nonfinite``.
+    """
+    found = _checked_parameters(parameters)
+    max_norm, order = _checked_max_norm(max_norm), _checked_norm_type(norm_type)
+    # An empty gradient has no part in any norm; torch refuses the infinity norm of one.
+    grads = [grad for grad in map(strided_grad, found) if grad is not None and grad.numel() > 0]
+    norm = _total_norm(grads, order, foreach)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise AmpError(
+            f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be clipped. "
+            "Skip the step, or pass error_if_nonfinite=False to scale by it all the same."
+        )
+    if grads:
+        _scale_down(grads, max_norm, norm)
+    return norm
+
+
+def _total_norm(grads: list[Tensor], order: float, use_foreach: bool | None) -> Tensor:
+    if order == 2.0:
+        return foreach.l2norm(grads, FoundInf())
+    return torch.nn.utils.get_total_norm(grads, order, foreach=use_foreach)
+
+
+def _scale_down(grads: list[Tensor], max_norm: float | Tensor, norm: Tensor) -> None:
+    if isinstance(max_norm, Tensor):
+        max_norm = move(max_norm, norm.device)
+    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    # The ops take an fp64 factor on the CPU alone.
+    if any(grad.device.type != "cpu" for grad in grads):
+        coefficient = coefficient.float()
+    foreach.scale(grads, grads, FoundInf(), PerDevice(coefficient))
