@@ -1,0 +1,494 @@
+"""O1 and O4: casts op by op, through torch's own autocast.
+
+``Autocast.enable`` switches autocast on for the calling thread, so that a loss computed outside the model is cast too.
+Three things are added to what torch does:
+
+
+- The cache of cast weights is on only during a forward of an initialized model and cleared before and after it, so that
+  it can neither outlive a change of a weight nor hold memory. Hooks on the model see to that; they also switch casts on
+  where the forward runs in another thread, since autocast's state belongs to a thread.
+- Ops that torch's CPU autocast leaves alone get kernels here, so that one cast table holds on every device. They are
+  registered in the dispatcher rather than patched over Python functions, which reaches ops inside ops too (the
+  log_softmax in cross_entropy), and works under torch.compile. They are there while an ``Autocast`` is enabled, for
+  every autocast region on the CPU: what activation checkpointing recomputes in backward has to match the forward.
+- ``binary_cross_entropy`` refuses 16-bit input on every device, and takes fp32 on every device.
+
+A deep copy of the model keeps casting like the original until the undo; a pickled one is a plain model where it is
+loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ampctx._errors import AmpError, AmpTypeError, AmpValueError
+from ampctx.amp import cast_lists
+
+logger = logging.getLogger("ampctx")
+
+Undo = Callable[[], None]
+Kind = Literal["half", "float", "promote"]
+
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+# --- casting arguments ------------------------------------------------------------------------------------------------
+
+
+def _map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """``fn`` over the floating tensors in nested lists, tuples and dicts; the same object where nothing changed."""
+    if isinstance(value, Tensor):
+        return fn(value) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        new = {k: _map_tensors(v, fn) for k, v in value.items()}
+        return value if all(new[k] is v for k, v in value.items()) else new
+    if isinstance(value, (list, tuple)):
+        elements = [_map_tensors(v, fn) for v in value]
+        if all(a is b for a, b in zip(elements, value, strict=True)):
+            return value
+        return value._make(elements) if hasattr(value, "_make") else type(value)(elements)
+    return value
+
+
+def _dtypes(value: Any) -> set[torch.dtype]:
+    found: set[torch.dtype] = set()
+
+    def look(t: Tensor) -> Tensor:
+        found.add(t.dtype)
+        return t
+
+    _map_tensors(value, look)
+    return found
+
+
+# One per kind of user function: arguments and the session's 16-bit type to cast arguments.
+_CASTS: dict[str, Callable[[Any, torch.dtype], Any]] = {
+    "half": lambda args, low: _map_tensors(args, lambda t: t.to(low)),
+    "float": lambda args, low: _map_tensors(args, lambda t: t.float() if t.dtype in LOW_PRECISION else t),
+    "promote": lambda args, low: _to_widest(args),
+}
+
+
+def _to_widest(args: Any) -> Any:
+    dtypes = _dtypes(args)
+    if len(dtypes) < 2:
+        return args
+    widest = functools.reduce(torch.promote_types, dtypes)
+    return _map_tensors(args, lambda t: t.to(widest))
+
+
+@contextmanager
+def _autocast_off() -> Iterator[None]:
+    """torch's autocast off on the CPU and on the machine's accelerator, where it is on."""
+    accelerator = torch.accelerator.current_accelerator()
+    with ExitStack() as stack:
+        for device_type in {"cpu", accelerator.type if accelerator is not None else "cpu"}:
+            if torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
+
+
+# --- one cast table on every device -----------------------------------------------------------------------------------
+
+
+def _low_on_cpu(args: Any) -> Any:
+    # Like torch's own autocast, whose kernels leave fp64 and other devices alone.
+    low = torch.get_autocast_dtype("cpu")
+    return _map_tensors(args, lambda t: t.to(low) if t.device.type == "cpu" and t.dtype != torch.float64 else t)
+
+
+def _fp32_on_cpu(args: Any) -> Any:
+    return _map_tensors(args, lambda t: t.float() if t.device.type == "cpu" and t.dtype in LOW_PRECISION else t)
+
+
+def _kernel(op: Any, cast: Callable[[Any], Any]) -> Callable:
+    """An AutocastCPU kernel: casts, and runs the op without autocast. Called only while CPU autocast is on."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        # A dtype that the caller chose stands.
+        if kwargs.get("dtype") is None and not any(isinstance(a, torch.dtype) for a in args):
+            args, kwargs = cast(args), cast(kwargs)
+        # Not through torch.autocast: leaving that clears the cache of cast weights.
+        torch.set_autocast_enabled("cpu", False)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            torch.set_autocast_enabled("cpu", True)
+
+    return kernel
+
+
+def missing_on_cpu() -> Iterator[tuple[Any, Callable[[Any], Any]]]:
+    """The overloads of ``cast_lists`` that this torch's CPU autocast leaves alone, with the cast that each is due."""
+    for names, cast in (
+        (cast_lists.LOW, _low_on_cpu),
+        (cast_lists.FP32, _fp32_on_cpu),
+        (cast_lists.PROMOTE, _to_widest),
+    ):
+        for name in names:
+            packet, _, overload = name.partition(".")
+            op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+            # Private, and no public call tells whether a kernel exists; registering over torch's own would replace it.
+            if op is not None and not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "AutocastCPU"):
+                yield op, cast
+
+
+class _Shared:
+    """What all enabled ``Autocast`` share: the kernels that torch's CPU autocast lacks, and the guard of BCE."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._enabled: list[Autocast] = []
+        self._library: torch.library.Library | None = None
+        self._missing: list[tuple[Any, Callable[[Any], Any]]] | None = None
+        self._unguard: Undo | None = None
+
+    def acquire(self, autocast: Autocast) -> Undo:
+        with self._lock:
+            self._enabled.append(autocast)
+            if self._unguard is None:
+                self._unguard = _replace(F, "binary_cross_entropy", self._guarded(F.binary_cross_entropy))
+            if self._library is None and "cpu" in autocast.device_types:
+                self._library = torch.library.Library("aten", "IMPL", "AutocastCPU")
+                # Looked up once: a former Library that somebody still holds must not hide what is missing.
+                self._missing = self._missing or list(missing_on_cpu())
+                for op, cast in self._missing:
+                    self._library.impl(op, _kernel(op, cast))
+        return functools.partial(self._release, autocast)
+
+    def _release(self, autocast: Autocast) -> None:
+        with self._lock:
+            self._enabled.remove(autocast)
+            if not any("cpu" in a.device_types for a in self._enabled):
+                # A Library takes its kernels along when it is collected.
+                self._library = None
+            if not self._enabled and self._unguard is not None:
+                self._unguard()
+                self._unguard = None
+
+    def _guarded(self, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def binary_cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
+            if not any(autocast.active for autocast in self._enabled):
+                return original(*args, **kwargs)
+            if _dtypes((args, kwargs)) & set(LOW_PRECISION):
+                raise AmpError(
+                    "binary_cross_entropy got a 16-bit argument while casts are active. A sigmoid in 16 bits rounds to "
+                    "0 or 1, where the gradient of the loss does not fit 16 bits. Use nn.BCEWithLogitsLoss or "
+                    "binary_cross_entropy_with_logits on what goes into the sigmoid; or have the sigmoid in fp32 "
+                    "with amp.register_float_function(torch, 'sigmoid') before amp.initialize."
+                )
+            # torch's CUDA autocast refuses fp32 arguments as well, for which there is no reason.
+            with _autocast_off():
+                return original(*args, **kwargs)
+
+        return binary_cross_entropy
+
+
+# Global, as the dispatcher is.
+_shared = _Shared()
+
+# --- the state of a thread --------------------------------------------------------------------------------------------
+
+
+class _Ambient(threading.local):
+    """What autocast is set to in this thread outside any block: what the latest enabled ``Autocast`` asks for."""
+
+    def __init__(self) -> None:
+        self.entries: list[Autocast] = []
+        self._before: dict[str, tuple[bool, torch.dtype]] = {}
+        self._cache_before = True
+
+    def add(self, autocast: Autocast) -> Undo:
+        if not self.entries:
+            self._cache_before = torch.is_autocast_cache_enabled()
+        for d in autocast.device_types:
+            self._before.setdefault(d, (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)))
+        self.entries.append(autocast)
+        self._apply()
+        return functools.partial(self.remove, autocast)
+
+    def remove(self, autocast: Autocast) -> None:
+        if autocast not in self.entries:
+            logger.warning(
+                "O1/O4 casts are being undone in another thread than the one that switched them on, where torch's "
+                "autocast stays on. Call amp.reset() in the thread that called amp.initialize."
+            )
+            return
+        self.entries.remove(autocast)
+        self._apply()
+        if not self.entries:
+            self._before.clear()
+
+    def _apply(self) -> None:
+        for d, (enabled, dtype) in self._before.items():
+            owner = next((a for a in reversed(self.entries) if d in a.device_types), None)
+            torch.set_autocast_enabled(d, enabled if owner is None else True)
+            torch.set_autocast_dtype(d, dtype if owner is None else owner.dtype)
+        torch.set_autocast_cache_enabled(False if self.entries else self._cache_before)
+        torch.clear_autocast_cache()
+
+
+# Global, as torch's autocast state of a thread is: sessions may come and go in any order.
+_ambient = _Ambient()
+
+
+def _nesting() -> int:
+    """How many ``torch.autocast`` blocks this thread is in."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+class _ThreadState(threading.local):
+    """What one ``Autocast`` knows about a thread."""
+
+    def __init__(self) -> None:
+        self.home = False  # enable() was called here
+        # What to go back to: one entry per forward, and one per suspended() block.
+        self.forwards: list[tuple[dict[str, tuple[bool, torch.dtype]], bool]] = []
+        self.suspensions: tuple[dict[str, tuple[bool, torch.dtype]], ...] = ()
+
+
+class _ForwardHook:
+    """Tells an ``Autocast`` that a model's forward begins or ends.
+
+    It refers to the ``Autocast`` weakly. Copies of the model share it; a pickle carries an empty one.
+    """
+
+    def __init__(self, autocast: Autocast | None, begins: bool) -> None:
+        self._autocast = None if autocast is None else weakref.ref(autocast)
+        self._begins = begins
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        # Compiled code has no cache of cast weights, and dynamo follows the thread's autocast state by itself.
+        if torch.compiler.is_compiling() or self._autocast is None:
+            return
+        autocast = self._autocast()
+        if autocast is not None and autocast._enabled:
+            if self._begins:
+                autocast._begin_forward()
+            else:
+                autocast._end_forward()
+
+    def __deepcopy__(self, memo: Any) -> _ForwardHook:
+        return self
+
+    def __reduce__(self) -> tuple:
+        return _ForwardHook, (None, self._begins)
+
+
+# --- Autocast ---------------------------------------------------------------------------------------------------------
+
+
+class Autocast:
+    """Casts of O1 and O4 for some models and the code around them.
+
+    Args:
+        models: their forwards get the cache of cast weights. Held weakly. Their parameters and buffers tell which
+            device types are meant ("cpu" if there are none).
+        dtype: float16 or bfloat16.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        found = {t.device.type for m in models for t in (*m.parameters(), *m.buffers())}
+        self.device_types = sorted(d for d in found if torch.amp.is_autocast_available(d)) or ["cpu"]
+        self._models = [weakref.ref(model) for model in models]
+        self._thread = _ThreadState()
+        self._enabled = False
+
+    @property
+    def active(self) -> bool:
+        """Whether ops on the models' devices are cast here and now. No host sync."""
+        return self._enabled and any(torch.is_autocast_enabled(d) for d in self.device_types)
+
+    def enable(self) -> Undo:
+        """Switches casts on in this thread. The undo restores what was there, and has to run in the same thread.
+
+        Raises:
+            AmpError: it is enabled already.
+        """
+        if self._enabled:
+            raise AmpError("this Autocast is enabled already: undo that first")
+        with ExitStack() as stack:
+            stack.callback(self._disabled)
+            stack.callback(_shared.acquire(self))
+            for model in filter(None, (ref() for ref in self._models)):
+                # First in and always out, so that begin and end come in pairs.
+                begin, end = _ForwardHook(self, True), _ForwardHook(self, False)
+                stack.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
+                stack.callback(model.register_forward_hook(end, always_call=True).remove)
+            stack.callback(_ambient.add(self))
+            self._thread.home = self._enabled = True
+            return stack.pop_all().close
+
+    def _disabled(self) -> None:
+        self._enabled = self._thread.home = False
+
+    def _wanted(self, device_type: str) -> tuple[bool, torch.dtype]:
+        """What a forward that starts now is to run under: on where only the thread is the reason for being off."""
+        nesting, home = _nesting(), self._thread.home
+        own = device_type in self.device_types
+        on = torch.is_autocast_enabled(device_type) or (own and self._enabled and not home and nesting == 0)
+        # The user's own torch.autocast block may have chosen another type.
+        keeps_dtype = not own or (home and nesting > 0)
+        return on, torch.get_autocast_dtype(device_type) if keeps_dtype else self.dtype
+
+    def _begin_forward(self) -> None:
+        before = {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in self.device_types}
+        self._thread.forwards.append((before, torch.is_autocast_cache_enabled()))
+        for d in self.device_types:
+            on, dtype = self._wanted(d)
+            torch.set_autocast_enabled(d, on)
+            torch.set_autocast_dtype(d, dtype)
+        # Cleared here too: an interrupt may have left an earlier forward without its end.
+        torch.clear_autocast_cache()
+
+    def _end_forward(self) -> None:
+        if not self._thread.forwards:
+            return
+        before, cache = self._thread.forwards.pop()
+        for d, (enabled, dtype) in before.items():
+            torch.set_autocast_enabled(d, enabled)
+            torch.set_autocast_dtype(d, dtype)
+        torch.set_autocast_cache_enabled(cache)
+        torch.clear_autocast_cache()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """A context without casts in this thread. May nest; always restores what was before. No host sync."""
+        if not self._enabled:
+            yield
+            return
+        thread = self._thread
+        outer = thread.suspensions
+        types_here = sorted({*self.device_types, *(d for a in _ambient.entries for d in a.device_types)})
+        thread.suspensions = (*outer, {d: self._wanted(d) for d in types_here})
+        try:
+            with ExitStack() as stack:
+                for d in types_here:
+                    stack.enter_context(torch.autocast(d, enabled=False))
+                yield
+        finally:
+            thread.suspensions = outer
+            # Weights may have been stepped inside.
+            torch.clear_autocast_cache()
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Within ``suspended``: as it was before the innermost of those blocks. Elsewhere it changes nothing."""
+        thread = self._thread
+        outer = thread.suspensions
+        if not outer:
+            yield
+            return
+        thread.suspensions = outer[:-1]
+        try:
+            with ExitStack() as stack:
+                for d, (on, dtype) in outer[-1].items():
+                    stack.enter_context(torch.autocast(d, dtype=dtype, enabled=on, cache_enabled=False))
+                yield
+        finally:
+            thread.suspensions = outer
+
+
+# --- functions of the user --------------------------------------------------------------------------------------------
+
+_MISSING = object()
+
+
+def _replace(owner: Any, name: str, replacement: Any) -> Undo:
+    """Sets an attribute. The undo puts back what was there, or deletes it where it was inherited."""
+    former = vars(owner).get(name, _MISSING) if hasattr(owner, "__dict__") else getattr(owner, name)
+    setattr(owner, name, replacement)
+
+    def undo() -> None:
+        # Somebody may have wrapped the replacement since; it then stays where it is and passes through.
+        if inspect.getattr_static(owner, name, None) is not replacement:
+            return
+        if former is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, former)
+
+    return undo
+
+
+class FunctionCasts:
+    """The user's own functions under O1 and O4, by decorator or by name. One per session.
+
+    While ``active()`` gives a 16-bit type, the floating tensors among a function's arguments (also in lists, tuples and
+    dicts) are cast, and the function runs without autocast:
+
+    - "half": to that type.
+    - "float": 16-bit ones to fp32; fp64 stays.
+    - "promote": to the widest type among them.
+
+    Otherwise the function is called as if it were not wrapped. Gradients flow through the casts.
+    """
+
+    def __init__(self, active: Callable[[], torch.dtype | None]) -> None:
+        self._active = active
+        self._queue: list[tuple[Kind, Any, str]] = []
+        self._installed: list[tuple[Kind, Any, str]] = []
+
+    def decorate(self, kind: Kind, fn: Any) -> Any:
+        """``fn`` with casts: a function, builtin, method of any kind, ``Function.apply`` or torch.ops packet.
+
+        Raises:
+            AmpTypeError: ``fn`` cannot be called.
+        """
+        if isinstance(fn, (staticmethod, classmethod)):
+            return type(fn)(self.decorate(kind, fn.__func__))
+        if not callable(fn):
+            raise AmpTypeError(f"{kind}_function: fn must be callable, got {type(fn).__name__}")
+        active, cast = self._active, _CASTS[kind]
+
+        # Only a plain function's __dict__ is copied: that of a callable object is its state.
+        @functools.wraps(fn, updated=("__dict__",) if isinstance(fn, types.FunctionType) else ())
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            low = active()
+            if low is None:
+                return fn(*args, **kwargs)
+            args, kwargs = cast((args, kwargs), low)
+            with _autocast_off():
+                return fn(*args, **kwargs)
+
+        return wrapper
+
+    def register(self, kind: Kind, module: Any, name: str) -> None:
+        """Queues ``module.name`` for ``install``, now and at every later one. ``module`` is a module, class or object.
+
+        Raises:
+            AmpValueError: there is no such function.
+        """
+        if not callable(getattr(module, name, None)):
+            raise AmpValueError(f"No function named {name} in module {module}.")
+        if not any((k, n) == (kind, name) and m is module for k, m, n in self._queue):
+            self._queue.append((kind, module, name))
+
+    def install(self) -> Undo:
+        """Replaces what is queued and not in place yet, in that order. The undo puts the originals back."""
+        with ExitStack() as stack:
+            for entry in self._queue:
+                if any(entry is other for other in self._installed):
+                    continue
+                kind, module, name = entry
+                # On a class, the attribute itself rather than what it binds to.
+                static = inspect.getattr_static(module, name, None) if isinstance(module, type) else None
+                fn = static if isinstance(static, (staticmethod, classmethod)) else getattr(module, name)
+                stack.callback(_replace(module, name, self.decorate(kind, fn)))
+                self._installed.append(entry)
+                stack.callback(self._installed.remove, entry)
+            return stack.pop_all().close

@@ -1,0 +1,215 @@
+"""Opt levels: what O0 to O5 mean, and how the arguments of ``initialize`` change them.
+
+A ``PrecisionPolicy`` is a value: frozen, complete, and checked before anything is touched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+
+from ampctx._errors import AmpTypeError, AmpValueError
+
+
+@dataclass(frozen=True)
+class PrecisionPolicy:
+    """What one ``initialize`` call does. Fields are named after its arguments; None: the option does not apply."""
+
+    enabled: bool
+    opt_level: str
+    cast_model_type: torch.dtype | bool | None
+    patch_torch_functions: bool
+    patch_torch_functions_type: torch.dtype | None
+    keep_batchnorm_fp32: bool | None
+    master_weights: bool | None
+    loss_scale: float | Literal["dynamic"]
+    cast_model_outputs: torch.dtype | None = None
+
+    @property
+    def casts_model(self) -> bool:
+        """Whether weights and inputs of the model are cast as a whole."""
+        return isinstance(self.cast_model_type, torch.dtype)
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """Dtype of the model's weights and inputs, None to leave them."""
+        return self.cast_model_type if isinstance(self.cast_model_type, torch.dtype) else None
+
+    @property
+    def output_dtype(self) -> torch.dtype | None:
+        """Dtype of the model's outputs, None to leave them."""
+        return self.cast_model_outputs or (torch.float32 if self.casts_model else None)
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """The 16-bit type that ops are cast to one by one, None where they are not."""
+        return self.patch_torch_functions_type if self.patch_torch_functions else None
+
+
+OPT_LEVELS: Mapping[str, PrecisionPolicy] = MappingProxyType(
+    {
+        "O0": PrecisionPolicy(True, "O0", torch.float32, False, None, None, False, 1.0),
+        "O1": PrecisionPolicy(True, "O1", None, True, torch.float16, None, None, "dynamic"),
+        "O2": PrecisionPolicy(True, "O2", torch.float16, False, None, True, True, "dynamic"),
+        "O3": PrecisionPolicy(True, "O3", torch.float16, False, None, False, False, 1.0),
+        "O4": PrecisionPolicy(True, "O4", None, True, torch.bfloat16, None, None, 1.0),
+        "O5": PrecisionPolicy(True, "O5", torch.bfloat16, False, None, True, True, 1.0),
+    }
+)
+
+# Log scrapers match these, two spaces included.
+BRIEFS: Mapping[str, str] = MappingProxyType(
+    {
+        "O0": "O0:  Pure FP32 training.",
+        "O1": "O1:  Insert automatic casts around Pytorch functions and Tensor methods.",
+        "O2": "O2:  FP16 training with FP32 batchnorm and FP32 master weights.",
+        "O3": "O3:  Pure FP16 training.",
+        "O4": "O4:  Insert automatic casts around Pytorch functions and Tensor methods.",
+        "O5": "O5:  BFLOAT16 training with FP32 batchnorm and FP32 master weights.",
+    }
+)
+
+
+def resolve(opt_level: str = "O1", **overrides: Any) -> PrecisionPolicy:
+    """The policy of a level with arguments of ``initialize`` laid over it; None overrides nothing. No host sync.
+
+    Args:
+        opt_level: "O0" to "O5".
+        enabled, patch_torch_functions, keep_batchnorm_fp32, master_weights: a bool, 0 or 1, or the strings "True" and
+        "False".
+        cast_model_type: a floating dtype, or False to cast nothing. O1 and O4 take False and float32 only.
+        patch_torch_functions_type: float16 at O1, bfloat16 at O4, nothing elsewhere.
+        loss_scale: "dynamic", or a finite number above 0 (also as a string or a one-element tensor).
+        cast_model_outputs: a floating dtype.
+
+    Raises:
+        AmpValueError: an unknown level, or a value that the level or the option does not take. (apex raised
+            AssertionError for keep_batchnorm_fp32, RuntimeError for most of the others; AmpValueError is a RuntimeError
+            and a ValueError.)
+        AmpTypeError: a value of the wrong type, or an option that does not exist.
+    """
+    if not isinstance(opt_level, str) or opt_level not in OPT_LEVELS:
+        raise AmpValueError(
+            f"Unexpected optimization level {opt_level!r}. Expected one of {', '.join(map(repr, OPT_LEVELS))}: the "
+            "letter O with a digit, not the number zero with a digit."
+        )
+    policy = OPT_LEVELS[opt_level]
+    unknown = overrides.keys() - _CHECKS.keys()
+    if unknown:
+        raise AmpTypeError(f"unknown option {sorted(unknown)[0]!r}. Options are {', '.join(_CHECKS)}")
+    given = {name: _CHECKS[name](policy, name, value) for name, value in overrides.items() if value is not None}
+    return replace(policy, **given)
+
+
+def banner(opt_level: str, policy: PrecisionPolicy) -> list[str]:
+    """The lines that apex prints at ``initialize``: the level's defaults, then the options in force."""
+    lines = [f"Selected optimization level {BRIEFS[opt_level]}"]
+    if opt_level != "O3":
+        lines.append("")
+    return [
+        *lines,
+        "Defaults for this optimization level are:",
+        *_option_lines(OPT_LEVELS[opt_level]),
+        "Processing user overrides (additional kwargs that are not None)...",
+        "After processing overrides, optimization options are:",
+        *_option_lines(policy),
+    ]
+
+
+def _option_lines(policy: PrecisionPolicy) -> list[str]:
+    # apex has no cast_model_outputs line, and the type line in its ROCm branch alone, where O4 comes from.
+    left_out = {"cast_model_outputs", *(() if policy.opt_level == "O4" else ("patch_torch_functions_type",))}
+    return [f"{f.name:22} : {getattr(policy, f.name)}" for f in fields(policy) if f.name not in left_out]
+
+
+# --- one check per option: (level's defaults, name, value) -> value ---------------------------------------------------
+
+
+def _casts_by_op(level: PrecisionPolicy) -> bool:
+    return level.patch_torch_functions
+
+
+def _bool(level: PrecisionPolicy, name: str, value: Any) -> bool:
+    if isinstance(value, str) and value in ("True", "False"):
+        return value == "True"
+    if isinstance(value, (bool, int)) and value in (0, 1):
+        return bool(value)
+    raise AmpValueError(f"{name} is {value!r}, expected True, False, the string 'True' or 'False', or None")
+
+
+def _not_with_casts_by_op(level: PrecisionPolicy, name: str, value: Any) -> bool:
+    if _casts_by_op(level):
+        raise AmpValueError(
+            f"{name}={value!r} has no meaning at {level.opt_level}, where weights stay fp32 and casts happen around "
+            f"each op. Leave it at None, or take {'O2' if level.opt_level == 'O1' else 'O5'}."
+        )
+    return _bool(level, name, value)
+
+
+def _patch(level: PrecisionPolicy, name: str, value: Any) -> bool:
+    value = _bool(level, name, value)
+    if value and not _casts_by_op(level):
+        raise AmpValueError(f"{name}=True is for opt_level O1 and O4, and this is {level.opt_level}. Take one of them.")
+    return value
+
+
+def _patch_type(level: PrecisionPolicy, name: str, value: Any) -> torch.dtype:
+    expected = level.patch_torch_functions_type
+    if expected is None:
+        raise AmpValueError(f"{name} is for opt_level O1 and O4, and this is {level.opt_level}. Leave it at None.")
+    if value != expected:
+        raise AmpValueError(
+            f"{name} is {value!r}, and {level.opt_level} casts to {expected}. Take O1 for float16, O4 for bfloat16."
+        )
+    return value
+
+
+def _floating_dtype(level: PrecisionPolicy, name: str, value: Any) -> torch.dtype:
+    if not isinstance(value, torch.dtype) or not value.is_floating_point:
+        raise AmpTypeError(f"{name} is {value!r}, expected a floating torch.dtype such as torch.float16, or None")
+    return value
+
+
+def _cast_model_type(level: PrecisionPolicy, name: str, value: Any) -> torch.dtype | bool:
+    if value is False:
+        return False
+    if _casts_by_op(level) and value is not torch.float32:
+        raise AmpValueError(
+            f"{name} is {value!r}, and at {level.opt_level} weights stay fp32: casts happen around each op. To cast "
+            "the model take O2, O3 or O5."
+        )
+    return _floating_dtype(level, name, value)
+
+
+def _loss_scale(level: PrecisionPolicy, name: str, value: Any) -> float | Literal["dynamic"]:
+    if isinstance(value, str) and value == "dynamic":
+        return "dynamic"
+    problem = f"{name} is {value!r}, expected 'dynamic' or a finite number above 0"
+    if isinstance(value, bool):
+        raise AmpTypeError(problem)
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # the last for a tensor of several elements
+        raise (AmpValueError if isinstance(value, str) else AmpTypeError)(problem) from error
+    if not math.isfinite(number) or number <= 0:
+        raise AmpValueError(problem)
+    return number
+
+
+_CHECKS: Mapping[str, Callable[[PrecisionPolicy, str, Any], Any]] = MappingProxyType(
+    {
+        "enabled": _bool,
+        "cast_model_type": _cast_model_type,
+        "patch_torch_functions": _patch,
+        "patch_torch_functions_type": _patch_type,
+        "keep_batchnorm_fp32": _not_with_casts_by_op,
+        "master_weights": _not_with_casts_by_op,
+        "loss_scale": _loss_scale,
+        "cast_model_outputs": _floating_dtype,
+    }
+)

@@ -1,0 +1,634 @@
+import copy
+import gc
+import logging
+import pickle
+import resource
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ampctx import AmpError
+from ampctx.amp.autocast import Autocast, missing_on_cpu
+
+HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
+BCE = F.binary_cross_entropy
+
+
+def torch_state():
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+        F.binary_cross_entropy,
+        [op for op, _ in missing_on_cpu()],
+    )
+
+
+@pytest.fixture(autouse=True)
+def _torch_is_left_as_it_was():
+    before = torch_state()
+    yield
+    assert torch_state() == before
+
+
+@pytest.fixture
+def enabled():
+    """Enables casts for models; undone after the test, the latest first."""
+    undos = []
+
+    def enable(*models, dtype=HALF):
+        autocast = Autocast(models, dtype)
+        undos.append(autocast.enable())
+        return autocast
+
+    yield enable
+    for undo in reversed(undos):
+        undo()
+
+
+def in_thread(fn):
+    """The result of ``fn()`` in another thread, or its exception."""
+    result = []
+
+    def run():
+        try:
+            result.append(fn())
+        except BaseException as error:
+            result.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if isinstance(result[0], BaseException):
+        raise result[0]
+    return result[0]
+
+
+class Net(nn.Module):
+    """Uses one weight twice, and tells in which type it ran."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(4, 4)
+        self.casts = []
+        self.fail = False
+
+    def forward(self, x):
+        y = self.fc(self.fc(x))
+        self.ran_in = y.dtype
+        if self.fail:
+            raise OSError("forward failed")
+        return y
+
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+
+
+def matmul_dtype():
+    return torch.mm(torch.eye(2), torch.eye(2)).dtype
+
+
+# --- on and off -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [HALF, BF16], ids=["fp16", "bf16"])
+def test_forward_and_loss_are_cast(enabled, dtype):
+    model = Net()
+    enabled(model, dtype=dtype)
+    out = model(X)
+    assert out.dtype == dtype
+    assert F.linear(out, model.fc.weight).dtype == dtype  # outside any forward
+    loss = F.cross_entropy(out, torch.tensor([0, 1, 2]))
+    assert loss.dtype == FLOAT
+    loss.backward()
+    assert model.fc.weight.grad.dtype == FLOAT
+
+
+def test_undo_leaves_torch_and_the_model_as_they_were():
+    before = torch_state()
+    model = Net()
+    torch.set_autocast_dtype("cpu", HALF)
+    try:
+        changed = torch_state()
+        autocast = Autocast([model], BF16)
+        undo = autocast.enable()
+        assert autocast.active
+        assert torch_state()[:3] == (True, BF16, False)
+        assert torch_state()[4] == []
+        undo()
+        assert torch_state() == changed
+    finally:
+        torch.set_autocast_dtype("cpu", before[1])
+    assert not autocast.active
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert model(X).dtype == FLOAT
+    undo()
+    assert torch_state() == before
+
+
+def test_enable_twice_is_refused(enabled):
+    autocast = enabled(Net())
+    with pytest.raises(AmpError, match="enabled already"):
+        autocast.enable()
+    assert autocast.active
+
+
+def test_it_can_be_enabled_again():
+    autocast = Autocast([Net()], HALF)
+    for _ in range(2):
+        undo = autocast.enable()
+        assert matmul_dtype() == HALF
+        undo()
+        assert matmul_dtype() == FLOAT
+
+
+@pytest.mark.parametrize("order", ["first-out-last", "first-out-first"])
+def test_two_at_once_come_and_go_in_any_order(order):
+    low, brain = Net(), Net()
+    undos = [Autocast([low], HALF).enable(), Autocast([brain], BF16).enable()]
+    assert matmul_dtype() == BF16
+    # Each model runs in the type it was initialized with.
+    assert (low(X).dtype, brain(X).dtype, matmul_dtype()) == (HALF, BF16, BF16)
+    if order == "first-out-first":
+        undos.reverse()
+    undos.pop()()
+    assert matmul_dtype() == (BF16 if order == "first-out-first" else HALF)
+    undos.pop()()
+    assert matmul_dtype() == FLOAT
+
+
+def test_device_types_come_from_the_models():
+    assert Autocast([], HALF).device_types == ["cpu"]
+    assert Autocast([nn.ReLU()], HALF).device_types == ["cpu"]
+    assert Autocast([Net()], HALF).device_types == ["cpu"]
+    with torch.device("meta"):
+        assert Autocast([nn.Linear(2, 2)], HALF).device_types == ["cpu"]
+
+
+def test_the_model_is_not_kept_alive():
+    model = Net()
+    alive = weakref.ref(model)
+    undo = Autocast([model], HALF).enable()
+    gc.disable()
+    try:
+        model(X)
+        del model
+        assert alive() is None
+    finally:
+        gc.enable()
+        undo()
+
+
+def test_undo_in_another_thread_says_what_it_cannot_do(caplog):
+    undo = in_thread(Autocast([], HALF).enable)
+    with caplog.at_level(logging.WARNING, "ampctx"):
+        undo()
+    assert "undone in another thread" in caplog.text
+    assert "amp.reset() in the thread that called amp.initialize" in caplog.text
+
+
+# --- suspended and resumed --------------------------------------------------------------------------------------------
+
+
+def test_suspended_and_resumed(enabled):
+    model = Net()
+    autocast = enabled(model)
+    with autocast.suspended():
+        assert not autocast.active
+        assert (model(X).dtype, matmul_dtype()) == (FLOAT, FLOAT)
+        with autocast.suspended():
+            assert matmul_dtype() == FLOAT
+            with autocast.resumed():
+                # Back to before the innermost block: still suspended by the outer one.
+                assert matmul_dtype() == FLOAT
+        assert matmul_dtype() == FLOAT
+        with autocast.resumed():
+            assert autocast.active
+            assert (model(X).dtype, matmul_dtype()) == (HALF, HALF)
+            with autocast.suspended():
+                assert matmul_dtype() == FLOAT
+                with autocast.resumed(), autocast.resumed():
+                    assert matmul_dtype() == HALF
+            assert matmul_dtype() == HALF
+        assert matmul_dtype() == FLOAT
+    assert autocast.active
+    with autocast.resumed():
+        assert matmul_dtype() == HALF
+    assert matmul_dtype() == HALF
+
+
+@pytest.mark.parametrize("context", ["suspended", "resumed"])
+def test_exceptions_leave_casts_as_they_were(enabled, context):
+    autocast = enabled(Net())
+    with pytest.raises(KeyboardInterrupt), getattr(autocast, context)():
+        raise KeyboardInterrupt
+    assert matmul_dtype() == HALF
+    with autocast.suspended():
+        with pytest.raises(ZeroDivisionError), getattr(autocast, context)():
+            1 / 0  # noqa: B018
+        assert matmul_dtype() == FLOAT
+        with autocast.resumed():
+            assert matmul_dtype() == HALF
+    assert matmul_dtype() == HALF
+
+
+def test_suspended_covers_the_casts_of_an_earlier_one(enabled):
+    first = Net()
+    enabled(first)
+    second = Autocast([], BF16)
+    second.device_types = []  # as if its models were on another device
+    undo = second.enable()
+    with second.suspended():
+        assert first(X).dtype == FLOAT
+    assert first(X).dtype == HALF
+    undo()
+
+
+def test_suspended_is_nothing_when_not_enabled():
+    autocast = Autocast([Net()], HALF)
+    with torch.autocast("cpu", dtype=BF16), autocast.suspended(), autocast.resumed():
+        assert matmul_dtype() == BF16
+
+
+def test_torch_autocast_blocks_of_the_user_decide(enabled):
+    model = Net()
+    autocast = enabled(model)
+    with torch.autocast("cpu", enabled=False):
+        assert not autocast.active
+        assert model(X).dtype == FLOAT
+    with torch.autocast("cpu", dtype=BF16):
+        assert model(X).dtype == BF16
+    assert model(X).dtype == HALF
+
+
+# --- the cache of cast weights ----------------------------------------------------------------------------------------
+
+
+class CountsCasts(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts casts of a weight of 4 x 4 to fp16."""
+
+    def __init__(self):
+        super().__init__()
+        self.casts = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default and args[0].shape == (4, 4):
+            self.casts += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_weight_is_cast_once_per_forward(enabled):
+    model = Net()
+    enabled(model)
+    for _ in range(2):
+        with CountsCasts() as counter:
+            model(X)
+        assert counter.casts == 1
+    with CountsCasts() as counter:
+        F.linear(F.linear(X, model.fc.weight), model.fc.weight)
+    assert counter.casts == 2
+
+
+def edit(model):
+    with torch.no_grad():
+        model.fc.weight.add_(1.0)
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+def test_an_edited_weight_is_seen_at_once(enabled, train, grad):
+    model, uncached = Net().train(train), Net().train(train)
+    enabled(model)
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):
+            with torch.autocast("cpu", dtype=HALF, cache_enabled=False):
+                expected = uncached(X)
+            assert torch.equal(model(X), expected)
+            edit(model)
+            edit(uncached)
+        state = {k: v * 2 for k, v in model.state_dict().items()}
+        model.load_state_dict(state)
+        uncached.load_state_dict(state)
+        assert torch.equal(model(X), uncached(X))
+
+
+def test_a_weight_used_outside_the_forward_is_never_stale(enabled):
+    model = Net()
+    autocast = enabled(model)
+    for _ in range(3):
+        expected = F.linear(X.half(), model.fc.weight.half())
+        assert torch.equal(F.linear(X, model.fc.weight), expected)
+        with autocast.suspended():
+            edit(model)
+    assert not torch.is_autocast_cache_enabled()
+
+
+def test_a_step_within_an_autocast_block_of_the_user_is_seen(enabled):
+    model = Net()
+    autocast = enabled(model)
+    with torch.autocast("cpu", dtype=HALF, cache_enabled=True):
+        before = F.linear(X, model.fc.weight)
+        with autocast.suspended():
+            edit(model)
+        assert not torch.equal(F.linear(X, model.fc.weight), before)
+
+
+def test_an_interrupted_forward_leaves_no_stale_weight(enabled):
+    model = Net()
+    autocast = enabled(model)
+
+    def interrupt(module, args):
+        model.fc(args[0])
+        raise KeyboardInterrupt
+
+    handle = model.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(X)
+    handle.remove()
+    edit(model)
+    result = model(X)
+    with autocast.suspended():
+        half = copy.deepcopy(model).half()
+        assert torch.equal(result, half(X.half()))
+
+
+def resident_mb():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+def test_passes_hold_no_memory(enabled, grad):
+    # The fp16 copy has 32 MB, which the C library gives back to the system as soon as it is freed.
+    model, x = nn.Linear(4096, 4096, bias=False), torch.ones(1, 4096)
+    enabled(model)
+    with torch.set_grad_enabled(grad):
+        model(x)
+        before = resident_mb()
+        for _ in range(200 if not grad else 5):
+            model(x)
+            assert resident_mb() < before + 16
+        torch.clear_autocast_cache()
+        assert resident_mb() > before - 16
+
+
+def test_a_no_grad_pass_inside_a_forward_does_not_cut_the_gradient(enabled):
+    class Twice(Net):
+        def forward(self, x):
+            with torch.no_grad():
+                self.fc(x)
+            return self.fc(x)
+
+    model = Twice()
+    enabled(model)
+    model(X).float().sum().backward()
+    assert model.fc.weight.grad is not None
+    assert model.fc.weight.grad.abs().sum() > 0
+
+
+def test_gradients_equal_those_without_a_cache(enabled):
+    model, uncached = Net(), Net()
+    autocast = enabled(model)
+    with torch.autocast("cpu", dtype=HALF, cache_enabled=False):
+        loss = uncached(X).float().square().sum()
+    mine = model(X).float().square().sum()
+    with autocast.suspended():
+        loss.backward()
+        mine.backward()
+    torch.testing.assert_close(model.fc.weight.grad, uncached.fc.weight.grad, rtol=2e-3, atol=2e-3)
+
+
+def test_a_failing_forward_restores_the_state(enabled):
+    model = Net()
+    model.fail = True
+    enabled(model)
+    for _ in range(2):
+        with pytest.raises(OSError, match="forward failed"):
+            model(X)
+        assert (matmul_dtype(), torch.is_autocast_cache_enabled()) == (HALF, False)
+
+
+def test_a_failing_pre_hook_of_the_user_restores_the_state(enabled):
+    model = Net()
+
+    def fail(module, args):
+        raise OSError("hook failed")
+
+    class Outer(Net):
+        def forward(self, x):
+            with pytest.raises(OSError, match="hook failed"):
+                model(x)
+            assert torch.is_autocast_cache_enabled()
+            return self.fc(x)
+
+    model.register_forward_pre_hook(fail)
+    outer = Outer()
+    autocast = enabled(model, outer)
+    with pytest.raises(OSError, match="hook failed"):
+        model(X)
+    assert not torch.is_autocast_cache_enabled()
+    assert outer(X).dtype == HALF
+    assert not torch.is_autocast_cache_enabled()
+    assert autocast.active
+
+
+def test_nested_and_recursive_forwards(enabled):
+    class Recursive(Net):
+        def forward(self, x, depth=2):
+            y = self.fc(x)
+            assert torch.is_autocast_cache_enabled()
+            if depth:
+                y = self(y, depth - 1) + self.inner(y)
+            assert torch.is_autocast_cache_enabled()
+            return y
+
+    model = Recursive()
+    model.inner = Net()
+    enabled(model, model.inner)
+    assert model(X).dtype == HALF
+    assert not torch.is_autocast_cache_enabled()
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+def test_another_thread_casts_in_the_forward_alone(enabled):
+    model = Net()
+    autocast = enabled(model)
+
+    def work():
+        first = model(X).dtype, matmul_dtype(), autocast.active
+        with autocast.suspended():
+            off = model(X).dtype
+            with autocast.resumed():
+                closure = model(X).dtype, matmul_dtype()
+        with torch.autocast("cpu", enabled=False):
+            users = model(X).dtype
+        return first, off, closure, users, torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()
+
+    assert in_thread(work) == ((HALF, FLOAT, False), FLOAT, (HALF, HALF), FLOAT, False, True)
+    assert matmul_dtype() == HALF
+
+
+def test_suspending_in_one_thread_leaves_others_alone(enabled):
+    model = Net()
+    autocast = enabled(model)
+    with autocast.suspended():
+        assert in_thread(lambda: model(X).dtype) == HALF
+        assert model(X).dtype == FLOAT
+
+
+def test_the_thread_that_enabled_may_end(enabled):
+    model = Net()
+
+    def enable():
+        undo = Autocast([model], BF16).enable()
+        return undo, model(X).dtype
+
+    undo, dtype = in_thread(enable)
+    assert dtype == BF16
+    assert (model(X).dtype, in_thread(lambda: model(X).dtype)) == (BF16, BF16)
+    undo()
+    assert (model(X).dtype, in_thread(lambda: model(X).dtype)) == (FLOAT, FLOAT)
+
+
+def test_the_thread_that_enabled_first_is_any_thread_later():
+    model = Net()
+    autocast = Autocast([model], HALF)
+    autocast.enable()()
+    undo = in_thread(autocast.enable)
+    assert model(X).dtype == HALF
+    assert matmul_dtype() == FLOAT
+    undo()
+
+
+def test_threads_at_the_same_time(enabled):
+    models = [Net() for _ in range(4)]
+    enabled(*models)
+    expected = models[0](X)
+    wrong = []
+
+    def work(model):
+        for _ in range(50):
+            if not torch.equal(model(X), expected):
+                wrong.append(model)
+
+    threads = [threading.Thread(target=work, args=(m,)) for m in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# --- copies, checkpointing, compile -----------------------------------------------------------------------------------
+
+
+def test_a_deep_copy_casts_like_the_original_until_undo():
+    model = Net()
+    undo = Autocast([model], HALF).enable()
+    twin = copy.deepcopy(model)
+    edit(twin)
+    assert in_thread(lambda: twin(X).dtype) == HALF
+    assert not torch.equal(twin(X), model(X))
+    undo()
+    assert twin(X).dtype == in_thread(lambda: twin(X).dtype) == FLOAT
+
+
+def test_a_pickle_loads_as_a_plain_model(enabled, tmp_path):
+    model = Net()
+    enabled(model)
+    expected = model(X)
+    torch.save(model, tmp_path / "model.pt")
+    for twin in (pickle.loads(pickle.dumps(model)), torch.load(tmp_path / "model.pt", weights_only=False)):
+        # In a thread without casts it runs in its own type; in this one casts are on for everything.
+        assert in_thread(lambda twin=twin: twin(X).dtype) == FLOAT
+        assert torch.equal(twin(X), expected)
+        assert not torch.is_autocast_cache_enabled()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing_gives_the_same_gradients(enabled, use_reentrant):
+    class Net2(Net):
+        def forward(self, x):
+            return F.softmax(super().forward(x), dim=-1).square().sum()
+
+    model, plain = Net2(), Net2()
+    autocast = enabled(model, plain)
+    loss = checkpoint(model, X.clone().requires_grad_(), use_reentrant=use_reentrant)
+    expected = plain(X)
+    assert torch.equal(loss, expected)
+    with autocast.suspended():
+        loss.backward()
+        expected.backward()
+    assert torch.equal(model.fc.weight.grad, plain.fc.weight.grad)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_torch_compile_before_or_after(enabled, when):
+    class Net2(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4), nn.Softmax(-1))
+
+        def forward(self, x):
+            return self.net(x).square()
+
+    model = Net2()
+    if when == "before":
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(X), model(X))
+    autocast = enabled(model)
+    if when == "after":
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(X), model(X))
+    loss, expected = compiled(X).sum(), model(X).sum()
+    with autocast.suspended():
+        grads = torch.autograd.grad(loss, model.parameters())
+        wanted = torch.autograd.grad(expected, model.parameters())
+        exact = model(X)
+        assert torch.equal(compiled(X), exact)
+    for a, b in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    assert not torch.equal(compiled(X), exact)
+
+
+# --- binary_cross_entropy ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [HALF, BF16], ids=["fp16", "bf16"])
+def test_bce_with_16_bit_input_is_refused(enabled, dtype):
+    autocast = enabled(Net(), dtype=dtype)
+    p, target = torch.full((2,), 0.5), torch.ones(2)
+    for args in ((p.to(dtype), target), (p, target.to(dtype)), (p, target, p.to(dtype))):
+        with pytest.raises(AmpError, match=r"BCEWithLogitsLoss.*amp.register_float_function\(torch, 'sigmoid'\)"):
+            F.binary_cross_entropy(*args)
+    with pytest.raises(RuntimeError, match="BCEWithLogitsLoss"):
+        nn.BCELoss()(p.to(dtype), target)
+    with autocast.suspended():
+        assert F.binary_cross_entropy(p.to(dtype), target.to(dtype)).dtype == dtype
+
+
+def test_bce_in_fp32_is_computed(enabled):
+    p, target = torch.rand(4), torch.ones(4)
+    expected = BCE(p, target, reduction="sum")
+    enabled(Net())
+    assert torch.equal(F.binary_cross_entropy(p, target, reduction="sum"), expected)
+    assert torch.equal(nn.BCELoss(reduction="sum")(p, target), expected)
+
+
+def test_bce_is_replaced_once_and_put_back():
+    undos = [Autocast([], HALF).enable() for _ in range(3)]
+    assert F.binary_cross_entropy is not BCE
+    assert F.binary_cross_entropy.__wrapped__ is BCE
+    for undo in undos:
+        undo()
+    assert F.binary_cross_entropy is BCE

@@ -1,0 +1,453 @@
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from ampctx import AmpError
+from ampctx.amp.casting import cast_model, check_models, install_io_casts, install_state_dict_upcast
+
+HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
+
+
+class Mixed(nn.Module):
+    """A parameter or buffer of every sort that a cast has to tell apart."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(4, 4)
+        self.bn = nn.BatchNorm1d(4)
+        self.plain_bn = nn.BatchNorm1d(4, affine=False)
+        self.ln = nn.LayerNorm(4)
+        self.wide = nn.Parameter(torch.randn(3, dtype=torch.float64))
+        self.phase = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("scale", torch.tensor([1.0, 2.0]), persistent=False)
+        self.tied = nn.Linear(4, 4, bias=False)
+        self.tied.weight = self.fc.weight
+
+    def forward(self, x):
+        return self.tied(self.ln(self.plain_bn(self.bn(self.fc(x)))))
+
+
+def tensors(model):
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def dtypes(model):
+    return {name: t.dtype for name, t in tensors(model).items()}
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def test_fp32_fp64_and_cpu_models_pass():
+    check_models([Mixed(), nn.Linear(2, 2).double(), nn.Module()], allow_16bit=False)
+
+
+@pytest.mark.parametrize("dtype", [HALF, BF16], ids=["fp16", "bf16"])
+def test_16_bit_models_are_refused(dtype):
+    kind = {HALF: "torch.HalfTensor", BF16: "torch.BFloat16Tensor"}[dtype]
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(dtype))
+    with pytest.raises(AmpError, match=rf"^Found param 1.weight with type {kind}.*model\.float\(\)"):
+        check_models([nn.Linear(2, 2), model], allow_16bit=False)
+    check_models([model], allow_16bit=True)
+    buffered = nn.Module()
+    buffered.register_buffer("table", torch.ones(2, dtype=dtype))
+    with pytest.raises(AmpError, match=f"^Found buffer table with type {kind}"):
+        check_models([buffered], allow_16bit=False)
+    with pytest.raises(AmpError, match=rf"^Found param weight with type {dtype}"):
+        check_models([nn.LazyLinear(2).to(dtype)], allow_16bit=False)
+
+
+def test_data_parallel_is_refused():
+    with pytest.raises(AmpError, match=r"^Incoming model is an instance of torch.nn.parallel.DataParallel. Parallel"):
+        check_models([nn.DataParallel(nn.Linear(2, 2))], allow_16bit=True)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+def test_distributed_wrappers_are_refused(tmp_path):
+    from torch.distributed.fsdp import FSDPModule
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+        with pytest.raises(AmpError, match=r"instance of torch.nn.parallel.DistributedDataParallel"):
+            check_models([nn.Linear(2, 2), wrapped], allow_16bit=False)
+    finally:
+        torch.distributed.destroy_process_group()
+
+    class Sharded(FSDPModule, nn.Linear):
+        """What fully_shard turns a Linear into."""
+
+        def __new__(cls, *args):
+            return nn.Module.__new__(cls)
+
+    with pytest.raises(AmpError, match=r"instance of torch.distributed.fsdp.FSDPModule"):
+        check_models([Sharded(2, 2)], allow_16bit=False)
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["keep-bn", "all"])
+@pytest.mark.parametrize("dtype", [HALF, BF16, FLOAT], ids=["fp16", "bf16", "fp32"])
+def test_what_is_cast(dtype, keep):
+    model = Mixed()
+    before, expected = tensors(model), dtypes(model)
+    bn = {n for n in expected if n.startswith("bn.")} if keep else set()
+    for name, was in expected.items():
+        if was.is_floating_point and name not in bn:
+            expected[name] = dtype
+    undo, _ = cast_model(model, dtype, keep)
+    assert dtypes(model) == expected
+    # The same objects: ties and optimizers hold on to them.
+    assert all(t is before[name] for name, t in tensors(model).items())
+    assert model.tied.weight is model.fc.weight
+    undo()
+    assert dtypes(model) == dtypes(Mixed())
+
+
+NORMS = {
+    "BatchNorm1d": lambda: nn.BatchNorm1d(3),
+    "BatchNorm2d": lambda: nn.BatchNorm2d(3),
+    "BatchNorm3d": lambda: nn.BatchNorm3d(3),
+    "BatchNorm2d-no-statistics": lambda: nn.BatchNorm2d(3, track_running_stats=False),
+    "SyncBatchNorm": lambda: nn.SyncBatchNorm(3),
+    "LazyBatchNorm2d": nn.LazyBatchNorm2d,
+    "plain-BatchNorm2d": lambda: nn.BatchNorm2d(3, affine=False),
+    "plain-SyncBatchNorm": lambda: nn.SyncBatchNorm(3, affine=False),
+    "InstanceNorm2d": lambda: nn.InstanceNorm2d(3, affine=True),
+    "GroupNorm": lambda: nn.GroupNorm(1, 3),
+    "LayerNorm": lambda: nn.LayerNorm(3),
+    "RMSNorm": lambda: nn.RMSNorm(3),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_only_affine_batch_norms_stay_fp32(name):
+    model = nn.Sequential(NORMS[name]())
+    cast_model(model, HALF, True)
+    stays = "BatchNorm" in name and not name.startswith("plain-")
+    floating = [t for t in tensors(model).values() if t.is_floating_point()]
+    assert floating
+    assert all(t.dtype == (FLOAT if stays else HALF) for t in floating)
+
+
+def test_a_batch_norm_of_the_users_own_stays_fp32():
+    class FrozenBN(nn.modules.batchnorm._BatchNorm):  # the base class that casting.py relies on
+        def _check_input_dim(self, x):
+            pass
+
+    model = nn.Sequential(nn.Linear(4, 4), FrozenBN(4).eval())
+    cast_model(model, HALF, True)
+    assert model[1].weight.dtype == model[1].running_mean.dtype == FLOAT
+    assert model(torch.randn(2, 4).half()).dtype == HALF
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("dtype", [HALF, BF16], ids=["fp16", "bf16"])
+def test_batch_norm_takes_16_bit_input_and_keeps_fp32_statistics(dtype, train):
+    model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.Conv2d(3, 2, 1)).train(train)
+    cast_model(model, dtype, True)
+    assert model.training is train
+    model(torch.randn(4, 2, 5, 5).to(dtype)).float().sum().backward()
+    assert model[1].running_mean.dtype == FLOAT
+    assert model[1].weight.grad.dtype == FLOAT
+    assert model[0].weight.grad.dtype == dtype
+    assert bool(model[1].running_mean.abs().sum() > 0) is train
+
+
+def test_originals_are_the_exact_fp32_values():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    exact = {n: p.detach().clone() for n, p in model.named_parameters()}
+    _, originals = cast_model(model, HALF, True)
+    assert set(originals) == set(model[0].parameters())
+    assert torch.equal(originals[model[0].weight], exact["0.weight"])
+    assert not torch.equal(model[0].weight.float(), exact["0.weight"])
+    _, nothing = cast_model(model, HALF, True)
+    assert nothing == {}
+
+
+def test_undo_keeps_current_values():
+    model = Mixed()
+    undo, _ = cast_model(model, HALF, True)
+    with torch.no_grad():
+        model.fc.weight.fill_(1.5)
+        model.scale.fill_(2.5)
+    undo()
+    assert torch.equal(model.fc.weight, torch.full((4, 4), 1.5))
+    assert torch.equal(model.scale, torch.full((2,), 2.5))
+    assert model.wide.dtype == torch.float64
+
+
+def test_gradients_are_cast_along_and_back():
+    model = Mixed()
+    model(torch.randn(6, 4)).sum().backward()
+    grad, exact = model.fc.weight.grad, model.fc.weight.grad.clone()
+    undo, _ = cast_model(model, HALF, True)
+    assert model.fc.weight.grad is grad
+    assert torch.equal(grad, exact.half())
+    assert model.bn.weight.grad.dtype == FLOAT
+    model(torch.randn(6, 4).half()).float().sum().backward()
+    undo()
+    assert model.fc.weight.grad.dtype == FLOAT
+    model(torch.randn(6, 4)).sum().backward()
+
+
+def test_undo_casts_a_gradient_that_came_later():
+    model = nn.Linear(2, 2)
+    undo, _ = cast_model(model, BF16, False)
+    model(torch.ones(1, 2, dtype=BF16)).sum().backward()
+    undo()
+    assert torch.equal(model.weight.grad, torch.ones(2, 2))
+    assert model.weight.grad.dtype == FLOAT
+
+
+def test_an_existing_optimizer_goes_on_working():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    cast_model(model, HALF, False)
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 4).half()).sum().backward()
+    optimizer.step()
+    assert torch.equal(model.weight, before - 0.5)
+
+
+def test_lazy_parameters_materialize_in_the_new_type():
+    model = nn.Sequential(nn.LazyLinear(3))
+    undo, originals = cast_model(model, HALF, True)
+    assert originals == {}
+    assert model(torch.ones(2, 5).half()).dtype == HALF
+    undo()
+    assert model[0].weight.dtype == FLOAT
+    assert model(torch.ones(2, 5)).dtype == FLOAT
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_rnns_run_in_the_new_type(kind):
+    model = kind(3, 4, num_layers=2)
+    undo, _ = cast_model(model, HALF, True)
+    assert model(torch.randn(5, 2, 3).half())[0].dtype == HALF
+    undo()
+    assert model(torch.randn(5, 2, 3))[0].dtype == FLOAT
+
+
+def test_a_cast_that_fails_half_way_leaves_nothing_behind():
+    class Refuses(torch.Tensor):
+        def to(self, *args, **kwargs):
+            raise OSError("out of memory")
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Module())
+    model[1].register_buffer("stuck", torch.ones(2).as_subclass(Refuses))
+    with pytest.raises(OSError, match="out of memory"):
+        cast_model(model, HALF, True)
+    assert model[0].weight.dtype == FLOAT
+    assert model[0].bias.dtype == FLOAT
+
+
+def test_undo_does_not_keep_the_model_alive():
+    model = Mixed()
+    undo, originals = cast_model(model, HALF, True)
+    del originals
+    alive = weakref.ref(model), weakref.ref(model.fc.weight)
+    gc.disable()
+    try:
+        del model
+        assert [ref() for ref in alive] == [None, None]
+    finally:
+        gc.enable()
+    undo()
+
+
+# --- inputs and outputs -----------------------------------------------------------------------------------------------
+
+
+class Echo(nn.Module):
+    """Tells what came in and returns it."""
+
+    def forward(self, *args, **kwargs):
+        self.seen = (args, kwargs)
+        return {"args": list(args), **kwargs}
+
+
+def test_inputs_and_outputs_are_cast():
+    model, ints = Echo(), torch.arange(3)
+    undo = install_io_casts(model, HALF, FLOAT)
+    out = model(
+        torch.ones(2), [torch.ones(1, dtype=torch.float64), ints, None], mask=ints, weight=torch.ones(3), name="a"
+    )
+    args, kwargs = model.seen
+    assert (args[0].dtype, args[1][0].dtype, kwargs["weight"].dtype) == (HALF, HALF, HALF)
+    assert args[1][1] is ints is kwargs["mask"] is out["mask"]
+    assert kwargs["name"] == "a"
+    assert (out["args"][0].dtype, out["args"][1][0].dtype, out["weight"].dtype) == (FLOAT, FLOAT, FLOAT)
+    undo()
+    assert model(torch.ones(2))["args"][0].dtype == FLOAT
+    assert model.seen[0][0].dtype == FLOAT
+    assert not model._forward_pre_hooks
+    assert not model._forward_hooks
+
+
+def test_none_leaves_that_side_alone():
+    x = torch.ones(2, dtype=torch.float64)
+    model = Echo()
+    undo = install_io_casts(model, None, HALF)
+    assert model(x)["args"][0].dtype == HALF
+    assert model.seen[0][0] is x
+    undo()
+    undo = install_io_casts(model, BF16, None)
+    assert model(x)["args"][0].dtype == BF16
+    undo()
+    install_io_casts(model, None, None)()
+    assert model(x)["args"][0] is x
+
+
+def test_hooks_of_the_user_see_uncast_inputs_and_cast_outputs():
+    model, seen = nn.Linear(2, 2), {}
+    model.register_forward_pre_hook(lambda m, args: seen.update(before=args[0].dtype))
+    model.register_forward_hook(lambda m, args, out: seen.update(after=out.dtype))
+    cast_model(model, HALF, False)
+    install_io_casts(model, HALF, FLOAT)
+    model.register_forward_hook(lambda m, args, out: seen.update(later=out.dtype))
+    assert model(torch.ones(1, 2)).dtype == FLOAT
+    assert seen == {"before": FLOAT, "after": FLOAT, "later": FLOAT}
+
+
+def test_gradients_reach_inputs_through_the_casts():
+    model = nn.Linear(2, 2)
+    cast_model(model, HALF, False)
+    install_io_casts(model, HALF, FLOAT)
+    x = torch.ones(1, 2, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad.dtype == FLOAT
+    assert torch.equal(x.grad, model.weight.detach().float().sum(0, keepdim=True).half().float())
+
+
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_copies_cast_and_use_their_own_weights(twin):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval()
+    cast_model(model, HALF, True)
+    install_io_casts(model, HALF, FLOAT)
+    install_state_dict_upcast(model)
+    x = torch.randn(3, 2)
+    expected = model(x)
+    other = twin(model)
+    assert torch.equal(other(x), expected)
+    with torch.no_grad():
+        other[0].weight.zero_()
+    assert not torch.equal(other(x), expected)
+    assert torch.equal(model(x), expected)
+    assert all(t.dtype == FLOAT for n, t in other.state_dict().items() if not n.endswith("num_batches_tracked"))
+
+
+def test_torch_save_of_the_model(tmp_path):
+    model = nn.Linear(2, 2)
+    cast_model(model, BF16, False)
+    install_io_casts(model, BF16, FLOAT)
+    install_state_dict_upcast(model)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    x = torch.randn(3, 2)
+    assert torch.equal(loaded(x), model(x))
+
+
+def test_torch_compile():
+    model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval()
+    cast_model(model, BF16, True)
+    install_io_casts(model, BF16, FLOAT)
+    x = torch.randn(3, 2)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), model(x))
+
+
+# --- state dict -------------------------------------------------------------------------------------------------------
+
+
+class Keeper(nn.Linear):
+    def get_extra_state(self):
+        return {"half": torch.ones(1).half(), "note": "kept"}
+
+    def set_extra_state(self, state):
+        self.restored = state
+
+
+def cast_nest():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.BatchNorm1d(3), Keeper(3, 2)))
+    cast_model(model, HALF, True)
+    return model
+
+
+def test_state_dict_shows_fp32_at_any_depth():
+    model = cast_nest()
+    install_state_dict_upcast(model)
+    for module in model.modules():
+        shown = {k: v for k, v in module.state_dict().items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+        assert all(v.dtype == FLOAT for v in shown.values())
+    state = model.state_dict(prefix="net.")
+    assert torch.equal(state["net.0.weight"], model[0].weight.float())
+    assert state["net.1.1._extra_state"]["note"] == "kept"
+    assert state["net.1.1._extra_state"]["half"].dtype == HALF
+
+
+def test_entries_that_were_cast_are_copies_and_the_others_alias():
+    model = cast_nest()
+    install_state_dict_upcast(model)
+    before = model[0].weight.detach().clone()
+    state = model.state_dict()
+    state["0.weight"].zero_()
+    assert torch.equal(model[0].weight, before)
+    state["1.0.weight"].fill_(7.0)
+    assert model[1][0].weight.eq(7.0).all()
+
+
+def test_keep_vars_gives_differentiable_entries():
+    model = cast_nest()
+    install_state_dict_upcast(model)
+    entry = model.state_dict(keep_vars=True)["0.weight"]
+    entry.sum().backward()
+    assert torch.equal(model[0].weight.grad, torch.ones(3, 2).half())
+
+
+def test_round_trip_into_16_bit_and_fp32_models():
+    model, plain = cast_nest(), nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.BatchNorm1d(3), Keeper(3, 2)))
+    install_state_dict_upcast(model)
+    other = cast_nest()
+    with torch.no_grad():
+        other[0].weight.zero_()
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other[0].weight, model[0].weight)
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(plain[0].weight, model[0].weight.float())
+    assert plain[1][1].restored["note"] == "kept"
+
+
+def test_a_given_destination_and_shared_modules_and_weights():
+    shared = nn.Linear(2, 2)
+    shared.alias = shared.weight
+    model = nn.ModuleDict({"a": shared, "b": shared})
+    cast_model(model, HALF, True)
+    install_state_dict_upcast(model)
+    destination = {"a.weight": None, "foreign": torch.ones(1).half()}
+    state = model.state_dict(destination=destination)
+    assert state["a.weight"].dtype == state["b.weight"].dtype == state["b.alias"].dtype == FLOAT
+    assert state["foreign"].dtype == HALF
+
+
+def test_repeated_installs_do_not_pile_up_and_undo_removes():
+    model = cast_nest()
+    undos = [install_state_dict_upcast(model) for _ in range(3)]
+    # The private dict that casting.py looks into.
+    assert all(len(m._state_dict_hooks) == 1 for m in model.modules())
+    for undo in reversed(undos):
+        undo()
+    assert not any(m._state_dict_hooks for m in model.modules())
+    assert model.state_dict()["0.weight"].dtype == HALF
+    install_state_dict_upcast(model)
+    assert model.state_dict()["0.weight"].dtype == FLOAT

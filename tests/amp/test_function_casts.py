@@ -1,0 +1,425 @@
+import functools
+import math
+import pickle
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ampctx import AmpTypeError, AmpValueError
+from ampctx.amp.autocast import Autocast, FunctionCasts
+
+HALF, BF16, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
+KINDS = ["half", "float", "promote"]
+
+
+class Switch:
+    """Stands where a session does: FunctionCasts asks it for the 16-bit type."""
+
+    def __init__(self):
+        self.dtype = None
+
+    def __call__(self):
+        return self.dtype
+
+
+@pytest.fixture
+def switch():
+    return Switch()
+
+
+@pytest.fixture
+def casts(switch):
+    return FunctionCasts(switch)
+
+
+def t(dtype=FLOAT, n=2):
+    return torch.ones(n, dtype=dtype)
+
+
+def seen(*args, **kwargs):
+    """Returns what it was called with."""
+    return args, kwargs
+
+
+# --- semantics --------------------------------------------------------------------------------------------------------
+
+# what goes in -> what each kind makes of it, at fp16
+MIXTURES = {
+    "fp32": ((FLOAT,), {"half": (HALF,), "float": (FLOAT,), "promote": (FLOAT,)}),
+    "fp16": ((HALF,), {"half": (HALF,), "float": (FLOAT,), "promote": (HALF,)}),
+    "bf16": ((BF16,), {"half": (HALF,), "float": (FLOAT,), "promote": (BF16,)}),
+    "fp64": ((DOUBLE,), {"half": (HALF,), "float": (DOUBLE,), "promote": (DOUBLE,)}),
+    "fp16+fp32": ((HALF, FLOAT), {"half": (HALF, HALF), "float": (FLOAT, FLOAT), "promote": (FLOAT, FLOAT)}),
+    "fp16+fp64": ((HALF, DOUBLE), {"half": (HALF, HALF), "float": (FLOAT, DOUBLE), "promote": (DOUBLE, DOUBLE)}),
+    "fp16+bf16": ((HALF, BF16), {"half": (HALF, HALF), "float": (FLOAT, FLOAT), "promote": (FLOAT, FLOAT)}),
+    "fp16+int": (
+        (HALF, torch.int64),
+        {"half": (HALF, torch.int64), "float": (FLOAT, torch.int64), "promote": (HALF, torch.int64)},
+    ),
+    "complex": ((torch.complex64,), dict.fromkeys(KINDS, (torch.complex64,))),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_what_each_kind_casts(casts, switch, kind, name):
+    given, expected = MIXTURES[name]
+    fn = casts.decorate(kind, seen)
+    args = tuple(t(d) for d in given)
+    assert fn(*args)[0] == args  # inactive: the same objects
+    switch.dtype = HALF
+    got, _ = fn(*args)
+    assert tuple(a.dtype for a in got) == expected[kind]
+    assert all(a is b for a, b in zip(got, args, strict=True) if a.dtype == b.dtype)
+
+
+def test_half_follows_the_type_of_the_session(casts, switch):
+    switch.dtype = BF16
+    assert casts.decorate("half", seen)(t())[0][0].dtype == BF16
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nested_and_keyword_arguments(casts, switch, kind):
+    fn = casts.decorate(kind, seen)
+    switch.dtype = HALF
+    ints = torch.arange(2)
+    args, kwargs = fn([t(), (t(HALF), "text")], ints, None, 3, named={"x": t(HALF), "n": 1}, flag=True)
+    expected = HALF if kind == "half" else FLOAT
+    assert (args[0][0].dtype, args[0][1][0].dtype, kwargs["named"]["x"].dtype) == (expected,) * 3
+    assert args[1] is ints
+    assert (args[0][1][1], args[2], args[3], kwargs["named"]["n"], kwargs["flag"]) == ("text", None, 3, 1, True)
+    assert isinstance(args[0], list)
+    assert isinstance(args[0][1], tuple)
+
+
+def test_named_tuples_keep_their_type(casts, switch):
+    switch.dtype = HALF
+    eigen = torch.return_types.max((t(), torch.arange(2)))
+    (result,), _ = casts.decorate("half", seen)(eigen)
+    assert type(result) is type(eigen)
+    assert result.values.dtype == HALF
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_flow_through_the_casts(casts, switch, kind):
+    fn = casts.decorate(kind, lambda x, y: x * y)
+    switch.dtype = HALF
+    x, y = t(HALF).requires_grad_(), t(DOUBLE if kind == "promote" else FLOAT).requires_grad_()
+    fn(x, y).sum().backward()
+    assert torch.equal(x.grad, torch.ones(2, dtype=x.dtype))
+    assert torch.equal(y.grad, torch.ones(2, dtype=y.dtype))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_autocast_is_off_inside(casts, kind):
+    autocast = Autocast([], HALF)
+    undo = autocast.enable()
+    try:
+        fn = FunctionCasts(lambda: HALF if autocast.active else None).decorate(kind, lambda a, b: (a @ b, a.exp()))
+        product, power = fn(torch.eye(2), torch.eye(2))
+        assert product.dtype == power.dtype == (HALF if kind == "half" else FLOAT)
+        assert torch.eye(2).mm(torch.eye(2)).dtype == HALF
+        with pytest.raises(ZeroDivisionError):
+            FunctionCasts(lambda: HALF).decorate(kind, lambda: 1 / 0)()
+        assert torch.eye(2).mm(torch.eye(2)).dtype == HALF
+        with autocast.suspended():
+            assert fn(torch.eye(2), torch.eye(2))[0].dtype == FLOAT
+    finally:
+        undo()
+
+
+# --- what can be decorated --------------------------------------------------------------------------------------------
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.dtype = x.dtype
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        assert grad.dtype == ctx.dtype
+        return grad * 2
+
+
+at_import = functools.partial(FunctionCasts(lambda: HALF).decorate, "half")
+
+
+@at_import
+def decorated_at_import(x):
+    """Has a docstring."""
+    return x.dtype
+
+
+def test_before_any_session_is_active(casts):
+    fn = casts.decorate("half", seen)
+    x = t()
+    assert fn(x)[0][0] is x
+
+
+def test_functions_keep_their_name_and_can_be_pickled():
+    assert decorated_at_import.__name__ == "decorated_at_import"
+    assert decorated_at_import.__doc__ == "Has a docstring."
+    assert pickle.loads(pickle.dumps(decorated_at_import)) is decorated_at_import
+    assert decorated_at_import(t()) == HALF
+
+
+@pytest.mark.parametrize(
+    ("fn", "arguments"),
+    [
+        (torch.add, 2),
+        (torch.sigmoid, 1),
+        (F.linear, 2),
+        (torch.Tensor.add, 2),
+        (torch.ops.aten.add, 2),
+        (torch.ops.aten.add.Tensor, 2),
+        (Double.apply, 1),
+        (nn.Linear(2, 2).half().forward, 1),
+        (nn.ReLU(), 1),
+    ],
+    ids=["builtin", "unary-builtin", "F.linear", "method", "packet", "overload", "Function.apply", "bound", "module"],
+)
+def test_callables_of_every_sort(casts, switch, fn, arguments):
+    wrapped = casts.decorate("half", fn)
+    switch.dtype = HALF
+    x = torch.ones(2, 2, requires_grad=True)
+    out = wrapped(*[x] * arguments)
+    assert out.dtype == HALF
+    out.float().sum().backward()
+    assert x.grad.dtype == FLOAT
+
+
+def test_attributes_of_a_function_come_along_and_the_state_of_an_object_does_not(casts):
+    fn = types.FunctionType(seen.__code__, {})
+    fn.note = "kept"
+    assert casts.decorate("half", fn).note == "kept"
+    assert "_parameters" not in vars(casts.decorate("half", nn.ReLU()))
+
+
+def test_methods_of_every_sort(casts, switch):
+    class Ops:
+        scale = 2
+
+        @lambda f: casts.decorate("half", f)
+        def method(self, x):
+            return x * self.scale
+
+        @lambda f: casts.decorate("half", f)
+        @staticmethod
+        def static(x):
+            return x
+
+        @staticmethod
+        @lambda f: casts.decorate("half", f)
+        def static_inside(x):
+            return x
+
+        @lambda f: casts.decorate("half", f)
+        @classmethod
+        def of_class(cls, x):
+            return x * cls.scale
+
+    switch.dtype = HALF
+    ops = Ops()
+    for fn in (ops.method, ops.static, Ops.static, ops.static_inside, Ops.of_class, ops.of_class):
+        assert fn(t()).dtype == HALF
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_cannot_be_called_is_refused(casts, kind):
+    with pytest.raises(AmpTypeError, match=f"{kind}_function: fn must be callable, got int"):
+        casts.decorate(kind, 3)
+
+
+# --- register and install ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def library():
+    """A module with a function."""
+    module = types.ModuleType("library")
+    module.f = seen
+    module.constant = 3
+    return module
+
+
+def test_registered_functions_cast_while_installed(casts, switch, library):
+    casts.register("half", library, "f")
+    assert library.f is seen
+    undo = casts.install()
+    x = t()
+    assert library.f(x)[0][0] is x
+    switch.dtype = HALF
+    assert library.f(x)[0][0].dtype == HALF
+    undo()
+    assert library.f is seen
+    # The queue stays for a later initialize.
+    undo = casts.install()
+    assert library.f(x)[0][0].dtype == HALF
+    undo()
+    assert library.f is seen
+
+
+@pytest.mark.parametrize("name", ["missing", "constant"])
+def test_what_is_no_function_is_refused(casts, library, name):
+    with pytest.raises(AmpValueError, match=rf"^No function named {name} in module <module 'library'>"):
+        casts.register("float", library, name)
+    casts.install()()
+
+
+def test_registering_twice_and_installing_twice_wraps_once(casts, switch, library):
+    casts.register("half", library, "f")
+    casts.register("half", library, "f")
+    first = casts.install()
+    wrapped = library.f
+    second = casts.install()
+    assert library.f is wrapped
+    assert wrapped.__wrapped__ is seen
+    library.g = seen
+    casts.register("half", library, "g")
+    third = casts.install()
+    assert library.g is not seen
+    for undo in (third, second, first):
+        undo()
+    assert (library.f, library.g) == (seen, seen)
+
+
+def test_kinds_apply_in_the_order_of_registration(casts, switch, library):
+    casts.register("half", library, "f")
+    casts.register("float", library, "f")
+    undo = casts.install()
+    switch.dtype = HALF
+    # float was put around half, so half has the last word.
+    assert library.f(t(DOUBLE))[0][0].dtype == HALF
+    undo()
+    assert library.f is seen
+
+
+class Base:
+    def method(self, x):
+        return x.dtype
+
+    @staticmethod
+    def static(x):
+        return x.dtype
+
+    @classmethod
+    def of_class(cls, x):
+        return x.dtype
+
+
+class Derived(Base):
+    def method(self, x):
+        return super().method(x)
+
+
+@pytest.mark.parametrize("owner", [Base, Derived], ids=["own", "inherited"])
+@pytest.mark.parametrize("name", ["method", "static", "of_class"])
+def test_attributes_of_classes(casts, switch, owner, name):
+    before = dict(vars(owner))
+    casts.register("half", owner, name)
+    undo = casts.install()
+    switch.dtype = HALF
+    assert getattr(owner(), name)(t()) == HALF
+    if name != "method":
+        assert getattr(owner, name)(t()) == HALF
+    undo()
+    assert dict(vars(owner)) == before
+    assert getattr(owner(), name)(t()) == FLOAT
+
+
+def test_tensor_methods_and_torch_functions(casts, switch):
+    before = "sum" in vars(torch.Tensor), torch.sigmoid, torch.Tensor.sum
+    assert not before[0]
+    for owner, name in ((torch.Tensor, "sum"), (torch, "sigmoid"), (F, "relu")):
+        casts.register("float", owner, name)
+    undo = casts.install()
+    switch.dtype = HALF
+    assert t(HALF).sum().dtype == FLOAT
+    assert nn.Sigmoid()(t(HALF)).dtype == FLOAT
+    assert nn.ReLU()(t(HALF)).dtype == FLOAT
+    undo()
+    assert ("sum" in vars(torch.Tensor), torch.sigmoid, torch.Tensor.sum) == before
+    assert nn.Sigmoid()(t(HALF)).dtype == HALF
+
+
+def test_objects(casts, switch):
+    model = nn.Linear(2, 2).half()
+    casts.register("half", model, "forward")
+    undo = casts.install()
+    switch.dtype = HALF
+    assert model(torch.ones(1, 2)).dtype == HALF
+    undo()
+    assert "forward" not in vars(model)
+
+
+def test_a_failing_install_puts_everything_back(casts, library):
+    class ReadOnly(type):
+        def __setattr__(cls, name, value):
+            raise AttributeError("read-only")
+
+    class Closed(metaclass=ReadOnly):
+        def method(self):
+            pass
+
+    casts.register("half", library, "f")
+    casts.register("half", Closed, "method")
+    with pytest.raises(AttributeError, match="read-only"):
+        casts.install()
+    assert library.f is seen
+
+
+def test_two_sessions_undone_in_any_order(library):
+    a, b = Switch(), Switch()
+    first, second = FunctionCasts(a), FunctionCasts(b)
+    for casts in (first, second):
+        casts.register("half", library, "f")
+    undo_first = first.install()
+    undo_second = second.install()
+    a.dtype = HALF
+    undo_first()
+    a.dtype = None
+    b.dtype = HALF
+    assert library.f(t())[0][0].dtype == HALF
+    undo_second()
+    b.dtype = None
+    x = t()
+    assert library.f(x)[0][0] is x
+
+
+def test_sigmoid_in_fp32_makes_bce_usable():
+    autocast = Autocast([], HALF)
+    casts = FunctionCasts(lambda: HALF if autocast.active else None)
+    casts.register("float", torch, "sigmoid")
+    undos = [casts.install(), autocast.enable()]
+    try:
+        net = nn.Sequential(nn.Linear(2, 1), nn.Sigmoid())
+        loss = F.binary_cross_entropy(net(torch.ones(3, 2)), torch.ones(3, 1))
+        assert loss.dtype == FLOAT
+        assert math.isfinite(loss.item())
+    finally:
+        for undo in reversed(undos):
+            undo()
+
+
+def test_torch_compile(casts):
+    autocast = Autocast([], BF16)
+    casts = FunctionCasts(lambda: BF16 if autocast.active else None)
+
+    @lambda f: casts.decorate("float", f)
+    def log_partition(x):
+        return x.exp().sum(-1).log()
+
+    w = torch.eye(4)
+    undo = autocast.enable()
+    try:
+        compiled = torch.compile(lambda x: log_partition(x @ w), backend="aot_eager")
+        x = torch.ones(2, 4)
+        assert compiled(x).dtype == FLOAT
+        assert torch.equal(compiled(x), log_partition(x @ w))
+    finally:
+        undo()

@@ -1,0 +1,209 @@
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from ampctx import AmpError, AmpTypeError, AmpValueError
+from ampctx.amp.opt_level import BRIEFS, OPT_LEVELS, PrecisionPolicy, banner, resolve
+
+HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
+
+# cast_model_type, patch, patch type, keep_batchnorm_fp32, master_weights, loss_scale; inputs, outputs, ops cast to
+TABLE = {
+    "O0": (FLOAT, False, None, None, False, 1.0, FLOAT, FLOAT, None),
+    "O1": (None, True, HALF, None, None, "dynamic", None, None, HALF),
+    "O2": (HALF, False, None, True, True, "dynamic", HALF, FLOAT, None),
+    "O3": (HALF, False, None, False, False, 1.0, HALF, FLOAT, None),
+    "O4": (None, True, BF16, None, None, 1.0, None, None, BF16),
+    "O5": (BF16, False, None, True, True, 1.0, BF16, FLOAT, None),
+}
+
+
+@pytest.mark.parametrize("level", TABLE)
+def test_defaults(level):
+    p = resolve(level)
+    assert p == OPT_LEVELS[level]
+    assert p.enabled
+    assert p.opt_level == level
+    assert p.cast_model_outputs is None
+    assert (
+        p.cast_model_type,
+        p.patch_torch_functions,
+        p.patch_torch_functions_type,
+        p.keep_batchnorm_fp32,
+        p.master_weights,
+        p.loss_scale,
+        p.input_dtype,
+        p.output_dtype,
+        p.autocast_dtype,
+    ) == TABLE[level]
+    assert p.casts_model is (TABLE[level][6] is not None)
+
+
+def test_o1_is_the_default():
+    assert resolve() == OPT_LEVELS["O1"]
+
+
+def test_policies_are_values():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        resolve("O2").loss_scale = 2.0
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        OPT_LEVELS["O2"] = resolve("O3")
+    assert set(OPT_LEVELS) == set(BRIEFS) == set(TABLE)
+
+
+def test_none_overrides_nothing():
+    options = [f.name for f in dataclasses.fields(PrecisionPolicy) if f.name != "opt_level"]
+    for level in TABLE:
+        assert resolve(level, **dict.fromkeys(options)) == OPT_LEVELS[level]
+
+
+@pytest.mark.parametrize(
+    ("level", "name", "given", "stored"),
+    [
+        ("O2", "loss_scale", "128.0", 128.0),
+        ("O2", "loss_scale", 128, 128.0),
+        ("O2", "loss_scale", np.float32(4), 4.0),
+        ("O2", "loss_scale", torch.tensor([16.0]), 16.0),
+        ("O0", "loss_scale", "dynamic", "dynamic"),
+        ("O2", "keep_batchnorm_fp32", "False", False),
+        ("O3", "keep_batchnorm_fp32", "True", True),
+        ("O3", "keep_batchnorm_fp32", True, True),
+        ("O0", "keep_batchnorm_fp32", False, False),
+        ("O3", "master_weights", True, True),
+        ("O2", "master_weights", "False", False),
+        ("O2", "master_weights", 0, False),
+        ("O1", "patch_torch_functions", False, False),
+        ("O4", "patch_torch_functions", True, True),
+        ("O2", "patch_torch_functions", False, False),
+        ("O1", "patch_torch_functions_type", HALF, HALF),
+        ("O4", "patch_torch_functions_type", BF16, BF16),
+        ("O1", "cast_model_type", FLOAT, FLOAT),
+        ("O4", "cast_model_type", FLOAT, FLOAT),
+        ("O1", "cast_model_type", False, False),
+        ("O2", "cast_model_type", False, False),
+        ("O2", "cast_model_type", BF16, BF16),
+        ("O3", "cast_model_type", BF16, BF16),
+        ("O5", "cast_model_type", HALF, HALF),
+        ("O0", "cast_model_type", torch.float64, torch.float64),
+        ("O1", "cast_model_outputs", FLOAT, FLOAT),
+        ("O2", "cast_model_outputs", HALF, HALF),
+        ("O2", "enabled", False, False),
+    ],
+    ids=lambda v: str(v).removeprefix("torch."),
+)
+def test_overrides(level, name, given, stored):
+    p = resolve(level, **{name: given})
+    assert getattr(p, name) == stored
+    assert type(getattr(p, name)) is type(stored)
+    assert p == dataclasses.replace(OPT_LEVELS[level], **{name: stored})
+
+
+def test_cast_model_type_false_casts_nothing():
+    p = resolve("O2", cast_model_type=False)
+    assert (p.casts_model, p.input_dtype, p.output_dtype) == (False, None, None)
+    assert p.master_weights
+
+
+def test_cast_model_outputs_decides_about_outputs():
+    assert resolve("O2", cast_model_outputs=HALF).output_dtype == HALF
+    assert resolve("O1", cast_model_outputs=FLOAT).output_dtype == FLOAT
+    assert resolve("O1", cast_model_outputs=FLOAT).input_dtype is None
+
+
+def test_o1_without_patches_casts_no_ops():
+    p = resolve("O1", patch_torch_functions=False)
+    assert p.autocast_dtype is None
+    assert p.loss_scale == "dynamic"
+
+
+@pytest.mark.parametrize("level", ["02", "o1", "O6", "", None, 1, ["O1"]], ids=repr)
+def test_unknown_levels(level):
+    with pytest.raises(AmpValueError, match=r"^Unexpected optimization level .*the letter O"):
+        resolve(level)
+
+
+@pytest.mark.parametrize(
+    ("level", "overrides", "error", "message"),
+    [
+        ("O1", {"master_weights": True}, AmpValueError, "master_weights=True has no meaning at O1.*take O2"),
+        ("O1", {"master_weights": False}, AmpValueError, "master_weights=False has no meaning at O1"),
+        ("O4", {"keep_batchnorm_fp32": "True"}, AmpValueError, "keep_batchnorm_fp32='True' has no.*O4.*take O5"),
+        ("O1", {"keep_batchnorm_fp32": False}, AmpValueError, "keep_batchnorm_fp32=False has no meaning"),
+        ("O1", {"cast_model_type": HALF}, AmpValueError, r"cast_model_type is torch.float16, and at O1 .*take O2"),
+        ("O4", {"cast_model_type": BF16}, AmpValueError, "cast_model_type is torch.bfloat16, and at O4"),
+        ("O2", {"patch_torch_functions": True}, AmpValueError, "patch_torch_functions=True is for opt_level O1 and O4"),
+        ("O0", {"patch_torch_functions_type": HALF}, AmpValueError, "patch_torch_functions_type is for opt_level O1"),
+        ("O1", {"patch_torch_functions_type": BF16}, AmpValueError, "O1 casts to torch.float16.*O4 for bfloat16"),
+        ("O4", {"patch_torch_functions_type": HALF}, AmpValueError, "O4 casts to torch.bfloat16"),
+        ("O2", {"keep_batchnorm_fp32": "yes"}, AmpValueError, "keep_batchnorm_fp32 is 'yes', expected True"),
+        ("O2", {"master_weights": 2}, AmpValueError, "master_weights is 2, expected True"),
+        ("O2", {"enabled": "no"}, AmpValueError, "enabled is 'no'"),
+        ("O2", {"loss_scale": "high"}, AmpValueError, "loss_scale is 'high', expected 'dynamic' or a finite number"),
+        ("O2", {"loss_scale": 0}, AmpValueError, "loss_scale is 0"),
+        ("O2", {"loss_scale": -1.0}, AmpValueError, "loss_scale is -1.0"),
+        ("O2", {"loss_scale": math.inf}, AmpValueError, "loss_scale is inf"),
+        ("O2", {"loss_scale": "nan"}, AmpValueError, "loss_scale is 'nan'"),
+        ("O2", {"loss_scale": [1.0]}, AmpTypeError, r"loss_scale is \[1.0\]"),
+        ("O2", {"loss_scale": torch.ones(2)}, AmpTypeError, "loss_scale is tensor"),
+        ("O2", {"loss_scale": True}, AmpTypeError, "loss_scale is True"),
+        ("O2", {"cast_model_type": torch.int8}, AmpTypeError, "cast_model_type is torch.int8, expected a floating"),
+        ("O2", {"cast_model_type": "half"}, AmpTypeError, "cast_model_type is 'half'"),
+        ("O2", {"cast_model_type": True}, AmpTypeError, "cast_model_type is True"),
+        ("O2", {"cast_model_outputs": torch.int32}, AmpTypeError, "cast_model_outputs is torch.int32"),
+        ("O2", {"cast_model_outputs": torch.complex64}, AmpTypeError, "cast_model_outputs is torch.complex64"),
+        ("O2", {"keep_batch_norm": True}, AmpTypeError, "unknown option 'keep_batch_norm'.*keep_batchnorm_fp32"),
+    ],
+    ids=lambda v: "-".join(f"{k}={x}" for k, x in v.items()) if isinstance(v, dict) else "",
+)
+def test_bad_overrides_name_the_argument(level, overrides, error, message):
+    with pytest.raises(error, match=message) as caught:
+        resolve(level, **overrides)
+    # apex raised RuntimeError, and ValueError for a bad loss_scale.
+    assert isinstance(caught.value, AmpError)
+    assert isinstance(caught.value, RuntimeError)
+
+
+def test_banner_in_full():
+    assert banner("O2", resolve("O2", loss_scale="128.0", keep_batchnorm_fp32=False)) == [
+        "Selected optimization level O2:  FP16 training with FP32 batchnorm and FP32 master weights.",
+        "",
+        "Defaults for this optimization level are:",
+        "enabled                : True",
+        "opt_level              : O2",
+        "cast_model_type        : torch.float16",
+        "patch_torch_functions  : False",
+        "keep_batchnorm_fp32    : True",
+        "master_weights         : True",
+        "loss_scale             : dynamic",
+        "Processing user overrides (additional kwargs that are not None)...",
+        "After processing overrides, optimization options are:",
+        "enabled                : True",
+        "opt_level              : O2",
+        "cast_model_type        : torch.float16",
+        "patch_torch_functions  : False",
+        "keep_batchnorm_fp32    : False",
+        "master_weights         : True",
+        "loss_scale             : 128.0",
+    ]
+
+
+BRIEF = {
+    "O0": "Pure FP32 training.",
+    "O1": "Insert automatic casts around Pytorch functions and Tensor methods.",
+    "O2": "FP16 training with FP32 batchnorm and FP32 master weights.",
+    "O3": "Pure FP16 training.",
+    "O4": "Insert automatic casts around Pytorch functions and Tensor methods.",
+    "O5": "BFLOAT16 training with FP32 batchnorm and FP32 master weights.",
+}
+
+
+@pytest.mark.parametrize("level", TABLE)
+def test_banner_begins_with_the_brief(level):
+    lines = banner(level, resolve(level))
+    assert lines[0] == f"Selected optimization level {level}:  {BRIEF[level]}"
+    # An empty line follows at all levels but O3, as in apex.
+    assert lines[1] == ("Defaults for this optimization level are:" if level == "O3" else "")
+    assert ("patch_torch_functions_type : torch.bfloat16" in lines) is (level == "O4")
