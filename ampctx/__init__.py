@@ -1,0 +1,38 @@
+"""ampctx: apex.amp's mixed-precision interface on today's PyTorch, over compiled multi-tensor kernels.
+
+``amp`` has the functions of apex.amp, ``GradScaler`` the interface of torch.amp, ``clip_grad_norm_`` clips without
+waiting for the device. ``python -m ampctx`` tells which kernels are in use.
+"""
+
+from ampctx import amp, ops
+from ampctx._errors import (
+    AmpAssertionError,
+    AmpError,
+    AmpIndexError,
+    AmpKeyError,
+    AmpTypeError,
+    AmpValueError,
+    ExtensionError,
+)
+from ampctx.amp import AmpSession, GradScaler
+from ampctx.grad_clip import clip_grad_norm_
+from ampctx.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AmpAssertionError",
+    "AmpError",
+    "AmpIndexError",
+    "AmpKeyError",
+    "AmpSession",
+    "AmpTypeError",
+    "AmpValueError",
+    "ExtensionError",
+    "GradScaler",
+    "MultiTensorApply",
+    "amp",
+    "clip_grad_norm_",
+    "multi_tensor_applier",
+    "ops",
+]

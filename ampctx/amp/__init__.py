@@ -1,0 +1,50 @@
+"""``from ampctx import amp``: apex.amp's functions, bound to one default session.
+
+``AmpSession()`` gives the same methods over a configuration of its own.
+"""
+
+from ampctx.amp.grad_scaler import GradScaler
+from ampctx.amp.opt_level import OPT_LEVELS, PrecisionPolicy
+from ampctx.amp.session import AmpSession
+
+_default_session = AmpSession()
+
+initialize = _default_session.initialize
+scale_loss = _default_session.scale_loss
+master_params = _default_session.master_params
+skipped_steps = _default_session.skipped_steps
+state_dict = _default_session.state_dict
+load_state_dict = _default_session.load_state_dict
+disable_casts = _default_session.disable_casts
+half_function = _default_session.half_function
+bfloat16_function = _default_session.bfloat16_function
+float_function = _default_session.float_function
+promote_function = _default_session.promote_function
+register_half_function = _default_session.register_half_function
+register_bfloat16_function = _default_session.register_bfloat16_function
+register_float_function = _default_session.register_float_function
+register_promote_function = _default_session.register_promote_function
+reset = _default_session.reset
+
+__all__ = [
+    "OPT_LEVELS",
+    "AmpSession",
+    "GradScaler",
+    "PrecisionPolicy",
+    "bfloat16_function",
+    "disable_casts",
+    "float_function",
+    "half_function",
+    "initialize",
+    "load_state_dict",
+    "master_params",
+    "promote_function",
+    "register_bfloat16_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "reset",
+    "scale_loss",
+    "skipped_steps",
+    "state_dict",
+]

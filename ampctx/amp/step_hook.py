@@ -1,0 +1,201 @@
+"""What ``initialize`` ties to an optimizer, and the only code that replaces an optimizer's methods.
+
+``step``, ``zero_grad`` and ``add_param_group`` are replaced on the instance, so the object stays the user's own. A
+replacement holds the optimizer weakly and offers ``__func__``: LR schedulers wrap ``optimizer.step.__func__``, before
+or after.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ampctx._errors import AmpError
+from ampctx.amp.loss_scale import LossScale
+from ampctx.amp.master_params import MasterParams
+
+
+class _OverflowInClosure(Exception):
+    """Leaves ``optimizer.step(closure)`` from inside the closure, before the optimizer has seen the gradients."""
+
+
+# The id under which gradients of a backward outside scale_loss are judged.
+PLAIN_BACKWARD = -1
+
+
+class Casts(NamedTuple):
+    """How a binding switches the session's casts off for a step, and on again for a closure within it."""
+
+    suspended: Callable[[], AbstractContextManager]
+    resumed: Callable[[], AbstractContextManager]
+
+
+class OptimizerBinding:
+    """One optimizer under amp: its masters, its overflow latch, and its replaced methods.
+
+    ``_verdicts`` is the latch: per loss id, the scale and a 0-d device flag, OR-ed at each scale_loss exit and cleared
+    by step.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        masters: MasterParams,
+        loss_scales: list[LossScale],
+        casts: Casts,
+        report_skip: Callable[[int, list[tuple[int, LossScale]]], None],
+    ) -> None:
+        self.masters = masters
+        self.loss_scales = loss_scales
+        self.skipped_steps = 0
+        self._optimizer = weakref.ref(optimizer)
+        self._casts = casts
+        self._report_skip = report_skip
+        self._verdicts: dict[int, tuple[LossScale, Tensor]] = {}
+        self._active = True
+        self._undo: list[Callable[[], None]] = []
+        try:
+            for name in ("step", "zero_grad", "add_param_group"):
+                self._undo.append(_replace(optimizer, name, getattr(self, f"_{name}")))
+        except BaseException:
+            self.release()
+            raise
+
+    @property
+    def optimizer(self) -> Any:
+        return self._optimizer()
+
+    def begin(self) -> None:
+        """Makes ready for the backward of a scale_loss block."""
+        self.masters.adopt_unfrozen(self.optimizer)
+        self.masters.follow_model()
+        self._fold_plain_gradients()
+        self.masters.begin()
+
+    def _fold_plain_gradients(self) -> None:
+        found_inf = self.masters.fold_plain_gradients()
+        if found_inf.per_device and any(scale.dynamic for scale in self.loss_scales):
+            self.latch(PLAIN_BACKWARD, self.loss_scales[0], found_inf.joined(next(iter(found_inf.per_device))))
+
+    def latch(self, loss_id: int, loss_scale: LossScale, found_inf: Tensor) -> None:
+        """ORs a flag into what decides about the next step. No host sync."""
+        if loss_id in self._verdicts:
+            found_inf = torch.maximum(self._verdicts[loss_id][1].to(found_inf.device), found_inf)
+        self._verdicts[loss_id] = (loss_scale, found_inf)
+
+    def release(self) -> None:
+        """Gives the optimizer back as it was, its parameters in fp32."""
+        self._active = False
+        for undo in reversed(self._undo):
+            undo()
+        if self.optimizer is not None:
+            self.masters.dissolve(self.optimizer)
+
+    # --- the replaced methods ----------------------------------------------------------------------------------------
+
+    def _take_verdicts(self) -> list[tuple[int, LossScale]]:
+        """The losses whose gradients overflowed since the last step. One host read, when a dynamic scale took part."""
+        verdicts, self._verdicts = self._verdicts, {}
+        if not verdicts:
+            return []
+        device = next(iter(verdicts.values()))[1].device
+        flags = torch.stack([flag.to(device) for _, flag in verdicts.values()]).tolist()
+        return [
+            (loss_id, scale) for (loss_id, (scale, _)), flag in zip(verdicts.items(), flags, strict=True) if flag != 0
+        ]
+
+    def _skip(self, overflowed: list[tuple[int, LossScale]]) -> None:
+        self.skipped_steps += 1
+        self.masters.drop_master_grads()
+        # torch's LR schedulers warn when they are stepped first; a skipped step was asked for in the right order.
+        # The name is private to torch.optim.lr_scheduler and guarded by a test.
+        self.optimizer._opt_called = True
+        self._report_skip(self.skipped_steps, overflowed)
+
+    def _step(self, original: Callable, closure: Callable | None = None, *args: Any, **kwargs: Any) -> Any:
+        if not self._active:
+            return original(*args, **kwargs) if closure is None else original(closure, *args, **kwargs)
+        if closure is not None:
+            return self._step_with_closure(original, closure, *args, **kwargs)
+        self._fold_plain_gradients()
+        if overflowed := self._take_verdicts():
+            self._skip(overflowed)
+            return None
+        with self._casts.suspended():
+            result = original(*args, **kwargs)
+        self.masters.copy_to_model()
+        self.masters.drop_master_grads()
+        return result
+
+    def _step_with_closure(self, original: Callable, closure: Callable, *args: Any, **kwargs: Any) -> Any:
+        if self.masters.pairs:
+            raise AmpError(
+                "Currently, Amp does not support closure use with optimizers. The optimizer steps fp32 master weights: "
+                "run the forward and backward before step(), or use an opt_level without master weights (O1, O4)."
+            )
+        overflowed: list[tuple[int, LossScale]] = []
+
+        def guarded() -> Any:
+            with self._casts.resumed():
+                loss = closure()
+            overflowed.extend(self._take_verdicts())
+            if overflowed:
+                raise _OverflowInClosure
+            return loss
+
+        try:
+            with self._casts.suspended():
+                return original(guarded, *args, **kwargs)
+        except _OverflowInClosure:
+            self._skip(overflowed)
+            return None
+
+    def _zero_grad(self, original: Callable, *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        self.masters.drop_model_grads()
+
+    def _add_param_group(self, original: Callable, param_group: dict[str, Any]) -> None:
+        original(param_group)
+        if self._active:
+            self.masters.adopt(self.optimizer, self.optimizer.param_groups[-1])
+
+
+def _replace(optimizer: Any, name: str, method: Callable) -> Callable[[], None]:
+    """Puts ``method(original, *args)`` in place of ``optimizer.name``; returns what takes it back.
+
+    Nothing here refers to the optimizer strongly, or it would hold itself through its own method.
+    """
+    former = vars(optimizer).get(name)
+    template = former if former is not None else getattr(type(optimizer), name)
+    optimizer_ref = weakref.ref(optimizer)
+
+    def original(*args: Any, **kwargs: Any) -> Any:
+        return former(*args, **kwargs) if former is not None else template(optimizer_ref(), *args, **kwargs)
+
+    @functools.wraps(template)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return method(original, *args, **kwargs)
+
+    def as_function(_self: Any, *args: Any, **kwargs: Any) -> Any:
+        return replacement(*args, **kwargs)
+
+    replacement.__func__ = as_function  # type: ignore[attr-defined]
+    replacement.replaced_by_ampctx = True  # type: ignore[attr-defined]
+    setattr(optimizer, name, replacement)
+
+    def undo() -> None:
+        target = optimizer_ref()
+        # Somebody (an LR scheduler) may have wrapped the replacement; it then stays and passes through.
+        if target is not None and hasattr(vars(target).get(name), "replaced_by_ampctx"):
+            if former is None:
+                delattr(target, name)
+            else:
+                setattr(target, name, former)
+
+    return undo

@@ -1,0 +1,299 @@
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from models import LEVELS, LOW, loss_of, mlp
+from torch import nn
+
+from ampctx import AmpError, AmpTypeError, AmpValueError, amp
+
+
+def sgd(model, lr=0.1):
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_returns_the_objects_in_the_shapes_given(session, level):
+    model, optimizer = mlp(), None
+    assert session.initialize(model, opt_level=level, verbosity=0) is model
+    for as_list in (False, True):
+        model, other = mlp(1), mlp(2)
+        optimizer, second = sgd(model), sgd(other)
+        models = [model, other] if as_list else model
+        optimizers = [optimizer, second] if as_list else optimizer
+        result = session.initialize(models, optimizers, opt_level=level, verbosity=0)
+        assert isinstance(result, tuple)
+        assert result[0] is models
+        assert result[1] is optimizers
+
+
+def test_a_list_beside_a_single_object(session):
+    model, other = mlp(1), mlp(2)
+    optimizers = [sgd(model)]
+    assert session.initialize(model, optimizers, opt_level="O2", verbosity=0) == (model, optimizers)
+    assert session.initialize(mlp(), [], opt_level="O2", verbosity=0)[1] == []
+    models, optimizer = [other], sgd(other)
+    assert session.initialize(models, optimizer, opt_level="O2", verbosity=0) == (models, optimizer)
+
+
+def test_enabled_false_touches_nothing(session):
+    model = mlp()
+    optimizer = sgd(model)
+    step = optimizer.step
+    result = session.initialize(model, optimizer, enabled=False, opt_level="bogus")
+    assert result == (model, optimizer)
+    assert optimizer.step == step
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    loss = loss_of(model)
+    with session.scale_loss(loss, optimizer) as scaled:
+        assert scaled is loss
+        scaled.backward()
+    optimizer.step()
+    with session.disable_casts():
+        pass
+    assert session.state_dict() == {}
+    session.load_state_dict({})
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_masters_take_the_place_of_16_bit_parameters(session, level):
+    model = mlp()
+    exact = [p.detach().clone() for p in model.parameters()]
+    names = [n for n, _ in model.named_parameters()]
+    optimizer = sgd(model)
+    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for name, p, master, original in zip(names, model.parameters(), amp.master_params(optimizer), exact, strict=True):
+        assert master.dtype == torch.float32
+        assert master.requires_grad
+        # The master holds the fp32 value from before the cast, not one rounded through 16 bits.
+        assert torch.equal(master, original)
+        if name.startswith("1."):
+            assert p is master
+        else:
+            assert p.dtype == LOW[level]
+            assert torch.equal(p, master.to(p.dtype))
+
+
+def test_masters_do_not_alias_what_the_user_kept(session):
+    model = mlp()
+    kept = model.state_dict()["0.weight"]
+    before = kept.clone()
+    optimizer = sgd(model)
+    session.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    with session.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert torch.equal(kept, before)
+
+
+def test_optimizer_state_moves_to_the_masters_in_fp32(session):
+    model = mlp()
+    optimizer = sgd(model)
+    loss_of(model).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    momentum = [optimizer.state[p]["momentum_buffer"].clone() for p in model.parameters()]
+    session.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    for master, expected in zip(amp.master_params(optimizer), momentum, strict=True):
+        assert torch.equal(optimizer.state[master]["momentum_buffer"], expected)
+    assert len(optimizer.state) == len(momentum)
+
+
+def test_state_loaded_after_initialize_stays_fp32(session):
+    source = mlp()
+    trained = sgd(source)
+    loss_of(source).backward()
+    trained.step()
+    model = mlp()
+    optimizer = sgd(model)
+    session.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    optimizer.load_state_dict(trained.state_dict())
+    for master, p in zip(amp.master_params(optimizer), source.parameters(), strict=True):
+        assert torch.equal(optimizer.state[master]["momentum_buffer"], trained.state[p]["momentum_buffer"])
+
+
+def test_gradients_from_before_initialize_are_kept(session):
+    model = mlp()
+    optimizer = sgd(model)
+    loss_of(model, 1).backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    session.initialize(model, optimizer, opt_level="O2", loss_scale=8.0, verbosity=0)
+    with session.scale_loss(sum(p.float().sum() for p in model.parameters()), optimizer) as scaled:
+        scaled.backward()
+    for master, old in zip(amp.master_params(optimizer), before, strict=True):
+        torch.testing.assert_close(master.grad, old + 1, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"opt_level": "02"}, AmpError, "Unexpected optimization level"),
+        ({"opt_level": "O1", "master_weights": True}, AmpError, "master_weights"),
+        ({"opt_level": "O1", "keep_batchnorm_fp32": False}, AmpError, "keep_batchnorm_fp32"),
+        ({"opt_level": "O2", "patch_torch_functions": True}, AmpError, "patch_torch_functions"),
+        ({"opt_level": "O2", "loss_scale": "high"}, AmpValueError, "loss_scale"),
+        ({"opt_level": "O2", "cast_model_outputs": torch.int32}, AmpTypeError, "cast_model_outputs"),
+        ({"num_losses": 0}, AmpValueError, "num_losses is 0"),
+        ({"num_losses": 1.5}, AmpValueError, "num_losses is 1.5"),
+        ({"min_loss_scale": 8.0, "max_loss_scale": 4.0}, AmpValueError, "loss_scale"),
+    ],
+    ids=lambda v: "-".join(v) if isinstance(v, dict) else "",
+)
+def test_bad_arguments_are_named_and_change_nothing(session, kwargs, error, message):
+    model = mlp()
+    optimizer = sgd(model)
+    with pytest.raises(error, match=message):
+        session.initialize(model, optimizer, verbosity=0, **kwargs)
+    assert session.policy is None
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert "step" not in vars(optimizer)
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("models", "optimizers", "message"),
+    [
+        ("model", None, "models must be either a single model or a list"),
+        ((mlp(),), None, "models must be either a single model or a list"),
+        ([mlp(), 3], None, "Got int inside the list"),
+        (mlp(), "sgd", "optimizers must be either a single optimizer or a list"),
+        (mlp(), (sgd(mlp()),), "optimizers must be either a single optimizer or a list"),
+    ],
+    ids=["str", "tuple-of-models", "int-in-list", "str-optimizer", "tuple-of-optimizers"],
+)
+def test_wrong_types(session, models, optimizers, message):
+    with pytest.raises(AmpTypeError, match=message):
+        session.initialize(models, optimizers, verbosity=0)
+
+
+def test_an_optimizer_goes_through_once(session):
+    model = mlp()
+    optimizer = sgd(model)
+    session.initialize(model, optimizer, opt_level="O0", verbosity=0)
+    with pytest.raises(AmpError, match="only be passed through amp.initialize once"):
+        session.initialize(mlp(), optimizer, opt_level="O0", verbosity=0)
+    session.reset()
+    session.initialize(mlp(), optimizer, opt_level="O0", verbosity=0)
+    other = sgd(mlp())
+    with pytest.raises(AmpError, match="only be passed through amp.initialize once"):
+        session.initialize(mlp(), [other, other], opt_level="O0", verbosity=0)
+
+
+def test_16_bit_models_are_refused_unless_allowed(session):
+    model = mlp().half()
+    with pytest.raises(AmpError, match="Found param 0.weight"):
+        session.initialize(model, sgd(model), opt_level="O2", verbosity=0)
+    session.allow_incoming_model_not_fp32 = True
+    optimizer = sgd(model)
+    session.initialize(model, optimizer, opt_level="O2", cast_model_type=False, verbosity=0)
+    assert all(m.dtype == torch.float32 for m in amp.master_params(optimizer))
+
+
+def test_a_failure_late_in_initialize_undoes_all_of_it(session):
+    class Broken(torch.optim.SGD):
+        __slots__ = ()
+
+        def __setattr__(self, name, value):
+            if name == "add_param_group":
+                raise OSError("read-only")
+            super().__setattr__(name, value)
+
+    model = mlp()
+    first, second = sgd(model), Broken(mlp().parameters(), lr=0.1)
+    with pytest.raises(OSError, match="read-only"):
+        session.initialize(model, [first, second], opt_level="O2", verbosity=0)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert list(amp.master_params(first)) == list(model.parameters())
+    assert "step" not in vars(first)
+    assert "step" not in vars(second)
+    assert session.policy is None
+
+
+def test_banner_is_printed_at_verbosity_1_alone(session, capsys):
+    session.initialize(mlp(), opt_level="O2", loss_scale="128.0", verbosity=1)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Selected optimization level O2:  FP16 training with FP32 batchnorm and FP32 master weights."
+    assert "loss_scale             : dynamic" in lines
+    assert "loss_scale             : 128.0" in lines
+    assert lines.index("loss_scale             : dynamic") < lines.index("loss_scale             : 128.0")
+    session.initialize(mlp(), opt_level="O2", verbosity=0)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_reset_restores_model_and_optimizer(session, level):
+    model = mlp()
+    optimizer = sgd(model)
+    parameters = list(model.parameters())
+    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with session.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    trained = [m.detach().clone() for m in amp.master_params(optimizer)]
+    momentum = [optimizer.state[m]["momentum_buffer"] for m in amp.master_params(optimizer)]
+    session.reset()
+    assert optimizer.param_groups[0]["params"] == parameters == list(model.parameters())
+    if level != "O3":
+        assert all(torch.equal(p, t) for p, t in zip(parameters, trained, strict=True))
+        assert all(optimizer.state[p]["momentum_buffer"] is m for p, m in zip(parameters, momentum, strict=True))
+    assert all(t.dtype == torch.float32 for t in parameters)
+    assert not {"step", "zero_grad", "add_param_group"} & set(vars(optimizer))
+    for module in model.modules():
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks
+        assert not module._state_dict_hooks
+        assert not module._load_state_dict_post_hooks
+    assert not torch.is_autocast_enabled("cpu")
+    with pytest.raises(AmpError, match="has not been initialized"), session.scale_loss(loss_of(model), optimizer):
+        pass
+
+
+def test_two_sessions_with_different_levels(session):
+    other = amp.AmpSession()
+    low, full = mlp(), mlp()
+    a, b = sgd(low), sgd(full)
+    session.initialize(low, a, opt_level="O2", verbosity=0)
+    other.initialize(full, b, opt_level="O0", verbosity=0)
+    for _ in range(3):
+        for s, model, optimizer in ((session, low, a), (other, full, b)):
+            with s.scale_loss(loss_of(model), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(amp.master_params(a), amp.master_params(b), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-2, atol=1e-3)
+    with pytest.raises(AmpError, match="did not go through amp.initialize"), other.scale_loss(loss_of(low), a):
+        pass
+    other.reset()
+
+
+def test_a_copied_or_pickled_model_uses_its_own_weights(session):
+    model = mlp()
+    optimizer = sgd(model)
+    session.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    model.eval()
+    x = torch.randn(3, 4)
+    expected = model(x)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(x), expected)
+        with torch.no_grad():
+            twin[0].weight.zero_()
+            twin[0].bias.zero_()
+        assert not torch.equal(twin(x), expected)
+        assert torch.equal(model(x), expected)
+
+
+def test_an_optimizer_is_freed_with_its_last_reference(session):
+    model = nn.Linear(4, 2)
+    optimizer = sgd(model)
+    session.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    alive = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,205 @@
+"""The examples as a user runs them, in a short form: a process of their own, real training, the files they leave."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib", reason="the examples draw plots: pip install 'ampctx[examples]'")
+pytest.importorskip("tqdm", reason="the examples show a progress bar: pip install 'ampctx[examples]'")
+from matplotlib import image
+
+ROOT = Path(__file__).resolve().parents[2]
+LAST_LINE = re.compile(r"test accuracy ([\d.]+)% \| loss scale (\S+) \| skipped steps (\d+) of (\d+)$")
+STEPS_PER_EPOCH = 84  # 1,351 training images in batches of 16
+
+
+def run(script: str, *arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", str(ROOT / "examples" / script), *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}  # the package of this tree, not another that is installed
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL
+    )
+
+
+def digits(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return run("digits.py", "--device", "cpu", *arguments, cwd=cwd)
+
+
+def refusal(script: str, *arguments: object, cwd: Path, monkeypatch, capsys) -> str:
+    """What an example says on stderr when it exits with code 2; in this process, as no training is reached."""
+    monkeypatch.chdir(cwd)
+    monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+    threads = torch.get_num_threads()  # the examples set it
+    with pytest.raises(SystemExit) as exit:
+        runpy.run_path(str(ROOT / "examples" / script), run_name="__main__")
+    torch.set_num_threads(threads)
+    assert exit.value.code == 2
+    return capsys.readouterr().err
+
+
+def result(done: subprocess.CompletedProcess[str]) -> tuple[float, float, int, int]:
+    """Test accuracy, loss scale, skipped steps and steps, from the last line that the example prints."""
+    assert done.returncode == 0, done.stderr
+    found = LAST_LINE.search(done.stdout.rstrip())
+    assert found, done.stdout
+    return float(found[1]), float(found[2]), int(found[3]), int(found[4])
+
+
+def share_of_colour(png: Path, red: int, green: int, blue: int) -> float:
+    """The share of pixels close to a colour."""
+    pixels = image.imread(png)[..., :3] * 255
+    distance = abs(pixels - torch.tensor((red, green, blue)).numpy()).max(axis=-1)
+    return float((distance < 24).mean())
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """Three epochs at O2 from a loss scale that overflows, with a checkpoint and a plot."""
+    folder = tmp_path_factory.mktemp("digits")
+    arguments = ("--epochs", 3, "--first-loss-scale", 2**24, "--checkpoint", "digits.pt")
+    return folder, digits(*arguments, cwd=folder)
+
+
+def test_digits_trains_and_skips_overflows(short_run):
+    _, done = short_run
+    accuracy, scale, skipped, steps = result(done)
+    assert accuracy >= 97.0
+    assert steps == 3 * STEPS_PER_EPOCH
+    assert 1 <= skipped <= 16
+    assert scale == 2.0 ** (24 - skipped)
+    assert "Selected optimization level O2" in done.stdout
+
+
+def test_digits_draws_loss_scale_and_skips(short_run):
+    folder, _ = short_run
+    png = folder / "digits.png"
+    assert png.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert image.imread(png).shape[0] >= 400
+    for name, colour in {"loss": (31, 119, 180), "loss scale": (255, 127, 14), "skips": (214, 39, 40)}.items():
+        assert share_of_colour(png, *colour) > 1e-4, f"nothing is drawn in the colour of {name}"
+
+
+def test_digits_checkpoint_holds_masters_and_scale(short_run):
+    folder, done = short_run
+    _, scale, skipped, _ = result(done)
+    checkpoint = torch.load(folder / "digits.pt", weights_only=True)
+    assert (checkpoint["opt_level"], checkpoint["epoch"]) == ("O2", 3)
+    clean_at_the_end = checkpoint["history"]["skipped"][::-1].index(True)
+    assert checkpoint["amp"]["loss_scaler0"] == {"loss_scale": scale, "unskipped": clean_at_the_end}
+    assert {master.dtype for master in checkpoint["masters"]} == {torch.float32}
+    assert sum(checkpoint["history"]["skipped"]) == skipped
+    assert sorted(path.name for path in folder.iterdir()) == ["digits.png", "digits.pt"]
+
+
+def test_digits_resumed_run_equals_the_uninterrupted_one(short_run, tmp_path):
+    folder, uninterrupted = short_run
+    result(digits("--epochs", 1, "--first-loss-scale", 2**24, "--checkpoint", "part.pt", cwd=tmp_path))
+    resumed = digits("--epochs", 3, "--resume", "part.pt", "--checkpoint", "part.pt", cwd=tmp_path)
+
+    assert "resumed part.pt after epoch 1" in resumed.stdout
+    assert result(resumed) == result(uninterrupted)
+    one, other = (torch.load(path, weights_only=True) for path in (folder / "digits.pt", tmp_path / "part.pt"))
+    assert len(other["history"]["accuracy"]) == other["epoch"] == 3
+    assert one["history"] == other["history"]
+    assert all(map(torch.equal, one["masters"], other["masters"]))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4", "O5"])
+def test_digits_trains_at(level, tmp_path):
+    accuracy, scale, skipped, _ = result(digits("--opt-level", level, "--epochs", 3, "--plot", "plot", cwd=tmp_path))
+    assert accuracy >= (95.0 if level == "O3" else 97.0)
+    assert (scale, skipped) == ((65536.0 / 2**skipped, skipped) if level == "O1" else (1.0, 0))
+    assert (tmp_path / "plot").read_bytes().startswith(b"\x89PNG")
+
+
+def test_digits_reports_an_error_in_one_line(tmp_path):
+    done = digits("--resume", "none.pt", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "digits.py: error: --resume: there is no checkpoint at none.pt\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(("--resume", "none.pt"), "there is no checkpoint at none.pt", id="missing-checkpoint"),
+        pytest.param(("--resume", "half.pt"), "half.pt cannot be read as a checkpoint", id="truncated-checkpoint"),
+        pytest.param(("--resume", "text.pt"), "text.pt cannot be read as a checkpoint", id="not-a-checkpoint"),
+        pytest.param(("--resume", "other.pt"), "other.pt is not a checkpoint of this example", id="foreign-checkpoint"),
+        pytest.param(
+            ("--resume", "digits.pt", "--opt-level", "O5"),
+            "digits.pt was trained at O2, this run is at O5",
+            id="other-level",
+        ),
+        pytest.param(("--resume", "digits.pt", "--epochs", "3"), "ask for more than 3", id="nothing-left-to-train"),
+        pytest.param(("--plot", "none/plot.png"), "--plot: none/plot.png cannot be written", id="plot-in-no-folder"),
+        pytest.param(("--checkpoint", "."), "--checkpoint: . cannot be written", id="checkpoint-is-a-folder"),
+        pytest.param(("--batch-size", "5000"), "--batch-size: 5000 is more than", id="batch-too-large"),
+        pytest.param(("--epochs", "0"), "0 is not above 0", id="no-epochs"),
+        pytest.param(("--opt-level", "02"), "invalid choice: '02'", id="unknown-level"),
+        pytest.param(
+            ("--opt-level", "O0", "--first-loss-scale", "8"), "needs a dynamic loss scale", id="scale-is-not-dynamic"
+        ),
+    ],
+)
+def test_digits_refuses(arguments, message, short_run, tmp_path, monkeypatch, capsys):
+    good = (short_run[0] / "digits.pt").read_bytes()
+    (tmp_path / "digits.pt").write_bytes(good)
+    (tmp_path / "half.pt").write_bytes(good[: len(good) // 2])
+    (tmp_path / "text.pt").write_text("not a checkpoint")
+    torch.save({"weights": torch.ones(2)}, tmp_path / "other.pt")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    # The outputs point at a file that is there: an error must leave it alone.
+    outputs = ("--checkpoint", "digits.pt", "--plot", "digits.pt")
+    assert message in refusal("digits.py", *outputs, *arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+BITS_LINE = re.compile(
+    r"held-out bits per char ([\d.]+) \(untrained ([\d.]+)\) \| loss scale (\S+) \| skipped steps (\d+) of (\d+)$"
+)
+
+
+def char_lm(*arguments: object, cwd: Path) -> re.Match[str]:
+    done = run("char_lm.py", "--device", "cpu", "--verbosity", 0, *arguments, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    found = BITS_LINE.search(done.stdout.rstrip())
+    assert found, done.stdout
+    assert "sample:\nThe " in done.stdout
+    return found
+
+
+def test_char_lm_learns_at_o5(tmp_path):
+    found = char_lm("--steps", 60, "--eval-every", 20, "--plot", "lm.png", cwd=tmp_path)
+    assert float(found[1]) < 4.0 < 6.0 < float(found[2])
+    assert (found[3], found[4], found[5]) == ("1", "0", "60")
+    assert image.imread(tmp_path / "lm.png").shape[0] >= 400
+    assert share_of_colour(tmp_path / "lm.png", 31, 119, 180) > 1e-4
+
+
+def test_char_lm_accumulates_at_o2_in_fp16(tmp_path):
+    small = ("--width", 32, "--layers", 1, "--context", 32, "--batch-size", 4, "--accumulate", 3, "--lr", 0.01)
+    found = char_lm("--opt-level", "O2", "--steps", 30, *small, cwd=tmp_path)
+    assert float(found[1]) < 5.2 < 6.0 < float(found[2])
+    assert float(found[3]) == 65536 / 2 ** int(found[4])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(("--width", "40"), "40 is not a multiple of 32", id="width"),
+        pytest.param(("--steps", "0"), "0 is not above 0", id="no-steps"),
+        pytest.param(("--plot", "none/lm.png"), "none/lm.png cannot be written", id="plot-in-no-folder"),
+    ],
+)
+def test_char_lm_refuses(arguments, message, tmp_path, monkeypatch, capsys):
+    assert message in refusal("char_lm.py", *arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
