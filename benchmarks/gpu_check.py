@@ -1,0 +1,166 @@
+"""What `make gpu-check` runs on a machine with a GPU: build, tests, compute-sanitizer, benchmarks, one JSON.
+
+    python3 benchmarks/gpu_check.py build | test | sanitize | bench | report [--output FILE]
+
+Each step ends within ten minutes and leaves what it found under build/gpu-check/; `report` joins them into one JSON for
+benchmarks/results/. Installs nothing: the python that runs it must have torch with CUDA, pytest and setuptools.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PARTS = ROOT / "build" / "gpu-check"
+STEP_LIMIT = 570
+SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+
+
+def run(command: list[str], limit: float = STEP_LIMIT, **env: str) -> dict:
+    """Runs a command in the checkout; its exit code (124 when the limit ended it), seconds and last lines."""
+    print("+", " ".join(command), flush=True)
+    start = time.monotonic()
+    try:
+        result = subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+            timeout=limit,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        code, output = result.returncode, result.stdout
+    except subprocess.TimeoutExpired as expired:
+        code, output = 124, (expired.stdout or b"").decode(errors="replace")
+    print(output[-4000:], flush=True)
+    return {
+        "command": " ".join(Path(c).name if os.path.isabs(c) else c for c in command),
+        "exit_code": code,
+        "seconds": round(time.monotonic() - start, 1),
+        "last_lines": output.strip().splitlines()[-5:],
+    }
+
+
+def output_of(*command: str) -> str:
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        return ""
+
+
+def build() -> dict:
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.exit(f"gpu-check needs a GPU that torch can use; torch {torch.__version__} sees none")
+    major, minor = torch.cuda.get_device_capability()
+    command = [sys.executable, "setup.py", "build_ext", "--inplace", "--force"]
+    return run(command, AMPCTX_CUDA="1", AMPCTX_CUDA_ARCHS=f"{major}{minor}")
+
+
+def test() -> dict:
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", "tests"]
+    part = run(command, AMPCTX_REQUIRE_EXTENSION="cuda")
+    counts = re.findall(r"(\d+) (passed|failed|skipped|errors?)", " ".join(part["last_lines"]))
+    return {**part, **{word: int(n) for n, word in counts}}
+
+
+def sanitize() -> dict:
+    parts = {}
+    for tool in SANITIZER_TOOLS:
+        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, __file__, "exercise"]
+        # The caching allocator would hide accesses beyond a tensor within its blocks.
+        parts[tool] = run(
+            command,
+            STEP_LIMIT / len(SANITIZER_TOOLS),
+            AMPCTX_REQUIRE_EXTENSION="cuda",
+            PYTORCH_NO_CUDA_MEMORY_CACHING="1",
+        )
+    return {"exit_code": max(p["exit_code"] for p in parts.values()), **parts}
+
+
+def exercise() -> None:
+    """Every kernel on small lists of every dtype, checked: what compute-sanitizer watches."""
+    import torch
+
+    from ampctx import ops
+
+    cuda = torch.device("cuda")
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        lists = [torch.randn(n, device=cuda).to(dtype) for n in (0, 1, 7, 1000, 70001, 0)]
+        lists.append(torch.randn(999, device=cuda).to(dtype)[1:])
+        out = [torch.empty_like(t, dtype=torch.float32) for t in lists]
+        flag = torch.zeros((), device=cuda)
+        ops.multi_tensor_scale(lists, out, flag, 0.5)
+        ops.multi_tensor_axpby(lists, out, out, flag, torch.full((), 2.0, device=cuda), 1.0)
+        for t, o in zip(lists, out, strict=True):
+            torch.testing.assert_close(o, t.float() * 2.5)
+        norm, each = ops.multi_tensor_unscale_l2norm(lists, flag, 0.5, per_tensor=True)
+        torch.testing.assert_close(norm, torch.linalg.vector_norm(each))
+        lists[4][-1] = float("inf")
+        ops.multi_tensor_l2norm(lists, flag)
+        scale, growth, hysteresis = torch.full((), 8.0, device=cuda), *torch.ones(2, dtype=torch.int32, device=cuda)
+        ops.update_scale(scale, growth, hysteresis, flag)
+        if (flag.item(), scale.item()) != (1.0, 4.0):
+            sys.exit("the overflow was not seen")
+
+
+def bench() -> dict:
+    parts = {}
+    for model in ("resnet50", "tiny5000"):
+        for level in ("O1", "O2"):
+            file = PARTS / f"tail-{model}-{level}.json"
+            command = [sys.executable, "benchmarks/tail.py", "--device", "cuda", "--model", model, "--opt-level", level]
+            part = run([*command, "--json", str(file)], STEP_LIMIT / 4, AMPCTX_REQUIRE_EXTENSION="cuda")
+            part["figures"] = json.loads(file.read_text()) if file.exists() else None
+            parts[f"{model}-{level}"] = part
+    return {"exit_code": max(p["exit_code"] for p in parts.values()), **parts}
+
+
+def report(output: Path | None) -> None:
+    import torch
+
+    gpu = output_of("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
+    result = {
+        "commit": output_of("git", "rev-parse", "HEAD"),
+        "uncommitted_changes": bool(output_of("git", "status", "--porcelain")),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": {"gpu": gpu, "cpu_cores": os.cpu_count(), "system": platform.system(), "arch": platform.machine()},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda},
+        "command": "make gpu-check",
+    }
+    for step in ("build", "test", "sanitize", "bench"):
+        file = PARTS / f"{step}.json"
+        result[step] = json.loads(file.read_text()) if file.exists() else None
+    name = re.sub(r"[^a-z0-9]+", "-", gpu.partition(",")[0].lower()).strip("-") or "no-gpu"
+    output = output or ROOT / "benchmarks" / "results" / f"gpu-check-{name}.json"
+    output.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"wrote {output}")
+
+
+def main() -> None:
+    steps = {"build": build, "test": test, "sanitize": sanitize, "bench": bench}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("step", choices=[*steps, "exercise", "report"])
+    parser.add_argument("--output", type=Path, help="the JSON that report writes")
+    arguments = parser.parse_args()
+    if arguments.step == "exercise":
+        return exercise()
+    if arguments.step == "report":
+        return report(arguments.output)
+    PARTS.mkdir(parents=True, exist_ok=True)
+    part = steps[arguments.step]()
+    (PARTS / f"{arguments.step}.json").write_text(json.dumps(part, indent=2) + "\n")
+    if part["exit_code"]:
+        sys.exit(f"{arguments.step} failed, see above")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""Trains a small character GPT on English text in mixed precision, accumulating gradients over micro-batches.
+
+    python examples/char_lm.py                      # O5: bf16 model, fp32 master weights, no loss scaling
+    python examples/char_lm.py --opt-level O2       # fp16 model, fp32 master weights, dynamic loss scale
+    python examples/char_lm.py --plot char_lm.png   # and draw the loss
+
+The text is Python's own language reference, ``pydoc_data.topics`` of the standard library; its last tenth is held out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import ampctx
+from ampctx import amp
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+class Text:
+    """The text as character codes: training and held-out part, and the alphabet both are written in."""
+
+    def __init__(self, device: torch.device) -> None:
+        text = "\n".join(topics[name] for name in sorted(topics))
+        self.alphabet = "".join(sorted(set(text)))
+        self.code = {char: code for code, char in enumerate(self.alphabet)}
+        codes = torch.tensor([self.code[char] for char in text], device=device)
+        self.train, self.test = codes[: -len(codes) // 10], codes[-len(codes) // 10 :]
+
+    def batch(self, size: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """``size`` random pieces of the training part, (size, length), and the character that follows each position."""
+        starts = torch.randint(len(self.train) - length, (size, 1), generator=generator).to(self.train.device)
+        positions = starts + torch.arange(length, device=self.train.device)
+        return self.train[positions], self.train[positions + 1]
+
+
+# --- model ------------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm_1(x)).chunk(3, -1))
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm_2(x))
+
+
+class GPT(nn.Module):
+    """(batch, time) character codes -> (batch, time, alphabet) scores of the next character."""
+
+    def __init__(self, alphabet: int, context: int, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.context = context
+        self.char, self.position = nn.Embedding(alphabet, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(layers)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, alphabet, bias=False)
+        self.apply(self._init)
+        self.head.weight = self.char.weight  # tied: one parameter, one master
+
+    @staticmethod
+    def _init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        positions = torch.arange(codes.shape[1], device=codes.device)
+        return self.head(self.norm(self.blocks(self.char(codes) + self.position(positions))))
+
+
+def loss_of(model: nn.Module, codes: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(codes).flatten(0, 1), targets.flatten())
+
+
+@torch.no_grad()
+def bits_per_char(model: nn.Module, codes: Tensor, context: int, pieces: int = 256) -> float:
+    """Over ``pieces`` stretches of ``context`` characters, evenly spread over ``codes``."""
+    starts = torch.linspace(0, len(codes) - context - 1, pieces).long().to(codes.device)
+    positions = starts[:, None] + torch.arange(context, device=codes.device)
+    losses = [loss_of(model, codes[p], codes[p + 1]) for p in positions.split(32)]
+    return torch.stack(losses).mean().item() / math.log(2)
+
+
+@torch.no_grad()
+def sample(model: nn.Module, text: Text, context: int, prompt: str, length: int, seed: int) -> str:
+    codes = torch.tensor([[text.code[char] for char in prompt]])
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(length):
+        scores = model(codes[:, -context:].to(text.train.device))[0, -1].float().cpu()
+        chosen = torch.multinomial(F.softmax(scores / 0.8, dim=-1), 1, generator=generator)
+        codes = torch.cat((codes, chosen[None]), dim=1)
+    return "".join(text.alphabet[code] for code in codes[0].tolist())
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def train(
+    args: argparse.Namespace, text: Text, device: torch.device
+) -> tuple[nn.Module, list[tuple[int, float, float]], int]:
+    """The trained model; (step, training, held-out bits per char) at each evaluation; the number of skipped steps."""
+    torch.manual_seed(args.seed)
+    model = GPT(len(text.alphabet), args.context, args.width, args.layers, heads=args.width // 32).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.05)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=args.verbosity)
+    generator = torch.Generator().manual_seed(args.seed)
+    history = [(0, float("nan"), bits_per_char(model, text.test, args.context))]
+    since_last = []
+
+    for step in tqdm(range(1, args.steps + 1), unit="step", disable=args.no_progress or None):
+        warmup = min(1.0, step / (0.1 * args.steps))
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * warmup * (1 - 0.95 * step / args.steps)
+
+        for micro in range(args.accumulate):
+            loss = loss_of(model, *text.batch(args.batch_size, args.context, generator))
+            # Gradients of the first micro-batches stay scaled and add up; the last one unscales and checks the sum.
+            more = micro < args.accumulate - 1
+            with amp.scale_loss(loss / args.accumulate, optimizer, delay_unscale=more) as scaled_loss:
+                scaled_loss.backward()
+            since_last.append(loss.detach())
+        ampctx.clip_grad_norm_(amp.master_params(optimizer), args.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+        if step % args.eval_every == 0 or step == args.steps:
+            train_bits = torch.stack(since_last).mean().item() / math.log(2)
+            history.append((step, train_bits, bits_per_char(model, text.test, args.context)))
+            since_last.clear()
+            tqdm.write(f"step {step:5d}: bits per char {train_bits:.3f} training, {history[-1][2]:.3f} held out")
+    return model, history, amp.skipped_steps(optimizer)
+
+
+def plot(history: list[tuple[int, float, float]], opt_level: str, path: Path) -> None:
+    steps, training, held_out = zip(*history, strict=True)
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    axis = figure.subplots()
+    axis.plot(steps, training, "o-", label="training, mean since the last point")
+    axis.plot(steps, held_out, "o-", label="held out")
+    axis.set(xlabel="step", ylabel="bits per character", title=f"Character GPT at {opt_level}: {held_out[-1]:.3f} bits")
+    axis.legend()
+    axis.grid(alpha=0.3)
+    figure.savefig(path, format="png")
+
+
+# --- command line -----------------------------------------------------------------------------------------------------
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not above 0")
+    return value
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--opt-level", default="O5", choices=["O0", "O1", "O2", "O3", "O4", "O5"], help="default O5")
+    parser.add_argument("--steps", type=positive, default=800, help="optimizer steps; default 800")
+    parser.add_argument("--batch-size", type=positive, default=8, help="of one micro-batch; default 8")
+    parser.add_argument("--accumulate", type=positive, default=2, help="micro-batches per step; default 2")
+    parser.add_argument("--context", type=positive, default=64, help="characters the model looks back on; default 64")
+    parser.add_argument("--width", type=positive, default=128, help="a multiple of 32; default 128")
+    parser.add_argument("--layers", type=positive, default=2, help="default 2")
+    parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate; default 0.003")
+    parser.add_argument("--max-norm", type=float, default=1.0, help="gradient norm to clip at; default 1")
+    parser.add_argument("--eval-every", type=positive, default=100, help="steps between evaluations; default 100")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the loss into this PNG")
+    parser.add_argument("--verbosity", type=int, default=1, help="0 keeps amp quiet")
+    parser.add_argument("--no-progress", action="store_true", help="no progress bar")
+    args = parser.parse_args()
+    if args.width % 32:
+        parser.error(f"--width: {args.width} is not a multiple of 32, the width of one attention head")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: cuda was asked for and torch finds no CUDA device here; use --device cpu")
+    if args.plot and (args.plot.is_dir() or not args.plot.parent.is_dir()):
+        parser.error(f"--plot: {args.plot} cannot be written: it is a directory or lies in none")
+    return args
+
+
+def main() -> int:
+    args = parse_args()
+    # Operations this small gain little from a second thread, and lose much where the cores are busy.
+    torch.set_num_threads(1)
+    device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
+    text = Text(device)
+    model, history, skipped = train(args, text, device)
+    print("sample:", sample(model, text, args.context, prompt="The ", length=200, seed=args.seed), sep="\n")
+    if args.plot:
+        plot(history, args.opt_level, args.plot)
+        print(f"plot written to {args.plot}")
+    scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
+    print(
+        f"held-out bits per char {history[-1][2]:.3f} (untrained {history[0][2]:.3f}) | loss scale {scale:g} | "
+        f"skipped steps {skipped} of {args.steps}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

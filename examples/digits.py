@@ -1,0 +1,284 @@
+"""Trains a small convolutional net on the UCI handwritten digits in mixed precision, with apex's loop.
+
+    python examples/digits.py                                   # O2: fp16 model, fp32 batch norm and master weights
+    python examples/digits.py --opt-level O0                    # the same training in fp32
+    python examples/digits.py --first-loss-scale 16777216       # far too high: watch overflows being skipped
+    python examples/digits.py --checkpoint digits.pt            # saved after every epoch ...
+    python examples/digits.py --resume digits.pt --epochs 40    # ... and taken up again
+
+It prints the test accuracy and draws loss, loss scale and skipped steps over time (digits.png).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from ampctx import amp
+
+DATA = Path(__file__).resolve().parent / "data" / "digits.csv.gz"
+CHECKPOINT_FORMAT = "ampctx-digits-1"
+DEFAULT_LOSS_SCALE = {"O0": 1.0, "O1": "dynamic", "O2": "dynamic", "O3": 1.0, "O4": 1.0, "O5": 1.0}
+
+
+class UserError(Exception):
+    """Something the user can put right: one line on stderr and exit code 2."""
+
+
+# --- data and model ---------------------------------------------------------------------------------------------------
+
+
+def load_digits(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Images (N, 1, 8, 8) in [-1, 1] and labels (N,), training then test. Every fourth image of a class is held out."""
+    with gzip.open(DATA, "rt") as file:
+        table = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.float32))
+    images, labels = table[:, :64].reshape(-1, 1, 8, 8) / 8 - 1, table[:, 64].long()
+    test = torch.zeros(len(labels), dtype=torch.bool)
+    for digit in range(10):
+        test[(labels == digit).nonzero().flatten()[3::4]] = True
+    return tuple(t.to(device) for t in (images[~test], labels[~test], images[test], labels[test]))
+
+
+def make_model(width: int = 16) -> nn.Module:
+    def conv(n_in: int, n_out: int) -> list[nn.Module]:
+        return [nn.Conv2d(n_in, n_out, 3, padding=1, bias=False), nn.BatchNorm2d(n_out), nn.ReLU()]
+
+    features = [*conv(1, width), nn.MaxPool2d(2), *conv(width, 2 * width), nn.MaxPool2d(2)]
+    return nn.Sequential(*features, nn.Flatten(), nn.Linear(2 * width * 4, 10))
+
+
+def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    model.eval()
+    with torch.no_grad():
+        correct = (model(images).argmax(dim=1) == labels).float().mean().item()
+    model.train()
+    return 100 * correct
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(path: Path, opt_level, epoch, history, model, optimizer, schedule) -> None:
+    """Writes beside ``path`` and renames, so that a crash in the middle leaves the previous checkpoint whole."""
+    checkpoint = {
+        "format": CHECKPOINT_FORMAT,
+        "opt_level": opt_level,
+        "epoch": epoch,
+        "history": history,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "schedule": schedule.state_dict(),
+        "amp": amp.state_dict(),
+        "masters": [p.detach() for p in amp.master_params(optimizer)],
+    }
+    part = path.with_name(path.name + ".part")
+    torch.save(checkpoint, part)
+    os.replace(part, path)
+
+
+def read_checkpoint(path: Path, opt_level: str, epochs: int, device: torch.device) -> dict:
+    try:
+        checkpoint = torch.load(path, map_location=device, weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"--resume: there is no checkpoint at {path}") from None
+    except Exception as error:  # torch.load reports a damaged file in many ways; each means the same to the user
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"--resume: {path} cannot be read as a checkpoint ({type(error).__name__}: {reason})"
+        ) from error
+    if not isinstance(checkpoint, dict) or checkpoint.get("format") != CHECKPOINT_FORMAT:
+        raise UserError(f"--resume: {path} is not a checkpoint of this example")
+    if checkpoint["opt_level"] != opt_level:
+        level = checkpoint["opt_level"]
+        raise UserError(f"--resume: {path} was trained at {level}, this run is at {opt_level}; use --opt-level {level}")
+    if checkpoint["epoch"] >= epochs:
+        done = checkpoint["epoch"]
+        raise UserError(
+            f"--resume: {path} has {done} epochs behind it and --epochs is {epochs}; ask for more than {done}"
+        )
+    return checkpoint
+
+
+def load_checkpoint(checkpoint: dict, model, optimizer, schedule) -> None:
+    """After ``amp.initialize``, in this order. The masters come last: the model holds only their rounded copy."""
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    schedule.load_state_dict(checkpoint["schedule"])
+    amp.load_state_dict(checkpoint["amp"])
+    for master, saved in zip(amp.master_params(optimizer), checkpoint["masters"], strict=True):
+        master.data.copy_(saved)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def train(args: argparse.Namespace) -> dict[str, list]:
+    device = pick_device(args.device)
+    checkpoint = read_checkpoint(args.resume, args.opt_level, args.epochs, device) if args.resume else None
+    images, labels, test_images, test_labels = load_digits(device)
+    steps = len(images) // args.batch_size
+    if not steps:
+        raise UserError(f"--batch-size: {args.batch_size} is more than the {len(images)} training images")
+
+    torch.manual_seed(args.seed)
+    model = make_model().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=args.opt_level, loss_scale=args.loss_scale, verbosity=args.verbosity
+    )
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.85)
+    if args.first_loss_scale:
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": args.first_loss_scale, "unskipped": 0}})
+
+    first_epoch, history = 0, {"loss": [], "loss_scale": [], "skipped": [], "accuracy": [], "epoch_end": []}
+    if checkpoint is not None:
+        load_checkpoint(checkpoint, model, optimizer, schedule)
+        first_epoch, history = checkpoint["epoch"], checkpoint["history"]
+        print(f"resumed {args.resume} after epoch {first_epoch}, test accuracy {history['accuracy'][-1]:.2f}%")
+
+    done = len(history["loss"])
+    total = done + (args.epochs - first_epoch) * steps
+    # disable=None shows the bar on a terminal only
+    with tqdm(initial=done, total=total, unit="step", disable=args.no_progress or None) as bar:
+        for epoch in range(first_epoch, args.epochs):
+            order = torch.randperm(len(images), generator=torch.Generator().manual_seed(args.seed + epoch)).to(device)
+            for batch in order[: steps * args.batch_size].split(args.batch_size):
+                skipped_before = amp.skipped_steps(optimizer)
+
+                loss = F.cross_entropy(model(images[batch]), labels[batch])
+                with amp.scale_loss(loss, optimizer) as scaled_loss:
+                    scaled_loss.backward()
+                torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), args.max_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+
+                # Reading these waits for the device at every step: right for a plot, not for a fast loop.
+                history["loss"].append(loss.item())
+                history["loss_scale"].append(amp.state_dict()["loss_scaler0"]["loss_scale"])
+                history["skipped"].append(amp.skipped_steps(optimizer) > skipped_before)
+                bar.update()
+            schedule.step()
+            history["accuracy"].append(accuracy(model, test_images, test_labels))
+            history["epoch_end"].append(len(history["loss"]))
+            bar.set_postfix(loss=f"{loss.item():.4f}", test=f"{history['accuracy'][-1]:.2f}%")
+            if args.checkpoint:
+                save_checkpoint(args.checkpoint, args.opt_level, epoch + 1, history, model, optimizer, schedule)
+    return history
+
+
+def plot(history: dict[str, list], opt_level: str, path: Path) -> None:
+    loss, scale = np.array(history["loss"]), np.array(history["loss_scale"])
+    step, skipped = np.arange(1, len(loss) + 1), np.flatnonzero(history["skipped"]) + 1
+    window = max(1, len(loss) // 50)
+    smooth = np.convolve(np.nan_to_num(loss), np.ones(window) / window, mode="valid")
+    figure = Figure(figsize=(9, 6), dpi=120, layout="constrained")
+    figure.suptitle(f"UCI digits at {opt_level}: test accuracy {history['accuracy'][-1]:.2f}%", weight="bold")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+
+    top.semilogy(step, loss, color="tab:blue", alpha=0.25, linewidth=0.8, label="training loss")
+    top.semilogy(step[: len(smooth)] + window // 2, smooth, color="tab:blue", label=f"mean of {window} steps")
+    top.set_ylabel("training loss", color="tab:blue")
+    right = top.twinx()
+    right.plot(history["epoch_end"], history["accuracy"], "o-", color="tab:green", markersize=4, label="test accuracy")
+    right.set_ylabel("test accuracy (%)", color="tab:green")
+    right.set_ylim(min(90.0, *history["accuracy"]) - 0.5, 100.5)
+    right.legend(handles=[*top.get_lines(), *right.get_lines()], loc="center right")
+
+    bottom.step(step, scale, where="post", color="tab:orange", linewidth=2, label="loss scale")
+    label = f"skipped steps: {len(skipped)} of {len(step)}"
+    bottom.plot(skipped, scale[skipped - 1], "x", color="tab:red", markersize=8, markeredgewidth=2, label=label)
+    bottom.set_yscale("log", base=2)
+    bottom.set_ylim(scale.min() / 2, scale.max() * 4)
+    bottom.set(xlabel="step", ylabel="loss scale")
+    bottom.legend(loc="upper right")
+    for axis in (top, bottom):
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    right.spines["top"].set_visible(False)
+    figure.savefig(path, format="png")
+
+
+# --- command line -----------------------------------------------------------------------------------------------------
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device: cuda was asked for and torch finds no CUDA device here; use --device cpu")
+    # Operations this small gain nothing from a second thread, and lose much where the cores are busy.
+    torch.set_num_threads(1)
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def positive(kind: type):
+    def parse(text: str):
+        value = kind(text)
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        return value
+
+    parse.__name__ = kind.__name__
+    return parse
+
+
+def loss_scale(text: str) -> float | str:
+    return text if text == "dynamic" else positive(float)(text)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--opt-level", default="O2", choices=["O0", "O1", "O2", "O3", "O4", "O5"], help="default O2")
+    parser.add_argument("--epochs", type=positive(int), default=25, help="in all, also when resuming; default 25")
+    parser.add_argument("--batch-size", type=positive(int), default=16, help="default 16")
+    parser.add_argument("--lr", type=positive(float), default=0.05, help="of the first epoch; default 0.05")
+    parser.add_argument("--max-norm", type=positive(float), default=2.0, help="gradient norm to clip at; default 2")
+    parser.add_argument("--loss-scale", type=loss_scale, help='a number or "dynamic"; default: that of the opt level')
+    parser.add_argument("--first-loss-scale", type=positive(float), help="where a dynamic loss scale starts")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoint", type=Path, metavar="PATH", help="written after every epoch")
+    parser.add_argument("--resume", type=Path, metavar="PATH", help="checkpoint to go on from")
+    parser.add_argument(
+        "--output-dir", type=Path, default=Path(), metavar="DIR", help="where the plot goes; default here"
+    )
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="default digits.png in --output-dir")
+    parser.add_argument("--verbosity", type=int, default=1, help="0 keeps amp quiet")
+    parser.add_argument("--no-progress", action="store_true", help="no progress bar")
+    args = parser.parse_args()
+    args.plot = args.plot or args.output_dir / "digits.png"
+    if args.first_loss_scale and (args.loss_scale or DEFAULT_LOSS_SCALE[args.opt_level]) != "dynamic":
+        parser.error("--first-loss-scale needs a dynamic loss scale; add --loss-scale dynamic")
+    return args
+
+
+def main() -> int:
+    args = parse_args()
+    try:
+        for option, path in (("--plot", args.plot), ("--checkpoint", args.checkpoint)):
+            if path is not None and (path.is_dir() or not path.parent.is_dir()):
+                raise UserError(f"{option}: {path} cannot be written: it is a directory or lies in none")
+        history = train(args)
+    except UserError as error:
+        print(f"digits.py: error: {error}", file=sys.stderr)
+        return 2
+    plot(history, args.opt_level, args.plot)
+    skipped, scale = sum(history["skipped"]), history["loss_scale"][-1]
+    print(f"plot written to {args.plot}")
+    print(
+        f"test accuracy {history['accuracy'][-1]:.2f}% | loss scale {scale:g} | "
+        f"skipped steps {skipped} of {len(history['skipped'])}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
