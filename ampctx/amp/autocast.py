@@ -20,128 +20,22 @@ loaded.
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx.amp import cast_lists
+from ampctx._errors import AmpError
+from ampctx.amp.cast_arguments import LOW_PRECISION, Undo, autocast_off, floating_dtypes, replace_attribute
+from ampctx.amp.cpu_casts import autocast_kernel, missing_on_cpu
 
 logger = logging.getLogger("ampctx")
-
-Undo = Callable[[], None]
-Kind = Literal["half", "float", "promote"]
-
-LOW_PRECISION = (torch.float16, torch.bfloat16)
-
-# --- casting arguments ------------------------------------------------------------------------------------------------
-
-
-def _map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """``fn`` over the floating tensors in nested lists, tuples and dicts; the same object where nothing changed."""
-    if isinstance(value, Tensor):
-        return fn(value) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        new = {k: _map_tensors(v, fn) for k, v in value.items()}
-        return value if all(new[k] is v for k, v in value.items()) else new
-    if isinstance(value, (list, tuple)):
-        elements = [_map_tensors(v, fn) for v in value]
-        if all(a is b for a, b in zip(elements, value, strict=True)):
-            return value
-        return value._make(elements) if hasattr(value, "_make") else type(value)(elements)
-    return value
-
-
-def _dtypes(value: Any) -> set[torch.dtype]:
-    found: set[torch.dtype] = set()
-
-    def look(t: Tensor) -> Tensor:
-        found.add(t.dtype)
-        return t
-
-    _map_tensors(value, look)
-    return found
-
-
-# One per kind of user function: arguments and the session's 16-bit type to cast arguments.
-_CASTS: dict[str, Callable[[Any, torch.dtype], Any]] = {
-    "half": lambda args, low: _map_tensors(args, lambda t: t.to(low)),
-    "float": lambda args, low: _map_tensors(args, lambda t: t.float() if t.dtype in LOW_PRECISION else t),
-    "promote": lambda args, low: _to_widest(args),
-}
-
-
-def _to_widest(args: Any) -> Any:
-    dtypes = _dtypes(args)
-    if len(dtypes) < 2:
-        return args
-    widest = functools.reduce(torch.promote_types, dtypes)
-    return _map_tensors(args, lambda t: t.to(widest))
-
-
-@contextmanager
-def _autocast_off() -> Iterator[None]:
-    """torch's autocast off on the CPU and on the machine's accelerator, where it is on."""
-    accelerator = torch.accelerator.current_accelerator()
-    with ExitStack() as stack:
-        for device_type in {"cpu", accelerator.type if accelerator is not None else "cpu"}:
-            if torch.is_autocast_enabled(device_type):
-                stack.enter_context(torch.autocast(device_type, enabled=False))
-        yield
-
-
-# --- one cast table on every device -----------------------------------------------------------------------------------
-
-
-def _low_on_cpu(args: Any) -> Any:
-    # Like torch's own autocast, whose kernels leave fp64 and other devices alone.
-    low = torch.get_autocast_dtype("cpu")
-    return _map_tensors(args, lambda t: t.to(low) if t.device.type == "cpu" and t.dtype != torch.float64 else t)
-
-
-def _fp32_on_cpu(args: Any) -> Any:
-    return _map_tensors(args, lambda t: t.float() if t.device.type == "cpu" and t.dtype in LOW_PRECISION else t)
-
-
-def _kernel(op: Any, cast: Callable[[Any], Any]) -> Callable:
-    """An AutocastCPU kernel: casts, and runs the op without autocast. Called only while CPU autocast is on."""
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        # A dtype that the caller chose stands.
-        if kwargs.get("dtype") is None and not any(isinstance(a, torch.dtype) for a in args):
-            args, kwargs = cast(args), cast(kwargs)
-        # Not through torch.autocast: leaving that clears the cache of cast weights.
-        torch.set_autocast_enabled("cpu", False)
-        try:
-            return op(*args, **kwargs)
-        finally:
-            torch.set_autocast_enabled("cpu", True)
-
-    return kernel
-
-
-def missing_on_cpu() -> Iterator[tuple[Any, Callable[[Any], Any]]]:
-    """The overloads of ``cast_lists`` that this torch's CPU autocast leaves alone, with the cast that each is due."""
-    for names, cast in (
-        (cast_lists.LOW, _low_on_cpu),
-        (cast_lists.FP32, _fp32_on_cpu),
-        (cast_lists.PROMOTE, _to_widest),
-    ):
-        for name in names:
-            packet, _, overload = name.partition(".")
-            op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-            # Private, and no public call tells whether a kernel exists; registering over torch's own would replace it.
-            if op is not None and not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "AutocastCPU"):
-                yield op, cast
 
 
 class _Shared:
@@ -158,13 +52,13 @@ class _Shared:
         with self._lock:
             self._enabled.append(autocast)
             if self._unguard is None:
-                self._unguard = _replace(F, "binary_cross_entropy", self._guarded(F.binary_cross_entropy))
+                self._unguard = replace_attribute(F, "binary_cross_entropy", self._guarded(F.binary_cross_entropy))
             if self._library is None and "cpu" in autocast.device_types:
                 self._library = torch.library.Library("aten", "IMPL", "AutocastCPU")
                 # Looked up once: a former Library that somebody still holds must not hide what is missing.
                 self._missing = self._missing or list(missing_on_cpu())
                 for op, cast in self._missing:
-                    self._library.impl(op, _kernel(op, cast))
+                    self._library.impl(op, autocast_kernel(op, cast))
         return functools.partial(self._release, autocast)
 
     def _release(self, autocast: Autocast) -> None:
@@ -182,7 +76,7 @@ class _Shared:
         def binary_cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
             if not any(autocast.active for autocast in self._enabled):
                 return original(*args, **kwargs)
-            if _dtypes((args, kwargs)) & set(LOW_PRECISION):
+            if floating_dtypes((args, kwargs)) & set(LOW_PRECISION):
                 raise AmpError(
                     "binary_cross_entropy got a 16-bit argument while casts are active. A sigmoid in 16 bits rounds to "
                     "0 or 1, where the gradient of the loss does not fit 16 bits. Use nn.BCEWithLogitsLoss or "
@@ -190,7 +84,7 @@ class _Shared:
                     "with amp.register_float_function(torch, 'sigmoid') before amp.initialize."
                 )
             # torch's CUDA autocast refuses fp32 arguments as well, for which there is no reason.
-            with _autocast_off():
+            with autocast_off():
                 return original(*args, **kwargs)
 
         return binary_cross_entropy
@@ -352,6 +246,7 @@ class Autocast:
             on, dtype = self._wanted(d)
             torch.set_autocast_enabled(d, on)
             torch.set_autocast_dtype(d, dtype)
+        torch.set_autocast_cache_enabled(True)
         # Cleared here too: an interrupt may have left an earlier forward without its end.
         torch.clear_autocast_cache()
 
@@ -401,94 +296,3 @@ class Autocast:
                 yield
         finally:
             thread.suspensions = outer
-
-
-# --- functions of the user --------------------------------------------------------------------------------------------
-
-_MISSING = object()
-
-
-def _replace(owner: Any, name: str, replacement: Any) -> Undo:
-    """Sets an attribute. The undo puts back what was there, or deletes it where it was inherited."""
-    former = vars(owner).get(name, _MISSING) if hasattr(owner, "__dict__") else getattr(owner, name)
-    setattr(owner, name, replacement)
-
-    def undo() -> None:
-        # Somebody may have wrapped the replacement since; it then stays where it is and passes through.
-        if inspect.getattr_static(owner, name, None) is not replacement:
-            return
-        if former is _MISSING:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, former)
-
-    return undo
-
-
-class FunctionCasts:
-    """The user's own functions under O1 and O4, by decorator or by name. One per session.
-
-    While ``active()`` gives a 16-bit type, the floating tensors among a function's arguments (also in lists, tuples and
-    dicts) are cast, and the function runs without autocast:
-
-    - "half": to that type.
-    - "float": 16-bit ones to fp32; fp64 stays.
-    - "promote": to the widest type among them.
-
-    Otherwise the function is called as if it were not wrapped. Gradients flow through the casts.
-    """
-
-    def __init__(self, active: Callable[[], torch.dtype | None]) -> None:
-        self._active = active
-        self._queue: list[tuple[Kind, Any, str]] = []
-        self._installed: list[tuple[Kind, Any, str]] = []
-
-    def decorate(self, kind: Kind, fn: Any) -> Any:
-        """``fn`` with casts: a function, builtin, method of any kind, ``Function.apply`` or torch.ops packet.
-
-        Raises:
-            AmpTypeError: ``fn`` cannot be called.
-        """
-        if isinstance(fn, (staticmethod, classmethod)):
-            return type(fn)(self.decorate(kind, fn.__func__))
-        if not callable(fn):
-            raise AmpTypeError(f"{kind}_function: fn must be callable, got {type(fn).__name__}")
-        active, cast = self._active, _CASTS[kind]
-
-        # Only a plain function's __dict__ is copied: that of a callable object is its state.
-        @functools.wraps(fn, updated=("__dict__",) if isinstance(fn, types.FunctionType) else ())
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            low = active()
-            if low is None:
-                return fn(*args, **kwargs)
-            args, kwargs = cast((args, kwargs), low)
-            with _autocast_off():
-                return fn(*args, **kwargs)
-
-        return wrapper
-
-    def register(self, kind: Kind, module: Any, name: str) -> None:
-        """Queues ``module.name`` for ``install``, now and at every later one. ``module`` is a module, class or object.
-
-        Raises:
-            AmpValueError: there is no such function.
-        """
-        if not callable(getattr(module, name, None)):
-            raise AmpValueError(f"No function named {name} in module {module}.")
-        if not any((k, n) == (kind, name) and m is module for k, m, n in self._queue):
-            self._queue.append((kind, module, name))
-
-    def install(self) -> Undo:
-        """Replaces what is queued and not in place yet, in that order. The undo puts the originals back."""
-        with ExitStack() as stack:
-            for entry in self._queue:
-                if any(entry is other for other in self._installed):
-                    continue
-                kind, module, name = entry
-                # On a class, the attribute itself rather than what it binds to.
-                static = inspect.getattr_static(module, name, None) if isinstance(module, type) else None
-                fn = static if isinstance(static, (staticmethod, classmethod)) else getattr(module, name)
-                stack.callback(_replace(module, name, self.decorate(kind, fn)))
-                self._installed.append(entry)
-                stack.callback(self._installed.remove, entry)
-            return stack.pop_all().close

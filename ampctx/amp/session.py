@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from ampctx._errors import AmpError, AmpIndexError, AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.amp import casting
-from ampctx.amp.autocast import Autocast, FunctionCasts
+from ampctx.amp.autocast import Autocast
+from ampctx.amp.function_casts import FunctionCasts
 from ampctx.amp.loss_scale import LossScale
 from ampctx.amp.master_params import MasterParams
 from ampctx.amp.opt_level import PrecisionPolicy, banner, resolve
@@ -407,7 +408,7 @@ class AmpSession:
         return nullcontext() if self._autocast is None else self._autocast.resumed()
 
     def half_function(self, fn: Callable) -> Callable:
-        """Decorator: under O1/O4 ``fn`` gets its floating arguments in the level's 16-bit type, autocast off inside."""
+        """Decorator: under O1/O4 ``fn`` gets its floating arguments in the level's 16-bit type."""
         return self._function_casts.decorate("half", fn)
 
     def bfloat16_function(self, fn: Callable) -> Callable:

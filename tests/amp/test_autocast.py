@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ampctx import AmpError
-from ampctx.amp.autocast import Autocast, missing_on_cpu
+from ampctx.amp.autocast import Autocast
+from ampctx.amp.cpu_casts import missing_on_cpu
 
 HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
 BCE = F.binary_cross_entropy
@@ -209,6 +210,8 @@ def test_suspended_and_resumed(enabled):
             with autocast.resumed():
                 # Back to before the innermost block: still suspended by the outer one.
                 assert matmul_dtype() == FLOAT
+                with autocast.resumed():
+                    assert matmul_dtype() == HALF
         assert matmul_dtype() == FLOAT
         with autocast.resumed():
             assert autocast.active
@@ -599,6 +602,36 @@ def test_torch_compile_before_or_after(enabled, when):
     for a, b in zip(grads, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
     assert not torch.equal(compiled(X), exact)
+
+
+def test_the_hooks_leave_no_trace_in_compiled_graphs(enabled):
+    graphs = []
+
+    def backend(graph_module, example_inputs):
+        graphs.append(graph_module.graph)
+        return graph_module.forward
+
+    model = nn.Linear(4, 4)
+    enabled(model)
+    assert torch.compile(model, backend=backend, fullgraph=True)(X).dtype == HALF
+    calls = [node.target for node in graphs[0].nodes if node.op.startswith("call")]
+    assert [getattr(target, "__name__", "") for target in calls] == ["linear"]
+
+
+# Older versions of torch break the graph there, and say so.
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+def test_suspended_inside_compiled_code(enabled):
+    w = torch.eye(4)
+    autocast = enabled()
+
+    def fn(x):
+        a = x @ w
+        with autocast.suspended():
+            b = x @ w
+        return a, b, x @ w
+
+    results = torch.compile(fn, backend="aot_eager")(X)
+    assert [r.dtype for r in results] == [HALF, FLOAT, HALF]
 
 
 # --- binary_cross_entropy ---------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from ampctx.amp import cast_lists
-from ampctx.amp.autocast import Autocast, missing_on_cpu
+from ampctx.amp.autocast import Autocast
+from ampctx.amp.cpu_casts import missing_on_cpu
 
 HALF, BF16, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 # Some of the ops are on torch's way out: chain_matmul, nuclear_norm, frobenius_norm.

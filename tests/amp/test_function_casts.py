@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ampctx import AmpTypeError, AmpValueError
-from ampctx.amp.autocast import Autocast, FunctionCasts
+from ampctx.amp.autocast import Autocast
+from ampctx.amp.function_casts import FunctionCasts
 
 HALF, BF16, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 KINDS = ["half", "float", "promote"]
@@ -114,19 +115,32 @@ def test_gradients_flow_through_the_casts(casts, switch, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_torch_autocast_is_off_inside(casts, kind):
+def test_torch_autocast_is_off_inside_float_functions_alone(casts, kind):
     autocast = Autocast([], HALF)
     undo = autocast.enable()
     try:
         fn = FunctionCasts(lambda: HALF if autocast.active else None).decorate(kind, lambda a, b: (a @ b, a.exp()))
         product, power = fn(torch.eye(2), torch.eye(2))
-        assert product.dtype == power.dtype == (HALF if kind == "half" else FLOAT)
+        assert product.dtype == (FLOAT if kind == "float" else HALF)
+        assert power.dtype == FLOAT
         assert torch.eye(2).mm(torch.eye(2)).dtype == HALF
         with pytest.raises(ZeroDivisionError):
             FunctionCasts(lambda: HALF).decorate(kind, lambda: 1 / 0)()
         assert torch.eye(2).mm(torch.eye(2)).dtype == HALF
         with autocast.suspended():
             assert fn(torch.eye(2), torch.eye(2))[0].dtype == FLOAT
+    finally:
+        undo()
+
+
+def test_a_half_method_may_use_its_own_fp32_weights():
+    class Custom(torch.nn.Linear):
+        forward = FunctionCasts(lambda: HALF).decorate("half", torch.nn.Linear.forward)
+
+    autocast = Autocast([], HALF)
+    undo = autocast.enable()
+    try:
+        assert Custom(2, 3)(torch.ones(1, 2)).dtype == HALF
     finally:
         undo()
 

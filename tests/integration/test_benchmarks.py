@@ -28,7 +28,7 @@ def test_tail_writes_figures_of_checked_steps(level, tmp_path):
     report = json.loads(file.read_text())
     figures = report["figures"]
     assert (report["device"], report["model"], report["opt_level"]) == ("cpu", "tiny5000", level)
-    assert (figures["tensors"], figures["elements"]) == (5000, 1_253_500)
+    assert (figures["tensors"], figures["elements"]) == (5000, 12_799_467)
     assert figures["check"]["steps_compared"] == 5
     for name in ("ampctx_ms", "torch_ms", "torch_over_ampctx", "copy_GB_per_s"):
         assert len(figures[name]["samples"]) == 2
