@@ -31,5 +31,9 @@ class AmpAssertionError(AmpError, AssertionError):
     """A GradScaler call out of order, where torch.amp raises AssertionError."""
 
 
+class AmpNotImplementedError(AmpError, NotImplementedError):
+    """An op that is unsafe in 16 bits was called with 16-bit arguments."""
+
+
 class ExtensionError(AmpError, ImportError):
     """The compiled extension was required and cannot serve."""

@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ampctx._errors import AmpError
+from ampctx._errors import AmpError, AmpNotImplementedError
 from ampctx.amp.cast_arguments import LOW_PRECISION, Undo, autocast_off, floating_dtypes, replace_attribute
 from ampctx.amp.cpu_casts import autocast_kernel, missing_on_cpu
 
@@ -77,7 +77,7 @@ class _Shared:
             if not any(autocast.active for autocast in self._enabled):
                 return original(*args, **kwargs)
             if floating_dtypes((args, kwargs)) & set(LOW_PRECISION):
-                raise AmpError(
+                raise AmpNotImplementedError(
                     "binary_cross_entropy got a 16-bit argument while casts are active. A sigmoid in 16 bits rounds to "
                     "0 or 1, where the gradient of the loss does not fit 16 bits. Use nn.BCEWithLogitsLoss or "
                     "binary_cross_entropy_with_logits on what goes into the sigmoid; or have the sigmoid in fp32 "

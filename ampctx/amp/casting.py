@@ -100,7 +100,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) 
         model: any module. Complex, integer and bool tensors stay as they are; lazy parameters take the dtype when they
             materialize.
         dtype: the floating type to cast to.
-        keep_batchnorm_fp32: leave parameters and running statistics of affine batch norms alone. Batch norms without
+        keep_batchnorm_fp32: parameters and running statistics of affine batch norms are in fp32. Batch norms without
             affine parameters and all other norms are cast.
 
     Returns:
@@ -121,15 +121,15 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) 
 
     try:
         for module in model.modules():
-            if keep_batchnorm_fp32 and _stays_fp32(module):
-                continue
+            # Batch norms that stay fp32 are made so: an incoming model may be fp64, or 16-bit where that is allowed.
+            to = torch.float32 if keep_batchnorm_fp32 and _stays_fp32(module) else dtype
             for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                if not t.is_floating_point() or t.dtype == dtype:
+                if not t.is_floating_point() or t.dtype == to:
                     continue
                 changed.append((weakref.ref(t), t.dtype))
                 if isinstance(t, nn.Parameter) and not is_lazy(t):
                     originals[t] = t.data
-                _set_dtype(t, dtype)
+                _set_dtype(t, to)
         _flatten_rnns(model)
     except BaseException:
         undo()

@@ -19,8 +19,8 @@ from ampctx.amp.function_casts import FunctionCasts
 from ampctx.amp.loss_scale import LossScale
 from ampctx.amp.master_params import MasterParams
 from ampctx.amp.opt_level import PrecisionPolicy, banner, resolve
-from ampctx.amp.step_hook import PLAIN_BACKWARD, Casts, OptimizerBinding
-from ampctx.foreach import FoundInf
+from ampctx.amp.step_hook import OUTSIDE_OF_BLOCKS, Casts, OptimizerBinding
+from ampctx.foreach import FoundInf, PerDevice
 
 logger = logging.getLogger("ampctx")
 
@@ -118,6 +118,8 @@ class AmpSession:
 
         No host sync.
         """
+        if isinstance(enabled, str):
+            raise AmpTypeError(f"enabled must be True or False, got {enabled!r}. Did you mean opt_level={enabled!r}?")
         if not enabled:
             self.policy, self.verbosity = resolve("O0", enabled=False), verbosity
             return models if optimizers is None else (models, optimizers)
@@ -174,8 +176,8 @@ class AmpSession:
                     undo.append(casting.install_state_dict_upcast(model))
                 undo.append(casting.install_io_casts(model, policy.input_dtype, policy.output_dtype))
             for optimizer in optimizers:
-                bound[optimizer] = self._bind(optimizer, policy, scales, originals)
-                undo.append(bound[optimizer].release)
+                bound[optimizer] = self._bind(optimizer, policy, scales, originals, bound)
+                undo.append(_weakly(bound[optimizer].release))
             if policy.master_weights:
                 undo += [_watch_loading(m, [b.masters for b in bound.values()]) for m in models]
             if policy.autocast_dtype is not None:
@@ -192,12 +194,21 @@ class AmpSession:
         self._undo += undo
 
     def _bind(
-        self, optimizer: Any, policy: PrecisionPolicy, scales: list[LossScale], originals: dict[Tensor, Tensor]
+        self,
+        optimizer: Any,
+        policy: PrecisionPolicy,
+        scales: list[LossScale],
+        originals: dict[Tensor, Tensor],
+        bound: dict[Any, OptimizerBinding],
     ) -> OptimizerBinding:
-        masters = MasterParams(optimizer, bool(policy.master_weights), originals)
-        return OptimizerBinding(
-            optimizer, masters, scales, Casts(self.disable_casts, self._casts_on), self._report_skip
-        )
+        taken = self._with_masters() | {id(p) for b in bound.values() for p, _ in b.masters.pairs}
+        masters = MasterParams(optimizer, bool(policy.master_weights), originals, taken)
+        casts = Casts(self.disable_casts, self._casts_on)
+        return OptimizerBinding(optimizer, masters, scales, casts, self._report_skip, self._with_masters)
+
+    def _with_masters(self) -> set[int]:
+        """Ids of the model parameters that have a master."""
+        return {id(p) for binding in self._bindings.values() for p, _ in binding.masters.pairs}
 
     def reset(self) -> None:
         """Undoes ``initialize``: weights back to fp32 (from the masters), optimizers, hooks and torch functions as they
@@ -235,8 +246,9 @@ class AmpSession:
             optimizers: every optimizer whose parameters get gradients from this backward, alone or in a list or tuple.
             loss_id: which of the ``num_losses`` scales to use.
             model: unused, there for apex's signature.
-            delay_unscale: set it on all but the last of several backward passes that make up one step: the scale is
-                updated once, by the last. (Gradients are unscaled all the same, so they are true whenever you look.)
+            delay_unscale: set it on all but the last of several backward passes that make up one step. Gradients stay
+                scaled until the last, which unscales, checks and updates the scale once. Under
+                DistributedDataParallel put these blocks into ``no_sync``.
             delay_overflow_check: leave the scale update to a later block; a step on non-finite gradients is skipped
                 still.
 
@@ -253,34 +265,63 @@ class AmpSession:
         if not isinstance(loss, Tensor):
             raise AmpTypeError(f"loss must be a tensor, got {type(loss).__name__}")
         bindings = self._bindings_of(optimizers)
-        scale = self._loss_scale(bindings, loss_id)
+        loss_scale = self._loss_scale(bindings, loss_id)
         # Both are taken now: a nested block may move the scale before this one ends.
-        factor = None if scale.is_identity else scale.scale_on(loss.device)
-        inv_scale = 1.0 if scale.is_identity else scale.inv_scale()
-        for binding in bindings:
-            binding.begin()
+        scale = 1.0 if loss_scale.is_identity else PerDevice(loss_scale.scale_on(loss.device))
+        inv_scale = 1.0 if loss_scale.is_identity else loss_scale.inv_scale()
+        # Open blocks of these bindings, for which an exception is as if they had never begun.
+        opened: list[OptimizerBinding] = []
         try:
+            for binding in bindings:
+                binding.begin(scale, inv_scale)
+                opened.append(binding)
             with self.disable_casts():
                 wide = loss if loss.dtype == torch.float64 else loss.float()
-                yield wide if factor is None else wide * factor
-        except BaseException:
+                yield wide * scale.on(loss.device) if isinstance(scale, PerDevice) else wide
+            self._drop_strays(bindings, loss_scale)
+            nested = any(b.gradients.in_enclosing_block for b in bindings)
+            if delay_unscale and not nested:
+                while opened:
+                    opened.pop().gradients.delay(inv_scale)
+                return
+            found_inf, done = FoundInf(), set[int]()
             for binding in bindings:
-                binding.masters.abandon()
+                binding.gradients.finish(inv_scale, found_inf, done)
+                opened.remove(binding)
+        except BaseException:
+            # The last first: of optimizers that share a parameter, the first has set its gradient aside.
+            for binding in reversed(opened):
+                binding.gradients.abandon()
             raise
-        found_inf = FoundInf()
-        for binding in bindings:
-            binding.masters.finish(inv_scale, found_inf)
-        self._conclude(bindings, scale, loss_id, found_inf.joined(loss.device), delay_unscale or delay_overflow_check)
+        self._conclude(
+            bindings, loss_scale, loss_id, found_inf.joined(loss.device), delay_unscale or delay_overflow_check
+        )
+
+    def _drop_strays(self, bindings: list[OptimizerBinding], loss_scale: LossScale) -> None:
+        """Scaled gradients that reached masters' models of optimizers that the block does not name.
+
+        They would be taken for the unscaled ones of a plain backward. apex dropped them too.
+        """
+        if not loss_scale.is_identity:
+            for other in self._bindings.values():
+                if other not in bindings and not other.gradients.in_block and not other.gradients.has_window:
+                    other.gradients.drop_model_grads()
 
     def _bindings_of(self, optimizers: Any) -> list[OptimizerBinding]:
         given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-        for i, optimizer in enumerate(given):
-            if not _is_optimizer(optimizer) or optimizer not in self._bindings:
+        # Where gradients are neither scaled nor copied, apex let anything pass.
+        assert self.policy is not None
+        anything_goes = not self.policy.master_weights and all(scale.is_identity for scale in self.loss_scales)
+        bindings = []
+        for i, optimizer in enumerate(dict.fromkeys(given)):
+            if _is_optimizer(optimizer) and optimizer in self._bindings:
+                bindings.append(self._bindings[optimizer])
+            elif not anything_goes:
                 raise AmpError(
                     f"scale_loss: optimizers[{i}] ({type(optimizer).__name__}) did not go through amp.initialize: "
                     "pass it there together with its model."
                 )
-        return [self._bindings[optimizer] for optimizer in dict.fromkeys(given)]
+        return bindings
 
     def _loss_scale(self, bindings: list[OptimizerBinding], loss_id: int) -> LossScale:
         # An optimizer keeps the scales of the initialize call that it came from.
@@ -313,8 +354,8 @@ class AmpSession:
         if skipped > 8 and skipped & (skipped - 1):
             return
         for loss_id, scale in overflowed:
-            if loss_id == PLAIN_BACKWARD:
-                logger.warning("Gradient overflow.  Skipping step, in a backward outside amp.scale_loss")
+            if loss_id == OUTSIDE_OF_BLOCKS or scale in self._deferred:
+                logger.warning("Gradient overflow.  Skipping step, the loss scale stays at %s for now", scale.value())
                 continue
             logger.warning(
                 "Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %s", loss_id, scale.value()
@@ -330,13 +371,16 @@ class AmpSession:
 
     # --- what users read ---------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def master_params(optimizer: Any) -> Iterator[Tensor]:
+    def master_params(self, optimizer: Any) -> Iterator[Tensor]:
         """Yields the parameters that ``optimizer`` steps, in the order of its param groups.
 
         Under master weights these are the fp32 masters, else the model's own parameters. Clip their gradients after the
         scale_loss block. Works on any object with ``param_groups``. No host sync.
         """
+        if _is_optimizer(optimizer) and optimizer in self._bindings:
+            binding = self._bindings[optimizer]
+            if not binding.gradients.in_block and not binding.gradients.has_window:
+                binding.refresh()
         for group in optimizer.param_groups:
             yield from group["params"]
 
@@ -353,7 +397,8 @@ class AmpSession:
         reads the scales.
         """
         result = OrderedDict() if destination is None else destination
-        for i, scale in enumerate(self.loss_scales):
+        enabled = self.policy is not None and self.policy.enabled
+        for i, scale in enumerate(self.loss_scales if enabled else []):
             result[f"{_KEY}{i}"] = scale.state_dict()
         return result
 
@@ -438,6 +483,17 @@ class AmpSession:
     def register_promote_function(self, module: Any, name: str) -> None:
         """``module.name`` becomes a promote function at the next O1/O4 ``initialize``, until ``reset``."""
         self._function_casts.register("promote", module, name)
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """``method``, for as long as its object lives."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (alive := reference()) is not None:
+            alive()
+
+    return call
 
 
 class _MastersFollow:

@@ -7,9 +7,10 @@ or after.
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -17,16 +18,18 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpError
+from ampctx.amp.block_gradients import BlockGradients, Factor
 from ampctx.amp.loss_scale import LossScale
 from ampctx.amp.master_params import MasterParams
+from ampctx.foreach import move
 
 
 class _OverflowInClosure(Exception):
     """Leaves ``optimizer.step(closure)`` from inside the closure, before the optimizer has seen the gradients."""
 
 
-# The id under which gradients of a backward outside scale_loss are judged.
-PLAIN_BACKWARD = -1
+# The id under which gradients are judged that no block has judged.
+OUTSIDE_OF_BLOCKS = -1
 
 
 class Casts(NamedTuple):
@@ -37,7 +40,7 @@ class Casts(NamedTuple):
 
 
 class OptimizerBinding:
-    """One optimizer under amp: its masters, its overflow latch, and its replaced methods.
+    """One optimizer under amp: its masters, its gradients, its overflow latch, and its replaced methods.
 
     ``_verdicts`` is the latch: per loss id, the scale and a 0-d device flag, OR-ed at each scale_loss exit and cleared
     by step.
@@ -50,13 +53,16 @@ class OptimizerBinding:
         loss_scales: list[LossScale],
         casts: Casts,
         report_skip: Callable[[int, list[tuple[int, LossScale]]], None],
+        taken: Callable[[], Container[int]],
     ) -> None:
         self.masters = masters
+        self.gradients = BlockGradients(masters)
         self.loss_scales = loss_scales
         self.skipped_steps = 0
         self._optimizer = weakref.ref(optimizer)
         self._casts = casts
         self._report_skip = report_skip
+        self._taken = taken
         self._verdicts: dict[int, tuple[LossScale, Tensor]] = {}
         self._active = True
         self._undo: list[Callable[[], None]] = []
@@ -71,17 +77,25 @@ class OptimizerBinding:
     def optimizer(self) -> Any:
         return self._optimizer()
 
-    def begin(self) -> None:
-        """Makes ready for the backward of a scale_loss block."""
-        self.masters.adopt_unfrozen(self.optimizer)
-        self.masters.follow_model()
-        self._fold_plain_gradients()
-        self.masters.begin()
+    def refresh(self, settled: bool = False) -> None:
+        """Brings masters and their gradients up to date with what happened outside scale_loss blocks. No host sync.
 
-    def _fold_plain_gradients(self) -> None:
-        found_inf = self.masters.fold_plain_gradients()
+        ``settled``: the model's weights are what they should be; before the first block a broadcast may still come.
+        """
+        self.masters.adopt_unfrozen(self.optimizer)
+        self.masters.follow_model(settled)
+        found_inf = self.gradients.settle()
         if found_inf.per_device and any(scale.dynamic for scale in self.loss_scales):
-            self.latch(PLAIN_BACKWARD, self.loss_scales[0], found_inf.joined(next(iter(found_inf.per_device))))
+            flag = found_inf.joined(next(iter(found_inf.per_device)))
+            self.latch(OUTSIDE_OF_BLOCKS, self.loss_scales[0], flag)
+
+    def begin(self, scale: Factor, inv_scale: Factor) -> None:
+        """Makes ready for the backward of a scale_loss block."""
+        if self.gradients.has_window:
+            self.masters.follow_model(settled=True)
+        else:
+            self.refresh(settled=True)
+        self.gradients.begin(scale, inv_scale)
 
     def latch(self, loss_id: int, loss_scale: LossScale, found_inf: Tensor) -> None:
         """ORs a flag into what decides about the next step. No host sync."""
@@ -97,33 +111,44 @@ class OptimizerBinding:
         if self.optimizer is not None:
             self.masters.dissolve(self.optimizer)
 
-    # --- the replaced methods ----------------------------------------------------------------------------------------
+    # --- the replaced methods -----------------------------------------------------------------------------------------
 
     def _take_verdicts(self) -> list[tuple[int, LossScale]]:
-        """The losses whose gradients overflowed since the last step. One host read, when a dynamic scale took part."""
+        """The losses whose gradients overflowed since the last step.
+
+        One host read when a dynamic scale took part, and a second one to tell which of several losses it was.
+        """
         verdicts, self._verdicts = self._verdicts, {}
         if not verdicts:
             return []
         device = next(iter(verdicts.values()))[1].device
-        flags = torch.stack([flag.to(device) for _, flag in verdicts.values()]).tolist()
-        return [
-            (loss_id, scale) for (loss_id, (scale, _)), flag in zip(verdicts.items(), flags, strict=True) if flag != 0
-        ]
+        flags = torch.stack([move(flag, device) for _, flag in verdicts.values()])
+        if flags.amax().item() == 0:
+            return []
+        each = flags.tolist() if len(verdicts) > 1 else [1.0]
+        return [(loss_id, scale) for (loss_id, (scale, _)), flag in zip(verdicts.items(), each, strict=True) if flag]
 
     def _skip(self, overflowed: list[tuple[int, LossScale]]) -> None:
         self.skipped_steps += 1
         self.masters.drop_master_grads()
-        # torch's LR schedulers warn when they are stepped first; a skipped step was asked for in the right order.
-        # The name is private to torch.optim.lr_scheduler and guarded by a test.
-        self.optimizer._opt_called = True
+        # torch's LR schedulers warn when they are stepped first; a skipped step was asked for in the right order. The
+        # name is private to torch.optim.lr_scheduler and guarded by a test. A wrapper (LARC) holds what they look at.
+        for optimizer in (self.optimizer, getattr(self.optimizer, "optim", None)):
+            if optimizer is not None:
+                optimizer._opt_called = True
         self._report_skip(self.skipped_steps, overflowed)
 
     def _step(self, original: Callable, closure: Callable | None = None, *args: Any, **kwargs: Any) -> Any:
         if not self._active:
             return original(*args, **kwargs) if closure is None else original(closure, *args, **kwargs)
+        if self.gradients.in_block:
+            raise AmpError(
+                "optimizer.step() was called inside a scale_loss block, where gradients are scaled: leave the block "
+                "first"
+            )
         if closure is not None:
             return self._step_with_closure(original, closure, *args, **kwargs)
-        self._fold_plain_gradients()
+        self.refresh(settled=True)
         if overflowed := self._take_verdicts():
             self._skip(overflowed)
             return None
@@ -149,21 +174,47 @@ class OptimizerBinding:
                 raise _OverflowInClosure
             return loss
 
+        restore = _snapshot(self.optimizer)
         try:
             with self._casts.suspended():
                 return original(guarded, *args, **kwargs)
         except _OverflowInClosure:
+            restore()
             self._skip(overflowed)
             return None
 
     def _zero_grad(self, original: Callable, *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
-        self.masters.drop_model_grads()
+        self.gradients.drop_model_grads()
+        self.gradients.forget()
 
     def _add_param_group(self, original: Callable, param_group: dict[str, Any]) -> None:
         original(param_group)
         if self._active:
-            self.masters.adopt(self.optimizer, self.optimizer.param_groups[-1])
+            try:
+                self.masters.adopt(self.optimizer, self.optimizer.param_groups[-1], taken=self._taken())
+            except BaseException:
+                del self.optimizer.param_groups[-1]
+                raise
+
+
+def _snapshot(optimizer: Any) -> Callable[[], None]:
+    """Copies parameters, state and group options; returns what puts them back. For optimizers that evaluate a closure
+    more than once, and have moved by the time one evaluation overflows."""
+    values = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
+    state = {p: copy.deepcopy(dict(of_p)) for p, of_p in optimizer.state.items()}
+    options = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for p, value in values:
+            p.copy_(value)
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for group, saved in zip(optimizer.param_groups, options, strict=True):
+            group.update(saved)
+
+    return restore
 
 
 def _replace(optimizer: Any, name: str, method: Callable) -> Callable[[], None]:
@@ -183,7 +234,7 @@ def _replace(optimizer: Any, name: str, method: Callable) -> Callable[[], None]:
         return method(original, *args, **kwargs)
 
     def as_function(_self: Any, *args: Any, **kwargs: Any) -> Any:
-        return replacement(*args, **kwargs)
+        return method(original, *args, **kwargs)  # not through replacement, which would hold itself
 
     replacement.__func__ = as_function  # type: ignore[attr-defined]
     replacement.replaced_by_ampctx = True  # type: ignore[attr-defined]

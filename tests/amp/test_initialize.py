@@ -256,7 +256,7 @@ def test_two_sessions_with_different_levels(session):
     low, full = mlp(), mlp()
     a, b = sgd(low), sgd(full)
     session.initialize(low, a, opt_level="O2", verbosity=0)
-    other.initialize(full, b, opt_level="O0", verbosity=0)
+    other.initialize(full, b, opt_level="O0", loss_scale=2.0, verbosity=0)
     for _ in range(3):
         for s, model, optimizer in ((session, low, a), (other, full, b)):
             with s.scale_loss(loss_of(model), optimizer) as scaled:
@@ -286,14 +286,46 @@ def test_a_copied_or_pickled_model_uses_its_own_weights(session):
         assert torch.equal(model(x), expected)
 
 
-def test_an_optimizer_is_freed_with_its_last_reference(session):
+@pytest.mark.parametrize("level", LEVELS)
+def test_everything_is_freed_with_its_last_reference(session, level):
     model = nn.Linear(4, 2)
     optimizer = sgd(model)
-    session.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    alive = weakref.ref(optimizer)
+    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with session.scale_loss(model(torch.ones(1, 4)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    alive = [weakref.ref(o) for o in (optimizer, model, model.weight, next(amp.master_params(optimizer)))]
     gc.disable()
     try:
-        del optimizer
-        assert alive() is None
+        del optimizer, model, scaled
+        assert [ref() for ref in alive] == [None] * 4
     finally:
         gc.enable()
+
+
+def test_a_string_for_enabled_is_a_slip(session):
+    with pytest.raises(AmpTypeError, match="Did you mean opt_level='O2'"):
+        session.initialize(mlp(), None, "O2")
+
+
+def test_lazy_parameters_need_a_forward_first(session):
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(AmpError, match="run one forward before amp.initialize"):
+        session.initialize(model, sgd(model), opt_level="O2", verbosity=0)
+    model(torch.ones(1, 4))
+    session.initialize(model, sgd(model), opt_level="O2", verbosity=0)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("incoming", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_batch_norms_of_models_that_come_in_another_type_are_fp32(session, level, incoming):
+    session.allow_incoming_model_not_fp32 = True
+    model = mlp().to(incoming)
+    optimizer = sgd(model)
+    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert {t.dtype for t in model[1].state_dict().values() if t.is_floating_point()} == {torch.float32}
+    with session.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    session.reset()
+    assert {p.dtype for p in model.parameters()} <= {incoming, torch.float32}

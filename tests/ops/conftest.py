@@ -3,16 +3,11 @@ kernels emulated on the CPU under two schedules, and on the CUDA kernels where t
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import emulation_build
 import pytest
 from backends import COMPILED, CUDA, EMULATED, REFERENCE, SHUFFLED
 
 from ampctx import ops
-
-sys.path.append(str(Path(__file__).parents[1] / "cuda_emulation"))
-import build as emulation_build
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from backends import EMULATED
+from emulation_build import FOLDER, SANITIZE, build
 
 from ampctx import ops
-from build import FOLDER, SANITIZE, build
 
 TESTS = Path(__file__).parents[1]
 HUGE = (1 << 31) + 1
@@ -117,7 +117,7 @@ sys.path[:0] = sys.argv[2:]
 from pathlib import Path
 from ampctx import ops
 from backends import EMULATED as backend
-from build import load
+from emulation_build import load
 definitions = ops.define(backend.namespace)
 library = load(Path(sys.argv[1]), backend.namespace)
 sizes = [1, 7, 8, 9, 0, 511, 512, 513, 1543]

@@ -1,0 +1,246 @@
+"""Keeps the gradients of one scale_loss block apart from those that were there, and unscales them when it ends.
+
+``begin`` sets aside what is in ``.grad``, so that the coming backward's gradients can be told from it. Then one of:
+
+- ``finish``: what arrived is unscaled into what the optimizer steps, and what was set aside is added.
+- ``delay``: what arrived stays in ``.grad``, scaled, and further blocks add to it through autograd, as a gradient that
+  DistributedDataParallel reduces with the last of them must. The *window* ends with the next ``finish``.
+- ``abandon``: as if the block had never begun.
+
+Blocks may nest. All methods run under no_grad and none waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ampctx import _reference, foreach
+from ampctx.amp.master_params import MasterParams
+from ampctx.foreach import FoundInf, PerDevice, move
+
+Factor = float | PerDevice
+Grads = dict[Tensor, Tensor]
+
+
+@dataclass(eq=False)
+class _Window:
+    """Scaled gradients in ``.grad`` that delayed blocks left for a later one, and the unscaled ones from before."""
+
+    inv_scale: Factor
+    before: Grads
+
+
+@dataclass(eq=False)
+class _Frame:
+    """An open block."""
+
+    before: Grads
+    # The window that the block goes on with, and copies of the gradients in it.
+    window: _Window | None = None
+    copies: Grads = field(default_factory=dict)
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _owns_its_memory(t: Tensor) -> bool:
+    """False for what may be a view into a gradient bucket, which the next backward overwrites."""
+    return not _distributed() and t.layout == torch.strided and t.untyped_storage().nbytes() == t.nbytes
+
+
+def _writable(t: Tensor) -> Tensor:
+    """``t``, or a copy where its elements share memory (an expanded gradient)."""
+    return t if t.is_contiguous() or _reference.is_dense(t) else t.contiguous()
+
+
+def _product(a: Factor, b: Factor) -> Factor:
+    if isinstance(a, PerDevice):
+        return PerDevice(a.value * (move(b.value, a.value.device) if isinstance(b, PerDevice) else b))
+    return PerDevice(b.value * a) if isinstance(b, PerDevice) else a * b
+
+
+def _add_sparse(new: Tensor, old: Tensor | None, factor: Factor, found_inf: FoundInf) -> Tensor:
+    """``new * factor + old`` in fp32 or wider for a sparse gradient; duplicates are summed before the finite check."""
+    new = new.coalesce()
+    values = new.values()
+    _reference.raise_flag(found_inf.on(values.device), values)
+    scale = factor.on(values.device) if isinstance(factor, PerDevice) else factor
+    wide = torch.sparse_coo_tensor(
+        new.indices(),
+        values.to(_reference.compute_dtype(values)) * scale,
+        new.shape,
+        is_coalesced=True,
+        check_invariants=False,  # the indices are those of a tensor; left out, torch warns once per process
+    )
+    return wide if old is None else old.to(wide.dtype) + wide
+
+
+class BlockGradients:
+    """The gradients of one optimizer's parameters, block by block."""
+
+    def __init__(self, masters: MasterParams) -> None:
+        self._masters = masters
+        self._frames: list[_Frame] = []
+        self._window: _Window | None = None
+
+    @property
+    def in_block(self) -> bool:
+        return bool(self._frames)
+
+    @property
+    def in_enclosing_block(self) -> bool:
+        return len(self._frames) > 1
+
+    @property
+    def has_window(self) -> bool:
+        return self._window is not None
+
+    def _leaves(self) -> Iterator[Tensor]:
+        """The parameters that a backward writes gradients into."""
+        for p, _ in self._masters.pairs:
+            yield p
+        yield from self._masters.own
+
+    @torch.no_grad()
+    def begin(self, scale: Factor, inv_scale: Factor) -> None:
+        """Opens a block whose loss is multiplied by ``scale``."""
+        present = {p: p.grad for p in self._leaves() if p.grad is not None}
+        window = None if self._frames else self._window
+        if window is not None and not present:
+            window = self._window = None  # zeroed through the model
+        if window is None:
+            for p in present:
+                p.grad = None
+            before = {p: g if _owns_its_memory(g) else g.clone() for p, g in present.items()}
+            self._frames.append(_Frame(before))
+            return
+        # Copies, because the coming backward adds to the gradients of the window in place.
+        copies = {p: g.clone() for p, g in present.items()}
+        if window.inv_scale is not inv_scale:
+            self._rescale(present, _product(scale, window.inv_scale))
+        self._frames.append(_Frame(window.before, window, copies))
+
+    @staticmethod
+    def _rescale(grads: Grads, factor: Factor) -> None:
+        """The gradients of a window go over to the scale of the block that adds to them."""
+        dense = [g for g in grads.values() if g.layout == torch.strided]
+        foreach.scale(dense, dense, FoundInf(), factor)
+        for p, g in grads.items():
+            if g.layout != torch.strided:
+                p.grad = g * (factor.on(g.device) if isinstance(factor, PerDevice) else factor)
+
+    def abandon(self) -> None:
+        """Ends the block as if it had never begun."""
+        frame = self._frames.pop()
+        was_there = frame.before if frame.window is None else frame.copies
+        for p in self._leaves():
+            p.grad = was_there.get(p)
+
+    def delay(self, inv_scale: Factor) -> None:
+        """Ends the outermost block and leaves its gradients scaled for a later one."""
+        self._window = _Window(inv_scale, self._frames.pop().before)
+
+    @torch.no_grad()
+    def finish(self, inv_scale: Factor, found_inf: FoundInf, done: set[int] | None = None) -> None:
+        """Ends the block: unscales what arrived and adds it to what was there.
+
+        ``done``: ids of parameters that another optimizer of the block has dealt with; extended.
+        """
+        frame = self._frames[-1]
+        # In a nested block the unscaled gradients are those that the enclosing block set aside.
+        outer = self._frames[-2] if len(self._frames) > 1 else None
+        self._fold(inv_scale, found_inf)
+        self._unscale_own(frame, outer, inv_scale, found_inf, set() if done is None else done)
+        if outer is not None:
+            for p, _ in self._masters.pairs:
+                p.grad = frame.before.get(p)
+        else:
+            self._window = None
+        self._frames.pop()
+
+    def _unscale_own(
+        self, frame: _Frame, outer: _Frame | None, inv_scale: Factor, found_inf: FoundInf, done: set[int]
+    ) -> None:
+        """grad = grad * inv_scale + what was there, for the parameters without masters."""
+        arrived, before = [], []
+        alone: dict[int, Tensor] = {}
+        for p in self._masters.own:
+            if id(p) in done:
+                continue
+            done.add(id(p))
+            new, old = p.grad, (frame if outer is None else outer).before.get(p)
+            total = old
+            if new is not None and new.layout != torch.strided:
+                total = _add_sparse(new, old, inv_scale, found_inf).to(p.dtype)
+            elif new is not None:
+                total = _writable(new)
+                if old is not None:
+                    arrived.append(total)
+                    before.append(old if old.layout == torch.strided else old.to_dense())
+                else:
+                    alone[id(total)] = total  # two parameters may hold one gradient
+            if outer is None:
+                p.grad = total
+            else:
+                p.grad = frame.before.get(p)
+                if total is not None:
+                    outer.before[p] = total
+        if arrived:
+            foreach.axpby(arrived, before, arrived, found_inf, inv_scale, 1.0, arg_to_check=0)
+        if alone and inv_scale != 1.0:
+            foreach.scale(list(alone.values()), list(alone.values()), found_inf, inv_scale)
+
+    def _fold(self, factor: Factor, found_inf: FoundInf) -> None:
+        """master.grad += model.grad * factor; the model's gradient has done its work then and is freed."""
+        fresh: list[tuple[Tensor, Tensor, Tensor]] = []
+        added: list[tuple[Tensor, Tensor]] = []
+        for p, master in self._masters.pairs:
+            grad = p.grad
+            if grad is None:
+                continue
+            p.grad = None
+            if grad.layout != torch.strided:
+                master.grad = _add_sparse(grad, master.grad, factor, found_inf)
+            elif master.grad is None:
+                # The layout of the gradient, so that the kernels can walk both in memory order.
+                fresh.append((master, grad, torch.empty_like(grad, dtype=master.dtype, requires_grad=False)))
+            else:
+                if master.grad.layout != torch.strided:
+                    master.grad = master.grad.to_dense()
+                added.append((grad, master.grad))
+        if fresh:
+            foreach.scale([g for _, g, _ in fresh], [out for _, _, out in fresh], found_inf, factor)
+            for master, _, out in fresh:
+                master.grad = out
+        if added:
+            totals = [total for _, total in added]
+            foreach.axpby([g for g, _ in added], totals, totals, found_inf, factor, 1.0, arg_to_check=0)
+
+    @torch.no_grad()
+    def settle(self) -> FoundInf:
+        """Between blocks: takes over gradients of a plain backward, and ends a window that no block has ended."""
+        found_inf = FoundInf()
+        if self._frames:
+            return found_inf
+        if self._window is not None:
+            self._frames.append(_Frame(self._window.before))
+            self.finish(self._window.inv_scale, found_inf)
+        else:
+            self._fold(1.0, found_inf)
+        return found_inf
+
+    def forget(self) -> None:
+        """What was set aside is gone: the user has zeroed the gradients."""
+        self._window = None
+        for frame in self._frames:
+            frame.before.clear()
+            frame.copies.clear()
+
+    def drop_model_grads(self) -> None:
+        for p, _ in self._masters.pairs:
+            p.grad = None

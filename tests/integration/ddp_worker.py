@@ -1,0 +1,84 @@
+"""One rank of two, for test_ddp.py: runs a scenario and prints what the ranks have to agree on.
+
+python ddp_worker.py SCENARIO LEVEL RENDEZVOUS_FILE RANK
+"""
+
+import contextlib
+import json
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ampctx import amp
+
+SCENARIO, LEVEL, FILE, RANK = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+
+
+def model_of(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def batch(step, rank, n=8):
+    return torch.randn(n, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def fingerprint(optimizer, model):
+    """Every weight that is stepped and every weight of the model, exactly."""
+    weights = torch.cat([p.detach().double().flatten() for p in amp.master_params(optimizer)])
+    in_model = torch.cat([p.detach().double().flatten() for p in model.parameters()])
+    return [w.hex() for w in torch.cat([weights, in_model]).tolist()]
+
+
+def plain(seed, steps=6, blocks=1, overflow=False, **ddp):
+    """``blocks`` backward passes per step, all but the last in no_sync; on rank 1, step 2 overflows if asked for."""
+    model = model_of(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scale = "dynamic" if overflow else 128.0
+    amp.initialize(model, optimizer, opt_level=LEVEL, loss_scale=scale, max_loss_scale=4096.0, verbosity=0)
+    wrapped = DistributedDataParallel(model, **ddp)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for block in range(blocks):
+            last = block == blocks - 1
+            x = batch(step * blocks + block, RANK)
+            with contextlib.nullcontext() if last else wrapped.no_sync():
+                loss = wrapped(x).float().square().mean() / blocks
+                if overflow and step == 2 and RANK == 1:
+                    loss = loss * float("inf")
+                with amp.scale_loss(loss, optimizer, delay_unscale=not last) as scaled_loss:
+                    scaled_loss.backward()
+        optimizer.step()
+    return [*fingerprint(optimizer, model), amp.skipped_steps(optimizer), amp.state_dict()["loss_scaler0"]]
+
+
+def one_parameter_in_a_bucket_view():
+    """Blocks that accumulate without no_sync, into a bucket of exactly one gradient."""
+    model = nn.Linear(4, 4, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level=LEVEL, loss_scale=8.0, verbosity=0)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    for value in (1.0, 2.0, 0.5):
+        with amp.scale_loss(wrapped(torch.full((1, 4), value)).float().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+    return next(iter(amp.master_params(optimizer))).grad.unique().tolist()
+
+
+SCENARIOS = {
+    "seeds": lambda: plain(seed=RANK),
+    "no-sync": lambda: plain(seed=0, blocks=3),
+    "bucket-views": lambda: plain(seed=0, blocks=2, gradient_as_bucket_view=True),
+    "overflow": lambda: plain(seed=0, overflow=True),
+    "one-parameter": one_parameter_in_a_bucket_view,
+}
+
+dist.init_process_group("gloo", init_method=f"file://{FILE}", rank=RANK, world_size=2)
+print(json.dumps(SCENARIOS[SCENARIO]()), flush=True)
+dist.barrier()
+# gloo's threads may still be there at exit, and end the process with an abort then.
+os._exit(0)
