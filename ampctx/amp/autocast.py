@@ -3,7 +3,6 @@
 ``Autocast.enable`` switches autocast on for the calling thread, so that a loss computed outside the model is cast too.
 Three things are added to what torch does:
 
-
 - The cache of cast weights is on only during a forward of an initialized model and cleared before and after it, so that
   it can neither outlive a change of a weight nor hold memory. Hooks on the model see to that; they also switch casts on
   where the forward runs in another thread, since autocast's state belongs to a thread.

@@ -23,10 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from ampctx._errors import AmpError, AmpTypeError
-
-Undo = Callable[[], None]
-
-LOW_PRECISION = (torch.float16, torch.bfloat16)
+from ampctx.amp.cast_arguments import LOW_PRECISION, Undo
 
 # --- checks -----------------------------------------------------------------------------------------------------------
 

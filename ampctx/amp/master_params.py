@@ -16,9 +16,9 @@ from torch.nn.parameter import is_lazy
 
 from ampctx import foreach
 from ampctx._errors import AmpError
+from ampctx.amp.cast_arguments import LOW_PRECISION
 from ampctx.foreach import FoundInf
 
-LOW_PRECISION = (torch.float16, torch.bfloat16)
 Group = dict[str, Any]
 
 

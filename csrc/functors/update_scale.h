@@ -1,9 +1,9 @@
 // The loss-scale rule.
 //
-//   found_inf != 0:  hysteresis -= 1, growth = 0; if hysteresis <= 0: scale = max(scale * backoff_factor, min_scale)
-//   otherwise:       hysteresis is refilled, growth += 1; if growth >= growth_interval: scale = min(scale *
-//   growth_factor,
-//                    max_scale), growth = 0
+//   found_inf != 0:  hysteresis -= 1, growth = 0
+//                    if hysteresis <= 0:            scale = max(scale * backoff_factor, min_scale)
+//   otherwise:       hysteresis is refilled, growth += 1
+//                    if growth >= growth_interval:  scale = min(scale * growth_factor, max_scale), growth = 0
 //
 // Products are taken in fp64 and rounded to fp32, as torch.amp does. A scale that would leave the fp32 range stays as
 // it is, and no scale falls below the smallest normal fp32 number: 0 could never grow again. hysteresis = 1 is the rule
