@@ -28,10 +28,11 @@ Grads = dict[Tensor, Tensor]
 
 @dataclass(eq=False)
 class _Window:
-    """Scaled gradients in ``.grad`` that delayed blocks left for a later one, and the unscaled ones from before."""
+    """Scaled gradients in ``.grad`` of ``scaled`` that delayed blocks left for a later one, and those from before."""
 
     inv_scale: Factor
     before: Grads
+    scaled: list[Tensor]
 
 
 @dataclass(eq=False)
@@ -70,13 +71,7 @@ def _add_sparse(new: Tensor, old: Tensor | None, factor: Factor, found_inf: Foun
     values = new.values()
     _reference.raise_flag(found_inf.on(values.device), values)
     scale = factor.on(values.device) if isinstance(factor, PerDevice) else factor
-    wide = torch.sparse_coo_tensor(
-        new.indices(),
-        values.to(_reference.compute_dtype(values)) * scale,
-        new.shape,
-        is_coalesced=True,
-        check_invariants=False,  # the indices are those of a tensor; left out, torch warns once per process
-    )
+    wide = new.to(_reference.compute_dtype(values)) * scale
     return wide if old is None else old.to(wide.dtype) + wide
 
 
@@ -111,14 +106,15 @@ class BlockGradients:
         """Opens a block whose loss is multiplied by ``scale``."""
         present = {p: p.grad for p in self._leaves() if p.grad is not None}
         window = None if self._frames else self._window
-        if window is not None and not present:
-            window = self._window = None  # zeroed through the model
         if window is None:
             for p in present:
                 p.grad = None
             before = {p: g if _owns_its_memory(g) else g.clone() for p, g in present.items()}
             self._frames.append(_Frame(before))
             return
+        for p in window.scaled:
+            if p.grad is None:  # zeroed through the model
+                window.before.pop(p, None)
         # Copies, because the coming backward adds to the gradients of the window in place.
         copies = {p: g.clone() for p, g in present.items()}
         if window.inv_scale is not inv_scale:
@@ -143,7 +139,8 @@ class BlockGradients:
 
     def delay(self, inv_scale: Factor) -> None:
         """Ends the outermost block and leaves its gradients scaled for a later one."""
-        self._window = _Window(inv_scale, self._frames.pop().before)
+        before = self._frames.pop().before
+        self._window = _Window(inv_scale, before, [p for p in self._leaves() if p.grad is not None])
 
     @torch.no_grad()
     def finish(self, inv_scale: Factor, found_inf: FoundInf, done: set[int] | None = None) -> None:
@@ -159,9 +156,9 @@ class BlockGradients:
         if outer is not None:
             for p, _ in self._masters.pairs:
                 p.grad = frame.before.get(p)
-        else:
-            self._window = None
         self._frames.pop()
+        if not self._frames:
+            self._window = None
 
     def _unscale_own(
         self, frame: _Frame, outer: _Frame | None, inv_scale: Factor, found_inf: FoundInf, done: set[int]
@@ -229,7 +226,11 @@ class BlockGradients:
             return found_inf
         if self._window is not None:
             self._frames.append(_Frame(self._window.before))
-            self.finish(self._window.inv_scale, found_inf)
+            try:
+                self.finish(self._window.inv_scale, found_inf)
+            except BaseException:
+                self._frames.pop()
+                raise
         else:
             self._fold(1.0, found_inf)
         return found_inf

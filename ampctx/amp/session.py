@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -214,8 +215,14 @@ class AmpSession:
         """Undoes ``initialize``: weights back to fp32 (from the masters), optimizers, hooks and torch functions as they
         were.
 
-        Optimizer state is kept. The session can be initialized again afterwards.
+        Optimizer state is kept. The session can be initialized again afterwards. Call it in the thread that called
+        ``initialize``, where torch's autocast was switched on.
+
+        Raises:
+            AmpError: called inside a scale_loss block.
         """
+        if any(binding.gradients.in_block for binding in self._bindings.values()):
+            raise AmpError("amp.reset() was called inside a scale_loss block: leave the block first")
         undo, self._undo = self._undo, []
         for action in reversed(undo):
             action()
@@ -269,8 +276,10 @@ class AmpSession:
         # Both are taken now: a nested block may move the scale before this one ends.
         scale = 1.0 if loss_scale.is_identity else PerDevice(loss_scale.scale_on(loss.device))
         inv_scale = 1.0 if loss_scale.is_identity else loss_scale.inv_scale()
-        # Open blocks of these bindings, for which an exception is as if they had never begun.
+        # Bindings whose block is open: an exception is for them as if it had never begun.
         opened: list[OptimizerBinding] = []
+        found_inf = FoundInf()
+        others = self._take_over_elsewhere(bindings)
         try:
             for binding in bindings:
                 binding.begin(scale, inv_scale)
@@ -278,13 +287,15 @@ class AmpSession:
             with self.disable_casts():
                 wide = loss if loss.dtype == torch.float64 else loss.float()
                 yield wide * scale.on(loss.device) if isinstance(scale, PerDevice) else wide
-            self._drop_strays(bindings, loss_scale)
+            for other in others:
+                other.gradients.drop_model_grads()
             nested = any(b.gradients.in_enclosing_block for b in bindings)
-            if delay_unscale and not nested:
+            if delay_unscale and not nested and not self._share_parameters(bindings):
                 while opened:
-                    opened.pop().gradients.delay(inv_scale)
+                    binding = opened.pop()
+                    binding.delay(loss_id % len(binding.loss_scales), loss_scale, inv_scale)
                 return
-            found_inf, done = FoundInf(), set[int]()
+            done: set[int] = set()
             for binding in bindings:
                 binding.gradients.finish(inv_scale, found_inf, done)
                 opened.remove(binding)
@@ -292,26 +303,45 @@ class AmpSession:
             # The last first: of optimizers that share a parameter, the first has set its gradient aside.
             for binding in reversed(opened):
                 binding.gradients.abandon()
+            if loss_scale.dynamic and found_inf.per_device:
+                for binding in bindings:
+                    binding.latch(loss_id % len(binding.loss_scales), loss_scale, found_inf.joined(loss.device))
             raise
         self._conclude(
             bindings, loss_scale, loss_id, found_inf.joined(loss.device), delay_unscale or delay_overflow_check
         )
 
-    def _drop_strays(self, bindings: list[OptimizerBinding], loss_scale: LossScale) -> None:
-        """Scaled gradients that reached masters' models of optimizers that the block does not name.
+    def _take_over_elsewhere(self, bindings: list[OptimizerBinding]) -> list[OptimizerBinding]:
+        """Bindings that a block does not name, and that must not take its scaled gradients for a plain backward's.
 
-        They would be taken for the unscaled ones of a plain backward. apex dropped them too.
+        What a plain backward gave them before is taken over now; what the block sends them is dropped, as in apex.
         """
-        if not loss_scale.is_identity:
-            for other in self._bindings.values():
-                if other not in bindings and not other.gradients.in_block and not other.gradients.has_window:
-                    other.gradients.drop_model_grads()
+        others = [
+            b
+            for b in self._bindings.values()
+            if b not in bindings and b.masters.pairs and not b.gradients.in_block and not b.gradients.has_window
+        ]
+        for other in others:
+            other.refresh()
+        return others
+
+    def _share_parameters(self, bindings: list[OptimizerBinding]) -> bool:
+        """Whether a parameter of these bindings is another optimizer's too: it cannot wait for one of them alone."""
+        if len(self._bindings) < 2:
+            return False
+        owners: dict[int, int] = {}
+        for binding in self._bindings.values():
+            for p in binding.masters.own:
+                owners[id(p)] = owners.get(id(p), 0) + 1
+        return any(owners[id(p)] > 1 for binding in bindings for p in binding.masters.own)
 
     def _bindings_of(self, optimizers: Any) -> list[OptimizerBinding]:
         given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        known = [self._bindings[o] for o in given if _is_optimizer(o) and o in self._bindings]
         # Where gradients are neither scaled nor copied, apex let anything pass.
         assert self.policy is not None
-        anything_goes = not self.policy.master_weights and all(scale.is_identity for scale in self.loss_scales)
+        scales = [scale for b in known for scale in b.loss_scales] or self.loss_scales
+        anything_goes = not self.policy.master_weights and all(scale.is_identity for scale in scales)
         bindings = []
         for i, optimizer in enumerate(dict.fromkeys(given)):
             if _is_optimizer(optimizer) and optimizer in self._bindings:
@@ -391,10 +421,10 @@ class AmpSession:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self, destination: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The loss scales in apex's format: ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``.
+        """The loss scales of the latest ``initialize``, in apex's format.
 
-        ``destination`` is filled and returned if given. Empty when amp is not initialized or not enabled. Host sync:
-        reads the scales.
+        ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``. ``destination`` is filled and returned if
+        given. Empty when amp is not initialized or not enabled. Host sync: reads the scales.
         """
         result = OrderedDict() if destination is None else destination
         enabled = self.policy is not None and self.policy.enabled
@@ -418,11 +448,13 @@ class AmpSession:
             )
         if not self.policy.enabled:
             return
-        unexpected = [k for k in state_dict if not (k.startswith(_KEY) and k[len(_KEY) :].isdigit())]
-        if unexpected:
+        if not isinstance(state_dict, Mapping):
+            raise AmpTypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
+        matches = {k: re.fullmatch(_KEY + r"(0|[1-9]\d*)", str(k), re.ASCII) for k in state_dict}
+        if unexpected := [k for k, match in matches.items() if match is None]:
             keys = ", ".join(f'"{k}"' for k in unexpected)
             raise AmpKeyError(f"Error(s) in loading state_dict. Unexpected key(s) in state_dict: {keys}.")
-        entries = {int(k[len(_KEY) :]): v for k, v in state_dict.items()}
+        entries = {int(match[1]): state_dict[k] for k, match in matches.items() if match is not None}
         fresh = [LossScale.from_option("dynamic", None, None) for _ in entries]
         for trial, (i, entry) in zip(fresh, entries.items(), strict=True):
             try:
@@ -441,9 +473,7 @@ class AmpSession:
 
     def _active_dtype(self) -> torch.dtype | None:
         """The 16-bit type that ops are cast to right now, None when they are not."""
-        if self._autocast is None or self.policy is None or not self._autocast.active:
-            return None
-        return self.policy.autocast_dtype
+        return self._autocast.dtype if self._autocast is not None and self._autocast.active else None
 
     def disable_casts(self) -> AbstractContextManager:
         """A context in which O1's and O4's casts are off. May nest; a no-op at other levels."""

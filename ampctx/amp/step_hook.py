@@ -64,6 +64,7 @@ class OptimizerBinding:
         self._report_skip = report_skip
         self._taken = taken
         self._verdicts: dict[int, tuple[LossScale, Tensor]] = {}
+        self._delayed_by: tuple[int, LossScale] | None = None
         self._active = True
         self._undo: list[Callable[[], None]] = []
         try:
@@ -84,18 +85,31 @@ class OptimizerBinding:
         """
         self.masters.adopt_unfrozen(self.optimizer)
         self.masters.follow_model(settled)
+        delayed_by = self._delayed_by if self.gradients.has_window else None
         found_inf = self.gradients.settle()
-        if found_inf.per_device and any(scale.dynamic for scale in self.loss_scales):
-            flag = found_inf.joined(next(iter(found_inf.per_device)))
-            self.latch(OUTSIDE_OF_BLOCKS, self.loss_scales[0], flag)
+        if not found_inf.per_device:
+            return
+        flag = found_inf.joined(next(iter(found_inf.per_device)))
+        if delayed_by is None:
+            if any(scale.dynamic for scale in self.loss_scales):
+                self.latch(OUTSIDE_OF_BLOCKS, self.loss_scales[0], flag)
+        elif delayed_by[1].dynamic:
+            self.latch(*delayed_by, flag)
+            delayed_by[1].update(flag)
 
     def begin(self, scale: Factor, inv_scale: Factor) -> None:
         """Makes ready for the backward of a scale_loss block."""
-        if self.gradients.has_window:
+        if self.gradients.has_window or self.gradients.in_block:
+            self.masters.adopt_unfrozen(self.optimizer)
             self.masters.follow_model(settled=True)
         else:
             self.refresh(settled=True)
         self.gradients.begin(scale, inv_scale)
+
+    def delay(self, loss_id: int, loss_scale: LossScale, inv_scale: Factor) -> None:
+        """Ends a block whose gradients a later block, or else the step, unscales and judges."""
+        self._delayed_by = (loss_id, loss_scale)
+        self.gradients.delay(inv_scale)
 
     def latch(self, loss_id: int, loss_scale: LossScale, found_inf: Tensor) -> None:
         """ORs a flag into what decides about the next step. No host sync."""
@@ -109,6 +123,7 @@ class OptimizerBinding:
         for undo in reversed(self._undo):
             undo()
         if self.optimizer is not None:
+            self.gradients.settle()
             self.masters.dissolve(self.optimizer)
 
     # --- the replaced methods -----------------------------------------------------------------------------------------
@@ -138,16 +153,16 @@ class OptimizerBinding:
                 optimizer._opt_called = True
         self._report_skip(self.skipped_steps, overflowed)
 
-    def _step(self, original: Callable, closure: Callable | None = None, *args: Any, **kwargs: Any) -> Any:
+    def _step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         if not self._active:
-            return original(*args, **kwargs) if closure is None else original(closure, *args, **kwargs)
+            return original(*args, **kwargs)
         if self.gradients.in_block:
             raise AmpError(
                 "optimizer.step() was called inside a scale_loss block, where gradients are scaled: leave the block "
                 "first"
             )
-        if closure is not None:
-            return self._step_with_closure(original, closure, *args, **kwargs)
+        if (args[0] if args else kwargs.get("closure")) is not None:
+            return self._step_with_closure(original, *args, **kwargs)
         self.refresh(settled=True)
         if overflowed := self._take_verdicts():
             self._skip(overflowed)
@@ -158,7 +173,8 @@ class OptimizerBinding:
         self.masters.drop_master_grads()
         return result
 
-    def _step_with_closure(self, original: Callable, closure: Callable, *args: Any, **kwargs: Any) -> Any:
+    def _step_with_closure(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        closure = args[0] if args else kwargs.pop("closure")
         if self.masters.pairs:
             raise AmpError(
                 "Currently, Amp does not support closure use with optimizers. The optimizer steps fp32 master weights: "
@@ -169,6 +185,7 @@ class OptimizerBinding:
         def guarded() -> Any:
             with self._casts.resumed():
                 loss = closure()
+            self.refresh(settled=True)
             overflowed.extend(self._take_verdicts())
             if overflowed:
                 raise _OverflowInClosure
@@ -177,7 +194,7 @@ class OptimizerBinding:
         restore = _snapshot(self.optimizer)
         try:
             with self._casts.suspended():
-                return original(guarded, *args, **kwargs)
+                return original(guarded, *args[1:], **kwargs)
         except _OverflowInClosure:
             restore()
             self._skip(overflowed)
@@ -212,7 +229,11 @@ def _snapshot(optimizer: Any) -> Callable[[], None]:
         optimizer.state.clear()
         optimizer.state.update(state)
         for group, saved in zip(optimizer.param_groups, options, strict=True):
-            group.update(saved)
+            for k, v in saved.items():
+                if isinstance(v, Tensor):
+                    group[k].copy_(v)  # a tensor lr may be held elsewhere too
+                else:
+                    group[k] = v
 
     return restore
 
@@ -237,13 +258,13 @@ def _replace(optimizer: Any, name: str, method: Callable) -> Callable[[], None]:
         return method(original, *args, **kwargs)  # not through replacement, which would hold itself
 
     replacement.__func__ = as_function  # type: ignore[attr-defined]
-    replacement.replaced_by_ampctx = True  # type: ignore[attr-defined]
     setattr(optimizer, name, replacement)
+    replacement_ref = weakref.ref(replacement)
 
     def undo() -> None:
         target = optimizer_ref()
         # Somebody (an LR scheduler) may have wrapped the replacement; it then stays and passes through.
-        if target is not None and hasattr(vars(target).get(name), "replaced_by_ampctx"):
+        if target is not None and name in vars(target) and vars(target)[name] is replacement_ref():
             if former is None:
                 delattr(target, name)
             else:

@@ -60,6 +60,10 @@ GOOD = {"loss_scale": 8.0, "unskipped": 0}
 @pytest.mark.parametrize(
     ("state", "error", "message"),
     [
+        (None, AmpTypeError, "state_dict must be a dict, got NoneType"),
+        ({0: GOOD}, AmpKeyError, '"0"'),
+        ({"loss_scaler²": GOOD}, AmpKeyError, "loss_scaler²"),
+        ({"loss_scaler00": GOOD}, AmpKeyError, "loss_scaler00"),
         ({"loss_scaler0": GOOD, "model": {}}, AmpKeyError, r'Unexpected key\(s\) in state_dict: "model"'),
         ({"loss_scaler0": GOOD, "loss_scalerX": GOOD}, AmpKeyError, "loss_scalerX"),
         ({"loss_scaler0": GOOD, "loss_scaler1": {"loss_scale": 8.0}}, AmpKeyError, r'loss_scaler1.*"?unskipped'),
@@ -68,7 +72,10 @@ GOOD = {"loss_scale": 8.0, "unskipped": 0}
         ({"loss_scaler0": GOOD, "loss_scaler1": {**GOOD, "loss_scale": float("nan")}}, AmpValueError, "loss_scaler1"),
         ({"loss_scaler0": GOOD, "loss_scaler1": {**GOOD, "unskipped": -1}}, AmpValueError, "loss_scaler1"),
     ],
-    ids=["foreign-key", "no-number", "missing-field", "not-a-dict", "zero-scale", "nan-scale", "negative-count"],
+    ids=[
+        *("not-a-mapping", "number-for-a-key", "superscript", "leading-zero", "foreign-key", "no-number"),
+        *("missing-field", "not-a-dict", "zero-scale", "nan-scale", "negative-count"),
+    ],
 )
 def test_a_bad_checkpoint_changes_nothing(session, state, error, message):
     init(session, 2)

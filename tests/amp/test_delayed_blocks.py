@@ -1,0 +1,138 @@
+"""delay_unscale and delay_overflow_check."""
+
+import pytest
+import torch
+from models import LEVELS, assert_unchanged, snapshot
+from probe import START, Probe, backward, grads, overflow, probe, scale_value
+
+from ampctx import AmpError
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_delay_unscale_updates_the_scale_once(session, level):
+    model, optimizer = probe(session, level, loss_scale="dynamic")
+    for last in (False, False, True):
+        backward(session, model, optimizer, 1.0, delay_unscale=not last)
+    assert session.state_dict()["loss_scaler0"]["unskipped"] == 1
+    assert all(torch.equal(g, torch.full_like(g, 3.0)) for g in grads(optimizer))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("delay", ["delay_unscale", "delay_overflow_check"])
+def test_a_delayed_overflow_is_not_lost(session, level, delay):
+    model, optimizer = probe(session, level)
+    before = snapshot(optimizer, model)
+    overflow(session, model, optimizer, **{delay: True})
+    assert scale_value(session) == START
+    backward(session, model, optimizer, 1.0)
+    assert scale_value(session) == START / 2
+    optimizer.step()
+    assert_unchanged(before, snapshot(optimizer, model))
+    overflow(session, model, optimizer, **{delay: True})
+    optimizer.step()
+    assert_unchanged(before, snapshot(optimizer, model))
+    assert session.skipped_steps(optimizer) == 2
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_a_closure_of_delayed_blocks(session, level):
+    model, optimizer = probe(session, level, loss_scale=128.0)
+
+    def closure():
+        optimizer.zero_grad()
+        backward(session, model, optimizer, 1.0, delay_unscale=True)
+        return model.loss(1.0)
+
+    optimizer.step(closure)
+    assert model.weight.eq(1.875).all()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_delayed_blocks_of_optimizers_that_share_parameters(session, level):
+    model = Probe()
+    both = [torch.optim.SGD(model.parameters(), lr=0.125) for _ in range(2)]
+    session.initialize(model, both, opt_level=level, num_losses=2, loss_scale=8.0, verbosity=0)
+    session.loss_scales[1].set(32.0)
+    backward(session, model, both, 1.0, delay_unscale=True)
+    backward(session, model, both[0], 1.0, delay_unscale=True)
+    backward(session, model, both, 1.0, loss_id=1)
+    assert model.weight.grad.eq(3).all()
+    backward(session, model, both, 1.0, delay_unscale=True)
+    for optimizer in both:
+        optimizer.step()
+    assert model.weight.grad.eq(4).all()
+    assert model.weight.eq(1.0).all()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_delayed_block_that_reaches_nothing_loses_nothing(session, level):
+    model, optimizer = probe(session, level, loss_scale=8.0)
+    backward(session, model, optimizer, 3.0)
+    with session.scale_loss(torch.zeros((), requires_grad=True), optimizer, delay_unscale=True) as scaled:
+        scaled.backward()
+    backward(session, model, optimizer, 2.0)
+    assert all(g.eq(5).all() for g in grads(optimizer))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_unfrozen_between_delayed_blocks(session, level):
+    model = Probe()
+    model.weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    session.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+    backward(session, model, optimizer, 1.0, delay_unscale=True)
+    model.weight.requires_grad_(True)
+    backward(session, model, optimizer, 1.0)
+    optimizer.step()
+    assert model.weight.eq(1.875).all()
+    assert model.norm.bias.eq(-0.25).all()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("plain", [True, False], ids=["plain-backward", "delayed-block"])
+def test_reset_keeps_true_gradients(session, level, plain):
+    model, optimizer = probe(session, level, loss_scale=128.0)
+    if plain:
+        model.loss(1.0).backward()
+    else:
+        backward(session, model, optimizer, 1.0, delay_unscale=True)
+    session.reset()
+    assert all(p.grad.eq(1).all() for p in model.parameters())
+    assert all(p.grad.dtype == p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_reset_inside_a_block_is_an_error(session):
+    model, optimizer = probe(session, "O2")
+    with pytest.raises(AmpError, match="inside a scale_loss block"), session.scale_loss(model.loss(1.0), optimizer):
+        session.reset()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("loss_scale", [1.0, 128.0])
+def test_an_optimizer_that_a_block_leaves_out_keeps_its_plain_gradients(session, level, loss_scale):
+    models = [Probe(), Probe()]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.125) for m in models]
+    session.initialize(models, optimizers, opt_level=level, loss_scale=loss_scale, verbosity=0)
+    models[1].weight.float().sum().backward()
+    with session.scale_loss(models[0].loss(1.0) + models[1].weight.float().sum(), optimizers[0]) as scaled:
+        scaled.backward()
+    optimizers[1].step()
+    assert models[1].weight.eq(1.875).all()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_failure_while_a_step_unscales_a_delayed_block(session, level, monkeypatch):
+    model, optimizer = probe(session, level, loss_scale=8.0)
+    backward(session, model, optimizer, 1.0, delay_unscale=True)
+
+    def fail(*args, **kwargs):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ampctx.foreach.scale", fail)
+        with pytest.raises(MemoryError):
+            optimizer.step()
+    optimizer.zero_grad()
+    backward(session, model, optimizer, 1.0)
+    optimizer.step()
+    assert model.weight.eq(1.875).all()

@@ -1,0 +1,223 @@
+"""torch's optimizers, schedulers, closures and clipping under amp."""
+
+import copy
+import functools
+import itertools
+import warnings
+
+import pytest
+import torch
+from models import LEVELS, assert_unchanged, batch, loss_of, mlp, snapshot
+from probe import START, Probe, backward, grads, overflow, probe
+
+from ampctx import AmpError, amp, clip_grad_norm_
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("before_initialize", [True, False], ids=["scheduler-first", "initialize-first"])
+def test_lr_schedulers_see_no_warning_on_a_first_skipped_step(session, level, before_initialize):
+    model = Probe()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def schedule():
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler = schedule() if before_initialize else None
+        session.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", max_loss_scale=START, verbosity=0)
+        scheduler = scheduler or schedule()
+        overflow(session, model, optimizer)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        backward(session, model, optimizer, 1.0)
+        optimizer.step()
+        scheduler.step()
+    assert model.weight.eq(1.5).all()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("clip", [torch.nn.utils.clip_grad_norm_, clip_grad_norm_], ids=["torch", "ampctx"])
+def test_clipping_master_params(session, level, clip):
+    model, optimizer = probe(session, level, loss_scale=1024.0)
+    backward(session, model, optimizer, 2.0)
+    norm = clip(amp.master_params(optimizer), 1.0)
+    torch.testing.assert_close(norm.float(), torch.tensor(2.0 * 7**0.5), rtol=1e-3, atol=1e-3)
+    total = torch.linalg.vector_norm(torch.cat([g.float() for g in grads(optimizer)]))
+    torch.testing.assert_close(total, torch.tensor(1.0), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_closures(session, level):
+    model, optimizer = probe(session, level)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model.loss(1.0)
+        with session.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        return loss
+
+    if level in ("O2", "O5"):
+        with pytest.raises(AmpError, match="does not support closure use"):
+            optimizer.step(closure)
+        return
+    assert optimizer.step(closure) is not None
+    assert model.weight.eq(1.875).all()
+
+
+def test_an_overflow_inside_a_closure_skips_the_step(session):
+    model, optimizer = probe(session, "O1")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model.loss(float("inf"))
+        with session.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        return loss
+
+    before = snapshot(optimizer, model)
+    assert optimizer.step(closure) is None
+    assert_unchanged(before, snapshot(optimizer, model))
+    assert session.skipped_steps(optimizer) == 1
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adagrad-foreach": lambda p: torch.optim.Adagrad(p, lr=0.05, foreach=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_scaling_by_powers_of_two_changes_no_bit(session, level, name):
+    """With exact factors the loop must equal the same arithmetic written out by hand."""
+    model = mlp()
+    session.initialize(model, opt_level=level, verbosity=0)
+    by_hand = copy.deepcopy(model)
+    masters = [p.detach().float().clone().requires_grad_() for p in by_hand.parameters()]
+    reference = OPTIMIZERS[name](masters)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    other = amp.AmpSession()
+    other.allow_incoming_model_not_fp32 = True
+    other.initialize(model, optimizer, opt_level="O2", cast_model_type=False, loss_scale=1024.0, verbosity=0)
+    for step in range(10):
+        optimizer.zero_grad()
+        with other.scale_loss(loss_of(model, step), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        by_hand.zero_grad()
+        (loss_of(by_hand, step) * 1024.0).backward()
+        for p, m in zip(by_hand.parameters(), masters, strict=True):
+            m.grad = p.grad.float() / 1024.0
+        reference.step()
+        with torch.no_grad():
+            for p, m in zip(by_hand.parameters(), masters, strict=True):
+                p.copy_(m)
+    for p, q in itertools.chain(
+        zip(model.parameters(), by_hand.parameters(), strict=True),
+        zip(amp.master_params(optimizer), masters, strict=True),
+    ):
+        assert torch.equal(p, q)
+    other.reset()
+
+
+def test_double_backward_through_the_scaled_loss(session):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.initialize(model, optimizer, opt_level="O0", loss_scale=64.0, verbosity=0)
+    x = batch().requires_grad_()
+    with session.scale_loss(model(x).square().mean(), optimizer) as scaled:
+        (gx,) = torch.autograd.grad(scaled, x, create_graph=True)
+        (scaled + (gx / 64.0).square().sum() * 64.0).backward()
+    reference = mlp()
+    x = batch().requires_grad_()
+    loss = reference(x).square().mean()
+    (gx,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + gx.square().sum()).backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_arguments_of_step_reach_the_optimizer(session):
+    class Scaled(torch.optim.SGD):
+        def step(self, closure=None, factor=None):
+            self.seen = (closure, factor)
+            return super().step()
+
+    model = Probe()
+    optimizer = Scaled(model.parameters(), lr=0.1)
+    session.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    for args, kwargs in (
+        ((None, 5), {}),
+        ((), {"factor": 5}),
+        ((None,), {"factor": 5}),
+        ((), {"closure": None, "factor": 5}),
+    ):
+        optimizer.step(*args, **kwargs)
+        assert optimizer.seen == (None, 5)
+    optimizer.step(lambda: None, 5)
+    assert callable(optimizer.seen[0])
+    assert optimizer.seen[1] == 5
+
+
+def test_a_wrapper_of_the_users_survives_reset(session):
+    _, optimizer = probe(session, "O1")
+    calls = []
+    inner = optimizer.step
+
+    @functools.wraps(inner)
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return inner(*args, **kwargs)
+
+    optimizer.step = counted
+    session.reset()
+    optimizer.step()
+    assert calls == [1]
+
+
+def test_a_tensor_lr_stays_the_users_object_after_a_skipped_closure(session):
+    model = Probe()
+    lr = torch.tensor(0.125)
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr, capturable=False, foreach=False)
+    session.initialize(model, optimizer, opt_level="O1", verbosity=0)
+
+    def closure():
+        backward(session, model, optimizer, float("inf"))
+        return model.loss(1.0)
+
+    assert optimizer.step(closure) is None
+    assert optimizer.param_groups[0]["lr"] is lr
+
+
+@pytest.mark.parametrize("bad", [1, 3], ids=["first-evaluation", "third-evaluation"])
+def test_lbfgs_with_an_overflow_in_an_evaluation(session, bad):
+    model = mlp()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=6)
+    session.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    evaluations = 0
+    overflow_at = None
+
+    def closure():
+        nonlocal evaluations
+        evaluations += 1
+        optimizer.zero_grad()
+        loss = loss_of(model) * (float("inf") if evaluations == overflow_at else 1.0)
+        with session.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        return loss
+
+    first = float(optimizer.step(closure).detach())
+    before = [p.detach().clone() for p in model.parameters()]
+    state = copy.deepcopy(next(iter(optimizer.state.values())))
+    overflow_at = evaluations + bad
+    assert optimizer.step(closure) is None
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert next(iter(optimizer.state.values())).keys() == state.keys()
+    overflow_at = None
+    assert float(optimizer.step(closure).detach()) < first
