@@ -40,7 +40,7 @@ abi-check: $(VENV)/test.done
 	for version in 2.11.0 2.15.0; do \
 	  $(PYTHON) -m venv .abi/$$version && \
 	  .abi/$$version/bin/python -m pip install --quiet torch==$$version numpy pytest packaging && \
-	  AMPCTX_REQUIRE_EXTENSION=1 PYTHONPATH=. .abi/$$version/bin/python -m pytest tests/ops $(ARGS) || exit 1; \
+	  AMPCTX_REQUIRE_EXTENSION=1 PYTHONPATH=. .abi/$$version/bin/python -m pytest tests/ops tests/amp $(ARGS) || exit 1; \
 	done
 
 # For a machine with a GPU, the CUDA toolkit and a python that has torch and pytest; installs nothing.
