@@ -71,6 +71,17 @@ def spread(samples: list[float]) -> dict[str, Any]:
     }
 
 
+def commit() -> str | None:
+    """The commit that runs, "-dirty" where files other than results differ from it."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).resolve().parents[1]), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = git("status", "--porcelain", "--", ".", ":(exclude)benchmarks/results", ":(exclude)benchmarks/README.md")
+    return git("rev-parse", "HEAD") + ("-dirty" if changed else "") or None
+
+
 def environment(device: str) -> dict[str, Any]:
     cpu = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
@@ -79,13 +90,6 @@ def environment(device: str) -> dict[str, Any]:
             line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
         ]
         cpu = names[0] if names else cpu
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
     extension = ampctx.ops.extension
     return {
         "machine": {
@@ -102,5 +106,5 @@ def environment(device: str) -> dict[str, Any]:
             "cuda": torch.version.cuda,
         },
         "extension": {"loaded": extension.loaded, "backends": list(extension.backends), **extension.build},
-        "commit": git.stdout.strip() or None,
+        "commit": commit(),
     }
