@@ -95,6 +95,11 @@ class BlockGradients:
     def has_window(self) -> bool:
         return self._window is not None
 
+    @property
+    def is_idle(self) -> bool:
+        """Neither in a block nor with delayed gradients: what is in ``.grad`` is not scaled."""
+        return not self._frames and self._window is None
+
     def _leaves(self) -> Iterator[Tensor]:
         """The parameters that a backward writes gradients into."""
         for p, _ in self._masters.pairs:

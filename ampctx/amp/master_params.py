@@ -7,16 +7,17 @@ its place in ``optimizer.param_groups``. The model weight is the rounded master.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Container
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ampctx import foreach
 from ampctx._errors import AmpError
-from ampctx.amp.cast_arguments import LOW_PRECISION
+from ampctx.amp.cast_arguments import LOW_PRECISION, Undo
 from ampctx.foreach import FoundInf
 
 Group = dict[str, Any]
@@ -164,3 +165,29 @@ class MasterParams:
     def drop_master_grads(self) -> None:
         for _, master in self.pairs:
             master.grad = None
+
+
+class _MastersFollow:
+    """A load_state_dict hook that has the masters follow. A copy or pickle of the model does not carry it along."""
+
+    def __init__(self, masters: list[MasterParams]) -> None:
+        self._masters = weakref.WeakSet(masters)
+
+    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
+        for masters in self._masters:
+            masters.model_changed()
+
+    def __reduce__(self) -> tuple:
+        return _MastersFollow, ([],)
+
+
+def watch_loading(model: nn.Module, masters: list[MasterParams]) -> Undo:
+    """Has masters follow the model after any ``load_state_dict`` of it or of a part of it."""
+    hook = _MastersFollow(masters)
+    handles = [m.register_load_state_dict_post_hook(hook) for m in model.modules()]
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo

@@ -18,7 +18,7 @@ from ampctx.amp import casting
 from ampctx.amp.autocast import Autocast
 from ampctx.amp.function_casts import FunctionCasts
 from ampctx.amp.loss_scale import LossScale
-from ampctx.amp.master_params import MasterParams
+from ampctx.amp.master_params import MasterParams, watch_loading
 from ampctx.amp.opt_level import PrecisionPolicy, banner, resolve
 from ampctx.amp.step_hook import OUTSIDE_OF_BLOCKS, Casts, OptimizerBinding
 from ampctx.foreach import FoundInf, PerDevice
@@ -180,7 +180,7 @@ class AmpSession:
                 bound[optimizer] = self._bind(optimizer, policy, scales, originals, bound)
                 undo.append(_weakly(bound[optimizer].release))
             if policy.master_weights:
-                undo += [_watch_loading(m, [b.masters for b in bound.values()]) for m in models]
+                undo += [watch_loading(m, [b.masters for b in bound.values()]) for m in models]
             if policy.autocast_dtype is not None:
                 autocast = Autocast(models, policy.autocast_dtype)
                 undo.append(autocast.enable())
@@ -286,9 +286,11 @@ class AmpSession:
                 opened.append(binding)
             with self.disable_casts():
                 wide = loss if loss.dtype == torch.float64 else loss.float()
-                yield wide * scale.on(loss.device) if isinstance(scale, PerDevice) else wide
-            for other in others:
-                other.gradients.drop_model_grads()
+                try:
+                    yield wide * scale.on(loss.device) if isinstance(scale, PerDevice) else wide
+                finally:
+                    for other in others:
+                        other.gradients.drop_model_grads()
             nested = any(b.gradients.in_enclosing_block for b in bindings)
             if delay_unscale and not nested and not self._share_parameters(bindings):
                 while opened:
@@ -316,11 +318,7 @@ class AmpSession:
 
         What a plain backward gave them before is taken over now; what the block sends them is dropped, as in apex.
         """
-        others = [
-            b
-            for b in self._bindings.values()
-            if b not in bindings and b.masters.pairs and not b.gradients.in_block and not b.gradients.has_window
-        ]
+        others = [b for b in self._bindings.values() if b not in bindings and b.masters.pairs and b.gradients.is_idle]
         for other in others:
             other.refresh()
         return others
@@ -337,21 +335,21 @@ class AmpSession:
 
     def _bindings_of(self, optimizers: Any) -> list[OptimizerBinding]:
         given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-        known = [self._bindings[o] for o in given if _is_optimizer(o) and o in self._bindings]
+        found = [self._binding_of(optimizer) for optimizer in given]
+        bindings = list(dict.fromkeys(binding for binding in found if binding is not None))
         # Where gradients are neither scaled nor copied, apex let anything pass.
         assert self.policy is not None
-        scales = [scale for b in known for scale in b.loss_scales] or self.loss_scales
-        anything_goes = not self.policy.master_weights and all(scale.is_identity for scale in scales)
-        bindings = []
-        for i, optimizer in enumerate(dict.fromkeys(given)):
-            if _is_optimizer(optimizer) and optimizer in self._bindings:
-                bindings.append(self._bindings[optimizer])
-            elif not anything_goes:
-                raise AmpError(
-                    f"scale_loss: optimizers[{i}] ({type(optimizer).__name__}) did not go through amp.initialize: "
-                    "pass it there together with its model."
-                )
+        scales = [scale for binding in bindings for scale in binding.loss_scales] or self.loss_scales
+        if None in found and (self.policy.master_weights or not all(scale.is_identity for scale in scales)):
+            i = found.index(None)
+            raise AmpError(
+                f"scale_loss: optimizers[{i}] ({type(given[i]).__name__}) did not go through amp.initialize: pass it "
+                "there together with its model."
+            )
         return bindings
+
+    def _binding_of(self, optimizer: Any) -> OptimizerBinding | None:
+        return self._bindings.get(optimizer) if _is_optimizer(optimizer) else None
 
     def _loss_scale(self, bindings: list[OptimizerBinding], loss_id: int) -> LossScale:
         # An optimizer keeps the scales of the initialize call that it came from.
@@ -407,16 +405,16 @@ class AmpSession:
         Under master weights these are the fp32 masters, else the model's own parameters. Clip their gradients after the
         scale_loss block. Works on any object with ``param_groups``. No host sync.
         """
-        if _is_optimizer(optimizer) and optimizer in self._bindings:
-            binding = self._bindings[optimizer]
-            if not binding.gradients.in_block and not binding.gradients.has_window:
-                binding.refresh()
+        binding = self._binding_of(optimizer)
+        if binding is not None and binding.gradients.is_idle:
+            binding.refresh()
         for group in optimizer.param_groups:
             yield from group["params"]
 
     def skipped_steps(self, optimizer: Any) -> int:
         """How many steps of ``optimizer`` were skipped because gradients overflowed. No host sync."""
-        return self._bindings[optimizer].skipped_steps if optimizer in self._bindings else 0
+        binding = self._binding_of(optimizer)
+        return 0 if binding is None else binding.skipped_steps
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -524,28 +522,3 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
             alive()
 
     return call
-
-
-class _MastersFollow:
-    """A load_state_dict hook that has the masters follow. A copy or pickle of the model does not carry it along."""
-
-    def __init__(self, masters: list[MasterParams]) -> None:
-        self._masters = weakref.WeakSet(masters)
-
-    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
-        for masters in self._masters:
-            masters.model_changed()
-
-    def __reduce__(self) -> tuple:
-        return _MastersFollow, ([],)
-
-
-def _watch_loading(model: nn.Module, masters: list[MasterParams]) -> Callable[[], None]:
-    hook = _MastersFollow(masters)
-    handles = [m.register_load_state_dict_post_hook(hook) for m in model.modules()]
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return undo

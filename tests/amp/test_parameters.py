@@ -1,5 +1,7 @@
 """Parameters that change, are shared, or get gradients outside of blocks."""
 
+import contextlib
+
 import pytest
 import torch
 from host_reads import HostReads
@@ -213,15 +215,21 @@ def test_unfrozen_and_stepped_without_a_block(session, level):
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_scaled_gradients_do_not_reach_an_optimizer_that_the_block_leaves_out(session, level):
+@pytest.mark.parametrize("raises", [False, True], ids=["", "raises"])
+def test_scaled_gradients_do_not_reach_an_optimizer_that_the_block_leaves_out(session, level, raises):
     models = [Probe(), Probe()]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.125) for m in models]
     session.initialize(models, optimizers, opt_level=level, loss_scale=128.0, verbosity=0)
-    with session.scale_loss(sum(m.loss(1.0) for m in models), optimizers[0]) as scaled:
+    with (
+        pytest.raises(MemoryError) if raises else contextlib.nullcontext(),
+        session.scale_loss(sum(m.loss(1.0) for m in models), optimizers[0]) as scaled,
+    ):
         scaled.backward()
+        if raises:
+            raise MemoryError
     for optimizer in optimizers:
         optimizer.step()
-    assert models[0].weight.eq(1.875).all()
+    assert models[0].weight.eq(2.0 if raises else 1.875).all()
     assert models[1].weight.eq(2).all()
 
 
