@@ -6,7 +6,7 @@ makes the same checks as the compiled kernels (csrc/check.h), so that the fallba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -38,19 +38,30 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
     return all(sa == sb for sa, sb, n in zip(a.stride(), b.stride(), a.shape, strict=True) if n > 1)
 
 
-def check_lists(op: str, **lists: Sequence[Tensor]) -> None:
-    """Raises RuntimeError naming list and index where the lists cannot go into one kernel call."""
+_ALLOWED = (KERNEL_DTYPES, "float32, float16, bfloat16 or float64")
+
+
+def check_lists(
+    op: str,
+    lists: Mapping[str, Sequence[Tensor]],
+    allowed: Mapping[str, tuple[tuple[torch.dtype, ...], str]] | None = None,
+) -> None:
+    """Raises RuntimeError naming list and index where the lists cannot go into one kernel call.
+
+    ``allowed``: the dtypes of a list that takes others than the kernels' floating ones, and their names.
+    """
     (first_name, first), *others = lists.items()
     for name, tensors in others:
         if len(tensors) != len(first):
             raise RuntimeError(f"{op}: {name} has {len(tensors)} tensors, {first_name} has {len(first)}")
     for name, tensors in lists.items():
+        dtypes, names = (allowed or {}).get(name, _ALLOWED)
         for i, t in enumerate(tensors):
             where = f"{op}: {name}[{i}]"
             if t.layout != torch.strided:
                 raise RuntimeError(f"{where} is not a strided tensor")
-            if t.dtype not in KERNEL_DTYPES:
-                raise RuntimeError(f"{where} has dtype {t.dtype}, expected float32, float16, bfloat16 or float64")
+            if t.dtype not in dtypes:
+                raise RuntimeError(f"{where} has dtype {t.dtype}, expected {names}")
             if t.dtype != tensors[0].dtype:
                 raise RuntimeError(f"{where} has dtype {t.dtype}, {name}[0] has {tensors[0].dtype}")
             if t.device != first[0].device:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ampctx import _extension, _reference
+from ampctx import _extension, _reference, _reference_optimizers
 
 NAMESPACE = "ampctx"
 
@@ -32,6 +32,7 @@ _SCHEMAS = (
     "update_scale(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor(c!) hysteresis_tracker, Tensor found_inf,"
     " float growth_factor, float backoff_factor, int growth_interval, int hysteresis, float min_scale,"
     " float max_scale) -> ()",
+    *_reference_optimizers.SCHEMAS,
 )
 
 
@@ -39,7 +40,7 @@ _SCHEMAS = (
 
 
 def _check(op, found_inf, lists, **factors):
-    _reference.check_lists(op, **lists)
+    _reference.check_lists(op, lists)
     _reference.check_scalars(op, found_inf, lists, **factors)
 
 
@@ -76,6 +77,7 @@ _FALLBACKS = {
     "multi_tensor_l2norm": _l2norm_checked,
     "multi_tensor_unscale_l2norm": _unscale_l2norm_checked,
     "update_scale": _update_scale_checked,
+    **_reference_optimizers.FALLBACKS,
 }
 
 
@@ -100,6 +102,7 @@ _FAKES = {
     "multi_tensor_l2norm": _fake_norms,
     "multi_tensor_unscale_l2norm": _fake_norms,
     "update_scale": _fake_nothing,
+    **dict.fromkeys(_reference_optimizers.FALLBACKS, _fake_nothing),
 }
 
 
@@ -123,11 +126,12 @@ _ops = torch.ops.ampctx
 # --- the calls -------------------------------------------------------------------------------------------------------
 
 
-def _factor(value: float | Tensor) -> Tensor:
+def factor(value: float | Tensor) -> Tensor:
+    """A factor as the ops take it: a tensor as it is, a number in fp64 on the CPU."""
     return value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
 
 
-def _wrote(*lists: Sequence[Tensor]) -> None:
+def wrote(*lists: Sequence[Tensor]) -> None:
     """Tells autograd that the tensors changed; a C++ op outside autograd does not do so by itself."""
     if not torch.compiler.is_compiling():
         for tensors in lists:
@@ -140,8 +144,8 @@ def multi_tensor_scale(src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: 
     ``dst`` may be ``src``. Inf and nan are carried over. A finite value that becomes inf because the type of ``dst`` is
     narrower is not flagged. No host sync.
     """
-    _ops.multi_tensor_scale.default(src, dst, found_inf, _factor(scale))
-    _wrote(dst)
+    _ops.multi_tensor_scale.default(src, dst, found_inf, factor(scale))
+    wrote(dst)
 
 
 def multi_tensor_axpby(
@@ -157,8 +161,8 @@ def multi_tensor_axpby(
 
     ``out`` may be ``x`` or ``y``. No host sync.
     """
-    _ops.multi_tensor_axpby.default(x, y, out, found_inf, _factor(a), _factor(b), arg_to_check)
-    _wrote(out)
+    _ops.multi_tensor_axpby.default(x, y, out, found_inf, factor(a), factor(b), arg_to_check)
+    wrote(out)
 
 
 def multi_tensor_l2norm(
@@ -178,7 +182,7 @@ def multi_tensor_unscale_l2norm(
     tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: float | Tensor, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
     """``multi_tensor_l2norm`` of ``t * inv_scale``, in one read; the tensors are left as they are. No host sync."""
-    return _ops.multi_tensor_unscale_l2norm.default(tensors, found_inf, _factor(inv_scale), per_tensor)
+    return _ops.multi_tensor_unscale_l2norm.default(tensors, found_inf, factor(inv_scale), per_tensor)
 
 
 def update_scale(
@@ -214,4 +218,4 @@ def update_scale(
         min_scale,
         max_scale,
     )
-    _wrote((scale, growth_tracker, hysteresis_tracker))
+    wrote((scale, growth_tracker, hysteresis_tracker))
