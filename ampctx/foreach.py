@@ -53,7 +53,17 @@ class FoundInf:
         return result
 
 
-def _factor(value: float | PerDevice, device: torch.device) -> float | Tensor:
+Factor = float | PerDevice
+
+
+def product(a: Factor, b: Factor) -> Factor:
+    """``a * b``, on the device of ``a`` where both are tensors. No host sync."""
+    if isinstance(a, PerDevice):
+        return PerDevice(a.value * (move(b.value, a.value.device) if isinstance(b, PerDevice) else b))
+    return PerDevice(b.value * a) if isinstance(b, PerDevice) else a * b
+
+
+def _factor(value: Factor, device: torch.device) -> float | Tensor:
     return value.on(device) if isinstance(value, PerDevice) else value
 
 
@@ -91,10 +101,18 @@ def axpby(
 
 def l2norm(tensors: Sequence[Tensor], found_inf: FoundInf) -> Tensor:
     """The L2 norm of everything as a 0-d tensor on the device of the first tensor. No host sync."""
+    return unscale_l2norm(tensors, found_inf, 1.0)
+
+
+def unscale_l2norm(tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Factor) -> Tensor:
+    """``l2norm`` of the tensors times ``inv_scale``; they are left as they are. No host sync."""
     norms = []
     for device, fused, (group,) in buckets(tensors):
-        call = ops.multi_tensor_l2norm if fused else _reference.multi_tensor_l2norm
-        norms.append(call(group, found_inf.on(device), False)[0])
+        flag, factor = found_inf.on(device), _factor(inv_scale, device)
+        if fused:
+            norms.append(ops.multi_tensor_unscale_l2norm(group, flag, factor)[0])
+        else:
+            norms.append(_reference.multi_tensor_unscale_l2norm(group, flag, _tensor(factor), False)[0])
     if not norms:
         return torch.zeros(())
     if len(norms) == 1:

@@ -14,6 +14,7 @@ LAYERS = [
     ["ampctx._reference_optimizers", "ampctx._grouping", "ampctx.amp.cpu_casts"],
     ["ampctx.ops"],
     ["ampctx.foreach", "ampctx.optimizer_ops"],
+    ["ampctx.model_grads"],
     [
         "ampctx.amp.loss_scale",
         "ampctx.amp.master_params",

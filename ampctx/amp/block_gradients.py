@@ -20,9 +20,8 @@ from torch import Tensor
 
 from ampctx import _reference, foreach
 from ampctx.amp.master_params import MasterParams
-from ampctx.foreach import FoundInf, PerDevice, move
+from ampctx.foreach import Factor, FoundInf, PerDevice, product
 
-Factor = float | PerDevice
 Grads = dict[Tensor, Tensor]
 
 
@@ -57,12 +56,6 @@ def _owns_its_memory(t: Tensor) -> bool:
 def _writable(t: Tensor) -> Tensor:
     """``t``, or a copy where its elements share memory (an expanded gradient)."""
     return t if t.is_contiguous() or _reference.is_dense(t) else t.contiguous()
-
-
-def _product(a: Factor, b: Factor) -> Factor:
-    if isinstance(a, PerDevice):
-        return PerDevice(a.value * (move(b.value, a.value.device) if isinstance(b, PerDevice) else b))
-    return PerDevice(b.value * a) if isinstance(b, PerDevice) else a * b
 
 
 def _add_sparse(new: Tensor, old: Tensor | None, factor: Factor, found_inf: FoundInf) -> Tensor:
@@ -123,7 +116,7 @@ class BlockGradients:
         # Copies, because the coming backward adds to the gradients of the window in place.
         copies = {p: g.clone() for p, g in present.items()}
         if window.inv_scale is not inv_scale:
-            self._rescale(present, _product(scale, window.inv_scale))
+            self._rescale(present, product(scale, window.inv_scale))
         self._frames.append(_Frame(window.before, window, copies))
 
     @staticmethod

@@ -1,0 +1,120 @@
+"""Master weights whose fp32 gradients are made when somebody reads them, and not before.
+
+After a backward the gradients lie in 16 bits beside the model's weights, multiplied by the loss scale. ``ModelGrads``
+keeps them there: one read has checked them and taken their norm, clipping multiplies one number, and an optimizer that
+knows the class reads them as they are. ``MasterParam.grad`` turns them into fp32 for everybody else.
+
+An optimizer with ``_step_supports_model_params = True`` is stepped with two attributes set: ``model_params``, a dict
+from master to the 16-bit weight to write with it, and ``model_grads``, a ``ModelGrads`` or None.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampctx import foreach
+from ampctx.foreach import Factor, FoundInf, PerDevice, product
+
+
+# The attribute itself, below the property of the same name.
+_GRAD: Any = torch.Tensor.grad
+
+
+class MasterParam(nn.Parameter):
+    """An fp32 master weight. Reading ``grad`` makes the gradients of all masters that wait with this one. No host sync.
+
+    A parameter otherwise; copies and pickles are plain ones without a gradient.
+    """
+
+    @property
+    def model_grads(self) -> ModelGrads | None:
+        """What stands for this master's gradient, None where it is a tensor or there is none."""
+        reference = self.__dict__.get("_model_grads")
+        return None if reference is None else reference()
+
+    @property  # type: ignore[override]
+    def grad(self) -> Tensor | None:
+        if (waiting := self.model_grads) is not None:
+            waiting.materialize()
+        return _GRAD.__get__(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if (waiting := self.model_grads) is not None:
+            waiting.materialize()
+        _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if (waiting := self.model_grads) is not None:
+            waiting.materialize()
+        return super().__reduce_ex__(protocol)
+
+
+class ModelGrads:
+    """The 16-bit gradients of one backward that stand for the fp32 gradients of their masters.
+
+    Args:
+        grads: master to gradient, which is kept and not changed; strided, on any mix of devices.
+        inv_scale: what the gradients are to be multiplied by.
+        found_inf: raised where a gradient holds inf or nan.
+
+    One read of the gradients, no host sync.
+    """
+
+    def __init__(self, grads: dict[MasterParam, Tensor], inv_scale: Factor, found_inf: FoundInf) -> None:
+        self.grads = grads
+        self.inv_scale = inv_scale
+        self._norm = foreach.unscale_l2norm(list(grads.values()), found_inf, inv_scale)
+        reference = weakref.ref(self)
+        for master in grads:
+            master.__dict__["_model_grads"] = reference
+
+    def norm(self) -> Tensor:
+        """The L2 norm of the unscaled gradients, 0-d fp32 on the device of the first. No host sync."""
+        return self._norm
+
+    def multiply(self, coefficient: Tensor) -> None:
+        """Multiplies the gradients by a one-element tensor, when they are read. No host sync."""
+        coefficient = coefficient.reshape(()).float()
+        self.inv_scale = product(self.inv_scale, PerDevice(coefficient))
+        self._norm = self._norm * foreach.move(coefficient, self._norm.device)
+
+    @torch.no_grad()
+    def materialize(self) -> None:
+        """``master.grad`` becomes an fp32 tensor, unscaled, for every master. No host sync."""
+        grads = list(self.grads.values())
+        # The layout of the gradient, so that the kernels can walk both in memory order.
+        wide = [torch.empty_like(g, dtype=m.dtype, requires_grad=False) for m, g in self.grads.items()]
+        foreach.scale(grads, wide, FoundInf(), self.inv_scale)
+        masters = list(self.grads)
+        self.drop()
+        for master, grad in zip(masters, wide, strict=True):
+            master.grad = grad
+
+    def drop(self) -> None:
+        """Forgets the gradients."""
+        for master in self.grads:
+            master.__dict__.pop("_model_grads", None)
+        self.grads = {}
+
+
+def all_of(params: Iterable[Tensor]) -> list[ModelGrads]:
+    """The gradients that wait for masters among ``params``, where all of their masters are; others become tensors."""
+    masters = [p for p in params if isinstance(p, MasterParam) and p.model_grads is not None]
+    given = set(masters)
+    complete = []
+    for waiting in filter(None, dict.fromkeys(master.model_grads for master in masters)):
+        if given.issuperset(waiting.grads):
+            complete.append(waiting)
+        else:
+            waiting.materialize()
+    return complete
