@@ -10,7 +10,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from ampctx import foreach
+from ampctx import foreach, model_grads
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.foreach import FoundInf, PerDevice, move
 
@@ -79,7 +79,9 @@ def clip_grad_norm_(
     """Scales all gradients, in place, by ``min(max_norm / (norm + 1e-6), 1)``; returns their norm before that.
 
     As ``torch.nn.utils.clip_grad_norm_``, and for sparse gradients too (coalesced first). The compiled ops take the L2
-    norm in fp32, or fp64 where the gradients are: that of 16-bit gradients does not overflow.
+    norm in fp32, or fp64 where the gradients are: that of 16-bit gradients does not overflow. Gradients of fp32 masters
+    that wait in 16 bits for an optimizer of ampctx.optimizers are not touched: their norm is known from the finite
+    check, and the step multiplies them.
 
     Args:
         parameters: a tensor or an iterable of tensors with or without ``.grad``, on any mix of devices and dtypes, such
@@ -98,17 +100,31 @@ def clip_grad_norm_(
     """
     found = _checked_parameters(parameters)
     max_norm, order = _checked_max_norm(max_norm), _checked_norm_type(norm_type)
+    waiting = model_grads.all_of(found) if order == 2.0 else []
+    untouched = {master for group in waiting for master in group.grads}
     # An empty gradient has no part in any norm; torch refuses the infinity norm of one.
-    grads = [grad for grad in map(strided_grad, found) if grad is not None and grad.numel() > 0]
+    grads = [grad for p in found if p not in untouched and (grad := strided_grad(p)) is not None and grad.numel() > 0]
     norm = _total_norm(grads, order, foreach)
+    if waiting:
+        norm = _joined([group.norm() for group in waiting] + ([norm] if grads else []))
     if error_if_nonfinite and not torch.isfinite(norm):
         raise AmpError(
             f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be clipped. "
             "Skip the step, or pass error_if_nonfinite=False to scale by it all the same."
         )
+    coefficient = _coefficient(max_norm, norm)
     if grads:
-        _scale_down(grads, max_norm, norm)
+        _scale_down(grads, coefficient)
+    for group in waiting:
+        group.multiply(coefficient)
     return norm
+
+
+def _joined(norms: list[Tensor]) -> Tensor:
+    """The L2 norm of what has these norms, on the device of the first."""
+    if len(norms) == 1:
+        return norms[0]
+    return torch.linalg.vector_norm(torch.stack([move(n, norms[0].device).to(norms[0].dtype) for n in norms]))
 
 
 def _total_norm(grads: list[Tensor], order: float, use_foreach: bool | None) -> Tensor:
@@ -117,10 +133,13 @@ def _total_norm(grads: list[Tensor], order: float, use_foreach: bool | None) -> 
     return torch.nn.utils.get_total_norm(grads, order, foreach=use_foreach)
 
 
-def _scale_down(grads: list[Tensor], max_norm: float | Tensor, norm: Tensor) -> None:
+def _coefficient(max_norm: float | Tensor, norm: Tensor) -> Tensor:
     if isinstance(max_norm, Tensor):
         max_norm = move(max_norm, norm.device)
-    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def _scale_down(grads: list[Tensor], coefficient: Tensor) -> None:
     # The ops take an fp64 factor on the CPU alone.
     if any(grad.device.type != "cpu" for grad in grads):
         coefficient = coefficient.float()

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from ampctx import foreach
 from ampctx.foreach import Factor, FoundInf, PerDevice, product
 
-
 # The attribute itself, below the property of the same name.
 _GRAD: Any = torch.Tensor.grad
 
@@ -37,7 +36,7 @@ class MasterParam(nn.Parameter):
         reference = self.__dict__.get("_model_grads")
         return None if reference is None else reference()
 
-    @property  # type: ignore[override]
+    @property
     def grad(self) -> Tensor | None:
         if (waiting := self.model_grads) is not None:
             waiting.materialize()
@@ -63,14 +62,14 @@ class ModelGrads:
     """The 16-bit gradients of one backward that stand for the fp32 gradients of their masters.
 
     Args:
-        grads: master to gradient, which is kept and not changed; strided, on any mix of devices.
+        grads: master (a ``MasterParam``) to gradient, which is kept and not changed; strided, on any mix of devices.
         inv_scale: what the gradients are to be multiplied by.
         found_inf: raised where a gradient holds inf or nan.
 
     One read of the gradients, no host sync.
     """
 
-    def __init__(self, grads: dict[MasterParam, Tensor], inv_scale: Factor, found_inf: FoundInf) -> None:
+    def __init__(self, grads: dict[Tensor, Tensor], inv_scale: Factor, found_inf: FoundInf) -> None:
         self.grads = grads
         self.inv_scale = inv_scale
         self._norm = foreach.unscale_l2norm(list(grads.values()), found_inf, inv_scale)

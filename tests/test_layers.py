@@ -24,7 +24,12 @@ LAYERS = [
         "ampctx.grad_clip",
         "ampctx.multi_tensor_apply",
     ],
-    ["ampctx.amp.grad_scaler", "ampctx.amp.block_gradients", "ampctx.optimizers._base"],
+    [
+        "ampctx.amp.grad_scaler",
+        "ampctx.amp.block_gradients",
+        "ampctx.amp.device_skips",
+        "ampctx.optimizers._base",
+    ],
     [
         "ampctx.amp.step_hook",
         "ampctx.optimizers.fused_adam",

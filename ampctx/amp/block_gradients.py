@@ -2,7 +2,8 @@
 
 ``begin`` sets aside what is in ``.grad``, so that the coming backward's gradients can be told from it. Then one of:
 
-- ``finish``: what arrived is unscaled into what the optimizer steps, and what was set aside is added.
+- ``finish``: what arrived is unscaled into what the optimizer steps, and what was set aside is added. Gradients of
+  masters that have none yet only get checked where the optimizer reads them in 16 bits (``waiting``).
 - ``delay``: what arrived stays in ``.grad``, scaled, and further blocks add to it through autograd, as a gradient that
   DistributedDataParallel reduces with the last of them must. The *window* ends with the next ``finish``.
 - ``abandon``: as if the block had never begun.
@@ -21,6 +22,7 @@ from torch import Tensor
 from ampctx import _reference, foreach
 from ampctx.amp.master_params import MasterParams
 from ampctx.foreach import Factor, FoundInf, PerDevice, product
+from ampctx.model_grads import ModelGrads
 
 Grads = dict[Tensor, Tensor]
 
@@ -53,6 +55,19 @@ def _owns_its_memory(t: Tensor) -> bool:
     return not _distributed() and t.layout == torch.strided and t.untyped_storage().nbytes() == t.nbytes
 
 
+def _may_be_kept(fresh: list[tuple[Tensor, Tensor]]) -> bool:
+    """Whether nothing writes these gradients before the step reads them."""
+    return not _distributed() or all(g.untyped_storage().nbytes() == g.nbytes for _, g in fresh)
+
+
+def _strided(master: Tensor) -> Tensor:
+    """The gradient of a master that has one, made dense where it was sparse."""
+    assert master.grad is not None
+    if master.grad.layout != torch.strided:
+        master.grad = master.grad.to_dense()
+    return master.grad
+
+
 def _writable(t: Tensor) -> Tensor:
     """``t``, or a copy where its elements share memory (an expanded gradient)."""
     return t if t.is_contiguous() or _reference.is_dense(t) else t.contiguous()
@@ -75,6 +90,7 @@ class BlockGradients:
         self._masters = masters
         self._frames: list[_Frame] = []
         self._window: _Window | None = None
+        self._waiting: ModelGrads | None = None
 
     @property
     def in_block(self) -> bool:
@@ -87,6 +103,11 @@ class BlockGradients:
     @property
     def has_window(self) -> bool:
         return self._window is not None
+
+    @property
+    def waiting(self) -> ModelGrads | None:
+        """16-bit gradients that stand for those of the masters, if they still do."""
+        return self._waiting if self._waiting is not None and self._waiting.grads else None
 
     @property
     def is_idle(self) -> bool:
@@ -102,6 +123,7 @@ class BlockGradients:
     @torch.no_grad()
     def begin(self, scale: Factor, inv_scale: Factor) -> None:
         """Opens a block whose loss is multiplied by ``scale``."""
+        self.materialize()
         present = {p: p.grad for p in self._leaves() if p.grad is not None}
         window = None if self._frames else self._window
         if window is None:
@@ -192,26 +214,27 @@ class BlockGradients:
 
     def _fold(self, factor: Factor, found_inf: FoundInf) -> None:
         """master.grad += model.grad * factor; the model's gradient has done its work then and is freed."""
-        fresh: list[tuple[Tensor, Tensor, Tensor]] = []
-        added: list[tuple[Tensor, Tensor]] = []
-        for p, master in self._masters.pairs:
-            grad = p.grad
-            if grad is None:
-                continue
+        arrived = [(p, master, p.grad) for p, master in self._masters.pairs if p.grad is not None]
+        if not arrived:
+            return
+        dense = []
+        for p, master, grad in arrived:
             p.grad = None
-            if grad.layout != torch.strided:
-                master.grad = _add_sparse(grad, master.grad, factor, found_inf)
-            elif master.grad is None:
-                # The layout of the gradient, so that the kernels can walk both in memory order.
-                fresh.append((master, grad, torch.empty_like(grad, dtype=master.dtype, requires_grad=False)))
+            if grad.layout == torch.strided:
+                dense.append((master, grad))
             else:
-                if master.grad.layout != torch.strided:
-                    master.grad = master.grad.to_dense()
-                added.append((grad, master.grad))
+                master.grad = _add_sparse(grad, master.grad, factor, found_inf)
+        fresh = [(master, grad) for master, grad in dense if master.grad is None]
+        if self._masters.lazy and not self._frames[1:] and len(fresh) == len(arrived) and _may_be_kept(fresh):
+            self._waiting = ModelGrads(dict(fresh), factor, found_inf)
+            return
+        added = [(grad, _strided(master)) for master, grad in dense if master.grad is not None]
         if fresh:
-            foreach.scale([g for _, g, _ in fresh], [out for _, _, out in fresh], found_inf, factor)
-            for master, _, out in fresh:
-                master.grad = out
+            # The layout of the gradient, so that the kernels can walk both in memory order.
+            wide = [torch.empty_like(grad, dtype=master.dtype, requires_grad=False) for master, grad in fresh]
+            foreach.scale([grad for _, grad in fresh], wide, found_inf, factor)
+            for (master, _), grad in zip(fresh, wide, strict=True):
+                master.grad = grad
         if added:
             totals = [total for _, total in added]
             foreach.axpby([g for g, _ in added], totals, totals, found_inf, factor, 1.0, arg_to_check=0)
@@ -233,9 +256,21 @@ class BlockGradients:
             self._fold(1.0, found_inf)
         return found_inf
 
+    def materialize(self) -> None:
+        """Gradients that wait become ``master.grad``."""
+        if self._waiting is not None:
+            self._waiting.materialize()
+            self._waiting = None
+
+    def drop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.drop()
+            self._waiting = None
+
     def forget(self) -> None:
         """What was set aside is gone: the user has zeroed the gradients."""
         self._window = None
+        self.drop_waiting()
         for frame in self._frames:
             frame.before.clear()
             frame.copies.clear()

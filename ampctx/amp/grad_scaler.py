@@ -45,6 +45,14 @@ def _joined(flags: Iterable[Tensor], device: torch.device) -> Tensor:
     return result
 
 
+def _flags(grads: Iterable[Tensor], found_inf: Tensor) -> FoundInf:
+    """A flag for each device with gradients, starting from ``found_inf``."""
+    flags = FoundInf()
+    for device in dict.fromkeys(grad.device for grad in grads):
+        flags.per_device[device] = move(found_inf, device).clone()
+    return flags
+
+
 def _of_loss_scale(name: str) -> Any:
     """An attribute that torch's GradScaler has, and frameworks reach for, kept by ``LossScale`` under ``name``."""
 
@@ -191,9 +199,7 @@ class GradScaler(torch.amp.GradScaler):
         Frameworks replace or extend this method, with these four arguments in this order.
         """
         grads = self._grads(optimizer, allow_fp16)
-        flags = FoundInf()
-        for device in dict.fromkeys(grad.device for grad in grads):
-            flags.per_device[device] = move(found_inf, device).clone()
+        flags = _flags(grads, found_inf)
         foreach.scale(grads, grads, flags, PerDevice(inv_scale))
         return flags.per_device
 
@@ -216,8 +222,15 @@ class GradScaler(torch.amp.GradScaler):
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         """Looks for inf and nan in the gradients, fp16 too, and leaves their values alone. No host sync."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        one, zero = torch.ones_like(scale), torch.zeros_like(scale)
-        found = self._unscale_grads_(optimizer, one, zero, True)
+        zero = torch.zeros_like(scale)
+        if type(self)._unscale_grads_ is GradScaler._unscale_grads_:
+            # One read of the gradients; the norm that comes with the check is not needed.
+            grads = self._grads(optimizer, True)
+            flags = _flags(grads, zero)
+            foreach.l2norm(grads, flags)
+            found = flags.per_device
+        else:
+            found = self._unscale_grads_(optimizer, torch.ones_like(scale), zero, True)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
         return found
 

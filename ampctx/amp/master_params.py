@@ -19,6 +19,7 @@ from ampctx import foreach
 from ampctx._errors import AmpError
 from ampctx.amp.cast_arguments import LOW_PRECISION, Undo
 from ampctx.foreach import FoundInf
+from ampctx.model_grads import MasterParam
 
 Group = dict[str, Any]
 
@@ -52,6 +53,8 @@ class MasterParams:
         self, optimizer: Any, master_weights: bool, originals: dict[Tensor, Tensor], taken: Container[int] = ()
     ) -> None:
         self.master_weights = master_weights
+        # Whether the optimizer reads 16-bit gradients itself, so that those of the masters can wait for a reader.
+        self.lazy = bool(getattr(optimizer, "_step_supports_model_params", False))
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.own: list[Tensor] = []
         # Own parameters that a cast has changed, with the dtype from before.
@@ -106,6 +109,8 @@ class MasterParams:
         source = p if original is None or distributed else original
         # A copy even of fp32 data: state dicts taken before initialize alias the original.
         master = source.detach().to(torch.float32, copy=True).requires_grad_()
+        if self.lazy:
+            master = MasterParam(master.detach())
         group["params"][i] = master
         self.pairs.append((p, master))
         _cast_state(optimizer, p, master, torch.float32)

@@ -375,18 +375,18 @@ class AmpSession:
         else:
             scale.update(found_inf)
 
-    def _report_skip(self, skipped: int, overflowed: list[tuple[int, LossScale]]) -> None:
+    def _report_skip(self, skipped: int, overflowed: list[tuple[int, LossScale, float]]) -> None:
         if self.verbosity <= 0 or not _is_rank_zero():
             return
         # Every skip while they are few, then at powers of two: a run that overflows for ever does not fill the log.
         if skipped > 8 and skipped & (skipped - 1):
             return
-        for loss_id, scale in overflowed:
+        for loss_id, scale, value in overflowed:
             if loss_id == OUTSIDE_OF_BLOCKS or scale in self._deferred:
-                logger.warning("Gradient overflow.  Skipping step, the loss scale stays at %s for now", scale.value())
+                logger.warning("Gradient overflow.  Skipping step, the loss scale stays at %s for now", value)
                 continue
             logger.warning(
-                "Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %s", loss_id, scale.value()
+                "Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %s", loss_id, value
             )
         if not self._explained_skips:
             self._explained_skips = True
@@ -412,9 +412,12 @@ class AmpSession:
             yield from group["params"]
 
     def skipped_steps(self, optimizer: Any) -> int:
-        """How many steps of ``optimizer`` were skipped because gradients overflowed. No host sync."""
+        """How many steps of ``optimizer`` were skipped because gradients overflowed.
+
+        A host sync for an optimizer that skips on the device (those of ``ampctx.optimizers``, torch's fused ones).
+        """
         binding = self._binding_of(optimizer)
-        return 0 if binding is None else binding.skipped_steps
+        return 0 if binding is None else binding.skipped_steps()
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -18,15 +18,19 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpError
-from ampctx.amp.block_gradients import BlockGradients, Factor
+from ampctx.amp.block_gradients import BlockGradients
+from ampctx.amp.device_skips import DeviceSkips, Verdicts
 from ampctx.amp.loss_scale import LossScale
 from ampctx.amp.master_params import MasterParams
-from ampctx.foreach import move
+from ampctx.foreach import Factor, move
 
 
 class _OverflowInClosure(Exception):
     """Leaves ``optimizer.step(closure)`` from inside the closure, before the optimizer has seen the gradients."""
 
+
+# What a step finds among the attributes of an optimizer that skips by itself.
+_OFFERED = ("found_inf", "model_params", "model_grads")
 
 # The id under which gradients are judged that no block has judged.
 OUTSIDE_OF_BLOCKS = -1
@@ -52,18 +56,19 @@ class OptimizerBinding:
         masters: MasterParams,
         loss_scales: list[LossScale],
         casts: Casts,
-        report_skip: Callable[[int, list[tuple[int, LossScale]]], None],
+        report_skip: Callable[[int, list[tuple[int, LossScale, float]]], None],
         taken: Callable[[], Container[int]],
     ) -> None:
         self.masters = masters
         self.gradients = BlockGradients(masters)
         self.loss_scales = loss_scales
-        self.skipped_steps = 0
+        self._skipped_on_host = 0
+        self._skipped_on_device = DeviceSkips(report_skip)
         self._optimizer = weakref.ref(optimizer)
         self._casts = casts
         self._report_skip = report_skip
         self._taken = taken
-        self._verdicts: dict[int, tuple[LossScale, Tensor]] = {}
+        self._verdicts: Verdicts = {}
         self._delayed_by: tuple[int, LossScale] | None = None
         self._active = True
         self._undo: list[Callable[[], None]] = []
@@ -77,6 +82,10 @@ class OptimizerBinding:
     @property
     def optimizer(self) -> Any:
         return self._optimizer()
+
+    def skipped_steps(self) -> int:
+        """A host sync where the device decides."""
+        return self._skipped_on_host + self._skipped_on_device.total()
 
     def refresh(self, settled: bool = False) -> None:
         """Brings masters and their gradients up to date with what happened outside scale_loss blocks. No host sync.
@@ -144,14 +153,14 @@ class OptimizerBinding:
         return [(loss_id, scale) for (loss_id, (scale, _)), flag in zip(verdicts.items(), each, strict=True) if flag]
 
     def _skip(self, overflowed: list[tuple[int, LossScale]]) -> None:
-        self.skipped_steps += 1
+        self._skipped_on_host += 1
         self.masters.drop_master_grads()
         # torch's LR schedulers warn when they are stepped first; a skipped step was asked for in the right order. The
         # name is private to torch.optim.lr_scheduler and guarded by a test. A wrapper (LARC) holds what they look at.
         for optimizer in (self.optimizer, getattr(self.optimizer, "optim", None)):
             if optimizer is not None:
                 optimizer._opt_called = True
-        self._report_skip(self.skipped_steps, overflowed)
+        self._report_skip(self._skipped_on_host, [(loss_id, scale, scale.value()) for loss_id, scale in overflowed])
 
     def _step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         if not self._active:
@@ -161,6 +170,8 @@ class OptimizerBinding:
                 "optimizer.step() was called inside a scale_loss block, where gradients are scaled: leave the block "
                 "first"
             )
+        if self._decides_on_device():
+            return self._step_on_device(original, *args, **kwargs)
         if (args[0] if args else kwargs.get("closure")) is not None:
             return self._step_with_closure(original, *args, **kwargs)
         self.refresh(settled=True)
@@ -172,6 +183,54 @@ class OptimizerBinding:
         self.masters.copy_to_model()
         self.masters.drop_master_grads()
         return result
+
+    def _decides_on_device(self) -> bool:
+        """Whether the optimizer's kernels skip by ``found_inf``, as torch's do with ``fused=True``."""
+        return getattr(self.optimizer, "_step_supports_amp_scaling", False) and _set_up_momentum(self.optimizer)
+
+    def _step_on_device(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """The step of an optimizer that skips by itself. No host sync."""
+        optimizer = self.optimizer
+        former = {name: vars(optimizer)[name] for name in _OFFERED if name in vars(optimizer)}
+        closure = args[0] if args else kwargs.pop("closure", None)
+        evaluate = None
+        try:
+            if closure is None:
+                self._offer(former.get("found_inf"))
+            else:
+
+                def evaluate() -> Any:
+                    with self._casts.resumed():
+                        loss = closure()
+                    self._offer(former.get("found_inf"))
+                    return loss
+
+            with self._casts.suspended():
+                result = original(evaluate, *args[1:], **kwargs)
+            if not self.masters.lazy:
+                self.masters.copy_to_model()  # after a skip too: each weight is its rounded master then as before
+            self.gradients.drop_waiting()
+            self.masters.drop_master_grads()
+            if self._verdicts:
+                self._skipped_on_device.count(optimizer.found_inf, self._verdicts)
+        finally:
+            for name in _OFFERED:
+                vars(optimizer).pop(name, None)
+            vars(optimizer).update(former)
+        self._verdicts = {}
+        self._skipped_on_device.poll()
+        return result
+
+    def _offer(self, found_inf: Tensor | None) -> None:
+        """Sets what the optimizer looks for among its attributes, the flag joined with one that is there already."""
+        self.refresh(settled=True)
+        optimizer = self.optimizer
+        flags = [flag for _, flag in self._verdicts.values()] + ([] if found_inf is None else [found_inf])
+        if flags:
+            optimizer.found_inf = functools.reduce(lambda a, b: torch.maximum(a, move(b, a.device)), flags)
+        if self.masters.lazy:
+            optimizer.model_params = {master: p for p, master in self.masters.pairs}
+            optimizer.model_grads = self.gradients.waiting
 
     def _step_with_closure(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         closure = args[0] if args else kwargs.pop("closure")
@@ -213,6 +272,26 @@ class OptimizerBinding:
             except BaseException:
                 del self.optimizer.param_groups[-1]
                 raise
+
+
+@torch.no_grad()
+def _set_up_momentum(optimizer: Any) -> bool:
+    """False where torch's fused SGD cannot be trusted to skip its first step.
+
+    torch (2.13) leaves the momentum buffers of a skipped first step uninitialized. Buffers of zeros give the same
+    steps, as long as there is no dampening. With dampening the host has to look at the flag of the first step.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return True
+    for group in optimizer.param_groups:
+        if group["momentum"] == 0:
+            continue
+        fresh = [p for p in group["params"] if optimizer.state[p].get("momentum_buffer") is None]
+        if fresh and group["dampening"] != 0:
+            return False
+        for p in fresh:
+            optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+    return True
 
 
 def _snapshot(optimizer: Any) -> Callable[[], None]:
