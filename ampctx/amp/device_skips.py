@@ -68,7 +68,8 @@ class DeviceSkips:
         assert self._skipped is not None
         device = self._skipped.device
         of_loss = list(self._of_loss.items())
-        scales = [move(scale.scale_on(device), device) for _, (scale, _) in of_loss]
+        # Not by scale_on, which keeps its copy: a graph captured from here on would go on with that one.
+        scales = [move(scale.tensor(device), device) for _, (scale, _) in of_loss]
         values = torch.stack([self._skipped, *(counted for _, (_, counted) in of_loss), *scales])
         return _Copy(values, [(loss_id, scale) for loss_id, (scale, _) in of_loss])
 

@@ -171,6 +171,10 @@ class LossScale:
             self._copies = PerDevice(scale.clone())
         return self._copies.on(device)
 
+    def tensor(self, device: torch.device) -> Tensor:
+        """The scale itself, which updates change in place; created on ``device`` where it is on none. No host sync."""
+        return self._state(device)[0]
+
     def inv_scale(self) -> PerDevice:
         """1 / scale in fp32, computed on the device. No host sync.
 

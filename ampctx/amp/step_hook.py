@@ -225,7 +225,9 @@ class OptimizerBinding:
         """Sets what the optimizer looks for among its attributes, the flag joined with one that is there already."""
         self.refresh(settled=True)
         optimizer = self.optimizer
-        flags = [flag for _, flag in self._verdicts.values()] + ([] if found_inf is None else [found_inf])
+        flags = [flag for _, flag in self._verdicts.values()]
+        if found_inf is not None:
+            flags.append(found_inf.ne(0).float())  # torch's kernels on the CPU compare with 1
         if flags:
             optimizer.found_inf = functools.reduce(lambda a, b: torch.maximum(a, move(b, a.device)), flags)
         if self.masters.lazy:

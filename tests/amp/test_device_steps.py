@@ -1,0 +1,293 @@
+"""Optimizers that skip on the device: no host read from scale_loss to the scale update, and nothing lost by it."""
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+from host_reads import HostReads
+from models import assert_unchanged, batch, loss_of, mlp, snapshot
+from torch import nn
+
+from ampctx import GradScaler, clip_grad_norm_, optimizers
+
+OPTIMIZERS = {
+    "FusedAdam": lambda p: optimizers.FusedAdam(p, lr=0.01),
+    "FusedSGD": lambda p: optimizers.FusedSGD(p, lr=0.01, momentum=0.9),
+    "FusedAdagrad": lambda p: optimizers.FusedAdagrad(p, lr=0.01),
+    "FusedLAMB": lambda p: optimizers.FusedLAMB(p, lr=0.01),
+    "FusedMixedPrecisionLamb": lambda p: optimizers.FusedMixedPrecisionLamb(p, lr=0.01),
+    "FusedNovoGrad": lambda p: optimizers.FusedNovoGrad(p, lr=0.01),
+    "LARC": lambda p: optimizers.LARC(optimizers.FusedSGD(p, lr=0.01, momentum=0.9)),
+    "torch-fused-Adam": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+    "torch-fused-AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "torch-fused-SGD": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, fused=True),
+    "torch-fused-Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, fused=True),
+}
+LEVELS = ("O0", "O1", "O2", "O5")
+every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+every_level = pytest.mark.parametrize("level", LEVELS)
+
+
+def prepare(session, make, level, **kwargs):
+    model = mlp()
+    optimizer = make(model.parameters())
+    session.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", **{"verbosity": 0, **kwargs})
+    return model, optimizer
+
+
+def iteration(session, model, optimizer, seed=0, bad=None, max_norm=None):
+    """One whole iteration; ``bad`` goes into a gradient of the last layer."""
+    with session.scale_loss(loss_of(model, seed), optimizer) as scaled:
+        scaled.backward()
+        if bad is not None:
+            model[3].weight.grad.view(-1)[3] = bad
+    if max_norm is not None:
+        clip_grad_norm_(session.master_params(optimizer), max_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@every_level
+@every_optimizer
+@pytest.mark.parametrize("max_norm", [None, 0.1], ids=["", "clip"])
+def test_no_host_reads(session, make, level, max_norm):
+    """The first iteration too, which makes state, masters and scales, and overflowed ones."""
+    model, optimizer = prepare(session, make, level, verbosity=1)
+    with HostReads() as reads:
+        for seed, bad in enumerate((None, float("inf"), None, float("nan"))):
+            iteration(session, model, optimizer, seed, bad, max_norm)
+    assert reads.count == 0
+    assert session.skipped_steps(optimizer) == 2
+
+
+@every_level
+def test_other_optimizers_read_once(session, level):
+    model, optimizer = prepare(session, lambda p: torch.optim.Adam(p, lr=0.01, foreach=True), level)
+    iteration(session, model, optimizer)
+    own = torch.optim.Adam(
+        [torch.ones(3, requires_grad=True) for _ in optimizer.param_groups[0]["params"]], foreach=True
+    )
+    for p in own.param_groups[0]["params"]:
+        p.grad = torch.ones(3)
+    with HostReads() as of_torch:  # foreach Adam reads its step counts on the CPU
+        own.step()
+    with HostReads() as reads:
+        iteration(session, model, optimizer)
+    assert reads.count == of_torch.count + 1
+
+
+@every_level
+@every_optimizer
+def test_an_overflow_changes_nothing(session, make, level):
+    model, optimizer = prepare(session, make, level)
+    for seed in range(2):
+        iteration(session, model, optimizer, seed)
+    before = snapshot(optimizer, model)[: len(list(model.parameters()))], snapshot(optimizer, model)
+    with session.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+        buffers = [b.clone() for b in model.buffers()]
+        model[0].bias.grad[0] = float("inf")
+    scale = session.state_dict()["loss_scaler0"]["loss_scale"]
+    optimizer.step()
+    optimizer.zero_grad()
+    after = snapshot(optimizer, model)
+    n = len(before[0])
+    assert_unchanged(before[1][:n], after[:n])
+    assert_unchanged(before[1][n + len(buffers) :], after[n + len(buffers) :])
+    assert scale == 32768.0
+    assert session.skipped_steps(optimizer) == 1
+    iteration(session, model, optimizer)
+    assert not torch.equal(snapshot(optimizer, model)[0], before[0][0])
+
+
+@every_level
+@every_optimizer
+def test_a_run_with_overflows_is_the_run_without_them(session, make, level):
+    """An overflow at the first step, and in the middle: weights and state are those of the clean iterations alone."""
+
+    def run(overflows):
+        model, optimizer = prepare(session, make, level, max_loss_scale=8.0, min_loss_scale=8.0)
+        model.eval()  # BatchNorm's statistics would count the skipped forwards
+        for seed in range(6):
+            if seed in overflows:
+                iteration(session, model, optimizer, 17, float("inf"), max_norm=0.5)
+            iteration(session, model, optimizer, seed, max_norm=0.5)
+        skipped = session.skipped_steps(optimizer)
+        result = snapshot(optimizer, model)
+        session.reset()
+        return result, skipped
+
+    clean, none = run(())
+    injected, skipped = run((0, 3))
+    assert (none, skipped) == (0, 2)
+    assert_unchanged(clean, injected)
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.3])
+def test_torch_fused_sgd_survives_an_overflow_at_its_first_step(session, dampening):
+    def make(p):
+        return torch.optim.SGD(p, lr=0.01, momentum=0.9, dampening=dampening, fused=True)
+
+    def run(overflow):
+        model, optimizer = prepare(session, make, "O1", max_loss_scale=8.0, min_loss_scale=8.0)
+        model.eval()
+        if overflow:
+            iteration(session, model, optimizer, 1, float("inf"))
+        for seed in range(3):
+            iteration(session, model, optimizer, seed)
+        result = snapshot(optimizer, model)
+        session.reset()
+        return result
+
+    assert_unchanged(run(False), run(True))
+
+
+@every_level
+def test_late_report(session, level, caplog):
+    model, optimizer = prepare(session, OPTIMIZERS["FusedAdam"], level, verbosity=1)
+    with caplog.at_level(logging.WARNING, "ampctx"):
+        iteration(session, model, optimizer)
+        assert caplog.messages == []
+        iteration(session, model, optimizer, bad=float("inf"))
+        iteration(session, model, optimizer)
+    assert caplog.messages[0] == "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0"
+    assert [m for m in caplog.messages if "reducing" in m] == caplog.messages[:1]
+
+
+def test_report_names_the_loss(session, caplog):
+    model, optimizer = prepare(session, OPTIMIZERS["FusedAdam"], "O2", verbosity=1, num_losses=3)
+    with caplog.at_level(logging.WARNING, "ampctx"):
+        for loss_id in range(3):
+            with session.scale_loss(loss_of(model, loss_id), optimizer, loss_id=loss_id) as scaled:
+                scaled.backward()
+                if loss_id:
+                    model[0].bias.grad[0] = float("inf")
+        optimizer.step()
+    skips = [m for m in caplog.messages if "reducing" in m]
+    assert [m.partition("scaler ")[2] for m in skips] == [f"{i} reducing loss scale to 32768.0" for i in (1, 2)]
+    assert session.skipped_steps(optimizer) == 1
+
+
+@every_optimizer
+@every_level
+def test_closure(session, make, level):
+    """The closure runs with casts, its gradients are judged on the device, its loss is returned."""
+    model, optimizer = prepare(session, make, level, max_loss_scale=8.0, min_loss_scale=8.0)
+    twin_session = type(session)()
+    try:
+        twin, other = prepare(twin_session, make, level, max_loss_scale=8.0, min_loss_scale=8.0)
+        if isinstance(optimizer, optimizers.LARC):
+            optimizer_step = lambda f: (f(), optimizer.step())[0]  # noqa: E731 (apex's LARC has no closure)
+        else:
+            optimizer_step = optimizer.step
+        for seed, bad in enumerate((None, float("inf"), None)):
+
+            def closure(seed=seed, bad=bad):
+                optimizer.zero_grad()
+                loss = loss_of(model, seed)
+                with session.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+                    if bad:
+                        model[3].weight.grad.view(-1)[3] = bad
+                return loss
+
+            with HostReads() as reads:
+                loss = optimizer_step(closure)
+            assert reads.count == 0
+            assert loss.requires_grad
+            optimizer.zero_grad()
+            iteration(twin_session, twin, other, seed, bad)
+        assert_unchanged(snapshot(other, twin), snapshot(optimizer, model))
+        assert session.skipped_steps(optimizer) == 1
+    finally:
+        twin_session.reset()
+
+
+def test_a_step_that_raises_keeps_verdict_and_gradients(session):
+    model, optimizer = prepare(session, OPTIMIZERS["FusedAdam"], "O2")
+    iteration(session, model, optimizer)
+    before = snapshot(optimizer, model)
+    with session.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+        model[0].bias.grad[0] = float("inf")
+    handle = optimizer.register_step_pre_hook(_raise)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    handle.remove()
+    assert not {"found_inf", "model_params", "model_grads"} & set(vars(optimizer))
+    optimizer.step()
+    n = len(list(model.parameters()))
+    assert_unchanged(before[:n], snapshot(optimizer, model)[:n])
+    assert session.skipped_steps(optimizer) == 1
+
+
+def _raise(*args):
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "torch-fused-Adam"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_lr_scheduler_before_and_after(session, name, level):
+    model = mlp()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    early = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    late = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for bad in (float("inf"), None):
+        iteration(session, model, optimizer, bad=bad)
+        early.step()
+        late.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 / 16)
+
+
+def test_grad_scaler_beside_a_session(session):
+    """A flag that is there already is joined with that of the blocks, and is there again afterwards."""
+    model, optimizer = prepare(session, OPTIMIZERS["FusedAdam"], "O1")
+    iteration(session, model, optimizer)
+    before = snapshot(optimizer, model)
+    with session.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+    optimizer.found_inf = torch.tensor(2.0)
+    optimizer.step()
+    assert optimizer.found_inf == 2.0
+    n = len(list(model.parameters()))
+    assert_unchanged(before[:n], snapshot(optimizer, model)[:n])
+
+
+@every_optimizer
+def test_grad_scaler_without_host_reads(make):
+    model = mlp()
+    model.eval()
+    optimizer = make(model.parameters())
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(()))
+    steps = []
+    for bad in (None, float("inf"), None):
+        with HostReads() as reads:
+            loss = nn.functional.mse_loss(model(batch()), torch.zeros(16, 2))
+            scaler.scale(loss).backward()
+            if bad:
+                model[0].bias.grad[0] = bad
+            before = snapshot(optimizer, model)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert reads.count == 0
+        steps.append(not torch.equal(before[0], snapshot(optimizer, model)[0]))
+    assert steps == [True, False, True]
+    assert scaler.get_scale() == 512.0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
+def test_a_copied_optimizer_between_backward_and_step(session, copied):
+    """Gradients that wait in 16 bits do not stand in the way of a copy, and are still there."""
+    model, optimizer = prepare(session, OPTIMIZERS["FusedAdam"], "O2")
+    iteration(session, model, optimizer)
+    with session.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+    twin = copied(optimizer)
+    for mine, theirs in zip(optimizer.param_groups[0]["params"], twin.param_groups[0]["params"], strict=True):
+        assert torch.equal(mine, theirs)
+        assert mine.grad is not None

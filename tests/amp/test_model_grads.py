@@ -1,0 +1,320 @@
+"""Gradients of masters that stay in 16 bits until somebody reads them: when they do, when they do not, and that nobody
+can tell the difference."""
+
+import pytest
+import torch
+from host_reads import OpCalls
+from models import LOW, assert_unchanged, loss_of, mlp, snapshot
+from torch import nn
+
+from ampctx import clip_grad_norm_, optimizers
+from ampctx.amp import AmpSession
+from ampctx.model_grads import MasterParam, all_of
+
+levels = pytest.mark.parametrize("level", ["O2", "O5"])
+
+
+class Eager(optimizers.FusedAdam):
+    """The same optimizer for an amp that unscales into fp32 at the end of each block."""
+
+    _step_supports_model_params = False
+
+
+def make(kind, model):
+    return kind(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def start(session, level, kind=optimizers.FusedAdam, model=None, **kwargs):
+    model = model or mlp()
+    optimizer = make(kind, model)
+    session.initialize(model, optimizer, opt_level=level, **{"verbosity": 0, **kwargs})
+    return model, optimizer
+
+
+def backward(session, model, optimizer, seed=0, **kwargs):
+    with session.scale_loss(loss_of(model, seed), optimizer, **kwargs) as scaled:
+        scaled.backward()
+
+
+def masters(session, optimizer):
+    return [p for p in session.master_params(optimizer) if isinstance(p, MasterParam)]
+
+
+def are_waiting(session, optimizer):
+    waiting = {p.model_grads is not None for p in masters(session, optimizer)}
+    assert len(waiting) == 1
+    return waiting.pop()
+
+
+@levels
+def test_a_step_reads_the_16_bit_gradients(session, level):
+    model, optimizer = start(session, level)
+    backward(session, model, optimizer)
+    assert are_waiting(session, optimizer)
+    assert {g.dtype for g in all_of(masters(session, optimizer))[0].grads.values()} == {LOW[level]}
+    with OpCalls() as calls:
+        optimizer.step()
+    assert calls.of == {"multi_tensor_adam": 2}  # 16-bit and BatchNorm's fp32
+    assert not are_waiting(session, optimizer)
+    assert all(p.grad is None for p in masters(session, optimizer))
+    for p, master in zip(
+        (model[0].weight, model[3].bias), (masters(session, optimizer)[i] for i in (0, -1)), strict=True
+    ):
+        assert torch.equal(p, master.to(p.dtype))
+
+
+@levels
+def test_reading_one_gradient_makes_them_all(session, level):
+    model, optimizer = start(session, level)
+    backward(session, model, optimizer)
+    twin_session = AmpSession()
+    twin, other = start(twin_session, level, Eager)
+    backward(twin_session, twin, other)
+    assert are_waiting(session, optimizer)
+    grad = masters(session, optimizer)[1].grad
+    assert not are_waiting(session, optimizer)
+    assert grad is masters(session, optimizer)[1].grad
+    mine, eager = list(session.master_params(optimizer)), list(twin_session.master_params(other))
+    assert_unchanged([p.grad for p in eager], [p.grad for p in mine])
+    optimizer.step()
+    other.step()
+    assert_unchanged(snapshot(other, twin), snapshot(optimizer, model))
+    twin_session.reset()
+
+
+def run(session, level, kind, clip, steps=8):
+    model, optimizer = start(session, level, kind)
+    norms = []
+    for seed in range(steps):
+        backward(session, model, optimizer, seed)
+        if clip is not None:
+            norms.append(clip(session.master_params(optimizer), 0.05))
+        optimizer.step()
+        optimizer.zero_grad()
+    result = snapshot(optimizer, model)
+    session.reset()
+    return result, norms
+
+
+@levels
+def test_without_clipping_the_weights_are_those_of_fp32_gradients(session, level):
+    """Unscaling by a power of two is exact, so the lazy run is the eager one, bit for bit."""
+    assert_unchanged(run(session, level, Eager, None)[0], run(session, level, optimizers.FusedAdam, None)[0])
+
+
+@levels
+@pytest.mark.parametrize("theirs", [clip_grad_norm_, nn.utils.clip_grad_norm_], ids=["ampctx", "torch"])
+def test_clipping_agrees_with_fp32_gradients(session, level, theirs):
+    lazy, norms = run(session, level, optimizers.FusedAdam, clip_grad_norm_)
+    eager, expected = run(session, level, Eager, theirs)
+    torch.testing.assert_close(norms, expected, rtol=1e-5, atol=0)
+    for mine, other in zip(lazy, eager, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-2 if mine.dtype in LOW.values() else 1e-4, atol=1e-5)
+
+
+@levels
+def test_torch_clipping_on_waiting_gradients(session, level):
+    lazy, norms = run(session, level, optimizers.FusedAdam, nn.utils.clip_grad_norm_)
+    eager, expected = run(session, level, Eager, nn.utils.clip_grad_norm_)
+    assert_unchanged(eager, lazy)
+    assert_unchanged(expected, norms)
+
+
+@levels
+def test_clipped_gradients_read_afterwards(session, level):
+    model, optimizer = start(session, level)
+    backward(session, model, optimizer)
+    whole = [p.grad.clone() for p in session.master_params(optimizer)]
+    optimizer.zero_grad()
+    backward(session, model, optimizer)
+    norm = clip_grad_norm_(session.master_params(optimizer), 0.05)
+    assert are_waiting(session, optimizer)
+    torch.testing.assert_close(norm, nn.utils.get_total_norm(whole))
+    for p, grad in zip(session.master_params(optimizer), whole, strict=True):
+        torch.testing.assert_close(p.grad, grad * (0.05 / (norm + 1e-6)))
+
+
+def test_clipping_twice_and_with_a_tensor(session):
+    model, optimizer = start(session, "O2")
+    backward(session, model, optimizer)
+    first = clip_grad_norm_(session.master_params(optimizer), torch.tensor(0.05))
+    second = clip_grad_norm_(session.master_params(optimizer), 0.025)
+    assert first > 0.05
+    torch.testing.assert_close(second, torch.tensor(0.05), rtol=1e-4, atol=0)
+    assert are_waiting(session, optimizer)
+    grads = [p.grad for p in session.master_params(optimizer)]
+    torch.testing.assert_close(nn.utils.get_total_norm(grads), torch.tensor(0.025), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, "inf"])
+def test_other_norms_make_the_gradients(session, norm_type):
+    model, optimizer = start(session, "O2")
+    backward(session, model, optimizer)
+    params = list(session.master_params(optimizer))
+    norm = clip_grad_norm_(params, 0.05, norm_type=norm_type)
+    assert not are_waiting(session, optimizer)
+    torch.testing.assert_close(nn.utils.get_total_norm([p.grad for p in params], float(norm_type)), torch.tensor(0.05))
+    assert norm > 0.05
+
+
+def test_clipping_a_part_makes_the_gradients(session):
+    model, optimizer = start(session, "O2")
+    backward(session, model, optimizer)
+    some, rest = (params := masters(session, optimizer))[:1], params[1:]
+    clip_grad_norm_(some, 1e-3)
+    assert not are_waiting(session, optimizer)
+    torch.testing.assert_close(some[0].grad.norm(), torch.tensor(1e-3), rtol=1e-2, atol=0)
+    assert nn.utils.get_total_norm([p.grad for p in rest]) > 1e-2
+
+
+def test_clipping_several_optimizers_at_once(session):
+    models = [mlp(0), mlp(1)]
+    opts = [make(optimizers.FusedAdam, m) for m in models]
+    session.initialize(models, opts, opt_level="O2", verbosity=0)
+    with session.scale_loss(loss_of(models[0]) + loss_of(models[1]), opts) as scaled:
+        scaled.backward()
+    params = [p for o in opts for p in session.master_params(o)]
+    norm = clip_grad_norm_(params, 0.05)
+    assert all(are_waiting(session, o) for o in opts)
+    grads = [p.grad for p in params]
+    torch.testing.assert_close(nn.utils.get_total_norm(grads), torch.tensor(0.05), rtol=1e-3, atol=0)
+    assert norm > 0.05
+
+
+def test_error_if_nonfinite_changes_nothing(session):
+    model, optimizer = start(session, "O2")
+    with session.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+        model[0].bias.grad[0] = float("nan")
+    with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped"):
+        clip_grad_norm_(session.master_params(optimizer), 1.0, error_if_nonfinite=True)
+    assert are_waiting(session, optimizer)
+
+
+ACCUMULATE = {
+    "two-blocks": [{}, {}],
+    "delayed": [{"delay_unscale": True}, {}],
+    "delayed-after-a-block": [{}, {"delay_unscale": True}, {}],
+    "three-blocks": [{}, {}, {}],
+}
+
+
+@levels
+@pytest.mark.parametrize("blocks", ACCUMULATE.values(), ids=ACCUMULATE.keys())
+@pytest.mark.parametrize("scale", [128.0, "dynamic"])
+def test_accumulation(session, level, blocks, scale):
+    results = []
+    for kind in (Eager, optimizers.FusedAdam):
+        model, optimizer = start(session, level, kind, loss_scale=scale)
+        for _ in range(2):
+            for seed, kwargs in enumerate(blocks):
+                backward(session, model, optimizer, seed, **kwargs)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(snapshot(optimizer, model))
+        session.reset()
+    assert_unchanged(*results)
+
+
+@levels
+def test_a_plain_backward_adds_to_waiting_gradients(session, level):
+    results = []
+    for kind in (Eager, optimizers.FusedAdam):
+        model, optimizer = start(session, level, kind)
+        backward(session, model, optimizer)
+        loss_of(model, 1).backward()
+        results.append([p.grad.clone() for p in session.master_params(optimizer)])
+        session.reset()
+    assert_unchanged(*results)
+
+
+@levels
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_drops_waiting_gradients(session, level, set_to_none):
+    model, optimizer = start(session, level)
+    backward(session, model, optimizer)
+    optimizer.zero_grad(set_to_none=set_to_none)
+    assert not are_waiting(session, optimizer)
+    for p in session.master_params(optimizer):
+        assert p.grad is None if set_to_none else not p.grad.any()
+
+
+def test_setting_one_gradient_keeps_the_others(session):
+    model, optimizer = start(session, "O2")
+    backward(session, model, optimizer)
+    first, second, *_ = masters(session, optimizer)
+    first.grad = None
+    assert first.grad is None
+    assert second.grad.any()
+    del second.grad
+    assert second.grad is None
+
+
+def test_only_masters_with_a_gradient_wait(session):
+    model, optimizer = start(session, "O2")
+    with session.scale_loss(model[3](torch.ones(2, 8, dtype=torch.float16)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    params = masters(session, optimizer)
+    assert [p.model_grads is not None for p in params] == [False, False, True, True]
+    before = snapshot(optimizer, model)
+    optimizer.step()
+    moved = [not torch.equal(a, b) for a, b in zip(before, snapshot(optimizer, model), strict=False)]
+    assert moved[:6] == [False] * 4 + [True] * 2
+
+
+def test_an_exception_in_a_later_block_leaves_the_earlier_gradients(session):
+    model, optimizer = start(session, "O2")
+    backward(session, model, optimizer)
+    twin_session = AmpSession()
+    twin, other = start(twin_session, "O2", Eager)
+    backward(twin_session, twin, other)
+    with pytest.raises(ZeroDivisionError), session.scale_loss(loss_of(model, 1), optimizer) as scaled:
+        scaled.backward()
+        raise ZeroDivisionError
+    optimizer.step()
+    other.step()
+    assert_unchanged(snapshot(other, twin), snapshot(optimizer, model))
+    twin_session.reset()
+
+
+def test_sparse_gradients_do_not_wait(session):
+    model = nn.Sequential(nn.EmbeddingBag(10, 4, mode="sum", sparse=True), nn.Linear(4, 2))
+    optimizer = make(optimizers.FusedAdam, model)
+    session.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    with session.scale_loss(model(torch.tensor([[1, 2], [2, 3]])).float().square().sum(), optimizer) as scaled:
+        scaled.backward()
+    assert not are_waiting(session, optimizer)
+    with pytest.raises(RuntimeError, match=r"FusedAdam.*sparse"):
+        optimizer.step()
+
+
+def test_reset_keeps_waiting_gradients(session):
+    model, optimizer = start(session, "O2")
+    backward(session, model, optimizer)
+    grads = [p.grad.clone() for p in masters(session, optimizer)]
+    optimizer.zero_grad()
+    backward(session, model, optimizer)
+    session.reset()
+    kept = [p.grad for n, p in model.named_parameters() if not n.startswith("1.")]
+    assert_unchanged(grads, kept)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+# Calls on lists of tensors per iteration. Gradients in 16 bits: one call checks them and takes their norm, one steps.
+# Gradients of fp32 parameters are the user's to see: one call unscales, two clip, one steps.
+TAILS = {"all-16-bit": (False, 2), "with-fp32-batchnorm": (True, 2 + 4)}
+
+
+@levels
+@pytest.mark.parametrize(("keep_batchnorm", "expected"), TAILS.values(), ids=TAILS.keys())
+def test_no_host_reads_and_two_calls_for_16_bit_tensors(session, level, keep_batchnorm, expected):
+    model, optimizer = start(session, level, keep_batchnorm_fp32=keep_batchnorm, loss_scale="dynamic")
+    for seed in range(3):
+        with OpCalls() as calls:
+            backward(session, model, optimizer, seed)
+            clip_grad_norm_(session.master_params(optimizer), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert calls.count == 0
+        assert calls.on_lists == expected
+        assert calls.of["update_scale"] == 1
