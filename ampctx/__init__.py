@@ -1,10 +1,10 @@
 """ampctx: apex.amp's mixed-precision interface on today's PyTorch, over compiled multi-tensor kernels.
 
-``amp`` has the functions of apex.amp, ``GradScaler`` the interface of torch.amp, ``clip_grad_norm_`` clips without
-waiting for the device. ``python -m ampctx`` tells which kernels are in use.
+``amp`` has the functions of apex.amp, ``optimizers`` those of apex, ``GradScaler`` the interface of torch.amp,
+``clip_grad_norm_`` clips without waiting for the device. ``python -m ampctx`` tells which kernels are in use.
 """
 
-from ampctx import amp, ops
+from ampctx import amp, ops, optimizers
 from ampctx._errors import (
     AmpAssertionError,
     AmpError,
@@ -37,4 +37,5 @@ __all__ = [
     "clip_grad_norm_",
     "multi_tensor_applier",
     "ops",
+    "optimizers",
 ]

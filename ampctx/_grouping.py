@@ -31,10 +31,10 @@ def _kinds(lists: Sequence[Sequence[Tensor]]) -> list[_Kind]:
     return list(zip(devices, dtypes, contiguous, strict=True))
 
 
-def _has_kernel(kind: _Kind) -> bool:
+def _has_kernel(kind: _Kind, known_dtypes: Sequence[torch.dtype]) -> bool:
     devices, dtypes, _ = kind
     on_cpu = devices[0].type == "cpu"
-    known = all(d in KERNEL_DTYPES and (on_cpu or d != torch.float64) for d in dtypes)
+    known = all(d in known_dtypes and (on_cpu or d != torch.float64) for d in dtypes)
     return known and all(d == devices[0] for d in devices)
 
 
@@ -49,22 +49,32 @@ def _agree(row: tuple[Tensor, ...]) -> bool:
     return is_dense(row[0]) and all(same_layout(t, row[0]) for t in row[1:])
 
 
-def buckets(*lists: Sequence[Tensor]) -> list[Bucket]:
+def buckets(
+    *lists: Sequence[Tensor],
+    along: Sequence[Sequence[Tensor]] = (),
+    known_dtypes: Sequence[torch.dtype] = KERNEL_DTYPES,
+) -> list[Bucket]:
     """Splits parallel lists by the device and dtypes at each index, in order of first appearance.
 
     All lists must be equally long. The device of a bucket is that of the first list's tensors.
+
+    Args:
+        along: more lists, which are split with the others and come after them in a bucket, but have no say in where an
+            index goes: those whose tensors have another size.
+        known_dtypes: the dtypes that the kernels in question take.
     """
     kinds = _kinds(lists)
-    has_kernel = {kind: _has_kernel(kind) for kind in set(kinds)}
+    has_kernel = {kind: _has_kernel(kind, known_dtypes) for kind in set(kinds)}
+    every = (*lists, *along)
     if len(has_kernel) == 1 and all(has_kernel.values()) and all(kinds[0][2]):
-        return [Bucket(kinds[0][0][0], True, [list(tensors) for tensors in lists])]
+        return [Bucket(kinds[0][0][0], True, [list(tensors) for tensors in every])]
     found: dict[tuple, Bucket] = {}
-    for row, kind in zip(zip(*lists, strict=True), kinds, strict=True):
+    for row, kind in zip(zip(*every, strict=True), kinds, strict=True):
         devices, dtypes, contiguous = kind
-        fused = has_kernel[kind] and (all(contiguous) or _agree(row))
+        fused = has_kernel[kind] and (all(contiguous) or _agree(row[: len(lists)]))
         key = (devices[0], dtypes, fused)
         if key not in found:
-            found[key] = Bucket(devices[0], fused, [[] for _ in lists])
+            found[key] = Bucket(devices[0], fused, [[] for _ in every])
         for tensors, t in zip(found[key].lists, row, strict=True):
             tensors.append(t)
     return list(found.values())

@@ -1,0 +1,584 @@
+"""What the fused optimizers share: a step is one op call for each (group, device, dtypes, write back).
+
+A step reads nothing of the device. Around it, torch.amp and ampctx may leave on the optimizer: ``found_inf`` (one
+element; where it is not 0, the op leaves everything as it is), ``grad_scale`` (what gradients are to be divided by),
+``model_params`` (fp32 master to the 16-bit weight that is written with it) and ``model_grads`` (16-bit gradients that
+stand for those of masters, ``ampctx.model_grads``).
+
+A 16-bit parameter with a master of its own keeps it in ``state[p]``, made at the first step, so that a broadcast of
+the model's weights before is seen: ``master_param``, or ``remainder``, the 16 bits that a bf16 weight lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ampctx import _reference_optimizers, optimizer_ops
+from ampctx._errors import AmpError, AmpTypeError, AmpValueError
+from ampctx._grouping import buckets
+from ampctx._reference import KERNEL_DTYPES, compute_dtype, is_dense, same_layout
+from ampctx._reference_optimizers import LOW_PRECISION, WRITE_BACKS, join
+from ampctx.foreach import Factor, PerDevice, move, product
+from ampctx.model_grads import ModelGrads
+from ampctx.ops import factor
+from ampctx.optimizers import _checkpoint
+from ampctx.optimizers._checkpoint import SavedGroup
+from ampctx.optimizers._options import Group, check_choice, check_lr, check_number, check_one_element, check_seed
+
+_KNOWN_DTYPES = (*KERNEL_DTYPES, torch.int16)
+# Where 16-bit parameters keep what goes with them, by write back.
+_EXTRAS = {"copy": "master_param", "split": "remainder", "kahan": "compensation"}
+# Attributes that exist around a step, or that a copy makes anew.
+_TRANSIENT = ("found_inf", "grad_scale", "model_params", "model_grads", "_zero_flags", "_seen")
+
+
+class Scaling(NamedTuple):
+    """What amp left on the optimizer for a step."""
+
+    found_inf: PerDevice | None
+    inv_scale: Factor
+    models: Mapping[Tensor, Tensor]
+    pending: ModelGrads | None
+
+
+class Gradient(NamedTuple):
+    """A parameter that takes part in a step. ``waiting``: the gradient is one of ``model_grads``."""
+
+    param: Tensor
+    grad: Tensor
+    waiting: bool
+
+
+class Work(NamedTuple):
+    """One op call; ``lists`` by the names of the op's arguments. Not ``fused``: for plain torch, tensor by tensor."""
+
+    group: Group
+    write_back: str
+    waiting: bool
+    device: torch.device
+    fused: bool
+    lists: dict[str, list[Tensor]]
+
+
+def on_device(value: float | Tensor, device: torch.device) -> float | Tensor:
+    """A factor as an op on ``device`` takes it: a number, or a tensor on the CPU or on ``device``. No host sync."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.device.type == "cpu":
+        return value if value.dtype in (torch.float32, torch.float64) else value.double()
+    return move(value.float(), device)
+
+
+def taken_inv_scale(optimizer: Any) -> Factor:
+    """What gradients are to be multiplied by: 1 / ``optimizer.grad_scale``, 1 without one. No host sync."""
+    scale = getattr(optimizer, "grad_scale", None)
+    if scale is None:
+        return 1.0
+    if not isinstance(scale, Tensor):
+        return 1.0 / scale
+    check_one_element("grad_scale", scale)
+    return PerDevice(scale.float().reciprocal())
+
+
+def taken_found_inf(optimizer: Any) -> PerDevice | None:
+    """``optimizer.found_inf`` in a type that the ops take, None without one. No host sync."""
+    flag = getattr(optimizer, "found_inf", None)
+    if flag is None:
+        return None
+    if not isinstance(flag, Tensor):
+        flag = torch.tensor(float(flag))
+    check_one_element("found_inf", flag)
+    return PerDevice(flag if flag.dtype in (torch.float32, torch.int32) else (flag != 0).to(torch.int32))
+
+
+def param_name(groups: list[Group], g: int, i: int) -> str:
+    """How errors call a parameter."""
+    names = groups[g].get("param_names")
+    return f"param_groups[{g}]['params'][{i}]" + (f" ({names[i]})" if names else "")
+
+
+def refuse_sparse(of: str, name: str) -> None:
+    raise AmpError(
+        f"{of} does not support sparse gradients, and {name} has one: build its layer with sparse=False, or give the "
+        "parameter to torch.optim.SparseAdam or torch.optim.SGD"
+    )
+
+
+def refuse_complex(of: str, name: str) -> None:
+    raise AmpValueError(
+        f"{of} does not support complex parameters, and {name} is one: give torch.view_as_real of it to the optimizer"
+    )
+
+
+def _in_layout_of(p: Tensor, grad: Tensor) -> Tensor:
+    """``grad``, or a copy that the kernels can walk together with ``p``."""
+    if same_layout(grad, p) or not is_dense(p):
+        return grad
+    return torch.empty_like(p, dtype=grad.dtype, requires_grad=False).copy_(grad)
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Base of the fused optimizers: options, state, masters, scaling, checkpoints, and the calls of the op.
+
+    A subclass names its op (``_op``), the state that goes into it and the numbers of a group that it takes.
+
+    Args:
+        params, defaults: as for torch.optim.Optimizer; ``defaults`` holds lr and weight_decay among others.
+        set_grad_none: what ``zero_grad()`` does.
+        maximize: go up the gradient. In each group.
+        write_back: how 16-bit parameters without masters are stored: "nearest"; "stochastic", up or down with the odds
+            of the distance; "kahan", nearest, with what rounding left kept for the next step.
+        seed: of the "stochastic" write back. In each group, and so in checkpoints.
+        master_weights: fp32 masters of 16-bit parameters. "split", for bf16, keeps 16 bits that make the weight an fp32
+            number. fp32 parameters are stepped as they are.
+        capturable: each group's lr is an fp32 tensor on the device of its parameters, always the same one, so that a
+            CUDA graph of a step sees it change.
+
+    Raises:
+        AmpValueError, AmpTypeError: an argument that cannot be used, or a parameter, by name.
+    """
+
+    _step_supports_amp_scaling = True
+    _step_supports_model_params = True
+    _op: str
+    # The op's lists of one-element state, and where it is kept.
+    _one_element: ClassVar[dict[str, str]] = {"steps": "step"}
+    _initial_step = 0
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: Group,
+        *,
+        set_grad_none: bool,
+        maximize: bool,
+        write_back: str,
+        seed: int,
+        master_weights: bool | str = False,
+        capturable: bool = False,
+    ) -> None:
+        self.set_grad_none = set_grad_none
+        self.write_back = check_choice("write_back", write_back, ("nearest", "stochastic", "kahan"))
+        self.master_weights = check_choice("master_weights", master_weights, (False, True, "split"))
+        self.capturable = capturable
+        self._zero_flags: dict[torch.device, Tensor] = {}
+        # The version of each model weight whose master agreed with it.
+        self._seen: dict[Tensor, int] = {}
+        if write_back != "nearest" and self._may_keep_masters():
+            raise AmpValueError(
+                f"write_back={write_back!r} is for 16-bit parameters without masters, which are rounded to nearest: "
+                "leave it out, or leave the masters out"
+            )
+        # The lr of each group, where capturable.
+        self._lr_tensors: list[Tensor] = []
+        defaults = {**defaults, "maximize": maximize, "seed": seed}
+        if defaults["lr"] is not None:
+            self._check_options(defaults)
+        super().__init__(params, defaults)
+
+    # --- what a subclass says -----------------------------------------------------------------------------------------
+
+    def _check_options(self, group: Group) -> None:
+        """Raises on a number of a group that cannot be used; tensors among them (not lr) become numbers."""
+        group["lr"] = check_lr(group["lr"])
+        group["weight_decay"] = check_number("weight_decay", group["weight_decay"])
+        group["seed"] = check_seed(group["seed"])
+
+    def _state_lists(self, group: Group) -> dict[str, str | None]:
+        """The op's lists of state of the parameters' size, and where it is kept; None for a list that stays empty."""
+        raise NotImplementedError
+
+    def _op_options(self, group: Group) -> dict[str, Any]:
+        """The op's numbers, but for those that all optimizers have."""
+        raise NotImplementedError
+
+    def _may_keep_masters(self) -> bool:
+        return bool(self.master_weights)
+
+    def _keeps_master(self, p: Tensor) -> bool:
+        """Whether a 16-bit parameter has a master."""
+        return bool(self.master_weights)
+
+    def _global_norm(self, works: list[Work], scaling: Scaling) -> PerDevice | None:
+        """The norm of all gradients, for an op that takes it."""
+        return None
+
+    def _grad_factor(self) -> Factor:
+        """A further factor of the gradients in ``.grad``."""
+        return 1.0
+
+    # --- groups -------------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: Group) -> None:
+        """As torch's. Raises on options and parameters that cannot be used, and adds nothing then."""
+        super().add_param_group(param_group)
+        g = len(self.param_groups) - 1
+        try:
+            self._check_group(g)
+        except BaseException:
+            del self.param_groups[g]
+            raise
+        self._settle_lr()
+
+    def _check_group(self, g: int) -> None:
+        group = self.param_groups[g]
+        if group["lr"] is None:
+            raise AmpValueError("parameter group didn't specify a value of required optimization parameter lr")
+        self._check_options(group)
+        for i, p in enumerate(group["params"]):
+            if p.is_complex():
+                refuse_complex(type(self).__name__, param_name(self.param_groups, g, i))
+            self._check_param(g, i, p)
+
+    def _check_param(self, g: int, i: int, p: Tensor) -> None:
+        if p.dtype == torch.float16 and self.master_weights == "split":
+            raise AmpValueError(
+                "master_weights='split' keeps the 16 bits that bfloat16 lacks of float32, and "
+                f"{param_name(self.param_groups, g, i)} is float16: pass master_weights=True"
+            )
+
+    def _settle_lr(self) -> None:
+        """Where capturable, turns the lr of each group into its tensor again, with the value somebody assigned."""
+        if not self.capturable:
+            return
+        for i, group in enumerate(self.param_groups):
+            lr, kept = group["lr"], self._lr_tensors[i] if i < len(self._lr_tensors) else None
+            device = group["params"][0].device if group["params"] else torch.device("cpu")
+            if kept is None or kept.device != device:
+                fits = isinstance(lr, Tensor) and lr.dtype == torch.float32 and lr.device == device
+                kept = lr if fits else torch.zeros((), dtype=torch.float32, device=device)
+                self._lr_tensors[i : i + 1] = [kept]
+            if lr is not kept:
+                with torch.no_grad():
+                    kept.copy_(lr.reshape(kept.shape)) if isinstance(lr, Tensor) else kept.fill_(lr)
+                group["lr"] = kept
+
+    # --- apex's attributes --------------------------------------------------------------------------------------------
+
+    @property
+    def _dummy_overflow_buf(self) -> Tensor:
+        """A flag that is 0, int32 of shape (1,), on the device of the first parameter: apex's name."""
+        first = next((p for group in self.param_groups for p in group["params"]), None)
+        return self._zero_flag(torch.device("cpu") if first is None else first.device)
+
+    def _zero_flag(self, device: torch.device) -> Tensor:
+        if device not in self._zero_flags:
+            self._zero_flags[device] = torch.zeros(1, dtype=torch.int32, device=device)
+        return self._zero_flags[device]
+
+    @property
+    def param_groups_master(self) -> list[dict[str, list[Tensor | None]]]:
+        """For each group, ``{"params": [...]}`` with the fp32 weights: the master (of "split" a copy), or the parameter
+        itself where it is not a 16-bit one. None where there is no master, or none yet."""
+        return [{"params": [self._master_of(p) for p in group["params"]]} for group in self.param_groups]
+
+    def _master_of(self, p: Tensor) -> Tensor | None:
+        state = self.state.get(p, {})
+        if not self._may_keep_masters():
+            return None
+        if p.dtype not in LOW_PRECISION:
+            return p
+        if "remainder" in state:
+            return join(p.detach(), state["remainder"])
+        return state.get("master_param")
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """As torch's; without an argument, gradients become None or 0 as ``set_grad_none`` says."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    # --- the step -----------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of every parameter that has a gradient, where ``found_inf`` is 0 or absent. No host sync.
+
+        Args:
+            closure: evaluates the model, with gradients enabled.
+
+        Returns:
+            What the closure returned, else None.
+
+        Raises:
+            AmpError: a sparse gradient, by the parameter's name. AmpValueError: an fp16 parameter under "split", or an
+                lr, ``found_inf`` or ``grad_scale`` of several elements. Nothing has changed then.
+        """
+        return self._step(closure)
+
+    @torch.no_grad()
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        """``step`` below the hooks, which torch puts around the ``step`` of every class that has instances."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._settle_lr()
+        scaling = self._scaling()
+        gradients = [self._gradients(g, scaling) for g in range(len(self.param_groups))]
+        works = [
+            work
+            for group, rows in zip(self.param_groups, gradients, strict=True)
+            for work in self._works(group, rows, scaling)
+        ]
+        norm = self._global_norm(works, scaling)
+        for number, work in enumerate(works):
+            self._launch(work, number, scaling, norm)
+        for rows in gradients:
+            for p, _, _ in rows:
+                if p in self._seen:
+                    self._seen[p] = p._version  # private by name, see _follow
+        return loss
+
+    def _scaling(self) -> Scaling:
+        return Scaling(
+            taken_found_inf(self),
+            product(taken_inv_scale(self), self._grad_factor()),
+            getattr(self, "model_params", None) or {},
+            getattr(self, "model_grads", None),
+        )
+
+    def _gradients(self, g: int, scaling: Scaling) -> list[Gradient]:
+        """What a group has to step, after every check that a step makes."""
+        group = self.param_groups[g]
+        if isinstance(group["lr"], Tensor):
+            check_one_element("lr", group["lr"])
+        waiting = {} if scaling.pending is None else scaling.pending.grads
+        rows = []
+        for i, p in enumerate(group["params"]):
+            # Reading .grad of a master whose gradient waits would make a tensor of it.
+            grad = waiting.get(p)
+            row = Gradient(p, p.grad, False) if grad is None else Gradient(p, grad, True)
+            if row.grad is not None:
+                if row.grad.layout is not torch.strided:
+                    refuse_sparse(type(self).__name__, param_name(self.param_groups, g, i))
+                self._check_param(g, i, p)
+                rows.append(row)
+        return rows
+
+    def _destination(self, p: Tensor, scaling: Scaling) -> str:
+        """The write back of a parameter."""
+        if p in scaling.models:
+            return "copy"
+        if p.dtype not in LOW_PRECISION:
+            return "nearest"
+        if self._keeps_master(p):
+            return "split" if self.master_weights == "split" else "copy"
+        return self.write_back
+
+    def _prepare(self, group: Group, p: Tensor, write_back: str) -> dict[str, Any]:
+        """The state of a parameter, made where it is not there yet; its master after the model's weight."""
+        state = self.state[p]
+        if "step" not in state:
+            state["step"] = torch.full((), self._initial_step, dtype=torch.float32, device=p.device)
+        for key in self._one_element.values():
+            if key not in state:
+                state[key] = torch.zeros((), dtype=torch.float32, device=p.device)
+        for sized in self._state_lists(group).values():
+            if sized is not None and sized not in state:
+                state[sized] = torch.zeros_like(p, dtype=compute_dtype(p), requires_grad=False)
+        if p.dtype in LOW_PRECISION and write_back in _EXTRAS:
+            extra = _EXTRAS[write_back]
+            if extra not in state:
+                dtype = {"split": torch.int16, "kahan": p.dtype}.get(write_back, torch.float32)
+                state[extra] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
+                self._seen.pop(p, None)
+            if write_back != "kahan":
+                self._follow(p, state)
+        return state
+
+    def _follow(self, p: Tensor, state: dict[str, Any]) -> None:
+        """Where a weight is not its rounded master any more, somebody changed it: the master takes its value."""
+        # _version is private by name; nothing public tells that a tensor changed without reading it.
+        if self._seen.get(p) == p._version:
+            return
+        self._seen[p] = p._version
+        if "remainder" in state:
+            # Any 16 bits round to the weight beside them, but for those that make nan of a zero or an infinity.
+            made_nan = torch.isnan(join(p, state["remainder"])) & ~torch.isnan(p)
+            state["remainder"].masked_fill_(made_nan, 0)
+        else:
+            master = state["master_param"]
+            master.copy_(torch.where(master.to(p.dtype) == p, master, p.to(master.dtype)))
+
+    @torch.no_grad()
+    def masters_follow_model(self) -> None:
+        """Has the masters follow the model's weights where these changed, element by element. No host sync.
+
+        ``step`` does so by itself after a change that autograd can see (``load_state_dict``, ``p.copy_()`` under
+        no_grad); call this after one through ``p.data`` or another library.
+        """
+        self._seen = {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state.get(p, {})
+                if p.dtype in LOW_PRECISION and ("master_param" in state or "remainder" in state):
+                    self._follow(p, state)
+
+    def _works(self, group: Group, rows: list[Gradient], scaling: Scaling) -> Iterable[Work]:
+        lists_of_state = self._state_lists(group)
+        kept = {name: key for name, key in lists_of_state.items() if key is not None}
+        empty: dict[str, list[Tensor]] = {name: [] for name, key in lists_of_state.items() if key is None}
+        kinds: dict[tuple[str, bool], list[tuple[Gradient, dict[str, Any]]]] = {}
+        for row in rows:
+            write_back = self._destination(row.param, scaling)
+            kinds.setdefault((write_back, row.waiting), []).append((row, self._prepare(group, row.param, write_back)))
+        for (write_back, waiting), members in kinds.items():
+            targets, extras = self._targets(members, write_back, scaling)
+            compared = {
+                "grads": [_in_layout_of(t, row.grad) for t, (row, _) in zip(targets, members, strict=True)],
+                "params": targets,
+                **{name: [state[key] for _, state in members] for name, key in kept.items()},
+                **({"extras": extras} if extras else {}),
+            }
+            along = {name: [state[key] for _, state in members] for name, key in self._one_element.items()}
+            names = [*compared, *along]
+            for device, fused, lists in buckets(
+                *compared.values(), along=list(along.values()), known_dtypes=_KNOWN_DTYPES
+            ):
+                every = {"extras": [], **empty, **dict(zip(names, lists, strict=True))}
+                yield Work(group, write_back, waiting, device, fused, every)
+
+    @staticmethod
+    def _targets(
+        members: list[tuple[Gradient, dict[str, Any]]], write_back: str, scaling: Scaling
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The op's params and extras."""
+        targets, extras = [], []
+        for (p, _, _), state in members:
+            if write_back not in _EXTRAS:
+                targets.append(p)
+            elif p in scaling.models:
+                targets.append(p)
+                extras.append(scaling.models[p])
+            elif write_back == "copy":
+                targets.append(state["master_param"])
+                extras.append(p)
+            else:
+                targets.append(p)
+                extras.append(state[_EXTRAS[write_back]])
+        return targets, extras
+
+    def _launch(self, work: Work, number: int, scaling: Scaling, norm: PerDevice | None) -> None:
+        group, device = work.group, work.device
+        inv_scale: Any = scaling.pending.inv_scale if work.waiting and scaling.pending else scaling.inv_scale
+        found_inf = scaling.found_inf
+        arguments = {
+            **work.lists,
+            **self._op_options(group),
+            "found_inf": self._zero_flag(device) if found_inf is None else found_inf.on(device),
+            "inv_scale": inv_scale.on(device) if isinstance(inv_scale, PerDevice) else inv_scale,
+            "lr": on_device(group["lr"], device),
+            "maximize": group["maximize"],
+            "write_back": work.write_back,
+            # Two calls of one step would draw the same numbers.
+            "seed": group["seed"] + number,
+        }
+        if norm is not None:
+            arguments["global_grad_norm"] = norm.on(device)
+        if work.fused:
+            getattr(optimizer_ops, self._op)(**arguments)
+        else:
+            tensors = {name: factor(arguments[name]) for name in ("inv_scale", "lr")}
+            code = WRITE_BACKS.index(work.write_back)
+            getattr(_reference_optimizers, self._op)(**{**arguments, **tensors, "write_back": code})
+
+    # --- checkpoints and copies ---------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, with the state kept in fp32 whatever the dtype of the parameters, and copied.
+
+        Takes checkpoints of this class, of torch.optim's optimizer of the same name, and of apex, which counts steps by
+        group. Options come from the checkpoint, as in torch. May wait for the device.
+
+        Raises:
+            ValueError, KeyError: torch's, for a checkpoint of other groups. AmpValueError: state of another size, or
+                that the optimizer has no equal of. Nothing has changed then.
+        """
+        states: dict[Tensor, dict[str, Any]] = {}
+
+        def before(_: Any, given: dict[str, Any]) -> dict[str, Any] | None:
+            found = _checkpoint.matched(given, self.param_groups, lambda g, i: param_name(self.param_groups, g, i))
+            if found is None:
+                return None
+            with torch.no_grad():
+                states.update(self._restored(found))
+            return {**given, "param_groups": [g.saved for g in found], "state": _checkpoint.leftover(given)}
+
+        def after(_: Any) -> None:
+            self.state.update(states)
+            self._settle_lr()
+
+        # The last hook before torch's own work, and the first after it: the user's see whole checkpoints and states.
+        hooks = [
+            self.register_load_state_dict_pre_hook(before),
+            self.register_load_state_dict_post_hook(after, prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _restored(self, groups: list[SavedGroup]) -> dict[Tensor, dict[str, Any]]:
+        result = {}
+        for group in groups:
+            self._adapt_checkpoint(group)
+            for p, name, state in group.states:
+                used = self._destination(p, Scaling(None, 1.0, {}, None))
+                dropped = {key for write_back, key in _EXTRAS.items() if write_back != used}
+                result[p] = _checkpoint.restored(p, name, state, self._one_element.values(), dropped)
+        return result
+
+    def _adapt_checkpoint(self, group: SavedGroup) -> None:
+        """Puts what other optimizers save elsewhere where it belongs here."""
+        _checkpoint.take_step_from_group(group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Hooks stay behind, as in torch; so do methods that an LR scheduler or amp replaced on this instance.
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name not in _TRANSIENT
+            and not (name.startswith("_optimizer_") and name.endswith("_hooks"))
+            and not (callable(value) and hasattr(type(self), name))
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # A CUDA graph may hold the flags that are there.
+        self.__dict__.setdefault("_zero_flags", {})
+        self._seen = {}
+        # torch puts it into the defaults of every optimizer; here it would come into later groups and checkpoints.
+        self.defaults.pop("differentiable", None)
+        for group in self.param_groups:
+            for name, default in self.defaults.items():
+                group.setdefault(name, default)
+
+
+def refuse_amsgrad(optimizer: str, amsgrad: bool) -> None:
+    if amsgrad:
+        raise AmpError(f"{optimizer} does not support the AMSGrad variant. FusedAdam does.")
+
+
+def refuse_old_arguments(**given: Any) -> None:
+    """apex's ``step`` took over what an outer wrapper did; these arguments are of before that."""
+    advice = {
+        "grads": "put the gradients into .grad of the parameters",
+        "output_params": "build the optimizer over the 16-bit parameters with master_weights=True",
+        "scale": "set optimizer.grad_scale, or step through a GradScaler",
+        "grad_norms": "call ampctx.clip_grad_norm_ before step()",
+    }
+    for name, value in given.items():
+        if value is not None:
+            raise AmpError(f"step() does not take {name} any more: {advice[name]}")
+
+
+def split_grad_scaler(optimizer: str, kwargs: dict[str, Any]) -> Any:
+    """The GradScaler that apex's code gives to ``step``. It is not a named parameter: torch's GradScaler would pass
+    itself then, and warn."""
+    scaler = kwargs.pop("grad_scaler", None)
+    if kwargs:
+        raise AmpTypeError(f"{optimizer}.step() got an unexpected keyword argument {next(iter(kwargs))!r}")
+    return scaler

@@ -1,0 +1,111 @@
+"""Adam and AdamW in one op call for each bucket of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ampctx.optimizers._base import FusedOptimizer, refuse_old_arguments, split_grad_scaler
+from ampctx.optimizers._options import Group, check_betas, check_number
+
+
+class FusedAdam(FusedOptimizer):
+    """Adam (Kingma and Ba 2015), or AdamW (Loshchilov and Hutter 2019) in ``adam_w_mode``, which is the default.
+
+    ``ampctx.optimizer_ops.adam`` has the formula. State of each parameter: ``step``, ``exp_avg``, ``exp_avg_sq`` and
+    with ``amsgrad`` ``max_exp_avg_sq``, fp32. Checkpoints are those of torch.optim.Adam and AdamW.
+
+    Args:
+        params: parameters or groups, on any mix of devices and dtypes.
+        lr: a number, or a one-element tensor.
+        bias_correction, betas, eps, weight_decay, amsgrad: as in torch.optim.Adam.
+        adam_w_mode: decoupled weight decay; False adds weight_decay * p to the gradient.
+        set_grad_none: whether ``zero_grad()`` makes gradients None.
+        capturable, master_weights, maximize, write_back, seed: see ``FusedOptimizer``.
+    """
+
+    _op = "adam"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool | str = False,
+        *,
+        maximize: bool = False,
+        write_back: str = "nearest",
+        seed: int = 0,
+    ) -> None:
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+        }
+        super().__init__(
+            params,
+            defaults,
+            set_grad_none=set_grad_none,
+            maximize=maximize,
+            write_back=write_back,
+            seed=seed,
+            master_weights=master_weights,
+            capturable=capturable,
+        )
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: None = None,
+        output_params: None = None,
+        scale: None = None,
+        grad_norms: None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """``FusedOptimizer.step``. A ``grad_scaler``, as apex's code gives it, steps this optimizer, whose
+        step hooks run twice then.
+
+        Raises:
+            AmpError: grads, output_params, scale or grad_norms, which apex refuses too.
+        """
+        refuse_old_arguments(grads=grads, output_params=output_params, scale=scale, grad_norms=grad_norms)
+        scaler = split_grad_scaler("FusedAdam", kwargs)
+        if scaler is not None:
+            return scaler.step(self, *([] if closure is None else [closure]))
+        return self._step(closure)
+
+    def _check_options(self, group: Group) -> None:
+        super()._check_options(group)
+        group["betas"] = check_betas(group["betas"])
+        group["eps"] = check_number("eps", group["eps"])
+
+    def _state_lists(self, group: Group) -> dict[str, str | None]:
+        return {
+            "exp_avgs": "exp_avg",
+            "exp_avg_sqs": "exp_avg_sq",
+            "max_exp_avg_sqs": "max_exp_avg_sq" if group["amsgrad"] else None,
+        }
+
+    def _op_options(self, group: Group) -> dict[str, Any]:
+        beta1, beta2 = group["betas"]
+        return {
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "bias_correction": bool(group["bias_correction"]),
+            "adam_w_mode": bool(self.adam_w_mode),
+        }

@@ -1,0 +1,223 @@
+"""LAMB in one op call for each bucket of parameters, after one pass for the norm of all gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampctx import foreach
+from ampctx._errors import AmpTypeError, AmpValueError
+from ampctx._reference_optimizers import LOW_PRECISION
+from ampctx.foreach import FoundInf, PerDevice
+from ampctx.optimizers._base import FusedOptimizer, Scaling, Work, refuse_amsgrad, split_grad_scaler
+from ampctx.optimizers._options import Group, check_betas, check_number
+
+
+class FusedLAMB(FusedOptimizer):
+    """LAMB (You et al. 2020): Adam's direction, in each parameter scaled by ||p|| / ||direction||.
+
+    ``ampctx.optimizer_ops.lamb`` has the formula. Gradients are scaled down first where the norm of all of them, over
+    all groups, is above ``max_grad_norm``. State of each parameter: ``step``, ``exp_avg``, ``exp_avg_sq``, fp32.
+
+    Args:
+        params: parameters or groups, on any mix of devices and dtypes.
+        lr: a number, or a one-element tensor.
+        bias_correction, betas, eps, weight_decay: as in Adam.
+        amsgrad: not supported.
+        adam_w_mode: decoupled weight decay; False adds weight_decay * p to the gradient.
+        grad_averaging: False adds the whole gradient to beta1 * exp_avg.
+        set_grad_none: whether ``zero_grad()`` makes gradients None.
+        max_grad_norm: of each group; 0 or None: gradients are not scaled down.
+        use_nvlamb: scale by the ratio of norms where there is no weight decay, too.
+        maximize, write_back, seed, master_weights, capturable: see ``FusedOptimizer``.
+    """
+
+    _op = "lamb"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float | None = 1.0,
+        use_nvlamb: bool = False,
+        *,
+        maximize: bool = False,
+        write_back: str = "nearest",
+        seed: int = 0,
+        master_weights: bool | str = False,
+        capturable: bool = False,
+    ) -> None:
+        refuse_amsgrad(type(self).__name__, amsgrad)
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        self.use_nvlamb = use_nvlamb
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+        }
+        super().__init__(
+            params,
+            defaults,
+            set_grad_none=set_grad_none,
+            maximize=maximize,
+            write_back=write_back,
+            seed=seed,
+            master_weights=master_weights,
+            capturable=capturable,
+        )
+
+    def _check_options(self, group: Group) -> None:
+        super()._check_options(group)
+        group["betas"] = check_betas(group["betas"])
+        group["eps"] = check_number("eps", group["eps"])
+        if group["max_grad_norm"] is not None:
+            group["max_grad_norm"] = check_number("max_grad_norm", group["max_grad_norm"])
+
+    def _state_lists(self, group: Group) -> dict[str, str | None]:
+        return {"exp_avgs": "exp_avg", "exp_avg_sqs": "exp_avg_sq"}
+
+    def _op_options(self, group: Group) -> dict[str, Any]:
+        beta1, beta2 = group["betas"]
+        return {
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "max_grad_norm": group["max_grad_norm"] or 0.0,
+            "bias_correction": bool(group["bias_correction"]),
+            "adam_w_mode": bool(self.adam_w_mode),
+            "grad_averaging": bool(group["grad_averaging"]),
+            "use_nvlamb": bool(self.use_nvlamb),
+        }
+
+    def _global_norm(self, works: list[Work], scaling: Scaling) -> PerDevice:
+        norms = []
+        if any(work.group["max_grad_norm"] for work in works):
+            grads = [grad for work in works if not work.waiting for grad in work.lists["grads"]]
+            if grads:
+                norms.append(foreach.unscale_l2norm(grads, FoundInf(), scaling.inv_scale))
+            waiting = [grad for work in works if work.waiting for grad in work.lists["grads"]]
+            if waiting and scaling.pending is not None:
+                # Its norm is there already, unless some of its masters belong to somebody else.
+                complete = len(waiting) == len(scaling.pending.grads)
+                norms.append(
+                    scaling.pending.norm()
+                    if complete
+                    else foreach.unscale_l2norm(waiting, FoundInf(), scaling.pending.inv_scale)
+                )
+        if not norms:
+            return PerDevice(torch.zeros(()))
+        total = norms[0]
+        for norm in norms[1:]:
+            total = torch.hypot(total, foreach.move(norm, total.device).to(total.dtype))
+        # The ops take an fp64 norm on the CPU alone.
+        return PerDevice(total if all(work.device.type == "cpu" for work in works) else total.float())
+
+
+class FusedMixedPrecisionLamb(FusedLAMB):
+    """LAMB with lr, step counts and scaling on the device, and fp32 masters of the parameters of one dtype.
+
+    ``FusedLAMB`` with ``capturable=True`` and masters for the parameters of ``reduced_precision_dtype``; others are
+    stepped as they are.
+
+    Args:
+        lr: a number or a one-element tensor; in each group a tensor of its own.
+        step: how many steps new parameters count as taken.
+        reduced_precision_dtype: torch.float16 or torch.bfloat16. May be set later, before the first step.
+        Others as for FusedLAMB.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        step: int = 0,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        max_grad_norm: float | None = 1.0,
+        use_nvlamb: bool = False,
+        reduced_precision_dtype: torch.dtype | None = None,
+        *,
+        maximize: bool = False,
+        write_back: str = "nearest",
+        seed: int = 0,
+    ) -> None:
+        if isinstance(step, bool) or not isinstance(step, int):
+            raise AmpTypeError(f"step must be an int, the steps taken so far, got {type(step).__name__}")
+        self._initial_step = int(check_number("step", step))
+        self.write_back = write_back
+        self.reduced_precision_dtype = reduced_precision_dtype
+        super().__init__(
+            params,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            adam_w_mode=adam_w_mode,
+            grad_averaging=grad_averaging,
+            max_grad_norm=max_grad_norm,
+            use_nvlamb=use_nvlamb,
+            maximize=maximize,
+            write_back=write_back,
+            seed=seed,
+            capturable=True,
+        )
+
+    @property
+    def reduced_precision_dtype(self) -> torch.dtype | None:
+        """The dtype of the parameters that have masters."""
+        return self._reduced_precision_dtype
+
+    @reduced_precision_dtype.setter
+    def reduced_precision_dtype(self, dtype: torch.dtype | None) -> None:
+        if dtype not in (None, torch.float32, *LOW_PRECISION):
+            raise AmpValueError(f"reduced_precision_dtype is {dtype}, expected torch.float16 or torch.bfloat16")
+        self._reduced_precision_dtype = dtype
+
+    @property
+    def param_groups_full_precision(self) -> list[dict[str, list[Tensor | None]]]:
+        """apex's name of ``param_groups_master``."""
+        return self.param_groups_master
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """``FusedOptimizer.step``. A ``grad_scaler``, as apex's code gives it, steps this optimizer, whose step hooks
+        run twice then."""
+        scaler = split_grad_scaler("FusedMixedPrecisionLamb", kwargs)
+        if scaler is not None:
+            return scaler.step(self, *([] if closure is None else [closure]))
+        return self._step(closure)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """As torch's; the group gets an lr tensor of its own."""
+        default = self.defaults["lr"]
+        if isinstance(param_group, dict) and "lr" not in param_group and isinstance(default, Tensor):
+            param_group["lr"] = default.detach().clone()
+        super().add_param_group(param_group)
+
+    def _may_keep_masters(self) -> bool:
+        return self.reduced_precision_dtype in LOW_PRECISION
+
+    def _keeps_master(self, p: Tensor) -> bool:
+        return p.dtype == self.reduced_precision_dtype

@@ -1,0 +1,125 @@
+"""NovoGrad in one op call for each bucket of parameters."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ampctx._errors import AmpValueError
+from ampctx.optimizers._base import FusedOptimizer, refuse_amsgrad
+from ampctx.optimizers._checkpoint import SavedGroup
+from ampctx.optimizers._options import Group, check_betas, check_number
+
+_NORM_TYPES = (2, 0)
+
+
+class FusedNovoGrad(FusedOptimizer):
+    """NovoGrad (Ginsburg et al. 2019): the second moment is the running norm of a parameter's gradient.
+
+    ``ampctx.optimizer_ops.novograd`` has the formula. State of each parameter, fp32: ``step``, ``exp_avg`` and the 0-d
+    ``exp_avg_sq``, which is the norm itself and not its square.
+
+    Args:
+        params: parameters or groups, on any mix of devices and dtypes.
+        lr: a number, or a one-element tensor.
+        bias_correction, betas, eps: as in Adam. weight_decay: decoupled, unless ``reg_inside_moment``.
+        amsgrad: not supported.
+        reg_inside_moment: normalise the gradient and add the decay before they enter ``exp_avg``.
+        grad_averaging: False adds the whole gradient to beta1 * exp_avg.
+        norm_type: 2 for the L2 norm, 0 for the largest magnitude.
+        init_zero: the running norm starts at 0 and not at the first norm.
+        set_grad_none: whether ``zero_grad()`` makes gradients None.
+        maximize, write_back, seed, master_weights, capturable: see ``FusedOptimizer``.
+    """
+
+    _op = "novograd"
+    _one_element: ClassVar[dict[str, str]] = {"steps": "step", "exp_avg_sqs": "exp_avg_sq"}
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: int = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+        *,
+        maximize: bool = False,
+        write_back: str = "nearest",
+        seed: int = 0,
+        master_weights: bool | str = False,
+        capturable: bool = False,
+    ) -> None:
+        refuse_amsgrad("FusedNovoGrad", amsgrad)
+        self.moment_mode = 0 if reg_inside_moment else 1
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "norm_type": norm_type,
+            "init_zero": init_zero,
+        }
+        super().__init__(
+            params,
+            defaults,
+            set_grad_none=set_grad_none,
+            maximize=maximize,
+            write_back=write_back,
+            seed=seed,
+            master_weights=master_weights,
+            capturable=capturable,
+        )
+
+    def _check_options(self, group: Group) -> None:
+        super()._check_options(group)
+        group["betas"] = check_betas(group["betas"])
+        group["eps"] = check_number("eps", group["eps"])
+        if group["norm_type"] not in _NORM_TYPES:
+            raise AmpValueError(f"norm_type is {group['norm_type']!r}, expected 2 (L2) or 0 (largest magnitude)")
+
+    def _state_lists(self, group: Group) -> dict[str, str | None]:
+        return {"exp_avgs": "exp_avg"}
+
+    def _op_options(self, group: Group) -> dict[str, Any]:
+        beta1, beta2 = group["betas"]
+        return {
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "bias_correction": bool(group["bias_correction"]),
+            "grad_averaging": bool(group["grad_averaging"]),
+            "reg_inside_moment": self.moment_mode == 0,
+            "inf_norm": group["norm_type"] == 0,
+            "init_zero": bool(group["init_zero"]),
+        }
+
+    def _adapt_checkpoint(self, group: SavedGroup) -> None:
+        """apex keeps the norms of a group in two tensors, of its fp16 and of its other parameters."""
+        super()._adapt_checkpoint(group)
+        norms = group.saved.pop("exp_avg_sq", None)
+        if norms is None:
+            return
+        of_dtype: dict[bool, list[dict[str, Any]]] = defaultdict(list)
+        for p, _, state in group.states:
+            of_dtype[p.dtype == torch.float16].append(state)
+        for tensor, states in zip(norms, (of_dtype[True], of_dtype[False]), strict=True):
+            if tensor.numel() != len(states):
+                raise AmpValueError(
+                    f"exp_avg_sq of a param group holds {tensor.numel()} norms for {len(states)} parameters: load it "
+                    "into parameters of the dtypes it was saved with"
+                )
+            for state, norm in zip(states, tensor.reshape(-1).unbind(), strict=True):
+                state["exp_avg_sq"] = norm

@@ -1,0 +1,118 @@
+"""SGD with momentum in one op call for each bucket of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampctx._errors import AmpValueError
+from ampctx.foreach import Factor, PerDevice
+from ampctx.optimizers._base import FusedOptimizer
+from ampctx.optimizers._checkpoint import SavedGroup
+from ampctx.optimizers._options import Group, check_number
+
+
+class FusedSGD(FusedOptimizer):
+    """SGD with momentum, as torch.optim.SGD defines it.
+
+    ``ampctx.optimizer_ops.sgd`` has the formula. State of each parameter: ``step`` and, with momentum,
+    ``momentum_buffer``, fp32; ``step`` counts from where the buffer began. Checkpoints are those of torch.optim.SGD.
+
+    Args:
+        params: parameters or groups, on any mix of devices and dtypes.
+        lr: a number, or a one-element tensor; required, here or in each group.
+        momentum, dampening, weight_decay, nesterov: as in torch.optim.SGD.
+        wd_after_momentum: add weight_decay * p to what lr multiplies and not to the gradient.
+        materialize_master_grads: apex's, kept as an attribute; ampctx.amp decides by itself.
+        set_grad_none: whether ``zero_grad()`` makes gradients None, here False by default.
+        maximize, write_back, seed, master_weights, capturable: see ``FusedOptimizer``.
+
+    ``most_recent_scale`` divides the gradients of the next step, which sets it to 1 again.
+    """
+
+    _op = "sgd"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor | None = None,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+        *,
+        maximize: bool = False,
+        write_back: str = "nearest",
+        seed: int = 0,
+        master_weights: bool | str = False,
+        capturable: bool = False,
+    ) -> None:
+        self.wd_after_momentum = wd_after_momentum
+        self.materialize_master_grads = materialize_master_grads
+        self.most_recent_scale: float | Tensor = 1.0
+        self.scale_set_by_backward = False
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
+        super().__init__(
+            params,
+            defaults,
+            set_grad_none=set_grad_none,
+            maximize=maximize,
+            write_back=write_back,
+            seed=seed,
+            master_weights=master_weights,
+            capturable=capturable,
+        )
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """``FusedOptimizer.step``, on gradients divided by ``most_recent_scale``."""
+        loss = self._step(closure)
+        self.most_recent_scale = 1.0
+        self.scale_set_by_backward = False
+        return loss
+
+    def _grad_factor(self) -> Factor:
+        scale = self.most_recent_scale
+        return PerDevice(scale.float().reciprocal()) if isinstance(scale, Tensor) else 1.0 / scale
+
+    def _check_options(self, group: Group) -> None:
+        super()._check_options(group)
+        group["momentum"] = check_number("momentum", group["momentum"])
+        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
+            raise AmpValueError("Nesterov momentum requires a momentum and zero dampening")
+
+    def _state_lists(self, group: Group) -> dict[str, str | None]:
+        return {"momentum_buffers": "momentum_buffer" if group["momentum"] != 0 else None}
+
+    def _op_options(self, group: Group) -> dict[str, Any]:
+        return {
+            "momentum": group["momentum"],
+            "dampening": group["dampening"],
+            "weight_decay": group["weight_decay"],
+            "nesterov": bool(group["nesterov"]),
+            "wd_after_momentum": bool(self.wd_after_momentum),
+        }
+
+    def _prepare(self, group: Group, p: Tensor, write_back: str) -> dict[str, Any]:
+        if group["momentum"] != 0 and "momentum_buffer" not in self.state.get(p, {}):
+            # The op begins a buffer with the gradient where the count is 0.
+            self.state[p].pop("step", None)
+        return super()._prepare(group, p, write_back)
+
+    def _adapt_checkpoint(self, group: SavedGroup) -> None:
+        super()._adapt_checkpoint(group)
+        for _, _, state in group.states:
+            # torch and apex do not count steps; a buffer that is there has begun.
+            if isinstance(state.get("momentum_buffer"), torch.Tensor):
+                state.setdefault("step", 1)

@@ -1,0 +1,165 @@
+"""LARC around any optimizer: each parameter's learning rate follows the norms of its weight and gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampctx import _reference_optimizers, optimizer_ops
+from ampctx._grouping import buckets
+from ampctx.foreach import FoundInf, PerDevice
+from ampctx.ops import factor
+from ampctx.optimizers._base import (
+    on_device,
+    param_name,
+    refuse_complex,
+    refuse_sparse,
+    taken_found_inf,
+    taken_inv_scale,
+)
+from ampctx.optimizers._options import Group
+
+
+class LARC:
+    """LARC (You, Gitman, Ginsburg 2017) in front of ``optimizer``, as apex.parallel.LARC.
+
+    Before each step, where the norms of weight p and gradient g are not 0: g = a (g + weight_decay p), with
+    a = trust_coefficient ||p|| / (||g|| + weight_decay ||p|| + eps), or with ``clip`` min(a / lr, 1). The wrapped
+    optimizer then steps with a weight decay of 0. No host sync of its own.
+
+    LARC is a plain object, not a torch.optim.Optimizer: LR schedulers are for ``optim``. torch.amp's and ampctx's
+    GradScaler step it as they step the optimizer in it: where that one unscales and skips on the device, LARC does the
+    unscaling.
+
+    Args:
+        optimizer: any optimizer, kept as ``optim``. Its gradients are changed in place.
+        trust_coefficient, eps: of the formula.
+        clip: True keeps the rate at lr or below, False makes it a * lr.
+    """
+
+    def __init__(self, optimizer: Any, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8) -> None:
+        # Set around a step by a GradScaler, or by ampctx.amp.
+        self.found_inf: Tensor
+        self.optim = optimizer
+        self.trust_coefficient = trust_coefficient
+        self.clip = clip
+        self.eps = eps
+
+    def __repr__(self) -> str:
+        return f"LARC({self.optim!r}, trust_coefficient={self.trust_coefficient}, clip={self.clip}, eps={self.eps})"
+
+    # --- the wrapped optimizer's own ----------------------------------------------------------------------------------
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return bool(getattr(self.optim, "_step_supports_amp_scaling", False))
+
+    @property
+    def state(self) -> Any:
+        return self.optim.state
+
+    @property
+    def param_groups(self) -> list[Group]:
+        return self.optim.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[Group]) -> None:
+        self.optim.param_groups = value
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the wrapped optimizer; LARC has no state."""
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optim.load_state_dict(state_dict)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        self.optim.zero_grad(*args, **kwargs)
+
+    def add_param_group(self, param_group: Group) -> None:
+        self.optim.add_param_group(param_group)
+
+    # --- the step -----------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Adapts the gradients and steps the wrapped optimizer. No host sync of its own.
+
+        Args:
+            closure: goes to the wrapped optimizer, and gradients are adapted after each evaluation.
+
+        Returns:
+            What the wrapped optimizer's ``step`` returned.
+
+        Raises:
+            AmpError, AmpValueError: a sparse gradient, a complex parameter, by name. Nothing has changed then.
+        """
+        decays = [group.get("weight_decay", 0) for group in self.param_groups]
+        with self._without_weight_decay(), self._flag_taken_back():
+            if closure is None:
+                self._adapt(decays)
+                return self.optim.step()
+
+            def adapted() -> Any:
+                loss = closure()
+                self._adapt(decays)
+                return loss
+
+            return self.optim.step(adapted)
+
+    @contextmanager
+    def _without_weight_decay(self) -> Iterator[None]:
+        decaying = [(group, group["weight_decay"]) for group in self.param_groups if "weight_decay" in group]
+        for group, _ in decaying:
+            group["weight_decay"] = 0
+        try:
+            yield
+        finally:
+            for group, decay in decaying:
+                group["weight_decay"] = decay
+
+    @contextmanager
+    def _flag_taken_back(self) -> Iterator[None]:
+        """Removes the ``found_inf`` that ``_adapt`` hands to the wrapped optimizer."""
+        try:
+            yield
+        finally:
+            vars(self.optim).pop("found_inf", None)
+
+    def _gradients(self) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """The gradients of each group and their parameters, after every check that a step makes."""
+        result = []
+        for g, group in enumerate(self.param_groups):
+            params = [p for p in group["params"] if p.grad is not None]
+            for i, p in enumerate(group["params"]):
+                if p.grad is not None:
+                    if p.grad.layout is not torch.strided:
+                        refuse_sparse("LARC", param_name(self.param_groups, g, i))
+                    if p.is_complex():
+                        refuse_complex("LARC", param_name(self.param_groups, g, i))
+            result.append(([p.grad for p in params], params))
+        return result
+
+    @torch.no_grad()
+    def _adapt(self, decays: list[Any]) -> None:
+        found_inf, inv_scale, clear = taken_found_inf(self), taken_inv_scale(self), FoundInf()
+        gradients = self._gradients()
+        if found_inf is not None:
+            self.optim.found_inf = self.found_inf
+        for group, decay, (grads, params) in zip(self.param_groups, decays, gradients, strict=True):
+            for device, fused, (g, p) in buckets(grads, params):
+                flag = clear.on(device) if found_inf is None else found_inf.on(device)
+                inv = inv_scale.on(device) if isinstance(inv_scale, PerDevice) else inv_scale
+                lr = on_device(group["lr"], device)
+                if fused:
+                    optimizer_ops.larc(
+                        g, p, flag, inv, lr,
+                        trust_coefficient=self.trust_coefficient, eps=self.eps, weight_decay=decay, clip=self.clip,
+                    )  # fmt: skip
+                else:
+                    _reference_optimizers.larc(
+                        g, p, flag, factor(inv), factor(lr), self.trust_coefficient, self.eps, decay, self.clip
+                    )
