@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,8 +24,29 @@ class Bucket(NamedTuple):
 _Kind = tuple[tuple[torch.device, ...], tuple[torch.dtype, ...], tuple[bool, ...]]
 
 
+_attributes = operator.attrgetter("device", "dtype", "layout")
+
+
+def _common_kind(lists: Sequence[Sequence[Tensor]]) -> _Kind | None:
+    """The kind of every index, where they are all the same and contiguous.
+
+    This runs for every gradient of every step: nothing in it makes an object per tensor that stays, which would set
+    the garbage collector off.
+    """
+    devices, dtypes = [], []
+    for tensors in lists:
+        kinds = set(map(_attributes, tensors))
+        if len(kinds) != 1:
+            return None
+        device, dtype, layout = kinds.pop()
+        if layout is not torch.strided or not all(map(Tensor.is_contiguous, tensors)):
+            return None
+        devices.append(device)
+        dtypes.append(dtype)
+    return tuple(devices), tuple(dtypes), (True,) * len(lists)
+
+
 def _kinds(lists: Sequence[Sequence[Tensor]]) -> list[_Kind]:
-    # A list at a time, and plain tuples: this runs for every gradient of every step.
     devices = zip(*([t.device for t in tensors] for tensors in lists), strict=True)
     dtypes = zip(*([t.dtype for t in tensors] for tensors in lists), strict=True)
     contiguous = zip(*([_is_contiguous(t) for t in tensors] for tensors in lists), strict=True)
@@ -63,11 +85,14 @@ def buckets(
             index goes: those whose tensors have another size.
         known_dtypes: the dtypes that the kernels in question take.
     """
+    every = (*lists, *along)
+    if len({len(tensors) for tensors in every}) > 1:
+        raise ValueError(f"lists of different lengths: {[len(tensors) for tensors in every]}")
+    common = _common_kind(lists)
+    if common is not None and _has_kernel(common, known_dtypes):
+        return [Bucket(common[0][0], True, [list(tensors) for tensors in every])]
     kinds = _kinds(lists)
     has_kernel = {kind: _has_kernel(kind, known_dtypes) for kind in set(kinds)}
-    every = (*lists, *along)
-    if len(has_kernel) == 1 and all(has_kernel.values()) and all(kinds[0][2]):
-        return [Bucket(kinds[0][0][0], True, [list(tensors) for tensors in every])]
     found: dict[tuple, Bucket] = {}
     for row, kind in zip(zip(*every, strict=True), kinds, strict=True):
         devices, dtypes, contiguous = kind
