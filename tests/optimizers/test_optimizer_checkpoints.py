@@ -1,0 +1,447 @@
+"""Checkpoints of ours, of torch.optim and of apex; copies and pickles."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import re
+
+import pytest
+import torch
+from optimizer_cases import (
+    DTYPES,
+    OPTIMIZERS,
+    OWN_MASTERS,
+    SHAPES,
+    STATE,
+    assert_same,
+    give,
+    gradients,
+    parameters,
+    params_of,
+    run,
+    snapshot,
+    with_masters,
+)
+from torch import nn
+
+from ampctx._errors import AmpValueError
+from ampctx.optimizers import FusedAdagrad, FusedAdam, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
+
+KINDS = {
+    **{dtype: (DTYPES[dtype], {}) for dtype in DTYPES},
+    **{f"{d}-masters": (DTYPES[d], {"master_weights": True}) for d in ("fp16", "bf16")},
+    "bf16-split": (torch.bfloat16, {"master_weights": "split"}),
+    **{f"{d}-{w}": (DTYPES[d], {"write_back": w}) for d in ("fp16", "bf16") for w in ("kahan", "stochastic")},
+}
+
+
+def make(name, kind, params=None, **options):
+    dtype, mode = KINDS[kind]
+    params = parameters(dtype) if params is None else params
+    if name == "mixed-lamb" and "master_weights" in mode:
+        return with_masters(name, params, **options)
+    return OPTIMIZERS[name](params, **mode, **options)
+
+
+def saved(state_dict):
+    """Through a file, read as safely as torch can."""
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def like(optimizer):
+    """New parameters with the values of the optimizer's."""
+    return [nn.Parameter(p.detach().clone()) for p in params_of(optimizer)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_resumes_bit_for_bit(name, kind):
+    optimizer = make(name, kind, seed=7)
+    run(optimizer, 3)
+    checkpoint = saved(optimizer.state_dict())
+    resumed = make(name, kind, like(optimizer), lr=0.5, weight_decay=0.0, seed=1)
+    resumed.load_state_dict(checkpoint)
+    assert_same(snapshot(resumed), snapshot(optimizer))
+    torch.testing.assert_close(resumed.state_dict(), optimizer.state_dict(), rtol=0, atol=0)
+    run(optimizer, 3, first=3)
+    run(resumed, 3, first=3)
+    assert_same(snapshot(resumed), snapshot(optimizer))
+
+
+@pytest.mark.parametrize("kind", ["bf16-masters", "bf16-split"])
+@pytest.mark.parametrize("model_first", [True, False], ids=["model-first", "optimizer-first"])
+def test_masters_resume_in_either_order_of_loading(kind, model_first):
+    optimizer = make("adam", kind)
+    run(optimizer, 3)
+    checkpoint, weights = saved(optimizer.state_dict()), [p.detach().clone() for p in params_of(optimizer)]
+    resumed = make("adam", kind)
+    run(resumed, 1, first=20)
+
+    def load_model():
+        with torch.no_grad():
+            for p, value in zip(params_of(resumed), weights, strict=True):
+                p.copy_(value)
+
+    if model_first:
+        load_model()
+    resumed.load_state_dict(checkpoint)
+    if not model_first:
+        load_model()
+    run(optimizer, 1, first=3)
+    run(resumed, 1, first=3)
+    assert_same(snapshot(resumed), snapshot(optimizer))
+
+
+def test_a_checkpoint_from_before_the_first_step_loads():
+    for name in OPTIMIZERS:
+        optimizer = OPTIMIZERS[name](parameters())
+        optimizer.load_state_dict(saved(OPTIMIZERS[name](parameters()).state_dict()))
+        run(optimizer, 1)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_loaded_state_is_fp32_in_the_layout_of_the_parameter_and_a_copy(name):
+    source = OPTIMIZERS[name](parameters(torch.bfloat16))
+    run(source, 1)
+    target = OPTIMIZERS[name]([nn.Parameter(p.detach().contiguous()) for p in params_of(source)])
+    target.load_state_dict(source.state_dict())
+    for p, q in zip(params_of(source), params_of(target), strict=True):
+        for key in STATE[name]:
+            mine, theirs = target.state[q][key], source.state[p][key]
+            assert mine.dtype == torch.float32
+            assert mine.stride() == (q.stride() if mine.shape == q.shape else ())
+            assert mine.numel() == 0 or mine.data_ptr() != theirs.data_ptr()
+            assert_same([mine], [theirs])
+        assert target.state[q]["step"].shape == ()
+
+
+# --- torch.optim ------------------------------------------------------------------------------------------------------
+
+TWINS = {
+    "adam": (lambda p: FusedAdam(p, adam_w_mode=False), lambda p: torch.optim.Adam(p)),
+    "adam-amsgrad": (
+        lambda p: FusedAdam(p, adam_w_mode=False, amsgrad=True, weight_decay=0.1),
+        lambda p: torch.optim.Adam(p, amsgrad=True, weight_decay=0.1),
+    ),
+    "adam-fused": (lambda p: FusedAdam(p, adam_w_mode=False), lambda p: torch.optim.Adam(p, fused=True)),
+    "adamw": (lambda p: FusedAdam(p, weight_decay=0.1), lambda p: torch.optim.AdamW(p, weight_decay=0.1)),
+    "sgd": (lambda p: FusedSGD(p, lr=0.01), lambda p: torch.optim.SGD(p, lr=0.01)),
+    "sgd-dampening": (
+        lambda p: FusedSGD(p, lr=0.01, momentum=0.9, dampening=0.5),
+        lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, dampening=0.5),
+    ),
+    "adagrad": (lambda p: FusedAdagrad(p, weight_decay=0.1), lambda p: torch.optim.Adagrad(p, weight_decay=0.1)),
+}
+
+
+@pytest.mark.parametrize("trained_by", ["torch", "ours"])
+@pytest.mark.parametrize("name", TWINS)
+def test_checkpoints_go_over_to_torch_and_back(name, trained_by):
+    ours, theirs = TWINS[name]
+    first, second = (theirs, ours) if trained_by == "torch" else (ours, theirs)
+    # torch's fused kernels on the CPU (2.13) mix up gradients of another layout than the parameter's.
+    trained = first(parameters(shapes=SHAPES[:5] if name == "adam-fused" else SHAPES))
+    run(trained, 3)
+    goes_on = second(like(trained))
+    goes_on.load_state_dict(saved(trained.state_dict()))
+    run(trained, 3, first=3)
+    run(goes_on, 3, first=3)
+    torch.testing.assert_close(params_of(goes_on), params_of(trained), rtol=1e-6, atol=1e-7)
+
+
+def test_steps_of_torchs_optimizers_are_taken_over():
+    """torch.optim.SGD keeps no count; where there is a buffer, the first step is over."""
+    for optimizer, theirs, expected in [
+        (FusedAdam(parameters()), torch.optim.Adam(parameters()), 3),
+        (FusedAdagrad(parameters()), torch.optim.Adagrad(parameters()), 3),
+        (FusedSGD(parameters(), lr=0.1), torch.optim.SGD(parameters(), lr=0.1, momentum=0.9), 1),
+    ]:
+        run(theirs, 3)
+        optimizer.load_state_dict(theirs.state_dict())
+        assert {s["step"].item() for s in optimizer.state.values()} == {expected}
+
+
+def test_adagrads_lr_decay_is_refused_and_nothing_loaded():
+    theirs = torch.optim.Adagrad(parameters(), lr=0.5, lr_decay=0.1)
+    run(theirs, 1)
+    optimizer = FusedAdagrad(parameters())
+    run(optimizer, 1)
+    before, lr = snapshot(optimizer), optimizer.param_groups[0]["lr"]
+    with pytest.raises(AmpValueError, match="lr_decay is 0.1, and FusedAdagrad has none: use an LR scheduler"):
+        optimizer.load_state_dict(theirs.state_dict())
+    assert_same(snapshot(optimizer), before)
+    assert optimizer.param_groups[0]["lr"] == lr
+
+
+# --- apex -------------------------------------------------------------------------------------------------------------
+
+
+def as_apex_saves(optimizer, dtype, step):
+    """The step count in the group, all state in the parameters' dtype."""
+    checkpoint = saved(optimizer.state_dict())
+    for state in checkpoint["state"].values():
+        state.pop("step")
+        state.update({k: v.to(dtype) for k, v in state.items()})
+    for group in checkpoint["param_groups"]:
+        for added in ("maximize", "seed", "lr_decay", "amsgrad"):
+            group.pop(added, None)
+        group["step"] = step
+    return checkpoint
+
+
+@pytest.mark.parametrize("step", [3, torch.tensor([3], dtype=torch.int32)], ids=["int", "tensor"])
+@pytest.mark.parametrize("name", ["adam", "lamb", "mixed-lamb"])
+def test_apexs_step_of_the_group_becomes_that_of_its_parameters(name, step):
+    options = {"amsgrad": False} if name == "adam" else {}
+    optimizer = OPTIMIZERS[name](parameters(), **options)
+    run(optimizer, 3)
+    resumed = OPTIMIZERS[name](like(optimizer), **options)
+    given = as_apex_saves(optimizer, torch.float32, step)
+    kept = copy.deepcopy(given)
+    resumed.load_state_dict(given)
+    torch.testing.assert_close(given, kept)
+    assert "step" not in resumed.param_groups[0]
+    run(optimizer, 1, first=3)
+    run(resumed, 1, first=3)
+    assert_same(snapshot(resumed), snapshot(optimizer))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+def test_apexs_state_in_half_is_taken_over_in_fp32(name):
+    optimizer = OPTIMIZERS[name](parameters(torch.float16))
+    run(optimizer, 3)
+    resumed = OPTIMIZERS[name](like(optimizer))
+    given = as_apex_saves(optimizer, torch.float16, None)
+    del given["param_groups"][0]["step"]
+    resumed.load_state_dict(given)
+    (key,) = STATE[name]
+    for index, p in enumerate(params_of(resumed)):
+        assert_same([resumed.state[p][key]], [given["state"][index][key].float()])
+    run(optimizer, 1, first=3)
+    run(resumed, 1, first=3)
+    for p, q in zip(params_of(optimizer), params_of(resumed), strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-3, atol=2e-3)
+
+
+def test_apexs_novograd_norms_of_the_group_go_to_the_parameters():
+    """Two tensors for a group: the norms of its fp16 parameters, then those of the others."""
+    params = [p for pair in zip(parameters(torch.float16), parameters(seed=1), strict=True) for p in pair]
+    optimizer = FusedNovoGrad(params, lr=0.01)
+    run(optimizer, 3)
+    given = as_apex_saves(optimizer, torch.float32, 3)
+    norms = {dtype: [] for dtype in (torch.float16, torch.float32)}
+    for index, p in enumerate(params):
+        norms[p.dtype].append(given["state"][index].pop("exp_avg_sq"))
+    given["param_groups"][0]["exp_avg_sq"] = [torch.stack(values) for values in norms.values()]
+    resumed = FusedNovoGrad(like(optimizer), lr=0.01)
+    resumed.load_state_dict(given)
+    assert_same(snapshot(resumed), snapshot(optimizer))
+    given["param_groups"][0]["exp_avg_sq"][0] = torch.ones(2)
+    with pytest.raises(AmpValueError, match="exp_avg_sq of a param group holds 2 norms for 7 parameters"):
+        resumed.load_state_dict(given)
+    assert_same(snapshot(resumed), snapshot(optimizer))
+
+
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+def corrupt_shape(checkpoint):
+    checkpoint["state"][4]["exp_avg"] = torch.zeros(3)
+
+
+def corrupt_step(checkpoint):
+    checkpoint["state"][4]["step"] = torch.zeros(2)
+
+
+def drop_parameter(checkpoint):
+    checkpoint["param_groups"][0]["params"].pop()
+
+
+def add_group(checkpoint):
+    checkpoint["param_groups"].append({"params": []})
+
+
+def drop_groups(checkpoint):
+    del checkpoint["param_groups"]
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "kind", "message"),
+    [
+        (corrupt_shape, AmpValueError, "the state 'exp_avg' of param_groups[0]['params'][4] has shape (3,), the para"),
+        (corrupt_step, AmpValueError, "the state 'step' of param_groups[0]['params'][4] has 2 elements, expected 1"),
+        (drop_parameter, ValueError, "doesn't match the size of optimizer's group"),
+        (add_group, ValueError, "loaded state dict has a different number of parameter groups"),
+        (drop_groups, KeyError, "param_groups"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_changes_nothing(corrupt, kind, message):
+    optimizer, other = OPTIMIZERS["adam"](parameters(), lr=0.5), OPTIMIZERS["adam"](parameters(seed=1))
+    run(optimizer, 1)
+    run(other, 2)
+    checkpoint = saved(other.state_dict())
+    corrupt(checkpoint)
+    before = snapshot(optimizer)
+    with pytest.raises(kind, match=re.escape(message)):
+        optimizer.load_state_dict(checkpoint)
+    assert_same(snapshot(optimizer), before)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    optimizer.load_state_dict(other.state_dict())
+    assert not optimizer._optimizer_load_state_dict_pre_hooks
+
+
+def test_state_that_the_write_back_has_no_use_for_is_left_out():
+    for kind, key in {"bf16-masters": "master_param", "bf16-split": "remainder", "bf16-kahan": "compensation"}.items():
+        optimizer = make("adam", kind)
+        run(optimizer, 1)
+        assert key in optimizer.state[params_of(optimizer)[0]]
+        plain = make("adam", "bf16", like(optimizer))
+        plain.load_state_dict(optimizer.state_dict())
+        assert plain.state[params_of(plain)[0]].keys() == {"step"} | STATE["adam"]
+        run(plain, 1)
+
+
+def test_unknown_state_is_carried_along():
+    optimizer = OPTIMIZERS["adam"](parameters())
+    run(optimizer, 1)
+    checkpoint = optimizer.state_dict()
+    checkpoint["state"] = {**checkpoint["state"], "note": 5}
+    checkpoint["state"][0]["flag"] = torch.tensor([1, 2])
+    checkpoint["state"][0]["word"] = "x"
+    checkpoint["state"][0]["absent"] = None
+    resumed = OPTIMIZERS["adam"](like(optimizer))
+    resumed.load_state_dict(checkpoint)
+    state = resumed.state[params_of(resumed)[0]]
+    assert resumed.state["note"] == 5
+    assert (state["flag"].tolist(), state["word"], "absent" in state) == ([1, 2], "x", False)
+
+
+def test_hooks_see_whole_checkpoints_and_fp32_state():
+    optimizer = OPTIMIZERS["adam"](parameters(torch.float16))
+    run(optimizer, 2)
+    resumed = OPTIMIZERS["adam"](like(optimizer))
+    seen = []
+
+    def before(opt, given):
+        seen.append(len(given["state"]))
+        return {**given, "param_groups": [{**g, "lr": 0.25} for g in given["param_groups"]]}
+
+    def after(opt):
+        seen.append({s["exp_avg"].dtype for s in opt.state.values()})
+
+    resumed.register_load_state_dict_pre_hook(before)
+    resumed.register_load_state_dict_post_hook(after)
+    resumed.register_state_dict_post_hook(lambda opt, found: {**found, "by": "hook"})
+    resumed.load_state_dict(optimizer.state_dict())
+    assert seen == [len(params_of(optimizer)), {torch.float32}]
+    assert resumed.param_groups[0]["lr"] == 0.25
+    assert resumed.state_dict()["by"] == "hook"
+
+
+@pytest.mark.parametrize("lr", [0.25, torch.tensor(0.25), torch.tensor([0.25], dtype=torch.float64)], ids=str)
+def test_the_lr_tensor_of_a_capturable_optimizer_stays_the_same_object(lr):
+    for optimizer in (OPTIMIZERS["adam"](parameters(), capturable=True), FusedMixedPrecisionLamb(parameters())):
+        source = type(optimizer)(parameters(), lr=lr)
+        kept = optimizer.param_groups[0]["lr"]
+        optimizer.load_state_dict(source.state_dict())
+        assert optimizer.param_groups[0]["lr"] is kept
+        assert kept.item() == 0.25
+        optimizer.param_groups[0]["lr"] = 0.125
+        run(optimizer, 1)
+        assert optimizer.param_groups[0]["lr"] is kept
+        assert kept.item() == 0.125
+        optimizer.param_groups[0]["lr"] = lr
+        run(optimizer, 1)
+        assert optimizer.param_groups[0]["lr"] is kept
+        assert kept.item() == 0.25
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+def by_file(optimizer):
+    file = io.BytesIO()
+    torch.save(optimizer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda o: pickle.loads(pickle.dumps(o)), "torch.save": by_file}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("kind", ["fp32", "bf16-masters", "bf16-split", "fp16-stochastic"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_copies_train_on_by_themselves(name, kind, copied):
+    if kind == "bf16-split" and name == "mixed-lamb":
+        kind = "bf16-masters"
+    optimizer = make(name, kind)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    run(optimizer, 2)
+    optimizer.register_step_post_hook(lambda *_: pytest.fail("hooks stay behind, as in torch"))
+    optimizer.note = "mine"
+    other = copied(optimizer)
+    optimizer._optimizer_step_post_hooks.clear()
+    assert other.note == "mine"
+    assert "step" in vars(optimizer), "the scheduler is expected to replace step"
+    assert "step" not in vars(other)
+    before = snapshot(optimizer)
+    run(other, 2, first=2)
+    assert_same(snapshot(optimizer), before)
+    run(optimizer, 2, first=2)
+    assert_same(snapshot(optimizer), snapshot(other))
+    assert other._dummy_overflow_buf is not optimizer._dummy_overflow_buf
+    scheduler.step()
+    assert other.param_groups[0]["lr"] != optimizer.param_groups[0]["lr"]
+
+
+def test_every_attribute_is_copied():
+    params = parameters(torch.bfloat16, shapes=[(3,)])
+    sgd = FusedSGD(
+        params, lr=0.5, wd_after_momentum=True, materialize_master_grads=False, set_grad_none=True, master_weights=True
+    )
+    sgd.most_recent_scale, sgd.scale_set_by_backward = 4.0, True
+    lamb = FusedMixedPrecisionLamb(params, step=3, adam_w_mode=False, use_nvlamb=True)
+    lamb.reduced_precision_dtype = torch.bfloat16
+    for optimizer in (sgd, lamb):
+        other = copy.deepcopy(optimizer)
+        # Made anew, or compared by the tests above.
+        left_out = {"_seen", "_zero_flags", "param_groups", "state", "_lr_tensors"}
+        mine = {k: v for k, v in vars(optimizer).items() if k not in left_out and "hooks" not in k}
+        assert len(mine) > 8
+        assert {k: vars(other)[k] for k in mine} == mine
+    assert other.param_groups[0]["lr"] is other._lr_tensors[0]
+    assert other.param_groups[0]["lr"] is not lamb.param_groups[0]["lr"]
+
+
+def test_a_group_added_after_loading_has_our_options_only():
+    optimizer = OPTIMIZERS["adam"](parameters())
+    optimizer.load_state_dict(OPTIMIZERS["adam"](parameters()).state_dict())
+    optimizer.add_param_group({"params": parameters(shapes=[(2,)])})
+    assert optimizer.param_groups[0].keys() == optimizer.param_groups[1].keys()
+
+
+def test_state_of_old_checkpoints_without_counts_begins_at_0():
+    optimizer = FusedAdam(parameters())
+    checkpoint = optimizer.state_dict()
+    p = params_of(optimizer)[0]
+    checkpoint["state"] = {0: {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}}
+    optimizer.load_state_dict(checkpoint)
+    give(params_of(optimizer), gradients(params_of(optimizer), 0))
+    optimizer.step()
+    assert optimizer.state[p]["step"] == 1
+
+
+@pytest.mark.parametrize("name", OWN_MASTERS)
+def test_reading_a_checkpoint_needs_no_gradient_mode(name):
+    optimizer = OPTIMIZERS[name](parameters())
+    run(optimizer, 1)
+    resumed = OPTIMIZERS[name](like(optimizer))
+    with torch.enable_grad():
+        resumed.load_state_dict(optimizer.state_dict())
+    assert not any(t.requires_grad for s in resumed.state.values() for t in s.values())

@@ -1,0 +1,317 @@
+"""16-bit parameters: fp32 masters, split masters, and the write backs without masters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from optimizer_cases import (
+    LOW,
+    OPTIMIZERS,
+    OWN_MASTERS,
+    STATE,
+    assert_same,
+    give,
+    gradients,
+    parameters,
+    run,
+    with_masters,
+)
+from torch import nn
+
+from ampctx._errors import AmpValueError
+from ampctx._reference_optimizers import join
+from ampctx.optimizers import FusedAdam, FusedMixedPrecisionLamb, FusedSGD
+
+BF16 = torch.bfloat16
+
+
+def masters_of(optimizer):
+    return [m for group in optimizer.param_groups_master for m in group["params"]]
+
+
+# --- masters ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", LOW.values(), ids=LOW)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_masters_are_an_fp32_run_and_weights_are_their_rounding(name, dtype):
+    ours = parameters(dtype)
+    fp32 = [nn.Parameter(p.detach().float()) for p in ours]
+    optimizer, reference = with_masters(name, ours), OPTIMIZERS[name](fp32)
+    for step in range(5):
+        grads = gradients(ours, step)
+        give(ours, grads)
+        give(fp32, [g.float() for g in grads])
+        optimizer.step()
+        reference.step()
+    assert_same([m.detach() for m in masters_of(optimizer)], [p.detach() for p in fp32])
+    assert_same([p.detach() for p in ours], [p.detach().to(dtype) for p in fp32])
+    assert optimizer.state[ours[0]].keys() == {"step", "master_param"} | STATE[name]
+
+
+def test_masters_are_made_at_the_first_step():
+    (p,) = parameters(BF16, shapes=[(4,)])
+    optimizer = FusedSGD([p], lr=0.5, master_weights=True)
+    assert masters_of(optimizer) == [None]
+    with torch.no_grad():
+        p.fill_(2.0)  # as a broadcast of the model does
+    p.grad = torch.full_like(p, 2**-8)
+    optimizer.step()
+    assert masters_of(optimizer)[0].eq(2.0 - 2**-9).all()
+
+
+def test_fp32_parameters_have_no_master():
+    full, half = parameters(shapes=[(3,)]), parameters(torch.float16, shapes=[(3,)])
+    optimizer = FusedAdam(full + half, master_weights=True)
+    run(optimizer, 1)
+    assert "master_param" not in optimizer.state[full[0]]
+    assert optimizer.param_groups_master[0]["params"][0] is full[0]
+    assert optimizer.param_groups_master[0]["params"][1] is optimizer.state[half[0]]["master_param"]
+
+
+def test_without_masters_there_is_nothing_to_list():
+    optimizer = FusedAdam(parameters(shapes=[(3,), (2,)]))
+    run(optimizer, 1)
+    assert optimizer.param_groups_master == [{"params": [None, None]}]
+
+
+# --- the model may change ---------------------------------------------------------------------------------------------
+
+
+def in_place(p):
+    with torch.no_grad():
+        p[0] = 7.0
+
+
+def load_state_dict(p):
+    module = nn.Module()
+    module.register_parameter("p", p)
+    module.load_state_dict({"p": torch.cat([torch.tensor([7.0]), p.detach().float()[1:]])})
+
+
+@pytest.mark.parametrize("change", [in_place, load_state_dict])
+def test_masters_follow_a_changed_model_element_by_element(change):
+    (p,) = parameters(BF16, shapes=[(6,)])
+    optimizer = FusedSGD([p], lr=1e-4, master_weights=True)
+    run(optimizer, 3)
+    before = masters_of(optimizer)[0].clone()
+    assert not torch.equal(before, p.detach().float())
+    change(p)
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    expected = before.clone()
+    expected[0] = 7.0
+    assert_same([masters_of(optimizer)[0]], [expected])
+    assert torch.equal(p, expected.to(BF16))
+
+
+def test_a_change_through_data_needs_the_method():
+    (p,) = parameters(BF16, shapes=[(6,)])
+    optimizer = FusedSGD([p], lr=1e-4, master_weights=True)
+    run(optimizer, 3)
+    p.data[0] = 7.0
+    optimizer.masters_follow_model()
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert p[0] == 7.0
+    p.data[0] = 3.0
+    optimizer.step()
+    assert p[0] == 7.0, "the docs say that this is not seen: correct them"
+
+
+@pytest.mark.parametrize("mode", [True, "split"])
+def test_unchanged_weights_cost_no_pass(mode):
+    """The guard of the version counter: what a step does must look unchanged to the next."""
+    ours = parameters(BF16)
+    optimizer = FusedAdam(ours, master_weights=mode)
+    run(optimizer, 2)
+    followed = []
+    original, versions = optimizer._follow, dict(optimizer._seen)
+    assert versions == {p: p._version for p in ours}
+    optimizer._follow = lambda p, state: (followed.append(p._version != optimizer._seen.get(p)), original(p, state))
+    run(optimizer, 1, first=2)
+    with torch.no_grad():
+        ours[0].add_(0)
+    run(optimizer, 1, first=3)
+    assert followed == [False] * len(ours) + [True] + [False] * (len(ours) - 1)
+
+
+# --- split ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OWN_MASTERS)
+def test_split_is_an_fp32_run_bit_for_bit(name):
+    ours = parameters(BF16)
+    fp32 = [nn.Parameter(p.detach().float()) for p in ours]
+    optimizer, reference = OPTIMIZERS[name](ours, master_weights="split"), OPTIMIZERS[name](fp32)
+    for step in range(20):
+        grads = gradients(ours, step)
+        give(ours, grads)
+        give(fp32, [g.float() for g in grads])
+        optimizer.step()
+        reference.step()
+    whole = [join(p.detach(), optimizer.state[p]["remainder"]) for p in ours]
+    assert_same(whole, [p.detach() for p in fp32])
+    assert_same(masters_of(optimizer), whole)
+    assert all(optimizer.state[p]["remainder"].dtype == torch.int16 for p in ours)
+    # A rounding to nearest; ties go away from zero.
+    ulp = [torch.nextafter(p.detach(), torch.full_like(p, float("inf"))).float() - p.detach().float() for p in ours]
+    assert all(bool(((w - p.float()).abs() <= u / 2).all()) for w, p, u in zip(whole, ours, ulp, strict=True))
+
+
+def test_split_survives_a_weight_set_to_zero():
+    (p,) = parameters(BF16, shapes=[(64,)])
+    optimizer = FusedSGD([p], lr=1e-3, master_weights="split")
+    run(optimizer, 3)
+    remainder = optimizer.state[p]["remainder"]
+    assert (remainder < 0).any()
+    assert (remainder > 0).any()
+    with torch.no_grad():
+        p.zero_()
+        p[1::2] = float("-inf")
+    kept = p.detach().clone()
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert_same([p.detach()], [kept])
+
+
+def test_split_of_fp16_is_refused_with_the_name():
+    params = [*parameters(BF16, shapes=[(2,)]), *parameters(torch.float16, shapes=[(2,)])]
+    with pytest.raises(AmpValueError, match=r"param_groups\[0\]\['params'\]\[1\] is float16: pass master_weights=True"):
+        FusedAdam(params, master_weights="split")
+    optimizer = FusedAdam(params[:1], master_weights="split")
+    with pytest.raises(AmpValueError, match=r"param_groups\[1\]\['params'\]\[0\] is float16"):
+        optimizer.add_param_group({"params": params[1:]})
+    assert len(optimizer.param_groups) == 1
+    params[0].data = params[0].data.half()
+    params[0].grad = torch.ones_like(params[0])
+    with pytest.raises(AmpValueError, match=r"param_groups\[0\]\['params'\]\[0\] is float16"):
+        optimizer.step()
+    assert not optimizer.state
+
+
+# --- kahan, stochastic, nearest ---------------------------------------------------------------------------------------
+
+
+def test_kahan_follows_fp32_where_nearest_stands_still():
+    """10,000 updates, each far below what a bf16 number of that size can hold."""
+    start = torch.linspace(2.5, 3.5, 32).to(BF16)
+    made = {write_back: nn.Parameter(start.clone()) for write_back in ("kahan", "nearest")}
+    exact = nn.Parameter(start.float())
+    optimizers = [FusedSGD([p], lr=1e-4, write_back=name) for name, p in made.items()] + [FusedSGD([exact], lr=1e-4)]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(10_000):
+        grad = (torch.rand(32, generator=generator) + 0.5).to(BF16)
+        give([*made.values(), exact], [grad, grad, grad.float()])
+        for optimizer in optimizers:
+            optimizer.step()
+    ulp = torch.where(exact < 2.0, 2.0**-7, 2.0**-6)
+    assert exact.min() > 1.4
+    assert exact.max() < 2.6
+    assert ((made["kahan"].detach().float() - exact).abs() <= ulp).all()
+    assert torch.equal(made["nearest"], start)
+
+
+@pytest.mark.parametrize("dtype", LOW.values(), ids=LOW)
+@pytest.mark.parametrize("name", OWN_MASTERS)
+@pytest.mark.parametrize("write_back", ["kahan", "stochastic", "nearest"])
+def test_write_backs_without_masters(name, write_back, dtype):
+    """Close to an fp32 run, with fp32 state, and nothing kept that is not needed."""
+    ours = parameters(dtype)
+    fp32 = [nn.Parameter(p.detach().float()) for p in ours]
+    optimizer, reference = OPTIMIZERS[name](ours, write_back=write_back), OPTIMIZERS[name](fp32)
+    for step in range(3):
+        grads = gradients(ours, step)
+        give(ours, grads)
+        give(fp32, [g.float() for g in grads])
+        optimizer.step()
+        reference.step()
+    ulp = torch.finfo(dtype).eps
+    for p, q in zip(ours, fp32, strict=True):
+        torch.testing.assert_close(p.detach().float(), q.detach(), rtol=3 * ulp, atol=3 * ulp)
+    state = optimizer.state[ours[0]]
+    assert state.keys() == {"step"} | STATE[name] | ({"compensation"} if write_back == "kahan" else set())
+    assert all(state[key].dtype == torch.float32 for key in STATE[name])
+
+
+@pytest.mark.parametrize("write_back", ["kahan", "stochastic"])
+def test_fp32_parameters_are_stored_as_they_are(write_back):
+    ours, plain = parameters(), parameters()
+    run(FusedAdam(ours, write_back=write_back), 3)
+    run(FusedAdam(plain), 3)
+    assert_same([p.detach() for p in ours], [p.detach() for p in plain])
+
+
+@pytest.mark.parametrize(("dtype", "spacing"), [(torch.float16, 2.0**-11), (BF16, 2.0**-8)], ids=LOW)
+def test_stochastic_updates_are_unbiased(dtype, spacing):
+    """One step of 1/10 of the spacing: a tenth of the weights move, by the whole of it."""
+    n, lr = 200_000, spacing / 10
+    p = nn.Parameter(torch.ones(n, dtype=dtype))
+    p.grad = torch.ones_like(p)
+    FusedSGD([p], lr=lr, write_back="stochastic").step()
+    moved = p.detach().double() - 1.0
+    assert set(moved.unique().tolist()) == {0.0, -spacing}
+    deviation = spacing * (0.1 * 0.9 / n) ** 0.5
+    assert moved.mean().item() == pytest.approx(-lr, abs=4 * deviation)
+
+
+def test_stochastic_updates_of_many_steps_are_unbiased():
+    n, steps, lr = 20_000, 50, 1e-4
+    p = nn.Parameter(torch.ones(n, dtype=BF16))
+    optimizer = FusedSGD([p], lr=lr, write_back="stochastic")
+    for _ in range(steps):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    deviation = 2.0**-8 * (steps * 0.03 / n) ** 0.5
+    assert (p.detach().double() - 1.0).mean().item() == pytest.approx(-lr * steps, abs=4 * deviation)
+
+
+def stochastic_run(shapes, seed, buckets=1):
+    groups = [{"params": parameters(BF16, shapes)} for _ in range(buckets)]
+    optimizer = FusedSGD(groups, lr=1e-3, write_back="stochastic", seed=seed)
+    run(optimizer, 2)
+    return [[p.detach() for p in group["params"]] for group in optimizer.param_groups]
+
+
+def test_stochastic_numbers_depend_on_the_seed_and_on_nothing_else():
+    shapes = [(500,), (500,)]
+    first, again, other = (stochastic_run(shapes, seed) for seed in (3, 3, 4))
+    assert_same(first[0], again[0])
+    assert not torch.equal(first[0][0], other[0][0])
+
+
+def test_stochastic_numbers_differ_between_tensors_and_between_calls():
+    same = torch.ones(500, dtype=BF16)
+    params = [nn.Parameter(same.clone()) for _ in range(4)]
+    groups = [{"params": params[:2]}, {"params": params[2:]}]
+    optimizer = FusedSGD(groups, lr=1e-3, write_back="stochastic")
+    give(params, [torch.ones_like(p) for p in params])
+    optimizer.step()
+    assert all(not torch.equal(a, b) for i, a in enumerate(params) for b in params[:i])
+
+
+# --- FusedMixedPrecisionLamb ------------------------------------------------------------------------------------------
+
+
+def test_reduced_precision_dtype_chooses_what_has_masters():
+    half, brain, full = (parameters(dtype, shapes=[(3,)])[0] for dtype in (torch.float16, BF16, torch.float32))
+    optimizer = FusedMixedPrecisionLamb([half, brain, full])
+    optimizer.reduced_precision_dtype = BF16  # as apex's own tests set it
+    before = [p.detach().clone() for p in (half, brain, full)]
+    run(optimizer, 2)
+    assert [p for p in (half, brain, full) if "master_param" in optimizer.state[p]] == [brain]
+    assert all(not torch.equal(p, q) for p, q in zip((half, brain, full), before, strict=True))
+    assert optimizer.param_groups_full_precision[0]["params"][1] is optimizer.state[brain]["master_param"]
+
+
+def test_groups_added_after_the_first_step_are_stepped():
+    first, late = parameters(BF16, shapes=[(3,), (4,)])
+    optimizer = FusedMixedPrecisionLamb([first], lr=0.1, reduced_precision_dtype=BF16, step=10)
+    run(optimizer, 1)
+    optimizer.add_param_group({"params": [late]})
+    before = late.detach().clone()
+    run(optimizer, 1)
+    assert not torch.equal(late, before)
+    assert optimizer.state[first]["step"] == 12
+    assert optimizer.state[late]["step"] == 11
+    assert torch.equal(late, optimizer.state[late]["master_param"].to(BF16))

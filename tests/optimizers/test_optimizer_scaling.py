@@ -1,0 +1,347 @@
+"""What amp leaves on an optimizer for a step, how many ops a step calls, and that nothing waits for the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from host_reads import OpCalls
+from optimizer_cases import (
+    LOW,
+    OPTIMIZERS,
+    OWN_MASTERS,
+    assert_same,
+    give,
+    gradients,
+    parameters,
+    run,
+    snapshot,
+    with_masters,
+)
+from tape import Tape
+from torch import nn
+
+import ampctx
+from ampctx._errors import AmpValueError
+from ampctx.foreach import FoundInf, PerDevice
+from ampctx.model_grads import MasterParam, ModelGrads
+from ampctx.optimizers import FusedLAMB, FusedSGD
+
+FLAGS = {
+    "1": torch.tensor(1.0),
+    "2": torch.tensor([2.0]),
+    "nan": torch.tensor(float("nan")),
+    "int32": torch.tensor([1], dtype=torch.int32),
+    "int64": torch.tensor(3),
+    "bool": torch.tensor(True),
+    "number": 1,
+}
+CLEAR = {"0": torch.tensor(0.0), "int32": torch.zeros(1, dtype=torch.int32), "number": 0}
+MODES = {
+    "fp32": (torch.float32, {}),
+    "bf16": (torch.bfloat16, {}),
+    "masters": (torch.float16, {"master_weights": True}),
+    "split": (torch.bfloat16, {"master_weights": "split"}),
+    "kahan": (torch.bfloat16, {"write_back": "kahan"}),
+    "stochastic": (torch.float16, {"write_back": "stochastic"}),
+}
+
+
+def make(name, mode):
+    dtype, options = MODES[mode]
+    if name == "mixed-lamb" and "master_weights" in options:
+        return with_masters(name, parameters(dtype))
+    return OPTIMIZERS[name](parameters(dtype), **options)
+
+
+# --- found_inf and grad_scale -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_skipped_step_changes_no_bit(name, mode):
+    optimizer = make(name, mode)
+    run(optimizer, 2)
+    before = snapshot(optimizer)
+    optimizer.found_inf = torch.tensor(1.0)
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad.fill_(float("inf"))
+    optimizer.step()
+    del optimizer.found_inf
+    assert_same(before, snapshot(optimizer))
+    run(optimizer, 1, first=2)
+    assert optimizer.state[optimizer.param_groups[0]["params"][0]]["step"] == 3
+
+
+@pytest.mark.parametrize("flag", FLAGS.values(), ids=FLAGS)
+def test_every_flag_that_is_not_0_skips(flag):
+    optimizer = make("adam", "fp32")
+    run(optimizer, 1)
+    before = snapshot(optimizer)
+    optimizer.found_inf = flag
+    run(optimizer, 1, first=1)
+    assert_same(before, snapshot(optimizer))
+
+
+@pytest.mark.parametrize("flag", CLEAR.values(), ids=CLEAR)
+def test_a_flag_of_0_changes_nothing(flag):
+    optimizer, plain = make("adam", "fp32"), make("adam", "fp32")
+    optimizer.found_inf = flag
+    run(optimizer, 2)
+    run(plain, 2)
+    assert_same(snapshot(optimizer), snapshot(plain))
+
+
+def test_a_skipped_first_step_leaves_the_start_of_momentum_to_the_next():
+    optimizer, plain = make("sgd", "fp32"), make("sgd", "fp32")
+    optimizer.found_inf = torch.tensor(1.0)
+    run(optimizer, 1)
+    del optimizer.found_inf
+    run(optimizer, 2)
+    run(plain, 2)
+    assert_same(snapshot(optimizer), snapshot(plain))
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(64.0), torch.tensor([64.0], dtype=torch.float64), 64], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_grad_scale_divides_gradients_as_they_are_read(name, scale):
+    optimizer, plain = OPTIMIZERS[name](parameters()), OPTIMIZERS[name](parameters())
+    optimizer.grad_scale = scale
+    for step in range(3):
+        grads = gradients(parameters(), step)
+        scaled = [g * 64 for g in grads]
+        give(optimizer.param_groups[0]["params"], scaled)
+        give(plain.param_groups[0]["params"], grads)
+        kept = [g.clone() for g in scaled]
+        optimizer.step()
+        plain.step()
+        assert_same(scaled, kept)
+    assert_same(snapshot(optimizer), snapshot(plain))
+
+
+def test_most_recent_scale_of_sgd_divides_once():
+    (p,) = parameters(shapes=[(3,)])
+    optimizer = FusedSGD([p], lr=1.0)
+    start = p.detach().clone()
+    p.grad = torch.full((3,), 8.0)
+    optimizer.most_recent_scale, optimizer.scale_set_by_backward = 4.0, True
+    optimizer.grad_scale = torch.tensor(2.0)
+    optimizer.step()
+    assert_same([p.detach()], [start - 1.0])
+    assert (optimizer.most_recent_scale, optimizer.scale_set_by_backward) == (1.0, False)
+    optimizer.step()
+    assert_same([p.detach()], [start - 5.0])
+    optimizer.most_recent_scale = torch.tensor(4.0)
+    optimizer.step()
+    assert_same([p.detach()], [start - 6.0])
+
+
+@pytest.mark.parametrize("name", ["found_inf", "grad_scale"])
+def test_what_amp_leaves_must_have_one_element(name):
+    optimizer = make("adam", "fp32")
+    run(optimizer, 1)
+    before = snapshot(optimizer)
+    setattr(optimizer, name, torch.ones(2))
+    with pytest.raises(AmpValueError, match=f"Tensor {name} must be 1-element: {name} has 2 elements"):
+        optimizer.step()
+    assert_same(before, snapshot(optimizer))
+
+
+def test_dummy_overflow_buf_is_apexs():
+    optimizer = make("adam", "fp32")
+    buffer = optimizer._dummy_overflow_buf
+    assert (buffer.dtype, buffer.tolist(), buffer.device.type) == (torch.int32, [0], "cpu")
+    assert optimizer._dummy_overflow_buf is buffer
+    assert FusedSGD([{"params": []}], lr=1.0)._dummy_overflow_buf.tolist() == [0]
+
+
+# --- GradScaler -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["fp32", "masters", "split"])
+@pytest.mark.parametrize("scaler_type", [torch.amp.GradScaler, ampctx.GradScaler], ids=["torch", "ampctx"])
+@pytest.mark.parametrize("name", OWN_MASTERS)
+def test_grad_scalers_drive_them(name, scaler_type, mode):
+    """Unscaling and skipping happen inside the op: what is left is a plain run without the overflowed step."""
+    optimizer, plain = make(name, mode), make(name, mode)
+    scaler = scaler_type("cpu", init_scale=64.0)
+    params, others = optimizer.param_groups[0]["params"], plain.param_groups[0]["params"]
+    scaler.scale(torch.ones(()))
+    for step in range(4):
+        grads = gradients(params, step)
+        give(params, [g * (float("inf") if step == 1 else scaler.get_scale()) for g in grads])
+        scaler.step(optimizer)
+        scaler.update()
+        if step != 1:
+            give(others, grads)
+            plain.step()
+    assert scaler.get_scale() == 32.0
+    assert_same(snapshot(optimizer), snapshot(plain))
+    assert not {"found_inf", "grad_scale"} & vars(optimizer).keys()
+
+
+def test_unscaled_gradients_are_not_divided_again():
+    optimizer, plain = make("adam", "fp32"), make("adam", "fp32")
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler.scale(torch.ones(()))
+    grads = gradients(parameters(), 0)
+    give(optimizer.param_groups[0]["params"], [g * 64 for g in grads])
+    give(plain.param_groups[0]["params"], grads)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    plain.step()
+    assert_same(snapshot(optimizer), snapshot(plain))
+
+
+@pytest.mark.parametrize("name", ["adam", "mixed-lamb"])
+def test_a_grad_scaler_given_to_step_as_by_apexs_code(name):
+    optimizer, plain = OPTIMIZERS[name](parameters()), OPTIMIZERS[name](parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler.scale(torch.ones(()))
+    for step in range(2):
+        grads = gradients(parameters(), step)
+        give(optimizer.param_groups[0]["params"], [g * (float("inf") if step else 64) for g in grads])
+        give(plain.param_groups[0]["params"], grads)
+        optimizer.step(grad_scaler=scaler)
+        scaler.update()
+        if step == 0:
+            plain.step(grad_scaler=None)
+    assert scaler.get_scale() == 32.0
+    assert_same(snapshot(optimizer), snapshot(plain))
+
+
+# --- model_params and model_grads -------------------------------------------------------------------------------------
+
+
+def amp_masters(dtype):
+    """Model weights and masters as ampctx.amp keeps them."""
+    models = parameters(dtype)
+    return models, [MasterParam(p.detach().float().clone(memory_format=torch.preserve_format)) for p in models]
+
+
+@pytest.mark.parametrize("dtype", LOW.values(), ids=LOW)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_model_weights_are_written_with_their_masters(name, dtype):
+    models, masters = amp_masters(dtype)
+    optimizer, plain = OPTIMIZERS[name](masters), OPTIMIZERS[name](parameters(dtype=torch.float32))
+    with torch.no_grad():
+        for p, q in zip(plain.param_groups[0]["params"], masters, strict=True):
+            p.copy_(q)
+    optimizer.model_params = dict(zip(masters[1:], models[1:], strict=True))
+    left = models[0].detach().clone()
+    run(optimizer, 3)
+    run(plain, 3)
+    assert_same(snapshot(optimizer), snapshot(plain))
+    assert_same([p.detach() for p in models[1:]], [m.detach().to(dtype) for m in masters[1:]])
+    assert_same([models[0].detach()], [left])
+    assert all("master_param" not in optimizer.state[m] for m in masters)
+
+
+@pytest.mark.parametrize("inv_scale", [1 / 64, PerDevice(torch.tensor(1 / 64))], ids=["number", "tensor"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_waiting_gradients_are_read_as_they_are(name, inv_scale):
+    """They take the place of .grad, with a factor of their own; some masters have a plain gradient still."""
+    models, masters = amp_masters(torch.bfloat16)
+    plain = OPTIMIZERS[name]([nn.Parameter(m.detach().clone(memory_format=torch.preserve_format)) for m in masters])
+    optimizer = OPTIMIZERS[name](masters)
+    grads = gradients(models, 0)
+    give(plain.param_groups[0]["params"], [g.float() for g in grads])
+    masters[0].grad = grads[0].float() * 4
+    waiting = {m: g * 64 for m, g in zip(masters[1:], grads[1:], strict=True)}
+    optimizer.model_grads = ModelGrads(waiting, inv_scale, FoundInf())
+    optimizer.model_params = dict(zip(masters, models, strict=True))
+    optimizer.grad_scale = torch.tensor(4.0)
+    with OpCalls() as calls:
+        optimizer.step()
+    plain.step()
+    assert masters[1].model_grads is optimizer.model_grads, "the gradients were made fp32 tensors"
+    # The norm of LAMB's gradients is summed in another order.
+    rtol = 1e-6 if "lamb" in name else 0
+    torch.testing.assert_close(snapshot(optimizer), snapshot(plain), rtol=rtol, atol=rtol)
+    assert calls.count == 0
+
+
+def test_lambs_norm_covers_what_waits_for_part_of_the_masters():
+    _, masters = amp_masters(torch.bfloat16)
+    owner = FusedLAMB(masters[:3], max_grad_norm=0.5)
+    grads = {m: g.bfloat16() for m, g in zip(masters, gradients(masters, 0), strict=True)}
+    owner.model_grads = ModelGrads(grads, 1.0, FoundInf())
+    plain = FusedLAMB([nn.Parameter(m.detach().clone()) for m in masters[:3]], max_grad_norm=0.5)
+    give(plain.param_groups[0]["params"], [g.float() for g in list(grads.values())[:3]])
+    owner.step()
+    plain.step()
+    torch.testing.assert_close(snapshot(owner), snapshot(plain), rtol=1e-6, atol=1e-6)
+
+
+# --- op calls and host reads ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_op_call_for_each_bucket(name):
+    op = {"mixed-lamb": "lamb"}.get(name, name)
+    fp32, fp16, bf16 = (parameters(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16))
+    optimizer = OPTIMIZERS[name]([{"params": fp32 + fp16}, {"params": bf16}])
+    run(optimizer, 1)
+    with OpCalls() as calls:
+        run(optimizer, 1)
+    norms = {"multi_tensor_unscale_l2norm": 3} if op == "lamb" else {}
+    assert calls.of == {f"multi_tensor_{op}": 3, **norms}
+
+
+@pytest.mark.parametrize("name", OWN_MASTERS)
+def test_one_op_call_whatever_the_layouts_and_the_write_back(name):
+    for options in ({"master_weights": True}, {"master_weights": "split"}, {"write_back": "kahan"}):
+        optimizer = OPTIMIZERS[name](parameters(torch.bfloat16), **options)
+        run(optimizer, 1)
+        with OpCalls() as calls:
+            run(optimizer, 1)
+        assert calls.of[f"multi_tensor_{name}"] == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_host_read_in_a_step(name, mode):
+    optimizer = make(name, mode)
+    # Goes to plain torch, where the reads of an op's reference would be seen.
+    strided = nn.Parameter(torch.randn(8, 3).to(MODES[mode][0])[::2])
+    optimizer.add_param_group({"params": [strided], "lr": torch.tensor(0.01)})
+    assert not strided.is_contiguous()
+    with OpCalls() as calls:
+        run(optimizer, 2)
+        optimizer.found_inf = torch.tensor(1.0)
+        optimizer.grad_scale = torch.tensor([8.0])
+        run(optimizer, 2)
+        with torch.no_grad():
+            strided.add_(1.0)
+        optimizer.param_groups[0]["lr"] = torch.tensor([0.5], dtype=torch.float64)
+        run(optimizer, 1)
+    assert calls.count == 0
+    assert calls.on_lists > 0
+
+
+@pytest.mark.parametrize("name", ["adam", "mixed-lamb"])
+def test_a_capturable_step_sees_its_lr_change_without_python(name):
+    (p,) = parameters(shapes=[(3,)])
+    optimizer = OPTIMIZERS[name]([p], **({} if name == "mixed-lamb" else {"capturable": True}))
+    run(optimizer, 1)
+    p.grad = torch.ones(3)
+    with Tape() as tape:
+        optimizer.step()
+    optimizer.param_groups[0]["lr"].zero_()
+    before = p.detach().clone()
+    tape.replay()
+    assert_same([p.detach()], [before])
+    assert optimizer.state[p]["step"] == 3
+    optimizer.param_groups[0]["lr"].fill_(0.1)
+    tape.replay()
+    assert not torch.equal(p, before)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_capturable_is_the_same_arithmetic(name):
+    plain = OPTIMIZERS["lamb" if name == "mixed-lamb" else name](parameters())
+    optimizer = OPTIMIZERS[name](parameters(), **({} if name == "mixed-lamb" else {"capturable": True}))
+    lr = optimizer.param_groups[0]["lr"]
+    assert (lr.dtype, lr.shape, lr.item()) == (torch.float32, (), pytest.approx(0.01))
+    run(optimizer, 3)
+    run(plain, 3)
+    assert_same(snapshot(optimizer), snapshot(plain))
