@@ -19,10 +19,13 @@ struct Backend {
   decltype(&cpu::l2norm) l2norm;
   decltype(&cpu::update_scale) update_scale;
   decltype(&cpu::adam) adam;
+  decltype(&cpu::sgd) sgd;
+  decltype(&cpu::adagrad) adagrad;
 };
 
-#define AMPCTX_KERNELS(backend) \
-  backend::scale, backend::axpby, backend::l2norm_workspace, backend::l2norm, backend::update_scale, backend::adam
+#define AMPCTX_KERNELS(backend)                                                                                     \
+  backend::scale, backend::axpby, backend::l2norm_workspace, backend::l2norm, backend::update_scale, backend::adam, \
+      backend::sgd, backend::adagrad
 
 // Makes the device of a call current for its duration.
 class Scope {

@@ -131,6 +131,8 @@ int register_kernels(const char* ns) {
       {"multi_tensor_unscale_l2norm", multi_tensor_unscale_l2norm<backend>},
       {"update_scale", update_scale<backend>},
       {"multi_tensor_adam", multi_tensor_adam<backend>},
+      {"multi_tensor_sgd", multi_tensor_sgd<backend>},
+      {"multi_tensor_adagrad", multi_tensor_adagrad<backend>},
   };
   for (const auto& [name, kernel] : kernels) {
     if (torch_library_impl(library, name, kernel, torch_abi::kBuildVersion) != 0) return 2;

@@ -123,7 +123,6 @@ void run_step(const Backend& backend, const CallDevice& call, StepCall& step,
 
 template <const Backend& backend>
 void multi_tensor_adam(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr const char* op = "multi_tensor_adam";
   Arguments in(stack);
   const TensorList grads = in.list(), params = in.list(), exp_avgs = in.list(), exp_avg_sqs = in.list();
   const TensorList max_exp_avg_sqs = in.list(), extras = in.list(), steps = in.list();
@@ -139,7 +138,7 @@ void multi_tensor_adam(StableIValue* stack, uint64_t, uint64_t) {
 
   const ListArgument first{"grads", grads};
   const CallDevice call = call_device(first, found_inf);
-  StepCall step = check_step(op, backend, call,
+  StepCall step = check_step("multi_tensor_adam", backend, call,
                              {first,
                               {"params", params, true},
                               {"exp_avgs", exp_avgs, true},
@@ -150,6 +149,47 @@ void multi_tensor_adam(StableIValue* stack, uint64_t, uint64_t) {
   step.rule.beta2 = options.beta2;
   step.rule.bias_correction = bias_correction;
   run_step(backend, call, step, backend.adam, options);
+}
+
+template <const Backend& backend>
+void multi_tensor_sgd(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments in(stack);
+  const TensorList grads = in.list(), params = in.list(), momentum_buffers = in.list();
+  const TensorList extras = in.list(), steps = in.list();
+  const Tensor found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor();
+  SgdOptions options;
+  options.momentum = in.number();
+  options.dampening = in.number();
+  options.weight_decay = in.number();
+  options.nesterov = in.flag();
+  options.wd_after_momentum = in.flag();
+  const StoreArguments store(in);
+
+  const ListArgument first{"grads", grads};
+  const CallDevice call = call_device(first, found_inf);
+  StepCall step = check_step("multi_tensor_sgd", backend, call,
+                             {first, {"params", params, true}, {"momentum_buffers", momentum_buffers, true, true}},
+                             extras, steps, found_inf, inv_scale, lr, store);
+  run_step(backend, call, step, backend.sgd, options);
+}
+
+template <const Backend& backend>
+void multi_tensor_adagrad(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments in(stack);
+  const TensorList grads = in.list(), params = in.list(), sums = in.list(), extras = in.list(), steps = in.list();
+  const Tensor found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor();
+  AdagradOptions options;
+  options.eps = in.number();
+  options.weight_decay = in.number();
+  options.adagrad_w_mode = in.flag();
+  const StoreArguments store(in);
+
+  const ListArgument first{"grads", grads};
+  const CallDevice call = call_device(first, found_inf);
+  StepCall step =
+      check_step("multi_tensor_adagrad", backend, call, {first, {"params", params, true}, {"sums", sums, true}}, extras,
+                 steps, found_inf, inv_scale, lr, store);
+  run_step(backend, call, step, backend.adagrad, options);
 }
 
 }  // namespace

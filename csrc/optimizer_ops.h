@@ -1,7 +1,9 @@
 // The entry points of the optimizer kernels, free of torch, and what they are given: ops.h for the rest.
 #pragma once
 
+#include "functors/adagrad.h"
 #include "functors/adam.h"
+#include "functors/sgd.h"
 #include "functors/write_back.h"
 #include "ops.h"
 
@@ -32,10 +34,14 @@ inline int64_t step_workspace(const TensorLists& lists) {
 
 namespace cpu {
 void adam(const Context&, const StepCall&, const AdamOptions&);  // states: exp_avgs, exp_avg_sqs, maybe max_exp_avg_sqs
+void sgd(const Context&, const StepCall&, const SgdOptions&);    // states: maybe momentum_buffers
+void adagrad(const Context&, const StepCall&, const AdagradOptions&);  // states: sums
 }  // namespace cpu
 
 namespace cuda {
 void adam(const Context&, const StepCall&, const AdamOptions&);
+void sgd(const Context&, const StepCall&, const SgdOptions&);
+void adagrad(const Context&, const StepCall&, const AdagradOptions&);
 }  // namespace cuda
 
 }  // namespace ampctx

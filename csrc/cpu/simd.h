@@ -3,7 +3,9 @@
 
 #include <stdint.h>
 
+#include "../functors/adagrad.h"
 #include "../functors/adam.h"
+#include "../functors/sgd.h"
 #include "../functors/write_back.h"
 
 namespace ampctx::cpu {
@@ -36,6 +38,9 @@ template <class T>
 struct StepLoops {
   StepLoop<T, Adam<T, false>> adam;
   StepLoop<T, Adam<T, true>> amsgrad;
+  StepLoop<T, Sgd<T, false>> sgd;
+  StepLoop<T, Sgd<T, true>> momentum;
+  StepLoop<T, Adagrad<T>> adagrad;
 };
 
 // functors/write_back.h over a block: weights out of params and extras, and back, in place.

@@ -17,7 +17,7 @@ void step(const StepBlock<T>& block, const Optimizer& chosen) {
   for (int s = 0; s < states; ++s) state[s] = block.state[s];
   AMPCTX_INDEPENDENT
   for (int64_t i = 0; i < block.n; ++i) {
-    T values[states];
+    T values[kMaxStates];
     for (int s = 0; s < states; ++s) values[s] = state[s][i];
     weight[i] = step_element(optimizer, tensor, lr, grad[i] * grad_scale, weight[i], values);
     for (int s = 0; s < states; ++s) state[s][i] = values[s];
@@ -65,7 +65,8 @@ void store_weights(WriteBack mode, DType type, T* weight, T* extra, int64_t n, R
 }
 
 template <class T>
-constexpr StepLoops<T> kStepLoops = {step<T, Adam<T, false>>, step<T, Adam<T, true>>};
+constexpr StepLoops<T> kStepLoops = {step<T, Adam<T, false>>, step<T, Adam<T, true>>, step<T, Sgd<T, false>>,
+                                     step<T, Sgd<T, true>>, step<T, Adagrad<T>>};
 template <class T>
 constexpr Weights<T> kWeights = {load_weights<T>, store_weights<T>};
 

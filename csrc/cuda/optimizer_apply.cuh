@@ -8,37 +8,8 @@
 
 namespace ampctx::cuda {
 
-// The table's one list is the step counts. Its offsets count the tensors that have elements.
-template <class Table>
-__global__ void __launch_bounds__(kThreads)
-    advance_steps_kernel(const __grid_constant__ Table table, FoundInf found_inf, TensorRule rule, int64_t first,
-                         TensorScalars<float>* scalars) {
-  const int tensor = blockIdx.x * kThreads + threadIdx.x;
-  if (tensor >= table.count || found_inf.is_set()) return;
-  float* const step = static_cast<float*>(table.pointer[0][tensor]);
-  const double t = static_cast<double>(*step) + 1;
-  *step = static_cast<float>(t);
-  const int64_t number = first + table.offset[tensor];
-  const bool has_elements = table.offset[tensor + 1] > table.offset[tensor];
-  if (has_elements) scalars[number] = tensor_scalars<float>(rule, t, number);
-}
-
-inline const TensorScalars<float>* advance_steps(const Context& context, const StepCall& call) {
-  TensorLists steps;
-  steps.depth = 1;
-  steps.pointer[0].assign(call.steps.begin(), call.steps.end());
-  steps.numel.assign(call.steps.size(), 0);
-  for (const int64_t index : call.lists.index) steps.numel[index] = 1;
-  auto* scalars = static_cast<TensorScalars<float>*>(call.workspace);
-  int64_t first = 0;
-  for_each_table<1>(steps, [&](const auto& table) {
-    constexpr auto kernel = &advance_steps_kernel<std::decay_t<decltype(table)>>;
-    const int blocks = (table.count + kThreads - 1) / kThreads;
-    AMPCTX_LAUNCH(kernel, blocks, kThreads, context.stream, table, call.found_inf, call.rule, first, scalars);
-    first += table.offset[table.count];
-  });
-  return scalars;
-}
+// Returns the scalars of the tensors that have elements, in call.workspace.
+const TensorScalars<float>* advance_steps(const Context& context, const StepCall& call);
 
 // What a step kernel is given besides the table, the scalars and the optimizer.
 struct StepParameters {
@@ -74,7 +45,7 @@ struct StepFunctor {
     }
 #pragma unroll
     for (int k = 0; k < n; ++k) {
-      float state[Optimizer::kStates];
+      float state[Optimizer::kStates + 1];  // not none
 #pragma unroll
       for (int s = 0; s < Optimizer::kStates; ++s) state[s] = value[2 + s][k];
       value[1][k] = step_element(optimizer, tensor, lr, value[0][k] * grad_scale, value[1][k], state);

@@ -35,10 +35,8 @@ struct Adam {
         adam_w_mode(options.adam_w_mode) {}
 };
 
-// Returns the updated weight.
 template <class T, bool amsgrad>
-AMPCTX_FN T step_element(const Adam<T, amsgrad>& adam, const TensorScalars<T>& tensor, T lr, T g, T w,
-                         T (&state)[Adam<T, amsgrad>::kStates]) {
+AMPCTX_FN T step_element(const Adam<T, amsgrad>& adam, const TensorScalars<T>& tensor, T lr, T g, T w, T* state) {
   const T decay = adam.weight_decay * w;
   g = adam.adam_w_mode ? g : g + decay;
   const T m = adam.beta1 * state[0] + adam.of_g * g;

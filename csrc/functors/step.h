@@ -1,5 +1,9 @@
-// What an optimizer needs to know of each tensor besides its elements: the corrections of biased averages at the
-// tensor's own step count, in fp64 rounded to T, and the key of its random bits.
+// The element-wise optimizers are structs of numbers, with kStates tensors of state, and a function each:
+//
+//   step_element(optimizer, tensor, lr, g, w, state) updates state[0 .. kStates) and returns the updated weight
+//
+// `tensor` is what an optimizer needs to know of a tensor besides its elements: the corrections of biased averages at
+// its own step count, in fp64 rounded to T, and the key of its random bits.
 //
 //   rc1 = 1 / (1 - beta1^t),  rsc2 = 1 / sqrt(1 - beta2^t),  both 1 without bias correction;  t counts this step too
 #pragma once
