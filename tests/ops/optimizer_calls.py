@@ -62,14 +62,15 @@ class Call:
         copied = {name: [t.clone() for t in tensors] for name, tensors in self.lists.items()}
         return Call(self.op, copied, dict(self.options))
 
+    def arguments(self, found_inf: Tensor, inv_scale: Tensor, lr: Tensor) -> tuple:
+        """In the order of the schema."""
+        given = {**self.lists, **self.options, "found_inf": found_inf, "inv_scale": inv_scale, "lr": lr}
+        return tuple(given[name] for name in argument_names(self.op))
+
     def run(self, backend: Backend, found_inf: Tensor | None = None, inv_scale=0.5, lr=0.01, times: int = 1) -> Call:
-        op = getattr(backend.ops, self.op).default
         flag = found_inf if found_inf is not None else backend.flag()
-        scalars = {"found_inf": flag, "inv_scale": _factor(inv_scale), "lr": _factor(lr)}
-        given = {**self.lists, **scalars, **self.options}
-        arguments = [given[argument.name] for argument in op._schema.arguments]
         for _ in range(times):
-            op(*arguments)
+            getattr(backend.ops, self.op).default(*self.arguments(flag, _factor(inv_scale), _factor(lr)))
         return self
 
     def expected(self, **how) -> Call:
@@ -99,6 +100,10 @@ def bits(t: Tensor) -> Tensor:
     return t.view(INTEGERS[t.element_size()])
 
 
+def argument_names(op: str) -> list[str]:
+    return [argument.name for argument in getattr(torch.ops.ampctx, op).default._schema.arguments]
+
+
 def make_call(
     backend: Backend,
     optimizer: Optimizer,
@@ -109,7 +114,7 @@ def make_call(
     state: torch.dtype = torch.float32,
     extra: torch.dtype = torch.float16,
     write_back: str = "nearest",
-    counts: Sequence[float] = (0, 1, 5),
+    counts: Sequence[int] = (0, 1, 5),
     seed: int = 0,
     **options: Any,
 ) -> Call:
@@ -126,8 +131,7 @@ def make_call(
         lists[name] = [v.abs() for v in values] if name in _NEVER_NEGATIVE else values
     lists["extras"] = make_extras(backend, sizes, write_back, param, extra)
     numbers = {"weight_decay": 0.1, **optimizer.options, "maximize": False, **options, "seed": seed}
-    wanted = [a.name for a in getattr(torch.ops.ampctx, optimizer.op).default._schema.arguments]
-    lists = {name: lists[name] for name in wanted if name in lists}
+    lists = {name: lists[name] for name in argument_names(optimizer.op) if name in lists}
     return Call(optimizer.op, lists, {**numbers, "write_back": WRITE_BACKS.index(write_back)})
 
 

@@ -329,15 +329,11 @@ def test_lists_on_two_devices(mixed_devices):
 @on_optimizers
 def test_optimizer_steps_on_two_devices(mixed_devices, optimizer):
     def call(**wrong):
-        lists = make_call(COMPILED, optimizer, [2, 3], write_back="copy")
-        arguments = {**lists.lists, **lists.options, "found_inf": t(()), "inv_scale": t(()), "lr": t(())}
-        for name, tensor in wrong.items():
-            if isinstance(arguments[name], list):
-                arguments[name][1] = tensor
-            else:
-                arguments[name] = tensor
-        op = getattr(mixed_devices, optimizer.op).default
-        op(*(arguments[argument.name] for argument in op._schema.arguments))
+        call, one = make_call(COMPILED, optimizer, [2, 3], write_back="copy"), t(())
+        for name in wrong.keys() & call.lists.keys():
+            call[name][1] = wrong[name]
+        scalars = [wrong.get(name, one) for name in ("found_inf", "inv_scale", "lr")]
+        getattr(mixed_devices, optimizer.op).default(*call.arguments(*scalars))
 
     meta = t(3, device="meta")
     for name in ("params", *optimizer.states):
