@@ -3,12 +3,15 @@
 Plain SGD takes p to p - lr * g; fp32 gradients make of that any weight that is wanted.
 """
 
+import ctypes
 import math
 
 import pytest
 import torch
 from backends import FLOATS, NON_FINITE, short
 from optimizer_calls import ADAM, LOW, SGD, bits, make_call
+
+from ampctx._reference_optimizers import random_bits
 
 on_low = pytest.mark.parametrize("dtype", LOW, ids=short)
 
@@ -129,6 +132,17 @@ def test_random_bits_follow_seed_step_tensor_and_place(backend, dtype):
         assert 400 < (first != other).sum() < 600, i
     assert 400 < (first != first.roll(1)).sum() < 600
     assert torch.equal(second, draw(before=[3])[0]), "the number of the tensor counts, not its size"
+
+
+def test_random_bits_of_places_beyond_2_to_the_32(emulation):
+    """The kernels' functor gives what the reference says, at places that no test has the memory for."""
+    places = [0, 1, 2047, 2048, (1 << 32) - 1, 1 << 32, (1 << 32) + 1, (1 << 33) + 12345, (1 << 40) + 7]
+    bits_of = emulation.ampctx_test_random_bits
+    bits_of.argtypes, bits_of.restype = [ctypes.c_int64] * 4, ctypes.c_int64
+    for seed, step, tensor in ((0, 1, 0), (-1, 1, 3), (1 << 62, 123_456, 20_000)):
+        want = random_bits(seed, torch.tensor(float(step)), tensor, torch.tensor(places)).tolist()
+        assert [bits_of(seed, step, tensor, place) for place in places] == want
+        assert len(set(want)) == len(want)
 
 
 @pytest.mark.parametrize("value", NON_FINITE.values(), ids=NON_FINITE.keys())
