@@ -95,11 +95,11 @@ def _mix32(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def random_bits(seed: int, step: Tensor, tensor: int, numel: int) -> Tensor:
-    """32 random bits for each element: a function of the seed, the step count and the place, and of nothing else."""
+def random_bits(seed: int, step: Tensor, tensor: int, place: Tensor) -> Tensor:
+    """32 random bits for each place (int64): a function of the seed, the step count, the number of the tensor among
+    those of the call that have elements, and the element's place in memory, and of nothing else."""
     key = _mix64(step.reshape(()).long() * _GOLDEN + _wrapped(seed))
     key = _mix64(key + _wrapped(_GOLDEN * (tensor + 1)))
-    place = torch.arange(numel, device=step.device)
     low = ((place & _32_BITS) * 0x9E3779B1 + (key & _32_BITS) + _shift(place, 32)) & _32_BITS
     return _mix32(_mix32(low) ^ _shift(key, 32))
 
@@ -123,7 +123,7 @@ def _weight(p: Tensor, extra: Tensor | None, write_back: int, dtype: torch.dtype
     """What the update starts from."""
     if write_back == SPLIT:
         assert extra is not None
-        return join(p, extra)
+        return join(p, extra).to(dtype)
     if write_back == KAHAN:
         assert extra is not None
         return p.to(dtype) + extra.to(dtype)
@@ -133,9 +133,9 @@ def _weight(p: Tensor, extra: Tensor | None, write_back: int, dtype: torch.dtype
 def _store(w: Tensor, p: Tensor, extra: Tensor | None, write_back: int, bits: Callable[[], Tensor], skip: Tensor):
     """Writes the updated weight, where ``skip`` is not set."""
     if write_back == SPLIT:
-        new, rest = split(w)
+        new, rest = split(w.float())
     elif write_back == STOCHASTIC and p.dtype in LOW_PRECISION:
-        new, rest = round_stochastically(w, p.dtype, bits()).to(p.dtype), None
+        new, rest = round_stochastically(w.float(), p.dtype, bits()).to(p.dtype), None
     elif write_back == KAHAN:
         new = w.to(p.dtype)
         rest = (w - new.to(w.dtype)).to(p.dtype)
@@ -208,8 +208,9 @@ class _Place:
     def finish(self, w: Tensor) -> None:
         walk = self.walk
 
-        def bits() -> Tensor:
-            return random_bits(walk.seed, self.taken, self.number, w.numel()).reshape(w.shape)
+        def bits() -> Tensor:  # the elements are counted as they lie in memory
+            place = torch.arange(w.numel(), device=w.device)
+            return random_bits(walk.seed, self.taken, self.number, place).as_strided(w.shape, self.param.stride())
 
         _store(w, self.param, self.extra, walk.write_back, bits, self.skip)
         _update(self.step, self.taken, self.skip)
@@ -238,10 +239,15 @@ def adam(
         p.finish(p.w - p.lr * (u + weight_decay * p.w if adam_w_mode else u))
 
 
+def _sqrt(x: Tensor) -> Tensor:
+    """Rounded correctly, as the kernels' is: torch's own fp32 root on the CPU may be off by the last bit."""
+    return x.double().sqrt().to(x.dtype)
+
+
 def _adam_direction(p: _Place, m, v, beta1, beta2, eps, bias_correction) -> Tensor:
     rc1 = p.cast(1 / p.correction(beta1)) if bias_correction else _one(p)
     rsc2 = p.cast(1 / p.correction(beta2).sqrt()) if bias_correction else _one(p)
-    return (m * rc1) / (v.sqrt() * rsc2 + eps)
+    return (m * rc1) / (_sqrt(v) * rsc2 + eps)
 
 
 def sgd(
@@ -272,7 +278,7 @@ def adagrad(
         g = p.g if adagrad_w_mode else p.g + weight_decay * p.w
         h = p.read(0) + g * g
         p.write(0, h)
-        u = g / (h.sqrt() + eps)
+        u = g / (_sqrt(h) + eps)
         p.finish(p.w - p.lr * (u + weight_decay * p.w if adagrad_w_mode else u))
 
 

@@ -20,6 +20,7 @@ struct ListArgument {
   const char* name;
   const TensorList& tensors;
   bool is_written = false;
+  bool is_optional = false;  // left out where it is empty
 };
 
 // The device of a call, and the argument that decides it, for messages.
@@ -38,6 +39,7 @@ inline bool to_dtype(int32_t code, DType& dtype) {
   if (code == aoti_torch_dtype_float16()) return dtype = DType::f16, true;
   if (code == aoti_torch_dtype_bfloat16()) return dtype = DType::bf16, true;
   if (code == aoti_torch_dtype_float64()) return dtype = DType::f64, true;
+  if (code == aoti_torch_dtype_int16()) return dtype = DType::i16, true;
   return false;
 }
 
@@ -67,52 +69,55 @@ inline bool same_strides(const Tensor& a, const Tensor& b) {
   return true;
 }
 
-inline TensorLists check_lists(const char* op, const AllowedDTypes& allowed, const CallDevice& call,
-                               std::initializer_list<ListArgument> arguments) {
-  const ListArgument& first = *arguments.begin();
-  const size_t count = first.tensors.size();
-  for (const ListArgument& argument : arguments) {
+// Checks lists, one after the other, against the first of them, and gathers what the kernels need of each.
+class ListChecker {
+ public:
+  ListChecker(const char* op, const CallDevice& call, const ListArgument& first) : op_(op), call_(call), first_(first) {
+    lists.total_tensors = static_cast<int64_t>(first.tensors.size());
+  }
+
+  void check_length(const ListArgument& argument) const {
+    const size_t count = first_.tensors.size();
     if (argument.tensors.size() != count) {
-      fail(op, ": ", argument.name, " has ", argument.tensors.size(), " tensors, ", first.name, " has ", count);
+      fail(op_, ": ", argument.name, " has ", argument.tensors.size(), " tensors, ", first_.name, " has ", count);
     }
   }
-  TensorLists lists;
-  lists.total_tensors = static_cast<int64_t>(count);
-  std::vector<int64_t> numel(count);
-  std::vector<char> contiguous(count);
-  for (const ListArgument& argument : arguments) {
-    const bool is_first = &argument == &first;
+
+  // The first list comes first.
+  void add(const ListArgument& argument, const AllowedDTypes& allowed) {
+    const bool is_first = lists.depth == 0;
     const int list = lists.depth++;
+    const size_t count = argument.tensors.size();
     lists.pointer[list].reserve(count);
     const int32_t code = count ? argument.tensors[0].dtype() : aoti_torch_dtype_float32();
     const bool known = to_dtype(code, lists.dtype[list]) && allows(allowed, lists.dtype[list]);
     for (size_t i = 0; i < count; ++i) {
       const Tensor& tensor = argument.tensors[i];
-      const auto refuse = [&](const auto&... why) { fail(op, ": ", argument.name, "[", i, "] ", why...); };
+      const auto refuse = [&](const auto&... why) { fail(op_, ": ", argument.name, "[", i, "] ", why...); };
       if (!tensor.is_strided()) refuse("is not a strided tensor");
       const int32_t dtype = tensor.dtype();
       if (DType other; !known || (dtype != code && !(to_dtype(dtype, other) && allows(allowed, other)))) {
         refuse("has dtype ", dtype_name(dtype), ", expected ", allowed.names);
       }
       if (dtype != code) refuse("has dtype ", dtype_name(dtype), ", ", argument.name, "[0] has ", dtype_name(code));
-      if (tensor.device() != call.device) {
-        refuse("is on ", tensor.device().name(), ", ", call.decided_by, " is on ", call.device.name());
+      if (tensor.device() != call_.device) {
+        refuse("is on ", tensor.device().name(), ", ", call_.decided_by, " is on ", call_.device.name());
       }
       const int64_t elements = tensor.numel();
       const bool is_contiguous = tensor.is_contiguous();
       if (is_first) {
-        numel[i] = elements;
-        contiguous[i] = is_contiguous;
+        numel_.push_back(elements);
+        contiguous_.push_back(is_contiguous);
       }
-      if (elements != numel[i]) {
-        refuse("has ", elements, " elements, ", first.name, "[", i, "] has ", numel[i]);
+      if (elements != numel_[i]) {
+        refuse("has ", elements, " elements, ", first_.name, "[", i, "] has ", numel_[i]);
       }
       if (elements == 0) continue;
       if (!is_contiguous && !is_dense(tensor)) {
         refuse("is not contiguous: its elements do not fill one block of memory");
       }
-      if (!is_first && !(is_contiguous && contiguous[i]) && !same_strides(tensor, first.tensors[i])) {
-        refuse("and ", first.name, "[", i, "] have different memory layouts");
+      if (!is_first && !(is_contiguous && contiguous_[i]) && !same_strides(tensor, first_.tensors[i])) {
+        refuse("and ", first_.name, "[", i, "] have different memory layouts");
       }
       lists.pointer[list].push_back(argument.is_written ? tensor.mutable_data() : const_cast<void*>(tensor.data()));
       if (is_first) {
@@ -121,14 +126,33 @@ inline TensorLists check_lists(const char* op, const AllowedDTypes& allowed, con
       }
     }
   }
-  return lists;
+
+  TensorLists lists;
+
+ private:
+  const char* op_;
+  const CallDevice& call_;
+  const ListArgument& first_;
+  std::vector<int64_t> numel_;  // of the first list, empty tensors too
+  std::vector<char> contiguous_;
+};
+
+inline TensorLists check_lists(const char* op, const AllowedDTypes& allowed, const CallDevice& call,
+                               std::initializer_list<ListArgument> arguments) {
+  ListChecker checker(op, call, *arguments.begin());
+  for (const ListArgument& argument : arguments) checker.check_length(argument);
+  for (const ListArgument& argument : arguments) checker.add(argument, allowed);
+  return std::move(checker.lists);
 }
 
-inline void check_one_element(const char* op, const char* name, const Tensor& tensor) {
+// A name is anything that prints.
+template <class Name>
+void check_one_element(const char* op, const Name& name, const Tensor& tensor) {
   if (tensor.numel() != 1) fail(op, ": ", name, " has ", tensor.numel(), " elements, expected 1");
 }
 
-inline void check_device(const char* op, const char* name, const Tensor& tensor, const CallDevice& call) {
+template <class Name>
+void check_device(const char* op, const Name& name, const Tensor& tensor, const CallDevice& call) {
   if (tensor.device() != call.device) {
     fail(op, ": ", name, " is on ", tensor.device().name(), ", ", call.decided_by, " is on ", call.device.name());
   }
@@ -166,9 +190,9 @@ inline Factor check_factor(const char* op, const char* name, const Tensor& facto
   return on_device && device == call.device ? Factor{value, 0.0} : Factor{nullptr, *value};
 }
 
-// One element of the given type, which update_scale reads and writes.
-inline void* check_state(const char* op, const char* name, const Tensor& tensor, int32_t dtype,
-                         const CallDevice& call) {
+// One element of the given type, to be read and written.
+template <class Name>
+void* check_state(const char* op, const Name& name, const Tensor& tensor, int32_t dtype, const CallDevice& call) {
   check_one_element(op, name, tensor);
   if (tensor.dtype() != dtype) {
     const std::string expected = dtype_name(dtype).substr(sizeof("torch.") - 1);

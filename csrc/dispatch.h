@@ -1,23 +1,24 @@
-// The element types, and the one table that says which backend takes which.
+// The one table that says which backend takes which element types.
 #pragma once
 
-#include "functors/host_device.h"
+#include "functors/dtype.h"
 
 namespace ampctx {
 
-enum class DType : int32_t { f32, f16, bf16, f64 };
-constexpr int kDTypes = 4;
-
-AMPCTX_FN constexpr int64_t element_size(DType dtype) { return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2; }
-
 // Every combination of the allowed types is served: types are switched on at run time, per block of elements.
 struct AllowedDTypes {
-  bool f64;
+  uint32_t set;  // of one_of() bits
   const char* names;
 };
-constexpr AllowedDTypes kCpuDTypes = {true, "float32, float16, bfloat16 or float64"};
-constexpr AllowedDTypes kCudaDTypes = {false, "float32, float16 or bfloat16"};
+AMPCTX_FN constexpr uint32_t one_of(DType dtype) { return 1u << static_cast<int>(dtype); }
+constexpr uint32_t kCudaFloats = one_of(DType::f32) | one_of(DType::f16) | one_of(DType::bf16);
+constexpr AllowedDTypes kCudaDTypes = {kCudaFloats, "float32, float16 or bfloat16"};
+constexpr AllowedDTypes kCpuDTypes = {kCudaFloats | one_of(DType::f64), "float32, float16, bfloat16 or float64"};
+// The low halves of split weights alone: functors/write_back.h.
+constexpr AllowedDTypes kRemainderDTypes = {one_of(DType::i16), "int16"};
 
-constexpr bool allows(const AllowedDTypes& allowed, DType dtype) { return allowed.f64 || dtype != DType::f64; }
+AMPCTX_FN constexpr bool allows(const AllowedDTypes& allowed, DType dtype) {
+  return (allowed.set & one_of(dtype)) != 0;
+}
 
 }  // namespace ampctx

@@ -1,11 +1,10 @@
-// What torch calls: one boxed function per op and backend, and their registration, which _extension.py asks for.
+// What torch calls: one boxed function per op and backend (those of the optimizers are in library_optimizers.h), and
+// their registration, which _extension.py asks for.
 //
 // The schemas are in ampctx/ops.py. A boxed function takes its arguments off the stack, checks them, puts the results
 // on the stack; errors are C++ exceptions that torch turns into RuntimeError.
-#include <optional>
-
-#include "check.h"
 #include "cpu/simd.h"
+#include "library_optimizers.h"
 
 #ifdef __clang__
 #define AMPCTX_COMPILER __VERSION__
@@ -25,21 +24,6 @@ using torch_abi::empty;
 using torch_abi::to_scalar;
 using torch_abi::to_tensor_list;
 
-struct Backend {
-  const char* dispatch_key;
-  AllowedDTypes dtypes;
-  bool has_device_pointers;  // pointers that the host must not follow
-  bool has_streams;
-  decltype(&cpu::scale) scale;
-  decltype(&cpu::axpby) axpby;
-  decltype(&cpu::l2norm_workspace) l2norm_workspace;
-  decltype(&cpu::l2norm) l2norm;
-  decltype(&cpu::update_scale) update_scale;
-};
-
-#define AMPCTX_KERNELS(backend) \
-  backend::scale, backend::axpby, backend::l2norm_workspace, backend::l2norm, backend::update_scale
-
 #ifdef AMPCTX_CUDA_EMULATION
 constexpr Backend kEmulated = {"CPU", kCudaDTypes, true, false, AMPCTX_KERNELS(cuda)};
 #else
@@ -48,23 +32,6 @@ constexpr Backend kCpu = {"CPU", kCpuDTypes, false, false, AMPCTX_KERNELS(cpu)};
 constexpr Backend kCuda = {"CUDA", kCudaDTypes, true, true, AMPCTX_KERNELS(cuda)};
 #endif
 #endif
-
-// Makes the device of a call current for its duration.
-class Scope {
- public:
-  Scope(const Backend& backend, const Device& device) {
-    context.parallel_for = &torch_abi::parallel_for;
-    if (!backend.has_streams) return;
-    guard_.emplace(device.index);
-    context.stream = torch_abi::current_cuda_stream(device.index);
-    context.device = device.index;
-  }
-
-  Context context;
-
- private:
-  std::optional<torch_abi::DeviceGuard> guard_;
-};
 
 template <const Backend& backend>
 void multi_tensor_scale(StableIValue* stack, uint64_t, uint64_t) {
@@ -163,6 +130,9 @@ int register_kernels(const char* ns) {
       {"multi_tensor_l2norm", multi_tensor_l2norm<backend>},
       {"multi_tensor_unscale_l2norm", multi_tensor_unscale_l2norm<backend>},
       {"update_scale", update_scale<backend>},
+      {"multi_tensor_adam", multi_tensor_adam<backend>},
+      {"multi_tensor_sgd", multi_tensor_sgd<backend>},
+      {"multi_tensor_adagrad", multi_tensor_adagrad<backend>},
   };
   for (const auto& [name, kernel] : kernels) {
     if (torch_library_impl(library, name, kernel, torch_abi::kBuildVersion) != 0) return 2;

@@ -10,7 +10,7 @@
 
 namespace ampctx {
 
-constexpr int kMaxLists = 3;
+constexpr int kMaxLists = 6;
 
 // Lists of tensors that agree in number of elements and memory layout at each index, without the empty ones. A tensor
 // of one list may be the tensor at the same index of another (in place); no other overlap is allowed.
@@ -37,6 +37,8 @@ struct FoundInf {
   uint32_t* word;
   uint32_t raised;
   uint32_t value_mask;  // the bits that make it != 0: -0.0 is zero
+
+  AMPCTX_MEMBER bool is_set() const { return (*word & value_mask) != 0; }
 };
 
 // A scalar: behind `device` where that is not null (fp32, readable by the kernel only), else `value`.

@@ -103,6 +103,9 @@ class BlockAccess {
     return buffer.data;
   }
 
+  // The block, to be changed in place and stored by write().
+  T* update(int list, const Block& block, Buffer& buffer) const { return const_cast<T*>(read(list, block, buffer)); }
+
   // Where to compute what write() then stores.
   T* target(int list, const Block& block, Buffer& buffer) const {
     return store_[static_cast<int>(lists_.dtype[list])] ? buffer.data : static_cast<T*>(address(list, block));

@@ -1,22 +1,13 @@
-// The CPU's inner loops. setup.py compiles this file once per instruction set, with AMPCTX_SIMD_NAME naming it.
-//
-// Everything but the table is static, and nothing is included that defines functions with external linkage: the linker
-// would keep one copy of such a function for all instruction sets (functors/host_device.h).
+// The CPU's inner loops of the ops that are no optimizers. setup.py compiles this file once per instruction set.
 #include "simd.h"
 #include "../functors/axpby.h"
 #include "../functors/convert.h"
 #include "../functors/l2norm.h"
 #include "../functors/scale.h"
+#include "simd_table.h"
 
 #ifdef __F16C__
 #include <immintrin.h>
-#endif
-
-// An output is the very tensor that is an input, or does not touch it: no iteration depends on another.
-#ifdef __clang__
-#define AMPCTX_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
-#else
-#define AMPCTX_INDEPENDENT _Pragma("GCC ivdep")
 #endif
 
 namespace ampctx::cpu {
@@ -134,12 +125,17 @@ struct Half {
 struct BFloat16 {
   uint16_t bits;
 };
+struct Remainder {
+  int16_t value;
+};
 
 AMPCTX_FN float widen(Half value) { return half_to_float(value.bits); }
 AMPCTX_FN float widen(BFloat16 value) { return bfloat16_to_float(value.bits); }
+AMPCTX_FN float widen(Remainder value) { return value.value; }
 AMPCTX_FN float widen(float value) { return value; }
 AMPCTX_FN void narrow(float value, Half& to) { to.bits = float_to_half(value); }
 AMPCTX_FN void narrow(float value, BFloat16& to) { to.bits = float_to_bfloat16(value); }
+AMPCTX_FN void narrow(float value, Remainder& to) { to.value = static_cast<int16_t>(static_cast<int32_t>(value)); }
 AMPCTX_FN void narrow(float value, float& to) { to = value; }
 
 template <class Memory, class T>
@@ -183,21 +179,18 @@ void store<Half, float>(const void* from, void* to, int64_t n) {
 
 }  // namespace
 
-#define AMPCTX_QUOTE_(name) #name
-#define AMPCTX_QUOTE(name) AMPCTX_QUOTE_(name)
-#define AMPCTX_TABLE_(name) simd_##name
-#define AMPCTX_TABLE(name) AMPCTX_TABLE_(name)
-
-extern const Simd AMPCTX_TABLE(AMPCTX_SIMD_NAME);
+extern const OptimizerLoops AMPCTX_TABLE(optimizers);
+extern const Simd AMPCTX_TABLE(simd);
 // The order of the types is that of DType.
-const Simd AMPCTX_TABLE(AMPCTX_SIMD_NAME) = {
+const Simd AMPCTX_TABLE(simd) = {
     AMPCTX_QUOTE(AMPCTX_SIMD_NAME),
     {scale<float>, axpby<float>, l2norm<float>},
     {scale<double>, axpby<double>, l2norm<double>},
-    {{nullptr, load<Half, float>, load<BFloat16, float>, nullptr},
-     {load<float, double>, load<Half, double>, load<BFloat16, double>, nullptr}},
-    {{nullptr, store<Half, float>, store<BFloat16, float>, nullptr},
-     {store<float, double>, store<Half, double>, store<BFloat16, double>, nullptr}},
+    {{nullptr, load<Half, float>, load<BFloat16, float>, nullptr, load<Remainder, float>},
+     {load<float, double>, load<Half, double>, load<BFloat16, double>, nullptr, load<Remainder, double>}},
+    {{nullptr, store<Half, float>, store<BFloat16, float>, nullptr, store<Remainder, float>},
+     {store<float, double>, store<Half, double>, store<BFloat16, double>, nullptr, store<Remainder, double>}},
+    AMPCTX_TABLE(optimizers),
 };
 
 }  // namespace ampctx::cpu

@@ -3,7 +3,10 @@
 
 #include <stdint.h>
 
-#include "../dispatch.h"
+#include "../functors/adagrad.h"
+#include "../functors/adam.h"
+#include "../functors/sgd.h"
+#include "../functors/write_back.h"
 
 namespace ampctx::cpu {
 
@@ -13,6 +16,48 @@ struct Arithmetic {
   bool (*scale)(const T* x, T* out, int64_t n, T scale);
   bool (*axpby)(const T* x, const T* y, T* out, int64_t n, T a, T b, int arg_to_check);
   bool (*l2norm)(const T* x, int64_t n, T inv_scale, double* sum_of_squares);
+};
+
+// One block of an optimizer step, in the type of the arithmetic.
+constexpr int kMaxStates = 3;
+template <class T>
+struct StepBlock {
+  const T* grad;
+  T* weight;  // updated, as are the states
+  T* state[kMaxStates];
+  int64_t n;
+  T grad_scale;  // 1 / the loss scale, and its sign says whether to maximize
+  T lr;
+  TensorScalars<T> tensor;
+};
+
+template <class T, class Optimizer>
+using StepLoop = void (*)(const StepBlock<T>& block, const Optimizer& optimizer);
+
+template <class T>
+struct StepLoops {
+  StepLoop<T, Adam<T, false>> adam;
+  StepLoop<T, Adam<T, true>> amsgrad;
+  StepLoop<T, Sgd<T, false>> sgd;
+  StepLoop<T, Sgd<T, true>> momentum;
+  StepLoop<T, Adagrad<T>> adagrad;
+};
+
+// functors/write_back.h over a block: weights out of params and extras, and back, in place.
+template <class T>
+struct Weights {
+  void (*load)(WriteBack mode, T* weight, const T* extra, int64_t n);
+  void (*store)(WriteBack mode, DType type, T* weight, T* extra, int64_t n, RandomKey key);
+};
+
+struct OptimizerLoops {
+  template <class T>
+  struct Of {
+    Weights<T> weights;
+    StepLoops<T> steps;
+  };
+  Of<float> f32;
+  Of<double> f64;
 };
 
 using Convert = void (*)(const void* from, void* to, int64_t n);
@@ -25,6 +70,7 @@ struct Simd {
   // From the type in memory to the type of the arithmetic, and back; null where they are the same. [arithmetic][memory]
   Convert load[2][kDTypes];
   Convert store[2][kDTypes];
+  const OptimizerLoops& optimizers;
 };
 
 // The best for this machine, capped by the environment variable AMPCTX_SIMD (baseline, avx2 or avx512).

@@ -4,8 +4,7 @@
 namespace ampctx::cpu {
 
 void update_scale(const Context&, const ScaleState& state, const ScaleRule& rule) {
-  const bool found_inf = (*state.found_inf.word & state.found_inf.value_mask) != 0;
-  update_scale_element(state.scale, state.growth_tracker, state.hysteresis_tracker, found_inf, rule);
+  update_scale_element(state.scale, state.growth_tracker, state.hysteresis_tracker, state.found_inf.is_set(), rule);
 }
 
 }  // namespace ampctx::cpu

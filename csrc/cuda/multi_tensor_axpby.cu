@@ -11,7 +11,7 @@ struct AxpbyFunctor {
   bool finite = true;
 
   template <int n>
-  __device__ void operator()(float (&value)[3][n]) {
+  __device__ void operator()(float (&value)[3][n], int64_t) {
 #pragma unroll
     for (int k = 0; k < n; ++k) {
       finite = finite && axpby_is_finite(value[0][k], value[1][k], arg_to_check);
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads)
                  int arg_to_check) {
   AxpbyFunctor functor{a.get(), b.get(), arg_to_check};
   for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
-    for_each_element<2, 1>(table, tensor, begin, size, functor);
+    for_each_element<3, 1>(table, tensor, begin, size, 2, functor);
   });
   if (!functor.finite) *found_inf.word = found_inf.raised;
 }

@@ -39,7 +39,7 @@ struct L2NormFunctor {
   bool finite = true;
 
   template <int n>
-  __device__ void operator()(float (&value)[1][n]) {
+  __device__ void operator()(float (&value)[1][n], int64_t) {
     float term[n];
 #pragma unroll
     for (int k = 0; k < n; ++k) {
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t block_end = (blockIdx.x + int64_t{1}) * share;
   for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
     functor.sum = 0;
-    for_each_element<1, 0>(table, tensor, begin, size, functor);
+    for_each_element<1, 0>(table, tensor, begin, size, 1, functor);
     const float sum = block_sum(functor.sum);
     if (threadIdx.x != 0) return;
     const int64_t piece = int64_t{blockIdx.x} + tensor;

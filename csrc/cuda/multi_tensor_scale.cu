@@ -10,7 +10,7 @@ struct ScaleFunctor {
   bool finite = true;
 
   template <int n>
-  __device__ void operator()(float (&value)[2][n]) {
+  __device__ void operator()(float (&value)[2][n], int64_t) {
 #pragma unroll
     for (int k = 0; k < n; ++k) {
       finite = finite && is_finite(value[0][k]);
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kThreads)
     scale_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, KernelFactor scale) {
   ScaleFunctor functor{scale.get()};
   for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
-    for_each_element<1, 1>(table, tensor, begin, size, functor);
+    for_each_element<2, 1>(table, tensor, begin, size, 1, functor);
   });
   if (!functor.finite) *found_inf.word = found_inf.raised;
 }

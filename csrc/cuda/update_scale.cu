@@ -5,8 +5,7 @@ namespace ampctx::cuda {
 namespace {
 
 __global__ void update_scale_kernel(ScaleState state, ScaleRule rule) {
-  const bool found_inf = (*state.found_inf.word & state.found_inf.value_mask) != 0;
-  update_scale_element(state.scale, state.growth_tracker, state.hysteresis_tracker, found_inf, rule);
+  update_scale_element(state.scale, state.growth_tracker, state.hysteresis_tracker, state.found_inf.is_set(), rule);
 }
 
 }  // namespace

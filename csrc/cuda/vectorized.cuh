@@ -12,18 +12,63 @@ namespace ampctx::cuda {
 
 constexpr int64_t kAccessBytes = 16;
 
+template <DType dtype>
+__device__ __forceinline__ float from_word(uint16_t word) {
+  if (dtype == DType::f16) return half_to_float(word);
+  if (dtype == DType::bf16) return bfloat16_to_float(word);
+  return static_cast<int16_t>(word);
+}
+
+template <DType dtype>
+__device__ __forceinline__ uint16_t to_word(float value) {
+  if (dtype == DType::f16) return float_to_half(value);
+  if (dtype == DType::bf16) return float_to_bfloat16(value);
+  return static_cast<uint16_t>(static_cast<int32_t>(value));
+}
+
+template <DType dtype, int n>
+__device__ __forceinline__ void from_words(const uint16_t (&words)[n], float (&value)[n]) {
+#pragma unroll
+  for (int k = 0; k < n; ++k) value[k] = from_word<dtype>(words[k]);
+}
+
+template <DType dtype, int n>
+__device__ __forceinline__ void to_words(const float (&value)[n], uint16_t (&words)[n]) {
+#pragma unroll
+  for (int k = 0; k < n; ++k) words[k] = to_word<dtype>(value[k]);
+}
+
+// The 16-bit types, told apart once for n elements.
+template <int n>
+__device__ __forceinline__ void from_words(DType dtype, const uint16_t (&words)[n], float (&value)[n]) {
+  if (dtype == DType::f16) return from_words<DType::f16>(words, value);
+  if (dtype == DType::bf16) return from_words<DType::bf16>(words, value);
+  from_words<DType::i16>(words, value);
+}
+
+template <int n>
+__device__ __forceinline__ void to_words(DType dtype, const float (&value)[n], uint16_t (&words)[n]) {
+  if (dtype == DType::f16) return to_words<DType::f16>(value, words);
+  if (dtype == DType::bf16) return to_words<DType::bf16>(value, words);
+  to_words<DType::i16>(value, words);
+}
+
 __device__ inline float load_element(const void* base, DType dtype, int64_t i) {
   if (dtype == DType::f32) return static_cast<const float*>(base)[i];
-  const uint16_t bits = static_cast<const uint16_t*>(base)[i];
-  return dtype == DType::f16 ? half_to_float(bits) : bfloat16_to_float(bits);
+  const uint16_t word[1] = {static_cast<const uint16_t*>(base)[i]};
+  float value[1];
+  from_words(dtype, word, value);
+  return value[0];
 }
 
 __device__ inline void store_element(void* base, DType dtype, int64_t i, float value) {
   if (dtype == DType::f32) {
     static_cast<float*>(base)[i] = value;
-  } else {
-    static_cast<uint16_t*>(base)[i] = dtype == DType::f16 ? float_to_half(value) : float_to_bfloat16(value);
+    return;
   }
+  uint16_t word[1];
+  to_words(dtype, {value}, word);
+  static_cast<uint16_t*>(base)[i] = word[0];
 }
 
 struct alignas(kAccessBytes) Floats {
@@ -45,10 +90,7 @@ __device__ inline void load_vector(const void* base, DType dtype, int64_t i, flo
     return;
   }
   const Words words = *reinterpret_cast<const Words*>(static_cast<const uint16_t*>(base) + i);
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) {
-    value[k] = dtype == DType::f16 ? half_to_float(words.at[k]) : bfloat16_to_float(words.at[k]);
-  }
+  from_words(dtype, words.at, value);
 }
 
 __device__ inline void store_vector(void* base, DType dtype, int64_t i, const float (&value)[kVector]) {
@@ -59,10 +101,7 @@ __device__ inline void store_vector(void* base, DType dtype, int64_t i, const fl
     return;
   }
   Words words;
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) {
-    words.at[k] = dtype == DType::f16 ? float_to_half(value[k]) : float_to_bfloat16(value[k]);
-  }
+  to_words(dtype, value, words.at);
   *reinterpret_cast<Words*>(static_cast<uint16_t*>(base) + i) = words;
 }
 
@@ -72,36 +111,37 @@ __device__ inline int64_t to_boundary(const void* address, DType dtype) {
   return (kAccessBytes - past) % kAccessBytes / element_size(dtype);
 }
 
-// functor(v) with v[list][k], k < 1 or kVector: reads the first `reads` lists before, stores the last `writes` lists
-// after.
-template <int reads, int writes, class Table, class Functor>
-__device__ inline void for_each_element(const Table& table, int tensor, int64_t begin, int64_t size, Functor& functor) {
-  constexpr int depth = Table::kDepth, first_written = depth - writes;
-  constexpr int used = writes ? depth : reads;
-  void* base[used];
+// functor(v, place) with v[list][k], k < 1 or kVector, element `place + k` of the tensor, in the first `walked` lists
+// of the table: reads the first `reads` of them before, stores the last `writes` of them after.
+template <int walked, int writes, class Table, class Functor>
+__device__ __forceinline__ void for_each_element(const Table& table, int tensor, int64_t begin, int64_t size, int reads,
+                                                 Functor& functor) {
+  constexpr int first_written = walked - writes;
+  void* base[walked];
 #pragma unroll
-  for (int list = 0; list < used; ++list) {
+  for (int list = 0; list < walked; ++list) {
     base[list] = static_cast<char*>(table.pointer[list][tensor]) + begin * element_size(table.dtype[list]);
   }
   int64_t head = to_boundary(base[0], table.dtype[0]);
 #pragma unroll
-  for (int list = used - 1; list >= 0; --list) {
+  for (int list = walked - 1; list >= 0; --list) {
     if (element_size(table.dtype[list]) == 2) head = to_boundary(base[list], table.dtype[list]);
   }
   head = head < size ? head : size;
   const int64_t vectors = (size - head) / kVector, tail = head + vectors * kVector;
-  bool aligned[used];
+  bool aligned[walked];
 #pragma unroll
-  for (int list = 0; list < used; ++list) {
+  for (int list = 0; list < walked; ++list) {
     const char* start = static_cast<const char*>(base[list]) + head * element_size(table.dtype[list]);
     aligned[list] = reinterpret_cast<uintptr_t>(start) % kAccessBytes == 0;
   }
 
   for (int64_t v = threadIdx.x; v < vectors; v += kThreads) {
     const int64_t at = head + v * kVector;
-    float value[used][kVector];
+    float value[walked][kVector];
 #pragma unroll
-    for (int list = 0; list < reads; ++list) {
+    for (int list = 0; list < walked; ++list) {
+      if (list >= reads) continue;
       if (aligned[list]) {
         load_vector(base[list], table.dtype[list], at, value[list]);
       } else {
@@ -109,9 +149,9 @@ __device__ inline void for_each_element(const Table& table, int tensor, int64_t 
         for (int k = 0; k < kVector; ++k) value[list][k] = load_element(base[list], table.dtype[list], at + k);
       }
     }
-    functor(value);
+    functor(value, begin + at);
 #pragma unroll
-    for (int list = first_written; list < depth; ++list) {
+    for (int list = first_written; list < walked; ++list) {
       if (aligned[list]) {
         store_vector(base[list], table.dtype[list], at, value[list]);
       } else {
@@ -122,12 +162,14 @@ __device__ inline void for_each_element(const Table& table, int tensor, int64_t 
   }
   for (int64_t i = threadIdx.x; i < head + size - tail; i += kThreads) {
     const int64_t at = i < head ? i : tail + i - head;
-    float value[used][1];
+    float value[walked][1];
 #pragma unroll
-    for (int list = 0; list < reads; ++list) value[list][0] = load_element(base[list], table.dtype[list], at);
-    functor(value);
+    for (int list = 0; list < walked; ++list) {
+      if (list < reads) value[list][0] = load_element(base[list], table.dtype[list], at);
+    }
+    functor(value, begin + at);
 #pragma unroll
-    for (int list = first_written; list < depth; ++list) {
+    for (int list = first_written; list < walked; ++list) {
       store_element(base[list], table.dtype[list], at, value[list][0]);
     }
   }

@@ -9,8 +9,10 @@
 
 #ifdef __CUDACC__
 #define AMPCTX_FN static __host__ __device__ __forceinline__
+#define AMPCTX_MEMBER __host__ __device__
 #else
 #define AMPCTX_FN static inline __attribute__((always_inline))
+#define AMPCTX_MEMBER
 #endif
 
 namespace ampctx {
@@ -31,6 +33,23 @@ AMPCTX_FN float float_of(uint32_t bits) {
   float value;
   memcpy(&value, &bits, sizeof(value));
   return value;
+}
+
+// Rounded correctly. Not those of <math.h>, whose C++ overloads have external linkage.
+#ifdef __CUDA_ARCH__
+AMPCTX_FN float square_root(float x) { return sqrtf(x); }
+AMPCTX_FN double square_root(double x) { return sqrt(x); }
+AMPCTX_FN double power(double x, double y) { return pow(x, y); }
+#else
+AMPCTX_FN float square_root(float x) { return __builtin_sqrtf(x); }
+AMPCTX_FN double square_root(double x) { return __builtin_sqrt(x); }
+AMPCTX_FN double power(double x, double y) { return __builtin_pow(x, y); }
+#endif
+
+// nan where one of them is.
+template <class T>
+AMPCTX_FN T maximum(T a, T b) {
+  return a < b || b != b ? b : a;
 }
 
 }  // namespace ampctx

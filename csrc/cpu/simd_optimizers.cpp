@@ -1,0 +1,81 @@
+// The CPU's inner loops of the optimizers. Compiled once per instruction set, as simd.cpp is, and under the same rules.
+#include "simd.h"
+#include "simd_table.h"
+
+namespace ampctx::cpu {
+namespace {
+
+template <class T, class Optimizer>
+void step(const StepBlock<T>& block, const Optimizer& chosen) {
+  constexpr int states = Optimizer::kStates;
+  const Optimizer optimizer = chosen;  // copies, which no store below can change
+  const TensorScalars<T> tensor = block.tensor;
+  const T grad_scale = block.grad_scale, lr = block.lr;
+  const T* const grad = block.grad;
+  T* const weight = block.weight;
+  T* state[kMaxStates];
+  for (int s = 0; s < states; ++s) state[s] = block.state[s];
+  AMPCTX_INDEPENDENT
+  for (int64_t i = 0; i < block.n; ++i) {
+    T values[kMaxStates];
+    for (int s = 0; s < states; ++s) values[s] = state[s][i];
+    weight[i] = step_element(optimizer, tensor, lr, grad[i] * grad_scale, weight[i], values);
+    for (int s = 0; s < states; ++s) state[s][i] = values[s];
+  }
+}
+
+template <WriteBack mode, class T>
+void load_weights_by(T* weight, const T* extra, int64_t n) {
+  AMPCTX_INDEPENDENT
+  for (int64_t i = 0; i < n; ++i) weight[i] = load_weight(mode, weight[i], extra[i]);
+}
+
+template <class T>
+void load_weights(WriteBack mode, T* weight, const T* extra, int64_t n) {
+  mode == WriteBack::split ? load_weights_by<WriteBack::split>(weight, extra, n)
+                           : load_weights_by<WriteBack::kahan>(weight, extra, n);
+}
+
+template <WriteBack mode, DType type, class T>
+void store_weights_by(T* weight, T* extra, int64_t n, RandomKey key) {
+  AMPCTX_INDEPENDENT
+  for (int64_t i = 0; i < n; ++i) {
+    T rest = 0;
+    store_weight(mode, type, weight[i], mode == WriteBack::stochastic ? random_bits(key, static_cast<uint32_t>(i)) : 0,
+                 weight[i], rest);
+    if (has_extras(mode)) extra[i] = rest;
+  }
+}
+
+template <class T>
+void store_weights(WriteBack mode, DType type, T* weight, T* extra, int64_t n, RandomKey key) {
+  const bool half = type == DType::f16;
+  if (mode == WriteBack::copy) store_weights_by<WriteBack::copy, DType::f32>(weight, extra, n, key);
+  if (mode == WriteBack::split) store_weights_by<WriteBack::split, DType::bf16>(weight, extra, n, key);
+  if (mode == WriteBack::kahan) {
+    half ? store_weights_by<WriteBack::kahan, DType::f16>(weight, extra, n, key)
+         : store_weights_by<WriteBack::kahan, DType::bf16>(weight, extra, n, key);
+  }
+  if (mode == WriteBack::stochastic && half) {
+    store_weights_by<WriteBack::stochastic, DType::f16>(weight, extra, n, key);
+  }
+  if (mode == WriteBack::stochastic && type == DType::bf16) {
+    store_weights_by<WriteBack::stochastic, DType::bf16>(weight, extra, n, key);
+  }
+}
+
+template <class T>
+constexpr StepLoops<T> kStepLoops = {step<T, Adam<T, false>>, step<T, Adam<T, true>>, step<T, Sgd<T, false>>,
+                                     step<T, Sgd<T, true>>, step<T, Adagrad<T>>};
+template <class T>
+constexpr Weights<T> kWeights = {load_weights<T>, store_weights<T>};
+
+}  // namespace
+
+extern const OptimizerLoops AMPCTX_TABLE(optimizers);
+const OptimizerLoops AMPCTX_TABLE(optimizers) = {
+    {kWeights<float>, kStepLoops<float>},
+    {kWeights<double>, kStepLoops<double>},
+};
+
+}  // namespace ampctx::cpu

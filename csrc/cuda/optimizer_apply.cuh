@@ -1,0 +1,118 @@
+// Runs one step of an optimizer on CUDA. A small kernel, one thread per tensor, advances the step counts and leaves the
+// scalars of each tensor in the workspace; then all elements are updated. Both look at found_inf and leave everything
+// as it is where that is set.
+#pragma once
+
+#include "../optimizer_ops.h"
+#include "vectorized.cuh"
+
+namespace ampctx::cuda {
+
+// Returns the scalars of the tensors that have elements, in call.workspace.
+const TensorScalars<float>* advance_steps(const Context& context, const StepCall& call);
+
+// What a step kernel is given besides the table, the scalars and the optimizer.
+struct StepParameters {
+  FoundInf found_inf;
+  KernelFactor inv_scale, lr;
+  bool maximize;
+  WriteBack write_back;
+
+  explicit StepParameters(const StepCall& call)
+      : found_inf(call.found_inf),
+        inv_scale(call.inv_scale),
+        lr(call.lr),
+        maximize(call.maximize),
+        write_back(call.write_back) {}
+};
+
+// Lists: grads, params, the states of Optimizer, and extras where the write back has them.
+template <class Optimizer, bool extras>
+struct StepFunctor {
+  static constexpr int kExtra = 2 + Optimizer::kStates, kDepth = kExtra + extras;
+
+  Optimizer optimizer;
+  float grad_scale, lr;
+  WriteBack write_back;
+  DType param;
+  TensorScalars<float> tensor{};
+
+  template <int n>
+  __device__ __forceinline__ void operator()(float (&value)[kDepth][n], int64_t place) {
+    if constexpr (extras) {
+      if (write_back == WriteBack::split) load<WriteBack::split>(value);
+      if (write_back == WriteBack::kahan) load<WriteBack::kahan>(value);
+    }
+#pragma unroll
+    for (int k = 0; k < n; ++k) {
+      float state[Optimizer::kStates + 1];  // not none
+#pragma unroll
+      for (int s = 0; s < Optimizer::kStates; ++s) state[s] = value[2 + s][k];
+      value[1][k] = step_element(optimizer, tensor, lr, value[0][k] * grad_scale, value[1][k], state);
+#pragma unroll
+      for (int s = 0; s < Optimizer::kStates; ++s) value[2 + s][k] = state[s];
+    }
+    if constexpr (extras) {
+      if (write_back == WriteBack::copy) store<WriteBack::copy>(value, place);
+      if (write_back == WriteBack::split) store<WriteBack::split>(value, place);
+      if (write_back == WriteBack::kahan) store<WriteBack::kahan>(value, place);
+    } else {
+      if (write_back == WriteBack::stochastic) store<WriteBack::stochastic>(value, place);
+    }
+  }
+
+ private:
+  template <WriteBack mode, int n>
+  __device__ __forceinline__ void load(float (&value)[kDepth][n]) {
+#pragma unroll
+    for (int k = 0; k < n; ++k) value[1][k] = load_weight(mode, value[1][k], value[kExtra][k]);
+  }
+
+  template <WriteBack mode, int n>
+  __device__ __forceinline__ void store(float (&value)[kDepth][n], int64_t place) {
+#pragma unroll
+    for (int k = 0; k < n; ++k) {
+      const uint32_t random = mode == WriteBack::stochastic ? random_bits(key_at(tensor.key, place + k), 0) : 0;
+      float rest = 0;
+      store_weight(mode, param, value[1][k], random, value[1][k], rest);
+      if constexpr (extras) value[kExtra][k] = rest;
+    }
+  }
+};
+
+template <class Optimizer, bool extras, class Table>
+__global__ void __launch_bounds__(kThreads, 2)
+    step_kernel(const __grid_constant__ Table table, int64_t share, StepParameters call, Optimizer optimizer,
+                const TensorScalars<float>* scalars) {
+  if (call.found_inf.is_set()) return;
+  const float inv_scale = call.inv_scale.get();
+  StepFunctor<Optimizer, extras> functor{optimizer, call.maximize ? -inv_scale : inv_scale, call.lr.get(),
+                                         call.write_back, table.dtype[1]};
+  constexpr int depth = functor.kDepth;
+  const int reads = extras && !reads_extras(call.write_back) ? depth - 1 : depth;
+  for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
+    functor.tensor = scalars[tensor];
+    for_each_element<depth, depth - 1>(table, tensor, begin, size, reads, functor);
+  });
+}
+
+template <bool extras, class Optimizer>
+void launch_step(const Context& context, const StepCall& call, const Optimizer& optimizer,
+                 const TensorScalars<float>* scalars) {
+  for_each_table<2 + Optimizer::kStates + extras>(call.lists, [&](const auto& table) {
+    constexpr auto kernel = &step_kernel<Optimizer, extras, std::decay_t<decltype(table)>>;
+    const Split grid = split(table.offset[table.count], resident_blocks<kernel>(context.device));
+    AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, StepParameters(call), optimizer,
+                  scalars);
+    scalars += table.count;
+  });
+}
+
+template <class Optimizer>
+void step(const Context& context, const StepCall& call, const Optimizer& optimizer) {
+  const TensorScalars<float>* scalars = advance_steps(context, call);
+  has_extras(call.write_back) ? launch_step<true>(context, call, optimizer, scalars)
+                              : launch_step<false>(context, call, optimizer, scalars);
+}
+
+}  // namespace ampctx::cuda

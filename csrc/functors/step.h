@@ -1,0 +1,39 @@
+// The element-wise optimizers are structs of numbers, with kStates tensors of state, and a function each:
+//
+//   step_element(optimizer, tensor, lr, g, w, state) updates state[0 .. kStates) and returns the updated weight
+//
+// `tensor` is what an optimizer needs to know of a tensor besides its elements: the corrections of biased averages at
+// its own step count, in fp64 rounded to T, and the key of its random bits.
+//
+//   rc1 = 1 / (1 - beta1^t),  rsc2 = 1 / sqrt(1 - beta2^t),  both 1 without bias correction;  t counts this step too
+#pragma once
+
+#include "random.h"
+
+namespace ampctx {
+
+template <class T>
+struct TensorScalars {
+  T rc1, rsc2;
+  int32_t is_first;  // t == 1
+  RandomKey key;
+};
+
+struct TensorRule {
+  double beta1 = 0, beta2 = 0;
+  bool bias_correction = false;
+  int64_t seed = 0;
+};
+
+// `number` of the tensor among those of the call that have elements.
+template <class T>
+AMPCTX_FN TensorScalars<T> tensor_scalars(const TensorRule& rule, double t, int64_t number) {
+  TensorScalars<T> scalars = {1, 1, t == 1, random_key(rule.seed, static_cast<int64_t>(t), number)};
+  if (rule.bias_correction) {
+    scalars.rc1 = static_cast<T>(1 / (1 - power(rule.beta1, t)));
+    scalars.rsc2 = static_cast<T>(1 / square_root(1 - power(rule.beta2, t)));
+  }
+  return scalars;
+}
+
+}  // namespace ampctx

@@ -1,0 +1,86 @@
+// How an updated weight goes back into the tensor it came from, one element; the table of
+// ampctx/_reference_optimizers.py says what `extra` holds. Everything is a float (or double) here; where p and extra
+// are stored in fewer bits, the values fit them, so that the store that follows is exact. The step:  w = load_weight(p,
+// extra);  update w;  store_weight.
+//
+//   nearest     p = w, rounded by the store
+//   copy        extra = w too, rounded to its own type
+//   split       the 32 bits of w in two halves: p the nearest number with 16 low bits of 0 (ties away from zero), extra
+//               the signed difference of the bits, an int16. Every pattern comes back; benchmarks/split_exact.py
+//   kahan       extra = w - p, what the rounding of p left over
+//   stochastic  p up with the odds of the distance; inf and nan stay
+#pragma once
+
+#include "convert.h"
+#include "dtype.h"
+#include "finite.h"
+#include "random.h"
+
+namespace ampctx {
+
+enum class WriteBack : int32_t { nearest, copy, split, kahan, stochastic };
+constexpr int kWriteBacks = 5;
+
+AMPCTX_FN constexpr bool has_extras(WriteBack mode) {
+  return mode != WriteBack::nearest && mode != WriteBack::stochastic;
+}
+AMPCTX_FN constexpr bool reads_extras(WriteBack mode) { return mode == WriteBack::split || mode == WriteBack::kahan; }
+
+AMPCTX_FN float join(float high, float remainder) {
+  return float_of(bits_of(high) + static_cast<uint32_t>(static_cast<int32_t>(remainder)));
+}
+
+AMPCTX_FN void split(float w, float& high, float& remainder) {
+  const uint32_t bits = bits_of(w);
+  const int32_t low = static_cast<int32_t>(bits << 16) >> 16;
+  high = float_of(bits - static_cast<uint32_t>(low));
+  remainder = static_cast<float>(low);
+}
+
+AMPCTX_FN float round_to_nearest(float w, DType to) {
+  return to == DType::f16 ? half_to_float(float_to_half(w)) : bfloat16_to_float(float_to_bfloat16(w));
+}
+
+AMPCTX_FN float round_stochastically(float w, DType to, uint32_t random) {
+  const uint32_t dropped = to == DType::bf16 ? 0xffffu : 0x1fffu;
+  float rounded = float_of((bits_of(w) + (random & dropped)) & ~dropped);
+  if (to == DType::f16) {  // below 2^-14 the spacing is 2^-24 whatever the size
+    const uint32_t sign = bits_of(w) & 0x80000000u;
+    const float magnitude = float_of(bits_of(w) ^ sign);
+    const bool is_small = magnitude < 0x1p-14f;
+    const float units = is_small ? magnitude * 0x1p24f : 0.0f;
+    const float whole = static_cast<float>(static_cast<int32_t>(units));
+    const float odds = static_cast<float>(static_cast<int32_t>(random >> 8)) * 0x1p-24f;
+    const float subnormal = (whole + (odds < units - whole ? 1.0f : 0.0f)) * 0x1p-24f;
+    rounded = is_small ? float_of(bits_of(subnormal) | sign) : rounded;
+  }
+  return is_finite(w) ? rounded : w;
+}
+
+template <class T>
+AMPCTX_FN T load_weight(WriteBack mode, T p, T extra) {
+  if (mode == WriteBack::split) return join(static_cast<float>(p), static_cast<float>(extra));
+  return mode == WriteBack::kahan ? p + extra : p;
+}
+
+// p and extra of the updated weight; `type` is that of p in memory.
+template <class T>
+AMPCTX_FN void store_weight(WriteBack mode, DType type, T w, uint32_t random, T& p, T& extra) {
+  p = w;
+  if (mode == WriteBack::copy) extra = w;
+  if (mode == WriteBack::split) {
+    float high, remainder;
+    split(static_cast<float>(w), high, remainder);
+    p = high;
+    extra = remainder;
+  }
+  if (mode == WriteBack::kahan) {
+    p = round_to_nearest(static_cast<float>(w), type);
+    extra = w - p;
+  }
+  if (mode == WriteBack::stochastic && (type == DType::f16 || type == DType::bf16)) {
+    p = round_stochastically(static_cast<float>(w), type, random);
+  }
+}
+
+}  // namespace ampctx

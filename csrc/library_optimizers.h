@@ -1,0 +1,196 @@
+// The boxed functions of the optimizer ops, for library.cpp alone. Their arguments have one pattern: grads, params,
+// states, extras, step counts, scalars, the op's own numbers, how to store. So have their checks, which
+// ampctx/_reference_optimizers.py makes too, with the same messages.
+#pragma once
+
+#include "backend.h"
+#include "check.h"
+
+namespace ampctx {
+namespace {
+
+// Takes the arguments off the stack in their order.
+class Arguments {
+ public:
+  explicit Arguments(const StableIValue* stack) : next_(stack) {}
+  TensorList list() { return torch_abi::to_tensor_list(*next_++); }
+  Tensor tensor() { return Tensor(*next_++); }
+  double number() { return torch_abi::to_scalar<double>(*next_++); }
+  int64_t integer() { return torch_abi::to_scalar<int64_t>(*next_++); }
+  bool flag() { return torch_abi::to_scalar<bool>(*next_++); }
+
+ private:
+  const StableIValue* next_;
+};
+
+// The end of the arguments, of one pattern too.
+struct StoreArguments {
+  explicit StoreArguments(Arguments& in) : maximize(in.flag()), write_back(in.integer()), seed(in.integer()) {}
+
+  bool maximize;
+  int64_t write_back;
+  int64_t seed;
+};
+
+WriteBack check_write_back(const char* op, int64_t write_back) {
+  if (write_back < 0 || write_back >= kWriteBacks) {
+    fail(op, ": write_back is ", write_back, ", expected 0 to ", kWriteBacks - 1);
+  }
+  return static_cast<WriteBack>(write_back);
+}
+
+// Adds extras to the lists where the write back has them.
+void check_extras(const char* op, const AllowedDTypes& dtypes, const TensorList& params, const TensorList& extras,
+                  WriteBack mode, ListChecker& checker) {
+  if (!has_extras(mode)) {
+    if (extras.empty()) return;
+    fail(op, ": extras has ", extras.size(), " tensors, expected none to go with this write_back");
+  }
+  const ListArgument argument{"extras", extras, true};
+  checker.check_length(argument);
+  checker.add(argument, mode == WriteBack::split ? kRemainderDTypes : dtypes);
+  if (params.empty()) return;
+  const int32_t param = params[0].dtype(), extra = extras[0].dtype();
+  const bool is_bf16 = param == aoti_torch_dtype_bfloat16(), is_f16 = param == aoti_torch_dtype_float16();
+  if (mode == WriteBack::split && !is_bf16) {
+    fail(op, ": params[0] has dtype ", dtype_name(param), ", expected bfloat16 to go with remainders");
+  }
+  if (mode == WriteBack::kahan && !is_bf16 && !is_f16) {
+    fail(op, ": params[0] has dtype ", dtype_name(param), ", expected float16 or bfloat16 to go with compensations");
+  }
+  if (mode == WriteBack::kahan && extra != param) {
+    fail(op, ": extras[0] has dtype ", dtype_name(extra), ", params[0] has ", dtype_name(param));
+  }
+}
+
+struct Indexed {
+  const char* name;
+  size_t index;
+  friend std::ostream& operator<<(std::ostream& out, const Indexed& self) {
+    return out << self.name << "[" << self.index << "]";
+  }
+};
+
+// A list of one fp32 element for each tensor.
+PerTensor check_per_tensor(const char* op, const ListArgument& argument, const ListChecker& checker,
+                           const CallDevice& call) {
+  checker.check_length(argument);
+  PerTensor pointers;
+  pointers.reserve(argument.tensors.size());
+  for (size_t i = 0; i < argument.tensors.size(); ++i) {
+    void* element = check_state(op, Indexed{argument.name, i}, argument.tensors[i], aoti_torch_dtype_float32(), call);
+    pointers.push_back(static_cast<float*>(element));
+  }
+  return pointers;
+}
+
+// What the optimizer ops have in common, checked. `elementwise`: grads, params and states.
+StepCall check_step(const char* op, const Backend& backend, const CallDevice& call,
+                    std::initializer_list<ListArgument> elementwise, const TensorList& extras, const TensorList& steps,
+                    const Tensor& found_inf, const Tensor& inv_scale, const Tensor& lr, const StoreArguments& store) {
+  ListChecker checker(op, call, *elementwise.begin());
+  const auto is_used = [](const ListArgument& list) { return !(list.is_optional && list.tensors.empty()); };
+  for (const ListArgument& argument : elementwise) {
+    if (is_used(argument)) checker.check_length(argument);
+  }
+  for (const ListArgument& argument : elementwise) {
+    if (is_used(argument)) checker.add(argument, backend.dtypes);
+  }
+  StepCall step;
+  step.write_back = check_write_back(op, store.write_back);
+  check_extras(op, backend.dtypes, elementwise.begin()[1].tensors, extras, step.write_back, checker);
+  step.steps = check_per_tensor(op, {"steps", steps, true}, checker, call);
+  step.found_inf = check_found_inf(op, found_inf, call, false);
+  step.inv_scale = check_factor(op, "inv_scale", inv_scale, call, backend.has_device_pointers);
+  step.lr = check_factor(op, "lr", lr, call, backend.has_device_pointers);
+  step.lists = std::move(checker.lists);
+  step.maximize = store.maximize;
+  step.rule.seed = store.seed;
+  return step;
+}
+
+// Calls the kernel with a workspace.
+template <class Options>
+void run_step(const Backend& backend, const CallDevice& call, StepCall& step,
+              void (*kernel)(const Context&, const StepCall&, const Options&), const Options& options) {
+  if (step.lists.total_tensors == 0) return;
+  const Scope scope(backend, call.device);
+  const int64_t bytes = step_workspace(step.lists);
+  const Tensor workspace = torch_abi::empty(&bytes, aoti_torch_dtype_uint8(), call.device);
+  step.workspace = workspace.mutable_data();
+  kernel(scope.context, step, options);
+}
+
+template <const Backend& backend>
+void multi_tensor_adam(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments in(stack);
+  const TensorList grads = in.list(), params = in.list(), exp_avgs = in.list(), exp_avg_sqs = in.list();
+  const TensorList max_exp_avg_sqs = in.list(), extras = in.list(), steps = in.list();
+  const Tensor found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor();
+  AdamOptions options;
+  options.beta1 = in.number();
+  options.beta2 = in.number();
+  options.eps = in.number();
+  options.weight_decay = in.number();
+  const bool bias_correction = in.flag();
+  options.adam_w_mode = in.flag();
+  const StoreArguments store(in);
+
+  const ListArgument first{"grads", grads};
+  const CallDevice call = call_device(first, found_inf);
+  StepCall step = check_step("multi_tensor_adam", backend, call,
+                             {first,
+                              {"params", params, true},
+                              {"exp_avgs", exp_avgs, true},
+                              {"exp_avg_sqs", exp_avg_sqs, true},
+                              {"max_exp_avg_sqs", max_exp_avg_sqs, true, true}},
+                             extras, steps, found_inf, inv_scale, lr, store);
+  step.rule.beta1 = options.beta1;
+  step.rule.beta2 = options.beta2;
+  step.rule.bias_correction = bias_correction;
+  run_step(backend, call, step, backend.adam, options);
+}
+
+template <const Backend& backend>
+void multi_tensor_sgd(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments in(stack);
+  const TensorList grads = in.list(), params = in.list(), momentum_buffers = in.list();
+  const TensorList extras = in.list(), steps = in.list();
+  const Tensor found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor();
+  SgdOptions options;
+  options.momentum = in.number();
+  options.dampening = in.number();
+  options.weight_decay = in.number();
+  options.nesterov = in.flag();
+  options.wd_after_momentum = in.flag();
+  const StoreArguments store(in);
+
+  const ListArgument first{"grads", grads};
+  const CallDevice call = call_device(first, found_inf);
+  StepCall step = check_step("multi_tensor_sgd", backend, call,
+                             {first, {"params", params, true}, {"momentum_buffers", momentum_buffers, true, true}},
+                             extras, steps, found_inf, inv_scale, lr, store);
+  run_step(backend, call, step, backend.sgd, options);
+}
+
+template <const Backend& backend>
+void multi_tensor_adagrad(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments in(stack);
+  const TensorList grads = in.list(), params = in.list(), sums = in.list(), extras = in.list(), steps = in.list();
+  const Tensor found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor();
+  AdagradOptions options;
+  options.eps = in.number();
+  options.weight_decay = in.number();
+  options.adagrad_w_mode = in.flag();
+  const StoreArguments store(in);
+
+  const ListArgument first{"grads", grads};
+  const CallDevice call = call_device(first, found_inf);
+  StepCall step =
+      check_step("multi_tensor_adagrad", backend, call, {first, {"params", params, true}, {"sums", sums, true}}, extras,
+                 steps, found_inf, inv_scale, lr, store);
+  run_step(backend, call, step, backend.adagrad, options);
+}
+
+}  // namespace
+}  // namespace ampctx
