@@ -229,6 +229,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         if group["lr"] is None:
             raise AmpValueError("parameter group didn't specify a value of required optimization parameter lr")
         self._check_options(group)
+        if len(set(group["params"])) != len(group["params"]):
+            # torch warns, and steps it twice; an op call would write it from two places at once.
+            raise AmpValueError(f"param_groups[{g}]['params'] holds a parameter twice")
         for i, p in enumerate(group["params"]):
             if p.is_complex():
                 refuse_complex(type(self).__name__, param_name(self.param_groups, g, i))
