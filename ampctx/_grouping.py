@@ -24,7 +24,6 @@ _Kind = tuple[tuple[torch.device, ...], tuple[torch.dtype, ...], tuple[bool, ...
 
 
 def _kinds(lists: Sequence[Sequence[Tensor]]) -> list[_Kind]:
-    # A list at a time, and plain tuples: this runs for every gradient of every step.
     devices = zip(*([t.device for t in tensors] for tensors in lists), strict=True)
     dtypes = zip(*([t.dtype for t in tensors] for tensors in lists), strict=True)
     contiguous = zip(*([_is_contiguous(t) for t in tensors] for tensors in lists), strict=True)
@@ -40,6 +39,21 @@ def _has_kernel(kind: _Kind, known_dtypes: Sequence[torch.dtype]) -> bool:
 
 def _is_contiguous(t: Tensor) -> bool:
     return t.layout is torch.strided and t.is_contiguous()
+
+
+def _alike(lists: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether the tensors of each list, one at least, are contiguous and of one dtype, all of them on one device.
+
+    The usual case of a step. Sets alone: thousands of tuples would be as many objects for the garbage collector.
+    """
+    devices = set()
+    for tensors in lists:
+        if len({t.dtype for t in tensors}) != 1 or {t.layout for t in tensors} != {torch.strided}:
+            return False
+        if {t.is_contiguous() for t in tensors} != {True}:
+            return False
+        devices.update({t.device for t in tensors})
+    return len(devices) == 1
 
 
 def _agree(row: tuple[Tensor, ...]) -> bool:
@@ -63,11 +77,13 @@ def buckets(
             index goes: those whose tensors have another size.
         known_dtypes: the dtypes that the kernels in question take.
     """
+    every = (*lists, *along)
+    if len({len(tensors) for tensors in every}) == 1 and _alike(lists):
+        (kind,) = _kinds([tensors[:1] for tensors in lists])
+        if _has_kernel(kind, known_dtypes):
+            return [Bucket(kind[0][0], True, [list(tensors) for tensors in every])]
     kinds = _kinds(lists)
     has_kernel = {kind: _has_kernel(kind, known_dtypes) for kind in set(kinds)}
-    every = (*lists, *along)
-    if len(has_kernel) == 1 and all(has_kernel.values()) and all(kinds[0][2]):
-        return [Bucket(kinds[0][0][0], True, [list(tensors) for tensors in every])]
     found: dict[tuple, Bucket] = {}
     for row, kind in zip(zip(*every, strict=True), kinds, strict=True):
         devices, dtypes, contiguous = kind

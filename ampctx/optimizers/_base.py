@@ -11,7 +11,7 @@ the model's weights before is seen: ``master_param``, or ``remainder``, the 16 b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -45,12 +45,16 @@ class Scaling(NamedTuple):
     pending: ModelGrads | None
 
 
-class Gradient(NamedTuple):
-    """A parameter that takes part in a step. ``waiting``: the gradient is one of ``model_grads``."""
+class Members(NamedTuple):
+    """Parameters of a group that take part in a step, and their gradients."""
 
-    param: Tensor
-    grad: Tensor
-    waiting: bool
+    params: list[Tensor]
+    grads: list[Tensor]
+
+
+# A destination (a write back, or "model": that of the model weight which amp keeps for a master), and whether the
+# gradients are those of ``model_grads``.
+Kind = tuple[str, bool]
 
 
 class Work(NamedTuple):
@@ -204,7 +208,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return bool(self.master_weights)
 
     def _global_norm(self, works: list[Work], scaling: Scaling) -> PerDevice | None:
-        """The norm of all gradients, for an op that takes it."""
+        """The norm of all gradients, for an op that takes it; None where it does not matter."""
         return None
 
     def _grad_factor(self) -> Factor:
@@ -319,19 +323,21 @@ class FusedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._settle_lr()
         scaling = self._scaling()
-        gradients = [self._gradients(g, scaling) for g in range(len(self.param_groups))]
+        # Every check first, so that an error leaves everything as it was.
+        members = [self._members(g, scaling) for g in range(len(self.param_groups))]
         works = [
             work
-            for group, rows in zip(self.param_groups, gradients, strict=True)
-            for work in self._works(group, rows, scaling)
+            for group, kinds in zip(self.param_groups, members, strict=True)
+            for (destination, waiting), found in kinds.items()
+            for work in self._works(group, destination, waiting, found, scaling)
         ]
         norm = self._global_norm(works, scaling)
         for number, work in enumerate(works):
             self._launch(work, number, scaling, norm)
-        for rows in gradients:
-            for p, _, _ in rows:
-                if p in self._seen:
-                    self._seen[p] = p._version  # private by name, see _follow
+        for kinds in members:
+            for (destination, _), found in kinds.items():
+                if destination in ("copy", "split"):
+                    self._seen.update((p, p._version) for p in found.params)  # private by name, see _follow
         return loss
 
     def _scaling(self) -> Scaling:
@@ -342,54 +348,68 @@ class FusedOptimizer(torch.optim.Optimizer):
             getattr(self, "model_grads", None),
         )
 
-    def _gradients(self, g: int, scaling: Scaling) -> list[Gradient]:
+    def _members(self, g: int, scaling: Scaling) -> dict[Kind, Members]:
         """What a group has to step, after every check that a step makes."""
         group = self.param_groups[g]
         if isinstance(group["lr"], Tensor):
             check_one_element("lr", group["lr"])
-        waiting = {} if scaling.pending is None else scaling.pending.grads
-        rows = []
+        pending = {} if scaling.pending is None else scaling.pending.grads
+        strided, found = torch.strided, {}
         for i, p in enumerate(group["params"]):
             # Reading .grad of a master whose gradient waits would make a tensor of it.
-            grad = waiting.get(p)
-            row = Gradient(p, p.grad, False) if grad is None else Gradient(p, grad, True)
-            if row.grad is not None:
-                if row.grad.layout is not torch.strided:
-                    refuse_sparse(type(self).__name__, param_name(self.param_groups, g, i))
-                self._check_param(g, i, p)
-                rows.append(row)
-        return rows
+            waiting = p in pending
+            grad = pending[p] if waiting else p.grad
+            if grad is None:
+                continue
+            if grad.layout is not strided:
+                refuse_sparse(type(self).__name__, param_name(self.param_groups, g, i))
+            self._check_param(g, i, p)
+            kind = (self._destination(p, scaling), waiting)
+            if kind not in found:
+                found[kind] = Members([], [])
+            found[kind].params.append(p)
+            found[kind].grads.append(grad)
+        return found
 
     def _destination(self, p: Tensor, scaling: Scaling) -> str:
-        """The write back of a parameter."""
+        """Where the result of a parameter's step goes, see ``Kind``."""
         if p in scaling.models:
-            return "copy"
+            return "model"
         if p.dtype not in LOW_PRECISION:
             return "nearest"
         if self._keeps_master(p):
             return "split" if self.master_weights == "split" else "copy"
         return self.write_back
 
-    def _prepare(self, group: Group, p: Tensor, write_back: str) -> dict[str, Any]:
-        """The state of a parameter, made where it is not there yet; its master after the model's weight."""
-        state = self.state[p]
-        if "step" not in state:
-            state["step"] = torch.full((), self._initial_step, dtype=torch.float32, device=p.device)
-        for key in self._one_element.values():
-            if key not in state:
-                state[key] = torch.zeros((), dtype=torch.float32, device=p.device)
-        for sized in self._state_lists(group).values():
-            if sized is not None and sized not in state:
-                state[sized] = torch.zeros_like(p, dtype=compute_dtype(p), requires_grad=False)
-        if p.dtype in LOW_PRECISION and write_back in _EXTRAS:
-            extra = _EXTRAS[write_back]
-            if extra not in state:
-                dtype = {"split": torch.int16, "kahan": p.dtype}.get(write_back, torch.float32)
-                state[extra] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
-                self._seen.pop(p, None)
-            if write_back != "kahan":
+    def _states(self, group: Group, destination: str, params: list[Tensor]) -> list[dict[str, Any]]:
+        """The states of parameters, made where they are not there yet; masters after the model's weights."""
+        sized = [key for key in self._state_lists(group).values() if key is not None]
+        # In an order of their own, and not in that of a set: it is that of checkpoints.
+        needed = dict.fromkeys([*self._one_element.values(), *sized])
+        if destination in _EXTRAS:
+            needed[_EXTRAS[destination]] = None
+        states = [self.state[p] for p in params]
+        for p, state in zip(params, states, strict=True):
+            if not needed.keys() <= state.keys():
+                self._make_state(p, state, needed)
+        if destination in ("copy", "split"):
+            for p, state in zip(params, states, strict=True):
                 self._follow(p, state)
-        return state
+        return states
+
+    def _make_state(self, p: Tensor, state: dict[str, Any], needed: Iterable[str]) -> None:
+        dtypes = {"remainder": torch.int16, "compensation": p.dtype, "master_param": torch.float32}
+        for key in needed:
+            if key in state:
+                continue
+            if key in self._one_element.values():
+                first = float(self._initial_step) if key == "step" else 0.0
+                state[key] = torch.full((), first, dtype=torch.float32, device=p.device)
+            else:
+                state[key] = torch.zeros_like(p, dtype=dtypes.get(key, compute_dtype(p)), requires_grad=False)
+            if key == "master_param":
+                state[key].copy_(p)
+        self._seen.pop(p, None)
 
     def _follow(self, p: Tensor, state: dict[str, Any]) -> None:
         """Where a weight is not its rounded master any more, somebody changed it: the master takes its value."""
@@ -419,49 +439,40 @@ class FusedOptimizer(torch.optim.Optimizer):
                 if p.dtype in LOW_PRECISION and ("master_param" in state or "remainder" in state):
                     self._follow(p, state)
 
-    def _works(self, group: Group, rows: list[Gradient], scaling: Scaling) -> Iterable[Work]:
+    def _works(
+        self, group: Group, destination: str, waiting: bool, members: Members, scaling: Scaling
+    ) -> Iterator[Work]:
+        states = self._states(group, destination, members.params)
+        write_back = "copy" if destination == "model" else destination
         lists_of_state = self._state_lists(group)
-        kept = {name: key for name, key in lists_of_state.items() if key is not None}
-        empty: dict[str, list[Tensor]] = {name: [] for name, key in lists_of_state.items() if key is None}
-        kinds: dict[tuple[str, bool], list[tuple[Gradient, dict[str, Any]]]] = {}
-        for row in rows:
-            write_back = self._destination(row.param, scaling)
-            kinds.setdefault((write_back, row.waiting), []).append((row, self._prepare(group, row.param, write_back)))
-        for (write_back, waiting), members in kinds.items():
-            targets, extras = self._targets(members, write_back, scaling)
-            compared = {
-                "grads": [_in_layout_of(t, row.grad) for t, (row, _) in zip(targets, members, strict=True)],
-                "params": targets,
-                **{name: [state[key] for _, state in members] for name, key in kept.items()},
-                **({"extras": extras} if extras else {}),
-            }
-            along = {name: [state[key] for _, state in members] for name, key in self._one_element.items()}
-            names = [*compared, *along]
-            for device, fused, lists in buckets(
-                *compared.values(), along=list(along.values()), known_dtypes=_KNOWN_DTYPES
-            ):
-                every = {"extras": [], **empty, **dict(zip(names, lists, strict=True))}
-                yield Work(group, write_back, waiting, device, fused, every)
+        params, extras = self._targets(members.params, states, destination, scaling)
+        compared = {
+            "grads": [
+                grad if grad.is_contiguous() and p.is_contiguous() else _in_layout_of(p, grad)
+                for p, grad in zip(params, members.grads, strict=True)
+            ],
+            "params": params,
+            **{name: [state[key] for state in states] for name, key in lists_of_state.items() if key is not None},
+            **({"extras": extras} if extras else {}),
+        }
+        along = {name: [state[key] for state in states] for name, key in self._one_element.items()}
+        empty: dict[str, list[Tensor]] = {name: [] for name in ("extras", *lists_of_state)}
+        names = [*compared, *along]
+        found = buckets(*compared.values(), along=list(along.values()), known_dtypes=_KNOWN_DTYPES)
+        for device, fused, lists in found:
+            yield Work(group, write_back, waiting, device, fused, {**empty, **dict(zip(names, lists, strict=True))})
 
     @staticmethod
     def _targets(
-        members: list[tuple[Gradient, dict[str, Any]]], write_back: str, scaling: Scaling
+        params: list[Tensor], states: list[dict[str, Any]], destination: str, scaling: Scaling
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The op's params and extras."""
-        targets, extras = [], []
-        for (p, _, _), state in members:
-            if write_back not in _EXTRAS:
-                targets.append(p)
-            elif p in scaling.models:
-                targets.append(p)
-                extras.append(scaling.models[p])
-            elif write_back == "copy":
-                targets.append(state["master_param"])
-                extras.append(p)
-            else:
-                targets.append(p)
-                extras.append(state[_EXTRAS[write_back]])
-        return targets, extras
+        if destination == "model":
+            return params, [scaling.models[p] for p in params]
+        if destination not in _EXTRAS:
+            return params, []
+        extras = [state[_EXTRAS[destination]] for state in states]
+        return (extras, params) if destination == "copy" else (params, extras)
 
     def _launch(self, work: Work, number: int, scaling: Scaling, norm: PerDevice | None) -> None:
         group, device = work.group, work.device
@@ -483,7 +494,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         if work.fused:
             getattr(optimizer_ops, self._op)(**arguments)
         else:
-            tensors = {name: factor(arguments[name]) for name in ("inv_scale", "lr")}
+            factors = ("inv_scale", "lr", "global_grad_norm")
+            tensors = {name: factor(value) for name, value in arguments.items() if name in factors}
             code = WRITE_BACKS.index(work.write_back)
             getattr(_reference_optimizers, self._op)(**{**arguments, **tensors, "write_back": code})
 

@@ -103,25 +103,23 @@ class FusedLAMB(FusedOptimizer):
             "adam_w_mode": bool(self.adam_w_mode),
             "grad_averaging": bool(group["grad_averaging"]),
             "use_nvlamb": bool(self.use_nvlamb),
+            "global_grad_norm": 0.0,  # where no group scales gradients down
         }
 
-    def _global_norm(self, works: list[Work], scaling: Scaling) -> PerDevice:
+    def _global_norm(self, works: list[Work], scaling: Scaling) -> PerDevice | None:
+        if not any(work.group["max_grad_norm"] for work in works):
+            return None
         norms = []
-        if any(work.group["max_grad_norm"] for work in works):
-            grads = [grad for work in works if not work.waiting for grad in work.lists["grads"]]
-            if grads:
-                norms.append(foreach.unscale_l2norm(grads, FoundInf(), scaling.inv_scale))
-            waiting = [grad for work in works if work.waiting for grad in work.lists["grads"]]
-            if waiting and scaling.pending is not None:
-                # Its norm is there already, unless some of its masters belong to somebody else.
-                complete = len(waiting) == len(scaling.pending.grads)
-                norms.append(
-                    scaling.pending.norm()
-                    if complete
-                    else foreach.unscale_l2norm(waiting, FoundInf(), scaling.pending.inv_scale)
-                )
-        if not norms:
-            return PerDevice(torch.zeros(()))
+        grads = [grad for work in works if not work.waiting for grad in work.lists["grads"]]
+        if grads:
+            norms.append(foreach.unscale_l2norm(grads, FoundInf(), scaling.inv_scale))
+        waiting = [grad for work in works if work.waiting for grad in work.lists["grads"]]
+        if waiting and scaling.pending is not None:
+            # Its norm is there already, unless some of its masters belong to somebody else.
+            if len(waiting) == len(scaling.pending.grads):
+                norms.append(scaling.pending.norm())
+            else:
+                norms.append(foreach.unscale_l2norm(waiting, FoundInf(), scaling.pending.inv_scale))
         total = norms[0]
         for norm in norms[1:]:
             total = torch.hypot(total, foreach.move(norm, total.device).to(total.dtype))

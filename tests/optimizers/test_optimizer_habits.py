@@ -51,6 +51,36 @@ def test_parameters_without_gradient_are_left_alone(name):
     assert [optimizer.state[p]["step"].item() for p in (used, frozen)] == [1, 1]
 
 
+def test_a_parameter_that_joins_does_not_restart_the_momentum_of_others():
+    first, late = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = FusedSGD([first, late], lr=1.0, momentum=0.5)
+    for grads in ([torch.ones(1), None], [torch.ones(1), torch.ones(1)]):
+        give([first, late], grads)
+        optimizer.step()
+    assert [first.item(), late.item()] == [-2.5, -1.0]
+
+
+def test_momentum_that_is_switched_on_later_begins_with_the_gradient():
+    ours, theirs = (parameters(shapes=[(3,)]) for _ in range(2))
+    optimizer, expected = FusedSGD(ours, lr=0.1), torch.optim.SGD(theirs, lr=0.1)
+    for step in range(4):
+        if step == 2:
+            for group in (optimizer.param_groups[0], expected.param_groups[0]):
+                group["momentum"], group["dampening"] = 0.9, 0.5
+        run(optimizer, 1, first=step)
+        run(expected, 1, first=step)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("norm_type", [2, 0], ids=["l2", "inf"])
+def test_novograd_does_not_hide_a_nan(norm_type):
+    (p,) = parameters(shapes=[(3,)])
+    optimizer = FusedNovoGrad([p], norm_type=norm_type)
+    p.grad = torch.tensor([1.0, math.nan, 1.0])
+    optimizer.step()
+    assert p.isnan().all()
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_nothing_to_step(name):
     for params in ([nn.Parameter(torch.ones(2))], [{"params": []}], [nn.Parameter(torch.ones(0))]):
