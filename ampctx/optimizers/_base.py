@@ -1,9 +1,6 @@
 """What the fused optimizers share: a step is one op call for each (group, device, dtypes, write back).
 
-A step reads nothing of the device. Around it, torch.amp and ampctx may leave on the optimizer: ``found_inf`` (one
-element; where it is not 0, the op leaves everything as it is), ``grad_scale`` (what gradients are to be divided by),
-``model_params`` (fp32 master to the 16-bit weight that is written with it) and ``model_grads`` (16-bit gradients that
-stand for those of masters, ``ampctx.model_grads``).
+A step reads nothing of the device. What amp leaves on the optimizer for it: ``ampctx.optimizers._scaling``.
 
 A 16-bit parameter with a master of its own keeps it in ``state[p]``, made at the first step, so that a broadcast of
 the model's weights before is seen: ``master_param``, or ``remainder``, the 16 bits that a bf16 weight lacks.
@@ -11,118 +8,34 @@ the model's weights before is seen: ``master_param``, or ``remainder``, the 16 b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ampctx import _reference_optimizers, optimizer_ops
-from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx._grouping import buckets
-from ampctx._reference import KERNEL_DTYPES, compute_dtype, is_dense, same_layout
-from ampctx._reference_optimizers import LOW_PRECISION, WRITE_BACKS, join
-from ampctx.foreach import Factor, PerDevice, move, product
-from ampctx.model_grads import ModelGrads
-from ampctx.ops import factor
+from ampctx._errors import AmpValueError
+from ampctx._reference import compute_dtype
+from ampctx._reference_optimizers import LOW_PRECISION, join
+from ampctx.foreach import Factor, PerDevice
 from ampctx.optimizers import _checkpoint
 from ampctx.optimizers._checkpoint import SavedGroup
-from ampctx.optimizers._options import Group, check_choice, check_lr, check_number, check_one_element, check_seed
+from ampctx.optimizers._options import (
+    Group,
+    check_choice,
+    check_lr,
+    check_number,
+    check_one_element,
+    check_seed,
+    param_name,
+    refuse_complex,
+    refuse_sparse,
+)
+from ampctx.optimizers._scaling import Scaling, on_device, scaling_of
+from ampctx.optimizers._work import EXTRAS, Kind, Members, Work, call, works_of
 
-_KNOWN_DTYPES = (*KERNEL_DTYPES, torch.int16)
-# Where 16-bit parameters keep what goes with them, by write back.
-_EXTRAS = {"copy": "master_param", "split": "remainder", "kahan": "compensation"}
 # Attributes that exist around a step, or that a copy makes anew.
 _TRANSIENT = ("found_inf", "grad_scale", "model_params", "model_grads", "_zero_flags", "_seen")
-
-
-class Scaling(NamedTuple):
-    """What amp left on the optimizer for a step."""
-
-    found_inf: PerDevice | None
-    inv_scale: Factor
-    models: Mapping[Tensor, Tensor]
-    pending: ModelGrads | None
-
-
-class Members(NamedTuple):
-    """Parameters of a group that take part in a step, and their gradients."""
-
-    params: list[Tensor]
-    grads: list[Tensor]
-
-
-# A destination (a write back, or "model": that of the model weight which amp keeps for a master), and whether the
-# gradients are those of ``model_grads``.
-Kind = tuple[str, bool]
-
-
-class Work(NamedTuple):
-    """One op call; ``lists`` by the names of the op's arguments. Not ``fused``: for plain torch, tensor by tensor."""
-
-    group: Group
-    write_back: str
-    waiting: bool
-    device: torch.device
-    fused: bool
-    lists: dict[str, list[Tensor]]
-
-
-def on_device(value: float | Tensor, device: torch.device) -> float | Tensor:
-    """A factor as an op on ``device`` takes it: a number, or a tensor on the CPU or on ``device``. No host sync."""
-    if not isinstance(value, Tensor):
-        return value
-    if value.device.type == "cpu":
-        return value if value.dtype in (torch.float32, torch.float64) else value.double()
-    return move(value.float(), device)
-
-
-def taken_inv_scale(optimizer: Any) -> Factor:
-    """What gradients are to be multiplied by: 1 / ``optimizer.grad_scale``, 1 without one. No host sync."""
-    scale = getattr(optimizer, "grad_scale", None)
-    if scale is None:
-        return 1.0
-    if not isinstance(scale, Tensor):
-        return 1.0 / scale
-    check_one_element("grad_scale", scale)
-    return PerDevice(scale.float().reciprocal())
-
-
-def taken_found_inf(optimizer: Any) -> PerDevice | None:
-    """``optimizer.found_inf`` in a type that the ops take, None without one. No host sync."""
-    flag = getattr(optimizer, "found_inf", None)
-    if flag is None:
-        return None
-    if not isinstance(flag, Tensor):
-        flag = torch.tensor(float(flag))
-    check_one_element("found_inf", flag)
-    return PerDevice(flag if flag.dtype in (torch.float32, torch.int32) else (flag != 0).to(torch.int32))
-
-
-def param_name(groups: list[Group], g: int, i: int) -> str:
-    """How errors call a parameter."""
-    names = groups[g].get("param_names")
-    return f"param_groups[{g}]['params'][{i}]" + (f" ({names[i]})" if names else "")
-
-
-def refuse_sparse(of: str, name: str) -> None:
-    raise AmpError(
-        f"{of} does not support sparse gradients, and {name} has one: build its layer with sparse=False, or give the "
-        "parameter to torch.optim.SparseAdam or torch.optim.SGD"
-    )
-
-
-def refuse_complex(of: str, name: str) -> None:
-    raise AmpValueError(
-        f"{of} does not support complex parameters, and {name} is one: give torch.view_as_real of it to the optimizer"
-    )
-
-
-def _in_layout_of(p: Tensor, grad: Tensor) -> Tensor:
-    """``grad``, or a copy that the kernels can walk together with ``p``."""
-    if same_layout(grad, p) or not is_dense(p):
-        return grad
-    return torch.empty_like(p, dtype=grad.dtype, requires_grad=False).copy_(grad)
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -252,6 +165,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Where capturable, turns the lr of each group into its tensor again, with the value somebody assigned."""
         if not self.capturable:
             return
+        del self._lr_tensors[len(self.param_groups) :]  # of groups that were taken back
         for i, group in enumerate(self.param_groups):
             lr, kept = group["lr"], self._lr_tensors[i] if i < len(self._lr_tensors) else None
             device = group["params"][0].device if group["params"] else torch.device("cpu")
@@ -322,14 +236,14 @@ class FusedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._settle_lr()
-        scaling = self._scaling()
+        scaling = scaling_of(self, self._grad_factor())
         # Every check first, so that an error leaves everything as it was.
         members = [self._members(g, scaling) for g in range(len(self.param_groups))]
         works = [
             work
             for group, kinds in zip(self.param_groups, members, strict=True)
-            for (destination, waiting), found in kinds.items()
-            for work in self._works(group, destination, waiting, found, scaling)
+            for kind, found in kinds.items()
+            for work in self._works(group, kind, found, scaling)
         ]
         norm = self._global_norm(works, scaling)
         for number, work in enumerate(works):
@@ -339,14 +253,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                 if destination in ("copy", "split"):
                     self._seen.update((p, p._version) for p in found.params)  # private by name, see _follow
         return loss
-
-    def _scaling(self) -> Scaling:
-        return Scaling(
-            taken_found_inf(self),
-            product(taken_inv_scale(self), self._grad_factor()),
-            getattr(self, "model_params", None) or {},
-            getattr(self, "model_grads", None),
-        )
 
     def _members(self, g: int, scaling: Scaling) -> dict[Kind, Members]:
         """What a group has to step, after every check that a step makes."""
@@ -381,13 +287,17 @@ class FusedOptimizer(torch.optim.Optimizer):
             return "split" if self.master_weights == "split" else "copy"
         return self.write_back
 
+    def _works(self, group: Group, kind: Kind, members: Members, scaling: Scaling) -> Iterator[Work]:
+        states = self._states(group, kind[0], members.params)
+        return works_of(group, kind, members, states, self._state_lists(group), self._one_element, scaling)
+
     def _states(self, group: Group, destination: str, params: list[Tensor]) -> list[dict[str, Any]]:
         """The states of parameters, made where they are not there yet; masters after the model's weights."""
         sized = [key for key in self._state_lists(group).values() if key is not None]
         # In an order of their own, and not in that of a set: it is that of checkpoints.
         needed = dict.fromkeys([*self._one_element.values(), *sized])
-        if destination in _EXTRAS:
-            needed[_EXTRAS[destination]] = None
+        if destination in EXTRAS:
+            needed[EXTRAS[destination]] = None
         states = [self.state[p] for p in params]
         for p, state in zip(params, states, strict=True):
             if not needed.keys() <= state.keys():
@@ -439,65 +349,21 @@ class FusedOptimizer(torch.optim.Optimizer):
                 if p.dtype in LOW_PRECISION and ("master_param" in state or "remainder" in state):
                     self._follow(p, state)
 
-    def _works(
-        self, group: Group, destination: str, waiting: bool, members: Members, scaling: Scaling
-    ) -> Iterator[Work]:
-        states = self._states(group, destination, members.params)
-        write_back = "copy" if destination == "model" else destination
-        lists_of_state = self._state_lists(group)
-        params, extras = self._targets(members.params, states, destination, scaling)
-        compared = {
-            "grads": [
-                grad if grad.is_contiguous() and p.is_contiguous() else _in_layout_of(p, grad)
-                for p, grad in zip(params, members.grads, strict=True)
-            ],
-            "params": params,
-            **{name: [state[key] for state in states] for name, key in lists_of_state.items() if key is not None},
-            **({"extras": extras} if extras else {}),
-        }
-        along = {name: [state[key] for state in states] for name, key in self._one_element.items()}
-        empty: dict[str, list[Tensor]] = {name: [] for name in ("extras", *lists_of_state)}
-        names = [*compared, *along]
-        found = buckets(*compared.values(), along=list(along.values()), known_dtypes=_KNOWN_DTYPES)
-        for device, fused, lists in found:
-            yield Work(group, write_back, waiting, device, fused, {**empty, **dict(zip(names, lists, strict=True))})
-
-    @staticmethod
-    def _targets(
-        params: list[Tensor], states: list[dict[str, Any]], destination: str, scaling: Scaling
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """The op's params and extras."""
-        if destination == "model":
-            return params, [scaling.models[p] for p in params]
-        if destination not in _EXTRAS:
-            return params, []
-        extras = [state[_EXTRAS[destination]] for state in states]
-        return (extras, params) if destination == "copy" else (params, extras)
-
     def _launch(self, work: Work, number: int, scaling: Scaling, norm: PerDevice | None) -> None:
         group, device = work.group, work.device
         inv_scale: Any = scaling.pending.inv_scale if work.waiting and scaling.pending else scaling.inv_scale
         found_inf = scaling.found_inf
         arguments = {
-            **work.lists,
             **self._op_options(group),
             "found_inf": self._zero_flag(device) if found_inf is None else found_inf.on(device),
             "inv_scale": inv_scale.on(device) if isinstance(inv_scale, PerDevice) else inv_scale,
             "lr": on_device(group["lr"], device),
-            "maximize": group["maximize"],
-            "write_back": work.write_back,
-            # Two calls of one step would draw the same numbers.
-            "seed": group["seed"] + number,
+            "maximize": bool(group["maximize"]),
+            "seed": group["seed"] + number,  # two calls of one step would draw the same numbers
         }
         if norm is not None:
             arguments["global_grad_norm"] = norm.on(device)
-        if work.fused:
-            getattr(optimizer_ops, self._op)(**arguments)
-        else:
-            factors = ("inv_scale", "lr", "global_grad_norm")
-            tensors = {name: factor(value) for name, value in arguments.items() if name in factors}
-            code = WRITE_BACKS.index(work.write_back)
-            getattr(_reference_optimizers, self._op)(**{**arguments, **tensors, "write_back": code})
+        call(self._op, work, arguments)
 
     # --- checkpoints and copies ---------------------------------------------------------------------------------------
 
@@ -541,8 +407,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group in groups:
             self._adapt_checkpoint(group)
             for p, name, state in group.states:
-                used = self._destination(p, Scaling(None, 1.0, {}, None))
-                dropped = {key for write_back, key in _EXTRAS.items() if write_back != used}
+                used = self._destination(p, Scaling())
+                dropped = {key for write_back, key in EXTRAS.items() if write_back != used}
                 result[p] = _checkpoint.restored(p, name, state, self._one_element.values(), dropped)
         return result
 
@@ -570,30 +436,3 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
-
-
-def refuse_amsgrad(optimizer: str, amsgrad: bool) -> None:
-    if amsgrad:
-        raise AmpError(f"{optimizer} does not support the AMSGrad variant. FusedAdam does.")
-
-
-def refuse_old_arguments(**given: Any) -> None:
-    """apex's ``step`` took over what an outer wrapper did; these arguments are of before that."""
-    advice = {
-        "grads": "put the gradients into .grad of the parameters",
-        "output_params": "build the optimizer over the 16-bit parameters with master_weights=True",
-        "scale": "set optimizer.grad_scale, or step through a GradScaler",
-        "grad_norms": "call ampctx.clip_grad_norm_ before step()",
-    }
-    for name, value in given.items():
-        if value is not None:
-            raise AmpError(f"step() does not take {name} any more: {advice[name]}")
-
-
-def split_grad_scaler(optimizer: str, kwargs: dict[str, Any]) -> Any:
-    """The GradScaler that apex's code gives to ``step``. It is not a named parameter: torch's GradScaler would pass
-    itself then, and warn."""
-    scaler = kwargs.pop("grad_scaler", None)
-    if kwargs:
-        raise AmpTypeError(f"{optimizer}.step() got an unexpected keyword argument {next(iter(kwargs))!r}")
-    return scaler

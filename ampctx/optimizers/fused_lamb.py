@@ -12,8 +12,10 @@ from ampctx import foreach
 from ampctx._errors import AmpTypeError, AmpValueError
 from ampctx._reference_optimizers import LOW_PRECISION
 from ampctx.foreach import FoundInf, PerDevice
-from ampctx.optimizers._base import FusedOptimizer, Scaling, Work, refuse_amsgrad, split_grad_scaler
-from ampctx.optimizers._options import Group, check_betas, check_number
+from ampctx.optimizers._base import FusedOptimizer
+from ampctx.optimizers._options import Group, check_betas, check_number, refuse_amsgrad
+from ampctx.optimizers._scaling import Scaling, split_grad_scaler
+from ampctx.optimizers._work import Work
 
 
 class FusedLAMB(FusedOptimizer):
