@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,6 +24,28 @@ class Bucket(NamedTuple):
 _Kind = tuple[tuple[torch.device, ...], tuple[torch.dtype, ...], tuple[bool, ...]]
 
 
+_attributes = operator.attrgetter("device", "dtype", "layout")
+
+
+def _common_kind(lists: Sequence[Sequence[Tensor]]) -> _Kind | None:
+    """The kind of every index, where they are all the same and contiguous.
+
+    This runs for every gradient of every step: nothing in it makes an object per tensor that stays, which would set
+    the garbage collector off.
+    """
+    devices, dtypes = [], []
+    for tensors in lists:
+        kinds = set(map(_attributes, tensors))
+        if len(kinds) != 1:
+            return None
+        device, dtype, layout = kinds.pop()
+        if layout is not torch.strided or not all(map(Tensor.is_contiguous, tensors)):
+            return None
+        devices.append(device)
+        dtypes.append(dtype)
+    return tuple(devices), tuple(dtypes), (True,) * len(lists)
+
+
 def _kinds(lists: Sequence[Sequence[Tensor]]) -> list[_Kind]:
     devices = zip(*([t.device for t in tensors] for tensors in lists), strict=True)
     dtypes = zip(*([t.dtype for t in tensors] for tensors in lists), strict=True)
@@ -39,21 +62,6 @@ def _has_kernel(kind: _Kind, known_dtypes: Sequence[torch.dtype]) -> bool:
 
 def _is_contiguous(t: Tensor) -> bool:
     return t.layout is torch.strided and t.is_contiguous()
-
-
-def _alike(lists: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether the tensors of each list, one at least, are contiguous and of one dtype, all of them on one device.
-
-    The usual case of a step. Sets alone: thousands of tuples would be as many objects for the garbage collector.
-    """
-    devices = set()
-    for tensors in lists:
-        if len({t.dtype for t in tensors}) != 1 or {t.layout for t in tensors} != {torch.strided}:
-            return False
-        if {t.is_contiguous() for t in tensors} != {True}:
-            return False
-        devices.update({t.device for t in tensors})
-    return len(devices) == 1
 
 
 def _agree(row: tuple[Tensor, ...]) -> bool:
@@ -78,10 +86,11 @@ def buckets(
         known_dtypes: the dtypes that the kernels in question take.
     """
     every = (*lists, *along)
-    if len({len(tensors) for tensors in every}) == 1 and _alike(lists):
-        (kind,) = _kinds([tensors[:1] for tensors in lists])
-        if _has_kernel(kind, known_dtypes):
-            return [Bucket(kind[0][0], True, [list(tensors) for tensors in every])]
+    if len({len(tensors) for tensors in every}) > 1:
+        raise ValueError(f"lists of different lengths: {[len(tensors) for tensors in every]}")
+    common = _common_kind(lists)
+    if common is not None and _has_kernel(common, known_dtypes):
+        return [Bucket(common[0][0], True, [list(tensors) for tensors in every])]
     kinds = _kinds(lists)
     has_kernel = {kind: _has_kernel(kind, known_dtypes) for kind in set(kinds)}
     found: dict[tuple, Bucket] = {}

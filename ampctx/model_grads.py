@@ -24,6 +24,11 @@ from ampctx.foreach import Factor, FoundInf, PerDevice, product
 _GRAD: Any = torch.Tensor.grad
 
 
+def stored_grad(master: Tensor) -> Tensor | None:
+    """The gradient tensor of a master, without making one of what waits."""
+    return _GRAD.__get__(master)
+
+
 class MasterParam(nn.Parameter):
     """An fp32 master weight. Reading ``grad`` makes the gradients of all masters that wait with this one. No host sync.
 
@@ -40,7 +45,7 @@ class MasterParam(nn.Parameter):
     def grad(self) -> Tensor | None:
         if (waiting := self.model_grads) is not None:
             waiting.materialize()
-        return _GRAD.__get__(self)
+        return stored_grad(self)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -97,7 +102,7 @@ class ModelGrads:
         masters = list(self.grads)
         self.drop()
         for master, grad in zip(masters, wide, strict=True):
-            master.grad = grad
+            _GRAD.__set__(master, grad)
 
     def drop(self) -> None:
         """Forgets the gradients."""

@@ -2,6 +2,7 @@
 
     python examples/digits.py                                   # O2: fp16 model, fp32 batch norm and master weights
     python examples/digits.py --opt-level O0                    # the same training in fp32
+    python examples/digits.py --optimizer FusedLAMB             # any optimizer of ampctx.optimizers, or torch's SGD
     python examples/digits.py --first-loss-scale 16777216       # far too high: watch overflows being skipped
     python examples/digits.py --checkpoint digits.pt            # saved after every epoch ...
     python examples/digits.py --resume digits.pt --epochs 40    # ... and taken up again
@@ -24,10 +25,19 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ampctx import amp
+from ampctx import amp, clip_grad_norm_, optimizers
 
 DATA = Path(__file__).resolve().parent / "data" / "digits.csv.gz"
-CHECKPOINT_FORMAT = "ampctx-digits-1"
+CHECKPOINT_FORMAT = "ampctx-digits-2"
+# The optimizer, and the learning rate of its first epoch.
+OPTIMIZERS = {
+    "FusedSGD": (lambda p, lr: optimizers.FusedSGD(p, lr=lr, momentum=0.9, weight_decay=5e-4), 0.05),
+    "FusedAdam": (lambda p, lr: optimizers.FusedAdam(p, lr=lr, weight_decay=5e-4), 0.005),
+    "FusedLAMB": (lambda p, lr: optimizers.FusedLAMB(p, lr=lr, weight_decay=5e-4), 0.005),
+    "FusedNovoGrad": (lambda p, lr: optimizers.FusedNovoGrad(p, lr=lr, weight_decay=5e-4), 0.1),
+    "FusedAdagrad": (lambda p, lr: optimizers.FusedAdagrad(p, lr=lr, weight_decay=5e-4), 0.02),
+    "SGD": (lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9, weight_decay=5e-4), 0.05),
+}
 DEFAULT_LOSS_SCALE = {"O0": 1.0, "O1": "dynamic", "O2": "dynamic", "O3": 1.0, "O4": 1.0, "O5": 1.0}
 
 
@@ -68,11 +78,12 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def save_checkpoint(path: Path, opt_level, epoch, history, model, optimizer, schedule) -> None:
+def save_checkpoint(path: Path, args, epoch, history, model, optimizer, schedule) -> None:
     """Writes beside ``path`` and renames, so that a crash in the middle leaves the previous checkpoint whole."""
     checkpoint = {
         "format": CHECKPOINT_FORMAT,
-        "opt_level": opt_level,
+        "opt_level": args.opt_level,
+        "optimizer_name": args.optimizer,
         "epoch": epoch,
         "history": history,
         "model": model.state_dict(),
@@ -86,7 +97,7 @@ def save_checkpoint(path: Path, opt_level, epoch, history, model, optimizer, sch
     os.replace(part, path)
 
 
-def read_checkpoint(path: Path, opt_level: str, epochs: int, device: torch.device) -> dict:
+def read_checkpoint(path: Path, args: argparse.Namespace, device: torch.device) -> dict:
     try:
         checkpoint = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError:
@@ -98,13 +109,16 @@ def read_checkpoint(path: Path, opt_level: str, epochs: int, device: torch.devic
         ) from error
     if not isinstance(checkpoint, dict) or checkpoint.get("format") != CHECKPOINT_FORMAT:
         raise UserError(f"--resume: {path} is not a checkpoint of this example")
-    if checkpoint["opt_level"] != opt_level:
-        level = checkpoint["opt_level"]
-        raise UserError(f"--resume: {path} was trained at {level}, this run is at {opt_level}; use --opt-level {level}")
-    if checkpoint["epoch"] >= epochs:
+    for flag, now, then in (
+        ("--opt-level", args.opt_level, checkpoint["opt_level"]),
+        ("--optimizer", args.optimizer, checkpoint["optimizer_name"]),
+    ):
+        if then != now:
+            raise UserError(f"--resume: {path} was trained with {flag} {then}, this run has {now}; use {flag} {then}")
+    if checkpoint["epoch"] >= args.epochs:
         done = checkpoint["epoch"]
         raise UserError(
-            f"--resume: {path} has {done} epochs behind it and --epochs is {epochs}; ask for more than {done}"
+            f"--resume: {path} has {done} epochs behind it and --epochs is {args.epochs}; ask for more than {done}"
         )
     return checkpoint
 
@@ -124,7 +138,7 @@ def load_checkpoint(checkpoint: dict, model, optimizer, schedule) -> None:
 
 def train(args: argparse.Namespace) -> dict[str, list]:
     device = pick_device(args.device)
-    checkpoint = read_checkpoint(args.resume, args.opt_level, args.epochs, device) if args.resume else None
+    checkpoint = read_checkpoint(args.resume, args, device) if args.resume else None
     images, labels, test_images, test_labels = load_digits(device)
     steps = len(images) // args.batch_size
     if not steps:
@@ -132,7 +146,8 @@ def train(args: argparse.Namespace) -> dict[str, list]:
 
     torch.manual_seed(args.seed)
     model = make_model().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)
+    make_optimizer, default_lr = OPTIMIZERS[args.optimizer]
+    optimizer = make_optimizer(model.parameters(), args.lr or default_lr)
     model, optimizer = amp.initialize(
         model, optimizer, opt_level=args.opt_level, loss_scale=args.loss_scale, verbosity=args.verbosity
     )
@@ -158,7 +173,7 @@ def train(args: argparse.Namespace) -> dict[str, list]:
                 loss = F.cross_entropy(model(images[batch]), labels[batch])
                 with amp.scale_loss(loss, optimizer) as scaled_loss:
                     scaled_loss.backward()
-                torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), args.max_norm)
+                clip_grad_norm_(amp.master_params(optimizer), args.max_norm)
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -172,7 +187,7 @@ def train(args: argparse.Namespace) -> dict[str, list]:
             history["epoch_end"].append(len(history["loss"]))
             bar.set_postfix(loss=f"{loss.item():.4f}", test=f"{history['accuracy'][-1]:.2f}%")
             if args.checkpoint:
-                save_checkpoint(args.checkpoint, args.opt_level, epoch + 1, history, model, optimizer, schedule)
+                save_checkpoint(args.checkpoint, args, epoch + 1, history, model, optimizer, schedule)
     return history
 
 
@@ -237,9 +252,10 @@ def loss_scale(text: str) -> float | str:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--opt-level", default="O2", choices=["O0", "O1", "O2", "O3", "O4", "O5"], help="default O2")
+    parser.add_argument("--optimizer", default="FusedSGD", choices=list(OPTIMIZERS), help="default FusedSGD")
     parser.add_argument("--epochs", type=positive(int), default=25, help="in all, also when resuming; default 25")
     parser.add_argument("--batch-size", type=positive(int), default=16, help="default 16")
-    parser.add_argument("--lr", type=positive(float), default=0.05, help="of the first epoch; default 0.05")
+    parser.add_argument("--lr", type=positive(float), help="of the first epoch; default: one that suits the optimizer")
     parser.add_argument("--max-norm", type=positive(float), default=2.0, help="gradient norm to clip at; default 2")
     parser.add_argument("--loss-scale", type=loss_scale, help='a number or "dynamic"; default: that of the opt level')
     parser.add_argument("--first-loss-scale", type=positive(float), help="where a dynamic loss scale starts")

@@ -22,7 +22,7 @@ from torch import Tensor
 from ampctx import _reference, foreach
 from ampctx.amp.master_params import MasterParams
 from ampctx.foreach import Factor, FoundInf, PerDevice, product
-from ampctx.model_grads import ModelGrads
+from ampctx.model_grads import ModelGrads, stored_grad
 
 Grads = dict[Tensor, Tensor]
 
@@ -50,14 +50,13 @@ def _distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def _owns_its_storage(t: Tensor) -> bool:
+    return t.untyped_storage().nbytes() == t.nbytes
+
+
 def _owns_its_memory(t: Tensor) -> bool:
     """False for what may be a view into a gradient bucket, which the next backward overwrites."""
-    return not _distributed() and t.layout == torch.strided and t.untyped_storage().nbytes() == t.nbytes
-
-
-def _may_be_kept(fresh: list[tuple[Tensor, Tensor]]) -> bool:
-    """Whether nothing writes these gradients before the step reads them."""
-    return not _distributed() or all(g.untyped_storage().nbytes() == g.nbytes for _, g in fresh)
+    return not _distributed() and t.layout == torch.strided and _owns_its_storage(t)
 
 
 def _strided(master: Tensor) -> Tensor:
@@ -214,21 +213,25 @@ class BlockGradients:
 
     def _fold(self, factor: Factor, found_inf: FoundInf) -> None:
         """master.grad += model.grad * factor; the model's gradient has done its work then and is freed."""
-        arrived = [(p, master, p.grad) for p, master in self._masters.pairs if p.grad is not None]
+        arrived = [pair for pair in self._masters.pairs if pair[0].grad is not None]
         if not arrived:
             return
-        dense = []
-        for p, master, grad in arrived:
+        grads = [grad for p, _ in arrived if (grad := p.grad) is not None]
+        masters = [master for _, master in arrived]
+        for p, _ in arrived:
             p.grad = None
-            if grad.layout == torch.strided:
-                dense.append((master, grad))
-            else:
-                master.grad = _add_sparse(grad, master.grad, factor, found_inf)
-        fresh = [(master, grad) for master, grad in dense if master.grad is None]
-        if self._masters.lazy and not self._frames[1:] and len(fresh) == len(arrived) and _may_be_kept(fresh):
-            self._waiting = ModelGrads(dict(fresh), factor, found_inf)
+        if self._can_wait(masters, grads):
+            self._waiting = ModelGrads(dict(zip(masters, grads, strict=True)), factor, found_inf)
             return
-        added = [(grad, _strided(master)) for master, grad in dense if master.grad is not None]
+        fresh: list[tuple[Tensor, Tensor]] = []
+        added: list[tuple[Tensor, Tensor]] = []
+        for master, grad in zip(masters, grads, strict=True):
+            if grad.layout != torch.strided:
+                master.grad = _add_sparse(grad, master.grad, factor, found_inf)
+            elif master.grad is None:
+                fresh.append((master, grad))
+            else:
+                added.append((grad, _strided(master)))
         if fresh:
             # The layout of the gradient, so that the kernels can walk both in memory order.
             wide = [torch.empty_like(grad, dtype=master.dtype, requires_grad=False) for master, grad in fresh]
@@ -238,6 +241,18 @@ class BlockGradients:
         if added:
             totals = [total for _, total in added]
             foreach.axpby([g for g, _ in added], totals, totals, found_inf, factor, 1.0, arg_to_check=0)
+
+    def _can_wait(self, masters: list[Tensor], grads: list[Tensor]) -> bool:
+        """Whether these gradients may stay in 16 bits: the optimizer reads such, nothing is to be added, and nothing
+        writes them before the step."""
+        return (
+            self._masters.lazy
+            and len(self._frames) < 2
+            and self.waiting is None
+            and all(grad is None for grad in map(stored_grad, masters))
+            and {grad.layout for grad in grads} == {torch.strided}
+            and (not _distributed() or all(map(_owns_its_storage, grads)))
+        )
 
     @torch.no_grad()
     def settle(self) -> FoundInf:

@@ -169,7 +169,8 @@ class MasterParams:
 
     def drop_master_grads(self) -> None:
         for _, master in self.pairs:
-            master.grad = None
+            if master.grad is not None:
+                master.grad = None
 
 
 class _MastersFollow:

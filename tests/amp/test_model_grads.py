@@ -252,7 +252,8 @@ def test_setting_one_gradient_keeps_the_others(session):
 
 def test_only_masters_with_a_gradient_wait(session):
     model, optimizer = start(session, "O2")
-    with session.scale_loss(model[3](torch.ones(2, 8, dtype=torch.float16)).float().sum(), optimizer) as scaled:
+    loss = model[3](torch.ones(2, 8, dtype=torch.float16)).float().sum() * 1e-3
+    with session.scale_loss(loss, optimizer) as scaled:
         scaled.backward()
     params = masters(session, optimizer)
     assert [p.model_grads is not None for p in params] == [False, False, True, True]
@@ -273,7 +274,7 @@ def test_an_exception_in_a_later_block_leaves_the_earlier_gradients(session):
         raise ZeroDivisionError
     optimizer.step()
     other.step()
-    assert_unchanged(snapshot(other, twin), snapshot(optimizer, model))
+    assert_unchanged(list(twin.parameters()), list(model.parameters()))
     twin_session.reset()
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ampctx import amp
+from ampctx import amp, clip_grad_norm_, optimizers
 
 SCENARIO, LEVEL, FILE, RANK = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
 
@@ -34,10 +34,11 @@ def fingerprint(optimizer, model):
     return [w.hex() for w in torch.cat([weights, in_model]).tolist()]
 
 
-def plain(seed, steps=6, blocks=1, overflow=False, **ddp):
+def plain(seed, steps=6, blocks=1, overflow=False, fused=False, **ddp):
     """``blocks`` backward passes per step, all but the last in no_sync; on rank 1, step 2 overflows if asked for."""
     model = model_of(seed)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    sgd = optimizers.FusedSGD if fused else torch.optim.SGD
+    optimizer = sgd(model.parameters(), lr=0.1, momentum=0.9)
     scale = "dynamic" if overflow else 128.0
     amp.initialize(model, optimizer, opt_level=LEVEL, loss_scale=scale, max_loss_scale=4096.0, verbosity=0)
     wrapped = DistributedDataParallel(model, **ddp)
@@ -52,6 +53,8 @@ def plain(seed, steps=6, blocks=1, overflow=False, **ddp):
                     loss = loss * float("inf")
                 with amp.scale_loss(loss, optimizer, delay_unscale=not last) as scaled_loss:
                     scaled_loss.backward()
+        if fused:
+            clip_grad_norm_(amp.master_params(optimizer), 0.5)
         optimizer.step()
     return [*fingerprint(optimizer, model), amp.skipped_steps(optimizer), amp.state_dict()["loss_scaler0"]]
 
@@ -74,6 +77,9 @@ SCENARIOS = {
     "no-sync": lambda: plain(seed=0, blocks=3),
     "bucket-views": lambda: plain(seed=0, blocks=2, gradient_as_bucket_view=True),
     "overflow": lambda: plain(seed=0, overflow=True),
+    "fused": lambda: plain(seed=RANK, fused=True),
+    "fused-bucket-views": lambda: plain(seed=0, blocks=2, fused=True, gradient_as_bucket_view=True),
+    "fused-overflow": lambda: plain(seed=0, overflow=True, fused=True),
     "one-parameter": one_parameter_in_a_bucket_view,
 }
 

@@ -24,7 +24,7 @@ def run(scenario, level, tmp_path):
     return [json.loads(out) for out, _ in outputs]
 
 
-@pytest.mark.parametrize("scenario", ["seeds", "no-sync", "bucket-views"])
+@pytest.mark.parametrize("scenario", ["seeds", "no-sync", "bucket-views", "fused", "fused-bucket-views"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 def test_ranks_stay_equal(scenario, level, tmp_path):
     first, second = run(scenario, level, tmp_path)
@@ -32,9 +32,10 @@ def test_ranks_stay_equal(scenario, level, tmp_path):
     assert first[-2] == 0
 
 
+@pytest.mark.parametrize("scenario", ["overflow", "fused-overflow"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_on_one_rank_skips_the_step_on_both(level, tmp_path):
-    first, second = run("overflow", level, tmp_path)
+def test_an_overflow_on_one_rank_skips_the_step_on_both(level, scenario, tmp_path):
+    first, second = run(scenario, level, tmp_path)
     assert first == second
     assert first[-2] == 1
     assert first[-1] == {"loss_scale": 2048.0, "unskipped": 3}

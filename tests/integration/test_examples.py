@@ -120,6 +120,12 @@ def test_digits_trains_at(level, tmp_path):
     assert (tmp_path / "plot").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("optimizer", ["FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedAdagrad", "SGD"])
+def test_digits_trains_with(optimizer, tmp_path):
+    accuracy, _, _, _ = result(digits("--optimizer", optimizer, "--epochs", 3, cwd=tmp_path))
+    assert accuracy >= 96.0
+
+
 def test_digits_reports_an_error_in_one_line(tmp_path):
     done = digits("--resume", "none.pt", cwd=tmp_path)
     assert done.returncode == 2
@@ -136,8 +142,13 @@ def test_digits_reports_an_error_in_one_line(tmp_path):
         pytest.param(("--resume", "other.pt"), "other.pt is not a checkpoint of this example", id="foreign-checkpoint"),
         pytest.param(
             ("--resume", "digits.pt", "--opt-level", "O5"),
-            "digits.pt was trained at O2, this run is at O5",
+            "digits.pt was trained with --opt-level O2, this run has O5",
             id="other-level",
+        ),
+        pytest.param(
+            ("--resume", "digits.pt", "--optimizer", "SGD"),
+            "digits.pt was trained with --optimizer FusedSGD, this run has SGD",
+            id="other-optimizer",
         ),
         pytest.param(("--resume", "digits.pt", "--epochs", "3"), "ask for more than 3", id="nothing-left-to-train"),
         pytest.param(("--plot", "none/plot.png"), "--plot: none/plot.png cannot be written", id="plot-in-no-folder"),
