@@ -112,7 +112,7 @@ def test_lists_that_go_along_are_split_with_the_others_and_decide_nothing():
     assert [t.item() for t in second.lists[1]] == [1]
     (alone,) = buckets(values[:1], along=[counts[:1]])
     assert (alone.fused, alone.lists) == (True, [values[:1], counts[:1]])
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ValueError, match="lists of different lengths"):
         buckets(values, along=[counts[:2]])
 
 

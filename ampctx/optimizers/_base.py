@@ -417,7 +417,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         _checkpoint.take_step_from_group(group)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Hooks stay behind, as in torch; so do methods that an LR scheduler or amp replaced on this instance.
+        # Hooks (private by name in torch) stay behind, as in torch's own; so do methods that an LR scheduler or amp
+        # replaced on this instance.
         return {
             name: value
             for name, value in vars(self).items()
