@@ -102,3 +102,21 @@ def test_found_inf_joins_by_maximum():
     flag.per_device[torch.device("meta")] = torch.empty((), device="meta")
     assert FoundInf().joined(torch.device("cpu")).item() == 0
     assert flag.joined(torch.device("meta")).device.type == "meta"
+
+
+def test_lists_that_go_along_are_split_with_the_others_and_decide_nothing():
+    values = [torch.zeros(3), torch.zeros(2).half(), torch.zeros(4)]
+    counts = [torch.tensor(i) for i in range(3)]
+    first, second = buckets(values, along=[counts])
+    assert [t.item() for t in first.lists[1]] == [0, 2]
+    assert [t.item() for t in second.lists[1]] == [1]
+    (alone,) = buckets(values[:1], along=[counts[:1]])
+    assert (alone.fused, alone.lists) == (True, [values[:1], counts[:1]])
+    with pytest.raises(ValueError, match="lists of different lengths"):
+        buckets(values, along=[counts[:2]])
+
+
+def test_which_dtypes_a_kernel_takes_is_the_callers_to_say():
+    lists = [torch.zeros(3)], [torch.zeros(3, dtype=torch.int16)]
+    assert [bucket.fused for bucket in buckets(*lists)] == [False]
+    assert [bucket.fused for bucket in buckets(*lists, known_dtypes=(torch.float32, torch.int16))] == [True]

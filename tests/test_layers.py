@@ -15,6 +15,8 @@ LAYERS = [
     ["ampctx.ops"],
     ["ampctx.foreach", "ampctx.optimizer_ops", "ampctx.optimizers._options"],
     ["ampctx.model_grads", "ampctx.optimizers._checkpoint"],
+    ["ampctx.optimizers._scaling"],
+    ["ampctx.optimizers._work"],
     [
         "ampctx.amp.loss_scale",
         "ampctx.amp.master_params",

@@ -1,9 +1,6 @@
 """What the fused optimizers share: a step is one op call for each (group, device, dtypes, write back).
 
-A step reads nothing of the device. Around it, torch.amp and ampctx may leave on the optimizer: ``found_inf`` (one
-element; where it is not 0, the op leaves everything as it is), ``grad_scale`` (what gradients are to be divided by),
-``model_params`` (fp32 master to the 16-bit weight that is written with it) and ``model_grads`` (16-bit gradients that
-stand for those of masters, ``ampctx.model_grads``).
+A step reads nothing of the device. What amp leaves on the optimizer for it: ``ampctx.optimizers._scaling``.
 
 A 16-bit parameter with a master of its own keeps it in ``state[p]``, made at the first step, so that a broadcast of
 the model's weights before is seen: ``master_param``, or ``remainder``, the 16 bits that a bf16 weight lacks.
@@ -11,114 +8,34 @@ the model's weights before is seen: ``master_param``, or ``remainder``, the 16 b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ampctx import _reference_optimizers, optimizer_ops
-from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx._grouping import buckets
-from ampctx._reference import KERNEL_DTYPES, compute_dtype, is_dense, same_layout
-from ampctx._reference_optimizers import LOW_PRECISION, WRITE_BACKS, join
-from ampctx.foreach import Factor, PerDevice, move, product
-from ampctx.model_grads import ModelGrads
-from ampctx.ops import factor
+from ampctx._errors import AmpValueError
+from ampctx._reference import compute_dtype
+from ampctx._reference_optimizers import LOW_PRECISION, join
+from ampctx.foreach import Factor, PerDevice
 from ampctx.optimizers import _checkpoint
 from ampctx.optimizers._checkpoint import SavedGroup
-from ampctx.optimizers._options import Group, check_choice, check_lr, check_number, check_one_element, check_seed
+from ampctx.optimizers._options import (
+    Group,
+    check_choice,
+    check_lr,
+    check_number,
+    check_one_element,
+    check_seed,
+    param_name,
+    refuse_complex,
+    refuse_sparse,
+)
+from ampctx.optimizers._scaling import Scaling, on_device, scaling_of
+from ampctx.optimizers._work import EXTRAS, Kind, Members, Work, call, works_of
 
-_KNOWN_DTYPES = (*KERNEL_DTYPES, torch.int16)
-# Where 16-bit parameters keep what goes with them, by write back.
-_EXTRAS = {"copy": "master_param", "split": "remainder", "kahan": "compensation"}
 # Attributes that exist around a step, or that a copy makes anew.
 _TRANSIENT = ("found_inf", "grad_scale", "model_params", "model_grads", "_zero_flags", "_seen")
-
-
-class Scaling(NamedTuple):
-    """What amp left on the optimizer for a step."""
-
-    found_inf: PerDevice | None
-    inv_scale: Factor
-    models: Mapping[Tensor, Tensor]
-    pending: ModelGrads | None
-
-
-class Gradient(NamedTuple):
-    """A parameter that takes part in a step. ``waiting``: the gradient is one of ``model_grads``."""
-
-    param: Tensor
-    grad: Tensor
-    waiting: bool
-
-
-class Work(NamedTuple):
-    """One op call; ``lists`` by the names of the op's arguments. Not ``fused``: for plain torch, tensor by tensor."""
-
-    group: Group
-    write_back: str
-    waiting: bool
-    device: torch.device
-    fused: bool
-    lists: dict[str, list[Tensor]]
-
-
-def on_device(value: float | Tensor, device: torch.device) -> float | Tensor:
-    """A factor as an op on ``device`` takes it: a number, or a tensor on the CPU or on ``device``. No host sync."""
-    if not isinstance(value, Tensor):
-        return value
-    if value.device.type == "cpu":
-        return value if value.dtype in (torch.float32, torch.float64) else value.double()
-    return move(value.float(), device)
-
-
-def taken_inv_scale(optimizer: Any) -> Factor:
-    """What gradients are to be multiplied by: 1 / ``optimizer.grad_scale``, 1 without one. No host sync."""
-    scale = getattr(optimizer, "grad_scale", None)
-    if scale is None:
-        return 1.0
-    if not isinstance(scale, Tensor):
-        return 1.0 / scale
-    check_one_element("grad_scale", scale)
-    return PerDevice(scale.float().reciprocal())
-
-
-def taken_found_inf(optimizer: Any) -> PerDevice | None:
-    """``optimizer.found_inf`` in a type that the ops take, None without one. No host sync."""
-    flag = getattr(optimizer, "found_inf", None)
-    if flag is None:
-        return None
-    if not isinstance(flag, Tensor):
-        flag = torch.tensor(float(flag))
-    check_one_element("found_inf", flag)
-    return PerDevice(flag if flag.dtype in (torch.float32, torch.int32) else (flag != 0).to(torch.int32))
-
-
-def param_name(groups: list[Group], g: int, i: int) -> str:
-    """How errors call a parameter."""
-    names = groups[g].get("param_names")
-    return f"param_groups[{g}]['params'][{i}]" + (f" ({names[i]})" if names else "")
-
-
-def refuse_sparse(of: str, name: str) -> None:
-    raise AmpError(
-        f"{of} does not support sparse gradients, and {name} has one: build its layer with sparse=False, or give the "
-        "parameter to torch.optim.SparseAdam or torch.optim.SGD"
-    )
-
-
-def refuse_complex(of: str, name: str) -> None:
-    raise AmpValueError(
-        f"{of} does not support complex parameters, and {name} is one: give torch.view_as_real of it to the optimizer"
-    )
-
-
-def _in_layout_of(p: Tensor, grad: Tensor) -> Tensor:
-    """``grad``, or a copy that the kernels can walk together with ``p``."""
-    if same_layout(grad, p) or not is_dense(p):
-        return grad
-    return torch.empty_like(p, dtype=grad.dtype, requires_grad=False).copy_(grad)
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -204,7 +121,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return bool(self.master_weights)
 
     def _global_norm(self, works: list[Work], scaling: Scaling) -> PerDevice | None:
-        """The norm of all gradients, for an op that takes it."""
+        """The norm of all gradients, for an op that takes it; None where it does not matter."""
         return None
 
     def _grad_factor(self) -> Factor:
@@ -229,6 +146,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         if group["lr"] is None:
             raise AmpValueError("parameter group didn't specify a value of required optimization parameter lr")
         self._check_options(group)
+        if len(set(group["params"])) != len(group["params"]):
+            # torch warns, and steps it twice; an op call would write it from two places at once.
+            raise AmpValueError(f"param_groups[{g}]['params'] holds a parameter twice")
         for i, p in enumerate(group["params"]):
             if p.is_complex():
                 refuse_complex(type(self).__name__, param_name(self.param_groups, g, i))
@@ -245,6 +165,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Where capturable, turns the lr of each group into its tensor again, with the value somebody assigned."""
         if not self.capturable:
             return
+        del self._lr_tensors[len(self.param_groups) :]  # of groups that were taken back
         for i, group in enumerate(self.param_groups):
             lr, kept = group["lr"], self._lr_tensors[i] if i < len(self._lr_tensors) else None
             device = group["params"][0].device if group["params"] else torch.device("cpu")
@@ -315,78 +236,90 @@ class FusedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._settle_lr()
-        scaling = self._scaling()
-        gradients = [self._gradients(g, scaling) for g in range(len(self.param_groups))]
+        scaling = scaling_of(self, self._grad_factor())
+        # Every check first, so that an error leaves everything as it was.
+        members = [self._members(g, scaling) for g in range(len(self.param_groups))]
         works = [
             work
-            for group, rows in zip(self.param_groups, gradients, strict=True)
-            for work in self._works(group, rows, scaling)
+            for group, kinds in zip(self.param_groups, members, strict=True)
+            for kind, found in kinds.items()
+            for work in self._works(group, kind, found, scaling)
         ]
         norm = self._global_norm(works, scaling)
         for number, work in enumerate(works):
             self._launch(work, number, scaling, norm)
-        for rows in gradients:
-            for p, _, _ in rows:
-                if p in self._seen:
-                    self._seen[p] = p._version  # private by name, see _follow
+        for kinds in members:
+            for (destination, _), found in kinds.items():
+                if destination in ("copy", "split"):
+                    self._seen.update((p, p._version) for p in found.params)  # private by name, see _follow
         return loss
 
-    def _scaling(self) -> Scaling:
-        return Scaling(
-            taken_found_inf(self),
-            product(taken_inv_scale(self), self._grad_factor()),
-            getattr(self, "model_params", None) or {},
-            getattr(self, "model_grads", None),
-        )
-
-    def _gradients(self, g: int, scaling: Scaling) -> list[Gradient]:
+    def _members(self, g: int, scaling: Scaling) -> dict[Kind, Members]:
         """What a group has to step, after every check that a step makes."""
         group = self.param_groups[g]
         if isinstance(group["lr"], Tensor):
             check_one_element("lr", group["lr"])
-        waiting = {} if scaling.pending is None else scaling.pending.grads
-        rows = []
+        pending = {} if scaling.pending is None else scaling.pending.grads
+        strided, found = torch.strided, {}
         for i, p in enumerate(group["params"]):
             # Reading .grad of a master whose gradient waits would make a tensor of it.
-            grad = waiting.get(p)
-            row = Gradient(p, p.grad, False) if grad is None else Gradient(p, grad, True)
-            if row.grad is not None:
-                if row.grad.layout is not torch.strided:
-                    refuse_sparse(type(self).__name__, param_name(self.param_groups, g, i))
-                self._check_param(g, i, p)
-                rows.append(row)
-        return rows
+            waiting = p in pending
+            grad = pending[p] if waiting else p.grad
+            if grad is None:
+                continue
+            if grad.layout is not strided:
+                refuse_sparse(type(self).__name__, param_name(self.param_groups, g, i))
+            self._check_param(g, i, p)
+            kind = (self._destination(p, scaling), waiting)
+            if kind not in found:
+                found[kind] = Members([], [])
+            found[kind].params.append(p)
+            found[kind].grads.append(grad)
+        return found
 
     def _destination(self, p: Tensor, scaling: Scaling) -> str:
-        """The write back of a parameter."""
+        """Where the result of a parameter's step goes, see ``Kind``."""
         if p in scaling.models:
-            return "copy"
+            return "model"
         if p.dtype not in LOW_PRECISION:
             return "nearest"
         if self._keeps_master(p):
             return "split" if self.master_weights == "split" else "copy"
         return self.write_back
 
-    def _prepare(self, group: Group, p: Tensor, write_back: str) -> dict[str, Any]:
-        """The state of a parameter, made where it is not there yet; its master after the model's weight."""
-        state = self.state[p]
-        if "step" not in state:
-            state["step"] = torch.full((), self._initial_step, dtype=torch.float32, device=p.device)
-        for key in self._one_element.values():
-            if key not in state:
-                state[key] = torch.zeros((), dtype=torch.float32, device=p.device)
-        for sized in self._state_lists(group).values():
-            if sized is not None and sized not in state:
-                state[sized] = torch.zeros_like(p, dtype=compute_dtype(p), requires_grad=False)
-        if p.dtype in LOW_PRECISION and write_back in _EXTRAS:
-            extra = _EXTRAS[write_back]
-            if extra not in state:
-                dtype = {"split": torch.int16, "kahan": p.dtype}.get(write_back, torch.float32)
-                state[extra] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
-                self._seen.pop(p, None)
-            if write_back != "kahan":
+    def _works(self, group: Group, kind: Kind, members: Members, scaling: Scaling) -> Iterator[Work]:
+        states = self._states(group, kind[0], members.params)
+        return works_of(group, kind, members, states, self._state_lists(group), self._one_element, scaling)
+
+    def _states(self, group: Group, destination: str, params: list[Tensor]) -> list[dict[str, Any]]:
+        """The states of parameters, made where they are not there yet; masters after the model's weights."""
+        sized = [key for key in self._state_lists(group).values() if key is not None]
+        # In an order of their own, and not in that of a set: it is that of checkpoints.
+        needed = dict.fromkeys([*self._one_element.values(), *sized])
+        if destination in EXTRAS:
+            needed[EXTRAS[destination]] = None
+        states = [self.state[p] for p in params]
+        for p, state in zip(params, states, strict=True):
+            if not needed.keys() <= state.keys():
+                self._make_state(p, state, needed)
+        if destination in ("copy", "split"):
+            for p, state in zip(params, states, strict=True):
                 self._follow(p, state)
-        return state
+        return states
+
+    def _make_state(self, p: Tensor, state: dict[str, Any], needed: Iterable[str]) -> None:
+        dtypes = {"remainder": torch.int16, "compensation": p.dtype, "master_param": torch.float32}
+        for key in needed:
+            if key in state:
+                continue
+            if key in self._one_element.values():
+                first = float(self._initial_step) if key == "step" else 0.0
+                state[key] = torch.full((), first, dtype=torch.float32, device=p.device)
+            else:
+                state[key] = torch.zeros_like(p, dtype=dtypes.get(key, compute_dtype(p)), requires_grad=False)
+            if key == "master_param":
+                state[key].copy_(p)
+        self._seen.pop(p, None)
 
     def _follow(self, p: Tensor, state: dict[str, Any]) -> None:
         """Where a weight is not its rounded master any more, somebody changed it: the master takes its value."""
@@ -416,73 +349,21 @@ class FusedOptimizer(torch.optim.Optimizer):
                 if p.dtype in LOW_PRECISION and ("master_param" in state or "remainder" in state):
                     self._follow(p, state)
 
-    def _works(self, group: Group, rows: list[Gradient], scaling: Scaling) -> Iterable[Work]:
-        lists_of_state = self._state_lists(group)
-        kept = {name: key for name, key in lists_of_state.items() if key is not None}
-        empty: dict[str, list[Tensor]] = {name: [] for name, key in lists_of_state.items() if key is None}
-        kinds: dict[tuple[str, bool], list[tuple[Gradient, dict[str, Any]]]] = {}
-        for row in rows:
-            write_back = self._destination(row.param, scaling)
-            kinds.setdefault((write_back, row.waiting), []).append((row, self._prepare(group, row.param, write_back)))
-        for (write_back, waiting), members in kinds.items():
-            targets, extras = self._targets(members, write_back, scaling)
-            compared = {
-                "grads": [_in_layout_of(t, row.grad) for t, (row, _) in zip(targets, members, strict=True)],
-                "params": targets,
-                **{name: [state[key] for _, state in members] for name, key in kept.items()},
-                **({"extras": extras} if extras else {}),
-            }
-            along = {name: [state[key] for _, state in members] for name, key in self._one_element.items()}
-            names = [*compared, *along]
-            for device, fused, lists in buckets(
-                *compared.values(), along=list(along.values()), known_dtypes=_KNOWN_DTYPES
-            ):
-                every = {"extras": [], **empty, **dict(zip(names, lists, strict=True))}
-                yield Work(group, write_back, waiting, device, fused, every)
-
-    @staticmethod
-    def _targets(
-        members: list[tuple[Gradient, dict[str, Any]]], write_back: str, scaling: Scaling
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """The op's params and extras."""
-        targets, extras = [], []
-        for (p, _, _), state in members:
-            if write_back not in _EXTRAS:
-                targets.append(p)
-            elif p in scaling.models:
-                targets.append(p)
-                extras.append(scaling.models[p])
-            elif write_back == "copy":
-                targets.append(state["master_param"])
-                extras.append(p)
-            else:
-                targets.append(p)
-                extras.append(state[_EXTRAS[write_back]])
-        return targets, extras
-
     def _launch(self, work: Work, number: int, scaling: Scaling, norm: PerDevice | None) -> None:
         group, device = work.group, work.device
         inv_scale: Any = scaling.pending.inv_scale if work.waiting and scaling.pending else scaling.inv_scale
         found_inf = scaling.found_inf
         arguments = {
-            **work.lists,
             **self._op_options(group),
             "found_inf": self._zero_flag(device) if found_inf is None else found_inf.on(device),
             "inv_scale": inv_scale.on(device) if isinstance(inv_scale, PerDevice) else inv_scale,
             "lr": on_device(group["lr"], device),
-            "maximize": group["maximize"],
-            "write_back": work.write_back,
-            # Two calls of one step would draw the same numbers.
-            "seed": group["seed"] + number,
+            "maximize": bool(group["maximize"]),
+            "seed": group["seed"] + number,  # two calls of one step would draw the same numbers
         }
         if norm is not None:
             arguments["global_grad_norm"] = norm.on(device)
-        if work.fused:
-            getattr(optimizer_ops, self._op)(**arguments)
-        else:
-            tensors = {name: factor(arguments[name]) for name in ("inv_scale", "lr")}
-            code = WRITE_BACKS.index(work.write_back)
-            getattr(_reference_optimizers, self._op)(**{**arguments, **tensors, "write_back": code})
+        call(self._op, work, arguments)
 
     # --- checkpoints and copies ---------------------------------------------------------------------------------------
 
@@ -526,8 +407,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group in groups:
             self._adapt_checkpoint(group)
             for p, name, state in group.states:
-                used = self._destination(p, Scaling(None, 1.0, {}, None))
-                dropped = {key for write_back, key in _EXTRAS.items() if write_back != used}
+                used = self._destination(p, Scaling())
+                dropped = {key for write_back, key in EXTRAS.items() if write_back != used}
                 result[p] = _checkpoint.restored(p, name, state, self._one_element.values(), dropped)
         return result
 
@@ -536,7 +417,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         _checkpoint.take_step_from_group(group)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Hooks stay behind, as in torch; so do methods that an LR scheduler or amp replaced on this instance.
+        # Hooks (private by name in torch) stay behind, as in torch's own; so do methods that an LR scheduler or amp
+        # replaced on this instance.
         return {
             name: value
             for name, value in vars(self).items()
@@ -555,30 +437,3 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
-
-
-def refuse_amsgrad(optimizer: str, amsgrad: bool) -> None:
-    if amsgrad:
-        raise AmpError(f"{optimizer} does not support the AMSGrad variant. FusedAdam does.")
-
-
-def refuse_old_arguments(**given: Any) -> None:
-    """apex's ``step`` took over what an outer wrapper did; these arguments are of before that."""
-    advice = {
-        "grads": "put the gradients into .grad of the parameters",
-        "output_params": "build the optimizer over the 16-bit parameters with master_weights=True",
-        "scale": "set optimizer.grad_scale, or step through a GradScaler",
-        "grad_norms": "call ampctx.clip_grad_norm_ before step()",
-    }
-    for name, value in given.items():
-        if value is not None:
-            raise AmpError(f"step() does not take {name} any more: {advice[name]}")
-
-
-def split_grad_scaler(optimizer: str, kwargs: dict[str, Any]) -> Any:
-    """The GradScaler that apex's code gives to ``step``. It is not a named parameter: torch's GradScaler would pass
-    itself then, and warn."""
-    scaler = kwargs.pop("grad_scaler", None)
-    if kwargs:
-        raise AmpTypeError(f"{optimizer}.step() got an unexpected keyword argument {next(iter(kwargs))!r}")
-    return scaler

@@ -1,4 +1,4 @@
-"""Checks of what an optimizer is told: numbers by name, as torch.optim words them."""
+"""Checks of what an optimizer is told: numbers by name, as torch.optim words them, and parameters by place."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ampctx._errors import AmpTypeError, AmpValueError
+from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 
 Group = dict[str, Any]
 
@@ -67,3 +67,27 @@ def check_choice(name: str, value: Any, choices: tuple) -> Any:
     if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
         raise AmpValueError(f"{name} is {value!r}, expected {' or '.join(map(repr, choices))}")
     return value
+
+
+def param_name(groups: list[Group], g: int, i: int) -> str:
+    """How errors call a parameter."""
+    names = groups[g].get("param_names")
+    return f"param_groups[{g}]['params'][{i}]" + (f" ({names[i]})" if names else "")
+
+
+def refuse_sparse(of: str, name: str) -> None:
+    raise AmpError(
+        f"{of} does not support sparse gradients, and {name} has one: build its layer with sparse=False, or give the "
+        "parameter to torch.optim.SparseAdam or torch.optim.SGD"
+    )
+
+
+def refuse_complex(of: str, name: str) -> None:
+    raise AmpValueError(
+        f"{of} does not support complex parameters, and {name} is one: give torch.view_as_real of it to the optimizer"
+    )
+
+
+def refuse_amsgrad(optimizer: str, amsgrad: bool) -> None:
+    if amsgrad:
+        raise AmpError(f"{optimizer} does not support the AMSGrad variant. FusedAdam does.")

@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ampctx.optimizers._base import FusedOptimizer, refuse_old_arguments, split_grad_scaler
+from ampctx._errors import AmpError
+from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._options import Group, check_betas, check_number
+from ampctx.optimizers._scaling import split_grad_scaler
 
 
 class FusedAdam(FusedOptimizer):
@@ -81,7 +83,7 @@ class FusedAdam(FusedOptimizer):
         Raises:
             AmpError: grads, output_params, scale or grad_norms, which apex refuses too.
         """
-        refuse_old_arguments(grads=grads, output_params=output_params, scale=scale, grad_norms=grad_norms)
+        _refuse_old_arguments(grads=grads, output_params=output_params, scale=scale, grad_norms=grad_norms)
         scaler = split_grad_scaler("FusedAdam", kwargs)
         if scaler is not None:
             return scaler.step(self, *([] if closure is None else [closure]))
@@ -109,3 +111,16 @@ class FusedAdam(FusedOptimizer):
             "bias_correction": bool(group["bias_correction"]),
             "adam_w_mode": bool(self.adam_w_mode),
         }
+
+
+def _refuse_old_arguments(**given: Any) -> None:
+    """apex's ``step`` took over what an outer wrapper did; these arguments are of before that."""
+    advice = {
+        "grads": "put the gradients into .grad of the parameters",
+        "output_params": "build the optimizer over the 16-bit parameters with master_weights=True",
+        "scale": "set optimizer.grad_scale, or step through a GradScaler",
+        "grad_norms": "call ampctx.clip_grad_norm_ before step()",
+    }
+    for name, value in given.items():
+        if value is not None:
+            raise AmpError(f"step() does not take {name} any more: {advice[name]}")

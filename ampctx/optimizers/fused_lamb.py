@@ -12,8 +12,10 @@ from ampctx import foreach
 from ampctx._errors import AmpTypeError, AmpValueError
 from ampctx._reference_optimizers import LOW_PRECISION
 from ampctx.foreach import FoundInf, PerDevice
-from ampctx.optimizers._base import FusedOptimizer, Scaling, Work, refuse_amsgrad, split_grad_scaler
-from ampctx.optimizers._options import Group, check_betas, check_number
+from ampctx.optimizers._base import FusedOptimizer
+from ampctx.optimizers._options import Group, check_betas, check_number, refuse_amsgrad
+from ampctx.optimizers._scaling import Scaling, split_grad_scaler
+from ampctx.optimizers._work import Work
 
 
 class FusedLAMB(FusedOptimizer):
@@ -103,25 +105,23 @@ class FusedLAMB(FusedOptimizer):
             "adam_w_mode": bool(self.adam_w_mode),
             "grad_averaging": bool(group["grad_averaging"]),
             "use_nvlamb": bool(self.use_nvlamb),
+            "global_grad_norm": 0.0,  # where no group scales gradients down
         }
 
-    def _global_norm(self, works: list[Work], scaling: Scaling) -> PerDevice:
+    def _global_norm(self, works: list[Work], scaling: Scaling) -> PerDevice | None:
+        if not any(work.group["max_grad_norm"] for work in works):
+            return None
         norms = []
-        if any(work.group["max_grad_norm"] for work in works):
-            grads = [grad for work in works if not work.waiting for grad in work.lists["grads"]]
-            if grads:
-                norms.append(foreach.unscale_l2norm(grads, FoundInf(), scaling.inv_scale))
-            waiting = [grad for work in works if work.waiting for grad in work.lists["grads"]]
-            if waiting and scaling.pending is not None:
-                # Its norm is there already, unless some of its masters belong to somebody else.
-                complete = len(waiting) == len(scaling.pending.grads)
-                norms.append(
-                    scaling.pending.norm()
-                    if complete
-                    else foreach.unscale_l2norm(waiting, FoundInf(), scaling.pending.inv_scale)
-                )
-        if not norms:
-            return PerDevice(torch.zeros(()))
+        grads = [grad for work in works if not work.waiting for grad in work.lists["grads"]]
+        if grads:
+            norms.append(foreach.unscale_l2norm(grads, FoundInf(), scaling.inv_scale))
+        waiting = [grad for work in works if work.waiting for grad in work.lists["grads"]]
+        if waiting and scaling.pending is not None:
+            # Its norm is there already, unless some of its masters belong to somebody else.
+            if len(waiting) == len(scaling.pending.grads):
+                norms.append(scaling.pending.norm())
+            else:
+                norms.append(foreach.unscale_l2norm(waiting, FoundInf(), scaling.pending.inv_scale))
         total = norms[0]
         for norm in norms[1:]:
             total = torch.hypot(total, foreach.move(norm, total.device).to(total.dtype))

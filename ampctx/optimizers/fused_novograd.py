@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpValueError
-from ampctx.optimizers._base import FusedOptimizer, refuse_amsgrad
+from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import SavedGroup
-from ampctx.optimizers._options import Group, check_betas, check_number
+from ampctx.optimizers._options import Group, check_betas, check_number, refuse_amsgrad
 
 _NORM_TYPES = (2, 0)
 

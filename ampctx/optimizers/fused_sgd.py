@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -104,11 +104,11 @@ class FusedSGD(FusedOptimizer):
             "wd_after_momentum": bool(self.wd_after_momentum),
         }
 
-    def _prepare(self, group: Group, p: Tensor, write_back: str) -> dict[str, Any]:
-        if group["momentum"] != 0 and "momentum_buffer" not in self.state.get(p, {}):
+    def _make_state(self, p: Tensor, state: dict[str, Any], needed: Iterable[str]) -> None:
+        if "momentum_buffer" in needed and "momentum_buffer" not in state:
             # The op begins a buffer with the gradient where the count is 0.
-            self.state[p].pop("step", None)
-        return super()._prepare(group, p, write_back)
+            state.pop("step", None)
+        super()._make_state(p, state, needed)
 
     def _adapt_checkpoint(self, group: SavedGroup) -> None:
         super()._adapt_checkpoint(group)

@@ -13,15 +13,8 @@ from ampctx import _reference_optimizers, optimizer_ops
 from ampctx._grouping import buckets
 from ampctx.foreach import FoundInf, PerDevice
 from ampctx.ops import factor
-from ampctx.optimizers._base import (
-    on_device,
-    param_name,
-    refuse_complex,
-    refuse_sparse,
-    taken_found_inf,
-    taken_inv_scale,
-)
-from ampctx.optimizers._options import Group
+from ampctx.optimizers._options import Group, param_name, refuse_complex, refuse_sparse
+from ampctx.optimizers._scaling import on_device, taken_found_inf, taken_inv_scale
 
 
 class LARC:

@@ -119,6 +119,18 @@ def test_a_change_through_data_needs_the_method():
     assert p[0] == 7.0, "the docs say that this is not seen: correct them"
 
 
+def test_a_change_is_seen_although_the_next_step_leaves_the_parameter_out():
+    changed, other = parameters(BF16, shapes=[(6,), (3,)])
+    optimizer = FusedSGD([changed, other], lr=1e-4, master_weights=True)
+    run(optimizer, 1)
+    in_place(changed)
+    give([changed, other], [None, torch.ones_like(other)])
+    optimizer.step()
+    changed.grad = torch.zeros_like(changed)
+    optimizer.step()
+    assert changed[0] == 7.0
+
+
 @pytest.mark.parametrize("mode", [True, "split"])
 def test_unchanged_weights_cost_no_pass(mode):
     """The guard of the version counter: what a step does must look unchanged to the next."""

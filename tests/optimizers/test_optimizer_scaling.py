@@ -24,7 +24,7 @@ import ampctx
 from ampctx._errors import AmpValueError
 from ampctx.foreach import FoundInf, PerDevice
 from ampctx.model_grads import MasterParam, ModelGrads
-from ampctx.optimizers import FusedLAMB, FusedSGD
+from ampctx.optimizers import FusedAdam, FusedLAMB, FusedSGD
 
 FLAGS = {
     "1": torch.tensor(1.0),
@@ -233,6 +233,18 @@ def test_model_weights_are_written_with_their_masters(name, dtype):
     assert_same(snapshot(optimizer), snapshot(plain))
     assert_same([p.detach() for p in models[1:]], [m.detach().to(dtype) for m in masters[1:]])
     assert_same([models[0].detach()], [left])
+    assert all("master_param" not in optimizer.state[m] for m in masters)
+
+
+def test_masters_of_amp_and_of_the_optimizer_side_by_side():
+    models, masters = amp_masters(torch.bfloat16)
+    own = parameters(torch.bfloat16, seed=1)
+    optimizer = FusedAdam([p for pair in zip(masters, own, strict=True) for p in pair], master_weights=True)
+    optimizer.model_params = dict(zip(masters, models, strict=True))
+    run(optimizer, 2)
+    assert_same([p.detach() for p in models], [m.detach().bfloat16() for m in masters])
+    kept = [optimizer.state[p]["master_param"] for p in own]
+    assert_same([p.detach() for p in own], [m.bfloat16() for m in kept])
     assert all("master_param" not in optimizer.state[m] for m in masters)
 
 

@@ -1,0 +1,452 @@
+"""What users of torch.optim expect of an optimizer: groups, hooks, schedulers, closures, layouts, and the errors."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+from optimizer_cases import OPTIMIZERS, OWN_MASTERS, assert_same, give, gradients, parameters, params_of, run, snapshot
+from torch import nn
+from torch.optim import lr_scheduler
+
+import ampctx
+from ampctx._errors import AmpError, AmpTypeError, AmpValueError
+from ampctx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
+
+# --- groups and gradients ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_groups_come_late_and_with_options_of_their_own(name):
+    first, late = parameters(shapes=[(3,), (4,)])
+    optimizer = OPTIMIZERS[name]([first])
+    run(optimizer, 2)
+    optimizer.add_param_group({"params": [late], "lr": 0.0})
+    before = late.detach().clone()
+    run(optimizer, 1)
+    assert_same([late.detach()], [before])
+    optimizer.param_groups[1]["lr"] = 0.1
+    run(optimizer, 1)
+    assert not torch.equal(late, before)
+    assert optimizer.state[first]["step"] == 4
+    assert optimizer.state[late]["step"] == 2
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parameters_without_gradient_are_left_alone(name):
+    used, unused, frozen = parameters(shapes=[(3,), (4,), (5,)])
+    frozen.requires_grad_(False)
+    optimizer = OPTIMIZERS[name]([used, unused, frozen])
+    before = [p.detach().clone() for p in (unused, frozen)]
+    used.grad = torch.ones(3)
+    optimizer.step()
+    assert_same([unused.detach(), frozen.detach()], before)
+    assert set(optimizer.state) == {used}
+    frozen.requires_grad_()
+    give([used, unused, frozen], [None, None, torch.ones(5)])
+    optimizer.step()
+    assert not torch.equal(frozen, before[1])
+    assert [optimizer.state[p]["step"].item() for p in (used, frozen)] == [1, 1]
+
+
+def test_a_parameter_that_joins_does_not_restart_the_momentum_of_others():
+    first, late = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = FusedSGD([first, late], lr=1.0, momentum=0.5)
+    for grads in ([torch.ones(1), None], [torch.ones(1), torch.ones(1)]):
+        give([first, late], grads)
+        optimizer.step()
+    assert [first.item(), late.item()] == [-2.5, -1.0]
+
+
+def test_momentum_that_is_switched_on_later_begins_with_the_gradient():
+    ours, theirs = (parameters(shapes=[(3,)]) for _ in range(2))
+    optimizer, expected = FusedSGD(ours, lr=0.1), torch.optim.SGD(theirs, lr=0.1)
+    for step in range(4):
+        if step == 2:
+            for group in (optimizer.param_groups[0], expected.param_groups[0]):
+                group["momentum"], group["dampening"] = 0.9, 0.5
+        run(optimizer, 1, first=step)
+        run(expected, 1, first=step)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("norm_type", [2, 0], ids=["l2", "inf"])
+def test_novograd_does_not_hide_a_nan(norm_type):
+    (p,) = parameters(shapes=[(3,)])
+    optimizer = FusedNovoGrad([p], norm_type=norm_type)
+    p.grad = torch.tensor([1.0, math.nan, 1.0])
+    optimizer.step()
+    assert p.isnan().all()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_nothing_to_step(name):
+    for params in ([nn.Parameter(torch.ones(2))], [{"params": []}], [nn.Parameter(torch.ones(0))]):
+        optimizer = OPTIMIZERS[name](params)
+        give(params_of(optimizer), [torch.ones(0) if p.numel() == 0 else None for p in params_of(optimizer)])
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+LAYOUTS = {
+    "contiguous": lambda t: t.contiguous(),
+    "channels-last": lambda t: t.contiguous(memory_format=torch.channels_last),
+    "permuted": lambda t: t.permute(3, 1, 2, 0).contiguous().permute(3, 1, 2, 0),
+    "with-holes": lambda t: torch.stack([t, t], dim=-1)[..., 0],
+    "offset": lambda t: torch.cat([torch.zeros(1, dtype=t.dtype), t.flatten()])[1:].view(t.shape),
+}
+
+
+@pytest.mark.parametrize("of_grad", LAYOUTS)
+@pytest.mark.parametrize("of_param", LAYOUTS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_layouts_of_parameter_and_gradient_may_differ(name, of_param, of_grad):
+    (plain,) = parameters(shapes=[(2, 3, 4, 5)])
+    plain = nn.Parameter(plain.detach().contiguous())
+    p = nn.Parameter(LAYOUTS[of_param](plain.detach().clone()))
+    optimizer, expected = OPTIMIZERS[name]([p]), OPTIMIZERS[name]([plain])
+    for step in range(3):
+        (grad,) = gradients([plain], step)
+        p.grad, plain.grad = LAYOUTS[of_grad](grad), grad
+        optimizer.step()
+        expected.step()
+    # Sums of LAMB and NovoGrad go in memory order.
+    rtol = 1e-5 if name in ("lamb", "mixed-lamb", "novograd") else 0
+    torch.testing.assert_close(p.detach(), plain.detach(), rtol=rtol, atol=rtol)
+    assert p.stride() == LAYOUTS[of_param](plain.detach()).stride()
+
+
+def test_a_parameter_may_change_its_layout_between_steps():
+    (p,), (plain,) = parameters(shapes=[(2, 3, 4, 4)]), parameters(shapes=[(2, 3, 4, 4)])
+    optimizer, expected = FusedAdam([p]), FusedAdam([plain])
+    for step in range(2):
+        (grad,) = gradients([plain], step)
+        p.grad, plain.grad = grad, grad
+        optimizer.step()
+        expected.step()
+        p.data = p.detach().contiguous()
+        p.grad = None
+    assert_same([p.detach()], [plain.detach()])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_zero_grad(name):
+    optimizer = OPTIMIZERS[name](parameters(shapes=[(3,)]))
+    (p,) = params_of(optimizer)
+    assert optimizer.set_grad_none is (name != "sgd")
+    for argument, expected in [((), optimizer.set_grad_none), ((True,), True), ((False,), False)]:
+        p.grad = torch.ones(3)
+        optimizer.zero_grad(*argument)
+        assert (p.grad is None) is expected
+        assert expected or p.grad.eq(0).all()
+    p.grad = torch.ones(3)
+    optimizer.zero_grad(set_to_none=True)
+    assert p.grad is None
+    optimizer.set_grad_none = not optimizer.set_grad_none
+    p.grad = torch.ones(3)
+    optimizer.zero_grad()
+    assert (p.grad is None) is optimizer.set_grad_none
+
+
+# --- hooks, closures, schedulers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_hooks_run_once_around_a_step(name):
+    FusedLAMB(parameters())  # torch wraps the step of each class that has instances: of a base class, too
+    optimizer = OPTIMIZERS[name](parameters(shapes=[(3,)]))
+    seen = []
+    optimizer.register_step_pre_hook(lambda o, args, kwargs: seen.append("before"))
+    optimizer.register_step_post_hook(lambda o, args, kwargs: seen.append(o.state[params_of(o)[0]]["step"].item()))
+    run(optimizer, 2)
+    assert seen == ["before", 1, "before", 2]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_closures(name):
+    (p,) = parameters(shapes=[(3,)])
+    optimizer = OPTIMIZERS[name]([p])
+    start = p.detach().clone()
+
+    def closure():
+        assert torch.is_grad_enabled()
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == start.square().sum().item()
+    assert optimizer.step(closure=closure).item() < start.square().sum().item()
+    assert optimizer.step() is None
+    with torch.no_grad():
+        optimizer.step(closure)
+    assert optimizer.state[p]["step"] == 4
+
+
+SCHEDULERS = {
+    "step": lambda o: lr_scheduler.StepLR(o, 1, gamma=0.5),
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 1 / (epoch + 1)),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
+    "one-cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, cycle_momentum=False),
+}
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+@pytest.mark.parametrize("schedule", SCHEDULERS.values(), ids=SCHEDULERS)
+@pytest.mark.parametrize("ours", [FusedAdam, FusedSGD], ids=["adam", "sgd"])
+def test_schedulers_drive_them_as_they_drive_torchs(ours, schedule, lr):
+    twin = torch.optim.AdamW if ours is FusedAdam else torch.optim.SGD
+    options = {"weight_decay": 0.0} if ours is FusedAdam else {"momentum": 0.9}
+    optimizer = ours(parameters(), lr=lr.clone() if isinstance(lr, torch.Tensor) else lr, **options)
+    expected = twin(parameters(), lr=0.1, **options)
+    schedulers = [schedule(optimizer), schedule(expected)]
+    for step in range(6):
+        run(optimizer, 1, first=step)
+        run(expected, 1, first=step)
+        for scheduler in schedulers:
+            scheduler.step()
+    torch.testing.assert_close(params_of(optimizer), params_of(expected), rtol=1e-5, atol=1e-6)
+    key = "betas" if ours is FusedAdam else "momentum"
+    assert optimizer.param_groups[0][key] == expected.param_groups[0][key]
+
+
+@pytest.mark.parametrize("name", ["adam", "mixed-lamb"])
+def test_schedulers_move_the_tensor_of_a_capturable_optimizer(name):
+    optimizer = OPTIMIZERS[name](parameters(), **({"capturable": True} if name == "adam" else {}))
+    lr = optimizer.param_groups[0]["lr"]
+    scheduler = lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    run(optimizer, 1)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert lr.item() == pytest.approx(0.005)
+
+
+def test_a_scheduler_and_a_skipped_first_step_do_not_warn():
+    optimizer = FusedAdam(parameters())
+    scheduler = lr_scheduler.StepLR(optimizer, 1)
+    scaler = ampctx.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    give(params_of(optimizer), [torch.full_like(p, math.inf) for p in params_of(optimizer)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaler.step(optimizer)
+        scheduler.step()
+
+
+def test_tensor_lr_is_read_at_each_step():
+    lr = torch.tensor(0.5)
+    (p,) = parameters(shapes=[(3,)])
+    optimizer = FusedSGD([p], lr=lr)
+    assert optimizer.param_groups[0]["lr"] is lr
+    start = p.detach().clone()
+    p.grad = torch.ones(3)
+    optimizer.step()
+    lr.fill_(0.25)
+    optimizer.step()
+    assert_same([p.detach()], [start - 0.75])
+
+
+def test_groups_of_mixed_lamb_do_not_share_an_lr_tensor():
+    first, second = parameters(shapes=[(3,), (3,)])
+    lr = torch.tensor(0.5)
+    optimizer = FusedMixedPrecisionLamb([{"params": [first]}, {"params": [second]}], lr=lr)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert [rate.item() for rate in rates] == [0.5, 0.5]
+    assert rates[0] is not rates[1]
+    rates[0].fill_(0.1)
+    assert (lr.item(), rates[1].item()) == (0.5, 0.5)
+
+
+# --- apex's signatures ------------------------------------------------------------------------------------------------
+
+SIGNATURES = {
+    FusedAdam: (1e-3, True, (0.9, 0.999), 1e-8, True, 0.0, False, True, False, False),
+    FusedSGD: (0.1, 0, 0, 0, False, False, True, False),
+    FusedLAMB: (1e-3, True, (0.9, 0.999), 1e-6, 0.01, False, True, True, True, 1.0, False),
+    FusedNovoGrad: (1e-3, True, (0.9, 0.999), 1e-8, 0.0, False, False, True, 2, False, True),
+    FusedAdagrad: (1e-2, 1e-10, 0.0, True, False),
+    FusedMixedPrecisionLamb: (1e-3, 0, True, (0.9, 0.999), 1e-6, 0.01, False, True, True, 1.0, False, None),
+}
+
+
+@pytest.mark.parametrize("cls", SIGNATURES, ids=lambda cls: cls.__name__)
+def test_positional_arguments_are_apexs(cls):
+    positional = cls(parameters(), *SIGNATURES[cls])
+    by_default = cls(parameters(), **({"lr": 0.1} if cls is FusedSGD else {}))
+    assert positional.defaults == by_default.defaults
+    for name in ("adam_w_mode", "set_grad_none", "capturable", "master_weights", "use_nvlamb", "moment_mode"):
+        assert getattr(positional, name, None) == getattr(by_default, name, None)
+
+
+def test_apexs_attributes():
+    adam, lamb, nova = FusedAdam(parameters()), FusedLAMB(parameters()), FusedNovoGrad(parameters())
+    sgd, adagrad, mixed = FusedSGD(parameters(), 0.1), FusedAdagrad(parameters()), FusedMixedPrecisionLamb(parameters())
+    assert (adam.adam_w_mode, adam.set_grad_none, adam.capturable, adam.master_weights) == (1, True, False, False)
+    assert FusedAdam(parameters(), adam_w_mode=False).adam_w_mode == 0
+    assert (sgd.wd_after_momentum, sgd.materialize_master_grads, sgd.set_grad_none) == (False, True, False)
+    assert (sgd.most_recent_scale, sgd.scale_set_by_backward) == (1.0, False)
+    assert (lamb.adam_w_mode, lamb.use_nvlamb, lamb.set_grad_none) == (1, False, True)
+    assert (nova.moment_mode, FusedNovoGrad(parameters(), reg_inside_moment=True).moment_mode) == (1, 0)
+    assert (adagrad.adagrad_w_mode, FusedAdagrad(parameters(), adagrad_w_mode=True).adagrad_w_mode) == (0, 1)
+    assert (mixed.reduced_precision_dtype, mixed.adam_w_mode, mixed.use_nvlamb) == (None, 1, False)
+    assert all(o._step_supports_amp_scaling for o in (adam, lamb, nova, sgd, adagrad, mixed))
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_sparse_gradients_are_refused_by_name_before_anything_changes(name):
+    embedding = nn.Embedding(5, 3, sparse=True)
+    (dense,) = parameters(shapes=[(3,)])
+    optimizer = OPTIMIZERS[name]([{"params": [("bias", dense)]}, {"params": [("table", embedding.weight)]}])
+    dense.grad = torch.ones(3)
+    embedding(torch.tensor([1, 1])).sum().backward()
+    before = [dense.detach().clone(), embedding.weight.detach().clone()]
+    message = r"does not support sparse gradients, and param_groups\[1\]\['params'\]\[0\] \(table\) has one"
+    with pytest.raises(AmpError, match=f"{type(optimizer).__name__} {message}"):
+        optimizer.step()
+    assert_same([dense.detach(), embedding.weight.detach()], before)
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_complex_parameters_are_refused_by_name(name):
+    optimizer = OPTIMIZERS[name](parameters())
+    z = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(
+        AmpValueError, match=r"does not support complex parameters, and param_groups\[1\]\['params'\]\[0\] is one"
+    ):
+        optimizer.add_param_group({"params": [z]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_parameter_that_comes_twice_is_refused():
+    """One op call would write it from two places at once."""
+    (p,) = parameters(shapes=[(3,)])
+    optimizer = FusedAdam(parameters())
+    message = r"param_groups\[1\]\['params'\] holds a parameter twice"
+    with pytest.warns(UserWarning, match="duplicate parameters"), pytest.raises(AmpValueError, match=message):
+        optimizer.add_param_group({"params": [p, p]})
+    assert len(optimizer.param_groups) == 1
+
+
+ERRORS = [
+    (FusedAdam, {"lr": -1.0}, AmpValueError, r"Invalid learning rate: -1.0 \(lr\), expected a number >= 0"),
+    (FusedAdam, {"lr": math.nan}, AmpValueError, "Invalid learning rate: nan"),
+    (FusedAdam, {"lr": torch.tensor(-1.0)}, AmpValueError, "Invalid learning rate: -1.0"),
+    (FusedAdam, {"lr": torch.ones(2)}, AmpValueError, "Tensor lr must be 1-element: lr has 2 elements"),
+    (FusedAdam, {"lr": "fast"}, AmpTypeError, "lr must be a number, got str"),
+    (FusedAdam, {"eps": -1e-8}, AmpValueError, r"Invalid epsilon value: -1e-08 \(eps\)"),
+    (FusedAdam, {"betas": (1.0, 0.9)}, AmpValueError, "Invalid beta parameter at index 0: 1.0 .*expected .*< 1"),
+    (FusedAdam, {"betas": (0.9, -0.1)}, AmpValueError, "Invalid beta parameter at index 1: -0.1"),
+    (FusedAdam, {"betas": 0.9}, AmpTypeError, "betas must be a pair of numbers, got 0.9"),
+    (FusedAdam, {"weight_decay": -1}, AmpValueError, "Invalid weight_decay value: -1"),
+    (
+        FusedAdam,
+        {"write_back": "up"},
+        AmpValueError,
+        "write_back is 'up', expected 'nearest' or 'stochastic' or 'kahan'",
+    ),
+    (FusedAdam, {"master_weights": "whole"}, AmpValueError, "master_weights is 'whole', expected False or True or 'sp"),
+    (FusedAdam, {"seed": 1.5}, AmpTypeError, "seed must be an int, got float"),
+    (FusedAdam, {"seed": -1}, AmpValueError, r"seed is -1, expected 0 to 2\*\*62 - 1"),
+    (
+        FusedAdam,
+        {"write_back": "kahan", "master_weights": True},
+        AmpValueError,
+        "write_back='kahan' is for 16-bit para",
+    ),
+    (FusedSGD, {}, AmpValueError, "parameter group didn't specify a value of required optimization parameter lr"),
+    (FusedSGD, {"lr": 0.1, "momentum": -1.0}, AmpValueError, "Invalid momentum value: -1.0"),
+    (
+        FusedSGD,
+        {"lr": 0.1, "nesterov": True},
+        AmpValueError,
+        "Nesterov momentum requires a momentum and zero dampening",
+    ),
+    (
+        FusedSGD,
+        {"lr": 0.1, "nesterov": True, "momentum": 0.9, "dampening": 0.1},
+        AmpValueError,
+        "Nesterov momentum requires",
+    ),
+    (FusedLAMB, {"amsgrad": True}, AmpError, "FusedLAMB does not support the AMSGrad variant"),
+    (FusedLAMB, {"max_grad_norm": -1.0}, AmpValueError, "Invalid max_grad_norm value: -1.0"),
+    (FusedNovoGrad, {"amsgrad": True}, AmpError, "FusedNovoGrad does not support the AMSGrad variant"),
+    (FusedNovoGrad, {"norm_type": 1}, AmpValueError, "norm_type is 1, expected 2"),
+    (FusedAdagrad, {"eps": -1.0}, AmpValueError, "Invalid epsilon value"),
+    (FusedMixedPrecisionLamb, {"amsgrad": True}, AmpError, "FusedMixedPrecisionLamb does not support the AMSGrad"),
+    (FusedMixedPrecisionLamb, {"step": 1.0}, AmpTypeError, "step must be an int, the steps taken so far, got float"),
+    (FusedMixedPrecisionLamb, {"step": -1}, AmpValueError, "Invalid step value: -1"),
+    (
+        FusedMixedPrecisionLamb,
+        {"reduced_precision_dtype": torch.int8},
+        AmpValueError,
+        "reduced_precision_dtype is torch.int8",
+    ),
+    (
+        FusedMixedPrecisionLamb,
+        {"reduced_precision_dtype": torch.float16, "write_back": "stochastic"},
+        AmpValueError,
+        "write_back='stochastic' is for 16-bit parameters without masters",
+    ),
+]
+
+
+@pytest.mark.parametrize(("cls", "options", "kind", "message"), ERRORS)
+def test_errors(cls, options, kind, message):
+    with pytest.raises(kind, match=message):
+        cls(parameters(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"lr": -1.0}, "Invalid learning rate"), ({"betas": (2.0, 0.9)}, "Invalid beta")]
+)
+def test_a_group_with_an_option_that_cannot_be_used_is_not_added(options, message):
+    optimizer = FusedAdam(parameters())
+    with pytest.raises(AmpValueError, match=message):
+        optimizer.add_param_group({"params": parameters(), **options})
+    assert len(optimizer.param_groups) == 1
+    run(optimizer, 1)
+
+
+def test_an_lr_that_grew_elements_is_refused_before_anything_changes():
+    optimizer = FusedAdam([{"params": parameters()}, {"params": parameters(seed=1)}])
+    run(optimizer, 1)
+    before = snapshot(optimizer)
+    optimizer.param_groups[1]["lr"] = torch.ones(3)
+    with pytest.raises(AmpValueError, match="Tensor lr must be 1-element: lr has 3 elements"):
+        optimizer.step()
+    assert_same(snapshot(optimizer), before)
+
+
+@pytest.mark.parametrize(
+    ("argument", "advice"),
+    [
+        ("grads", "put the gradients into .grad"),
+        ("output_params", "master_weights=True"),
+        ("scale", "optimizer.grad_scale"),
+        ("grad_norms", "ampctx.clip_grad_norm_"),
+    ],
+)
+def test_arguments_of_old_adam_are_refused_with_advice(argument, advice):
+    with pytest.raises(AmpError, match=f"step\\(\\) does not take {argument} any more: .*{advice}"):
+        FusedAdam(parameters()).step(**{argument: 1.0})
+
+
+@pytest.mark.parametrize("name", ["adam", "mixed-lamb"])
+def test_unknown_arguments_of_step(name):
+    with pytest.raises(AmpTypeError, match=r"step\(\) got an unexpected keyword argument 'loss'"):
+        OPTIMIZERS[name](parameters()).step(loss=1.0)
+
+
+@pytest.mark.parametrize("name", OWN_MASTERS)
+def test_tensor_options_become_numbers_when_they_are_given(name):
+    """Reading them in step would wait for the device."""
+    optimizer = OPTIMIZERS[name](parameters(), weight_decay=torch.tensor(0.5))
+    assert optimizer.param_groups[0]["weight_decay"] == 0.5
+    assert isinstance(optimizer.param_groups[0]["weight_decay"], float)

@@ -1,0 +1,117 @@
+"""The optimizers on a GPU, or on a GPU and the CPU at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from optimizer_cases import OPTIMIZERS, OWN_MASTERS, give, gradients, parameters, params_of, run, with_masters
+from torch import nn
+
+from ampctx.optimizers import LARC, FusedAdam, FusedMixedPrecisionLamb, FusedSGD
+
+pytestmark = pytest.mark.cuda
+DEVICE = "cuda"
+
+
+def moved(params):
+    return [nn.Parameter(p.detach().to(DEVICE)) for p in params]
+
+
+def run_on_device(optimizer, steps, first=0):
+    params = params_of(optimizer)
+    for step in range(first, first + steps):
+        give(
+            params, [g.to(p.device) for p, g in zip(params, gradients(parameters(params[0].dtype), step), strict=True)]
+        )
+        optimizer.step()
+
+
+@pytest.mark.parametrize("masters", [False, True], ids=["fp32", "masters"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_as_on_the_cpu(name, masters):
+    make, dtype = (with_masters, torch.bfloat16) if masters else (lambda n, p: OPTIMIZERS[n](p), torch.float32)
+    on_cpu = make(name, parameters(dtype))
+    on_gpu = make(name, moved(parameters(dtype)))
+    run(on_cpu, 5)
+    run_on_device(on_gpu, 5)
+    key = "master_param" if masters else None
+    for p, q in zip(params_of(on_gpu), params_of(on_cpu), strict=True):
+        a, b = (o.state[t][key] if masters else t.detach() for o, t in ((on_gpu, p), (on_cpu, q)))
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-6)
+        assert {t.device.type for t in on_gpu.state[p].values()} == {DEVICE}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_group_on_two_devices(name):
+    half = parameters()
+    mixed = [p if i % 2 else q for i, (p, q) in enumerate(zip(half, moved(half), strict=True))]
+    plain, optimizer = OPTIMIZERS[name](parameters()), OPTIMIZERS[name](mixed)
+    for o in (plain, optimizer):
+        o.found_inf, o.grad_scale = torch.tensor(0.0), torch.tensor(2.0)
+    run(plain, 3)
+    run_on_device(optimizer, 3)
+    for p, q in zip(mixed, params_of(plain), strict=True):
+        torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_does_not_wait_for_the_device(name):
+    optimizer = OPTIMIZERS[name](moved(parameters()))
+    run_on_device(optimizer, 2)
+    optimizer.found_inf, optimizer.grad_scale = (torch.zeros((), device=DEVICE), torch.ones((), device=DEVICE))
+    give(params_of(optimizer), [g.to(DEVICE) for g in gradients(params_of(optimizer), 0)])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.01, device=DEVICE)
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", OWN_MASTERS)
+def test_a_captured_step_follows_lr_flag_and_count(name):
+    """Replays equal eager steps bit for bit, also over an overflow and a new lr."""
+    runs = []
+    for captured in (False, True):
+        optimizer = OPTIMIZERS[name](moved(parameters(torch.bfloat16)), master_weights=True, capturable=True)
+        optimizer.found_inf = torch.zeros((), device=DEVICE)
+        params = params_of(optimizer)
+        held = [torch.empty_like(p) for p in params]
+        give(params, held)
+        graph = torch.cuda.CUDAGraph()
+        for step in range(8):
+            for g, value in zip(held, gradients(parameters(torch.bfloat16), step), strict=True):
+                g.copy_(value)
+            optimizer.found_inf.fill_(step == 5)
+            optimizer.param_groups[0]["lr"].fill_(0.01 / (step + 1))
+            if not captured or step < 3:
+                optimizer.step()
+                continue
+            if step == 3:
+                torch.cuda.synchronize()
+                with torch.cuda.graph(graph):
+                    optimizer.step()
+            graph.replay()
+        runs.append([t.clone() for p in params for t in (p.detach(), *optimizer.state[p].values())])
+    torch.testing.assert_close(*runs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda p: FusedAdam(p, capturable=True), FusedMixedPrecisionLamb], ids=["adam", "lamb"]
+)
+def test_a_checkpoint_mapped_to_the_cpu_goes_to_the_device(make):
+    source, target = make(parameters()), make(moved(parameters()))
+    run(source, 2)
+    target.load_state_dict(source.state_dict())
+    assert {t.device.type for s in target.state.values() for t in s.values()} == {DEVICE}
+    assert target.param_groups[0]["lr"].device.type == DEVICE
+    run_on_device(target, 1)
+
+
+def test_larc_on_a_gpu():
+    plain, on_gpu = (LARC(FusedSGD(p, lr=0.1, weight_decay=0.1)) for p in (parameters(), moved(parameters())))
+    run(plain, 3)
+    run_on_device(on_gpu, 3)
+    for p, q in zip(params_of(on_gpu), params_of(plain), strict=True):
+        torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-5, atol=1e-6)

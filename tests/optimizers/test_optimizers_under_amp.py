@@ -1,0 +1,99 @@
+"""The fused optimizers under ampctx.amp: gradients stay in 16 bits, model weights are written with their masters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from host_reads import OpCalls
+from optimizer_cases import OPTIMIZERS, assert_same, params_of
+from torch import nn
+
+from ampctx.amp import AmpSession
+from ampctx.optimizers import FusedAdam, FusedSGD
+
+TWINS = {
+    "adam": (lambda p: FusedAdam(p, lr=0.01), lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.0)),
+    "sgd": (
+        lambda p: FusedSGD(p, lr=0.01, momentum=0.9, set_grad_none=True),
+        lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    ),
+}
+
+
+def train(make, level, steps=6, overflow_at=None):
+    """The losses, and the weights that the optimizer steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer, session = make(model.parameters()), AmpSession()
+    session.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", max_loss_scale=64.0, verbosity=0)
+    x, losses = torch.randn(32, 4), []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = (model(x).float() - x.sum(1, keepdim=True)).square().mean()
+        with session.scale_loss(loss * (float("inf") if step == overflow_at else 1.0), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    weights = [p.detach().clone() for p in session.master_params(optimizer)]
+    for p, w in zip(model.parameters(), weights, strict=True):
+        assert_same([p.detach()], [w.to(p.dtype)])
+    skipped = session.skipped_steps(optimizer)
+    session.reset()
+    return losses, weights, skipped
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("name", TWINS)
+def test_they_train_as_torchs_do(name, level):
+    ours, theirs = (train(make, level, overflow_at=2) for make in TWINS[name])
+    assert (ours[2], theirs[2]) == (1, 1)
+    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("write_back", ["nearest", "kahan", "stochastic"])
+def test_a_model_in_fp16_without_masters_trains(write_back):
+    """Where torch's Adam ends in nan: its eps is 0 in fp16."""
+    losses, weights, skipped = train(lambda p: FusedAdam(p, lr=0.01, write_back=write_back), "O3", 20, overflow_at=2)
+    assert skipped == 1
+    assert losses[-1] < 0.8 * losses[0]
+    assert {w.dtype for w in weights} == {torch.float16}
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_is_one_pass_over_16_bit_gradients(name, level):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer, session = OPTIMIZERS[name](model.parameters()), AmpSession()
+    session.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    for step in range(3):
+        with session.scale_loss(model(torch.randn(8, 4)).float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+        with OpCalls() as calls:
+            optimizer.step()
+        if step:
+            op = {"mixed-lamb": "lamb"}.get(name, name)
+            assert (calls.of[f"multi_tensor_{op}"], calls.on_lists) == (1, 1)
+            assert calls.count == 0
+        optimizer.zero_grad()
+    assert all(optimizer.state[p]["step"] == 3 for p in params_of(optimizer))
+    assert all("master_param" not in optimizer.state[p] for p in params_of(optimizer))
+    session.reset()
+    assert all(p.dtype == torch.float32 for p in params_of(optimizer))
+
+
+def test_groups_added_under_amp_train():
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 1)])
+    optimizer, session = FusedAdam(model[0].parameters(), lr=0.01), AmpSession()
+    session.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    before = model[1].weight.detach().clone()
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    x = torch.randn(8, 4)
+    for _ in range(3):
+        with session.scale_loss(model[1](model[0](x.half())).float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not torch.equal(model[1].weight, before)
+    session.reset()
