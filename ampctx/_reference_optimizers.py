@@ -208,9 +208,11 @@ class _Place:
     def finish(self, w: Tensor) -> None:
         walk = self.walk
 
-        def bits() -> Tensor:  # the elements are counted as they lie in memory
+        def bits() -> Tensor:  # the elements are counted as they lie in memory, where they fill it
             place = torch.arange(w.numel(), device=w.device)
-            return random_bits(walk.seed, self.taken, self.number, place).as_strided(w.shape, self.param.stride())
+            drawn = random_bits(walk.seed, self.taken, self.number, place)
+            is_dense = _reference.is_dense(self.param)
+            return drawn.as_strided(w.shape, self.param.stride()) if is_dense else drawn.reshape(w.shape)
 
         _store(w, self.param, self.extra, walk.write_back, bits, self.skip)
         _update(self.step, self.taken, self.skip)
