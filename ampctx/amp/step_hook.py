@@ -283,6 +283,7 @@ def _set_up_momentum(optimizer: Any) -> bool:
     torch (2.13) leaves the momentum buffers of a skipped first step uninitialized. Buffers of zeros give the same
     steps, as long as there is no dampening. With dampening the host has to look at the flag of the first step.
     """
+    optimizer = getattr(optimizer, "optim", optimizer)  # what LARC wraps
     if not isinstance(optimizer, torch.optim.SGD):
         return True
     for group in optimizer.param_groups:

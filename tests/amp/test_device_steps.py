@@ -125,10 +125,11 @@ def test_a_run_with_overflows_is_the_run_without_them(session, make, level):
     assert_unchanged(clean, injected)
 
 
+@pytest.mark.parametrize("wrap", [lambda o: o, optimizers.LARC], ids=["alone", "in-LARC"])
 @pytest.mark.parametrize("dampening", [0.0, 0.3])
-def test_torch_fused_sgd_survives_an_overflow_at_its_first_step(session, dampening):
+def test_torch_fused_sgd_survives_an_overflow_at_its_first_step(session, dampening, wrap):
     def make(p):
-        return torch.optim.SGD(p, lr=0.01, momentum=0.9, dampening=dampening, fused=True)
+        return wrap(torch.optim.SGD(p, lr=0.01, momentum=0.9, dampening=dampening, fused=True))
 
     def run(overflow):
         model, optimizer = prepare(session, make, "O1", max_loss_scale=8.0, min_loss_scale=8.0)
