@@ -36,8 +36,8 @@ def _cast_state(optimizer: Any, p: Tensor, key: Tensor, dtype: torch.dtype) -> N
 class MasterParams:
     """The model parameters behind ``optimizer.param_groups`` and their masters.
 
-    ``pairs`` are (model parameter, master); ``own`` the parameters that the optimizer steps directly. All methods run
-    under no_grad and none waits for the device.
+    ``pairs`` are (model parameter, master), ``model_of`` leads from a master to its parameter; ``own`` are the
+    parameters that the optimizer steps directly. All methods run under no_grad and none waits for the device.
 
     Args:
         optimizer: its groups are taken over as they are.
@@ -56,6 +56,7 @@ class MasterParams:
         # Whether the optimizer reads 16-bit gradients itself, so that those of the masters can wait for a reader.
         self.lazy = bool(getattr(optimizer, "_step_supports_model_params", False))
         self.pairs: list[tuple[Tensor, Tensor]] = []
+        self.model_of: dict[Tensor, Tensor] = {}
         self.own: list[Tensor] = []
         # Own parameters that a cast has changed, with the dtype from before.
         self._cast: list[tuple[Tensor, torch.dtype]] = []
@@ -113,6 +114,7 @@ class MasterParams:
             master = MasterParam(master.detach())
         group["params"][i] = master
         self.pairs.append((p, master))
+        self.model_of[master] = p
         _cast_state(optimizer, p, master, torch.float32)
 
     @torch.no_grad()
@@ -130,11 +132,10 @@ class MasterParams:
     def dissolve(self, optimizer: Any) -> None:
         """Puts the model parameters back into the optimizer, in fp32 with the masters' values and gradients."""
         self.follow_model()
-        model_of = {master: p for p, master in self.pairs}
         for group in optimizer.param_groups:
             for i, master in enumerate(group["params"]):
-                if master in model_of:
-                    p = group["params"][i] = model_of[master]
+                if master in self.model_of:
+                    p = group["params"][i] = self.model_of[master]
                     grad, p.grad = master.grad, None
                     p.data = master.detach()
                     p.grad = grad
@@ -142,7 +143,7 @@ class MasterParams:
         for p, former in self._cast:
             _cast_state(optimizer, p, p, former)
         self.own += [p for p, _ in self.pairs]
-        self.pairs, self._cast = [], []
+        self.pairs, self.model_of, self._cast = [], {}, []
 
     # --- values -------------------------------------------------------------------------------------------------------
 

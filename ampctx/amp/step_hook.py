@@ -231,7 +231,7 @@ class OptimizerBinding:
         if flags:
             optimizer.found_inf = functools.reduce(lambda a, b: torch.maximum(a, move(b, a.device)), flags)
         if self.masters.lazy:
-            optimizer.model_params = {master: p for p, master in self.masters.pairs}
+            optimizer.model_params = self.masters.model_of
             optimizer.model_grads = self.gradients.waiting
 
     def _step_with_closure(self, original: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -263,9 +263,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         strided, found = torch.strided, {}
         for i, p in enumerate(group["params"]):
             # Reading .grad of a master whose gradient waits would make a tensor of it.
-            waiting = p in pending
-            grad = pending[p] if waiting else p.grad
-            if grad is None:
+            grad = pending.get(p)
+            waiting = grad is not None
+            if grad is None and (grad := p.grad) is None:
                 continue
             if grad.layout is not strided:
                 refuse_sparse(type(self).__name__, param_name(self.param_groups, g, i))
