@@ -292,7 +292,7 @@ def lamb(
     for p in _Walk(grads, params, extras, steps, found_inf, inv_scale, lr, maximize, write_back, seed, *state):
         norm = p.walk.scalar(global_grad_norm, p.param)
         too_large = (norm > max_grad_norm) & (max_grad_norm > 0)
-        g = p.g * torch.where(too_large, max_grad_norm / norm, torch.ones_like(norm))
+        g = p.g * torch.where(too_large, torch.full_like(norm, max_grad_norm).div(norm), _one(p))
         if not adam_w_mode:
             g = g + weight_decay * p.w
         m = p.write(0, beta1 * p.read(0) + ((1 - beta1) if grad_averaging else 1.0) * g)
@@ -319,7 +319,7 @@ def novograd(
         former = p.read(1).reshape(())
         blended = beta2 * former + (1 - beta2) * norm
         if not inf_norm:
-            blended = (beta2 * former * former + (1 - beta2) * norm * norm).sqrt()
+            blended = _sqrt(beta2 * former * former + (1 - beta2) * norm * norm)
         n = blended if init_zero else torch.where(p.taken == 1, norm, blended)
         p.write(1, n.reshape(p.state[1].shape))
         rc1 = p.cast(1 / p.correction(beta1)) if bias_correction else _one(p)
