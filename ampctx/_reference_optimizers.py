@@ -95,11 +95,11 @@ def _mix32(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def random_bits(seed: int, step: Tensor, tensor: int, numel: int) -> Tensor:
-    """32 random bits for each element: a function of the seed, the step count and the place, and of nothing else."""
+def random_bits(seed: int, step: Tensor, tensor: int, place: Tensor) -> Tensor:
+    """32 random bits for each place (int64): a function of the seed, the step count, the number of the tensor among
+    those of the call that have elements, and the element's place in memory, and of nothing else."""
     key = _mix64(step.reshape(()).long() * _GOLDEN + _wrapped(seed))
     key = _mix64(key + _wrapped(_GOLDEN * (tensor + 1)))
-    place = torch.arange(numel, device=step.device)
     low = ((place & _32_BITS) * 0x9E3779B1 + (key & _32_BITS) + _shift(place, 32)) & _32_BITS
     return _mix32(_mix32(low) ^ _shift(key, 32))
 
@@ -209,8 +209,8 @@ class _Place:
         walk = self.walk
 
         def bits() -> Tensor:  # the elements are counted as they lie in memory
-            in_memory = random_bits(walk.seed, self.taken, self.number, w.numel())
-            return in_memory.as_strided(w.shape, self.param.stride())
+            place = torch.arange(w.numel(), device=w.device)
+            return random_bits(walk.seed, self.taken, self.number, place).as_strided(w.shape, self.param.stride())
 
         _store(w, self.param, self.extra, walk.write_back, bits, self.skip)
         _update(self.step, self.taken, self.skip)

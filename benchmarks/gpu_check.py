@@ -90,7 +90,7 @@ def exercise() -> None:
     """Every kernel on small lists of every dtype, checked: what compute-sanitizer watches."""
     import torch
 
-    from ampctx import ops
+    from ampctx import ops, optimizer_ops
 
     cuda = torch.device("cuda")
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -104,12 +104,53 @@ def exercise() -> None:
             torch.testing.assert_close(o, t.float() * 2.5)
         norm, each = ops.multi_tensor_unscale_l2norm(lists, flag, 0.5, per_tensor=True)
         torch.testing.assert_close(norm, torch.linalg.vector_norm(each))
+        for write_back, extra in (("nearest", None), ("copy", torch.float32), ("stochastic", None)):
+            step_optimizers(optimizer_ops, lists, write_back, extra)
+        if dtype == torch.bfloat16:
+            step_optimizers(optimizer_ops, lists, "split", torch.int16)
+        if dtype != torch.float32:
+            step_optimizers(optimizer_ops, lists, "kahan", dtype)
         lists[4][-1] = float("inf")
         ops.multi_tensor_l2norm(lists, flag)
         scale, growth, hysteresis = torch.full((), 8.0, device=cuda), *torch.ones(2, dtype=torch.int32, device=cuda)
         ops.update_scale(scale, growth, hysteresis, flag)
         if (flag.item(), scale.item()) != (1.0, 4.0):
             sys.exit("the overflow was not seen")
+
+
+def step_optimizers(optimizer_ops, weights: list, write_back: str, extra) -> None:
+    """One step of every element-wise optimizer from zero states, checked; and one that an overflow skips."""
+    import torch
+
+    def like(value: float, dtype) -> list:
+        return [torch.full_like(w, value, dtype=dtype) for w in weights]
+
+    shared = {"weight_decay": 0.0, "write_back": write_back, "seed": 1}
+    adam = {"beta1": 0.9, "beta2": 0.999, "eps": 0.0}
+    calls = {  # what the first step takes from a weight at lr 0.5, for gradients of 2
+        "adam": (2, optimizer_ops.adam, adam, 0.5),
+        "amsgrad": (3, optimizer_ops.adam, adam, 0.5),
+        "sgd": (0, optimizer_ops.sgd, {}, 1.0),
+        "momentum": (1, optimizer_ops.sgd, {"momentum": 0.9}, 1.0),
+        "adagrad": (1, optimizer_ops.adagrad, {"eps": 0.0}, 0.5),
+    }
+    for name, (states, step, options, taken) in calls.items():
+        params, grads = [w.clone() for w in weights], like(1.0, weights[0].dtype)
+        moments = [like(0.0, torch.float32) for _ in range(states)]
+        if name in ("adam", "sgd"):  # the list that is left out
+            moments.append([])
+        extras = like(0, extra) if extra else []
+        steps = [torch.zeros((), device=w.device) for w in weights]
+        for overflow in (1.0, 0.0):
+            found_inf = torch.full((), overflow, device=weights[0].device)
+            lr = torch.full((), 0.5, device=weights[0].device)
+            step(grads, params, *moments, extras, steps, found_inf, 2.0, lr, **options, **shared)
+            for w, p in zip(weights, params, strict=True):
+                want = w.float() - (0.0 if overflow else taken)
+                tolerance = torch.finfo(p.dtype).eps
+                torch.testing.assert_close(p.float(), want, rtol=tolerance, atol=max(tolerance, 1e-5))
+            if any(s.item() != 1 - overflow for s in steps):
+                sys.exit(f"{name}, {write_back}: wrong step counts")
 
 
 def bench() -> dict:

@@ -1,6 +1,7 @@
 // What tests call besides the ops: the cutting of tensor lists with made-up sizes, and kernels that the emulation must
 // refuse.
 #include "../../csrc/cuda/multi_tensor_apply.cuh"
+#include "../../csrc/functors/random.h"
 
 namespace {
 
@@ -54,6 +55,16 @@ __attribute__((visibility("default"))) void ampctx_test_cut(const int64_t* numel
     ++launch;
     first += table.count;
   });
+}
+
+// The random bits of an element, anywhere; both ways to count its place agree, or the result is beyond 32 bits.
+__attribute__((visibility("default"))) int64_t ampctx_test_random_bits(int64_t seed, int64_t step, int64_t tensor,
+                                                                       int64_t place) {
+  const RandomKey key = random_key(seed, step, tensor);
+  const int64_t block = place / 2048 * 2048;
+  const uint32_t bits = random_bits(key_at(key, place), 0);
+  const uint32_t in_block = random_bits(key_at(key, block), static_cast<uint32_t>(place - block));
+  return bits == in_block ? int64_t{bits} : -1;
 }
 
 // Runs one of the kernels above on 64 numbers; returns the error, or nothing.

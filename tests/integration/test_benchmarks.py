@@ -37,6 +37,13 @@ def test_tail_writes_figures_of_checked_steps(level, tmp_path):
     assert "torch / ampctx" in done.stdout
 
 
+def test_split_is_exact_on_some_patterns():
+    command = [sys.executable, "-W", "error", str(ROOT / "benchmarks" / "split_exact.py"), "--every", "4099"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(f"{-(-(1 << 32) // 4099)} patterns came back")
+
+
 def test_tail_knows_the_shapes_of_resnet50(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from shapes import Parameters

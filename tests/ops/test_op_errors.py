@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from backends import COMPILED
+from optimizer_calls import ADAGRAD, ADAM, AMSGRAD, MOMENTUM, SGD, make_call, on_optimizers
 
 from ampctx import ops
 
@@ -164,6 +165,130 @@ def test_update_scale(backend, wrong, message):
         backend.update_scale(*tensors.values())
 
 
+def replaced(name, make, index=None):
+    """Puts another list, or another tensor at one index, into a call."""
+
+    def change(call, d):
+        if index is None:
+            call.lists[name] = make(d)
+        else:
+            call[name][index] = make(d)
+
+    return change
+
+
+F16, BF16, I16, F32 = torch.float16, torch.bfloat16, torch.int16, torch.float32
+# (optimizer, write back, type of params, what is wrong, message); the calls have tensors of 2 and 12 elements.
+STEP_ERRORS = {
+    "params-length": (ADAM, "nearest", F32, replaced("params", lambda d: [d(2)]), "params has 1 tensors, grads has 2"),
+    "params-numel": (SGD, "nearest", F32, replaced("params", lambda d: d(3), 1), "params[1] has 3 elements, grads[1]"),
+    "params-dtype": (
+        ADAGRAD, "nearest", F32, replaced("params", lambda d: [d(2, dtype=I16), d(12, dtype=I16)]),
+        "params[0] has dtype torch.int16, expected float32, float16",
+    ),
+    "grads-mixed": (
+        MOMENTUM, "nearest", F32, replaced("grads", lambda d: d(12, dtype=F16), 1),
+        "grads[1] has dtype torch.float16, grads[0] has torch.float32",
+    ),
+    "state-length": (
+        ADAGRAD, "nearest", F32, replaced("sums", lambda d: []), "sums has 0 tensors, grads has 2",
+    ),
+    "state-that-may-be-empty": (
+        AMSGRAD, "nearest", F32, replaced("max_exp_avg_sqs", lambda d: [d(2)]),
+        "max_exp_avg_sqs has 1 tensors, grads has 2",
+    ),
+    "buffers-length": (
+        MOMENTUM, "nearest", F32, replaced("momentum_buffers", lambda d: [d(2)] * 3),
+        "momentum_buffers has 3 tensors, grads has 2",
+    ),
+    "state-layout": (
+        ADAM, "nearest", F32, replaced("exp_avgs", lambda d: d(4, 3).t(), 1),
+        "exp_avgs[1] and grads[1] have different memory layouts",
+    ),
+    "state-gaps": (ADAM, "nearest", F32, replaced("exp_avg_sqs", lambda d: d(24)[::2], 1), f"exp_avg_sqs[1] {GAPS}"),
+    "write-back-below": (
+        ADAM, "nearest", F32, lambda call, d: call.options.update(write_back=-1), "write_back is -1, expected 0 to 4",
+    ),
+    "write-back-above": (
+        SGD, "nearest", F32, lambda call, d: call.options.update(write_back=5), "write_back is 5, expected 0 to 4",
+    ),
+    "extras-with-nearest": (
+        ADAM, "nearest", F32, replaced("extras", lambda d: [d(2)]),
+        "extras has 1 tensors, expected none to go with this write_back",
+    ),
+    "extras-with-stochastic": (
+        SGD, "stochastic", BF16, replaced("extras", lambda d: [d(2), d(12)]),
+        "extras has 2 tensors, expected none to go with this write_back",
+    ),
+    "extras-missing": (ADAGRAD, "copy", F32, replaced("extras", lambda d: []), "extras has 0 tensors, grads has 2"),
+    "extras-numel": (ADAM, "copy", F32, replaced("extras", lambda d: d(3, dtype=F16), 1), "extras[1] has 3 elements"),
+    "extras-layout": (
+        ADAM, "copy", F32, replaced("extras", lambda d: d(4, 3, dtype=F16).t(), 1),
+        "extras[1] and grads[1] have different memory layouts",
+    ),
+    "copies-in-int16": (
+        MOMENTUM, "copy", F32, replaced("extras", lambda d: [d(2, dtype=I16), d(12, dtype=I16)]),
+        "extras[0] has dtype torch.int16, expected float32, float16",
+    ),
+    "remainders-not-int16": (
+        ADAM, "split", BF16, replaced("extras", lambda d: [d(2), d(12)]),
+        "extras[0] has dtype torch.float32, expected int16",
+    ),
+    "remainders-of-fp32": (
+        ADAM, "split", F32, lambda call, d: None,
+        "params[0] has dtype torch.float32, expected bfloat16 to go with remainders",
+    ),
+    "remainders-of-fp16": (
+        SGD, "split", F16, lambda call, d: None,
+        "params[0] has dtype torch.float16, expected bfloat16 to go with remainders",
+    ),
+    "compensations-of-fp32": (
+        ADAGRAD, "kahan", F32, lambda call, d: None,
+        "params[0] has dtype torch.float32, expected float16 or bfloat16 to go with compensations",
+    ),
+    "compensations-of-another-type": (
+        ADAM, "kahan", F16, replaced("extras", lambda d: [d(2, dtype=BF16), d(12, dtype=BF16)]),
+        "extras[0] has dtype torch.bfloat16, params[0] has torch.float16",
+    ),
+    "steps-length": (SGD, "nearest", F32, replaced("steps", lambda d: [d(1)]), "steps has 1 tensors, grads has 2"),
+    "steps-missing": (ADAM, "nearest", F32, replaced("steps", lambda d: []), "steps has 0 tensors, grads has 2"),
+    "steps-elements": (ADAM, "nearest", F32, replaced("steps", lambda d: d(2), 1), "steps[1] has 2 elements, expected"),
+    "steps-dtype": (
+        ADAGRAD, "nearest", F32, replaced("steps", lambda d: d(1, dtype=I64), 0),
+        "steps[0] has dtype torch.int64, expected float32",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "write_back", "param", "change", "message"), STEP_ERRORS.values(), ids=STEP_ERRORS.keys()
+)
+def test_optimizer_steps(backend, optimizer, write_back, param, change, message):
+    call = make_call(backend, optimizer, [(2,), (3, 4)], param=param, write_back=write_back)
+    change(call, on(backend.device))
+    before = call.clone()
+    with pytest.raises(RuntimeError, match=match(optimizer.op, message)):
+        call.run(backend)
+    call.assert_same(before)
+
+
+SCALAR_ERRORS = {
+    "flag-dtype": ({"found_inf": (1, F64)}, "found_inf has dtype torch.float64, expected float32 or int32"),
+    "flag-elements": ({"found_inf": (2, F32)}, "found_inf has 2 elements, expected 1"),
+    "inv-scale": ({"inv_scale": (3, F32)}, "inv_scale has 3 elements, expected 1"),
+    "lr-dtype": ({"lr": (1, F16)}, "lr has dtype torch.float16, expected float32"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "message"), SCALAR_ERRORS.values(), ids=SCALAR_ERRORS.keys())
+@on_optimizers
+def test_scalars_of_optimizer_steps(backend, optimizer, wrong, message):
+    scalars = {name: t(shape, dtype=dtype, device=backend.device) for name, (shape, dtype) in wrong.items()}
+    for sizes in ([2, 3], []):
+        with pytest.raises(RuntimeError, match=match(optimizer.op, message)):
+            make_call(backend, optimizer, sizes).run(backend, **scalars)
+
+
 # --- devices: without a GPU, tensors of the meta device, sent to the CPU kernel by a stand-in for the meta kernel ----
 
 TO_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)  # no public way names the kernel to run
@@ -199,6 +324,28 @@ def test_lists_on_two_devices(mixed_devices):
         call([t(2)], [t(2)], flag, t((), device="meta"))
     with pytest.raises(RuntimeError, match=re.escape("scale is on meta, found_inf is on cpu")):
         call([], [], flag, t((), device="meta"))
+
+
+@on_optimizers
+def test_optimizer_steps_on_two_devices(mixed_devices, optimizer):
+    def call(**wrong):
+        call, one = make_call(COMPILED, optimizer, [2, 3], write_back="copy"), t(())
+        for name in wrong.keys() & call.lists.keys():
+            call[name][1] = wrong[name]
+        scalars = [wrong.get(name, one) for name in ("found_inf", "inv_scale", "lr")]
+        getattr(mixed_devices, optimizer.op).default(*call.arguments(*scalars))
+
+    meta = t(3, device="meta")
+    for name in ("params", *optimizer.states):
+        with pytest.raises(RuntimeError, match=re.escape(f"{name}[1] is on meta, grads[0] is on cpu")):
+            call(**{name: meta})
+    with pytest.raises(RuntimeError, match=re.escape("extras[1] is on meta, grads[0] is on cpu")):
+        call(extras=meta.half())
+    with pytest.raises(RuntimeError, match=re.escape("steps[1] is on meta, grads[0] is on cpu")):
+        call(steps=meta[0])
+    for name in ("found_inf", "inv_scale", "lr"):
+        with pytest.raises(RuntimeError, match=re.escape(f"{name} is on meta, grads[0] is on cpu")):
+            call(**{name: meta[0]})
 
 
 def test_update_scale_on_two_devices(mixed_devices):

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from backends import FLOATS, short
+from backends import COMPILED, FLOATS, short
+from optimizer_calls import OPTIMIZERS, make_call
 
-from ampctx import ops
+from ampctx import ops, optimizer_ops
 
 
 def tensors(dtype=torch.float32, seed=0, requires_grad=False):
@@ -30,6 +31,10 @@ def samples():
     yield "l2norm-requires-grad", "multi_tensor_l2norm", (tensors(requires_grad=True), FLAG, True)
     yield "scale-requires-grad", "multi_tensor_scale", (tensors(requires_grad=True), tensors(), FLAG, FACTOR)
     trackers = (torch.zeros((), dtype=torch.int32), torch.ones((), dtype=torch.int32))
+    for optimizer in OPTIMIZERS:
+        for write_back in ("copy", "split", "stochastic"):
+            call = make_call(COMPILED, optimizer, [3, 0, (2, 5)], param=torch.bfloat16, write_back=write_back)
+            yield f"{optimizer.name}-{write_back}", optimizer.op, call.arguments(FLAG, FACTOR, FACTOR)
     yield "update_scale", "update_scale", (torch.tensor(65536.0), *trackers, FLAG, *UPDATE)
 
 
@@ -74,6 +79,20 @@ def test_version_counters(call):
         written, read = [scale, *trackers], [flag]
     assert all(t._version == 1 for t in written)
     assert all(t._version == 0 for t in read)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.name)
+def test_optimizer_calls(optimizer):
+    """The typed calls: the same as the op, by names; floats and tensors as factors; autograd hears of what changed."""
+    call = make_call(COMPILED, optimizer, [3, 0, (2, 5)], param=torch.bfloat16, write_back="split")
+    expected = call.expected(inv_scale=0.5, lr=0.25)
+    options = {**call.options, "write_back": "split"}
+    typed = getattr(optimizer_ops, optimizer.op.removeprefix("multi_tensor_"))
+    typed(**call.lists, found_inf=torch.zeros(()), inv_scale=torch.tensor(0.5), lr=0.25, **options)
+    call.assert_same(expected)
+    versions = {name: {t._version for t in tensors} for name, tensors in call.lists.items() if tensors}
+    assert versions.pop("grads") == {0}
+    assert all(max(version) >= 1 for version in versions.values()), versions
 
 
 def test_python_calls_take_floats_and_tensors():

@@ -1,15 +1,22 @@
 """The inner loops of every instruction set give the same bits, and AMPCTX_SIMD picks among them."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from ampctx import ops
 
 DIGEST = """
 import hashlib, sys, torch
+sys.path.insert(0, sys.argv[1])
 from ampctx import ops
+from ampctx._reference_optimizers import WRITE_BACKS
+from backends import ALL_FLOATS, COMPILED
+from optimizer_calls import OPTIMIZERS, make_call, takes
 generator = torch.Generator().manual_seed(0)
 digest = hashlib.sha256()
 def add(*tensors):
@@ -32,13 +39,20 @@ for x in inputs:
     finite = [x.nan_to_num(0.0, 0.0, 0.0).clamp(-1e4, 1e4), x[:17].nan_to_num(0.0, 0.0, 0.0).clamp(-1e4, 1e4)]
     for n in (1, 15, 16, 17, 2047, 2049):
         add(*ops.multi_tensor_unscale_l2norm([finite[0][:n], *finite], flag, 0.3, per_tensor=True))
+for optimizer in OPTIMIZERS:
+    for write_back in WRITE_BACKS:
+        for param in filter(lambda dtype: takes(write_back, dtype), ALL_FLOATS):
+            call = make_call(COMPILED, optimizer, [2049, 17, 5], param=param, write_back=write_back)
+            add(*(t for _, t in call.run(COMPILED, times=2).tensors()))
 print(ops.extension.build["simd_used"], digest.hexdigest())
 """
 
 
 def run(simd, code=DIGEST):
     environment = {**os.environ, "AMPCTX_SIMD": simd, "AMPCTX_REQUIRE_EXTENSION": "cpu"}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", code, str(Path(__file__).parent)], env=environment, capture_output=True, text=True
+    )
 
 
 def usable():
@@ -65,12 +79,13 @@ def test_an_unknown_instruction_set_is_an_error():
     assert "RuntimeError: AMPCTX_SIMD is sse9, expected baseline, avx2 or avx512" in result.stderr
 
 
-def test_inner_loops_share_no_function(tmp_path):
+@pytest.mark.parametrize("name", ["simd", "simd_optimizers"])
+def test_inner_loops_share_no_function(tmp_path, name):
     """A function that several instruction sets define would be taken from any of them, and crash on older machines."""
-    source = Path(__file__).parents[2] / "csrc/cpu/simd.cpp"
+    source = Path(__file__).parents[2] / f"csrc/cpu/{name}.cpp"
     cxx, out = os.environ.get("CXX", "g++"), tmp_path / "simd.o"
     subprocess.run([cxx, "-std=c++17", "-O0", "-DAMPCTX_SIMD_NAME=x", "-c", str(source), "-o", str(out)], check=True)
     names = subprocess.run(["nm", "-C", "--defined-only", str(out)], check=True, capture_output=True, text=True).stdout
     shared = [line for line in names.splitlines() if line.split()[1] in "TWVu"]
     assert shared == []
-    assert "simd_x" in names
+    assert re.search(r" [DR] .*_x$", names, flags=re.MULTILINE), "the table of AMPCTX_SIMD_NAME"
