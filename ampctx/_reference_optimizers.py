@@ -284,6 +284,11 @@ def adagrad(
         p.finish(p.w - p.lr * (u + weight_decay * p.w if adagrad_w_mode else u))
 
 
+def _norm(x: Tensor, order: float = 2.0) -> Tensor:
+    """From fp64, rounded once: where the kernels' sums are exact, the norm is theirs to the last bit."""
+    return torch.linalg.vector_norm(x.double(), order).to(x.dtype)
+
+
 def lamb(
     grads, params, exp_avgs, exp_avg_sqs, extras, steps, found_inf, inv_scale, lr, global_grad_norm,
     beta1, beta2, eps, weight_decay, max_grad_norm, bias_correction, adam_w_mode, grad_averaging, use_nvlamb,
@@ -294,7 +299,7 @@ def lamb(
     for p in _Walk(grads, params, extras, steps, found_inf, inv_scale, lr, maximize, write_back, seed, *state):
         norm = p.walk.scalar(global_grad_norm, p.param)
         too_large = (norm > max_grad_norm) & (max_grad_norm > 0)
-        g = p.g * torch.where(too_large, max_grad_norm / norm, torch.ones_like(norm))
+        g = p.g * torch.where(too_large, torch.full_like(norm, max_grad_norm).div(norm), _one(p))
         if not adam_w_mode:
             g = g + weight_decay * p.w
         m = p.write(0, beta1 * p.read(0) + ((1 - beta1) if grad_averaging else 1.0) * g)
@@ -304,7 +309,7 @@ def lamb(
             u = u + weight_decay * p.w
         ratio = _one(p)
         if use_nvlamb or weight_decay != 0:
-            of_w, of_u = torch.linalg.vector_norm(p.w), torch.linalg.vector_norm(u)
+            of_w, of_u = _norm(p.w), _norm(u)
             ratio = torch.where((of_w != 0) & (of_u != 0), of_w / of_u, ratio)
         p.finish(p.w - (p.lr * ratio) * u)
 
@@ -317,11 +322,11 @@ def novograd(
     """NovoGrad (Ginsburg et al. 2019): the second moment is one number for each tensor, kept as a norm."""
     state = (exp_avgs, exp_avg_sqs)
     for p in _Walk(grads, params, extras, steps, found_inf, inv_scale, lr, maximize, write_back, seed, *state):
-        norm = torch.linalg.vector_norm(p.g, float("inf") if inf_norm else 2.0) if p.g.numel() else 0 * _one(p)
+        norm = _norm(p.g, float("inf") if inf_norm else 2.0) if p.g.numel() else 0 * _one(p)
         former = p.read(1).reshape(())
         blended = beta2 * former + (1 - beta2) * norm
         if not inf_norm:
-            blended = (beta2 * former * former + (1 - beta2) * norm * norm).sqrt()
+            blended = _sqrt(beta2 * former * former + (1 - beta2) * norm * norm)
         n = blended if init_zero else torch.where(p.taken == 1, norm, blended)
         p.write(1, n.reshape(p.state[1].shape))
         rc1 = p.cast(1 / p.correction(beta1)) if bias_correction else _one(p)
@@ -341,7 +346,7 @@ def larc(grads, params, found_inf, inv_scale, lr, trust_coefficient, eps, weight
         skip = found_inf.reshape(()).to(param.device) != 0
         g = grad.to(dtype) * inv_scale.reshape(()).to(device=grad.device, dtype=dtype)
         w = param.to(dtype)
-        of_w, of_g = torch.linalg.vector_norm(w), torch.linalg.vector_norm(g)
+        of_w, of_g = _norm(w), _norm(g)
         rate = trust_coefficient * of_w / (of_g + of_w * weight_decay + eps)
         if clip:
             rate = torch.clamp(rate / lr.reshape(()).to(device=grad.device, dtype=dtype), max=1.0)

@@ -110,6 +110,7 @@ def exercise() -> None:
             step_optimizers(optimizer_ops, lists, "split", torch.int16)
         if dtype != torch.float32:
             step_optimizers(optimizer_ops, lists, "kahan", dtype)
+        step_layers(optimizer_ops, lists)
         lists[4][-1] = float("inf")
         ops.multi_tensor_l2norm(lists, flag)
         scale, growth, hysteresis = torch.full((), 8.0, device=cuda), *torch.ones(2, dtype=torch.int32, device=cuda)
@@ -151,6 +152,44 @@ def step_optimizers(optimizer_ops, weights: list, write_back: str, extra) -> Non
                 torch.testing.assert_close(p.float(), want, rtol=tolerance, atol=max(tolerance, 1e-5))
             if any(s.item() != 1 - overflow for s in steps):
                 sys.exit(f"{name}, {write_back}: wrong step counts")
+
+
+def step_layers(optimizer_ops, weights: list) -> None:
+    """The optimizers with norms of tensors: the first step from zero states, checked; and one that is skipped."""
+    import torch
+
+    device = weights[0].device
+    params, grads = [w.clone() for w in weights], [torch.full_like(w, 0.5) for w in weights]
+    states = [[torch.zeros_like(w, dtype=torch.float32) for w in weights] for _ in range(2)]
+    steps, norms = ([torch.zeros((), device=device) for _ in weights] for _ in range(2))
+    shared = {"beta1": 0.0, "beta2": 0.0, "eps": 0.0, "weight_decay": 0.0, "bias_correction": False}
+    for overflow in (1.0, 0.0):
+        found_inf, lr = torch.full((), overflow, device=device), torch.full((), 0.5, device=device)
+        limit = torch.full((), 2.0, device=device)
+        before = [p.clone() for p in params]
+        optimizer_ops.lamb(
+            grads, params, *states, [], steps, found_inf, 2.0, lr, limit, max_grad_norm=1.0, use_nvlamb=True, **shared
+        )
+        for w, p in zip(before, params, strict=True):  # u is 1
+            taken = 0.5 * torch.linalg.vector_norm(w.float()) / max(w.numel(), 1) ** 0.5
+            want = w.float() - (0.0 if overflow else taken)
+            tolerance = torch.finfo(p.dtype).eps
+            torch.testing.assert_close(p.float(), want, rtol=tolerance, atol=max(tolerance, 1e-5))
+        optimizer_ops.larc(grads, weights, found_inf, 2.0, 1.0, trust_coefficient=0.25, eps=0.0, clip=False)
+        for w, g in zip(weights, grads, strict=True):
+            rate = 0.25 * torch.linalg.vector_norm(w.float()) / max(w.numel(), 1) ** 0.5
+            want = torch.full_like(w, 0.5) if overflow else rate.to(w.dtype).expand(w.shape)
+            torch.testing.assert_close(g, want)
+        for inf_norm in (False, True):
+            optimizer_ops.novograd(
+                grads, params, states[0], [], norms, steps, found_inf, 1.0, lr, inf_norm=inf_norm, **shared
+            )
+        wrong = [s.item() for s in steps if s.item() != (0.0 if overflow else 3.0)]
+        for g, n in zip(grads, norms, strict=True):
+            largest = g.float().abs().max() if g.numel() else torch.zeros((), device=device)
+            torch.testing.assert_close(n, torch.zeros_like(n) if overflow else largest)
+        if wrong:
+            sys.exit(f"layer-wise optimizers: step counts {wrong}")
 
 
 def bench() -> dict:

@@ -15,17 +15,20 @@ struct Backend {
   bool has_streams;
   decltype(&cpu::scale) scale;
   decltype(&cpu::axpby) axpby;
-  decltype(&cpu::l2norm_workspace) l2norm_workspace;
+  decltype(&cpu::norms_workspace) norms_workspace;
   decltype(&cpu::l2norm) l2norm;
   decltype(&cpu::update_scale) update_scale;
   decltype(&cpu::adam) adam;
   decltype(&cpu::sgd) sgd;
   decltype(&cpu::adagrad) adagrad;
+  decltype(&cpu::lamb) lamb;
+  decltype(&cpu::novograd) novograd;
+  decltype(&cpu::larc) larc;
 };
 
-#define AMPCTX_KERNELS(backend)                                                                                     \
-  backend::scale, backend::axpby, backend::l2norm_workspace, backend::l2norm, backend::update_scale, backend::adam, \
-      backend::sgd, backend::adagrad
+#define AMPCTX_KERNELS(backend)                                                                                    \
+  backend::scale, backend::axpby, backend::norms_workspace, backend::l2norm, backend::update_scale, backend::adam, \
+      backend::sgd, backend::adagrad, backend::lamb, backend::novograd, backend::larc
 
 // Makes the device of a call current for its duration.
 class Scope {

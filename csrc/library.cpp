@@ -1,10 +1,11 @@
-// What torch calls: one boxed function per op and backend (those of the optimizers are in library_optimizers.h), and
+// What torch calls: one boxed function per op and backend (those of the optimizers are in library_optimizers.h and
+// library_layerwise.h), and
 // their registration, which _extension.py asks for.
 //
 // The schemas are in ampctx/ops.py. A boxed function takes its arguments off the stack, checks them, puts the results
 // on the stack; errors are C++ exceptions that torch turns into RuntimeError.
 #include "cpu/simd.h"
-#include "library_optimizers.h"
+#include "library_layerwise.h"
 
 #ifdef __clang__
 #define AMPCTX_COMPILER __VERSION__
@@ -80,7 +81,7 @@ void l2norm(const Backend& backend, const char* op, StableIValue* stack, const T
   const Scope scope(backend, call.device);
   const bool f64 = lists.total_tensors > 0 && lists.computes_in_f64();
   const int32_t dtype = f64 ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
-  const int64_t norms = per_tensor ? lists.total_tensors : 0, workspace_bytes = backend.l2norm_workspace(lists);
+  const int64_t norms = per_tensor ? lists.total_tensors : 0, workspace_bytes = backend.norms_workspace(lists, 1);
   Tensor norm = empty(nullptr, dtype, call.device), each = empty(&norms, dtype, call.device);
   const Tensor workspace = empty(&workspace_bytes, aoti_torch_dtype_uint8(), call.device);
   backend.l2norm(scope.context, lists, flag, factor,
@@ -133,6 +134,9 @@ int register_kernels(const char* ns) {
       {"multi_tensor_adam", multi_tensor_adam<backend>},
       {"multi_tensor_sgd", multi_tensor_sgd<backend>},
       {"multi_tensor_adagrad", multi_tensor_adagrad<backend>},
+      {"multi_tensor_lamb", multi_tensor_lamb<backend>},
+      {"multi_tensor_novograd", multi_tensor_novograd<backend>},
+      {"multi_tensor_larc", multi_tensor_larc<backend>},
   };
   for (const auto& [name, kernel] : kernels) {
     if (torch_library_impl(library, name, kernel, torch_abi::kBuildVersion) != 0) return 2;

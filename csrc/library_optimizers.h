@@ -109,16 +109,17 @@ StepCall check_step(const char* op, const Backend& backend, const CallDevice& ca
   return step;
 }
 
-// Calls the kernel with a workspace.
-template <class Options>
-void run_step(const Backend& backend, const CallDevice& call, StepCall& step,
-              void (*kernel)(const Context&, const StepCall&, const Options&), const Options& options) {
+// Calls the kernel with a workspace, and room for that many norms of each tensor.
+template <class Kernel, class... Options>
+void run_step(const Backend& backend, const CallDevice& call, StepCall& step, int norms, const Kernel& kernel,
+              const Options&... options) {
   if (step.lists.total_tensors == 0) return;
   const Scope scope(backend, call.device);
-  const int64_t bytes = step_workspace(step.lists);
+  const int64_t scalars = step_workspace(step.lists), bytes = scalars + backend.norms_workspace(step.lists, norms);
   const Tensor workspace = torch_abi::empty(&bytes, aoti_torch_dtype_uint8(), call.device);
   step.workspace = workspace.mutable_data();
-  kernel(scope.context, step, options);
+  step.norms = static_cast<char*>(step.workspace) + scalars;
+  kernel(scope.context, step, options...);
 }
 
 template <const Backend& backend>
@@ -148,7 +149,7 @@ void multi_tensor_adam(StableIValue* stack, uint64_t, uint64_t) {
   step.rule.beta1 = options.beta1;
   step.rule.beta2 = options.beta2;
   step.rule.bias_correction = bias_correction;
-  run_step(backend, call, step, backend.adam, options);
+  run_step(backend, call, step, 0, backend.adam, options);
 }
 
 template <const Backend& backend>
@@ -170,7 +171,7 @@ void multi_tensor_sgd(StableIValue* stack, uint64_t, uint64_t) {
   StepCall step = check_step("multi_tensor_sgd", backend, call,
                              {first, {"params", params, true}, {"momentum_buffers", momentum_buffers, true, true}},
                              extras, steps, found_inf, inv_scale, lr, store);
-  run_step(backend, call, step, backend.sgd, options);
+  run_step(backend, call, step, 0, backend.sgd, options);
 }
 
 template <const Backend& backend>
@@ -189,7 +190,7 @@ void multi_tensor_adagrad(StableIValue* stack, uint64_t, uint64_t) {
   StepCall step =
       check_step("multi_tensor_adagrad", backend, call, {first, {"params", params, true}, {"sums", sums, true}}, extras,
                  steps, found_inf, inv_scale, lr, store);
-  run_step(backend, call, step, backend.adagrad, options);
+  run_step(backend, call, step, 0, backend.adagrad, options);
 }
 
 }  // namespace

@@ -59,7 +59,7 @@ struct Context {
 struct NormOutputs {
   void* norm;
   void* per_tensor;
-  void* workspace;  // l2norm_workspace bytes
+  void* workspace;  // norms_workspace bytes
 };
 
 struct ScaleState {
@@ -69,10 +69,11 @@ struct ScaleState {
   FoundInf found_inf;
 };
 
+// norms_workspace: bytes for `count` norms of each tensor, and for the partial sums they come from.
 namespace cpu {
 void scale(const Context&, const TensorLists& src_dst, FoundInf, Factor scale);
 void axpby(const Context&, const TensorLists& x_y_out, FoundInf, Factor a, Factor b, int arg_to_check);
-int64_t l2norm_workspace(const TensorLists& tensors);
+int64_t norms_workspace(const TensorLists& tensors, int count);
 void l2norm(const Context&, const TensorLists& tensors, FoundInf, Factor inv_scale, const NormOutputs&);
 void update_scale(const Context&, const ScaleState&, const ScaleRule&);
 }  // namespace cpu
@@ -80,7 +81,7 @@ void update_scale(const Context&, const ScaleState&, const ScaleRule&);
 namespace cuda {
 void scale(const Context&, const TensorLists& src_dst, FoundInf, Factor scale);
 void axpby(const Context&, const TensorLists& x_y_out, FoundInf, Factor a, Factor b, int arg_to_check);
-int64_t l2norm_workspace(const TensorLists& tensors);
+int64_t norms_workspace(const TensorLists& tensors, int count);
 void l2norm(const Context&, const TensorLists& tensors, FoundInf, Factor inv_scale, const NormOutputs&);
 void update_scale(const Context&, const ScaleState&, const ScaleRule&);
 }  // namespace cuda

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <functional>
 #include <vector>
 
 #include "../ops.h"
@@ -25,6 +26,12 @@ struct Block {
 };
 
 inline int64_t block_count(int64_t elements) { return (elements + kBlock - 1) / kBlock; }
+
+inline int64_t block_count(const TensorLists& lists) {
+  int64_t blocks = 0;
+  for (const int64_t numel : lists.numel) blocks += block_count(numel);
+  return blocks;
+}
 
 template <class Function>
 class BlockWalk {
@@ -125,6 +132,18 @@ class BlockAccess {
   const Convert* load_;
   const Convert* store_;
 };
+
+// Joins, in order, what the blocks of each tensor left in partial[count * block.number ...]: function(tensor, totals).
+template <int count, class Function, class Join = std::plus<double>>
+void for_each_total(const TensorLists& lists, const double* partial, const Function& function, const Join& join = {}) {
+  for (int64_t tensor = 0; tensor < lists.size(); ++tensor) {
+    double total[count] = {};
+    for (int64_t block = block_count(lists.numel[tensor]); block > 0; --block) {
+      for (double& value : total) value = join(value, *partial++);
+    }
+    function(tensor, total);
+  }
+}
 
 // found_inf, gathered over the threads and written once.
 class NonfiniteSeen {

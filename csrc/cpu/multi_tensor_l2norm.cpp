@@ -27,21 +27,17 @@ void l2norm_as(const Context& context, const TensorLists& lists, FoundInf found_
   T* per_tensor = static_cast<T*>(outputs.per_tensor);
   if (per_tensor) std::fill_n(per_tensor, lists.total_tensors, T{0});
   double total = 0;
-  for (int64_t tensor = 0; tensor < lists.size(); ++tensor) {
-    double sum = 0;
-    for (int64_t block = block_count(lists.numel[tensor]); block > 0; --block) sum += *partial++;
-    if (per_tensor) per_tensor[lists.index[tensor]] = static_cast<T>(std::sqrt(sum));
-    total += sum;
-  }
+  for_each_total<1>(lists, partial, [&](int64_t tensor, const double (&sum)[1]) {
+    if (per_tensor) per_tensor[lists.index[tensor]] = static_cast<T>(std::sqrt(sum[0]));
+    total += sum[0];
+  });
   *static_cast<T*>(outputs.norm) = static_cast<T>(std::sqrt(total));
 }
 
 }  // namespace
 
-int64_t l2norm_workspace(const TensorLists& lists) {
-  int64_t blocks = 0;
-  for (const int64_t numel : lists.numel) blocks += block_count(numel);
-  return blocks * static_cast<int64_t>(sizeof(double));
+int64_t norms_workspace(const TensorLists& lists, int count) {
+  return count * block_count(lists) * static_cast<int64_t>(sizeof(double));
 }
 
 void l2norm(const Context& context, const TensorLists& lists, FoundInf found_inf, Factor inv_scale,

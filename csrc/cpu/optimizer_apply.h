@@ -18,7 +18,7 @@ const OptimizerLoops::Of<T>& optimizer_loops(const Simd& simd) {
 
 // Advances the step counts and fills the workspace, which has a place for each tensor with elements.
 template <class T>
-const TensorScalars<T>* advance_steps(const StepCall& call) {
+TensorScalars<T>* advance_steps(const StepCall& call) {
   TensorScalars<T>* scalars = static_cast<TensorScalars<T>*>(call.workspace);
   int64_t number = 0;
   double known = 0;  // the step count of `last`; powers are slow, and most tensors agree
@@ -36,44 +36,90 @@ const TensorScalars<T>* advance_steps(const StepCall& call) {
   return scalars;
 }
 
-// loop(StepBlock, optimizer) is one of the inner loops of simd_optimizers.cpp.
+// The lists of a step, block by block: weights out of their parts, and back.
+template <class T>
+class StepAccess {
+ public:
+  struct Buffers {
+    typename BlockAccess<T>::Buffer list[kMaxLists];
+  };
+
+  StepAccess(const StepCall& call, const TensorScalars<T>* scalars)
+      : call_(call),
+        scalars_(scalars),
+        weights_(optimizer_loops<T>(cpu::simd()).weights),
+        access_(call.lists, cpu::simd()) {}
+
+  // Weights and states.
+  StepBlock<T> open(const Block& block, Buffers& buffers) const {
+    StepBlock<T> at{};
+    at.n = block.size;
+    at.lr = static_cast<T>(call_.lr.value);
+    at.tensor = scalars_[block.tensor];
+    at.weight = access_.update(1, block, buffers.list[1]);
+    read_states(at, block, buffers);
+    const int extra = call_.lists.depth - 1;
+    if (reads_extras(call_.write_back)) {
+      at.extra = access_.update(extra, block, buffers.list[extra]);
+      weights_.load(call_.write_back, at.weight, at.extra, block.size);
+    } else if (has_extras(call_.write_back)) {
+      at.extra = access_.target(extra, block, buffers.list[extra]);
+    }
+    return at;
+  }
+
+  void read_gradients(StepBlock<T>& at, const Block& block, Buffers& buffers) const {
+    const T inv_scale = static_cast<T>(call_.inv_scale.value);
+    at.grad_scale = call_.maximize ? -inv_scale : inv_scale;
+    at.grad = access_.read(0, block, buffers.list[0]);
+  }
+
+  void read_states(StepBlock<T>& at, const Block& block, Buffers& buffers) const {
+    for (int state = 0; state < call_.states(); ++state) {
+      at.state[state] = access_.update(2 + state, block, buffers.list[2 + state]);
+    }
+  }
+
+  void write_states(const Block& block, const Buffers& buffers) const {
+    for (int state = 0; state < call_.states(); ++state) access_.write(2 + state, block, buffers.list[2 + state]);
+  }
+
+  void write_weights(const StepBlock<T>& at, const Block& block, const Buffers& buffers) const {
+    if (call_.write_back != WriteBack::nearest) {
+      const RandomKey key = key_at(at.tensor.key, block.begin);
+      weights_.store(call_.write_back, call_.lists.dtype[1], at.weight, at.extra, block.size, key);
+    }
+    access_.write(1, block, buffers.list[1]);
+    const int extra = call_.lists.depth - 1;
+    if (has_extras(call_.write_back)) access_.write(extra, block, buffers.list[extra]);
+  }
+
+ private:
+  const StepCall& call_;
+  const TensorScalars<T>* scalars_;
+  const Weights<T>& weights_;
+  const BlockAccess<T> access_;
+};
+
+// The step itself, with the scalars of advance_steps(). `loop` is one of those of simd_optimizers.cpp.
+template <class T, class Optimizer>
+void update(const Context& context, const StepCall& call, const TensorScalars<T>* scalars, const Optimizer& optimizer,
+            StepLoop<T, Optimizer> loop) {
+  const StepAccess<T> access(call, scalars);
+  for_each_block(context, call.lists, [&](const Block& block) {
+    typename StepAccess<T>::Buffers buffers;
+    StepBlock<T> at = access.open(block, buffers);
+    access.read_gradients(at, block, buffers);
+    loop(at, optimizer);
+    access.write_states(block, buffers);
+    access.write_weights(at, block, buffers);
+  });
+}
+
 template <class T, class Optimizer>
 void step(const Context& context, const StepCall& call, const Optimizer& optimizer, StepLoop<T, Optimizer> loop) {
   if (call.found_inf.is_set()) return;
-  const TensorScalars<T>* const scalars = advance_steps<T>(call);
-  const Simd& simd = cpu::simd();
-  const Weights<T>& weights = optimizer_loops<T>(simd).weights;
-  const BlockAccess<T> access(call.lists, simd);
-  const T inv_scale = static_cast<T>(call.inv_scale.value);
-  const DType param_dtype = call.lists.dtype[1];
-  const int extra = has_extras(call.write_back) ? call.lists.depth - 1 : 0;
-
-  for_each_block(context, call.lists, [&](const Block& block) {
-    typename BlockAccess<T>::Buffer buffers[kMaxLists];
-    StepBlock<T> at;
-    at.n = block.size;
-    at.grad_scale = call.maximize ? -inv_scale : inv_scale;
-    at.lr = static_cast<T>(call.lr.value);
-    at.tensor = scalars[block.tensor];
-    at.grad = access.read(0, block, buffers[0]);
-    at.weight = access.update(1, block, buffers[1]);
-    for (int state = 0; state < Optimizer::kStates; ++state) {
-      at.state[state] = access.update(2 + state, block, buffers[2 + state]);
-    }
-    T* extras = nullptr;
-    if (reads_extras(call.write_back)) {
-      extras = access.update(extra, block, buffers[extra]);
-      weights.load(call.write_back, at.weight, extras, block.size);
-    } else if (extra) {
-      extras = access.target(extra, block, buffers[extra]);
-    }
-    loop(at, optimizer);
-    if (call.write_back != WriteBack::nearest) {
-      const RandomKey key = key_at(at.tensor.key, block.begin);
-      weights.store(call.write_back, param_dtype, at.weight, extras, block.size, key);
-    }
-    for (int list = 1; list < call.lists.depth; ++list) access.write(list, block, buffers[list]);
-  });
+  update<T>(context, call, advance_steps<T>(call), optimizer, loop);
 }
 
 }  // namespace ampctx::cpu

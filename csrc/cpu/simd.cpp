@@ -118,6 +118,18 @@ bool l2norm(const T* x, int64_t n, T inv_scale, double* sum_of_squares) {
   return sum.is_finite();
 }
 
+template <class T>
+void max_norm(const T* x, int64_t n, T inv_scale, double* result) {
+  typename Bits<T>::type largest = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const auto bits = magnitude_bits(x[i] * inv_scale);
+    largest = bits > largest ? bits : largest;
+  }
+  T value;
+  memcpy(&value, &largest, sizeof(value));
+  *result = static_cast<double>(value);
+}
+
 // Types as they lie in memory. fp64 goes to 16 bits by way of fp32, as torch's copy_ does.
 struct Half {
   uint16_t bits;
@@ -184,8 +196,8 @@ extern const Simd AMPCTX_TABLE(simd);
 // The order of the types is that of DType.
 const Simd AMPCTX_TABLE(simd) = {
     AMPCTX_QUOTE(AMPCTX_SIMD_NAME),
-    {scale<float>, axpby<float>, l2norm<float>},
-    {scale<double>, axpby<double>, l2norm<double>},
+    {scale<float>, axpby<float>, l2norm<float>, max_norm<float>},
+    {scale<double>, axpby<double>, l2norm<double>, max_norm<double>},
     {{nullptr, load<Half, float>, load<BFloat16, float>, nullptr, load<Remainder, float>},
      {load<float, double>, load<Half, double>, load<BFloat16, double>, nullptr, load<Remainder, double>}},
     {{nullptr, store<Half, float>, store<BFloat16, float>, nullptr, store<Remainder, float>},

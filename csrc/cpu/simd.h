@@ -5,6 +5,9 @@
 
 #include "../functors/adagrad.h"
 #include "../functors/adam.h"
+#include "../functors/lamb.h"
+#include "../functors/larc.h"
+#include "../functors/novograd.h"
 #include "../functors/sgd.h"
 #include "../functors/write_back.h"
 
@@ -16,6 +19,8 @@ struct Arithmetic {
   bool (*scale)(const T* x, T* out, int64_t n, T scale);
   bool (*axpby)(const T* x, const T* y, T* out, int64_t n, T a, T b, int arg_to_check);
   bool (*l2norm)(const T* x, int64_t n, T inv_scale, double* sum_of_squares);
+  // max|x * inv_scale|, nan where there is one; says nothing of what is finite.
+  void (*max_norm)(const T* x, int64_t n, T inv_scale, double* largest);
 };
 
 // One block of an optimizer step, in the type of the arithmetic.
@@ -25,6 +30,7 @@ struct StepBlock {
   const T* grad;
   T* weight;  // updated, as are the states
   T* state[kMaxStates];
+  T* extra;  // what goes with the weight, null where nothing does; not for the optimizer
   int64_t n;
   T grad_scale;  // 1 / the loss scale, and its sign says whether to maximize
   T lr;
@@ -41,6 +47,16 @@ struct StepLoops {
   StepLoop<T, Sgd<T, false>> sgd;
   StepLoop<T, Sgd<T, true>> momentum;
   StepLoop<T, Adagrad<T>> adagrad;
+  StepLoop<T, NovoGrad<T>> novograd;
+};
+
+// Parts of the steps that need more than one walk.
+template <class T>
+struct LayerLoops {
+  StepLoop<T, Lamb<T>> lamb_moments;  // leaves the weight as it is
+  void (*lamb_direction)(const StepBlock<T>& block, const Lamb<T>& lamb, T* u);
+  void (*descend)(T* weight, const T* u, int64_t n, T rate);  // weight -= rate u
+  void (*larc)(T* grad, const T* weight, int64_t n, T inv_scale, const LarcRate<T>& tensor);
 };
 
 // functors/write_back.h over a block: weights out of params and extras, and back, in place.
@@ -55,6 +71,7 @@ struct OptimizerLoops {
   struct Of {
     Weights<T> weights;
     StepLoops<T> steps;
+    LayerLoops<T> layers;
   };
   Of<float> f32;
   Of<double> f64;

@@ -24,6 +24,38 @@ void step(const StepBlock<T>& block, const Optimizer& chosen) {
   }
 }
 
+template <class T>
+void lamb_moments(const StepBlock<T>& block, const Lamb<T>& chosen) {
+  const Lamb<T> lamb = chosen;  // copies, as in step()
+  const T grad_scale = block.grad_scale;
+  const T *const grad = block.grad, *const weight = block.weight;
+  T *const m = block.state[0], *const v = block.state[1];
+  AMPCTX_INDEPENDENT
+  for (int64_t i = 0; i < block.n; ++i) lamb_moments(lamb, grad[i] * grad_scale, weight[i], m[i], v[i]);
+}
+
+template <class T>
+void lamb_direction(const StepBlock<T>& block, const Lamb<T>& chosen, T* u) {
+  const Lamb<T> lamb = chosen;
+  const TensorScalars<T> tensor = block.tensor;
+  const T *const weight = block.weight, *const m = block.state[0], *const v = block.state[1];
+  AMPCTX_INDEPENDENT
+  for (int64_t i = 0; i < block.n; ++i) u[i] = lamb_direction(lamb, tensor, weight[i], m[i], v[i]);
+}
+
+template <class T>
+void descend(T* weight, const T* u, int64_t n, T rate) {
+  AMPCTX_INDEPENDENT
+  for (int64_t i = 0; i < n; ++i) weight[i] -= rate * u[i];
+}
+
+template <class T>
+void larc(T* grad, const T* weight, int64_t n, T inv_scale, const LarcRate<T>& chosen) {
+  const LarcRate<T> tensor = chosen;
+  AMPCTX_INDEPENDENT
+  for (int64_t i = 0; i < n; ++i) grad[i] = larc_element(tensor, grad[i] * inv_scale, weight[i]);
+}
+
 template <WriteBack mode, class T>
 void load_weights_by(T* weight, const T* extra, int64_t n) {
   AMPCTX_INDEPENDENT
@@ -66,7 +98,9 @@ void store_weights(WriteBack mode, DType type, T* weight, T* extra, int64_t n, R
 
 template <class T>
 constexpr StepLoops<T> kStepLoops = {step<T, Adam<T, false>>, step<T, Adam<T, true>>, step<T, Sgd<T, false>>,
-                                     step<T, Sgd<T, true>>, step<T, Adagrad<T>>};
+                                     step<T, Sgd<T, true>>,   step<T, Adagrad<T>>,    step<T, NovoGrad<T>>};
+template <class T>
+constexpr LayerLoops<T> kLayerLoops = {lamb_moments<T>, lamb_direction<T>, descend<T>, larc<T>};
 template <class T>
 constexpr Weights<T> kWeights = {load_weights<T>, store_weights<T>};
 
@@ -74,8 +108,8 @@ constexpr Weights<T> kWeights = {load_weights<T>, store_weights<T>};
 
 extern const OptimizerLoops AMPCTX_TABLE(optimizers);
 const OptimizerLoops AMPCTX_TABLE(optimizers) = {
-    {kWeights<float>, kStepLoops<float>},
-    {kWeights<double>, kStepLoops<double>},
+    {kWeights<float>, kStepLoops<float>, kLayerLoops<float>},
+    {kWeights<double>, kStepLoops<double>, kLayerLoops<double>},
 };
 
 }  // namespace ampctx::cpu

@@ -21,15 +21,10 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-const TensorScalars<float>* advance_steps(const Context& context, const StepCall& call) {
-  TensorLists steps;
-  steps.depth = 1;
-  steps.pointer[0].assign(call.steps.begin(), call.steps.end());
-  steps.numel.assign(call.steps.size(), 0);
-  for (const int64_t index : call.lists.index) steps.numel[index] = 1;
+TensorScalars<float>* advance_steps(const Context& context, const StepCall& call) {
   auto* scalars = static_cast<TensorScalars<float>*>(call.workspace);
   int64_t first = 0;
-  for_each_table<1>(steps, [&](const auto& table) {
+  for_each_table<1>(one_element_lists(call, {&call.steps}), [&](const auto& table) {
     constexpr auto kernel = &advance_steps_kernel<std::decay_t<decltype(table)>>;
     const int blocks = (table.count + kThreads - 1) / kThreads;
     AMPCTX_LAUNCH(kernel, blocks, kThreads, context.stream, table, call.found_inf, call.rule, first, scalars);

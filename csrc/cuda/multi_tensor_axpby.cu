@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads)
                  int arg_to_check) {
   AxpbyFunctor functor{a.get(), b.get(), arg_to_check};
   for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
-    for_each_element<3, 1>(table, tensor, begin, size, 2, functor);
+    for_each_element<3, one_of_lists(2)>(table, tensor, begin, size, first_lists(2), functor);
   });
   if (!functor.finite) *found_inf.word = found_inf.raised;
 }

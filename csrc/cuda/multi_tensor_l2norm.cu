@@ -1,57 +1,23 @@
 // sqrt(sum((x * inv_scale)^2)) on CUDA, of all tensors and of each. Read by gradient clipping and by layer-wise
 // optimizers.
 //
-// The first kernel writes one fp32 partial sum for each piece of a tensor that falls into the share of a block. A step
-// along the line of elements changes the block or the tensor, so block + tensor numbers the pieces; where both change
-// at once a number is left out, and its place gets 0. The second kernel adds all partial sums in fp64, in a fixed
-// order. A third does so for each tensor where that is asked for. No float atomics: two runs on one device agree to the
-// last bit.
-#include "../functors/l2norm.h"
-#include "vectorized.cuh"
+// The first kernel leaves partial sums (norms.cuh), the second adds them all in fp64, in a fixed order. A third does so
+// for each tensor where that is asked for.
+#include "norms.cuh"
 
 namespace ampctx::cuda {
 namespace {
 
-constexpr int kWarp = 32;
-constexpr unsigned kAllLanes = 0xffffffffu;
-
-template <class T>
-__device__ T warp_sum(T value) {
-  for (int distance = kWarp / 2; distance > 0; distance /= 2) value += __shfl_down_sync(kAllLanes, value, distance);
-  return value;  // in lane 0
-}
-
-template <class T>
-__device__ T block_sum(T value) {
-  __shared__ T of_warp[kThreads / kWarp];
-  value = warp_sum(value);
-  __syncthreads();  // an earlier sum may still be read
-  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = value;
-  __syncthreads();
-  T total = 0;
-  for (int warp = 0; warp < kThreads / kWarp; ++warp) total += of_warp[warp];
-  return total;
-}
-
 struct L2NormFunctor {
   float inv_scale;
-  float sum = 0;
+  float sum[1] = {};
   bool finite = true;
 
   template <int n>
   __device__ void operator()(float (&value)[1][n], int64_t) {
-    float term[n];
 #pragma unroll
-    for (int k = 0; k < n; ++k) {
-      finite = finite && is_finite(value[0][k]);
-      term[k] = l2norm_term(value[0][k], inv_scale);
-    }
-#pragma unroll
-    for (int width = n / 2; width > 0; width /= 2) {
-#pragma unroll
-      for (int k = 0; k < width; ++k) term[k] += term[k + width];
-    }
-    sum += term[0];
+    for (int k = 0; k < n; ++k) finite = finite && is_finite(value[0][k]);
+    sum[0] += L2Norm::of(value[0], inv_scale);
   }
 };
 
@@ -60,16 +26,10 @@ __global__ void __launch_bounds__(kThreads)
     l2norm_partial_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf,
                           KernelFactor inv_scale, float* partial) {
   L2NormFunctor functor{inv_scale.get()};
-  const int64_t block_end = (blockIdx.x + int64_t{1}) * share;
   for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
-    functor.sum = 0;
-    for_each_element<1, 0>(table, tensor, begin, size, 1, functor);
-    const float sum = block_sum(functor.sum);
-    if (threadIdx.x != 0) return;
-    const int64_t piece = int64_t{blockIdx.x} + tensor;
-    partial[piece] = sum;
-    const bool both_end = table.offset[tensor + 1] == block_end && tensor + 1 < table.count;
-    if (both_end) partial[piece + 1] = 0;
+    functor.sum[0] = 0;
+    for_each_element<1, 0>(table, tensor, begin, size, one_of_lists(0), functor);
+    leave_piece<L2Norm>(table, share, tensor, functor.sum, partial);
   });
   if (!functor.finite) *found_inf.word = found_inf.raised;
 }
@@ -80,18 +40,15 @@ __global__ void __launch_bounds__(kThreads)
     l2norm_per_tensor_kernel(const __grid_constant__ Table table, int64_t share, const float* partial) {
   const int tensor = (blockIdx.x * kThreads + threadIdx.x) / kWarp;
   if (tensor >= table.count) return;
-  const int64_t first = table.offset[tensor] / share + tensor, last = (table.offset[tensor + 1] - 1) / share + tensor;
-  double sum = 0;
-  for (int64_t piece = first + threadIdx.x % kWarp; piece <= last; piece += kWarp) sum += partial[piece];
-  sum = warp_sum(sum);
-  if (threadIdx.x % kWarp == 0) *static_cast<float*>(table.pointer[1][tensor]) = static_cast<float>(sqrt(sum));
+  const float norm = norm_of_pieces<L2Norm, 1>(table, share, tensor, partial);
+  if (threadIdx.x % kWarp == 0) *static_cast<float*>(table.pointer[1][tensor]) = norm;
 }
 
 __global__ void __launch_bounds__(kThreads) l2norm_total_kernel(const float* partial, int64_t pieces, float* norm) {
   double sum = 0;
   for (int64_t piece = threadIdx.x; piece < pieces; piece += kThreads) sum += partial[piece];
-  sum = block_sum(sum);
-  if (threadIdx.x == 0) *norm = static_cast<float>(sqrt(sum));
+  sum = join_block<L2Norm>(sum);
+  if (threadIdx.x == 0) *norm = L2Norm::finish(sum);
 }
 
 // Returns the number of partial sums.
@@ -107,19 +64,19 @@ int64_t launch_partial(const Context& context, const TensorLists& lists, FoundIn
                   partial + pieces);
     if constexpr (depth == 2) {
       constexpr auto per_tensor_kernel = &l2norm_per_tensor_kernel<Table>;
-      const int blocks = (table.count * kWarp + kThreads - 1) / kThreads;
-      AMPCTX_LAUNCH(per_tensor_kernel, blocks, kThreads, context.stream, table, grid.share, partial + pieces);
+      AMPCTX_LAUNCH(per_tensor_kernel, blocks_for_warps(table.count), kThreads, context.stream, table, grid.share,
+                    partial + pieces);
     }
-    pieces += grid.blocks + table.count - 1;
+    pieces += piece_count(grid.blocks, table.count);
   });
   return pieces;
 }
 
 }  // namespace
 
-int64_t l2norm_workspace(const TensorLists& lists) {
+int64_t norms_workspace(const TensorLists& lists, int count) {
   const int64_t launches = lists.size() / SmallTable<2>::kCapacity + 1;
-  return (lists.size() + launches * kMaxBlocks) * static_cast<int64_t>(sizeof(float));
+  return count * (2 * lists.size() + launches * kMaxBlocks) * static_cast<int64_t>(sizeof(float));
 }
 
 void l2norm(const Context& context, const TensorLists& lists, FoundInf found_inf, Factor inv_scale,

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kThreads)
     scale_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, KernelFactor scale) {
   ScaleFunctor functor{scale.get()};
   for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
-    for_each_element<2, 1>(table, tensor, begin, size, 1, functor);
+    for_each_element<2, one_of_lists(1)>(table, tensor, begin, size, one_of_lists(0), functor);
   });
   if (!functor.finite) *found_inf.word = found_inf.raised;
 }

@@ -9,7 +9,7 @@
 namespace ampctx::cuda {
 
 // Returns the scalars of the tensors that have elements, in call.workspace.
-const TensorScalars<float>* advance_steps(const Context& context, const StepCall& call);
+TensorScalars<float>* advance_steps(const Context& context, const StepCall& call);
 
 // What a step kernel is given besides the table, the scalars and the optimizer.
 struct StepParameters {
@@ -26,10 +26,60 @@ struct StepParameters {
         write_back(call.write_back) {}
 };
 
+// One element for each tensor of the call as lists for for_each_table; offsets count the tensors that have elements.
+inline TensorLists one_element_lists(const StepCall& call, std::initializer_list<const PerTensor*> arguments) {
+  TensorLists elements;
+  for (const PerTensor* argument : arguments) {
+    elements.pointer[elements.depth++].assign(argument->begin(), argument->end());
+  }
+  elements.numel.assign(call.steps.size(), 0);
+  for (const int64_t index : call.lists.index) elements.numel[index] = 1;
+  return elements;
+}
+
+// Weights out of params (list 1) and extras (the last list), and back into them.
+template <WriteBack mode, int depth, int n>
+__device__ __forceinline__ void load_weights(float (&value)[depth][n]) {
+#pragma unroll
+  for (int k = 0; k < n; ++k) value[1][k] = load_weight(mode, value[1][k], value[depth - 1][k]);
+}
+
+template <WriteBack mode, int depth, int n>
+__device__ __forceinline__ void store_weights(DType param, RandomKey key, float (&value)[depth][n], int64_t place) {
+#pragma unroll
+  for (int k = 0; k < n; ++k) {
+    const uint32_t random = mode == WriteBack::stochastic ? random_bits(key_at(key, place + k), 0) : 0;
+    float rest = 0;
+    store_weight(mode, param, value[1][k], random, value[1][k], rest);
+    if constexpr (has_extras(mode)) value[depth - 1][k] = rest;
+  }
+}
+
+// The same with a mode of run time; `extras` says whether the last list is that of extras.
+template <bool extras, int depth, int n>
+__device__ __forceinline__ void load_weights(WriteBack mode, float (&value)[depth][n]) {
+  if constexpr (extras) {
+    if (mode == WriteBack::split) load_weights<WriteBack::split>(value);
+    if (mode == WriteBack::kahan) load_weights<WriteBack::kahan>(value);
+  }
+}
+
+template <bool extras, int depth, int n>
+__device__ __forceinline__ void store_weights(WriteBack mode, DType param, RandomKey key, float (&value)[depth][n],
+                                              int64_t place) {
+  if constexpr (extras) {
+    if (mode == WriteBack::copy) store_weights<WriteBack::copy>(param, key, value, place);
+    if (mode == WriteBack::split) store_weights<WriteBack::split>(param, key, value, place);
+    if (mode == WriteBack::kahan) store_weights<WriteBack::kahan>(param, key, value, place);
+  } else {
+    if (mode == WriteBack::stochastic) store_weights<WriteBack::stochastic>(param, key, value, place);
+  }
+}
+
 // Lists: grads, params, the states of Optimizer, and extras where the write back has them.
 template <class Optimizer, bool extras>
 struct StepFunctor {
-  static constexpr int kExtra = 2 + Optimizer::kStates, kDepth = kExtra + extras;
+  static constexpr int kDepth = 2 + Optimizer::kStates + extras;
 
   Optimizer optimizer;
   float grad_scale, lr;
@@ -39,10 +89,7 @@ struct StepFunctor {
 
   template <int n>
   __device__ __forceinline__ void operator()(float (&value)[kDepth][n], int64_t place) {
-    if constexpr (extras) {
-      if (write_back == WriteBack::split) load<WriteBack::split>(value);
-      if (write_back == WriteBack::kahan) load<WriteBack::kahan>(value);
-    }
+    load_weights<extras>(write_back, value);
 #pragma unroll
     for (int k = 0; k < n; ++k) {
       float state[Optimizer::kStates + 1];  // not none
@@ -52,31 +99,7 @@ struct StepFunctor {
 #pragma unroll
       for (int s = 0; s < Optimizer::kStates; ++s) value[2 + s][k] = state[s];
     }
-    if constexpr (extras) {
-      if (write_back == WriteBack::copy) store<WriteBack::copy>(value, place);
-      if (write_back == WriteBack::split) store<WriteBack::split>(value, place);
-      if (write_back == WriteBack::kahan) store<WriteBack::kahan>(value, place);
-    } else {
-      if (write_back == WriteBack::stochastic) store<WriteBack::stochastic>(value, place);
-    }
-  }
-
- private:
-  template <WriteBack mode, int n>
-  __device__ __forceinline__ void load(float (&value)[kDepth][n]) {
-#pragma unroll
-    for (int k = 0; k < n; ++k) value[1][k] = load_weight(mode, value[1][k], value[kExtra][k]);
-  }
-
-  template <WriteBack mode, int n>
-  __device__ __forceinline__ void store(float (&value)[kDepth][n], int64_t place) {
-#pragma unroll
-    for (int k = 0; k < n; ++k) {
-      const uint32_t random = mode == WriteBack::stochastic ? random_bits(key_at(tensor.key, place + k), 0) : 0;
-      float rest = 0;
-      store_weight(mode, param, value[1][k], random, value[1][k], rest);
-      if constexpr (extras) value[kExtra][k] = rest;
-    }
+    store_weights<extras>(write_back, param, tensor.key, value, place);
   }
 };
 
@@ -89,10 +112,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   StepFunctor<Optimizer, extras> functor{optimizer, call.maximize ? -inv_scale : inv_scale, call.lr.get(),
                                          call.write_back, table.dtype[1]};
   constexpr int depth = functor.kDepth;
-  const int reads = extras && !reads_extras(call.write_back) ? depth - 1 : depth;
+  const unsigned read = first_lists(extras && !reads_extras(call.write_back) ? depth - 1 : depth);
   for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
     functor.tensor = scalars[tensor];
-    for_each_element<depth, depth - 1>(table, tensor, begin, size, reads, functor);
+    for_each_element<depth, first_lists(depth) - one_of_lists(0)>(table, tensor, begin, size, read, functor);
   });
 }
 
@@ -108,11 +131,17 @@ void launch_step(const Context& context, const StepCall& call, const Optimizer& 
   });
 }
 
+// The step itself, with the scalars of advance_steps().
 template <class Optimizer>
-void step(const Context& context, const StepCall& call, const Optimizer& optimizer) {
-  const TensorScalars<float>* scalars = advance_steps(context, call);
+void update(const Context& context, const StepCall& call, const TensorScalars<float>* scalars,
+            const Optimizer& optimizer) {
   has_extras(call.write_back) ? launch_step<true>(context, call, optimizer, scalars)
                               : launch_step<false>(context, call, optimizer, scalars);
+}
+
+template <class Optimizer>
+void step(const Context& context, const StepCall& call, const Optimizer& optimizer) {
+  update(context, call, advance_steps(context, call), optimizer);
 }
 
 }  // namespace ampctx::cuda

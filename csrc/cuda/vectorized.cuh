@@ -111,12 +111,25 @@ __device__ inline int64_t to_boundary(const void* address, DType dtype) {
   return (kAccessBytes - past) % kAccessBytes / element_size(dtype);
 }
 
+// What memory of that type keeps of the values.
+template <int n>
+__device__ __forceinline__ void round_as_stored(DType dtype, float (&value)[n]) {
+  if (dtype == DType::f32) return;
+  uint16_t words[n];
+  to_words(dtype, value, words);
+  from_words(dtype, words, value);
+}
+
+// Sets of lists of a table, a bit for each.
+__host__ __device__ constexpr unsigned one_of_lists(int list) { return 1u << list; }
+__host__ __device__ constexpr unsigned first_lists(int count) { return (1u << count) - 1; }
+__host__ __device__ constexpr bool contains(unsigned lists, int list) { return (lists >> list & 1) != 0; }
+
 // functor(v, place) with v[list][k], k < 1 or kVector, element `place + k` of the tensor, in the first `walked` lists
-// of the table: reads the first `reads` of them before, stores the last `writes` of them after.
-template <int walked, int writes, class Table, class Functor>
-__device__ __forceinline__ void for_each_element(const Table& table, int tensor, int64_t begin, int64_t size, int reads,
-                                                 Functor& functor) {
-  constexpr int first_written = walked - writes;
+// of the table: reads those in the set `read` before, stores those in `written` after.
+template <int walked, unsigned written, class Table, class Functor>
+__device__ __forceinline__ void for_each_element(const Table& table, int tensor, int64_t begin, int64_t size,
+                                                 unsigned read, Functor& functor) {
   void* base[walked];
 #pragma unroll
   for (int list = 0; list < walked; ++list) {
@@ -125,7 +138,8 @@ __device__ __forceinline__ void for_each_element(const Table& table, int tensor,
   int64_t head = to_boundary(base[0], table.dtype[0]);
 #pragma unroll
   for (int list = walked - 1; list >= 0; --list) {
-    if (element_size(table.dtype[list]) == 2) head = to_boundary(base[list], table.dtype[list]);
+    const bool is_used = contains(read | written, list);
+    if (is_used && element_size(table.dtype[list]) == 2) head = to_boundary(base[list], table.dtype[list]);
   }
   head = head < size ? head : size;
   const int64_t vectors = (size - head) / kVector, tail = head + vectors * kVector;
@@ -141,7 +155,7 @@ __device__ __forceinline__ void for_each_element(const Table& table, int tensor,
     float value[walked][kVector];
 #pragma unroll
     for (int list = 0; list < walked; ++list) {
-      if (list >= reads) continue;
+      if (!contains(read, list)) continue;
       if (aligned[list]) {
         load_vector(base[list], table.dtype[list], at, value[list]);
       } else {
@@ -151,7 +165,8 @@ __device__ __forceinline__ void for_each_element(const Table& table, int tensor,
     }
     functor(value, begin + at);
 #pragma unroll
-    for (int list = first_written; list < walked; ++list) {
+    for (int list = 0; list < walked; ++list) {
+      if (!contains(written, list)) continue;
       if (aligned[list]) {
         store_vector(base[list], table.dtype[list], at, value[list]);
       } else {
@@ -165,12 +180,12 @@ __device__ __forceinline__ void for_each_element(const Table& table, int tensor,
     float value[walked][1];
 #pragma unroll
     for (int list = 0; list < walked; ++list) {
-      if (list < reads) value[list][0] = load_element(base[list], table.dtype[list], at);
+      if (contains(read, list)) value[list][0] = load_element(base[list], table.dtype[list], at);
     }
     functor(value, begin + at);
 #pragma unroll
-    for (int list = first_written; list < walked; ++list) {
-      store_element(base[list], table.dtype[list], at, value[list][0]);
+    for (int list = 0; list < walked; ++list) {
+      if (contains(written, list)) store_element(base[list], table.dtype[list], at, value[list][0]);
     }
   }
 }

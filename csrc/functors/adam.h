@@ -19,18 +19,39 @@ struct AdamOptions {
   bool adam_w_mode;
 };
 
+// m and v, and the direction they give: LAMB's too.
+template <class T>
+struct Moments {
+  T beta1, of_g, beta2, of_g_squared, eps;
+
+  Moments(double beta1, double of_g, double beta2, double eps)
+      : beta1(static_cast<T>(beta1)),
+        of_g(static_cast<T>(of_g)),
+        beta2(static_cast<T>(beta2)),
+        of_g_squared(static_cast<T>(1 - beta2)),
+        eps(static_cast<T>(eps)) {}
+};
+
+template <class T>
+AMPCTX_FN void update_moments(const Moments<T>& moments, T g, T& m, T& v) {
+  m = moments.beta1 * m + moments.of_g * g;
+  v = moments.beta2 * v + (moments.of_g_squared * g) * g;
+}
+
+template <class T>
+AMPCTX_FN T direction(const Moments<T>& moments, const TensorScalars<T>& tensor, T m, T v) {
+  return (m * tensor.rc1) / (square_root(v) * tensor.rsc2 + moments.eps);
+}
+
 template <class T, bool amsgrad>
 struct Adam {
   static constexpr int kStates = amsgrad ? 3 : 2;  // m, v, and x
-  T beta1, of_g, beta2, of_g_squared, eps, weight_decay;
+  Moments<T> moments;
+  T weight_decay;
   bool adam_w_mode;
 
   explicit Adam(const AdamOptions& options)
-      : beta1(static_cast<T>(options.beta1)),
-        of_g(static_cast<T>(1 - options.beta1)),
-        beta2(static_cast<T>(options.beta2)),
-        of_g_squared(static_cast<T>(1 - options.beta2)),
-        eps(static_cast<T>(options.eps)),
+      : moments(options.beta1, 1 - options.beta1, options.beta2, options.eps),
         weight_decay(static_cast<T>(options.weight_decay)),
         adam_w_mode(options.adam_w_mode) {}
 };
@@ -39,12 +60,10 @@ template <class T, bool amsgrad>
 AMPCTX_FN T step_element(const Adam<T, amsgrad>& adam, const TensorScalars<T>& tensor, T lr, T g, T w, T* state) {
   const T decay = adam.weight_decay * w;
   g = adam.adam_w_mode ? g : g + decay;
-  const T m = adam.beta1 * state[0] + adam.of_g * g;
-  T v = adam.beta2 * state[1] + (adam.of_g_squared * g) * g;
-  state[0] = m;
-  state[1] = v;
-  if constexpr (amsgrad) v = state[2] = maximum(state[2], v);
-  const T u = (m * tensor.rc1) / (square_root(v) * tensor.rsc2 + adam.eps);
+  update_moments(adam.moments, g, state[0], state[1]);
+  T x = state[1];
+  if constexpr (amsgrad) x = state[2] = maximum(state[2], x);
+  const T u = direction(adam.moments, tensor, state[0], x);
   return w - lr * (adam.adam_w_mode ? u + decay : u);
 }
 

@@ -17,6 +17,7 @@ struct TensorScalars {
   T rc1, rsc2;
   int32_t is_first;  // t == 1
   RandomKey key;
+  T denominator;  // NovoGrad's d, once its norm is known
 };
 
 struct TensorRule {
@@ -28,7 +29,7 @@ struct TensorRule {
 // `number` of the tensor among those of the call that have elements.
 template <class T>
 AMPCTX_FN TensorScalars<T> tensor_scalars(const TensorRule& rule, double t, int64_t number) {
-  TensorScalars<T> scalars = {1, 1, t == 1, random_key(rule.seed, static_cast<int64_t>(t), number)};
+  TensorScalars<T> scalars = {1, 1, t == 1, random_key(rule.seed, static_cast<int64_t>(t), number), 1};
   if (rule.bias_correction) {
     scalars.rc1 = static_cast<T>(1 / (1 - power(rule.beta1, t)));
     scalars.rsc2 = static_cast<T>(1 / square_root(1 - power(rule.beta2, t)));

@@ -118,7 +118,7 @@ from pathlib import Path
 from ampctx import ops
 from backends import EMULATED as backend
 from emulation_build import load
-from optimizer_calls import ADAM, AMSGRAD, make_call
+from optimizer_calls import ADAM, AMSGRAD, LAMB, LARC, NOVOGRAD, make_call
 definitions = ops.define(backend.namespace)
 library = load(Path(sys.argv[1]), backend.namespace)
 sizes = [1, 7, 8, 9, 0, 511, 512, 513, 1543]
@@ -131,7 +131,8 @@ for dtype in (torch.float32, torch.float16):
         backend.axpby(src, dst, [t.clone() for t in dst], flag, 1.0, 2.0)
         norm, each = backend.l2norm(src, flag, 0.5, per_tensor=True)
         assert abs(norm.item() ** 2 - sum(sizes) / 4) < 1e-2, norm
-for optimizer, write_back in ((ADAM, "nearest"), (AMSGRAD, "copy"), (ADAM, "split"), (ADAM, "stochastic")):
+for optimizer, write_back in ((ADAM, "nearest"), (AMSGRAD, "copy"), (ADAM, "split"), (ADAM, "stochastic"),
+                              (LAMB, "split"), (LAMB, "copy"), (NOVOGRAD, "kahan"), (LARC, "nearest")):
     make_call(backend, optimizer, sizes, param=torch.bfloat16, write_back=write_back).run(backend)
 print("end of the valid calls", flush=True)
 short = torch.from_numpy(numpy.lib.stride_tricks.as_strided(numpy.ones(90, dtype=numpy.float32), (100,)))

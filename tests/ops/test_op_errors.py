@@ -5,7 +5,19 @@ import re
 import pytest
 import torch
 from backends import COMPILED
-from optimizer_calls import ADAGRAD, ADAM, AMSGRAD, MOMENTUM, SGD, make_call, on_optimizers
+from optimizer_calls import (
+    ADAGRAD,
+    ADAM,
+    AMSGRAD,
+    LAMB,
+    LARC,
+    MOMENTUM,
+    NOVOGRAD,
+    OPTIMIZERS,
+    SGD,
+    make_call,
+    on_optimizers,
+)
 
 from ampctx import ops
 
@@ -257,6 +269,52 @@ STEP_ERRORS = {
         ADAGRAD, "nearest", F32, replaced("steps", lambda d: d(1, dtype=I64), 0),
         "steps[0] has dtype torch.int64, expected float32",
     ),
+    "lamb-state-numel": (
+        LAMB, "nearest", F32, replaced("exp_avg_sqs", lambda d: d(7), 1), "exp_avg_sqs[1] has 7 elements, grads[1]",
+    ),
+    "lamb-state-missing": (
+        LAMB, "nearest", F32, replaced("exp_avg_sqs", lambda d: []), "exp_avg_sqs has 0 tensors, grads has 2",
+    ),
+    "lamb-remainders": (
+        LAMB, "split", BF16, replaced("extras", lambda d: [d(2), d(12)]),
+        "extras[0] has dtype torch.float32, expected int16",
+    ),
+    "global-norm-elements": (
+        LAMB, "nearest", F32, lambda call, d: call.options.update(global_grad_norm=d(2)),
+        "global_grad_norm has 2 elements, expected 1",
+    ),
+    "global-norm-dtype": (
+        LAMB, "nearest", F32, lambda call, d: call.options.update(global_grad_norm=t(1, dtype=I64)),
+        "global_grad_norm has dtype torch.int64, expected float32 or float64",
+    ),
+    "novograd-state-layout": (
+        NOVOGRAD, "nearest", F32, replaced("exp_avgs", lambda d: d(4, 3).t(), 1),
+        "exp_avgs[1] and grads[1] have different memory layouts",
+    ),
+    "norms-length": (
+        NOVOGRAD, "nearest", F32, replaced("exp_avg_sqs", lambda d: [d(1)]), "exp_avg_sqs has 1 tensors, grads has 2",
+    ),
+    "norms-elements": (
+        NOVOGRAD, "nearest", F32, replaced("exp_avg_sqs", lambda d: d(12), 1),
+        "exp_avg_sqs[1] has 12 elements, expected 1",
+    ),
+    "norms-dtype": (
+        NOVOGRAD, "nearest", F32, replaced("exp_avg_sqs", lambda d: d(1, dtype=F16), 0),
+        "exp_avg_sqs[0] has dtype torch.float16, expected float32",
+    ),
+    "novograd-write-back": (
+        NOVOGRAD, "nearest", F32, lambda call, d: call.options.update(write_back=7), "write_back is 7, expected 0 to 4",
+    ),
+    "larc-length": (LARC, "nearest", F32, replaced("params", lambda d: [d(2)]), "params has 1 tensors, grads has 2"),
+    "larc-numel": (LARC, "nearest", F32, replaced("params", lambda d: d(3), 1), "params[1] has 3 elements, grads[1]"),
+    "larc-layout": (
+        LARC, "nearest", F32, replaced("params", lambda d: d(4, 3).t(), 1),
+        "params[1] and grads[1] have different memory layouts",
+    ),
+    "larc-dtype": (
+        LARC, "nearest", F32, replaced("params", lambda d: [d(2, dtype=I16), d(12, dtype=I16)]),
+        "params[0] has dtype torch.int16, expected float32, float16",
+    ),
 }  # fmt: skip
 
 
@@ -272,6 +330,7 @@ def test_optimizer_steps(backend, optimizer, write_back, param, change, message)
     call.assert_same(before)
 
 
+on_all = pytest.mark.parametrize("optimizer", [*OPTIMIZERS, LARC], ids=lambda o: o.name)
 SCALAR_ERRORS = {
     "flag-dtype": ({"found_inf": (1, F64)}, "found_inf has dtype torch.float64, expected float32 or int32"),
     "flag-elements": ({"found_inf": (2, F32)}, "found_inf has 2 elements, expected 1"),
@@ -281,7 +340,7 @@ SCALAR_ERRORS = {
 
 
 @pytest.mark.parametrize(("wrong", "message"), SCALAR_ERRORS.values(), ids=SCALAR_ERRORS.keys())
-@on_optimizers
+@on_all
 def test_scalars_of_optimizer_steps(backend, optimizer, wrong, message):
     scalars = {name: t(shape, dtype=dtype, device=backend.device) for name, (shape, dtype) in wrong.items()}
     for sizes in ([2, 3], []):
@@ -332,6 +391,7 @@ def test_optimizer_steps_on_two_devices(mixed_devices, optimizer):
         call, one = make_call(COMPILED, optimizer, [2, 3], write_back="copy"), t(())
         for name in wrong.keys() & call.lists.keys():
             call[name][1] = wrong[name]
+        call.options |= {name: wrong[name] for name in wrong.keys() & call.options.keys()}
         scalars = [wrong.get(name, one) for name in ("found_inf", "inv_scale", "lr")]
         getattr(mixed_devices, optimizer.op).default(*call.arguments(*scalars))
 
@@ -341,9 +401,10 @@ def test_optimizer_steps_on_two_devices(mixed_devices, optimizer):
             call(**{name: meta})
     with pytest.raises(RuntimeError, match=re.escape("extras[1] is on meta, grads[0] is on cpu")):
         call(extras=meta.half())
-    with pytest.raises(RuntimeError, match=re.escape("steps[1] is on meta, grads[0] is on cpu")):
-        call(steps=meta[0])
-    for name in ("found_inf", "inv_scale", "lr"):
+    for name in ("steps", *optimizer.per_tensor):
+        with pytest.raises(RuntimeError, match=re.escape(f"{name}[1] is on meta, grads[0] is on cpu")):
+            call(**{name: meta[0]})
+    for name in ("found_inf", "inv_scale", "lr", *({"global_grad_norm"} & optimizer.options.keys())):
         with pytest.raises(RuntimeError, match=re.escape(f"{name} is on meta, grads[0] is on cpu")):
             call(**{name: meta[0]})
 

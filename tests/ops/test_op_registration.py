@@ -3,7 +3,7 @@
 import pytest
 import torch
 from backends import COMPILED, FLOATS, short
-from optimizer_calls import OPTIMIZERS, make_call
+from optimizer_calls import LARC, OPTIMIZERS, make_call
 
 from ampctx import ops, optimizer_ops
 
@@ -35,6 +35,8 @@ def samples():
         for write_back in ("copy", "split", "stochastic"):
             call = make_call(COMPILED, optimizer, [3, 0, (2, 5)], param=torch.bfloat16, write_back=write_back)
             yield f"{optimizer.name}-{write_back}", optimizer.op, call.arguments(FLAG, FACTOR, FACTOR)
+    call = make_call(COMPILED, LARC, [3, 0, (2, 5)], grad=torch.bfloat16)
+    yield "larc", LARC.op, call.arguments(FLAG, FACTOR, FACTOR)
     yield "update_scale", "update_scale", (torch.tensor(65536.0), *trackers, FLAG, *UPDATE)
 
 
@@ -89,10 +91,21 @@ def test_optimizer_calls(optimizer):
     options = {**call.options, "write_back": "split"}
     typed = getattr(optimizer_ops, optimizer.op.removeprefix("multi_tensor_"))
     typed(**call.lists, found_inf=torch.zeros(()), inv_scale=torch.tensor(0.5), lr=0.25, **options)
-    call.assert_same(expected)
+    call.assert_agrees(expected)
     versions = {name: {t._version for t in tensors} for name, tensors in call.lists.items() if tensors}
     assert versions.pop("grads") == {0}
     assert all(max(version) >= 1 for version in versions.values()), versions
+
+
+def test_larc_call():
+    """The same of the one that writes gradients."""
+    call = make_call(COMPILED, LARC, [3, 0, (2, 5)])
+    expected = call.expected(inv_scale=0.5, lr=0.25)
+    options = {name: call.options[name] for name in ("trust_coefficient", "eps", "weight_decay", "clip")}
+    optimizer_ops.larc(**call.lists, found_inf=torch.zeros(()), inv_scale=torch.tensor(0.5), lr=0.25, **options)
+    call.assert_agrees(expected)
+    assert all(g._version >= 1 for g in call["grads"])
+    assert all(p._version == 0 for p in call["params"])
 
 
 def test_python_calls_take_floats_and_tensors():

@@ -16,7 +16,7 @@ sys.path.insert(0, sys.argv[1])
 from ampctx import ops
 from ampctx._reference_optimizers import WRITE_BACKS
 from backends import ALL_FLOATS, COMPILED
-from optimizer_calls import OPTIMIZERS, make_call, takes
+from optimizer_calls import LARC, NOVOGRAD, OPTIMIZERS, make_call, takes
 generator = torch.Generator().manual_seed(0)
 digest = hashlib.sha256()
 def add(*tensors):
@@ -44,6 +44,10 @@ for optimizer in OPTIMIZERS:
         for param in filter(lambda dtype: takes(write_back, dtype), ALL_FLOATS):
             call = make_call(COMPILED, optimizer, [2049, 17, 5], param=param, write_back=write_back)
             add(*(t for _, t in call.run(COMPILED, times=2).tensors()))
+for inf_norm in (False, True):
+    add(*(t for _, t in make_call(COMPILED, NOVOGRAD, [2049, 17, 5], inf_norm=inf_norm).run(COMPILED).tensors()))
+for grad in ALL_FLOATS:
+    add(*(t for _, t in make_call(COMPILED, LARC, [2049, 17, 5], grad=grad).run(COMPILED).tensors()))
 print(ops.extension.build["simd_used"], digest.hexdigest())
 """
 

@@ -1,0 +1,123 @@
+// LAMB on CUDA: functors/lamb.h.
+//
+// One walk stores m and v and leaves partial sums of ||w||^2 and ||u||^2; with the norms of each tensor known, a second
+// one makes u again, of what was stored, and takes the step. One walk does both where no ratio is asked for.
+#include "layer_norms.cuh"
+#include "optimizer_apply.cuh"
+
+namespace ampctx::cuda {
+namespace {
+
+enum class Walk { moments, weights, all };
+
+template <Walk walk, bool extras>
+struct LambFunctor {
+  static constexpr int kDepth = 4 + extras;
+
+  Lamb<float> lamb;
+  float grad_scale, rate;
+  WriteBack write_back;
+  DType param, m, v;
+  TensorScalars<float> tensor{};
+  float sum[2] = {};
+
+  template <int n>
+  __device__ __forceinline__ void operator()(float (&value)[kDepth][n], int64_t place) {
+    load_weights<extras>(write_back, value);
+    if constexpr (walk != Walk::weights) {
+#pragma unroll
+      for (int k = 0; k < n; ++k) {
+        lamb_moments(lamb, value[0][k] * grad_scale, value[1][k], value[2][k], value[3][k]);
+      }
+      round_as_stored(m, value[2]);
+      round_as_stored(v, value[3]);
+    }
+    float u[n];
+#pragma unroll
+    for (int k = 0; k < n; ++k) u[k] = lamb_direction(lamb, tensor, value[1][k], value[2][k], value[3][k]);
+    if constexpr (walk == Walk::moments) {
+      sum[0] += L2Norm::of(value[1], 1.0f);
+      sum[1] += L2Norm::of(u, 1.0f);
+    } else {
+#pragma unroll
+      for (int k = 0; k < n; ++k) value[1][k] -= rate * u[k];
+      store_weights<extras>(write_back, param, tensor.key, value, place);
+    }
+  }
+};
+
+// What lamb_kernel is given besides the table and its share.
+struct LambParameters {
+  StepParameters step;
+  KernelFactor global_grad_norm;
+  Lamb<float> lamb;
+  const float* norms;  // of w and u
+  float* partial;
+};
+
+// Lists: grads, params, exp_avgs, exp_avg_sqs, and extras where the write back has them.
+template <Walk walk, bool extras, class Table>
+__global__ void __launch_bounds__(kThreads, 2) lamb_kernel(const __grid_constant__ Table table, int64_t share,
+                                                           LambParameters call, const TensorScalars<float>* scalars) {
+  if (call.step.found_inf.is_set()) return;
+  constexpr unsigned grads = one_of_lists(0), params = one_of_lists(1), states = one_of_lists(2) | one_of_lists(3);
+  constexpr unsigned extra = extras ? one_of_lists(4) : 0;
+  constexpr unsigned written = (walk == Walk::weights ? 0 : states) | (walk == Walk::moments ? 0 : params | extra);
+  const unsigned read =
+      params | states | (walk == Walk::weights ? 0 : grads) | (reads_extras(call.step.write_back) ? extra : 0);
+  const float inv_scale = call.step.inv_scale.get(), lr = call.step.lr.get();
+  call.lamb.clip = lamb_clip(call.lamb, call.global_grad_norm.get());
+  LambFunctor<walk, extras> functor{call.lamb,
+                                    call.step.maximize ? -inv_scale : inv_scale,
+                                    lr,
+                                    call.step.write_back,
+                                    table.dtype[1],
+                                    table.dtype[2],
+                                    table.dtype[3]};
+  for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
+    functor.tensor = scalars[tensor];
+    if constexpr (walk == Walk::moments) functor.sum[0] = functor.sum[1] = 0;
+    if constexpr (walk == Walk::weights) {
+      functor.rate = lamb_rate(lr, call.norms[int64_t{2} * tensor], call.norms[int64_t{2} * tensor + 1]);
+    }
+    for_each_element<functor.kDepth, written>(table, tensor, begin, size, read, functor);
+    if constexpr (walk == Walk::moments) leave_piece<L2Norm>(table, share, tensor, functor.sum, call.partial);
+  });
+}
+
+// Returns the share of a block.
+template <Walk walk, bool extras, class Table>
+int64_t launch_walk(const Context& context, const Table& table, const LambParameters& parameters,
+                    const TensorScalars<float>* scalars) {
+  constexpr auto kernel = &lamb_kernel<walk, extras, Table>;
+  const Split grid = split(table.offset[table.count], resident_blocks<kernel>(context.device));
+  AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, parameters, scalars);
+  return grid.share;
+}
+
+template <bool extras>
+void launch_lamb(const Context& context, const StepCall& call, const LambOptions& options, Factor global_grad_norm) {
+  const NormsWorkspace workspace(call, 2);
+  const LambParameters parameters{StepParameters(call), KernelFactor(global_grad_norm), Lamb<float>(options),
+                                  workspace.norms, workspace.partial};
+  const TensorScalars<float>* scalars = advance_steps(context, call);
+  for_each_table<4 + extras>(call.lists, [&](const auto& table) {
+    if (options.has_ratio()) {
+      const int64_t share = launch_walk<Walk::moments, extras>(context, table, parameters, scalars);
+      launch_layer_norms<L2Norm, 2>(context, table, share, call.found_inf, workspace.partial, workspace.norms);
+      launch_walk<Walk::weights, extras>(context, table, parameters, scalars);
+    } else {
+      launch_walk<Walk::all, extras>(context, table, parameters, scalars);
+    }
+    scalars += table.count;
+  });
+}
+
+}  // namespace
+
+void lamb(const Context& context, const StepCall& call, const LambOptions& options, Factor global_grad_norm) {
+  has_extras(call.write_back) ? launch_lamb<true>(context, call, options, global_grad_norm)
+                              : launch_lamb<false>(context, call, options, global_grad_norm);
+}
+
+}  // namespace ampctx::cuda

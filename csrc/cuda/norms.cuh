@@ -1,0 +1,113 @@
+// Norms of tensors on CUDA: what multi_tensor_l2norm and the layer-wise optimizers share.
+//
+// A kernel that walks tensors leaves one fp32 partial value for each piece of a tensor that falls into the share of a
+// block (leave_piece). A step along the line of elements changes the block or the tensor, so block + tensor numbers the
+// pieces; where both change at once a number is left out, and its place gets 0. A second kernel joins the pieces of a
+// tensor in fp64, one warp for each (norm_of_pieces). The order is fixed and there are no float atomics: two runs on
+// one device agree to the last bit.
+#pragma once
+
+#include "../functors/l2norm.h"
+#include "vectorized.cuh"
+
+namespace ampctx::cuda {
+
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// A norm is what a thread makes of n elements, how values are joined, starting from 0, and what becomes of the last.
+struct L2Norm {
+  template <int n>
+  static __device__ __forceinline__ float of(const float (&x)[n], float inv_scale) {
+    float term[n];
+#pragma unroll
+    for (int k = 0; k < n; ++k) term[k] = l2norm_term(x[k], inv_scale);
+#pragma unroll
+    for (int width = n / 2; width > 0; width /= 2) {
+#pragma unroll
+      for (int k = 0; k < width; ++k) term[k] += term[k + width];
+    }
+    return term[0];
+  }
+  template <class T>
+  static __device__ __forceinline__ T join(T a, T b) {
+    return a + b;
+  }
+  static __device__ float finish(double total) { return static_cast<float>(sqrt(total)); }
+};
+
+// max|x|, nan where there is one.
+struct MaxNorm {
+  template <int n>
+  static __device__ __forceinline__ float of(const float (&x)[n], float inv_scale) {
+    uint32_t largest = 0;
+#pragma unroll
+    for (int k = 0; k < n; ++k) {
+      const uint32_t bits = magnitude_bits(x[k] * inv_scale);
+      largest = bits > largest ? bits : largest;
+    }
+    return float_of(largest);
+  }
+  template <class T>
+  static __device__ __forceinline__ T join(T a, T b) {
+    return maximum(a, b);
+  }
+  static __device__ float finish(double total) { return static_cast<float>(total); }
+};
+
+template <class Norm, class T>
+__device__ T join_warp(T value) {
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    value = Norm::join(value, __shfl_down_sync(kAllLanes, value, distance));
+  }
+  return value;  // in lane 0
+}
+
+template <class Norm, class T>
+__device__ T join_block(T value) {
+  __shared__ T of_warp[kThreads / kWarp];
+  value = join_warp<Norm>(value);
+  __syncthreads();  // those of an earlier call may still be read
+  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = value;
+  __syncthreads();
+  T total = 0;
+  for (int warp = 0; warp < kThreads / kWarp; ++warp) total = Norm::join(total, of_warp[warp]);
+  return total;
+}
+
+// Called by all threads for each segment of for_each_segment: `value` of a thread is what it made of the elements for
+// each of `count` norms. partial[count * piece + norm].
+template <class Norm, int count, class Table>
+__device__ void leave_piece(const Table& table, int64_t share, int tensor, const float (&value)[count],
+                            float* partial) {
+  float joined[count];
+#pragma unroll
+  for (int i = 0; i < count; ++i) joined[i] = join_block<Norm>(value[i]);
+  if (threadIdx.x != 0) return;
+  float* const piece = partial + count * (int64_t{blockIdx.x} + tensor);
+  const int64_t block_end = (blockIdx.x + int64_t{1}) * share;
+  const bool both_end = table.offset[tensor + 1] == block_end && tensor + 1 < table.count;
+#pragma unroll
+  for (int i = 0; i < count; ++i) {
+    piece[i] = joined[i];
+    if (both_end) piece[count + i] = 0;
+  }
+}
+
+// Places for partial values that a launch of leave_piece needs.
+inline int64_t piece_count(int blocks, int32_t tensors) { return int64_t{blocks} + tensors - 1; }
+
+// Called by whole warps: the norm of a tensor, in lane 0.
+template <class Norm, int count, class Table>
+__device__ float norm_of_pieces(const Table& table, int64_t share, int tensor, const float* partial) {
+  const int64_t first = table.offset[tensor] / share + tensor, last = (table.offset[tensor + 1] - 1) / share + tensor;
+  double total = 0;
+  for (int64_t piece = first + threadIdx.x % kWarp; piece <= last; piece += kWarp) {
+    total = Norm::join(total, static_cast<double>(partial[count * piece]));
+  }
+  return Norm::finish(join_warp<Norm>(total));
+}
+
+inline int blocks_for_warps(int64_t warps) { return static_cast<int>((warps * kWarp + kThreads - 1) / kThreads); }
+
+}  // namespace ampctx::cuda
