@@ -32,15 +32,15 @@ format: $(VENV)/lint.done
 	$(VENV)/bin/clang-format -i $(FORMATTED)
 
 bench: $(VENV)/examples.done
-	$(PY) benchmarks/tail.py --model resnet50 $(ARGS)
-	$(PY) benchmarks/tail.py --model tiny5000 $(ARGS)
+	$(PY) benchmarks/tail.py --model resnet50 --clip $(ARGS)
+	$(PY) benchmarks/tail.py --model tiny5000 --clip $(ARGS)
 
 # The same build of the extension under the oldest and newest torch it promises to run on. Downloads both (several GB).
 abi-check: $(VENV)/test.done
 	for version in 2.11.0 2.15.0; do \
 	  $(PYTHON) -m venv .abi/$$version && \
 	  .abi/$$version/bin/python -m pip install --quiet torch==$$version numpy pytest packaging && \
-	  AMPCTX_REQUIRE_EXTENSION=1 PYTHONPATH=. .abi/$$version/bin/python -m pytest tests/ops tests/amp $(ARGS) || exit 1; \
+	  AMPCTX_REQUIRE_EXTENSION=1 PYTHONPATH=. .abi/$$version/bin/python -m pytest tests/ops tests/amp tests/optimizers $(ARGS) || exit 1; \
 	done
 
 # For a machine with a GPU, the CUDA toolkit and a python that has torch and pytest; installs nothing.

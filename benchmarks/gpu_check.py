@@ -193,14 +193,23 @@ def step_layers(optimizer_ops, weights: list) -> None:
 
 
 def bench() -> dict:
+    tails = [
+        (model, level, "FusedAdam", clip)
+        for model in ("resnet50", "tiny5000")
+        for level in ("O1", "O2")
+        for clip in (False, True)
+    ]
+    others = ("FusedSGD", "FusedAdagrad", "FusedLAMB", "FusedNovoGrad", "LARC", "torch-Adam")
+    tails += [("resnet50", "O2", optimizer, True) for optimizer in others]
     parts = {}
-    for model in ("resnet50", "tiny5000"):
-        for level in ("O1", "O2"):
-            file = PARTS / f"tail-{model}-{level}.json"
-            command = [sys.executable, "benchmarks/tail.py", "--device", "cuda", "--model", model, "--opt-level", level]
-            part = run([*command, "--json", str(file)], STEP_LIMIT / 4, AMPCTX_REQUIRE_EXTENSION="cuda")
-            part["figures"] = json.loads(file.read_text()) if file.exists() else None
-            parts[f"{model}-{level}"] = part
+    for model, level, optimizer, clip in tails:
+        name = f"{model}-{level}-{optimizer}{'-clip' if clip else ''}"
+        file = PARTS / f"tail-{name}.json"
+        command = [sys.executable, "benchmarks/tail.py", "--device", "cuda", "--model", model, "--opt-level", level]
+        command += ["--optimizer", optimizer, *(["--clip"] if clip else []), "--json", str(file)]
+        part = run(command, STEP_LIMIT / len(tails), AMPCTX_REQUIRE_EXTENSION="cuda")
+        part["figures"] = json.loads(file.read_text()) if file.exists() else None
+        parts[name] = part
     return {"exit_code": max(p["exit_code"] for p in parts.values()), **parts}
 
 
