@@ -42,7 +42,17 @@ def tiny5000() -> Iterator[tuple[str, Shape]]:
         yield "weight", (sizes.randint(1024, 4096),)
 
 
-MODELS = {"resnet50": resnet50, "tiny5000": tiny5000}
+def digits() -> Iterator[tuple[str, Shape]]:
+    """The demo's model: 8 tensors, 6,138 elements. For trying the benchmarks out."""
+    yield "weight", (16, 1, 3, 3)
+    yield "norm", (16,)
+    yield "weight", (32, 16, 3, 3)
+    yield "norm", (32,)
+    yield "weight", (10, 128)
+    yield "weight", (10,)
+
+
+MODELS = {"digits": digits, "resnet50": resnet50, "tiny5000": tiny5000}
 
 
 class Parameters(nn.Module):

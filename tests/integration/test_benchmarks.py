@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+OPTIMIZERS = ("FusedAdam", "FusedSGD", "FusedAdagrad", "FusedLAMB", "FusedMixedPrecisionLamb", "FusedNovoGrad", "LARC")
 
 
 def tail(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -42,6 +43,20 @@ def test_split_is_exact_on_some_patterns():
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith(f"{-(-(1 << 32) // 4099)} patterns came back")
+
+
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "torch-Adam"])
+def test_tail_of_each_optimizer_agrees_with_its_peer(optimizer, tmp_path):
+    """With clipping at O2; tail.py compares the weights and fails where they differ."""
+    file = tmp_path / "tail.json"
+    options = ("--model", "digits", "--opt-level", "O2", "--optimizer", optimizer, "--clip", "--rounds", 2)
+    done = tail(*options, "--json", file)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(file.read_text())
+    assert (report["optimizer"], report["clip"]) == (optimizer, True)
+    assert report["peer"] in done.stdout
+    assert "--clip" in report["command"]
+    assert report["figures"]["check"]["overflow_step_changes_nothing"] is True
 
 
 def test_tail_knows_the_shapes_of_resnet50(monkeypatch):
