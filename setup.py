@@ -31,8 +31,9 @@ COMMON_FLAGS = ("-O3", "-std=c++17")
 CXX_FLAGS = (*COMMON_FLAGS, "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
 # Same bits on every instruction set: no contraction to FMA. Nothing here reads errno or floating-point exceptions.
 CXX_FLAGS += ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-# One object of each of SIMD_SOURCES for each.
+# One object of each of SIMD_SOURCES for each. Jump threading makes branches of selects that would vectorize.
 SIMD_SOURCES = ("simd.cpp", "simd_optimizers.cpp")
+SIMD_FLAGS = ("-fno-thread-jumps",)
 SIMD = {"baseline": ()}
 if platform.machine() in ("x86_64", "AMD64"):
     SIMD |= {"avx2": ("-march=x86-64-v3",), "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512")}
@@ -112,7 +113,9 @@ def compile_all(cxx: str, nvcc: Nvcc | None, build: Path) -> list[str]:
     jobs = []
     for source in sorted([CSRC / "library.cpp", *(CSRC / "cpu").glob("*.cpp")]):
         if source.name in SIMD_SOURCES:
-            jobs += [(source, [cxx, *CXX_FLAGS, *SIMD[isa], f"-DAMPCTX_SIMD_NAME={isa}"], isa) for isa in SIMD]
+            jobs += [
+                (source, [cxx, *CXX_FLAGS, *SIMD_FLAGS, *SIMD[isa], f"-DAMPCTX_SIMD_NAME={isa}"], isa) for isa in SIMD
+            ]
         else:
             jobs.append((source, [cxx, *CXX_FLAGS, *x86, *(info if source.name == "library.cpp" else [])], ""))
     if nvcc:
