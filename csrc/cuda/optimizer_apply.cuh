@@ -3,6 +3,8 @@
 // as it is where that is set.
 #pragma once
 
+#include <initializer_list>
+
 #include "../optimizer_ops.h"
 #include "vectorized.cuh"
 
