@@ -10,6 +10,7 @@ from master to the 16-bit weight to write with it, and ``model_grads``, a ``Mode
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -32,7 +33,7 @@ def stored_grad(master: Tensor) -> Tensor | None:
 class MasterParam(nn.Parameter):
     """An fp32 master weight. Reading ``grad`` makes the gradients of all masters that wait with this one. No host sync.
 
-    A parameter otherwise; copies and pickles are plain ones without a gradient.
+    A parameter otherwise. A copy has no gradient, as that of any parameter; a pickle is a plain parameter.
     """
 
     @property
@@ -77,6 +78,7 @@ class ModelGrads:
     def __init__(self, grads: dict[Tensor, Tensor], inv_scale: Factor, found_inf: FoundInf) -> None:
         self.grads = grads
         self.inv_scale = inv_scale
+        self._lock = threading.Lock()
         self._norm = foreach.unscale_l2norm(list(grads.values()), found_inf, inv_scale)
         reference = weakref.ref(self)
         for master in grads:
@@ -94,15 +96,23 @@ class ModelGrads:
 
     @torch.no_grad()
     def materialize(self) -> None:
-        """``master.grad`` becomes an fp32 tensor, unscaled, for every master. No host sync."""
-        grads = list(self.grads.values())
-        # The layout of the gradient, so that the kernels can walk both in memory order.
-        wide = [torch.empty_like(g, dtype=m.dtype, requires_grad=False) for m, g in self.grads.items()]
-        foreach.scale(grads, wide, FoundInf(), self.inv_scale)
-        masters = list(self.grads)
-        self.drop()
-        for master, grad in zip(masters, wide, strict=True):
-            _GRAD.__set__(master, grad)
+        """``master.grad`` becomes an fp32 tensor, unscaled, for every master. No host sync.
+
+        A gradient that autograd has written into a master meanwhile, past the property, is added.
+        """
+        with self._lock:
+            masters, grads = list(self.grads), list(self.grads.values())
+            # The layout of the gradient, so that the kernels can walk both in memory order.
+            wide = [torch.empty_like(g, dtype=m.dtype, requires_grad=False) for m, g in self.grads.items()]
+            foreach.scale(grads, wide, FoundInf(), self.inv_scale)
+            self.drop()
+            for master, grad in zip(masters, wide, strict=True):
+                there = stored_grad(master)
+                _GRAD.__set__(master, grad if there is None else grad + there)
+
+    def is_alone(self) -> bool:
+        """Whether no master has a gradient besides."""
+        return all(grad is None for grad in map(stored_grad, self.grads))
 
     def drop(self) -> None:
         """Forgets the gradients."""
@@ -112,12 +122,13 @@ class ModelGrads:
 
 
 def all_of(params: Iterable[Tensor]) -> list[ModelGrads]:
-    """The gradients that wait for masters among ``params``, where all of their masters are; others become tensors."""
+    """The gradients that wait for masters among ``params``, where all of their masters are, and have no others;
+    the rest become tensors."""
     masters = [p for p in params if isinstance(p, MasterParam) and p.model_grads is not None]
     given = set(masters)
     complete = []
     for waiting in filter(None, dict.fromkeys(master.model_grads for master in masters)):
-        if given.issuperset(waiting.grads):
+        if given.issuperset(waiting.grads) and waiting.is_alone():
             complete.append(waiting)
         else:
             waiting.materialize()

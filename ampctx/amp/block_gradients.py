@@ -105,7 +105,9 @@ class BlockGradients:
 
     @property
     def waiting(self) -> ModelGrads | None:
-        """16-bit gradients that stand for those of the masters, if they still do."""
+        """16-bit gradients that stand for those of the masters, if they still do, all alone."""
+        if self._waiting is not None and not self._waiting.is_alone():
+            self._waiting.materialize()
         return self._waiting if self._waiting is not None and self._waiting.grads else None
 
     @property
@@ -243,15 +245,15 @@ class BlockGradients:
             foreach.axpby([g for g, _ in added], totals, totals, found_inf, factor, 1.0, arg_to_check=0)
 
     def _can_wait(self, masters: list[Tensor], grads: list[Tensor]) -> bool:
-        """Whether these gradients may stay in 16 bits: the optimizer reads such, nothing is to be added, and nothing
-        writes them before the step."""
+        """Whether these gradients may stay in 16 bits: the optimizer reads such, nothing is to be added, and they are
+        no views into memory that somebody may write to before the step."""
         return (
             self._masters.lazy
             and len(self._frames) < 2
             and self.waiting is None
             and all(grad is None for grad in map(stored_grad, masters))
             and {grad.layout for grad in grads} == {torch.strided}
-            and (not _distributed() or all(map(_owns_its_storage, grads)))
+            and all(map(_owns_its_storage, grads))
         )
 
     @torch.no_grad()

@@ -20,11 +20,11 @@ class DeviceSkips:
     """The skips of one optimizer that decides on the device.
 
     Args:
-        report: called with the number of skipped steps and, for each loss that overflowed since the last report, its
-            id, its scale and the value of the scale.
+        report: called with the number of skipped steps at the last report and now, and for each loss that overflowed
+            in between, its id, its scale and the value of the scale.
     """
 
-    def __init__(self, report: Callable[[int, list[tuple[int, LossScale, float]]], None]) -> None:
+    def __init__(self, report: Callable[[int, int, list[tuple[int, LossScale, float]]], None]) -> None:
         self._report = report
         # 0-d fp32 on the device of the flags: exact to 2**24 skips.
         self._skipped: Tensor | None = None
@@ -82,8 +82,8 @@ class DeviceSkips:
                 overflowed.append((loss_id, scale, value))
                 self._reported_of_loss[loss_id] = counted
         if int(skipped) > self._reported:
-            self._reported = int(skipped)
-            self._report(self._reported, overflowed)
+            before, self._reported = self._reported, int(skipped)
+            self._report(before, self._reported, overflowed)
 
 
 class _Copy:

@@ -28,6 +28,7 @@ from ampctx.amp.loss_scale import (
     check_scale,
     required,
 )
+from ampctx.amp.master_params import declares
 from ampctx.foreach import FoundInf, PerDevice, move
 from ampctx.grad_clip import strided_grad
 
@@ -147,24 +148,23 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return outputs
-        per_device: list[PerDevice] = []
+        return self._scaled(outputs, [])
 
-        def scaled(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                if not per_device:
-                    if self._scale is None:
-                        self._lazy_init_scale_growth_tracker(value.device)
-                    per_device.append(PerDevice(self._scale))
-                return value * per_device[0].on(value.device)
-            if isinstance(value, tuple) and hasattr(value, "_fields"):
-                return type(value)(*map(scaled, value))
-            if isinstance(value, (list, tuple)):
-                return type(value)(map(scaled, value))
-            if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)):
-                return map(scaled, value)
-            raise AmpValueError(f"outputs must be a Tensor or an iterable of Tensors, got {type(value).__name__}")
-
-        return scaled(outputs)
+    def _scaled(self, value: Any, found: list[PerDevice]) -> Any:
+        """``found`` holds the scale, once a first tensor has told its device."""
+        if isinstance(value, Tensor):
+            if not found:
+                if self._scale is None:
+                    self._lazy_init_scale_growth_tracker(value.device)
+                found.append(PerDevice(self._scale))
+            return value * found[0].on(value.device)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self._scaled(part, found) for part in value))
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._scaled(part, found) for part in value)
+        if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)):
+            return (self._scaled(part, found) for part in value)
+        raise AmpValueError(f"outputs must be a Tensor or an iterable of Tensors, got {type(value).__name__}")
 
     # --- unscale ----------------------------------------------------------------------------------------------------
 
@@ -223,7 +223,7 @@ class GradScaler(torch.amp.GradScaler):
         """Looks for inf and nan in the gradients, fp16 too, and leaves their values alone. No host sync."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         zero = torch.zeros_like(scale)
-        if type(self)._unscale_grads_ is GradScaler._unscale_grads_:
+        if getattr(self._unscale_grads_, "__func__", None) is GradScaler._unscale_grads_:
             # One read of the gradients; the norm that comes with the check is not needed.
             grads = self._grads(optimizer, True)
             flags = _flags(grads, zero)
@@ -263,7 +263,7 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise AmpError("step() has already been called since the last update().")
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        if declares(optimizer, "_step_supports_amp_scaling"):
             result = self._step_on_device(optimizer, state, *args, **kwargs)
         else:
             if state["stage"] is OptState.READY:

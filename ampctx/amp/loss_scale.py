@@ -171,6 +171,13 @@ class LossScale:
             self._copies = PerDevice(scale.clone())
         return self._copies.on(device)
 
+    def forget_copies(self) -> None:
+        """Makes the next ``scale_on`` and ``inv_scale`` start from the scale itself.
+
+        For the start of an iteration: a CUDA graph captured from there on reads the scale, and no copy of before.
+        """
+        self._copies = self._inverse = None
+
     def tensor(self, device: torch.device) -> Tensor:
         """The scale itself, which updates change in place; created on ``device`` where it is on none. No host sync."""
         return self._state(device)[0]

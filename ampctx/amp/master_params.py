@@ -7,6 +7,7 @@ its place in ``optimizer.param_groups``. The model weight is the rounded master.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Container
 from typing import Any
@@ -22,6 +23,19 @@ from ampctx.foreach import FoundInf
 from ampctx.model_grads import MasterParam
 
 Group = dict[str, Any]
+
+
+def declares(optimizer: Any, name: str) -> bool:
+    """Whether an optimizer says by itself, in its class or its attributes, that its step does what ``name`` stands for.
+
+    A wrapper that passes unknown names on to another optimizer says what is true of that one; what is set on the
+    wrapper would not reach it.
+    """
+    try:
+        inspect.getattr_static(optimizer, name)
+    except AttributeError:
+        return False
+    return bool(getattr(optimizer, name))
 
 
 def _cast_state(optimizer: Any, p: Tensor, key: Tensor, dtype: torch.dtype) -> None:
@@ -54,7 +68,7 @@ class MasterParams:
     ) -> None:
         self.master_weights = master_weights
         # Whether the optimizer reads 16-bit gradients itself, so that those of the masters can wait for a reader.
-        self.lazy = bool(getattr(optimizer, "_step_supports_model_params", False))
+        self.lazy = declares(optimizer, "_step_supports_model_params")
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.model_of: dict[Tensor, Tensor] = {}
         self.own: list[Tensor] = []

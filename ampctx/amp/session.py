@@ -273,6 +273,8 @@ class AmpSession:
             raise AmpTypeError(f"loss must be a tensor, got {type(loss).__name__}")
         bindings = self._bindings_of(optimizers)
         loss_scale = self._loss_scale(bindings, loss_id)
+        if not any(b.gradients.in_block or b.gradients.has_window for b in bindings):
+            loss_scale.forget_copies()
         # Both are taken now: a nested block may move the scale before this one ends.
         scale = 1.0 if loss_scale.is_identity else PerDevice(loss_scale.scale_on(loss.device))
         inv_scale = 1.0 if loss_scale.is_identity else loss_scale.inv_scale()
@@ -375,11 +377,11 @@ class AmpSession:
         else:
             scale.update(found_inf)
 
-    def _report_skip(self, skipped: int, overflowed: list[tuple[int, LossScale, float]]) -> None:
+    def _report_skip(self, before: int, skipped: int, overflowed: list[tuple[int, LossScale, float]]) -> None:
         if self.verbosity <= 0 or not _is_rank_zero():
             return
         # Every skip while they are few, then at powers of two: a run that overflows for ever does not fill the log.
-        if skipped > 8 and skipped & (skipped - 1):
+        if skipped > 8 and skipped.bit_length() == before.bit_length():
             return
         for loss_id, scale, value in overflowed:
             if loss_id == OUTSIDE_OF_BLOCKS or scale in self._deferred:

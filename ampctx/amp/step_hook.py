@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Container
 from contextlib import AbstractContextManager
@@ -21,7 +22,7 @@ from ampctx._errors import AmpError
 from ampctx.amp.block_gradients import BlockGradients
 from ampctx.amp.device_skips import DeviceSkips, Verdicts
 from ampctx.amp.loss_scale import LossScale
-from ampctx.amp.master_params import MasterParams
+from ampctx.amp.master_params import MasterParams, declares
 from ampctx.foreach import Factor, move
 
 
@@ -56,7 +57,7 @@ class OptimizerBinding:
         masters: MasterParams,
         loss_scales: list[LossScale],
         casts: Casts,
-        report_skip: Callable[[int, list[tuple[int, LossScale, float]]], None],
+        report_skip: Callable[[int, int, list[tuple[int, LossScale, float]]], None],
         taken: Callable[[], Container[int]],
     ) -> None:
         self.masters = masters
@@ -160,7 +161,8 @@ class OptimizerBinding:
         for optimizer in (self.optimizer, getattr(self.optimizer, "optim", None)):
             if optimizer is not None:
                 optimizer._opt_called = True
-        self._report_skip(self._skipped_on_host, [(loss_id, scale, scale.value()) for loss_id, scale in overflowed])
+        values = [(loss_id, scale, scale.value()) for loss_id, scale in overflowed]
+        self._report_skip(self._skipped_on_host - 1, self._skipped_on_host, values)
 
     def _step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         if not self._active:
@@ -170,43 +172,54 @@ class OptimizerBinding:
                 "optimizer.step() was called inside a scale_loss block, where gradients are scaled: leave the block "
                 "first"
             )
-        if self._decides_on_device():
-            return self._step_on_device(original, *args, **kwargs)
-        if (args[0] if args else kwargs.get("closure")) is not None:
-            return self._step_with_closure(original, *args, **kwargs)
-        self.refresh(settled=True)
+        closure = args[0] if args else kwargs.pop("closure", None)
+        args = args[1:]
+        if closure is None:
+            self.refresh(settled=True)
+        if self._decides_on_device(before_backward=closure is not None):
+            return self._step_on_device(original, closure, *args, **kwargs)
+        if closure is not None:
+            return self._step_with_closure(original, closure, *args, **kwargs)
         if overflowed := self._take_verdicts():
             self._skip(overflowed)
             return None
         with self._casts.suspended():
-            result = original(*args, **kwargs)
+            result = original(None, *args, **kwargs) if args else original(**kwargs)
         self.masters.copy_to_model()
         self.masters.drop_master_grads()
         return result
 
-    def _decides_on_device(self) -> bool:
-        """Whether the optimizer's kernels skip by ``found_inf``, as torch's do with ``fused=True``."""
-        return getattr(self.optimizer, "_step_supports_amp_scaling", False) and _set_up_momentum(self.optimizer)
+    def _decides_on_device(self, before_backward: bool) -> bool:
+        """Whether the optimizer's kernels skip by ``found_inf``, as torch's do with ``fused=True`` in every group."""
+        optimizer = self.optimizer
+        return (
+            declares(optimizer, "_step_supports_amp_scaling")
+            and all(group.get("fused", True) for group in optimizer.param_groups)
+            and not _asks_for_grad_scaler(type(optimizer).step)
+            and _set_up_momentum(optimizer, before_backward)
+        )
 
-    def _step_on_device(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    def _step_on_device(self, original: Callable, closure: Callable | None, *args: Any, **kwargs: Any) -> Any:
         """The step of an optimizer that skips by itself. No host sync."""
         optimizer = self.optimizer
         former = {name: vars(optimizer)[name] for name in _OFFERED if name in vars(optimizer)}
-        closure = args[0] if args else kwargs.pop("closure", None)
-        evaluate = None
+        evaluate: Callable | None = None
         try:
             if closure is None:
                 self._offer(former.get("found_inf"))
             else:
 
-                def evaluate() -> Any:
+                def evaluated() -> Any:
                     with self._casts.resumed():
                         loss = closure()
+                    self.refresh(settled=True)
                     self._offer(former.get("found_inf"))
                     return loss
 
+                evaluate = evaluated
+
             with self._casts.suspended():
-                result = original(evaluate, *args[1:], **kwargs)
+                result = original(evaluate, *args, **kwargs) if evaluate or args else original(**kwargs)
             if not self.masters.lazy:
                 self.masters.copy_to_model()  # after a skip too: each weight is its rounded master then as before
             self.gradients.drop_waiting()
@@ -221,21 +234,19 @@ class OptimizerBinding:
         self._skipped_on_device.poll()
         return result
 
-    def _offer(self, found_inf: Tensor | None) -> None:
+    def _offer(self, found_inf: Tensor | float | None) -> None:
         """Sets what the optimizer looks for among its attributes, the flag joined with one that is there already."""
-        self.refresh(settled=True)
         optimizer = self.optimizer
         flags = [flag for _, flag in self._verdicts.values()]
-        if found_inf is not None:
-            flags.append(found_inf.ne(0).float())  # torch's kernels on the CPU compare with 1
+        if found_inf is not None:  # 0-d, and 0 or 1: torch's kernels on the CPU compare with 1
+            flags.append(torch.as_tensor(found_inf).detach().reshape(()).ne(0).float())
         if flags:
             optimizer.found_inf = functools.reduce(lambda a, b: torch.maximum(a, move(b, a.device)), flags)
         if self.masters.lazy:
             optimizer.model_params = self.masters.model_of
             optimizer.model_grads = self.gradients.waiting
 
-    def _step_with_closure(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        closure = args[0] if args else kwargs.pop("closure")
+    def _step_with_closure(self, original: Callable, closure: Callable, *args: Any, **kwargs: Any) -> Any:
         if self.masters.pairs:
             raise AmpError(
                 "Currently, Amp does not support closure use with optimizers. The optimizer steps fp32 master weights: "
@@ -255,7 +266,7 @@ class OptimizerBinding:
         restore = _snapshot(self.optimizer)
         try:
             with self._casts.suspended():
-                return original(guarded, *args[1:], **kwargs)
+                return original(guarded, *args, **kwargs)
         except _OverflowInClosure:
             restore()
             self._skip(overflowed)
@@ -276,12 +287,19 @@ class OptimizerBinding:
                 raise
 
 
+@functools.cache
+def _asks_for_grad_scaler(step: Callable) -> bool:
+    """A protocol that torch has deprecated: such a step asks a GradScaler for the flag, and there is none here."""
+    return "grad_scaler" in inspect.signature(step).parameters
+
+
 @torch.no_grad()
-def _set_up_momentum(optimizer: Any) -> bool:
+def _set_up_momentum(optimizer: Any, before_backward: bool) -> bool:
     """False where torch's fused SGD cannot be trusted to skip its first step.
 
     torch (2.13) leaves the momentum buffers of a skipped first step uninitialized. Buffers of zeros give the same
     steps, as long as there is no dampening. With dampening the host has to look at the flag of the first step.
+    ``before_backward``: which parameters have a gradient is not known yet, a closure is still to run.
     """
     optimizer = getattr(optimizer, "optim", optimizer)  # what LARC wraps
     if not isinstance(optimizer, torch.optim.SGD):
@@ -289,7 +307,8 @@ def _set_up_momentum(optimizer: Any) -> bool:
     for group in optimizer.param_groups:
         if group["momentum"] == 0:
             continue
-        fresh = [p for p in group["params"] if optimizer.state[p].get("momentum_buffer") is None]
+        steps = [p for p in group["params"] if (p.requires_grad if before_backward else p.grad is not None)]
+        fresh = [p for p in steps if optimizer.state[p].get("momentum_buffer") is None]
         if fresh and group["dampening"] != 0:
             return False
         for p in fresh:
@@ -326,11 +345,14 @@ def _replace(optimizer: Any, name: str, method: Callable) -> Callable[[], None]:
     Nothing here refers to the optimizer strongly, or it would hold itself through its own method.
     """
     former = vars(optimizer).get(name)
-    template = former if former is not None else getattr(type(optimizer), name)
+    of_class: Any = getattr(type(optimizer), name, None)
+    # A wrapper may leave the method to the optimizer inside.
+    bound = former if former is not None or of_class is not None else getattr(optimizer, name)
+    template: Any = of_class if bound is None else bound
     optimizer_ref = weakref.ref(optimizer)
 
     def original(*args: Any, **kwargs: Any) -> Any:
-        return former(*args, **kwargs) if former is not None else template(optimizer_ref(), *args, **kwargs)
+        return bound(*args, **kwargs) if bound is not None else of_class(optimizer_ref(), *args, **kwargs)
 
     @functools.wraps(template)
     def replacement(*args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ampctx._errors import AmpValueError
 from ampctx._reference import compute_dtype
 from ampctx._reference_optimizers import LOW_PRECISION, join
-from ampctx.foreach import Factor, PerDevice
+from ampctx.foreach import Factor, PerDevice, product
 from ampctx.optimizers import _checkpoint
 from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._options import (
@@ -351,7 +351,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _launch(self, work: Work, number: int, scaling: Scaling, norm: PerDevice | None) -> None:
         group, device = work.group, work.device
-        inv_scale: Any = scaling.pending.inv_scale if work.waiting and scaling.pending else scaling.inv_scale
+        inv_scale: Any = scaling.inv_scale
+        if work.waiting and scaling.pending is not None:
+            inv_scale = product(scaling.pending.inv_scale, inv_scale)
         found_inf = scaling.found_inf
         arguments = {
             **self._op_options(group),

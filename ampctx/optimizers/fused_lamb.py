@@ -117,11 +117,12 @@ class FusedLAMB(FusedOptimizer):
             norms.append(foreach.unscale_l2norm(grads, FoundInf(), scaling.inv_scale))
         waiting = [grad for work in works if work.waiting for grad in work.lists["grads"]]
         if waiting and scaling.pending is not None:
-            # Its norm is there already, unless some of its masters belong to somebody else.
-            if len(waiting) == len(scaling.pending.grads):
+            # Its norm is there already, unless some of its masters are somebody else's, or a further scale is there.
+            if len(waiting) == len(scaling.pending.grads) and scaling.inv_scale == 1.0:
                 norms.append(scaling.pending.norm())
             else:
-                norms.append(foreach.unscale_l2norm(waiting, FoundInf(), scaling.pending.inv_scale))
+                inv_scale = foreach.product(scaling.pending.inv_scale, scaling.inv_scale)
+                norms.append(foreach.unscale_l2norm(waiting, FoundInf(), inv_scale))
         total = norms[0]
         for norm in norms[1:]:
             total = torch.hypot(total, foreach.move(norm, total.device).to(total.dtype))

@@ -292,3 +292,109 @@ def test_a_copied_optimizer_between_backward_and_step(session, copied):
     for mine, theirs in zip(optimizer.param_groups[0]["params"], twin.param_groups[0]["params"], strict=True):
         assert torch.equal(mine, theirs)
         assert mine.grad is not None
+
+
+class Wrapper:
+    """A lookahead-like wrapper: what it does not know it asks of the optimizer inside."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["inner"], name)
+
+    def step(self):
+        return self.inner.step()
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "torch-fused-Adam"])
+@every_level
+def test_a_wrapper_does_not_pass_for_the_optimizer_inside(session, name, level):
+    model, optimizer = prepare(session, lambda p: Wrapper(OPTIMIZERS[name](p)), level)
+    for bad, moves in ((None, True), (float("inf"), False), (None, True)):
+        before = [p.clone() for p in model.parameters()]
+        iteration(session, model, optimizer, bad=bad)
+        assert all(torch.isfinite(p).all() for p in model.parameters())
+        assert all(torch.equal(a, b) != moves for a, b in zip(before, model.parameters(), strict=True))
+    assert session.skipped_steps(optimizer) == 1
+
+
+def test_grad_scaler_with_a_wrapper():
+    model = mlp()
+    optimizer = Wrapper(OPTIMIZERS["FusedAdam"](model.parameters()))
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(loss_of(model)).backward()
+    model[0].bias.grad[0] = float("inf")
+    before = [p.clone() for p in model.parameters()]
+    scaler.step(optimizer)
+    assert_unchanged(before, list(model.parameters()))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
+def test_groups_that_are_not_fused_leave_the_decision_to_the_host(session, kind):
+    """As after loading the checkpoint of an optimizer that was not fused."""
+    model, optimizer = prepare(session, lambda p: kind(p, lr=0.01, fused=True), "O1")
+    optimizer.load_state_dict(kind(mlp().parameters(), lr=0.01).state_dict())
+    before = snapshot(optimizer, model)
+    iteration(session, model, optimizer, bad=float("inf"))
+    assert torch.equal(before[0], snapshot(optimizer, model)[0])
+    iteration(session, model, optimizer)
+    assert not torch.equal(before[0], snapshot(optimizer, model)[0])
+    assert session.skipped_steps(optimizer) == 1
+
+
+@pytest.mark.parametrize("flag", [torch.ones(1), torch.tensor([2]), 1.0, True], ids=["1-d", "int", "float", "bool"])
+@pytest.mark.parametrize("bad", [None, float("inf")], ids=["clean", "overflow"])
+def test_flags_of_any_kind_beside_a_session(session, flag, bad):
+    model, optimizer = prepare(session, OPTIMIZERS["FusedAdam"], "O1")
+    iteration(session, model, optimizer)
+    before = [p.clone() for p in model.parameters()]
+    optimizer.found_inf = flag
+    iteration(session, model, optimizer, bad=bad)
+    assert_unchanged(before, list(model.parameters()))
+    del optimizer.found_inf
+    iteration(session, model, optimizer)
+    assert not torch.equal(before[0], model[0].weight)
+    assert session.skipped_steps(optimizer) == 1
+
+
+class AsksForGradScaler(torch.optim.SGD):
+    """torch's former protocol: the flag comes from the GradScaler that ``step`` is given."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure=None, *, grad_scaler=None):
+        return super().step(closure)
+
+
+def test_an_optimizer_that_asks_for_a_grad_scaler(session):
+    model, optimizer = prepare(session, lambda p: AsksForGradScaler(p, lr=0.01), "O1")
+    before = [p.clone() for p in model.parameters()]
+    iteration(session, model, optimizer, bad=float("inf"))
+    assert_unchanged(before, list(model.parameters()))
+    iteration(session, model, optimizer)
+    assert not torch.equal(before[0], model[0].weight)
+
+
+def test_reports_that_jump_over_a_power_of_two(session, caplog):
+    prepare(session, OPTIMIZERS["FusedAdam"], "O1", verbosity=1)
+    with caplog.at_level(logging.WARNING, "ampctx"):
+        session._report_skip(0, 9, [(0, session.loss_scales[0], 4.0)])
+        session._report_skip(9, 15, [(0, session.loss_scales[0], 2.0)])
+        session._report_skip(15, 17, [(0, session.loss_scales[0], 1.0)])
+    skips = [m.rpartition(" ")[2] for m in caplog.messages if "reducing" in m]
+    assert skips == ["4.0", "1.0"]
+
+
+def test_frozen_parameters_get_no_momentum(session):
+    model = mlp()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, dampening=0.1, fused=True)
+    session.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    counts = []
+    for seed in range(3):
+        with HostReads() as reads:
+            iteration(session, model, optimizer, seed)
+        counts.append(reads.count)
+    assert counts == [1, 0, 0]
+    assert len([s for s in optimizer.state.values() if s]) == 4

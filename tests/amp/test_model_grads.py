@@ -1,13 +1,16 @@
 """Gradients of masters that stay in 16 bits until somebody reads them: when they do, when they do not, and that nobody
 can tell the difference."""
 
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from host_reads import OpCalls
 from models import LOW, assert_unchanged, loss_of, mlp, snapshot
 from torch import nn
 
-from ampctx import clip_grad_norm_, optimizers
+from ampctx import GradScaler, clip_grad_norm_, optimizers
 from ampctx.amp import AmpSession
 from ampctx.model_grads import MasterParam, all_of
 
@@ -319,3 +322,73 @@ def test_no_host_reads_and_two_calls_for_16_bit_tensors(session, level, keep_bat
         assert calls.count == 0
         assert calls.on_lists == expected
         assert calls.of["update_scale"] == 1
+
+
+@pytest.mark.parametrize("kind", [optimizers.FusedSGD, optimizers.FusedLAMB], ids=["FusedSGD", "FusedLAMB"])
+def test_a_grad_scaler_scales_waiting_gradients_too(session, kind):
+    """A GradScaler around a model that a session keeps masters of: its scale comes on top of that of the blocks."""
+    results = []
+    for base in (kind, type("Eager", (kind,), {"_step_supports_model_params": False})):
+        model = mlp()
+        optimizer = base(model.parameters(), lr=0.01)
+        session.initialize(model, optimizer, opt_level="O2", loss_scale=1.0, verbosity=0)
+        scaler = GradScaler("cpu", init_scale=1024.0)
+        for seed in range(3):
+            scaler.scale(loss_of(model, seed)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        results.append(snapshot(optimizer, model))
+        session.reset()
+    for mine, eager in zip(*results, strict=True):
+        torch.testing.assert_close(mine, eager, rtol=1e-5 if mine.dtype == torch.float32 else 1e-3, atol=1e-7)
+
+
+@levels
+def test_a_backward_into_the_masters_is_added(session, level):
+    """autograd writes a leaf's gradient without asking Python."""
+    results = []
+    for kind in (Eager, optimizers.FusedAdam):
+        model, optimizer = start(session, level, kind)
+        backward(session, model, optimizer)
+        sum((p**2).sum() for p in session.master_params(optimizer)).backward()
+        norm = clip_grad_norm_(session.master_params(optimizer), 0.5)
+        optimizer.step()
+        results.append([norm, *snapshot(optimizer, model)])
+        session.reset()
+    assert_unchanged(*results)
+
+
+def test_gradients_that_are_views_do_not_wait(session):
+    """Their memory is somebody else's, who may write to it before the step."""
+    model, optimizer = start(session, "O5")
+    gradient = torch.ones(40, dtype=torch.bfloat16)
+    with session.scale_loss(loss_of(model), optimizer):
+        torch.cat([model[0].weight.flatten(), model[0].bias]).backward(gradient)
+    before = snapshot(optimizer, model)
+    gradient.fill_(float("nan"))
+    optimizer.step()
+    after = snapshot(optimizer, model)
+    assert not torch.equal(before[0], after[0])
+    assert all(torch.isfinite(t).all() for t in after)
+
+
+def test_threads_may_read_gradients(session):
+    for _ in range(20):
+        model, optimizer = start(session, "O2")
+        backward(session, model, optimizer)
+        params = masters(session, optimizer)
+        with ThreadPoolExecutor(4) as pool:
+            grads = list(pool.map(lambda p: p.grad, params * 4))
+        assert all(grad is not None for grad in grads)
+        session.reset()
+
+
+def test_a_copy_of_a_master_has_no_gradient(session):
+    model, optimizer = start(session, "O2")
+    backward(session, model, optimizer)
+    master = masters(session, optimizer)[0]
+    twin = copy.deepcopy(master)
+    assert twin.grad is None
+    assert torch.equal(twin, master)
+    assert are_waiting(session, optimizer)

@@ -1,5 +1,7 @@
 """A whole iteration, scale_loss included, recorded once and replayed: bit for bit what eager runs do."""
 
+import contextlib
+
 import pytest
 import torch
 from tape import Tape
@@ -79,6 +81,40 @@ def test_replayed_operators(make, level, max_norm):
         replayed.feed(i)
         replayed.iterate()
     for i in range(WARMUP, WARMUP + REPLAYS):
+        replayed.feed(i)
+        if i == WARMUP:
+            with Tape() as tape:
+                replayed.iterate()
+        else:
+            tape.replay()
+    compare(eager, replayed)
+    for loop in (eager, replayed):
+        loop.session.reset()
+
+
+def _a_block_that_raises(loop):
+    with contextlib.suppress(ZeroDivisionError), loop.session.scale_loss(loop.input.sum(), loop.optimizer):
+        raise ZeroDivisionError
+
+
+def _a_block_without_an_update(loop):
+    loss = loop.model(loop.input).float().sum()
+    with loop.session.scale_loss(loss, loop.optimizer, delay_overflow_check=True) as scaled:
+        scaled.backward()
+    loop.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("before", [_a_block_that_raises, _a_block_without_an_update])
+def test_the_scale_of_before_is_not_recorded(before):
+    eager, replayed = (Loop(OPTIMIZERS["FusedAdam"], "O2") for _ in range(2))
+    for loop in (eager, replayed):
+        for i in range(WARMUP):
+            loop.feed(i)
+            loop.iterate()
+        before(loop)
+    for i in range(WARMUP, WARMUP + REPLAYS):
+        eager.feed(i)
+        eager.iterate()
         replayed.feed(i)
         if i == WARMUP:
             with Tape() as tape:
