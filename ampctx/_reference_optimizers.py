@@ -56,16 +56,27 @@ _32_BITS = 0xFFFFFFFF
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """The bf16 half of an fp32 tensor, rounded to nearest (ties away from zero), and the int16 rest of its bits."""
+    """The bf16 half of an fp32 tensor, rounded to nearest (ties away from zero), and the int16 rest of its bits. Of a
+    nan: the quiet one of its sign, and 0."""
     bits = master.view(torch.int32)
+    # The largest nans would round up to zero with the other sign.
+    bits = torch.where(torch.isnan(master), (bits & -0x80000000) | 0x7FC00000, bits)
     remainder = bits.to(torch.int16)
     high = (bits - remainder.int()) >> 16
     return high.to(torch.int16).view(torch.bfloat16), remainder
 
 
 def join(high: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 tensor that ``split`` took apart, every bit of it."""
+    """The fp32 tensor that ``split`` took apart, every bit of it (of a nan, that it is one)."""
     return ((high.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)
+
+
+def spacing(p: Tensor) -> Tensor:
+    """From 16-bit numbers to their neighbours away from zero, fp32; nan for inf and nan."""
+    magnitude = p.view(torch.int16) & 0x7FFF
+    # Two bit patterns that differ in the last bit alone are neighbours between the same powers of two.
+    odd, even = (bits.view(p.dtype).float() for bits in (magnitude | 1, magnitude & ~1))
+    return odd - even
 
 
 def _wrapped(value: int) -> int:
@@ -138,7 +149,8 @@ def _store(w: Tensor, p: Tensor, extra: Tensor | None, write_back: int, bits: Ca
         new, rest = round_stochastically(w.float(), p.dtype, bits()).to(p.dtype), None
     elif write_back == KAHAN:
         new = w.to(p.dtype)
-        rest = (w - new.to(w.dtype)).to(p.dtype)
+        # Beyond the range of p nothing is left over: w - inf would be inf, and the next weight inf - inf.
+        rest = torch.where(torch.isfinite(new), w - new.to(w.dtype), 0.0).to(p.dtype)
     else:
         new, rest = w.to(p.dtype), w if write_back == COPY else None
     _update(p, new, skip)

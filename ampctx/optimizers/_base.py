@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ampctx._errors import AmpValueError
 from ampctx._reference import compute_dtype
-from ampctx._reference_optimizers import LOW_PRECISION, join
+from ampctx._reference_optimizers import LOW_PRECISION, join, spacing
 from ampctx.foreach import Factor, PerDevice
 from ampctx.optimizers import _checkpoint
 from ampctx.optimizers._checkpoint import SavedGroup
@@ -83,7 +83,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.master_weights = check_choice("master_weights", master_weights, (False, True, "split"))
         self.capturable = capturable
         self._zero_flags: dict[torch.device, Tensor] = {}
-        # The version of each model weight whose master agreed with it.
+        # The version of each model weight that agreed with its entry of EXTRAS.
         self._seen: dict[Tensor, int] = {}
         if write_back != "nearest" and self._may_keep_masters():
             raise AmpValueError(
@@ -250,7 +250,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._launch(work, number, scaling, norm)
         for kinds in members:
             for (destination, _), found in kinds.items():
-                if destination in ("copy", "split"):
+                if destination in EXTRAS:
                     self._seen.update((p, p._version) for p in found.params)  # private by name, see _follow
         return loss
 
@@ -302,8 +302,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for p, state in zip(params, states, strict=True):
             if not needed.keys() <= state.keys():
                 self._make_state(p, state, needed)
-        if destination in ("copy", "split"):
-            for p, state in zip(params, states, strict=True):
+            if destination in EXTRAS:
                 self._follow(p, state)
         return states
 
@@ -319,10 +318,10 @@ class FusedOptimizer(torch.optim.Optimizer):
                 state[key] = torch.zeros_like(p, dtype=dtypes.get(key, compute_dtype(p)), requires_grad=False)
             if key == "master_param":
                 state[key].copy_(p)
-        self._seen.pop(p, None)
 
     def _follow(self, p: Tensor, state: dict[str, Any]) -> None:
-        """Where a weight is not its rounded master any more, somebody changed it: the master takes its value."""
+        """Where a weight is not its rounded master any more, somebody changed it: the master takes its value, and what
+        rounding left over is dropped."""
         # _version is private by name; nothing public tells that a tensor changed without reading it.
         if self._seen.get(p) == p._version:
             return
@@ -331,13 +330,18 @@ class FusedOptimizer(torch.optim.Optimizer):
             # Any 16 bits round to the weight beside them, but for those that make nan of a zero or an infinity.
             made_nan = torch.isnan(join(p, state["remainder"])) & ~torch.isnan(p)
             state["remainder"].masked_fill_(made_nan, 0)
+        elif "compensation" in state:
+            # Rounding to nearest leaves half a place over at most.
+            left = state["compensation"]
+            left.masked_fill_(~(2 * left.float().abs() <= spacing(p.detach())), 0)
         else:
             master = state["master_param"]
             master.copy_(torch.where(master.to(p.dtype) == p, master, p.to(master.dtype)))
 
     @torch.no_grad()
     def masters_follow_model(self) -> None:
-        """Has the masters follow the model's weights where these changed, element by element. No host sync.
+        """Has masters, and the compensations of "kahan", follow the model's weights where these changed, element by
+        element. No host sync.
 
         ``step`` does so by itself after a change that autograd can see (``load_state_dict``, ``p.copy_()`` under
         no_grad); call this after one through ``p.data`` or another library.
@@ -346,7 +350,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state.get(p, {})
-                if p.dtype in LOW_PRECISION and ("master_param" in state or "remainder" in state):
+                if p.dtype in LOW_PRECISION and not state.keys().isdisjoint(EXTRAS.values()):
                     self._follow(p, state)
 
     def _launch(self, work: Work, number: int, scaling: Scaling, norm: PerDevice | None) -> None:

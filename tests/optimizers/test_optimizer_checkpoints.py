@@ -73,7 +73,7 @@ def test_training_resumes_bit_for_bit(name, kind):
     assert_same(snapshot(resumed), snapshot(optimizer))
 
 
-@pytest.mark.parametrize("kind", ["bf16-masters", "bf16-split"])
+@pytest.mark.parametrize("kind", ["bf16-masters", "bf16-split", "bf16-kahan", "fp16-kahan"])
 @pytest.mark.parametrize("model_first", [True, False], ids=["model-first", "optimizer-first"])
 def test_masters_resume_in_either_order_of_loading(kind, model_first):
     optimizer = make("adam", kind)
