@@ -47,7 +47,7 @@ SCHEMAS = (
     " float weight_decay, bool bias_correction, bool grad_averaging, bool reg_inside_moment, bool inf_norm,"
     " bool init_zero, " + _END,
     "multi_tensor_larc(Tensor(a!)[] grads, Tensor[] params, " + _COMMON + ", float trust_coefficient, float eps,"
-    " float weight_decay, bool clip) -> ()",
+    " float weight_decay, bool clip, bool maximize) -> ()",
 )
 
 # --- write back -------------------------------------------------------------------------------------------------------
@@ -351,8 +351,9 @@ def novograd(
         p.finish(p.w - p.lr * (u if reg_inside_moment else u / d + weight_decay * p.w))
 
 
-def larc(grads, params, found_inf, inv_scale, lr, trust_coefficient, eps, weight_decay, clip) -> None:
+def larc(grads, params, found_inf, inv_scale, lr, trust_coefficient, eps, weight_decay, clip, maximize) -> None:
     """LARC (You et al. 2017): each gradient scaled by trust_coefficient * ||w|| / ||g||, in place, unscaled too."""
+    decay = -weight_decay if maximize else weight_decay
     dtype = compute_dtype(*grads, *params)
     for grad, param in zip(grads, params, strict=True):
         skip = found_inf.reshape(()).to(param.device) != 0
@@ -362,7 +363,7 @@ def larc(grads, params, found_inf, inv_scale, lr, trust_coefficient, eps, weight
         rate = trust_coefficient * of_w / (of_g + of_w * weight_decay + eps)
         if clip:
             rate = torch.clamp(rate / lr.reshape(()).to(device=grad.device, dtype=dtype), max=1.0)
-        adapted = (g + weight_decay * w.reshape(g.shape)) * rate
+        adapted = (g + decay * w.reshape(g.shape)) * rate
         _update(grad, torch.where((of_w != 0) & (of_g != 0), adapted, g), skip)
 
 
