@@ -17,7 +17,7 @@ from torch import Tensor
 from ampctx._errors import AmpValueError
 from ampctx._reference import compute_dtype
 from ampctx._reference_optimizers import LOW_PRECISION, join, spacing
-from ampctx.foreach import Factor, PerDevice
+from ampctx.foreach import Factor, PerDevice, move
 from ampctx.optimizers import _checkpoint
 from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._options import (
@@ -38,6 +38,15 @@ from ampctx.optimizers._work import EXTRAS, Kind, Members, Work, call, works_of
 _TRANSIENT = ("found_inf", "grad_scale", "model_params", "model_grads", "_zero_flags", "_seen")
 
 
+def _device_of(group: Group) -> torch.device:
+    return group["params"][0].device if group["params"] else torch.device("cpu")
+
+
+def _is_on_device(lr: Any, device: torch.device) -> bool:
+    """Whether the ops read this lr where it is, and a CUDA graph, too."""
+    return isinstance(lr, Tensor) and (lr.dtype, lr.device, lr.numel()) == (torch.float32, device, 1)
+
+
 class FusedOptimizer(torch.optim.Optimizer):
     """Base of the fused optimizers: options, state, masters, scaling, checkpoints, and the calls of the op.
 
@@ -52,8 +61,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         seed: of the "stochastic" write back. In each group, and so in checkpoints.
         master_weights: fp32 masters of 16-bit parameters. "split", for bf16, keeps 16 bits that make the weight an fp32
             number. fp32 parameters are stepped as they are.
-        capturable: each group's lr is an fp32 tensor on the device of its parameters, always the same one, so that a
-            CUDA graph of a step sees it change.
+        capturable: each group's lr is an fp32 tensor of its own on the device of its parameters, so that a CUDA graph
+            of a step sees it change. LR schedulers and ``load_state_dict`` fill it. A value that is assigned to
+            ``group["lr"]`` takes its place: a number in a new tensor, at the next step.
 
     Raises:
         AmpValueError, AmpTypeError: an argument that cannot be used, or a parameter, by name.
@@ -90,8 +100,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                 f"write_back={write_back!r} is for 16-bit parameters without masters, which are rounded to nearest: "
                 "leave it out, or leave the masters out"
             )
-        # The lr of each group, where capturable.
-        self._lr_tensors: list[Tensor] = []
         defaults = {**defaults, "maximize": maximize, "seed": seed}
         if defaults["lr"] is not None:
             self._check_options(defaults)
@@ -139,7 +147,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         except BaseException:
             del self.param_groups[g]
             raise
-        self._settle_lr()
+        group = self.param_groups[g]
+        if self.capturable:
+            # Never the caller's tensor, nor that of the defaults, which other groups have too.
+            group["lr"] = self._lr_tensor(group, group["lr"]).detach().clone()
 
     def _check_group(self, g: int) -> None:
         group = self.param_groups[g]
@@ -162,21 +173,28 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
 
     def _settle_lr(self) -> None:
-        """Where capturable, turns the lr of each group into its tensor again, with the value somebody assigned."""
+        """Where capturable, makes a tensor of what was assigned to the lr of a group. The one before keeps its value:
+        code that puts another lr there for a step puts that tensor back after it. No host sync.
+
+        Raises:
+            AmpValueError, AmpTypeError: an lr that cannot be used. Nothing has changed then.
+        """
         if not self.capturable:
             return
-        del self._lr_tensors[len(self.param_groups) :]  # of groups that were taken back
-        for i, group in enumerate(self.param_groups):
-            lr, kept = group["lr"], self._lr_tensors[i] if i < len(self._lr_tensors) else None
-            device = group["params"][0].device if group["params"] else torch.device("cpu")
-            if kept is None or kept.device != device:
-                fits = isinstance(lr, Tensor) and lr.dtype == torch.float32 and lr.device == device
-                kept = lr if fits else torch.zeros((), dtype=torch.float32, device=device)
-                self._lr_tensors[i : i + 1] = [kept]
-            if lr is not kept:
-                with torch.no_grad():
-                    kept.copy_(lr.reshape(kept.shape)) if isinstance(lr, Tensor) else kept.fill_(lr)
-                group["lr"] = kept
+        rates = [self._lr_tensor(group, group["lr"]) for group in self.param_groups]
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    @staticmethod
+    def _lr_tensor(group: Group, lr: Any) -> Tensor:
+        """``lr`` as the op takes it from the device: itself if it can be."""
+        device = _device_of(group)
+        if _is_on_device(lr, device):
+            return lr
+        if not isinstance(lr, Tensor):
+            return torch.full((), float(check_number("lr", lr)), dtype=torch.float32, device=device)
+        check_one_element("lr", lr)
+        return move(lr.detach().float().reshape(()), device)
 
     # --- apex's attributes --------------------------------------------------------------------------------------------
 
@@ -252,6 +270,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             for (destination, _), found in kinds.items():
                 if destination in EXTRAS:
                     self._seen.update((p, p._version) for p in found.params)  # private by name, see _follow
+        return loss
+
+    def _step_by(self, scaler: Any, closure: Callable[[], Any] | None) -> Any:
+        """``scaler.step(self)``, after the closure: a scaler checks gradients first, and those are the closure's."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scaler.step(self)
         return loss
 
     def _members(self, g: int, scaling: Scaling) -> dict[Kind, Members]:
@@ -382,6 +409,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 that the optimizer has no equal of. Nothing has changed then.
         """
         states: dict[Tensor, dict[str, Any]] = {}
+        rates = [group["lr"] for group in self.param_groups]
 
         def before(_: Any, given: dict[str, Any]) -> dict[str, Any] | None:
             found = _checkpoint.matched(given, self.param_groups, lambda g, i: param_name(self.param_groups, g, i))
@@ -394,6 +422,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         def after(_: Any) -> None:
             self.state.update(states)
             self._settle_lr()
+            if not self.capturable:
+                return
+            for group, rate in zip(self.param_groups, rates, strict=True):
+                loaded = group["lr"]
+                # What an op takes as it is may be in a CUDA graph.
+                if _is_on_device(rate, _device_of(group)):
+                    with torch.no_grad():
+                        rate.copy_(loaded.reshape(rate.shape))
+                    group["lr"] = rate
 
         # The last hook before torch's own work, and the first after it: the user's see whole checkpoints and states.
         hooks = [
