@@ -47,6 +47,16 @@ def _is_on_device(lr: Any, device: torch.device) -> bool:
     return isinstance(lr, Tensor) and (lr.dtype, lr.device, lr.numel()) == (torch.float32, device, 1)
 
 
+def _seed_of_call(seed: int, number: int) -> int:
+    """The seed of a step's op call of this number: two calls of one step would draw the same numbers.
+
+    ``seed + number`` would be the seed of another group now and then. The multiplier (of Steele and Vigna's 64-bit
+    congruential generators) keeps calls far apart, and is not that of the step count in csrc/functors/random.h, with
+    which a call would draw what its neighbour draws a step later.
+    """
+    return (seed + number * 0xD1342543DE82EF95) % 2**63  # an int64, and seed itself for the first call
+
+
 class FusedOptimizer(torch.optim.Optimizer):
     """Base of the fused optimizers: options, state, masters, scaling, checkpoints, and the calls of the op.
 
@@ -154,9 +164,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, g: int) -> None:
         group = self.param_groups[g]
-        if group["lr"] is None:
-            raise AmpValueError("parameter group didn't specify a value of required optimization parameter lr")
-        self._check_options(group)
+        self._check_given(group)
         if len(set(group["params"])) != len(group["params"]):
             # torch warns, and steps it twice; an op call would write it from two places at once.
             raise AmpValueError(f"param_groups[{g}]['params'] holds a parameter twice")
@@ -164,6 +172,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             if p.is_complex():
                 refuse_complex(type(self).__name__, param_name(self.param_groups, g, i))
             self._check_param(g, i, p)
+
+    def _check_given(self, group: Group) -> None:
+        if group["lr"] is None:
+            raise AmpValueError("parameter group didn't specify a value of required optimization parameter lr")
+        self._check_options(group)
 
     def _check_param(self, g: int, i: int, p: Tensor) -> None:
         if p.dtype == torch.float16 and self.master_weights == "split":
@@ -390,7 +403,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             "inv_scale": inv_scale.on(device) if isinstance(inv_scale, PerDevice) else inv_scale,
             "lr": on_device(group["lr"], device),
             "maximize": bool(group["maximize"]),
-            "seed": group["seed"] + number,  # two calls of one step would draw the same numbers
+            "seed": _seed_of_call(group["seed"], number),
         }
         if norm is not None:
             arguments["global_grad_norm"] = norm.on(device)
@@ -406,7 +419,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError, KeyError: torch's, for a checkpoint of other groups. AmpValueError: state of another size, or
-                that the optimizer has no equal of. Nothing has changed then.
+                that the optimizer has no equal of. AmpValueError, AmpTypeError: an option that cannot be used. Nothing
+                has changed then.
         """
         states: dict[Tensor, dict[str, Any]] = {}
         rates = [group["lr"] for group in self.param_groups]
@@ -447,11 +461,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         result = {}
         for group in groups:
             self._adapt_checkpoint(group)
+            # As __setstate__ would, which is too late for a check.
+            for name, default in self.defaults.items():
+                group.saved.setdefault(name, default)
+            self._check_given(group.saved)
             for p, name, state in group.states:
-                used = self._destination(p, Scaling())
-                dropped = {key for write_back, key in EXTRAS.items() if write_back != used}
-                result[p] = _checkpoint.restored(p, name, state, self._one_element.values(), dropped)
+                result[p] = _checkpoint.restored(p, name, state, self._one_element.values(), self._useless_state(p))
         return result
+
+    def _useless_state(self, p: Tensor) -> set[str]:
+        """What a checkpoint may hold for ``p`` that this optimizer never reads."""
+        used = self._destination(p, Scaling())
+        return {key for write_back, key in EXTRAS.items() if write_back != used}
 
     def _adapt_checkpoint(self, group: SavedGroup) -> None:
         """Puts what other optimizers save elsewhere where it belongs here."""

@@ -138,7 +138,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     Args:
         lr: a number or a one-element tensor; in each group a tensor of its own.
         step: how many steps new parameters count as taken.
-        reduced_precision_dtype: torch.float16 or torch.bfloat16. May be set later, before the first step.
+        reduced_precision_dtype: torch.float16 or torch.bfloat16. May be set later, before the first step; masters of a
+            checkpoint that was loaded before are kept for it.
         Others as for FusedLAMB.
     """
 
@@ -214,3 +215,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     def _keeps_master(self, p: Tensor) -> bool:
         return p.dtype == self.reduced_precision_dtype
+
+    def _useless_state(self, p: Tensor) -> set[str]:
+        # A dtype that is set after loading may ask for them.
+        kept = {"master_param"} if self.reduced_precision_dtype is None and p.dtype in LOW_PRECISION else set()
+        return super()._useless_state(p) - kept

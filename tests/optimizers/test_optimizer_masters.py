@@ -345,6 +345,25 @@ def test_stochastic_numbers_differ_between_tensors_and_between_calls():
     assert all(not torch.equal(a, b) for i, a in enumerate(params) for b in params[:i])
 
 
+def test_stochastic_numbers_differ_between_groups_whatever_their_seeds_and_from_step_to_step():
+    """Of three calls with the seeds 2, 1 and 0, and of each two steps of theirs."""
+    start = torch.ones(500, dtype=BF16)
+    params = [nn.Parameter(start.clone()) for _ in range(3)]
+    groups = [{"params": [p], "seed": 2 - i} for i, p in enumerate(params)]
+    optimizer = FusedSGD(groups, lr=2.0**-9, write_back="stochastic")
+    results = []
+    for _ in range(3):
+        with torch.no_grad():
+            for p in params:
+                p.copy_(start)
+        give(params, [torch.ones_like(p) for p in params])
+        optimizer.step()
+        results += [p.detach().clone() for p in params]
+    for i, a in enumerate(results):
+        for b in results[:i]:  # as draws that know nothing of each other
+            assert 180 < (a != b).sum() < 320
+
+
 # --- FusedMixedPrecisionLamb ------------------------------------------------------------------------------------------
 
 
