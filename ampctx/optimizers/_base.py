@@ -17,7 +17,7 @@ from torch import Tensor
 from ampctx._errors import AmpValueError
 from ampctx._reference import compute_dtype
 from ampctx._reference_optimizers import LOW_PRECISION, join, spacing
-from ampctx.foreach import Factor, PerDevice, move
+from ampctx.foreach import Factor, PerDevice
 from ampctx.optimizers import _checkpoint
 from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._options import (
@@ -27,34 +27,19 @@ from ampctx.optimizers._options import (
     check_number,
     check_one_element,
     check_seed,
+    device_of,
+    is_lr_on_device,
+    lr_tensor,
     param_name,
     refuse_complex,
     refuse_sparse,
+    seed_of_call,
 )
 from ampctx.optimizers._scaling import Scaling, on_device, scaling_of
 from ampctx.optimizers._work import EXTRAS, Kind, Members, Work, call, works_of
 
 # Attributes that exist around a step, or that a copy makes anew.
 _TRANSIENT = ("found_inf", "grad_scale", "model_params", "model_grads", "_zero_flags", "_seen")
-
-
-def _device_of(group: Group) -> torch.device:
-    return group["params"][0].device if group["params"] else torch.device("cpu")
-
-
-def _is_on_device(lr: Any, device: torch.device) -> bool:
-    """Whether the ops read this lr where it is, and a CUDA graph, too."""
-    return isinstance(lr, Tensor) and (lr.dtype, lr.device, lr.numel()) == (torch.float32, device, 1)
-
-
-def _seed_of_call(seed: int, number: int) -> int:
-    """The seed of a step's op call of this number: two calls of one step would draw the same numbers.
-
-    ``seed + number`` would be the seed of another group now and then. The multiplier (of Steele and Vigna's 64-bit
-    congruential generators) keeps calls far apart, and is not that of the step count in csrc/functors/random.h, with
-    which a call would draw what its neighbour draws a step later.
-    """
-    return (seed + number * 0xD1342543DE82EF95) % 2**63  # an int64, and seed itself for the first call
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -160,7 +145,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         group = self.param_groups[g]
         if self.capturable:
             # Never the caller's tensor, nor that of the defaults, which other groups have too.
-            group["lr"] = self._lr_tensor(group, group["lr"]).detach().clone()
+            group["lr"] = lr_tensor(group).detach().clone()
 
     def _check_group(self, g: int) -> None:
         group = self.param_groups[g]
@@ -194,20 +179,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         if not self.capturable:
             return
-        rates = [self._lr_tensor(group, group["lr"]) for group in self.param_groups]
+        rates = [lr_tensor(group) for group in self.param_groups]
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate
-
-    @staticmethod
-    def _lr_tensor(group: Group, lr: Any) -> Tensor:
-        """``lr`` as the op takes it from the device: itself if it can be."""
-        device = _device_of(group)
-        if _is_on_device(lr, device):
-            return lr
-        if not isinstance(lr, Tensor):
-            return torch.full((), float(check_number("lr", lr)), dtype=torch.float32, device=device)
-        check_one_element("lr", lr)
-        return move(lr.detach().float().reshape(()), device)
 
     # --- apex's attributes --------------------------------------------------------------------------------------------
 
@@ -370,11 +344,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             # Any 16 bits round to the weight beside them, but for those that make nan of a zero or an infinity.
             made_nan = torch.isnan(join(p, state["remainder"])) & ~torch.isnan(p)
             state["remainder"].masked_fill_(made_nan, 0)
-        elif "compensation" in state:
+        if "compensation" in state:
             # Rounding to nearest leaves half a place over at most.
             left = state["compensation"]
             left.masked_fill_(~(2 * left.float().abs() <= spacing(p.detach())), 0)
-        else:
+        if "master_param" in state:
             master = state["master_param"]
             master.copy_(torch.where(master.to(p.dtype) == p, master, p.to(master.dtype)))
 
@@ -403,7 +377,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             "inv_scale": inv_scale.on(device) if isinstance(inv_scale, PerDevice) else inv_scale,
             "lr": on_device(group["lr"], device),
             "maximize": bool(group["maximize"]),
-            "seed": _seed_of_call(group["seed"], number),
+            "seed": seed_of_call(group["seed"], number),
         }
         if norm is not None:
             arguments["global_grad_norm"] = norm.on(device)
@@ -438,10 +412,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._settle_lr()
             if not self.capturable:
                 return
-            for group, rate in zip(self.param_groups, rates, strict=True):
-                loaded = group["lr"]
+            for i, (group, rate) in enumerate(zip(self.param_groups, rates, strict=True)):
+                loaded, is_shared = group["lr"], any(rate is other for other in rates[:i])
                 # What an op takes as it is may be in a CUDA graph.
-                if _is_on_device(rate, _device_of(group)):
+                if not is_shared and is_lr_on_device(rate, device_of(group)):
                     with torch.no_grad():
                         rate.copy_(loaded.reshape(rate.shape))
                     group["lr"] = rate

@@ -421,6 +421,16 @@ def test_loading_fills_the_lr_tensor_of_a_capturable_optimizer(lr):
         assert source.param_groups[0]["lr"] is not kept
 
 
+def test_loading_fills_no_lr_tensor_twice():
+    """Groups that were given one tensor between them have different rates in the checkpoint."""
+    rates = [{"params": parameters(), "lr": 0.5}, {"params": parameters(), "lr": 0.25}]
+    source, target = FusedAdam(rates, capturable=True), FusedAdam([{**group} for group in rates], capturable=True)
+    target.param_groups[1]["lr"] = shared = target.param_groups[0]["lr"]
+    target.load_state_dict(source.state_dict())
+    assert [group["lr"].item() for group in target.param_groups] == [0.5, 0.25]
+    assert target.param_groups[0]["lr"] is shared
+
+
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
