@@ -47,7 +47,7 @@ SCHEMAS = (
     " float weight_decay, bool bias_correction, bool grad_averaging, bool reg_inside_moment, bool inf_norm,"
     " bool init_zero, " + _END,
     "multi_tensor_larc(Tensor(a!)[] grads, Tensor[] params, " + _COMMON + ", float trust_coefficient, float eps,"
-    " float weight_decay, bool clip) -> ()",
+    " float weight_decay, bool clip, bool maximize) -> ()",
 )
 
 # --- write back -------------------------------------------------------------------------------------------------------
@@ -56,16 +56,27 @@ _32_BITS = 0xFFFFFFFF
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """The bf16 half of an fp32 tensor, rounded to nearest (ties away from zero), and the int16 rest of its bits."""
+    """The bf16 half of an fp32 tensor, rounded to nearest (ties away from zero), and the int16 rest of its bits. Of a
+    nan: the quiet one of its sign, and 0."""
     bits = master.view(torch.int32)
+    # The largest nans would round up to zero with the other sign.
+    bits = torch.where(torch.isnan(master), (bits & -0x80000000) | 0x7FC00000, bits)
     remainder = bits.to(torch.int16)
     high = (bits - remainder.int()) >> 16
     return high.to(torch.int16).view(torch.bfloat16), remainder
 
 
 def join(high: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 tensor that ``split`` took apart, every bit of it."""
+    """The fp32 tensor that ``split`` took apart, every bit of it (of a nan, that it is one)."""
     return ((high.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)
+
+
+def spacing(p: Tensor) -> Tensor:
+    """From 16-bit numbers to their neighbours away from zero, fp32; nan for inf and nan."""
+    magnitude = p.view(torch.int16) & 0x7FFF
+    # Two bit patterns that differ in the last bit alone are neighbours between the same powers of two.
+    odd, even = (bits.view(p.dtype).float() for bits in (magnitude | 1, magnitude & ~1))
+    return odd - even
 
 
 def _wrapped(value: int) -> int:
@@ -138,7 +149,8 @@ def _store(w: Tensor, p: Tensor, extra: Tensor | None, write_back: int, bits: Ca
         new, rest = round_stochastically(w.float(), p.dtype, bits()).to(p.dtype), None
     elif write_back == KAHAN:
         new = w.to(p.dtype)
-        rest = (w - new.to(w.dtype)).to(p.dtype)
+        # Beyond the range of p nothing is left over: w - inf would be inf, and the next weight inf - inf.
+        rest = torch.where(torch.isfinite(new), w - new.to(w.dtype), 0.0).to(p.dtype)
     else:
         new, rest = w.to(p.dtype), w if write_back == COPY else None
     _update(p, new, skip)
@@ -339,8 +351,9 @@ def novograd(
         p.finish(p.w - p.lr * (u if reg_inside_moment else u / d + weight_decay * p.w))
 
 
-def larc(grads, params, found_inf, inv_scale, lr, trust_coefficient, eps, weight_decay, clip) -> None:
+def larc(grads, params, found_inf, inv_scale, lr, trust_coefficient, eps, weight_decay, clip, maximize) -> None:
     """LARC (You et al. 2017): each gradient scaled by trust_coefficient * ||w|| / ||g||, in place, unscaled too."""
+    decay = -weight_decay if maximize else weight_decay
     dtype = compute_dtype(*grads, *params)
     for grad, param in zip(grads, params, strict=True):
         skip = found_inf.reshape(()).to(param.device) != 0
@@ -350,7 +363,7 @@ def larc(grads, params, found_inf, inv_scale, lr, trust_coefficient, eps, weight
         rate = trust_coefficient * of_w / (of_g + of_w * weight_decay + eps)
         if clip:
             rate = torch.clamp(rate / lr.reshape(()).to(device=grad.device, dtype=dtype), max=1.0)
-        adapted = (g + weight_decay * w.reshape(g.shape)) * rate
+        adapted = (g + decay * w.reshape(g.shape)) * rate
         _update(grad, torch.where((of_w != 0) & (of_g != 0), adapted, g), skip)
 
 

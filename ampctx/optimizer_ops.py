@@ -209,11 +209,12 @@ def larc(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     clip: bool = True,
+    maximize: bool = False,
 ) -> None:
     """LARC, in place on the gradients, which are unscaled too: with a = trust_coefficient ||p|| / (||g|| +
-    weight_decay ||p|| + eps), or min(a / lr, 1) with ``clip``, g = a (g + weight_decay p). Tensors with a norm of 0
-    are unscaled alone. No host sync."""
+    weight_decay ||p|| + eps), or min(a / lr, 1) with ``clip``, g = a (g + weight_decay p), or with ``maximize``
+    a (g - weight_decay p). Tensors with a norm of 0 are unscaled alone. No host sync."""
     _ops.multi_tensor_larc.default(
-        grads, params, found_inf, factor(inv_scale), factor(lr), trust_coefficient, eps, weight_decay, clip
+        grads, params, found_inf, factor(inv_scale), factor(lr), trust_coefficient, eps, weight_decay, clip, maximize
     )
     wrote(grads)

@@ -79,6 +79,7 @@ void multi_tensor_larc(StableIValue* stack, uint64_t, uint64_t) {
   options.eps = in.number();
   options.weight_decay = in.number();
   options.clip = in.flag();
+  options.maximize = in.flag();
 
   const ListArgument first{"grads", grads, true};
   const CallDevice call = call_device(first, found_inf);

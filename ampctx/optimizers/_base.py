@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ampctx._errors import AmpValueError
 from ampctx._reference import compute_dtype
-from ampctx._reference_optimizers import LOW_PRECISION, join
+from ampctx._reference_optimizers import LOW_PRECISION, join, spacing
 from ampctx.foreach import Factor, PerDevice, product
 from ampctx.optimizers import _checkpoint
 from ampctx.optimizers._checkpoint import SavedGroup
@@ -27,9 +27,13 @@ from ampctx.optimizers._options import (
     check_number,
     check_one_element,
     check_seed,
+    device_of,
+    is_lr_on_device,
+    lr_tensor,
     param_name,
     refuse_complex,
     refuse_sparse,
+    seed_of_call,
 )
 from ampctx.optimizers._scaling import Scaling, on_device, scaling_of
 from ampctx.optimizers._work import EXTRAS, Kind, Members, Work, call, works_of
@@ -52,8 +56,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         seed: of the "stochastic" write back. In each group, and so in checkpoints.
         master_weights: fp32 masters of 16-bit parameters. "split", for bf16, keeps 16 bits that make the weight an fp32
             number. fp32 parameters are stepped as they are.
-        capturable: each group's lr is an fp32 tensor on the device of its parameters, always the same one, so that a
-            CUDA graph of a step sees it change.
+        capturable: each group's lr is an fp32 tensor of its own on the device of its parameters, so that a CUDA graph
+            of a step sees it change. LR schedulers and ``load_state_dict`` fill it. A value that is assigned to
+            ``group["lr"]`` takes its place: a number in a new tensor, at the next step.
 
     Raises:
         AmpValueError, AmpTypeError: an argument that cannot be used, or a parameter, by name.
@@ -83,15 +88,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.master_weights = check_choice("master_weights", master_weights, (False, True, "split"))
         self.capturable = capturable
         self._zero_flags: dict[torch.device, Tensor] = {}
-        # The version of each model weight whose master agreed with it.
+        # The version of each model weight that agreed with its entry of EXTRAS.
         self._seen: dict[Tensor, int] = {}
         if write_back != "nearest" and self._may_keep_masters():
             raise AmpValueError(
                 f"write_back={write_back!r} is for 16-bit parameters without masters, which are rounded to nearest: "
                 "leave it out, or leave the masters out"
             )
-        # The lr of each group, where capturable.
-        self._lr_tensors: list[Tensor] = []
         defaults = {**defaults, "maximize": maximize, "seed": seed}
         if defaults["lr"] is not None:
             self._check_options(defaults)
@@ -139,13 +142,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         except BaseException:
             del self.param_groups[g]
             raise
-        self._settle_lr()
+        group = self.param_groups[g]
+        if self.capturable:
+            # Never the caller's tensor, nor that of the defaults, which other groups have too.
+            group["lr"] = lr_tensor(group).detach().clone()
 
     def _check_group(self, g: int) -> None:
         group = self.param_groups[g]
-        if group["lr"] is None:
-            raise AmpValueError("parameter group didn't specify a value of required optimization parameter lr")
-        self._check_options(group)
+        self._check_given(group)
         if len(set(group["params"])) != len(group["params"]):
             # torch warns, and steps it twice; an op call would write it from two places at once.
             raise AmpValueError(f"param_groups[{g}]['params'] holds a parameter twice")
@@ -153,6 +157,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             if p.is_complex():
                 refuse_complex(type(self).__name__, param_name(self.param_groups, g, i))
             self._check_param(g, i, p)
+
+    def _check_given(self, group: Group) -> None:
+        if group["lr"] is None:
+            raise AmpValueError("parameter group didn't specify a value of required optimization parameter lr")
+        self._check_options(group)
 
     def _check_param(self, g: int, i: int, p: Tensor) -> None:
         if p.dtype == torch.float16 and self.master_weights == "split":
@@ -162,21 +171,17 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
 
     def _settle_lr(self) -> None:
-        """Where capturable, turns the lr of each group into its tensor again, with the value somebody assigned."""
+        """Where capturable, makes a tensor of what was assigned to the lr of a group. The one before keeps its value:
+        code that puts another lr there for a step puts that tensor back after it. No host sync.
+
+        Raises:
+            AmpValueError, AmpTypeError: an lr that cannot be used. Nothing has changed then.
+        """
         if not self.capturable:
             return
-        del self._lr_tensors[len(self.param_groups) :]  # of groups that were taken back
-        for i, group in enumerate(self.param_groups):
-            lr, kept = group["lr"], self._lr_tensors[i] if i < len(self._lr_tensors) else None
-            device = group["params"][0].device if group["params"] else torch.device("cpu")
-            if kept is None or kept.device != device:
-                fits = isinstance(lr, Tensor) and lr.dtype == torch.float32 and lr.device == device
-                kept = lr if fits else torch.zeros((), dtype=torch.float32, device=device)
-                self._lr_tensors[i : i + 1] = [kept]
-            if lr is not kept:
-                with torch.no_grad():
-                    kept.copy_(lr.reshape(kept.shape)) if isinstance(lr, Tensor) else kept.fill_(lr)
-                group["lr"] = kept
+        rates = [lr_tensor(group) for group in self.param_groups]
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
 
     # --- apex's attributes --------------------------------------------------------------------------------------------
 
@@ -250,8 +255,17 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._launch(work, number, scaling, norm)
         for kinds in members:
             for (destination, _), found in kinds.items():
-                if destination in ("copy", "split"):
+                if destination in EXTRAS:
                     self._seen.update((p, p._version) for p in found.params)  # private by name, see _follow
+        return loss
+
+    def _step_by(self, scaler: Any, closure: Callable[[], Any] | None) -> Any:
+        """``scaler.step(self)``, after the closure: a scaler checks gradients first, and those are the closure's."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scaler.step(self)
         return loss
 
     def _members(self, g: int, scaling: Scaling) -> dict[Kind, Members]:
@@ -302,8 +316,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for p, state in zip(params, states, strict=True):
             if not needed.keys() <= state.keys():
                 self._make_state(p, state, needed)
-        if destination in ("copy", "split"):
-            for p, state in zip(params, states, strict=True):
+            if destination in EXTRAS:
                 self._follow(p, state)
         return states
 
@@ -319,10 +332,10 @@ class FusedOptimizer(torch.optim.Optimizer):
                 state[key] = torch.zeros_like(p, dtype=dtypes.get(key, compute_dtype(p)), requires_grad=False)
             if key == "master_param":
                 state[key].copy_(p)
-        self._seen.pop(p, None)
 
     def _follow(self, p: Tensor, state: dict[str, Any]) -> None:
-        """Where a weight is not its rounded master any more, somebody changed it: the master takes its value."""
+        """Where a weight is not its rounded master any more, somebody changed it: the master takes its value, and what
+        rounding left over is dropped."""
         # _version is private by name; nothing public tells that a tensor changed without reading it.
         if self._seen.get(p) == p._version:
             return
@@ -331,13 +344,18 @@ class FusedOptimizer(torch.optim.Optimizer):
             # Any 16 bits round to the weight beside them, but for those that make nan of a zero or an infinity.
             made_nan = torch.isnan(join(p, state["remainder"])) & ~torch.isnan(p)
             state["remainder"].masked_fill_(made_nan, 0)
-        else:
+        if "compensation" in state:
+            # Rounding to nearest leaves half a place over at most.
+            left = state["compensation"]
+            left.masked_fill_(~(2 * left.float().abs() <= spacing(p.detach())), 0)
+        if "master_param" in state:
             master = state["master_param"]
             master.copy_(torch.where(master.to(p.dtype) == p, master, p.to(master.dtype)))
 
     @torch.no_grad()
     def masters_follow_model(self) -> None:
-        """Has the masters follow the model's weights where these changed, element by element. No host sync.
+        """Has masters, and the compensations of "kahan", follow the model's weights where these changed, element by
+        element. No host sync.
 
         ``step`` does so by itself after a change that autograd can see (``load_state_dict``, ``p.copy_()`` under
         no_grad); call this after one through ``p.data`` or another library.
@@ -346,7 +364,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state.get(p, {})
-                if p.dtype in LOW_PRECISION and ("master_param" in state or "remainder" in state):
+                if p.dtype in LOW_PRECISION and not state.keys().isdisjoint(EXTRAS.values()):
                     self._follow(p, state)
 
     def _launch(self, work: Work, number: int, scaling: Scaling, norm: PerDevice | None) -> None:
@@ -361,7 +379,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             "inv_scale": inv_scale.on(device) if isinstance(inv_scale, PerDevice) else inv_scale,
             "lr": on_device(group["lr"], device),
             "maximize": bool(group["maximize"]),
-            "seed": group["seed"] + number,  # two calls of one step would draw the same numbers
+            "seed": seed_of_call(group["seed"], number),
         }
         if norm is not None:
             arguments["global_grad_norm"] = norm.on(device)
@@ -377,9 +395,11 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError, KeyError: torch's, for a checkpoint of other groups. AmpValueError: state of another size, or
-                that the optimizer has no equal of. Nothing has changed then.
+                that the optimizer has no equal of. AmpValueError, AmpTypeError: an option that cannot be used. Nothing
+                has changed then.
         """
         states: dict[Tensor, dict[str, Any]] = {}
+        rates = [group["lr"] for group in self.param_groups]
 
         def before(_: Any, given: dict[str, Any]) -> dict[str, Any] | None:
             found = _checkpoint.matched(given, self.param_groups, lambda g, i: param_name(self.param_groups, g, i))
@@ -392,6 +412,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         def after(_: Any) -> None:
             self.state.update(states)
             self._settle_lr()
+            if not self.capturable:
+                return
+            for i, (group, rate) in enumerate(zip(self.param_groups, rates, strict=True)):
+                loaded, is_shared = group["lr"], any(rate is other for other in rates[:i])
+                # What an op takes as it is may be in a CUDA graph.
+                if not is_shared and is_lr_on_device(rate, device_of(group)):
+                    with torch.no_grad():
+                        rate.copy_(loaded.reshape(rate.shape))
+                    group["lr"] = rate
 
         # The last hook before torch's own work, and the first after it: the user's see whole checkpoints and states.
         hooks = [
@@ -408,11 +437,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         result = {}
         for group in groups:
             self._adapt_checkpoint(group)
+            # As __setstate__ would, which is too late for a check.
+            for name, default in self.defaults.items():
+                group.saved.setdefault(name, default)
+            self._check_given(group.saved)
             for p, name, state in group.states:
-                used = self._destination(p, Scaling())
-                dropped = {key for write_back, key in EXTRAS.items() if write_back != used}
-                result[p] = _checkpoint.restored(p, name, state, self._one_element.values(), dropped)
+                result[p] = _checkpoint.restored(p, name, state, self._one_element.values(), self._useless_state(p))
         return result
+
+    def _useless_state(self, p: Tensor) -> set[str]:
+        """What a checkpoint may hold for ``p`` that this optimizer never reads."""
+        used = self._destination(p, Scaling())
+        return {key for write_back, key in EXTRAS.items() if write_back != used}
 
     def _adapt_checkpoint(self, group: SavedGroup) -> None:
         """Puts what other optimizers save elsewhere where it belongs here."""

@@ -15,8 +15,11 @@ from torch import Tensor
 from ampctx._errors import AmpValueError
 from ampctx._reference import compute_dtype
 from ampctx.optimizers._options import Group
+from ampctx.optimizers._work import EXTRAS
 
 State = dict[str, Any]
+# State of the size of its parameter, in any of the optimizers, unless one keeps it in one element.
+_SIZED = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", *EXTRAS.values()}
 
 
 class SavedGroup(NamedTuple):
@@ -76,7 +79,7 @@ def restored(p: Tensor, name: str, state: State, one_element: Collection[str], d
         dropped: keys that have no use.
 
     Raises:
-        AmpValueError: a tensor of another size, by name.
+        AmpValueError: a tensor of another size, or a number in its place, by name.
     """
     result: State = {}
     for key, value in state.items():
@@ -87,8 +90,10 @@ def restored(p: Tensor, name: str, state: State, one_element: Collection[str], d
             result[key] = _number(value, where, p)
         elif isinstance(value, Tensor) and value.shape == p.shape:
             result[key] = torch.empty_like(p, dtype=_dtype(key, value, p), requires_grad=False).copy_(value)
-        elif isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 1:
+        elif isinstance(value, Tensor) and (key in _SIZED or (value.is_floating_point() and value.numel() > 1)):
             raise AmpValueError(f"{where} has shape {tuple(value.shape)}, the parameter has {tuple(p.shape)}")
+        elif key in _SIZED:
+            raise AmpValueError(f"{where} is of type {type(value).__name__}, expected a tensor")
         else:
             result[key] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
     return result

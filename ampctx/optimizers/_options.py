@@ -1,13 +1,16 @@
-"""Checks of what an optimizer is told: numbers by name, as torch.optim words them, and parameters by place."""
+"""Checks of what an optimizer is told: numbers by name, as torch.optim words them, and parameters by place; and what
+the ops are told of lr and seed."""
 
 from __future__ import annotations
 
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
+from ampctx.foreach import move
 
 Group = dict[str, Any]
 
@@ -21,6 +24,31 @@ def check_lr(lr: Any) -> float | Tensor:
         check_number("lr", lr.item())
         return lr
     return check_number("lr", lr)
+
+
+def device_of(group: Group) -> torch.device:
+    """Where a group's lr belongs, where it is a tensor."""
+    return group["params"][0].device if group["params"] else torch.device("cpu")
+
+
+def is_lr_on_device(lr: Any, device: torch.device) -> bool:
+    """Whether the ops read this lr where it is, and a CUDA graph, too."""
+    return isinstance(lr, Tensor) and (lr.dtype, lr.device, lr.numel()) == (torch.float32, device, 1)
+
+
+def lr_tensor(group: Group) -> Tensor:
+    """The lr of a group as the ops read it on the device: itself if they can. Waits for a copy to the CPU alone.
+
+    Raises:
+        AmpValueError, AmpTypeError: a tensor of several elements, or what is no number >= 0.
+    """
+    lr, device = group["lr"], device_of(group)
+    if is_lr_on_device(lr, device):
+        return lr
+    if not isinstance(lr, Tensor):
+        return torch.full((), float(check_number("lr", lr)), dtype=torch.float32, device=device)
+    check_one_element("lr", lr)
+    return move(lr.detach().float().reshape(()), device)
 
 
 def check_one_element(name: str, value: Tensor) -> None:
@@ -61,6 +89,16 @@ def check_seed(seed: Any) -> int:
     if not 0 <= seed < 2**62:
         raise AmpValueError(f"seed is {seed}, expected 0 to 2**62 - 1")
     return seed
+
+
+def seed_of_call(seed: int, number: int) -> int:
+    """The seed of a step's op call of this number: two calls of one step would draw the same numbers.
+
+    ``seed + number`` would be the seed of another group now and then. The multiplier (of Steele and Vigna's 64-bit
+    congruential generators) keeps calls far apart, and is not that of the step count in csrc/functors/random.h, with
+    which a call would draw what its neighbour draws a step later.
+    """
+    return (seed + number * 0xD1342543DE82EF95) % 2**63  # an int64, and seed itself for the first call
 
 
 def check_choice(name: str, value: Any, choices: tuple) -> Any:

@@ -77,8 +77,8 @@ class FusedAdam(FusedOptimizer):
         grad_norms: None = None,
         **kwargs: Any,
     ) -> Any:
-        """``FusedOptimizer.step``. A ``grad_scaler``, as apex's code gives it, steps this optimizer, whose
-        step hooks run twice then.
+        """``FusedOptimizer.step``. A ``grad_scaler``, as apex's code gives it, steps this optimizer after the closure,
+        whose losses it has to have scaled; step hooks run twice then.
 
         Raises:
             AmpError: grads, output_params, scale or grad_norms, which apex refuses too.
@@ -86,7 +86,7 @@ class FusedAdam(FusedOptimizer):
         _refuse_old_arguments(grads=grads, output_params=output_params, scale=scale, grad_norms=grad_norms)
         scaler = split_grad_scaler("FusedAdam", kwargs)
         if scaler is not None:
-            return scaler.step(self, *([] if closure is None else [closure]))
+            return self._step_by(scaler, closure)
         return self._step(closure)
 
     def _check_options(self, group: Group) -> None:

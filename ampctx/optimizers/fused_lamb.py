@@ -139,7 +139,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     Args:
         lr: a number or a one-element tensor; in each group a tensor of its own.
         step: how many steps new parameters count as taken.
-        reduced_precision_dtype: torch.float16 or torch.bfloat16. May be set later, before the first step.
+        reduced_precision_dtype: torch.float16 or torch.bfloat16. May be set later, before the first step; masters of a
+            checkpoint that was loaded before are kept for it.
         Others as for FusedLAMB.
     """
 
@@ -203,22 +204,20 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         return self.param_groups_master
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """``FusedOptimizer.step``. A ``grad_scaler``, as apex's code gives it, steps this optimizer, whose step hooks
-        run twice then."""
+        """``FusedOptimizer.step``. A ``grad_scaler``, as apex's code gives it, steps this optimizer after the closure,
+        whose losses it has to have scaled; step hooks run twice then."""
         scaler = split_grad_scaler("FusedMixedPrecisionLamb", kwargs)
         if scaler is not None:
-            return scaler.step(self, *([] if closure is None else [closure]))
+            return self._step_by(scaler, closure)
         return self._step(closure)
-
-    def add_param_group(self, param_group: Group) -> None:
-        """As torch's; the group gets an lr tensor of its own."""
-        default = self.defaults["lr"]
-        if isinstance(param_group, dict) and "lr" not in param_group and isinstance(default, Tensor):
-            param_group["lr"] = default.detach().clone()
-        super().add_param_group(param_group)
 
     def _may_keep_masters(self) -> bool:
         return self.reduced_precision_dtype in LOW_PRECISION
 
     def _keeps_master(self, p: Tensor) -> bool:
         return p.dtype == self.reduced_precision_dtype
+
+    def _useless_state(self, p: Tensor) -> set[str]:
+        # A dtype that is set after loading may ask for them.
+        kept = {"master_param"} if self.reduced_precision_dtype is None and p.dtype in LOW_PRECISION else set()
+        return super()._useless_state(p) - kept

@@ -19,8 +19,8 @@ _NORM_TYPES = (2, 0)
 class FusedNovoGrad(FusedOptimizer):
     """NovoGrad (Ginsburg et al. 2019): the second moment is the running norm of a parameter's gradient.
 
-    ``ampctx.optimizer_ops.novograd`` has the formula. State of each parameter, fp32: ``step``, ``exp_avg`` and the 0-d
-    ``exp_avg_sq``, which is the norm itself and not its square.
+    ``ampctx.optimizer_ops.novograd`` has the formula. State of each parameter: ``step``, ``exp_avg`` (fp64 for an fp64
+    parameter) and the 0-d ``exp_avg_sq``, which is the norm itself and not its square; fp32.
 
     Args:
         params: parameters or groups, on any mix of devices and dtypes.

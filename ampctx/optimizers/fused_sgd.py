@@ -113,6 +113,11 @@ class FusedSGD(FusedOptimizer):
     def _adapt_checkpoint(self, group: SavedGroup) -> None:
         super()._adapt_checkpoint(group)
         for _, _, state in group.states:
-            # torch and apex do not count steps; a buffer that is there has begun.
-            if isinstance(state.get("momentum_buffer"), torch.Tensor):
-                state.setdefault("step", 1)
+            # torch and apex do not count steps; a buffer that is there has begun. One that torch began after a first
+            # step that was skipped here comes back with our count of 0.
+            buffer = state.get("momentum_buffer")
+            if not isinstance(buffer, torch.Tensor):
+                continue
+            begun = "step" not in state or (torch.as_tensor(state["step"]).tolist() in (0, [0]) and buffer.any())
+            if begun:
+                state["step"] = 1

@@ -22,11 +22,13 @@ class LARC:
 
     Before each step, where the norms of weight p and gradient g are not 0: g = a (g + weight_decay p), with
     a = trust_coefficient ||p|| / (||g|| + weight_decay ||p|| + eps), or with ``clip`` min(a / lr, 1). The wrapped
-    optimizer then steps with a weight decay of 0. No host sync of its own.
+    optimizer then steps with a weight decay of 0. In a group with ``maximize``, g = a (g - weight_decay p), so that
+    the weights decay there, too. No host sync of its own.
 
     LARC is a plain object, not a torch.optim.Optimizer: LR schedulers are for ``optim``. torch.amp's and ampctx's
     GradScaler step it as they step the optimizer in it: where that one unscales and skips on the device, LARC does the
-    unscaling.
+    unscaling. The unscaled gradient goes back into the type of ``p.grad``: that of a 16-bit parameter may underflow
+    there, which loss scaling is to prevent, so keep fp32 parameters (amp's O1 and O2 do) where losses are scaled.
 
     Args:
         optimizer: any optimizer, kept as ``optim``. Its gradients are changed in place.
@@ -91,7 +93,7 @@ class LARC:
             AmpError, AmpValueError: a sparse gradient, a complex parameter, by name. Nothing has changed then.
         """
         decays = [group.get("weight_decay", 0) for group in self.param_groups]
-        with self._without_weight_decay(), self._flag_taken_back():
+        with self._without_weight_decay(), self._own_flag_kept():
             if closure is None:
                 self._adapt(decays)
                 return self.optim.step()
@@ -115,12 +117,15 @@ class LARC:
                 group["weight_decay"] = decay
 
     @contextmanager
-    def _flag_taken_back(self) -> Iterator[None]:
-        """Removes the ``found_inf`` that ``_adapt`` hands to the wrapped optimizer."""
+    def _own_flag_kept(self) -> Iterator[None]:
+        """Takes back the ``found_inf`` that ``_adapt`` hands to the wrapped optimizer; one of its own is put back."""
+        attributes = vars(self.optim)
+        own = {"found_inf": attributes["found_inf"]} if "found_inf" in attributes else {}
         try:
             yield
         finally:
-            vars(self.optim).pop("found_inf", None)
+            attributes.pop("found_inf", None)
+            attributes.update(own)
 
     def _gradients(self) -> list[tuple[list[Tensor], list[Tensor]]]:
         """The gradients of each group and their parameters, after every check that a step makes."""
@@ -146,13 +151,23 @@ class LARC:
             for device, fused, (g, p) in buckets(grads, params):
                 flag = clear.on(device) if found_inf is None else found_inf.on(device)
                 inv = inv_scale.on(device) if isinstance(inv_scale, PerDevice) else inv_scale
-                lr = on_device(group["lr"], device)
+                lr, maximize = on_device(group["lr"], device), bool(group.get("maximize", False))
                 if fused:
                     optimizer_ops.larc(
                         g, p, flag, inv, lr,
                         trust_coefficient=self.trust_coefficient, eps=self.eps, weight_decay=decay, clip=self.clip,
+                        maximize=maximize,
                     )  # fmt: skip
                 else:
                     _reference_optimizers.larc(
-                        g, p, flag, factor(inv), factor(lr), self.trust_coefficient, self.eps, decay, self.clip
+                        g,
+                        p,
+                        flag,
+                        factor(inv),
+                        factor(lr),
+                        self.trust_coefficient,
+                        self.eps,
+                        decay,
+                        self.clip,
+                        maximize,
                     )

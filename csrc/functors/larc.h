@@ -1,7 +1,8 @@
 // LARC (You et al. 2017), which rewrites gradients: one element, and the rate of a tensor.
 //
 //   rate = trust_coefficient ||w|| / (||g|| + weight_decay ||w|| + eps), or min(rate / lr, 1) with clip
-//   g = rate (g + weight_decay w), or g alone where a norm is 0
+//   g = rate (g + weight_decay w), or g alone where a norm is 0; with maximize, where the step goes up the gradient,
+//       rate (g - weight_decay w), so that the decay shrinks weights still
 //
 // Each product and sum is rounded, in this order, on every backend.
 #pragma once
@@ -12,22 +13,23 @@ namespace ampctx {
 
 struct LarcOptions {
   double trust_coefficient, eps, weight_decay;
-  bool clip;
+  bool clip, maximize;
 };
 
 template <class T>
 struct Larc {
   T trust_coefficient, eps, weight_decay;
-  bool clip;
+  bool clip, maximize;
 
   explicit Larc(const LarcOptions& options)
       : trust_coefficient(static_cast<T>(options.trust_coefficient)),
         eps(static_cast<T>(options.eps)),
         weight_decay(static_cast<T>(options.weight_decay)),
-        clip(options.clip) {}
+        clip(options.clip),
+        maximize(options.maximize) {}
 };
 
-// What becomes of a gradient.
+// What becomes of a gradient; weight_decay with its sign.
 template <class T>
 struct LarcRate {
   T weight_decay, rate;
@@ -41,7 +43,7 @@ AMPCTX_FN LarcRate<T> larc_rate(const Larc<T>& larc, T lr, T norm_of_g, T norm_o
     rate = rate / lr;
     rate = rate > 1 ? 1 : rate;  // nan stays
   }
-  return {larc.weight_decay, rate, norm_of_w != 0 && norm_of_g != 0};
+  return {larc.maximize ? -larc.weight_decay : larc.weight_decay, rate, norm_of_w != 0 && norm_of_g != 0};
 }
 
 template <class T>

@@ -6,8 +6,9 @@
 //   nearest     p = w, rounded by the store
 //   copy        extra = w too, rounded to its own type
 //   split       the 32 bits of w in two halves: p the nearest number with 16 low bits of 0 (ties away from zero), extra
-//               the signed difference of the bits, an int16. Every pattern comes back; benchmarks/split_exact.py
-//   kahan       extra = w - p, what the rounding of p left over
+//               the signed difference of the bits, an int16. Every number comes back with every bit, and a nan as the
+//               quiet one of its sign; benchmarks/split_exact.py
+//   kahan       extra = w - p, what the rounding of p left over; 0 where p is not finite
 //   stochastic  p up with the odds of the distance; inf and nan stay
 #pragma once
 
@@ -31,7 +32,10 @@ AMPCTX_FN float join(float high, float remainder) {
 }
 
 AMPCTX_FN void split(float w, float& high, float& remainder) {
-  const uint32_t bits = bits_of(w);
+  const int32_t magnitude = static_cast<int32_t>(bits_of(w) & 0x7fffffffu);
+  const uint32_t quiet_nan = (bits_of(w) & 0x80000000u) | 0x7fc00000u;
+  // The largest nans, a GPU's own among them, would round up to zero with the other sign.
+  const uint32_t bits = magnitude > 0x7f800000 ? quiet_nan : bits_of(w);
   const int32_t low = static_cast<int32_t>(bits << 16) >> 16;
   high = float_of(bits - static_cast<uint32_t>(low));
   remainder = static_cast<float>(low);
@@ -76,7 +80,7 @@ AMPCTX_FN void store_weight(WriteBack mode, DType type, T w, uint32_t random, T&
   }
   if (mode == WriteBack::kahan) {
     p = round_to_nearest(static_cast<float>(w), type);
-    extra = w - p;
+    extra = is_finite(p) ? w - p : 0;  // w - inf would make inf - inf of the next weight
   }
   if (mode == WriteBack::stochastic && (type == DType::f16 || type == DType::bf16)) {
     p = round_stochastically(static_cast<float>(w), type, random);

@@ -15,14 +15,17 @@ def larc(g, w, lr, options):
     rate = o["trust_coefficient"] * of_w / (of_g + o["weight_decay"] * of_w + o["eps"])
     if o["clip"]:
         rate = (rate / lr).clamp(max=1)
-    return torch.where((of_g > 0) & (of_w > 0), rate * (g + o["weight_decay"] * w), g)
+    decay = -o["weight_decay"] if o["maximize"] else o["weight_decay"]
+    return torch.where((of_g > 0) & (of_w > 0), rate * (g + decay * w), g)
 
 
+@pytest.mark.parametrize("maximize", [False, True], ids=["down", "up"])
 @pytest.mark.parametrize("clip", [False, True], ids=["scale", "clip"])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("lr", [1e-4, 0.5], ids=["clipped", "below"])
-def test_formula(backend, clip, weight_decay, lr):
-    call = make_call(backend, LARC, [33, 1, 700, 2500, 0], clip=clip, weight_decay=weight_decay)
+def test_formula(backend, clip, weight_decay, lr, maximize):
+    options = {"clip": clip, "weight_decay": weight_decay, "maximize": maximize}
+    call = make_call(backend, LARC, [33, 1, 700, 2500, 0], **options)
     before = call.clone()
     call.run(backend, inv_scale=0.125, lr=lr)
     for got, g, w in zip(call["grads"], before["grads"], before["params"], strict=True):

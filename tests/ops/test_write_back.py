@@ -11,7 +11,7 @@ import torch
 from backends import FLOATS, NON_FINITE, short
 from optimizer_calls import ADAM, LOW, SGD, bits, make_call
 
-from ampctx._reference_optimizers import random_bits
+from ampctx._reference_optimizers import join, random_bits, split
 
 on_low = pytest.mark.parametrize("dtype", LOW, ids=short)
 
@@ -59,6 +59,28 @@ def test_split_keeps_special_weights(backend):
     assert torch.equal(joined.cpu(), patterns.to(torch.int32))
 
 
+# The GPU's canonical nan, and others whose low bits would carry into the sign.
+NANS = [0x7FFFFFFF, 0x7FFF8000, 0x7FC00000, 0x7F808001, 0xFFFFFFFF, 0xFFFF8000, 0xFFC0FFFF]
+
+
+@pytest.mark.parametrize("pattern", NANS, ids=hex)
+def test_split_keeps_nan(backend, pattern):
+    p, rest = torch.ones(37, dtype=torch.bfloat16, device=backend.device), torch.full((37,), 5, dtype=torch.int16)
+    rest = rest.to(backend.device)
+    nan = torch.full((37,), pattern - (pattern >> 31 << 32), dtype=torch.int32, device=backend.device)
+    sgd(backend, [p], [nan.view(torch.float32)], "split", extras=[rest])
+    assert p.isnan().all()
+    assert not rest.any()
+
+
+def test_the_halves_of_a_nan():
+    patterns = torch.tensor([p - (p >> 31 << 32) for p in NANS], dtype=torch.int32)
+    high, rest = split(patterns.view(torch.float32))
+    assert bits(high).tolist() == [0x7FC0] * 4 + [0x7FC0 - 0x8000] * 3
+    assert not rest.any()
+    assert join(high, rest).isnan().all()
+
+
 # --- kahan ------------------------------------------------------------------------------------------------------------
 
 
@@ -78,6 +100,22 @@ def test_small_updates_add_up_with_kahan(backend, dtype):
     assert (p.double() - exact).abs().max() <= spacing
     # The compensations have 8 or 11 bits themselves: each step may lose a bit of the last of them.
     assert (p.double() + rest.double() - exact).abs().max() <= steps * spacing * spacing / 2
+
+
+@on_low
+def test_kahan_has_nothing_left_of_a_weight_that_is_not_finite(backend, dtype):
+    """Beyond the range the weight is inf: a compensation of inf would make nan of it at the next step."""
+    p = torch.full((37,), torch.finfo(dtype).max, dtype=dtype, device=backend.device)
+    rest = torch.zeros_like(p)
+    delta = torch.full((37,), torch.finfo(dtype).max * 2.0**-7, device=backend.device)
+    sgd(backend, [p], [delta], "kahan", extras=[rest])
+    assert (p == float("inf")).all()
+    assert not rest.any()
+    sgd(backend, [p], [torch.zeros_like(delta)], "kahan", extras=[rest], step=1)
+    assert (p == float("inf")).all()
+    sgd(backend, [p], [torch.full_like(delta, float("nan"))], "kahan", extras=[rest], step=2)
+    assert p.isnan().all()
+    assert not rest.any()
 
 
 # --- stochastic -------------------------------------------------------------------------------------------------------

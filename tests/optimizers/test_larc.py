@@ -28,14 +28,14 @@ INNER = {
 SHAPES = [(3, 5), (), (0,), (17,)]
 
 
-def adapted(p, g, lr, weight_decay, trust_coefficient=0.02, eps=1e-8, clip=True):
+def adapted(p, g, lr, weight_decay, trust_coefficient=0.02, eps=1e-8, clip=True, maximize=False):
     """The gradient that LARC gives to its optimizer, in fp64."""
     p, g = p.detach().double(), g.double()
     of_p, of_g = p.norm(), g.norm()
     if of_p == 0 or of_g == 0:
         return g
     rate = trust_coefficient * of_p / (of_g + of_p * weight_decay + eps)
-    return (min(rate / lr, 1.0) if clip else rate) * (g + weight_decay * p)
+    return (min(rate / lr, 1.0) if clip else rate) * (g + (-weight_decay if maximize else weight_decay) * p)
 
 
 @pytest.mark.parametrize("clip", [True, False], ids=["clip", "no-clip"])
@@ -57,6 +57,18 @@ def test_against_the_formula_in_front_of_the_optimizer(name, clip):
         expected.step()
     torch.testing.assert_close([p.detach() for p in ours], [p.detach() for p in plain], rtol=1e-5, atol=1e-6)
     assert larc.param_groups[0]["weight_decay"] == decay
+
+
+@pytest.mark.parametrize(("name", "strided"), [*((name, False) for name in INNER), ("sgd", True)])
+def test_weights_decay_where_the_step_goes_up_the_gradient(name, strided):
+    ours = [nn.Parameter(torch.full((8,), 3.0)[:: 2 if strided else 1])]
+    larc = LARC(INNER[name](ours, maximize=True, weight_decay=0.5))
+    grads = [torch.full_like(p, -1e-3) for p in ours]
+    expected = [adapted(p, g, 0.1, 0.5, maximize=True) for p, g in zip(ours, grads, strict=True)]
+    give(ours, [g.clone() for g in grads])
+    larc.step()
+    torch.testing.assert_close([p.grad.double() for p in ours], expected, rtol=1e-6, atol=0)
+    assert all((p < 3.0).all() for p in ours)
 
 
 def test_apexs_defaults():
@@ -205,6 +217,21 @@ def test_the_flag_leaves_the_wrapped_optimizer_after_an_exception():
         larc.step()
     assert "found_inf" not in vars(larc.optim)
     assert larc.param_groups[0]["weight_decay"] == 0.05
+
+
+def test_a_flag_of_the_wrapped_optimizers_own_stays_there():
+    (p,) = parameters(shapes=[(3,)])
+    larc = LARC(INNER["sgd"]([p]))
+    p.grad = torch.ones(3)
+    own = larc.optim.found_inf = torch.tensor(1.0)
+    before = p.detach().clone()
+    larc.step()
+    assert larc.optim.found_inf is own
+    assert_same([p.detach()], [before])
+    larc.found_inf = torch.tensor(0.0)
+    larc.step()
+    assert larc.optim.found_inf is own
+    assert not torch.equal(p, before)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])

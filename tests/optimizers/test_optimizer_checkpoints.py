@@ -73,7 +73,7 @@ def test_training_resumes_bit_for_bit(name, kind):
     assert_same(snapshot(resumed), snapshot(optimizer))
 
 
-@pytest.mark.parametrize("kind", ["bf16-masters", "bf16-split"])
+@pytest.mark.parametrize("kind", ["bf16-masters", "bf16-split", "bf16-kahan", "fp16-kahan"])
 @pytest.mark.parametrize("model_first", [True, False], ids=["model-first", "optimizer-first"])
 def test_masters_resume_in_either_order_of_loading(kind, model_first):
     optimizer = make("adam", kind)
@@ -166,6 +166,38 @@ def test_steps_of_torchs_optimizers_are_taken_over():
         assert {s["step"].item() for s in optimizer.state.values()} == {expected}
 
 
+@pytest.mark.parametrize("steps_by_torch", [0, 1])
+def test_a_skipped_first_step_and_a_trip_through_torchs_sgd(steps_by_torch):
+    """Where torch began the buffer, it goes on; a buffer that is 0 still begins with the next gradient."""
+    options = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
+    optimizer = FusedSGD(parameters(), **options)
+    optimizer.found_inf = torch.tensor(1.0)
+    run(optimizer, 1)
+    theirs = torch.optim.SGD(like(optimizer), **options)
+    theirs.load_state_dict(saved(optimizer.state_dict()))
+    run(theirs, steps_by_torch)
+    resumed = FusedSGD(like(theirs), **options)
+    resumed.load_state_dict(saved(theirs.state_dict()))
+    expected = torch.optim.SGD(like(theirs), **options)
+    if steps_by_torch:
+        expected.load_state_dict(saved(theirs.state_dict()))
+    run(resumed, 2, first=5)
+    run(expected, 2, first=5)
+    torch.testing.assert_close(params_of(resumed), params_of(expected), rtol=1e-6, atol=1e-7)
+
+
+def test_masters_wait_for_the_reduced_precision_dtype():
+    """apex's own tests set it after the construction, and so may code that loads first."""
+    optimizer = make("mixed-lamb", "bf16-masters")
+    run(optimizer, 3)
+    resumed = FusedMixedPrecisionLamb(like(optimizer))
+    resumed.load_state_dict(saved(optimizer.state_dict()))
+    resumed.reduced_precision_dtype = torch.bfloat16
+    run(optimizer, 1, first=3)
+    run(resumed, 1, first=3)
+    assert_same(snapshot(resumed), snapshot(optimizer))
+
+
 def test_adagrads_lr_decay_is_refused_and_nothing_loaded():
     theirs = torch.optim.Adagrad(parameters(), lr=0.5, lr_decay=0.1)
     run(theirs, 1)
@@ -254,6 +286,26 @@ def corrupt_shape(checkpoint):
     checkpoint["state"][4]["exp_avg"] = torch.zeros(3)
 
 
+def corrupt_shape_to_one(checkpoint):
+    checkpoint["state"][4]["exp_avg_sq"] = torch.zeros(1)
+
+
+def corrupt_type(checkpoint):
+    checkpoint["state"][4]["exp_avg"] = 0.0
+
+
+def corrupt_lr(checkpoint):
+    checkpoint["param_groups"][0]["lr"] = -1.0
+
+
+def corrupt_betas(checkpoint):
+    checkpoint["param_groups"][0]["betas"] = (0.9, 1.0)
+
+
+def corrupt_seed(checkpoint):
+    checkpoint["param_groups"][0]["seed"] = -1
+
+
 def corrupt_step(checkpoint):
     checkpoint["state"][4]["step"] = torch.zeros(2)
 
@@ -274,6 +326,19 @@ def drop_groups(checkpoint):
     ("corrupt", "kind", "message"),
     [
         (corrupt_shape, AmpValueError, "the state 'exp_avg' of param_groups[0]['params'][4] has shape (3,), the para"),
+        (
+            corrupt_shape_to_one,
+            AmpValueError,
+            "the state 'exp_avg_sq' of param_groups[0]['params'][4] has shape (1,), the",
+        ),
+        (
+            corrupt_type,
+            AmpValueError,
+            "the state 'exp_avg' of param_groups[0]['params'][4] is of type float, expected a",
+        ),
+        (corrupt_lr, AmpValueError, "Invalid learning rate: -1.0 (lr)"),
+        (corrupt_betas, AmpValueError, "Invalid beta parameter at index 1: 1.0 (betas[1])"),
+        (corrupt_seed, AmpValueError, "seed is -1, expected 0 to 2**62 - 1"),
         (corrupt_step, AmpValueError, "the state 'step' of param_groups[0]['params'][4] has 2 elements, expected 1"),
         (drop_parameter, ValueError, "doesn't match the size of optimizer's group"),
         (add_group, ValueError, "loaded state dict has a different number of parameter groups"),
@@ -344,21 +409,26 @@ def test_hooks_see_whole_checkpoints_and_fp32_state():
 
 
 @pytest.mark.parametrize("lr", [0.25, torch.tensor(0.25), torch.tensor([0.25], dtype=torch.float64)], ids=str)
-def test_the_lr_tensor_of_a_capturable_optimizer_stays_the_same_object(lr):
+def test_loading_fills_the_lr_tensor_of_a_capturable_optimizer(lr):
     for optimizer in (OPTIMIZERS["adam"](parameters(), capturable=True), FusedMixedPrecisionLamb(parameters())):
         source = type(optimizer)(parameters(), lr=lr)
         kept = optimizer.param_groups[0]["lr"]
         optimizer.load_state_dict(source.state_dict())
         assert optimizer.param_groups[0]["lr"] is kept
         assert kept.item() == 0.25
-        optimizer.param_groups[0]["lr"] = 0.125
         run(optimizer, 1)
         assert optimizer.param_groups[0]["lr"] is kept
-        assert kept.item() == 0.125
-        optimizer.param_groups[0]["lr"] = lr
-        run(optimizer, 1)
-        assert optimizer.param_groups[0]["lr"] is kept
-        assert kept.item() == 0.25
+        assert source.param_groups[0]["lr"] is not kept
+
+
+def test_loading_fills_no_lr_tensor_twice():
+    """Groups that were given one tensor between them have different rates in the checkpoint."""
+    rates = [{"params": parameters(), "lr": 0.5}, {"params": parameters(), "lr": 0.25}]
+    source, target = FusedAdam(rates, capturable=True), FusedAdam([{**group} for group in rates], capturable=True)
+    target.param_groups[1]["lr"] = shared = target.param_groups[0]["lr"]
+    target.load_state_dict(source.state_dict())
+    assert [group["lr"].item() for group in target.param_groups] == [0.5, 0.25]
+    assert target.param_groups[0]["lr"] is shared
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
@@ -411,11 +481,10 @@ def test_every_attribute_is_copied():
     for optimizer in (sgd, lamb):
         other = copy.deepcopy(optimizer)
         # Made anew, or compared by the tests above.
-        left_out = {"_seen", "_zero_flags", "param_groups", "state", "_lr_tensors"}
+        left_out = {"_seen", "_zero_flags", "param_groups", "state"}
         mine = {k: v for k, v in vars(optimizer).items() if k not in left_out and "hooks" not in k}
         assert len(mine) > 8
         assert {k: vars(other)[k] for k in mine} == mine
-    assert other.param_groups[0]["lr"] is other._lr_tensors[0]
     assert other.param_groups[0]["lr"] is not lamb.param_groups[0]["lr"]
 
 

@@ -260,6 +260,97 @@ def test_groups_of_mixed_lamb_do_not_share_an_lr_tensor():
     assert (lr.item(), rates[1].item()) == (0.5, 0.5)
 
 
+CAPTURABLE = {
+    "adam": lambda p, **o: FusedAdam(p, capturable=True, weight_decay=0.0, **o),
+    "mixed-lamb": lambda p, **o: FusedMixedPrecisionLamb(p, weight_decay=0.0, **o),
+}
+on_capturable = pytest.mark.parametrize("make", CAPTURABLE.values(), ids=CAPTURABLE)
+
+
+@on_capturable
+def test_capturable_groups_never_share_an_lr_tensor(make):
+    lr = torch.tensor(0.5)
+    params = parameters(shapes=[(3,)] * 4)
+    optimizer = make(
+        [{"params": [params[0]], "lr": lr}, {"params": [params[1]], "lr": lr}, {"params": [params[2]]}], lr=lr
+    )
+    optimizer.add_param_group({"params": [params[3]]})
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert len({id(t) for t in [lr, *rates]}) == 5
+    scheduler = lr_scheduler.LambdaLR(optimizer, [lambda e, k=k: 1 / (1 + k * e) for k in range(4)])
+    run(optimizer, 1)
+    scheduler.step()
+    assert [rate.item() for rate in [lr, *rates]] == pytest.approx([0.5, 0.5, 0.25, 0.5 / 3, 0.125])
+
+
+@on_capturable
+def test_the_lr_of_capturable_groups_goes_with_them(make):
+    first, second, third = parameters(shapes=[(3,)] * 3)
+    optimizer = make(
+        [{"params": [first], "lr": 0.5}, {"params": [second], "lr": 0.25}, {"params": [third], "lr": 0.75}]
+    )
+    rates = [group["lr"] for group in optimizer.param_groups]
+    optimizer.param_groups[0]["lr"] = 0.125
+    optimizer.param_groups.reverse()
+    optimizer.param_groups.pop(0)
+    run(optimizer, 1)
+    assert [group["lr"].item() for group in optimizer.param_groups] == [0.25, 0.125]
+    assert optimizer.param_groups[0]["lr"] is rates[1]
+
+
+@pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0), torch.tensor([0.0], dtype=torch.float64)], ids=str)
+@on_capturable
+def test_a_capturable_lr_can_be_put_back(make, lr):
+    """As torch.distributed.checkpoint does, to make the state in a step that changes nothing."""
+    (p,) = parameters(shapes=[(3,)])
+    optimizer = make([p], lr=0.5)
+    group, start = optimizer.param_groups[0], p.detach().clone()
+    old, group["lr"] = group["lr"], lr
+    run(optimizer, 1)
+    assert_same([p.detach()], [start])
+    assert (group["lr"].dtype, group["lr"].item()) == (torch.float32, 0.0)
+    group["lr"] = old
+    run(optimizer, 1)
+    assert group["lr"] is old
+    assert old.item() == 0.5
+    assert not torch.equal(p, start)
+
+
+@on_capturable
+def test_distributed_checkpoints_leave_a_capturable_lr(make):
+    distributed = pytest.importorskip("torch.distributed.checkpoint.state_dict")
+    model = nn.Linear(3, 2)
+    optimizer = make(model.parameters(), lr=0.5)
+    kept = optimizer.param_groups[0]["lr"]
+    before = [p.detach().clone() for p in model.parameters()]
+    distributed.get_optimizer_state_dict(model, optimizer)
+    assert_same([p.detach() for p in model.parameters()], before)
+    run(optimizer, 1)
+    assert optimizer.param_groups[0]["lr"] is kept
+    assert kept.item() == 0.5
+
+
+@pytest.mark.parametrize(
+    ("lr", "kind", "message"),
+    [
+        ("fast", AmpTypeError, "lr must be a number, got str"),
+        (None, AmpTypeError, "lr must be a number, got NoneType"),
+        (-1.0, AmpValueError, r"Invalid learning rate: -1.0 \(lr\)"),
+        (torch.ones(2), AmpValueError, "Tensor lr must be 1-element: lr has 2 elements"),
+    ],
+)
+@on_capturable
+def test_a_capturable_lr_that_cannot_be_used_is_named_and_nothing_changes(make, lr, kind, message):
+    optimizer = make([{"params": parameters(shapes=[(3,)])}, {"params": parameters(shapes=[(2,)])}])
+    run(optimizer, 1)
+    before = snapshot(optimizer)
+    optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = 0.5, lr
+    with pytest.raises(kind, match=message):
+        run(optimizer, 1)
+    assert_same(snapshot(optimizer), before)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 # --- apex's signatures ------------------------------------------------------------------------------------------------
 
 SIGNATURES = {

@@ -131,11 +131,54 @@ def test_a_change_is_seen_although_the_next_step_leaves_the_parameter_out():
     assert changed[0] == 7.0
 
 
-@pytest.mark.parametrize("mode", [True, "split"])
+@pytest.mark.parametrize("through_data", [False, True], ids=["in-place", "through-data"])
+@pytest.mark.parametrize("dtype", LOW.values(), ids=LOW)
+def test_kahan_drops_the_compensation_of_a_weight_that_was_changed(dtype, through_data):
+    p = nn.Parameter(torch.full((4,), 1000.0, dtype=dtype))
+    optimizer = FusedSGD([p], lr=2.0**-8, write_back="kahan")
+    p.grad = torch.full_like(p, 13.0)
+    optimizer.step()
+    left = optimizer.state[p]["compensation"]
+    assert (left != 0).all()
+    kept = left.clone()
+    new = torch.tensor([0.01, 0.0, -0.01], dtype=dtype)
+    if through_data:
+        p.data[:3] = new
+        optimizer.masters_follow_model()
+    else:
+        with torch.no_grad():
+            p[:3] = new
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert_same([p.detach()], [torch.cat([new, p.detach()[3:]])])
+    assert_same([left], [torch.cat([torch.zeros(3, dtype=dtype), kept[3:]])])
+
+
+@pytest.mark.parametrize("dtype", LOW.values(), ids=LOW)
+def test_kahan_keeps_every_compensation_that_rounding_leaves(dtype):
+    """Ties, powers of two, subnormals, the largest numbers: a checkpoint may not lose any of them."""
+    bits = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
+    p = nn.Parameter(bits[bits.isfinite()].clone())
+    optimizer = FusedSGD([p], lr=1.0, write_back="kahan")
+    spacing = (p.detach().view(torch.int16) ^ 1).view(dtype).float().sub(p.detach().float()).abs()
+    for fraction in (0.5, 0.3, -0.25, -0.5):
+        p.grad = (spacing * fraction).to(dtype)
+        optimizer.step()
+        left, weight = optimizer.state[p]["compensation"], p.detach().clone()
+        kept = left.clone()
+        optimizer.masters_follow_model()
+        assert_same([left], [kept])
+        assert left.count_nonzero() > 30_000
+        assert_same([p.detach()], [weight])
+
+
+@pytest.mark.parametrize(
+    "mode", [{"master_weights": True}, {"master_weights": "split"}, {"write_back": "kahan"}], ids=str
+)
 def test_unchanged_weights_cost_no_pass(mode):
     """The guard of the version counter: what a step does must look unchanged to the next."""
     ours = parameters(BF16)
-    optimizer = FusedAdam(ours, master_weights=mode)
+    optimizer = FusedAdam(ours, **mode)
     run(optimizer, 2)
     followed = []
     original, versions = optimizer._follow, dict(optimizer._seen)
@@ -300,6 +343,25 @@ def test_stochastic_numbers_differ_between_tensors_and_between_calls():
     give(params, [torch.ones_like(p) for p in params])
     optimizer.step()
     assert all(not torch.equal(a, b) for i, a in enumerate(params) for b in params[:i])
+
+
+def test_stochastic_numbers_differ_between_groups_whatever_their_seeds_and_from_step_to_step():
+    """Of three calls with the seeds 2, 1 and 0, and of each two steps of theirs."""
+    start = torch.ones(500, dtype=BF16)
+    params = [nn.Parameter(start.clone()) for _ in range(3)]
+    groups = [{"params": [p], "seed": 2 - i} for i, p in enumerate(params)]
+    optimizer = FusedSGD(groups, lr=2.0**-9, write_back="stochastic")
+    results = []
+    for _ in range(3):
+        with torch.no_grad():
+            for p in params:
+                p.copy_(start)
+        give(params, [torch.ones_like(p) for p in params])
+        optimizer.step()
+        results += [p.detach().clone() for p in params]
+    for i, a in enumerate(results):
+        for b in results[:i]:  # as draws that know nothing of each other
+            assert 180 < (a != b).sum() < 320
 
 
 # --- FusedMixedPrecisionLamb ------------------------------------------------------------------------------------------

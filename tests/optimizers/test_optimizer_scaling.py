@@ -209,6 +209,33 @@ def test_a_grad_scaler_given_to_step_as_by_apexs_code(name):
     assert_same(snapshot(optimizer), snapshot(plain))
 
 
+@pytest.mark.parametrize("name", ["adam", "mixed-lamb"])
+def test_a_closure_and_a_grad_scaler_in_one_step(name):
+    """The scaler checks the gradients that the closure makes, and an overflow in them skips the step."""
+    (ours,), (plain,) = parameters(shapes=[(3,)]), parameters(shapes=[(3,)])
+    optimizer, expected = OPTIMIZERS[name]([ours]), OPTIMIZERS[name]([plain])
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+
+    def closure(factor):
+        assert torch.is_grad_enabled()
+        optimizer.zero_grad()
+        loss = ours.square().sum() * factor
+        scaler.scale(loss).backward()
+        return loss
+
+    for factor in (1.0, float("inf"), 1.0):
+        before = ours.detach().clone()
+        with torch.no_grad():
+            loss = optimizer.step(lambda factor=factor: closure(factor), grad_scaler=scaler)
+        assert loss.item() == before.square().sum().item() * factor
+        scaler.update()
+        if factor == 1.0:
+            plain.grad = 2 * plain.detach()
+            expected.step()
+        assert_same(snapshot(optimizer), snapshot(expected))
+    assert scaler.get_scale() == 32.0
+
+
 # --- model_params and model_grads -------------------------------------------------------------------------------------
 
 
