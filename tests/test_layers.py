@@ -13,10 +13,11 @@ LAYERS = [
     ["ampctx._extension", "ampctx._reference", "ampctx.amp.opt_level", "ampctx.amp.cast_arguments"],
     ["ampctx._reference_optimizers", "ampctx._grouping", "ampctx.amp.cpu_casts"],
     ["ampctx.ops"],
-    ["ampctx.foreach", "ampctx.optimizer_ops", "ampctx.optimizers._options"],
-    ["ampctx.model_grads", "ampctx.optimizers._checkpoint"],
+    ["ampctx.foreach", "ampctx.optimizer_ops"],
+    ["ampctx.model_grads", "ampctx.optimizers._options"],
     ["ampctx.optimizers._scaling"],
     ["ampctx.optimizers._work"],
+    ["ampctx.optimizers._checkpoint"],
     [
         "ampctx.amp.loss_scale",
         "ampctx.amp.master_params",

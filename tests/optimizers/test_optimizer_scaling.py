@@ -278,14 +278,15 @@ def test_masters_of_amp_and_of_the_optimizer_side_by_side():
 @pytest.mark.parametrize("inv_scale", [1 / 64, PerDevice(torch.tensor(1 / 64))], ids=["number", "tensor"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_waiting_gradients_are_read_as_they_are(name, inv_scale):
-    """They take the place of .grad, with a factor of their own; some masters have a plain gradient still."""
+    """They take the place of .grad, with a factor of their own besides grad_scale; some masters have a plain gradient
+    still."""
     models, masters = amp_masters(torch.bfloat16)
     plain = OPTIMIZERS[name]([nn.Parameter(m.detach().clone(memory_format=torch.preserve_format)) for m in masters])
     optimizer = OPTIMIZERS[name](masters)
     grads = gradients(models, 0)
     give(plain.param_groups[0]["params"], [g.float() for g in grads])
     masters[0].grad = grads[0].float() * 4
-    waiting = {m: g * 64 for m, g in zip(masters[1:], grads[1:], strict=True)}
+    waiting = {m: g * (64 * 4) for m, g in zip(masters[1:], grads[1:], strict=True)}
     optimizer.model_grads = ModelGrads(waiting, inv_scale, FoundInf())
     optimizer.model_params = dict(zip(masters, models, strict=True))
     optimizer.grad_scale = torch.tensor(4.0)
