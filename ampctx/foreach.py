@@ -113,8 +113,14 @@ def unscale_l2norm(tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Fa
             norms.append(ops.multi_tensor_unscale_l2norm(group, flag, factor)[0])
         else:
             norms.append(_reference.multi_tensor_unscale_l2norm(group, flag, _tensor(factor), False)[0])
+    return joined_norm(norms)
+
+
+def joined_norm(norms: Sequence[Tensor]) -> Tensor:
+    """The L2 norm of what has these L2 norms, 0-d like the first of them; ``tensor(0.)`` of nothing. No host sync."""
     if not norms:
         return torch.zeros(())
     if len(norms) == 1:
         return norms[0]
-    return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device, norms[0].dtype) for n in norms]))
+    first = norms[0]
+    return torch.linalg.vector_norm(torch.stack([move(norm, first.device).to(first.dtype) for norm in norms]))

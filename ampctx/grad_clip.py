@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ampctx import foreach, model_grads
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx.foreach import FoundInf, PerDevice, move
+from ampctx.foreach import FoundInf, PerDevice, joined_norm, move
 
 
 def strided_grad(parameter: Tensor) -> Tensor | None:
@@ -106,7 +106,7 @@ def clip_grad_norm_(
     grads = [grad for p in found if p not in untouched and (grad := strided_grad(p)) is not None and grad.numel() > 0]
     norm = _total_norm(grads, order, foreach)
     if waiting:
-        norm = _joined([group.norm() for group in waiting] + ([norm] if grads else []))
+        norm = joined_norm([group.norm() for group in waiting] + ([norm] if grads else []))
     if error_if_nonfinite and not torch.isfinite(norm):
         raise AmpError(
             f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be clipped. "
@@ -118,13 +118,6 @@ def clip_grad_norm_(
     for group in waiting:
         group.multiply(coefficient)
     return norm
-
-
-def _joined(norms: list[Tensor]) -> Tensor:
-    """The L2 norm of what has these norms, on the device of the first."""
-    if len(norms) == 1:
-        return norms[0]
-    return torch.linalg.vector_norm(torch.stack([move(n, norms[0].device).to(norms[0].dtype) for n in norms]))
 
 
 def _total_norm(grads: list[Tensor], order: float, use_foreach: bool | None) -> Tensor:

@@ -123,9 +123,7 @@ class FusedLAMB(FusedOptimizer):
             else:
                 inv_scale = foreach.product(scaling.pending.inv_scale, scaling.inv_scale)
                 norms.append(foreach.unscale_l2norm(waiting, FoundInf(), inv_scale))
-        total = norms[0]
-        for norm in norms[1:]:
-            total = torch.hypot(total, foreach.move(norm, total.device).to(total.dtype))
+        total = foreach.joined_norm(norms)
         # The ops take an fp64 norm on the CPU alone.
         return PerDevice(total if all(work.device.type == "cpu" for work in works) else total.float())
 
