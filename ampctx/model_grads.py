@@ -10,6 +10,7 @@ from master to the 16-bit weight to write with it, and ``model_grads``, a ``Mode
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections.abc import Iterable
@@ -20,6 +21,20 @@ from torch import Tensor, nn
 
 from ampctx import foreach
 from ampctx.foreach import Factor, FoundInf, PerDevice, product
+
+
+def declares(optimizer: Any, name: str) -> bool:
+    """Whether an optimizer says by itself, in its class or its attributes, that its step does what ``name`` stands for.
+
+    A wrapper that passes unknown names on to another optimizer says what is true of that one; what is set on the
+    wrapper would not reach it.
+    """
+    try:
+        inspect.getattr_static(optimizer, name)
+    except AttributeError:
+        return False
+    return bool(getattr(optimizer, name))
+
 
 # The attribute itself, below the property of the same name.
 _GRAD: Any = torch.Tensor.grad

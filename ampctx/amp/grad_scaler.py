@@ -28,9 +28,9 @@ from ampctx.amp.loss_scale import (
     check_scale,
     required,
 )
-from ampctx.amp.master_params import declares
 from ampctx.foreach import FoundInf, PerDevice, move
 from ampctx.grad_clip import strided_grad
+from ampctx.model_grads import declares
 
 
 def _fresh_optimizer_state() -> dict[str, Any]:

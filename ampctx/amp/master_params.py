@@ -7,7 +7,6 @@ its place in ``optimizer.param_groups``. The model weight is the rounded master.
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Container
 from typing import Any
@@ -20,22 +19,9 @@ from ampctx import foreach
 from ampctx._errors import AmpError
 from ampctx.amp.cast_arguments import LOW_PRECISION, Undo
 from ampctx.foreach import FoundInf
-from ampctx.model_grads import MasterParam
+from ampctx.model_grads import MasterParam, declares
 
 Group = dict[str, Any]
-
-
-def declares(optimizer: Any, name: str) -> bool:
-    """Whether an optimizer says by itself, in its class or its attributes, that its step does what ``name`` stands for.
-
-    A wrapper that passes unknown names on to another optimizer says what is true of that one; what is set on the
-    wrapper would not reach it.
-    """
-    try:
-        inspect.getattr_static(optimizer, name)
-    except AttributeError:
-        return False
-    return bool(getattr(optimizer, name))
 
 
 def _cast_state(optimizer: Any, p: Tensor, key: Tensor, dtype: torch.dtype) -> None:

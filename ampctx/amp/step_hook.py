@@ -22,8 +22,9 @@ from ampctx._errors import AmpError
 from ampctx.amp.block_gradients import BlockGradients
 from ampctx.amp.device_skips import DeviceSkips, Verdicts
 from ampctx.amp.loss_scale import LossScale
-from ampctx.amp.master_params import MasterParams, declares
+from ampctx.amp.master_params import MasterParams
 from ampctx.foreach import Factor, move
+from ampctx.model_grads import declares
 
 
 class _OverflowInClosure(Exception):

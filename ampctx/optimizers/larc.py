@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from ampctx import _reference_optimizers, optimizer_ops
+from ampctx._errors import AmpTypeError
 from ampctx._grouping import buckets
 from ampctx.foreach import FoundInf, PerDevice
+from ampctx.model_grads import declares
 from ampctx.ops import factor
 from ampctx.optimizers._options import Group, param_name, refuse_complex, refuse_sparse
 from ampctx.optimizers._scaling import on_device, taken_found_inf, taken_inv_scale
@@ -37,6 +39,8 @@ class LARC:
     """
 
     def __init__(self, optimizer: Any, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8) -> None:
+        if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "step")):
+            raise AmpTypeError(f"optimizer must be an optimizer to wrap, got {type(optimizer).__name__}")
         # Set around a step by a GradScaler, or by ampctx.amp.
         self.found_inf: Tensor
         self.optim = optimizer
@@ -51,7 +55,7 @@ class LARC:
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        return bool(getattr(self.optim, "_step_supports_amp_scaling", False))
+        return declares(self.optim, "_step_supports_amp_scaling")
 
     @property
     def state(self) -> Any:

@@ -309,10 +309,11 @@ class Wrapper:
         return self.inner.step()
 
 
+@pytest.mark.parametrize("around", [lambda o: o, optimizers.LARC], ids=["", "in-LARC"])
 @pytest.mark.parametrize("name", ["FusedAdam", "torch-fused-Adam"])
 @every_level
-def test_a_wrapper_does_not_pass_for_the_optimizer_inside(session, name, level):
-    model, optimizer = prepare(session, lambda p: Wrapper(OPTIMIZERS[name](p)), level)
+def test_a_wrapper_does_not_pass_for_the_optimizer_inside(session, name, level, around):
+    model, optimizer = prepare(session, lambda p: around(Wrapper(OPTIMIZERS[name](p))), level)
     for bad, moves in ((None, True), (float("inf"), False), (None, True)):
         before = [p.clone() for p in model.parameters()]
         iteration(session, model, optimizer, bad=bad)

@@ -273,3 +273,8 @@ def test_errors_come_before_anything_changes():
         AmpValueError, match=r"LARC does not support complex parameters, and param_groups\[0\]\['params'\]"
     ):
         LARC(torch.optim.SGD([z], lr=0.1)).step()
+
+
+def test_something_that_is_no_optimizer_is_refused():
+    with pytest.raises(TypeError, match="optimizer must be an optimizer to wrap, got int"):
+        LARC(3)
