@@ -8,6 +8,8 @@ so that the file binds to whichever torch is imported. Environment:
                        from 75 up. PTX of the last one is added
     CXX                the C++ compiler (default: g++)
     CUDA_HOME          where CUDA is; default: the nvcc on PATH, then /usr/local/cuda
+    AMPCTX_SANITIZE    1: the CPU kernels with AddressSanitizer and UBSan, which end the process at the first report.
+                       Such a library loads only with both runtimes preloaded: tests/reliability/sanitize.py
 """
 
 from __future__ import annotations
@@ -37,6 +39,11 @@ SIMD_FLAGS = ("-fno-thread-jumps",)
 SIMD = {"baseline": ()}
 if platform.machine() in ("x86_64", "AMD64"):
     SIMD |= {"avx2": ("-march=x86-64-v3",), "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512")}
+
+SANITIZE_FLAGS = ()
+if os.environ.get("AMPCTX_SANITIZE", "0") == "1":
+    SANITIZE_FLAGS = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined,float-cast-overflow")
+    SANITIZE_FLAGS += ("-fno-sanitize-recover=all",)
 
 
 def run(command: list[str]) -> None:
@@ -110,14 +117,15 @@ def compile_all(cxx: str, nvcc: Nvcc | None, build: Path) -> list[str]:
         info += ["-DAMPCTX_CUDA_ARCHS=" + '"' + quoted.replace('"', '\\"') + '"']
     x86 = ["-DAMPCTX_SIMD_X86_64"] if len(SIMD) > 1 else []
 
+    cxx_flags = [*CXX_FLAGS, *SANITIZE_FLAGS]
     jobs = []
     for source in sorted([CSRC / "library.cpp", *(CSRC / "cpu").glob("*.cpp")]):
         if source.name in SIMD_SOURCES:
             jobs += [
-                (source, [cxx, *CXX_FLAGS, *SIMD_FLAGS, *SIMD[isa], f"-DAMPCTX_SIMD_NAME={isa}"], isa) for isa in SIMD
+                (source, [cxx, *cxx_flags, *SIMD_FLAGS, *SIMD[isa], f"-DAMPCTX_SIMD_NAME={isa}"], isa) for isa in SIMD
             ]
         else:
-            jobs.append((source, [cxx, *CXX_FLAGS, *x86, *(info if source.name == "library.cpp" else [])], ""))
+            jobs.append((source, [cxx, *cxx_flags, *x86, *(info if source.name == "library.cpp" else [])], ""))
     if nvcc:
         jobs += [
             (source, [nvcc.path, "-ccbin", cxx, *nvcc.flags()], "") for source in sorted((CSRC / "cuda").glob("*.cu"))
@@ -144,9 +152,10 @@ def link(cxx: str, nvcc: Nvcc | None, objects: list[str], build: Path, out: Path
     run([cxx, "-shared", "-x", "c", str(build / "stub.c"), "-Wl,-soname,libtorch.so", "-o", str(build / "libtorch.so")])
     out.parent.mkdir(parents=True, exist_ok=True)
     linker = [nvcc.path, "-ccbin", cxx] if nvcc else [cxx]  # nvcc adds its static runtime, and knows where that is
-    options = ["-s", "--exclude-libs=ALL", "--no-as-needed", "-ltorch", "--as-needed"]
+    strip = [] if SANITIZE_FLAGS else ["-s"]
+    options = [*strip, "--exclude-libs=ALL", "--no-as-needed", "-ltorch", "--as-needed"]
     flags = [f"-L{build}"] + [word for option in options for word in ("-Xlinker", option)]
-    run([*linker, "-shared", *objects, "-o", str(out), *flags])
+    run([*linker, *SANITIZE_FLAGS, "-shared", *objects, "-o", str(out), *flags])
 
 
 class BuildOps(build_ext):

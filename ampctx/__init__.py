@@ -4,13 +4,14 @@
 ``clip_grad_norm_`` clips without waiting for the device. ``python -m ampctx`` tells which kernels are in use.
 """
 
-from ampctx import amp, ops, optimizers
+from ampctx import amp, distributed, ops, optimizers
 from ampctx._errors import (
     AmpAssertionError,
     AmpError,
     AmpIndexError,
     AmpKeyError,
     AmpNotImplementedError,
+    AmpStallError,
     AmpTypeError,
     AmpValueError,
     ExtensionError,
@@ -28,6 +29,7 @@ __all__ = [
     "AmpKeyError",
     "AmpNotImplementedError",
     "AmpSession",
+    "AmpStallError",
     "AmpTypeError",
     "AmpValueError",
     "ExtensionError",
@@ -35,6 +37,7 @@ __all__ = [
     "MultiTensorApply",
     "amp",
     "clip_grad_norm_",
+    "distributed",
     "multi_tensor_applier",
     "ops",
     "optimizers",

@@ -3,6 +3,11 @@
 Each kind also derives from the built-in that a caller of apex.amp or torch.amp would catch in the same place.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
 
 class AmpError(RuntimeError):
     """Something was asked for in the wrong order or in a state that cannot serve it."""
@@ -33,6 +38,19 @@ class AmpAssertionError(AmpError, AssertionError):
 
 class AmpNotImplementedError(AmpError, NotImplementedError):
     """An op that is unsafe in 16 bits was called with 16-bit arguments."""
+
+
+class AmpStallError(AmpError):
+    """More steps in a row were skipped than ``max_consecutive_skips`` allows. Nothing was changed by any of them.
+
+    outcome: the ``StepOutcome`` of the latest. scale_history: pairs of loss id and scale after a skip, the latest 16 at
+    most, as far as they were known.
+    """
+
+    def __init__(self, message: str, *, outcome: Any = None, scale_history: Sequence[tuple[int, float]] = ()) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+        self.scale_history = list(scale_history)
 
 
 class ExtensionError(AmpError, ImportError):

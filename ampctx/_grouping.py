@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ class Bucket(NamedTuple):
 
     device: torch.device
     fused: bool
-    lists: list[list[Tensor]]
+    lists: list[list[Any]]
 
 
 # What the tensors at one index have in common with others: their devices, dtypes, and which are contiguous.
@@ -73,7 +73,7 @@ def _agree(row: tuple[Tensor, ...]) -> bool:
 
 def buckets(
     *lists: Sequence[Tensor],
-    along: Sequence[Sequence[Tensor]] = (),
+    along: Sequence[Sequence[Any]] = (),
     known_dtypes: Sequence[torch.dtype] = KERNEL_DTYPES,
 ) -> list[Bucket]:
     """Splits parallel lists by the device and dtypes at each index, in order of first appearance.

@@ -41,6 +41,14 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
 _ALLOWED = (KERNEL_DTYPES, "float32, float16, bfloat16 or float64")
 
 
+def _has_memory(t: Tensor) -> bool:
+    """Whether the storage is as large as a dense tensor. FSDP, for one, frees it between uses of a parameter."""
+    return t.numel() * t.element_size() <= t.untyped_storage().nbytes()
+
+
+_NO_MEMORY = "has no memory: its storage has been freed or made smaller"
+
+
 def check_lists(
     op: str,
     lists: Mapping[str, Sequence[Tensor]],
@@ -74,31 +82,40 @@ def check_lists(
                 raise RuntimeError(f"{where} is not contiguous: its elements do not fill one block of memory")
             if not same_layout(t, first[i]):
                 raise RuntimeError(f"{where} and {first_name}[{i}] have different memory layouts")
+            if not _has_memory(t):
+                raise RuntimeError(f"{where} {_NO_MEMORY}")
 
 
-def _require(tensor: Tensor, where: str, dtypes: tuple[torch.dtype, ...], suffix: str = "") -> None:
+def require_one_element(tensor: Tensor, where: str, dtypes: tuple[torch.dtype, ...], suffix: str = "") -> None:
+    """Raises RuntimeError where ``tensor``, ``where`` in messages, is not one element of one of the dtypes."""
+    if tensor is None:  # which torch lets through as an undefined tensor
+        raise RuntimeError(f"{where} is None, expected a tensor")
     if tensor.numel() != 1:
         raise RuntimeError(f"{where} has {tensor.numel()} elements, expected 1")
+    if tensor.layout != torch.strided:  # no kernel is asked then: torch sends the call here
+        raise RuntimeError(f"{where} is not a strided tensor")
     if tensor.dtype not in dtypes:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise RuntimeError(f"{where} has dtype {tensor.dtype}, expected {names}{suffix}")
+    if not _has_memory(tensor):
+        raise RuntimeError(f"{where} {_NO_MEMORY}")
 
 
 def check_scalars(op: str, found_inf: Tensor, lists: dict[str, Sequence[Tensor]], **factors: Tensor) -> None:
     """Raises RuntimeError where ``found_inf`` or a factor cannot go with the lists. Part of every op's checks."""
     first_name, first = next(iter(lists.items()))
+    require_one_element(found_inf, f"{op}: found_inf", (torch.float32, torch.int32))
     decided_by, device = (f"{first_name}[0]", first[0].device) if first else ("found_inf", found_inf.device)
-    _require(found_inf, f"{op}: found_inf", (torch.float32, torch.int32))
     if found_inf.device != device:
         raise RuntimeError(f"{op}: found_inf is on {found_inf.device}, {decided_by} is on {device}")
     for name, factor in factors.items():
         where = f"{op}: {name}"
-        if factor.device.type == "cpu":
-            _require(factor, where, (torch.float32, torch.float64))
+        if factor is None or factor.device.type == "cpu":
+            require_one_element(factor, where, (torch.float32, torch.float64))
         elif factor.device != device:
             raise RuntimeError(f"{where} is on {factor.device}, {decided_by} is on {device}")
         else:
-            _require(factor, where, (torch.float32,), f" on {device}")
+            require_one_element(factor, where, (torch.float32,), f" on {device}")
 
 
 def check_scale_state(scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, found_inf: Tensor) -> None:
@@ -110,9 +127,31 @@ def check_scale_state(scale: Tensor, growth_tracker: Tensor, hysteresis_tracker:
         ("hysteresis_tracker", hysteresis_tracker, (torch.int32,)),
         ("found_inf", found_inf, flags),
     ):
-        _require(tensor, f"update_scale: {name}", dtypes)
+        require_one_element(tensor, f"update_scale: {name}", dtypes)
         if tensor.device != scale.device:
             raise RuntimeError(f"update_scale: {name} is on {tensor.device}, scale is on {scale.device}")
+
+
+def check_scale_rule(
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    hysteresis: int,
+    min_scale: float,
+    max_scale: float,
+) -> None:
+    """Raises RuntimeError where the scale would become 0, inf or nan, or a tracker not what was asked for."""
+    fp32, int32 = torch.finfo(torch.float32), torch.iinfo(torch.int32)
+    if not 1 <= growth_factor < float("inf"):
+        raise RuntimeError("update_scale: growth_factor is not a finite number of at least 1")
+    if not 0 < backoff_factor <= 1:
+        raise RuntimeError("update_scale: backoff_factor is not a number above 0 and at most 1")
+    if not 0 <= min_scale <= fp32.max:
+        raise RuntimeError("update_scale: min_scale is not a number from 0 to the largest fp32")
+    if not max_scale >= fp32.tiny:
+        raise RuntimeError("update_scale: max_scale is not a number from the smallest normal fp32 up")
+    if not 0 <= hysteresis <= int32.max:
+        raise RuntimeError(f"update_scale: hysteresis is {hysteresis}, expected 0 to {int32.max}")
 
 
 def raise_flag(found_inf: Tensor, *tensors: Tensor) -> None:
@@ -187,16 +226,20 @@ def update_scale(
 ) -> None:
     """The loss-scale rule of csrc/functors/update_scale.h, as selects on the device."""
     overflow = found_inf.reshape(()) != 0
-    left = torch.where(overflow, hysteresis_tracker - 1, torch.full_like(hysteresis_tracker, hysteresis))
+    fewer = hysteresis_tracker.clamp(min=1) - 1
+    left = torch.where(overflow, fewer, torch.full_like(hysteresis_tracker, hysteresis))
     backoff = overflow & (left.reshape(()) <= 0)
-    clean_steps = torch.where(overflow, torch.zeros_like(growth_tracker), growth_tracker + 1)
+    clean_steps = torch.where(overflow, torch.zeros_like(growth_tracker), growth_tracker).long() + ~overflow
     grow = ~overflow & (clean_steps.reshape(()) >= growth_interval)
 
     # Products in fp64, as torch.amp takes them, where the device has the type.
     wide = scale if scale.device.type == "mps" else scale.double()
     grown = (wide * growth_factor).float()
     smaller = (wide * backoff_factor).float().clamp(min=max(min_scale, torch.finfo(torch.float32).tiny))
-    larger = torch.where(torch.isfinite(grown), grown, scale).clamp(max=max_scale)
+    larger = torch.where(torch.isfinite(grown), grown, scale)
+    if max_scale <= torch.finfo(torch.float32).max:
+        larger = larger.clamp(max=max_scale)
     scale.copy_(torch.where(backoff, smaller, torch.where(grow, larger, scale)))
+    clean_steps = clean_steps.clamp(max=torch.iinfo(torch.int32).max)
     growth_tracker.copy_(torch.where(grow, torch.zeros_like(clean_steps), clean_steps))
-    hysteresis_tracker.copy_(left.clamp(min=0))
+    hysteresis_tracker.copy_(left)

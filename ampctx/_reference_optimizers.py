@@ -399,10 +399,7 @@ def _check_one_element(op: str, name: str, tensors: Sequence[Tensor], grads: Seq
         raise RuntimeError(f"{op}: {name} has {len(tensors)} tensors, grads has {len(grads)}")
     for i, t in enumerate(tensors):
         where = f"{op}: {name}[{i}]"
-        if t.numel() != 1:
-            raise RuntimeError(f"{where} has {t.numel()} elements, expected 1")
-        if t.dtype != torch.float32:
-            raise RuntimeError(f"{where} has dtype {t.dtype}, expected float32")
+        _reference.require_one_element(t, where, (torch.float32,))
         if t.device != grads[0].device:
             raise RuntimeError(f"{where} is on {t.device}, grads[0] is on {grads[0].device}")
 

@@ -116,6 +116,45 @@ def unscale_l2norm(tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Fa
     return joined_norm(norms)
 
 
+def unscale_l2norms(tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Factor) -> tuple[Tensor, Tensor]:
+    """``unscale_l2norm``, and the norm of each tensor, ``[len(tensors)]`` on the device of the first. No host sync."""
+    if not tensors:
+        return torch.zeros(()), torch.zeros(0)
+    each = torch.empty(len(tensors), dtype=_reference.compute_dtype(*tensors), device=tensors[0].device)
+    totals = []
+    for device, fused, (group, places) in buckets(tensors, along=[each.unbind()]):
+        flag, factor = found_inf.on(device), _factor(inv_scale, device)
+        if fused:
+            total, norms = ops.multi_tensor_unscale_l2norm(group, flag, factor, True)
+        else:
+            total, norms = _reference.multi_tensor_unscale_l2norm(group, flag, _tensor(factor), True)
+        totals.append(total)
+        if len(group) == len(tensors):
+            return total, norms
+        for place, norm in zip(places, norms.unbind(), strict=True):
+            place.copy_(norm, non_blocking=place.device.type != "cpu")
+    return joined_norm(totals), each
+
+
+def unscale_l2norms_of(
+    tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Factor
+) -> tuple[Tensor, list[tuple[list[int], Tensor]]]:
+    """``unscale_l2norm``, and the norms of the tensors as the ops give them: places in the list and ``[len(places)]``.
+
+    No host sync.
+    """
+    totals, each = [], []
+    for device, fused, (group, places) in buckets(tensors, along=[range(len(tensors))]):
+        flag, factor = found_inf.on(device), _factor(inv_scale, device)
+        if fused:
+            total, norms = ops.multi_tensor_unscale_l2norm(group, flag, factor, True)
+        else:
+            total, norms = _reference.multi_tensor_unscale_l2norm(group, flag, _tensor(factor), True)
+        totals.append(total)
+        each.append((places, norms))
+    return joined_norm(totals), each
+
+
 def joined_norm(norms: Sequence[Tensor]) -> Tensor:
     """The L2 norm of what has these L2 norms, 0-d like the first of them; ``tensor(0.)`` of nothing. No host sync."""
     if not norms:

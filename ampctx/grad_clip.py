@@ -68,6 +68,13 @@ def _checked_norm_type(norm_type: float | str) -> float:
     return order
 
 
+def norm_before_clipping(grads: Iterable[Tensor]) -> Tensor | None:
+    """The norm that ``clip_grad_norm_`` has returned for these gradients since this was last asked, by the first that
+    is not sparse; None where it was not called. No host sync."""
+    first = next((grad for grad in grads if grad.layout == torch.strided and grad.numel() > 0), None)
+    return None if first is None else first.__dict__.pop("norm_before_clipping", None)
+
+
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
@@ -115,8 +122,12 @@ def clip_grad_norm_(
     coefficient = _coefficient(max_norm, norm)
     if grads:
         _scale_down(grads, coefficient)
+        if not torch.compiler.is_compiling():
+            for grad in grads:
+                grad.norm_before_clipping = norm  # type: ignore[attr-defined]
     for group in waiting:
         group.multiply(coefficient)
+        group.clipped_from = norm
     return norm
 
 

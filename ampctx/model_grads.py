@@ -86,15 +86,24 @@ class ModelGrads:
         grads: master (a ``MasterParam``) to gradient, which is kept and not changed; strided, on any mix of devices.
         inv_scale: what the gradients are to be multiplied by.
         found_inf: raised where a gradient holds inf or nan.
+        norm: of the unscaled gradients, where a checkpoint has it; ``found_inf`` stays as it is then.
 
     One read of the gradients, no host sync.
     """
 
-    def __init__(self, grads: dict[Tensor, Tensor], inv_scale: Factor, found_inf: FoundInf) -> None:
+    def __init__(
+        self, grads: dict[Tensor, Tensor], inv_scale: Factor, found_inf: FoundInf, norm: Tensor | None = None
+    ) -> None:
         self.grads = grads
         self.inv_scale = inv_scale
         self._lock = threading.Lock()
-        self._norm = foreach.unscale_l2norm(list(grads.values()), found_inf, inv_scale)
+        # What clipping was told, before it multiplied.
+        self.clipped_from: Tensor | None = None
+        # Of each gradient, to tell later which were not finite: that read tells it on the way.
+        self._masters = list(map(id, grads))
+        flags = found_inf if norm is None else FoundInf()
+        total, self._norms = foreach.unscale_l2norms_of(list(grads.values()), flags, inv_scale)
+        self._norm = total if norm is None else norm
         reference = weakref.ref(self)
         for master in grads:
             master.__dict__["_model_grads"] = reference
@@ -102,6 +111,15 @@ class ModelGrads:
     def norm(self) -> Tensor:
         """The L2 norm of the unscaled gradients, 0-d fp32 on the device of the first. No host sync."""
         return self._norm
+
+    def not_finite(self) -> set[int]:
+        """The ids of the masters whose gradients had a norm that is not finite when they came. A host sync."""
+        return {
+            self._masters[place]
+            for places, norms in self._norms
+            for place, fine in zip(places, norms.isfinite().tolist(), strict=True)
+            if not fine
+        }
 
     def multiply(self, coefficient: Tensor) -> None:
         """Multiplies the gradients by a one-element tensor, when they are read. No host sync."""
@@ -121,6 +139,9 @@ class ModelGrads:
             wide = [torch.empty_like(g, dtype=m.dtype, requires_grad=False) for m, g in self.grads.items()]
             foreach.scale(grads, wide, FoundInf(), self.inv_scale)
             self.drop()
+            if self.clipped_from is not None:
+                for grad in wide:
+                    grad.norm_before_clipping = self.clipped_from  # type: ignore[attr-defined]
             for master, grad in zip(masters, wide, strict=True):
                 there = stored_grad(master)
                 _GRAD.__set__(master, grad if there is None else grad + there)

@@ -1,20 +1,28 @@
 """apex's calling form of the ops: ``multi_tensor_applier(op, noop_flag, [list, list], *args)``.
 
 The functions here go in as ``op``. ``chunk_size`` steered apex's kernels; it is taken and has no effect on any result.
-``noop_flag``, a one-element int32 or fp32 tensor on the device of the lists, becomes 1 when an input holds inf or nan.
+``noop_flag``, an int32 or fp32 tensor of one or more elements, becomes 1 (the first element) when an input holds inf or
+nan. It may be on another device than the lists; where one of the two is the CPU, that is a wait. ``tensor_lists`` are
+lists of fp32, fp16, bf16 and fp64 tensors on one device, in any mix of dtypes and memory layouts; tensors at one index
+have the same number of elements, and belong together by index where they have one shape, else in row-major order. Empty
+tensors and empty lists are fine. Factors are numbers or one-element tensors, which are not read by the host.
+
+Raises, all of them:
+    AmpTypeError, AmpValueError: for another flag, number of lists, length of a list, number of elements, device, dtype
+        or type of an item, with the names of function and list, and the index.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ampctx import ops
+from ampctx import foreach
+from ampctx._calling_form import Call, Number, TensorLists, foreach_factor, found_in, norms
 from ampctx._errors import AmpTypeError, AmpValueError
-
-TensorLists = Sequence[Sequence[Tensor]]
 
 
 class MultiTensorApply:
@@ -26,6 +34,9 @@ class MultiTensorApply:
 
     # Asked by code that has a slow path for a missing extension; the ops serve with and without one.
     available = True
+    # What else apex kept here about its extension: whether it told that it is missing, and the ImportError.
+    warned = False
+    import_err: ImportError | None = None
 
     def __init__(self, chunk_size: int) -> None:
         if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
@@ -45,55 +56,55 @@ class MultiTensorApply:
 multi_tensor_applier = MultiTensorApply(2048 * 32)
 
 
-def _lists(op: str, tensor_lists: TensorLists, *names: str) -> TensorLists:
-    if isinstance(tensor_lists, Tensor) or any(isinstance(tensors, Tensor) for tensors in tensor_lists):
-        raise AmpTypeError(f"{op}: tensor_lists must be [{', '.join(names)}], each a list of tensors; got a tensor")
-    if len(tensor_lists) != len(names):
-        raise AmpValueError(
-            f"{op}: tensor_lists has {len(tensor_lists)} lists, expected {len(names)}: {', '.join(names)}"
-        )
-    return tensor_lists
+@torch.no_grad()
+def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: Number) -> None:
+    """``dst[i] = src[i] * scale`` for ``tensor_lists = [src, dst]``; ``dst`` may be ``src``. The flag watches ``src``.
+
+    No host sync.
+    """
+    call = Call("multi_tensor_scale", noop_flag, tensor_lists, ("src", "dst"))
+    factor = foreach_factor(call.factor("scale", scale))
+    with call.flag() as flag:
+        foreach.scale(call["src"], call["dst"], found_in(flag), factor)
 
 
-def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: float | Tensor) -> None:
-    """``dst[i] = src[i] * scale`` for ``tensor_lists = [src, dst]`` (``ops.multi_tensor_scale``). No host sync."""
-    src, dst = _lists("multi_tensor_scale", tensor_lists, "src", "dst")
-    ops.multi_tensor_scale(src, dst, noop_flag, scale)
-
-
+@torch.no_grad()
 def multi_tensor_axpby(
     chunk_size: int,
     noop_flag: Tensor,
     tensor_lists: TensorLists,
-    a: float | Tensor,
-    b: float | Tensor,
+    a: Number,
+    b: Number,
     arg_to_check: int,
 ) -> None:
     """``out[i] = a * x[i] + b * y[i]`` for ``tensor_lists = [x, y, out]``; the flag watches x (0), y (1) or both (-1).
 
-    No host sync (``ops.multi_tensor_axpby``).
+    ``out`` may be ``x`` or ``y``. No host sync.
     """
-    x, y, out = _lists("multi_tensor_axpby", tensor_lists, "x", "y", "out")
-    ops.multi_tensor_axpby(x, y, out, noop_flag, a, b, arg_to_check)
+    call = Call("multi_tensor_axpby", noop_flag, tensor_lists, ("x", "y", "out"))
+    arg_to_check = call.one_of("arg_to_check", arg_to_check, (-1, 0, 1))
+    of_x, of_y = foreach_factor(call.factor("a", a)), foreach_factor(call.factor("b", b))
+    with call.flag() as flag:
+        foreach.axpby(call["x"], call["y"], call["out"], found_in(flag), of_x, of_y, arg_to_check)
 
 
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor: bool | None = False
 ) -> tuple[Tensor, Tensor]:
-    """``(norm of everything [1], norms of each [n] or empty [0])`` for ``tensor_lists = [tensors]``. No host sync."""
-    (tensors,) = _lists("multi_tensor_l2norm", tensor_lists, "tensors")
-    total, each = ops.multi_tensor_l2norm(tensors, noop_flag, bool(per_tensor))
-    return total.reshape(1), each
+    """``(norm of everything [1], norms of each [n] or empty [0])`` for ``tensor_lists = [tensors]``.
+
+    Both fp32, or fp64 for fp64 tensors. The flag tells of inf and nan elements alone, not of a sum of squares
+    beyond the range of fp32. No host sync.
+    """
+    return norms("multi_tensor_l2norm", noop_flag, tensor_lists, 1.0, per_tensor)
 
 
 def multi_tensor_unscale_l2norm(
     chunk_size: int,
     noop_flag: Tensor,
     tensor_lists: TensorLists,
-    inv_scale: float | Tensor,
+    inv_scale: Number,
     per_tensor: bool | None = False,
 ) -> tuple[Tensor, Tensor]:
     """``multi_tensor_l2norm`` of ``t * inv_scale``; the tensors are left as they are. No host sync."""
-    (tensors,) = _lists("multi_tensor_unscale_l2norm", tensor_lists, "tensors")
-    total, each = ops.multi_tensor_unscale_l2norm(tensors, noop_flag, inv_scale, bool(per_tensor))
-    return total.reshape(1), each
+    return norms("multi_tensor_unscale_l2norm", noop_flag, tensor_lists, inv_scale, per_tensor)

@@ -2,8 +2,10 @@
 
 An op takes lists of tensors of one device; within a list all tensors have one dtype (fp32, fp16 or bf16, and fp64 on
 the CPU), and tensors at the same index agree in number of elements and memory layout (contiguous, or any dense layout
-that all share). Tensors may be empty, lists may be empty. Anything else is a RuntimeError that names list and index;
-``ampctx.foreach`` has the same arithmetic for lists of any mix. No op waits for the device.
+that all share). Tensors may be empty, lists may be empty. Anything else (a tensor whose storage was freed, too) is a
+RuntimeError that names list and index, and changes nothing; ``ampctx.foreach`` has the same arithmetic for lists of any
+mix. A tensor may be the one at the same index of another list; other overlap of memory is neither served nor looked
+for. No op waits for the device.
 
 ``found_inf`` is a one-element fp32 or int32 tensor on the device of the lists. An op writes 1 into it when it meets inf
 or nan in its input and never clears it. Factors are floats or one-element tensors, on the device of the lists (fp32) or
@@ -68,6 +70,7 @@ def _unscale_l2norm_checked(tensors, found_inf, inv_scale, per_tensor):
 
 def _update_scale_checked(scale, growth_tracker, hysteresis_tracker, found_inf, *rule):
     _reference.check_scale_state(scale, growth_tracker, hysteresis_tracker, found_inf)
+    _reference.check_scale_rule(*rule)
     _reference.update_scale(scale, growth_tracker, hysteresis_tracker, found_inf, *rule)
 
 
@@ -84,11 +87,28 @@ _FALLBACKS = {
 # --- fake kernels: shapes only, for torch.compile and FakeTensorMode -------------------------------------------------
 
 
-def _fake_nothing(*args, **kwargs):
-    return None
+def _check_fake(tensors: Sequence[Tensor], scalars: Sequence[Tensor] = ()) -> None:
+    """A call with a tensor of the meta device comes here too, where nothing is computed, and must not pass for one
+    that was made. ``scalars`` may be on the CPU."""
+    devices = {t.device for t in tensors}
+    if len(devices) > 1 or any(t.device.type != "cpu" and t.device not in devices for t in scalars if devices):
+        found = sorted({str(t.device) for t in (*tensors, *scalars)})
+        raise RuntimeError(f"{NAMESPACE}: an op takes tensors of one device, and got {' and '.join(found)}")
+
+
+def _fake_nothing(*args):
+    _check_fake(
+        [t for arg in args if isinstance(arg, (list, tuple)) for t in arg],
+        [arg for arg in args if isinstance(arg, Tensor)],
+    )
+
+
+def _fake_update_scale(scale, growth_tracker, hysteresis_tracker, found_inf, *rule):
+    _check_fake([scale, growth_tracker, hysteresis_tracker, found_inf])
 
 
 def _fake_norms(tensors, found_inf, *args):
+    _check_fake(tensors, [found_inf, *(arg for arg in args if isinstance(arg, Tensor))])
     per_tensor = args[-1]
     like = tensors[0] if tensors else found_inf
     dtype = _reference.compute_dtype(*tensors)
@@ -101,7 +121,7 @@ _FAKES = {
     "multi_tensor_axpby": _fake_nothing,
     "multi_tensor_l2norm": _fake_norms,
     "multi_tensor_unscale_l2norm": _fake_norms,
-    "update_scale": _fake_nothing,
+    "update_scale": _fake_update_scale,
     **dict.fromkeys(_reference_optimizers.FALLBACKS, _fake_nothing),
 }
 
@@ -204,7 +224,11 @@ def update_scale(
     ``max(scale * backoff_factor, min_scale)``; the growth tracker restarts. Otherwise the hysteresis tracker is
     refilled, and after ``growth_interval`` clean updates in a row the scale becomes ``min(scale * growth_factor,
     max_scale)``. The scale never becomes 0 (its floor is the smallest normal fp32) nor inf. ``hysteresis=1`` is the
-    rule of torch.amp; a higher value that of Megatron's and apex's update_scale_hysteresis. No host sync.
+    rule of torch.amp; a higher value that of Megatron's and apex's update_scale_hysteresis. The growth tracker stops at
+    the largest int32. No host sync.
+
+    Raises RuntimeError for a rule that would not keep to that: a growth factor below 1, a backoff factor above 1 or not
+    above 0, bounds that are nan or beyond fp32, a hysteresis that int32 does not hold.
     """
     _ops.update_scale.default(
         scale,

@@ -30,7 +30,7 @@ struct CallDevice {
 };
 
 inline CallDevice call_device(const ListArgument& first, const Tensor& found_inf) {
-  if (first.tensors.empty()) return {found_inf.device(), "found_inf"};
+  if (first.tensors.empty()) return {found_inf.is_defined() ? found_inf.device() : Device::cpu(), "found_inf"};
   return {first.tensors[0].device(), std::string(first.name) + "[0]"};
 }
 
@@ -68,6 +68,15 @@ inline bool same_strides(const Tensor& a, const Tensor& b) {
   }
   return true;
 }
+
+// Whether the storage is as large as a dense tensor. Somebody may have freed it (FSDP does between uses of a
+// parameter); the address is then null, or null and an offset. Not asked for the offset, which would take as long
+// again.
+inline bool has_memory(const Tensor& tensor, int64_t elements, int64_t element_bytes) {
+  return elements * element_bytes <= tensor.storage_bytes();
+}
+
+constexpr const char* kNoMemory = "has no memory: its storage has been freed or made smaller";
 
 // Checks lists, one after the other, against the first of them, and gathers what the kernels need of each.
 class ListChecker {
@@ -119,6 +128,7 @@ class ListChecker {
       if (!is_first && !(is_contiguous && contiguous_[i]) && !same_strides(tensor, first_.tensors[i])) {
         refuse("and ", first_.name, "[", i, "] have different memory layouts");
       }
+      if (!has_memory(tensor, elements, element_size(lists.dtype[list]))) refuse(kNoMemory);
       lists.pointer[list].push_back(argument.is_written ? tensor.mutable_data() : const_cast<void*>(tensor.data()));
       if (is_first) {
         lists.numel.push_back(elements);
@@ -148,7 +158,13 @@ inline TensorLists check_lists(const char* op, const AllowedDTypes& allowed, con
 // A name is anything that prints.
 template <class Name>
 void check_one_element(const char* op, const Name& name, const Tensor& tensor) {
+  if (!tensor.is_defined()) fail(op, ": ", name, " is None, expected a tensor");
   if (tensor.numel() != 1) fail(op, ": ", name, " has ", tensor.numel(), " elements, expected 1");
+}
+
+template <class Name>
+void check_memory(const char* op, const Name& name, const Tensor& tensor, int64_t element_bytes) {
+  if (!has_memory(tensor, 1, element_bytes)) fail(op, ": ", name, " ", kNoMemory);
 }
 
 template <class Name>
@@ -166,6 +182,7 @@ inline FoundInf check_found_inf(const char* op, const Tensor& found_inf, const C
     fail(op, ": found_inf has dtype ", dtype_name(dtype), ", expected float32 or int32");
   }
   check_device(op, "found_inf", found_inf, call);
+  check_memory(op, "found_inf", found_inf, sizeof(uint32_t));
   void* word = is_written ? found_inf.mutable_data() : const_cast<void*>(found_inf.data());
   return {static_cast<uint32_t*>(word), is_int ? 1u : 0x3f800000u, is_int ? 0xffffffffu : 0x7fffffffu};
 }
@@ -185,6 +202,7 @@ inline Factor check_factor(const char* op, const char* name, const Tensor& facto
   if (!is_f32 && dtype != aoti_torch_dtype_float64()) {
     fail(op, ": ", name, " has dtype ", dtype_name(dtype), ", expected float32 or float64");
   }
+  check_memory(op, name, factor, is_f32 ? sizeof(float) : sizeof(double));
   if (!is_f32) return {nullptr, *static_cast<const double*>(factor.data())};
   const float* value = static_cast<const float*>(factor.data());
   return on_device && device == call.device ? Factor{value, 0.0} : Factor{nullptr, *value};
@@ -199,6 +217,7 @@ void* check_state(const char* op, const Name& name, const Tensor& tensor, int32_
     fail(op, ": ", name, " has dtype ", dtype_name(tensor.dtype()), ", expected ", expected);
   }
   check_device(op, name, tensor, call);
+  check_memory(op, name, tensor, sizeof(uint32_t));
   return tensor.mutable_data();
 }
 

@@ -3,6 +3,9 @@
 //
 // The schemas are in ampctx/ops.py. A boxed function takes its arguments off the stack, checks them, puts the results
 // on the stack; errors are C++ exceptions that torch turns into RuntimeError.
+#include <cmath>
+#include <limits>
+
 #include "cpu/simd.h"
 #include "library_layerwise.h"
 
@@ -103,13 +106,27 @@ void multi_tensor_unscale_l2norm(StableIValue* stack, uint64_t, uint64_t) {
   l2norm(backend, "multi_tensor_unscale_l2norm", stack, tensors, found_inf, &inv_scale, to_scalar<bool>(stack[3]));
 }
 
+// With what is refused here, the scale would become 0, inf or nan, or a tracker something else than was asked for.
+void check_scale_rule(const char* op, const ScaleRule& rule) {
+  constexpr float largest = std::numeric_limits<float>::max(), smallest = std::numeric_limits<float>::min();
+  const double growth = rule.growth_factor, backoff = rule.backoff_factor;
+  if (!(growth >= 1 && std::isfinite(growth))) fail(op, ": growth_factor is not a finite number of at least 1");
+  if (!(backoff > 0 && backoff <= 1)) fail(op, ": backoff_factor is not a number above 0 and at most 1");
+  if (!(rule.min_scale >= 0 && rule.min_scale <= largest))
+    fail(op, ": min_scale is not a number from 0 to the largest fp32");
+  if (!(rule.max_scale >= smallest)) fail(op, ": max_scale is not a number from the smallest normal fp32 up");
+  if (rule.hysteresis < 0 || rule.hysteresis > INT32_MAX) {
+    fail(op, ": hysteresis is ", rule.hysteresis, ", expected 0 to ", INT32_MAX);
+  }
+}
+
 template <const Backend& backend>
 void update_scale(StableIValue* stack, uint64_t, uint64_t) {
   constexpr const char* op = "update_scale";
   const Tensor scale(stack[0]), growth_tracker(stack[1]), hysteresis_tracker(stack[2]), found_inf(stack[3]);
   const ScaleRule rule = {to_scalar<double>(stack[4]),  to_scalar<double>(stack[5]), to_scalar<int64_t>(stack[6]),
                           to_scalar<int64_t>(stack[7]), to_scalar<double>(stack[8]), to_scalar<double>(stack[9])};
-  const CallDevice call = {scale.device(), "scale"};
+  const CallDevice call = {scale.is_defined() ? scale.device() : Device::cpu(), "scale"};
   const int32_t int32 = aoti_torch_dtype_int32();
   const ScaleState state = {
       static_cast<float*>(check_state(op, "scale", scale, aoti_torch_dtype_float32(), call)),
@@ -117,6 +134,7 @@ void update_scale(StableIValue* stack, uint64_t, uint64_t) {
       static_cast<int32_t*>(check_state(op, "hysteresis_tracker", hysteresis_tracker, int32, call)),
       check_found_inf(op, found_inf, call, false),
   };
+  check_scale_rule(op, rule);
   backend.update_scale(Scope(backend, call.device).context, state, rule);
 }
 

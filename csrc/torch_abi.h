@@ -42,6 +42,14 @@ int32_t aoti_torch_dtype_int16();
 int32_t aoti_torch_dtype_int32();
 int32_t aoti_torch_dtype_int64();
 int32_t aoti_torch_dtype_bool();
+int32_t aoti_torch_dtype_float8_e5m2();
+int32_t aoti_torch_dtype_float8_e4m3fn();
+int32_t aoti_torch_dtype_float8_e5m2fnuz();
+int32_t aoti_torch_dtype_float8_e4m3fnuz();
+int32_t aoti_torch_dtype_uint16();
+int32_t aoti_torch_dtype_uint32();
+int32_t aoti_torch_dtype_uint64();
+int32_t aoti_torch_dtype_complex32();
 int32_t aoti_torch_dtype_complex64();
 int32_t aoti_torch_dtype_complex128();
 int32_t aoti_torch_layout_strided();
@@ -54,6 +62,7 @@ AOTITorchError torch_list_size(StableListHandle list, size_t* size);
 AOTITorchError torch_list_get_item(StableListHandle list, size_t index, StableIValue* element);
 AOTITorchError torch_delete_list(StableListHandle list);
 AOTITorchError aoti_torch_delete_tensor_object(AtenTensorHandle tensor);
+AOTITorchError aoti_torch_is_defined(AtenTensorHandle tensor, bool* defined);
 AOTITorchError aoti_torch_get_layout(AtenTensorHandle tensor, int32_t* layout);
 AOTITorchError aoti_torch_get_dtype(AtenTensorHandle tensor, int32_t* dtype);
 AOTITorchError aoti_torch_get_device_type(AtenTensorHandle tensor, int32_t* type);
@@ -62,6 +71,7 @@ AOTITorchError aoti_torch_get_numel(AtenTensorHandle tensor, int64_t* numel);
 AOTITorchError aoti_torch_get_dim(AtenTensorHandle tensor, int64_t* dim);
 AOTITorchError aoti_torch_get_sizes(AtenTensorHandle tensor, int64_t** sizes);
 AOTITorchError aoti_torch_get_strides(AtenTensorHandle tensor, int64_t** strides);
+AOTITorchError aoti_torch_get_storage_size(AtenTensorHandle tensor, int64_t* bytes);
 AOTITorchError aoti_torch_is_contiguous(AtenTensorHandle tensor, bool* contiguous);
 AOTITorchError torch_get_const_data_ptr(AtenTensorHandle tensor, const void** data);
 AOTITorchError torch_get_mutable_data_ptr(AtenTensorHandle tensor, void** data);
@@ -99,6 +109,7 @@ struct Device {
   bool operator==(const Device& other) const { return type == other.type && index == other.index; }
   bool operator!=(const Device& other) const { return !(*this == other); }
   bool is_cpu() const { return type == aoti_torch_device_type_cpu(); }
+  static Device cpu() { return {aoti_torch_device_type_cpu(), -1}; }
   // As Python prints it.
   std::string name() const {
     if (is_cpu()) return "cpu";
@@ -110,12 +121,26 @@ struct Device {
 
 inline std::string dtype_name(int32_t dtype) {
   const std::pair<int32_t (*)(), const char*> names[] = {
-      {aoti_torch_dtype_float16, "float16"},     {aoti_torch_dtype_bfloat16, "bfloat16"},
-      {aoti_torch_dtype_float32, "float32"},     {aoti_torch_dtype_float64, "float64"},
-      {aoti_torch_dtype_uint8, "uint8"},         {aoti_torch_dtype_int8, "int8"},
-      {aoti_torch_dtype_int16, "int16"},         {aoti_torch_dtype_int32, "int32"},
-      {aoti_torch_dtype_int64, "int64"},         {aoti_torch_dtype_bool, "bool"},
-      {aoti_torch_dtype_complex64, "complex64"}, {aoti_torch_dtype_complex128, "complex128"},
+      {aoti_torch_dtype_float16, "float16"},
+      {aoti_torch_dtype_bfloat16, "bfloat16"},
+      {aoti_torch_dtype_float32, "float32"},
+      {aoti_torch_dtype_float64, "float64"},
+      {aoti_torch_dtype_uint8, "uint8"},
+      {aoti_torch_dtype_int8, "int8"},
+      {aoti_torch_dtype_int16, "int16"},
+      {aoti_torch_dtype_int32, "int32"},
+      {aoti_torch_dtype_int64, "int64"},
+      {aoti_torch_dtype_bool, "bool"},
+      {aoti_torch_dtype_float8_e5m2, "float8_e5m2"},
+      {aoti_torch_dtype_float8_e4m3fn, "float8_e4m3fn"},
+      {aoti_torch_dtype_float8_e5m2fnuz, "float8_e5m2fnuz"},
+      {aoti_torch_dtype_float8_e4m3fnuz, "float8_e4m3fnuz"},
+      {aoti_torch_dtype_uint16, "uint16"},
+      {aoti_torch_dtype_uint32, "uint32"},
+      {aoti_torch_dtype_uint64, "uint64"},
+      {aoti_torch_dtype_complex32, "complex32"},
+      {aoti_torch_dtype_complex64, "complex64"},
+      {aoti_torch_dtype_complex128, "complex128"},
   };
   for (const auto& [code, name] : names) {
     if (dtype == code()) return std::string("torch.") + name;
@@ -136,6 +161,7 @@ class Tensor {
     if (handle_) aoti_torch_delete_tensor_object(handle_);
   }
 
+  AMPCTX_GETTER(bool, is_defined, aoti_torch_is_defined)  // not where None stands for a tensor
   AMPCTX_GETTER(int32_t, layout, aoti_torch_get_layout)
   AMPCTX_GETTER(int32_t, dtype, aoti_torch_get_dtype)
   AMPCTX_GETTER(int32_t, device_type, aoti_torch_get_device_type)
@@ -144,6 +170,7 @@ class Tensor {
   AMPCTX_GETTER(int64_t, dim, aoti_torch_get_dim)
   AMPCTX_GETTER(int64_t*, sizes, aoti_torch_get_sizes)
   AMPCTX_GETTER(int64_t*, strides, aoti_torch_get_strides)
+  AMPCTX_GETTER(int64_t, storage_bytes, aoti_torch_get_storage_size)
   AMPCTX_GETTER(bool, is_contiguous, aoti_torch_is_contiguous)
   AMPCTX_GETTER(const void*, data, torch_get_const_data_ptr)
   AMPCTX_GETTER(void*, mutable_data, torch_get_mutable_data_ptr)

@@ -120,3 +120,21 @@ def test_which_dtypes_a_kernel_takes_is_the_callers_to_say():
     lists = [torch.zeros(3)], [torch.zeros(3, dtype=torch.int16)]
     assert [bucket.fused for bucket in buckets(*lists)] == [False]
     assert [bucket.fused for bucket in buckets(*lists, known_dtypes=(torch.float32, torch.int16))] == [True]
+
+
+def test_norms_of_each_over_a_mix_are_in_the_order_of_the_list():
+    tensors = list(mixed().values())
+    tensors = tensors[::2] + tensors[1::2]
+    tensors[3].view(-1)[-1] = float("nan")
+    flag = FoundInf()
+    total, each = foreach.unscale_l2norms(tensors, flag, PerDevice(torch.tensor(0.5)))
+    want = torch.stack([t.to(torch.complex128).norm().double() * 0.5 for t in tensors])
+    torch.testing.assert_close(each, want, rtol=1e-5, atol=0, equal_nan=True)
+    assert total.isnan()
+    assert flag.joined(torch.device("cpu")).item() == 1
+    alike, finite = [torch.randn(5), torch.randn(0), torch.randn(3)], FoundInf()
+    total, each = foreach.unscale_l2norms(alike, finite, 1.0)
+    torch.testing.assert_close(each, torch.stack([t.norm() for t in alike]))
+    torch.testing.assert_close(total, each.norm())
+    assert [t.shape for t in foreach.unscale_l2norms([], finite, 1.0)] == [(), (0,)]
+    assert finite.joined(torch.device("cpu")).item() == 0

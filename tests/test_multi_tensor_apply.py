@@ -140,3 +140,36 @@ def test_lists_that_disagree_are_errors_that_name_list_and_index():
         multi_tensor_applier(multi_tensor_scale, flag, [[torch.ones(2)], [torch.ones(3)]], 1.0)
     with pytest.raises(RuntimeError, match="dst has 0 tensors, src has 1"):
         multi_tensor_applier(multi_tensor_scale, flag, [[torch.ones(2)], []], 1.0)
+
+
+def test_lists_of_mixed_types_and_memory_formats_go_by_index():
+    image = torch.randn(2, 3, 4, 4)
+    src = [
+        torch.randn(5),
+        torch.randn(4).half(),
+        image.to(memory_format=torch.channels_last),
+        torch.randn(6, 4)[:, ::2],
+    ]
+    dst = [torch.zeros(5), torch.zeros(2, 2), torch.zeros_like(image), torch.zeros(6, 2).bfloat16()]
+    flag = torch.zeros(2, dtype=torch.int32)
+    multi_tensor_applier(multi_tensor_scale, flag, [src, dst], torch.tensor(0.5))
+    for s, d in zip(src, dst, strict=True):
+        assert torch.equal(d, (s * 0.5).reshape(d.shape).to(d.dtype))
+    total, each = multi_tensor_applier(multi_tensor_l2norm, flag, [src], True)
+    torch.testing.assert_close(each, torch.stack([t.float().norm() for t in src]))
+    torch.testing.assert_close(total, each.norm().reshape(1))
+    assert flag.tolist() == [0, 0]
+
+
+def test_a_number_may_be_a_tensor_of_any_type():
+    for factor in (torch.tensor(2), torch.tensor([2.0]).half(), torch.tensor(2.0).double(), 2):
+        dst = [torch.zeros(3)]
+        multi_tensor_applier(multi_tensor_scale, torch.zeros(1), [[torch.ones(3)], dst], factor)
+        assert dst[0].tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("op", [multi_tensor_l2norm, multi_tensor_unscale_l2norm], ids=lambda op: op.__name__)
+def test_no_tensors_have_norm_0(op):
+    total, each = op(65536, torch.zeros(1), [[]], *([1.0] if op is multi_tensor_unscale_l2norm else []))
+    assert total.tolist() == [0.0]
+    assert each.shape == (0,)

@@ -6,6 +6,7 @@
 from ampctx.amp.grad_scaler import GradScaler
 from ampctx.amp.opt_level import OPT_LEVELS, PrecisionPolicy
 from ampctx.amp.session import AmpSession
+from ampctx.amp.step_outcome import Culprit, StepOutcome
 
 _default_session = AmpSession()
 
@@ -13,6 +14,11 @@ initialize = _default_session.initialize
 scale_loss = _default_session.scale_loss
 master_params = _default_session.master_params
 skipped_steps = _default_session.skipped_steps
+outcome = _default_session.outcome
+on_step = _default_session.on_step
+on_skip = _default_session.on_skip
+master_model = _default_session.master_model
+master_state_dict = _default_session.master_state_dict
 state_dict = _default_session.state_dict
 load_state_dict = _default_session.load_state_dict
 disable_casts = _default_session.disable_casts
@@ -29,15 +35,22 @@ reset = _default_session.reset
 __all__ = [
     "OPT_LEVELS",
     "AmpSession",
+    "Culprit",
     "GradScaler",
     "PrecisionPolicy",
+    "StepOutcome",
     "bfloat16_function",
     "disable_casts",
     "float_function",
     "half_function",
     "initialize",
     "load_state_dict",
+    "master_model",
     "master_params",
+    "master_state_dict",
+    "on_skip",
+    "on_step",
+    "outcome",
     "promote_function",
     "register_bfloat16_function",
     "register_float_function",

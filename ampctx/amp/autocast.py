@@ -31,7 +31,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampctx._errors import AmpError, AmpNotImplementedError
-from ampctx.amp.cast_arguments import LOW_PRECISION, Undo, autocast_off, floating_dtypes, replace_attribute
+from ampctx.amp.cast_arguments import (
+    LOW_PRECISION,
+    ModelHook,
+    Undo,
+    autocast_off,
+    floating_dtypes,
+    map_floating_args,
+    replace_attribute,
+)
 from ampctx.amp.cpu_casts import autocast_kernel, missing_on_cpu
 
 logger = logging.getLogger("ampctx")
@@ -73,9 +81,12 @@ class _Shared:
     def _guarded(self, original: Callable) -> Callable:
         @functools.wraps(original)
         def binary_cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
-            if not any(autocast.active for autocast in self._enabled):
+            active = [autocast for autocast in self._enabled if autocast.active]
+            if not active:
                 return original(*args, **kwargs)
-            if floating_dtypes((args, kwargs)) & set(LOW_PRECISION):
+            if active[-1].allow_banned:
+                args, kwargs = map_floating_args((args, kwargs), lambda t: t.float() if t.dtype in LOW_PRECISION else t)
+            elif floating_dtypes((args, kwargs)) & set(LOW_PRECISION):
                 raise AmpNotImplementedError(
                     "binary_cross_entropy got a 16-bit argument while casts are active. A sigmoid in 16 bits rounds to "
                     "0 or 1, where the gradient of the loss does not fit 16 bits. Use nn.BCEWithLogitsLoss or "
@@ -127,7 +138,7 @@ class _Ambient(threading.local):
     def _apply(self) -> None:
         for d, (enabled, dtype) in self._before.items():
             owner = next((a for a in reversed(self.entries) if d in a.device_types), None)
-            torch.set_autocast_enabled(d, enabled if owner is None else True)
+            torch.set_autocast_enabled(d, enabled if owner is None else not owner._paused)
             torch.set_autocast_dtype(d, dtype if owner is None else owner.dtype)
         torch.set_autocast_cache_enabled(False if self.entries else self._cache_before)
         torch.clear_autocast_cache()
@@ -153,7 +164,7 @@ class _ThreadState(threading.local):
         self.suspensions: tuple[dict[str, tuple[bool, torch.dtype]], ...] = ()
 
 
-class _ForwardHook:
+class _ForwardHook(ModelHook):
     """Tells an ``Autocast`` that a model's forward begins or ends.
 
     It refers to the ``Autocast`` weakly. Copies of the model share it; a pickle carries an empty one.
@@ -191,20 +202,51 @@ class Autocast:
         models: their forwards get the cache of cast weights. Held weakly. Their parameters and buffers tell which
             device types are meant ("cpu" if there are none).
         dtype: float16 or bfloat16.
+        device_types: further device types.
+        allow_banned: compute binary_cross_entropy of 16-bit arguments in fp32 in place of refusing it.
     """
 
-    def __init__(self, models: Sequence[nn.Module], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        dtype: torch.dtype,
+        *,
+        device_types: Sequence[str] = (),
+        allow_banned: bool = False,
+    ) -> None:
         self.dtype = dtype
-        found = {t.device.type for m in models for t in (*m.parameters(), *m.buffers())}
+        self.allow_banned = allow_banned
+        found = {t.device.type for m in models for t in (*m.parameters(), *m.buffers())} | set(device_types)
         self.device_types = sorted(d for d in found if torch.amp.is_autocast_available(d)) or ["cpu"]
         self._models = [weakref.ref(model) for model in models]
         self._thread = _ThreadState()
         self._enabled = False
+        self._paused = False
+
+    @property
+    def enabled(self) -> bool:
+        """Between ``enable`` and its undo."""
+        return self._enabled
 
     @property
     def active(self) -> bool:
-        """Whether ops on the models' devices are cast here and now. No host sync."""
+        """Whether ops on the models' devices are cast here and now. No host sync.
+
+        While enabled it can be set: False switches casts off in this thread and for forwards in others, True switches
+        them on again. For blocks of code there is ``suspended``, which cannot be forgotten.
+        """
         return self._enabled and any(torch.is_autocast_enabled(d) for d in self.device_types)
+
+    @active.setter
+    def active(self, on: bool) -> None:
+        if not self._enabled:
+            return
+        self._paused = not on
+        for d in self.device_types:
+            torch.set_autocast_enabled(d, bool(on))
+            if on:
+                torch.set_autocast_dtype(d, self.dtype)
+        torch.clear_autocast_cache()
 
     def enable(self) -> Undo:
         """Switches casts on in this thread. The undo restores what was there, and has to run in the same thread.
@@ -227,13 +269,15 @@ class Autocast:
             return stack.pop_all().close
 
     def _disabled(self) -> None:
-        self._enabled = self._thread.home = False
+        self._enabled = self._paused = self._thread.home = False
 
     def _wanted(self, device_type: str) -> tuple[bool, torch.dtype]:
         """What a forward that starts now is to run under: on where only the thread is the reason for being off."""
         nesting, home = _nesting(), self._thread.home
         own = device_type in self.device_types
-        on = torch.is_autocast_enabled(device_type) or (own and self._enabled and not home and nesting == 0)
+        on = torch.is_autocast_enabled(device_type) or (
+            own and self._enabled and not self._paused and not home and nesting == 0
+        )
         # The user's own torch.autocast block may have chosen another type.
         keeps_dtype = not own or (home and nesting > 0)
         return on, torch.get_autocast_dtype(device_type) if keeps_dtype else self.dtype

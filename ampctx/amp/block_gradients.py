@@ -8,6 +8,9 @@
   DistributedDataParallel reduces with the last of them must. The *window* ends with the next ``finish``.
 - ``abandon``: as if the block had never begun.
 
+``finish`` is ``prepare``, which changes nothing that ``abandon`` cannot put back, and ``commit``. Where an exception
+comes in the middle of that, sums that gradients were being added to are *spoiled* until the user zeroes them.
+
 Blocks may nest. All methods run under no_grad and none waits for the device.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,13 +41,52 @@ class _Window:
 
 
 @dataclass(eq=False)
+class _Outcome:
+    """What the end of a block makes, before it takes effect."""
+
+    # What becomes the ``.grad`` of these tensors, and what the enclosing block sets aside.
+    grads: dict[Tensor, Tensor | None] = field(default_factory=dict)
+    set_aside: Grads = field(default_factory=dict)
+    # Gradients, and the fp32 sums that they are to be added to in place.
+    added: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    factor: Factor = 1.0
+    waiting: ModelGrads | None = None
+
+
+@dataclass(eq=False)
 class _Frame:
     """An open block."""
 
     before: Grads
+    outcome: _Outcome = field(default_factory=_Outcome)
     # The window that the block goes on with, and copies of the gradients in it.
     window: _Window | None = None
     copies: Grads = field(default_factory=dict)
+
+
+class Waiting(NamedTuple):
+    """What a ``ModelGrads`` holds."""
+
+    grads: Grads
+    inv_scale: Factor
+    norm: Tensor
+
+
+class Pending(NamedTuple):
+    """The gradients that no step has used, between blocks, as they lie.
+
+    model: ``.grad`` of the parameters that a backward writes to. masters: fp32 ``.grad`` of masters, by master.
+    waiting: 16-bit gradients that stand for those of masters, by master.
+    window: of delayed blocks: the factor that unscales, gradients from before, and whose ``.grad`` is scaled.
+    """
+
+    model: Grads
+    masters: Grads
+    waiting: Waiting | None
+    window: tuple[Factor, Grads, list[Tensor]] | None
+
+
+NOTHING_PENDING = Pending({}, {}, None, None)
 
 
 def _distributed() -> bool:
@@ -73,12 +116,13 @@ def _writable(t: Tensor) -> Tensor:
 
 
 def _add_sparse(new: Tensor, old: Tensor | None, factor: Factor, found_inf: FoundInf) -> Tensor:
-    """``new * factor + old`` in fp32 or wider for a sparse gradient; duplicates are summed before the finite check."""
+    """``new * factor + old`` in fp32 or wider for a sparse gradient; complex stays as it is. Duplicates are summed
+    before the finite check."""
     new = new.coalesce()
     values = new.values()
     _reference.raise_flag(found_inf.on(values.device), values)
     scale = factor.on(values.device) if isinstance(factor, PerDevice) else factor
-    wide = new.to(_reference.compute_dtype(values)) * scale
+    wide = (new if values.is_complex() else new.to(_reference.compute_dtype(values))) * scale
     return wide if old is None else old.to(wide.dtype) + wide
 
 
@@ -90,6 +134,13 @@ class BlockGradients:
         self._frames: list[_Frame] = []
         self._window: _Window | None = None
         self._waiting: ModelGrads | None = None
+        # An exception came while gradients were being added up: what is there is neither the old sum nor the new one.
+        self.spoiled = False
+
+    @property
+    def depth(self) -> int:
+        """How many blocks are open."""
+        return len(self._frames)
 
     @property
     def in_block(self) -> bool:
@@ -104,11 +155,28 @@ class BlockGradients:
         return self._window is not None
 
     @property
+    def window(self) -> object:
+        """Stands for the window, None without one."""
+        return self._window
+
+    @property
+    def set_aside(self) -> Grads:
+        """The gradients from before the innermost block, or else the window."""
+        if self._frames:
+            return self._frames[-1].before
+        return {} if self._window is None else self._window.before
+
+    @property
     def waiting(self) -> ModelGrads | None:
         """16-bit gradients that stand for those of the masters, if they still do, all alone."""
         if self._waiting is not None and not self._waiting.is_alone():
             self._waiting.materialize()
         return self._waiting if self._waiting is not None and self._waiting.grads else None
+
+    @property
+    def checked(self) -> ModelGrads | None:
+        """What has checked the gradients of the masters in 16 bits, even where they have become tensors since."""
+        return self._waiting
 
     @property
     def is_idle(self) -> bool:
@@ -128,19 +196,20 @@ class BlockGradients:
         present = {p: p.grad for p in self._leaves() if p.grad is not None}
         window = None if self._frames else self._window
         if window is None:
-            for p in present:
-                p.grad = None
+            # On record before anything changes, so that abandon() can put it back.
             before = {p: g if _owns_its_memory(g) else g.clone() for p, g in present.items()}
             self._frames.append(_Frame(before))
+            for p in present:
+                p.grad = None
             return
         for p in window.scaled:
             if p.grad is None:  # zeroed through the model
                 window.before.pop(p, None)
         # Copies, because the coming backward adds to the gradients of the window in place.
         copies = {p: g.clone() for p, g in present.items()}
+        self._frames.append(_Frame(window.before, window=window, copies=copies))
         if window.inv_scale is not inv_scale:
             self._rescale(present, product(scale, window.inv_scale))
-        self._frames.append(_Frame(window.before, window, copies))
 
     @staticmethod
     def _rescale(grads: Grads, factor: Factor) -> None:
@@ -151,35 +220,98 @@ class BlockGradients:
             if g.layout != torch.strided:
                 p.grad = g * (factor.on(g.device) if isinstance(factor, PerDevice) else factor)
 
-    def abandon(self) -> None:
-        """Ends the block as if it had never begun."""
-        frame = self._frames.pop()
+    def abandon(self, depth: int, committing: bool = False) -> None:
+        """Ends the block that began, or was about to, with ``depth`` blocks open, as if it had never begun.
+
+        ``committing``: ``commit`` or ``delay`` may have begun, here or for another optimizer of the block.
+        """
+        self.spoiled |= committing
+        if len(self._frames) <= depth:
+            return
+        frame = self._frames[-1]
         was_there = frame.before if frame.window is None else frame.copies
         for p in self._leaves():
             p.grad = was_there.get(p)
+        if frame.outcome.waiting is not None:
+            frame.outcome.waiting.drop()
+            self._waiting = None
+        if not depth:
+            self._window = frame.window
+        self._frames.pop()
 
     def delay(self, inv_scale: Factor) -> None:
         """Ends the outermost block and leaves its gradients scaled for a later one."""
-        before = self._frames.pop().before
+        before = self._frames[-1].before
         self._window = _Window(inv_scale, before, [p for p in self._leaves() if p.grad is not None])
+        self._frames.pop()
+
+    def declare_scaled(self, inv_scale: Factor) -> None:
+        """What is in ``.grad`` is scaled, somebody says who runs backward outside of blocks: part of the window, or a
+        window of its own."""
+        self.materialize()
+        scaled = [p for p in self._leaves() if p.grad is not None]
+        if self._window is None:
+            self._window = _Window(inv_scale, {}, scaled)
+        self._window.scaled = scaled
+
+    def drop_window(self) -> None:
+        """Ends a window as if it had never begun."""
+        if self._window is not None:
+            for p in self._leaves():
+                p.grad = self._window.before.get(p)
+            self._window = None
 
     @torch.no_grad()
-    def finish(self, inv_scale: Factor, found_inf: FoundInf, done: set[int] | None = None) -> None:
-        """Ends the block: unscales what arrived and adds it to what was there.
+    def close_window(self, inv_scale: Factor, found_inf: FoundInf) -> None:
+        """Between blocks: ``finish`` for a window that no block ends."""
+        assert self._window is not None
+        self._frames.append(_Frame(self._window.before))
+        try:
+            self.finish(inv_scale, found_inf)
+        except BaseException:
+            self.spoiled = True
+            del self._frames[:]
+            raise
+
+    def finish(self, inv_scale: Factor, found_inf: FoundInf) -> None:
+        """Ends the block: unscales what arrived and adds it to what was there."""
+        self.prepare(inv_scale, found_inf)
+        self.commit(found_inf)
+
+    @torch.no_grad()
+    def prepare(self, inv_scale: Factor, found_inf: FoundInf, done: set[int] | None = None) -> None:
+        """Unscales what arrived. The block is still open.
 
         ``done``: ids of parameters that another optimizer of the block has dealt with; extended.
         """
         frame = self._frames[-1]
         # In a nested block the unscaled gradients are those that the enclosing block set aside.
         outer = self._frames[-2] if len(self._frames) > 1 else None
-        self._fold(inv_scale, found_inf)
+        self._fold(inv_scale, found_inf, frame.outcome)
         self._unscale_own(frame, outer, inv_scale, found_inf, set() if done is None else done)
         if outer is not None:
-            for p, _ in self._masters.pairs:
-                p.grad = frame.before.get(p)
-        self._frames.pop()
-        if not self._frames:
+            frame.outcome.grads.update({p: frame.before.get(p) for p, _ in self._masters.pairs})
+
+    @torch.no_grad()
+    def commit(self, found_inf: FoundInf) -> None:
+        """Ends the block with what ``prepare`` has made, added to what was there."""
+        frame = self._frames[-1]
+        self._apply(frame.outcome, found_inf)
+        if len(self._frames) > 1:
+            self._frames[-2].before.update(frame.outcome.set_aside)
+        else:
             self._window = None
+        self._frames.pop()
+
+    def _apply(self, outcome: _Outcome, found_inf: FoundInf) -> None:
+        if outcome.added:
+            totals = [total for _, total in outcome.added]
+            grads = [grad for grad, _ in outcome.added]
+            foreach.axpby(grads, totals, totals, found_inf, outcome.factor, 1.0, arg_to_check=0)
+        for t, grad in outcome.grads.items():
+            t.grad = grad
+        if outcome.waiting is not None:
+            self._waiting = outcome.waiting
 
     def _unscale_own(
         self, frame: _Frame, outer: _Frame | None, inv_scale: Factor, found_inf: FoundInf, done: set[int]
@@ -203,46 +335,42 @@ class BlockGradients:
                 else:
                     alone[id(total)] = total  # two parameters may hold one gradient
             if outer is None:
-                p.grad = total
+                frame.outcome.grads[p] = total
             else:
-                p.grad = frame.before.get(p)
+                frame.outcome.grads[p] = frame.before.get(p)
                 if total is not None:
-                    outer.before[p] = total
+                    frame.outcome.set_aside[p] = total
         if arrived:
             foreach.axpby(arrived, before, arrived, found_inf, inv_scale, 1.0, arg_to_check=0)
         if alone and inv_scale != 1.0:
             foreach.scale(list(alone.values()), list(alone.values()), found_inf, inv_scale)
 
-    def _fold(self, factor: Factor, found_inf: FoundInf) -> None:
+    def _fold(self, factor: Factor, found_inf: FoundInf, outcome: _Outcome) -> None:
         """master.grad += model.grad * factor; the model's gradient has done its work then and is freed."""
+        outcome.factor = factor
         arrived = [pair for pair in self._masters.pairs if pair[0].grad is not None]
         if not arrived:
             return
         grads = [grad for p, _ in arrived if (grad := p.grad) is not None]
         masters = [master for _, master in arrived]
-        for p, _ in arrived:
-            p.grad = None
+        outcome.grads.update({p: None for p, _ in arrived})
         if self._can_wait(masters, grads):
-            self._waiting = ModelGrads(dict(zip(masters, grads, strict=True)), factor, found_inf)
+            outcome.waiting = ModelGrads(dict(zip(masters, grads, strict=True)), factor, found_inf)
             return
         fresh: list[tuple[Tensor, Tensor]] = []
-        added: list[tuple[Tensor, Tensor]] = []
         for master, grad in zip(masters, grads, strict=True):
             if grad.layout != torch.strided:
-                master.grad = _add_sparse(grad, master.grad, factor, found_inf)
+                outcome.grads[master] = _add_sparse(grad, master.grad, factor, found_inf)
             elif master.grad is None:
                 fresh.append((master, grad))
             else:
-                added.append((grad, _strided(master)))
+                outcome.added.append((grad, _strided(master)))
         if fresh:
             # The layout of the gradient, so that the kernels can walk both in memory order.
             wide = [torch.empty_like(grad, dtype=master.dtype, requires_grad=False) for master, grad in fresh]
             foreach.scale([grad for _, grad in fresh], wide, found_inf, factor)
             for (master, _), grad in zip(fresh, wide, strict=True):
-                master.grad = grad
-        if added:
-            totals = [total for _, total in added]
-            foreach.axpby([g for g, _ in added], totals, totals, found_inf, factor, 1.0, arg_to_check=0)
+                outcome.grads[master] = grad
 
     def _can_wait(self, masters: list[Tensor], grads: list[Tensor]) -> bool:
         """Whether these gradients may stay in 16 bits: the optimizer reads such, nothing is to be added, and they are
@@ -263,15 +391,40 @@ class BlockGradients:
         if self._frames:
             return found_inf
         if self._window is not None:
-            self._frames.append(_Frame(self._window.before))
-            try:
-                self.finish(self._window.inv_scale, found_inf)
-            except BaseException:
-                self._frames.pop()
-                raise
-        else:
-            self._fold(1.0, found_inf)
+            self.close_window(self._window.inv_scale, found_inf)
+            return found_inf
+        outcome = _Outcome()
+        self._fold(1.0, found_inf, outcome)
+        try:
+            self._apply(outcome, found_inf)
+        except BaseException:
+            self.spoiled = True
+            raise
         return found_inf
+
+    def pending(self) -> Pending:
+        """The gradients that no step has used, not copied. Between blocks."""
+        waiting, window = self._waiting, self._window
+        masters = [(master, stored_grad(master)) for _, master in self._masters.pairs]
+        return Pending(
+            {p: p.grad for p in self._leaves() if p.grad is not None},
+            {master: grad for master, grad in masters if grad is not None},
+            None if waiting is None or not waiting.grads else Waiting(waiting.grads, waiting.inv_scale, waiting.norm()),
+            None if window is None else (window.inv_scale, window.before, window.scaled),
+        )
+
+    @torch.no_grad()
+    def restore(self, pending: Pending) -> None:
+        """Puts these gradients in the place of all that are there. Between blocks."""
+        self.drop_waiting()
+        for p in self._leaves():
+            p.grad = pending.model.get(p)
+        for _, master in self._masters.pairs:
+            master.grad = pending.masters.get(master)
+        if pending.waiting is not None:
+            grads, inv_scale, norm = pending.waiting
+            self._waiting = ModelGrads(grads, inv_scale, FoundInf(), norm)
+        self._window = None if pending.window is None else _Window(*pending.window)
 
     def materialize(self) -> None:
         """Gradients that wait become ``master.grad``."""
@@ -287,6 +440,7 @@ class BlockGradients:
     def forget(self) -> None:
         """What was set aside is gone: the user has zeroed the gradients."""
         self._window = None
+        self.spoiled = False
         self.drop_waiting()
         for frame in self._frames:
             frame.before.clear()

@@ -15,6 +15,10 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 Undo = Callable[[], None]
 
 
+class ModelHook:
+    """A hook that amp puts on the user's modules."""
+
+
 def map_floating_args(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     """``fn`` over the floating tensors in nested lists, tuples and dicts; the same object where nothing changed."""
     if isinstance(value, Tensor):

@@ -7,6 +7,7 @@ module, so that a deep copy or a pickle of the model carries working hooks over 
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import weakref
 from collections import deque
@@ -21,9 +22,11 @@ from torch import Tensor, nn
 # included), and a list of the public ones would miss subclasses written by users. A test guards it.
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils.hooks import RemovableHandle
 
 from ampctx._errors import AmpError, AmpTypeError
-from ampctx.amp.cast_arguments import LOW_PRECISION, Undo
+from ampctx.amp.cast_arguments import LOW_PRECISION, ModelHook, Undo
 
 # --- checks -----------------------------------------------------------------------------------------------------------
 
@@ -75,7 +78,7 @@ def _stays_fp32(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and module.affine is True
 
 
-def _set_dtype(t: Tensor, dtype: torch.dtype) -> None:
+def set_dtype(t: Tensor, dtype: torch.dtype) -> None:
     """Casts in place through ``.data``: the object, its ties and the optimizers that hold it stay valid."""
     if t.dtype != dtype:
         t.data = t.data.to(dtype)
@@ -100,6 +103,9 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) 
         keep_batchnorm_fp32: parameters and running statistics of affine batch norms are in fp32. Batch norms without
             affine parameters and all other norms are cast.
 
+    What ``torch.nn.utils.parametrize`` makes a weight from stays in fp32, and the weight is cast on its way out:
+    matrix exponentials and power iterations are not to be had in 16 bits.
+
     Returns:
         What casts current values back to the original types, and the original data of each parameter that was cast.
     """
@@ -107,26 +113,33 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) 
     # Weak, so that the undo does not keep a model alive that nobody uses any more.
     changed: list[tuple[weakref.ref[Tensor], torch.dtype]] = []
     model_ref = weakref.ref(model)
+    parametrizations = [m for m in model.modules() if isinstance(m, ParametrizationList)]
+    in_fp32 = {id(m) for parametrization in parametrizations for m in parametrization.modules()}
+    handles: list[RemovableHandle] = []
 
     @torch.no_grad()
     def undo() -> None:
+        for handle in handles:
+            handle.remove()
         for ref, former in changed:
             if (t := ref()) is not None:
-                _set_dtype(t, former)
+                set_dtype(t, former)
         if (alive := model_ref()) is not None:
             _flatten_rnns(alive)
 
     try:
         for module in model.modules():
             # Batch norms that stay fp32 are made so: an incoming model may be fp64, or 16-bit where that is allowed.
-            to = torch.float32 if keep_batchnorm_fp32 and _stays_fp32(module) else dtype
+            stays_fp32 = id(module) in in_fp32 or (keep_batchnorm_fp32 and _stays_fp32(module))
+            to = torch.float32 if stays_fp32 else dtype
             for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 if not t.is_floating_point() or t.dtype == to:
                     continue
                 changed.append((weakref.ref(t), t.dtype))
                 if isinstance(t, nn.Parameter) and not is_lazy(t):
                     originals[t] = t.data
-                _set_dtype(t, to)
+                set_dtype(t, to)
+        handles += [m.register_forward_hook(_CastOutputs(dtype)) for m in parametrizations]
         _flatten_rnns(model)
     except BaseException:
         undo()
@@ -137,7 +150,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) 
 # --- inputs and outputs -----------------------------------------------------------------------------------------------
 
 
-class _CastInputs:
+class _CastInputs(ModelHook):
     """A forward pre-hook."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -147,7 +160,7 @@ class _CastInputs:
         return map_floating(args, self.dtype), map_floating(kwargs, self.dtype)
 
 
-class _CastOutputs:
+class _CastOutputs(ModelHook):
     """A forward hook."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -179,7 +192,7 @@ def install_io_casts(model: nn.Module, input_dtype: torch.dtype | None, output_d
 # --- state dict -------------------------------------------------------------------------------------------------------
 
 
-class _UpcastEntries:
+class _UpcastEntries(ModelHook):
     """A state dict post-hook: the module's own 16-bit entries become fp32 copies. Children have a hook of their own."""
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
@@ -224,29 +237,42 @@ def map_floating(value: Any, dtype: torch.dtype) -> Any:
     Raises:
         AmpTypeError: a container that can be neither copied nor rebuilt from its elements.
     """
+    return map_leaves(value, functools.partial(_cast_leaf, dtype))
+
+
+def _cast_leaf(dtype: torch.dtype, leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.to(dtype) if leaf.is_floating_point() and leaf.dtype != dtype else leaf
+    if isinstance(leaf, nn.utils.rnn.PackedSequence) and not leaf.data.is_floating_point():
+        return leaf
+    return leaf.to(dtype)
+
+
+def map_leaves(value: Any, fn: Callable[[Any], Any]) -> Any:
+    """What ``map_floating`` does, with ``fn`` of the tensors and of the objects with a ``to`` method."""
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
+        return fn(value)
     if value is None or isinstance(value, (str, bytes, int, float, type, nn.Module)):
         return value
-    if isinstance(value, nn.utils.rnn.PackedSequence) and not value.data.is_floating_point():
-        return value
     if callable(getattr(value, "to", None)):
-        return value.to(dtype)
+        return fn(value)
     if isinstance(value, Mapping):
-        return _map_parts(value, dict(value), dtype, _mapping_with)
+        return _map_parts(value, dict(value), fn, _mapping_with)
     if is_dataclass(value):
         parts = {f.name: getattr(value, f.name) for f in fields(value) if hasattr(value, f.name)}
-        return _map_parts(value, parts, dtype, _dataclass_with)
+        return _map_parts(value, parts, fn, _dataclass_with)
     if isinstance(value, (tuple, list, deque, set, frozenset)):
-        return _map_parts(value, dict(enumerate(value)), dtype, _collection_with)
+        return _map_parts(value, dict(enumerate(value)), fn, _collection_with)
     return value
 
 
-def _map_parts(value: Any, parts: dict[Any, Any], dtype: torch.dtype, build: Callable[[Any, dict, dict], Any]) -> Any:
-    """Casts the named parts of a container; builds a new one only if some changed."""
+def _map_parts(
+    value: Any, parts: dict[Any, Any], fn: Callable[[Any], Any], build: Callable[[Any, dict, dict], Any]
+) -> Any:
+    """Maps the named parts of a container; builds a new one only if some changed."""
     changed = {}
     for name, part in parts.items():
-        mapped = map_floating(part, dtype)
+        mapped = map_leaves(part, fn)
         if mapped is not part:
             changed[name] = mapped
     if not changed:

@@ -6,12 +6,14 @@ Counts are copied to the host without waiting, one copy under way at a time; the
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampctx.amp.loss_scale import LossScale
 from ampctx.foreach import move
+from ampctx.model_grads import declares
 
 Verdicts = dict[int, tuple[LossScale, Tensor]]
 
@@ -22,10 +24,18 @@ class DeviceSkips:
     Args:
         report: called with the number of skipped steps at the last report and now, and for each loss that overflowed
             in between, its id, its scale and the value of the scale.
+        in_a_row: whether to count skips in a row, too.
+
+    ``in_a_row`` is their number, as far as is known: with ``poll`` word of the device arrives.
     """
 
-    def __init__(self, report: Callable[[int, int, list[tuple[int, LossScale, float]]], None]) -> None:
+    def __init__(
+        self, report: Callable[[int, int, list[tuple[int, LossScale, float]]], None], in_a_row: bool = False
+    ) -> None:
         self._report = report
+        self.in_a_row = 0
+        self._counts_in_a_row = in_a_row
+        self._streak: Tensor | None = None
         # 0-d fp32 on the device of the flags: exact to 2**24 skips.
         self._skipped: Tensor | None = None
         self._of_loss: dict[int, tuple[LossScale, Tensor]] = {}
@@ -37,12 +47,24 @@ class DeviceSkips:
         """Adds the outcome of a step: a 0-d flag, and those of the losses it came from. No host sync."""
         if self._skipped is None:
             self._skipped = torch.zeros_like(found_inf)
-        self._skipped.add_(move(found_inf, self._skipped.device))
+        flag = move(found_inf, self._skipped.device)
+        self._skipped.add_(flag)
+        if self._counts_in_a_row:
+            if self._streak is None:
+                self._streak = torch.full_like(self._skipped, self.in_a_row)
+            self._streak.add_(1).mul_(flag)
         for loss_id, (scale, flag) in verdicts.items():
             if loss_id not in self._of_loss or self._of_loss[loss_id][0] is not scale:
                 self._of_loss[loss_id] = (scale, torch.zeros_like(self._skipped))
                 self._reported_of_loss[loss_id] = 0.0
             self._of_loss[loss_id][1].add_(move(flag, self._skipped.device))
+
+    def decided_on_host(self, skipped: bool) -> None:
+        """Goes on counting skips in a row after a decision that was not the device's. No host sync."""
+        self._copy = None  # what is under way does not know of it
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
+        if self._streak is not None:
+            self._streak.fill_(self.in_a_row)
 
     def poll(self) -> None:
         """Reports what has arrived, and asks for news. No host sync."""
@@ -70,11 +92,14 @@ class DeviceSkips:
         of_loss = list(self._of_loss.items())
         # Not by scale_on, which keeps its copy: a graph captured from here on would go on with that one.
         scales = [move(scale.tensor(device), device) for _, (scale, _) in of_loss]
-        values = torch.stack([self._skipped, *(counted for _, (_, counted) in of_loss), *scales])
+        streak = self._skipped if self._streak is None else self._streak
+        values = torch.stack([self._skipped, streak, *(counted for _, (_, counted) in of_loss), *scales])
         return _Copy(values, [(loss_id, scale) for loss_id, (scale, _) in of_loss])
 
     def _tell(self, copy: _Copy) -> None:
-        skipped, *rest = copy.values()
+        skipped, streak, *rest = copy.values()
+        if self._streak is not None:
+            self.in_a_row = int(streak)
         counts, values = rest[: len(copy.losses)], rest[len(copy.losses) :]
         overflowed = []
         for (loss_id, scale), counted, value in zip(copy.losses, counts, values, strict=True):
@@ -113,3 +138,38 @@ class _Copy:
 
 def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def skips_by_itself(optimizer: Any, before_backward: bool = False) -> bool:
+    """Whether the optimizer's kernels skip by ``found_inf``, as torch's do with ``fused=True`` in every group.
+
+    ``before_backward``: which parameters have a gradient is not known yet, a closure is still to run.
+    """
+    return (
+        declares(optimizer, "_step_supports_amp_scaling")
+        and all(group.get("fused", True) for group in optimizer.param_groups)
+        and set_up_momentum(optimizer, before_backward)
+    )
+
+
+@torch.no_grad()
+def set_up_momentum(optimizer: Any, before_backward: bool) -> bool:
+    """False where torch's fused SGD cannot be trusted to skip its first step.
+
+    torch (2.13) leaves the momentum buffers of a skipped first step uninitialized. Buffers of zeros give the same
+    steps, as long as there is no dampening. With dampening the host has to look at the flag of the first step.
+    ``before_backward``: which parameters have a gradient is not known yet, a closure is still to run.
+    """
+    optimizer = getattr(optimizer, "optim", optimizer)  # what LARC wraps
+    if not isinstance(optimizer, torch.optim.SGD):
+        return True
+    for group in optimizer.param_groups:
+        if group["momentum"] == 0:
+            continue
+        steps = [p for p in group["params"] if (p.requires_grad if before_backward else p.grad is not None)]
+        fresh = [p for p in steps if optimizer.state[p].get("momentum_buffer") is None]
+        if fresh and group["dampening"] != 0:
+            return False
+        for p in fresh:
+            optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+    return True

@@ -9,8 +9,9 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -19,22 +20,69 @@ from torch.amp.grad_scaler import OptState
 
 from ampctx import foreach
 from ampctx._errors import AmpAssertionError, AmpError, AmpTypeError, AmpValueError
+from ampctx.amp import scaler_state
+from ampctx.amp.device_skips import DeviceSkips, skips_by_itself
+from ampctx.amp.fused_layouts import align_gradients
 from ampctx.amp.loss_scale import (
     LossScale,
     check_backoff_factor,
     check_bounds,
     check_count,
     check_growth_factor,
-    check_scale,
-    required,
 )
+from ampctx.amp.scaler_state import plain
+from ampctx.amp.stall import StallGuard, check_limit
+from ampctx.amp.step_outcome import Culprits, Names, StepOutcome, culprits_among
+from ampctx.distributed import check_process_group
 from ampctx.foreach import FoundInf, PerDevice, move
-from ampctx.grad_clip import strided_grad
+from ampctx.grad_clip import norm_before_clipping, strided_grad
 from ampctx.model_grads import declares
 
 
 def _fresh_optimizer_state() -> dict[str, Any]:
     return {"stage": OptState.READY, "found_inf_per_device": {}}
+
+
+def _would_ignore_the_flag(optimizer: Any) -> bool:
+    """True of torch's own ``step`` where the groups are not fused, or for the first time with dampening. What another
+    class declares is believed."""
+    step = getattr(type(optimizer), "step", None)
+    return getattr(step, "__module__", "").startswith("torch.optim.") and not skips_by_itself(optimizer)
+
+
+class _Steps:
+    """What a scaler knows of the steps of one optimizer."""
+
+    def __init__(self, limit: int | None) -> None:
+        self.outcome: StepOutcome | None = None
+        history: deque[tuple[int, float]] = deque(maxlen=16)
+        self.skips = DeviceSkips(
+            lambda before, now, losses: history.extend((i, value) for i, _, value in losses), in_a_row=limit is not None
+        )
+        self.guard = StallGuard(limit, self.skips, history)
+
+
+def _gradients(optimizer: Any) -> list[tuple[Tensor, Tensor]]:
+    """(parameter, gradient) of those that have one."""
+    return [(p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def _culprits(optimizer: Any) -> Culprits:
+    return culprits_among(_gradients(optimizer), lambda: Names().of(optimizer))
+
+
+class _Untouched:
+    """Whether the gradients of an optimizer are still those of when this was made: none replaced, none written to."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._grads = [(weakref.ref(grad), grad._version) for _, grad in _gradients(optimizer)]
+
+    def __call__(self, optimizer: torch.optim.Optimizer) -> bool:
+        grads = [grad for _, grad in _gradients(optimizer)]
+        return len(grads) == len(self._grads) and all(
+            reference() is grad and version == grad._version
+            for grad, (reference, version) in zip(grads, self._grads, strict=True)
+        )
 
 
 def _joined(flags: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -84,9 +132,16 @@ class GradScaler(torch.amp.GradScaler):
         enabled: False turns every method into a pass-through; the other arguments are not looked at then.
         min_scale, max_scale: bounds of the scale, 0 and inf by default.
         hysteresis: overflows in a row before the scale falls, 1 by default.
+        max_consecutive_skips: how many steps of an optimizer may be skipped in a row, at least 1; ``step`` raises
+            AmpStallError when one more is, after the skip. Optimizers that skip on the device raise later, by as many
+            steps as the host is ahead of the device. None, by default: any number.
+        process_group: a ``torch.distributed.ProcessGroup`` whose ranks skip steps and move the scale together, where
+            they hold different gradients. The check of each optimizer, in ``unscale_`` or else ``step``, is then an
+            all_reduce of one number in which every rank has to take part, with gradients or without. A scaler with a
+            group cannot be pickled.
 
     Raises:
-        AmpTypeError, AmpValueError: an argument that cannot be used, by name.
+        AmpTypeError, AmpValueError, AmpError: an argument that cannot be used, by name.
     """
 
     def __init__(
@@ -101,6 +156,8 @@ class GradScaler(torch.amp.GradScaler):
         min_scale: float = 0.0,
         max_scale: float = math.inf,
         hysteresis: int = 1,
+        max_consecutive_skips: int | None = None,
+        process_group: Any = None,
     ) -> None:
         if not isinstance(device, (str, torch.device)):
             raise AmpTypeError(f"device must be a device type such as 'cuda', got {type(device).__name__}")
@@ -113,7 +170,11 @@ class GradScaler(torch.amp.GradScaler):
             )
             self._enabled = False
         self._loss_scale: LossScale | None = None
+        self._max_consecutive_skips: int | None = None
+        self._forget_steps()
         if self._enabled:
+            self._max_consecutive_skips = check_limit(max_consecutive_skips)
+            check_process_group(process_group)
             self._loss_scale = LossScale(
                 init_scale,
                 dynamic=True,
@@ -124,7 +185,13 @@ class GradScaler(torch.amp.GradScaler):
                 max_scale=max_scale,
                 hysteresis=hysteresis,
             )
+            self._loss_scale.process_group = process_group
         self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(_fresh_optimizer_state)
+
+    def _forget_steps(self) -> None:
+        self._steps: MutableMapping[Any, _Steps] = weakref.WeakKeyDictionary()
+        # Counts what may change the gradients that a step leaves behind.
+        self._epoch = 0
 
     _scale = _of_loss_scale("scale")
     _growth_tracker = _of_loss_scale("growth_tracker")
@@ -148,6 +215,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return outputs
+        self._epoch += 1
         return self._scaled(outputs, [])
 
     def _scaled(self, value: Any, found: list[PerDevice]) -> Any:
@@ -181,13 +249,15 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         scale, _ = self._check_scale_growth_tracker("unscale_")
+        self._forget_interrupted(optimizer)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.UNSCALED:
             raise AmpError("unscale_() has already been called on this optimizer since the last update().")
         if state["stage"] is OptState.STEPPED:
             raise AmpError("unscale_() is being called after step().")
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
-        state["found_inf_per_device"] = self._unscale_grads_(optimizer, scale.reciprocal(), found_inf, False)
+        flags = self._unscale_grads_(optimizer, scale.reciprocal(), found_inf, False)
+        state["found_inf_per_device"] = self._agreed(flags)
         state["stage"] = OptState.UNSCALED
 
     @torch.no_grad()
@@ -231,8 +301,17 @@ class GradScaler(torch.amp.GradScaler):
             found = flags.per_device
         else:
             found = self._unscale_grads_(optimizer, torch.ones_like(scale), zero, True)
+        found = self._agreed(found)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
         return found
+
+    def _agreed(self, flags: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
+        """The flags of all ranks joined, for this rank's devices with gradients, or else that of the scale."""
+        if self._loss_scale is None or self._loss_scale.process_group is None:
+            return flags
+        at = self._scale.device
+        joined = self._loss_scale.agreed(_joined(flags.values(), at))
+        return {device: move(joined, device) for device in flags or [at]}
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
@@ -244,6 +323,8 @@ class GradScaler(torch.amp.GradScaler):
 
         One host read, whatever the number of devices. None for an optimizer with ``_step_supports_amp_scaling``, as
         torch's have with ``fused=True``: it finds ``grad_scale`` and ``found_inf`` (0.0 or 1.0) among its attributes.
+        (Where it could not skip: groups that are not fused, the first step of torch's fused SGD with dampening, one
+        host read.)
 
         Returns:
             What ``optimizer.step`` returned; None for a step that was skipped.
@@ -251,37 +332,128 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             AmpError: called twice in one iteration, or with a closure.
             AmpAssertionError: ``scale`` was never called, or no parameter of the optimizer has a gradient.
+            AmpStallError: more than ``max_consecutive_skips`` steps in a row were skipped, this one included.
         """
         if not self._enabled:
-            return optimizer.step(*args, **kwargs)
+            result = optimizer.step(*args, **kwargs)
+            self._steps_of(optimizer).outcome = StepOutcome()
+            return result
         if "closure" in kwargs or any(callable(arg) for arg in args):
             raise AmpError(
                 "Closure use is not currently supported if GradScaler is enabled. Run the forward and backward before "
                 "step()."
             )
         self._check_scale_growth_tracker("step")
+        self._forget_interrupted(optimizer)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise AmpError("step() has already been called since the last update().")
-        if declares(optimizer, "_step_supports_amp_scaling"):
-            result = self._step_on_device(optimizer, state, *args, **kwargs)
-        else:
-            if state["stage"] is OptState.READY:
-                self.unscale_(optimizer)
-            if not state["found_inf_per_device"]:
-                raise AmpAssertionError(
-                    "No inf checks were recorded for this optimizer. None of its parameters has a gradient: was the "
-                    "backward of this iteration run, and does the loss depend on the optimizer's parameters?"
-                )
-            result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        steps = self._steps_of(optimizer)
+        try:
+            if declares(optimizer, "_step_supports_amp_scaling") and not _would_ignore_the_flag(optimizer):
+                if self._is_one_too_many(optimizer, state, steps):
+                    state["stage"] = OptState.STEPPED
+                    self._conclude(optimizer, state, steps, skipped=True)
+                    return None
+                result = self._step_on_device(optimizer, state, *args, **kwargs)
+            else:
+                if state["stage"] is OptState.READY:
+                    self.unscale_(optimizer)
+                if not state["found_inf_per_device"]:
+                    raise AmpAssertionError(
+                        "No inf checks were recorded for this optimizer. None of its parameters has a gradient: was "
+                        "the backward of this iteration run, and does the loss depend on the optimizer's parameters?"
+                    )
+                result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        except BaseException:
+            state["interrupted"] = _Untouched(optimizer)
+            raise
+        state.pop("interrupted", None)
         state["stage"] = OptState.STEPPED
+        self._conclude(optimizer, state, steps, state.pop("skipped", None))
         return result
+
+    def outcome(self, optimizer: torch.optim.Optimizer) -> StepOutcome | None:
+        """What became of the latest ``scaler.step(optimizer)``; None before the first.
+
+        Parameters are called by their place in the optimizer, or as they were given to it with names. A disabled scaler
+        skips nothing. No host sync; reading an attribute may be one, see ``StepOutcome``.
+        """
+        steps = self._steps.get(optimizer)
+        return None if steps is None else steps.outcome
+
+    def _steps_of(self, optimizer: Any) -> _Steps:
+        if optimizer not in self._steps:
+            self._steps[optimizer] = _Steps(self._max_consecutive_skips)
+        return self._steps[optimizer]
+
+    def _is_one_too_many(self, optimizer: Any, state: dict[str, Any], steps: _Steps) -> bool:
+        """Decides here instead of on the device, once so many skips in a row are known that one more is too many."""
+        if not steps.guard.suspects():
+            return False
+        if state["stage"] is OptState.READY:
+            self._check_inf_per_device(optimizer)
+        flags = list(state["found_inf_per_device"].values())
+        if flags and _joined(flags, flags[0].device).item() != 0.0:
+            return True
+        steps.guard.stepped()
+        return False
+
+    def _conclude(self, optimizer: Any, state: dict[str, Any], steps: _Steps, skipped: bool | None) -> None:
+        """Makes the outcome of a step. ``skipped``: None where the device has decided."""
+        assert self._loss_scale is not None
+        scales = {0: self._loss_scale.scale_on(self._loss_scale.scale.device)}  # type: ignore[union-attr]
+        norm = norm_before_clipping(grad for _, grad in _gradients(optimizer))
+        if skipped is None:
+            found_inf = _joined(state["found_inf_per_device"].values(), scales[0].device)
+            steps.outcome = StepOutcome(
+                {0: found_inf}, scales=scales, grad_norm=norm, culprits=self._later_culprits(optimizer)
+            )
+            if steps.guard.limit is not None:
+                flag = found_inf.ne(0).float()
+                steps.skips.count(flag, {0: (self._loss_scale, flag)})
+                steps.skips.poll()
+            return
+        culprits = _culprits(optimizer) if skipped else ()
+        outcome = StepOutcome([0] if skipped else [], scales=scales, grad_norm=norm, culprits=culprits)
+        steps.outcome = outcome
+        if not skipped:
+            steps.guard.stepped()
+            return
+        if steps.guard.limit is not None:
+            steps.guard.history.append((0, self._loss_scale.value()))
+        if (error := steps.guard.skipped(optimizer, outcome)) is not None:
+            raise error
+
+    def _later_culprits(self, optimizer: Any) -> Any:
+        """Looks through the gradients as long as they can be those of this step."""
+        scaler, stepped, epoch = weakref.ref(self), weakref.ref(optimizer), self._epoch
+
+        def later() -> Culprits | None:
+            if (alive := scaler()) is None or alive._epoch != epoch or (optimizer := stepped()) is None:
+                return None
+            return _culprits(optimizer) or None
+
+        return later
+
+    def _forget_interrupted(self, optimizer: torch.optim.Optimizer) -> None:
+        """After a step that raised, with other gradients in place: they are scaled, and not judged.
+
+        With the same gradients it is tried again.
+        """
+        untouched = self._per_optimizer_states[id(optimizer)].get("interrupted")
+        if untouched is not None and not untouched(optimizer):
+            self._per_optimizer_states[id(optimizer)] = _fresh_optimizer_state()
 
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         flags = list(optimizer_state["found_inf_per_device"].values())
-        if _joined(flags, flags[0].device).item() != 0.0:
+        optimizer_state["skipped"] = _joined(flags, flags[0].device).item() != 0.0
+        if optimizer_state["skipped"]:
+            # torch's LR schedulers warn when they are stepped first; a skipped step was asked for in the right order.
+            # The name is private to torch.optim.lr_scheduler and guarded by a test.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
             return None
         return optimizer.step(*args, **kwargs)
 
@@ -297,6 +469,7 @@ class GradScaler(torch.amp.GradScaler):
             return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
         if state["stage"] is OptState.READY:
             self._check_inf_per_device(optimizer)
+        align_gradients(optimizer)
         scale, _ = self._check_scale_growth_tracker("step")
         given = getattr(optimizer, "grad_scale", None)
         if state["stage"] is OptState.READY:
@@ -418,34 +591,34 @@ class GradScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the state of this class or of torch's, which lacks bounds and hysteresis: those stay as constructed.
 
+        An ``amp.state_dict()`` with one loss scale, apex's or ours, is taken as well: scale and counter. All settings
+        stay as constructed. ``ampctx.compat.checkpoints.to_grad_scaler_state`` picks one of several.
+
         Nothing changes when an entry is missing or unusable; nothing at all when disabled.
 
         Raises:
-            AmpError: an empty dict, as a disabled scaler saves. AmpKeyError: a missing key.
-            AmpTypeError, AmpValueError: an entry that cannot be used, by name.
+            AmpError: an empty dict, as a disabled scaler saves. AmpKeyError: a missing key, or one with no place here.
+            AmpTypeError, AmpValueError: an entry that cannot be used, by name; several loss scales.
         """
         loss_scale = self._loss_scale
         if loss_scale is None:
             return
-        if len(state_dict) == 0:
-            raise AmpError(
-                "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
-            )
-        value = check_scale("scale", required(state_dict, "scale"))
-        growth_factor = check_growth_factor(required(state_dict, "growth_factor"))
-        backoff_factor = check_backoff_factor(required(state_dict, "backoff_factor"))
-        growth_interval = check_count("growth_interval", required(state_dict, "growth_interval"), 1)
-        growth_tracker = check_count("_growth_tracker", required(state_dict, "_growth_tracker"), 0)
+        if scaler_state.is_amp_state(state_dict):
+            entry = scaler_state.only_amp_entry(state_dict)
+            loss_scale.load_state_dict({"hysteresis": loss_scale.hysteresis, **entry})
+            return
+        saved = scaler_state.read_grad_scaler_state(state_dict)
         bounds = check_bounds(
-            state_dict.get("min_scale", loss_scale.min_scale), state_dict.get("max_scale", loss_scale.max_scale)
+            plain(state_dict.get("min_scale", loss_scale.min_scale)),
+            plain(state_dict.get("max_scale", loss_scale.max_scale)),
         )
-        hysteresis = check_count("hysteresis", state_dict.get("hysteresis", loss_scale.hysteresis), 1)
-        left = check_count("_hysteresis_tracker", state_dict.get("_hysteresis_tracker", hysteresis), 0)
-        loss_scale.growth_factor, loss_scale.backoff_factor = growth_factor, backoff_factor
-        loss_scale.growth_interval, loss_scale.hysteresis = growth_interval, hysteresis
+        hysteresis = check_count("hysteresis", plain(state_dict.get("hysteresis", loss_scale.hysteresis)), 1)
+        left = check_count("_hysteresis_tracker", plain(state_dict.get("_hysteresis_tracker", hysteresis)), 0)
+        loss_scale.growth_factor, loss_scale.backoff_factor = saved.growth_factor, saved.backoff_factor
+        loss_scale.growth_interval, loss_scale.hysteresis = saved.growth_interval, hysteresis
         loss_scale.min_scale, loss_scale.max_scale = bounds
-        loss_scale.set(value)
-        loss_scale.set_unskipped(growth_tracker)
+        loss_scale.set(saved.scale)
+        loss_scale.set_unskipped(saved.growth_tracker)
         loss_scale.set_hysteresis_left(left)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -454,7 +627,9 @@ class GradScaler(torch.amp.GradScaler):
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
                 "scaler.update()."
             )
-        return self.__dict__.copy()
+        return {name: value for name, value in self.__dict__.items() if name not in ("_steps", "_epoch")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self._forget_steps()
+        self._max_consecutive_skips = None  # of a pickle of before
         self.__dict__.update(state)

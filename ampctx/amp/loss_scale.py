@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ampctx import ops
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
+from ampctx.distributed import maximum_over_ranks
 from ampctx.foreach import PerDevice, move
 
 _FP32 = torch.finfo(torch.float32)
@@ -129,6 +130,10 @@ class LossScale:
         self.growth_tracker: Tensor | None = None
         self.hysteresis_tracker: Tensor | None = None
         self.version = 0
+        # One at most. Told of each verdict on gradients of this loss by ``observer.judged(flag)``.
+        self.observer: Any = None
+        # Ranks whose verdicts are one; None: this rank alone.
+        self.process_group: Any = None
         self._copies: PerDevice | None = None
         self._inverse: PerDevice | None = None
 
@@ -194,6 +199,18 @@ class LossScale:
             self._inverse = PerDevice(self.scale.reciprocal())
         return self._inverse
 
+    def tell(self, found_inf: Tensor) -> None:
+        """Hands a one-element flag, the verdict on gradients of this loss, to the observer. No host sync."""
+        if self.observer is not None:
+            self.observer.judged(found_inf)
+
+    def agreed(self, found_inf: Tensor) -> Tensor:
+        """A one-element flag joined over the ranks of the process group: itself where there is none, or the scale is
+        static. Every rank has to take part. No host sync on CUDA."""
+        if self.process_group is None or not self.dynamic:
+            return found_inf
+        return maximum_over_ranks(found_inf, self.process_group)
+
     def update(self, found_inf: Tensor) -> None:
         """Applies the rule to a one-element flag, set when != 0. No host sync when flag and scale share a device.
 
@@ -231,7 +248,8 @@ class LossScale:
     def set(self, value: float | Tensor) -> None:
         """Replaces the scale, static or dynamic. The bounds do not apply: they hold for what ``update`` sets.
 
-        A one-element tensor, for a dynamic scale alone, is copied on the device, its value unseen. No host sync.
+        A one-element tensor, for a dynamic scale alone, is copied on the device, its value unseen: one that is not
+        > 0 and finite leaves the scale as it is. No host sync.
 
         Raises:
             AmpTypeError, AmpValueError: no number, or one that is not > 0, finite and in the range of fp32.
@@ -239,7 +257,10 @@ class LossScale:
         if isinstance(value, Tensor):
             if not self.dynamic or value.numel() != 1:
                 raise AmpValueError("only a dynamic loss scale takes a tensor, of one element; pass a float")
-            self._state(value.device)[0].copy_(value.detach().reshape(()), non_blocking=value.device.type != "cpu")
+            scale = self._state(value.device)[0]
+            # Into fp32 first: what it cannot hold is 0 or inf there.
+            new = move(value.detach().reshape(()).to(torch.float32), scale.device)
+            scale.copy_(torch.where((new >= _FP32.tiny) & (new <= _FP32.max), new, scale))
         else:
             self.init_scale = check_scale("loss_scale", value)
             if self.scale is not None:
@@ -306,7 +327,16 @@ class LossScale:
         self._copies = self._inverse = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Numbers in place of tensors: a pickle from one device is at home on any other. A host sync."""
+        """Numbers in place of tensors: a pickle from one device is at home on any other. A host sync.
+
+        Raises:
+            AmpError: it has a process group, which belongs to this process: save ``state_dict()``.
+        """
+        if self.process_group is not None:
+            raise AmpError(
+                "a loss scale with a process group cannot be copied or pickled, as the group belongs to this process: "
+                "save its state_dict() and load that into a new one"
+            )
         state = self.__dict__.copy()
         state.update(
             init_scale=self.value(),
@@ -315,6 +345,7 @@ class LossScale:
             scale=None,
             growth_tracker=None,
             hysteresis_tracker=None,
+            observer=None,
             _copies=None,
             _inverse=None,
         )

@@ -7,8 +7,9 @@ its place in ``optimizer.param_groups``. The model weight is the rounded master.
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Container
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from torch.nn.parameter import is_lazy
 
 from ampctx import foreach
 from ampctx._errors import AmpError
-from ampctx.amp.cast_arguments import LOW_PRECISION, Undo
+from ampctx.amp.cast_arguments import LOW_PRECISION, ModelHook, Undo
+from ampctx.amp.model_watch import ParameterNames
 from ampctx.foreach import FoundInf
 from ampctx.model_grads import MasterParam, declares
 
@@ -33,6 +35,15 @@ def _cast_state(optimizer: Any, p: Tensor, key: Tensor, dtype: torch.dtype) -> N
         }
 
 
+def _members(optimizer: Any) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _write_count(p: Tensor) -> tuple[int, int]:
+    # torch's name for what counts writes is private to look at; autograd's documentation explains it.
+    return p._version, p.data_ptr()
+
+
 class MasterParams:
     """The model parameters behind ``optimizer.param_groups`` and their masters.
 
@@ -44,15 +55,22 @@ class MasterParams:
         master_weights: whether 16-bit parameters get masters.
         originals: what the data of parameters was before a cast; their masters start from that.
         taken: ids of parameters that have a master in another optimizer.
+        name_of: what to call a parameter in messages.
 
     Raises:
         AmpError: a 16-bit parameter without values (of a lazy module), or with a master already.
     """
 
     def __init__(
-        self, optimizer: Any, master_weights: bool, originals: dict[Tensor, Tensor], taken: Container[int] = ()
+        self,
+        optimizer: Any,
+        master_weights: bool,
+        originals: dict[Tensor, Tensor],
+        taken: Container[int] = (),
+        name_of: Callable[[Tensor], str] | None = None,
     ) -> None:
         self.master_weights = master_weights
+        self._name_of = name_of or ParameterNames()
         # Whether the optimizer reads 16-bit gradients itself, so that those of the masters can wait for a reader.
         self.lazy = declares(optimizer, "_step_supports_model_params")
         self.pairs: list[tuple[Tensor, Tensor]] = []
@@ -61,7 +79,17 @@ class MasterParams:
         # Own parameters that a cast has changed, with the dtype from before.
         self._cast: list[tuple[Tensor, torch.dtype]] = []
         # 16-bit parameters without requires_grad: they get a master when they are unfrozen.
-        self._frozen: list[tuple[Group, int]] = []
+        self._frozen: list[Tensor] = []
+        # Pairs whose master was taken out of the groups, for as long as the optimizer has state for it.
+        self._left: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = []
+        # Ids of own parameters that were 16-bit when they came in.
+        self._low: set[int] = set()
+        # What the groups held when they were last looked at.
+        self._members: list[Tensor] = []
+        # Of each 16-bit weight, what tells whether somebody has written to it since it was made from its master.
+        self._written: dict[Tensor, tuple[int, int]] = {}
+        # Names of parameters that have joined with a gradient, which was dropped: for somebody to tell the user.
+        self.dropped_grads: list[str] = []
         self._may_disagree = True
         try:
             for group in optimizer.param_groups:
@@ -79,15 +107,23 @@ class MasterParams:
         group: Group,
         originals: dict[Tensor, Tensor] | None = None,
         taken: Container[int] = (),
+        known: Container[int] = (),
     ) -> None:
-        """Takes in the parameters of a group, putting masters into ``group["params"]`` where they are due."""
+        """Takes in the parameters of a group, putting masters into ``group["params"]`` where they are due.
+
+        ``known``: ids of tensors in the group that have been taken in before.
+        """
         for i, p in enumerate(group["params"]):
+            if id(p) in known:
+                continue
             original = (originals or {}).get(p)
             if not self.master_weights or p.dtype not in LOW_PRECISION:
                 self.own.append(p)
+                if p.dtype in LOW_PRECISION:
+                    self._low.add(id(p))
                 if original is not None:
                     self._cast.append((p, original.dtype))
-                    _cast_state(optimizer, p, p, p.dtype)
+                    _cast_state(optimizer, p, p, self._state_dtype(p.dtype))
             elif id(p) in taken:
                 raise AmpError(
                     f"a parameter of shape {tuple(p.shape)} is in two optimizers, and only one of them can keep the "
@@ -96,7 +132,69 @@ class MasterParams:
             elif p.requires_grad:
                 self._give_master(optimizer, group, i, original)
             else:
-                self._frozen.append((group, i))
+                self._frozen.append(p)
+        self._members = _members(optimizer)
+
+    def drop_grads(self, params: Iterable[Tensor]) -> None:
+        """Parameters that join lose the gradients of before, from blocks whose scale nobody has kept."""
+        for p in params:
+            if p.grad is not None:
+                p.grad = None
+                self.dropped_grads.append(self._name_of(p))
+
+    @torch.no_grad()
+    def follow_groups(self, optimizer: Any, taken: Callable[[], Container[int]], drop_grads: bool) -> None:
+        """Takes in what users have changed in the groups: parameters that were put in, taken out, put in the place of
+        others, or unfrozen. A model's weight that has a master is replaced by that.
+
+        ``drop_grads``: new ones come without their gradients.
+        """
+        members = _members(optimizer)
+        if len(members) != len(self._members) or not all(map(operator.is_, members, self._members)):
+            known = {id(p) for p in (*self.model_of, *self.own, *self._frozen)}
+            left = [(p(), master()) for p, master in self._left]
+            pairs = self.pairs + [(p, master) for p, master in left if p is not None and master is not None]
+            master_of = {id(p): master for p, master in pairs}
+            if drop_grads:
+                self.drop_grads(p for p in members if id(p) not in known and id(p) not in master_of)
+            for group in optimizer.param_groups:
+                group["params"][:] = [master_of.get(id(p), p) for p in group["params"]]
+            held = {id(p) for p in _members(optimizer)}
+            back = [(p, master) for p, master in pairs if id(master) in held and master not in self.model_of]
+            self._left = [(weakref.ref(p), weakref.ref(master)) for p, master in pairs if id(master) not in held]
+            self.pairs = [(p, master) for p, master in pairs if id(master) in held]
+            self._follow(back)
+            self.model_of = {master: p for p, master in self.pairs}
+            self.own = [p for p in self.own if id(p) in held]
+            self._frozen = [p for p in self._frozen if id(p) in held]
+            known |= {id(master) for _, master in back}
+            for group in optimizer.param_groups:
+                self.adopt(optimizer, group, taken=taken(), known=known)
+        self.adopt_unfrozen(optimizer)
+
+    def check(self) -> None:
+        """No host sync.
+
+        Raises:
+            AmpError: a weight was converted or moved since it came in.
+        """
+        for p, master in self.pairs:
+            if p.dtype not in LOW_PRECISION or p.device != master.device:
+                raise AmpError(
+                    f"{self._name_of(p)} is {p.dtype} on {p.device} now, and its fp32 master weight on {master.device} "
+                    "is kept for a 16-bit weight there. Move a model before amp.initialize, which also converts it: no "
+                    "model.float(), half() or to(...) afterwards; amp.reset() gives an fp32 model back."
+                )
+        for p in self.own:
+            if p.dtype in LOW_PRECISION and id(p) not in self._low:
+                raise AmpError(
+                    f"{self._name_of(p)} was converted to {p.dtype} after amp.initialize, and has no fp32 master "
+                    'weight: leave out model.half() or bfloat16() and choose opt_level="O2" or "O5"'
+                )
+
+    def _state_dtype(self, of_param: torch.dtype) -> torch.dtype:
+        """What the optimizer keeps its state in: those that read 16-bit gradients have it in fp32 at least."""
+        return torch.promote_types(of_param, torch.float32) if self.lazy else of_param
 
     def _give_master(self, optimizer: Any, group: Group, i: int, original: Tensor | None) -> None:
         p = group["params"][i]
@@ -120,13 +218,13 @@ class MasterParams:
     @torch.no_grad()
     def adopt_unfrozen(self, optimizer: Any) -> None:
         """Gives masters to 16-bit parameters that were frozen when they came in and train now."""
-        if self._frozen and any(group["params"][i].requires_grad for group, i in self._frozen):
-            frozen, self._frozen = self._frozen, []
-            for group, i in frozen:
-                if group["params"][i].requires_grad:
-                    self._give_master(optimizer, group, i, None)
-                else:
-                    self._frozen.append((group, i))
+        if unfrozen := {id(p) for p in self._frozen if p.requires_grad}:
+            self._frozen = [p for p in self._frozen if id(p) not in unfrozen]
+            for group in optimizer.param_groups:
+                for i, p in enumerate(group["params"]):
+                    if id(p) in unfrozen:
+                        self._give_master(optimizer, group, i, None)
+            self._members = _members(optimizer)
 
     @torch.no_grad()
     def dissolve(self, optimizer: Any) -> None:
@@ -141,7 +239,7 @@ class MasterParams:
                     p.grad = grad
                     _cast_state(optimizer, master, p, torch.float32)
         for p, former in self._cast:
-            _cast_state(optimizer, p, p, former)
+            _cast_state(optimizer, p, p, self._state_dtype(former))
         self.own += [p for p, _ in self.pairs]
         self.pairs, self.model_of, self._cast = [], {}, []
 
@@ -150,6 +248,7 @@ class MasterParams:
     def model_changed(self) -> None:
         """Notes that model weights may have changed behind the masters."""
         self._may_disagree = True
+        self._written.clear()
 
     @torch.no_grad()
     def follow_model(self, settled: bool = False) -> None:
@@ -158,15 +257,37 @@ class MasterParams:
         Does nothing until ``model_changed`` was called again, once the values are ``settled``.
         """
         if self._may_disagree:
-            for p, master in self.pairs:
-                master.copy_(torch.where(master.to(p.dtype) == p, master, p.to(master.dtype)))
+            self._follow(self.pairs)
             self._may_disagree = not settled
+
+    @staticmethod
+    def _follow(pairs: list[tuple[Tensor, Tensor]]) -> None:
+        for p, master in pairs:
+            master.copy_(torch.where(master.to(p.dtype) == p, master, p.to(master.dtype)))
 
     @torch.no_grad()
     def copy_to_model(self) -> None:
         """model = master, rounded to nearest even."""
         if self.pairs:
             foreach.scale([master for _, master in self.pairs], [p for p, _ in self.pairs], FoundInf(), 1.0)
+            self.mark_written()
+
+    def mark_written(self) -> None:
+        """Notes that the 16-bit weights are what their masters round to."""
+        self._written = {p: _write_count(p) for p, _ in self.pairs}
+
+    @torch.no_grad()
+    def overwritten(self) -> list[str]:
+        """Names of weights that somebody has changed in place, past the masters, since they were made from them.
+
+        Changes in place through ``.data`` cannot be seen. A host sync where there may be some.
+        """
+        if self._may_disagree:
+            return []  # the masters are about to follow
+        changed = [(p, m) for p, m in self.pairs if self._written.get(p, count := _write_count(p)) != count]
+        if changed and changed[0][0].is_cuda and torch.cuda.is_current_stream_capturing():
+            return []
+        return [self._name_of(p) for p, master in changed if not torch.equal(master.to(p.dtype), p)]
 
     def drop_master_grads(self) -> None:
         for _, master in self.pairs:
@@ -174,7 +295,7 @@ class MasterParams:
                 master.grad = None
 
 
-class _MastersFollow:
+class _MastersFollow(ModelHook):
     """A load_state_dict hook that has the masters follow. A copy or pickle of the model does not carry it along."""
 
     def __init__(self, masters: list[MasterParams]) -> None:

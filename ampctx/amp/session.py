@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import logging
-import re
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from ampctx._errors import AmpError, AmpIndexError, AmpKeyError, AmpTypeError, AmpValueError
-from ampctx.amp import casting
+from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
+from ampctx.amp import casting, master_weights, run_state, scaler_state
 from ampctx.amp.autocast import Autocast
+from ampctx.amp.cast_arguments import Undo
 from ampctx.amp.function_casts import FunctionCasts
 from ampctx.amp.loss_scale import LossScale
 from ampctx.amp.master_params import MasterParams, watch_loading
+from ampctx.amp.model_watch import ParameterNames, refuse_replaced
 from ampctx.amp.opt_level import PrecisionPolicy, banner, resolve
-from ampctx.amp.step_hook import OUTSIDE_OF_BLOCKS, Casts, OptimizerBinding
+from ampctx.amp.stall import check_limit
+from ampctx.amp.step_hook import OUTSIDE_OF_BLOCKS, Casts, OptimizerBinding, Reports, is_bound
+from ampctx.amp.step_outcome import Culprits, Names, StepOutcome, listed
+from ampctx.amp.threads import OwnThread
+from ampctx.distributed import check_process_group
 from ampctx.foreach import FoundInf, PerDevice
 
 logger = logging.getLogger("ampctx")
-
-_KEY = "loss_scaler"
 
 
 def _is_rank_zero() -> bool:
@@ -42,6 +46,16 @@ def _as_list(value: Any, kind: str, accepts: Callable[[Any], bool]) -> list[Any]
                 + (" inside the list." if items is value else ".")
             )
     return items
+
+
+def _refuse_fp16_optimizer(optimizers: Any) -> None:
+    """Says why a wrapper of apex's name, apex's own or a copy of it, cannot be initialized."""
+    for item in optimizers if isinstance(optimizers, list) else [optimizers]:
+        if any(base.__name__ == "FP16_Optimizer" for base in type(item).__mro__):
+            raise AmpTypeError(
+                f"An incoming optimizer is an instance of {type(item).__module__}.{type(item).__qualname__}. It keeps "
+                "fp32 masters and a loss scale of its own: give amp.initialize the optimizer inside, and step that."
+            )
 
 
 def _is_optimizer(value: Any) -> bool:
@@ -65,10 +79,18 @@ class AmpSession:
         self._bindings: MutableMapping[Any, OptimizerBinding] = weakref.WeakKeyDictionary()
         # Overflow flags of exits that left the scale update to a later one.
         self._deferred: MutableMapping[LossScale, Tensor] = weakref.WeakKeyDictionary()
-        self._autocast: Autocast | None = None
-        self._function_casts = FunctionCasts(self._active_dtype)
-        self._undo: list[Callable[[], None]] = []
-        self._explained_skips = False
+        # Casts op by op that were switched on since the last reset, and what switches each off. The latest counts.
+        self._casting: dict[Autocast, Undo] = {}
+        # Weak, so that a session goes with its last reference.
+        self._function_casts = FunctionCasts(_weakly(self._active_dtype))
+        self._undo: list[Undo] = []
+        # Called at the end of a successful ``initialize`` with the optimizers that it bound. Each returns an undo, for
+        # ``reset`` to run before anything else of that call is undone.
+        self.observers: list[Callable[[Mapping[Any, OptimizerBinding]], Undo]] = []
+        self._explained_skips = self._explained_masters = False
+        self._step_hooks: OrderedDict[int, Callable[[Any, StepOutcome], None]] = OrderedDict()
+        self._skip_hooks: OrderedDict[int, Callable[[Any, StepOutcome], None]] = OrderedDict()
+        self._thread = OwnThread()
 
     # --- initialize and reset ----------------------------------------------------------------------------------------
 
@@ -90,6 +112,8 @@ class AmpSession:
         max_loss_scale: float | None = 2.0**24,
         *,
         patch_torch_functions_type: torch.dtype | None = None,
+        max_consecutive_skips: int | None = None,
+        process_group: Any = None,
     ) -> Any:
         """Makes models and optimizers ready for mixed-precision training, in place.
 
@@ -109,6 +133,15 @@ class AmpSession:
             verbosity: 0 is silent; from 1 the options are printed and skipped steps logged, on rank 0.
             min_loss_scale, max_loss_scale: bounds of a dynamic scale. None: no bound (it reaches neither 0 nor inf).
             patch_torch_functions_type: float16 (O1) or bfloat16 (O4).
+            max_consecutive_skips: how many steps of an optimizer may be skipped in a row, at least 1; None: any number.
+                ``optimizer.step()`` raises AmpStallError when one more is. An optimizer that skips on the device raises
+                later, by as many steps as the host is ahead of the device: word of a skip is never waited for.
+            process_group: a ``torch.distributed.ProcessGroup`` whose ranks skip steps and move dynamic scales together:
+                those of tensor, pipeline, expert or sharded parallelism, which hold different gradients. Each exit of
+                a ``scale_loss`` block, and each step on gradients that no block has judged, is an all_reduce of one
+                number in which every rank has to take part: without one of them the others raise when the group's
+                timeout has passed, and refuse to step. None: each rank for itself, which is enough where
+                DistributedDataParallel makes gradients equal.
 
         Returns:
             ``models`` if ``optimizers`` is None, else ``(models, optimizers)``: the same objects in the shapes given.
@@ -122,7 +155,7 @@ class AmpSession:
         if isinstance(enabled, str):
             raise AmpTypeError(f"enabled must be True or False, got {enabled!r}. Did you mean opt_level={enabled!r}?")
         if not enabled:
-            self.policy, self.verbosity = resolve("O0", enabled=False), verbosity
+            self.policy, self.verbosity = resolve("O0", enabled=False, cast_model_type=False), verbosity
             return models if optimizers is None else (models, optimizers)
         policy = resolve(
             opt_level,
@@ -134,17 +167,24 @@ class AmpSession:
             loss_scale=loss_scale,
             cast_model_outputs=cast_model_outputs,
         )
+        _refuse_fp16_optimizer(optimizers)
         optimizer_list = [] if optimizers is None else _as_list(optimizers, "optimizer", _is_optimizer)
         model_list = _as_list(models, "model", lambda m: isinstance(m, nn.Module))
+        check_process_group(process_group)
+        self._thread.check("initialize", self._casts_enabled)
         self._check(model_list, optimizer_list)
         if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
             raise AmpValueError(f"num_losses is {num_losses!r}, expected an integer of at least 1")
         scales = [LossScale.from_option(policy.loss_scale, min_loss_scale, max_loss_scale) for _ in range(num_losses)]
+        for scale in scales:
+            scale.process_group = process_group
+        limit = check_limit(max_consecutive_skips)
+        reports = Reports(self._report_skip, self._report_step, self._has_hooks, Names(model_list), limit)
 
         if verbosity > 0 and _is_rank_zero():
             # On stdout, where apex's banner went: log scrapers read it there.
             print("\n".join(banner(opt_level, policy)))
-        self._apply(policy, model_list, optimizer_list, scales)
+        self._apply(policy, model_list, optimizer_list, scales, reports)
         self.policy, self.loss_scales, self.verbosity = policy, scales, verbosity
         return models if optimizers is None else (models, optimizers)
 
@@ -156,17 +196,27 @@ class AmpSession:
                     "A given optimizer should only be passed through amp.initialize once. Call amp.reset() first to "
                     "initialize it anew."
                 )
+            if is_bound(optimizer):
+                raise AmpError(
+                    f"optimizers[{i}] ({type(optimizer).__name__}) is under amp in another AmpSession: call reset() of "
+                    "that one first"
+                )
         on_cuda = any(p.is_cuda for m in models for p in m.parameters())
         if on_cuda and not torch.backends.cudnn.enabled:
             raise AmpError("Amp requires torch.backends.cudnn.enabled = True")
 
     def _apply(
-        self, policy: PrecisionPolicy, models: list[nn.Module], optimizers: list[Any], scales: list[LossScale]
+        self,
+        policy: PrecisionPolicy,
+        models: list[nn.Module],
+        optimizers: list[Any],
+        scales: list[LossScale],
+        reports: Reports,
     ) -> None:
         """Everything that changes an object; undone as a whole when a part of it fails."""
-        undo: list[Callable[[], None]] = []
+        undo: list[Undo] = []
         bound: dict[Any, OptimizerBinding] = {}
-        autocast = None
+        names = ParameterNames(models)
         try:
             originals: dict[Tensor, Tensor] = {}
             for model in models:
@@ -177,20 +227,20 @@ class AmpSession:
                     undo.append(casting.install_state_dict_upcast(model))
                 undo.append(casting.install_io_casts(model, policy.input_dtype, policy.output_dtype))
             for optimizer in optimizers:
-                bound[optimizer] = self._bind(optimizer, policy, scales, originals, bound)
+                bound[optimizer] = self._bind(optimizer, policy, scales, originals, bound, reports, names)
                 undo.append(_weakly(bound[optimizer].release))
             if policy.master_weights:
                 undo += [watch_loading(m, [b.masters for b in bound.values()]) for m in models]
+            if bound:
+                undo += [refuse_replaced(m, _stepped([b.masters for b in bound.values()])) for m in models]
             if policy.autocast_dtype is not None:
-                autocast = Autocast(models, policy.autocast_dtype)
-                undo.append(autocast.enable())
-                # After what enable() puts in place, so that a function registered by the user gets its casts first.
-                undo.append(self._function_casts.install())
+                undo.append(self.cast_ops(Autocast(models, policy.autocast_dtype)))
+            for observe in self.observers:
+                undo.append(observe(bound))
         except BaseException:
             for action in reversed(undo):
                 action()
             raise
-        self._autocast = autocast or self._autocast
         self._bindings.update(bound)
         self._undo += undo
 
@@ -201,11 +251,17 @@ class AmpSession:
         scales: list[LossScale],
         originals: dict[Tensor, Tensor],
         bound: dict[Any, OptimizerBinding],
+        reports: Reports,
+        name_of: ParameterNames,
     ) -> OptimizerBinding:
         taken = self._with_masters() | {id(p) for b in bound.values() for p, _ in b.masters.pairs}
-        masters = MasterParams(optimizer, bool(policy.master_weights), originals, taken)
+        masters = MasterParams(optimizer, bool(policy.master_weights), originals, taken, name_of)
         casts = Casts(self.disable_casts, self._casts_on)
-        return OptimizerBinding(optimizer, masters, scales, casts, self._report_skip, self._with_masters)
+        return OptimizerBinding(optimizer, masters, scales, casts, reports, self._with_masters, self._warn)
+
+    def _warn(self, message: str) -> None:
+        if self.verbosity > 0 and _is_rank_zero():
+            logger.warning(message)
 
     def _with_masters(self) -> set[int]:
         """Ids of the model parameters that have a master."""
@@ -215,18 +271,22 @@ class AmpSession:
         """Undoes ``initialize``: weights back to fp32 (from the masters), optimizers, hooks and torch functions as they
         were.
 
-        Optimizer state is kept. The session can be initialized again afterwards. Call it in the thread that called
-        ``initialize``, where torch's autocast was switched on.
+        Optimizer state is kept, hooks of ``on_step`` and ``on_skip`` are gone. The session can be initialized again
+        afterwards. Call it in the thread that called ``initialize``, where torch's autocast was switched on.
 
         Raises:
             AmpError: called inside a scale_loss block.
         """
         if any(binding.gradients.in_block for binding in self._bindings.values()):
             raise AmpError("amp.reset() was called inside a scale_loss block: leave the block first")
-        undo, self._undo = self._undo, []
+        self._thread.check("reset", self._casts_enabled)
+        undo, self._undo = [*self._undo, *self._casting.values()], []
         for action in reversed(undo):
             action()
-        self.policy, self.loss_scales, self._autocast = None, [], None
+        self.policy, self.loss_scales = None, []
+        self._casting.clear()
+        self._step_hooks.clear()
+        self._skip_hooks.clear()
         self._bindings.clear()
         self._deferred.clear()
 
@@ -246,7 +306,10 @@ class AmpSession:
 
         Call ``backward()`` on what is yielded. After the block ``amp.master_params(optimizer)`` hold true gradients,
         added to those of earlier blocks; if one was inf or nan, the next ``optimizer.step()`` is skipped and the scale
-        reduced. An exception in the block leaves gradients as they were before it.
+        reduced. An exception in the block leaves gradients as they were before it. Where it comes while they are added
+        up at the end, ``optimizer.step()`` raises until ``optimizer.zero_grad()``.
+
+        Blocks of one session are open in one thread at a time; at O1 and O4 in that of ``initialize``.
 
         Args:
             loss: a tensor of any shape, of a floating dtype.
@@ -259,7 +322,7 @@ class AmpSession:
             delay_overflow_check: leave the scale update to a later block; a step on non-finite gradients is skipped
                 still.
 
-        No host sync.
+        No host sync; with a ``process_group`` over gloo, the end of the block waits for the other ranks.
         """
         if self.policy is None:
             raise AmpError(
@@ -278,14 +341,16 @@ class AmpSession:
         # Both are taken now: a nested block may move the scale before this one ends.
         scale = 1.0 if loss_scale.is_identity else PerDevice(loss_scale.scale_on(loss.device))
         inv_scale = 1.0 if loss_scale.is_identity else loss_scale.inv_scale()
-        # Bindings whose block is open: an exception is for them as if it had never begun.
-        opened: list[OptimizerBinding] = []
+        # With how many blocks were open before: an exception is for them as if this one had never begun.
+        opened: list[tuple[OptimizerBinding, int]] = []
+        committing = False
         found_inf = FoundInf()
-        others = self._take_over_elsewhere(bindings)
         try:
+            self._thread.enter_block(self._casts_enabled)
+            others = self._take_over_elsewhere(bindings)
             for binding in bindings:
+                opened.append((binding, binding.gradients.depth))
                 binding.begin(scale, inv_scale)
-                opened.append(binding)
             with self.disable_casts():
                 wide = loss if loss.dtype == torch.float64 else loss.float()
                 try:
@@ -293,27 +358,31 @@ class AmpSession:
                 finally:
                     for other in others:
                         other.gradients.drop_model_grads()
+            for binding in bindings:
+                binding.scales_used[loss_id % len(binding.loss_scales)] = scale
+                binding.follow_groups()  # what joined or was unfrozen in the block has its gradients from here
             nested = any(b.gradients.in_enclosing_block for b in bindings)
             if delay_unscale and not nested and not self._share_parameters(bindings):
-                while opened:
-                    binding = opened.pop()
+                committing = True
+                for binding in reversed(bindings):
                     binding.delay(loss_id % len(binding.loss_scales), loss_scale, inv_scale)
                 return
             done: set[int] = set()
             for binding in bindings:
-                binding.gradients.finish(inv_scale, found_inf, done)
-                opened.remove(binding)
+                binding.gradients.prepare(inv_scale, found_inf, done)
+            committing = True
+            for binding in bindings:
+                binding.gradients.commit(found_inf)
+            self._conclude(
+                bindings, loss_scale, loss_id, found_inf.joined(loss.device), delay_unscale or delay_overflow_check
+            )
         except BaseException:
             # The last first: of optimizers that share a parameter, the first has set its gradient aside.
-            for binding in reversed(opened):
-                binding.gradients.abandon()
-            if loss_scale.dynamic and found_inf.per_device:
-                for binding in bindings:
-                    binding.latch(loss_id % len(binding.loss_scales), loss_scale, found_inf.joined(loss.device))
+            for binding, depth in reversed(opened):
+                binding.gradients.abandon(depth, committing)
             raise
-        self._conclude(
-            bindings, loss_scale, loss_id, found_inf.joined(loss.device), delay_unscale or delay_overflow_check
-        )
+        finally:
+            self._thread.leave_block()
 
     def _take_over_elsewhere(self, bindings: list[OptimizerBinding]) -> list[OptimizerBinding]:
         """Bindings that a block does not name, and that must not take its scaled gradients for a plain backward's.
@@ -365,19 +434,37 @@ class AmpSession:
     ) -> None:
         """Latches the verdict for the coming steps and updates the scale, or leaves that to a later block."""
         if not scale.dynamic:
+            scale.tell(found_inf)
             if not delay:
                 scale.update(torch.zeros_like(found_inf))
             return
+        found_inf = scale.agreed(found_inf)
         for binding in bindings:
-            binding.latch(loss_id % len(binding.loss_scales), scale, found_inf)
+            binding.latch(loss_id % len(binding.loss_scales), scale, found_inf, firm=not delay)
         if scale in self._deferred:
-            found_inf = torch.maximum(self._deferred.pop(scale).to(found_inf.device), found_inf)
+            found_inf = torch.maximum(self._deferred[scale].to(found_inf.device), found_inf)
+        scale.tell(found_inf)
         if delay:
             self._deferred[scale] = found_inf
         else:
+            self._deferred.pop(scale, None)
             scale.update(found_inf)
 
-    def _report_skip(self, before: int, skipped: int, overflowed: list[tuple[int, LossScale, float]]) -> None:
+    def take_verdict(self, scale: LossScale) -> Tensor | None:
+        """The flag that blocks with ``delay_overflow_check`` have left for ``scale``, None if there is none.
+
+        Whoever takes it updates the scale and decides about the next steps: they are not skipped for it any more.
+        No host sync.
+        """
+        found_inf = self._deferred.pop(scale, None)
+        if found_inf is not None:
+            for binding in self._bindings.values():
+                binding.withdraw(scale)
+        return found_inf
+
+    def _report_skip(
+        self, before: int, skipped: int, overflowed: list[tuple[int, LossScale, float]], culprits: Culprits = ()
+    ) -> None:
         if self.verbosity <= 0 or not _is_rank_zero():
             return
         # Every skip while they are few, then at powers of two: a run that overflows for ever does not fill the log.
@@ -390,6 +477,8 @@ class AmpSession:
             logger.warning(
                 "Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %s", loss_id, value
             )
+        if culprits and (skipped > 8 or not self._explained_skips):
+            logger.warning("inf or nan in the gradient of %s", listed(culprits))
         if not self._explained_skips:
             self._explained_skips = True
             logger.warning(
@@ -421,29 +510,150 @@ class AmpSession:
         binding = self._binding_of(optimizer)
         return 0 if binding is None else binding.skipped_steps()
 
+    def outcome(self, optimizer: Any) -> StepOutcome | None:
+        """What became of the latest ``optimizer.step()``; None before the first.
+
+        ``outcome.stepped`` gates what goes with a step: an LR scheduler, an EMA, a counter. Nothing is skipped when amp
+        is not enabled: stepped then, always. No host sync; reading an attribute may be one, see ``StepOutcome``.
+
+        Raises:
+            AmpError: the optimizer did not go through ``amp.initialize``.
+        """
+        if self.policy is not None and not self.policy.enabled:
+            return StepOutcome()
+        binding = self._binding_of(optimizer)
+        if binding is None:
+            raise AmpError(
+                f"amp.outcome: this {type(optimizer).__name__} did not go through amp.initialize, which watches its "
+                "steps"
+            )
+        return binding.outcome
+
+    def on_step(self, fn: Callable[[Any, StepOutcome], None]) -> RemovableHandle:
+        """Calls ``fn(optimizer, outcome)`` at the end of every step of every optimizer that was taken.
+
+        In the order of the steps, before ``optimizer.step()`` returns, on the thread that called it. Hooks make the
+        step of an optimizer that skips on the device wait for it; one that raises does so out of a step that is
+        complete. They are not called while a CUDA graph is captured or replayed, nor when amp is not enabled.
+
+        Returns:
+            A handle whose ``remove()`` ends it. ``reset`` does so, too.
+        """
+        return self._add_hook(self._step_hooks, fn)
+
+    def on_skip(self, fn: Callable[[Any, StepOutcome], None]) -> RemovableHandle:
+        """As ``on_step``, for the steps that are skipped. ``outcome.culprits`` is known there, with every optimizer."""
+        return self._add_hook(self._skip_hooks, fn)
+
+    def _add_hook(self, hooks: OrderedDict, fn: Any) -> RemovableHandle:
+        if not callable(fn):
+            raise AmpTypeError(f"a hook must be callable with (optimizer, outcome), got {type(fn).__name__}")
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = fn
+        return handle
+
+    def _has_hooks(self) -> bool:
+        return bool(self._step_hooks or self._skip_hooks)
+
+    def _report_step(self, optimizer: Any, outcome: StepOutcome) -> None:
+        for fn in list((self._step_hooks if outcome.stepped else self._skip_hooks).values()):
+            fn(optimizer, outcome)
+
+    def master_state_dict(self, model: nn.Module, *, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+        """``model.state_dict()`` with the fp32 masters in the places of 16-bit weights: to export, in plain torch.
+
+        Keys, order and hooks are those of ``model.state_dict()``, of a model in DistributedDataParallel too. Tensors
+        are copies; what several keys share there they share here. Masters that an optimizer keeps by itself
+        (``FusedAdam(master_weights=True)``) count as well, if it went through ``initialize``. Where there is no master,
+        the weight itself.
+
+        Args:
+            model: what was given to ``initialize``, something around it or a part of it.
+            dtype: of the floating entries, buffers included. With float32, float64 entries stay.
+
+        Raises:
+            AmpTypeError: no module, or another dtype than float16, bfloat16, float32, float64.
+
+        No host sync.
+        """
+        return master_weights.master_state_dict(model, list(self._bindings.values()), dtype)
+
+    def master_model(self, model: nn.Module) -> nn.Module:
+        """The model with the fp32 masters for weights: to feed a moving average, or to evaluate in fp32.
+
+        A copy of the modules that holds the live masters themselves (and the model's own weights where there is no
+        master, and its buffers), without amp's casts. ``torch.optim.swa_utils.AveragedModel`` of it is in fp32; give it
+        to ``update_parameters`` after each step. Do not train it. It holds until the next ``add_param_group``,
+        unfreezing or ``reset``. After ``model.load_state_dict`` masters follow at the next block, step or call of this.
+
+        Raises:
+            AmpTypeError: no module. AmpError: an optimizer keeps masters by itself.
+
+        No host sync.
+        """
+        return master_weights.master_model(model, list(self._bindings.values()))
+
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
-    def state_dict(self, destination: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The loss scales of the latest ``initialize``, in apex's format.
+    def state_dict(
+        self, destination: dict[str, Any] | None = None, *, masters: bool = False, grads: bool = False
+    ) -> dict[str, Any]:
+        """The loss scales of the latest ``initialize``, in apex's format; or all that amp knows of the run.
 
-        ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``. ``destination`` is filled and returned if
-        given. Empty when amp is not initialized or not enabled. Host sync: reads the scales.
+        ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``. Empty when amp is not initialized or not
+        enabled. Host sync: reads the scales.
+
+        Args:
+            destination: is filled and returned if given.
+            masters: add the fp32 masters and the overflows that are not dealt with yet. With the states of the model
+                and the optimizers a run resumes from it bit for bit, after ``optimizer.step()``. apex does not load it.
+            grads: add gradients, too: to resume between blocks whose gradients add up to one step. Implies ``masters``.
+
+        Tensors are shared with the run, as in any ``state_dict()``: save, or copy, before the next step.
+
+        Raises:
+            AmpError: ``masters`` or ``grads`` inside a scale_loss block.
         """
         result = OrderedDict() if destination is None else destination
         enabled = self.policy is not None and self.policy.enabled
         for i, scale in enumerate(self.loss_scales if enabled else []):
-            result[f"{_KEY}{i}"] = scale.state_dict()
+            result[f"{scaler_state.KEY}{i}"] = scale.state_dict()
+        if enabled and (masters or grads):
+            result.update(self._run_state(grads))
         return result
+
+    def _run_state(self, grads: bool) -> dict[str, Any]:
+        assert self.policy is not None
+        bindings = list(self._bindings.values())
+        state = run_state.saved(bindings, self.loss_scales, self._deferred, self.policy.opt_level, grads)
+        if not grads and any(map(run_state.drops_gradients, bindings)):
+            logger.warning(
+                "amp.state_dict(masters=True): there are gradients that no step has used, and they are not part of it. "
+                "Save after optimizer.step(), or with grads=True."
+            )
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what ``state_dict`` gave, here or in apex. A bad checkpoint raises and changes nothing.
 
+        One with masters sets the masters, and the model's weights to the rounded masters; gradients that are there are
+        dropped, or replaced by its own. Model, optimizers and amp may be loaded in any order. Without masters, they
+        follow the model's rounded weights, and a warning says so once.
+
         Entries go to the scale of their number. More or fewer entries than ``num_losses`` are reported as a warning:
         scales without an entry stay as they are. A no-op when amp is not enabled.
 
+        With one loss scale, the state of a GradScaler (torch's or ours) is taken as well: its scale and its count of
+        clean steps. Its growth factors and interval are not, as they are not part of apex's format: a warning names
+        those that differ. The {} of a disabled GradScaler holds nothing and is reported like a state without entries.
+
+        A static scale takes the value, too, and stays there, as in apex; a warning says so. May wait for the device.
+
         Raises:
-            AmpKeyError: a key that is not ``loss_scaler<number>``, or an entry without "loss_scale" or "unskipped".
-            AmpTypeError, AmpValueError: an entry that is not a dict, or a value out of range.
+            AmpKeyError: a key that is not ``loss_scaler<number>``, or a missing one.
+            AmpTypeError, AmpValueError: an entry that is not a dict, or a value out of range; the state of a GradScaler
+                for several scales; of a state with masters an entry that does not fit the run.
+            AmpError: before ``initialize``; a state with masters inside a scale_loss block.
         """
         if self.policy is None:
             raise AmpError(
@@ -451,39 +661,97 @@ class AmpSession:
             )
         if not self.policy.enabled:
             return
-        if not isinstance(state_dict, Mapping):
-            raise AmpTypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
-        matches = {k: re.fullmatch(_KEY + r"(0|[1-9]\d*)", str(k), re.ASCII) for k in state_dict}
-        if unexpected := [k for k, match in matches.items() if match is None]:
-            keys = ", ".join(f'"{k}"' for k in unexpected)
-            raise AmpKeyError(f"Error(s) in loading state_dict. Unexpected key(s) in state_dict: {keys}.")
-        entries = {int(match[1]): state_dict[k] for k, match in matches.items() if match is not None}
-        fresh = [LossScale.from_option("dynamic", None, None) for _ in entries]
-        for trial, (i, entry) in zip(fresh, entries.items(), strict=True):
-            try:
-                trial.load_state_dict(entry)
-            except AmpError as error:
-                raise type(error)(f'state_dict["{_KEY}{i}"]: {error}') from None
+        if scaler_state.is_grad_scaler_state(state_dict) and not scaler_state.is_amp_state(state_dict):
+            entries = self._entries_of_grad_scaler(state_dict)
+        else:
+            entries = scaler_state.read_amp_entries(state_dict)
+        load_run = self._run_loader(state_dict)
         if len(entries) != len(self.loss_scales):
             logger.warning(
                 "state_dict contains %d entries, while %d loss_scalers are used", len(entries), len(self.loss_scales)
             )
-        for i, entry in entries.items():
-            if i < len(self.loss_scales):
-                self.loss_scales[i].load_state_dict(entry)
+        for i, scale in enumerate(self.loss_scales):
+            if i not in entries:
+                continue
+            if not scale.dynamic and entries[i]["loss_scale"] != scale.value():
+                logger.warning(
+                    "loss scaler %d is static: it goes from %s to the checkpoint's %s, and stays there",
+                    *(i, scale.value(), entries[i]["loss_scale"]),
+                )
+            scale.load_state_dict(entries[i])
+        load_run()
+
+    def _run_loader(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """What loads the part of a state that is not about loss scales, which is checked now."""
+        bindings = list(self._bindings.values())
+        if not state.keys().isdisjoint(scaler_state.RUN_KEYS):
+            assert self.policy is not None
+            return run_state.loader(state, bindings, self.loss_scales, self._deferred, self.policy.opt_level)
+        if any(binding.masters.pairs for binding in bindings) and not self._explained_masters:
+            self._explained_masters = True
+            logger.warning(
+                "The checkpoint of amp has no fp32 master weights: unless they are loaded otherwise, they start from "
+                "the model's 16-bit weights, without what was rounded off. amp.state_dict(masters=True) saves them."
+            )
+        return lambda: None
+
+    def _entries_of_grad_scaler(self, state: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+        if (n := len(self.loss_scales)) != 1:
+            raise AmpValueError(
+                f"the state of a GradScaler holds one loss scale, and num_losses={n} was given to amp.initialize. To "
+                f"start all of them from it: ampctx.compat.checkpoints.to_amp_state(state, num_losses={n})"
+            )
+        saved = scaler_state.read_grad_scaler_state(state)
+        ours = self.loss_scales[0]
+        left_out = [
+            f"{name}={there} (here {here})"
+            for name in ("growth_factor", "backoff_factor", "growth_interval")
+            if (there := getattr(saved, name)) != (here := getattr(ours, name))
+        ]
+        if left_out and ours.dynamic:
+            logger.warning("not taken over from the state of a GradScaler: %s", ", ".join(left_out))
+        return scaler_state.read_amp_entries(scaler_state.to_amp_state(state))
 
     # --- casts -------------------------------------------------------------------------------------------------------
 
+    @property
+    def _autocast(self) -> Autocast | None:
+        """The casts that count: the latest that are on, or else the latest."""
+        autocasts = list(self._casting)
+        return next((a for a in reversed(autocasts) if a.enabled), autocasts[-1] if autocasts else None)
+
+    @property
+    def _casts_enabled(self) -> bool:
+        return any(autocast.enabled for autocast in self._casting)
+
+    def cast_ops(self, autocast: Autocast) -> Undo:
+        """Switches casts op by op on, those of functions that the user registered among them.
+
+        The undo may be called more than once; ``reset`` calls it, too.
+        """
+        with ExitStack() as stack:
+            stack.callback(autocast.enable())
+            # After what enable() puts in place, so that a function registered by the user gets its casts first.
+            stack.callback(self._function_casts.install())
+            # Run at the latest when nobody has the session any more.
+            undo = _finalizer(self, stack.pop_all().close)
+        self._thread.claim_casts()
+        self._casting = {a: u for a, u in self._casting.items() if a.enabled} | {autocast: undo}
+        return undo
+
     def _active_dtype(self) -> torch.dtype | None:
         """The 16-bit type that ops are cast to right now, None when they are not."""
-        return self._autocast.dtype if self._autocast is not None and self._autocast.active else None
+        autocast = self._autocast
+        return autocast.dtype if autocast is not None and autocast.active else None
 
     def disable_casts(self) -> AbstractContextManager:
         """A context in which O1's and O4's casts are off. May nest; a no-op at other levels."""
-        return nullcontext() if self._autocast is None else self._autocast.suspended()
+        autocast = self._autocast
+        return nullcontext() if autocast is None else autocast.suspended()
 
     def _casts_on(self) -> AbstractContextManager:
-        return nullcontext() if self._autocast is None else self._autocast.resumed()
+        autocast = self._autocast
+        return nullcontext() if autocast is None else autocast.resumed()
 
     def half_function(self, fn: Callable) -> Callable:
         """Decorator: under O1/O4 ``fn`` gets its floating arguments in the level's 16-bit type."""
@@ -518,12 +786,24 @@ class AmpSession:
         self._function_casts.register("promote", module, name)
 
 
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """``method``, for as long as its object lives."""
+def _stepped(masters: list[MasterParams]) -> Callable[[], list[Tensor]]:
+    """The model's parameters that optimizers step, of those of them that are still alive."""
+    alive = weakref.WeakSet(masters)
+    return lambda: [p for m in alive for p in (*m.own, *m.model_of.values())]
+
+
+def _weakly(method: Callable[[], Any]) -> Callable[[], Any]:
+    """``method``, for as long as its object lives; then None."""
     reference = weakref.WeakMethod(method)
 
-    def call() -> None:
-        if (alive := reference()) is not None:
-            alive()
+    def call() -> Any:
+        return None if (alive := reference()) is None else alive()
 
     return call
+
+
+def _finalizer(owner: Any, action: Callable[[], None]) -> Callable[[], None]:
+    """``action``, once: when it is called, or else when ``owner`` is gone, in the thread that lets go of it."""
+    finalizer = weakref.finalize(owner, action)
+    finalizer.atexit = False
+    return finalizer

@@ -1,34 +1,50 @@
 """What ``initialize`` ties to an optimizer, and the only code that replaces an optimizer's methods.
 
-``step``, ``zero_grad`` and ``add_param_group`` are replaced on the instance, so the object stays the user's own. A
+``step``, ``zero_grad``, ``add_param_group`` and ``__reduce_ex__`` (of copies and pickles) are replaced on the instance,
+so the object stays the user's own; so are ``first_step`` and ``second_step`` of optimizers in the manner of SAM. A
 replacement holds the optimizer weakly and offers ``__func__``: LR schedulers wrap ``optimizer.step.__func__``, before
 or after.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
+import itertools
 import weakref
-from collections.abc import Callable, Container
-from contextlib import AbstractContextManager
+from collections import deque
+from collections.abc import Callable, Container, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ampctx._errors import AmpError
-from ampctx.amp.block_gradients import BlockGradients
-from ampctx.amp.device_skips import DeviceSkips, Verdicts
+from ampctx.amp.block_gradients import BlockGradients, Pending
+from ampctx.amp.device_skips import DeviceSkips, Verdicts, skips_by_itself
+from ampctx.amp.fused_layouts import align_gradients
 from ampctx.amp.loss_scale import LossScale
 from ampctx.amp.master_params import MasterParams
+from ampctx.amp.stall import StallGuard
+from ampctx.amp.step_outcome import Culprit, Culprits, Names, StepOutcome, culprits_among
+from ampctx.amp.step_undo import snapshot, with_wrapped
 from ampctx.foreach import Factor, move
-from ampctx.model_grads import declares
+from ampctx.grad_clip import norm_before_clipping
+from ampctx.model_grads import ModelGrads, stored_grad
 
 
 class _OverflowInClosure(Exception):
     """Leaves ``optimizer.step(closure)`` from inside the closure, before the optimizer has seen the gradients."""
+
+
+def _SKIPPED() -> None:
+    """Takes back a ``first_step`` that was not taken."""
+
+
+def _asks_to_zero(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """SAM's ``first_step(zero_grad=True)``."""
+    return bool(args[0] if args else kwargs.get("zero_grad", False))
 
 
 # What a step finds among the attributes of an optimizer that skips by itself.
@@ -45,6 +61,21 @@ class Casts(NamedTuple):
     resumed: Callable[[], AbstractContextManager]
 
 
+class Reports(NamedTuple):
+    """What a binding tells its session about steps, and what it has to know for that.
+
+    skipped: with the number of skips at the last report and now, id, scale and its value for each loss that overflowed,
+        and what is known of whose gradients did.
+    stepped: with the optimizer and the outcome of every step, where ``wanted``.
+    """
+
+    skipped: Callable[[int, int, list[tuple[int, LossScale, float]], Culprits], None]
+    stepped: Callable[[Any, StepOutcome], None]
+    wanted: Callable[[], bool]
+    names: Names
+    max_consecutive_skips: int | None
+
+
 class OptimizerBinding:
     """One optimizer under amp: its masters, its gradients, its overflow latch, and its replaced methods.
 
@@ -58,25 +89,53 @@ class OptimizerBinding:
         masters: MasterParams,
         loss_scales: list[LossScale],
         casts: Casts,
-        report_skip: Callable[[int, int, list[tuple[int, LossScale, float]]], None],
+        reports: Reports,
         taken: Callable[[], Container[int]],
+        warn: Callable[[str], None],
     ) -> None:
         self.masters = masters
         self.gradients = BlockGradients(masters)
         self.loss_scales = loss_scales
         self._skipped_on_host = 0
-        self._skipped_on_device = DeviceSkips(report_skip)
+        limit = reports.max_consecutive_skips
+        self._skipped_on_device = DeviceSkips(_weak_method(self._tell_skip), in_a_row=limit is not None)
+        self._guard = StallGuard(limit, self._skipped_on_device, deque(maxlen=16))
+        # Of the latest step; None before the first.
+        self.outcome: StepOutcome | None = None
+        # What the losses since the last step were multiplied by.
+        self.scales_used: dict[int, Factor] = {}
+        # Counts what may change the gradients that a step has left in ``.grad``.
+        self._epoch = 0
         self._optimizer = weakref.ref(optimizer)
         self._casts = casts
-        self._report_skip = report_skip
+        self._reports = reports
         self._taken = taken
+        self._warn = warn
+        # What has been said already.
+        self._warned: set[str] = set()
         self._verdicts: Verdicts = {}
+        # Those among them that nobody else will decide about.
+        self._firm: Verdicts = {}
         self._delayed_by: tuple[int, LossScale] | None = None
         self._active = True
+        # A step raised: the verdicts are for trying it again, and go with the gradients.
+        self._step_failed = False
+        # Whether the optimizer's own step is running, whose calls of its other methods are not the user's.
+        self._in_step = False
+        # Between first_step and second_step: what takes the first one back.
+        self._uphill: Callable[[], None] | None = None
         self._undo: list[Callable[[], None]] = []
+        methods = {
+            "step": self._step,
+            "zero_grad": self._zero_grad,
+            "add_param_group": self._add_param_group,
+            "__reduce_ex__": self._reduce_ex,
+        }
+        if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
+            methods |= {"first_step": self._first_step, "second_step": self._second_step}
         try:
-            for name in ("step", "zero_grad", "add_param_group"):
-                self._undo.append(_replace(optimizer, name, getattr(self, f"_{name}")))
+            for name, method in methods.items():
+                self._undo.append(_replace(optimizer, name, method))
         except BaseException:
             self.release()
             raise
@@ -94,39 +153,110 @@ class OptimizerBinding:
 
         ``settled``: the model's weights are what they should be; before the first block a broadcast may still come.
         """
-        self.masters.adopt_unfrozen(self.optimizer)
+        self.follow_groups()
         self.masters.follow_model(settled)
         delayed_by = self._delayed_by if self.gradients.has_window else None
         found_inf = self.gradients.settle()
-        if not found_inf.per_device:
+        # A window ends at the same step on every rank, with gradients or without; its flag is agreed on at once.
+        if not found_inf.per_device and (delayed_by is None or delayed_by[1].process_group is None):
             return
-        flag = found_inf.joined(next(iter(found_inf.per_device)))
+        flag = found_inf.joined(next(iter(found_inf.per_device), self._device()))
         if delayed_by is None:
             if any(scale.dynamic for scale in self.loss_scales):
                 self.latch(OUTSIDE_OF_BLOCKS, self.loss_scales[0], flag)
         elif delayed_by[1].dynamic:
+            flag = delayed_by[1].agreed(flag)
             self.latch(*delayed_by, flag)
+            delayed_by[1].tell(flag)
             delayed_by[1].update(flag)
+
+    def _device(self) -> torch.device:
+        params = (p for group in self.optimizer.param_groups for p in group["params"])
+        return next((p.device for p in params), torch.device("cpu"))
+
+    def _judge(self) -> None:
+        """``refresh`` before a step; ranks of a process group agree on gradients that no block has judged.
+
+        Flags of blocks are agreed on already. A step without any takes part whether there are gradients or not: ranks
+        may differ in that.
+        """
+        self.refresh(settled=True)
+        scale = self.loss_scales[0]
+        if scale.process_group is None or not scale.dynamic:
+            return
+        if not self._verdicts or OUTSIDE_OF_BLOCKS in self._verdicts:
+            default = scale, torch.zeros((), dtype=torch.float32, device=self._device())
+            _, flag = self._verdicts.get(OUTSIDE_OF_BLOCKS, default)
+            self._verdicts[OUTSIDE_OF_BLOCKS] = (scale, scale.agreed(flag))
 
     def begin(self, scale: Factor, inv_scale: Factor) -> None:
         """Makes ready for the backward of a scale_loss block."""
+        self._epoch += 1
         if self.gradients.has_window or self.gradients.in_block:
-            self.masters.adopt_unfrozen(self.optimizer)
+            self.follow_groups()
             self.masters.follow_model(settled=True)
         else:
             self.refresh(settled=True)
+        self.masters.check()
         self.gradients.begin(scale, inv_scale)
+
+    def follow_groups(self) -> None:
+        """Takes in what users have changed in the optimizer's groups. No host sync."""
+        self.masters.follow_groups(self.optimizer, self._taken, self._has_scaled())
+        self._tell_of_dropped_grads()
+
+    def _has_scaled(self) -> bool:
+        """Whether gradients from before may be multiplied by a scale."""
+        return any(not scale.is_identity and scale.scale is not None for scale in self.loss_scales)
 
     def delay(self, loss_id: int, loss_scale: LossScale, inv_scale: Factor) -> None:
         """Ends a block whose gradients a later block, or else the step, unscales and judges."""
         self._delayed_by = (loss_id, loss_scale)
         self.gradients.delay(inv_scale)
 
-    def latch(self, loss_id: int, loss_scale: LossScale, found_inf: Tensor) -> None:
-        """ORs a flag into what decides about the next step. No host sync."""
+    def declare_scaled(self, loss_id: int, loss_scale: LossScale, inv_scale: Factor) -> None:
+        """What is in ``.grad`` is scaled, as a delayed block leaves it, and was not scaled by a block."""
+        if not self.gradients.has_window:
+            self._delayed_by = (loss_id, loss_scale)
+        self.gradients.declare_scaled(inv_scale)
+
+    def latch(self, loss_id: int, loss_scale: LossScale, found_inf: Tensor, firm: bool = True) -> None:
+        """ORs a flag into what decides about the next step. No host sync.
+
+        ``firm``: nobody else decides about it, and ``withdraw`` leaves it.
+        """
         if loss_id in self._verdicts:
             found_inf = torch.maximum(self._verdicts[loss_id][1].to(found_inf.device), found_inf)
         self._verdicts[loss_id] = (loss_scale, found_inf)
+        if firm:
+            self._firm[loss_id] = self._verdicts[loss_id]
+
+    def withdraw(self, loss_scale: LossScale) -> None:
+        """Takes back what was latched for a scale and is not firm: somebody else decides about that. No host sync."""
+        for loss_id, (scale, _) in list(self._verdicts.items()):
+            if scale is loss_scale:
+                del self._verdicts[loss_id]
+                if loss_id in self._firm:
+                    self._verdicts[loss_id] = self._firm[loss_id]
+
+    def overflowed(self) -> bool:
+        """Whether the next step will be skipped, as far as is known. A host sync when a dynamic scale took part."""
+        return any(flag.item() != 0 for _, flag in self._verdicts.values())
+
+    @property
+    def verdicts(self) -> Verdicts:
+        """The latch."""
+        return dict(self._verdicts)
+
+    @property
+    def delayed_by(self) -> tuple[int, LossScale] | None:
+        """Loss id and scale of the delayed blocks whose gradients lie in ``.grad``; None where there are none."""
+        return self._delayed_by if self.gradients.has_window else None
+
+    def restore(self, pending: Pending, verdicts: Verdicts, delayed_by: tuple[int, LossScale] | None) -> None:
+        """Takes over gradients and latch of a checkpoint, in the place of those that are there. Between blocks."""
+        self.gradients.restore(pending)
+        self._verdicts, self._delayed_by = verdicts, delayed_by
 
     def release(self) -> None:
         """Gives the optimizer back as it was, its parameters in fp32."""
@@ -144,7 +274,7 @@ class OptimizerBinding:
 
         One host read when a dynamic scale took part, and a second one to tell which of several losses it was.
         """
-        verdicts, self._verdicts = self._verdicts, {}
+        verdicts, self._verdicts, self._firm = self._verdicts, {}, {}
         if not verdicts:
             return []
         device = next(iter(verdicts.values()))[1].device
@@ -156,49 +286,180 @@ class OptimizerBinding:
 
     def _skip(self, overflowed: list[tuple[int, LossScale]]) -> None:
         self._skipped_on_host += 1
+        culprits = culprits_among(self._present_grads(), self._names)
+        norm = self._grad_norm(self.gradients.waiting)
+        self.gradients.drop_waiting()
         self.masters.drop_master_grads()
         # torch's LR schedulers warn when they are stepped first; a skipped step was asked for in the right order. The
-        # name is private to torch.optim.lr_scheduler and guarded by a test. A wrapper (LARC) holds what they look at.
-        for optimizer in (self.optimizer, getattr(self.optimizer, "optim", None)):
-            if optimizer is not None:
-                optimizer._opt_called = True
+        # name is private to torch.optim.lr_scheduler and guarded by a test. They may look at what LARC or SAM wraps.
+        for optimizer in with_wrapped(self.optimizer):
+            optimizer._opt_called = True
         values = [(loss_id, scale, scale.value()) for loss_id, scale in overflowed]
-        self._report_skip(self._skipped_on_host - 1, self._skipped_on_host, values)
+        self._tell_skip(self._skipped_on_host - 1, self._skipped_on_host, values, culprits)
+        outcome = StepOutcome(
+            [loss_id for loss_id, _ in overflowed], scales=self._take_scales(), grad_norm=norm, culprits=culprits
+        )
+        error = self._guard.skipped(self.optimizer, outcome)
+        self._conclude(outcome)
+        if error is not None:
+            raise error
+
+    def _let_through(self) -> None:
+        """Notes a step that the host has decided on, and that was taken."""
+        self._guard.stepped()
+        outcome = StepOutcome(scales=self._take_scales(), grad_norm=self._grad_norm(None))
+        self.masters.drop_master_grads()
+        self._conclude(outcome)
+
+    def _conclude(self, outcome: StepOutcome) -> None:
+        self.outcome = outcome
+        if self._reports.wanted() and not _is_capturing(self.optimizer):
+            self._reports.stepped(self.optimizer, outcome)
+
+    def _tell_skip(
+        self, before: int, skipped: int, values: list[tuple[int, LossScale, float]], culprits: Culprits = ()
+    ) -> None:
+        self._guard.history.extend((loss_id, value) for loss_id, _, value in values)
+        self._reports.skipped(before, skipped, values, culprits)
+
+    def _take_scales(self) -> dict[int, Factor]:
+        scales, self.scales_used = self.scales_used, {}
+        return scales
+
+    # --- what is known of the gradients of a step ---------------------------------------------------------------------
+
+    def _names(self) -> dict[int, str]:
+        return self._reports.names.of(self.optimizer, self.masters.model_of)
+
+    def _present_grads(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(parameter of the model, gradient), without making one of what waits."""
+        waiting = {} if self.gradients.waiting is None else self.gradients.waiting.grads
+        of_masters = ((p, waiting[m] if m in waiting else stored_grad(m)) for p, m in self.masters.pairs)
+        for p, grad in itertools.chain(of_masters, ((p, p.grad) for p in self.masters.own)):
+            if grad is not None:
+                yield p, grad
+
+    def _grad_norm(self, waiting: ModelGrads | None) -> Tensor | None:
+        """The norm before clipping where somebody took it. ``waiting``: the gradients that wait. No host sync."""
+        if waiting is None:
+            stepped = itertools.chain((master for _, master in self.masters.pairs), self.masters.own)
+            return norm_before_clipping(grad for p in stepped if (grad := stored_grad(p)) is not None)
+        if waiting.clipped_from is not None:
+            return waiting.clipped_from
+        return None if any(p.grad is not None for p in self.masters.own) else waiting.norm()
+
+    def _outcome_on_device(self, found_inf: Tensor | None, external: bool) -> StepOutcome:
+        """Of a step that the device has decided on, while its gradients are there.
+
+        ``found_inf``: the flag it went by. ``external``: whether one took part that no loss has raised.
+        """
+        checked, epoch, reference = self.gradients.checked, self._epoch, weakref.ref(self)
+
+        def later() -> Culprits | None:
+            binding = reference()
+            return None if binding is None else binding._culprits_of(epoch, checked)
+
+        outcome = StepOutcome(
+            {loss_id: flag for loss_id, (_, flag) in self._verdicts.items()},
+            external=found_inf if external else None,
+            scales=self._take_scales(),
+            grad_norm=self._grad_norm(vars(self.optimizer).get("model_grads")),
+            culprits=later,
+        )
+        if self._reports.wanted() and not _is_capturing(self.optimizer) and outcome.skipped:
+            outcome.name(culprits_among(self._present_grads(), self._names))
+        return outcome
+
+    def _culprits_of(self, epoch: int, checked: ModelGrads | None) -> Culprits | None:
+        """What is still known of the gradients of a step that was skipped on the device."""
+        if self.masters.pairs and checked is None:
+            return None
+        found: Culprits = ()
+        if checked is not None and (masters := checked.not_finite()):
+            names = self._names()
+            found = tuple(
+                Culprit(names.get(id(p), "a parameter of no group"), p.shape, None, None)
+                for p, master in self.masters.pairs
+                if id(master) in masters
+            )
+        if epoch == self._epoch:
+            own = ((p, p.grad) for p in self.masters.own if p.grad is not None)
+            found += culprits_among(own, self._names)
+        return found or None
 
     def _step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         if not self._active:
             return original(*args, **kwargs)
-        if self.gradients.in_block:
-            raise AmpError(
-                "optimizer.step() was called inside a scale_loss block, where gradients are scaled: leave the block "
-                "first"
-            )
+        self._refuse_in_block("step")
         closure = args[0] if args else kwargs.pop("closure", None)
         args = args[1:]
+        self._epoch += 1
+        self._look_for_edits()
         if closure is None:
-            self.refresh(settled=True)
+            self._judge()
+            self._tell_of_no_gradients()
         if self._decides_on_device(before_backward=closure is not None):
+            if closure is None and not self._may_go_on():
+                return None
             return self._step_on_device(original, closure, *args, **kwargs)
         if closure is not None:
             return self._step_with_closure(original, closure, *args, **kwargs)
         if overflowed := self._take_verdicts():
             self._skip(overflowed)
             return None
-        with self._casts.suspended():
-            result = original(None, *args, **kwargs) if args else original(**kwargs)
-        self.masters.copy_to_model()
-        self.masters.drop_master_grads()
+        with self._stepping():
+            try:
+                result = original(None, *args, **kwargs) if args else original(**kwargs)
+            finally:
+                # Of a step that raised, too: each weight of the model is its rounded master.
+                self.masters.copy_to_model()
+        self._let_through()
         return result
 
+    def _may_go_on(self) -> bool:
+        """Decides here instead of on the device, once so many skips in a row are known that one more is too many."""
+        if not self._guard.suspects():
+            return True
+        if overflowed := self._take_verdicts():
+            self._skip(overflowed)
+            return False
+        self._guard.stepped()
+        return True
+
+    def _warn_once(self, key: str, message: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            self._warn(message)
+
+    def _look_for_edits(self) -> None:
+        """Says so when a step is about to overwrite what the user wrote into the model."""
+        if "edits" not in self._warned and self.masters.pairs and (names := self.masters.overwritten()):
+            which = ", ".join(names[:3]) + (" and others" if len(names) > 3 else "")
+            self._warn_once(
+                "edits",
+                f"{which} changed in place, and the step writes a weight anew from its fp32 master. Change "
+                "amp.master_params(optimizer) instead, or load with model.load_state_dict, which the masters follow",
+            )
+
+    def _tell_of_dropped_grads(self) -> None:
+        names, self.masters.dropped_grads = self.masters.dropped_grads, []
+        if names:
+            which = ", ".join(names[:3]) + (" and others" if len(names) > 3 else "")
+            self._warn_once(
+                f"gradients of {names}",
+                f"{which} joined the optimizer with a gradient from before, multiplied by a loss scale that is not "
+                "known: it was dropped",
+            )
+
+    def _tell_of_no_gradients(self) -> None:
+        params = (p for group in self.optimizer.param_groups for p in group["params"])
+        if self.gradients.waiting is None and all(stored_grad(p) is None for p in params):
+            name = type(self.optimizer).__name__
+            self._warn_once("no gradients", f"{name}.step() changes nothing: none of its parameters has a gradient")
+
     def _decides_on_device(self, before_backward: bool) -> bool:
-        """Whether the optimizer's kernels skip by ``found_inf``, as torch's do with ``fused=True`` in every group."""
         optimizer = self.optimizer
-        return (
-            declares(optimizer, "_step_supports_amp_scaling")
-            and all(group.get("fused", True) for group in optimizer.param_groups)
-            and not _asks_for_grad_scaler(type(optimizer).step)
-            and _set_up_momentum(optimizer, before_backward)
-        )
+        return not _asks_for_grad_scaler(type(optimizer).step) and skips_by_itself(optimizer, before_backward)
 
     def _step_on_device(self, original: Callable, closure: Callable | None, *args: Any, **kwargs: Any) -> Any:
         """The step of an optimizer that skips by itself. No host sync."""
@@ -213,31 +474,41 @@ class OptimizerBinding:
                 def evaluated() -> Any:
                     with self._casts.resumed():
                         loss = closure()
-                    self.refresh(settled=True)
+                    self._judge()
+                    self._may_go_on()
                     self._offer(former.get("found_inf"))
                     return loss
 
                 evaluate = evaluated
 
-            with self._casts.suspended():
-                result = original(evaluate, *args, **kwargs) if evaluate or args else original(**kwargs)
-            if not self.masters.lazy:
-                self.masters.copy_to_model()  # after a skip too: each weight is its rounded master then as before
+            try:
+                with self._stepping():
+                    result = original(evaluate, *args, **kwargs) if evaluate or args else original(**kwargs)
+            finally:
+                if not self.masters.lazy:
+                    self.masters.copy_to_model()  # after a skip too: each weight is its rounded master then as before
+            self.masters.mark_written()
+            outcome = self._outcome_on_device(getattr(optimizer, "found_inf", None), "found_inf" in former)
             self.gradients.drop_waiting()
             self.masters.drop_master_grads()
             if self._verdicts:
                 self._skipped_on_device.count(optimizer.found_inf, self._verdicts)
+        except BaseException:
+            self._step_failed = True
+            raise
         finally:
             for name in _OFFERED:
                 vars(optimizer).pop(name, None)
             vars(optimizer).update(former)
-        self._verdicts = {}
+        self._verdicts, self._firm, self._step_failed = {}, {}, False
         self._skipped_on_device.poll()
+        self._conclude(outcome)
         return result
 
     def _offer(self, found_inf: Tensor | float | None) -> None:
         """Sets what the optimizer looks for among its attributes, the flag joined with one that is there already."""
         optimizer = self.optimizer
+        align_gradients(optimizer)
         flags = [flag for _, flag in self._verdicts.values()]
         if found_inf is not None:  # 0-d, and 0 or 1: torch's kernels on the CPU compare with 1
             flags.append(torch.as_tensor(found_inf).detach().reshape(()).ne(0).float())
@@ -248,96 +519,196 @@ class OptimizerBinding:
             optimizer.model_grads = self.gradients.waiting
 
     def _step_with_closure(self, original: Callable, closure: Callable, *args: Any, **kwargs: Any) -> Any:
-        if self.masters.pairs:
-            raise AmpError(
-                "Currently, Amp does not support closure use with optimizers. The optimizer steps fp32 master weights: "
-                "run the forward and backward before step(), or use an opt_level without master weights (O1, O4)."
-            )
-        overflowed: list[tuple[int, LossScale]] = []
+        """The step of an optimizer that may evaluate the closure more than once, and move in between.
+
+        When an evaluation overflows or raises, everything is put back.
+        """
+        self._judge()  # gradients from before are part of the step, as in SAM
+        if overflowed := self._take_verdicts():
+            self._skip(overflowed)
+            return None
+        evaluated = False
 
         def guarded() -> Any:
+            nonlocal evaluated
+            self.masters.copy_to_model()
+            if evaluated:
+                # The optimizer has read them. A closure may zero gradients through the model, which has none of these.
+                self.masters.drop_master_grads()
+            evaluated = True
             with self._casts.resumed():
                 loss = closure()
-            self.refresh(settled=True)
+            self._judge()
             overflowed.extend(self._take_verdicts())
             if overflowed:
                 raise _OverflowInClosure
             return loss
 
-        restore = _snapshot(self.optimizer)
+        restore = snapshot(self.optimizer)
         try:
-            with self._casts.suspended():
-                return original(guarded, *args, **kwargs)
-        except _OverflowInClosure:
+            with self._stepping():
+                result = original(guarded, *args, **kwargs)
+        except BaseException as error:
             restore()
+            self.masters.copy_to_model()
+            if not isinstance(error, _OverflowInClosure):
+                raise
             self._skip(overflowed)
             return None
+        self.masters.copy_to_model()
+        self._let_through()
+        return result
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """For the optimizer's own code: casts are off, and its calls of its methods are not the user's."""
+        before, self._in_step = self._in_step, True
+        try:
+            with self._casts.suspended():
+                yield
+        finally:
+            self._in_step = before
+
+    # --- optimizers with two steps ------------------------------------------------------------------------------------
+
+    def _first_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """SAM's step uphill, called by the user: the model goes along. Skipped where its gradients overflowed."""
+        if self._in_step or not self._active:
+            return original(*args, **kwargs)
+        self._refuse_in_block("first_step")
+        self._epoch += 1
+        self._judge()
+        self._uphill = None
+        if overflowed := self._take_verdicts():
+            self._skip(overflowed)
+            self._uphill = _SKIPPED
+            if _asks_to_zero(args, kwargs):
+                self.optimizer.zero_grad()
+            return None
+        self._uphill = snapshot(self.optimizer, wrapped_too=False)
+        try:
+            with self._stepping():
+                result = original(*args, **kwargs)
+        except BaseException:
+            restore, self._uphill = self._uphill, None
+            restore()
+            raise
+        self.masters.copy_to_model()
+        self.masters.drop_master_grads()
+        return result
+
+    def _second_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """SAM's way back and its step. After an overflow in either backward the weights are those from before both."""
+        if self._in_step or not self._active:
+            return original(*args, **kwargs)
+        self._refuse_in_block("second_step")
+        self._epoch += 1
+        self._judge()
+        restore, self._uphill = self._uphill, None
+        if restore is _SKIPPED:
+            self._verdicts, self._firm = {}, {}  # this step has been counted as skipped
+            self.masters.drop_master_grads()
+        elif overflowed := self._take_verdicts():
+            if restore is not None:
+                restore()
+                self.masters.copy_to_model()
+            self._skip(overflowed)
+        else:
+            with self._stepping():
+                result = original(*args, **kwargs)
+            self.masters.copy_to_model()
+            self._let_through()
+            return result
+        if _asks_to_zero(args, kwargs):
+            self.optimizer.zero_grad()
+        return None
+
+    def _refuse_in_block(self, name: str) -> None:
+        if self.gradients.in_block:
+            raise AmpError(
+                f"optimizer.{name}() was called inside a scale_loss block, where gradients are scaled: leave the block "
+                "first"
+            )
+        if self.gradients.spoiled:
+            raise AmpError(
+                f"optimizer.{name}() was called after an exception at the end of a scale_loss block, which came while "
+                "gradients were being added up: call optimizer.zero_grad() and start this step's gradients anew"
+            )
 
     def _zero_grad(self, original: Callable, *args: Any, **kwargs: Any) -> None:
+        self._epoch += 1
         original(*args, **kwargs)
         self.gradients.drop_model_grads()
         self.gradients.forget()
+        if self._step_failed:
+            self._verdicts, self._firm, self._step_failed = {}, {}, False
 
     def _add_param_group(self, original: Callable, param_group: dict[str, Any]) -> None:
         original(param_group)
         if self._active:
             try:
-                self.masters.adopt(self.optimizer, self.optimizer.param_groups[-1], taken=self._taken())
+                group = self.optimizer.param_groups[-1]
+                if self._has_scaled():
+                    self.masters.drop_grads(group["params"])
+                self.masters.adopt(self.optimizer, group, taken=self._taken())
+                self._tell_of_dropped_grads()
             except BaseException:
                 del self.optimizer.param_groups[-1]
                 raise
+
+    def _reduce_ex(self, original: Callable, protocol: Any) -> Any:
+        """A copy or pickle of the optimizer would step copies of the masters, which no model follows: it is for its
+        ``state_dict()``, and its ``step`` says so."""
+        function, arguments, state, *rest = original(protocol)
+        if self.masters.pairs and isinstance(state, dict):
+            state = {**state, "step": StepOfCopy(type(self.optimizer).__name__)}
+        return function, arguments, state, *rest
+
+
+class StepOfCopy:
+    """The ``step`` of a copy of an optimizer that is under amp with master weights."""
+
+    def __init__(self, optimizer: str) -> None:
+        self.optimizer = optimizer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise AmpError(
+            f"this {self.optimizer} is a copy of one under amp: it holds copies of the fp32 master weights, which no "
+            "model follows. Its state_dict() can be loaded; to train a copy of the model, give it an optimizer and an "
+            "AmpSession of its own"
+        )
+
+    @property
+    def __func__(self) -> Callable:
+        return lambda _, *args, **kwargs: self(*args, **kwargs)  # LR schedulers wrap it
+
+
+def is_bound(optimizer: Any) -> bool:
+    """Whether some session has the optimizer."""
+    return "__reduce_ex__" in vars(optimizer)
+
+
+def _weak_method(method: Callable[..., None]) -> Callable[..., None]:
+    """``method``, for as long as its object lives."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if (alive := reference()) is not None:
+            alive(*args)
+
+    return call
+
+
+def _is_capturing(optimizer: Any) -> bool:
+    """Whether the step goes into a CUDA graph, where nothing can be read."""
+    first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+    return first is not None and first.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache
 def _asks_for_grad_scaler(step: Callable) -> bool:
     """A protocol that torch has deprecated: such a step asks a GradScaler for the flag, and there is none here."""
     return "grad_scaler" in inspect.signature(step).parameters
-
-
-@torch.no_grad()
-def _set_up_momentum(optimizer: Any, before_backward: bool) -> bool:
-    """False where torch's fused SGD cannot be trusted to skip its first step.
-
-    torch (2.13) leaves the momentum buffers of a skipped first step uninitialized. Buffers of zeros give the same
-    steps, as long as there is no dampening. With dampening the host has to look at the flag of the first step.
-    ``before_backward``: which parameters have a gradient is not known yet, a closure is still to run.
-    """
-    optimizer = getattr(optimizer, "optim", optimizer)  # what LARC wraps
-    if not isinstance(optimizer, torch.optim.SGD):
-        return True
-    for group in optimizer.param_groups:
-        if group["momentum"] == 0:
-            continue
-        steps = [p for p in group["params"] if (p.requires_grad if before_backward else p.grad is not None)]
-        fresh = [p for p in steps if optimizer.state[p].get("momentum_buffer") is None]
-        if fresh and group["dampening"] != 0:
-            return False
-        for p in fresh:
-            optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
-    return True
-
-
-def _snapshot(optimizer: Any) -> Callable[[], None]:
-    """Copies parameters, state and group options; returns what puts them back. For optimizers that evaluate a closure
-    more than once, and have moved by the time one evaluation overflows."""
-    values = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
-    state = {p: copy.deepcopy(dict(of_p)) for p, of_p in optimizer.state.items()}
-    options = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-
-    @torch.no_grad()
-    def restore() -> None:
-        for p, value in values:
-            p.copy_(value)
-        optimizer.state.clear()
-        optimizer.state.update(state)
-        for group, saved in zip(optimizer.param_groups, options, strict=True):
-            for k, v in saved.items():
-                if isinstance(v, Tensor):
-                    group[k].copy_(v)  # a tensor lr may be held elsewhere too
-                else:
-                    group[k] = v
-
-    return restore
 
 
 def _replace(optimizer: Any, name: str, method: Callable) -> Callable[[], None]:

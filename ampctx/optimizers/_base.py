@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ampctx._errors import AmpValueError
+from ampctx._errors import AmpKeyError, AmpValueError
 from ampctx._reference import compute_dtype
 from ampctx._reference_optimizers import LOW_PRECISION, join, spacing
 from ampctx.foreach import Factor, PerDevice, product
@@ -35,7 +35,7 @@ from ampctx.optimizers._options import (
     refuse_sparse,
     seed_of_call,
 )
-from ampctx.optimizers._scaling import Scaling, on_device, scaling_of
+from ampctx.optimizers._scaling import Scaling, on_device, scaling_of, without_amp
 from ampctx.optimizers._work import EXTRAS, Kind, Members, Work, call, works_of
 
 # Attributes that exist around a step, or that a copy makes anew.
@@ -394,9 +394,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         group. Options come from the checkpoint, as in torch. May wait for the device.
 
         Raises:
-            ValueError, KeyError: torch's, for a checkpoint of other groups. AmpValueError: state of another size, or
-                that the optimizer has no equal of. AmpValueError, AmpTypeError: an option that cannot be used. Nothing
-                has changed then.
+            ValueError, KeyError: torch's, for a checkpoint of other groups. AmpKeyError: one of two moments without the
+                other. AmpValueError: state of another size, or that the optimizer has no equal of. AmpValueError,
+                AmpTypeError: an option that cannot be used. Nothing has changed then.
         """
         states: dict[Tensor, dict[str, Any]] = {}
         rates = [group["lr"] for group in self.param_groups]
@@ -438,10 +438,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group in groups:
             self._adapt_checkpoint(group)
             # As __setstate__ would, which is too late for a check.
+            if "lr" not in group.saved:
+                raise AmpKeyError("a param group of the checkpoint has no 'lr'")
             for name, default in self.defaults.items():
                 group.saved.setdefault(name, default)
             self._check_given(group.saved)
+            sized = [key for key in self._state_lists(group.saved).values() if key in _checkpoint.MOMENTS]
             for p, name, state in group.states:
+                _checkpoint.check_complete(name, state, [*sized, *self._one_element.values()])
                 result[p] = _checkpoint.restored(p, name, state, self._one_element.values(), self._useless_state(p))
         return result
 
@@ -455,14 +459,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         _checkpoint.take_step_from_group(group)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Hooks (private by name in torch) stay behind, as in torch's own; so do methods that an LR scheduler or amp
-        # replaced on this instance.
+        # Hooks (private by name in torch) stay behind, as in torch's own.
         return {
             name: value
-            for name, value in vars(self).items()
-            if name not in _TRANSIENT
-            and not (name.startswith("_optimizer_") and name.endswith("_hooks"))
-            and not (callable(value) and hasattr(type(self), name))
+            for name, value in without_amp(self).items()
+            if name not in _TRANSIENT and not (name.startswith("_optimizer_") and name.endswith("_hooks"))
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -12,14 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampctx._errors import AmpValueError
+from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError
 from ampctx._reference import compute_dtype
 from ampctx.optimizers._options import Group
 from ampctx.optimizers._work import EXTRAS
 
 State = dict[str, Any]
 # State of the size of its parameter, in any of the optimizers, unless one keeps it in one element.
-_SIZED = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", *EXTRAS.values()}
+SIZED = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", *EXTRAS.values()}
+# State that is there as a whole, or not at all.
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class SavedGroup(NamedTuple):
@@ -71,6 +73,14 @@ def take_step_from_group(group: SavedGroup) -> None:
             state.setdefault("step", step)
 
 
+def check_complete(name: str, state: State, keys: list[str]) -> None:
+    """Raises where the state has one of the moments among ``keys`` and not another, which would begin at 0 unseen."""
+    needed = [key for key in MOMENTS if key in keys]
+    missing = [key for key in needed if key not in state]
+    if 0 < len(missing) < len(needed):
+        raise AmpKeyError(f"the state of {name} has no {missing[0]!r}, only {sorted(map(str, state))}")
+
+
 def restored(p: Tensor, name: str, state: State, one_element: Collection[str], dropped: Collection[str]) -> State:
     """A copy of ``state`` for parameter ``p``, on its device; tensors of its size in its layout, in the state's dtype.
 
@@ -79,7 +89,8 @@ def restored(p: Tensor, name: str, state: State, one_element: Collection[str], d
         dropped: keys that have no use.
 
     Raises:
-        AmpValueError: a tensor of another size, or a number in its place, by name.
+        AmpValueError: a tensor of another size, or a number in its place; a negative step; by name.
+        AmpTypeError: something else in the place of one number.
     """
     result: State = {}
     for key, value in state.items():
@@ -88,11 +99,14 @@ def restored(p: Tensor, name: str, state: State, one_element: Collection[str], d
         where = f"the state {key!r} of {name}"
         if key in one_element:
             result[key] = _number(value, where, p)
+            # Of what was given, which is on the CPU most of the time.
+            if key == "step" and not value >= 0:
+                raise AmpValueError(f"{where} is {float(value)!r}, expected a count")
         elif isinstance(value, Tensor) and value.shape == p.shape:
             result[key] = torch.empty_like(p, dtype=_dtype(key, value, p), requires_grad=False).copy_(value)
-        elif isinstance(value, Tensor) and (key in _SIZED or (value.is_floating_point() and value.numel() > 1)):
+        elif isinstance(value, Tensor) and (key in SIZED or (value.is_floating_point() and value.numel() > 1)):
             raise AmpValueError(f"{where} has shape {tuple(value.shape)}, the parameter has {tuple(p.shape)}")
-        elif key in _SIZED:
+        elif key in SIZED:
             raise AmpValueError(f"{where} is of type {type(value).__name__}, expected a tensor")
         else:
             result[key] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
@@ -101,6 +115,8 @@ def restored(p: Tensor, name: str, state: State, one_element: Collection[str], d
 
 def _number(value: Any, where: str, p: Tensor) -> Tensor:
     if not isinstance(value, Tensor):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise AmpTypeError(f"{where} is of type {type(value).__name__}, expected a number")
         return torch.tensor(float(value), dtype=torch.float32, device=p.device)
     if value.numel() != 1:
         raise AmpValueError(f"{where} has {value.numel()} elements, expected 1")

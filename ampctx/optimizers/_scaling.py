@@ -39,6 +39,19 @@ def scaling_of(optimizer: Any, grad_factor: Factor) -> Scaling:
     )
 
 
+def without_amp(optimizer: Any) -> dict[str, Any]:
+    """The attributes of an optimizer that a copy or a pickle takes along.
+
+    Methods that an LR scheduler or amp replaced on the instance stay behind, and so does what amp has put on it and
+    marked with an attribute ``of_amp``: they lead to the original.
+    """
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if not (callable(value) and hasattr(type(optimizer), name)) and not getattr(value, "of_amp", False)
+    }
+
+
 def on_device(value: float | Tensor, device: torch.device) -> float | Tensor:
     """A factor as an op on ``device`` takes it: a number, or a tensor on the CPU or on ``device``. No host sync."""
     if not isinstance(value, Tensor):

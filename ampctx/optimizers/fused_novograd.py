@@ -107,14 +107,18 @@ class FusedNovoGrad(FusedOptimizer):
         }
 
     def _adapt_checkpoint(self, group: SavedGroup) -> None:
-        """apex keeps the norms of a group in two tensors, of its fp16 and of its other parameters."""
+        """apex keeps the norms of a group in two tensors, of its fp16 and of its other parameters.
+
+        Where one is empty (under amp's masters), the other has them all in order, whatever the dtypes are now.
+        """
         super()._adapt_checkpoint(group)
         norms = group.saved.pop("exp_avg_sq", None)
         if norms is None:
             return
         of_dtype: dict[bool, list[dict[str, Any]]] = defaultdict(list)
+        alone = next((i == 0 for i, tensor in enumerate(norms) if tensor.numel() == len(group.states)), None)
         for p, _, state in group.states:
-            of_dtype[p.dtype == torch.float16].append(state)
+            of_dtype[p.dtype == torch.float16 if alone is None else alone].append(state)
         for tensor, states in zip(norms, (of_dtype[True], of_dtype[False]), strict=True):
             if tensor.numel() != len(states):
                 raise AmpValueError(

@@ -16,7 +16,7 @@ from ampctx.foreach import FoundInf, PerDevice
 from ampctx.model_grads import declares
 from ampctx.ops import factor
 from ampctx.optimizers._options import Group, param_name, refuse_complex, refuse_sparse
-from ampctx.optimizers._scaling import on_device, taken_found_inf, taken_inv_scale
+from ampctx.optimizers._scaling import on_device, taken_found_inf, taken_inv_scale, without_amp
 
 
 class LARC:
@@ -47,6 +47,9 @@ class LARC:
         self.trust_coefficient = trust_coefficient
         self.clip = clip
         self.eps = eps
+
+    def __getstate__(self) -> dict[str, Any]:
+        return without_amp(self)
 
     def __repr__(self) -> str:
         return f"LARC({self.optim!r}, trust_coefficient={self.trust_coefficient}, clip={self.clip}, eps={self.eps})"

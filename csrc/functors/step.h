@@ -26,10 +26,15 @@ struct TensorRule {
   int64_t seed = 0;
 };
 
+// Of a count that no int64 is, nan among them: the smallest one, as torch on x86-64 converts it.
+AMPCTX_FN int64_t to_int64(double t) {
+  return t >= -0x1p63 && t < 0x1p63 ? static_cast<int64_t>(t) : static_cast<int64_t>(1ull << 63);
+}
+
 // `number` of the tensor among those of the call that have elements.
 template <class T>
 AMPCTX_FN TensorScalars<T> tensor_scalars(const TensorRule& rule, double t, int64_t number) {
-  TensorScalars<T> scalars = {1, 1, t == 1, random_key(rule.seed, static_cast<int64_t>(t), number), 1};
+  TensorScalars<T> scalars = {1, 1, t == 1, random_key(rule.seed, to_int64(t), number), 1};
   if (rule.bias_correction) {
     scalars.rc1 = static_cast<T>(1 / (1 - power(rule.beta1, t)));
     scalars.rsc2 = static_cast<T>(1 / square_root(1 - power(rule.beta2, t)));

@@ -7,9 +7,11 @@
 //
 // Products are taken in fp64 and rounded to fp32, as torch.amp does. A scale that would leave the fp32 range stays as
 // it is, and no scale falls below the smallest normal fp32 number: 0 could never grow again. hysteresis = 1 is the rule
-// of torch.amp; higher values are that of Megatron-LM's DynamicGradScaler. The loss-scale objects read scale; nothing
-// else reads the trackers.
+// of torch.amp; higher values are that of Megatron-LM's DynamicGradScaler. The growth tracker stops at the largest
+// int32. The loss-scale objects read scale; nothing else reads the trackers.
 #pragma once
+
+#include <cstdint>
 
 #include "finite.h"
 
@@ -28,24 +30,24 @@ AMPCTX_FN void update_scale_element(float* scale, int32_t* growth_tracker, int32
                                     const ScaleRule& rule) {
   constexpr float smallest_normal = 0x1p-126f;
   if (found_inf) {
-    const int32_t left = *hysteresis_tracker - 1;
+    const int32_t left = *hysteresis_tracker > 0 ? *hysteresis_tracker - 1 : 0;
     if (left <= 0) {
       const float smaller = static_cast<float>(static_cast<double>(*scale) * rule.backoff_factor);
       const float min_scale = static_cast<float>(rule.min_scale);
       const float floor = min_scale > smallest_normal ? min_scale : smallest_normal;
       *scale = smaller < floor ? floor : smaller;
     }
-    *hysteresis_tracker = left > 0 ? left : 0;
+    *hysteresis_tracker = left;
     *growth_tracker = 0;
     return;
   }
   *hysteresis_tracker = static_cast<int32_t>(rule.hysteresis);
-  const int32_t clean_steps = *growth_tracker + 1;
+  const int64_t clean_steps = static_cast<int64_t>(*growth_tracker) + 1;
   const bool grow = clean_steps >= rule.growth_interval;
-  *growth_tracker = grow ? 0 : clean_steps;
+  if (grow || clean_steps <= INT32_MAX) *growth_tracker = grow ? 0 : static_cast<int32_t>(clean_steps);
   if (grow) {
     const float grown = static_cast<float>(static_cast<double>(*scale) * rule.growth_factor);
-    const float max_scale = static_cast<float>(rule.max_scale);
+    const float max_scale = rule.max_scale < 0x1p128 ? static_cast<float>(rule.max_scale) : float_of(0x7f800000u);
     const float larger = is_finite(grown) ? grown : *scale;
     *scale = larger > max_scale ? max_scale : larger;
   }

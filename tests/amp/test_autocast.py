@@ -667,3 +667,68 @@ def test_bce_is_replaced_once_and_put_back():
     for undo in undos:
         undo()
     assert F.binary_cross_entropy is BCE
+
+
+@pytest.mark.parametrize("dtype", [HALF, BF16], ids=str)
+def test_binary_cross_entropy_where_it_is_allowed(dtype):
+    undo = Autocast([], dtype, allow_banned=True).enable()
+    p = torch.full((2,), 0.5, dtype=dtype, requires_grad=True)
+    loss = F.binary_cross_entropy(p, target=torch.ones(2, dtype=dtype))
+    loss.backward()
+    undo()
+    assert (loss.dtype, p.grad.tolist()) == (FLOAT, [-1.0, -1.0])
+
+
+def test_the_latest_active_one_allows_binary_cross_entropy(enabled):
+    p = torch.full((2,), 0.5, dtype=HALF)
+    undo = Autocast([], HALF, allow_banned=True).enable()
+    enabled(nn.Linear(2, 2))
+    with pytest.raises(AmpNotImplementedError, match="binary_cross_entropy got a 16-bit argument"):
+        F.binary_cross_entropy(p, p)
+    undo()
+
+
+# --- active, set ------------------------------------------------------------------------------------------------------
+
+
+def test_setting_active(enabled):
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    autocast = Autocast([model], HALF)
+    autocast.active = True  # without an effect while it is not enabled
+    assert model(x).dtype == FLOAT
+    undo = autocast.enable()
+    autocast.active = False
+    assert (autocast.active, autocast.enabled, model(x).dtype) == (False, True, FLOAT)
+    assert in_thread(lambda: model(x)).dtype == FLOAT
+    with autocast.suspended(), autocast.resumed():
+        assert model(x).dtype == FLOAT
+    inner = Autocast([], BF16).enable()
+    assert torch.mm(x, x.t()).dtype == BF16
+    inner()
+    assert torch.mm(x, x.t()).dtype == FLOAT  # it is still off
+    autocast.active = True
+    assert (autocast.active, model(x).dtype) == (True, HALF)
+    assert in_thread(lambda: model(x)).dtype == HALF
+    autocast.active = False
+    undo()
+    assert autocast.enabled is False
+    autocast.enable()()
+    undo = autocast.enable()
+    assert autocast.active
+    undo()
+
+
+def test_set_off_inside_a_suspended_block_and_on_after_it():
+    autocast = Autocast([], HALF)
+    undo = autocast.enable()
+    with autocast.suspended():
+        autocast.active = False
+    autocast.active = True
+    assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype == HALF
+    undo()
+
+
+def test_device_types_besides_those_of_the_models():
+    assert Autocast([], HALF, device_types=["cuda", "cpu"]).device_types == ["cpu", "cuda"]
+    assert Autocast([nn.Linear(1, 1)], HALF, device_types=["cuda"]).device_types == ["cpu", "cuda"]
+    assert Autocast([], HALF).device_types == ["cpu"]

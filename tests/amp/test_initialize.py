@@ -9,6 +9,7 @@ from models import LEVELS, LOW, loss_of, mlp
 from torch import nn
 
 from ampctx import AmpError, AmpTypeError, AmpValueError, amp
+from ampctx.amp.autocast import Autocast
 
 
 def sgd(model, lr=0.1):
@@ -153,16 +154,34 @@ def test_bad_arguments_are_named_and_change_nothing(session, kwargs, error, mess
     assert not model._forward_pre_hooks
 
 
+class FP16_Optimizer:
+    """A wrapper of apex's name."""
+
+
+class Derived(FP16_Optimizer):
+    pass
+
+
 @pytest.mark.parametrize(
     ("models", "optimizers", "message"),
     [
+        (mlp(), FP16_Optimizer(), "An incoming optimizer is an instance of .*FP16_Optimizer. It keeps fp32 masters"),
+        (mlp(), [sgd(mlp()), Derived()], "An incoming optimizer is an instance of .*Derived. It keeps fp32 masters"),
         ("model", None, "models must be either a single model or a list"),
         ((mlp(),), None, "models must be either a single model or a list"),
         ([mlp(), 3], None, "Got int inside the list"),
         (mlp(), "sgd", "optimizers must be either a single optimizer or a list"),
         (mlp(), (sgd(mlp()),), "optimizers must be either a single optimizer or a list"),
     ],
-    ids=["str", "tuple-of-models", "int-in-list", "str-optimizer", "tuple-of-optimizers"],
+    ids=[
+        "fp16-optimizer",
+        "derived-fp16-optimizer",
+        "str",
+        "tuple-of-models",
+        "int-in-list",
+        "str-optimizer",
+        "tuple-of-optimizers",
+    ],
 )
 def test_wrong_types(session, models, optimizers, message):
     with pytest.raises(AmpTypeError, match=message):
@@ -329,3 +348,46 @@ def test_batch_norms_of_models_that_come_in_another_type_are_fp32(session, level
     optimizer.step()
     session.reset()
     assert {p.dtype for p in model.parameters()} <= {incoming, torch.float32}
+
+
+def test_observers_are_told_of_the_optimizers_and_undone_by_reset(session):
+    told = []
+
+    def observe(bound):
+        told.append(sorted(bound, key=id))
+        return lambda: told.append("undone")
+
+    session.observers.append(observe)
+    model = mlp()
+    first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[3]))
+    session.initialize(model, [first, second], opt_level="O2", verbosity=0)
+    session.initialize(mlp(), opt_level="O1", enabled=False, verbosity=0)
+    assert told == [sorted([first, second], key=id)]
+    session.reset()
+    assert told[1:] == ["undone"]
+    session.observers.append(lambda bound: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        session.initialize(model, first, opt_level="O2", verbosity=0)
+    assert told[2:] == [[first], "undone"]
+    assert model[0].weight.dtype == torch.float32
+
+
+def test_casts_switched_on_apart_from_initialize(session):
+    x = torch.ones(1, 1)
+    undo = session.cast_ops(Autocast([], torch.bfloat16))
+    half = session.half_function(lambda t: t.dtype)
+    assert (torch.mm(x, x).dtype, half(x)) == (torch.bfloat16, torch.bfloat16)
+    with session.disable_casts():
+        assert (torch.mm(x, x).dtype, half(x)) == (torch.float32, torch.float32)
+    undo()
+    undo()
+    assert (torch.mm(x, x).dtype, half(x)) == (torch.float32, torch.float32)
+    session.cast_ops(Autocast([], torch.float16))
+    assert half(x) == torch.float16
+    session.reset()
+    assert (torch.mm(x, x).dtype, half(x)) == (torch.float32, torch.float32)
+
+
+def test_a_policy_that_is_not_enabled_casts_nothing(session):
+    session.initialize(mlp(), opt_level="O2", enabled=False)
+    assert (session.policy.enabled, session.policy.casts_model, session.policy.master_weights) == (False, False, False)

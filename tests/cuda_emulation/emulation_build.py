@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import subprocess
@@ -15,7 +16,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FOLDER = ROOT / "build" / "cuda_emulation"
 THREADS_PER_BLOCK = 64  # two warps; a fiber for each makes large blocks slow
-SANITIZE = ("-fsanitize=address", "-fno-omit-frame-pointer")
+SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 
 
 def _sources() -> list[Path]:
@@ -33,11 +34,20 @@ def _digest(flags: tuple[str, ...]) -> str:
 
 
 def build(folder: Path, *flags: str) -> Path:
-    """Compiles the emulation into ``folder`` unless it is there already, and returns the library's path."""
+    """Compiles the emulation into ``folder`` unless it is there already, and returns the library's path.
+
+    Of several processes that need it, one compiles.
+    """
     library = folder / f"emulation_{_digest(flags)}.so"
-    if library.exists():
-        return library
     folder.mkdir(parents=True, exist_ok=True)
+    with open(library.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            _compile(library, folder, flags)
+    return library
+
+
+def _compile(library: Path, folder: Path, flags: tuple[str, ...]) -> None:
     cxx = os.environ.get("CXX", "g++")
     # _FORTIFY_SOURCE would take the jumps between fibers for a corrupt stack.
     options = ["-x", "c++", "-std=c++17", "-O1", "-g", "-fPIC", "-fvisibility=hidden", "-U_FORTIFY_SOURCE"]
@@ -48,12 +58,11 @@ def build(folder: Path, *flags: str) -> Path:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(_run, commands))
     torch_lib = Path(torch.__file__).parent / "lib"
-    unfinished = str(library.with_suffix(f".{os.getpid()}"))  # two runs may build at the same time
+    unfinished = str(library.with_suffix(f".{os.getpid()}"))  # an interrupted build leaves no library
     _run([cxx, "-shared", *flags, *objects, "-o", unfinished, f"-L{torch_lib}", "-Wl,--no-as-needed", "-ltorch"])
     os.replace(unfinished, library)
     for path in objects:
         Path(path).unlink()
-    return library
 
 
 def _run(command: list[str]) -> None:

@@ -3,6 +3,8 @@ kernels emulated on the CPU under two schedules, and on the CUDA kernels where t
 
 from __future__ import annotations
 
+import os
+
 import emulation_build
 import pytest
 from backends import COMPILED, CUDA, EMULATED, REFERENCE, SHUFFLED
@@ -14,7 +16,9 @@ from ampctx import ops
 def emulation():
     """The library of emulated CUDA kernels, registered in torch.ops.ampctx_emulated."""
     definitions = ops.define(EMULATED.namespace)
-    library = emulation_build.build(emulation_build.FOLDER)
+    # Set by tests/reliability/sanitize.py, which preloads what such a library needs.
+    flags = emulation_build.SANITIZE if os.environ.get("AMPCTX_EMULATION_SANITIZE") == "1" else ()
+    library = emulation_build.build(emulation_build.FOLDER, *flags)
     yield emulation_build.load(library, EMULATED.namespace)
     del definitions
 

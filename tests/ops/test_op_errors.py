@@ -1,5 +1,6 @@
 """One table of wrong calls: every backend refuses them, with one message that names list and index."""
 
+import math
 import re
 
 import pytest
@@ -165,6 +166,30 @@ UPDATE_ERRORS = {
     "scale-elements": (("scale", torch.float32, 3), "scale has 3 elements, expected 1"),
     "growth-elements": (("growth", I32, 0), "growth_tracker has 0 elements, expected 1"),
 }
+
+
+RULE_ERRORS = {
+    "growth-below-1": ({"growth_factor": 0.99}, "growth_factor is not a finite number of at least 1"),
+    "growth-inf": ({"growth_factor": math.inf}, "growth_factor is not a finite number of at least 1"),
+    "growth-nan": ({"growth_factor": math.nan}, "growth_factor is not a finite number of at least 1"),
+    "backoff-0": ({"backoff_factor": 0.0}, "backoff_factor is not a number above 0 and at most 1"),
+    "backoff-above-1": ({"backoff_factor": 1.5}, "backoff_factor is not a number above 0 and at most 1"),
+    "backoff-nan": ({"backoff_factor": math.nan}, "backoff_factor is not a number above 0 and at most 1"),
+    "min-below-0": ({"min_scale": -1.0}, "min_scale is not a number from 0 to the largest fp32"),
+    "min-inf": ({"min_scale": math.inf}, "min_scale is not a number from 0 to the largest fp32"),
+    "max-0": ({"max_scale": 0.0}, "max_scale is not a number from the smallest normal fp32 up"),
+    "max-nan": ({"max_scale": math.nan}, "max_scale is not a number from the smallest normal fp32 up"),
+    "hysteresis-below-0": ({"hysteresis": -1}, "hysteresis is -1, expected 0 to 2147483647"),
+    "hysteresis-beyond-int32": ({"hysteresis": 1 << 31}, "hysteresis is 2147483648, expected 0 to 2147483647"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "message"), RULE_ERRORS.values(), ids=RULE_ERRORS.keys())
+def test_rule_of_update_scale(backend, wrong, message):
+    state = [t((), device=backend.device), *(t((), dtype=I32, device=backend.device) for _ in range(2))]
+    with pytest.raises(RuntimeError, match=match("update_scale", message)):
+        backend.update_scale(*state, backend.flag(1), **wrong)
+    assert [s.item() for s in state] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(("wrong", "message"), UPDATE_ERRORS.values(), ids=UPDATE_ERRORS.keys())

@@ -172,6 +172,22 @@ def test_copies(copied):
     assert_same(snapshot(larc), snapshot(other))
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
+def test_a_copy_under_amp_steps_its_own_parameters(copied):
+    """Not the original's, through a method that amp has replaced on it."""
+    model, session = torch.nn.Linear(2, 2), ampctx.AmpSession()
+    larc = LARC(torch.optim.SGD(model.parameters(), lr=0.125))
+    session.initialize(model, larc, opt_level="O1", verbosity=0)
+    other = copied(larc)
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in other.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    other.step()
+    assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
+    assert not torch.equal(other.param_groups[0]["params"][0], before[0])
+    session.reset()
+
+
 # --- under amp --------------------------------------------------------------------------------------------------------
 
 

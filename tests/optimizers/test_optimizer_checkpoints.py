@@ -26,7 +26,7 @@ from optimizer_cases import (
 )
 from torch import nn
 
-from ampctx._errors import AmpValueError
+from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.optimizers import FusedAdagrad, FusedAdam, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
 
 KINDS = {
@@ -279,6 +279,19 @@ def test_apexs_novograd_norms_of_the_group_go_to_the_parameters():
     assert_same(snapshot(resumed), snapshot(optimizer))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_apexs_novograd_norms_of_masters_load_into_parameters_of_any_dtype(dtype):
+    """Under amp's O2 all that was stepped was fp32, and the tensor for fp16 parameters is empty."""
+    optimizer = FusedNovoGrad(parameters(), lr=0.01)
+    run(optimizer, 3)
+    given = as_apex_saves(optimizer, torch.float32, 3)
+    norms = torch.stack([state.pop("exp_avg_sq") for state in given["state"].values()])
+    given["param_groups"][0]["exp_avg_sq"] = [torch.zeros(0), norms]
+    resumed = FusedNovoGrad(parameters(DTYPES[dtype]), lr=0.01)
+    resumed.load_state_dict(given)
+    assert_same([resumed.state[p]["exp_avg_sq"] for p in params_of(resumed)], list(norms))
+
+
 # --- what does not fit ------------------------------------------------------------------------------------------------
 
 
@@ -322,6 +335,18 @@ def drop_groups(checkpoint):
     del checkpoint["param_groups"]
 
 
+def negative_step(checkpoint):
+    checkpoint["state"][4]["step"] = torch.tensor(-3.0)
+
+
+def step_of_text(checkpoint):
+    checkpoint["state"][4]["step"] = "3"
+
+
+def drop_lr(checkpoint):
+    del checkpoint["param_groups"][0]["lr"]
+
+
 @pytest.mark.parametrize(
     ("corrupt", "kind", "message"),
     [
@@ -340,6 +365,13 @@ def drop_groups(checkpoint):
         (corrupt_betas, AmpValueError, "Invalid beta parameter at index 1: 1.0 (betas[1])"),
         (corrupt_seed, AmpValueError, "seed is -1, expected 0 to 2**62 - 1"),
         (corrupt_step, AmpValueError, "the state 'step' of param_groups[0]['params'][4] has 2 elements, expected 1"),
+        (negative_step, AmpValueError, "the state 'step' of param_groups[0]['params'][4] is -3.0, expected a count"),
+        (
+            step_of_text,
+            AmpTypeError,
+            "the state 'step' of param_groups[0]['params'][4] is of type str, expected a number",
+        ),
+        (drop_lr, AmpKeyError, "a param group of the checkpoint has no 'lr'"),
         (drop_parameter, ValueError, "doesn't match the size of optimizer's group"),
         (add_group, ValueError, "loaded state dict has a different number of parameter groups"),
         (drop_groups, KeyError, "param_groups"),

@@ -97,3 +97,20 @@ def test_groups_added_under_amp_train():
         optimizer.zero_grad()
     assert not torch.equal(model[1].weight, before)
     session.reset()
+
+
+@pytest.mark.parametrize("level", ["O0", "O3"])
+def test_state_from_before_initialize_stays_in_fp32(level):
+    """A model cast to 16 bits takes state along that the optimizer keeps in fp32."""
+    p = nn.Parameter(torch.ones(3, dtype=torch.float32 if level == "O3" else torch.float64))
+    model = nn.ParameterList([p])
+    optimizer, session = FusedSGD([p], lr=0.5, momentum=0.9), AmpSession()
+    p.grad = torch.full_like(p, 1.0001)  # no fp16 number
+    optimizer.step()
+    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    state = optimizer.state[p]["momentum_buffer"]
+    assert_same([state], [torch.full((3,), 1.0001)])
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    session.reset()
+    assert_same([optimizer.state[p]["momentum_buffer"].float()], [torch.full((3,), 1.0001) * 0.9])

@@ -1,0 +1,186 @@
+"""What apex's calling form gives a function, checked and made ready for the ops: a flag, lists of tensors, numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, SupportsFloat, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ampctx import foreach
+from ampctx._errors import AmpTypeError, AmpValueError
+from ampctx._reference import KERNEL_DTYPES
+from ampctx.foreach import FoundInf, PerDevice, move
+
+TensorLists: TypeAlias = Sequence[Sequence[Tensor]]
+Number: TypeAlias = float | Tensor
+
+
+class Call:
+    """One call: ``lists`` by name, on one ``device`` (that of the flag where the lists are empty).
+
+    Tensors at one index agree in number of elements; dtypes and memory layouts may be any mix.
+
+    Args:
+        names: of the lists, for messages. The last ``optional`` of them may be missing.
+
+    Raises:
+        AmpTypeError, AmpValueError: with the names of function and list, and the index.
+    """
+
+    def __init__(
+        self, op: str, noop_flag: Tensor, tensor_lists: TensorLists, names: Sequence[str], optional: int = 0
+    ) -> None:
+        self.op = op
+        self._flag = self._checked_flag(noop_flag)
+        given = self._split(tensor_lists, names, optional)
+        self.lists = dict(zip(names, given, strict=False))
+        self.length = len(given[0])
+        self.device = given[0][0].device if self.length else self._flag.device
+        self._check_tensors()
+
+    def _split(self, tensor_lists: TensorLists, names: Sequence[str], optional: int) -> list[list[Tensor]]:
+        expected = f"{self.op}: tensor_lists must be [{', '.join(names)}], each a list of tensors; got"
+        if isinstance(tensor_lists, Tensor) or any(isinstance(tensors, Tensor) for tensors in tensor_lists):
+            raise AmpTypeError(f"{expected} a tensor")
+        try:
+            lists = [list(tensors) for tensors in tensor_lists]
+        except TypeError:
+            kinds = ", ".join(type(tensors).__name__ for tensors in tensor_lists)
+            raise AmpTypeError(f"{expected} [{kinds}]") from None
+        if not len(names) - optional <= len(lists) <= len(names):
+            counts = " or ".join(str(len(names) - missing) for missing in range(optional, -1, -1))
+            raise AmpValueError(
+                f"{self.op}: tensor_lists has {len(lists)} lists, expected {counts}: {', '.join(names)}"
+            )
+        return lists
+
+    def _check_tensors(self) -> None:
+        first_name, first = next(iter(self.lists.items()))
+        for name, tensors in self.lists.items():
+            if len(tensors) != len(first):
+                raise AmpValueError(f"{self.op}: {name} has {len(tensors)} tensors, {first_name} has {len(first)}")
+            for i, t in enumerate(tensors):
+                where = f"{self.op}: {name}[{i}]"
+                if not isinstance(t, Tensor):
+                    raise AmpTypeError(f"{where} must be a tensor, got {type(t).__name__}")
+                if t.layout is not torch.strided:
+                    raise AmpTypeError(f"{where} is not a strided tensor")
+                if t.dtype not in KERNEL_DTYPES:
+                    raise AmpTypeError(f"{where} has dtype {t.dtype}, expected float32, float16, bfloat16 or float64")
+                if t.device != self.device:
+                    raise AmpValueError(
+                        f"{where} is on {t.device}, not on the same device as the first tensor, {first_name}[0] on "
+                        f"{self.device}"
+                    )
+                if t.numel() != first[i].numel():
+                    raise AmpValueError(f"{where} has {t.numel()} elements, {first_name}[{i}] has {first[i].numel()}")
+
+    def _checked_flag(self, noop_flag: Tensor) -> Tensor:
+        """The first element of the flag, as a view."""
+        if not isinstance(noop_flag, Tensor):
+            raise AmpTypeError(f"{self.op}: noop_flag must be a tensor, got {type(noop_flag).__name__}")
+        if noop_flag.dtype not in (torch.int32, torch.float32):
+            raise AmpTypeError(f"{self.op}: noop_flag has dtype {noop_flag.dtype}, expected int32 or float32")
+        if noop_flag.numel() == 0:
+            raise AmpValueError(f"{self.op}: noop_flag has no element, expected one or more")
+        return noop_flag[(0,) * noop_flag.dim()]
+
+    def __getitem__(self, name: str) -> list[Tensor]:
+        return self.lists[name]
+
+    @contextmanager
+    def flag(self) -> Iterator[Tensor]:
+        """The flag as a 0-d tensor on the device of the lists; what is written into it arrives in the caller's.
+
+        Waits only where the one is on the CPU and the other is not.
+        """
+        if self._flag.device == self.device:
+            yield self._flag
+            return
+        here = move(self._flag, self.device)
+        yield here
+        self._flag.copy_(move(here, self._flag.device))
+
+    def no_flag(self) -> Tensor:
+        """For ops that have to run whatever the flag says."""
+        return torch.zeros((), dtype=torch.float32, device=self.device)
+
+    def number(self, name: str, value: Number) -> float:
+        """``value`` as a float. That of a tensor is read, which waits for its device."""
+        self._check_number(name, value)
+        return float(value)
+
+    def factor(self, name: str, value: Number) -> Number:
+        """``value`` as the ops take factors: a float, or a 0-d tensor. A tensor is not read."""
+        self._check_number(name, value)
+        if not isinstance(value, Tensor):
+            return float(value)
+        value = value.detach().reshape(())
+        if value.device.type == "cpu":
+            return value if value.dtype == torch.float64 else value.float()
+        return move(value, self.device).float()
+
+    def tensor(self, name: str, value: Number) -> Tensor:
+        """``value`` as a 0-d fp32 tensor on the device of the lists. A tensor is not read."""
+        value = self.factor(name, value)
+        if isinstance(value, Tensor):
+            return move(value, self.device).float()
+        return torch.full((), value, dtype=torch.float32, device=self.device)
+
+    def vector(self, name: str, value: Tensor) -> Tensor:
+        """``value``, checked to be an fp32 tensor of one number for each index, on the device of the lists."""
+        if not isinstance(value, Tensor):
+            raise AmpTypeError(f"{self.op}: {name} must be a tensor, got {type(value).__name__}")
+        if value.dtype != torch.float32:
+            raise AmpTypeError(f"{self.op}: {name} has dtype {value.dtype}, expected float32")
+        if value.shape != (self.length,):
+            raise AmpValueError(f"{self.op}: {name} has shape {tuple(value.shape)}, expected ({self.length},)")
+        if value.device != self.device:
+            raise AmpValueError(
+                f"{self.op}: {name} is on {value.device}, not on the same device as the first tensor, on {self.device}"
+            )
+        return value.detach()
+
+    def one_of(self, name: str, value: int, allowed: Sequence[int]) -> int:
+        if value not in allowed:
+            raise AmpValueError(f"{self.op}: {name} is {value!r}, expected {' or '.join(map(str, allowed))}")
+        return int(value)
+
+    def _check_number(self, name: str, value: Any) -> None:
+        if not isinstance(value, SupportsFloat):
+            raise AmpTypeError(f"{self.op}: {name} must be a number or a tensor, got {type(value).__name__}")
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise AmpValueError(f"{self.op}: {name} has {value.numel()} elements, expected 1")
+
+
+def found_in(flag: Tensor) -> FoundInf:
+    """``flag`` (0-d) as the functions of ``ampctx.foreach`` take it, for tensors on its device."""
+    found = FoundInf()
+    found.per_device[flag.device] = flag
+    return found
+
+
+def foreach_factor(value: Number) -> float | PerDevice:
+    """A factor as the functions of ``ampctx.foreach`` take it."""
+    return PerDevice(value) if isinstance(value, Tensor) else value
+
+
+@torch.no_grad()
+def norms(
+    op: str, noop_flag: Tensor, tensor_lists: TensorLists, inv_scale: Number, per_tensor: bool | None
+) -> tuple[Tensor, Tensor]:
+    """A norm function of apex: of ``tensor_lists = [tensors]`` times ``inv_scale``, ``[1]``, and of each or ``[0]``."""
+    call = Call(op, noop_flag, tensor_lists, ("tensors",))
+    factor = foreach_factor(call.factor("inv_scale", inv_scale))
+    if not call.length:
+        return torch.zeros(1, device=call.device), torch.zeros(0, device=call.device)
+    with call.flag() as flag:
+        if per_tensor:
+            total, each = foreach.unscale_l2norms(call["tensors"], found_in(flag), factor)
+        else:
+            total = foreach.unscale_l2norm(call["tensors"], found_in(flag), factor)
+            each = total.new_empty(0)
+    return total.reshape(1), each

@@ -1,0 +1,385 @@
+"""What of a run, besides the model's and the optimizers' state, makes it go on bit for bit: read, checked, put back.
+
+    {"loss_scaler0": ..., "opt_level": "O2", "deferred": {loss id: overflowed}, "optimizers": [one, ...]}
+
+    {"params": how many, "masters": {i: fp32 tensor}, "overflows": {loss id: overflowed},
+     "loss_scales": [...],      only of an optimizer that an earlier initialize took in
+     "gradients": {...}}        only where they were asked for
+
+``i`` is the place of a parameter among all of the optimizer, as in its own state dict. Tensors are those of the run;
+numbers and plain dicts besides, which ``torch.load(weights_only=True)`` reads.
+
+Not part of it, since nothing that is computed depends on it: counts of skipped steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
+from ampctx.amp.block_gradients import NOTHING_PENDING, Grads, Pending, Waiting
+from ampctx.amp.device_skips import Verdicts
+from ampctx.amp.loss_scale import LossScale
+from ampctx.amp.scaler_state import KEY, read_amp_entries
+from ampctx.amp.step_hook import OUTSIDE_OF_BLOCKS, OptimizerBinding
+from ampctx.foreach import Factor, PerDevice
+
+Deferred = MutableMapping[LossScale, Tensor]
+State = dict[str, Any]
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+def saved(
+    bindings: list[OptimizerBinding], loss_scales: list[LossScale], deferred: Deferred, opt_level: str, grads: bool
+) -> State:
+    """What is added to the loss scales' entries. Nothing changes, but that masters follow a model that was loaded.
+
+    Raises:
+        AmpError: inside a scale_loss block.
+
+    Host sync: reads flags.
+    """
+    _between_blocks(bindings, "amp.state_dict(masters=True)")
+    return {
+        "opt_level": opt_level,
+        "deferred": _deferred_of(loss_scales, deferred),
+        "optimizers": [_saved_optimizer(binding, loss_scales, deferred, grads) for binding in bindings],
+    }
+
+
+def drops_gradients(binding: OptimizerBinding) -> bool:
+    """Whether there are gradients, as far as can be told, that the coming step is to use."""
+    pending = binding.gradients.pending()
+    if pending.masters or pending.waiting is not None or pending.window is not None:
+        return True
+    return bool(pending.model and binding.verdicts)
+
+
+def _between_blocks(bindings: list[OptimizerBinding], name: str) -> None:
+    if any(binding.gradients.in_block for binding in bindings):
+        raise AmpError(f"{name} was called inside a scale_loss block: leave the block first")
+
+
+def _params(binding: OptimizerBinding) -> list[Tensor]:
+    """The parameters that the optimizer steps, in order."""
+    return [p for group in binding.optimizer.param_groups for p in group["params"]]
+
+
+def _deferred_of(scales: list[LossScale], deferred: Deferred) -> dict[int, bool]:
+    return {i: _is_set(deferred[scale]) for i, scale in enumerate(scales) if scale in deferred}
+
+
+def _is_set(flag: Tensor) -> bool:
+    return flag.item() != 0
+
+
+def _saved_optimizer(binding: OptimizerBinding, loss_scales: list[LossScale], deferred: Deferred, grads: bool) -> State:
+    binding.masters.adopt_unfrozen(binding.optimizer)
+    binding.masters.follow_model()
+    params = _params(binding)
+    state: State = {
+        "params": len(params),
+        "masters": {i: p.detach() for i, p in enumerate(params) if p in binding.masters.model_of},
+        "overflows": {loss_id: _is_set(flag) for loss_id, (_, flag) in binding.verdicts.items()},
+    }
+    if binding.loss_scales is not loss_scales:
+        state["loss_scales"] = {
+            **{f"{KEY}{i}": scale.state_dict() for i, scale in enumerate(binding.loss_scales)},
+            "deferred": _deferred_of(binding.loss_scales, deferred),
+        }
+    if grads:
+        state["gradients"] = _saved_gradients(binding, params)
+    return state
+
+
+def _saved_gradients(binding: OptimizerBinding, params: list[Tensor]) -> State:
+    model_of = binding.masters.model_of
+    place = {p: i for i, p in enumerate(params)} | {model_of[p]: i for i, p in enumerate(params) if p in model_of}
+
+    def placed(grads: Grads) -> dict[int, Tensor]:
+        return {place[p]: grad.detach() for p, grad in grads.items() if p in place}
+
+    pending = binding.gradients.pending()
+    state: State = {"model": placed(pending.model), "masters": placed(pending.masters)}
+    if pending.waiting is not None:
+        grads, inv_scale, norm = pending.waiting
+        state["waiting"] = {"grads": placed(grads), "inv_scale": _number(inv_scale), "norm": norm}
+    if pending.window is not None and binding.delayed_by is not None:
+        factor, before, scaled = pending.window
+        loss_id, scale = binding.delayed_by
+        # Of the scale as it is now: a block that goes on with the window does not rescale it.
+        current = scale.is_identity or (scale.scale is not None and factor is scale.inv_scale())
+        state["window"] = {
+            "loss_id": loss_id,
+            "inv_scale": None if current else _number(factor),
+            "before": placed(before),
+            "scaled": [place[p] for p in scaled if p in place],
+        }
+    return state
+
+
+def _number(factor: Factor) -> float | Tensor:
+    return factor.value if isinstance(factor, PerDevice) else factor
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def loader(
+    state: Mapping[str, Any],
+    bindings: list[OptimizerBinding],
+    loss_scales: list[LossScale],
+    deferred: Deferred,
+    opt_level: str,
+) -> Callable[[], None]:
+    """Checks what ``saved`` gave against the run; returns what puts it into place, after the loss scales' entries.
+
+    The model's weights become the rounded masters. Gradients that are there make way for those of the checkpoint, or
+    are dropped where it has none.
+
+    Raises:
+        AmpError: inside a scale_loss block. AmpKeyError, AmpTypeError, AmpValueError: what does not fit, by its key.
+            Nothing has been changed then.
+    """
+    _between_blocks(bindings, "amp.load_state_dict")
+    if (theirs := _entry(state, "opt_level", str, "state_dict")) != opt_level:
+        raise AmpValueError(
+            f'state_dict["opt_level"] is {theirs!r}, and amp.initialize was given opt_level={opt_level!r}. To go on at '
+            'another level load the model, the optimizer and the loss scales (the "loss_scaler..." entries) alone'
+        )
+    if (n := len(read_amp_entries(state))) != len(loss_scales):
+        raise AmpValueError(f"state_dict has {n} loss scales, and num_losses={len(loss_scales)} was given")
+    flags = _flags(state, "deferred", "state_dict", range(len(loss_scales)))
+    optimizers = _entry(state, "optimizers", list, "state_dict")
+    if len(optimizers) != len(bindings):
+        raise AmpValueError(
+            f'state_dict["optimizers"] has {len(optimizers)} entries, and {len(bindings)} optimizers are under amp'
+        )
+    loaders = [
+        _Loader(entry, binding, f'state_dict["optimizers"][{i}]', binding.loss_scales is not loss_scales)
+        for i, (entry, binding) in enumerate(zip(optimizers, bindings, strict=True))
+    ]
+
+    def load() -> None:
+        _defer(loss_scales, flags, deferred)
+        for each in loaders:
+            each.load(deferred)
+
+    return load
+
+
+def _defer(scales: list[LossScale], flags: dict[int, bool], deferred: Deferred) -> None:
+    for i, scale in enumerate(scales):
+        deferred.pop(scale, None)
+        if i in flags:
+            deferred[scale] = _flag(flags[i], scale, torch.device("cpu"))
+
+
+def _flag(value: bool, scale: LossScale, device: torch.device) -> Tensor:
+    at = device if scale.scale is None else scale.scale.device
+    return torch.full((), float(value), dtype=torch.float32, device=at)
+
+
+class _Loader:
+    """The state of one optimizer, checked by its constructor and put into place by ``load``."""
+
+    def __init__(self, state: Any, binding: OptimizerBinding, where: str, own_scales: bool) -> None:
+        self._binding = binding
+        _typed(state, Mapping, where)
+        # Masters do not follow the model here: they are about to be set, and stay as they are if a check fails.
+        binding.masters.adopt_unfrozen(binding.optimizer)
+        self._params = params = _params(binding)
+        self._model = [binding.masters.model_of.get(p, p) for p in params]
+        if (n := _entry(state, "params", int, where)) != len(params):
+            raise AmpValueError(f'{where}["params"] is {n}, and the optimizer has {len(params)} parameters')
+        self._masters = self._checked_masters(state, where)
+        scales = binding.loss_scales
+        self._overflows = _flags(state, "overflows", where, range(OUTSIDE_OF_BLOCKS, len(scales)))
+        self._scales: dict[int, State] = {}
+        self._deferred: dict[int, bool] = {}
+        if own_scales:
+            entries = _entry(state, "loss_scales", Mapping, where)
+            self._scales = read_amp_entries(entries)
+            if self._scales.keys() != set(range(len(scales))):
+                raise AmpValueError(
+                    f'{where}["loss_scales"] has {len(self._scales)} loss scales, expected {len(scales)}'
+                )
+            self._deferred = _flags(entries, "deferred", f'{where}["loss_scales"]', range(len(scales)))
+        gradients = state.get("gradients")
+        self._gradients = None if gradients is None else self._checked_gradients(gradients, f'{where}["gradients"]')
+
+    # --- checks -------------------------------------------------------------------------------------------------------
+
+    def _checked_masters(self, state: Mapping[str, Any], where: str) -> dict[int, Tensor]:
+        where_masters = f'{where}["masters"]'
+        saved = self._tensors(_entry(state, "masters", Mapping, where), self._params, where_masters)
+        here = {i for i, p in enumerate(self._params) if p in self._binding.masters.model_of}
+        if more := sorted(saved.keys() - here):
+            raise AmpValueError(
+                f"{where_masters}[{more[0]}] is a master weight, and that parameter has none here: it is frozen, or is "
+                "not a 16-bit one"
+            )
+        if missing := sorted(here - saved.keys()):
+            raise AmpKeyError(
+                f"{where_masters} has no {missing[0]}, the master weight of a parameter of shape "
+                f"{tuple(self._params[missing[0]].shape)}. Where it was frozen when the checkpoint was made, load "
+                "first and unfreeze it then"
+            )
+        return saved
+
+    def _tensors(self, state: Any, like: list[Tensor], where: str) -> dict[int, Tensor]:
+        """Tensors by place, of the shapes and dtypes of ``like``."""
+        _typed(state, Mapping, where)
+        for i, value in state.items():
+            if not isinstance(i, int) or not 0 <= i < len(like):
+                raise AmpKeyError(f"{where} has {i!r}, and the optimizer has parameters 0 to {len(like) - 1}")
+            _typed(value, Tensor, f"{where}[{i}]")
+            if value.shape != like[i].shape or value.dtype != like[i].dtype:
+                raise AmpValueError(
+                    f"{where}[{i}] is of shape {tuple(value.shape)} and {value.dtype}, expected "
+                    f"{tuple(like[i].shape)} and {like[i].dtype}"
+                )
+        return dict(state)
+
+    def _checked_gradients(self, state: Any, where: str) -> State:
+        _typed(state, Mapping, where)
+        result = dict(state)
+        for name, like in (("model", self._model), ("masters", self._params)):
+            tensors = self._tensors(_entry(state, name, Mapping, where), like, f'{where}["{name}"]')
+            result[name] = tensors
+        self._have_masters(result["masters"], f'{where}["masters"]')
+        if (waiting := state.get("waiting")) is not None:
+            inside = f'{where}["waiting"]'
+            _typed(waiting, Mapping, inside)
+            grads = self._tensors(_entry(waiting, "grads", Mapping, inside), self._model, f'{inside}["grads"]')
+            self._have_masters(grads, f'{inside}["grads"]')
+            if not self._binding.masters.lazy:
+                raise AmpValueError(
+                    f"{inside}: {type(self._binding.optimizer).__name__} does not read 16-bit gradients"
+                )
+            _one_element(_entry(waiting, "inv_scale", (float, Tensor), inside), f'{inside}["inv_scale"]')
+            _one_element(_entry(waiting, "norm", Tensor, inside), f'{inside}["norm"]')
+        if (window := state.get("window")) is not None:
+            self._check_window(window, f'{where}["window"]')
+        return result
+
+    def _check_window(self, window: Any, where: str) -> None:
+        _typed(window, Mapping, where)
+        loss_id = _entry(window, "loss_id", int, where)
+        if not 0 <= loss_id < len(self._binding.loss_scales):
+            raise AmpValueError(
+                f'{where}["loss_id"] is {loss_id}, there are {len(self._binding.loss_scales)} loss scales'
+            )
+        _one_element(_entry(window, "inv_scale", (float, Tensor, type(None)), where), f'{where}["inv_scale"]')
+        self._tensors(_entry(window, "before", Mapping, where), self._model, f'{where}["before"]')
+        for i in _entry(window, "scaled", list, where):
+            if not isinstance(i, int) or not 0 <= i < len(self._params):
+                raise AmpKeyError(f'{where}["scaled"] has {i!r}, and the optimizer has {len(self._params)} parameters')
+
+    def _have_masters(self, grads: Mapping[int, Tensor], where: str) -> None:
+        for i in grads:
+            if self._params[i] not in self._binding.masters.model_of:
+                raise AmpValueError(
+                    f"{where}[{i}] is the gradient of a master weight, and that parameter has none here"
+                )
+
+    # --- effects ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load(self, deferred: Deferred) -> None:
+        binding = self._binding
+        scales = binding.loss_scales
+        for i, entry in self._scales.items():
+            scales[i].load_state_dict(entry)
+        if self._scales:
+            _defer(scales, self._deferred, deferred)
+        for i, value in self._masters.items():
+            self._params[i].copy_(value)
+        # Where both agree, no master follows what is in the model now.
+        binding.masters.copy_to_model()
+        device = self._params[0].device if self._params else torch.device("cpu")
+        verdicts: Verdicts = {}
+        for loss_id, overflowed in self._overflows.items():
+            scale = scales[max(loss_id, 0)]  # OUTSIDE_OF_BLOCKS goes with the first
+            verdicts[loss_id] = (scale, _flag(overflowed, scale, device))
+        window = (self._gradients or {}).get("window")
+        delayed_by = None if window is None else (window["loss_id"], scales[window["loss_id"]])
+        binding.restore(self._pending(), verdicts, delayed_by)
+
+    def _pending(self) -> Pending:
+        state, params, model = self._gradients, self._params, self._model
+        if state is None:
+            return NOTHING_PENDING
+        waiting = window = None
+        if (w := state.get("waiting")) is not None:
+            grads = _copies(w["grads"], model)
+            device = model[next(iter(grads))].device if grads else torch.device("cpu")
+            norm = w["norm"].to(device, copy=True)
+            waiting = Waiting({params[i]: g for i, g in grads.items()}, _factor(w["inv_scale"], device), norm)
+        if (w := state.get("window")) is not None:
+            scaled = [model[i] for i in w["scaled"]]
+            window = (
+                self._inv_scale(w, scaled[0].device if scaled else torch.device("cpu")),
+                {model[i]: g for i, g in _copies(w["before"], model).items()},
+                scaled,
+            )
+        return Pending(
+            {model[i]: g for i, g in _copies(state["model"], model).items()},
+            {params[i]: g for i, g in _copies(state["masters"], params).items()},
+            waiting,
+            window,
+        )
+
+    def _inv_scale(self, window: Mapping[str, Any], device: torch.device) -> Factor:
+        scale = self._binding.loss_scales[window["loss_id"]]
+        if window["inv_scale"] is not None:
+            return _factor(window["inv_scale"], device)
+        if scale.is_identity:
+            return 1.0
+        scale.scale_on(device)
+        return scale.inv_scale()
+
+
+def _copies(grads: Mapping[int, Tensor], at: list[Tensor]) -> dict[int, Tensor]:
+    return {i: grad.detach().to(at[i].device, copy=True) for i, grad in grads.items()}
+
+
+def _factor(value: float | Tensor, device: torch.device) -> Factor:
+    return PerDevice(value.to(device, copy=True)) if isinstance(value, Tensor) else value
+
+
+# --- entries ----------------------------------------------------------------------------------------------------------
+
+
+def _typed(value: Any, kind: type | tuple[type, ...], where: str) -> None:
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if not isinstance(value, kind) or (isinstance(value, bool) and bool not in kinds):
+        expected = " or ".join("dict" if k is Mapping else "None" if k is type(None) else k.__name__ for k in kinds)
+        raise AmpTypeError(f"{where} must be a {expected}, got {type(value).__name__}")
+
+
+def _entry(state: Mapping[str, Any], key: str, kind: type | tuple[type, ...], where: str) -> Any:
+    if key not in state:
+        raise AmpKeyError(f'{where} has no "{key}", only {", ".join(map(str, state)) or "nothing"}')
+    _typed(state[key], kind, f'{where}["{key}"]')
+    return state[key]
+
+
+def _flags(state: Mapping[str, Any], key: str, where: str, ids: range) -> dict[int, bool]:
+    flags = _entry(state, key, Mapping, where)
+    for loss_id, value in flags.items():
+        if not isinstance(loss_id, int) or loss_id not in ids:
+            raise AmpKeyError(f'{where}["{key}"] has {loss_id!r}, expected loss ids from {ids[0]} to {ids[-1]}')
+        _typed(value, bool, f'{where}["{key}"][{loss_id}]')
+    return dict(flags)
+
+
+def _one_element(value: Any, where: str) -> None:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise AmpValueError(f"{where} has {value.numel()} elements, expected 1")

@@ -1,0 +1,201 @@
+"""How a loss scale is saved: the formats of apex and of torch, checked, and one turned into the other.
+
+    amp.state_dict()           {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, "loss_scaler1": ...}
+    GradScaler.state_dict()    {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000,
+                                "_growth_tracker": 0}
+    FP16_Optimizer             the scaler itself, an object, at "loss_scaler"; or its "cur_scale" and "cur_iter"
+
+apex's amp has had one format since it saves anything (August 2019); before, there was FP16_Optimizer. A number may be a
+tensor or array of one element, which some programs put in its place. Nothing here reads or changes a ``LossScale``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
+from ampctx.amp.loss_scale import check_backoff_factor, check_count, check_growth_factor, check_scale, required
+
+KEY = "loss_scaler"
+# What amp.state_dict(masters=True) adds to the loss scales.
+RUN_KEYS = ("opt_level", "optimizers", "deferred")
+# The attributes of the scaler objects that FP16_Optimizer saved.
+_OF_OBJECTS = ("_loss_scale", "_unskipped", "cur_scale", "cur_iter", "last_overflow_iter", "scale_window")
+
+
+class GradScalerState(NamedTuple):
+    """The five entries of a ``torch.amp.GradScaler``, checked."""
+
+    scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    growth_tracker: int
+
+
+def is_amp_state(state: Any) -> bool:
+    """Whether ``state`` looks like apex's: a dict with a key ``loss_scaler<number>``."""
+    return isinstance(state, Mapping) and any(re.match(KEY + r"\d", str(key)) for key in state)
+
+
+def is_grad_scaler_state(state: Any) -> bool:
+    """Whether ``state`` looks like a GradScaler's: a dict with "scale" or "_growth_tracker". A disabled one's is {}."""
+    return isinstance(state, Mapping) and ("scale" in state or "_growth_tracker" in state)
+
+
+def plain(value: Any) -> Any:
+    """The number in a tensor or array of one element; anything else as it is. A host sync for an accelerator's."""
+    size = getattr(value, "numel", None) or getattr(value, "size", None)
+    size = size() if callable(size) else size
+    return value.item() if size == 1 and hasattr(value, "item") else value
+
+
+def read_amp_entries(state: Any) -> dict[int, dict[str, Any]]:
+    """The entries of apex's format by number, as plain numbers: "loss_scale", "unskipped", "hysteresis" where given.
+
+    ``RUN_KEYS`` are passed over.
+
+    Raises:
+        AmpKeyError: a key that is not ``loss_scaler<number>``, or an entry without "loss_scale" or "unskipped".
+        AmpTypeError, AmpValueError: no dict, an entry that is none, or a value out of range.
+    """
+    if not isinstance(state, Mapping):
+        raise AmpTypeError(f"state_dict must be a dict, got {type(state).__name__}")
+    matches = {k: re.fullmatch(KEY + r"(0|[1-9]\d*)", str(k), re.ASCII) for k in state if k not in RUN_KEYS}
+    if unexpected := [k for k, match in matches.items() if match is None]:
+        keys = ", ".join(f'"{k}"' for k in unexpected)
+        raise AmpKeyError(f"Error(s) in loading state_dict. Unexpected key(s) in state_dict: {keys}.")
+    entries = {}
+    for key, match in matches.items():
+        assert match is not None
+        try:
+            entries[int(match[1])] = _read_amp_entry(state[key])
+        except AmpError as error:
+            raise type(error)(f'state_dict["{key}"]: {error}') from None
+    return entries
+
+
+def _read_amp_entry(entry: Any) -> dict[str, Any]:
+    if not isinstance(entry, Mapping):
+        raise AmpTypeError(f"the loss scale's state must be a dict, got {type(entry).__name__}")
+    result = {
+        "loss_scale": check_scale("loss_scale", plain(required(entry, "loss_scale"))),
+        "unskipped": check_count("unskipped", plain(required(entry, "unskipped")), 0),
+    }
+    if "hysteresis" in entry:
+        result["hysteresis"] = check_count("hysteresis", plain(entry["hysteresis"]), 0)
+    return result
+
+
+def read_grad_scaler_state(state: Any) -> GradScalerState:
+    """The entries of a GradScaler's state as plain numbers. Entries besides the five are not looked at.
+
+    Raises:
+        AmpError: an empty dict, as a disabled scaler saves. AmpKeyError: a missing key.
+        AmpTypeError, AmpValueError: no dict, or an entry that cannot be used, by name.
+    """
+    if not isinstance(state, Mapping):
+        raise AmpTypeError(f"state_dict must be a dict, got {type(state).__name__}")
+    if len(state) == 0:
+        raise AmpError(
+            "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
+        )
+    return GradScalerState(
+        check_scale("scale", plain(required(state, "scale"))),
+        check_growth_factor(plain(required(state, "growth_factor"))),
+        check_backoff_factor(plain(required(state, "backoff_factor"))),
+        check_count("growth_interval", plain(required(state, "growth_interval")), 1),
+        check_count("_growth_tracker", plain(required(state, "_growth_tracker")), 0),
+    )
+
+
+def only_amp_entry(state: Any, loss_id: int | None = None) -> dict[str, Any]:
+    """The entry of a state in apex's format that has one, or entry ``loss_id``.
+
+    Raises:
+        AmpKeyError: there is no such entry. AmpValueError: several, and no ``loss_id``. And what ``read_amp_entries``
+            raises.
+    """
+    entries = read_amp_entries(state)
+    names = ", ".join(f"{KEY}{i}" for i in entries) or "none"
+    if loss_id is None:
+        if len(entries) > 1:
+            raise AmpValueError(
+                f"the state holds {len(entries)} loss scales ({names}), and a GradScaler has one: choose with "
+                "ampctx.compat.checkpoints.to_grad_scaler_state(state, loss_id=0)"
+            )
+        loss_id = next(iter(entries), 0)
+    if loss_id not in entries:
+        raise AmpKeyError(f'the state has no "{KEY}{loss_id}", it holds: {names}')
+    return entries[loss_id]
+
+
+def to_grad_scaler_state(amp_state: Mapping[str, Any], loss_id: int | None = None) -> dict[str, Any]:
+    """A state that ``torch.amp.GradScaler`` and ``ampctx.GradScaler`` load, from one in apex's format.
+
+    Args:
+        amp_state: what ``amp.state_dict()`` gave, here or in apex.
+        loss_id: which of its loss scales. May be left out where there is one.
+
+    Returns:
+        Scale and counter with the settings by which apex and ``ampctx.amp`` move a scale: growth by 2 after 2000 clean
+        steps, backoff by 0.5. They are torch's defaults too.
+
+    Raises:
+        AmpKeyError, AmpTypeError, AmpValueError: a state that cannot be used, or that has several scales, by name.
+    """
+    entry = only_amp_entry(amp_state, loss_id)
+    return {
+        "scale": entry["loss_scale"],
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "_growth_tracker": entry["unskipped"],
+    }
+
+
+def to_amp_state(grad_scaler_state: Mapping[str, Any], num_losses: int = 1) -> dict[str, Any]:
+    """A state that ``amp.load_state_dict`` takes, here and in apex, from one of a GradScaler.
+
+    Args:
+        grad_scaler_state: what ``state_dict()`` of torch's GradScaler or of ours gave.
+        num_losses: how many entries to write, alike.
+
+    Returns:
+        ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}``. Growth settings have no place in it.
+
+    Raises:
+        AmpError: an empty dict, as a disabled scaler saves. AmpKeyError, AmpTypeError, AmpValueError: an entry that is
+            missing or cannot be used, by name.
+    """
+    state = read_grad_scaler_state(grad_scaler_state)
+    count = check_count("num_losses", num_losses, 1)
+    return {f"{KEY}{i}": {"loss_scale": state.scale, "unskipped": state.growth_tracker} for i in range(count)}
+
+
+def fp16_optimizer_entry(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The entry in apex's format for what ``FP16_Optimizer.state_dict()`` of apex holds; None where it has no scale.
+
+    Its versions: ``fp16_utils`` saves the scaler object at "loss_scaler" (since February 2019 that of amp, before a
+    static or dynamic one of its own), ``contrib.optimizers`` the numbers.
+
+    Raises:
+        AmpTypeError, AmpValueError: a value that cannot be used, by name.
+    """
+    scaler = state.get("loss_scaler", state)
+    values = (
+        scaler if isinstance(scaler, Mapping) else {k: getattr(scaler, k) for k in _OF_OBJECTS if hasattr(scaler, k)}
+    )
+    if "_loss_scale" in values:
+        return _read_amp_entry({"loss_scale": values["_loss_scale"], "unskipped": values.get("_unskipped", 0)})
+    if "cur_scale" not in values:
+        return None
+    unskipped = 0
+    if "scale_window" in values:
+        # Iterations are counted, skipped ones too, and growth does not reset anything: a new window begins.
+        window = check_count("scale_window", plain(values["scale_window"]), 1)
+        last = check_count("last_overflow_iter", plain(required(values, "last_overflow_iter")), -1)
+        unskipped = (check_count("cur_iter", plain(required(values, "cur_iter")), 0) - last - 1) % window
+    return _read_amp_entry({"loss_scale": values["cur_scale"], "unskipped": unskipped})

@@ -1,0 +1,243 @@
+"""What became of a step: whether it was taken, by which losses it was not, and whose gradients were inf or nan.
+
+A ``StepOutcome`` is made at every step and costs nothing there: it keeps the flags and scales of that step, which
+nobody writes to, and reads them when somebody asks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ampctx import foreach
+from ampctx.foreach import Factor, FoundInf, PerDevice, move
+
+OVERFLOW = "overflow"
+FOUND_INF = "found_inf"
+
+
+class Culprit(NamedTuple):
+    """A parameter whose gradient was not finite.
+
+    name: what the model calls it; ``param_groups[0][3]`` for one that is in no model given to ``amp.initialize``.
+    shape: that of the parameter.
+    inf, nan: how many elements of the gradient were so. None where the gradient was gone when they were asked for.
+    """
+
+    name: str
+    shape: torch.Size
+    inf: int | None
+    nan: int | None
+
+    def __str__(self) -> str:
+        if self.inf is None or self.nan is None:
+            return self.name
+        counts = [f"{n} {kind}" for n, kind in ((self.inf, "inf"), (self.nan, "nan")) if n]
+        return f"{self.name} ({', '.join(counts)} of {self.shape.numel()})"
+
+
+Culprits = tuple[Culprit, ...]
+
+
+class Names:
+    """What the parameters of an optimizer are called. Keeps no model alive.
+
+    Args:
+        models: where names come from. With several, those of ``models[i]`` start with "models[i].".
+    """
+
+    def __init__(self, models: Sequence[nn.Module] = ()) -> None:
+        self._models = [weakref.ref(model) for model in models]
+
+    def of(self, optimizer: Any, model_of: Mapping[Tensor, Tensor] | None = None) -> dict[int, str]:
+        """Names by the id of the parameter. ``model_of`` leads from masters to the parameters of the model."""
+        names: dict[int, str] = {}
+        for g, group in enumerate([] if optimizer is None else optimizer.param_groups):
+            given = group.get("param_names")
+            for i, p in enumerate(group["params"]):
+                place = given[i] if given and i < len(given) else f"param_groups[{g}][{i}]"
+                names[id((model_of or {}).get(p, p))] = place
+        models = [reference() for reference in self._models]
+        for m, model in enumerate(models):
+            if model is not None:
+                prefix = "" if len(models) == 1 else f"models[{m}]."
+                names.update((id(p), prefix + name) for name, p in model.named_parameters())
+        return names
+
+
+@torch.no_grad()
+def culprits_among(grads: Iterable[tuple[Tensor, Tensor]], names: Callable[[], Mapping[int, str]]) -> Culprits:
+    """Those of ``grads``, (parameter, gradient), that are not finite. ``names`` is called where there are any.
+
+    One read of the gradients and a host sync; where one is not finite, a few more reads of that one, and a second sync.
+    """
+    pairs = [(p, _values(grad)) for p, grad in grads]
+    _, norms = foreach.unscale_l2norms([values for _, values in pairs], FoundInf(), 1.0)
+    suspects = [pair for pair, fine in zip(pairs, norms.isfinite().tolist(), strict=True) if not fine]
+    if not suspects:
+        return ()
+    device = suspects[0][1].device
+    counts = [
+        move(torch.stack([kind(values).sum() for kind in (torch.isinf, torch.isnan)]), device) for _, values in suspects
+    ]
+    named = names()
+    return tuple(
+        Culprit(named.get(id(p), "a parameter of no group"), p.shape, inf, nan)
+        for (p, _), (inf, nan) in zip(suspects, torch.stack(counts).tolist(), strict=True)
+        if inf or nan  # the norm of large finite numbers may overflow
+    )
+
+
+def _values(grad: Tensor) -> Tensor:
+    grad = grad.detach()
+    return grad.coalesce().values() if grad.layout == torch.sparse_coo else grad
+
+
+def listed(culprits: Culprits, most: int = 3) -> str:
+    """The first of them in a line."""
+    first = ", ".join(map(str, culprits[:most]))
+    return first + (f" and {len(culprits) - most} more" if len(culprits) > most else "")
+
+
+def _tensor_of(scale: Factor | Tensor) -> Tensor:
+    value = scale.value if isinstance(scale, PerDevice) else scale
+    return value if isinstance(value, Tensor) else torch.tensor(float(value))
+
+
+class StepOutcome:
+    """What became of one ``optimizer.step()``. It stays true when further steps have been taken.
+
+    Where the device decides (the optimizers of ampctx, torch's with ``fused=True``), the first attribute that is read
+    is a host sync; elsewhere the host knows already. ``grad_norm`` and the scale of a step may be one of their own.
+    For a step in a CUDA graph it tells of the replay after which it is first read.
+
+    A pickle or a copy holds what reading gives.
+    """
+
+    def __init__(
+        self,
+        flags: Mapping[int, Tensor] | Sequence[int] = (),
+        *,
+        external: Tensor | None = None,
+        scales: Mapping[int, Factor | Tensor] | None = None,
+        grad_norm: Tensor | None = None,
+        culprits: Culprits | Callable[[], Culprits | None] = (),
+    ) -> None:
+        """``flags``: of each loss, or the ids of those that overflowed, where that is known. ``external``: one that was
+        on the optimizer. Nobody may write to any of these tensors."""
+        self._flags = dict(flags) if isinstance(flags, Mapping) else None
+        self._external = external
+        self._overflowed = () if isinstance(flags, Mapping) else tuple(flags)
+        self._found_external = False
+        self._scales: dict[int, Any] = dict(scales or {})
+        self._scales_are_read = False
+        self._norm: Tensor | float | None = grad_norm
+        self._culprits = culprits
+
+    def _read(self) -> None:
+        if self._flags is None and self._external is None:
+            return
+        flags = {} if self._flags is None else self._flags
+        tensors = [*flags.values(), *([] if self._external is None else [self._external])]
+        values = _numbers(tensors)
+        self._overflowed = (*self._overflowed, *(i for i, value in zip(flags, values, strict=False) if value != 0))
+        self._found_external = self._external is not None and values[-1] != 0
+        self._flags = self._external = None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether parameters and optimizer state were left as they are."""
+        self._read()
+        return bool(self._overflowed) or self._found_external
+
+    @property
+    def stepped(self) -> bool:
+        """Whether the step was taken."""
+        return not self.skipped
+
+    @property
+    def reason(self) -> str | None:
+        """Why it was skipped: "overflow", inf or nan in the gradients; "found_inf", only a flag that somebody else had
+        set on the optimizer says so. None for a step that was taken."""
+        if not self.skipped:
+            return None
+        return OVERFLOW if self._overflowed else FOUND_INF
+
+    @property
+    def overflowed(self) -> tuple[int, ...]:
+        """The ids of the losses whose gradients were not finite; -1 stands for a backward outside of scale_loss."""
+        self._read()
+        return self._overflowed
+
+    @property
+    def scales(self) -> dict[int, float]:
+        """The scale that the loss of each id was multiplied by, of those that took part in the step."""
+        if not self._scales_are_read:
+            values = _numbers([_tensor_of(scale) for scale in self._scales.values()])
+            self._scales = dict(zip(self._scales, values, strict=True))
+            self._scales_are_read = True
+        return dict(self._scales)
+
+    @property
+    def scale(self) -> float | None:
+        """The one of ``scales``; of several, that of the loss that overflowed, or else of the first. None without."""
+        scales = self.scales
+        return next((scales[i] for i in (*self.overflowed, *scales) if i in scales), None)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of the unscaled gradients before they were clipped, where it was taken: by
+        ``ampctx.clip_grad_norm_`` (of all gradients it was given), or with the finite check of an optimizer of ampctx
+        under masters. None where nobody took it."""
+        if isinstance(self._norm, Tensor):
+            self._norm = self._norm.item()
+        return self._norm
+
+    @property
+    def culprits(self) -> Culprits | None:
+        """The parameters whose gradients were inf or nan; () for a step that was taken.
+
+        Where the host decides they are known at the skip. Where the device decides they are looked for among the
+        gradients when first asked for: ask before these are zeroed and before the next block begins, or in an
+        ``on_skip`` hook. Later, None: not known any more. Of masters with an optimizer of ampctx, names and shapes stay
+        known, counts do not.
+        """
+        if callable(self._culprits):
+            self._culprits = self._culprits() if self.skipped else ()  # type: ignore[assignment]
+        return self._culprits  # type: ignore[return-value]
+
+    def name(self, culprits: Culprits) -> None:
+        """Says whose gradients were not finite, where that is found out in time."""
+        self._culprits = culprits
+
+    def settled(self) -> StepOutcome:
+        """Reads everything but scales and norm, and lets go of what it was read from. A host sync."""
+        self._read()
+        _ = self.culprits
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settled()
+        _ = self.scales, self.grad_norm
+        return self.__dict__.copy()
+
+    def __repr__(self) -> str:
+        if self.stepped:
+            return f"StepOutcome(stepped, scales={self.scales}, grad_norm={self.grad_norm})"
+        culprits = self.culprits
+        return (
+            f"StepOutcome(skipped, reason={self.reason!r}, overflowed={self.overflowed}, scales={self.scales}, "
+            f"culprits={'not known any more' if culprits is None else listed(culprits)!r})"
+        )
+
+
+def _numbers(tensors: Sequence[Tensor]) -> list[float]:
+    """Their values, of tensors of one element on any mix of devices, with one host sync."""
+    if not tensors:
+        return []
+    device = next((t.device for t in tensors if t.device.type != "cpu"), tensors[0].device)
+    return torch.stack([move(t.detach().reshape(()).float(), device) for t in tensors]).tolist()

@@ -1,0 +1,308 @@
+"""Loss scales saved by apex, by torch and by us, read by each other."""
+
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from models import mlp
+
+from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
+from ampctx.amp import GradScaler
+from ampctx.amp.scaler_state import (
+    fp16_optimizer_entry,
+    is_amp_state,
+    is_grad_scaler_state,
+    to_amp_state,
+    to_grad_scaler_state,
+)
+
+TORCH = {"scale": 512.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 17}
+APEX = {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 17}}
+TWO = {**APEX, "loss_scaler1": {"loss_scale": 4.0, "unskipped": 3}}
+
+
+def init(session, n_losses=1, **kwargs):
+    session.initialize(mlp(), opt_level="O2", num_losses=n_losses, verbosity=0, **kwargs)
+
+
+def run_torch(scaler, flags):
+    """The scales that a GradScaler goes through."""
+    p = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([p], lr=0.0)
+    scales = []
+    for flag in flags:
+        scaler.scale(torch.ones(()))
+        p.grad = torch.full((1,), float("inf") if flag else 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+# --- into amp ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_state_of_torch_loads_into_amp(session, caplog):
+    theirs = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    run_torch(theirs, [0, 0, 1, 0, 0, 0])
+    init(session)
+    with caplog.at_level(logging.WARNING, "ampctx"):
+        session.load_state_dict(theirs.state_dict())
+    assert session.state_dict() == {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 3}}
+    assert caplog.text == ""
+
+
+def test_a_state_of_our_grad_scaler_loads_into_amp(session):
+    ours = GradScaler("cpu", init_scale=1024.0, hysteresis=2)
+    run_torch(ours, [0, 1, 1, 0])
+    init(session)
+    session.load_state_dict(ours.state_dict())
+    assert session.state_dict() == {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 1}}
+
+
+def test_growth_settings_of_torch_are_named_and_left(session, caplog):
+    init(session)
+    with caplog.at_level(logging.WARNING, "ampctx"):
+        session.load_state_dict({**TORCH, "growth_interval": 100, "backoff_factor": 0.25})
+    assert "not taken over" in caplog.text
+    assert "backoff_factor=0.25 (here 0.5), growth_interval=100 (here 2000)" in caplog.text
+    assert "growth_factor" not in caplog.text
+    assert session.state_dict() == APEX
+    assert session.loss_scales[0].growth_interval == 2000
+
+
+def test_a_state_of_torch_for_several_losses_is_an_error_with_the_way_out(session):
+    init(session, 2)
+    way_out = r"holds one loss scale, and num_losses=2.*to_amp_state\(state, num_losses=2"
+    with pytest.raises(AmpValueError, match=way_out):
+        session.load_state_dict(TORCH)
+    assert session.state_dict()["loss_scaler0"]["loss_scale"] == 65536.0
+    session.load_state_dict(to_amp_state(TORCH, num_losses=2))
+    assert session.state_dict() == {f"loss_scaler{i}": APEX["loss_scaler0"] for i in range(2)}
+
+
+@pytest.mark.parametrize("key", TORCH)
+def test_a_state_of_torch_without_one_of_its_entries_changes_nothing(session, key):
+    init(session)
+    with pytest.raises(AmpKeyError, match=f'no "{key}"'):
+        session.load_state_dict({k: v for k, v in TORCH.items() if k != key})
+    assert session.state_dict() == {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}}
+
+
+def test_a_mix_of_both_formats_is_an_error(session):
+    init(session)
+    with pytest.raises(AmpKeyError, match='Unexpected key.*"scale"'):
+        session.load_state_dict({**APEX, **TORCH})
+
+
+def test_the_empty_state_of_a_disabled_scaler_is_reported(session, caplog):
+    init(session)
+    with caplog.at_level(logging.WARNING, "ampctx"):
+        session.load_state_dict(torch.amp.GradScaler("cpu", enabled=False).state_dict())
+    assert "state_dict contains 0 entries, while 1 loss_scalers are used" in caplog.text
+    assert session.state_dict()["loss_scaler0"]["loss_scale"] == 65536.0
+
+
+def test_a_static_scale_takes_the_value_and_says_so(session, caplog):
+    init(session, loss_scale=128.0)
+    with caplog.at_level(logging.WARNING, "ampctx"):
+        session.load_state_dict(APEX)
+    assert "loss scaler 0 is static: it goes from 128.0 to the checkpoint's 512.0, and stays there" in caplog.text
+    assert session.state_dict() == APEX
+    caplog.clear()
+    session.load_state_dict(APEX)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    "number",
+    [int, float, np.float32, np.float64, np.array, torch.tensor, lambda v: torch.tensor([float(v)])],
+    ids=["int", "float", "np.float32", "np.float64", "np.array", "0-d", "1-element"],
+)
+def test_numbers_come_in_any_type(session, number):
+    init(session)
+    session.load_state_dict({"loss_scaler0": {"loss_scale": number(512), "unskipped": 17}})
+    loaded = session.state_dict()
+    assert loaded == APEX
+    assert type(loaded["loss_scaler0"]["loss_scale"]) is float
+
+
+@pytest.mark.parametrize("count", [int, np.int32, np.array, torch.tensor], ids=["int", "np.int32", "np.array", "0-d"])
+def test_counts_come_in_any_type(session, count):
+    init(session)
+    session.load_state_dict({"loss_scaler0": {"loss_scale": 512.0, "unskipped": count(17)}})
+    assert session.state_dict() == APEX
+
+
+def test_more_than_nine_scales_go_by_number_in_any_order(session):
+    init(session, 12)
+    saved = {f"loss_scaler{i}": {"loss_scale": float(2**i), "unskipped": i} for i in range(12)}
+    session.load_state_dict(dict(sorted(saved.items())))  # "loss_scaler10" comes before "loss_scaler2"
+    assert session.state_dict() == saved
+
+
+@pytest.mark.parametrize(
+    ("entry", "error", "message"),
+    [
+        (
+            {"loss_scale": torch.ones(2), "unskipped": 0},
+            AmpTypeError,
+            r'\["loss_scaler1"\]: loss_scale must be a number',
+        ),
+        ({"loss_scale": 4.0, "unskipped": 1.5}, AmpTypeError, r'\["loss_scaler1"\]: unskipped must be an int'),
+        ({"loss_scale": "4", "unskipped": 0}, AmpTypeError, r'\["loss_scaler1"\]: loss_scale must be a number'),
+        ({"loss_scale": torch.tensor(0.0), "unskipped": 0}, AmpValueError, r'\["loss_scaler1"\]: loss_scale is 0.0'),
+        ({"loss_scale": 4.0, "unskipped": 0, "hysteresis": -1}, AmpValueError, r'"loss_scaler1"\]: hysteresis is -1'),
+    ],
+    ids=["two-elements", "fractional-count", "string", "collapsed", "hysteresis"],
+)
+def test_a_bad_entry_is_named_and_nothing_loaded(session, entry, error, message):
+    init(session, 2)
+    with pytest.raises(error, match=message):
+        session.load_state_dict({**APEX, "loss_scaler1": entry})
+    assert session.state_dict()["loss_scaler0"]["loss_scale"] == 65536.0
+
+
+# --- into a GradScaler ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("live", [True, False], ids=["live", "fresh"])
+def test_a_state_of_apex_loads_into_our_grad_scaler(live):
+    scaler = GradScaler("cpu", 64.0, 4.0, 0.25, 18, max_scale=4096.0, hysteresis=2)
+    if live:
+        run_torch(scaler, [0, 1])
+    before = scaler.state_dict()
+    scaler.load_state_dict(APEX)
+    assert scaler.state_dict() == {**before, "scale": 512.0, "_growth_tracker": 17, "_hysteresis_tracker": 2}
+    # 18 clean steps are a window here, and two overflows in a row make it fall.
+    assert run_torch(scaler, [0, 1, 1]) == [2048.0, 2048.0, 512.0]
+
+
+def test_several_scales_of_apex_are_an_error_that_names_them():
+    scaler = GradScaler("cpu", 64.0)
+    with pytest.raises(AmpValueError, match=r"2 loss scales \(loss_scaler0, loss_scaler1\).*to_grad_scaler_state"):
+        scaler.load_state_dict(TWO)
+    assert scaler.get_scale() == 64.0
+    scaler.load_state_dict(to_grad_scaler_state(TWO, loss_id=1))
+    assert (scaler.get_scale(), scaler._get_growth_tracker()) == (4.0, 3)
+
+
+def test_a_bad_entry_of_apex_changes_no_grad_scaler():
+    scaler = GradScaler("cpu", 64.0)
+    with pytest.raises(AmpKeyError, match=r'\["loss_scaler0"\].*no "unskipped"'):
+        scaler.load_state_dict({"loss_scaler0": {"loss_scale": 4.0}})
+    assert scaler.get_scale() == 64.0
+
+
+def test_numbers_of_torchs_format_may_be_tensors():
+    scaler = GradScaler("cpu")
+    scaler.load_state_dict({k: torch.tensor(v) for k, v in TORCH.items()})
+    assert scaler.state_dict().items() >= TORCH.items()
+
+
+@pytest.mark.parametrize("state", [None, [TORCH]], ids=["none", "list"])
+def test_a_grad_scaler_takes_dicts_only(state):
+    with pytest.raises(AmpTypeError, match="state_dict must be a dict"):
+        GradScaler("cpu").load_state_dict(state)
+
+
+# --- one into the other -----------------------------------------------------------------------------------------------
+
+
+def test_amps_state_goes_to_torch_and_back(session):
+    init(session)
+    session.load_state_dict(APEX)
+    state = to_grad_scaler_state(session.state_dict())
+    assert state == TORCH
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.load_state_dict(state)
+    assert (theirs.get_scale(), theirs._get_growth_tracker()) == (512.0, 17)
+    assert to_amp_state(theirs.state_dict()) == APEX
+
+
+def test_the_settings_that_are_written_are_those_of_amp(session):
+    init(session)
+    scale, state = session.loss_scales[0], to_grad_scaler_state(session.state_dict())
+    for name in ("growth_factor", "backoff_factor", "growth_interval"):
+        assert state[name] == getattr(scale, name)
+
+
+@pytest.mark.parametrize(
+    ("convert", "kind", "message"),
+    [
+        (lambda: to_grad_scaler_state(TWO), AmpValueError, r"2 loss scales \(loss_scaler0, loss_scaler1\)"),
+        (lambda: to_grad_scaler_state(TWO, 2), AmpKeyError, 'no "loss_scaler2", it holds: loss_scaler0, loss_scaler1'),
+        (lambda: to_grad_scaler_state({}), AmpKeyError, 'no "loss_scaler0", it holds: none'),
+        (lambda: to_grad_scaler_state(TORCH), AmpKeyError, 'Unexpected key.*"scale"'),
+        (lambda: to_amp_state({}), AmpError, "saved from a disabled instance"),
+        (lambda: to_amp_state(APEX), AmpKeyError, 'no "scale"'),
+        (lambda: to_amp_state(TORCH, num_losses=0), AmpValueError, "num_losses is 0"),
+    ],
+    ids=["several", "missing-id", "empty", "torchs", "disabled", "apexs", "no-losses"],
+)
+def test_what_cannot_be_converted(convert, kind, message):
+    with pytest.raises(kind, match=message):
+        convert()
+
+
+@pytest.mark.parametrize(
+    ("state", "amp", "torch_"),
+    [(APEX, True, False), (TORCH, False, True), ({}, False, False), (None, False, False), ({"epoch": 3}, False, False)],
+    ids=["apex", "torch", "empty", "none", "other"],
+)
+def test_formats_are_told_apart(state, amp, torch_):
+    assert (is_amp_state(state), is_grad_scaler_state(state)) == (amp, torch_)
+
+
+# --- FP16_Optimizer ---------------------------------------------------------------------------------------------------
+
+
+def dynamic_scaler_of_2018(flags, window):
+    """What ``fp16_utils.DynamicLossScaler`` and ``contrib.optimizers.FP16_Optimizer`` count; and clean steps since."""
+    state = {"cur_scale": 2.0**16, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": window}
+    clean = 0
+    for flag in flags:
+        if flag:
+            state["cur_scale"], state["last_overflow_iter"], clean = state["cur_scale"] / 2, state["cur_iter"], 0
+        else:
+            clean += 1
+            if (state["cur_iter"] - state["last_overflow_iter"]) % window == 0:
+                state["cur_scale"], clean = state["cur_scale"] * 2, 0
+        state["cur_iter"] += 1
+    return state, clean
+
+
+@pytest.mark.parametrize("as_object", [True, False], ids=["fp16_utils", "contrib"])
+@pytest.mark.parametrize(
+    "flags",
+    [[], [0, 0], [0, 0, 0], [0, 0, 0, 0], [1], [0, 1, 0, 0], [0, 1, 0, 0, 0, 0, 0, 0]],
+    ids=["new", "two", "window", "past-window", "overflow", "since-overflow", "windows-since"],
+)
+def test_the_counter_of_dynamic_scalers_of_2018(flags, as_object):
+    values, clean = dynamic_scaler_of_2018(flags, window=3)
+    state = {"loss_scaler": SimpleNamespace(**values)} if as_object else values
+    assert fp16_optimizer_entry(state) == {"loss_scale": values["cur_scale"], "unskipped": clean}
+
+
+@pytest.mark.parametrize(
+    ("state", "entry"),
+    [
+        ({"loss_scaler": SimpleNamespace(_loss_scale=64.0, _unskipped=5, dynamic=True)}, (64.0, 5)),
+        ({"loss_scaler": SimpleNamespace(cur_scale=128.0)}, (128.0, 0)),
+        ({"dynamic_loss_scale": False, "cur_scale": 128.0, "cur_iter": 40}, (128.0, 0)),
+    ],
+    ids=["amps-scaler", "static-object", "static-numbers"],
+)
+def test_the_other_scalers_of_fp16_optimizer(state, entry):
+    assert fp16_optimizer_entry(state) == dict(zip(("loss_scale", "unskipped"), entry, strict=True))
+
+
+def test_a_state_without_a_scale_has_no_entry():
+    assert fp16_optimizer_entry({"optimizer_state_dict": {}}) is None
+
+
+def test_a_dynamic_scaler_without_its_counts_is_an_error():
+    with pytest.raises(AmpKeyError, match='no "last_overflow_iter"'):
+        fp16_optimizer_entry({"cur_scale": 4.0, "scale_window": 1000})

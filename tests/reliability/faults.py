@@ -1,0 +1,99 @@
+"""Raises at chosen places in the library: at a line that runs, or at a call of one of its kernels."""
+
+import linecache
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import ampctx
+from ampctx import ops
+
+PACKAGE = str(Path(ampctx.__file__).parent)
+
+Place = tuple[str, int, int]  # file, line, how often the line ran before
+
+KERNELS = (
+    "multi_tensor_scale",
+    "multi_tensor_axpby",
+    "multi_tensor_unscale_l2norm",
+    "update_scale",
+)
+
+
+class Fault(BaseException):
+    """What is raised: no Exception, so that nothing handles it by chance, like KeyboardInterrupt."""
+
+
+@contextmanager
+def _lines(on_line: Callable[[Place], None]) -> Iterator[None]:
+    """Tells of every line of the package that this thread is about to run."""
+    ran: dict[tuple[str, int], int] = {}
+
+    def local(frame, event, argument):
+        if event == "line":
+            at = frame.f_code.co_filename[len(PACKAGE) + 1 :], frame.f_lineno
+            ran[at] = ran.get(at, -1) + 1
+            on_line((*at, ran[at]))
+        return local
+
+    def trace(frame, event, argument):
+        return local if frame.f_code.co_filename.startswith(PACKAGE) else None
+
+    former = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(former)
+
+
+def lines_of(work: Callable[[], None]) -> list[Place]:
+    """The lines that ``work`` runs: each at its first and at its last time."""
+    places: list[Place] = []
+    with _lines(places.append):
+        work()
+    last = {place[:2]: place for place in places}
+    return [p for p in places if (p[2] == 0 or last[p[:2]] == p) and not _between(p)]
+
+
+def _between(place: Place) -> bool:
+    """Where Python raises nothing by itself, or where nothing could be cleaned up by any code: at ``try:``, at a
+    ``with`` that it comes back to before ``__exit__``, and at the first line of a ``finally``."""
+    at = linecache.getline(str(Path(PACKAGE, place[0])), place[1]).strip()
+    above = linecache.getline(str(Path(PACKAGE, place[0])), place[1] - 1).strip()
+    return at == "try:" or above == "finally:" or (at.startswith("with ") and place[2] > 0)
+
+
+@contextmanager
+def fault_at_line(place: Place) -> Iterator[None]:
+    def on_line(now: Place) -> None:
+        if now == place:
+            raise Fault(f"at {place}")
+
+    with _lines(on_line):
+        yield
+
+
+@contextmanager
+def kernel_calls(on_call: Callable[[int, str], None]) -> Iterator[None]:
+    """Calls ``on_call(number, kernel)`` before each kernel runs, and once more after the last: ``number`` counts up."""
+    count = 0
+    originals = {name: getattr(ops, name) for name in KERNELS}
+
+    def counted(name):
+        def call(*args, **kwargs):
+            nonlocal count
+            count += 1
+            on_call(count, name)
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in KERNELS:
+        setattr(ops, name, counted(name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(ops, name, original)

@@ -1,0 +1,25 @@
+"""Starts the ranks of a worker script over gloo and collects what they print."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_ranks(worker: str, ranks: int, rendezvous: Path, timeout: float = 240) -> list[dict]:
+    """What each rank of ``tests/reliability/<worker>`` printed: one JSON object each."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", str(Path(__file__).with_name(worker)), str(rendezvous), str(ranks)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([*command, str(rank)], env=environment, **pipes) for rank in range(ranks)]
+    try:
+        outputs = [process.communicate(timeout=timeout) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, errors
+    return [json.loads(out) for out, _ in outputs]

@@ -1,0 +1,175 @@
+"""Training runs that are saved in the middle and go on: in the process that saved, and as a script in a fresh one.
+
+python resumed_runs.py DIRECTORY        resumes every run saved there, and writes what came of it
+"""
+
+import itertools
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ampctx import AmpSession, clip_grad_norm_
+from ampctx.optimizers import LARC, FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+# eps: fp16 weights at O3 keep 16-bit state in torch's optimizers.
+OPTIMIZERS = {
+    "FusedAdam": lambda p: FusedAdam(p, lr=0.01, weight_decay=0.1),
+    "FusedAdam-stochastic": lambda p: FusedAdam(p, lr=0.01, write_back="stochastic", seed=3),
+    "FusedAdam-kahan": lambda p: FusedAdam(p, lr=0.01, write_back="kahan"),
+    "FusedAdam-masters": lambda p: FusedAdam(p, lr=0.01, master_weights=True),
+    "FusedSGD": lambda p: FusedSGD(p, lr=0.02, momentum=0.9),
+    "FusedLAMB": lambda p: FusedLAMB(p, lr=0.01, max_grad_norm=1.0),
+    "FusedNovoGrad": lambda p: FusedNovoGrad(p, lr=0.01, weight_decay=0.1),
+    "FusedAdagrad": lambda p: FusedAdagrad(p, lr=0.02),
+    "LARC": lambda p: LARC(torch.optim.SGD(p, lr=0.05, momentum=0.9)),
+    "Adam-fused": lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-3, fused=True),
+    "AdamW-foreach": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-3, amsgrad=True, foreach=True),
+    "Adam-plain": lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-3, foreach=False, fused=False),
+    "SGD-fused": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, fused=True),
+    "SGD-plain": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, foreach=False, fused=False),
+    "FusedAdam-split": lambda p: FusedAdam(p, lr=0.01, master_weights="split"),
+}
+# Where in an iteration the run is saved.
+MOMENTS = (
+    "after the step",
+    "before the first block",
+    "delayed block open",
+    "several blocks",
+    "overflow latched",
+    "overflow deferred",
+    "clipped",
+    "plain backward",
+)
+ORDERS = tuple(itertools.permutations(("model", "optimizer", "amp")))
+SAVED_AT = 6
+# The iteration whose gradients overflow, besides those of a moment.
+OVERFLOWS_AT = SAVED_AT + 4
+
+
+class Case(NamedTuple):
+    level: str
+    optimizer: str
+    moment: str = "after the step"
+    losses: int = 20
+    order: tuple[str, ...] = ORDERS[0]
+
+    @property
+    def file(self) -> str:
+        return "-".join([*self[:3], *self.order]).replace(" ", "_") + ".pt"
+
+
+class Run:
+    """One training run; ``moment`` is where the iteration ``SAVED_AT`` breaks off and ``finish`` goes on."""
+
+    def __init__(self, case: Case, seed: int):
+        self.case, self.session = case, AmpSession()
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 2))
+        if case.optimizer == "FusedAdam-split" and case.level == "O3":
+            options = {"cast_model_type": torch.bfloat16}
+        else:
+            options = {}
+        self.optimizer = OPTIMIZERS[case.optimizer](self.model.parameters())
+        self.session.initialize(self.model, self.optimizer, opt_level=case.level, num_losses=2, verbosity=0, **options)
+
+    def fresh(self):
+        """A scale that is no power of two, and that is about to grow."""
+        dynamic = self.case.level in ("O1", "O2")
+        # times its reciprocal in fp32 it is not 1
+        value = 1006.0 if dynamic or self.case.level == "O5" else 41.0
+        entry = {"loss_scale": value, "unskipped": 2000 - SAVED_AT - 2}
+        self.session.load_state_dict({"loss_scaler0": entry, "loss_scaler1": entry})
+        return self
+
+    def loss(self, step, part=0):
+        torch.manual_seed(100 * step + part)
+        loss = self.model(torch.randn(16, 4)).float().square().mean()
+        return loss * torch.inf if step == OVERFLOWS_AT and self.dynamic else loss
+
+    @property
+    def dynamic(self):
+        return self.case.level in ("O1", "O2")
+
+    def block(self, loss, **kwargs):
+        with self.session.scale_loss(loss, self.optimizer, **kwargs) as scaled:
+            scaled.backward()
+        return loss.item()
+
+    def begin(self, step):
+        """The first part of an iteration, up to the moment."""
+        moment = self.case.moment
+        if moment == "delayed block open":
+            return self.block(self.loss(step), delay_unscale=True) + self.block(self.loss(step, 1), delay_unscale=True)
+        if moment == "several blocks":
+            return self.block(self.loss(step)) + self.block(self.loss(step, 1), loss_id=1)
+        if moment == "overflow latched":
+            return self.block(self.loss(step) * (torch.inf if step == SAVED_AT and self.dynamic else 1.0))
+        if moment == "overflow deferred":
+            factor = torch.inf if step == SAVED_AT and self.dynamic else 1.0
+            return self.block(self.loss(step) * factor, delay_overflow_check=True)
+        if moment == "clipped":
+            loss = self.block(self.loss(step))
+            clip_grad_norm_(self.session.master_params(self.optimizer), 0.1)
+            return loss
+        if moment == "plain backward":
+            loss = self.loss(step)
+            with self.session.disable_casts():
+                (loss * 0.5).backward()
+            return loss.item()
+        return 0.0
+
+    def finish(self, step):
+        loss = self.block(self.loss(step, 2), loss_id=1 if self.case.moment == "several blocks" else 0)
+        if self.case.moment == "clipped":
+            clip_grad_norm_(self.session.master_params(self.optimizer), 0.1)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def saved(self):
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "amp": self.session.state_dict(masters=True, grads=True),
+        }
+
+    def load(self, content):
+        parts = {"model": self.model, "optimizer": self.optimizer, "amp": self.session}
+        for name in self.case.order:
+            parts[name].load_state_dict(content[name])
+        return self
+
+    def until_saved(self):
+        first = self.case.moment == "before the first block"
+        if not first:
+            for step in range(SAVED_AT):
+                self.begin(step)
+                self.finish(step)
+            self.begin(SAVED_AT)
+        return self
+
+    def rest(self):
+        """What comes after the save: losses, scales, every parameter, buffer and piece of state."""
+        losses = [self.finish(SAVED_AT)]
+        for step in range(SAVED_AT + 1, SAVED_AT + self.case.losses):
+            losses.append(self.begin(step) + self.finish(step))
+        content = self.saved()
+        return {"losses": losses, **content}
+
+
+def main(directory):
+    torch.set_num_threads(1)
+    for case in torch.load(directory / "cases", weights_only=False):
+        # Built with other weights: all has to come from the checkpoint.
+        run = Run(Case(*case), seed=1)
+        run.load(torch.load(directory / run.case.file, weights_only=True))
+        torch.save(run.rest(), directory / f"resumed-{run.case.file}")
+        run.session.reset()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

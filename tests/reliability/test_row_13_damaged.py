@@ -1,0 +1,283 @@
+"""A damaged, foreign or mismatching checkpoint of a run is an error that names the entry, and changes nothing."""
+
+import copy
+import io
+import logging
+
+import pytest
+import torch
+from test_row_13_resume import assert_identical
+from torch import nn
+
+from ampctx import AmpError, AmpKeyError, AmpSession, AmpTypeError, AmpValueError
+from ampctx.compat.checkpoints import load_checkpoint
+from ampctx.optimizers import FusedAdam, FusedNovoGrad
+
+
+@pytest.fixture
+def started():
+    """Makes runs, and undoes them after the test."""
+    sessions = []
+
+    def start(level="O2", seed=0, make=None, num_losses=2, width=8):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 2))
+        optimizer = (make or (lambda p: FusedAdam(p, lr=0.01)))(model.parameters())
+        sessions.append(session := AmpSession())
+        session.initialize(model, optimizer, opt_level=level, num_losses=num_losses, verbosity=0)
+        return session, model, optimizer
+
+    yield start
+    for session in sessions:
+        session.reset()
+
+
+def block(run, seed=0, **kwargs):
+    session, model, optimizer = run
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(seed))
+    with session.scale_loss(model(x).float().square().mean(), optimizer, **kwargs) as scaled:
+        scaled.backward()
+
+
+def train(run, steps=2):
+    for step in range(steps):
+        block(run, step)
+        run[2].step()
+        run[2].zero_grad()
+
+
+def everything(run):
+    session, model, optimizer = run
+    return copy.deepcopy(
+        [dict(model.state_dict()), optimizer.state_dict(), session.state_dict(masters=True, grads=True)]
+    )
+
+
+def saved(run):
+    """The state of a run with a delayed block open, gradients that wait in 16 bits, and a latch."""
+    block(run, 7)
+    waits = copy.deepcopy(run[0].state_dict(grads=True))["optimizers"][0]["gradients"]["waiting"]
+    run[2].zero_grad()
+    block(run, 7, delay_unscale=True)
+    state = copy.deepcopy(run[0].state_dict(grads=True))
+    state["optimizers"][0]["gradients"]["waiting"] = waits
+    return state
+
+
+def within(*path):
+    """An edit of the entry that a path leads to: ``edit(parent, key)``."""
+
+    def decorate(edit):
+        def apply(state):
+            parent = state
+            for key in path[:-1]:
+                parent = parent[key]
+            edit(parent, path[-1])
+
+        return apply
+
+    return decorate
+
+
+def put(value, *path):
+    return within(*path)(lambda parent, key: parent.__setitem__(key, value))
+
+
+def change(fn, *path):
+    return within(*path)(lambda parent, key: parent.__setitem__(key, fn(parent[key])))
+
+
+def drop(*path):
+    return within(*path)(lambda parent, key: parent.pop(key))
+
+
+FIRST = ("optimizers", 0)
+GRADS = (*FIRST, "gradients")
+SCALE = {"loss_scale": 2.0, "unskipped": 0}
+DAMAGE = {
+    "another level": (put("O5", "opt_level"), AmpValueError, r'"opt_level"\] is \'O5\', and .*opt_level=\'O2\''),
+    "no level": (drop("opt_level"), AmpKeyError, 'state_dict has no "opt_level"'),
+    "nan scale": (put(float("nan"), "loss_scaler1", "loss_scale"), AmpValueError, "loss_scaler1.*loss_scale is nan"),
+    "scale missing": (drop("loss_scaler1"), AmpValueError, "1 loss scales, and num_losses=2"),
+    "a scale more": (put(SCALE, "loss_scaler2"), AmpValueError, "3 loss scales, and num_losses=2"),
+    "foreign key": (put({}, "epoch"), AmpKeyError, r'Unexpected key\(s\) in state_dict: "epoch"'),
+    "optimizers missing": (drop("optimizers"), AmpKeyError, 'state_dict has no "optimizers"'),
+    "no optimizer": (put([], "optimizers"), AmpValueError, r'"optimizers"\] has 0 entries, and 1 optimizers'),
+    "optimizers no list": (put({}, "optimizers"), AmpTypeError, r'"optimizers"\] must be a list, got dict'),
+    "optimizer no dict": (put(3, *FIRST), AmpTypeError, r'"optimizers"\]\[0\] must be a dict, got int'),
+    "deferred unknown": (put({5: True}, "deferred"), AmpKeyError, r'"deferred"\] has 5, expected loss ids from 0 to 1'),
+    "deferred no bool": (put({0: 1.0}, "deferred"), AmpTypeError, r'"deferred"\]\[0\] must be a bool, got float'),
+    "count": (put(5, *FIRST, "params"), AmpValueError, r'\["params"\] is 5, and the optimizer has 6 parameters'),
+    "masters missing": (drop(*FIRST, "masters"), AmpKeyError, r'\["optimizers"\]\[0\] has no "masters"'),
+    "master missing": (drop(*FIRST, "masters", 4), AmpKeyError, r'\["masters"\] has no 4.*shape \(2, 8\)'),
+    "master of batch norm": (
+        change(lambda m: {**m, 2: torch.ones(8)}, *FIRST, "masters"),
+        AmpValueError,
+        r'\["masters"\]\[2\] is a master weight, and that parameter has none here',
+    ),
+    "master out of range": (put(torch.ones(1), *FIRST, "masters", 9), AmpKeyError, r'\["masters"\] has 9.*0 to 5'),
+    "master's shape": (
+        put(torch.ones(8, 2), *FIRST, "masters", 4),
+        AmpValueError,
+        r'\["masters"\]\[4\] is of shape \(8, 2\).*expected \(2, 8\)',
+    ),
+    "master's dtype": (change(torch.Tensor.half, *FIRST, "masters", 4), AmpValueError, r"torch.float16, expected"),
+    "master no tensor": (put([1.0], *FIRST, "masters", 4), AmpTypeError, r'\["masters"\]\[4\] must be a Tensor'),
+    "latch unknown": (put({2: True}, *FIRST, "overflows"), AmpKeyError, r'\["overflows"\] has 2, .* from -1 to 1'),
+    "gradient's dtype": (
+        change(torch.Tensor.float, *GRADS, "model", 0),
+        AmpValueError,
+        r'\["gradients"\]\["model"\]\[0\] is of shape \(8, 4\) and torch.float32, expected \(8, 4\) and torch.float16',
+    ),
+    "gradient of no master": (
+        put(torch.ones(8), *GRADS, "masters", 2),
+        AmpValueError,
+        r'\["masters"\]\[2\] is the gradient of a master weight, and that parameter has none here',
+    ),
+    "gradients missing": (drop(*GRADS, "model"), AmpKeyError, r'\["gradients"\] has no "model"'),
+    "window of no loss": (put(2, *GRADS, "window", "loss_id"), AmpValueError, r'\["loss_id"\] is 2, there are 2 loss'),
+    "window of no parameter": (put([6], *GRADS, "window", "scaled"), AmpKeyError, r'\["scaled"\] has 6'),
+    "window without scale": (drop(*GRADS, "window", "inv_scale"), AmpKeyError, r'\["window"\] has no "inv_scale"'),
+    "before's shape": (put(torch.ones(1), *GRADS, "window", "before", 2), AmpValueError, r'\["before"\]\[2\]'),
+    "waiting without norm": (drop(*GRADS, "waiting", "norm"), AmpKeyError, r'\["waiting"\] has no "norm"'),
+    "waiting scales": (
+        put(torch.ones(2), *GRADS, "waiting", "inv_scale"),
+        AmpValueError,
+        r'\["inv_scale"\] has 2 elements, expected 1',
+    ),
+    "waiting shape": (
+        put(torch.ones(1), *GRADS, "waiting", "grads", 0),
+        AmpValueError,
+        r'\["grads"\]\[0\] is of shape',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_state_names_the_entry_and_changes_nothing(started, name):
+    edit, error, message = DAMAGE[name]
+    source = started(seed=1)
+    train(source)
+    state = saved(source)
+    run = started()
+    train(run)
+    block(run, 3, delay_unscale=True)
+    before = everything(run)
+
+    edit(state)
+    with pytest.raises(error, match=message):
+        run[0].load_state_dict(state)
+    assert_identical(everything(run), before)
+
+
+def test_the_state_that_is_damaged_above_loads(started):
+    source, run = started(seed=1), started()
+    train(source)
+    run[0].load_state_dict(saved(source))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4", "O5"])
+def test_another_level_is_refused(started, level):
+    source, run = started("O2"), started(level)
+    with pytest.raises(AmpValueError, match="opt_level"):
+        run[0].load_state_dict(source[0].state_dict(masters=True))
+
+
+def test_another_optimizer_than_reads_16_bit_gradients(started):
+    source, run = started(), started(make=lambda p: torch.optim.SGD(p, lr=0.1))
+    train(source)
+    block(source)
+    with pytest.raises(AmpValueError, match=r'\["waiting"\]: SGD does not read 16-bit gradients'):
+        run[0].load_state_dict(source[0].state_dict(grads=True))
+
+
+def test_neither_saved_nor_loaded_inside_a_block(started):
+    session, model, optimizer = run = started()
+    state = session.state_dict(masters=True)
+    with session.scale_loss(model(torch.ones(4, 4)).sum(), optimizer) as scaled:
+        with pytest.raises(AmpError, match=r"state_dict\(masters=True\) was called inside a scale_loss block"):
+            session.state_dict(masters=True)
+        with pytest.raises(AmpError, match="load_state_dict was called inside a scale_loss block"):
+            session.load_state_dict(state)
+        assert set(session.state_dict()) == {"loss_scaler0", "loss_scaler1"}
+        scaled.backward()
+    train(run)
+
+
+def test_the_default_is_apexs_format(started):
+    session, *_ = run = started()
+    train(run)
+    assert set(session.state_dict()) == {"loss_scaler0", "loss_scaler1"}
+    assert set(session.state_dict(masters=True)) - set(session.state_dict()) == {"opt_level", "optimizers", "deferred"}
+
+
+def test_without_masters_a_message_says_once_what_is_approximated(started, caplog):
+    source, run = started(seed=1), started()
+    train(source)
+    run[1].load_state_dict(source[1].state_dict())
+    with caplog.at_level(logging.WARNING, "ampctx"):
+        for _ in range(2):
+            run[0].load_state_dict(source[0].state_dict())
+    assert caplog.text.count("has no fp32 master weights") == 1
+    for p, master in zip(run[1].parameters(), run[0].master_params(run[2]), strict=True):
+        assert torch.equal(p.float(), master)  # the model's rounded weights
+
+
+def test_gradients_that_are_not_saved_are_reported_and_dropped_by_loading(started, caplog):
+    run = started()
+    train(run)
+    with caplog.at_level(logging.WARNING, "ampctx"):
+        state = copy.deepcopy(run[0].state_dict(masters=True))
+        assert not caplog.records
+        block(run)
+        run[0].state_dict(masters=True)
+    assert "there are gradients that no step has used" in caplog.text
+    run[0].load_state_dict(state)
+    assert all(p.grad is None for p in (*run[1].parameters(), *run[0].master_params(run[2])))
+
+
+def test_a_file_that_was_cut_off(started, tmp_path):
+    session, model, optimizer = run = started()
+    train(run)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": session.state_dict()}, file)
+    path = tmp_path / "checkpoint.pt"
+    before = everything(run)
+    for length in (0, 100, len(file.getvalue()) // 2, len(file.getvalue()) - 1):
+        path.write_bytes(file.getvalue()[:length])
+        with pytest.raises((RuntimeError, EOFError, OSError, ValueError)):
+            load_checkpoint(path, model, optimizer, scaler=session)
+    assert_identical(everything(run), before)
+
+
+def test_a_whole_checkpoint_with_the_state_of_a_run(started):
+    source, run = started(seed=1), started()
+    train(source)
+    block(source)
+    state = {
+        "model": source[1].state_dict(),
+        "optimizer": source[2].state_dict(),
+        "amp": source[0].state_dict(grads=True),
+    }
+    before = everything(run)
+    damaged = {**state, "amp": copy.deepcopy(state["amp"])}
+    del damaged["amp"]["optimizers"][0]["masters"][0]
+    with pytest.raises(AmpKeyError, match=r'\["masters"\] has no 0'):
+        load_checkpoint(damaged, run[1], run[2], scaler=run[0])
+    assert_identical(everything(run), before)
+
+    load_checkpoint(state, run[1], run[2], scaler=run[0])
+    assert_identical(everything(run), everything(source))
+
+
+@pytest.mark.parametrize("make", [FusedAdam, FusedNovoGrad])
+@pytest.mark.parametrize("lost", ["exp_avg", "exp_avg_sq"])
+def test_one_moment_without_the_other(started, make, lost):
+    run = started(make=lambda p: make(p, lr=0.01))
+    train(run)
+    state = copy.deepcopy(run[2].state_dict())
+    del state["state"][3][lost]
+    before = everything(run)
+    with pytest.raises(AmpKeyError, match=rf"param_groups\[0\]\['params'\]\[3\] has no '{lost}'"):
+        run[2].load_state_dict(state)
+    assert_identical(everything(run), before)

@@ -1,0 +1,229 @@
+"""A run of several optimizers, losses and initialize calls resumes bit for bit, and so does one with a history."""
+
+import copy
+import io
+
+import pytest
+import torch
+from test_row_13_resume import assert_identical
+from torch import nn
+
+from ampctx import AmpSession, clip_grad_norm_
+from ampctx.optimizers import FusedAdam
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+
+
+def mlp(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def filed(content):
+    file = io.BytesIO()
+    torch.save(content, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+class Pair:
+    """Two models with an optimizer each, given to one initialize call, or to one after the other."""
+
+    def __init__(self, level, calls, seed):
+        self.session = AmpSession()
+        self.dynamic = level in ("O1", "O2")
+        self.models = [mlp(seed), mlp(seed + 1)]
+        self.optimizers = [
+            FusedAdam(self.models[0].parameters(), lr=0.01),
+            torch.optim.SGD(self.models[1].parameters(), lr=0.05, momentum=0.9),
+        ]
+        options = {"opt_level": level, "verbosity": 0, "num_losses": 2}
+        if calls == "one":
+            self.session.initialize(self.models, self.optimizers, **options)
+        else:
+            for model, optimizer in zip(self.models, self.optimizers, strict=True):
+                self.session.initialize(model, optimizer, **options)
+        # Times their reciprocals in fp32 they are not 1.
+        for i, scale in enumerate({id(s): s for b in self.session._bindings.values() for s in b.loss_scales}.values()):
+            scale.set((1006.0, 1011.0, 996.0, 994.0)[i] if self.dynamic else (41.0, 47.0, 55.0, 61.0)[i])
+
+    def loss(self, step, i, factor=1.0):
+        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
+        return self.models[i](self.models[1 - i](x).detach()).float().square().mean() * factor
+
+    def begin(self, step):
+        """Blocks of either optimizer and of both, one with an overflow whose scale update is left to a later one."""
+        overflows = torch.inf if self.dynamic and step in (2, 5) else 1.0
+        for loss_id, optimizers, options in (
+            (0, self.optimizers[0], {"delay_overflow_check": True}),
+            (1, self.optimizers[1], {}),
+        ):
+            factor = overflows if loss_id == 0 else 1.0
+            with self.session.scale_loss(
+                self.loss(step, loss_id, factor), optimizers, loss_id=loss_id, **options
+            ) as scaled:
+                scaled.backward()
+        self.optimizers[1].step()
+        with self.session.scale_loss(self.loss(step + 50, 1), self.optimizers[1], delay_unscale=True) as scaled:
+            scaled.backward()
+
+    def finish(self, step):
+        loss = self.loss(step, 1)
+        with self.session.scale_loss(loss, self.optimizers[1], loss_id=0) as scaled:
+            scaled.backward()
+        if step % 2:  # else the gradients of its first block wait in 16 bits for the clip and the step
+            with self.session.scale_loss(self.loss(step + 70, 0), self.optimizers[0], loss_id=0) as scaled:
+                scaled.backward()
+        for optimizer in self.optimizers:
+            clip_grad_norm_(self.session.master_params(optimizer), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.item()
+
+    def saved(self):
+        return {
+            "models": [m.state_dict() for m in self.models],
+            "optimizers": [o.state_dict() for o in self.optimizers],
+            "amp": self.session.state_dict(grads=True),
+        }
+
+    def load(self, content):
+        self.session.load_state_dict(content["amp"])
+        for kind in ("optimizers", "models"):
+            for target, state in zip(getattr(self, kind), content[kind], strict=True):
+                target.load_state_dict(state)
+
+    def rest(self):
+        losses = [self.finish(2)]
+        for step in range(3, 9):
+            self.begin(step)
+            losses.append(self.finish(step))
+        result = copy.deepcopy({"losses": losses, **self.saved()})
+        self.session.reset()
+        return result
+
+
+@pytest.mark.parametrize("calls", ["one", "two"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_two_optimizers_in_the_middle_of_an_iteration(level, calls):
+    run = Pair(level, calls, seed=0)
+    for step in range(2):
+        run.begin(step)
+        run.finish(step)
+    run.begin(2)
+    content = filed(run.saved())
+    went_on = run.rest()
+
+    resumed = Pair(level, calls, seed=5)
+    resumed.load(content)
+    assert_identical(resumed.rest(), went_on)
+    if calls == "two":
+        assert set(content["amp"]["optimizers"][0]["loss_scales"]) == {"loss_scaler0", "loss_scaler1", "deferred"}
+        assert "loss_scales" not in content["amp"]["optimizers"][1]
+    if level in ("O1", "O2"):
+        deferred = content["amp"]["optimizers"][0]["loss_scales"] if calls == "two" else content["amp"]
+        assert deferred["deferred"] == {0: True}
+
+
+@pytest.mark.parametrize("grads", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_saving_changes_nothing(level, grads):
+    """A run that is saved again and again goes as one that is not."""
+    quiet, watched = Pair(level, "one", seed=0), Pair(level, "one", seed=0)
+    losses = []
+    for run in (quiet, watched):
+        for step in range(4):
+            run.begin(step)
+            if run is watched:
+                run.session.state_dict(masters=True, grads=grads)
+            losses.append(run.finish(step))
+            if run is watched:
+                run.session.state_dict(masters=True, grads=grads)
+    assert losses[:4] == losses[4:]
+    assert_identical(watched.rest(), quiet.rest())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_going_back_within_a_process(level):
+    """A state loaded into a run that has gone on, and left gradients, windows and latches behind."""
+    run = Pair(level, "one", seed=0)
+    for step in range(2):
+        run.begin(step)
+        run.finish(step)
+    run.begin(2)
+    content = filed(run.saved())
+    losses = [run.finish(2)]
+    for step in range(3, 6):
+        run.begin(step)
+        losses.append(run.finish(step))
+    run.begin(5)  # overflows
+    run.load(content)
+    again = [run.finish(2)]
+    for step in range(3, 6):
+        run.begin(step)
+        again.append(run.finish(step))
+    assert again == losses
+    run.session.reset()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_saved_between_two_clips(level):
+    """The norm of gradients that wait in 16 bits is that of the first clip's result, and not measured again."""
+
+    def start(seed):
+        session, model = AmpSession(), mlp(seed)
+        optimizer = FusedAdam(model.parameters(), lr=0.01)
+        session.initialize(model, optimizer, opt_level=level, loss_scale=47.0, verbosity=0)
+        return session, model, optimizer
+
+    def clipped(session, optimizer, max_norm):
+        return clip_grad_norm_(session.master_params(optimizer), max_norm).item()
+
+    for seed in range(20):  # a norm that is measured again differs for some of them
+        session, model, optimizer = start(seed)
+        with session.scale_loss(model(torch.randn(16, 4)).float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+        clipped(session, optimizer, 0.0371)
+        content = filed([model.state_dict(), session.state_dict(grads=True)])
+        resumed = start(seed + 1)
+        resumed[1].load_state_dict(content[0])
+        resumed[0].load_state_dict(content[1])
+        assert clipped(resumed[0], resumed[2], 0.01) == clipped(session, optimizer, 0.01)
+        session.reset()
+        resumed[0].reset()
+
+
+def test_parameters_that_were_unfrozen():
+    """The masters of a resumed run are there for what trains when it is loaded, and what was frozen can be unfrozen."""
+
+    def start(seed):
+        session, model = AmpSession(), mlp(seed)
+        model[0].requires_grad_(False)
+        optimizer = FusedAdam(model.parameters(), lr=0.01)
+        session.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        return session, model, optimizer
+
+    def train(session, model, optimizer, steps):
+        losses = []
+        for step in range(steps):
+            x = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
+            loss = model(x).float().square().mean()
+            with session.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    run = start(0)
+    train(*run, 2)
+    run[1][0].requires_grad_(True)
+    train(*run, 2)
+    content = filed([run[1].state_dict(), run[2].state_dict(), run[0].state_dict(masters=True)])
+    resumed = start(1)
+    resumed[1][0].requires_grad_(True)
+    for part, state in zip((resumed[1], resumed[2], resumed[0]), content, strict=True):
+        part.load_state_dict(state)
+    assert train(*resumed, 4) == train(*run, 4)
+    for session in (run[0], resumed[0]):
+        session.reset()

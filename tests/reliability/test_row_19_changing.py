@@ -1,0 +1,459 @@
+"""A model that changes while it trains (frozen, unfrozen, extended, reloaded, reparametrized, without gradients) gives
+what fp32 gives, or an error that names the parameter; no update is lost in silence."""
+
+import logging
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
+
+from ampctx import AmpError, optimizers
+
+LEVELS = ("O0", "O1", "O2", "O4", "O5")
+CAST = ("O2", "O5")
+MAKE = {
+    "plain": lambda p: torch.optim.SGD(p, lr=0.125, momentum=0.5, foreach=False),
+    "foreach": lambda p: torch.optim.SGD(p, lr=0.125, momentum=0.5, foreach=True),
+    "torch-fused": lambda p: torch.optim.SGD(p, lr=0.125, momentum=0.5, fused=True),
+    "FusedSGD": lambda p: optimizers.FusedSGD(p, lr=0.125, momentum=0.5, set_grad_none=True),
+}
+every_optimizer = pytest.mark.parametrize("name", MAKE)
+every_level = pytest.mark.parametrize("level", LEVELS)
+
+
+class Sum(nn.Module):
+    """Named weights; the gradient of each element is the factor of that weight. Exact in every type."""
+
+    def __init__(self, *names, start=2.0):
+        super().__init__()
+        self.weights = nn.ParameterDict({name: nn.Parameter(torch.full((3,), start)) for name in names})
+
+    def __getitem__(self, name):
+        return self.weights[name]
+
+    def loss(self, **factors):
+        return sum((self.weights[name].float() * factor).sum() for name, factor in factors.items())
+
+
+class Twins:
+    """The same training in fp32 without amp, and under amp: what is done to one is done to the other."""
+
+    def __init__(self, session, level, name, *names, scale="dynamic", prepare=None):
+        self.session = session
+        self.plain, self.model = Sum(*names), Sum(*names)
+        for model in (self.plain, self.model):
+            if prepare is not None:
+                prepare(model)
+        # torch's fused SGD does not step a parameter that joins others with momentum.
+        self.reference = MAKE["foreach" if name == "torch-fused" else name](self.plain.parameters())
+        self.optimizer = MAKE[name](self.model.parameters())
+        session.initialize(
+            self.model, self.optimizer, opt_level=level, loss_scale=scale, max_loss_scale=1024.0, verbosity=1
+        )
+
+    def both(self, change):
+        change(self.plain, self.reference)
+        change(self.model, self.optimizer)
+
+    def backward(self, delay=False, **factors):
+        self.plain.loss(**factors).backward()
+        with self.session.scale_loss(self.model.loss(**factors), self.optimizer, delay_unscale=delay) as scaled:
+            scaled.backward()
+
+    def step(self):
+        for optimizer in (self.reference, self.optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+        self.compare()
+
+    def compare(self):
+        for name, p in self.plain.weights.items():
+            assert torch.equal(self.model[name].float(), p), name
+
+
+# --- gradients that are not there -------------------------------------------------------------------------------------
+
+
+@every_optimizer
+@every_level
+def test_steps_without_gradients_change_nothing_and_are_told_once(session, level, name, caplog):
+    twins = Twins(session, level, name, "a", "b")
+    with caplog.at_level(logging.WARNING, "ampctx"):
+        for _ in range(3):
+            twins.step()
+    assert [r.message for r in caplog.records] == [
+        f"{type(twins.optimizer).__name__}.step() changes nothing: none of its parameters has a gradient"
+    ]
+    for factors in ({"a": 1.0}, {"b": 0.5}, {"a": 1.0, "b": 1.0}):
+        twins.backward(**factors)
+        twins.step()
+    assert session.skipped_steps(twins.optimizer) == 0
+
+
+# --- freezing ---------------------------------------------------------------------------------------------------------
+
+
+@every_optimizer
+@every_level
+@pytest.mark.parametrize("delay", [False, True], ids=["", "delayed"])
+def test_freezing_and_unfreezing_between_the_blocks_of_a_step(session, level, name, delay):
+    twins = Twins(session, level, name, "a", "b", "c", prepare=lambda m: m["b"].requires_grad_(False))
+    for round_ in range(3):
+        twins.backward(delay, a=1.0)
+        twins.both(lambda model, _: model["b"].requires_grad_(True))
+        twins.backward(delay, a=0.5, b=1.0)
+        twins.both(lambda model, _: model["c"].requires_grad_(False))
+        twins.backward(a=0.5, b=0.25 * round_)
+        twins.step()
+        twins.both(lambda model, _: model["c"].requires_grad_(True))
+        twins.both(lambda model, _: model["b"].requires_grad_(False))
+
+
+@every_optimizer
+@every_level
+def test_unfrozen_within_the_block(session, level, name):
+    """Its gradient is as scaled as the others."""
+    twins = Twins(session, level, name, "a", "b", prepare=lambda m: m["b"].requires_grad_(False))
+    twins.plain["b"].requires_grad_(True)
+    twins.plain.loss(a=1.0, b=1.0).backward()
+    with session.scale_loss(twins.model.loss(a=1.0), twins.optimizer) as scaled:
+        twins.model["b"].requires_grad_(True)
+        scale = scaled.item() / twins.model.loss(a=1.0).item()
+        (scaled + twins.model.loss(b=1.0) * scale).backward()
+    twins.step()
+
+
+# --- parameter groups -------------------------------------------------------------------------------------------------
+
+
+@every_optimizer
+@every_level
+@pytest.mark.parametrize(
+    "when", ["before the first backward", "in the accumulation", "between delayed blocks", "later"]
+)
+def test_a_group_that_joins(session, level, name, when):
+    twins = Twins(session, level, name, "a", "b")
+    head = {id(o): Sum("h", start=4.0) for o in (twins.reference, twins.optimizer)}
+    if level in CAST:
+        head[id(twins.optimizer)].to(twins.model["a"].dtype)
+
+    def join(model, optimizer):
+        model.weights["h"] = head[id(optimizer)]["h"]
+        optimizer.add_param_group({"params": [model["h"]], "lr": 0.25})
+
+    if when == "before the first backward":
+        twins.both(join)
+    twins.backward(a=1.0, delay=when == "between delayed blocks")
+    if when in ("in the accumulation", "between delayed blocks"):
+        twins.both(join)
+    twins.backward(a=1.0)
+    twins.step()
+    if when == "later":
+        twins.both(join)
+    for factor in (1.0, 0.5):
+        twins.backward(a=factor, h=factor)
+        twins.step()
+    state = twins.optimizer.state
+    assert all(
+        state[p]["momentum_buffer"].dtype == torch.float32
+        for g in twins.optimizer.param_groups
+        for p in g["params"]
+        if p in state
+    )
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("how", ["add_param_group", "by hand"])
+def test_a_gradient_of_unknown_scale_does_not_join(session, level, how, caplog):
+    model = Sum("a", "b")
+    optimizer = torch.optim.SGD([model["a"]], lr=0.125)
+    session.initialize(model, optimizer, opt_level=level, loss_scale=64.0)
+    with session.scale_loss(model.loss(a=1.0, b=1.0), optimizer) as scaled:
+        scaled.backward()  # gives b a gradient, multiplied by 64
+    if how == "add_param_group":
+        optimizer.add_param_group({"params": [model["b"]]})
+    else:
+        optimizer.param_groups[0]["params"].append(model["b"])
+    optimizer.step()
+    assert model["a"].eq(1.875).all()
+    assert model["b"].eq(2.0).all()
+    assert '"weights.b" joined the optimizer with a gradient from before' in caplog.text
+    with session.scale_loss(model.loss(b=1.0), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert model["b"].eq(1.875).all()
+
+
+@every_optimizer
+@every_level
+@pytest.mark.parametrize("delay", [False, True], ids=["", "delayed"])
+def test_groups_edited_by_hand(session, level, name, delay):
+    """Taken out, put back, put in, and replaced, as code for growing point clouds does."""
+    twins = Twins(session, level, name, "a", "b", "c", prepare=lambda m: m["c"].requires_grad_(False))
+
+    def drop_first(_, optimizer):
+        del optimizer.param_groups[0]["params"][0]
+
+    def put_back(model, optimizer):
+        optimizer.param_groups[0]["params"].insert(0, model["a"])
+
+    def replace(model, optimizer):
+        params = optimizer.param_groups[0]["params"]
+        model.weights["b"] = nn.Parameter(torch.full((4,), 1.0, dtype=model["b"].dtype))
+        optimizer.state.pop(params[1], None)
+        params[1] = model["b"]
+
+    for change in (drop_first, put_back, replace, lambda model, _: model["c"].requires_grad_(True)):
+        twins.backward(a=1.0, b=1.0)
+        twins.step()
+        twins.both(change)
+        for optimizer in (twins.reference, twins.optimizer):
+            optimizer.zero_grad()
+        twins.plain.zero_grad()
+        twins.model.zero_grad()
+    twins.backward(a=0.5, delay=delay)
+    twins.backward(a=0.5, b=0.5, c=1.0)
+    twins.step()
+    held = [p for g in twins.optimizer.param_groups for p in g["params"]]
+    assert all(p.dtype == torch.float32 for p in held)
+
+
+# --- weights that are loaded or edited --------------------------------------------------------------------------------
+
+
+@every_optimizer
+@every_level
+def test_weights_loaded_between_blocks_and_steps(session, level, name):
+    twins = Twins(session, level, name, "a", "b")
+    for where in range(3):
+        twins.backward(a=1.0, b=1.0)
+        if where == 1:
+            twins.both(
+                lambda model, _: model.load_state_dict({"weights.a": torch.ones(3), "weights.b": torch.zeros(3)})
+            )
+        twins.step()
+        if where == 0:
+            twins.both(lambda model, _: model.weights.load_state_dict({"a": torch.full((3,), 8.0), "b": torch.ones(3)}))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_assigning_load_state_dict_is_refused(session, level):
+    model = Sum("a", "b")
+    optimizer = torch.optim.SGD([model["b"]], lr=0.125)
+    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with pytest.raises(AmpError, match=r'load_state_dict\(assign=True\) .* in the place of "b" of a ParameterDict'):
+        model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    session.reset()
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+
+
+@every_optimizer
+@pytest.mark.parametrize("level", CAST)
+def test_weights_edited_past_the_masters_are_told_of(session, level, name, caplog):
+    twins = Twins(session, level, name, "a", "b")
+    twins.backward(a=1.0, b=1.0)
+    twins.step()
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "ampctx"):
+        kept = twins.model["a"].clone()
+        twins.model["a"].zero_()
+        twins.model["a"].copy_(kept)  # averaged weights swapped in for an evaluation, and out again
+    for _ in range(2):
+        twins.backward(a=1.0, b=1.0)
+        twins.step()
+    assert not caplog.records
+    for _ in range(2):
+        with torch.no_grad():
+            twins.model["b"].fill_(7.0)
+        twins.backward(b=1.0)
+        with caplog.at_level(logging.WARNING, "ampctx"):
+            twins.step()
+    (record,) = caplog.records
+    assert '"weights.b" changed in place' in record.message
+    assert "model.load_state_dict, which the masters follow" in record.message
+
+
+# --- conversions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", CAST)
+@pytest.mark.parametrize(
+    "convert",
+    [nn.Module.float, nn.Module.double, pytest.param(nn.Module.cuda, marks=pytest.mark.cuda)],
+    ids=["float", "double", "cuda"],
+)
+def test_a_model_converted_under_its_masters_is_refused(session, level, convert):
+    model = Sum("a")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    convert(model)
+    with (
+        pytest.raises(AmpError, match=r'"weights.a" is torch\.\w+ on \w+ now.*Move a model before amp.initialize'),
+        session.scale_loss(torch.ones(()), optimizer),
+    ):
+        pytest.fail("the block was entered")
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_a_model_halved_without_masters_is_refused(session, level):
+    model = Sum("a")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model.half()
+    with (
+        pytest.raises(AmpError, match='"weights.a" was converted to torch.float16 after amp.initialize'),
+        session.scale_loss(model.loss(a=1.0), optimizer),
+    ):
+        pytest.fail("the block was entered")
+    model.float()
+    with session.scale_loss(model.loss(a=1.0), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_swapped_tensors_are_refused_by_torch(session, level):
+    model = Sum("a")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with pytest.raises(RuntimeError, match="Cannot swap"):
+        torch.utils.swap_tensors(model["a"], nn.Parameter(torch.zeros(3, dtype=model["a"].dtype)))
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def tied(model):
+    model[2].weight = nn.Parameter(model[2].weight.detach().clone())
+    extra = nn.Linear(8, 8)
+    extra.weight = model[2].weight
+    model.insert(4, extra)
+
+
+class Symmetric(nn.Module):
+    def forward(self, x):
+        return x.triu() + x.triu(1).T
+
+
+def old_weight_norm(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        nn.utils.weight_norm(model[0])
+
+
+CHANGES = {
+    "tied": tied,
+    "weight_norm": lambda m: parametrizations.weight_norm(m[2]),
+    "old weight_norm": old_weight_norm,
+    "spectral_norm": lambda m: parametrizations.spectral_norm(m[2]),
+    "old spectral_norm": lambda m: nn.utils.spectral_norm(m[2]),
+    "orthogonal": lambda m: parametrizations.orthogonal(m[2]),
+    "orthogonal, rectangular": lambda m: parametrizations.orthogonal(m[0]),
+    "parametrize": lambda m: parametrize.register_parametrization(m[2], "weight", Symmetric()),
+    "pruned": lambda m: prune.l1_unstructured(m[2], "weight", 0.3),
+}
+X = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+Y = torch.sin(X[:, :2])
+
+
+def losses(model, optimizer, session=None, n=30):
+    result = []
+    for _ in range(n):
+        optimizer.zero_grad()
+        loss = (model(X).float() - Y).square().mean()
+        result.append(loss.item())
+        if session is None:
+            loss.backward()
+        else:
+            with session.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        optimizer.step()
+    return torch.tensor(result)
+
+
+# A rounding moves an output by about its unit, u; through 3 layers and the loss, and back, some 10 of them add up.
+ROUNDINGS = {"O1": 10 * 2.0**-11, "O2": 10 * 2.0**-11, "O4": 10 * 2.0**-8, "O5": 10 * 2.0**-8}
+
+
+@pytest.mark.parametrize("level", ROUNDINGS)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("name", ["foreach", "FusedSGD"])
+def test_reparametrized_models_train_as_in_fp32(session, level, change, name):
+    plain, model = network(), network()
+    for each in (plain, model):
+        torch.manual_seed(1)
+        change(each)
+    expected = losses(plain, MAKE[name](plain.parameters()))
+    optimizer = MAKE[name](model.parameters())
+    session.initialize(model, optimizer, opt_level=level, max_loss_scale=1024.0, verbosity=0)
+    assert (losses(model, optimizer, session) - expected).abs().max() < ROUNDINGS[level] * expected[0]
+    assert session.skipped_steps(optimizer) == 0
+    assert expected[-1] < expected[0] / 2
+    session.reset()
+    assert (model(X) - plain(X)).abs().max() < 10 * ROUNDINGS[level]
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("level", CAST)
+def test_what_a_parametrized_weight_is_made_from_stays_fp32(session, level):
+    model = network()
+    parametrizations.orthogonal(model[2])
+    session.initialize(model, opt_level=level, verbosity=0)
+    low = model[0].weight.dtype
+    assert low in (torch.float16, torch.bfloat16)
+    assert model[2].weight.dtype == model[2].bias.dtype == low
+    assert {p.dtype for p in model[2].parametrizations.parameters()} == {torch.float32}
+    gram = model[2].weight.float() @ model[2].weight.float().T
+    torch.testing.assert_close(gram, torch.eye(8), atol=4 * torch.finfo(low).eps, rtol=0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_lazy_modules(session, level):
+    def lazy():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.Linear(8, 2))
+
+    plain, model = lazy(), lazy()
+    if level in CAST:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(AmpError, match="lazy module has no values yet.*run one forward before amp.initialize"):
+            session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for each in (plain, model) if level in CAST else (plain,):
+        torch.manual_seed(2)
+        each(X)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.initialize(model, optimizer, opt_level=level, max_loss_scale=1024.0, verbosity=0)
+    torch.manual_seed(2)
+    expected = losses(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    torch.manual_seed(2)
+    assert (losses(model, optimizer, session) - expected).abs().max() < ROUNDINGS[level] * expected[0]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_a_module_that_is_swapped(session, level):
+    """The new one is the user's to convert and to give to the optimizer, as without amp; torch says so at O2 and O5."""
+
+    def fresh():
+        torch.manual_seed(3)
+        return nn.Linear(8, 2)
+
+    plain, model = network(), network()
+    reference, optimizer = MAKE["foreach"](plain.parameters()), MAKE["foreach"](model.parameters())
+    session.initialize(model, optimizer, opt_level=level, max_loss_scale=1024.0, verbosity=0)
+    losses(plain, reference, n=5), losses(model, optimizer, session, n=5)
+    plain[4], model[4] = fresh(), fresh()
+    if level in CAST:
+        with pytest.raises(RuntimeError, match="dtype"):
+            model(X)
+        model[4].to(model[0].weight.dtype)
+    reference.add_param_group({"params": plain[4].parameters()})
+    optimizer.add_param_group({"params": model[4].parameters()})
+    expected = losses(plain, reference)
+    assert (losses(model, optimizer, session) - expected).abs().max() < ROUNDINGS[level] * expected[0]
+    assert torch.is_tensor(optimizer.param_groups[1]["params"][0].grad) or level in CAST

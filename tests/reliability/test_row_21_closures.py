@@ -1,0 +1,350 @@
+"""Optimizers that evaluate the model themselves (LBFGS, SAM) train under loss scaling and master weights as in fp32,
+and an overflow in any of their evaluations skips the step and leaves no trace."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from closing import SAM, Lookahead, Regression
+from torch import nn
+
+from ampctx import AmpError, optimizers
+
+LEVELS = ("O0", "O1", "O2", "O4", "O5")
+# Half the spacing of numbers near 1 in the type that the model computes in.
+ROUNDING = {"O0": 2.0**-24, "O1": 2.0**-11, "O2": 2.0**-11, "O4": 2.0**-8, "O5": 2.0**-8}
+INF, NAN = float("inf"), float("nan")
+
+
+class Training:
+    """A model, an optimizer made of its parameters, and a closure whose evaluations overflow or raise on demand."""
+
+    def __init__(self, session, level, make_optimizer, zero="optimizer", **options):
+        self.session, self.level, self.zero = session, level, zero
+        self.problem = Regression()
+        self.model = self.problem.model()
+        self.optimizer = make_optimizer(self.model.parameters())
+        # A start that no gradient of the problem overflows.
+        options = {"loss_scale": "dynamic", "max_loss_scale": 1024.0, "verbosity": 0, **options}
+        session.initialize(self.model, self.optimizer, opt_level=level, **options)
+        self.evaluations = 0
+        # What becomes of an evaluation: a factor of its loss, or an exception.
+        self.faults = {}
+
+    def zero_grad(self):
+        (self.optimizer if self.zero == "optimizer" else self.model).zero_grad()
+
+    def backward(self):
+        self.evaluations += 1
+        fault = self.faults.get(self.evaluations, 1.0)
+        if isinstance(fault, BaseException):
+            raise fault
+        loss = self.problem.loss(self.model) * fault
+        with self.session.scale_loss(loss, self.optimizer) as scaled:
+            scaled.backward()
+        return loss
+
+    def closure(self):
+        self.zero_grad()
+        return self.backward()
+
+    def excess(self):
+        """How far above the minimum the stepped weights are."""
+        return self.problem.exact_loss(self.session.master_params(self.optimizer)) - self.problem.minimum
+
+    def everything(self):
+        """Weights of the model, weights that are stepped, state and group options: copies."""
+        kept = [self.optimizer, *(v for v in vars(self.optimizer).values() if isinstance(v, torch.optim.Optimizer))]
+        return copy.deepcopy(
+            {
+                "model": [p.detach() for p in self.model.parameters()],
+                "stepped": [p.detach() for p in self.session.master_params(self.optimizer)],
+                "state": [list(one.state.values()) for one in kept],
+                "options": [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups],
+            }
+        )
+
+
+def allowed(training):
+    """What rounding may do to the loss near its minimum, mean(r^2) with r = output - target.
+
+    Weights, inputs and outputs are rounded once each: an output moves by d, up to 3 roundings of its size, and outputs
+    have about the size of the targets. The loss moves by mean(2 r d) <= 2 rms(r) rms(d).
+    """
+    problem = training.problem
+    return 2 * problem.minimum**0.5 * 3 * ROUNDING[training.level] * problem.power**0.5
+
+
+def assert_same(a, b):
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key, value in a.items():
+            assert_same(value, b[key])
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    else:
+        assert a == b
+
+
+MAKE = {
+    "lbfgs": lambda p: torch.optim.LBFGS(p, max_iter=20),
+    "lbfgs-wolfe": lambda p: torch.optim.LBFGS(p, max_iter=20, line_search_fn="strong_wolfe"),
+    "sam-sgd": lambda p: SAM(p, torch.optim.SGD, lr=0.1, momentum=0.9),
+    "sam-adam": lambda p: SAM(p, torch.optim.Adam, lr=0.05),
+    "lookahead": lambda p: Lookahead(torch.optim.Adam(p, lr=0.05)),
+}
+every_optimizer = pytest.mark.parametrize("name", MAKE)
+
+
+def step(training, name):
+    """One iteration, in the words of the optimizer's users."""
+    if name.startswith("sam"):
+        training.backward()  # SAM.step starts from the gradients that are there
+    result = training.optimizer.step(training.closure)
+    training.optimizer.zero_grad()
+    return result
+
+
+# --- convergence ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["lbfgs", "lbfgs-wolfe"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_lbfgs_reaches_the_minimum_that_rounding_allows(session, level, name):
+    """In fp32 it ends at the minimum. ``allowed`` is how well it can know a loss elsewhere."""
+    training = Training(session, level, MAKE[name])
+    for _ in range(3):
+        assert step(training, name) is not None or session.skipped_steps(training.optimizer)
+    assert training.evaluations > 10
+    assert -1e-12 <= training.excess() <= allowed(training)
+
+
+@pytest.mark.parametrize("name", ["sam-sgd", "sam-adam"])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("by_hand", [False, True], ids=["step-closure", "first-and-second-step"])
+def test_sam_goes_where_it_goes_in_fp32(session, level, name, by_hand):
+    """The same bound, on both sides of where plain torch ends."""
+    training = Training(session, level, MAKE[name])
+    reference = training.problem.model()
+    plain = MAKE[name](reference.parameters())
+    for _ in range(80):
+        if by_hand:
+            training.backward()
+            training.optimizer.first_step(zero_grad=True)
+            training.backward()
+            training.optimizer.second_step(zero_grad=True)
+        else:
+            step(training, name)
+        for move in (plain.first_step, plain.second_step):
+            training.problem.loss(reference).backward()
+            move(zero_grad=True)
+    goal = training.problem.exact_loss(reference.parameters()) - training.problem.minimum
+    assert abs(training.excess() - goal) <= allowed(training) + 1e-5
+    assert session.skipped_steps(training.optimizer) == 0
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_by_hand_and_with_a_closure_take_the_same_steps(session, level):
+    by_closure = Training(session, level, MAKE["sam-adam"])
+    for _ in range(5):
+        step(by_closure, "sam-adam")
+    kept = by_closure.everything()
+    session.reset()
+    by_hand = Training(session, level, MAKE["sam-adam"])
+    for _ in range(5):
+        by_hand.backward()
+        by_hand.optimizer.first_step(zero_grad=True)
+        by_hand.backward()
+        by_hand.optimizer.second_step(zero_grad=True)
+    assert_same(kept, by_hand.everything())
+
+
+# --- masters ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("zero", ["optimizer", "model"])
+def test_every_evaluation_sees_the_rounded_masters_and_gives_its_own_gradients(session, level, zero):
+    seen = []
+
+    class Wanderer(torch.optim.SGD):
+        """Goes somewhere before each of three evaluations."""
+
+        @torch.no_grad()
+        def step(self, closure):
+            params = [p for group in self.param_groups for p in group["params"]]
+            for i in range(3):
+                for p in params:
+                    p.add_(0.1001 * i)
+                with torch.enable_grad():
+                    closure()
+                seen.append([(p.detach().clone(), p.grad.clone()) for p in params])
+
+    training = Training(session, level, lambda p: Wanderer(p, lr=0.1), zero, loss_scale=1.0)
+    dtype = training.model.weight.dtype
+    assert dtype in (torch.float16, torch.bfloat16)
+    inner, at = training.closure, []
+
+    def closure():
+        at.append([p.detach().clone() for p in training.model.parameters()])
+        return inner()
+
+    training.optimizer.step(closure)
+    assert len(seen) == len(at) == 3
+    for weights, evaluated in zip(at, seen, strict=True):
+        twin = Regression.model().to(dtype)
+        for weight, mine, (master, _) in zip(weights, twin.parameters(), evaluated, strict=True):
+            assert torch.equal(weight, master.to(dtype))
+            mine.data.copy_(weight)
+        problem = training.problem
+        (twin(problem.x.to(dtype)).float() - problem.y).square().mean().backward()
+        for mine, (_, grad) in zip(twin.parameters(), evaluated, strict=True):
+            assert torch.equal(mine.grad.float(), grad)
+    for p, master in zip(training.model.parameters(), session.master_params(training.optimizer), strict=True):
+        assert torch.equal(p, master.to(dtype))
+
+
+PLAIN = {
+    "foreach": lambda p: torch.optim.Adam(p, lr=0.05, foreach=True),
+    "plain": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, foreach=False),
+    "torch-fused": lambda p: torch.optim.AdamW(p, lr=0.05, fused=True),
+    "FusedAdam": lambda p: optimizers.FusedAdam(p, lr=0.05),
+    "FusedSGD": lambda p: optimizers.FusedSGD(p, lr=0.05, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_step_with_a_closure_is_the_step_without(session, level, name):
+    training = Training(session, level, PLAIN[name])
+    for i in range(6):
+        training.faults = {i + 1: INF if i == 3 else 1.0}
+        training.optimizer.step(training.closure)
+    kept, skipped = training.everything(), session.skipped_steps(training.optimizer)
+    session.reset()
+    training = Training(session, level, PLAIN[name])
+    for i in range(6):
+        training.faults = {i + 1: INF if i == 3 else 1.0}
+        training.closure()
+        training.optimizer.step()
+    assert_same(kept, training.everything())
+    assert session.skipped_steps(training.optimizer) == skipped == 1
+
+
+# --- overflows --------------------------------------------------------------------------------------------------------
+
+
+@every_optimizer
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("fault", [INF, NAN, KeyError("data")], ids=["inf", "nan", "exception"])
+@pytest.mark.parametrize("evaluation", [1, 2])
+def test_a_fault_in_an_evaluation_leaves_no_trace(session, level, name, fault, evaluation):
+    training = Training(session, level, MAKE[name])
+    for _ in range(2):
+        step(training, name)
+    before = training.everything()
+    skipped = session.skipped_steps(training.optimizer)
+    training.faults = {training.evaluations + evaluation: fault}
+    if isinstance(fault, KeyError):
+        with pytest.raises(KeyError, match="data"):
+            step(training, name)
+    else:
+        assert step(training, name) is None
+        assert session.skipped_steps(training.optimizer) == skipped + 1
+    training.optimizer.zero_grad()
+    assert_same(before, training.everything())
+    excess = training.excess()
+    assert step(training, name) is not None
+    assert training.excess() < excess + allowed(training)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("fault", [INF, NAN], ids=["inf", "nan"])
+@pytest.mark.parametrize("evaluation", [1, 2])
+def test_an_overflow_in_a_step_by_hand_leaves_the_weights(session, level, fault, evaluation):
+    """And moves the scale once: nothing is evaluated on weights that are not finite."""
+    training = Training(session, level, MAKE["sam-adam"])
+
+    def iterate():
+        training.backward()
+        training.optimizer.first_step(zero_grad=True)
+        training.backward()
+        training.optimizer.second_step(zero_grad=True)
+
+    iterate()
+    before, scale = training.everything(), session.state_dict()["loss_scaler0"]["loss_scale"]
+    training.faults = {training.evaluations + evaluation: fault}
+    iterate()
+    assert_same(before, training.everything())
+    assert session.skipped_steps(training.optimizer) == 1
+    assert session.state_dict()["loss_scaler0"]["loss_scale"] == scale / 2
+    iterate()
+    assert session.skipped_steps(training.optimizer) == 1
+    assert not torch.equal(before["stepped"][0], training.everything()["stepped"][0])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_that_overflowed_before_are_not_climbed(session, level):
+    training = Training(session, level, MAKE["sam-adam"])
+    training.faults = {1: INF}
+    assert step(training, "sam-adam") is None
+    assert training.evaluations == 1
+    assert session.skipped_steps(training.optimizer) == 1
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_first_step_that_raises_is_taken_back(session, level):
+    class Clumsy(SAM):
+        def first_step(self, zero_grad=False):
+            super().first_step(zero_grad)
+            raise OSError("no log")
+
+    training = Training(session, level, lambda p: Clumsy(p, torch.optim.SGD, lr=0.1))
+    before = training.everything()
+    training.backward()
+    with pytest.raises(OSError, match="no log"):
+        training.optimizer.first_step(zero_grad=True)
+    assert_same(before, training.everything())
+
+
+@pytest.mark.parametrize("method", ["first_step", "second_step"])
+def test_half_steps_inside_the_block_are_errors(session, method):
+    training = Training(session, "O2", MAKE["sam-sgd"])
+    with (
+        pytest.raises(AmpError, match=rf"optimizer.{method}\(\) was called inside a scale_loss block"),
+        session.scale_loss(training.problem.loss(training.model), training.optimizer) as scaled,
+    ):
+        scaled.backward()
+        getattr(training.optimizer, method)()
+
+
+def test_a_scheduler_of_the_wrapped_optimizer_does_not_warn_after_a_skip(session):
+    training = Training(session, "O2", MAKE["sam-sgd"])
+    schedule = torch.optim.lr_scheduler.ExponentialLR(training.optimizer.base_optimizer, 0.5)
+    training.faults = {1: INF}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(training, "sam-sgd")
+        schedule.step()
+    assert training.optimizer.param_groups[0]["lr"] == 0.05
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_reset_gives_the_methods_back(session, level):
+    training = Training(session, level, MAKE["sam-sgd"])
+    assert {"first_step", "second_step"} <= vars(training.optimizer).keys()
+    session.reset()
+    assert not {"step", "first_step", "second_step"} & vars(training.optimizer).keys()
+    before = [p.detach().clone() for p in training.model.parameters()]
+    for move in (training.optimizer.first_step, training.optimizer.second_step):
+        training.problem.loss(training.model).backward()
+        move(zero_grad=True)
+    assert all(isinstance(p, nn.Parameter) for p in training.model.parameters())
+    assert not torch.equal(before[0], training.model.weight)

@@ -1,0 +1,246 @@
+"""Moving averages are fed from fp32 masters; copies of models and optimizers are right, or say that they are not."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+from ampctx import AmpError, AmpSession
+from ampctx.amp.cast_arguments import ModelHook
+from ampctx.optimizers import FusedAdam, FusedSGD
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+OPTIMIZERS = {
+    "ours": lambda p: FusedSGD(p, lr=0.05, momentum=0.9),
+    "torch fused": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
+    "torch plain": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, foreach=False, fused=False),
+}
+
+
+@pytest.fixture
+def session():
+    session = AmpSession()
+    yield session
+    session.reset()
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def started(session, level, make=OPTIMIZERS["ours"]):
+    model = mlp()
+    optimizer = make(model.parameters())
+    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    return model, optimizer
+
+
+def train(session, model, optimizer, steps=1, first=0):
+    for step in range(first, first + steps):
+        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
+        with session.scale_loss(model(x).float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_torch_save(o):
+    file = io.BytesIO()
+    torch.save(o, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda o: pickle.loads(pickle.dumps(o)), "torch.save": by_torch_save}
+
+
+# --- moving averages --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "use_buffers"),
+    # torch's SWA rule takes no integer buffers.
+    [(get_ema_multi_avg_fn(0.9999), False), (get_ema_multi_avg_fn(0.9999), True), (get_swa_multi_avg_fn(), False)],
+    ids=["ema", "ema-of-buffers", "swa"],
+)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+def test_an_average_fed_from_the_masters_is_that_of_fp32_weights(session, level, name, rule, use_buffers):
+    model, optimizer = started(session, level, OPTIMIZERS[name])
+    source = session.master_model(model)
+    average = AveragedModel(source, multi_avg_fn=rule, use_buffers=use_buffers)
+    # The same by fp32 models that know nothing of amp.
+    weights = mlp()
+    weights.load_state_dict(session.master_state_dict(model))
+    expected = AveragedModel(weights, multi_avg_fn=rule, use_buffers=use_buffers)
+    start = copy.deepcopy(expected)
+    for step in range(20):
+        train(session, model, optimizer, first=step)
+        average.update_parameters(source)
+        weights.load_state_dict(session.master_state_dict(model))
+        expected.update_parameters(weights)
+    for (key, a), (_, b) in zip(*(m.state_dict().items() for m in (average, expected)), strict=True):
+        assert a.dtype == b.dtype, key
+        assert torch.equal(a, b), key
+    assert not torch.equal(average.module[0].weight, start.module[0].weight)
+    session.reset()
+    x = torch.randn(5, 4)
+    assert torch.equal(average.eval()(x), expected.eval()(x))
+
+
+def test_an_average_of_16_bit_weights_loses_what_the_one_of_masters_keeps(session):
+    """What the row is about: at a decay of 0.9999 updates are below half a place of fp16."""
+    model, optimizer = started(session, "O2")
+    source = session.master_model(model)
+    rule = get_ema_multi_avg_fn(0.9999)
+    rounded, kept = AveragedModel(model, multi_avg_fn=rule), AveragedModel(source, multi_avg_fn=rule)
+    moved = []
+    for average, fed_from in ((rounded, model), (kept, source)):
+        average.update_parameters(fed_from)  # the first copies
+        before = average.module[0].weight.clone()
+        for step in range(20):
+            train(session, model, optimizer, first=step)
+            average.update_parameters(fed_from)
+        moved.append((average.module[0].weight != before).float().mean().item())
+    assert moved[0] < 0.1  # weights next to 0, whose places are fine
+    assert moved[1] > 0.9
+
+
+# --- the model over its masters ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_master_model_holds_the_masters_themselves(session, level):
+    model, optimizer = started(session, level)
+    train(session, model, optimizer)
+    source = session.master_model(model)
+    assert all(p is q for p, q in zip(source.parameters(), session.master_params(optimizer), strict=True))
+    assert all(a is b for a, b in zip(source.buffers(), model.buffers(), strict=True))
+    assert [n for n, _ in source.named_parameters()] == [n for n, _ in model.named_parameters()]
+    hooks = [h for m in source.modules() for d in vars(m).values() if isinstance(d, dict) for h in d.values()]
+    assert not any(isinstance(hook, ModelHook) for hook in hooks)
+    train(session, model, optimizer)
+    with session.disable_casts():
+        out = source.eval()(torch.ones(3, 4, dtype=torch.float16 if level == "O3" else torch.float32))
+    assert out.dtype == (torch.float16 if level == "O3" else torch.float32)
+    if level == "O3":
+        return
+    plain = mlp()
+    plain.load_state_dict(session.master_state_dict(model))
+    with session.disable_casts():
+        assert torch.equal(out, plain.eval()(torch.ones(3, 4)))
+
+
+def test_the_model_is_left_alone(session):
+    model, optimizer = started(session, "O2")
+    twin = AmpSession()
+    other, other_optimizer = started(twin, "O2")
+    session.master_model(model)
+    train(session, model, optimizer, 3)
+    train(twin, other, other_optimizer, 3)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    twin.reset()
+
+
+def test_masters_in_the_optimizers_state_have_no_model(session):
+    model, optimizer = started(session, "O3", lambda p: FusedAdam(p, lr=0.01, master_weights=True))
+    train(session, model, optimizer)
+    with pytest.raises(AmpError, match=r"0.weight has its master weight in the optimizer's own state"):
+        session.master_model(model)
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_copied_model_trains_on_its_own_weights(session, level, copied):
+    model, optimizer = started(session, level)
+    train(session, model, optimizer, 2)
+    twin = copied(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    x = torch.randn(16, 4)
+    assert torch.equal(model.eval()(x), twin.eval()(x))
+    model.train()
+    twin.train()
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    twin(x).float().square().mean().backward()
+    plain.step()
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert not torch.equal(twin[0].weight, model[0].weight)
+    assert not torch.equal(twin.eval()(x), model.eval()(x))
+
+
+def _in_another_process(model, x, results):
+    results.put(model.eval()(x).detach().float().tolist())
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_model_goes_to_a_spawned_process(session, level):
+    model, optimizer = started(session, level)
+    train(session, model, optimizer)
+    x = torch.randn(3, 4)
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.Queue()
+    process = context.Process(target=_in_another_process, args=(model, x, results))
+    process.start()
+    out = results.get(timeout=120)
+    process.join(30)
+    assert process.exitcode == 0
+    assert out == model.eval()(x).tolist()
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_copied_optimizer_with_masters_refuses_to_step(session, level, name, copied):
+    model, optimizer = started(session, level, OPTIMIZERS[name])
+    train(session, model, optimizer, 2)
+    twin_model, twin = copied((model, optimizer))
+    scheduler = torch.optim.lr_scheduler.ConstantLR(twin)
+    with pytest.raises(AmpError, match="SGD is a copy of one under amp.*which no model follows"):
+        twin.step()
+    with pytest.raises(AmpError, match="SGD is a copy of one under amp"):
+        scheduler.optimizer.step()
+    # It is a snapshot that can be gone back to.
+    expected = copy.deepcopy(optimizer.state_dict())
+    train(session, model, optimizer)
+    twin.param_groups[0]["lr"] = expected["param_groups"][0]["lr"]
+    optimizer.load_state_dict(twin.state_dict())
+    for i, state in expected["state"].items():
+        assert torch.equal(optimizer.state_dict()["state"][i]["momentum_buffer"], state["momentum_buffer"])
+    train(session, model, optimizer)
+    # The copied model is fit for a session of its own.
+    other = AmpSession()
+    other.allow_incoming_model_not_fp32 = True
+    fresh = OPTIMIZERS[name](twin_model.parameters())
+    other.initialize(twin_model, fresh, opt_level=level, verbosity=0)
+    train(other, twin_model, fresh)
+    other.reset()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_a_copied_pair_without_masters_is_a_plain_pair(session, level, name):
+    model, optimizer = started(session, level, OPTIMIZERS[name])
+    train(session, model, optimizer, 2)
+    twin_model, twin = copy.deepcopy((model, optimizer))
+    twin_model(torch.randn(16, 4)).float().square().mean().backward()
+    before = twin_model[0].weight.detach().clone()
+    twin.step()
+    assert not torch.equal(twin_model[0].weight, before)
+
+
+def test_reset_makes_copies_plain_again(session):
+    model, optimizer = started(session, "O2")
+    session.reset()
+    twin_model, twin = copy.deepcopy((model, optimizer))
+    twin_model(torch.randn(16, 4)).square().mean().backward()
+    before = twin_model[0].weight.detach().clone()
+    twin.step()
+    assert not torch.equal(twin_model[0].weight, before)

@@ -1,0 +1,202 @@
+"""The fp32 weights of a run can be exported: those that the optimizer steps, for plain torch without this library."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from ampctx import AmpSession, AmpTypeError
+from ampctx.optimizers import FusedAdam
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+WITH_MASTERS = ("O2", "O5")
+
+
+class Tied(nn.Module):
+    """Weights that two modules share, batch norm, a buffer, a frozen weight, and a hook that renames an entry."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.hidden = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+        self.fixed = nn.Linear(4, 4).requires_grad_(False)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("temperature", torch.tensor(1.5))
+        self.register_buffer("steps", torch.tensor(3))
+
+    def forward(self, tokens):
+        return self.head(self.fixed(self.hidden(self.norm(self.embed(tokens))))) * self.temperature
+
+
+@pytest.fixture
+def session():
+    session = AmpSession()
+    yield session
+    session.reset()
+
+
+def started(session, level, make=lambda p: torch.optim.Adam(p, lr=1e-2, eps=1e-3), **options):
+    torch.manual_seed(0)
+    model = Tied()
+    optimizer = make(model.parameters())
+    session.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    train(session, model, optimizer)
+    return model, optimizer
+
+
+def train(session, model, optimizer, steps=3):
+    tokens = torch.arange(8).repeat(4)
+    for _ in range(steps):
+        with session.scale_loss(model(tokens).float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_it_holds_the_masters_under_the_models_keys(session, level):
+    model, optimizer = started(session, level)
+    exported, shown = session.master_state_dict(model), model.state_dict()
+    assert list(exported) == list(shown)
+    assert exported._metadata == shown._metadata
+    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    masters = [p for p in session.master_params(optimizer) if p.requires_grad]
+    for name, master in zip(trained, masters, strict=True):
+        assert torch.equal(exported[name], master.float())
+    assert torch.equal(exported["head.weight"], exported["embed.weight"])
+    for name in exported.keys() - {*trained, "head.weight"}:
+        assert torch.equal(exported[name], shown[name].float() if exported[name].is_floating_point() else shown[name])
+    assert {v.dtype for v in exported.values()} == {torch.float32, torch.int64}
+    rounded = any(not torch.equal(exported[n], shown[n]) for n in trained)
+    assert rounded == (level in WITH_MASTERS)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_it_loads_in_plain_torch_without_this_library(session, level, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for _ in range(3):
+        with session.scale_loss(model(torch.randn(8, 4)).float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    exported = session.master_state_dict(model)
+    torch.save(exported, tmp_path / "weights.pt")
+    script = (
+        "import sys, torch; from torch import nn\n"
+        "model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))\n"
+        "model.load_state_dict(torch.load(sys.argv[1], weights_only=True))\n"
+        "assert 'ampctx' not in sys.modules\n"
+        "torch.save(model.eval()(torch.ones(3, 4)), sys.argv[2])\n"
+    )
+    subprocess.run([sys.executable, "-c", script, tmp_path / "weights.pt", tmp_path / "out.pt"], check=True)
+    session.reset()  # the model is in fp32 again, with the masters' values
+    expected = model.eval()(torch.ones(3, 4))
+    if level != "O3":
+        assert torch.equal(torch.load(tmp_path / "out.pt"), expected)
+    torch.testing.assert_close(torch.load(tmp_path / "out.pt"), expected)
+
+
+def test_nothing_is_shared_with_the_run_and_ties_are_kept(session):
+    model, optimizer = started(session, "O2")
+    exported = session.master_state_dict(model)
+    assert exported["head.weight"] is exported["embed.weight"]
+    live = {t.data_ptr() for t in (*model.parameters(), *model.buffers(), *session.master_params(optimizer))}
+    assert not any(value.requires_grad or value.data_ptr() in live for value in exported.values())
+    before = {k: v.clone() for k, v in exported.items()}
+    train(session, model, optimizer)
+    assert all(torch.equal(v, before[k]) for k, v in exported.items())
+
+
+def test_exporting_changes_nothing(session):
+    model, optimizer = started(session, "O2")
+    parameters, data = list(model.parameters()), [p.data_ptr() for p in model.parameters()]
+    session.master_state_dict(model)
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert [p.data_ptr() for p in model.parameters()] == data
+    assert {p.dtype for p in parameters} == {torch.float16, torch.float32}
+    train(session, model, optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_in_another_type(session, level, dtype):
+    model, _ = started(session, level)
+    exact = session.master_state_dict(model)
+    for name, value in session.master_state_dict(model, dtype=dtype).items():
+        expected = exact[name].to(dtype) if exact[name].is_floating_point() else exact[name]
+        assert value.dtype == expected.dtype
+        assert torch.equal(value, expected)
+
+
+def test_fp64_entries_lose_nothing_by_default(session):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
+    session.initialize(model, opt_level="O1", verbosity=0)
+    assert session.master_state_dict(model)["1.weight"].dtype == torch.float64
+    assert session.master_state_dict(model, dtype=torch.float16)["1.weight"].dtype == torch.float16
+
+
+@pytest.mark.parametrize("master_weights", [True, "split"])
+def test_masters_that_the_optimizer_keeps(session, master_weights):
+    low = torch.bfloat16 if master_weights == "split" else torch.float16
+    model, optimizer = started(
+        session, "O3", lambda p: FusedAdam(p, lr=1e-2, master_weights=master_weights), cast_model_type=low
+    )
+    exported = session.master_state_dict(model)
+    params = [p for g in optimizer.param_groups for p in g["params"]]
+    kept = [m for g in optimizer.param_groups_master for m in g["params"]]
+    names = {p: n for n, p in model.named_parameters()}
+    finer = 0
+    for p, master in zip(params, kept, strict=True):
+        if master is not None:
+            assert torch.equal(exported[names[p]], master)
+            finer += not torch.equal(exported[names[p]], p.float())
+    assert finer > 0
+
+
+def test_parts_and_wrappers_of_the_model(session):
+    model, _ = started(session, "O2")
+    exported = session.master_state_dict(model)
+    part = session.master_state_dict(model.hidden)
+    assert part
+    assert all(torch.equal(v, exported[f"hidden.{k}"]) for k, v in part.items())
+    wrapped = session.master_state_dict(nn.DataParallel(model))
+    assert list(wrapped) == [f"module.{k}" for k in exported]
+    assert all(torch.equal(v, exported[k.removeprefix("module.")]) for k, v in wrapped.items())
+
+
+def test_hooks_that_rename_entries_see_the_masters(session):
+    model, _ = started(session, "O2")
+    exported = session.master_state_dict(model)
+    model.register_state_dict_post_hook(lambda m, state, prefix, _: state.update(output=state.pop("head.weight")))
+    renamed = session.master_state_dict(model)
+    assert torch.equal(renamed["output"], exported["head.weight"])
+
+
+def test_weights_that_were_loaded_count(session):
+    model, _ = started(session, "O2")
+    state = {k: torch.full_like(v, 0.1) for k, v in model.state_dict().items()}
+    model.load_state_dict(state)
+    assert torch.equal(session.master_state_dict(model)["embed.weight"], torch.full((8, 4), 0.1).half().float())
+
+
+def test_without_initialize_it_is_the_models(session):
+    model = nn.Linear(2, 2)
+    exported = session.master_state_dict(model)
+    assert torch.equal(exported["weight"], model.weight)
+    assert exported["weight"].data_ptr() != model.weight.data_ptr()
+
+
+def test_wrong_arguments(session):
+    with pytest.raises(AmpTypeError, match="model must be a module, got dict"):
+        session.master_state_dict({})
+    with pytest.raises(AmpTypeError, match="dtype is torch.int8, expected one of torch.float16"):
+        session.master_state_dict(nn.Linear(1, 1), dtype=torch.int8)
+    with pytest.raises(AmpTypeError, match="model must be a module, got dict"):
+        session.master_model({})

@@ -1,0 +1,199 @@
+"""Initialize many times, free everything, several configurations at once."""
+
+import gc
+import tracemalloc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ampctx import AmpError, AmpSession
+from ampctx.optimizers import FusedAdam
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+MAKE = {
+    "ours": lambda p: FusedAdam(p, lr=0.01),
+    "torch": lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-3, foreach=False),
+}
+
+
+def mlp(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def train(session, model, optimizer, steps=2):
+    losses = []
+    for step in range(steps):
+        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
+        loss = model(x).float().square().mean()
+        with session.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def tensors():
+    """How many tensors are alive, and their bytes."""
+    gc.collect()
+    alive = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    return len(alive), sum(t.numel() * t.element_size() for t in alive)
+
+
+def surroundings():
+    """What initialize may replace outside the objects it is given."""
+    functions = {
+        (owner.__name__, name): value
+        for owner in (torch, F, torch.Tensor, nn.Module, torch.optim.Optimizer)
+        for name, value in vars(owner).items()
+        if callable(value)
+    }
+    state = [
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+        torch.is_grad_enabled(),
+    ]
+    return functions, state
+
+
+def shape_of(model, optimizer):
+    """What of the objects reset() has to bring back, besides their values."""
+    return [
+        [(n, p.dtype, id(p)) for n, p in model.named_parameters()],
+        [(n, b.dtype) for n, b in model.named_buffers()],
+        [{n: len(d) for n, d in vars(m).items() if n.endswith("_hooks")} for m in model.modules()],
+        sorted(vars(optimizer)),
+        [[id(p) for p in g["params"]] for g in optimizer.param_groups],
+        [sorted(g) for g in optimizer.param_groups],
+    ]
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("level", LEVELS)
+def test_fifty_rounds_leave_everything_as_it_was(level, name):
+    session = AmpSession()
+    model = mlp()
+    optimizer = MAKE[name](model.parameters())
+    weights = {k: v.clone() for k, v in model.state_dict().items()}
+
+    def one_round():
+        model.load_state_dict(weights)
+        session.initialize(model, optimizer, opt_level=level, verbosity=0)
+        train(session, model, optimizer)
+        session.reset()
+
+    around = surroundings()
+    for _ in range(50):  # what torch keeps for later is there then
+        one_round()
+    shape, count, objects = shape_of(model, optimizer), tensors(), len(gc.get_objects())
+    tracemalloc.start(1)
+    try:
+        for _ in range(50):
+            one_round()
+        assert tensors() == count
+        # Fewer than one object, or a round's worth of hooks and closures (more than 10 KB), for every two rounds.
+        assert len(gc.get_objects()) - objects < 25
+        assert tracemalloc.get_traced_memory()[0] < 25 * 10_000
+    finally:
+        tracemalloc.stop()
+    assert shape_of(model, optimizer) == shape
+    assert surroundings() == around
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("first", ["session", "optimizer", "model"])
+def test_without_reset_everything_goes_with_its_last_reference(level, name, first):
+    around = surroundings()
+    parts = {"session": AmpSession(), "model": mlp()}
+    parts["optimizer"] = MAKE[name](parts["model"].parameters())
+    session, model, optimizer = parts["session"], parts["model"], parts["optimizer"]
+    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(session, model, optimizer)
+    masters = [p for g in optimizer.param_groups for p in g["params"]]
+    alive = [weakref.ref(o) for o in (session, model, optimizer, *model.parameters(), *masters)]
+    del masters
+    gc.collect()
+    gc.disable()
+    try:
+        del session, model, optimizer
+        del parts[first]
+        parts.clear()
+        assert not [ref() for ref in alive if ref() is not None]
+    finally:
+        gc.enable()
+    assert surroundings() == around
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_casts_end_with_their_session(level):
+    session = AmpSession()
+    session.initialize(mlp(), opt_level=level, verbosity=0)
+    assert torch.is_autocast_enabled("cpu")
+    del session
+    assert not torch.is_autocast_enabled("cpu")
+    assert F.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float32
+
+
+def test_functions_registered_with_a_session_end_with_it():
+    class Namespace:
+        @staticmethod
+        def f(x):
+            return x
+
+    original = Namespace.f
+    session = AmpSession()
+    session.register_half_function(Namespace, "f")
+    session.initialize(mlp(), opt_level="O1", verbosity=0)
+    assert Namespace.f(torch.ones(1)).dtype == torch.float16
+    del session
+    assert Namespace.f is original
+
+
+@pytest.mark.parametrize(("a", "b"), [("O2", "O5"), ("O3", "O0"), ("O5", "O3"), ("O2", "O2")])
+def test_two_sessions_side_by_side_are_as_each_alone(a, b):
+    alone = []
+    for level in (a, b):
+        session, model = AmpSession(), mlp()
+        optimizer = FusedAdam(model.parameters(), lr=0.01)
+        session.initialize(model, optimizer, opt_level=level, verbosity=0)
+        alone.append(train(session, model, optimizer, 6))
+        session.reset()
+    both = []
+    for level in (a, b):
+        session, model = AmpSession(), mlp()
+        optimizer = FusedAdam(model.parameters(), lr=0.01)
+        session.initialize(model, optimizer, opt_level=level, verbosity=0)
+        both.append((session, model, optimizer))
+    for step in range(6):
+        for i, (session, model, optimizer) in enumerate(both):
+            x = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
+            loss = model(x).float().square().mean()
+            with session.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert loss.item() == alone[i][step]
+    for session, *_ in both:
+        session.reset()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_optimizer_is_in_one_session_at_a_time(level):
+    first, second = AmpSession(), AmpSession()
+    model = mlp()
+    optimizer = MAKE["torch"](model.parameters())
+    second.allow_incoming_model_not_fp32 = True
+    first.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with pytest.raises(AmpError, match=r"optimizers\[0\] \(Adam\) is under amp in another AmpSession"):
+        second.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(first, model, optimizer)
+    first.reset()
+    second.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(second, model, optimizer)
+    second.reset()

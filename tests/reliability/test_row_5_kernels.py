@@ -1,0 +1,351 @@
+"""Multi-tensor kernels are right on odd inputs: empty tensors anywhere in a list, 2^31 elements and more, layouts that
+differ, freed memory, tensors of another device; the result is that of a computation tensor by tensor, or an error that
+names list and index."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from odd_models import OddModel, gradients, loss_of
+from odd_tensors import ODD, make_odd
+from torch import nn
+
+from ampctx import clip_grad_norm_, ops, optimizer_ops
+from ampctx._errors import AmpError
+from ampctx.amp import AmpSession, GradScaler, master_params
+from ampctx.optimizers import LARC, FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+
+HERE = Path(__file__).resolve().parent
+HUGE = (1 << 31) + 1
+
+
+@pytest.fixture
+def session():
+    session = AmpSession()
+    yield session
+    session.reset()
+
+
+# --- odd tensors in the ops -------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "freed": "has no memory: its storage has been freed or made smaller",
+    "freed-view": "has no memory: its storage has been freed or made smaller",
+    "shrunk": "has no memory: its storage has been freed or made smaller",
+    "gaps": "is not contiguous: its elements do not fill one block of memory",
+    "expanded": "is not contiguous: its elements do not fill one block of memory",
+    "overlapping-windows": "is not contiguous: its elements do not fill one block of memory",
+    "zero-tensor": "is not contiguous: its elements do not fill one block of memory",
+    "too-many": "has 5 elements, src[0] has 4",
+    "empty": "has 0 elements, src[0] has 4",
+    "sparse": "is not a strided tensor",
+    "csr": "is not a strided tensor",
+    "mkldnn": "is not a strided tensor",
+    "complex64": "has dtype torch.complex64, expected float32, float16, bfloat16 or float64",
+    "conjugated": "has dtype torch.complex64, expected float32, float16, bfloat16 or float64",
+    "float8": "has dtype torch.float8_e4m3fn, expected float32, float16, bfloat16 or float64",
+    "quantized": "has dtype torch.qint8, expected float32, float16, bfloat16 or float64",
+    "int64": "has dtype torch.int64, expected float32, float16, bfloat16 or float64",
+    "bool": "has dtype torch.bool, expected float32, float16, bfloat16 or float64",
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize.*deprecated", "ignore:Sparse CSR", "ignore:torch.ao.quantization")
+@pytest.mark.parametrize(("name", "message"), REFUSED.items(), ids=REFUSED.keys())
+def test_what_no_kernel_can_take_is_refused_by_list_and_index(name, message):
+    src, dst = [torch.ones(4), make_odd(name, 4)], [torch.zeros(4), torch.zeros(4)]
+    message = message.replace("src[0]", "src[1]") if "elements, " in message else message
+    found_inf = torch.zeros(())
+    if name in ("too-many", "empty"):  # the first list says how many
+        src, message = [torch.ones(4)] * 2, message
+        lists, where = (src, [dst[0], make_odd(name, 4)]), "dst[1]"
+    else:
+        lists, where = (src, dst), "src[1]"
+    with pytest.raises(RuntimeError, match=re.escape(f"multi_tensor_scale: {where} {message}")):
+        ops.multi_tensor_scale(*lists, found_inf, 2.0)
+    assert not any(d.any() for d in dst)
+    assert found_inf == 0
+
+
+FROM_ELSEWHERE = {
+    "src": ([torch.ones(2, device="meta"), torch.ones(2)], [torch.zeros(2), torch.zeros(2)]),
+    "dst": ([torch.ones(2), torch.ones(2)], [torch.zeros(2), torch.zeros(2, device="meta")]),
+}
+
+
+@pytest.mark.parametrize("lists", FROM_ELSEWHERE.values(), ids=FROM_ELSEWHERE.keys())
+def test_one_meta_tensor_does_not_turn_a_call_into_nothing(lists):
+    message = "ampctx: an op takes tensors of one device, and got cpu and meta"
+    with pytest.raises(RuntimeError, match=message):
+        ops.multi_tensor_scale(*lists, torch.zeros(()), 2.0)
+    with pytest.raises(RuntimeError, match=message):
+        ops.multi_tensor_l2norm([torch.ones(2)], torch.zeros((), device="meta"))
+    trackers = [torch.zeros((), dtype=torch.int32) for _ in range(2)]
+    with pytest.raises(RuntimeError, match=message):
+        ops.update_scale(torch.ones(()), *trackers, torch.zeros((), device="meta"))
+
+
+def test_calls_on_meta_tensors_alone_have_shapes():
+    tensors, flag = [torch.ones(HUGE, device="meta")], torch.zeros((), device="meta")
+    ops.multi_tensor_scale(tensors, tensors, flag, 2.0)
+    ops.multi_tensor_scale([], [], flag, torch.ones(()))
+    norm, each = ops.multi_tensor_l2norm(tensors, flag, per_tensor=True)
+    assert norm.shape == ()
+    assert each.shape == (1,)
+
+
+@pytest.mark.parametrize("name", ["freed", "sparse"])
+def test_scalars_without_a_number_are_refused_by_name(name):
+    lists, odd = ([torch.ones(3)], [torch.ones(3)]), make_odd(name, 1)
+    why = {"freed": "has no memory", "sparse": "is not a strided tensor"}[name]
+    with pytest.raises(RuntimeError, match=f"multi_tensor_scale: found_inf {why}"):
+        ops.multi_tensor_scale(*lists, odd, 2.0)
+    with pytest.raises(RuntimeError, match=f"multi_tensor_scale: scale {why}"):
+        ops.multi_tensor_scale(*lists, torch.zeros(()), odd)
+    arguments = (*lists, [], [], [odd], torch.zeros(()), 1.0, 0.1)
+    with pytest.raises(RuntimeError, match=rf"multi_tensor_sgd: steps\[0\] {why}"):
+        optimizer_ops.sgd(*arguments)
+
+
+@pytest.mark.parametrize("tensors", [[], [torch.ones(3)]], ids=["no-tensors", "one-tensor"])
+def test_none_is_refused_by_name(tensors):
+    with pytest.raises(RuntimeError, match="multi_tensor_scale: found_inf is None, expected a tensor"):
+        torch.ops.ampctx.multi_tensor_scale.default(tensors, tensors, None, torch.ones(()))
+    with pytest.raises(RuntimeError, match="multi_tensor_scale: scale is None, expected a tensor"):
+        torch.ops.ampctx.multi_tensor_scale.default(tensors, tensors, torch.zeros(()), None)
+
+
+@pytest.mark.parametrize("name", ["negative-view", "requires-grad", "parameter", "subclass", "inference", "0-d"])
+def test_what_only_looks_odd_is_read_right(name):
+    src = make_odd(name, 4)
+    dst = torch.zeros(src.shape)
+    with torch.no_grad():
+        ops.multi_tensor_scale([src], [dst], torch.zeros(()), 2.0)
+        assert torch.equal(dst, torch.Tensor(src.clone().as_subclass(torch.Tensor)) * 2)
+    assert name in ODD
+
+
+def test_step_counts_that_no_integer_holds():
+    """They feed the random numbers of stochastic rounding; any will do, and the same everywhere."""
+    for count in (float("nan"), float("inf"), 1e30, -1e30):
+        p = [torch.ones(100, dtype=torch.bfloat16)]
+        step = [torch.tensor(count)]
+        optimizer_ops.sgd(
+            [torch.ones(100)], p, [], [], step, torch.zeros(()), 1.0, 0.001, write_back="stochastic", seed=3
+        )
+        assert ((p[0] == 1) | (p[0] == 1 - 2**-8)).all()
+
+
+# --- through amp, GradScaler, clipping and the optimizers -------------------------------------------------------------
+
+
+def torch_sgd(**how):
+    return lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.5, **how)
+
+
+def torch_adam(**how):
+    return lambda params: torch.optim.Adam(params, lr=0.1, **how)
+
+
+def adagrad(params):
+    return torch.optim.Adagrad(params, lr=0.1, eps=1e-10)
+
+
+# The optimizer, and what does the same in fp64: torch's where it has one.
+OPTIMIZERS = {
+    "SGD-plain": (torch_sgd(foreach=False), torch_sgd()),
+    "SGD-foreach": (torch_sgd(foreach=True), torch_sgd()),
+    "SGD-fused": (torch_sgd(fused=True), torch_sgd()),
+    "Adam-plain": (torch_adam(foreach=False), torch_adam()),
+    "Adam-foreach": (torch_adam(foreach=True), torch_adam()),
+    "Adam-fused": (torch_adam(fused=True), torch_adam()),
+    "FusedAdam": (lambda p: FusedAdam(p, lr=0.1), torch_adam()),
+    "FusedAdam-kahan": (lambda p: FusedAdam(p, lr=0.1, write_back="kahan"), torch_adam()),
+    "FusedSGD": (lambda p: FusedSGD(p, lr=0.5, momentum=0.5), torch_sgd()),
+    "FusedAdagrad": (lambda p: FusedAdagrad(p, lr=0.1, eps=1e-10), adagrad),
+    "FusedLAMB": (lambda p: FusedLAMB(p, lr=0.1), lambda p: FusedLAMB(p, lr=0.1)),
+    "FusedNovoGrad": (lambda p: FusedNovoGrad(p, lr=0.1), lambda p: FusedNovoGrad(p, lr=0.1)),
+    "LARC": (lambda p: LARC(torch.optim.SGD(p, lr=0.5)), lambda p: LARC(torch.optim.SGD(p, lr=0.5))),
+}
+optimizers = pytest.mark.parametrize(("make", "exact"), OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+
+
+def odd_model(make, **which) -> OddModel:
+    # torch (2.13) walks the memory of a fused parameter as if it had no gaps, on the CPU, without amp too.
+    fused = make in (OPTIMIZERS["SGD-fused"][0], OPTIMIZERS["Adam-fused"][0])
+    return OddModel(with_gaps=not fused, **which)
+
+
+def assert_agree(parameters, expected) -> None:
+    for i, (p, e) in enumerate(zip(parameters, expected, strict=True)):
+        torch.testing.assert_close(
+            p.detach().to(e.dtype), e.detach(), rtol=2e-5, atol=1e-5, msg=lambda text, i=i: f"parameter {i}: {text}"
+        )
+
+
+@optimizers
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize("all_empty", [False, True], ids=["odd", "all-empty"])
+def test_steps_of_an_odd_model_are_those_of_fp64(session, make, exact, level, all_empty):
+    model = odd_model(make, all_empty=all_empty)
+    expected = model.exact()
+    optimizer, reference = make(model.parameters()), exact(expected)
+    session.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    for i in range(3):
+        wanted = gradients(model, seed=i)
+        with session.scale_loss(loss_of(list(model.parameters()), wanted), optimizer) as scaled:
+            scaled.backward()
+        loss_of(expected, wanted).backward()
+        norms = [clip_grad_norm_(p, 1.0) for p in (master_params(optimizer), expected)]
+        torch.testing.assert_close(norms[0].double(), norms[1].double(), rtol=1e-6, atol=0)
+        for o in (optimizer, reference):
+            o.step()
+            o.zero_grad()
+    assert_agree(master_params(optimizer), expected)
+
+
+@optimizers
+@pytest.mark.parametrize("overflow", [False, True], ids=["finite", "overflow"])
+def test_grad_scaler_on_an_odd_model(make, exact, overflow):
+    model = odd_model(make)
+    expected = model.exact()
+    optimizer, reference = make(model.parameters()), exact(expected)
+    scaler = GradScaler("cpu", init_scale=64.0)
+    for i in range(2):
+        wanted = gradients(model, seed=i)
+        scaler.scale(loss_of(list(model.parameters()), wanted)).backward()
+        loss_of(expected, wanted).backward()
+        if skipped := overflow and i == 1:
+            model.turned.grad[3, 4] = float("inf")  # the last in memory
+        else:
+            reference.step()
+        if not isinstance(optimizer, LARC):
+            scaler.unscale_(optimizer)
+            clip_grad_norm_(model.parameters(), 1e9)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (32.0 if skipped else 64.0)
+        for o in (optimizer, reference):
+            o.zero_grad()
+    assert_agree(model.parameters(), expected)
+
+
+LAYOUTS = {
+    "contiguous": lambda g: g.contiguous(),
+    "channels_last": lambda g: g.to(memory_format=torch.channels_last),
+    "transposed": lambda g: g.transpose(0, 1).contiguous().transpose(0, 1),
+    "gaps": lambda g: torch.stack([g, g], -1)[..., 0],
+    "expanded": lambda g: g[:1].expand(g.shape),
+    "offset": lambda g: torch.cat([torch.zeros(3), g.flatten()])[3:].view(g.shape),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@optimizers
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("of_grad", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("of_weight", ["contiguous", "channels_last"])
+def test_a_gradient_of_another_layout_than_its_parameter(session, make, exact, level, of_grad, of_weight):
+    """Compiled autograd and hooks leave such gradients."""
+    model = nn.Conv2d(3, 4, 2, bias=False)
+    model.weight.data = LAYOUTS[of_weight](model.weight.data)
+    expected = [nn.Parameter(model.weight.detach().double().contiguous())]
+    optimizer, reference = make(model.parameters()), exact(expected)
+    session.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    first = torch.arange(48.0).view(4, 3, 2, 2) / 16
+    for value in (first, 1 - first.flip(0), first):
+        value = of_grad(value)
+        with session.scale_loss(torch.zeros(()), optimizer):
+            # Factor and type first, then the layout: both would make it a plain one.
+            model.weight.grad = of_grad((value * 8).to(model.weight.dtype).float()).to(model.weight.dtype)
+        expected[0].grad = value.double().contiguous()
+        for o in (optimizer, reference):
+            o.step()
+            o.zero_grad()
+    assert_agree(master_params(optimizer), expected)
+
+
+@pytest.mark.parametrize("through", ["scale_loss", "GradScaler"])
+def test_fused_torch_optimizers_and_parameters_with_gaps(session, through):
+    """torch would step the memory between the elements."""
+    model = nn.ParameterList([nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(8)[::2])])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
+    message = r"SGD with fused=True steps the wrong memory of param_groups\[0\]\['params'\]\[1\]"
+    if through == "scale_loss":
+        session.initialize(model, optimizer, opt_level="O1", loss_scale=8.0, verbosity=0)
+        with session.scale_loss(sum(p.sum() for p in model), optimizer) as scaled:
+            scaled.backward()
+        with pytest.raises(AmpError, match=message):
+            optimizer.step()
+    else:
+        scaler = GradScaler("cpu")
+        scaler.scale(sum(p.sum() for p in model)).backward()
+        with pytest.raises(AmpError, match=message):
+            scaler.step(optimizer)
+    assert not any(p.any() for p in model)
+    assert not optimizer.state
+
+
+def test_two_parameters_with_one_gradient_are_unscaled_once(session):
+    a, b = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+    model = nn.ParameterList([a, b])
+    optimizer = FusedSGD(model.parameters(), lr=1.0)
+    session.initialize(model, optimizer, opt_level="O1", loss_scale=8.0, verbosity=0)
+    with session.scale_loss(torch.zeros(()), optimizer):
+        a.grad = b.grad = torch.full((3,), 8.0)
+    optimizer.step()
+    assert a.tolist() == b.tolist() == [-1.0] * 3
+
+
+@pytest.mark.large
+def test_a_step_of_more_than_2_to_the_31_elements():
+    """13 GB: the last elements are unscaled, counted in the norm, and stepped; inf behind 2^31 is seen."""
+    p = nn.Parameter(torch.ones(HUGE, dtype=torch.bfloat16))
+    optimizer, scaler = FusedSGD([p], lr=1.0), GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    p.grad = torch.full_like(p, 2.0)
+    scaler.unscale_(optimizer)
+    norm = clip_grad_norm_([p], 1e9)
+    torch.testing.assert_close(norm.item(), (HUGE / 4) ** 0.5, rtol=1e-4, atol=0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert p[0] == p[HUGE // 2] == p[-1] == 0.5
+    assert p.max() == p.min() == 0.5
+    p.grad[-1] = float("inf")
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    assert p.min() == 0.5
+
+
+@pytest.mark.cuda
+def test_a_device_that_is_not_the_current_one():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    tensors = [torch.ones(n, device="cuda:1") for n in (0, 5, 5000, 0)]
+    flag = torch.zeros((), device="cuda:1")
+    with torch.cuda.device(0):
+        ops.multi_tensor_scale(tensors, tensors, flag, 2.0)
+        norm, _ = ops.multi_tensor_l2norm(tensors, flag)
+        with pytest.raises(RuntimeError, match=re.escape("src[1] is on cuda:0, src[0] is on cuda:1")):
+            ops.multi_tensor_scale([tensors[1], torch.ones(5, device="cuda:0")], tensors[1:2] * 2, flag, 2.0)
+    assert norm.item() == pytest.approx((4 * 5005) ** 0.5)
+
+
+# --- the fuzzer -------------------------------------------------------------------------------------------------------
+
+
+def test_ten_seconds_of_wrong_calls():
+    """fuzz_ops.py tells what is promised; `make test-hard` runs it for minutes."""
+    command = [sys.executable, str(HERE / "fuzz_ops.py"), "--seconds", "10", "--seed", "0"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    calls, accepted = map(int, re.findall(r"(\d+) (?:calls in|accepted)", result.stdout))
+    assert calls > accepted > 0
+    assert "0 crashes, 0 calls that went wrong" in result.stdout

@@ -1,0 +1,255 @@
+"""A run whose gradients overflow for ever keeps its weights and a usable scale; if asked to, it ends with a reason."""
+
+import pickle
+import re
+
+import pytest
+import torch
+from host_reads import HostReads
+from stepping import (
+    INF,
+    NAN,
+    ON_DEVICE,
+    OPTIMIZERS,
+    Loop,
+    ScalerLoop,
+    assert_same_bits,
+    every_level,
+    every_optimizer,
+    loss_of,
+    network,
+)
+
+import ampctx
+from ampctx import AmpError, AmpStallError, AmpTypeError, AmpValueError, GradScaler
+from ampctx.amp import device_skips
+
+POISON = {"0.weight": INF, "3.bias": NAN}
+LOOPS = {"session": Loop, "GradScaler": lambda _, name, **options: ScalerLoop(name, **options)}
+both = pytest.mark.parametrize("make", LOOPS.values(), ids=LOOPS)
+
+
+def scale_of(loop):
+    return loop.session.loss_scales[0].value() if isinstance(loop, Loop) else loop.scaler.get_scale()
+
+
+@pytest.mark.parametrize("floor", [None, 2.0**-4])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", ["FusedAdam", "torch-fused-AdamW", "plain-SGD"])
+def test_a_thousand_overflows(session, name, level, floor):
+    loop = Loop(session, name, level, min_loss_scale=floor)
+    before = loop.values()[: len(list(loop.model.parameters()))]
+    for i in range(1000):
+        loop.iterate(0, {"0.weight": (INF, -INF, NAN)[i % 3]})
+    assert_same_bits(before, loop.values()[: len(before)])
+    assert scale_of(loop) == (torch.finfo(torch.float32).tiny if floor is None else floor)
+    assert session.skipped_steps(loop.optimizer) == 1000
+    session.loss_scales[0].set(1024.0)
+    assert loop.iterate().stepped
+    assert all(torch.isfinite(v).all() for v in loop.values())
+
+
+@pytest.mark.parametrize("floor", [0.0, 2.0**-4])
+@pytest.mark.parametrize("name", ["FusedAdam", "torch-fused-AdamW", "plain-SGD"])
+def test_a_thousand_overflows_with_a_grad_scaler(name, floor):
+    loop = ScalerLoop(name, min_scale=floor)
+    before = [p.detach().clone() for p in loop.model.parameters()]
+    for _ in range(1000):
+        loop.iterate(0, {"0.weight": INF})
+    assert_same_bits(before, list(loop.model.parameters()))
+    assert loop.scaler.get_scale() == max(floor, torch.finfo(torch.float32).tiny)
+    loop.iterate()  # torch's weights are NaN here
+    assert all(torch.isfinite(v).all() for v in loop.values())
+
+
+def test_a_tensor_that_is_no_scale_is_not_taken():
+    """``update(new_scale=tensor)`` does not look at the value on the host."""
+    loop = ScalerLoop("plain-SGD")
+    for bad in (0.0, -1.0, INF, NAN, 1e300, 1e-300):
+        loop.scaler.scale(torch.ones(()))
+        loop.scaler.update(torch.tensor(bad, dtype=torch.float64))
+        assert loop.scaler.get_scale() == 65536.0
+    loop.scaler.update(torch.tensor([8.0], dtype=torch.float16))
+    assert loop.scaler.get_scale() == 8.0
+
+
+# --- max_consecutive_skips --------------------------------------------------------------------------------------------
+
+
+@both
+@every_optimizer
+def test_the_typed_error(session, make, name):
+    """It comes with the first skip too many, on a device that the host does not run ahead of."""
+    loop = make(session, name, max_consecutive_skips=4)
+    before = [p.detach().clone() for p in loop.model.parameters()]
+    for _ in range(4):
+        loop.iterate(0, POISON)
+    with pytest.raises(AmpStallError) as caught:
+        loop.iterate(0, POISON)
+    assert_same_bits(before, list(loop.model.parameters()))
+    assert isinstance(caught.value, (AmpError, RuntimeError))
+    outcome = caught.value.outcome
+    assert outcome.skipped
+    names = ("0.weight", "3.bias") if make is Loop else ("param_groups[0][0]", "param_groups[0][5]")
+    assert outcome.culprits == ((names[0], (8, 4), 1, 0), (names[1], (2,), 0, 1))
+    text = str(caught.value)
+    assert text.startswith(f"5 steps of {type(loop.optimizer).__name__} in a row were skipped, and max_con")
+    assert f"{names[0]} (1 inf of 32), {names[1]} (1 nan of 2)" in text
+    assert "bfloat16" in text
+    scales = [value for _, value in caught.value.scale_history]
+    # The session halves at the end of a block, the GradScaler after the step.
+    assert scales[-4:] == [2.0 ** (15 - i - (make is Loop)) for i in range(4)]
+    assert re.search(r"scale after skips: .*\b4096\.0\b", text)
+    with pytest.raises(AmpStallError, match="6 steps"):
+        loop.optimizer.zero_grad()
+        if make is not Loop:
+            loop.scaler.update()
+        loop.iterate(0, POISON)
+
+
+@both
+@every_optimizer
+def test_a_step_that_is_taken_starts_the_count_again(session, make, name):
+    loop = make(session, name, max_consecutive_skips=2)
+    for poison in (POISON, POISON, {}, POISON, {}, POISON, POISON):
+        loop.iterate(0, poison)
+    assert loop.iterate().stepped
+    for _ in range(2):
+        loop.iterate(0, POISON)
+    with pytest.raises(AmpStallError, match="3 steps of"):
+        loop.iterate(0, POISON)
+
+
+@every_level
+@pytest.mark.parametrize("name", ["FusedAdam", "torch-fused-AdamW", "plain-SGD"])
+def test_going_on_after_the_error(session, name, level):
+    """What was skipped with an error was skipped like any other step."""
+    loop = Loop(session, name, level, max_consecutive_skips=1, min_loss_scale=8.0, max_loss_scale=8.0)
+    twin = Loop(type(session)(), name, level, min_loss_scale=8.0, max_loss_scale=8.0)
+    loop.iterate(0)
+    loop.iterate(9, POISON)
+    with pytest.raises(AmpStallError):
+        loop.iterate(9, POISON)
+    assert session.outcome(loop.optimizer).skipped
+    assert session.skipped_steps(loop.optimizer) == 2
+    loop.optimizer.zero_grad()
+    for seed in range(1, 3):
+        loop.iterate(seed)
+    for seed in range(3):
+        twin.iterate(seed)
+    assert_same_bits(twin.values(), loop.values())
+    twin.session.reset()
+
+
+@both
+@pytest.mark.parametrize("name", ON_DEVICE)
+def test_no_host_read_before_the_limit_is_reached(session, make, name):
+    loop = make(session, name, max_consecutive_skips=3)
+    with HostReads() as reads:
+        for poison in ({}, POISON, POISON, {}, POISON, POISON):
+            loop.iterate(0, poison)
+    assert reads.count == 0
+
+
+@both
+@pytest.mark.parametrize("name", ["FusedAdam", "torch-fused-AdamW"])
+def test_word_that_arrives_late(session, make, name, monkeypatch):
+    """Where the host is ahead of the device, the error is late by as much, counts what was skipped meanwhile, and does
+    not come when a step has been taken since."""
+    arrived = []
+    monkeypatch.setattr(device_skips._Copy, "has_arrived", lambda copy: bool(arrived))
+    loop = make(session, name, max_consecutive_skips=2)
+    for _ in range(8):
+        loop.iterate(0, POISON)
+    arrived.append(1)
+    assert loop.iterate().stepped  # word of it comes together with that of the skips
+    arrived.clear()
+    for _ in range(8):
+        loop.iterate(0, POISON)
+    arrived.append(1)
+    loop.iterate(0, POISON)  # word of the first skip, and then of all nine
+    with pytest.raises(AmpStallError, match="10 steps"):
+        loop.iterate(0, POISON)
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "torch-fused-AdamW", "plain-SGD"])
+def test_closures(session, name):
+    loop = Loop(session, name, "O1", max_consecutive_skips=2)
+    before = loop.values()[0]
+
+    def closure():
+        loop.optimizer.zero_grad()
+        loop.backward(0, POISON)
+        return torch.ones(())
+
+    for _ in range(2):
+        loop.optimizer.step(closure)
+    with pytest.raises(AmpStallError, match=r"3 steps of .* 0.weight \(1 inf of 32\)"):
+        loop.optimizer.step(closure)
+    assert not {"found_inf", "model_params", "model_grads"} & set(vars(loop.optimizer))
+    assert torch.equal(before, loop.values()[0])
+
+
+def test_optimizers_are_counted_each_by_itself(session):
+    models = [network(0), network(1)]
+    pair = [OPTIMIZERS["FusedAdam"](models[0].parameters()), OPTIMIZERS["plain-SGD"](models[1].parameters())]
+    session.initialize(models, pair, opt_level="O2", num_losses=2, verbosity=0, max_consecutive_skips=3)
+    with pytest.raises(AmpStallError, match="4 steps of SGD") as caught:
+        for i in range(8):
+            for loss_id, (model, optimizer) in enumerate(zip(models, pair, strict=True)):
+                with session.scale_loss(loss_of(model, 0), optimizer, loss_id=loss_id) as scaled:
+                    scaled.backward()
+                    if loss_id or i % 2:
+                        model[0].bias.grad[1] = INF
+                optimizer.step()
+                optimizer.zero_grad()
+    assert [c.name for c in caught.value.outcome.culprits] == ["models[1].0.bias"]
+    assert {loss_id for loss_id, _ in caught.value.scale_history} == {1}
+
+
+@both
+def test_off_by_default(session, make):
+    loop = make(session, "FusedAdam")
+    for _ in range(50):
+        assert loop.iterate(0, POISON).skipped
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [
+        (0, AmpValueError, "max_consecutive_skips is 0, expected an int >= 1"),
+        (-3, AmpValueError, "max_consecutive_skips is -3"),
+        (2.5, AmpTypeError, "max_consecutive_skips must be an int, got float"),
+        (True, AmpTypeError, "max_consecutive_skips must be an int, got bool"),
+    ],
+)
+def test_bad_limits(session, value, error, text):
+    model = network()
+    optimizer = OPTIMIZERS["FusedAdam"](model.parameters())
+    with pytest.raises(error, match=text):
+        session.initialize(model, optimizer, opt_level="O2", verbosity=0, max_consecutive_skips=value)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert session.policy is None
+    with pytest.raises(error, match=text):
+        GradScaler("cpu", max_consecutive_skips=value)
+
+
+def test_a_pickled_grad_scaler_keeps_the_limit():
+    loop = ScalerLoop("plain-SGD", max_consecutive_skips=1)
+    loop.iterate(0, POISON)
+    loop.scaler = pickle.loads(pickle.dumps(loop.scaler))
+    assert loop.scaler.outcome(loop.optimizer) is None
+    loop.iterate(0, POISON)
+    with pytest.raises(AmpStallError):
+        loop.iterate(0, POISON)
+
+
+def test_the_error_is_public_and_pickles(session):
+    loop = Loop(session, "FusedAdam", "O2", max_consecutive_skips=1)
+    loop.iterate(0, POISON)
+    with pytest.raises(ampctx.AmpStallError) as caught:
+        loop.iterate(0, POISON)
+    twin = pickle.loads(pickle.dumps(caught.value))
+    assert str(twin) == str(caught.value)
+    assert twin.outcome.culprits == caught.value.outcome.culprits
+    assert twin.scale_history == caught.value.scale_history

@@ -1,0 +1,454 @@
+"""Whether a step was taken or skipped, and why, is known after it, for every kind of optimizer."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from host_reads import HostReads
+from stepping import (
+    INF,
+    LEVELS,
+    NAN,
+    ON_DEVICE,
+    ON_HOST,
+    OPTIMIZERS,
+    Loop,
+    ScalerLoop,
+    assert_same_bits,
+    every_level,
+    every_optimizer,
+    loss_of,
+    network,
+)
+from tape import Tape
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import ampctx
+from ampctx import AmpError, AmpTypeError, GradScaler, clip_grad_norm_, optimizers
+from ampctx.amp import AmpSession, StepOutcome
+
+POISON = {"3.weight": INF}
+
+
+@every_level
+@every_optimizer
+def test_stepped_and_skipped(session, name, level):
+    """Each outcome is what the weights say, and stays so when later steps have been taken."""
+    loop = Loop(session, name, level)
+    assert session.outcome(loop.optimizer) is None
+    outcomes, moved = [], []
+    for seed, poison in enumerate(({}, POISON, {}, {"0.bias": NAN}, POISON, {})):
+        before = loop.values()
+        outcomes.append(loop.iterate(seed, poison))
+        moved.append(not torch.equal(before[0], loop.values()[0]))
+        if poison:
+            assert_same_bits(before, loop.values())
+    assert moved == [True, False, True, False, False, True]
+    assert [o.stepped for o in outcomes] == moved
+    assert [o.skipped for o in outcomes] == [not m for m in moved]
+    assert [o.reason for o in outcomes] == [None if m else "overflow" for m in moved]
+    assert [o.overflowed for o in outcomes] == [() if m else (0,) for m in moved]
+    assert [o.scale for o in outcomes] == [65536.0, 65536.0, 32768.0, 32768.0, 16384.0, 8192.0]
+    assert outcomes[-1].scales == {0: 8192.0}
+    assert session.outcome(loop.optimizer) is outcomes[-1]
+
+
+@every_optimizer
+def test_grad_scaler(name):
+    loop = ScalerLoop(name)
+    assert loop.scaler.outcome(loop.optimizer) is None
+    outcomes, moved = [], []
+    for seed, poison in enumerate(({}, POISON, {}, POISON, {})):
+        before = loop.values()
+        outcomes.append(loop.iterate(seed, poison))
+        moved.append(not torch.equal(before[0], loop.values()[0]))
+    assert moved == [True, False, True, False, True]
+    assert [o.stepped for o in outcomes] == moved
+    assert [o.reason for o in outcomes] == [None if m else "overflow" for m in moved]
+    assert [o.scale for o in outcomes] == [65536.0, 65536.0, 32768.0, 32768.0, 16384.0]
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "torch-fused-AdamW", "plain-SGD"])
+def test_grad_scaler_after_unscale_and_clip(name):
+    loop = ScalerLoop(name)
+    for poison, max_norm in (({}, 0.1), (POISON, 0.1), ({}, 1e6)):
+        loop.backward(0, poison)
+        loop.scaler.unscale_(loop.optimizer)
+        norm = clip_grad_norm_(loop.model.parameters(), max_norm)
+        loop.scaler.step(loop.optimizer)
+        outcome = loop.scaler.outcome(loop.optimizer)
+        loop.scaler.update()
+        loop.optimizer.zero_grad()
+        assert outcome.stepped == (not poison)
+        assert outcome.grad_norm == pytest.approx(norm.item(), nan_ok=True)
+    assert loop.iterate().grad_norm is None
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_grad_scaler_and_groups_that_are_not_fused(kind):
+    """As after the checkpoint of an optimizer that was not: they do not look at the flag."""
+    loop = ScalerLoop("plain-SGD")
+    loop.optimizer = kind(loop.model.parameters(), lr=0.1, fused=True)
+    loop.optimizer.load_state_dict(kind(network().parameters(), lr=0.1).state_dict())
+    before = loop.values()
+    assert loop.iterate(0, POISON).skipped
+    assert_same_bits(before, loop.values())
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.3])
+def test_grad_scaler_and_torch_fused_sgd_at_its_first_step(dampening):
+    """Its momentum buffers are as if the skipped step had not been."""
+
+    def run(plan):
+        loop = ScalerLoop("plain-SGD", init_scale=8.0, min_scale=8.0)
+        loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.1, momentum=0.9, dampening=dampening, fused=True)
+        for seed, poison in plan:
+            loop.iterate(seed, poison)
+        return loop.values()
+
+    clean = [(seed, {}) for seed in range(3)]
+    assert_same_bits(run(clean), run([(7, POISON), *clean]))
+
+
+def test_a_disabled_scaler_skips_nothing():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", enabled=False)
+    scaler.scale(loss_of(model, 0)).backward()
+    scaler.step(optimizer)
+    assert scaler.outcome(optimizer).stepped
+
+
+@every_level
+@pytest.mark.parametrize("name", ON_DEVICE)
+def test_reading_costs_one_host_read_and_only_then(session, name, level):
+    loop = Loop(session, name, level)
+    outcomes = []
+    with HostReads() as reads:
+        for seed, poison in enumerate(({}, POISON, {})):
+            loop.backward(seed, poison)
+            loop.optimizer.step()
+            outcomes.append(session.outcome(loop.optimizer))
+            loop.optimizer.zero_grad()
+    assert reads.count == 0
+    assert [o.stepped for o in outcomes] == [True, False, True]
+
+
+@pytest.mark.parametrize("name", ON_HOST)
+def test_the_host_knows_already(session, name):
+    loop = Loop(session, name, "O2")
+    outcomes = [loop.iterate(seed, poison) for seed, poison in enumerate(({}, POISON))]
+    with HostReads() as reads:
+        assert [(o.stepped, o.overflowed, len(o.culprits)) for o in outcomes] == [(True, (), 0), (False, (0,), 1)]
+    assert reads.count == 0
+
+
+@every_level
+@pytest.mark.parametrize("name", ["FusedAdam", "torch-fused-AdamW", "foreach-AdamW"])
+def test_the_norm_that_was_taken(session, name, level):
+    loop = Loop(session, name, level)
+    loop.backward()
+    norm = clip_grad_norm_(session.master_params(loop.optimizer), 0.01)
+    loop.optimizer.step()
+    outcome = session.outcome(loop.optimizer)
+    loop.optimizer.zero_grad()
+    assert outcome.grad_norm == norm.item() > 0.01
+    if level != "O2" and level != "O5":
+        assert loop.iterate().grad_norm is None
+
+
+def test_the_norm_of_the_finite_check(session):
+    """Where all gradients wait in 16 bits, it is known without clipping."""
+    model = torch.nn.Linear(4, 2)
+    optimizer = optimizers.FusedAdam(model.parameters())
+    session.initialize(model, optimizer, opt_level="O5", loss_scale="dynamic", verbosity=0)
+    with session.scale_loss(model(torch.ones(3, 4)).float().square().sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    expected = session.outcome(optimizer).grad_norm
+    with session.scale_loss(model(torch.ones(3, 4)).float().square().sum(), optimizer) as scaled:
+        scaled.backward()
+    norm = clip_grad_norm_(session.master_params(optimizer), 1e-3)
+    _ = [p.grad for p in session.master_params(optimizer)]  # for a log: makes fp32 gradients of them
+    optimizer.step()
+    assert session.outcome(optimizer).grad_norm == norm.item()
+    assert expected == pytest.approx(norm.item(), rel=0.1)
+
+
+# --- several optimizers and losses ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("names", [("FusedAdam", "plain-SGD"), ("torch-fused-AdamW", "FusedSGD")], ids=" ".join)
+def test_two_optimizers_two_losses(session, names, level):
+    """As of a GAN: each optimizer has the outcome of its own step."""
+    models = [network(0), network(1)]
+    both = [OPTIMIZERS[name](m.parameters()) for name, m in zip(names, models, strict=True)]
+    session.initialize(models, both, opt_level=level, num_losses=2, loss_scale="dynamic", verbosity=0)
+    plan = [(None, None), (INF, None), (None, INF), (INF, INF), (None, None)]
+    for seed, bad in enumerate(plan):
+        before = [m[0].weight.detach().clone() for m in models]
+        for i, (model, optimizer) in enumerate(zip(models, both, strict=True)):
+            with session.scale_loss(loss_of(model, seed), optimizer, loss_id=i) as scaled:
+                scaled.backward()
+                if bad[i]:
+                    model[3].bias.grad[0] = bad[i]
+        for optimizer in both:
+            optimizer.step()
+        moved = [not torch.equal(b, m[0].weight) for b, m in zip(before, models, strict=True)]
+        outcomes = [session.outcome(optimizer) for optimizer in both]
+        assert [o.stepped for o in outcomes] == moved == [b is None for b in bad]
+        assert [o.overflowed for o in outcomes] == [() if b is None else (i,) for i, b in enumerate(bad)]
+        for optimizer in both:
+            optimizer.zero_grad()
+    assert [list(o.scales) for o in outcomes] == [[0], [1]]
+    assert [o.scale for o in outcomes] == [16384.0, 16384.0]
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "plain-SGD"])
+def test_two_losses_one_optimizer(session, name):
+    loop = Loop(session, name, "O2", num_losses=3)
+    loop.backward(0, POISON, loss_id=1)
+    loop.backward(1, loss_id=2)
+    loop.optimizer.step()
+    outcome = session.outcome(loop.optimizer)
+    assert (outcome.overflowed, outcome.scales, outcome.scale) == ((1,), {1: 65536.0, 2: 65536.0}, 65536.0)
+    loop.backward(2, loss_id=1)
+    loop.optimizer.step()
+    outcome = session.outcome(loop.optimizer)
+    assert (outcome.stepped, outcome.scales) == (True, {1: 32768.0})
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "torch-fused-AdamW", "plain-SGD"])
+def test_delayed_blocks(session, name):
+    """The verdict on several backward passes is one; also that of a window that the step closes."""
+    loop = Loop(session, name, "O2")
+    for poison in ({}, POISON):
+        for last in (False, True):
+            loss = loss_of(loop.model, 0)
+            with session.scale_loss(loss, loop.optimizer, delay_unscale=not last or bool(poison)) as scaled:
+                scaled.backward()
+                for key, value in poison.items():
+                    loop.model.get_parameter(key).grad.view(-1)[0] = value
+        loop.optimizer.step()
+        outcome = session.outcome(loop.optimizer)
+        assert (outcome.stepped, outcome.scales) == (not poison, {0: 65536.0})
+        loop.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "plain-SGD"])
+def test_a_plain_backward(session, name):
+    loop = Loop(session, name, "O2")
+    loss_of(loop.model, 0).backward()
+    loop.model[3].weight.grad[0, 0] = INF
+    loop.optimizer.step()
+    outcome = session.outcome(loop.optimizer)
+    assert (outcome.skipped, outcome.overflowed, outcome.scale) == (True, (-1,), None)
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "torch-fused-AdamW", "plain-SGD"])
+def test_a_closure(session, name):
+    loop = Loop(session, name, "O1")
+    for poison in ({}, POISON, {}):
+
+        def closure(poison=poison):
+            loop.optimizer.zero_grad()
+            loop.backward(0, poison)
+            return torch.ones(())
+
+        loop.optimizer.step(closure)
+        assert session.outcome(loop.optimizer).stepped == (not poison)
+
+
+def test_a_flag_that_somebody_else_has_set(session):
+    loop = Loop(session, "FusedAdam", "O1")
+    loop.backward()
+    loop.optimizer.found_inf = torch.ones(())
+    loop.optimizer.step()
+    outcome = session.outcome(loop.optimizer)
+    assert (outcome.skipped, outcome.reason, outcome.overflowed) == (True, "found_inf", ())
+    loop.backward(0, POISON)
+    loop.optimizer.step()
+    assert session.outcome(loop.optimizer).reason == "overflow"
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "plain-SGD"])
+@every_level
+def test_a_static_scale_never_skips(session, name, level):
+    loop = Loop(session, name, level, loss_scale=8.0)
+    outcome = loop.iterate(0, POISON)
+    assert (outcome.stepped, outcome.scales, outcome.culprits) == (True, {0: 8.0}, ())
+
+
+def test_amp_not_enabled():
+    session = AmpSession()
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.initialize(model, optimizer, enabled=False)
+    assert session.outcome(optimizer).stepped
+
+
+def test_an_optimizer_that_amp_does_not_know(session):
+    Loop(session)
+    with pytest.raises(AmpError, match="amp.outcome: this SGD did not go through amp.initialize"):
+        session.outcome(torch.optim.SGD([torch.ones(1)], lr=0.1))
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "plain-SGD"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
+def test_a_copy_of_an_outcome(session, name, copied):
+    loop = Loop(session, name, "O2")
+    for poison in ({}, POISON):
+        loop.backward(0, poison)
+        loop.optimizer.step()
+        outcome = session.outcome(loop.optimizer)
+        twin = copied(outcome)
+        loop.optimizer.zero_grad()
+        for attribute in ("stepped", "skipped", "reason", "overflowed", "scales", "scale", "grad_norm", "culprits"):
+            assert getattr(twin, attribute) == getattr(outcome, attribute)
+        assert repr(twin) == repr(outcome)
+    assert repr(outcome).startswith("StepOutcome(skipped, reason='overflow', overflowed=(0,), scales={0: 65536.0}, cul")
+
+
+def test_an_outcome_keeps_nothing_alive(session):
+    loop = Loop(session, "FusedAdam", "O2")
+    outcome = loop.iterate(0, POISON)
+    watched = [weakref.ref(p) for g in loop.optimizer.param_groups for p in g["params"]]
+    gc.disable()
+    try:
+        session.reset()
+        del loop
+        assert [reference() for reference in watched] == [None] * len(watched)
+    finally:
+        gc.enable()
+    assert outcome.skipped
+
+
+def test_replayed_operators(session):
+    """The outcome of a captured step is that of the replay after which it is first read; an earlier one stays true."""
+    loop = Loop(session, "FusedAdam", "O2")
+    poison = torch.ones(())
+
+    def iteration():
+        with session.scale_loss(loss_of(loop.model, 0) * poison, loop.optimizer) as scaled:
+            scaled.backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+    for _ in range(2):
+        iteration()
+    before = session.outcome(loop.optimizer)
+    with Tape() as tape:
+        iteration()
+    poison.fill_(INF)
+    tape.replay()
+    assert before.stepped
+    assert session.outcome(loop.optimizer).skipped
+
+
+# --- hooks ------------------------------------------------------------------------------------------------------------
+
+
+@every_level
+@every_optimizer
+def test_hooks_are_called_in_order(session, name, level):
+    loop = Loop(session, name, level)
+    calls = []
+    session.on_step(lambda optimizer, outcome: calls.append(("step", optimizer, outcome)))
+    handle = session.on_skip(lambda optimizer, outcome: calls.append(("skip", optimizer, outcome)))
+    plan = [{}, POISON, POISON, {}]
+    outcomes = [loop.iterate(seed, poison) for seed, poison in enumerate(plan)]
+    assert [call[0] for call in calls] == ["skip" if poison else "step" for poison in plan]
+    assert [call[1] is loop.optimizer for call in calls] == [True] * 4
+    assert [call[2] for call in calls] == outcomes
+    handle.remove()
+    loop.iterate(0, POISON)
+    assert len(calls) == 4
+    session.reset()
+    session.initialize(loop.model, loop.optimizer, opt_level=level, verbosity=0)
+    loop.iterate()
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "torch-fused-AdamW", "plain-SGD"])
+def test_a_hook_that_raises_finds_and_leaves_a_step_complete(session, name):
+    loop, twin = Loop(session, name, "O2"), Loop(AmpSession(), name, "O2")
+
+    def fails(optimizer, outcome):
+        raise ZeroDivisionError
+
+    for poison in (POISON, {}):
+        handle = (session.on_skip if poison else session.on_step)(fails)
+        with pytest.raises(ZeroDivisionError):
+            loop.iterate(0, poison)
+        handle.remove()
+        loop.optimizer.zero_grad()
+        twin.iterate(0, poison)
+        assert_same_bits(twin.values(), loop.values())
+    loop.iterate(1)
+    twin.iterate(1)
+    assert_same_bits(twin.values(), loop.values())
+    twin.session.reset()
+
+
+def test_a_hook_must_be_callable(session):
+    with pytest.raises(AmpTypeError, match=r"a hook must be callable with \(optimizer, outcome\), got int"):
+        session.on_step(3)
+    with pytest.raises(AmpTypeError, match="a hook must be callable"):
+        session.on_skip(None)
+
+
+def test_hooks_wait_only_while_they_are_there(session):
+    loop = Loop(session, "FusedAdam", "O2")
+    handle = session.on_step(lambda *_: None)
+    loop.iterate()
+    handle.remove()
+    with HostReads() as reads:
+        loop.backward()
+        loop.optimizer.step()
+    assert reads.count == 0
+
+
+# --- what is gated ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["outcome", "hook"])
+@pytest.mark.parametrize("level", LEVELS)
+@every_optimizer
+def test_an_ema_and_a_counter_move_with_the_steps_alone(name, level, by):
+    """They are, bit for bit, those of a run in which the overflowed iterations never were."""
+
+    def run(plan):
+        session = AmpSession()
+        loop = Loop(session, name, level, min_loss_scale=8.0, max_loss_scale=8.0)
+        ema = AveragedModel(loop.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        count = []
+
+        def step_landed(*_):
+            ema.update_parameters(loop.model)
+            count.append(1)
+
+        if by == "hook":
+            session.on_step(step_landed)
+        for seed, poison in plan:
+            outcome = loop.iterate(seed, poison)
+            if by == "outcome" and outcome.stepped:
+                step_landed()
+        result = [p.detach().clone() for p in ema.parameters()] + loop.values(), len(count), int(ema.n_averaged)
+        session.reset()
+        return result
+
+    with_overflows = [(9, POISON), (0, {}), (9, POISON), (9, {"1.weight": NAN}), (1, {}), (2, {}), (9, POISON)]
+    tensors, *counts = run(with_overflows)
+    expected, *of_clean_run = run([(seed, {}) for seed in range(3)])
+    assert counts == of_clean_run == [3, 3]
+    assert_same_bits(expected, tensors)
+
+
+def test_public_names():
+    assert ampctx.amp.outcome.__func__ is AmpSession.outcome
+    assert {"on_step", "on_skip", "outcome", "StepOutcome", "Culprit"} <= set(ampctx.amp.__all__)
+    assert StepOutcome().stepped

@@ -1,0 +1,99 @@
+"""LR schedulers, built before or after ``initialize``, neither warn nor lose count when steps are skipped."""
+
+import pytest
+from stepping import INF, NAN, OPTIMIZERS, Loop, ScalerLoop, every_level, every_optimizer, loss_of, network
+from torch.optim import lr_scheduler
+
+SCHEDULERS = {
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2, gamma=0.5),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=12, cycle_momentum=False),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(o, 9)], milestones=[3]
+    ),
+}
+every_scheduler = pytest.mark.parametrize("schedule", SCHEDULERS)
+# The first step overflows: what torch's schedulers warn about is a step() before that of the optimizer.
+PLAN = [INF, None, None, NAN, INF, None, None, None, INF, None]
+
+
+def fp32_sequence(name, schedule, n):
+    optimizer = OPTIMIZERS[name](network().parameters())
+    scheduler = SCHEDULERS[schedule](optimizer)
+    rates = []
+    for _ in range(n):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("built", ["before", "after"])
+@every_scheduler
+@every_level
+@every_optimizer
+def test_the_rates_are_those_of_fp32_without_the_skipped_steps(session, name, level, schedule, built):
+    if built == "before":
+        loop = Loop.__new__(Loop)
+        loop.session, loop.model = session, network()
+        loop.optimizer = OPTIMIZERS[name](loop.model.parameters())
+        scheduler = SCHEDULERS[schedule](loop.optimizer)
+        session.initialize(loop.model, loop.optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    else:
+        loop = Loop(session, name, level)
+        scheduler = SCHEDULERS[schedule](loop.optimizer)
+    rates = []
+    for seed, bad in enumerate(PLAN):
+        rate = loop.optimizer.param_groups[0]["lr"]
+        if loop.iterate(seed, {"0.weight": bad} if bad else {}).stepped:
+            rates.append(rate)
+            scheduler.step()
+    assert rates == fp32_sequence(name, schedule, PLAN.count(None))
+
+
+@pytest.mark.filterwarnings("error")
+@every_scheduler
+@every_optimizer
+def test_with_a_grad_scaler(name, schedule):
+    loop = ScalerLoop(name)
+    scheduler = SCHEDULERS[schedule](loop.optimizer)
+    rates = []
+    for seed, bad in enumerate(PLAN):
+        rate = loop.optimizer.param_groups[0]["lr"]
+        if loop.iterate(seed, {"0.weight": bad} if bad else {}).stepped:
+            rates.append(rate)
+            scheduler.step()
+    assert rates == fp32_sequence(name, schedule, PLAN.count(None))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("make", [Loop, lambda _, name: ScalerLoop(name)], ids=["session", "GradScaler"])
+@every_optimizer
+def test_a_scheduler_that_nobody_gates_does_not_warn(session, name, make):
+    loop = make(session, name)
+    scheduler = SCHEDULERS["StepLR"](loop.optimizer)
+    for bad in (INF, None):
+        loop.iterate(0, {"0.weight": bad} if bad else {})
+        scheduler.step()
+    assert loop.optimizer.param_groups[0]["lr"] == 0.005
+
+
+@pytest.mark.filterwarnings("error")
+def test_schedulers_of_two_optimizers(session):
+    """Each goes with its own: an overflow of one model's loss holds back that scheduler alone."""
+    models = [network(0), network(1)]
+    names = ("FusedAdam", "plain-SGD")
+    both = [OPTIMIZERS[name](m.parameters()) for name, m in zip(names, models, strict=True)]
+    schedulers = [SCHEDULERS["StepLR"](optimizer) for optimizer in both]
+    session.initialize(models, both, opt_level="O1", num_losses=2, verbosity=0)
+    session.on_step(lambda optimizer, _: schedulers[both.index(optimizer)].step())
+    for bad in ((INF, None), (None, None), (INF, None), (None, None), (INF, INF)):
+        for i, (model, optimizer) in enumerate(zip(models, both, strict=True)):
+            with session.scale_loss(loss_of(model, 0), optimizer, loss_id=i) as scaled:
+                scaled.backward()
+                if bad[i]:
+                    model[0].weight.grad[0, 0] = bad[i]
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [s.last_epoch for s in schedulers] == [2, 4]
+    assert [o.param_groups[0]["lr"] for o in both] == [0.005, 0.0025]

@@ -1,0 +1,229 @@
+"""A session is used from one thread at a time, or says so; forwards and autograd's hooks may run in any."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from ampctx import AmpError
+from ampctx.amp import AmpSession
+
+
+@pytest.fixture
+def session():
+    session = AmpSession()
+    yield session
+    session.reset()
+
+
+def in_thread(fn):
+    """The result of ``fn()`` in another thread, or its exception."""
+    result = []
+
+    def run():
+        try:
+            result.append(fn())
+        except BaseException as error:
+            result.append(error)
+
+    thread = threading.Thread(target=run, name="other")
+    thread.start()
+    thread.join()
+    if isinstance(result[0], BaseException):
+        raise result[0]
+    return result[0]
+
+
+def setup(session, level, **kwargs):
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    # A generator of its own: the global one belongs to all threads.
+    generator = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        nn.init.uniform_(p, -0.5, 0.5, generator=generator)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    session.initialize(model, optimizer, opt_level=level, verbosity=0, **kwargs)
+    return model, optimizer
+
+
+def iterate(session, model, optimizer, x):
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(model(x), torch.zeros(len(x), 2, dtype=model(x).dtype))
+    with session.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_casts_belong_to_the_thread_that_initialized(session, level):
+    model, optimizer = setup(session, level)
+
+    def enter():
+        with session.scale_loss(model(X).float().sum(), optimizer):
+            pytest.fail("entered")
+
+    fresh = nn.Linear(2, 2)
+    for name, call in (
+        ("scale_loss", enter),
+        ("reset", session.reset),
+        ("initialize", lambda: session.initialize(fresh, opt_level="O0", verbosity=0)),
+    ):
+        match = f"amp.{name} was called in thread 'other', while amp.initialize switched on the casts.*'MainThread'"
+        with pytest.raises(AmpError, match=match):
+            in_thread(call)
+    assert torch.is_autocast_enabled("cpu")
+    assert all(p.grad is None for p in model.parameters())
+    iterate(session, model, optimizer, X)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+def test_other_levels_train_in_any_thread(session, level):
+    model, optimizer = setup(session, level, loss_scale=128.0)
+    twin = AmpSession()
+    reference = setup(twin, level, loss_scale=128.0)
+    for _ in range(3):
+        iterate(twin, *reference, X)
+        in_thread(lambda: iterate(session, model, optimizer, X))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference[0].parameters(), strict=True))
+    in_thread(session.reset)
+    twin.reset()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_initialized_trained_and_reset_in_one_other_thread(level):
+    def work():
+        session = AmpSession()
+        model, optimizer = setup(session, level)
+        loss = iterate(session, model, optimizer, X)
+        session.reset()
+        return loss.dtype, torch.is_autocast_enabled("cpu")
+
+    # mse_loss is among the ops in fp32 at O1.
+    assert in_thread(work) == (torch.float32, False)
+
+
+def test_a_block_that_is_open_in_another_thread(session):
+    models = [nn.Linear(4, 2), nn.Linear(4, 2)]
+    opts = [torch.optim.SGD(model.parameters(), lr=0.125) for model in models]
+    session.initialize(models, opts, opt_level="O2", loss_scale=8.0, verbosity=0)
+
+    def other():
+        with session.scale_loss(models[1](X).float().sum(), opts[1]) as scaled:
+            scaled.backward()
+
+    with session.scale_loss(models[0](X).float().sum(), opts[0]) as scaled:
+        with pytest.raises(AmpError, match="scale_loss was called in thread 'other', while a scale_loss block .*open"):
+            in_thread(other)
+        with pytest.raises(AmpError, match="inside a scale_loss block"):
+            in_thread(session.reset)
+        scaled.backward()
+    in_thread(other)
+    for optimizer in opts:
+        assert next(session.master_params(optimizer)).grad.abs().sum() > 0
+
+
+def test_a_thread_that_ended_holds_nothing(session):
+    model, optimizer = setup(session, "O2", loss_scale=8.0)
+    blocks = []
+
+    def leaves_a_block_open():
+        block = session.scale_loss(model(X).float().sum(), optimizer)
+        block.__enter__()
+        blocks.append(block)
+
+    in_thread(leaves_a_block_open)
+    with session.scale_loss(model(X).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    blocks.pop().__exit__(None, None, None)
+    optimizer.step()
+
+
+def test_threads_with_sessions_of_their_own():
+    results = {}
+
+    def train(name):
+        session = AmpSession()
+        model, optimizer = setup(session, "O2", loss_scale=128.0)
+        for _ in range(10):
+            iterate(session, model, optimizer, X)
+        results[name] = [p.detach().clone() for p in model.parameters()]
+        session.reset()
+
+    threads = [threading.Thread(target=train, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    train("alone")
+    assert len(results) == 5
+    for weights in results.values():
+        assert all(torch.equal(p, q) for p, q in zip(weights, results["alone"], strict=True))
+
+
+def replicate(model):
+    """A replica in the way of torch.nn.parallel.replicate, which wants CUDA: tensors are views of the parameters."""
+    replicas = {}
+    for module in model.modules():
+        replica = module._replicate_for_data_parallel()
+        for name, p in module._parameters.items():
+            if p is not None:
+                # As replicate does: a tensor that is no leaf.
+                setattr(replica, name, p.view_as(p))
+        replicas[module] = replica
+    for module, replica in replicas.items():
+        for name, child in module._modules.items():
+            replica._modules[name] = replicas[child]
+    return replicas[model]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_replicas_forward_in_threads_of_their_own(session, level):
+    """As torch.nn.parallel.parallel_apply calls them; backward adds both halves up in the parameters."""
+    model, optimizer = setup(session, level, loss_scale=128.0)
+    twin = copy.deepcopy(model)
+    outputs = {}
+    casts_on = torch.is_autocast_enabled("cpu")
+
+    def forward(i, replica, x):
+        # What parallel_apply does in each thread, with what it found in the thread that calls it.
+        with torch.set_grad_enabled(True), torch.autocast("cpu", enabled=casts_on):
+            outputs[i] = replica(x)
+
+    threads = [threading.Thread(target=forward, args=(i, replicate(model), half)) for i, half in enumerate(X.chunk(2))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    joined = torch.cat([outputs[i] for i in range(2)])
+    expected = twin(X)
+    assert joined.dtype == expected.dtype
+    assert torch.equal(joined, expected)
+    optimizer.zero_grad()
+    with session.scale_loss(joined.float().square().mean(), optimizer) as scaled:
+        scaled.backward()
+    grads = [p.grad for p in session.master_params(optimizer)]
+    assert all(grad is not None and grad.abs().sum() > 0 for grad in grads)
+    assert expected.dtype == {"O1": torch.float16, "O4": torch.bfloat16}.get(level, torch.float32)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_hooks_see_the_session_from_threads_of_autograd(session, level):
+    """A backward that runs in another thread, hooks and all, fills a block of this one."""
+    model, optimizer = setup(session, level, loss_scale=128.0)
+    threads = []
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: threads.append(threading.current_thread().name))
+    model[0].weight.register_hook(lambda grad: grad * 2)
+    with session.scale_loss(model(X).float().square().mean(), optimizer) as scaled:
+        in_thread(scaled.backward)
+    assert threads == ["other"]
+    first = next(session.master_params(optimizer)).grad.clone()
+    optimizer.zero_grad()
+    with session.scale_loss(model(X).float().square().mean(), optimizer) as scaled:
+        scaled.backward()
+    assert torch.equal(next(session.master_params(optimizer)).grad, first)
