@@ -4,6 +4,7 @@
 TORCH  ?= torch==2.13.0
 PYTHON ?= python3
 VENV   ?= .venv
+WORKERS ?= auto
 ARGS   ?=
 
 PY      := $(VENV)/bin/python
@@ -11,14 +12,31 @@ SOURCES := $(wildcard csrc/*.* csrc/*/*.*) setup.py pyproject.toml
 FORMATTED = $$(git ls-files 'csrc/*' 'tests/cuda_emulation/*.h' 'tests/cuda_emulation/*.cpp')
 PIP     := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint format bench abi-check gpu-check clean
+.PHONY: demo test clients test-clients sanitize test-hard lint format bench abi-check gpu-check clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/examples.done
 	$(PY) examples/digits.py $(ARGS)
 
+# One worker for each core, a file of tests at a time; WORKERS=0 runs them in this process.
 test: $(VENV)/test.done
-	AMPCTX_REQUIRE_EXTENSION=1 $(PY) -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 AMPCTX_REQUIRE_EXTENSION=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+# Programs of other people that use apex, run through ampctx.compat. clients installs them, apart from what is in .venv.
+clients: $(VENV)/clients.done
+
+test-clients: $(VENV)/clients.done
+	OMP_NUM_THREADS=1 AMPCTX_REQUIRE_CLIENTS=1 PYTHONPATH=$(abspath $(VENV)/clients/packages) $(PY) -m pytest tests/clients $(ARGS)
+
+# The C++ code under AddressSanitizer and UBSan, in a build of its own.
+sanitize: $(VENV)/test.done
+	$(PY) tests/reliability/sanitize.py $(ARGS)
+
+# What takes too long for each change: the sanitizers, minutes of wrong calls, many more examples for the properties.
+test-hard: sanitize
+	$(PY) tests/reliability/fuzz_ops.py --seconds 300 --seed $$(date +%s)
+	AMPCTX_HYPOTHESIS_EXAMPLES=1000 $(PY) -m pytest -q tests/ops/test_op_properties.py
+	$(PY) tests/reliability/soak.py --iterations 10000 --seed 0
 
 lint: $(VENV)/lint.done
 	$(PY) -m ruff check .
@@ -62,6 +80,10 @@ $(VENV)/torch.done: .ci/bootstrap.py
 $(VENV)/built.done: $(VENV)/torch.done $(SOURCES)
 	$(PIP) 'setuptools>=77' wheel
 	$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/clients.done: $(VENV)/test.done .ci/clients.py
+	$(PY) .ci/clients.py $(VENV)/clients
 	@touch $@
 
 $(VENV)/%.done: $(VENV)/built.done

@@ -1,14 +1,21 @@
-"""``python -m ampctx`` and the ``ampctx`` command: what is installed, which kernels are in use, and why."""
+"""``python -m ampctx`` and the ``ampctx`` command.
+
+``info`` tells what is installed, which kernels are in use, and why; ``run`` runs a program written for apex; ``path``
+prints the directory that does the same through PYTHONPATH.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
+
+from ampctx.compat.migrate import cli as migrate
 
 
 def info() -> dict[str, Any]:
@@ -58,12 +65,44 @@ def _lines(report: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _run(parser: argparse.ArgumentParser, program: Sequence[str], module: bool) -> None:
+    if not program:
+        parser.error("name the script, or with -m the module, to run")
+    if not module and program[0] != "-" and not os.path.exists(program[0]):
+        parser.error(f"there is no script {program[0]!r}")
+    from ampctx.compat.run import run
+
+    run(program, module)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ampctx", description="Mixed-precision training in apex.amp's words.")
     commands = parser.add_subparsers(dest="command", metavar="command")
     info_parser = commands.add_parser("info", help="versions, and which compiled kernels are in use (the default)")
     info_parser.add_argument("--json", action="store_true", help="print one JSON object")
+    run_parser = commands.add_parser(
+        "run",
+        usage="ampctx run [-h] (script.py | directory | - | -m module) ...",
+        help="run a program written for apex: 'from apex import amp' gives ampctx",
+    )
+    run_parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
+    run_parser.add_argument(
+        "program", nargs=argparse.REMAINDER, help="a script (-: stdin) or a module's name, and its arguments"
+    )
+    commands.add_parser("path", help="the directory for PYTHONPATH with which AMPCTX_APEX=1 does what run does")
+    migrate_parser = commands.add_parser("migrate", help="move code from apex's names to ampctx's, or to torch.amp")
+    migrate.add_arguments(migrate_parser)
     arguments = parser.parse_args(argv)
+    if arguments.command == "migrate":
+        return migrate.run(arguments)
+    if arguments.command == "run":
+        _run(run_parser, arguments.program, arguments.module)
+        return 0
+    if arguments.command == "path":
+        from ampctx.compat.run import STARTUP
+
+        print(STARTUP)
+        return 0
     report = info()
     if getattr(arguments, "json", False):
         print(json.dumps(report, indent=2))

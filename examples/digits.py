@@ -28,7 +28,7 @@ from tqdm import tqdm
 from ampctx import amp, clip_grad_norm_, optimizers
 
 DATA = Path(__file__).resolve().parent / "data" / "digits.csv.gz"
-CHECKPOINT_FORMAT = "ampctx-digits-2"
+CHECKPOINT_FORMAT = "ampctx-digits-3"
 # The optimizer, and the learning rate of its first epoch.
 OPTIMIZERS = {
     "FusedSGD": (lambda p, lr: optimizers.FusedSGD(p, lr=lr, momentum=0.9, weight_decay=5e-4), 0.05),
@@ -89,8 +89,7 @@ def save_checkpoint(path: Path, args, epoch, history, model, optimizer, schedule
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "schedule": schedule.state_dict(),
-        "amp": amp.state_dict(),
-        "masters": [p.detach() for p in amp.master_params(optimizer)],
+        "amp": amp.state_dict(masters=True),
     }
     part = path.with_name(path.name + ".part")
     torch.save(checkpoint, part)
@@ -124,13 +123,11 @@ def read_checkpoint(path: Path, args: argparse.Namespace, device: torch.device) 
 
 
 def load_checkpoint(checkpoint: dict, model, optimizer, schedule) -> None:
-    """After ``amp.initialize``, in this order. The masters come last: the model holds only their rounded copy."""
+    """After ``amp.initialize``, in any order. The masters are with amp: the model holds only their rounded copy."""
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
     schedule.load_state_dict(checkpoint["schedule"])
     amp.load_state_dict(checkpoint["amp"])
-    for master, saved in zip(amp.master_params(optimizer), checkpoint["masters"], strict=True):
-        master.data.copy_(saved)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

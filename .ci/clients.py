@@ -1,0 +1,55 @@
+"""Installs the programs of tests/clients into a folder of their own; run by the Makefile with the python of its .venv.
+
+    .venv/bin/python .ci/clients.py DIRECTORY
+
+DIRECTORY/packages gets what the extra test-clients of pyproject.toml lists, without dependencies: the list is complete,
+and torchvision alone would pull the torch of the package registry, which comes with CUDA. DIRECTORY/sources gets the
+source archive of pytorch-ignite, whose own tests are run as well.
+"""
+
+import shutil
+import subprocess
+import sys
+import tarfile
+from importlib.metadata import requires
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+EXTRA = "test-clients"
+WITH_TESTS = "pytorch-ignite"
+
+
+def listed() -> list[str]:
+    """The requirements of the extra, such as timm==1.0.31."""
+    found = [Requirement(line) for line in requires("ampctx") or []]
+    return [
+        f"{r.name}{r.specifier}"
+        for r in found
+        if r.marker and r.marker.evaluate({"extra": EXTRA}) and r.name != "ampctx"
+    ]
+
+
+def pip(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", "-qq", "--disable-pip-version-check", *arguments]
+    if code := subprocess.run(command).returncode:
+        sys.exit(code)
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    target = Path(sys.argv[1])
+    shutil.rmtree(target, ignore_errors=True)
+    requirements = listed()
+    pip("install", "--no-deps", "--target", str(target / "packages"), *requirements)
+    source = next(r for r in requirements if r.startswith(WITH_TESTS))
+    pip("download", "--no-deps", "--no-binary", WITH_TESTS, "--dest", str(target / "sources"), source)
+    for archive in (target / "sources").glob("*.tar.gz"):
+        with tarfile.open(archive) as opened:
+            opened.extractall(target / "sources", filter="data")
+        archive.unlink()
+
+
+if __name__ == "__main__":
+    main()

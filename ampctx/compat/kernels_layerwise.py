@@ -1,0 +1,336 @@
+"""The steps of amp_C whose rate depends on norms of each tensor: LAMB, whole and in two stages, and LARS.
+
+``modules/amp_C.py`` has what all of amp_C's functions share. LAMB leaves its updates behind, which ampctx's op has no
+place for: the op makes them here, as a step of length -1 from weights of 0, and plain torch applies them tensor by
+tensor. Arithmetic is fp32 (fp64 where an fp64 tensor takes part).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampctx import foreach
+from ampctx._calling_form import Call, Number, TensorLists, foreach_factor, found_in
+from ampctx._reference import compute_dtype
+from ampctx.compat.kernels_optimizers import run_op, wide
+
+_LAMB = ("grads", "params", "exp_avgs", "exp_avg_sqs")
+
+
+def _keep(t: Tensor, new: Tensor, skip: Tensor | None) -> None:
+    """``t`` becomes ``new``, but where ``skip`` is not 0."""
+    new = new.to(t.dtype).reshape(t.shape)
+    t.copy_(new if skip is None else torch.where(skip != 0, t, new))
+
+
+def _as(t: Tensor, like: Tensor) -> Tensor:
+    """``t`` in the dtype and shape of ``like``."""
+    return t.to(like.dtype).reshape(like.shape)
+
+
+def _each_norm(tensors: Sequence[Tensor], flag: Tensor) -> Tensor:
+    return foreach.unscale_l2norms(tensors, found_in(flag), 1.0)[1]
+
+
+def _clip(call: Call, global_grad_norm: Number, max_grad_norm: Number) -> Tensor:
+    """What brings gradients of this norm down to the largest allowed, 0-d; 1 where that is 0."""
+    norm, largest = call.tensor("global_grad_norm", global_grad_norm), call.tensor("max_grad_norm", max_grad_norm)
+    return torch.where((norm > largest) & (largest > 0), largest / norm, torch.ones_like(norm))
+
+
+def _directions(
+    call: Call,
+    grads: Sequence[Tensor],
+    found_inf: Tensor,
+    factor: Tensor,
+    step: Number,
+    **options: Any,
+) -> list[Tensor]:
+    """Adam's direction for each of the gradients times ``factor``, as new tensors in the layout of the params.
+
+    ``exp_avgs`` and ``exp_avg_sqs`` advance. Where ``found_inf`` is not 0 they do not, and the directions are 0.
+    """
+    dtype = compute_dtype(*(t for tensors in call.lists.values() for t in tensors))
+    updates = [torch.zeros_like(p, dtype=dtype, requires_grad=False) for p in call["params"]]
+    # The op goes on with moments as it stored them, apex with those of before they were rounded to 16 bits.
+    moments = {name: wide(call[name]) for name in ("exp_avgs", "exp_avg_sqs")}
+    run_op(
+        "lamb",
+        call,
+        {"grads": grads, "params": updates, **moments},
+        step,
+        found_inf,
+        inv_scale=factor,
+        lr=-1.0,
+        global_grad_norm=0.0,
+        max_grad_norm=0.0,
+        weight_decay=0.0,
+        adam_w_mode=True,
+        use_nvlamb=False,
+        **options,
+    )
+    for name, advanced in moments.items():
+        for t, new in zip(call[name], advanced, strict=True):
+            if new is not t:
+                t.copy_(new)
+    return updates
+
+
+def _apply(
+    call: Call,
+    updates: Sequence[Tensor],
+    param_norms: Tensor,
+    update_norms: Tensor,
+    lr: Number,
+    adapt: bool,
+    skip: Tensor | None = None,
+) -> None:
+    """``p -= lr * ||p|| / ||u|| * u``, or lr alone in place of the ratio where a norm is 0 or not to ``adapt``."""
+    ones = torch.ones_like(param_norms)
+    if adapt:
+        ones = torch.where((param_norms != 0) & (update_norms != 0), param_norms / update_norms, ones)
+    ratios = (ones * call.factor("lr", lr)).unbind()
+    copies: Sequence[Tensor | None] = call.lists.get("copies") or [None] * call.length
+    for p, u, ratio, copy in zip(call["params"], updates, ratios, copies, strict=True):
+        dtype = compute_dtype(p, u)
+        new = p.to(dtype) - ratio * u.to(dtype).reshape(p.shape)
+        _keep(p, new, skip)
+        if copy is not None:
+            _keep(copy, new, skip)
+
+
+def _lamb(
+    call: Call,
+    flag: Tensor,
+    skip: Tensor | None,
+    factor: Tensor,
+    lr: Number,
+    step: Number,
+    mode: int,
+    weight_decay: float,
+    use_nvlamb: bool | None,
+    **options: Any,
+) -> None:
+    """The whole of LAMB. ``skip`` is None, or the flag: then each part sees what the parts before it met."""
+    decoupled = call.one_of("mode", mode, (0, 1)) == 1
+    if not call.length:
+        return
+    param_norms = _each_norm(call["params"], flag)
+    grads = call["grads"]
+    if not decoupled and weight_decay != 0:
+        grads = [torch.empty_like(p, dtype=compute_dtype(g, p), requires_grad=False) for g, p in _pairs(call)]
+        scratch = found_in(call.no_flag())
+        foreach.axpby(call["grads"], call["params"], grads, scratch, foreach_factor(factor), weight_decay)
+        factor = torch.ones_like(factor)
+    updates = _directions(call, grads, call.no_flag() if skip is None else skip, factor, step, **options)
+    for (g, p), u in zip(_pairs(call), updates, strict=True):
+        if decoupled and weight_decay != 0:
+            u.add_(p, alpha=weight_decay)
+        _keep(g, u, skip)
+    update_norms = _each_norm(call["grads"], flag)
+    _apply(call, call["grads"], param_norms, update_norms, lr, bool(use_nvlamb) or weight_decay != 0, skip)
+
+
+def _pairs(call: Call) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(call["grads"], call["params"], strict=True))
+
+
+@torch.no_grad()
+def multi_tensor_lamb(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    lr: Number,
+    beta1: Number,
+    beta2: Number,
+    eps: Number,
+    step: Number,
+    bias_correction: int,
+    weight_decay: Number,
+    grad_averaging: int,
+    mode: int,
+    global_grad_norm: Number,
+    max_grad_norm: Number,
+    use_nvlamb: bool | None = False,
+) -> None:
+    """LAMB for ``[grads, params, exp_avgs, exp_avg_sqs]``; the gradients become the updates.
+
+    Gradients are first scaled down by ``max_grad_norm / global_grad_norm`` where that is below 1 and the former not 0.
+    ``mode`` 0: weight decay is added to the gradients; 1: to the update. The flag becomes 1 where a param or an update
+    holds inf or nan, and keeps nothing from happening. No host sync.
+    """
+    call = Call("multi_tensor_lamb", noop_flag, tensor_lists, _LAMB)
+    with call.flag() as flag:
+        _lamb(
+            call,
+            flag,
+            None,
+            _clip(call, global_grad_norm, max_grad_norm),
+            lr,
+            step,
+            mode,
+            call.number("weight_decay", weight_decay),
+            use_nvlamb,
+            beta1=call.number("beta1", beta1),
+            beta2=call.number("beta2", beta2),
+            eps=call.number("eps", eps),
+            bias_correction=bool(bias_correction),
+            grad_averaging=bool(grad_averaging),
+        )
+
+
+@torch.no_grad()
+def multi_tensor_lamb_mp(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    lr: Number,
+    beta1: Number,
+    beta2: Number,
+    eps: Number,
+    step: Number,
+    bias_correction: int,
+    weight_decay: Number,
+    grad_averaging: int,
+    mode: int,
+    global_grad_norm: Number,
+    max_grad_norm: Number,
+    use_nvlamb: bool | None,
+    found_inf: Tensor,
+    inv_scale: Number,
+) -> None:
+    """``multi_tensor_lamb`` on gradients times ``inv_scale``, with a fifth list, if given, that becomes a copy of the
+    params. ``global_grad_norm`` and ``max_grad_norm`` are those of the gradients as they are.
+
+    Does nothing where the flag is not 0, nor what is left to do once a param or an update is not finite. ``found_inf``
+    has no part in it, as in apex. No host sync.
+    """
+    call = Call("multi_tensor_lamb_mp", noop_flag, tensor_lists, (*_LAMB, "copies"), optional=1)
+    factor = call.tensor("inv_scale", inv_scale) * _clip(call, global_grad_norm, max_grad_norm)
+    with call.flag() as flag:
+        _lamb(
+            call,
+            flag,
+            flag,
+            factor,
+            lr,
+            step,
+            mode,
+            call.number("weight_decay", weight_decay),
+            use_nvlamb,
+            beta1=call.number("beta1", beta1),
+            beta2=call.number("beta2", beta2),
+            eps=call.number("eps", eps),
+            bias_correction=bool(bias_correction),
+            grad_averaging=bool(grad_averaging),
+        )
+
+
+@torch.no_grad()
+def multi_tensor_lamb_stage1_cuda(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    per_tensor_decay: Tensor,
+    step: Number,
+    beta1: Number,
+    beta2: Number,
+    eps: Number,
+    global_grad_norm: Number,
+    max_global_grad_norm: Number,
+) -> None:
+    """``updates`` of ``[grads, params, exp_avgs, exp_avg_sqs, updates]``: Adam's direction plus decay times the param.
+
+    ``per_tensor_decay`` is fp32, one number for each index; ``step`` counts the steps before this one. Gradients are
+    scaled down as by ``multi_tensor_lamb``. The flag has no part in it. No host sync.
+    """
+    call = Call("multi_tensor_lamb_stage1_cuda", noop_flag, tensor_lists, (*_LAMB, "updates"))
+    decays = call.vector("per_tensor_decay", per_tensor_decay).unbind()
+    directions = _directions(
+        call,
+        call["grads"],
+        call.no_flag(),
+        _clip(call, global_grad_norm, max_global_grad_norm),
+        call.tensor("step", step) + 1,
+        beta1=call.number("beta1", beta1),
+        beta2=call.number("beta2", beta2),
+        eps=call.number("eps", eps),
+        bias_correction=True,
+        grad_averaging=True,
+    )
+    for update, u, p, decay in zip(call["updates"], directions, call["params"], decays, strict=True):
+        _keep(update, u + decay * p.to(u.dtype), None)
+
+
+@torch.no_grad()
+def multi_tensor_lamb_stage2_cuda(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    per_tensor_param_norm: Tensor,
+    per_tensor_update_norm: Tensor,
+    lr: Number,
+    weight_decay: Number,
+    use_nvlamb: bool | None = False,
+) -> None:
+    """The step of LAMB for ``[params, updates]`` and their norms (fp32, one for each index).
+
+    ``p -= lr * ||p|| / ||u|| * u``; lr alone where a norm is 0, and without weight decay unless ``use_nvlamb``. The
+    flag has no part in it. No host sync.
+    """
+    call = Call("multi_tensor_lamb_stage2_cuda", noop_flag, tensor_lists, ("params", "updates"))
+    param_norms = call.vector("per_tensor_param_norm", per_tensor_param_norm)
+    update_norms = call.vector("per_tensor_update_norm", per_tensor_update_norm)
+    adapt = bool(use_nvlamb) or call.number("weight_decay", weight_decay) != 0
+    _apply(call, call["updates"], param_norms, update_norms, lr, adapt)
+
+
+@torch.no_grad()
+def multi_tensor_lars(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    grad_norms: Tensor,
+    param_norms: Tensor,
+    lr: Number,
+    trust_coefficient: Number,
+    eps: Number,
+    weight_decay: Number,
+    momentum: Number,
+    dampening: Number,
+    nesterov: bool,
+    first_run: bool,
+    wd_after_momentum: bool,
+    scale: Number,
+    is_skipped: bool,
+) -> None:
+    """LARS for ``[grads, params, momenta]`` and their norms, or with a fourth list that becomes a copy of the params.
+
+    The rate is lr times trust_coefficient ||p|| / (||g|| + weight_decay ||p|| + eps); lr alone where a norm is 0, or
+    with ``is_skipped``. With it, b = momentum b - rate (g + weight_decay p) and p += b, or with ``nesterov`` p +=
+    momentum b - rate (g + weight_decay p). The other arguments have no part in it, as in ROCm's apex. Does nothing
+    where the flag is not 0. No host sync.
+    """
+    names = ("grads", "params", "momenta", "copies")
+    call = Call("multi_tensor_lars", noop_flag, tensor_lists, names, optional=1)
+    of_g, of_p = call.vector("grad_norms", grad_norms), call.vector("param_norms", param_norms)
+    decay, inertia = call.number("weight_decay", weight_decay), call.number("momentum", momentum)
+    trust = call.number("trust_coefficient", trust_coefficient) * of_p / (of_g + of_p * decay + call.number("eps", eps))
+    trust = torch.where((of_p > 0) & (of_g > 0) & (not is_skipped), trust, torch.ones_like(trust))
+    rates = (trust * call.factor("lr", lr)).unbind()
+    copies: Sequence[Tensor | None] = call.lists.get("copies") or [None] * call.length
+    rows = zip(call["grads"], call["params"], call["momenta"], rates, copies, strict=True)
+    with call.flag() as flag:
+        for g, p, b, rate, copy in rows:
+            w = p.to(compute_dtype(g, p, b))
+            move = rate * (_as(g, w) + decay * w)
+            buffer = inertia * _as(b, w) - move
+            new = w + (inertia * buffer - move if nesterov else buffer)
+            _keep(b, buffer, flag)
+            _keep(p, new, flag)
+            if copy is not None:
+                _keep(copy, new, flag)

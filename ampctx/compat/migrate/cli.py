@@ -1,0 +1,150 @@
+"""``ampctx migrate``: the command line, and one file after the other."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ampctx.compat.migrate import files, report
+from ampctx.compat.migrate.report import FileResult, Finding
+
+if TYPE_CHECKING:
+    from ampctx.compat.migrate.analysis import Parsed
+
+_NOTEBOOK_IMPORT = re.compile(r"\b(?:import|from)\s+(apex|amp_C|apex_C)\b")
+
+EPILOG = """\
+exit codes:
+  0  nothing is left to do (with the plain command: to be done by a person)
+  1  something needs a person; with --check, also: something would be changed
+  2  wrong usage, or a file that could not be read, parsed or written (the others are done)
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = "Moves code from apex's names to ampctx's. Prints a diff and a report; changes nothing."
+    parser.epilog = EPILOG
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a file, or a directory with *.py below it")
+    parser.add_argument("--to", choices=["ampctx", "torch"], default="ampctx", help="torch: O1 loops become torch.amp")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--write", action="store_true", help="change the files, each in one step")
+    mode.add_argument("--check", action="store_true", help="print no diff; exit with 1 if anything is left to do")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The exit code, after everything has been done and printed."""
+    try:
+        import libcst  # noqa: F401
+    except ImportError as error:
+        print(f"ampctx migrate needs libcst ({error}): pip install 'ampctx[migrate]'", file=sys.stderr)
+        return 2
+    results = migrate(arguments.paths, arguments.to)
+    if arguments.write:
+        for result in results:
+            _write(result)
+    if arguments.json:
+        print(json.dumps(report.as_json(results, arguments.to, arguments.write), indent=2))
+    else:
+        if not arguments.write and not arguments.check:
+            print("".join(report.diff(result) for result in results if result.changed), end="")
+        print(report.words(results, arguments.write))
+    counts = report.counted(results)
+    if counts["errors"]:
+        return 2
+    return int(counts["person"] > 0 or (arguments.check and counts["changed"] > 0))
+
+
+def migrate(paths: Sequence[Path], to: str) -> list[FileResult]:
+    """What is to be done, file by file. Writes nothing."""
+    missing = [path for path in paths if not path.exists()]
+    results = [FileResult(str(path), error="there is no such file or directory") for path in missing]
+    parsed: list[tuple[FileResult, Parsed]] = []
+    for path in files.find([path for path in paths if path not in missing]):
+        result = FileResult(str(path))
+        results.append(result)
+        if (tree := _read(path, result)) is not None:
+            parsed.append((result, tree))
+    from ampctx.compat.migrate import to_ampctx, to_torch
+
+    helper = to_torch.helper(tree for _, tree in parsed) if to == "torch" else None
+    for result, tree in parsed:
+        edits, result.findings = to_ampctx.plan(tree) if to == "ampctx" else to_torch.plan(tree, helper)
+        after = report.apply(result.before, edits)
+        if reason := _not_python(after):
+            result.error = f"the result would not be Python ({reason}), so the file is left as it is"
+        else:
+            result.edits, result.after = edits, after
+    return results
+
+
+def _read(path: Path, result: FileResult) -> Parsed | None:
+    """The tree of a file that mentions apex. What keeps a file from being read is in the result."""
+    import libcst
+
+    from ampctx.compat.migrate.analysis import MENTION, Parsed
+
+    try:
+        data = path.read_bytes()
+        if path.suffix == ".ipynb":
+            result.findings = _notebook(result.path, data.decode("utf-8"))
+            return None
+        if not MENTION.search(data):
+            return None
+        text = files.decode(data).text
+        with warnings.catch_warnings():
+            # Of strings in the file, such as one with an invalid escape.
+            warnings.simplefilter("ignore")
+            tree = Parsed(result.path, text)
+    except libcst.ParserSyntaxError as error:
+        result.error = f"line {error.raw_line}: cannot be parsed: {error.message}"
+        return None
+    except (OSError, SyntaxError, UnicodeDecodeError, RecursionError) as error:
+        result.error = f"cannot be read: {error}"
+        return None
+    result.before = result.after = text
+    return tree
+
+
+def _notebook(path: str, text: str) -> list[Finding]:
+    message = "a notebook: see to its cells by hand"
+    found = []
+    for match in _NOTEBOOK_IMPORT.finditer(text):
+        starts = report.line_starts(text[: match.start()])
+        column = match.start() - starts[-1] + 1
+        name = match[1]
+        found.append(Finding(path, len(starts), column, name, None, "person", message, report.link(name)))
+    return found
+
+
+def _not_python(text: str) -> str | None:
+    """Why a text is not Python, None if it is."""
+    try:
+        with warnings.catch_warnings():
+            # Of what the file had before.
+            warnings.simplefilter("ignore")
+            ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        return str(error)
+    return None
+
+
+def _write(result: FileResult) -> None:
+    if not result.changed:
+        return
+    path = Path(result.path)
+    try:
+        form = files.decode(path.read_bytes())
+        if form.text != result.before:
+            raise OSError("the file has changed in the meantime")
+        files.write(path, form.encode(result.after))
+    except (OSError, SyntaxError, UnicodeError) as error:
+        result.error = f"cannot be written: {error}"

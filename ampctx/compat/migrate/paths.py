@@ -1,0 +1,78 @@
+"""Ways through a training loop: a scaler has to see ``unscale_``, ``step`` and ``update`` together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import libcst as cst
+
+from ampctx.compat.migrate import flow
+from ampctx.compat.migrate.analysis import Parsed, dotted
+
+_LEAVING = (cst.Continue, cst.Break, cst.Return, cst.Raise)
+
+
+def jumps(node: cst.CSTNode, in_loop: bool = False) -> Iterator[cst.CSTNode]:
+    """What leaves ``node`` for another place than the statement after it. ``in_loop``: of a loop that is in it."""
+    if isinstance(node, cst.FunctionDef | cst.Lambda | cst.ClassDef):
+        return
+    if isinstance(node, _LEAVING) and not (in_loop and isinstance(node, cst.Continue | cst.Break)):
+        yield node
+    for child in node.children:
+        own = isinstance(node, cst.For | cst.While) and child is node.body
+        yield from jumps(child, in_loop or own)
+
+
+def check_reached(parsed: Parsed, statements: Sequence[cst.CSTNode], step: cst.CSTNode) -> None:
+    """Refuses where ``unscale_``, before ``statements``, may be left without the ``step`` and ``update`` after them."""
+    for node in (n for statement in statements for n in jumps(statement)):
+        word = type(node).__name__.lower()
+        raise flow.refuse(
+            parsed, node, f"{word} between scaler.unscale_, which gradients need here, and scaler.step and update"
+        )
+    for node in parsed.ancestors(step):
+        if isinstance(node, cst.FunctionDef):
+            return
+        if isinstance(node, cst.With) and any(dotted(c.func).endswith("suppress") for c in _contexts(node)):
+            raise flow.refuse(parsed, node, "errors between scaler.unscale_ and scaler.step are suppressed")
+
+
+def _contexts(block: cst.With) -> Iterator[cst.Call]:
+    return (item.item for item in block.items if isinstance(item.item, cst.Call))
+
+
+def is_zeroed(
+    parsed: Parsed, backward: cst.CSTNode, step: cst.CSTNode, is_ours: Callable[[cst.BaseExpression], bool]
+) -> bool:
+    """Whether gradients are certainly set to zero between ``step`` and the next ``backward``.
+
+    Either after the step, before anything that could leave the way there; or before the backward. Both up to the
+    innermost loop, where the next round begins. ``is_ours``: tells the optimizer and the model.
+    """
+    for suite, index in _up_to_loop(parsed, step):
+        for statement in suite.body[index + 1 :]:
+            if _zeroes(statement, is_ours):
+                return True
+            if any(True for _ in jumps(statement)):
+                return _zeroed_before(parsed, backward, is_ours)
+    return _zeroed_before(parsed, backward, is_ours)
+
+
+def _zeroed_before(parsed: Parsed, backward: cst.CSTNode, is_ours: Callable[[cst.BaseExpression], bool]) -> bool:
+    return any(_zeroes(s, is_ours) for suite, index in _up_to_loop(parsed, backward) for s in suite.body[:index])
+
+
+def _up_to_loop(parsed: Parsed, node: cst.CSTNode) -> Iterator[tuple[flow.Block, int]]:
+    for suite, index in parsed.blocks(node):
+        yield suite, index
+        if isinstance(parsed.parents.get(suite), cst.For | cst.While):
+            return
+
+
+def _zeroes(statement: cst.CSTNode, is_ours: Callable[[cst.BaseExpression], bool]) -> bool:
+    """Whether a statement is ``zero_grad()`` of what it is about, on no condition."""
+    for small in statement.body if isinstance(statement, cst.SimpleStatementLine) else []:
+        function = small.value.func if isinstance(small, cst.Expr) and isinstance(small.value, cst.Call) else None
+        if isinstance(function, cst.Attribute) and function.attr.value == "zero_grad" and is_ours(function.value):
+            return True
+    return False

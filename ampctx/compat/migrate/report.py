@@ -1,0 +1,155 @@
+"""What the tool found, and how it says so: findings, the report in words, the JSON object."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Status = Literal["served", "adapted", "person"]
+
+_NEWLINE = re.compile(r"\r\n?|\n")
+_LINKS = [
+    ("apex.optimizers", "docs/from_apex.md#optimizers"),
+    ("apex.parallel.LARC", "docs/from_apex.md#optimizers"),
+    ("", "docs/from_apex.md#what-differs-on-purpose"),
+]
+
+
+def link(name: str) -> str:
+    """The part of the documentation that tells about a name of apex."""
+    return next(target for prefix, target in _LINKS if name.startswith(prefix))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One place where a file uses something of apex.
+
+    ``line`` and ``column`` count from 1. ``arguments``: the source of each argument of a call, None where nothing is
+    called.
+    """
+
+    file: str
+    line: int
+    column: int
+    name: str
+    arguments: tuple[str, ...] | None
+    status: Status
+    message: str
+    link: str
+
+
+@dataclass(frozen=True)
+class Edit:
+    """``text[start:end]`` becomes ``new``."""
+
+    start: int
+    end: int
+    new: str
+
+
+@dataclass
+class FileResult:
+    path: str
+    before: str = ""
+    after: str = ""
+    edits: list[Edit] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def changed(self) -> bool:
+        return self.after != self.before
+
+
+def line_starts(text: str) -> list[int]:
+    return [0, *(match.end() for match in _NEWLINE.finditer(text))]
+
+
+def apply(text: str, edits: Sequence[Edit]) -> str:
+    """``text`` with all edits; those at one place in the order given. They must not overlap."""
+    parts, end = [], 0
+    for edit in sorted(edits, key=lambda e: (e.start, e.end)):
+        assert edit.start >= end, f"edits overlap at {edit.start}"
+        parts += [text[end : edit.start], edit.new]
+        end = edit.end
+    return "".join([*parts, text[end:]])
+
+
+def diff(result: FileResult) -> str:
+    """A unified diff of a file, that ``patch`` and ``git apply`` take."""
+
+    def lines(text: str) -> list[str]:
+        starts = line_starts(text)
+        return [part for a, b in zip(starts, [*starts[1:], len(text)], strict=True) if (part := text[a:b])]
+
+    name = result.path.lstrip("/")
+    out = difflib.unified_diff(lines(result.before), lines(result.after), f"a/{name}", f"b/{name}")
+    return "".join(line if line.endswith(("\n", "\r")) else f"{line}\n\\ No newline at end of file\n" for line in out)
+
+
+def summary(results: Sequence[FileResult], written: bool) -> str:
+    counts = counted(results)
+    changed = "changed" if written else "to change"
+    return (
+        f"{counts['files']} files looked at, {counts['changed']} {changed}; names of apex: {counts['served']} served, "
+        f"{counts['adapted']} adapted, {counts['person']} for a person; {counts['errors']} files could not be read"
+    )
+
+
+def counted(results: Sequence[FileResult]) -> dict[str, int]:
+    statuses = Counter(finding.status for result in results for finding in result.findings)
+    return {
+        "files": len(results),
+        "changed": sum(result.changed for result in results),
+        **{status: statuses[status] for status in ("served", "adapted", "person")},
+        "errors": sum(result.error is not None for result in results),
+    }
+
+
+def words(results: Sequence[FileResult], written: bool) -> str:
+    """The report: a line for each finding, one for each file that failed, and the summary."""
+    out = []
+    for result in results:
+        for f in result.findings:
+            call = f.name if f.arguments is None else f"{f.name}({', '.join(f.arguments)})"
+            # A call over several lines becomes one.
+            out.append(f"{f.file}:{f.line}:{f.column}: {f.status}: {' '.join(call.split())}")
+            if f.message:
+                out.append(f"    {f.message}" + (f" ({f.link})" if f.status == "person" else ""))
+        if result.error is not None:
+            out.append(f"{result.path}: error: {result.error}")
+    return "\n".join([*out, summary(results, written)])
+
+
+def as_json(results: Sequence[FileResult], to: str, written: bool) -> dict[str, Any]:
+    """``files``, ``edits``, ``findings`` and ``summary`` as plain data. Lines and columns count from 1."""
+    files, edits = [], []
+    for result in results:
+        status = "error" if result.error is not None else "changed" if result.changed else "unchanged"
+        files.append({"file": result.path, "status": status, "error": result.error})
+        starts = line_starts(result.before)
+        for edit in sorted(result.edits, key=lambda e: (e.start, e.end)):
+            line = sum(start <= edit.start for start in starts)
+            edits.append(
+                {
+                    "file": result.path,
+                    "line": line,
+                    "column": edit.start - starts[line - 1] + 1,
+                    "removed": result.before[edit.start : edit.end],
+                    "inserted": edit.new,
+                }
+            )
+    findings = [dataclasses.asdict(finding) for result in results for finding in result.findings]
+    return {
+        "to": to,
+        "written": written,
+        "files": files,
+        "edits": edits,
+        "findings": findings,
+        "summary": counted(results),
+    }

@@ -1,0 +1,211 @@
+"""amp_C: apex's multi-tensor functions, over ampctx's ops.
+
+``(chunk_size, noop_flag, tensor_lists, *numbers)``, positional as in apex. ``ampctx.multi_tensor_apply`` tells what
+flags and lists may be. Numbers may be one-element tensors. Names that are not here come from the compiled amp_C of an
+apex that is installed as well.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib.machinery import ExtensionFileLoader, PathFinder
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampctx._calling_form import Call, Number, TensorLists, foreach_factor, found_in, norms
+from ampctx._errors import AmpTypeError, AmpValueError
+from ampctx.compat.kernels_layerwise import (
+    multi_tensor_lamb,
+    multi_tensor_lamb_mp,
+    multi_tensor_lamb_stage1_cuda,
+    multi_tensor_lamb_stage2_cuda,
+    multi_tensor_lars,
+)
+from ampctx.compat.kernels_optimizers import (
+    multi_tensor_adagrad,
+    multi_tensor_adam,
+    multi_tensor_adam_capturable,
+    multi_tensor_adam_capturable_master,
+    multi_tensor_novograd,
+    multi_tensor_sgd,
+)
+from ampctx.foreach import scale as _scale
+from ampctx.foreach import unscale_l2norms as _unscale_l2norms
+from ampctx.multi_tensor_apply import (
+    multi_tensor_axpby,
+    multi_tensor_l2norm,
+    multi_tensor_scale,
+    multi_tensor_unscale_l2norm,
+)
+
+
+def multi_tensor_l2norm_mp(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor: bool | None = False
+) -> tuple[Tensor, Tensor]:
+    """``multi_tensor_l2norm``. Where the flag is set apex leaves the result to chance; here it is the norm."""
+    return norms("multi_tensor_l2norm_mp", noop_flag, tensor_lists, 1.0, per_tensor)
+
+
+@torch.no_grad()
+def multi_tensor_l2norm_scale(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: TensorLists,
+    scale: Number,
+    per_tensor: bool | None = False,
+) -> tuple[Tensor, Tensor]:
+    """``multi_tensor_l2norm`` of ``src``, and ``dst[i] = src[i] * scale``, for ``tensor_lists = [src, dst]``.
+
+    ``dst`` may be ``src``: the norm is that of before. No host sync.
+    """
+    call = Call("multi_tensor_l2norm_scale", noop_flag, tensor_lists, ("src", "dst"))
+    factor = foreach_factor(call.factor("scale", scale))
+    if not call.length:
+        return torch.zeros(1, device=call.device), torch.zeros(0, device=call.device)
+    with call.flag() as flag:
+        total, each = _unscale_l2norms(call["src"], found_in(flag), 1.0)
+        _scale(call["src"], call["dst"], found_in(call.no_flag()), factor)
+    return total.reshape(1), each if per_tensor else each.new_empty(0)
+
+
+_SCALE_STATE = {
+    "current_scale": (torch.float32,),
+    "growth_tracker": (torch.int32,),
+    "hysteresis_tracker": (torch.int32,),
+    "found_inf": (torch.float32, torch.int32),
+}
+
+
+def _check_scale_state(*tensors: Tensor) -> None:
+    for (name, dtypes), t in zip(_SCALE_STATE.items(), tensors, strict=True):
+        where = f"update_scale_hysteresis: {name}"
+        if not isinstance(t, Tensor):
+            raise AmpTypeError(f"{where} must be a tensor, got {type(t).__name__}")
+        if t.dtype not in dtypes:
+            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise AmpTypeError(f"{where} has dtype {t.dtype}, expected {names}")
+        if t.numel() != 1:
+            raise AmpValueError(f"{where} has {t.numel()} elements, expected 1")
+        if t.device != tensors[0].device:
+            raise AmpValueError(
+                f"{where} is on {t.device}, not on the same device as the first tensor, current_scale on "
+                f"{tensors[0].device}"
+            )
+
+
+@torch.no_grad()
+def update_scale_hysteresis(
+    current_scale: Tensor,
+    growth_tracker: Tensor,
+    hysteresis_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    hysteresis: int,
+) -> Tensor:
+    """The loss-scale rule of apex, in place on one-element tensors: fp32 scale, int32 trackers. ``current_scale``.
+
+    With ``found_inf`` > 0 the hysteresis tracker falls by one, below 0 too; the growth tracker restarts, and once the
+    former is not above 0 the scale is multiplied by ``backoff_factor``. There is no floor: below the normal numbers of
+    fp32 it is 0. Otherwise the hysteresis tracker is refilled, and the growth tracker counts to ``growth_interval``,
+    where the scale is multiplied by ``growth_factor``, if that is finite, and it restarts. No host sync.
+
+    ``ampctx.ops.update_scale`` is the same rule with the scale kept above 0.
+
+    Raises:
+        AmpTypeError, AmpValueError: for another type, number of elements or device, with the name of the argument.
+    """
+    _check_scale_state(current_scale, growth_tracker, hysteresis_tracker, found_inf)
+    scale, clean, left, found = (t.reshape(()) for t in (current_scale, growth_tracker, hysteresis_tracker, found_inf))
+    left = torch.where(found > 0, left - 1, left)
+    tolerated = (found > 0) & (left > 0)
+    backoff = (found != 0) & ~tolerated
+    clean = torch.where(found == 0, clean + 1, torch.zeros_like(clean))
+    grow = (found == 0) & (clean == growth_interval)
+
+    grown, smaller = (_flushed((scale.double() * factor).float()) for factor in (growth_factor, backoff_factor))
+    grown = torch.where(torch.isfinite(grown), grown, scale)
+    new = torch.where(backoff, smaller, torch.where(grow, grown, scale))
+    current_scale.copy_(new.reshape(current_scale.shape))
+    growth_tracker.copy_(torch.where(grow, torch.zeros_like(clean), clean).reshape(growth_tracker.shape))
+    left = torch.where(found <= 0, torch.full_like(left, hysteresis), left)
+    hysteresis_tracker.copy_(left.reshape(hysteresis_tracker.shape))
+    return current_scale
+
+
+def _flushed(value: Tensor) -> Tensor:
+    """Numbers below the normal ones are 0."""
+    return torch.where(value.abs() < torch.finfo(value.dtype).tiny, torch.zeros_like(value), value)
+
+
+# --- the compiled amp_C of an installed apex --------------------------------------------------------------------------
+
+_installed: ModuleType | None = None
+
+
+def _load_installed() -> ModuleType | None:
+    """The first compiled amp_C on sys.path. ``sys.modules["amp_C"]`` stays what it is."""
+    for entry in sys.path:
+        spec = PathFinder.find_spec("amp_C", [entry])
+        if spec is None or not isinstance(spec.loader, ExtensionFileLoader):
+            continue
+        ours = sys.modules.get("amp_C")
+        try:
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        finally:
+            # Extensions that are initialised in one phase put themselves there.
+            if ours is None:
+                sys.modules.pop("amp_C", None)
+            else:
+                sys.modules["amp_C"] = ours
+        return module
+    return None
+
+
+def __getattr__(name: str) -> Any:
+    global _installed
+    missing = f"module 'amp_C' has no attribute {name!r}"
+    if name.startswith("__"):
+        raise AttributeError(missing)
+    if _installed is None:
+        try:
+            _installed = _load_installed()
+        except ImportError as error:
+            raise AttributeError(
+                f"{missing}: ampctx does not serve it, and the amp_C of the installed apex cannot be loaded: {error}"
+            ) from error
+    if _installed is None:
+        raise AttributeError(f"{missing}: ampctx does not serve it, and no apex with a compiled amp_C is installed")
+    if not hasattr(_installed, name):
+        raise AttributeError(
+            f"{missing}: ampctx does not serve it, nor does the amp_C of the installed apex, {_installed.__file__}"
+        )
+    return getattr(_installed, name)
+
+
+__all__ = [
+    "multi_tensor_adagrad",
+    "multi_tensor_adam",
+    "multi_tensor_adam_capturable",
+    "multi_tensor_adam_capturable_master",
+    "multi_tensor_axpby",
+    "multi_tensor_l2norm",
+    "multi_tensor_l2norm_mp",
+    "multi_tensor_l2norm_scale",
+    "multi_tensor_lamb",
+    "multi_tensor_lamb_mp",
+    "multi_tensor_lamb_stage1_cuda",
+    "multi_tensor_lamb_stage2_cuda",
+    "multi_tensor_lars",
+    "multi_tensor_novograd",
+    "multi_tensor_scale",
+    "multi_tensor_sgd",
+    "multi_tensor_unscale_l2norm",
+    "update_scale_hysteresis",
+]

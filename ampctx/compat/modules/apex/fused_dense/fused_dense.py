@@ -1,0 +1,70 @@
+"""apex.fused_dense.fused_dense, over ``F.linear``."""
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ampctx import AmpAssertionError
+
+
+def _fused_dense(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.linear(input, weight, bias)
+
+
+def _dense_no_bias(input: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(input, weight)
+
+
+def _fused_dense_gelu_dense(input: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
+    # cuBLASLt's GELU, which apex's kernel took, is the one by tanh.
+    return F.linear(F.gelu(F.linear(input, weight1, bias1), approximate="tanh"), weight2, bias2)
+
+
+class FusedDenseFunc:
+    """Called as ``FusedDenseFunc.apply(input, weight, bias)``."""
+
+    apply = staticmethod(_fused_dense)
+
+
+class DenseNoBiasFunc:
+    """Called as ``DenseNoBiasFunc.apply(input, weight)``."""
+
+    apply = staticmethod(_dense_no_bias)
+
+
+class FusedDenseGeluDenseFunc:
+    """Called as ``FusedDenseGeluDenseFunc.apply(input, weight1, bias1, weight2, bias2)``."""
+
+    apply = staticmethod(_fused_dense_gelu_dense)
+
+
+class FusedDense(nn.Linear):
+    """``torch.nn.Linear``, with its initial values too: apex left the parameters uninitialised."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__(in_features, out_features, bias)
+
+
+class FusedDenseGeluDense(nn.Module):
+    """Linear, GELU (by tanh), linear; parameters ``weight1``, ``bias1``, ``weight2``, ``bias2`` as torch.nn.Linear's.
+
+    Raises:
+        AmpAssertionError: ``bias=False``.
+    """
+
+    def __init__(self, in_features: int, intermediate_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__()
+        if not bias:
+            raise AmpAssertionError("FusedDenseGeluDense has a bias always: use torch.nn.Linear and torch.nn.GELU")
+        self.in_features = in_features
+        self.intermediate_features = intermediate_features
+        self.out_features = out_features
+        first = nn.Linear(in_features, intermediate_features)
+        second = nn.Linear(intermediate_features, out_features)
+        self.weight1, self.bias1 = first.weight, first.bias
+        self.weight2, self.bias2 = second.weight, second.bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _fused_dense_gelu_dense(input, self.weight1, self.bias1, self.weight2, self.bias2)
+
+
+__all__ = ["FusedDense", "FusedDenseGeluDense"]

@@ -1,0 +1,61 @@
+"""apex_C: lists of tensors as one flat tensor, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ampctx._errors import AmpTypeError, AmpValueError
+
+
+def _checked(op: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    if isinstance(tensors, Tensor):
+        raise AmpTypeError(f"{op}: tensors must be a list of tensors, got a tensor")
+    for i, t in enumerate(tensors := list(tensors)):
+        if not isinstance(t, Tensor):
+            raise AmpTypeError(f"{op}: tensors[{i}] must be a tensor, got {type(t).__name__}")
+    return tensors
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """The elements of all tensors, in row-major order, as one 1-D tensor.
+
+    It shares the memory of a single contiguous tensor. Differentiable.
+
+    Raises:
+        AmpTypeError, AmpValueError: not a list of tensors; there is none, or they are on several devices.
+    """
+    tensors = _checked("flatten", tensors)
+    if not tensors:
+        raise AmpValueError("flatten: tensors is empty, expected one tensor or more")
+    for i, t in enumerate(tensors):
+        if t.device != tensors[0].device:
+            raise AmpValueError(
+                f"flatten: tensors[{i}] is on {t.device}, not on the same device as the first tensor, on "
+                f"{tensors[0].device}"
+            )
+    flat = [t.reshape(-1) for t in tensors]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views into ``flat``, one after the other, with the shapes of ``tensors``. What is left of ``flat`` is left out.
+
+    Raises:
+        AmpTypeError, AmpValueError: ``flat`` is no 1-D tensor, or too short; ``tensors`` is not a list of tensors.
+    """
+    if not isinstance(flat, Tensor):
+        raise AmpTypeError(f"unflatten: flat must be a tensor, got {type(flat).__name__}")
+    if flat.dim() != 1:
+        raise AmpValueError(f"unflatten: flat has {flat.dim()} dimensions, expected 1")
+    tensors = _checked("unflatten", tensors)
+    sizes = [t.numel() for t in tensors]
+    if sum(sizes) > flat.numel():
+        raise AmpValueError(f"unflatten: flat has {flat.numel()} elements, tensors have {sum(sizes)}")
+    parts = flat[: sum(sizes)].split(sizes) if sizes else ()
+    return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+
+
+__all__ = ["flatten", "unflatten"]

@@ -1,0 +1,616 @@
+"""Every name of apex: whether it is served here, and where ampctx has it. Data only.
+
+The refusing modules, the migration tool and the table in docs/from_apex.md all read this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+
+class Name(NamedTuple):
+    """What became of a name of apex.
+
+    ``status``: "served" as apex had it; "adapted" with a difference that ``note`` tells; "refused" with the replacement
+    in ``note``. ``target``: its name in ampctx or torch, for code that leaves apex's names behind: the same object, or
+    a function of torch of the same meaning where the arguments fit it. None where only apex's own name leads to it;
+    where something newer does a like work in another way, ``note`` tells it.
+    """
+
+    status: Literal["served", "adapted", "refused"]
+    target: str | None = None
+    note: str = ""
+
+
+def _all(module: str, names: str, entry: Name) -> dict[str, Name]:
+    """The same entry for several names of a module."""
+    return {f"{module}.{name}": entry for name in names.split()}
+
+
+_FUNCTIONS = """
+    initialize scale_loss master_params state_dict load_state_dict disable_casts half_function bfloat16_function
+    float_function promote_function register_half_function register_bfloat16_function register_float_function
+    register_promote_function
+"""
+_SERVED = Name("served")
+# apex's private state: a view on the default session of ampctx.amp.
+_VIEW = Name("served", None, "A live view on the session of ampctx.amp.")
+_BY_TORCH = Name("refused", None, "torch's autocast casts here, and no function of torch is replaced.")
+_BY_INITIALIZE = Name("refused", None, "Call ampctx.amp.initialize, which does this as a part of its work.")
+
+AMP: dict[str, Name] = {
+    **{f"apex.amp.{name}": Name("served", f"ampctx.amp.{name}") for name in _FUNCTIONS.split()},
+    **{
+        f"apex.amp.amp.{name}": Name("served", f"ampctx.amp.{name}")
+        for name in _FUNCTIONS.split()
+        if "function" in name or name in ("initialize", "state_dict", "load_state_dict")
+    },
+    **{
+        f"apex.amp.frontend.{n}": Name("served", f"ampctx.amp.{n}")
+        for n in ("initialize", "state_dict", "load_state_dict")
+    },
+    **{f"apex.amp.handle.{n}": Name("served", f"ampctx.amp.{n}") for n in ("scale_loss", "disable_casts")},
+    "apex.amp.init": Name("adapted", None, "Casts are torch's autocast; caching and verbose have no effect."),
+    "apex.amp.amp.init": Name("adapted", None, "As apex.amp.init."),
+    "apex.amp.amp._DECORATOR_HANDLE": _VIEW,
+    "apex.amp._amp_state": _VIEW,
+    "apex.amp._amp_state.AmpState": _VIEW,
+    "apex.amp._amp_state._amp_state": _VIEW,
+    **_all(
+        "apex.amp._amp_state",
+        "verbosity allow_incoming_model_not_fp32 opt_properties loss_scalers min_loss_scale max_loss_scale handle",
+        _VIEW,
+    ),
+    "apex.amp._amp_state.hard_override": Name(
+        "adapted", None, "For warn_or_err and assignments to opt_properties. initialize raises all the same."
+    ),
+    "apex.amp._amp_state.master_params": Name("served", "ampctx.amp.master_params"),
+    **_all("apex.amp._amp_state", "maybe_print warn_or_err", _SERVED),
+    "apex.amp._initialize": _SERVED,
+    **_all("apex.amp._initialize", "to_type applier", _SERVED),
+    **_all("apex.amp._initialize", "_initialize check_models check_optimizers check_params_fp32", _BY_INITIALIZE),
+    "apex.amp._initialize.O2StateDictHook": _BY_INITIALIZE,
+    "apex.amp._process_optimizer": _SERVED,
+    "apex.amp._process_optimizer.AmpOptimizerState": _VIEW,
+    **_all(
+        "apex.amp._process_optimizer.AmpOptimizerState",
+        """
+        all_fp16_params all_fp32_from_fp16_params all_fp32_from_fp32_params all_fp32_params fp16_groups
+        fp32_from_fp16_groups fp32_from_fp32_groups all_fp16_grad_stash all_fp32_from_fp32_grad_stash
+        all_fp32_grad_stash params_have_scaled_gradients multi_tensor_scale multi_tensor_l2norm dummy_overflow_buf
+        """,
+        Name("served", None, "Computed when it is read. bfloat16 counts as fp16."),
+    ),
+    "apex.amp._process_optimizer.AmpOptimizerState.lazy_init_called": Name(
+        "adapted", None, "True from initialize on, which makes the masters."
+    ),
+    "apex.amp._process_optimizer.AmpOptimizerState.already_patched": Name(
+        "adapted", None, "Whether the next step will be skipped: a host sync. Assigning it does not change the step."
+    ),
+    **_all(
+        "apex.amp._process_optimizer",
+        """
+        _master_params_to_model_params _amp_lazy_init lazy_init_with_master_weights lazy_init_no_master_weights
+        prepare_backward_with_master_weights prepare_backward_no_master_weights
+        prepare_backward_with_master_weights_FusedSGD prepare_backward_no_master_weights_FusedSGD
+        post_backward_with_master_weights post_backward_no_master_weights
+        post_backward_with_master_weights_FusedSGD post_backward_no_master_weights_FusedSGD
+        """,
+        Name("served", None, "Calls the method that amp has put on the optimizer."),
+    ),
+    "apex.amp._process_optimizer.post_backward_models_are_masters": Name(
+        "refused", None, "Call optimizer._post_amp_backward(scaler), which unscales all gradients of the optimizer."
+    ),
+    "apex.amp._process_optimizer._process_optimizer": _BY_INITIALIZE,
+    "apex.amp.compat": _SERVED,
+    **_all(
+        "apex.amp.compat",
+        """
+        variable_is_tensor tensor_is_variable tensor_is_float_tensor is_tensor_like is_floating_point scalar_python_val
+        filter_attrs
+        """,
+        _SERVED,
+    ),
+    "apex.amp.frontend": _SERVED,
+    "apex.amp.frontend.Properties": _SERVED,
+    "apex.amp.frontend.opt_levels": Name("served", None, "Callables, as in apex; ampctx.amp.OPT_LEVELS has policies."),
+    **_all("apex.amp.frontend", "O0 O1 O2 O3 O4 O5 warn_or_err maybe_print", _SERVED),
+    "apex.amp.handle": _SERVED,
+    "apex.amp.handle.AmpHandle": Name("adapted", None, "The cache is torch's; nothing is printed per cast."),
+    "apex.amp.handle.AmpHandle.scale_loss": Name(
+        "refused", None, "Call ampctx.amp.scale_loss, as apex said here, too."
+    ),
+    **_all(
+        "apex.amp.handle.AmpHandle",
+        """
+        is_active _is_active _disable_casts wrap_optimizer _clear_cache _save_func _deactivate has_cache cache
+        remove_cache verbose _all_wrappers _default_scaler _enable_caching _verbose _cache
+        """,
+        _SERVED,
+    ),
+    "apex.amp.handle.NoOpHandle": _SERVED,
+    "apex.amp.lists": Name("adapted", None, "Data to look at: changing a list is refused, register functions instead."),
+    **_all("apex.amp.lists", "functional_overrides torch_overrides tensor_overrides", _SERVED),
+    "apex.amp.opt": _SERVED,
+    "apex.amp.opt.OptimWrapper": Name("adapted", None, "Unscales gradients, where apex multiplied the weights."),
+    "apex.amp.rnn_compat": _SERVED,
+    **_all("apex.amp.rnn_compat", "has_old_rnns RNN_NAMES", _SERVED),
+    **_all("apex.amp.rnn_compat", "VariableFunctionsShim whitelist_rnn_cells", _BY_TORCH),
+    "apex.amp.scaler": _SERVED,
+    "apex.amp.scaler.LossScaler": Name(
+        "adapted", None, "scale_factor has its effect, the scale stays above 0, and _scale_seq_len is a threshold."
+    ),
+    **_all(
+        "apex.amp.scaler.LossScaler",
+        """
+        dynamic loss_scale _loss_scale _unskipped _has_overflow _overflow_buf _min_loss_scale _max_loss_scale
+        _scale_seq_len clear_overflow_state update_scale unscale unscale_python unscale_with_stashed
+        unscale_with_stashed_python has_fused_kernel warned_no_fused_kernel warned_unscaling_non_fp32_grad
+        multi_tensor_scale_cuda multi_tensor_axpby_cuda
+        """,
+        _VIEW,
+    ),
+    **_all("apex.amp.scaler", "scale_check_overflow_python axpby_check_overflow_python", _SERVED),
+    "apex.amp.utils": _SERVED,
+    **_all(
+        "apex.amp.utils",
+        """
+        is_cuda_enabled get_cuda_version is_fp_tensor is_nested should_cache collect_fp_tensor_types type_string
+        maybe_half maybe_bfloat16 maybe_float casted_args cached_cast verbosify as_inplace has_func get_func set_func
+        set_func_save
+        """,
+        _SERVED,
+    ),
+    **_all("apex.amp.utils", "synthesize_flattened_rnn_weights new_synthesize_flattened_rnn_weights", _BY_TORCH),
+    "apex.amp.wrap": _SERVED,
+    **_all("apex.amp.wrap", "make_cast_wrapper make_promote_wrapper", _SERVED),
+    **_all(
+        "apex.amp.wrap",
+        """
+        cached_cast promote sequence_promote promote_match_arg0 err_if_any_half err_if_arg0_half rnn_cast new_rnn_cast
+        """,
+        _BY_TORCH,
+    ),
+    "apex.amp.wrap.disable_casts": Name("refused", None, "Call the function inside ampctx.amp.disable_casts()."),
+    "apex.DeprecatedFeatureWarning": Name("adapted", None, "ampctx itself never warns with it."),
+    "apex.deprecated_warning": _SERVED,
+    "apex.check_cudnn_version_and_warn": _SERVED,
+    "apex.RankInfoFormatter": Name("adapted", None, "Importing apex leaves logging as it is."),
+}
+
+
+def _below(prefix: str, names: str, status: Literal["served", "adapted", "refused"], note: str = "") -> dict[str, Name]:
+    """Entries for names in ``prefix`` that apex's own name alone leads to."""
+    return {f"{prefix}.{name}": Name(status, None, note) for name in names.split()}
+
+
+_FUSED = {
+    "FusedAdam": "fused_adam",
+    "FusedSGD": "fused_sgd",
+    "FusedLAMB": "fused_lamb",
+    "FusedMixedPrecisionLamb": "fused_mixed_precision_lamb",
+    "FusedNovoGrad": "fused_novograd",
+    "FusedAdagrad": "fused_adagrad",
+}
+# The kernels that instances of each class carry in apex, and what a group of apex's holds besides its options.
+_FUSED_KERNELS = {
+    "FusedAdam": "multi_tensor_adam multi_tensor_adam_capturable multi_tensor_adam_capturable_master",
+    "FusedSGD": "multi_tensor_sgd",
+    "FusedLAMB": "multi_tensor_l2norm multi_tensor_lamb",
+    "FusedMixedPrecisionLamb": "multi_tensor_l2norm multi_tensor_lamb",
+    "FusedNovoGrad": "multi_tensor_novograd",
+    "FusedAdagrad": "multi_tensor_adagrad",
+}
+_FUSED_ATTRIBUTES = {
+    "FusedAdam": "adam_w_mode capturable master_weights param_groups_master _step_supports_amp_scaling",
+    "FusedSGD": "wd_after_momentum materialize_master_grads most_recent_scale scale_set_by_backward",
+    "FusedLAMB": "adam_w_mode use_nvlamb",
+    "FusedMixedPrecisionLamb": "adam_w_mode use_nvlamb reduced_precision_dtype param_groups_full_precision "
+    "_step_supports_amp_scaling",
+    "FusedNovoGrad": "moment_mode",
+    "FusedAdagrad": "adagrad_w_mode",
+}
+_LARS = Name("refused", "ampctx.optimizers.LARC", "Use ampctx.optimizers.LARC around FusedSGD.")
+_SHARDED = Name(
+    "refused",
+    "torch.distributed.optim.ZeroRedundancyOptimizer",
+    "Use torch.distributed.fsdp, or torch.distributed.optim.ZeroRedundancyOptimizer around an optimizer of "
+    "ampctx.optimizers.",
+)
+_OLD_FP16_OPTIMIZER = Name(
+    "served", None, "A static scale skips on overflow, too, as in apex; step() takes no closure."
+)
+
+OPTIMIZERS: dict[str, Name] = {
+    "apex.optimizers": Name("served", "ampctx.optimizers"),
+    **{f"apex.optimizers.{name}": Name("served", f"ampctx.optimizers.{name}") for name in _FUSED},
+    **{
+        f"apex.optimizers.{module}.{name}": Name("served", f"ampctx.optimizers.{name}")
+        for name, module in _FUSED.items()
+    },
+    **{f"apex.optimizers.{module}": Name("served", "ampctx.optimizers") for module in _FUSED.values()},
+    "apex.optimizers.FP16_Optimizer": _OLD_FP16_OPTIMIZER,
+    "apex.optimizers.fp16_optimizer": Name("served"),
+    "apex.optimizers.fp16_optimizer.FP16_Optimizer": _OLD_FP16_OPTIMIZER,
+    "apex.optimizers.FusedLARS": _LARS,
+    "apex.optimizers.fused_lars": _LARS,
+}
+for _name in _FUSED:
+    _prefix = f"apex.optimizers.{_name}"
+    OPTIMIZERS.update(_below(_prefix, _FUSED_ATTRIBUTES[_name], "served"))
+    OPTIMIZERS.update(_below(_prefix, "set_grad_none", "served"))
+    OPTIMIZERS.update(_below(_prefix, "_dummy_overflow_buf", "adapted", "A flag that stays 0; nothing reads it."))
+    OPTIMIZERS.update(_below(_prefix, _FUSED_KERNELS[_name], "refused", "Call the function of amp_C."))
+    OPTIMIZERS[f"{_prefix}.zero_grad"] = Name("served", f"ampctx.optimizers.{_name}.zero_grad")
+    OPTIMIZERS[f"{_prefix}.step"] = Name("served", f"ampctx.optimizers.{_name}.step")
+
+OPTIMIZERS |= {
+    "apex.contrib": Name("served"),
+    "apex.contrib.optimizers": Name("served"),
+    "apex.contrib.optimizers.FP16_Optimizer": _OLD_FP16_OPTIMIZER,
+    "apex.contrib.optimizers.fp16_optimizer": Name("served"),
+    "apex.contrib.optimizers.fp16_optimizer.FP16_Optimizer": _OLD_FP16_OPTIMIZER,
+    **_below(
+        "apex.contrib.optimizers.FP16_Optimizer",
+        "optimizer fp16_groups fp32_groups loss_scale dynamic_loss_scale cur_scale cur_iter last_overflow_iter "
+        "scale_factor scale_window verbose state param_groups zero_grad backward step state_dict load_state_dict",
+        "served",
+    ),
+    **_below(
+        "apex.contrib.optimizers.FP16_Optimizer",
+        "overflow_buf multi_tensor_l2norm _update_scale",
+        "refused",
+        "Read overflow after step().",
+    ),
+}
+for _module in ("apex.contrib.optimizers", "apex.contrib.optimizers.fused_adam"):
+    OPTIMIZERS[f"{_module}.FusedAdam"] = Name(
+        "adapted",
+        None,
+        "eps and the decay as of old; eps_inside_sqrt is refused. ampctx.optimizers.FusedAdam, for new code, adds eps "
+        "and decays as AdamW does, has other positional arguments, and its step takes none of the old ones.",
+    )
+for _module in ("apex.contrib.optimizers", "apex.contrib.optimizers.fused_sgd"):
+    OPTIMIZERS[f"{_module}.FusedSGD"] = Name(
+        "served", None, "For new code: ampctx.optimizers.FusedSGD, whose step takes no grads, output_params and scale."
+    )
+for _module in ("apex.contrib.optimizers", "apex.contrib.optimizers.fused_lamb"):
+    OPTIMIZERS[f"{_module}.FusedLAMB"] = Name(
+        "adapted",
+        None,
+        "max_grad_norm is against the norm of all groups together. For new code: ampctx.optimizers.FusedLAMB.",
+    )
+OPTIMIZERS |= _below("apex.contrib.optimizers", "fused_adam fused_sgd fused_lamb", "served")
+for _name in ("DistributedFusedAdam", "DistributedFusedLAMB", "distributed_fused_adam", "distributed_fused_lamb"):
+    OPTIMIZERS[f"apex.contrib.optimizers.{_name}"] = _SHARDED
+for _name in ("distributed_fused_adam_v2", "distributed_fused_adam_v3"):
+    OPTIMIZERS[f"apex.contrib.optimizers.{_name}"] = _SHARDED
+
+_MTA = "ampctx.multi_tensor_apply"
+_NORM_FLAG = "The flag tells of inf and nan elements, not of a sum of squares beyond the range of fp32."
+_ANY_FLAG = "Any flag but 0 skips the step, not 1 alone."
+_NO_CLIP = "A max_grad_norm of 0 leaves the gradients as they are; apex makes them 0."
+KERNELS: dict[str, Name] = {
+    "apex.multi_tensor_apply.MultiTensorApply": Name("served", f"{_MTA}.MultiTensorApply"),
+    "apex.multi_tensor_apply.multi_tensor_applier": Name("served", f"{_MTA}.multi_tensor_applier"),
+    "apex.multi_tensor_apply.multi_tensor_applier_l2norm": Name(
+        "adapted", None, f"{_MTA}.multi_tensor_applier, with chunks of its own"
+    ),
+    "apex.multi_tensor_apply.multi_tensor_apply.MultiTensorApply": Name("served", f"{_MTA}.MultiTensorApply"),
+    "amp_C.multi_tensor_scale": Name("served", f"{_MTA}.multi_tensor_scale"),
+    "amp_C.multi_tensor_axpby": Name("served", f"{_MTA}.multi_tensor_axpby"),
+    "amp_C.multi_tensor_l2norm": Name("adapted", f"{_MTA}.multi_tensor_l2norm", _NORM_FLAG),
+    "amp_C.multi_tensor_l2norm_mp": Name("adapted", note=_NORM_FLAG),
+    "amp_C.multi_tensor_l2norm_scale": Name("adapted", note=_NORM_FLAG),
+    "amp_C.multi_tensor_unscale_l2norm": Name("adapted", f"{_MTA}.multi_tensor_unscale_l2norm", _NORM_FLAG),
+    "amp_C.multi_tensor_sgd": Name("served"),
+    "amp_C.multi_tensor_adam": Name("served"),
+    "amp_C.multi_tensor_adam_capturable": Name("adapted", note=_ANY_FLAG),
+    "amp_C.multi_tensor_adam_capturable_master": Name("adapted", note=_ANY_FLAG),
+    "amp_C.multi_tensor_adagrad": Name("served"),
+    "amp_C.multi_tensor_novograd": Name(
+        "adapted", note="The infinity norm sees nan; the flag tells of inf and nan elements of the gradients."
+    ),
+    "amp_C.multi_tensor_lamb": Name("adapted", note=_NO_CLIP),
+    "amp_C.multi_tensor_lamb_mp": Name("adapted", note=_NO_CLIP),
+    "amp_C.multi_tensor_lamb_stage1_cuda": Name("adapted", note=_NO_CLIP),
+    "amp_C.multi_tensor_lamb_stage2_cuda": Name("served"),
+    "amp_C.multi_tensor_lars": Name("served"),
+    "amp_C.update_scale_hysteresis": Name("served"),
+    "apex_C.flatten": Name("served"),
+    "apex_C.unflatten": Name("served"),
+}
+
+_DDP = Name(
+    "adapted",
+    None,
+    "torch.nn.parallel.DistributedDataParallel(model, device_ids=[rank]); delay_allreduce=True is "
+    "find_unused_parameters=True, disable_allreduce() is no_sync(). message_size sets the bucket size; trigger "
+    "parameters, streams, communicators and retain_allreduce_buffers have no effect. A model without gradients is "
+    "refused.",
+)
+_SYNC_BATCH_NORM = Name("served", None, "torch.nn.SyncBatchNorm, without channel_last, fuse_relu and z")
+
+PARALLEL: dict[str, Name] = {
+    "apex.parallel": Name("served"),
+    "apex.parallel.DistributedDataParallel": _DDP,
+    "apex.parallel.distributed.DistributedDataParallel": _DDP,
+    "apex.parallel.Reducer": Name("served"),
+    "apex.parallel.distributed.Reducer": Name("served"),
+    **{
+        f"apex.parallel.distributed.{name}": Name("served")
+        for name in (
+            "flatten",
+            "unflatten",
+            "apply_flat_dist_call",
+            "split_by_type",
+            "flat_dist_call",
+            "extract_tensors",
+        )
+    },
+    "apex.parallel.distributed.split_half_float_double": Name(
+        "adapted", None, "tensors of other types come in lists of their own; apex left them out"
+    ),
+    "apex.parallel.ReduceOp": Name("served", "torch.distributed.ReduceOp"),
+    "apex.parallel.SyncBatchNorm": _SYNC_BATCH_NORM,
+    "apex.parallel.sync_batchnorm.SyncBatchNorm": _SYNC_BATCH_NORM,
+    "apex.parallel.optimized_sync_batchnorm.SyncBatchNorm": _SYNC_BATCH_NORM,
+    "apex.parallel.convert_syncbn_model": Name(
+        "adapted",
+        None,
+        "parameters stay the same objects, so that optimizers made before go on; apex copied them. For new code: "
+        "torch.nn.SyncBatchNorm.convert_sync_batchnorm, which makes modules of torch's class and has no channel_last.",
+    ),
+    "apex.parallel.create_syncbn_process_group": Name("served", None, "torch.distributed.new_subgroups(group_size)"),
+    "apex.parallel.LARC.LARC": Name("served", "ampctx.optimizers.LARC"),
+    "apex.parallel.multiproc": Name("served", None, "torchrun, which tells ranks in the environment, not in arguments"),
+}
+
+LAYERS: dict[str, Name] = {
+    "apex.normalization": Name("served"),
+    **{
+        f"apex.normalization{module}.{name}": entry
+        for module in ("", ".fused_layer_norm")
+        for name, entry in {
+            "FusedLayerNorm": Name("served", None, "torch.nn.LayerNorm, whose output is fp32 under autocast"),
+            "FusedRMSNorm": Name("served", None, "torch.nn.RMSNorm, with eps=1e-5 where none is given"),
+            "MixedFusedLayerNorm": Name("served", None, "torch.nn.LayerNorm, and .to(weight.dtype)"),
+            "MixedFusedRMSNorm": Name("served", None, "torch.nn.RMSNorm with eps=1e-5, and .to(weight.dtype)"),
+        }.items()
+    },
+    **{
+        f"apex.normalization.fused_layer_norm.{name}": Name("served", None, f"torch.nn.functional.{target}")
+        for target, names in {
+            "layer_norm": (
+                "fused_layer_norm",
+                "fused_layer_norm_affine",
+                "mixed_dtype_fused_layer_norm_affine",
+                "FusedLayerNormFunction",
+                "FusedLayerNormAffineFunction",
+                "FusedLayerNormAffineMixedDtypesFunction",
+            ),
+            "rms_norm": (
+                "fused_rms_norm",
+                "fused_rms_norm_affine",
+                "mixed_dtype_fused_rms_norm_affine",
+                "manual_rms_norm",
+                "FusedRMSNormFunction",
+                "FusedRMSNormAffineFunction",
+                "FusedRMSNormAffineMixedDtypesFunction",
+            ),
+        }.items()
+        for name in names
+    },
+    **{
+        f"{module}.{name}": Name("served", None, "torch.nn.Linear and torch.nn.ReLU or Sigmoid")
+        for module in ("apex.mlp", "apex.mlp.mlp")
+        for name in ("MLP", "MlpFunction", "mlp_function")
+    },
+    **{
+        f"{module}.{name}": entry
+        for module in ("apex.fused_dense", "apex.fused_dense.fused_dense")
+        for name, entry in {
+            "FusedDense": Name("adapted", None, "torch.nn.Linear; parameters have initial values, apex set none"),
+            "FusedDenseGeluDense": Name(
+                "adapted",
+                None,
+                "torch.nn.Linear, torch.nn.GELU(approximate='tanh'), torch.nn.Linear; "
+                "parameters have initial values, apex set none",
+            ),
+            "FusedDenseFunc": Name("served", None, "torch.nn.functional.linear"),
+            "DenseNoBiasFunc": Name("served", None, "torch.nn.functional.linear"),
+            "FusedDenseGeluDenseFunc": Name("served", None, "torch.nn.functional.linear and gelu"),
+            "_fused_dense": Name("served", "torch.nn.functional.linear"),
+            "_dense_no_bias": Name("served", "torch.nn.functional.linear"),
+            "_fused_dense_gelu_dense": Name("served", None, "torch.nn.functional.linear and gelu"),
+        }.items()
+    },
+    "apex.contrib.clip_grad.clip_grad_norm_": Name("served", "ampctx.clip_grad_norm_"),
+    "apex.contrib.clip_grad.clip_grad.clip_grad_norm_": Name("served", "ampctx.clip_grad_norm_"),
+    **{
+        f"apex.contrib.xentropy{module}.SoftmaxCrossEntropyLoss": Name(
+            "served",
+            None,
+            "torch.nn.functional.cross_entropy(logits.float(), labels, reduction='none', ignore_index=padding_idx, "
+            "label_smoothing=smoothing)",
+        )
+        for module in ("", ".softmax_xentropy")
+    },
+    **{
+        f"apex.contrib.layer_norm.{name}": Name("served", None, "torch.nn.LayerNorm, and .to(weight.dtype)")
+        for name in (
+            "FastLayerNorm",
+            "layer_norm.FastLayerNorm",
+            "layer_norm.FastLayerNormFN",
+            "layer_norm._fast_layer_norm",
+        )
+    },
+}
+
+FP16_UTILS: dict[str, Name] = {
+    "apex.fp16_utils": Name("served"),
+    **_below("apex.fp16_utils", "fp16util fp16_optimizer loss_scaler", "served"),
+}
+_NO_WARNING = "Without a deprecation warning."
+for _prefix in ("apex.fp16_utils", "apex.fp16_utils.fp16util"):
+    FP16_UTILS |= _below(
+        _prefix, "tofp16 BN_convert_float network_to_half convert_module master_params_to_model_params", "served"
+    )
+    FP16_UTILS |= _below(_prefix, "to_python_float", "served")
+    FP16_UTILS |= {
+        f"{_prefix}.clip_grad_norm": Name("served", "ampctx.clip_grad_norm_"),
+        f"{_prefix}.FP16Model": Name("adapted", None, _NO_WARNING),
+        f"{_prefix}.convert_network": Name(
+            "adapted", None, "Affine batch norms are in fp32 afterwards, whatever they were in."
+        ),
+        f"{_prefix}.prep_param_lists": Name(
+            "adapted", None, "A flat master may be of parameters of several dtypes; its gradient starts as zeros."
+        ),
+        f"{_prefix}.model_grads_to_master_grads": Name(
+            "adapted", None, "In a flat master, a parameter without a gradient counts as zeros."
+        ),
+    }
+for _prefix in ("apex.fp16_utils", "apex.fp16_utils.loss_scaler"):
+    FP16_UTILS |= {
+        f"{_prefix}.LossScaler": Name("adapted", None, _NO_WARNING),
+        f"{_prefix}.DynamicLossScaler": Name(
+            "adapted",
+            None,
+            "has_overflow looks at all gradients with one host sync. For new code: ampctx.GradScaler, which is used in "
+            "other words.",
+        ),
+    }
+    FP16_UTILS |= _below(
+        f"{_prefix}.LossScaler",
+        "cur_scale loss_scale has_overflow update_scale scale_gradient backward _has_inf_or_nan",
+        "served",
+    )
+    FP16_UTILS |= _below(
+        f"{_prefix}.DynamicLossScaler",
+        "cur_scale cur_iter last_overflow_iter scale_factor scale_window loss_scale has_overflow update_scale "
+        "scale_gradient backward _has_inf_or_nan",
+        "served",
+    )
+for _prefix in ("apex.fp16_utils.FP16_Optimizer", "apex.fp16_utils.fp16_optimizer.FP16_Optimizer"):
+    FP16_UTILS[_prefix] = Name(
+        "adapted",
+        None,
+        "Any device; bf16 parameters get masters, others are stepped as they are; what was printed is logged "
+        '(logger "ampctx"). New code: ampctx.amp.initialize(opt_level="O2").',
+    )
+    FP16_UTILS |= _below(
+        _prefix,
+        "optimizer loss_scaler loss_scale overflow first_closure_call_this_step dynamic_loss_scale verbose state "
+        "param_groups clip_grad_norm zero_grad backward step clip_master_grads state_dict load_state_dict "
+        "_master_params_to_model_params",
+        "served",
+    )
+    FP16_UTILS |= _below(
+        _prefix,
+        "fp16_groups fp32_from_fp16_groups fp32_from_fp32_groups all_fp16_params all_fp32_from_fp16_params "
+        "all_fp32_from_fp32_params",
+        "adapted",
+        "Made anew with each access, from optimizer.param_groups.",
+    )
+    FP16_UTILS |= _below(
+        _prefix, "update_master_grads", "adapted", "A parameter without a gradient leaves its master without one."
+    )
+    FP16_UTILS |= _below(_prefix, "inspect_master_grad_data", "adapted", "Logs where apex printed.")
+
+
+def _refused(note: str, still_in_apex: bool = False) -> Name:
+    beside = " An NVIDIA apex that has it may be installed beside ampctx: the module is then that one's."
+    return Name("refused", None, f"Use {note}.{beside if still_in_apex else ''}")
+
+
+# What apex puts on optimizers.
+ON_OPTIMIZERS: dict[str, Name] = {
+    **_below("optimizer", "_amp_stash", "served", "A live view: the names of AmpOptimizerState."),
+    **_below(
+        "optimizer",
+        "_prepare_amp_backward _post_amp_backward _master_params_to_model_params",
+        "served",
+        "From amp.initialize to amp.reset.",
+    ),
+    **_below(
+        "optimizer",
+        "_lazy_init_maybe_master_weights _amp_lazy_init",
+        "adapted",
+        "initialize has made the masters; takes in what happened to the model since.",
+    ),
+}
+
+# Whole modules: an entry stands for all names below it.
+REFUSED: dict[str, Name] = {
+    "apex.RNN": _refused("torch.nn.RNN, torch.nn.LSTM or torch.nn.GRU"),
+    **{
+        f"apex.RNN{module}.{name}": _refused(replacement)
+        for module in ("", ".models")
+        for name, replacement in {
+            "LSTM": "torch.nn.LSTM",
+            "GRU": "torch.nn.GRU",
+            "ReLU": "torch.nn.RNN with nonlinearity='relu'",
+            "Tanh": "torch.nn.RNN with nonlinearity='tanh'",
+            "mLSTM": "torch.nn.LSTM: torch has no multiplicative one",
+        }.items()
+    },
+    "apex.pyprof": _refused("torch.profiler, or torch.cuda.nvtx with Nsight Systems"),
+    "apex.reparameterization": _refused("torch.nn.utils.parametrizations.weight_norm"),
+    "apex.reparameterization.remove_weight_norm": _refused("torch.nn.utils.parametrize.remove_parametrizations"),
+    "apex.transformer": _refused(
+        "Megatron Core (megatron.core), or torch.distributed.tensor.parallel and torch.distributed.pipelining", True
+    ),
+    "apex.transformer.functional": _refused("torch.nn.functional.softmax and scaled_dot_product_attention", True),
+    "apex.transformer.layers": _refused("torch.nn.LayerNorm, or apex.normalization", True),
+    "apex.transformer.amp.GradScaler": _refused(
+        "ampctx.GradScaler; that all ranks of a model agree on an overflow is then yours to see to", True
+    ),
+    "apex.parallel.sync_batchnorm_kernel": _refused("apex.parallel.SyncBatchNorm"),
+    "apex.parallel.optimized_sync_batchnorm_kernel": _refused("apex.parallel.SyncBatchNorm"),
+    **{
+        f"apex.contrib.{module}": _refused(replacement, True)
+        for module, replacement in {
+            "bottleneck": "torchvision.models.resnet.Bottleneck",
+            "conv_bias_relu": "torch.nn.Conv2d and torch.nn.ReLU, which torch.compile joins",
+            "cudnn_gbn": "torch.nn.SyncBatchNorm with a process group",
+            "fmha": "torch.nn.functional.scaled_dot_product_attention, with nested tensors where lengths differ",
+            "focal_loss": "torchvision.ops.sigmoid_focal_loss",
+            "gpu_direct_storage": "torch.cuda.gds.GdsFile",
+            "group_norm": "torch.nn.GroupNorm, which takes channels_last input",
+            "groupbn": "torch.nn.SyncBatchNorm on channels_last input",
+            "index_mul_2d": "in1[index] * in2",
+            "multihead_attn": "torch.nn.MultiheadAttention, or torch.nn.functional.scaled_dot_product_attention",
+            "nccl_allocator": "torch.cuda.MemPool with the allocator of the NCCL process group",
+            "nccl_p2p": "torch.distributed.batch_isend_irecv",
+            "openfold_triton": "torch.nn.LayerNorm and torch.nn.functional.scaled_dot_product_attention",
+            "peer_memory": "torch.distributed.batch_isend_irecv",
+            "sparsity": "torch.sparse.to_sparse_semi_structured",
+            "torchsched": "torch.compile",
+            "transducer": "torchaudio.functional.rnnt_loss",
+        }.items()
+    },
+}
+
+NAMES: Mapping[str, Name] = MappingProxyType(
+    AMP | ON_OPTIMIZERS | OPTIMIZERS | KERNELS | PARALLEL | LAYERS | FP16_UTILS | REFUSED
+)
+
+
+def lookup(name: str) -> Name | None:
+    """The entry of a name, or of the refused module that it is in."""
+    while name:
+        entry = NAMES.get(name)
+        if entry is not None:
+            return entry
+        name = name.rpartition(".")[0]
+    return None
+
+
+def refusal(name: str) -> str | None:
+    """What to say to somebody who calls ``name``; None where it is not refused."""
+    entry = lookup(name)
+    if entry is None or entry.status != "refused":
+        return None
+    return f"{name} is not served by ampctx. {entry.note}"

@@ -1,0 +1,78 @@
+"""``ampctx run script.py args...``: runs a program with apex's module names, in this process and its children."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import importlib.util
+import os
+import runpy
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+
+from ampctx.compat.install import install_apex
+
+STARTUP = Path(__file__).resolve().parent / "startup"
+
+
+def pass_on_to_children() -> None:
+    """Sets AMPCTX_APEX and PYTHONPATH so that Python processes started from here have the apex names as well."""
+    os.environ["AMPCTX_APEX"] = "1"
+    former = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(STARTUP), *(p for p in former if p and p != str(STARTUP))])
+
+
+def run(program: Sequence[str], module: bool = False) -> None:
+    """Runs ``program``, a script or (``module``) a module's name and its arguments, as ``python`` would.
+
+    ``sys.argv``, ``sys.path[0]`` and ``__main__`` are the program's; its exceptions and its exit code go through. The
+    script "-" is what comes from stdin.
+
+    Raises:
+        SystemExit: there is no such module, or nothing to run in it or in a directory; with one line that says so.
+    """
+    name = program[0]
+    install_apex()
+    pass_on_to_children()
+    sys.argv = list(program)
+    if not getattr(sys.flags, "safe_path", False):  # python -P, from 3.11
+        # python names no directory for a script from stdin.
+        sys.path[0] = os.getcwd() if module else "" if name == "-" else os.path.dirname(os.path.realpath(name))
+    if module:
+        _check_module(name)
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    elif name == "-":
+        _run_stdin()
+    else:
+        if os.path.isdir(name) and not any(os.path.isfile(os.path.join(name, f"__main__.py{c}")) for c in ("", "c")):
+            sys.exit(f"ampctx run: can't find '__main__' module in {name!r}")
+        runpy.run_path(name, run_name="__main__")
+
+
+def _check_module(name: str) -> None:
+    """Exits where there is no module of that name; errors of its packages go through."""
+    parts = name.split(".")
+    for n in range(1, len(parts) + 1):
+        # find_spec imports the packages around a name: each is asked for before that.
+        found = ".".join(parts[:n])
+        if not all(parts[:n]) or importlib.util.find_spec(found) is None:
+            sys.exit(f"ampctx run: No module named {found if all(parts[:n]) else name}")
+        if n < len(parts) and not hasattr(importlib.import_module(found), "__path__"):
+            sys.exit(f"ampctx run: No module named {name}; {found!r} is not a package")
+    if _is_package(name) and importlib.util.find_spec(f"{name}.__main__") is None:
+        sys.exit(f"ampctx run: No module named {name}.__main__; {name!r} is a package and cannot be run")
+
+
+def _is_package(name: str) -> bool:
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.submodule_search_locations is not None
+
+
+def _run_stdin() -> None:
+    """Runs what comes from stdin as ``__main__``, which has no file."""
+    main = types.ModuleType("__main__")
+    vars(main)["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+    exec(compile(sys.stdin.buffer.read(), "<stdin>", "exec"), vars(main))

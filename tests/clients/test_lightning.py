@@ -1,0 +1,121 @@
+"""PyTorch Lightning 1.9, the last release that has ``ApexMixedPrecisionPlugin``, on the CPU."""
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.plugins import ApexMixedPrecisionPlugin
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from training import FIRST_SCALE, LEVELS, assert_same_weights, batches, loss_of, mlp, scale, train
+
+LR = 0.1
+
+
+class Module(pl.LightningModule):
+    """``mlp`` as a LightningModule; notes weights and scale after each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+        self.losses, self.steps, self.scales = [], [], []
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return loss_of(self(x), y)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(outputs["loss"].item())
+        self.steps.append([p.detach().clone() for p in self.parameters()])
+        self.scales.append(scale())
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=LR, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)]
+
+
+class ManualModule(Module):
+    """The same, with the optimization in its own hands."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = loss_of(self(x), y)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
+def fit(model, data, level, **options):
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        plugins=[ApexMixedPrecisionPlugin(level)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=None))
+    return trainer
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("options", "loop"),
+    [
+        ({}, {}),
+        ({"gradient_clip_val": 0.05}, {"max_norm": 0.05}),
+        ({"accumulate_grad_batches": 3}, {"accumulate": 3}),
+    ],
+    ids=["plain", "clipping", "accumulation"],
+)
+def test_fit_does_what_the_loop_does(level, options, loop):
+    expected = mlp()
+    data = batches(12)
+    losses, after = train(expected, torch.optim.SGD(expected.parameters(), lr=LR, momentum=0.9), data, level, **loop)
+    model = Module()
+    fit(model, data, level, **options)
+    assert_same_weights(model.net, after)
+    # Lightning shows the loss of a micro-batch divided by their number.
+    assert model.losses == pytest.approx([loss / loop.get("accumulate", 1) for loss in losses])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_manual_optimization(level):
+    expected = mlp()
+    data = batches(12)
+    _, after = train(expected, torch.optim.SGD(expected.parameters(), lr=LR, momentum=0.9), data, level)
+    model = ManualModule()
+    fit(model, data, level)
+    assert_same_weights(model.net, after)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_overflow_skips_the_step_and_halves_the_scale(level):
+    model = Module()
+    fit(model, batches(4, overflow_at=1), level)
+    assert model.scales == [FIRST_SCALE] + 3 * [FIRST_SCALE / 2]
+    assert all(torch.equal(a, b) for a, b in zip(model.steps[0], model.steps[1], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(model.steps[1], model.steps[2], strict=True))
+
+
+def test_a_checkpoint_has_the_scale(tmp_path):
+    trainer = fit(Module(), batches(4, overflow_at=1), "O2")
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=False)
+    assert checkpoint["ApexMixedPrecisionPlugin"]["loss_scaler0"]["loss_scale"] == FIRST_SCALE / 2
+
+
+def test_the_flag_of_the_trainer_is_refused_on_the_cpu_by_lightning():
+    """Why the plugin is given as an object here."""
+    with pytest.raises(MisconfigurationException, match="apex AMP not supported on CPU"):
+        pl.Trainer(accelerator="cpu", precision=16, amp_backend="apex")

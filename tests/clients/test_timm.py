@@ -1,0 +1,225 @@
+"""timm: ``ApexScaler`` in the loop of its training script, with its models, optimizers, clipping and checkpoints."""
+
+import pytest
+import timm
+import torch
+from apex import amp
+from apex.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from timm.layers import fast_norm as fast_norm_module
+from timm.layers import set_fast_norm
+from timm.models import model_parameters, resume_checkpoint
+from timm.optim import create_optimizer_v2, param_groups_weight_decay
+from timm.utils import ApexScaler, CheckpointSaver, ModelEmaV2, dispatch_clip_grad
+from timm.utils.cuda import has_apex
+from torch import nn
+from training import FIRST_SCALE, LEVELS, assert_same_weights, scale, weights
+
+from ampctx import amp as library_amp
+
+MODELS = ("test_vit", "test_efficientnet")
+
+
+def images(count, overflow_at=None):
+    """Batches of one of three stripes, with noise."""
+    generator = torch.Generator().manual_seed(0)
+    result = []
+    for i in range(count):
+        labels = torch.randint(0, 3, (8,), generator=generator)
+        x = torch.randn(8, 3, 32, 32, generator=generator) * 0.1
+        x[torch.arange(8), :, labels * 8] += 1.0
+        if i == overflow_at:
+            x[0] = torch.inf
+        result.append((x, labels))
+    return result
+
+
+def vision_model(name):
+    torch.manual_seed(0)
+    options = {"img_size": 32} if "vit" in name else {}
+    return timm.create_model(name, num_classes=3, **options)
+
+
+def optimizer_for(model, opt="sgd"):
+    """timm's factory; its names for apex's optimizers want a GPU, so those get their class and timm's param groups."""
+    if isinstance(opt, str):
+        return create_optimizer_v2(model, opt=opt, lr=0.002, weight_decay=0.01)
+    return opt(param_groups_weight_decay(model, 0.01), lr=0.002)
+
+
+def initialized(name, level, opt="sgd", **options):
+    model = vision_model(name)
+    return amp.initialize(model, optimizer_for(model, opt), opt_level=level, verbosity=0, **options)
+
+
+def train_as_timm(model, optimizer, data, scaler, clip_grad=None, clip_mode="norm", accumulate=1, ema=None):
+    """The part of timm's training script that deals with amp, in its order."""
+    model.train()
+    losses = []
+    for i, (x, y) in enumerate(data, 1):
+        loss = nn.functional.cross_entropy(model(x), y)
+        losses.append(loss.item())
+        need_update = i % accumulate == 0
+        scaler(
+            loss / accumulate,
+            optimizer,
+            clip_grad=clip_grad,
+            clip_mode=clip_mode,
+            parameters=model_parameters(model, exclude_head="agc" in clip_mode),
+            create_graph=False,
+            need_update=need_update,
+        )
+        if need_update:
+            optimizer.zero_grad()
+            if ema is not None:
+                ema.update(model)
+    return losses
+
+
+def train_plainly(model, optimizer, data, clip_grad=None, clip_mode="norm", accumulate=1):
+    """The same without mixed precision."""
+    model.train()
+    losses = []
+    for i, (x, y) in enumerate(data, 1):
+        loss = nn.functional.cross_entropy(model(x), y)
+        (loss / accumulate).backward()
+        losses.append(loss.item())
+        if i % accumulate == 0:
+            if clip_grad is not None:
+                dispatch_clip_grad(model.parameters(), clip_grad, mode=clip_mode)
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def test_timm_finds_apex():
+    assert has_apex
+
+
+def flat(tensors):
+    return torch.cat([t.detach().float().flatten() for t in tensors])
+
+
+def distance_from_fp32(name, level, steps, opt="sgd", clip_grad=None, clip_mode="norm", accumulate=1):
+    """How far mixed precision ends from fp32, as a fraction of the way that training goes."""
+    plain = vision_model(name)
+    plain_optimizer = optimizer_for(plain, opt)
+    start = flat(amp.master_params(plain_optimizer))
+    train_plainly(plain, plain_optimizer, images(steps), clip_grad, clip_mode, accumulate)
+    model, optimizer = initialized(name, level, opt, loss_scale=1024.0)
+    train_as_timm(model, optimizer, images(steps), ApexScaler(), clip_grad, clip_mode, accumulate)
+    end = flat(amp.master_params(plain_optimizer))
+    return ((flat(amp.master_params(optimizer)) - end).norm() / (end - start).norm()).item()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", MODELS)
+def test_training_follows_fp32(name, level):
+    assert distance_from_fp32(name, level, steps=6, clip_grad=1.0) < 0.02
+
+
+@pytest.fixture
+def fast_norm():
+    """timm's switch for apex's normalization."""
+    set_fast_norm(True)
+    yield
+    set_fast_norm(False)
+
+
+@pytest.mark.usefixtures("fast_norm")
+@pytest.mark.parametrize("level", LEVELS)
+def test_training_with_apex_layer_norm_follows_fp32(level):
+    assert fast_norm_module.has_apex
+    assert all(m._fast_norm for m in vision_model("test_vit").modules() if isinstance(m, nn.LayerNorm))
+    assert distance_from_fp32("test_vit", level, steps=3, clip_grad=1.0) < 0.005
+
+
+def test_apex_functions_behind_the_fast_norms():
+    assert fast_norm_module.has_apex_rmsnorm
+    x, weight, bias = torch.randn(3, 4, 8), torch.randn(8), torch.randn(8)
+    actual = fast_norm_module.fast_layer_norm(x, [8], weight, bias, 1e-6)
+    torch.testing.assert_close(actual, nn.functional.layer_norm(x, [8], weight, bias, 1e-6))
+    actual = fast_norm_module.fast_rms_norm(x, [8], weight, 1e-6)
+    torch.testing.assert_close(actual, nn.functional.rms_norm(x, [8], weight, 1e-6))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_accumulation_follows_fp32(level):
+    """``need_update=False`` for all micro-batches but the last."""
+    assert distance_from_fp32("test_vit", level, steps=6, clip_grad=1.0, accumulate=3) < 0.005
+
+
+# 1e3 is above the norm of gradients, and below that of scaled ones.
+CLIPS = [("norm", 0.5), ("norm", 1e3), ("value", 0.01), ("agc", 0.02)]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("clip_mode", "clip_grad"), CLIPS, ids=[f"{mode}-{value:g}" for mode, value in CLIPS])
+def test_every_way_of_clipping_works_on_unscaled_gradients(level, clip_mode, clip_grad):
+    assert distance_from_fp32("test_vit", level, steps=3, clip_grad=clip_grad, clip_mode=clip_mode) < 0.005
+
+
+OPTIMIZERS = [FusedSGD, FusedAdam, FusedLAMB, FusedNovoGrad, "adamw", "lamb", "lookahead_sgd"]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("opt", OPTIMIZERS, ids=lambda opt: opt if isinstance(opt, str) else opt.__name__)
+def test_optimizers_follow_fp32(opt, level):
+    # Adam's first steps are the signs of gradients: those near 0 go either way.
+    assert distance_from_fp32("test_vit", level, steps=3, opt=opt) < 0.06
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("opt", ["sgd", FusedAdam], ids=["host-skips", "device-skips"])
+def test_an_overflow_skips_the_step_and_halves_the_scale(opt, level):
+    model, optimizer = initialized("test_vit", level, opt)
+    scaler = ApexScaler()
+    data = images(3, overflow_at=1)
+    train_as_timm(model, optimizer, data[:1], scaler, clip_grad=1.0)
+    before = weights(model)
+    train_as_timm(model, optimizer, data[1:2], scaler, clip_grad=1.0)
+    assert_same_weights(model, before)
+    assert scale() == FIRST_SCALE / 2
+    train_as_timm(model, optimizer, data[2:], scaler, clip_grad=1.0)
+    assert scale() == FIRST_SCALE / 2
+    after = weights(model)
+    assert all(tensor.isfinite().all() for tensor in after.values())
+    assert any(not torch.equal(after[name], before[name]) for name in before)
+
+
+def test_a_resumed_run_ends_like_an_uninterrupted_one(tmp_path):
+    data = images(6, overflow_at=1)
+    whole, optimizer = initialized("test_vit", "O1", FusedAdam)
+    train_as_timm(whole, optimizer, data, ApexScaler(), clip_grad=1.0)
+    end = scale()
+    library_amp.reset()
+
+    model, optimizer = initialized("test_vit", "O1", FusedAdam)
+    scaler = ApexScaler()
+    train_as_timm(model, optimizer, data[:3], scaler, clip_grad=1.0)
+    saver = CheckpointSaver(model, optimizer, amp_scaler=scaler, checkpoint_dir=str(tmp_path))
+    saver.save_checkpoint(epoch=0, metric=1.0)
+    library_amp.reset()
+
+    resumed, optimizer = initialized("test_vit", "O1", FusedAdam)
+    assert scale() == FIRST_SCALE
+    assert resume_checkpoint(resumed, tmp_path / "last.pth.tar", optimizer, ApexScaler()) == 1
+    assert scale() == FIRST_SCALE / 2
+    train_as_timm(resumed, optimizer, data[3:], ApexScaler(), clip_grad=1.0)
+    assert_same_weights(resumed, weights(whole))
+    assert scale() == end
+
+
+def test_averaged_weights():
+    """The script copies the model after ``initialize`` and uses both. At O1, its level: apex's O2 shows copies of the
+    weights in ``state_dict``, where timm writes the averages to."""
+    model, optimizer = initialized("test_vit", "O1")
+    ema = ModelEmaV2(model, decay=0.5)
+    expected = weights(model)
+    for batch in images(3):
+        train_as_timm(model, optimizer, [batch], ApexScaler(), ema=ema)
+        expected = {name: 0.5 * expected[name] + 0.5 * new for name, new in weights(model).items()}
+    assert_same_weights(ema.module, expected)
+    x, _ = images(1)[0]
+    output = ema.module(x)
+    assert output.dtype == torch.float16
+    assert not torch.equal(output, model(x))

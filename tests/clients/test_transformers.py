@@ -1,0 +1,177 @@
+"""transformers 4, the last major version whose ``Trainer`` has ``half_precision_backend="apex"``, on the CPU."""
+
+import pytest
+import torch
+from apex.normalization import FusedRMSNorm
+from apex.optimizers import FusedAdam
+from training import FIRST_SCALE, LEVELS, assert_same_weights, scale, weights
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.utils import is_apex_available
+
+from ampctx import amp
+
+
+def bert(num_labels=2):
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=num_labels,
+    )
+    return BertForSequenceClassification(config)
+
+
+def t5():
+    """Takes its normalization from apex where that can be imported."""
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=50,
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        num_layers=1,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    model = T5ForConditionalGeneration(config)
+    assert isinstance(model.encoder.final_layer_norm, FusedRMSNorm)
+    return model
+
+
+def sentences(count=24):
+    """Labelled by whether the first word is in the upper half of the vocabulary."""
+    words = torch.randint(0, 50, (count, 8), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "labels": (row[0] >= 25).long()} for row in words]
+
+
+def rated_sentences(count=24):
+    """Sentences with a number each to be learned; one of the numbers is inf."""
+    data = [{**sentence, "labels": sentence["labels"].float()} for sentence in sentences(count)]
+    data[count // 2]["labels"] = torch.tensor(torch.inf)
+    return data
+
+
+def sentences_to_repeat(count=24):
+    return [{"input_ids": sentence["input_ids"], "labels": sentence["input_ids"]} for sentence in sentences(count)]
+
+
+class RecordingTrainer(Trainer):
+    """Notes what it trains on: the order is random."""
+
+    seen = ()
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        self.seen = (*self.seen, inputs)
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+class Notes(TrainerCallback):
+    def __init__(self):
+        self.steps, self.scales = [], []
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        self.steps.append(weights(model))
+        self.scales.append(scale())
+
+
+def trainer_of(folder, level, model, data, **options):
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        fp16=True,
+        half_precision_backend="apex",
+        fp16_opt_level=level,
+        per_device_train_batch_size=8,
+        num_train_epochs=2,
+        learning_rate=1e-3,
+        max_grad_norm=0.1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        **options,
+    )
+    notes = Notes()
+    return RecordingTrainer(model, arguments, train_dataset=data, eval_dataset=data, callbacks=[notes]), notes
+
+
+def test_transformers_finds_apex():
+    assert is_apex_available()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("make", "data", "optim"),
+    [
+        (bert, sentences, "adamw_torch"),
+        (bert, sentences, "adamw_torch_fused"),
+        (bert, sentences, "adamw_apex_fused"),
+        (t5, sentences_to_repeat, "adamw_torch"),
+    ],
+    ids=["bert-torch", "bert-torch-fused", "bert-FusedAdam", "t5-FusedRMSNorm"],
+)
+def test_the_trainer_does_what_the_loop_does(tmp_path, level, make, data, optim):
+    trainer, _ = trainer_of(tmp_path, level, make(), data(), optim=optim)
+    trainer.train()
+    assert isinstance(trainer.optimizer, FusedAdam) == (optim == "adamw_apex_fused")
+    trained = weights(trainer.model)
+    assert all(w.isfinite().all() for w in trained.values())
+    amp.reset()
+
+    # Another trainer makes the optimizer and the schedule; the loop is ours.
+    twin, _ = trainer_of(tmp_path, level, make(), data(), optim=optim)
+    twin.create_optimizer_and_scheduler(num_training_steps=len(trainer.seen))
+    model, optimizer = amp.initialize(twin.model, twin.optimizer, opt_level=level, verbosity=0)
+    model.train()
+    for inputs in trainer.seen:
+        with amp.scale_loss(model(**inputs).loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.1)
+        optimizer.step()
+        twin.lr_scheduler.step()
+        model.zero_grad()
+    assert_same_weights(model, trained)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_apex_fused"], ids=["host-skips", "device-skips"])
+def test_an_overflow_skips_the_step_and_halves_the_scale(tmp_path, level, optim):
+    trainer, notes = trainer_of(tmp_path, level, bert(num_labels=1), rated_sentences(), optim=optim)
+    start = weights(trainer.model)
+    trainer.train()
+    overflows = [bool(inputs["labels"].isinf().any()) for inputs in trainer.seen]
+    assert sum(overflows) == 2
+    # Other steps may overflow as well, as long as the scale is high.
+    assert notes.scales[-1] <= FIRST_SCALE / 4
+    befores, scales = [start, *notes.steps], [FIRST_SCALE, *notes.scales]
+    for i, overflow in enumerate(overflows):
+        halved = scales[i + 1] == scales[i] / 2
+        assert halved or not overflow
+        names = [n for n in start if "embeddings.word" in n or "classifier" in n]
+        same = all(torch.equal(befores[i][name].half(), notes.steps[i][name].half()) for name in names)
+        assert same == halved
+
+
+def test_evaluation_and_a_saved_model(tmp_path):
+    trainer, _ = trainer_of(tmp_path, "O2", bert(), sentences())
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before
+    trainer.save_model(str(tmp_path / "model"))
+    loaded = BertForSequenceClassification.from_pretrained(tmp_path / "model")
+    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+    assert_same_weights(loaded, {name: w.float() for name, w in weights(trainer.model).items()})

@@ -1,0 +1,79 @@
+"""The model and data that the clients train, and the loop that their results are compared with."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from ampctx import amp
+
+Batch = tuple[Tensor, Tensor]
+LEVELS = ("O1", "O2")
+FIRST_SCALE = 2.0**16
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+
+
+def batches(count: int, overflow_at: int | None = None) -> list[Batch]:
+    """Batches of a linear rule that ``mlp`` learns. A target of the one with index ``overflow_at`` is inf."""
+    generator = torch.Generator().manual_seed(1)
+    rule = torch.randn(4, 2, generator=generator)
+    inputs = [torch.randn(8, 4, generator=generator) for _ in range(count)]
+    result = [(x, x @ rule) for x in inputs]
+    if overflow_at is not None:
+        result[overflow_at][1][0, 0] = torch.inf
+    return result
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    """Small enough for gradients that fit into fp16 at the first scale."""
+    return nn.functional.mse_loss(output.float(), target) / 10
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Iterable[Batch],
+    level: str,
+    max_norm: float | None = None,
+    accumulate: int = 1,
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor] = lambda model, x, y: loss_of(model(x), y),
+) -> tuple[list[float], dict[str, Tensor]]:
+    """What a client's loop comes down to, written with ``ampctx.amp``: the losses, and the weights after it.
+
+    Ends with ``amp.reset``.
+    """
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model.train()
+    losses = []
+    for i, (x, y) in enumerate(data, 1):
+        value = loss(model, x, y) / accumulate
+        with amp.scale_loss(value, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        if i % accumulate == 0:
+            if max_norm is not None:
+                nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(value.item() * accumulate)
+    after = weights(model)
+    amp.reset()
+    return losses, after
+
+
+def scale() -> float:
+    return amp.state_dict()["loss_scaler0"]["loss_scale"]
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_same_weights(model: nn.Module, expected: dict[str, Tensor]) -> None:
+    actual = model.state_dict()
+    assert list(actual) == list(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name

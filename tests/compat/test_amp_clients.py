@@ -1,0 +1,431 @@
+"""What clients of apex did with its private names in their training loops."""
+
+import contextlib
+
+import pytest
+import torch
+from amp_models import OPTIMIZERS, Probe, backward, probe, same, weights
+from apex import amp
+from apex.amp import _amp_state
+
+import ampctx
+from ampctx.multi_tensor_apply import multi_tensor_l2norm, multi_tensor_scale
+
+INF = float("inf")
+
+# --- all-reduce after accumulation, as in the BERT examples -----------------------------------------------------------
+
+
+def _unflatten(flat, like):
+    views = torch.split(flat, [t.numel() for t in like])
+    return [view.view_as(t) for view, t in zip(views, like, strict=True)]
+
+
+def take_optimizer_step(model, optimizer, overflow_buf, from_other_rank, accumulation, misspelt):
+    """Reduces the unscaled master gradients with the loss scale on, asks the scaler, then steps or drops them.
+
+    ``from_other_rank``: the gradient that the other rank sends, for each element, scaled as this rank's is.
+    """
+    scaler = _amp_state.loss_scalers[0]
+    loss_scale = scaler.loss_scale()
+    master_grads = [p.grad for p in amp.master_params(optimizer) if p.grad is not None]
+    flat = torch.empty(sum(g.numel() for g in master_grads), dtype=torch.float16)
+    views = _unflatten(flat, master_grads)
+    overflow_buf.zero_()
+    multi_tensor_scale(65536, overflow_buf, [master_grads, views], loss_scale / (2 * accumulation))
+    flat += from_other_rank * loss_scale / (2 * accumulation)
+    overflow_buf.zero_()
+    multi_tensor_scale(65536, overflow_buf, [views, master_grads], 1.0 / loss_scale)
+    old_overflow_buf = scaler._overflow_buf
+    scaler._overflow_buf = overflow_buf
+    had_overflow = scaler.update_scale()
+    if misspelt:
+        scaler._overfloat_buf = old_overflow_buf
+    else:
+        scaler._overflow_buf = old_overflow_buf
+    if had_overflow == 0:
+        optimizer.step()
+    elif _amp_state.opt_properties.master_weights:
+        for param in optimizer._amp_stash.all_fp32_from_fp16_params:
+            param.grad = None
+    for param in model.parameters():
+        param.grad = None
+    return had_overflow
+
+
+@pytest.mark.parametrize("misspelt", [True, False], ids=["buffer stays", "buffer put back"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_all_reduce_after_accumulation(level, optimizer, accumulation, misspelt):
+    """Overflow here, in an earlier micro-batch here, on the other rank alone, nowhere: every step and scale."""
+    start = 256.0
+    model, optimizer = probe(level, optimizer, max_loss_scale=start * 2)
+    twin = Probe()  # stepped by hand in fp32 with the mean over micro-batches and ranks
+    reference = type(optimizer)(twin.parameters(), **{"lr": 0.125, **_momentum(optimizer)})
+    scaler = _amp_state.loss_scalers[0]
+    scaler._loss_scale, scaler._scale_seq_len = start, 3
+    buffer, scale, clean = torch.tensor([0], dtype=torch.int32), start, 0
+    schedule = [
+        "clean",
+        "here",
+        "clean",
+        "other",
+        "clean",
+        "clean",
+        "clean",
+        "first",
+        "here",
+        "other",
+        "clean",
+        "clean",
+    ]
+    for i, what in enumerate(schedule):
+        factor = 1.0 + i % 3
+        bad_here = {"here": accumulation - 1, "first": 0}.get(what)
+        for micro in range(accumulation):
+            backward(model, optimizer, INF if micro == bad_here else factor, delay_overflow_check=True)
+        assert scaler.loss_scale() == scale
+        before = weights(optimizer)
+        from_other = INF if what == "other" else factor * accumulation
+        overflow = take_optimizer_step(model, optimizer, buffer, from_other, accumulation, misspelt)
+        assert overflow is (what != "clean"), (i, what)
+        if overflow:
+            assert same(weights(optimizer), before), (i, what)
+            scale, clean = scale / 2, 0
+        else:
+            for p in twin.parameters():
+                p.grad = torch.full_like(p, factor)
+            reference.step()
+            clean += 1
+            if clean == 3:
+                scale, clean = min(scale * 2, start * 2), 0
+            assert same(weights(optimizer), weights(reference)), (i, what)
+        assert (scaler.loss_scale(), scaler._unskipped) == (scale, clean), (i, what)
+    assert ampctx.amp.skipped_steps(optimizer) == 0  # the caller did that
+
+
+def _momentum(optimizer):
+    return {"momentum": 0.5} if isinstance(optimizer, torch.optim.SGD) else {}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_without_asking_the_scaler_the_step_is_skipped_still(optimizer):
+    """apex put inf into the weights here."""
+    model, optimizer = probe("O2", optimizer)
+    before = weights(optimizer)
+    backward(model, optimizer, INF, delay_overflow_check=True)
+    optimizer.step()
+    assert same(weights(optimizer), before)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_verdict_of_a_plain_block_stays_with_the_step(optimizer):
+    """update_scale() besides a block that has updated the scale itself moves it again, as in apex, and no more."""
+    model, optimizer = probe("O2", optimizer)
+    before = weights(optimizer)
+    backward(model, optimizer, INF)
+    assert _amp_state.loss_scalers[0].update_scale() is True
+    assert _amp_state.loss_scalers[0].loss_scale() == 1024.0
+    optimizer.step()
+    assert same(weights(optimizer), before)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_verdict_of_a_plain_block_is_not_taken_with_a_later_one(optimizer):
+    model, optimizer = probe("O2", optimizer)
+    before = weights(optimizer)
+    backward(model, optimizer, INF)
+    backward(model, optimizer, 1.0, delay_overflow_check=True)
+    assert _amp_state.loss_scalers[0].update_scale() is False
+    optimizer.step()
+    assert same(weights(optimizer), before)
+    optimizer.zero_grad()
+    backward(model, optimizer, INF, delay_overflow_check=True)
+    assert _amp_state.loss_scalers[0].update_scale() is True
+    assert optimizer._amp_stash.already_patched is False
+
+
+def test_only_the_verdict_of_that_scale_is_taken():
+    model, optimizer = probe("O2", num_losses=2)
+    before = weights(optimizer)
+    backward(model, optimizer, INF, loss_id=1)
+    backward(model, optimizer, 1.0, loss_id=0, delay_overflow_check=True)
+    assert _amp_state.loss_scalers[0].update_scale() is False
+    optimizer.step()
+    assert same(weights(optimizer), before)
+
+
+# --- copies of scale_loss ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def by_hand(loss, optimizers, loss_id=0, delay_unscale=False, delay_overflow_check=False):
+    """A client's own ``scale_loss`` over the private names."""
+    if not isinstance(optimizers, list):
+        optimizers = [optimizers]
+    scaler = _amp_state.loss_scalers[loss_id]
+    scale = scaler.loss_scale()
+    if not delay_unscale:
+        for optimizer in optimizers:
+            if not optimizer._amp_stash.params_have_scaled_gradients:
+                optimizer._prepare_amp_backward()
+    yield loss.float() * scale
+    if delay_unscale:
+        for optimizer in optimizers:
+            optimizer._amp_stash.params_have_scaled_gradients = True
+        return
+    scaler.clear_overflow_state()
+    for optimizer in optimizers:
+        optimizer._post_amp_backward(scaler)
+        optimizer._amp_stash.params_have_scaled_gradients = False
+    should_skip = False if delay_overflow_check else scaler.update_scale()
+    if should_skip:
+        for optimizer in optimizers:
+            if not optimizer._amp_stash.already_patched:
+                _patch_step(optimizer)
+
+
+def _patch_step(optimizer):
+    original = optimizer.step
+
+    def skip_step(closure=None):
+        if hasattr(optimizer._amp_stash, "all_fp32_from_fp16_params"):
+            for param in optimizer._amp_stash.all_fp32_from_fp16_params:
+                param.grad = None
+        optimizer.step = original
+        optimizer._amp_stash.already_patched = False
+
+    optimizer.step = skip_step
+    optimizer._amp_stash.already_patched = True
+
+
+def real_model(level, optimizer, **kwargs):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    kwargs = {"loss_scale": "dynamic", "max_loss_scale": 1024.0, "verbosity": 0, **kwargs}
+    return amp.initialize(model, OPTIMIZERS[optimizer](model.parameters()), opt_level=level, **kwargs)
+
+
+# Iteration and micro-batch: the last one, alone, and two at once.
+OVERFLOWS = frozenset({(2, 0), (5, 0), (5, 1), (8, 2)})
+
+
+def train(scale_loss, level, optimizer, kind, overflows=OVERFLOWS, **kwargs):
+    """The scale, the gradients and the weights of every iteration."""
+    model, optimizer = real_model(level, optimizer, **kwargs)
+    scaler, trace = _amp_state.loss_scalers[0], []
+    scaler._scale_seq_len = 4
+    micro = {"plain": [{}], "accumulate": [{}] * 3, "delay": [{"delay_unscale": True}] * 2 + [{}]}[kind]
+    for i in range(10):
+        for j, options in enumerate(micro):
+            x = torch.randn(16, 4, generator=torch.Generator().manual_seed(10 * i + j))
+            loss = model(x).float().square().mean() * (INF if (i, j) in overflows else 1.0)
+            with scale_loss(loss, optimizer, **options) as scaled:
+                scaled.backward()
+        grads = [p.grad for p in amp.master_params(optimizer)]
+        trace.append([torch.tensor(scaler.loss_scale()), *(torch.zeros(()) if g is None else g.clone() for g in grads)])
+        optimizer.step()
+        optimizer.zero_grad()
+        trace[-1] += [*weights(optimizer), *(p.detach().clone() for p in model.parameters())]
+    ampctx.amp.reset()
+    return trace
+
+
+@pytest.mark.parametrize("kind", ["plain", "accumulate", "delay"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_a_loop_by_hand_equals_scale_loss(level, optimizer, kind):
+    """Bit for bit: scales, gradients, weights; with overflows."""
+    ours, theirs = train(amp.scale_loss, level, optimizer, kind), train(by_hand, level, optimizer, kind)
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        for x, y in zip(a, b, strict=True):
+            assert x.dtype == y.dtype
+            torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True, msg=lambda m, i=i: f"iteration {i}: {m}")
+    assert len({t[0].item() for t in ours}) > 1  # the scale has moved
+
+
+@pytest.mark.parametrize("scale", [128.0, 1.0])
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_loop_by_hand_with_a_static_scale(level, scale):
+    ours, theirs = (
+        train(how, level, "SGD", "accumulate", overflows=(), loss_scale=scale) for how in (amp.scale_loss, by_hand)
+    )
+    assert all(same(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_loop_by_hand_over_two_optimizers(level):
+    """An overflow in one of them skips both."""
+    models = [Probe(), Probe()]
+    optimizers = [OPTIMIZERS["SGD"](m.parameters()) for m in models]
+    amp.initialize(models, optimizers, opt_level=level, max_loss_scale=64.0, loss_scale="dynamic", verbosity=0)
+    before = [weights(o) for o in optimizers]
+    for skips, factors in [(True, (1.0, INF)), (True, (INF, 1.0)), (False, (1.0, 2.0))]:
+        with by_hand(models[0].loss(factors[0]) + models[1].loss(factors[1]), optimizers) as scaled:
+            scaled.backward()
+        for optimizer, was in zip(optimizers, before, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            assert same(weights(optimizer), was) is skips
+    assert _amp_state.loss_scalers[0].loss_scale() == 16.0
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_loop_by_hand_that_delays_the_check_is_skipped_by_amp(optimizer):
+    """apex stepped on inf; here the verdict waits for the step, and the scale for somebody who asks."""
+    model, optimizer = probe("O2", optimizer)
+    before = weights(optimizer)
+    with by_hand(model.loss(INF), optimizer, delay_overflow_check=True) as scaled:
+        scaled.backward()
+    assert optimizer._amp_stash.already_patched is True
+    optimizer.step()
+    optimizer.zero_grad()
+    assert same(weights(optimizer), before)
+    assert _amp_state.loss_scalers[0].loss_scale() == 4096.0
+    with by_hand(model.loss(1.0), optimizer) as scaled:
+        scaled.backward()
+    assert _amp_state.loss_scalers[0].loss_scale() == 2048.0
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_exception_in_a_loop_by_hand(level, optimizer):
+    """The next prepare gives up what came of it, and the gradients of before are still there."""
+    model, optimizer = probe(level, optimizer)
+    with by_hand(model.loss(2.0), optimizer) as scaled:
+        scaled.backward()
+    with pytest.raises(ValueError, match="mine"), by_hand(model.loss(3.0), optimizer) as scaled:
+        scaled.backward()
+        raise ValueError("mine")
+    with by_hand(model.loss(1.0), optimizer) as scaled:
+        scaled.backward()
+    assert [p.grad.tolist() for p in amp.master_params(optimizer)] == [
+        [3.0] * p.numel() for p in amp.master_params(optimizer)
+    ]
+    optimizer._prepare_amp_backward()
+    ampctx.amp.reset()  # a loop that was left open does not stand in the way
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_prepared_and_then_left_to_the_step(level):
+    """post was never called: the step unscales, by the scale of the first loss."""
+    model, optimizer = probe(level)
+    optimizer._prepare_amp_backward()
+    assert optimizer._amp_stash.params_have_scaled_gradients is False
+    (model.loss(1.0) * 4096.0).backward()
+    before = weights(optimizer)
+    optimizer.step()
+    assert same(weights(optimizer), [w - 0.125 for w in before])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_post_without_prepare(level):
+    model, optimizer = probe(level)
+    (model.loss(1.0) * 4096.0).backward()
+    optimizer._post_amp_backward(_amp_state.loss_scalers[0])
+    assert {g for p in amp.master_params(optimizer) for g in p.grad.tolist()} == {1.0}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_that_the_client_has_unscaled(level):
+    model, optimizer = probe(level)
+    backward(model, optimizer, delay_unscale=True)
+    for p in model.parameters():
+        p.grad.div_(4096.0)
+    optimizer._amp_stash.params_have_scaled_gradients = False
+    assert {g for p in amp.master_params(optimizer) for g in p.grad.tolist()} == {1.0}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_scaler_of_the_clients_own(level):
+    """Not one of the session: the gradients are its, and so is the verdict."""
+    model, optimizer = probe(level)
+    mine = amp.scaler.LossScaler("dynamic", init_scale=16.0)
+    for factor, had in [(1.0, False), (INF, True), (1.0, False)]:
+        optimizer._prepare_amp_backward()
+        (model.loss(factor) * mine.loss_scale()).backward()
+        mine.clear_overflow_state()
+        optimizer._post_amp_backward(mine)
+        assert mine.update_scale() is had
+        if had:
+            for p in amp.master_params(optimizer):
+                p.grad = None
+        else:
+            assert {g for p in amp.master_params(optimizer) for g in p.grad.tolist()} == {1.0}
+            before = weights(optimizer)
+            optimizer.step()
+            assert not same(weights(optimizer), before)
+        optimizer.zero_grad()
+    assert (mine.loss_scale(), _amp_state.loss_scalers[0].loss_scale()) == (8.0, 4096.0)
+
+
+# --- smaller habits ---------------------------------------------------------------------------------------------------
+
+
+def test_gradient_penalty_scaled_by_hand():
+    """torch.autograd.grad of a scaled loss, divided by ``loss_scalers[k].loss_scale()``; two losses, two optimizers."""
+    models = [Probe(), Probe()]
+    optimizers = [OPTIMIZERS["SGD"](m.parameters()) for m in models]
+    amp.initialize(models, optimizers, opt_level="O1", num_losses=2, verbosity=0, max_loss_scale=64.0)
+    _amp_state.loss_scalers[1]._loss_scale = 8
+    x = torch.ones(3, requires_grad=True)
+    out = (models[1].weight * x.square()).sum()
+    scale = _amp_state.loss_scalers[1].loss_scale()
+    (grad,) = torch.autograd.grad(out * scale, x, create_graph=True)
+    penalty = ((grad / scale).norm() - 1.0).square()
+    with amp.scale_loss(penalty + models[0].loss(1.0), optimizers, loss_id=1) as scaled:
+        scaled.backward()
+    assert models[0].weight.grad.tolist() == [1.0] * 3
+    norm = (4.0 * torch.ones(3)).norm()
+    expected = 2 * (norm - 1.0) * 2.0 * 4.0 / norm
+    torch.testing.assert_close(models[1].weight.grad, expected.expand(3))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_clipping_by_the_kernels(level, optimizer):
+    model, optimizer = probe(level, optimizer)
+    backward(model, optimizer, 3.0)
+    grads = [p.grad for p in amp.master_params(optimizer)]
+    flag = torch.zeros(1, dtype=torch.int32)
+    norm, _ = multi_tensor_l2norm(65536, flag, [grads], False)
+    assert norm.item() == pytest.approx(3.0 * 7**0.5)
+    multi_tensor_scale(65536, flag, [grads, grads], 1.0 / 3.0)
+    assert {g for p in amp.master_params(optimizer) for g in p.grad.tolist()} == {1.0}
+
+
+@pytest.mark.parametrize("outputs", [None, torch.float16], ids=["default", "cast_model_outputs"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_forward_of_a_wrapped_model_patched_by_the_options(level, outputs):
+    """The workaround for DataParallel: casts put around its forward according to opt_properties."""
+    model, _ = real_model(level, "SGD", cast_model_outputs=outputs)
+    parallel = torch.nn.DataParallel(model)
+    options = _amp_state.opt_properties.options
+    if options.get("cast_model_type", None):
+        old, low = parallel.forward, options["cast_model_type"]
+        out = options["cast_model_outputs"] if options.get("cast_model_outputs") is not None else torch.float32
+        applier, to_type = amp._initialize.applier, amp._initialize.to_type
+
+        def forward(*args, **kwargs):
+            args = applier(args, lambda t: to_type(low, t))
+            return applier(old(*args, **kwargs), lambda t: to_type(out, t))
+
+        parallel.forward = forward
+    result = parallel(torch.ones(3, 4))
+    assert result.dtype == (outputs or (torch.float16 if level == "O1" else torch.float32))
+    result.float().sum().backward()
+    again = model.forward
+    model.forward = lambda *args: again(*args)
+    assert parallel(torch.ones(3, 4)).dtype == result.dtype
+    del model.forward
+
+
+def test_clear_cache_in_an_evaluation_loop():
+    model, _ = real_model("O1", "SGD")
+    with torch.no_grad():
+        first = model.eval()(torch.ones(2, 4))
+        for p in model.parameters():
+            p.add_(1.0)
+        _amp_state.handle._clear_cache()
+        assert not torch.equal(model(torch.ones(2, 4)), first)

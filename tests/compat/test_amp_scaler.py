@@ -1,0 +1,338 @@
+"""apex.amp.scaler.LossScaler: one of its own, and the view on a scale of the session."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from amp_models import backward, probe
+from apex import amp
+from apex.amp import _amp_state
+from apex.amp.scaler import LossScaler, axpby_check_overflow_python, scale_check_overflow_python
+from host_reads import HostReads
+
+from ampctx import AmpTypeError, AmpValueError
+
+
+def flag(value):
+    return torch.tensor([value], dtype=torch.int32)
+
+
+# --- one of its own ---------------------------------------------------------------------------------------------------
+
+
+def test_defaults():
+    scaler = LossScaler("dynamic")
+    assert scaler.dynamic is True
+    assert (scaler.loss_scale(), scaler._loss_scale) == (65536.0, 65536.0)
+    assert (scaler._min_loss_scale, scaler._max_loss_scale, scaler._scale_seq_len) == (None, 2.0**24, 2000)
+    assert (scaler._unskipped, scaler._has_overflow) == (0, False)
+    assert scaler._overflow_buf.dtype == torch.int32
+    assert scaler._overflow_buf.tolist() == [0]
+    assert LossScaler.has_fused_kernel is True
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "start"),
+    [
+        ({"max_loss_scale": 1024.0}, 1024.0),
+        ({"init_scale": 4.0}, 4.0),
+        ({"max_loss_scale": None, "init_scale": 2.0**30}, 2.0**30),
+        ({"min_loss_scale": 2.0**20}, 2.0**20),
+        ({"min_loss_scale": 0}, 2.0**16),
+    ],
+)
+def test_where_a_dynamic_scale_starts(kwargs, start):
+    assert LossScaler("dynamic", **kwargs).loss_scale() == start
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "message"),
+    [
+        (("much",), AmpTypeError, "init_scale must be a number"),
+        ((0.0,), AmpValueError, "init_scale is 0.0"),
+        (("dynamic", 2.0**16, 1.0), AmpValueError, "growth_factor is 1.0"),
+        (("dynamic", 2.0**16, 2.0, 0), AmpValueError, "growth_interval is 0"),
+        (("dynamic", 2.0**16, 2.0, 2000, 8.0, 4.0), AmpValueError, "min_loss_scale is 8.0 and max_loss_scale is 4.0"),
+    ],
+)
+def test_bad_arguments(args, error, message):
+    with pytest.raises(error, match=message):
+        LossScaler(*args)
+
+
+def _rule(scale, unskipped, overflow, window, low, high):
+    """apex's rule, on numbers."""
+    if overflow:
+        return max(scale / 2, low), 0
+    if unskipped + 1 == window:
+        return min(scale * 2, high), 0
+    return scale, unskipped + 1
+
+
+@pytest.mark.parametrize("by", ["buffer", "swapped buffer", "has_overflow"])
+def test_update_scale_follows_the_rule(by):
+    scaler = LossScaler("dynamic", init_scale=16.0, scale_window=3, min_loss_scale=4.0, max_loss_scale=32.0)
+    if by == "swapped buffer":
+        scaler._overflow_buf = mine = flag(0)
+    expected = (16.0, 0)
+    generator = torch.Generator().manual_seed(0)
+    for overflow in [False] * 8 + [True] * 5 + (torch.rand(40, generator=generator) < 0.2).tolist():
+        scaler.clear_overflow_state()
+        assert scaler._overflow_buf.tolist() == [0]
+        if by == "has_overflow":
+            scaler._has_overflow = overflow
+        else:
+            scaler._overflow_buf.fill_(int(overflow))
+        result = scaler.update_scale()
+        assert result is overflow
+        assert scaler._has_overflow is overflow
+        expected = _rule(*expected, overflow, 3, 4.0, 32.0)
+        assert (scaler.loss_scale(), scaler._unskipped) == expected
+    if by == "swapped buffer":
+        assert scaler._overflow_buf is mine
+
+
+def test_scale_factor_has_its_effect():
+    scaler = LossScaler("dynamic", init_scale=64.0, scale_factor=4.0, scale_window=1)
+    scaler.update_scale()
+    assert scaler.loss_scale() == 256.0
+    scaler._has_overflow = True
+    scaler.update_scale()
+    scaler.update_scale()
+    assert scaler.loss_scale() == 16.0
+
+
+def test_a_static_scale_counts_and_never_overflows():
+    scaler = LossScaler(128.0)
+    scaler._overflow_buf = flag(1)
+    assert scaler.update_scale() is False
+    assert scaler.update_scale() is False
+    assert (scaler.dynamic, scaler.loss_scale(), scaler._unskipped) == (False, 128.0, 2)
+
+
+def test_a_count_past_the_window_grows():
+    scaler = LossScaler("dynamic", init_scale=2.0)
+    scaler._unskipped = 5000
+    scaler.update_scale()
+    assert (scaler.loss_scale(), scaler._unskipped) == (4.0, 0)
+
+
+def test_attributes_can_be_written():
+    scaler = LossScaler("dynamic")
+    scaler._min_loss_scale, scaler._max_loss_scale, scaler._scale_seq_len = 8.0, None, 1
+    assert (scaler._min_loss_scale, scaler._max_loss_scale) == (8.0, None)
+    scaler._max_loss_scale = 16.0
+    scaler._loss_scale = 12
+    scaler.update_scale()
+    assert scaler.loss_scale() == 16.0
+    scaler.dynamic = False
+    scaler._has_overflow = True
+    assert (scaler.update_scale(), scaler.loss_scale(), scaler.dynamic) == (False, 16.0, False)
+    with pytest.raises(AmpValueError, match="loss_scale is 0.0"):
+        scaler._loss_scale = 0.0
+    with pytest.raises(AmpTypeError, match="_overflow_buf must be a tensor of one element"):
+        scaler._overflow_buf = torch.zeros(2)
+    with pytest.raises(AmpValueError, match="min_loss_scale is 32.0 and max_loss_scale is 16.0"):
+        scaler._min_loss_scale = 32.0
+
+
+# --- unscaling --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("buffer", ["fresh", "read", "assigned"])
+@pytest.mark.parametrize("bad", [None, float("inf"), float("nan")], ids=str)
+def test_unscale(bad, buffer):
+    scaler = LossScaler("dynamic", init_scale=8.0)
+    if buffer == "read":
+        assert scaler._overflow_buf.item() == 0
+    elif buffer == "assigned":
+        scaler._overflow_buf = flag(0)
+    model = [torch.full((3,), 16.0, dtype=torch.float16), torch.full((2,), 4.0)]
+    if bad is not None:
+        model[0][1] = bad
+    master = [torch.zeros(3), torch.zeros(2)]
+    scaler.clear_overflow_state()
+    with HostReads() as reads:
+        scaler.unscale([model[0], None, model[1]], [master[0], torch.ones(1), master[1]], None)
+        scaler.unscale(model[1:], model[1:], 8.0)  # a clean call does not take the flag back
+    assert reads.count == 0
+    assert master[1].tolist() == [0.5, 0.5]
+    assert master[0][0].item() == 2.0
+    assert model[1].tolist() == [0.5, 0.5]
+    assert scaler._overflow_buf.tolist() == [int(bad is not None)]
+    assert scaler.update_scale() is (bad is not None)
+
+
+def test_unscale_after_an_overflow_does_nothing():
+    scaler = LossScaler("dynamic")
+    scaler._has_overflow = True
+    grad = torch.ones(2)
+    scaler.unscale([grad], [grad], None)
+    scaler.unscale_with_stashed([grad], [grad], [grad])
+    assert grad.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("override", [None, 4.0], ids=["own", "override"])
+def test_unscale_with_scale_override(override):
+    scaler, grad = LossScaler(2.0), torch.full((2,), 8.0)
+    scaler.unscale([grad], [grad], None, models_are_masters=True, scale_override=override)
+    assert grad.tolist() == [8.0 / (override or 2.0)] * 2
+
+
+@pytest.mark.parametrize("models_are_masters", [True, False])
+def test_unscale_by_a_static_scale_of_one(models_are_masters):
+    scaler, model, master = LossScaler(1.0), torch.full((2,), 3.0), torch.zeros(2)
+    scaler.unscale([model], [master], None, models_are_masters)
+    assert master.tolist() == ([0.0, 0.0] if models_are_masters else [3.0, 3.0])
+
+
+def test_unscale_with_stashed():
+    scaler = LossScaler("dynamic", init_scale=8.0)
+    model, stashed, master = torch.full((2,), 16.0), torch.full((2,), float("inf")), torch.zeros(2)
+    scaler.clear_overflow_state()
+    scaler.unscale_with_stashed([model], [torch.ones(2)], [master])
+    assert master.tolist() == [3.0, 3.0]
+    scaler.unscale_with_stashed([model], [torch.ones(2)], [master], scale_override=(4.0, 2.0, 8.0))
+    assert master.tolist() == [36.0, 36.0]
+    scaler.unscale_with_stashed([model], [stashed], [master])
+    assert scaler.update_scale() is False  # what was there is not looked at
+    scaler.unscale_with_stashed([stashed], [model], [master])
+    assert scaler.update_scale() is True
+
+
+@pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
+@pytest.mark.parametrize("method", ["unscale_python", "unscale_with_stashed_python"])
+def test_python_forms_stop_at_an_overflow(method, dynamic):
+    scaler = LossScaler("dynamic" if dynamic else 8.0)
+    model = [torch.ones(1), torch.full((1,), float("inf")), torch.ones(1)]
+    master, stash = [torch.zeros(1) for _ in model], [torch.ones(1) for _ in model]
+    if method == "unscale_python":
+        scaler.unscale_python(model, master, 8.0)
+        first = 0.125
+    else:
+        scaler.unscale_with_stashed_python(model, stash, master, 2.0, 3.0)
+        first = 5.0
+    assert scaler._has_overflow is dynamic
+    assert [m.item() for m in master] == ([first, 0.0, 0.0] if dynamic else [first, float("inf"), first])
+
+
+def test_check_overflow_functions():
+    good, bad, out = torch.full((2,), 2.0), torch.tensor([1.0, float("nan")]), torch.zeros(2)
+    assert scale_check_overflow_python(good, out, 4.0, check_overflow=True) is False
+    assert out.tolist() == [8.0, 8.0]
+    assert scale_check_overflow_python(bad, out, 4.0, check_overflow=True) is True
+    assert axpby_check_overflow_python(bad, good, out, 1.0, 1.0, check_overflow=True) is True
+    assert out.tolist() == [8.0, 8.0]
+    assert axpby_check_overflow_python(good, bad, out, 3.0, 0.5) is False
+    assert out[0].item() == 6.5
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("kind", ["own", "static", "view"])
+def test_a_copy_has_a_scale_of_its_own(kind, copied):
+    if kind == "view":
+        probe(min_loss_scale=2.0)
+    scaler = {
+        "own": lambda: LossScaler("dynamic", scale_factor=4.0, scale_window=5, min_loss_scale=2.0),
+        "static": lambda: LossScaler(128.0),
+        "view": lambda: _amp_state.loss_scalers[0],
+    }[kind]()
+    scaler._loss_scale, scaler._unskipped, scaler.mine = 2**20, 3, "kept"
+    twin = copied(scaler)
+    names = ("dynamic", "_loss_scale", "_unskipped", "_min_loss_scale", "_max_loss_scale", "_scale_seq_len", "mine")
+    for name in names:
+        assert getattr(twin, name) == getattr(scaler, name), name
+    twin._has_overflow = True
+    twin.update_scale()
+    assert scaler._loss_scale == 2**20
+    if kind != "static":
+        assert twin._loss_scale == 2**20 / (4.0 if kind == "own" else 2.0)
+
+
+def test_the_state_of_a_pickle_of_apex():
+    scaler = LossScaler.__new__(LossScaler)
+    scaler.__setstate__(
+        {
+            "dynamic": True,
+            "_loss_scale": 32768.0,
+            "_max_loss_scale": 2.0**24,
+            "_min_loss_scale": None,
+            "_scale_seq_len": 2000,
+            "_unskipped": 17,
+            "_has_overflow": 0,
+            "_overflow_buf": flag(0),
+        }
+    )
+    assert (scaler.loss_scale(), scaler._unskipped, scaler._has_overflow) == (32768.0, 17, False)
+
+
+# --- the flag of the session ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_the_buffer_shows_the_latest_verdict(level):
+    model, optimizer = probe(level)
+    scaler = _amp_state.loss_scalers[0]
+    for factor, shown in [(1.0, 0), (float("inf"), 1), (float("nan"), 1), (1.0, 0)]:
+        with HostReads() as reads:
+            backward(model, optimizer, factor)
+            buffer = scaler._overflow_buf
+        assert reads.count == 0
+        assert buffer.dtype == torch.int32
+        assert buffer.tolist() == [shown]
+        assert bool(scaler._has_overflow) is bool(shown)
+        optimizer.zero_grad()
+
+
+def test_an_assigned_buffer_is_written_at_each_verdict():
+    model, optimizer = probe()
+    scaler = _amp_state.loss_scalers[0]
+    scaler._overflow_buf = mine = flag(1)
+    assert scaler._overflow_buf is mine
+    backward(model, optimizer)
+    assert mine.tolist() == [0]
+    backward(model, optimizer, float("inf"))
+    assert mine.tolist() == [1]
+    mine.zero_()
+    assert scaler._overflow_buf.tolist() == [0]  # not written over when it is read
+
+
+def test_a_static_scale_shows_its_flag():
+    model, optimizer = probe("O2", loss_scale=8.0)
+    backward(model, optimizer, float("inf"))
+    assert _amp_state.loss_scalers[0]._overflow_buf.tolist() == [1]
+    assert not _amp_state.loss_scalers[0]._has_overflow
+    assert _amp_state.loss_scalers[0]._unskipped == 1
+
+
+def test_has_overflow_waits_for_update_scale_after_a_delayed_check():
+    model, optimizer = probe()
+    scaler = _amp_state.loss_scalers[0]
+    backward(model, optimizer, float("inf"), delay_overflow_check=True)
+    assert not scaler._has_overflow
+    assert scaler.loss_scale() == 4096.0
+    assert scaler.update_scale() is True
+    assert scaler._has_overflow is True
+    assert scaler.loss_scale() == 2048.0
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 2048.0, "unskipped": 0}
+
+
+def test_an_overflow_in_any_of_several_delayed_blocks_counts():
+    """apex looked at the last of them and stepped on gradients that were not finite."""
+    model, optimizer = probe()
+    backward(model, optimizer, float("inf"), delay_overflow_check=True)
+    backward(model, optimizer, delay_overflow_check=True)
+    assert _amp_state.loss_scalers[0].update_scale() is True
+
+
+def test_a_window_that_the_step_ends_is_shown_too():
+    model, optimizer = probe("O2")
+    backward(model, optimizer, float("inf"), delay_unscale=True)
+    assert _amp_state.loss_scalers[0]._overflow_buf.tolist() == [0]
+    optimizer.step()
+    assert _amp_state.loss_scalers[0]._overflow_buf.tolist() == [1]
+    assert _amp_state.loss_scalers[0].loss_scale() == 2048.0

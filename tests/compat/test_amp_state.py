@@ -1,0 +1,306 @@
+"""apex.amp._amp_state shows the default session, and what is written there reaches it."""
+
+import copy
+
+import pytest
+import torch
+from amp_models import Probe, backward, probe
+from apex import amp
+from apex.amp import _amp_state
+from apex.amp._amp_state import AmpState, maybe_print, warn_or_err
+from apex.amp.frontend import O1, O3, Properties, opt_levels
+from apex.amp.scaler import LossScaler
+
+from ampctx import AmpError, AmpTypeError, AmpValueError
+from ampctx.amp import _default_session as session
+
+
+@pytest.fixture(autouse=True)
+def _state_as_it_was():
+    yield
+    _amp_state.hard_override = _amp_state.allow_incoming_model_not_fp32 = False
+    _amp_state.verbosity = 1
+
+
+# --- the state itself -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["opt_properties", "loss_scalers", "min_loss_scale", "max_loss_scale", "handle"])
+def test_absent_until_initialize_and_after_reset(name):
+    assert not hasattr(_amp_state, name)
+    probe("O1", min_loss_scale=2.0)
+    assert getattr(_amp_state, name) is not None
+    amp.initialize(Probe(), opt_level="O1", verbosity=0)
+    session.reset()
+    with pytest.raises(AttributeError, match=name if name != "handle" else "neither amp.init nor"):
+        getattr(_amp_state, name)
+
+
+@pytest.mark.parametrize("name", ["min_loss_scale", "max_loss_scale"])
+def test_bounds_cannot_be_set_before_initialize(name):
+    with pytest.raises(AttributeError, match=f"no {name}: amp is not initialized"):
+        setattr(_amp_state, name, 4.0)
+
+
+def test_bounds():
+    probe(num_losses=2, min_loss_scale=2.0, max_loss_scale=1024.0)
+    assert (_amp_state.min_loss_scale, _amp_state.max_loss_scale) == (2.0, 1024.0)
+    _amp_state.min_loss_scale, _amp_state.max_loss_scale = 4.0, None
+    assert [(s.min_scale, s.max_scale) for s in session.loss_scales] == [(4.0, float("inf"))] * 2
+    assert (_amp_state.min_loss_scale, _amp_state.max_loss_scale) == (4.0, None)
+
+
+def test_disabled_leaves_no_scales():
+    amp.initialize(Probe(), enabled=False, opt_level="O2")
+    assert _amp_state.opt_properties.enabled is False
+    assert not _amp_state.opt_properties.options["cast_model_type"]
+    assert not _amp_state.opt_properties.master_weights
+    assert not hasattr(_amp_state, "loss_scalers")
+
+
+def test_verbosity_both_ways(capsys):
+    amp.initialize(Probe(), verbosity=0)
+    assert _amp_state.verbosity == 0
+    maybe_print("unheard")
+    _amp_state.verbosity = 2
+    assert session.verbosity == 2
+    maybe_print("heard")
+    maybe_print("on rank 0", rank0=True)
+    assert capsys.readouterr().out == "heard\non rank 0\n"
+
+
+def test_allow_incoming_model_not_fp32_both_ways():
+    model = Probe().half()
+    with pytest.raises(RuntimeError, match="Found param weight with type"):
+        amp.initialize(model, opt_level="O1", verbosity=0)
+    _amp_state.allow_incoming_model_not_fp32 = True
+    assert session.allow_incoming_model_not_fp32
+    amp.initialize(model, opt_level="O1", verbosity=0)
+
+
+def test_warn_or_err(capsys):
+    with pytest.raises(RuntimeError, match="^wrong$"):
+        warn_or_err("wrong")
+    _amp_state.hard_override = True
+    warn_or_err("wrong")
+    assert capsys.readouterr().out == "Warning:  wrong\n"
+
+
+def test_other_attributes_are_free():
+    _amp_state.mine = 5
+    assert amp._amp_state.mine == 5
+    del _amp_state.mine
+    assert AmpState().hard_override is False
+
+
+# --- loss_scalers -----------------------------------------------------------------------------------------------------
+
+
+def test_loss_scalers_are_a_list_of_views():
+    probe(num_losses=3)
+    scalers = _amp_state.loss_scalers
+    assert len(scalers) == 3
+    assert [type(s) for s in scalers] == [LossScaler] * 3
+    assert scalers[0] is _amp_state.loss_scalers[0]
+    assert scalers[-1] is scalers[2]
+    assert scalers[1:] == [scalers[1], scalers[2]]
+    with pytest.raises(IndexError):
+        scalers[3]
+    assert repr(scalers).startswith("[<apex.amp.scaler.LossScaler")
+
+
+@pytest.mark.parametrize("value", [2**20, 5, 1, 0.25, 2.0**30], ids=str)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_written_scale_is_in_the_next_block(level, value):
+    """Ints and floats, above max_loss_scale too."""
+    _, optimizer = probe(level)
+    _amp_state.loss_scalers[0]._loss_scale = value
+    with amp.scale_loss(torch.tensor(1.0), optimizer) as scaled:
+        assert scaled.item() == value
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == value
+    assert _amp_state.loss_scalers[0].loss_scale() == _amp_state.loss_scalers[0]._loss_scale == value
+
+
+def test_the_session_moves_and_the_view_shows_it():
+    model, optimizer = probe()
+    scaler = _amp_state.loss_scalers[0]
+    assert (scaler.loss_scale(), scaler._unskipped) == (4096.0, 0)
+    backward(model, optimizer)
+    assert (scaler.loss_scale(), scaler._unskipped) == (4096.0, 1)
+    backward(model, optimizer, float("inf"))
+    assert (scaler.loss_scale(), scaler._unskipped) == (2048.0, 0)
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 3}})
+    assert (scaler.loss_scale(), scaler._unskipped) == (8.0, 3)
+
+
+@pytest.mark.parametrize("assign", ["item", "slice", "whole"])
+def test_an_assigned_scaler_is_what_optimizers_use(assign):
+    _, optimizer = probe()
+    scaler = LossScaler(128.0)
+    if assign == "item":
+        _amp_state.loss_scalers[0] = scaler
+    elif assign == "slice":
+        _amp_state.loss_scalers[:] = [scaler]
+    else:
+        _amp_state.loss_scalers = [scaler]
+    assert _amp_state.loss_scalers[0] is scaler
+    with amp.scale_loss(torch.tensor(1.0), optimizer) as scaled:
+        assert scaled.item() == 128.0
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 128.0
+
+
+def test_scalers_can_be_added_and_taken_away():
+    _, optimizer = probe()
+    _amp_state.loss_scalers.append(LossScaler(8.0))
+    with amp.scale_loss(torch.tensor(1.0), optimizer, loss_id=1) as scaled:
+        assert scaled.item() == 8.0
+    del _amp_state.loss_scalers[1]
+    assert len(_amp_state.loss_scalers) == len(session.loss_scales) == 1
+
+
+def test_nothing_but_scalers_goes_in():
+    probe()
+    with pytest.raises(AmpTypeError, match="loss_scalers holds apex.amp.scaler.LossScaler objects alone"):
+        _amp_state.loss_scalers[0] = 128.0
+
+
+# --- opt_properties ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [("O1", (None, True, None)), ("O2", (torch.float16, False, True)), ("O5", (torch.bfloat16, False, True))],
+    ids=["O1", "O2", "O5"],
+)
+def test_opt_properties(level, expected):
+    probe(level)
+    properties = _amp_state.opt_properties
+    options = properties.options
+    assert (options["cast_model_type"], properties.patch_torch_functions, properties.master_weights) == expected
+    assert (properties.enabled, properties.opt_level, properties.loss_scale) == (True, level, "dynamic")
+    assert options.get("cast_model_outputs") is None
+    assert options.get("nothing", 3) == 3
+    assert list(options)[:2] == ["enabled", "opt_level"]
+    assert dict(options) == {name: getattr(properties, name) for name in options}
+    assert repr(options) == repr(dict(options))
+    assert _amp_state.opt_properties is properties
+    with pytest.raises(AttributeError, match="'Properties' object has no attribute 'nothing'"):
+        properties.nothing  # noqa: B018
+
+
+def test_cast_model_outputs_is_shown():
+    probe(cast_model_outputs=torch.float16)
+    assert _amp_state.opt_properties.options.get("cast_model_outputs") is torch.float16
+
+
+def test_assigning_an_option_reaches_the_session():
+    model, optimizer = probe()
+    _amp_state.opt_properties.enabled = False
+    assert session.policy.enabled is False
+    loss = model.loss(1.0)
+    with amp.scale_loss(loss, optimizer) as scaled:
+        assert scaled is loss
+    _amp_state.opt_properties.options["enabled"] = True
+    assert session.policy.enabled is True
+    _amp_state.opt_properties.mine = 1
+    assert _amp_state.opt_properties.mine == 1
+    with pytest.raises(AmpError, match="enabled cannot be deleted"):
+        del _amp_state.opt_properties.options["enabled"]
+    with pytest.raises(KeyError, match="nothing"):
+        _amp_state.opt_properties.options["nothing"] = 1
+
+
+def test_kept_over_a_reset():
+    probe()
+    properties = _amp_state.opt_properties
+    session.reset()
+    assert properties.enabled is False
+    with pytest.raises(AmpError, match="opt_properties.enabled was assigned before amp.initialize"):
+        properties.enabled = True
+
+
+def test_a_copy_of_the_options_is_a_dict_of_its_own():
+    probe()
+    twin = copy.deepcopy(_amp_state.opt_properties)
+    assert type(twin.options) is dict
+    twin.enabled = False
+    assert session.policy.enabled is True
+
+
+# --- Properties and levels by hand ------------------------------------------------------------------------------------
+
+
+def test_bare_properties():
+    properties = Properties()
+    assert (properties.enabled, properties.opt_level, properties.loss_scale) == (False, None, 1.0)
+    assert properties.patch_torch_functions is False
+    properties._update_options_dict([("enabled", True), ("opt_level", "O1")])
+    assert properties.options["opt_level"] == "O1"
+    with pytest.raises(ValueError, match="Tried to set unexpected option nothing"):
+        properties._update_options_dict([("enabled", False), ("nothing", True)])
+    assert properties.enabled is True
+
+
+@pytest.mark.parametrize("level", opt_levels)
+def test_levels(level):
+    properties = opt_levels[level](Properties())
+    fresh = Probe()
+    amp.initialize(fresh, opt_level=level, verbosity=0)
+    assert dict(properties.options) == dict(_amp_state.opt_properties.options)
+    assert opt_levels[level].brief.startswith(f"{level}:  ")
+    assert opt_levels[level].brief.endswith("\n") is (level != "O3")
+    assert len(opt_levels[level].more) > 20
+
+
+def test_opt_levels():
+    assert list(opt_levels) == ["O3", "O2", "O1", "O0", "O4", "O5"]
+    assert type(opt_levels["O3"]) is O3
+
+
+@pytest.mark.parametrize(
+    ("level", "name", "value", "stored"),
+    [
+        ("O2", "loss_scale", "128.0", 128.0),
+        ("O2", "loss_scale", 128, 128.0),
+        ("O2", "keep_batchnorm_fp32", "False", False),
+        ("O1", "cast_model_type", False, False),
+        ("O1", "patch_torch_functions", False, False),
+        ("O2", "master_weights", None, None),
+    ],
+    ids=lambda v: str(v),
+)
+def test_assignments_are_converted(level, name, value, stored):
+    properties = opt_levels[level](Properties())
+    setattr(properties, name, value)
+    assert getattr(properties, name) == stored
+    assert type(getattr(properties, name)) is type(stored)
+
+
+@pytest.mark.parametrize(
+    ("level", "name", "value", "message"),
+    [
+        ("O1", "cast_model_type", torch.float16, "at O1 weights stay fp32"),
+        ("O2", "patch_torch_functions", True, "is for opt_level O1 and O4"),
+        ("O1", "keep_batchnorm_fp32", False, "has no meaning at O1"),
+        ("O1", "master_weights", True, "has no meaning at O1"),
+    ],
+)
+def test_bad_assignments(level, name, value, message, capsys):
+    properties = opt_levels[level](Properties())
+    before = getattr(properties, name)
+    with pytest.raises(AmpValueError, match=message):
+        setattr(properties, name, value)
+    assert getattr(properties, name) is before
+    _amp_state.hard_override = True
+    setattr(properties, name, value)
+    assert getattr(properties, name) is value
+    assert message in capsys.readouterr().out
+
+
+def test_what_hard_override_does_not_force():
+    _amp_state.hard_override = True
+    properties = O1()(Properties())
+    with pytest.raises(AmpValueError, match="loss_scale is 'much'"):
+        properties.loss_scale = "much"
+    with pytest.raises(AmpValueError, match="O1 casts to torch.float16"):
+        properties.patch_torch_functions_type = torch.bfloat16

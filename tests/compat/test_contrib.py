@@ -1,0 +1,144 @@
+"""apex.contrib.clip_grad and apex.contrib.xentropy."""
+
+import importlib
+
+import pytest
+import torch
+from apex.contrib.clip_grad import clip_grad_norm_
+from apex.contrib.xentropy import SoftmaxCrossEntropyLoss, softmax_xentropy
+
+import ampctx
+from ampctx import AmpError, amp
+
+F16, B16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+# --- clip_grad --------------------------------------------------------------------------------------------------------
+
+
+def parameters():
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for shape in ((3, 4), (5,), (2, 2)):
+        p = torch.nn.Parameter(torch.zeros(shape))
+        p.grad = torch.randn(shape, generator=generator)
+        made.append(p)
+    return [*made, torch.nn.Parameter(torch.zeros(1))]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3, "inf"], ids=str)
+@pytest.mark.parametrize("max_norm", [0.5, 100.0])
+def test_clips_as_torch_does(max_norm, norm_type):
+    ours, theirs = parameters(), parameters()
+    norm = clip_grad_norm_(ours, max_norm, norm_type, False)
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(theirs, max_norm, float(norm_type)))
+    for a, b in zip(ours[:-1], theirs[:-1], strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    assert ours[-1].grad is None
+
+
+def test_takes_one_tensor_and_nothing_at_all():
+    p = parameters()[0]
+    norm = p.grad.norm()
+    torch.testing.assert_close(clip_grad_norm_(p, max_norm=1.0), norm)
+    torch.testing.assert_close(p.grad.norm(), torch.tensor(1.0))
+    assert clip_grad_norm_([], 1.0).item() == 0.0
+
+
+def test_a_norm_that_is_not_finite():
+    p = parameters()[0]
+    p.grad[0, 0] = torch.nan
+    with pytest.raises(AmpError, match="The total norm of order 2.0 for gradients from `parameters` is non-finite"):
+        clip_grad_norm_(p, 1.0, error_if_nonfinite=True)
+    assert issubclass(AmpError, RuntimeError)
+
+
+def test_clips_masters():
+    model = torch.nn.Linear(4, 4)
+    optimizer = ampctx.optimizers.FusedSGD(model.parameters(), lr=1.0)
+    amp.initialize(model, optimizer, opt_level="O2", loss_scale=16.0, verbosity=0)
+    with amp.scale_loss(model(torch.full((1, 4), 8.0)).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    norm = clip_grad_norm_(amp.master_params(optimizer), 2.0)
+    assert norm.item() == pytest.approx((16 * 64 + 4) ** 0.5)
+    total = torch.stack([p.grad.norm() for p in amp.master_params(optimizer)]).norm()
+    assert total.item() == pytest.approx(2.0, rel=1e-5)
+
+
+def test_clip_grad_is_one_function():
+    assert importlib.import_module("apex.contrib.clip_grad.clip_grad").clip_grad_norm_ is clip_grad_norm_
+
+
+# --- xentropy ---------------------------------------------------------------------------------------------------------
+
+LABELS = torch.tensor([3, 0, 6, 1, 0, 6])
+
+
+def logits_of(dtype):
+    return (4.0 * torch.randn(6, 7, generator=torch.Generator().manual_seed(0))).to(dtype).requires_grad_()
+
+
+def by_formula(logits, smoothing, padding_idx):
+    """Cross entropy with a target of 1 - smoothing on the label and smoothing / classes on every class."""
+    target = torch.full_like(logits, smoothing / logits.size(1))
+    target[torch.arange(len(LABELS)), LABELS] += 1.0 - smoothing
+    losses = -(target * (logits - logits.exp().sum(1, keepdim=True).log())).sum(1)
+    return torch.where(padding_idx == LABELS, torch.zeros_like(losses), losses)
+
+
+@pytest.mark.parametrize("dtype", [F64, F32, F16, B16], ids=str)
+@pytest.mark.parametrize("padding_idx", [0, 6, -100])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("half_to_float", [False, True])
+def test_losses_and_gradients(dtype, smoothing, padding_idx, half_to_float):
+    logits = logits_of(dtype)
+    exact = logits.detach().double().requires_grad_()
+    losses = SoftmaxCrossEntropyLoss.apply(logits, LABELS, smoothing, padding_idx, half_to_float)
+    expected = by_formula(exact, smoothing, padding_idx)
+    assert losses.dtype == (F32 if half_to_float and dtype in (F16, B16) else dtype)
+    upstream = torch.tensor([1.0, 2.0, -1.0, 0.5, 4.0, 0.25])
+    losses.backward(upstream.to(losses.dtype))
+    expected.backward(upstream.double())
+    for got, wanted in ((losses, expected), (logits.grad, exact.grad)):
+        bound = 4.0 * torch.finfo(got.dtype).eps
+        torch.testing.assert_close(got.double(), wanted, rtol=bound, atol=bound)
+    assert logits.grad.dtype == dtype
+    padding = padding_idx == LABELS
+    assert losses[padding].eq(0.0).all()
+    assert logits.grad[padding].eq(0.0).all()
+
+
+def test_defaults_are_apexs():
+    logits = logits_of(F16)
+    losses = SoftmaxCrossEntropyLoss.apply(logits, LABELS)
+    assert torch.equal(losses, SoftmaxCrossEntropyLoss.apply(logits, LABELS, 0.0, 0, False))
+    assert losses[LABELS == 0].tolist() == [0.0, 0.0]
+
+
+def test_padding_that_is_no_class():
+    labels = torch.tensor([-1, 3, -1, 1, 2, 0])
+    losses = SoftmaxCrossEntropyLoss.apply(logits_of(F32), labels, 0.1, -1)
+    assert (losses == 0).tolist() == [True, False, True, False, False, False]
+
+
+def test_all_rows_are_padding():
+    logits = logits_of(F32)
+    SoftmaxCrossEntropyLoss.apply(logits, torch.zeros(6, dtype=torch.int64), 0.1).sum().backward()
+    assert logits.grad.eq(0.0).all()
+
+
+def test_the_submodule_has_the_same_class():
+    assert softmax_xentropy.SoftmaxCrossEntropyLoss is SoftmaxCrossEntropyLoss
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [F32, F16, B16], ids=str)
+def test_on_a_gpu_as_on_the_cpu(dtype):
+    logits = logits_of(dtype)
+    on_gpu = logits.detach().cuda().requires_grad_()
+    expected = SoftmaxCrossEntropyLoss.apply(logits, LABELS, 0.1)
+    losses = SoftmaxCrossEntropyLoss.apply(on_gpu, LABELS.cuda(), 0.1)
+    expected.sum().backward()
+    losses.sum().backward()
+    torch.testing.assert_close(losses.cpu(), expected)
+    torch.testing.assert_close(on_gpu.grad.cpu(), logits.grad)

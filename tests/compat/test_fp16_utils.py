@@ -1,0 +1,356 @@
+"""apex.fp16_utils but for FP16_Optimizer."""
+
+import io
+
+import pytest
+import torch
+from apex import fp16_utils
+from apex.fp16_utils import (
+    BN_convert_float,
+    DynamicLossScaler,
+    FP16Model,
+    LossScaler,
+    clip_grad_norm,
+    convert_module,
+    convert_network,
+    master_params_to_model_params,
+    model_grads_to_master_grads,
+    network_to_half,
+    prep_param_lists,
+    to_python_float,
+    tofp16,
+)
+from torch import nn
+
+import ampctx
+
+
+class Model(nn.Module):
+    """Every kind of tensor that a cast has a rule for."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.bn = nn.BatchNorm2d(4)
+        self.plain_bn = nn.BatchNorm2d(4, affine=False)
+        self.norm = nn.GroupNorm(2, 4)
+        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("table", torch.ones(2))
+
+    def forward(self, x):
+        return self.norm(self.plain_bn(self.bn(self.conv(x)))), self.table
+
+
+def pair_of_linears(dtype=torch.float16):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(dtype)
+
+
+# --- casts ------------------------------------------------------------------------------------------------------------
+
+
+def test_all_names_of_the_specification_are_there():
+    assert set(fp16_utils.__all__) == {
+        *("BN_convert_float", "network_to_half", "prep_param_lists", "model_grads_to_master_grads"),
+        *("master_params_to_model_params", "tofp16", "to_python_float", "clip_grad_norm", "convert_module"),
+        *("convert_network", "FP16Model", "FP16_Optimizer", "LossScaler", "DynamicLossScaler"),
+    }
+    assert fp16_utils.fp16util.FP16Model is FP16Model
+    assert fp16_utils.loss_scaler.LossScaler is LossScaler
+    assert fp16_utils.fp16_optimizer.FP16_Optimizer is fp16_utils.FP16_Optimizer
+
+
+def test_tofp16_casts_its_input():
+    assert tofp16()(torch.ones(2)).dtype == torch.float16
+    assert list(tofp16().parameters()) == []
+
+
+def test_network_to_half_takes_fp32_input_and_keeps_affine_batch_norm():
+    model = Model()
+    network = network_to_half(model)
+    assert isinstance(network[0], tofp16)
+    assert network[1] is model
+    assert (model.conv.weight.dtype, model.bn.weight.dtype, model.bn.running_mean.dtype) == (
+        torch.float16,
+        torch.float32,
+        torch.float32,
+    )
+    assert model.plain_bn.running_mean.dtype == torch.float16
+    assert network(torch.randn(2, 3, 5, 5))[0].dtype == torch.float16
+
+
+def test_bn_convert_float_casts_affine_batch_norms_at_any_depth():
+    model = nn.Sequential(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)), nn.BatchNorm1d(2, affine=False)).half()
+    assert BN_convert_float(model) is model
+    assert model[0][0].weight.dtype == model[0][0].running_var.dtype == torch.float32
+    assert model[0][1].weight.dtype == model[1].running_var.dtype == torch.float16
+    batch_norm = nn.BatchNorm1d(2).half()
+    assert BN_convert_float(batch_norm).weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_convert_network_casts_floating_tensors_in_place_but_for_affine_batch_norm(dtype):
+    model = Model()
+    weight = model.conv.weight
+    weight.grad = torch.ones_like(weight)
+    assert convert_network(model, dtype) is model
+    assert model.conv.weight is weight
+    assert weight.dtype == weight.grad.dtype == model.norm.weight.dtype == model.table.dtype == dtype
+    assert model.plain_bn.running_mean.dtype == dtype
+    assert model.bn.weight.dtype == model.bn.running_var.dtype == torch.float32
+    assert model.count.dtype == torch.int64
+
+
+def test_convert_module_leaves_children_alone():
+    model = Model()
+    model.own = nn.Parameter(torch.ones(2))
+    model.own.grad = torch.ones(2)
+    assert convert_module(model, torch.float16) is None
+    assert model.own.dtype == model.own.grad.dtype == model.table.dtype == torch.float16
+    assert model.conv.weight.dtype == torch.float32
+    assert model.count.dtype == torch.int64
+
+
+def test_fp16_model_runs_in_fp16_and_keeps_affine_batch_norm():
+    network = Model()
+    model = FP16Model(network)
+    assert model.network is network
+    for name, p in network.named_parameters():
+        assert p.dtype == (torch.float32 if name.startswith("bn.") else torch.float16), name
+    assert network.plain_bn.running_mean.dtype == torch.float16
+    out, table = model(torch.randn(2, 3, 5, 5))
+    assert out.dtype == table.dtype == torch.float16
+
+
+# --- masters by hand --------------------------------------------------------------------------------------------------
+
+
+def test_masters_are_fp32_copies_of_what_trains():
+    model = pair_of_linears()
+    model[0].bias.requires_grad_(False)
+    params, masters = prep_param_lists(model)
+    assert params == [model[0].weight, model[1].weight, model[1].bias]
+    for p, m in zip(params, masters, strict=True):
+        assert (m.dtype, m.requires_grad, m.is_leaf, m.grad) == (torch.float32, True, True, None)
+        assert torch.equal(m, p.float())
+    with torch.no_grad():
+        masters[0].add_(1)
+    assert not torch.equal(params[0].float(), masters[0])
+
+
+def test_masters_of_fp32_parameters_are_copies_too():
+    params, masters = prep_param_lists(pair_of_linears(torch.float32))
+    assert params[0].data_ptr() != masters[0].data_ptr()
+
+
+def test_flat_master_holds_all_in_a_row():
+    params, (master,) = prep_param_lists(pair_of_linears(), flat_master=True)
+    assert isinstance(master, nn.Parameter)
+    assert torch.equal(master, torch.cat([p.detach().float().flatten() for p in params]))
+    assert torch.equal(master.grad, torch.zeros_like(master))
+
+
+def test_flat_master_of_several_dtypes():
+    model = pair_of_linears()
+    model[1].float()
+    params, (master,) = prep_param_lists(model, flat_master=True)
+    assert torch.equal(master, torch.cat([p.detach().float().flatten() for p in params]))
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["list", "flat"])
+def test_a_loop_by_hand_steps_as_sgd_over_fp32_masters_does(flat):
+    model = pair_of_linears()
+    twin = pair_of_linears().float()
+    params, masters = prep_param_lists(model, flat_master=flat)
+    optimizer = torch.optim.SGD(masters, lr=0.1, momentum=0.9)
+    reference = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        for p, q in zip(params, twin.parameters(), strict=True):
+            p.grad = torch.randn(p.shape, generator=generator).half()
+            q.grad = p.grad.float()
+        model_grads_to_master_grads(params, masters, flat_master=flat)
+        optimizer.step()
+        master_params_to_model_params(params, masters, flat_master=flat)
+        reference.step()
+    for p, q in zip(params, twin.parameters(), strict=True):
+        assert torch.equal(p, q.half())
+
+
+def test_a_missing_gradient_stays_missing():
+    params, masters = prep_param_lists(pair_of_linears())
+    for p in params:
+        p.grad = torch.ones_like(p)
+    model_grads_to_master_grads(params, masters)
+    kept = masters[1].grad
+    params[0].grad = None
+    params[1].grad = torch.full_like(params[1], 2.0)
+    model_grads_to_master_grads(params, masters)
+    assert masters[0].grad is None
+    assert masters[1].grad is kept
+    assert torch.equal(kept, torch.full((4,), 2.0))
+
+
+def test_a_missing_gradient_is_zeros_in_a_flat_master():
+    params, (master,) = prep_param_lists(pair_of_linears(), flat_master=True)
+    for p in params[1:]:
+        p.grad = torch.ones_like(p)
+    master.grad = None
+    model_grads_to_master_grads(params, [master], flat_master=True)
+    assert torch.equal(master.grad, torch.cat([torch.zeros(12), torch.ones(4 + 8 + 2)]))
+
+
+def test_lists_that_do_not_belong_together_are_refused():
+    params, masters = prep_param_lists(pair_of_linears())
+    _, flat = prep_param_lists(pair_of_linears(), flat_master=True)
+    for copy in (model_grads_to_master_grads, master_params_to_model_params):
+        with pytest.raises(ampctx.AmpValueError, match="model_params has 4 tensors, master_params has 3"):
+            copy(params, masters[:3])
+        with pytest.raises(ampctx.AmpValueError, match="flat_master=True expects one master, master_params has 4"):
+            copy(params, masters, flat_master=True)
+        with pytest.raises(ampctx.AmpValueError, match="the flat master has 26 elements, model_params have 12"):
+            copy(params[:1], flat, flat_master=True)
+
+
+def test_flat_master_of_nothing_is_refused():
+    with pytest.raises(ampctx.AmpValueError, match="no parameter with requires_grad"):
+        prep_param_lists(nn.ReLU(), flat_master=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "number"), [(torch.tensor(2.5), 2.5), (torch.tensor([3]), 3), ([4.0, 5.0], 4.0)], ids=["0d", "1d", "list"]
+)
+def test_to_python_float(given, number):
+    assert to_python_float(given) == number
+
+
+def test_clip_grad_norm_is_that_of_ampctx():
+    assert clip_grad_norm is ampctx.clip_grad_norm_
+
+
+# --- loss scalers -----------------------------------------------------------------------------------------------------
+
+
+def with_grads(*values):
+    found = []
+    for value in values:
+        p = nn.Parameter(torch.zeros(3, dtype=torch.float16))
+        p.grad = None if value is None else torch.tensor([1.0, value, 1.0], dtype=torch.float16)
+        found.append(p)
+    return found
+
+
+def test_a_static_scaler_scales_and_never_looks():
+    scaler = LossScaler(128.0)
+    assert scaler.loss_scale == scaler.cur_scale == 128.0
+    assert scaler.has_overflow(with_grads(float("inf"))) is False
+    assert LossScaler._has_inf_or_nan(torch.tensor(float("nan"))) is False
+    scaler.update_scale(True)
+    assert scaler.loss_scale == 128.0
+    scaler.cur_scale = 2
+    assert scaler.loss_scale == 2
+    assert LossScaler().loss_scale == 1
+
+
+@pytest.mark.parametrize("scaler", [LossScaler(4.0), DynamicLossScaler(init_scale=4.0)], ids=["static", "dynamic"])
+def test_scalers_scale_losses_and_gradients(scaler):
+    p = nn.Parameter(torch.ones(2))
+    loss = (3 * p).sum()
+    scaler.backward(loss, retain_graph=True)
+    scaler.backward(loss)
+    assert torch.equal(p.grad, torch.full((2,), 24.0))
+    scaled = scaler.scale_gradient(None, (torch.ones(2), None), (None,))
+    assert torch.equal(scaled[0], torch.full((2,), 4.0))
+    assert scaled[1] is None
+
+
+@pytest.mark.parametrize(
+    ("values", "overflow"),
+    [
+        ((), False),
+        ((None,), False),
+        ((1.0, 65504.0, None), False),
+        ((1.0, float("inf")), True),
+        ((float("nan"), 1.0), True),
+    ],
+    ids=["nothing", "no-gradient", "finite", "inf", "nan"],
+)
+def test_has_overflow(values, overflow):
+    assert DynamicLossScaler().has_overflow(with_grads(*values)) is overflow
+
+
+def test_has_overflow_is_not_fooled_by_sums_and_sees_sparse_gradients():
+    p = nn.Parameter(torch.zeros(2))
+    p.grad = torch.full((2,), 3e38)
+    assert not DynamicLossScaler().has_overflow([p])
+    p.grad = torch.sparse_coo_tensor([[0, 0]], [2e38, 2e38], (2,), check_invariants=True)
+    assert DynamicLossScaler().has_overflow([p])
+    assert DynamicLossScaler._has_inf_or_nan(torch.tensor([1.0, float("nan")]))
+    assert not DynamicLossScaler._has_inf_or_nan(torch.tensor([1.0]))
+
+
+def expected_scales(overflows, scale, factor, window):
+    """The rule as apex states it."""
+    last = -1
+    for i, overflow in enumerate(overflows):
+        if overflow:
+            scale, last = max(scale / factor, 1), i
+        elif (i - last) % window == 0:
+            scale *= factor
+        yield scale
+
+
+@pytest.mark.parametrize(
+    ("overflows", "options"),
+    [
+        ([False] * 7, {"init_scale": 8.0, "scale_window": 3}),
+        ([False, False, True, False, False, False, True, True, False, False, False], {"scale_window": 3}),
+        ([True] * 5, {"init_scale": 8.0}),
+        ([True, False, False, True, False, False], {"init_scale": 64.0, "scale_factor": 4.0, "scale_window": 2}),
+    ],
+    ids=["growth", "mixed", "floor-of-1", "factor"],
+)
+def test_dynamic_scale_follows_the_rule(overflows, options):
+    complete = {"init_scale": 2**32, "scale_factor": 2.0, "scale_window": 1000, **options}
+    scaler = DynamicLossScaler(**options)
+    assert scaler.loss_scale == complete["init_scale"]
+    wanted = expected_scales(overflows, complete["init_scale"], complete["scale_factor"], complete["scale_window"])
+    for i, (overflow, scale) in enumerate(zip(overflows, wanted, strict=True)):
+        scaler.update_scale(overflow)
+        assert scaler.loss_scale == scaler.cur_scale == scale
+        assert scaler.cur_iter == i + 1
+    assert scaler.last_overflow_iter == max((i for i, o in enumerate(overflows) if o), default=-1)
+
+
+def test_what_is_assigned_counts():
+    scaler = DynamicLossScaler(scale_window=10)
+    scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter = 16.0, 28, 19
+    scaler.update_scale(False)
+    assert scaler.loss_scale == 16.0
+    scaler.cur_iter = 29
+    scaler.update_scale(False)
+    assert scaler.loss_scale == 32.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scale_factor": 1.0}, "scale_factor is 1.0"),
+        ({"scale_window": 0}, "scale_window is 0"),
+        ({"init_scale": 0.0}, "init_scale is 0.0"),
+    ],
+    ids=["factor", "window", "scale"],
+)
+def test_arguments_without_sense_are_refused(options, message):
+    with pytest.raises(ampctx.AmpValueError, match=message):
+        DynamicLossScaler(**options)
+
+
+@pytest.mark.parametrize("scaler", [LossScaler(4.0), DynamicLossScaler(init_scale=4.0)], ids=["static", "dynamic"])
+def test_scalers_are_saved_and_loaded_with_the_defaults_of_torch_load(scaler):
+    file = io.BytesIO()
+    torch.save(scaler, file)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert type(loaded) is type(scaler)
+    assert vars(loaded) == vars(scaler)

@@ -1,0 +1,374 @@
+"""The ways in which programs call scale_loss and what is in it, and the sequences that skip a step."""
+
+import logging
+import warnings
+
+import pytest
+import torch
+from apex import amp
+from apex.optimizers import FusedSGD
+from l0 import LEVELS, ROCM_LEVELS, Mixed, assert_exact, initialize_mixed, low_of, scales, set_scales
+from torch import nn
+
+from ampctx import AmpError
+
+every_level = pytest.mark.parametrize("level", [*LEVELS, *ROCM_LEVELS])
+dynamic_levels = pytest.mark.parametrize("level", ["O1", "O2"])
+both = pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD], ids=["SGD", "FusedSGD"])
+
+
+def initialized(level, make=torch.optim.SGD, scale=(16.0,), **options):
+    """A model whose gradients are small multiples of powers of two, its optimizer, and the gradients of its loss."""
+    model = Mixed(0, low_of(level))
+    optimizer = make(model.parameters(), lr=0.5)
+    initialize_mixed(model, optimizer, level, num_losses=len(scale), **options)
+    set_scales(*scale)
+    return model, optimizer
+
+
+def loss_of(model, factor=1.0):
+    return model(torch.full((3,), factor))
+
+
+def grads_of(model):
+    """d loss / d wide and d loss / d narrow for a factor of 1."""
+    return [model.narrow.detach().double().clone(), model.wide.detach().double().clone()]
+
+
+def backward(model, optimizer, factor=1.0, **kwargs):
+    with amp.scale_loss(loss_of(model, factor), optimizer, **kwargs) as scaled:
+        scaled.backward()
+
+
+def overflow(model, optimizer, **kwargs):
+    with amp.scale_loss(loss_of(model), optimizer, **kwargs) as scaled:
+        scaled.backward()
+        model.wide.grad[0] = float("inf")
+
+
+def check_grads(optimizer, expected, factor):
+    for p, grad in zip(amp.master_params(optimizer), expected, strict=True):
+        assert_exact(p.grad, grad * factor)
+
+
+def values(optimizer):
+    return [p.detach().clone() for p in amp.master_params(optimizer)]
+
+
+def assert_stepped(optimizer, before, grads, factor):
+    for p, old, grad in zip(amp.master_params(optimizer), before, grads, strict=True):
+        assert_exact(p, old.double() - 0.5 * factor * grad)
+
+
+def assert_skipped(optimizer, before):
+    assert all(torch.equal(p, old) for p, old in zip(amp.master_params(optimizer), before, strict=True))
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+@every_level
+def test_retain_graph(level):
+    model, optimizer = initialized(level)
+    expected = grads_of(model)
+    with amp.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward(retain_graph=True)
+        scaled.backward()
+    check_grads(optimizer, expected, 2)
+
+
+@every_level
+def test_a_graph_kept_for_a_second_block(level):
+    model, optimizer = initialized(level, scale=(16.0, 4.0))
+    expected = grads_of(model)
+    loss = loss_of(model)
+    with amp.scale_loss(loss, optimizer, loss_id=0) as scaled:
+        scaled.backward(retain_graph=True)
+    with amp.scale_loss(loss, optimizer, loss_id=1) as scaled:
+        scaled.backward()
+    check_grads(optimizer, expected, 2)
+
+
+@every_level
+def test_create_graph(level):
+    model, optimizer = initialized(level)
+    expected = grads_of(model)
+    with amp.scale_loss(loss_of(model), optimizer) as scaled, warnings.catch_warnings():
+        # torch says, once in a process, that this makes a cycle of references.
+        warnings.filterwarnings("ignore", message=".*create_graph=True")
+        scaled.backward(create_graph=True)
+    check_grads(optimizer, expected, 1)
+    # The gradients lead back to the weights: let go of that.
+    for p in [*model.parameters(), *amp.master_params(optimizer)]:
+        p.grad = None
+
+
+@every_level
+def test_autograd_grad_with_unscaling_by_hand(level):
+    """A penalty on the norm of gradients, as GANs have it: d/dw and d/dn of (|n|^2 + |w|^2) / 4 beside the loss's."""
+    model, optimizer = initialized(level)
+    wide, narrow = model.wide.detach().double(), model.narrow.detach().double()
+    with amp.scale_loss(loss_of(model), optimizer) as scaled:
+        grads = torch.autograd.grad(scaled, list(model.parameters()), create_graph=True)
+    for grad, expected in zip(grads, grads_of(model), strict=True):
+        assert_exact(grad, expected * scales()[0])
+    assert [p.grad for p in amp.master_params(optimizer)] == [None, None]
+    penalty = sum((g.float() / scales()[0]).square().sum() for g in grads) / 4
+    with amp.scale_loss(loss_of(model) + penalty, optimizer) as scaled:
+        scaled.backward()
+    for p, expected in zip(amp.master_params(optimizer), (narrow + wide / 2, wide + narrow / 2), strict=True):
+        assert_exact(p.grad, expected)
+
+
+@every_level
+def test_losses_with_elements(level):
+    model, optimizer = initialized(level)
+    expected = grads_of(model)
+    weights = torch.tensor([1.0, 0.0, -2.0])
+    with amp.scale_loss(model.wide * model.narrow, optimizer) as scaled:
+        assert scaled.shape == (3,)
+        scaled.backward(weights)
+    check_grads(optimizer, expected, weights.double())
+
+
+@every_level
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 4096.0])
+def test_16_bit_losses_are_scaled_in_fp32(level, dtype, scale):
+    model, optimizer = initialized(level, scale=(scale,))
+    expected = grads_of(model)
+    loss = (loss_of(model) + 27.25).to(dtype)
+    with amp.scale_loss(loss, optimizer) as scaled:
+        assert scaled.dtype == torch.float32
+        # 32 * 4096 is beyond fp16.
+        assert scaled.item() == 32.0 * scale
+        scaled.backward()
+    check_grads(optimizer, expected, 1)
+
+
+@every_level
+@both
+def test_iterations_without_a_step(level, make):
+    model, optimizer = initialized(level, make)
+    before, expected = values(optimizer), grads_of(model)
+    for factor in (1.0, 0.5, -2.0, 1.0):
+        backward(model, optimizer, factor)
+    check_grads(optimizer, expected, 0.5)
+    optimizer.step()
+    assert_stepped(optimizer, before, expected, 0.5)
+
+
+@every_level
+def test_nested_blocks_of_two_optimizers(level):
+    """A loss inside the block of another one: neither sees the other's scale."""
+    models = [Mixed(i, low_of(level)) for i in range(2)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in models]
+    initialize_mixed(models, optimizers, level, num_losses=2)
+    set_scales(16.0, 4.0)
+    expected = [grads_of(m) for m in models]
+    with amp.scale_loss(loss_of(models[0]), optimizers[0], loss_id=0) as outer:
+        with amp.scale_loss(loss_of(models[1]) + loss_of(models[0], 0.5), optimizers, loss_id=1) as inner:
+            inner.backward()
+        outer.backward()
+    check_grads(optimizers[0], expected[0], 1.5)
+    check_grads(optimizers[1], expected[1], 1)
+
+
+@every_level
+@pytest.mark.parametrize("wrap", [lambda o: o, lambda o: [o], lambda o: (o,)], ids=["alone", "list", "tuple"])
+@pytest.mark.parametrize("loss_id", [0, 1, -1, -2])
+def test_arguments_of_scale_loss(level, wrap, loss_id):
+    model, optimizer = initialized(level, scale=(16.0, 4.0))
+    expected = grads_of(model)
+    with amp.scale_loss(loss_of(model), wrap(optimizer), loss_id, model) as scaled:
+        assert scaled.item() == 4.75 * (16.0, 4.0)[loss_id]
+        scaled.backward()
+    check_grads(optimizer, expected, 1)
+
+
+@pytest.mark.parametrize("level", ["O0", "O3", "O4"])
+def test_any_optimizer_passes_where_nothing_is_scaled(level):
+    """A static scale of 1.0 without master weights."""
+    model = nn.Linear(2, 1)
+    amp.initialize(model, [], opt_level=level, verbosity=0)
+    stranger = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
+    for optimizers in (stranger, [stranger], None, []):
+        loss = model(torch.ones(3, 2)).float().sum()
+        with amp.scale_loss(loss, optimizers) as scaled:
+            assert torch.equal(scaled, loss)
+
+
+def test_not_enabled():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    assert amp.initialize(model, optimizer, enabled=False, opt_level="O9") == (model, optimizer)
+    loss = model(torch.ones(3, 2)).sum().half()
+    with amp.scale_loss(loss, optimizer, loss_id=7) as scaled:
+        assert scaled is loss
+
+
+def test_not_initialized():
+    with (
+        pytest.raises(AmpError, match="Invoked 'with amp.scale_loss'.*has not been initialized"),
+        amp.scale_loss(torch.ones(()), []),
+    ):
+        pass
+
+
+# --- the scale --------------------------------------------------------------------------------------------------------
+
+
+@dynamic_levels
+@both
+def test_a_scaler_counts_backward_passes_not_steps(level, make):
+    model, optimizer = initialized(level, make)
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 16.0, "unskipped": 1996}})
+    for expected in (16.0, 32.0):  # 2 losses for each of 2 steps
+        for _ in range(2):
+            backward(model, optimizer, 0.0)
+        optimizer.step()
+        assert scales() == [expected]
+    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 0
+
+
+@dynamic_levels
+def test_a_count_past_the_window_grows_at_once(level):
+    """apex compared for equality and never grew again."""
+    model, optimizer = initialized(level)
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 16.0, "unskipped": 5000}})
+    backward(model, optimizer)
+    assert scales() == [32.0]
+
+
+# --- skips ------------------------------------------------------------------------------------------------------------
+
+CLEAN_LATER = {
+    "clean-backward": lambda model, optimizer: backward(model, optimizer),
+    "clean-backward-of-another-loss": lambda model, optimizer: backward(model, optimizer, loss_id=1),
+    "zero-grad": lambda model, optimizer: optimizer.zero_grad(),
+    "second-overflow": lambda model, optimizer: overflow(model, optimizer),
+    "overflow-of-another-loss": lambda model, optimizer: overflow(model, optimizer, loss_id=1),
+    "delayed-block": lambda model, optimizer: backward(model, optimizer, delay_unscale=True),
+}
+
+
+@dynamic_levels
+@both
+@pytest.mark.parametrize("then", CLEAN_LATER)
+def test_one_step_is_skipped_whatever_comes_before_it(level, make, then):
+    model, optimizer = initialized(level, make, scale=(16.0, 4.0))
+    before, expected = values(optimizer), grads_of(model)
+    overflow(model, optimizer)
+    assert optimizer._amp_stash.already_patched
+    CLEAN_LATER[then](model, optimizer)
+    assert optimizer._amp_stash.already_patched
+    assert optimizer._amp_stash.params_have_scaled_gradients == (then == "delayed-block")
+    assert optimizer.step() is None
+    assert not optimizer._amp_stash.already_patched
+    assert_skipped(optimizer, before)
+    halvings = {"second-overflow": (2, 0), "overflow-of-another-loss": (1, 1)}.get(then, (1, 0))
+    assert scales() == [16.0 / 2 ** halvings[0], 4.0 / 2 ** halvings[1]]
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    optimizer.step()
+    assert_stepped(optimizer, before, expected, 1)
+
+
+@dynamic_levels
+@both
+def test_an_overflow_among_gradients_that_add_up(level, make):
+    model, optimizer = initialized(level, make)
+    before = values(optimizer)
+    backward(model, optimizer)
+    overflow(model, optimizer)
+    backward(model, optimizer)
+    optimizer.step()
+    assert_skipped(optimizer, before)
+    assert scales() == [8.0]
+
+
+@dynamic_levels
+@both
+@pytest.mark.parametrize("named", [(0,), (1,), (0, 1), ()], ids=str)
+def test_only_named_optimizers_are_skipped(level, make, named):
+    """The overflow is in the gradients of model 2, whose optimizer is always named."""
+    models = [Mixed(i, low_of(level)) for i in range(3)]
+    optimizers = [make(m.parameters(), lr=0.5) for m in models]
+    initialize_mixed(models, optimizers, level, num_losses=2)
+    set_scales(16.0, 4.0)
+    before, expected = [values(o) for o in optimizers], [grads_of(m) for m in models]
+    for model, optimizer in zip(models[:2], optimizers[:2], strict=True):
+        backward(model, optimizer, loss_id=0)
+    overflow(models[2], [optimizers[i] for i in (*named, 2)], loss_id=1)
+    for i, optimizer in enumerate(optimizers):
+        optimizer.step()
+        if i in (*named, 2):
+            assert_skipped(optimizer, before[i])
+        else:
+            assert_stepped(optimizer, before[i], expected[i], 1)
+    assert scales() == [16.0, 2.0]
+
+
+@dynamic_levels
+@both
+@pytest.mark.parametrize("built", ["before-initialize", "before-overflow", "after-overflow", "after-skip"])
+def test_lr_schedulers_around_a_skipped_step(level, make, built):
+    """None of them fails, warns, or loses the skip. apex failed for one that was built while a skip was due."""
+    model = Mixed(0, low_of(level))
+    optimizer = make(model.parameters(), lr=1.0)
+    before, expected = values(optimizer), grads_of(model)
+    scheduler = None
+
+    def build(when):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) if when == built else scheduler
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler = build("before-initialize")
+        initialize_mixed(model, optimizer, level)
+        set_scales(16.0)
+        scheduler = build("before-overflow")
+        overflow(model, optimizer)
+        scheduler = build("after-overflow")
+        optimizer.step()
+        assert_skipped(optimizer, [b.float() for b in before] if level == "O2" else before)
+        scheduler = build("after-skip")
+        optimizer.zero_grad()
+        if built != "after-skip":
+            scheduler.step()
+        else:
+            optimizer.param_groups[0]["lr"] = 0.5
+        backward(model, optimizer)
+        optimizer.step()
+        scheduler.step()
+    assert_stepped(optimizer, before, expected, 1)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+@dynamic_levels
+def test_a_skipped_step_names_loss_and_scale(level, caplog):
+    """apex printed the line; here it goes to the logger."""
+    model, optimizer = initialized(level, scale=(16.0, 4.0))
+    amp.initialize(nn.Linear(1, 1), opt_level=level, num_losses=2)  # back to verbosity 1
+    overflow(model, optimizer, loss_id=1)
+    with caplog.at_level(logging.WARNING, "ampctx"):
+        optimizer.step()
+    assert caplog.messages[0] == "Gradient overflow.  Skipping step, loss scaler 1 reducing loss scale to 2.0"
+
+
+@dynamic_levels
+def test_fused_sgd_forgets_the_scale_of_a_skipped_step(level):
+    model, optimizer = initialized(level, FusedSGD)
+    overflow(model, optimizer)
+    optimizer.step()
+    assert (optimizer.most_recent_scale, optimizer.scale_set_by_backward) == (1.0, False)
+
+
+@every_level
+@both
+def test_static_scales_let_inf_through(level, make):
+    model, optimizer = initialized(level, make, loss_scale=16.0)
+    overflow(model, optimizer)
+    optimizer.step()
+    assert not next(iter(amp.master_params(optimizer))).isfinite().all()
+    assert scales() == [16.0]

@@ -1,0 +1,122 @@
+"""The table of apex's names: true of the modules, of the targets, and of the page in docs."""
+
+import importlib
+import types
+from pathlib import Path
+
+import pytest
+
+from ampctx.compat import table
+from ampctx.compat.install import refused
+from ampctx.compat.migrate.targets import locate
+from ampctx.compat.names import NAMES, lookup, refusal
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "from_apex.md"
+
+
+def test_the_page_has_the_table():
+    page = PAGE.read_text()
+    assert page == table.replaced(page), "run: python -m ampctx.compat.table docs/from_apex.md"
+
+
+def test_the_table_has_every_name():
+    text = table.markdown()
+    for name in NAMES:
+        owner, _, last = name.rpartition(".")
+        assert f"`{last}`" in text, name
+        assert f"| `{owner or name}` |" in text, name
+
+
+@pytest.mark.parametrize("page", ["no marks", table.BEGIN, table.END], ids=["none", "no-end", "no-begin"])
+def test_a_page_without_marks_is_refused(page):
+    with pytest.raises(ValueError, match="the page lacks"):
+        table.replaced(page)
+
+
+# Names that exist on objects, or from amp.initialize on: the tests of those objects look at them.
+OF_OBJECTS = (
+    "optimizer.",
+    "apex.amp._amp_state.",
+    "apex.amp._process_optimizer.AmpOptimizerState.",
+    "apex.amp.handle.AmpHandle.",
+    "apex.amp.scaler.LossScaler.",
+    "apex.fp16_utils.",
+    "apex.contrib.optimizers.FP16_Optimizer.",
+    *(f"apex.optimizers.{name}." for name in ("FusedAdam", "FusedSGD", "FusedLAMB", "FusedMixedPrecisionLamb")),
+    *(f"apex.optimizers.{name}." for name in ("FusedNovoGrad", "FusedAdagrad")),
+)
+
+
+def resolved(name):
+    """What a dotted name leads to, modules imported on the way."""
+    parts = name.split(".")
+    for n in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:n]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[n:]:
+            found = getattr(found, part)
+        return found
+    raise ModuleNotFoundError(name)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, e in NAMES.items() if e.status != "refused" and not n.startswith(OF_OBJECTS)]
+)
+def test_what_is_served_is_there(name):
+    resolved(name)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, e in NAMES.items() if e.status == "refused" and not n.startswith(OF_OBJECTS)]
+)
+def test_what_is_refused_can_be_imported_and_says_so_when_called(name):
+    assert lookup(name) is NAMES[name]
+    assert NAMES[name].note
+    found = resolved(name)
+    if callable(found):
+        with pytest.raises(NotImplementedError) as error:
+            found()
+        assert NAMES[name].note.split(".")[0] in str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # by torch.distributed.optim
+@pytest.mark.parametrize("target", sorted({e.target for e in NAMES.values() if e.target}))
+def test_targets_are_there(target):
+    assert resolved(target) is not None
+
+
+# Functions of torch of the same meaning, which code is moved to where its arguments fit.
+OF_TORCH = ("torch.nn.functional.linear",)
+
+
+@pytest.mark.parametrize("name", sorted(n for n, e in NAMES.items() if e.target and e.status != "refused"))
+def test_a_target_is_the_same_object(name):
+    """So that code which is moved to it means what it meant."""
+    target, found = NAMES[name].target, resolved(name)
+    if target not in OF_TORCH and not isinstance(found, types.ModuleType):
+        assert found == locate(target).value
+
+
+@pytest.mark.parametrize("module", ["", ".fused_adam", ".fused_sgd", ".fused_lamb"])
+def test_the_old_optimizers_have_no_target(module):
+    prefix = f"apex.contrib.optimizers{module}."
+    rows = {name: entry for name, entry in NAMES.items() if name.startswith(f"{prefix}Fused")}
+    assert rows
+    for name, entry in rows.items():
+        assert entry.target is None
+        assert f"ampctx.optimizers.{name.removeprefix(prefix)}" in entry.note
+
+
+def test_a_name_below_a_refused_module_is_refused():
+    assert refusal("apex.contrib.fmha.fmha.FMHAFun") == refusal("apex.contrib.fmha").replace(
+        "apex.contrib.fmha", "apex.contrib.fmha.fmha.FMHAFun", 1
+    )
+    with pytest.raises(NotImplementedError, match="apex.contrib.fmha.FMHA is not served by ampctx"):
+        refused("apex.contrib.fmha.FMHA")(3)
+
+
+def test_a_name_that_nobody_knows():
+    assert lookup("apex.amp.nothing_of_the_kind") is None
+    assert refusal("apex.amp.initialize") is None

@@ -1,0 +1,261 @@
+"""apex.normalization and apex.contrib.layer_norm against the formulas in fp64, and their rules for types."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from apex.contrib.layer_norm import FastLayerNorm
+from apex.contrib.layer_norm.layer_norm import FastLayerNormFN, _fast_layer_norm
+from apex.normalization import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm, fused_layer_norm
+from torch import nn
+
+from ampctx import AmpValueError, amp
+
+F16, B16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+SHAPE = (3, 4)
+EPS = 0.125
+
+AFFINE_LAYER = ["fused_layer_norm_affine", "mixed_dtype_fused_layer_norm_affine"]
+AFFINE_RMS = ["fused_rms_norm_affine", "mixed_dtype_fused_rms_norm_affine"]
+CLASSES = {
+    "fused_layer_norm": "FusedLayerNormFunction",
+    "fused_layer_norm_affine": "FusedLayerNormAffineFunction",
+    "mixed_dtype_fused_layer_norm_affine": "FusedLayerNormAffineMixedDtypesFunction",
+    "fused_rms_norm": "FusedRMSNormFunction",
+    "fused_rms_norm_affine": "FusedRMSNormAffineFunction",
+    "mixed_dtype_fused_rms_norm_affine": "FusedRMSNormAffineMixedDtypesFunction",
+}
+
+
+def tensors(function, input_dtype, parameter_dtype):
+    """Input and parameters of a function, leaves that require a gradient."""
+    generator = torch.Generator().manual_seed(0)
+    count = 1 + ("affine" in function) * (2 if "layer" in function else 1)
+    shapes, dtypes = [(5, *SHAPE), SHAPE, SHAPE][:count], [input_dtype, parameter_dtype, parameter_dtype]
+    values = (torch.randn(s, generator=generator) + 1.0 for s in shapes)
+    return [v.to(dtype).requires_grad_() for v, dtype in zip(values, dtypes, strict=False)]
+
+
+def by_formula(function, x, weight=None, bias=None):
+    dims = (-2, -1)
+    if "layer" in function:
+        x = x - x.mean(dims, keepdim=True)
+    x = x * (x.square().mean(dims, keepdim=True) + EPS).rsqrt()
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+def check(function, call, input_dtype, parameter_dtype, output_dtype):
+    ours = tensors(function, input_dtype, parameter_dtype)
+    exact = [t.detach().double().requires_grad_() for t in ours]
+    out = call(*ours)
+    assert out.dtype == output_dtype
+    expected = by_formula(function, *exact)
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    out.backward(upstream)
+    expected.backward(upstream.double())
+    for got, wanted in [(out, expected), *((a.grad, b.grad) for a, b in zip(ours, exact, strict=True))]:
+        bound = 4.0 * max(torch.finfo(got.dtype).eps, torch.finfo(output_dtype).eps)
+        torch.testing.assert_close(got.double(), wanted, rtol=bound, atol=bound)
+    assert [t.grad.dtype for t in ours] == [t.dtype for t in ours]
+
+
+@pytest.mark.parametrize("dtype", [F64, F32, F16, B16], ids=str)
+@pytest.mark.parametrize("function", CLASSES)
+def test_functions(function, dtype):
+    check(function, lambda *t: getattr(fused_layer_norm, function)(*t, SHAPE, EPS), dtype, dtype, dtype)
+
+
+@pytest.mark.parametrize("memory_efficient", [False, True])
+@pytest.mark.parametrize(("function", "name"), CLASSES.items())
+def test_autograd_classes(function, name, memory_efficient):
+    kind = getattr(fused_layer_norm, name)
+    check(function, lambda *t: kind.apply(*t, SHAPE, EPS, memory_efficient), F32, F32, F32)
+
+
+@pytest.mark.parametrize("function", AFFINE_LAYER + AFFINE_RMS)
+@pytest.mark.parametrize(
+    ("input_dtype", "parameter_dtype"), [(F16, F32), (B16, F32), (F32, F16), (F16, B16), (F32, B16)], ids=str
+)
+def test_other_parameters_than_input(function, input_dtype, parameter_dtype):
+    """apex's plain forms fail or misread here; its mixed ones have the type of the parameters."""
+    output = parameter_dtype if "mixed" in function else input_dtype
+    call = getattr(fused_layer_norm, function)
+    check(function, lambda *t: call(*t, SHAPE, EPS), input_dtype, parameter_dtype, output)
+
+
+@pytest.mark.parametrize("function", CLASSES)
+def test_functions_have_apexs_defaults(function):
+    parameters = inspect.signature(getattr(fused_layer_norm, function)).parameters
+    assert parameters["eps"].default == 1e-6
+    assert parameters["memory_efficient"].default is False
+    assert list(parameters)[-3:] == ["normalized_shape", "eps", "memory_efficient"]
+
+
+@pytest.mark.parametrize("autocast_dtype", [F16, B16], ids=str)
+@pytest.mark.parametrize("function", CLASSES)
+def test_autocast_casts_first(function, autocast_dtype):
+    values = tensors(function, F32, F32)
+    with torch.autocast("cpu", autocast_dtype):
+        out = getattr(fused_layer_norm, function)(*values, SHAPE, EPS)
+    assert out.dtype == autocast_dtype
+    expected = getattr(fused_layer_norm, function)(*(v.to(autocast_dtype) for v in values), SHAPE, EPS)
+    assert torch.equal(out, expected)
+
+
+def test_autocast_leaves_fp64():
+    x = torch.randn(2, 3, dtype=F64)
+    with torch.autocast("cpu", B16):
+        assert fused_layer_norm.fused_layer_norm(x, 3).dtype == F64
+
+
+@pytest.mark.parametrize(
+    ("input_dtype", "weight_dtype", "output_dtype"),
+    [(F32, F32, F32), (F16, F32, F32), (F16, F16, F16), (F32, B16, B16), (F64, F32, F64), (F16, None, F32)],
+    ids=str,
+)
+def test_manual_rms_norm(input_dtype, weight_dtype, output_dtype):
+    x = torch.randn(5, *SHAPE, generator=torch.Generator().manual_seed(0)).to(input_dtype)
+    weight = None if weight_dtype is None else torch.full(SHAPE, 1.5, dtype=weight_dtype)
+    out = fused_layer_norm.manual_rms_norm(x, SHAPE, weight, EPS)
+    assert out.dtype == output_dtype
+    expected = by_formula("rms", x.double(), None if weight is None else weight.double())
+    torch.testing.assert_close(out, expected.to(output_dtype))
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+MODULES = {
+    FusedLayerNorm: "fused_layer_norm_affine",
+    MixedFusedLayerNorm: "mixed_dtype_fused_layer_norm_affine",
+    FusedRMSNorm: "fused_rms_norm_affine",
+    MixedFusedRMSNorm: "mixed_dtype_fused_rms_norm_affine",
+}
+
+
+@pytest.mark.parametrize(("input_dtype", "parameter_dtype"), [(F32, F32), (F16, F16), (B16, F32), (F32, F16)], ids=str)
+@pytest.mark.parametrize(("kind", "function"), MODULES.items())
+def test_modules(kind, function, input_dtype, parameter_dtype):
+    module = kind(SHAPE, eps=EPS).to(parameter_dtype)
+    x = tensors(function, input_dtype, parameter_dtype)[0]
+    out = module(x)
+    assert torch.equal(out, getattr(fused_layer_norm, function)(x, *module.parameters(), SHAPE, EPS))
+    assert out.dtype == (parameter_dtype if "mixed" in function else input_dtype)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_state(kind):
+    module = kind(4, memory_efficient=True)
+    names = ["weight", "bias"] if "Layer" in kind.__name__ else ["weight"]
+    assert list(module.state_dict()) == names
+    assert (module.eps, module.normalized_shape, module.memory_efficient) == (1e-5, (4,), True)
+    nn.init.constant_(module.weight, 3.0)
+    other = copy.deepcopy(module)
+    module.reset_parameters()
+    assert module.weight.tolist() == [1.0] * 4
+    module.load_state_dict(other.state_dict())
+    assert module.weight.tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize(("kind", "base"), [(FusedLayerNorm, nn.LayerNorm), (FusedRMSNorm, nn.RMSNorm)])
+def test_without_parameters(kind, base):
+    module = kind([3, 4], EPS, False, True)
+    assert isinstance(module, base)
+    assert list(module.parameters()) == []
+    x = torch.randn(2, 3, 4)
+    assert torch.equal(module(x), base([3, 4], EPS, False)(x))
+
+
+def test_repr():
+    assert repr(FusedLayerNorm(10)) == "FusedLayerNorm((10,), eps=1e-05, elementwise_affine=True)"
+    assert repr(MixedFusedRMSNorm((2, 3))) == "MixedFusedRMSNorm((2, 3), eps=1e-05, elementwise_affine=True)"
+
+
+@pytest.mark.parametrize("kind", [MixedFusedLayerNorm, MixedFusedRMSNorm])
+def test_mixed_forms_are_affine(kind):
+    message = f"{kind.__name__} does not support `elementwise_affine"
+    with pytest.warns(UserWarning, match=f"{message}` argument"):
+        assert kind(4, elementwise_affine=True).weight is not None
+    with pytest.warns(UserWarning, match=message), pytest.raises(AmpValueError, match=f"{message} = False`"):
+        kind(4, elementwise_affine=False)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("kind", [*MODULES, FastLayerNorm])
+def test_traced(kind):
+    module, x = kind(4), torch.randn(3, 4)
+    assert torch.equal(torch.jit.trace(module, x)(x), module(x))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("kind", MODULES)
+def test_scripted(kind):
+    module, x = kind(4), torch.randn(3, 4)
+    assert torch.equal(torch.jit.script(module)(x), module(x))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
+@pytest.mark.parametrize("kind", [*MODULES, FastLayerNorm])
+def test_training(kind, level):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), kind(4), nn.Linear(4, 2))
+    before = model[1].weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
+    x = torch.randn(8, 4)
+    for _ in range(2):
+        with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model[1].weight.dtype == {"O2": F16, "O3": F16, "O5": B16}.get(level, F32)
+    assert not torch.equal(model[1].weight.float(), before)
+    assert torch.isfinite(model[1].weight).all()
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(FusedLayerNorm, F16), (MixedFusedRMSNorm, F16), (FastLayerNorm, F16)])
+def test_output_at_o1_is_half(kind, dtype):
+    model = nn.Sequential(kind(4))
+    seen = []
+    model[0].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    model(torch.randn(2, 4))
+    assert seen == [dtype]
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_meta_device(kind):
+    out = kind(4).to("meta")(torch.empty(3, 4, device="meta", dtype=F16))
+    assert (out.device.type, out.shape) == ("meta", (3, 4))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", [*MODULES, FastLayerNorm])
+@pytest.mark.parametrize(("input_dtype", "parameter_dtype"), [(F32, F32), (F16, F16), (B16, F32), (F32, F16)], ids=str)
+def test_on_a_gpu_as_on_the_cpu(kind, input_dtype, parameter_dtype):
+    module, x = kind(64).to(parameter_dtype), torch.randn(8, 64).to(input_dtype)
+    expected = module(x)
+    torch.testing.assert_close(module.cuda()(x.cuda()).cpu(), expected)
+
+
+# --- apex.contrib.layer_norm ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("input_dtype", "weight_dtype"), [(F32, F32), (F16, F16), (B16, F32), (F32, B16)], ids=str)
+def test_fast_layer_norm(input_dtype, weight_dtype):
+    module = FastLayerNorm(4, eps=EPS).to(weight_dtype)
+    nn.init.constant_(module.weight, 1.5)
+    x = torch.randn(2, 3, 4).to(input_dtype)
+    out = module(x)
+    assert out.dtype == weight_dtype
+    expected = nn.functional.layer_norm(x.double(), (4,), module.weight.double(), module.bias.double(), EPS)
+    torch.testing.assert_close(out, expected.to(weight_dtype))
+    assert torch.equal(out, FastLayerNormFN.apply(x, module.weight, module.bias, EPS, True))
+    assert torch.equal(out, _fast_layer_norm(x, module.weight, module.bias, EPS, False))
+
+
+def test_fast_layer_norm_module():
+    module = FastLayerNorm(4)
+    assert (module.epsilon, module.memory_efficient) == (1e-5, False)
+    assert {name: p.tolist() for name, p in module.named_parameters()} == {"weight": [1.0] * 4, "bias": [0.0] * 4}

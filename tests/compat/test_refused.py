@@ -1,0 +1,159 @@
+"""What is not served can be imported, and says so at the call, with what takes its place."""
+
+import importlib
+import os
+import pkgutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from ampctx import AmpNotImplementedError
+from ampctx.compat.install import refused
+from ampctx.compat.names import NAMES, REFUSED, refusal
+
+ROOT = Path(__file__).resolve().parents[2]
+WHOLE_MODULES = sorted(name for name in REFUSED if refusal(name.rpartition(".")[0]) is None)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_every_refused_name_has_a_replacement_and_no_target(name):
+    entry = REFUSED[name]
+    assert entry.status == "refused"
+    assert entry.target is None
+    assert entry.note.startswith("Use ")
+
+
+@pytest.mark.parametrize("name", WHOLE_MODULES)
+def test_a_refused_module_can_be_imported_and_its_members_refuse(name, capsys):
+    module = importlib.import_module(name)
+    with pytest.raises(AmpNotImplementedError) as error:
+        module.Anything(1, key=2)
+    assert str(error.value) == f"{name}.Anything is not served by ampctx. {REFUSED[name].note}"
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", ["LSTM", "GRU", "ReLU", "Tanh", "mLSTM"])
+@pytest.mark.parametrize("module", ["apex.RNN", "apex.RNN.models"])
+def test_rnns_name_their_replacement(module, name):
+    with pytest.raises(AmpNotImplementedError, match=rf"{module}.{name} is not served by ampctx. Use torch.nn."):
+        getattr(importlib.import_module(module), name)(10, 20, 2)
+
+
+@pytest.mark.parametrize("module", ["apex.RNN.cells", "apex.RNN.RNNBackend"])
+def test_parts_of_the_rnns_refuse(module):
+    with pytest.raises(AmpNotImplementedError, match="Use torch.nn.RNN, torch.nn.LSTM or torch.nn.GRU"):
+        importlib.import_module(module).RNNCell(4, 10, 20)
+
+
+def test_attention():
+    from apex.contrib.multihead_attn import SelfMultiheadAttn
+    from apex.contrib.multihead_attn.self_multihead_attn import SelfMultiheadAttn as InSubmodule
+
+    message = r"SelfMultiheadAttn is not served by ampctx. Use torch.nn.MultiheadAttention, or"
+    with pytest.raises(AmpNotImplementedError, match=f"apex.contrib.multihead_attn.{message}"):
+        SelfMultiheadAttn(64, 4, dropout=0.1)
+    with pytest.raises(AmpNotImplementedError, match=f"apex.contrib.multihead_attn.self_multihead_attn.{message}"):
+        InSubmodule(64, 4)
+
+
+def test_a_submodule_taken_from_its_package_refuses_at_the_call():
+    from apex.transformer import parallel_state
+
+    with pytest.raises(
+        AmpNotImplementedError, match="apex.transformer.parallel_state.initialize_model_parallel is not"
+    ):
+        parallel_state.initialize_model_parallel(1, 1)
+
+
+def test_an_autograd_function_refuses_at_apply():
+    from apex.contrib.fmha import FMHAFun
+
+    with pytest.raises(AmpNotImplementedError, match="apex.contrib.fmha.FMHAFun.apply is not served by ampctx"):
+        FMHAFun.apply(None)
+
+
+def test_a_subclass_can_be_written_and_refuses_when_made():
+    from apex.contrib.multihead_attn import SelfMultiheadAttn
+
+    class Attention(SelfMultiheadAttn):
+        def __init__(self):
+            super().__init__(64, 4)
+
+    with pytest.raises(AmpNotImplementedError, match="Use torch.nn.MultiheadAttention"):
+        Attention()
+    assert not isinstance(object(), SelfMultiheadAttn)
+
+
+@pytest.mark.parametrize("owner", [refused("apex.transformer.utils"), importlib.import_module("apex.transformer")])
+def test_dunder_names_are_absent(owner):
+    with pytest.raises(AttributeError, match="has no attribute '__torch_function__'"):
+        owner.__torch_function__  # noqa: B018
+
+
+def test_lazily_found_from_the_package():
+    import apex
+
+    with pytest.raises(
+        AmpNotImplementedError, match="apex.pyprof.nvtx.init is not served by ampctx. Use torch.profile"
+    ):
+        apex.pyprof.nvtx.init()
+
+
+@pytest.mark.parametrize("name", ["apex.optimizers.FusedLARS", "apex.contrib.optimizers.DistributedFusedAdam"])
+def test_a_refused_class_is_no_module(name):
+    """As a module of its name it would take the place of the class."""
+    with pytest.raises(ModuleNotFoundError, match=f"No module named '{name}'"):
+        importlib.import_module(name)
+    assert isinstance(pkgutil.resolve_name(name), type)
+
+
+def test_a_module_that_apex_never_had_is_not_there():
+    import apex
+
+    with pytest.raises(ModuleNotFoundError, match="No module named 'apex.nonsense'"):
+        importlib.import_module("apex.nonsense")
+    assert not hasattr(apex, "nonsense")
+
+
+@pytest.mark.parametrize("name", sorted(n for n, entry in NAMES.items() if entry.status != "refused"))
+def test_served_names_are_not_refused(name):
+    assert refusal(name) is None
+
+
+def test_modules_of_an_installed_apex_come_before_the_refusal(tmp_path):
+    """And ours before the installed ones where both have a name."""
+    for path, text in {
+        "apex/__init__.py": "raise RuntimeError('the installed apex itself is not imported')",
+        "apex/contrib/__init__.py": "raise RuntimeError('nor is its contrib')",
+        "apex/contrib/multihead_attn/__init__.py": "class SelfMultiheadAttn: origin = 'installed'",
+        "apex/contrib/xentropy/__init__.py": "SoftmaxCrossEntropyLoss = 'installed'",
+        "apex/transformer/__init__.py": "from . import parallel_state",
+        "apex/transformer/parallel_state.py": "origin = 'installed'",
+        "apex/normalization/extra.py": "origin = 'installed'",
+    }.items():
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    program = """
+        from ampctx.compat import install_apex
+        install_apex()
+        import apex
+        from apex.contrib.multihead_attn import SelfMultiheadAttn
+        from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
+        from apex.normalization import extra
+        from apex.contrib.fmha import FMHAFun
+        print(SelfMultiheadAttn.origin, apex.transformer.parallel_state.origin, extra.origin)
+        print(SoftmaxCrossEntropyLoss.apply, FMHAFun.__module__, sep="\\n")
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    origins, served, refusing = result.stdout.splitlines()
+    assert origins == "installed installed installed"
+    assert "SoftmaxCrossEntropyLoss.apply" in served
+    assert refusing == "apex.contrib.fmha"
