@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ class Extension:
     backends: tuple[str, ...] = ()
     build: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
+    # Lets a list of the op hold_tensors go, by its number.
+    release_tensors: Callable[[int], None] = lambda number: None
 
 
 def _open(path: Path) -> ctypes.CDLL:
@@ -45,6 +48,8 @@ def _open(path: Path) -> ctypes.CDLL:
     except OSError as error:
         raise ExtensionError(f"{path} cannot be loaded ({error}): {BUILD_HINT}") from error
     library.ampctx_build_info.restype = ctypes.c_char_p
+    library.ampctx_release_tensors.argtypes = [ctypes.c_int64]
+    library.ampctx_release_tensors.restype = None
     return library
 
 
@@ -79,7 +84,8 @@ def load(namespace: str, path: Path = LIBRARY) -> Extension:
     try:
         library = _open(path)
         backends, reason = _register(library, namespace)
-        found = Extension(True, backends, json.loads(library.ampctx_build_info()), reason)
+        build = json.loads(library.ampctx_build_info())
+        found = Extension(True, backends, build, reason, library.ampctx_release_tensors)
     except ExtensionError as error:
         if required:
             raise

@@ -15,6 +15,7 @@ as torch's ``copy_`` rounds.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -36,6 +37,9 @@ _SCHEMAS = (
     " float max_scale) -> ()",
     *_reference_optimizers.SCHEMAS,
 )
+
+# Without a fallback: there is nothing to hold tensors for but the compiled kernels.
+_COMPILED_SCHEMAS = ("hold_tensors(Tensor[] tensors) -> int", *_reference_optimizers.HELD_SCHEMAS)
 
 
 # --- what serves where no compiled kernel does: the reference behind the kernels' own checks -------------------------
@@ -135,6 +139,8 @@ def define(namespace: str) -> torch.library.Library:
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(name, _FALLBACKS[name], "CompositeExplicitAutograd")
         torch.library.register_fake(f"{namespace}::{name}", _FAKES[name], lib=library)
+    for schema in _COMPILED_SCHEMAS:
+        library.define(schema)
     return library
 
 
@@ -149,6 +155,20 @@ _ops = torch.ops.ampctx
 def factor(value: float | Tensor) -> Tensor:
     """A factor as the ops take it: a tensor as it is, a number in fp64 on the CPU."""
     return value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+
+
+class HeldTensors:
+    """A list of tensors, not empty and on one device, that the compiled ops keep: a call with it hands over a number.
+
+    For lists that many calls have in common; ``ampctx.optimizer_ops`` takes it for any list but the gradients. The ops
+    look at the tensors themselves at every call, as at those of any list.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = list(tensors)
+        self.number: int = _ops.hold_tensors.default(self.tensors)
+        # Not at the end of the process, where torch may be gone before.
+        weakref.finalize(self, extension.release_tensors, self.number).atexit = False
 
 
 def wrote(*lists: Sequence[Tensor]) -> None:

@@ -138,6 +138,11 @@ void update_scale(StableIValue* stack, uint64_t, uint64_t) {
   backend.update_scale(Scope(backend, call.device).context, state, rule);
 }
 
+void hold_tensors(StableIValue* stack, uint64_t, uint64_t) {
+  const int64_t number = held_lists().hold(to_tensor_list(stack[0]));
+  std::memcpy(&stack[0], &number, sizeof(number));
+}
+
 template <const Backend& backend>
 int register_kernels(const char* ns) {
   TorchLibraryHandle library = nullptr;  // lives as long as the process: torch keeps the function pointers
@@ -148,11 +153,17 @@ int register_kernels(const char* ns) {
       {"multi_tensor_l2norm", multi_tensor_l2norm<backend>},
       {"multi_tensor_unscale_l2norm", multi_tensor_unscale_l2norm<backend>},
       {"update_scale", update_scale<backend>},
-      {"multi_tensor_adam", multi_tensor_adam<backend>},
-      {"multi_tensor_sgd", multi_tensor_sgd<backend>},
-      {"multi_tensor_adagrad", multi_tensor_adagrad<backend>},
-      {"multi_tensor_lamb", multi_tensor_lamb<backend>},
-      {"multi_tensor_novograd", multi_tensor_novograd<backend>},
+      {"hold_tensors", hold_tensors},
+      {"multi_tensor_adam", multi_tensor_adam<backend, false>},
+      {"multi_tensor_adam.held", multi_tensor_adam<backend, true>},
+      {"multi_tensor_sgd", multi_tensor_sgd<backend, false>},
+      {"multi_tensor_sgd.held", multi_tensor_sgd<backend, true>},
+      {"multi_tensor_adagrad", multi_tensor_adagrad<backend, false>},
+      {"multi_tensor_adagrad.held", multi_tensor_adagrad<backend, true>},
+      {"multi_tensor_lamb", multi_tensor_lamb<backend, false>},
+      {"multi_tensor_lamb.held", multi_tensor_lamb<backend, true>},
+      {"multi_tensor_novograd", multi_tensor_novograd<backend, false>},
+      {"multi_tensor_novograd.held", multi_tensor_novograd<backend, true>},
       {"multi_tensor_larc", multi_tensor_larc<backend>},
   };
   for (const auto& [name, kernel] : kernels) {
@@ -179,6 +190,9 @@ AMPCTX_EXPORT int ampctx_register_cuda(const char* ns) {
   return ampctx::register_kernels<ampctx::kCuda>(ns);
 }
 #endif
+
+// Lets a list go that hold_tensors has kept. A number that is not held is nothing.
+AMPCTX_EXPORT void ampctx_release_tensors(int64_t number) { ampctx::held_lists().release(number); }
 
 AMPCTX_EXPORT const char* ampctx_build_info() {
   static const std::string info = std::string("{\"compiler\": \"" AMPCTX_COMPILER "\", \"cuda\": " AMPCTX_CUDA_VERSION

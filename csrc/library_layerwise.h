@@ -6,12 +6,12 @@
 namespace ampctx {
 namespace {
 
-template <const Backend& backend>
+template <const Backend& backend, bool held>
 void multi_tensor_lamb(StableIValue* stack, uint64_t, uint64_t) {
   constexpr const char* op = "multi_tensor_lamb";
-  Arguments in(stack);
-  const TensorList grads = in.list(), params = in.list(), exp_avgs = in.list(), exp_avg_sqs = in.list();
-  const TensorList extras = in.list(), steps = in.list();
+  Arguments in(op, stack, held);
+  const TensorList &grads = in.list(), &params = in.list(), &exp_avgs = in.list(), &exp_avg_sqs = in.list();
+  const TensorList &extras = in.list(), &steps = in.list();
   const Tensor found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor(), global_grad_norm = in.tensor();
   LambOptions options;
   options.beta1 = in.number();
@@ -38,12 +38,12 @@ void multi_tensor_lamb(StableIValue* stack, uint64_t, uint64_t) {
   run_step(backend, call, step, options.has_ratio() ? 2 : 0, backend.lamb, options, norm);
 }
 
-template <const Backend& backend>
+template <const Backend& backend, bool held>
 void multi_tensor_novograd(StableIValue* stack, uint64_t, uint64_t) {
   constexpr const char* op = "multi_tensor_novograd";
-  Arguments in(stack);
-  const TensorList grads = in.list(), params = in.list(), exp_avgs = in.list(), extras = in.list();
-  const TensorList exp_avg_sqs = in.list(), steps = in.list();
+  Arguments in(op, stack, held);
+  const TensorList &grads = in.list(), &params = in.list(), &exp_avgs = in.list(), &extras = in.list();
+  const TensorList &exp_avg_sqs = in.list(), &steps = in.list();
   const Tensor found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor();
   NovoGradOptions options;
   options.beta1 = in.number();
@@ -71,8 +71,8 @@ void multi_tensor_novograd(StableIValue* stack, uint64_t, uint64_t) {
 template <const Backend& backend>
 void multi_tensor_larc(StableIValue* stack, uint64_t, uint64_t) {
   constexpr const char* op = "multi_tensor_larc";
-  Arguments in(stack);
-  const TensorList grads = in.list(), params = in.list();
+  Arguments in(op, stack, false);
+  const TensorList &grads = in.list(), &params = in.list();
   const Tensor found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor();
   LarcOptions options;
   options.trust_coefficient = in.number();

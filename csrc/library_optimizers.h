@@ -5,27 +5,50 @@
 
 #include "backend.h"
 #include "check.h"
+#include "held_lists.h"
 
 namespace ampctx {
 namespace {
 
-// Takes the arguments off the stack in their order.
+// Takes the arguments off the stack in their order, and keeps the lists. `held`: the stack has the lists after the
+// first as numbers of held lists, 0 for an empty one.
 class Arguments {
  public:
-  explicit Arguments(const StableIValue* stack) : next_(stack) {}
-  TensorList list() { return torch_abi::to_tensor_list(*next_++); }
+  Arguments(const char* op, const StableIValue* stack, bool held) : op_(op), next_(stack), held_(held) {}
+  const TensorList& list() {
+    HeldList list;
+    if (!held_ || lists_.empty()) {
+      list = std::make_shared<const TensorList>(torch_abi::to_tensor_list(*next_++));
+    } else if (const int64_t number = integer()) {
+      list = held_lists().find(number);
+      if (!list) unknown_ = number;
+    }
+    lists_.push_back(list ? std::move(list) : std::make_shared<const TensorList>());
+    return *lists_.back();
+  }
   Tensor tensor() { return Tensor(*next_++); }
   double number() { return torch_abi::to_scalar<double>(*next_++); }
   int64_t integer() { return torch_abi::to_scalar<int64_t>(*next_++); }
   bool flag() { return torch_abi::to_scalar<bool>(*next_++); }
 
+  // After the last argument: whoever throws before owns none of those that it has not taken.
+  void check_held() const {
+    if (unknown_) fail(op_, ": there is no held list of number ", unknown_);
+  }
+
  private:
+  const char* op_;
   const StableIValue* next_;
+  bool held_;
+  int64_t unknown_ = 0;
+  std::vector<HeldList> lists_;
 };
 
 // The end of the arguments, of one pattern too.
 struct StoreArguments {
-  explicit StoreArguments(Arguments& in) : maximize(in.flag()), write_back(in.integer()), seed(in.integer()) {}
+  explicit StoreArguments(Arguments& in) : maximize(in.flag()), write_back(in.integer()), seed(in.integer()) {
+    in.check_held();
+  }
 
   bool maximize;
   int64_t write_back;
@@ -122,11 +145,12 @@ void run_step(const Backend& backend, const CallDevice& call, StepCall& step, in
   kernel(scope.context, step, options...);
 }
 
-template <const Backend& backend>
+template <const Backend& backend, bool held>
 void multi_tensor_adam(StableIValue* stack, uint64_t, uint64_t) {
-  Arguments in(stack);
-  const TensorList grads = in.list(), params = in.list(), exp_avgs = in.list(), exp_avg_sqs = in.list();
-  const TensorList max_exp_avg_sqs = in.list(), extras = in.list(), steps = in.list();
+  constexpr const char* op = "multi_tensor_adam";
+  Arguments in(op, stack, held);
+  const TensorList &grads = in.list(), &params = in.list(), &exp_avgs = in.list(), &exp_avg_sqs = in.list();
+  const TensorList &max_exp_avg_sqs = in.list(), &extras = in.list(), &steps = in.list();
   const Tensor found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor();
   AdamOptions options;
   options.beta1 = in.number();
@@ -139,7 +163,7 @@ void multi_tensor_adam(StableIValue* stack, uint64_t, uint64_t) {
 
   const ListArgument first{"grads", grads};
   const CallDevice call = call_device(first, found_inf);
-  StepCall step = check_step("multi_tensor_adam", backend, call,
+  StepCall step = check_step(op, backend, call,
                              {first,
                               {"params", params, true},
                               {"exp_avgs", exp_avgs, true},
@@ -152,11 +176,12 @@ void multi_tensor_adam(StableIValue* stack, uint64_t, uint64_t) {
   run_step(backend, call, step, 0, backend.adam, options);
 }
 
-template <const Backend& backend>
+template <const Backend& backend, bool held>
 void multi_tensor_sgd(StableIValue* stack, uint64_t, uint64_t) {
-  Arguments in(stack);
-  const TensorList grads = in.list(), params = in.list(), momentum_buffers = in.list();
-  const TensorList extras = in.list(), steps = in.list();
+  constexpr const char* op = "multi_tensor_sgd";
+  Arguments in(op, stack, held);
+  const TensorList &grads = in.list(), &params = in.list(), &momentum_buffers = in.list();
+  const TensorList &extras = in.list(), &steps = in.list();
   const Tensor found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor();
   SgdOptions options;
   options.momentum = in.number();
@@ -168,16 +193,17 @@ void multi_tensor_sgd(StableIValue* stack, uint64_t, uint64_t) {
 
   const ListArgument first{"grads", grads};
   const CallDevice call = call_device(first, found_inf);
-  StepCall step = check_step("multi_tensor_sgd", backend, call,
+  StepCall step = check_step(op, backend, call,
                              {first, {"params", params, true}, {"momentum_buffers", momentum_buffers, true, true}},
                              extras, steps, found_inf, inv_scale, lr, store);
   run_step(backend, call, step, 0, backend.sgd, options);
 }
 
-template <const Backend& backend>
+template <const Backend& backend, bool held>
 void multi_tensor_adagrad(StableIValue* stack, uint64_t, uint64_t) {
-  Arguments in(stack);
-  const TensorList grads = in.list(), params = in.list(), sums = in.list(), extras = in.list(), steps = in.list();
+  constexpr const char* op = "multi_tensor_adagrad";
+  Arguments in(op, stack, held);
+  const TensorList &grads = in.list(), &params = in.list(), &sums = in.list(), &extras = in.list(), &steps = in.list();
   const Tensor found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor();
   AdagradOptions options;
   options.eps = in.number();
@@ -187,9 +213,8 @@ void multi_tensor_adagrad(StableIValue* stack, uint64_t, uint64_t) {
 
   const ListArgument first{"grads", grads};
   const CallDevice call = call_device(first, found_inf);
-  StepCall step =
-      check_step("multi_tensor_adagrad", backend, call, {first, {"params", params, true}, {"sums", sums, true}}, extras,
-                 steps, found_inf, inv_scale, lr, store);
+  StepCall step = check_step(op, backend, call, {first, {"params", params, true}, {"sums", sums, true}}, extras, steps,
+                             found_inf, inv_scale, lr, store);
   run_step(backend, call, step, 0, backend.adagrad, options);
 }
 

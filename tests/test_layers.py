@@ -23,7 +23,7 @@ LAYERS = [
     ["ampctx._calling_form", "ampctx.amp.threads", "ampctx.model_grads", "ampctx.optimizers._options"],
     ["ampctx.optimizers._scaling"],
     ["ampctx.optimizers._work", "ampctx.amp.model_watch"],
-    ["ampctx.optimizers._checkpoint"],
+    ["ampctx.optimizers._checkpoint", "ampctx.optimizers._plan"],
     [
         "ampctx.amp.fused_layouts",
         "ampctx.amp.loss_scale",

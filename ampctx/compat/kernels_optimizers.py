@@ -49,7 +49,7 @@ def run_op(
     for device, fused, rows in buckets(*lists.values(), along=list(one_element.values())):
         named: dict[str, list[Tensor]] = {name: [] for name in _EMPTY[op]}
         named.update(zip([*lists, *one_element], rows, strict=True))
-        call_op(op, Work({}, write_back, False, device, fused, named), numbers)
+        call_op(op, Work({}, (write_back, False), device, fused, [], named, {}), numbers)
 
 
 def _numbers(call: Call, **given: Number) -> dict[str, Any]:

@@ -35,11 +35,12 @@ from ampctx.optimizers._options import (
     refuse_sparse,
     seed_of_call,
 )
+from ampctx.optimizers._plan import Plan
 from ampctx.optimizers._scaling import Scaling, on_device, scaling_of, without_amp
 from ampctx.optimizers._work import EXTRAS, Kind, Members, Work, call, works_of
 
 # Attributes that exist around a step, or that a copy makes anew.
-_TRANSIENT = ("found_inf", "grad_scale", "model_params", "model_grads", "_zero_flags", "_seen")
+_TRANSIENT = ("found_inf", "grad_scale", "model_params", "model_grads", "_zero_flags", "_seen", "_plan")
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -90,6 +91,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._zero_flags: dict[torch.device, Tensor] = {}
         # The version of each model weight that agreed with its entry of EXTRAS.
         self._seen: dict[Tensor, int] = {}
+        # The op calls of the latest step.
+        self._plan: Plan | None = None
         if write_back != "nearest" and self._may_keep_masters():
             raise AmpValueError(
                 f"write_back={write_back!r} is for 16-bit parameters without masters, which are rounded to nearest: "
@@ -243,21 +246,28 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._settle_lr()
         scaling = scaling_of(self, self._grad_factor())
         # Every check first, so that an error leaves everything as it was.
+        for group in self.param_groups:
+            if isinstance(group["lr"], Tensor):
+                check_one_element("lr", group["lr"])
+        works = None if self._plan is None else self._plan.works(self, scaling)
+        if works is None:
+            self._plan, works = None, self._new_works(scaling)
+        norm = self._global_norm(works, scaling)
+        for number, work in enumerate(works):
+            self._launch(work, number, scaling, norm)
+        if self._plan is None:
+            self._plan = Plan(self, works, scaling)
+        self._seen.update(self._plan.stepped())
+        return loss
+
+    def _new_works(self, scaling: Scaling) -> list[Work]:
         members = [self._members(g, scaling) for g in range(len(self.param_groups))]
-        works = [
+        return [
             work
             for group, kinds in zip(self.param_groups, members, strict=True)
             for kind, found in kinds.items()
             for work in self._works(group, kind, found, scaling)
         ]
-        norm = self._global_norm(works, scaling)
-        for number, work in enumerate(works):
-            self._launch(work, number, scaling, norm)
-        for kinds in members:
-            for (destination, _), found in kinds.items():
-                if destination in EXTRAS:
-                    self._seen.update((p, p._version) for p in found.params)  # private by name, see _follow
-        return loss
 
     def _step_by(self, scaler: Any, closure: Callable[[], Any] | None) -> Any:
         """``scaler.step(self)``, after the closure: a scaler checks gradients first, and those are the closure's."""
@@ -269,10 +279,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _members(self, g: int, scaling: Scaling) -> dict[Kind, Members]:
-        """What a group has to step, after every check that a step makes."""
+        """What a group has to step, after every check of its parameters."""
         group = self.param_groups[g]
-        if isinstance(group["lr"], Tensor):
-            check_one_element("lr", group["lr"])
         pending = {} if scaling.pending is None else scaling.pending.grads
         strided, found = torch.strided, {}
         for i, p in enumerate(group["params"]):
@@ -300,6 +308,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self._keeps_master(p):
             return "split" if self.master_weights == "split" else "copy"
         return self.write_back
+
+    def _write_backs(self) -> tuple[Any, ...]:
+        """What ``_destination`` goes by, besides the parameter and its model weight."""
+        return self.write_back, self.master_weights
 
     def _works(self, group: Group, kind: Kind, members: Members, scaling: Scaling) -> Iterator[Work]:
         states = self._states(group, kind[0], members.params)
@@ -360,7 +372,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         ``step`` does so by itself after a change that autograd can see (``load_state_dict``, ``p.copy_()`` under
         no_grad); call this after one through ``p.data`` or another library.
         """
-        self._seen = {}
+        self._seen, self._plan = {}, None
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state.get(p, {})
@@ -470,7 +482,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         # A CUDA graph may hold the flags that are there.
         self.__dict__.setdefault("_zero_flags", {})
-        self._seen = {}
+        self._seen, self._plan = {}, None
         # torch puts it into the defaults of every optimizer; here it would come into later groups and checkpoints.
         self.defaults.pop("differentiable", None)
         for group in self.param_groups:

@@ -37,14 +37,26 @@ Kind = tuple[str, bool]
 
 
 class Work(NamedTuple):
-    """One op call; ``lists`` by the names of the op's arguments. Not ``fused``: for plain torch, tensor by tensor."""
+    """One op call that steps ``members``. Not ``fused``: for plain torch, tensor by tensor.
+
+    ``lists`` by the names of the op's arguments, ``keys`` where those that are state are found in the members' state.
+    """
 
     group: Group
-    write_back: str
-    waiting: bool
+    kind: Kind
     device: torch.device
     fused: bool
-    lists: dict[str, list[Tensor]]
+    members: list[Tensor]
+    lists: dict[str, Any]
+    keys: dict[str, str]
+
+    @property
+    def write_back(self) -> str:
+        return "copy" if self.kind[0] == "model" else self.kind[0]
+
+    @property
+    def waiting(self) -> bool:
+        return self.kind[1]
 
 
 def _in_layout_of(p: Tensor, grad: Tensor) -> Tensor:
@@ -82,7 +94,7 @@ def works_of(
         sized: the op's lists of state of the parameters' size, and under which key that is; None for an empty list.
         one_element: the same for state of one element.
     """
-    destination, waiting = kind
+    destination = kind[0]
     params, extras = _targets(members.params, states, destination, scaling)
     compared = {
         "grads": [
@@ -96,10 +108,12 @@ def works_of(
     along = {name: [state[key] for state in states] for name, key in one_element.items()}
     empty: dict[str, list[Tensor]] = {name: [] for name in ("extras", *sized)}
     names = [*compared, *along]
-    write_back = "copy" if destination == "model" else destination
-    found = buckets(*compared.values(), along=list(along.values()), known_dtypes=_KNOWN_DTYPES)
-    for device, fused, lists in found:
-        yield Work(group, write_back, waiting, device, fused, {**empty, **dict(zip(names, lists, strict=True))})
+    keys = {**{name: key for name, key in sized.items() if key is not None}, **one_element}
+    if destination in EXTRAS:
+        keys["params" if destination == "copy" else "extras"] = EXTRAS[destination]
+    found = buckets(*compared.values(), along=[*along.values(), members.params], known_dtypes=_KNOWN_DTYPES)
+    for device, fused, (*lists, stepped) in found:
+        yield Work(group, kind, device, fused, stepped, {**empty, **dict(zip(names, lists, strict=True))}, keys)
 
 
 def call(op: str, work: Work, arguments: dict[str, Any]) -> None:

@@ -215,6 +215,9 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     def _keeps_master(self, p: Tensor) -> bool:
         return p.dtype == self.reduced_precision_dtype
 
+    def _write_backs(self) -> tuple[Any, ...]:
+        return *super()._write_backs(), self.reduced_precision_dtype
+
     def _useless_state(self, p: Tensor) -> set[str]:
         # A dtype that is set after loading may ask for them.
         kept = {"master_param"} if self.reduced_precision_dtype is None and p.dtype in LOW_PRECISION else set()

@@ -84,6 +84,7 @@ def test_version_counters(call):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.name)
+@pytest.mark.usefixtures("reference")
 def test_optimizer_calls(optimizer):
     """The typed calls: the same as the op, by names; floats and tensors as factors; autograd hears of what changed."""
     call = make_call(COMPILED, optimizer, [3, 0, (2, 5)], param=torch.bfloat16, write_back="split")
@@ -97,6 +98,7 @@ def test_optimizer_calls(optimizer):
     assert all(max(version) >= 1 for version in versions.values()), versions
 
 
+@pytest.mark.usefixtures("reference")
 def test_larc_call():
     """The same of the one that writes gradients."""
     call = make_call(COMPILED, LARC, [3, 0, (2, 5)])

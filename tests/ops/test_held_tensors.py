@@ -1,0 +1,98 @@
+"""Lists that the library keeps: calls with them are those with the tensors themselves."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from backends import COMPILED, EMULATED, _factor
+from optimizer_calls import OPTIMIZERS, argument_names, make_call
+
+from ampctx import ops, optimizer_ops
+from ampctx._errors import AmpTypeError
+
+SIZES = [3, 0, (2, 5), 5000]
+
+
+def held(call, backend, found_inf=None, **lists):
+    """``call`` with every list but the gradients held; ``lists`` gives numbers in their place."""
+    hold = backend.ops.hold_tensors.default
+    numbers = {name: hold(tensors) if tensors else 0 for name, tensors in call.lists.items() if name != "grads"}
+    flag = backend.flag() if found_inf is None else found_inf
+    given = {**call.options, **numbers, **lists, "grads": call["grads"], "found_inf": flag}
+    given |= {"inv_scale": _factor(0.5), "lr": _factor(0.01)}
+    getattr(backend.ops, call.op).held(*(given[name] for name in argument_names(call.op)))
+
+
+@pytest.mark.parametrize("backend", [COMPILED, EMULATED], indirect=True, ids=lambda b: b.name)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.name)
+def test_held_lists_give_the_same(backend, optimizer):
+    call = make_call(backend, optimizer, SIZES, param=torch.bfloat16, write_back="split")
+    expected, call = call.clone().run(backend), call.clone()  # aligned alike: sums go by that
+    held(call, backend)
+    call.assert_same(expected)
+
+
+@pytest.mark.parametrize("number", [-1, 2**62])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.name)
+def test_a_number_of_no_list_is_refused_and_nothing_changes(optimizer, number):
+    call = make_call(COMPILED, optimizer, SIZES)
+    before = call.clone()
+    with pytest.raises(RuntimeError, match=f"{call.op}: there is no held list of number {number}"):
+        held(call, COMPILED, params=number)
+    call.assert_same(before)
+
+
+def test_held_tensors_are_looked_at_in_each_call():
+    call = make_call(COMPILED, OPTIMIZERS[0], SIZES)
+    numbers = ops.HeldTensors(call["params"])
+    call["params"][0].data = torch.full_like(call["params"][0], 7)
+    expected = call.clone().run(COMPILED)
+    held(call, COMPILED, params=numbers.number)
+    call.assert_same(expected)
+    call["params"][2].data = torch.zeros(4)
+    before = call.clone()
+    with pytest.raises(RuntimeError, match=r"multi_tensor_adam: params\[2\] has 4 elements, grads\[2\] has 10"):
+        held(call, COMPILED, params=numbers.number)
+    call["params"][3].untyped_storage().resize_(0)
+    call["params"][2].data = torch.zeros(2, 5)
+    with pytest.raises(RuntimeError, match=r"multi_tensor_adam: params\[3\] has no memory"):
+        held(call, COMPILED, params=numbers.number)
+    assert torch.equal(call["params"][0], before["params"][0])
+
+
+def test_a_list_is_let_go_with_its_object():
+    tensor = torch.ones(3)
+    lists = ops.HeldTensors([tensor])
+    number, reference = lists.number, weakref.ref(tensor)
+    del tensor
+    gc.collect()
+    assert reference() is not None
+    del lists
+    assert reference() is None
+    call = make_call(COMPILED, OPTIMIZERS[0], [3])
+    with pytest.raises(RuntimeError, match="there is no held list"):
+        held(call, COMPILED, params=number)
+    ops.extension.release_tensors(number)  # of a list that is gone: nothing
+
+
+def test_typed_calls_take_held_lists():
+    call = make_call(COMPILED, OPTIMIZERS[0], SIZES)
+    expected = call.clone().run(COMPILED)
+    lists = {name: ops.HeldTensors(t) if t and name != "grads" else t for name, t in call.lists.items()}
+    optimizer_ops.adam(**lists, found_inf=torch.zeros(()), inv_scale=0.5, lr=0.01, **typed(call.options))
+    call.assert_same(expected)
+    assert all(t._version >= 1 for name in ("params", "exp_avgs", "steps") for t in call[name])
+
+
+def test_some_held_and_others_not_is_refused():
+    call = make_call(COMPILED, OPTIMIZERS[0], SIZES)
+    lists = {**call.lists, "params": ops.HeldTensors(call["params"])}
+    with pytest.raises(AmpTypeError, match="hold all of them, or none"):
+        optimizer_ops.adam(**lists, found_inf=torch.zeros(()), inv_scale=0.5, lr=0.01, **typed(call.options))
+
+
+def typed(options):
+    return {name: value for name, value in options.items() if name != "write_back"}

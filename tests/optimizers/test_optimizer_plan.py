@@ -1,0 +1,291 @@
+"""A step asks for the op calls of the step before only while they are still the right ones."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from optimizer_cases import OPTIMIZERS, assert_same, give, gradients, parameters, params_of, run, snapshot, with_masters
+from torch import nn
+
+from ampctx._errors import AmpValueError
+from ampctx.ops import HeldTensors, extension
+from ampctx.optimizers import FusedAdam, FusedSGD
+
+MODES = {
+    "fp32": (torch.float32, {}),
+    "bf16": (torch.bfloat16, {}),
+    "masters": (torch.float16, {"master_weights": True}),
+    "split": (torch.bfloat16, {"master_weights": "split"}),
+    "kahan": (torch.bfloat16, {"write_back": "kahan"}),
+}
+
+
+def make(name, mode):
+    dtype, options = MODES[mode]
+    return OPTIMIZERS[name](parameters(dtype), **options)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_calls_are_kept_and_are_the_same(name, mode):
+    if name == "mixed-lamb" and "master_weights" in MODES[mode][1]:
+        kept, anew = (with_masters(name, parameters(MODES[mode][0])) for _ in range(2))
+    else:
+        kept, anew = make(name, mode), make(name, mode)
+    plans = []
+    for step in range(4):
+        anew._plan = None
+        for optimizer in (kept, anew):
+            params = params_of(optimizer)
+            # In the layout of the parameters, as autograd leaves them.
+            grads = zip(params, gradients(params, step), strict=True)
+            give(params, [torch.empty_like(p).copy_(grad) for p, grad in grads])
+            optimizer.step()
+        plans.append(kept._plan)
+    assert len(set(map(id, plans))) == 1
+    assert_same(snapshot(kept), snapshot(anew))
+
+
+def freeze(optimizer):
+    optimizer.gives = params_of(optimizer)[1:]
+    params_of(optimizer)[0].grad = None
+
+
+def more_groups(optimizer):
+    optimizer.add_param_group({"params": parameters(seed=9), "lr": 0.5})
+
+
+def fewer_parameters(optimizer):
+    del optimizer.param_groups[0]["params"][2:]
+
+
+def another_parameter(optimizer):
+    optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(3, 5))
+
+
+def another_order(optimizer):
+    optimizer.param_groups[0]["params"].reverse()
+
+
+def state_gone(optimizer):
+    optimizer.state.clear()
+
+
+def state_of_one_gone(optimizer):
+    del optimizer.state[params_of(optimizer)[0]]
+
+
+def state_tensor_replaced(optimizer):
+    state = optimizer.state[params_of(optimizer)[0]]
+    state["exp_avg"] = torch.full_like(state["exp_avg"], 2)
+
+
+def state_dict_of_one_replaced(optimizer):
+    p = params_of(optimizer)[0]
+    optimizer.state[p] = {key: value.clone() + 1 for key, value in optimizer.state[p].items()}
+
+
+def memory_of_state_replaced(optimizer):
+    state = optimizer.state[params_of(optimizer)[0]]
+    state["exp_avg"].data = torch.full_like(state["exp_avg"], 2)
+
+
+def memory_of_a_parameter_replaced(optimizer):
+    p = params_of(optimizer)[0]
+    p.data = torch.full_like(p, 2)
+
+
+def all_in_fp64(optimizer):
+    for p in params_of(optimizer):
+        p.data = p.data.double()
+        p.grad = None
+        for key, value in optimizer.state[p].items():
+            optimizer.state[p][key] = value if key == "step" else value.double()
+
+
+def half_in_bf16(optimizer):
+    for p in params_of(optimizer)[::2]:
+        p.data = p.data.bfloat16()
+        p.grad = None
+
+
+def loaded(optimizer):
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        state["exp_avg"] += 1
+    optimizer.load_state_dict(saved)
+
+
+def other_numbers(optimizer):
+    optimizer.param_groups[0].update(lr=torch.tensor(0.5), weight_decay=0.5, maximize=True, eps=0.1)
+
+
+def no_amsgrad(optimizer):
+    optimizer.param_groups[0]["amsgrad"] = False
+
+
+def stochastic(optimizer):
+    optimizer.write_back = "stochastic"
+
+
+def skipped(optimizer):
+    optimizer.found_inf = torch.ones(())
+
+
+CHANGES = (
+    *(freeze, more_groups, fewer_parameters, another_parameter, another_order, state_gone, state_of_one_gone),
+    *(state_tensor_replaced, state_dict_of_one_replaced, memory_of_state_replaced, memory_of_a_parameter_replaced),
+    *(all_in_fp64, half_in_bf16, loaded, other_numbers, no_amsgrad, stochastic, skipped),
+)
+
+
+def step_on(optimizer, step):
+    params = getattr(optimizer, "gives", params_of(optimizer))
+    give(params, gradients(params, step))
+    optimizer.step()
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_changes_between_steps_is_seen(change):
+    kept, anew = (OPTIMIZERS["adam"](parameters()) for _ in range(2))
+    for step in range(6):
+        if step == 3:
+            change(kept)
+            change(anew)
+        anew._plan = None
+        torch.manual_seed(step)
+        step_on(kept, step)
+        torch.manual_seed(step)
+        step_on(anew, step)
+    assert_same(snapshot(kept), snapshot(anew))
+
+
+@pytest.mark.parametrize("mode", ["masters", "split", "kahan"])
+def test_what_is_kept_beside_a_weight_follows_it(mode):
+    kept, anew = make("sgd", mode), make("sgd", mode)
+    for step in range(5):
+        if step == 3:
+            for optimizer in (kept, anew):
+                with torch.no_grad():
+                    params_of(optimizer)[0].fill_(3.0)
+        anew._plan = None
+        run(kept, 1, step)
+        run(anew, 1, step)
+    assert_same(snapshot(kept), snapshot(anew))
+
+
+def channels_last(grad):
+    return grad.to(memory_format=torch.channels_last) if grad.dim() == 4 else grad
+
+
+def expanded(grad):
+    return grad.flatten()[:1].expand(grad.numel()).view(grad.shape) if grad.dim() == 1 else grad
+
+
+@pytest.mark.parametrize("form", [channels_last, expanded], ids=lambda form: form.__name__)
+def test_gradients_of_another_form_are_seen(form):
+    kept, anew = (OPTIMIZERS["adam"](parameters()) for _ in range(2))
+    for step in range(6):
+        for optimizer in (kept, anew):
+            optimizer.zero_grad()
+            grads = gradients(params_of(optimizer), step)
+            give(params_of(optimizer), [form(g) for g in grads] if step in (2, 4, 5) else grads)
+            anew._plan = None
+            optimizer.step()
+    assert_same(snapshot(kept), snapshot(anew))
+
+
+def test_a_sparse_gradient_is_refused_and_nothing_changes():
+    optimizer = OPTIMIZERS["adam"](parameters())
+    run(optimizer, 3)
+    before = snapshot(optimizer)
+    give(params_of(optimizer), gradients(params_of(optimizer), 3))
+    params_of(optimizer)[0].grad = torch.ones(3, 5).to_sparse()
+    with pytest.raises(RuntimeError, match=r"param_groups\[0\]\['params'\]\[0\]"):
+        optimizer.step()
+    assert_same(snapshot(optimizer), before)
+
+
+def test_an_lr_of_several_elements_is_refused_and_nothing_changes():
+    optimizer = OPTIMIZERS["adam"](parameters())
+    run(optimizer, 3)
+    before = snapshot(optimizer)
+    optimizer.param_groups[0]["lr"] = torch.ones(2)
+    with pytest.raises(AmpValueError, match="lr"):
+        run(optimizer, 1)
+    assert_same(snapshot(optimizer), before)
+
+
+def test_other_masters_are_seen():
+    """``reduced_precision_dtype`` decides who has a master."""
+    kept, anew = (OPTIMIZERS["mixed-lamb"](parameters(torch.bfloat16)) for _ in range(2))
+    for step in range(5):
+        if step == 3:
+            kept.reduced_precision_dtype = anew.reduced_precision_dtype = torch.bfloat16
+        anew._plan = None
+        run(kept, 1, step)
+        run(anew, 1, step)
+    assert "master_param" in kept.state[params_of(kept)[0]]
+    assert_same(snapshot(kept), snapshot(anew))
+
+
+def test_masters_with_other_models_are_seen():
+    """``model_params`` as amp leaves it: another 16-bit weight for a master."""
+    optimizer = FusedSGD([nn.Parameter(torch.ones(4))], lr=1.0)
+    (master,) = params_of(optimizer)
+    models = [torch.zeros(4, dtype=torch.float16) for _ in range(2)]
+    for step in range(4):
+        master.grad = torch.ones(4)
+        optimizer.model_params = {master: models[step // 2]}
+        optimizer.step()
+    assert models[0].tolist() == [-1.0] * 4
+    assert models[1].tolist() == [-3.0] * 4
+
+
+def test_no_gradient_is_kept_and_nothing_outlives_the_optimizer():
+    params = parameters()
+    optimizer = FusedAdam(params)
+    run(optimizer, 3)
+    grad, state = weakref.ref(params[0].grad), weakref.ref(optimizer.state[params[0]]["exp_avg"])
+    params[0].grad = None
+    assert grad() is None
+    optimizer.state[params[0]].pop("exp_avg")
+    run(optimizer, 1)
+    gc.collect()
+    assert state() is None, "the calls of the former step keep what they no longer need"
+    last = weakref.ref(optimizer.state[params[0]]["exp_avg"])
+    gc.disable()
+    try:
+        del optimizer
+        assert last() is None
+    finally:
+        gc.enable()
+
+
+def test_copies_and_pickles_make_calls_of_their_own():
+    optimizer = FusedAdam(parameters())
+    run(optimizer, 3)
+    before = snapshot(optimizer)
+    twin = copy.deepcopy(optimizer)
+    run(twin, 1, 3)
+    assert_same(snapshot(optimizer), before)
+    run(optimizer, 1, 3)
+    assert_same(snapshot(twin), snapshot(optimizer))
+
+
+def test_subclasses_of_tensor_are_not_held():
+    class Mine(nn.Parameter):
+        pass
+
+    optimizer = FusedAdam([Mine(torch.ones(3))])
+    run(optimizer, 3)
+    assert not any(isinstance(lists, HeldTensors) for lists in optimizer._plan._calls[0]._held.values())
+    plain = FusedAdam([nn.Parameter(torch.ones(3))])
+    run(plain, 3)
+    assert_same(snapshot(optimizer), snapshot(plain))
+    held = [isinstance(lists, HeldTensors) for lists in plain._plan._calls[0]._held.values()]
+    assert any(held) == ("cpu" in extension.backends)
