@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ampctx import foreach
+from ampctx._each import all_none, stored_grad
 from ampctx.foreach import Factor, FoundInf, PerDevice, product
 
 
@@ -36,13 +37,8 @@ def declares(optimizer: Any, name: str) -> bool:
     return bool(getattr(optimizer, name))
 
 
-# The attribute itself, below the property of the same name.
+# The attribute itself, below the property of the same name; ``stored_grad`` reads it.
 _GRAD: Any = torch.Tensor.grad
-
-
-def stored_grad(master: Tensor) -> Tensor | None:
-    """The gradient tensor of a master, without making one of what waits."""
-    return _GRAD.__get__(master)
 
 
 class MasterParam(nn.Parameter):
@@ -148,7 +144,7 @@ class ModelGrads:
 
     def is_alone(self) -> bool:
         """Whether no master has a gradient besides."""
-        return all(grad is None for grad in map(stored_grad, self.grads))
+        return all_none(map(stored_grad, self.grads))
 
     def drop(self) -> None:
         """Forgets the gradients."""

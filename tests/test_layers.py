@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = [
-    ["ampctx._errors", "ampctx.amp.cast_lists"],
+    ["ampctx._errors", "ampctx._each", "ampctx.amp.cast_lists"],
     [
         "ampctx._extension",
         "ampctx._reference",

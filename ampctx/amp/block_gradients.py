@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from ampctx import _reference, foreach
+from ampctx._each import all_none, grad_of, layout_of, stored_grad
 from ampctx.amp.master_params import MasterParams
 from ampctx.foreach import Factor, FoundInf, PerDevice, product
-from ampctx.model_grads import ModelGrads, stored_grad
+from ampctx.model_grads import ModelGrads
 
 Grads = dict[Tensor, Tensor]
 
@@ -379,7 +380,7 @@ class BlockGradients:
             self._masters.lazy
             and len(self._frames) < 2
             and self.waiting is None
-            and all(grad is None for grad in map(stored_grad, masters))
+            and all_none(map(stored_grad, masters))
             and {grad.layout for grad in grads} == {torch.strided}
             and all(map(_owns_its_storage, grads))
         )
@@ -436,6 +437,11 @@ class BlockGradients:
         if self._waiting is not None:
             self._waiting.drop()
             self._waiting = None
+
+    def drop_master_grads(self) -> None:
+        """Those that wait, too."""
+        self.drop_waiting()
+        self._masters.drop_master_grads()
 
     def forget(self) -> None:
         """What was set aside is gone: the user has zeroed the gradients."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Container, Iterable
+from itertools import compress, repeat
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ampctx import foreach
+from ampctx._each import device_of, dtype_of, same, stored_grad, version_of
 from ampctx._errors import AmpError
 from ampctx.amp.cast_arguments import LOW_PRECISION, ModelHook, Undo
 from ampctx.amp.model_watch import ParameterNames
@@ -39,9 +41,23 @@ def _members(optimizer: Any) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _write_count(p: Tensor) -> tuple[int, int]:
-    # torch's name for what counts writes is private to look at; autograd's documentation explains it.
-    return p._version, p.data_ptr()
+class _WriteCounts:
+    """What tells whether somebody has written to tensors since: their versions, and where their memory is."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self._params = params
+        self._versions, self._addresses = list(map(version_of, params)), list(map(Tensor.data_ptr, params))
+
+    def changed(self, since: _WriteCounts) -> list[Tensor]:
+        """The tensors that both know, and that were written to."""
+        if same(self._params, since._params) and self._counts() == since._counts():
+            return []
+        former = {id(p): count for p, *count in zip(since._params, *since._counts(), strict=True)}
+        now = zip(self._params, *self._counts(), strict=True)
+        return [p for p, *count in now if former.get(id(p), count) != count]
+
+    def _counts(self) -> tuple[list[int], list[int]]:
+        return self._versions, self._addresses
 
 
 class MasterParams:
@@ -86,8 +102,8 @@ class MasterParams:
         self._low: set[int] = set()
         # What the groups held when they were last looked at.
         self._members: list[Tensor] = []
-        # Of each 16-bit weight, what tells whether somebody has written to it since it was made from its master.
-        self._written: dict[Tensor, tuple[int, int]] = {}
+        # Of the 16-bit weights when they were made from their masters.
+        self._written = _WriteCounts([])
         # Names of parameters that have joined with a gradient, which was dropped: for somebody to tell the user.
         self.dropped_grads: list[str] = []
         self._may_disagree = True
@@ -178,13 +194,19 @@ class MasterParams:
         Raises:
             AmpError: a weight was converted or moved since it came in.
         """
-        for p, master in self.pairs:
-            if p.dtype not in LOW_PRECISION or p.device != master.device:
-                raise AmpError(
-                    f"{self._name_of(p)} is {p.dtype} on {p.device} now, and its fp32 master weight on {master.device} "
-                    "is kept for a 16-bit weight there. Move a model before amp.initialize, which also converts it: no "
-                    "model.float(), half() or to(...) afterwards; amp.reset() gives an fp32 model back."
-                )
+        params, masters = [p for p, _ in self.pairs], [master for _, master in self.pairs]
+        moved = any(map(operator.ne, map(device_of, params), map(device_of, masters)))
+        if moved or not set(map(dtype_of, params)) <= set(LOW_PRECISION):
+            for p, master in self.pairs:
+                if p.dtype not in LOW_PRECISION or p.device != master.device:
+                    raise AmpError(
+                        f"{self._name_of(p)} is {p.dtype} on {p.device} now, and its fp32 master weight on "
+                        f"{master.device} is kept for a 16-bit weight there. Move a model before amp.initialize, which "
+                        "also converts it: no model.float(), half() or to(...) afterwards; amp.reset() gives an fp32 "
+                        "model back."
+                    )
+        if set(map(dtype_of, self.own)).isdisjoint(LOW_PRECISION):
+            return
         for p in self.own:
             if p.dtype in LOW_PRECISION and id(p) not in self._low:
                 raise AmpError(
@@ -248,7 +270,7 @@ class MasterParams:
     def model_changed(self) -> None:
         """Notes that model weights may have changed behind the masters."""
         self._may_disagree = True
-        self._written.clear()
+        self._written = _WriteCounts([])
 
     @torch.no_grad()
     def follow_model(self, settled: bool = False) -> None:
@@ -274,7 +296,7 @@ class MasterParams:
 
     def mark_written(self) -> None:
         """Notes that the 16-bit weights are what their masters round to."""
-        self._written = {p: _write_count(p) for p, _ in self.pairs}
+        self._written = _WriteCounts([p for p, _ in self.pairs])
 
     @torch.no_grad()
     def overwritten(self) -> list[str]:
@@ -284,15 +306,17 @@ class MasterParams:
         """
         if self._may_disagree:
             return []  # the masters are about to follow
-        changed = [(p, m) for p, m in self.pairs if self._written.get(p, count := _write_count(p)) != count]
-        if changed and changed[0][0].is_cuda and torch.cuda.is_current_stream_capturing():
+        changed = _WriteCounts([p for p, _ in self.pairs]).changed(self._written)
+        if not changed or (changed[0].is_cuda and torch.cuda.is_current_stream_capturing()):
             return []
-        return [self._name_of(p) for p, master in changed if not torch.equal(master.to(p.dtype), p)]
+        which = set(map(id, changed))
+        return [self._name_of(p) for p, m in self.pairs if id(p) in which and not torch.equal(m.to(p.dtype), p)]
 
     def drop_master_grads(self) -> None:
-        for _, master in self.pairs:
-            if master.grad is not None:
-                master.grad = None
+        """Of the gradients of masters, those that are tensors become None."""
+        masters = [master for _, master in self.pairs]
+        for master in compress(masters, map(operator.is_not, map(stored_grad, masters), repeat(None))):
+            master.grad = None
 
 
 class _MastersFollow(ModelHook):

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ampctx._each import stored_grad
 from ampctx._errors import AmpError
 from ampctx.amp.block_gradients import BlockGradients, Pending
 from ampctx.amp.device_skips import DeviceSkips, Verdicts, skips_by_itself
@@ -31,7 +32,7 @@ from ampctx.amp.step_outcome import Culprit, Culprits, Names, StepOutcome, culpr
 from ampctx.amp.step_undo import snapshot, with_wrapped
 from ampctx.foreach import Factor, move
 from ampctx.grad_clip import norm_before_clipping
-from ampctx.model_grads import ModelGrads, stored_grad
+from ampctx.model_grads import ModelGrads
 
 
 class _OverflowInClosure(Exception):
@@ -288,8 +289,7 @@ class OptimizerBinding:
         self._skipped_on_host += 1
         culprits = culprits_among(self._present_grads(), self._names)
         norm = self._grad_norm(self.gradients.waiting)
-        self.gradients.drop_waiting()
-        self.masters.drop_master_grads()
+        self.gradients.drop_master_grads()
         # torch's LR schedulers warn when they are stepped first; a skipped step was asked for in the right order. The
         # name is private to torch.optim.lr_scheduler and guarded by a test. They may look at what LARC or SAM wraps.
         for optimizer in with_wrapped(self.optimizer):
@@ -308,7 +308,7 @@ class OptimizerBinding:
         """Notes a step that the host has decided on, and that was taken."""
         self._guard.stepped()
         outcome = StepOutcome(scales=self._take_scales(), grad_norm=self._grad_norm(None))
-        self.masters.drop_master_grads()
+        self.gradients.drop_master_grads()
         self._conclude(outcome)
 
     def _conclude(self, outcome: StepOutcome) -> None:
@@ -489,8 +489,7 @@ class OptimizerBinding:
                     self.masters.copy_to_model()  # after a skip too: each weight is its rounded master then as before
             self.masters.mark_written()
             outcome = self._outcome_on_device(getattr(optimizer, "found_inf", None), "found_inf" in former)
-            self.gradients.drop_waiting()
-            self.masters.drop_master_grads()
+            self.gradients.drop_master_grads()
             if self._verdicts:
                 self._skipped_on_device.count(optimizer.found_inf, self._verdicts)
         except BaseException:
@@ -534,7 +533,7 @@ class OptimizerBinding:
             self.masters.copy_to_model()
             if evaluated:
                 # The optimizer has read them. A closure may zero gradients through the model, which has none of these.
-                self.masters.drop_master_grads()
+                self.gradients.drop_master_grads()
             evaluated = True
             with self._casts.resumed():
                 loss = closure()
@@ -594,7 +593,7 @@ class OptimizerBinding:
             restore()
             raise
         self.masters.copy_to_model()
-        self.masters.drop_master_grads()
+        self.gradients.drop_master_grads()
         return result
 
     def _second_step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -607,7 +606,7 @@ class OptimizerBinding:
         restore, self._uphill = self._uphill, None
         if restore is _SKIPPED:
             self._verdicts, self._firm = {}, {}  # this step has been counted as skipped
-            self.masters.drop_master_grads()
+            self.gradients.drop_master_grads()
         elif overflowed := self._take_verdicts():
             if restore is not None:
                 restore()

@@ -1,30 +1,22 @@
 """Keeps the op calls of a step for the next one, while everything that they were made from is still the same.
 
 Between two steps the gradients are new and the rest is not. To make the calls anew takes a dozen passes over the
-parameters in Python; to see that they still hold takes a few inside the interpreter: ``map`` over functions in C, and
-no dict with tensors for keys is asked for one, as torch hashes them in Python.
+parameters in Python; to see that they still hold takes a few inside the interpreter (``ampctx._each``).
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import repeat
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ampctx._each import all_none, all_there, dtype_of, grad_of, layout_of, same, version_of
 from ampctx.model_grads import MasterParam
 from ampctx.ops import HeldTensors, extension
 from ampctx.optimizers._scaling import Scaling
 from ampctx.optimizers._work import EXTRAS, Work
-
-_grad_of: Any = operator.attrgetter("grad")
-_dtype_of: Any = Tensor.dtype.__get__  # type: ignore[attr-defined]
-_layout_of: Any = Tensor.layout.__get__  # type: ignore[attr-defined]
-# Private by name; nothing public tells that a tensor changed without reading it.
-_version_of: Any = operator.attrgetter("_version")
 
 # Others may stand for tensors that the dispatcher puts in their place.
 _PLAIN = {Tensor, nn.Parameter, MasterParam}
@@ -33,11 +25,6 @@ _PLAIN = {Tensor, nn.Parameter, MasterParam}
 def _strides(tensors: Sequence[Tensor]) -> list[tuple[int, ...]] | None:
     """None where all are contiguous."""
     return None if all(map(Tensor.is_contiguous, tensors)) else [t.stride() for t in tensors]
-
-
-def _same(some: Iterable[Any], others: Iterable[Any]) -> bool:
-    """Whether these are the same objects, as far as the shorter goes."""
-    return all(map(operator.is_, some, others))
 
 
 def _held(work: Work) -> dict[str, Any]:
@@ -55,7 +42,7 @@ class _Snapshot:
         self._keys, self._values = list(mapping), list(mapping.values())
 
     def is_of(self, mapping: Mapping[Any, Any]) -> bool:
-        return len(mapping) == len(self._keys) and _same(mapping, self._keys) and _same(mapping.values(), self._values)
+        return len(mapping) == len(self._keys) and same(mapping, self._keys) and same(mapping.values(), self._values)
 
 
 class _Call:
@@ -74,15 +61,15 @@ class _Call:
         """The call with other gradients, of which None may be one; None where it does not hold any more."""
         work, (of_grads, of_members) = self.work, self._dtypes
         if (
-            not all(map(operator.is_not, grads, repeat(None)))
-            or set(map(_dtype_of, grads)) != {of_grads}
-            or set(map(_layout_of, grads)) != {torch.strided}
+            not all_there(grads)
+            or set(map(dtype_of, grads)) != {of_grads}
+            or set(map(layout_of, grads)) != {torch.strided}
             or _strides(grads) != self._strides
-            or set(map(_dtype_of, work.members)) != {of_members}
+            or set(map(dtype_of, work.members)) != {of_members}
         ):
             return None
         for name, key in work.keys.items():
-            if not _same((state.get(key) for state in self._states), work.lists[name]):
+            if not same((state.get(key) for state in self._states), work.lists[name]):
                 return None
         if self._held is None:
             self._held = _held(work)
@@ -102,7 +89,7 @@ class Plan:
         self._waiting = [] if scaling.pending is None else list(scaling.pending.grads)
         # What is kept beside these 16-bit weights follows what somebody writes into them.
         self._followed = [p for work in works if work.kind[0] in EXTRAS for p in work.members]
-        self._versions = list(map(_version_of, self._followed))
+        self._versions = list(map(version_of, self._followed))
 
     def works(self, optimizer: Any, scaling: Scaling) -> list[Work] | None:
         """The calls of a step now; None where something has changed. No host sync."""
@@ -112,18 +99,18 @@ class Plan:
             or self._destinations != self._destinations_of(optimizer)
             or not self._state.is_of(optimizer.state)
             or not self._models.is_of(scaling.models)
-            or self._versions != list(map(_version_of, self._followed))
+            or self._versions != list(map(version_of, self._followed))
             or len(pending) != len(self._waiting)
-            or not _same(pending, self._waiting)
-            or not _same(map(_grad_of, self._idle), repeat(None))
+            or not same(pending, self._waiting)
+            or not all_none(map(grad_of, self._idle))
         ):
             return None
         found = []
         for call in self._calls:
             members = call.work.members
             if not call.work.waiting:
-                grads = list(map(_grad_of, members))
-            elif len(members) == len(pending) and _same(members, pending):
+                grads = list(map(grad_of, members))
+            elif len(members) == len(pending) and same(members, pending):
                 grads = list(pending.values())
             else:
                 grads = list(map(pending.get, members))
@@ -134,12 +121,12 @@ class Plan:
 
     def stepped(self) -> dict[Tensor, int]:
         """Notes that a step has been taken: the ``_version`` of 16-bit weights that something is kept beside."""
-        self._versions = list(map(_version_of, self._followed))
+        self._versions = list(map(version_of, self._followed))
         return dict(zip(self._followed, self._versions, strict=True))
 
     def _are_these(self, groups: Sequence[dict[str, Any]]) -> bool:
         return len(groups) == len(self._groups) and all(
-            group is there and len(params) == len(group["params"]) and _same(params, group["params"])
+            group is there and len(params) == len(group["params"]) and same(params, group["params"])
             for group, (there, params) in zip(groups, self._groups, strict=True)
         )
 

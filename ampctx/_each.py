@@ -1,0 +1,37 @@
+"""Passes over thousands of tensors inside the interpreter: functions in C for ``map``, and what is often asked of them.
+
+A line of Python for each tensor costs more than the kernels take for a small one. Dicts with tensors for keys are left
+alone, too: torch hashes tensors in Python.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from itertools import repeat
+from typing import Any
+
+from torch import Tensor
+
+grad_of: Any = operator.attrgetter("grad")
+# The attribute itself, below a property of the same name.
+stored_grad: Any = Tensor.grad.__get__  # type: ignore[attr-defined]
+dtype_of: Any = Tensor.dtype.__get__  # type: ignore[attr-defined]
+device_of: Any = Tensor.device.__get__  # type: ignore[attr-defined]
+layout_of: Any = Tensor.layout.__get__  # type: ignore[attr-defined]
+# Private by name; nothing public tells that a tensor changed without reading it.
+version_of: Any = operator.attrgetter("_version")
+
+
+def same(some: Iterable[Any], others: Iterable[Any]) -> bool:
+    """Whether these are the same objects, as far as the shorter goes."""
+    return all(map(operator.is_, some, others))
+
+
+def all_none(items: Iterable[Any]) -> bool:
+    return all(map(operator.is_, items, repeat(None)))
+
+
+def all_there(items: Iterable[Any]) -> bool:
+    """Whether none of them is None."""
+    return all(map(operator.is_not, items, repeat(None)))
