@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ampctx import _reference, foreach
 from ampctx.amp.master_params import MasterParams
+from ampctx.amp.step_outcome import values_of
 from ampctx.foreach import Factor, FoundInf, PerDevice, product
 from ampctx.model_grads import ModelGrads, stored_grad
 
@@ -262,33 +263,36 @@ class BlockGradients:
             self._window = None
 
     @torch.no_grad()
-    def close_window(self, inv_scale: Factor, found_inf: FoundInf) -> None:
+    def close_window(self, inv_scale: Factor, found_inf: FoundInf, check_before: bool = False) -> None:
         """Between blocks: ``finish`` for a window that no block ends."""
         assert self._window is not None
         self._frames.append(_Frame(self._window.before))
         try:
-            self.finish(inv_scale, found_inf)
+            self.finish(inv_scale, found_inf, check_before)
         except BaseException:
             self.spoiled = True
             del self._frames[:]
             raise
 
-    def finish(self, inv_scale: Factor, found_inf: FoundInf) -> None:
+    def finish(self, inv_scale: Factor, found_inf: FoundInf, check_before: bool = False) -> None:
         """Ends the block: unscales what arrived and adds it to what was there."""
-        self.prepare(inv_scale, found_inf)
+        self.prepare(inv_scale, found_inf, check_before=check_before)
         self.commit(found_inf)
 
     @torch.no_grad()
-    def prepare(self, inv_scale: Factor, found_inf: FoundInf, done: set[int] | None = None) -> None:
+    def prepare(
+        self, inv_scale: Factor, found_inf: FoundInf, done: set[int] | None = None, check_before: bool = False
+    ) -> None:
         """Unscales what arrived. The block is still open.
 
-        ``done``: ids of parameters that another optimizer of the block has dealt with; extended.
+        ``done``: ids of parameters that another optimizer of the block has dealt with; extended. ``check_before``: no
+        verdict on what was there is pending, and it counts like what arrived. A skipped step may have left it.
         """
         frame = self._frames[-1]
         # In a nested block the unscaled gradients are those that the enclosing block set aside.
         outer = self._frames[-2] if len(self._frames) > 1 else None
         self._fold(inv_scale, found_inf, frame.outcome)
-        self._unscale_own(frame, outer, inv_scale, found_inf, set() if done is None else done)
+        self._unscale_own(frame, outer, inv_scale, found_inf, set() if done is None else done, check_before)
         if outer is not None:
             frame.outcome.grads.update({p: frame.before.get(p) for p, _ in self._masters.pairs})
 
@@ -314,10 +318,16 @@ class BlockGradients:
             self._waiting = outcome.waiting
 
     def _unscale_own(
-        self, frame: _Frame, outer: _Frame | None, inv_scale: Factor, found_inf: FoundInf, done: set[int]
+        self,
+        frame: _Frame,
+        outer: _Frame | None,
+        inv_scale: Factor,
+        found_inf: FoundInf,
+        done: set[int],
+        check_before: bool,
     ) -> None:
         """grad = grad * inv_scale + what was there, for the parameters without masters."""
-        arrived, before = [], []
+        arrived, before, unseen = [], [], []
         alone: dict[int, Tensor] = {}
         for p in self._masters.own:
             if id(p) in done:
@@ -325,6 +335,8 @@ class BlockGradients:
             done.add(id(p))
             new, old = p.grad, (frame if outer is None else outer).before.get(p)
             total = old
+            if old is not None and (new is None or new.layout != torch.strided):
+                unseen.append(values_of(old))
             if new is not None and new.layout != torch.strided:
                 total = _add_sparse(new, old, inv_scale, found_inf).to(p.dtype)
             elif new is not None:
@@ -341,7 +353,9 @@ class BlockGradients:
                 if total is not None:
                     frame.outcome.set_aside[p] = total
         if arrived:
-            foreach.axpby(arrived, before, arrived, found_inf, inv_scale, 1.0, arg_to_check=0)
+            foreach.axpby(arrived, before, arrived, found_inf, inv_scale, 1.0, arg_to_check=-1 if check_before else 0)
+        if unseen and check_before:
+            foreach.l2norm(unseen, found_inf)
         if alone and inv_scale != 1.0:
             foreach.scale(list(alone.values()), list(alone.values()), found_inf, inv_scale)
 
@@ -385,13 +399,13 @@ class BlockGradients:
         )
 
     @torch.no_grad()
-    def settle(self) -> FoundInf:
+    def settle(self, check_before: bool = False) -> FoundInf:
         """Between blocks: takes over gradients of a plain backward, and ends a window that no block has ended."""
         found_inf = FoundInf()
         if self._frames:
             return found_inf
         if self._window is not None:
-            self.close_window(self._window.inv_scale, found_inf)
+            self.close_window(self._window.inv_scale, found_inf, check_before)
             return found_inf
         outcome = _Outcome()
         self._fold(1.0, found_inf, outcome)
@@ -417,6 +431,7 @@ class BlockGradients:
     def restore(self, pending: Pending) -> None:
         """Puts these gradients in the place of all that are there. Between blocks."""
         self.drop_waiting()
+        self.spoiled = False
         for p in self._leaves():
             p.grad = pending.model.get(p)
         for _, master in self._masters.pairs:

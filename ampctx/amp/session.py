@@ -306,7 +306,8 @@ class AmpSession:
 
         Call ``backward()`` on what is yielded. After the block ``amp.master_params(optimizer)`` hold true gradients,
         added to those of earlier blocks; if one was inf or nan, the next ``optimizer.step()`` is skipped and the scale
-        reduced. An exception in the block leaves gradients as they were before it. Where it comes while they are added
+        reduced. Zero gradients after a skipped step, too: where they are inf or nan still, the next one is skipped as
+        well. An exception in the block leaves gradients as they were before it. Where it comes while they are added
         up at the end, ``optimizer.step()`` raises until ``optimizer.zero_grad()``.
 
         Blocks of one session are open in one thread at a time; at O1 and O4 in that of ``initialize``.
@@ -369,7 +370,7 @@ class AmpSession:
                 return
             done: set[int] = set()
             for binding in bindings:
-                binding.gradients.prepare(inv_scale, found_inf, done)
+                binding.prepare(inv_scale, found_inf, done)
             committing = True
             for binding in bindings:
                 binding.gradients.commit(found_inf)

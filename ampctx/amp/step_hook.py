@@ -29,7 +29,7 @@ from ampctx.amp.master_params import MasterParams
 from ampctx.amp.stall import StallGuard
 from ampctx.amp.step_outcome import Culprit, Culprits, Names, StepOutcome, culprits_among
 from ampctx.amp.step_undo import snapshot, with_wrapped
-from ampctx.foreach import Factor, move
+from ampctx.foreach import Factor, FoundInf, move
 from ampctx.grad_clip import norm_before_clipping
 from ampctx.model_grads import ModelGrads, stored_grad
 
@@ -156,7 +156,7 @@ class OptimizerBinding:
         self.follow_groups()
         self.masters.follow_model(settled)
         delayed_by = self._delayed_by if self.gradients.has_window else None
-        found_inf = self.gradients.settle()
+        found_inf = self.gradients.settle(check_before=not self._verdicts)
         # A window ends at the same step on every rank, with gradients or without; its flag is agreed on at once.
         if not found_inf.per_device and (delayed_by is None or delayed_by[1].process_group is None):
             return
@@ -208,6 +208,10 @@ class OptimizerBinding:
     def _has_scaled(self) -> bool:
         """Whether gradients from before may be multiplied by a scale."""
         return any(not scale.is_identity and scale.scale is not None for scale in self.loss_scales)
+
+    def prepare(self, inv_scale: Factor, found_inf: FoundInf, done: set[int]) -> None:
+        """Unscales and checks the gradients of a scale_loss block, which is still open."""
+        self.gradients.prepare(inv_scale, found_inf, done, check_before=not self._verdicts)
 
     def delay(self, loss_id: int, loss_scale: LossScale, inv_scale: Factor) -> None:
         """Ends a block whose gradients a later block, or else the step, unscales and judges."""

@@ -75,7 +75,7 @@ def culprits_among(grads: Iterable[tuple[Tensor, Tensor]], names: Callable[[], M
 
     One read of the gradients and a host sync; where one is not finite, a few more reads of that one, and a second sync.
     """
-    pairs = [(p, _values(grad)) for p, grad in grads]
+    pairs = [(p, values_of(grad)) for p, grad in grads]
     _, norms = foreach.unscale_l2norms([values for _, values in pairs], FoundInf(), 1.0)
     suspects = [pair for pair, fine in zip(pairs, norms.isfinite().tolist(), strict=True) if not fine]
     if not suspects:
@@ -92,7 +92,8 @@ def culprits_among(grads: Iterable[tuple[Tensor, Tensor]], names: Callable[[], M
     )
 
 
-def _values(grad: Tensor) -> Tensor:
+def values_of(grad: Tensor) -> Tensor:
+    """The elements that a gradient stores: of a sparse one, duplicates summed."""
     grad = grad.detach()
     return grad.coalesce().values() if grad.layout == torch.sparse_coo else grad
 
