@@ -257,10 +257,18 @@ class OptimizerBinding:
         """Loss id and scale of the delayed blocks whose gradients lie in ``.grad``; None where there are none."""
         return self._delayed_by if self.gradients.has_window else None
 
-    def restore(self, pending: Pending, verdicts: Verdicts, delayed_by: tuple[int, LossScale] | None) -> None:
-        """Takes over gradients and latch of a checkpoint, in the place of those that are there. Between blocks."""
+    def restore(
+        self,
+        pending: Pending,
+        verdicts: Verdicts,
+        delayed_by: tuple[int, LossScale] | None,
+        scales_used: dict[int, Factor],
+    ) -> None:
+        """Takes over gradients, latch and scales of a checkpoint, in the place of all that is there. Between blocks."""
+        self._epoch += 1
         self.gradients.restore(pending)
-        self._verdicts, self._delayed_by = verdicts, delayed_by
+        self._verdicts, self._delayed_by, self.scales_used = verdicts, delayed_by, scales_used
+        self._firm, self._step_failed, self._uphill = {}, False, None
 
     def release(self) -> None:
         """Gives the optimizer back as it was, its parameters in fp32."""
@@ -331,6 +339,11 @@ class OptimizerBinding:
         return scales
 
     # --- what is known of the gradients of a step ---------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        """What the parameters that the optimizer steps are called, in order."""
+        names, model_of = self._names(), self.masters.model_of
+        return [names[id(model_of.get(p, p))] for group in self.optimizer.param_groups for p in group["params"]]
 
     def _names(self) -> dict[int, str]:
         return self._reports.names.of(self.optimizer, self.masters.model_of)

@@ -18,6 +18,8 @@ from ampctx.foreach import Factor, FoundInf, PerDevice, move
 
 OVERFLOW = "overflow"
 FOUND_INF = "found_inf"
+# How the name of a parameter begins that no model has.
+PLACE = "param_groups["
 
 
 class Culprit(NamedTuple):
@@ -59,7 +61,7 @@ class Names:
         for g, group in enumerate([] if optimizer is None else optimizer.param_groups):
             given = group.get("param_names")
             for i, p in enumerate(group["params"]):
-                place = given[i] if given and i < len(given) else f"param_groups[{g}][{i}]"
+                place = given[i] if given and i < len(given) else f"{PLACE}{g}][{i}]"
                 names[id((model_of or {}).get(p, p))] = place
         models = [reference() for reference in self._models]
         for m, model in enumerate(models):
