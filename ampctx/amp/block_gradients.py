@@ -27,6 +27,7 @@ from ampctx import _reference, foreach
 from ampctx.amp.master_params import MasterParams
 from ampctx.amp.step_outcome import values_of
 from ampctx.foreach import Factor, FoundInf, PerDevice, product
+from ampctx.grad_clip import forget_norm_before_clipping
 from ampctx.model_grads import ModelGrads, stored_grad
 
 Grads = dict[Tensor, Tensor]
@@ -312,6 +313,7 @@ class BlockGradients:
             totals = [total for _, total in outcome.added]
             grads = [grad for grad, _ in outcome.added]
             foreach.axpby(grads, totals, totals, found_inf, outcome.factor, 1.0, arg_to_check=0)
+            forget_norm_before_clipping(totals)
         for t, grad in outcome.grads.items():
             t.grad = grad
         if outcome.waiting is not None:
