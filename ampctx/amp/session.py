@@ -92,6 +92,12 @@ class AmpSession:
         self._skip_hooks: OrderedDict[int, Callable[[Any, StepOutcome], None]] = OrderedDict()
         self._thread = OwnThread()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise AmpError(
+            "an AmpSession cannot be copied or pickled: it belongs to models and optimizers of this process. Make one "
+            "for the copies, initialize it, and load state_dict(masters=True) of this one into it"
+        )
+
     # --- initialize and reset ----------------------------------------------------------------------------------------
 
     def initialize(

@@ -133,9 +133,16 @@ class OptimizerBinding:
         }
         if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
             methods |= {"first_step": self._first_step, "second_step": self._second_step}
+        # What the optimizer itself has under these names; those of its class, also as an LR scheduler wraps them, are
+        # None.
+        self._formers = {
+            name: None if hasattr(type(optimizer), name) else vars(optimizer).get(name) for name in methods
+        }
         try:
             for name, method in methods.items():
                 self._undo.append(_replace(optimizer, name, method))
+            step = vars(optimizer)["step"]
+            step.refuse_grad_scaler = step.__func__.refuse_grad_scaler = _weak_method(self._refuse_grad_scaler)
         except BaseException:
             self.release()
             raise
@@ -410,6 +417,8 @@ class OptimizerBinding:
         self._refuse_in_block("step")
         closure = args[0] if args else kwargs.pop("closure", None)
         args = args[1:]
+        if getattr(self.optimizer, "grad_scale", None) is not None:  # of torch's GradScaler
+            self._refuse_grad_scaler()
         self._epoch += 1
         self._look_for_edits()
         if closure is None:
@@ -652,6 +661,14 @@ class OptimizerBinding:
                 "gradients were being added up: call optimizer.zero_grad() and start this step's gradients anew"
             )
 
+    def _refuse_grad_scaler(self) -> None:
+        """A scaler finds no gradients of masters: it would neither unscale nor check them."""
+        if self.masters.pairs:
+            raise AmpError(
+                "a GradScaler was given an optimizer that is under amp with fp32 master weights: use scale_loss, which "
+                "scales the loss and skips steps by itself, or opt_level O0, O1 or O4"
+            )
+
     def _zero_grad(self, original: Callable, *args: Any, **kwargs: Any) -> None:
         self._epoch += 1
         original(*args, **kwargs)
@@ -674,11 +691,17 @@ class OptimizerBinding:
                 raise
 
     def _reduce_ex(self, original: Callable, protocol: Any) -> Any:
-        """A copy or pickle of the optimizer would step copies of the masters, which no model follows: it is for its
-        ``state_dict()``, and its ``step`` says so."""
+        """A copy or pickle of the optimizer does not take the replaced methods along, which are about the original.
+
+        With masters it would step copies of them, which no model follows: it is for its ``state_dict()``, and its
+        ``step`` says so.
+        """
         function, arguments, state, *rest = original(protocol)
-        if self.masters.pairs and isinstance(state, dict):
-            state = {**state, "step": StepOfCopy(type(self.optimizer).__name__)}
+        if isinstance(state, dict):
+            own = {name: former for name, former in self._formers.items() if name in state and former is not None}
+            state = {key: value for key, value in state.items() if key not in self._formers} | own
+            if self.masters.pairs:
+                state["step"] = StepOfCopy(type(self.optimizer).__name__)
         return function, arguments, state, *rest
 
 

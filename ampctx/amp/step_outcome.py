@@ -207,7 +207,7 @@ class StepOutcome:
         Where the host decides they are known at the skip. Where the device decides they are looked for among the
         gradients when first asked for: ask before these are zeroed and before the next block begins, or in an
         ``on_skip`` hook. Later, None: not known any more. Of masters with an optimizer of ampctx, names and shapes stay
-        known, counts do not.
+        known, counts do not. Of masters with a fused optimizer of torch only an ``on_skip`` hook can tell.
         """
         if callable(self._culprits):
             self._culprits = self._culprits() if self.skipped else ()  # type: ignore[assignment]
