@@ -14,11 +14,13 @@ from typing import Any
 from torch import Tensor
 
 grad_of: Any = operator.attrgetter("grad")
+_of_tensor: Any = Tensor  # whose attributes are descriptors
 # The attribute itself, below a property of the same name.
-stored_grad: Any = Tensor.grad.__get__  # type: ignore[attr-defined]
-dtype_of: Any = Tensor.dtype.__get__  # type: ignore[attr-defined]
-device_of: Any = Tensor.device.__get__  # type: ignore[attr-defined]
-layout_of: Any = Tensor.layout.__get__  # type: ignore[attr-defined]
+stored_grad: Any = _of_tensor.grad.__get__
+dtype_of: Any = _of_tensor.dtype.__get__
+device_of: Any = _of_tensor.device.__get__
+layout_of: Any = _of_tensor.layout.__get__
+bytes_of: Any = _of_tensor.nbytes.__get__
 # Private by name; nothing public tells that a tensor changed without reading it.
 version_of: Any = operator.attrgetter("_version")
 

@@ -75,6 +75,12 @@ def norm_before_clipping(grads: Iterable[Tensor]) -> Tensor | None:
     return None if first is None else first.__dict__.pop("norm_before_clipping", None)
 
 
+def forget_norm_before_clipping(grads: Iterable[Tensor]) -> None:
+    """For gradients that have changed since they were clipped."""
+    for grad in grads:
+        grad.__dict__.pop("norm_before_clipping", None)
+
+
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],

@@ -16,7 +16,6 @@ Blocks may nest. All methods run under no_grad and none waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,9 +23,11 @@ import torch
 from torch import Tensor
 
 from ampctx import _reference, foreach
-from ampctx._each import all_none, grad_of, layout_of, stored_grad
+from ampctx._each import all_none, all_there, bytes_of, grad_of, layout_of, stored_grad
 from ampctx.amp.master_params import MasterParams
+from ampctx.amp.step_outcome import values_of
 from ampctx.foreach import Factor, FoundInf, PerDevice, product
+from ampctx.grad_clip import forget_norm_before_clipping
 from ampctx.model_grads import ModelGrads
 
 Grads = dict[Tensor, Tensor]
@@ -45,6 +46,8 @@ class _Window:
 class _Outcome:
     """What the end of a block makes, before it takes effect."""
 
+    # Parameters whose gradients have done their work.
+    used: list[Tensor] = field(default_factory=list)
     # What becomes the ``.grad`` of these tensors, and what the enclosing block sets aside.
     grads: dict[Tensor, Tensor | None] = field(default_factory=dict)
     set_aside: Grads = field(default_factory=dict)
@@ -109,6 +112,21 @@ def _strided(master: Tensor) -> Tensor:
     if master.grad.layout != torch.strided:
         master.grad = master.grad.to_dense()
     return master.grad
+
+
+def _present(params: list[Tensor]) -> list[Tensor]:
+    """The gradients of those that have one."""
+    grads = list(map(grad_of, params))
+    return grads if all_there(grads) else [grad for grad in grads if grad is not None]
+
+
+def _can_be_scaled(grads: list[Tensor]) -> bool:
+    """Whether these are tensors of their own, each of one block of memory."""
+    return (
+        set(map(layout_of, grads)) <= {torch.strided}
+        and all(map(Tensor.is_contiguous, grads))
+        and len(set(map(id, grads))) == len(grads)
+    )
 
 
 def _writable(t: Tensor) -> Tensor:
@@ -184,17 +202,17 @@ class BlockGradients:
         """Neither in a block nor with delayed gradients: what is in ``.grad`` is not scaled."""
         return not self._frames and self._window is None
 
-    def _leaves(self) -> Iterator[Tensor]:
+    def _leaves(self) -> list[Tensor]:
         """The parameters that a backward writes gradients into."""
-        for p, _ in self._masters.pairs:
-            yield p
-        yield from self._masters.own
+        return [*(p for p, _ in self._masters.pairs), *self._masters.own]
 
     @torch.no_grad()
     def begin(self, scale: Factor, inv_scale: Factor) -> None:
         """Opens a block whose loss is multiplied by ``scale``."""
         self.materialize()
-        present = {p: p.grad for p in self._leaves() if p.grad is not None}
+        leaves = self._leaves()
+        grads = list(map(grad_of, leaves))
+        present = {} if all_none(grads) else {p: g for p, g in zip(leaves, grads, strict=True) if g is not None}
         window = None if self._frames else self._window
         if window is None:
             # On record before anything changes, so that abandon() can put it back.
@@ -263,33 +281,36 @@ class BlockGradients:
             self._window = None
 
     @torch.no_grad()
-    def close_window(self, inv_scale: Factor, found_inf: FoundInf) -> None:
+    def close_window(self, inv_scale: Factor, found_inf: FoundInf, check_before: bool = False) -> None:
         """Between blocks: ``finish`` for a window that no block ends."""
         assert self._window is not None
         self._frames.append(_Frame(self._window.before))
         try:
-            self.finish(inv_scale, found_inf)
+            self.finish(inv_scale, found_inf, check_before)
         except BaseException:
             self.spoiled = True
             del self._frames[:]
             raise
 
-    def finish(self, inv_scale: Factor, found_inf: FoundInf) -> None:
+    def finish(self, inv_scale: Factor, found_inf: FoundInf, check_before: bool = False) -> None:
         """Ends the block: unscales what arrived and adds it to what was there."""
-        self.prepare(inv_scale, found_inf)
+        self.prepare(inv_scale, found_inf, check_before=check_before)
         self.commit(found_inf)
 
     @torch.no_grad()
-    def prepare(self, inv_scale: Factor, found_inf: FoundInf, done: set[int] | None = None) -> None:
+    def prepare(
+        self, inv_scale: Factor, found_inf: FoundInf, done: set[int] | None = None, check_before: bool = False
+    ) -> None:
         """Unscales what arrived. The block is still open.
 
-        ``done``: ids of parameters that another optimizer of the block has dealt with; extended.
+        ``done``: ids of parameters that another optimizer of the block has dealt with; extended. ``check_before``: no
+        verdict on what was there is pending, and it counts like what arrived. A skipped step may have left it.
         """
         frame = self._frames[-1]
         # In a nested block the unscaled gradients are those that the enclosing block set aside.
         outer = self._frames[-2] if len(self._frames) > 1 else None
         self._fold(inv_scale, found_inf, frame.outcome)
-        self._unscale_own(frame, outer, inv_scale, found_inf, set() if done is None else done)
+        self._unscale_own(frame, outer, inv_scale, found_inf, set() if done is None else done, check_before)
         if outer is not None:
             frame.outcome.grads.update({p: frame.before.get(p) for p, _ in self._masters.pairs})
 
@@ -309,23 +330,37 @@ class BlockGradients:
             totals = [total for _, total in outcome.added]
             grads = [grad for grad, _ in outcome.added]
             foreach.axpby(grads, totals, totals, found_inf, outcome.factor, 1.0, arg_to_check=0)
+            forget_norm_before_clipping(totals)
+        for p in outcome.used:
+            p.grad = None
         for t, grad in outcome.grads.items():
             t.grad = grad
         if outcome.waiting is not None:
             self._waiting = outcome.waiting
 
     def _unscale_own(
-        self, frame: _Frame, outer: _Frame | None, inv_scale: Factor, found_inf: FoundInf, done: set[int]
+        self,
+        frame: _Frame,
+        outer: _Frame | None,
+        inv_scale: Factor,
+        found_inf: FoundInf,
+        done: set[int],
+        check_before: bool,
     ) -> None:
         """grad = grad * inv_scale + what was there, for the parameters without masters."""
-        arrived, before = [], []
+        own = [p for p in self._masters.own if id(p) not in done] if done else self._masters.own
+        done.update(map(id, own))
+        if outer is None and not frame.before and _can_be_scaled(grads := _present(own)):
+            if grads and inv_scale != 1.0:
+                foreach.scale(grads, grads, found_inf, inv_scale)
+            return
+        arrived, before, unseen = [], [], []
         alone: dict[int, Tensor] = {}
-        for p in self._masters.own:
-            if id(p) in done:
-                continue
-            done.add(id(p))
+        for p in own:
             new, old = p.grad, (frame if outer is None else outer).before.get(p)
             total = old
+            if old is not None and (new is None or new.layout != torch.strided):
+                unseen.append(values_of(old))
             if new is not None and new.layout != torch.strided:
                 total = _add_sparse(new, old, inv_scale, found_inf).to(p.dtype)
             elif new is not None:
@@ -342,19 +377,24 @@ class BlockGradients:
                 if total is not None:
                     frame.outcome.set_aside[p] = total
         if arrived:
-            foreach.axpby(arrived, before, arrived, found_inf, inv_scale, 1.0, arg_to_check=0)
+            foreach.axpby(arrived, before, arrived, found_inf, inv_scale, 1.0, arg_to_check=-1 if check_before else 0)
+        if unseen and check_before:
+            foreach.l2norm(unseen, found_inf)
         if alone and inv_scale != 1.0:
             foreach.scale(list(alone.values()), list(alone.values()), found_inf, inv_scale)
 
     def _fold(self, factor: Factor, found_inf: FoundInf, outcome: _Outcome) -> None:
         """master.grad += model.grad * factor; the model's gradient has done its work then and is freed."""
         outcome.factor = factor
-        arrived = [pair for pair in self._masters.pairs if pair[0].grad is not None]
-        if not arrived:
+        pairs = self._masters.pairs
+        grads = list(map(grad_of, [p for p, _ in pairs]))
+        if all_none(grads):
             return
-        grads = [grad for p, _ in arrived if (grad := p.grad) is not None]
-        masters = [master for _, master in arrived]
-        outcome.grads.update({p: None for p, _ in arrived})
+        if not all_there(grads):
+            pairs = [pair for pair, grad in zip(pairs, grads, strict=True) if grad is not None]
+            grads = [grad for grad in grads if grad is not None]
+        masters = [master for _, master in pairs]
+        outcome.used = [p for p, _ in pairs]
         if self._can_wait(masters, grads):
             outcome.waiting = ModelGrads(dict(zip(masters, grads, strict=True)), factor, found_inf)
             return
@@ -381,18 +421,18 @@ class BlockGradients:
             and len(self._frames) < 2
             and self.waiting is None
             and all_none(map(stored_grad, masters))
-            and {grad.layout for grad in grads} == {torch.strided}
-            and all(map(_owns_its_storage, grads))
+            and set(map(layout_of, grads)) == {torch.strided}
+            and list(map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, grads))) == list(map(bytes_of, grads))
         )
 
     @torch.no_grad()
-    def settle(self) -> FoundInf:
+    def settle(self, check_before: bool = False) -> FoundInf:
         """Between blocks: takes over gradients of a plain backward, and ends a window that no block has ended."""
         found_inf = FoundInf()
         if self._frames:
             return found_inf
         if self._window is not None:
-            self.close_window(self._window.inv_scale, found_inf)
+            self.close_window(self._window.inv_scale, found_inf, check_before)
             return found_inf
         outcome = _Outcome()
         self._fold(1.0, found_inf, outcome)
@@ -418,6 +458,7 @@ class BlockGradients:
     def restore(self, pending: Pending) -> None:
         """Puts these gradients in the place of all that are there. Between blocks."""
         self.drop_waiting()
+        self.spoiled = False
         for p in self._leaves():
             p.grad = pending.model.get(p)
         for _, master in self._masters.pairs:

@@ -39,6 +39,13 @@ from ampctx.grad_clip import norm_before_clipping, strided_grad
 from ampctx.model_grads import declares
 
 
+def _refuse_masters(optimizer: Any) -> None:
+    """Raises AmpError for an optimizer that steps masters under amp, which says so in an attribute of its ``step``."""
+    refuse = getattr(getattr(optimizer, "step", None), "refuse_grad_scaler", None)
+    if refuse is not None:
+        refuse()
+
+
 def _fresh_optimizer_state() -> dict[str, Any]:
     return {"stage": OptState.READY, "found_inf_per_device": {}}
 
@@ -243,11 +250,13 @@ class GradScaler(torch.amp.GradScaler):
         read true gradients. A sparse gradient is coalesced, ``.grad`` replaced by the result.
 
         Raises:
-            AmpError: called twice, or after ``step``, in one iteration. AmpAssertionError: ``scale`` was never called.
+            AmpError: called twice, or after ``step``, in one iteration; an optimizer that is under amp with masters (at
+                O2 and O5), where scale_loss scales. AmpAssertionError: ``scale`` was never called.
             AmpValueError: an fp16 gradient. Nothing is unscaled then.
         """
         if not self._enabled:
             return
+        _refuse_masters(optimizer)
         scale, _ = self._check_scale_growth_tracker("unscale_")
         self._forget_interrupted(optimizer)
         state = self._per_optimizer_states[id(optimizer)]
@@ -330,7 +339,7 @@ class GradScaler(torch.amp.GradScaler):
             What ``optimizer.step`` returned; None for a step that was skipped.
 
         Raises:
-            AmpError: called twice in one iteration, or with a closure.
+            AmpError: called twice in one iteration, or with a closure; an optimizer that is under amp with masters.
             AmpAssertionError: ``scale`` was never called, or no parameter of the optimizer has a gradient.
             AmpStallError: more than ``max_consecutive_skips`` steps in a row were skipped, this one included.
         """
@@ -343,6 +352,7 @@ class GradScaler(torch.amp.GradScaler):
                 "Closure use is not currently supported if GradScaler is enabled. Run the forward and backward before "
                 "step()."
             )
+        _refuse_masters(optimizer)
         self._check_scale_growth_tracker("step")
         self._forget_interrupted(optimizer)
         state = self._per_optimizer_states[id(optimizer)]

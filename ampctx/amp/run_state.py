@@ -2,7 +2,8 @@
 
     {"loss_scaler0": ..., "opt_level": "O2", "deferred": {loss id: overflowed}, "optimizers": [one, ...]}
 
-    {"params": how many, "masters": {i: fp32 tensor}, "overflows": {loss id: overflowed},
+    {"params": how many, "names": [one for each], "masters": {i: fp32 tensor}, "overflows": {loss id: overflowed},
+     "scales": {loss id: what the loss was multiplied by},
      "loss_scales": [...],      only of an optimizer that an earlier initialize took in
      "gradients": {...}}        only where they were asked for
 
@@ -14,6 +15,7 @@ Not part of it, since nothing that is computed depends on it: counts of skipped 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -23,9 +25,10 @@ from torch import Tensor
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.amp.block_gradients import NOTHING_PENDING, Grads, Pending, Waiting
 from ampctx.amp.device_skips import Verdicts
-from ampctx.amp.loss_scale import LossScale
+from ampctx.amp.loss_scale import LossScale, check_scale
 from ampctx.amp.scaler_state import KEY, read_amp_entries
 from ampctx.amp.step_hook import OUTSIDE_OF_BLOCKS, OptimizerBinding
+from ampctx.amp.step_outcome import PLACE
 from ampctx.foreach import Factor, PerDevice
 
 Deferred = MutableMapping[LossScale, Tensor]
@@ -85,8 +88,10 @@ def _saved_optimizer(binding: OptimizerBinding, loss_scales: list[LossScale], de
     params = _params(binding)
     state: State = {
         "params": len(params),
+        "names": binding.names(),
         "masters": {i: p.detach() for i, p in enumerate(params) if p in binding.masters.model_of},
         "overflows": {loss_id: _is_set(flag) for loss_id, (_, flag) in binding.verdicts.items()},
+        "scales": {loss_id: _value(factor) for loss_id, factor in binding.scales_used.items()},
     }
     if binding.loss_scales is not loss_scales:
         state["loss_scales"] = {
@@ -106,7 +111,12 @@ def _saved_gradients(binding: OptimizerBinding, params: list[Tensor]) -> State:
         return {place[p]: grad.detach() for p, grad in grads.items() if p in place}
 
     pending = binding.gradients.pending()
-    state: State = {"model": placed(pending.model), "masters": placed(pending.masters)}
+    state: State = {
+        "model": placed(pending.model),
+        "masters": placed(pending.masters),
+        "waiting": None,
+        "window": None,
+    }
     if pending.waiting is not None:
         grads, inv_scale, norm = pending.waiting
         state["waiting"] = {"grads": placed(grads), "inv_scale": _number(inv_scale), "norm": norm}
@@ -122,6 +132,10 @@ def _saved_gradients(binding: OptimizerBinding, params: list[Tensor]) -> State:
             "scaled": [place[p] for p in scaled if p in place],
         }
     return state
+
+
+def _value(factor: Factor) -> float:
+    return factor.value.item() if isinstance(factor, PerDevice) else factor
 
 
 def _number(factor: Factor) -> float | Tensor:
@@ -198,8 +212,10 @@ class _Loader:
         self._model = [binding.masters.model_of.get(p, p) for p in params]
         if (n := _entry(state, "params", int, where)) != len(params):
             raise AmpValueError(f'{where}["params"] is {n}, and the optimizer has {len(params)} parameters')
+        self._check_names(state, where)
         self._masters = self._checked_masters(state, where)
         scales = binding.loss_scales
+        self._scales_used = self._checked_scales_used(state, where)
         self._overflows = _flags(state, "overflows", where, range(OUTSIDE_OF_BLOCKS, len(scales)))
         self._scales: dict[int, State] = {}
         self._deferred: dict[int, bool] = {}
@@ -216,9 +232,33 @@ class _Loader:
 
     # --- checks -------------------------------------------------------------------------------------------------------
 
+    def _check_names(self, state: Mapping[str, Any], where: str) -> None:
+        """Masters go by their place, and shapes do not tell when another parameter has come to be there."""
+        if "names" not in state:
+            return
+        here, there = self._binding.names(), _entry(state, "names", list, where)
+        for i, (name, saved) in enumerate(zip(here, there, strict=False)):
+            if name != saved and not any(str(n).startswith(PLACE) for n in (name, saved)):
+                raise AmpValueError(
+                    f'{where}["names"][{i}] is {saved!r}, and that parameter is {name!r} here: give models and '
+                    "optimizers to amp.initialize in the order of the run that was saved. Where parameters were "
+                    f'renamed and nothing else, delete {where}["names"]'
+                )
+
+    def _checked_scales_used(self, state: Mapping[str, Any], where: str) -> dict[int, float]:
+        used = _entry(state, "scales", Mapping, where)
+        inside = f'{where}["scales"]'
+        for loss_id, value in used.items():
+            if not _is_place(loss_id, len(self._binding.loss_scales)):
+                raise AmpKeyError(
+                    f"{inside} has {loss_id!r}, expected loss ids from 0 to {len(self._binding.loss_scales) - 1}"
+                )
+            check_scale(f"{inside}[{loss_id}]", value)
+        return dict(used)
+
     def _checked_masters(self, state: Mapping[str, Any], where: str) -> dict[int, Tensor]:
         where_masters = f'{where}["masters"]'
-        saved = self._tensors(_entry(state, "masters", Mapping, where), self._params, where_masters)
+        saved = self._tensors(_entry(state, "masters", Mapping, where), self._params, where_masters, dense=True)
         here = {i for i, p in enumerate(self._params) if p in self._binding.masters.model_of}
         if more := sorted(saved.keys() - here):
             raise AmpValueError(
@@ -233,11 +273,11 @@ class _Loader:
             )
         return saved
 
-    def _tensors(self, state: Any, like: list[Tensor], where: str) -> dict[int, Tensor]:
-        """Tensors by place, of the shapes and dtypes of ``like``."""
+    def _tensors(self, state: Any, like: list[Tensor], where: str, dense: bool = False) -> dict[int, Tensor]:
+        """Tensors by place, of the shapes and dtypes of ``like``; sparse ones are for gradients, unless ``dense``."""
         _typed(state, Mapping, where)
         for i, value in state.items():
-            if not isinstance(i, int) or not 0 <= i < len(like):
+            if not _is_place(i, len(like)):
                 raise AmpKeyError(f"{where} has {i!r}, and the optimizer has parameters 0 to {len(like) - 1}")
             _typed(value, Tensor, f"{where}[{i}]")
             if value.shape != like[i].shape or value.dtype != like[i].dtype:
@@ -245,6 +285,9 @@ class _Loader:
                     f"{where}[{i}] is of shape {tuple(value.shape)} and {value.dtype}, expected "
                     f"{tuple(like[i].shape)} and {like[i].dtype}"
                 )
+            if value.is_meta or value.layout not in ((torch.strided,) if dense else (torch.strided, torch.sparse_coo)):
+                kind = "on the meta device, without values" if value.is_meta else f"of layout {value.layout}"
+                raise AmpValueError(f"{where}[{i}] is {kind}: a dense tensor is expected")
         return dict(state)
 
     def _checked_gradients(self, state: Any, where: str) -> State:
@@ -254,32 +297,38 @@ class _Loader:
             tensors = self._tensors(_entry(state, name, Mapping, where), like, f'{where}["{name}"]')
             result[name] = tensors
         self._have_masters(result["masters"], f'{where}["masters"]')
-        if (waiting := state.get("waiting")) is not None:
+        if (waiting := _entry(state, "waiting", (Mapping, type(None)), where)) is not None:
             inside = f'{where}["waiting"]'
-            _typed(waiting, Mapping, inside)
-            grads = self._tensors(_entry(waiting, "grads", Mapping, inside), self._model, f'{inside}["grads"]')
+            grads = _entry(waiting, "grads", Mapping, inside)
+            grads = self._tensors(grads, self._model, f'{inside}["grads"]', dense=True)
             self._have_masters(grads, f'{inside}["grads"]')
             if not self._binding.masters.lazy:
                 raise AmpValueError(
                     f"{inside}: {type(self._binding.optimizer).__name__} does not read 16-bit gradients"
                 )
-            _one_element(_entry(waiting, "inv_scale", (float, Tensor), inside), f'{inside}["inv_scale"]')
-            _one_element(_entry(waiting, "norm", Tensor, inside), f'{inside}["norm"]')
-        if (window := state.get("window")) is not None:
+            inv_scale = _number_in(waiting, "inv_scale", (float, Tensor), inside)
+            norm = _number_in(waiting, "norm", Tensor, inside)
+            # Clipping has multiplied both by the same number, which is 0 or nan where the norm was not finite.
+            if inv_scale < 0 or (not (inv_scale > 0 and inv_scale < math.inf) and math.isfinite(norm) and norm != 0):
+                raise AmpValueError(f'{inside}["inv_scale"] is {inv_scale} for gradients with a norm of {norm}')
+        # Without it gradients that are scaled would pass for unscaled ones.
+        if (window := _entry(state, "window", (Mapping, type(None)), where)) is not None:
             self._check_window(window, f'{where}["window"]')
         return result
 
     def _check_window(self, window: Any, where: str) -> None:
-        _typed(window, Mapping, where)
         loss_id = _entry(window, "loss_id", int, where)
         if not 0 <= loss_id < len(self._binding.loss_scales):
             raise AmpValueError(
                 f'{where}["loss_id"] is {loss_id}, there are {len(self._binding.loss_scales)} loss scales'
             )
-        _one_element(_entry(window, "inv_scale", (float, Tensor, type(None)), where), f'{where}["inv_scale"]')
+        if _entry(window, "inv_scale", (float, Tensor, type(None)), where) is not None:
+            inv_scale = _number_in(window, "inv_scale", (float, Tensor), where)
+            if not 0 < inv_scale < math.inf:
+                raise AmpValueError(f'{where}["inv_scale"] is {inv_scale}, expected a number > 0 and finite')
         self._tensors(_entry(window, "before", Mapping, where), self._model, f'{where}["before"]')
         for i in _entry(window, "scaled", list, where):
-            if not isinstance(i, int) or not 0 <= i < len(self._params):
+            if not _is_place(i, len(self._params)):
                 raise AmpKeyError(f'{where}["scaled"] has {i!r}, and the optimizer has {len(self._params)} parameters')
 
     def _have_masters(self, grads: Mapping[int, Tensor], where: str) -> None:
@@ -310,7 +359,7 @@ class _Loader:
             verdicts[loss_id] = (scale, _flag(overflowed, scale, device))
         window = (self._gradients or {}).get("window")
         delayed_by = None if window is None else (window["loss_id"], scales[window["loss_id"]])
-        binding.restore(self._pending(), verdicts, delayed_by)
+        binding.restore(self._pending(), verdicts, delayed_by, dict(self._scales_used))
 
     def _pending(self) -> Pending:
         state, params, model = self._gradients, self._params, self._model
@@ -380,6 +429,19 @@ def _flags(state: Mapping[str, Any], key: str, where: str, ids: range) -> dict[i
     return dict(flags)
 
 
-def _one_element(value: Any, where: str) -> None:
-    if isinstance(value, Tensor) and value.numel() != 1:
-        raise AmpValueError(f"{where} has {value.numel()} elements, expected 1")
+def _is_place(i: Any, n: int) -> bool:
+    return isinstance(i, int) and not isinstance(i, bool) and 0 <= i < n
+
+
+def _number_in(state: Mapping[str, Any], key: str, kind: type | tuple[type, ...], where: str) -> float:
+    """The value of a float or a 0-d fp32 tensor. A host sync."""
+    value = _entry(state, key, kind, where)
+    if isinstance(value, Tensor):
+        fits = value.dim() == 0 and value.dtype == torch.float32 and value.layout == torch.strided
+        if not fits or value.is_meta:
+            raise AmpValueError(
+                f'{where}["{key}"] is a tensor of shape {tuple(value.shape)} and {value.dtype} on {value.device}, '
+                "expected a number or one of shape () and torch.float32"
+            )
+        return value.item()
+    return float(value)

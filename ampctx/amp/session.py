@@ -92,6 +92,12 @@ class AmpSession:
         self._skip_hooks: OrderedDict[int, Callable[[Any, StepOutcome], None]] = OrderedDict()
         self._thread = OwnThread()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise AmpError(
+            "an AmpSession cannot be copied or pickled: it belongs to models and optimizers of this process. Make one "
+            "for the copies, initialize it, and load state_dict(masters=True) of this one into it"
+        )
+
     # --- initialize and reset ----------------------------------------------------------------------------------------
 
     def initialize(
@@ -306,7 +312,8 @@ class AmpSession:
 
         Call ``backward()`` on what is yielded. After the block ``amp.master_params(optimizer)`` hold true gradients,
         added to those of earlier blocks; if one was inf or nan, the next ``optimizer.step()`` is skipped and the scale
-        reduced. An exception in the block leaves gradients as they were before it. Where it comes while they are added
+        reduced. Zero gradients after a skipped step, too: where they are inf or nan still, the next one is skipped as
+        well. An exception in the block leaves gradients as they were before it. Where it comes while they are added
         up at the end, ``optimizer.step()`` raises until ``optimizer.zero_grad()``.
 
         Blocks of one session are open in one thread at a time; at O1 and O4 in that of ``initialize``.
@@ -369,7 +376,7 @@ class AmpSession:
                 return
             done: set[int] = set()
             for binding in bindings:
-                binding.gradients.prepare(inv_scale, found_inf, done)
+                binding.prepare(inv_scale, found_inf, done)
             committing = True
             for binding in bindings:
                 binding.gradients.commit(found_inf)

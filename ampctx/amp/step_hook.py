@@ -30,7 +30,7 @@ from ampctx.amp.master_params import MasterParams
 from ampctx.amp.stall import StallGuard
 from ampctx.amp.step_outcome import Culprit, Culprits, Names, StepOutcome, culprits_among
 from ampctx.amp.step_undo import snapshot, with_wrapped
-from ampctx.foreach import Factor, move
+from ampctx.foreach import Factor, FoundInf, move
 from ampctx.grad_clip import norm_before_clipping
 from ampctx.model_grads import ModelGrads
 
@@ -134,9 +134,16 @@ class OptimizerBinding:
         }
         if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
             methods |= {"first_step": self._first_step, "second_step": self._second_step}
+        # What the optimizer itself has under these names; those of its class, also as an LR scheduler wraps them, are
+        # None.
+        self._formers = {
+            name: None if hasattr(type(optimizer), name) else vars(optimizer).get(name) for name in methods
+        }
         try:
             for name, method in methods.items():
                 self._undo.append(_replace(optimizer, name, method))
+            step = vars(optimizer)["step"]
+            step.refuse_grad_scaler = step.__func__.refuse_grad_scaler = _weak_method(self._refuse_grad_scaler)
         except BaseException:
             self.release()
             raise
@@ -157,7 +164,7 @@ class OptimizerBinding:
         self.follow_groups()
         self.masters.follow_model(settled)
         delayed_by = self._delayed_by if self.gradients.has_window else None
-        found_inf = self.gradients.settle()
+        found_inf = self.gradients.settle(check_before=not self._verdicts)
         # A window ends at the same step on every rank, with gradients or without; its flag is agreed on at once.
         if not found_inf.per_device and (delayed_by is None or delayed_by[1].process_group is None):
             return
@@ -210,6 +217,10 @@ class OptimizerBinding:
         """Whether gradients from before may be multiplied by a scale."""
         return any(not scale.is_identity and scale.scale is not None for scale in self.loss_scales)
 
+    def prepare(self, inv_scale: Factor, found_inf: FoundInf, done: set[int]) -> None:
+        """Unscales and checks the gradients of a scale_loss block, which is still open."""
+        self.gradients.prepare(inv_scale, found_inf, done, check_before=not self._verdicts)
+
     def delay(self, loss_id: int, loss_scale: LossScale, inv_scale: Factor) -> None:
         """Ends a block whose gradients a later block, or else the step, unscales and judges."""
         self._delayed_by = (loss_id, loss_scale)
@@ -254,10 +265,18 @@ class OptimizerBinding:
         """Loss id and scale of the delayed blocks whose gradients lie in ``.grad``; None where there are none."""
         return self._delayed_by if self.gradients.has_window else None
 
-    def restore(self, pending: Pending, verdicts: Verdicts, delayed_by: tuple[int, LossScale] | None) -> None:
-        """Takes over gradients and latch of a checkpoint, in the place of those that are there. Between blocks."""
+    def restore(
+        self,
+        pending: Pending,
+        verdicts: Verdicts,
+        delayed_by: tuple[int, LossScale] | None,
+        scales_used: dict[int, Factor],
+    ) -> None:
+        """Takes over gradients, latch and scales of a checkpoint, in the place of all that is there. Between blocks."""
+        self._epoch += 1
         self.gradients.restore(pending)
-        self._verdicts, self._delayed_by = verdicts, delayed_by
+        self._verdicts, self._delayed_by, self.scales_used = verdicts, delayed_by, scales_used
+        self._firm, self._step_failed, self._uphill = {}, False, None
 
     def release(self) -> None:
         """Gives the optimizer back as it was, its parameters in fp32."""
@@ -328,6 +347,11 @@ class OptimizerBinding:
 
     # --- what is known of the gradients of a step ---------------------------------------------------------------------
 
+    def names(self) -> list[str]:
+        """What the parameters that the optimizer steps are called, in order."""
+        names, model_of = self._names(), self.masters.model_of
+        return [names[id(model_of.get(p, p))] for group in self.optimizer.param_groups for p in group["params"]]
+
     def _names(self) -> dict[int, str]:
         return self._reports.names.of(self.optimizer, self.masters.model_of)
 
@@ -393,6 +417,8 @@ class OptimizerBinding:
         self._refuse_in_block("step")
         closure = args[0] if args else kwargs.pop("closure", None)
         args = args[1:]
+        if getattr(self.optimizer, "grad_scale", None) is not None:  # of torch's GradScaler
+            self._refuse_grad_scaler()
         self._epoch += 1
         self._look_for_edits()
         if closure is None:
@@ -634,6 +660,14 @@ class OptimizerBinding:
                 "gradients were being added up: call optimizer.zero_grad() and start this step's gradients anew"
             )
 
+    def _refuse_grad_scaler(self) -> None:
+        """A scaler finds no gradients of masters: it would neither unscale nor check them."""
+        if self.masters.pairs:
+            raise AmpError(
+                "a GradScaler was given an optimizer that is under amp with fp32 master weights: use scale_loss, which "
+                "scales the loss and skips steps by itself, or opt_level O0, O1 or O4"
+            )
+
     def _zero_grad(self, original: Callable, *args: Any, **kwargs: Any) -> None:
         self._epoch += 1
         original(*args, **kwargs)
@@ -656,11 +690,17 @@ class OptimizerBinding:
                 raise
 
     def _reduce_ex(self, original: Callable, protocol: Any) -> Any:
-        """A copy or pickle of the optimizer would step copies of the masters, which no model follows: it is for its
-        ``state_dict()``, and its ``step`` says so."""
+        """A copy or pickle of the optimizer does not take the replaced methods along, which are about the original.
+
+        With masters it would step copies of them, which no model follows: it is for its ``state_dict()``, and its
+        ``step`` says so.
+        """
         function, arguments, state, *rest = original(protocol)
-        if self.masters.pairs and isinstance(state, dict):
-            state = {**state, "step": StepOfCopy(type(self.optimizer).__name__)}
+        if isinstance(state, dict):
+            own = {name: former for name, former in self._formers.items() if name in state and former is not None}
+            state = {key: value for key, value in state.items() if key not in self._formers} | own
+            if self.masters.pairs:
+                state["step"] = StepOfCopy(type(self.optimizer).__name__)
         return function, arguments, state, *rest
 
 

@@ -18,6 +18,8 @@ from ampctx.foreach import Factor, FoundInf, PerDevice, move
 
 OVERFLOW = "overflow"
 FOUND_INF = "found_inf"
+# How the name of a parameter begins that no model has.
+PLACE = "param_groups["
 
 
 class Culprit(NamedTuple):
@@ -59,7 +61,7 @@ class Names:
         for g, group in enumerate([] if optimizer is None else optimizer.param_groups):
             given = group.get("param_names")
             for i, p in enumerate(group["params"]):
-                place = given[i] if given and i < len(given) else f"param_groups[{g}][{i}]"
+                place = given[i] if given and i < len(given) else f"{PLACE}{g}][{i}]"
                 names[id((model_of or {}).get(p, p))] = place
         models = [reference() for reference in self._models]
         for m, model in enumerate(models):
@@ -75,7 +77,7 @@ def culprits_among(grads: Iterable[tuple[Tensor, Tensor]], names: Callable[[], M
 
     One read of the gradients and a host sync; where one is not finite, a few more reads of that one, and a second sync.
     """
-    pairs = [(p, _values(grad)) for p, grad in grads]
+    pairs = [(p, values_of(grad)) for p, grad in grads]
     _, norms = foreach.unscale_l2norms([values for _, values in pairs], FoundInf(), 1.0)
     suspects = [pair for pair, fine in zip(pairs, norms.isfinite().tolist(), strict=True) if not fine]
     if not suspects:
@@ -92,7 +94,8 @@ def culprits_among(grads: Iterable[tuple[Tensor, Tensor]], names: Callable[[], M
     )
 
 
-def _values(grad: Tensor) -> Tensor:
+def values_of(grad: Tensor) -> Tensor:
+    """The elements that a gradient stores: of a sparse one, duplicates summed."""
     grad = grad.detach()
     return grad.coalesce().values() if grad.layout == torch.sparse_coo else grad
 
@@ -204,7 +207,7 @@ class StepOutcome:
         Where the host decides they are known at the skip. Where the device decides they are looked for among the
         gradients when first asked for: ask before these are zeroed and before the next block begins, or in an
         ``on_skip`` hook. Later, None: not known any more. Of masters with an optimizer of ampctx, names and shapes stay
-        known, counts do not.
+        known, counts do not. Of masters with a fused optimizer of torch only an ``on_skip`` hook can tell.
         """
         if callable(self._culprits):
             self._culprits = self._culprits() if self.skipped else ()  # type: ignore[assignment]

@@ -9,15 +9,23 @@ import torch
 from test_row_13_resume import assert_identical
 from torch import nn
 
-from ampctx import AmpError, AmpKeyError, AmpSession, AmpTypeError, AmpValueError
+from ampctx import AmpError, AmpKeyError, AmpSession, AmpTypeError, AmpValueError, clip_grad_norm_
 from ampctx.compat.checkpoints import load_checkpoint
 from ampctx.optimizers import FusedAdam, FusedNovoGrad
 
 
 @pytest.fixture
-def started():
-    """Makes runs, and undoes them after the test."""
+def sessions():
+    """Those in it are undone after the test."""
     sessions = []
+    yield sessions
+    for session in sessions:
+        session.reset()
+
+
+@pytest.fixture
+def started(sessions):
+    """Makes runs."""
 
     def start(level="O2", seed=0, make=None, num_losses=2, width=8):
         torch.manual_seed(seed)
@@ -27,9 +35,7 @@ def started():
         session.initialize(model, optimizer, opt_level=level, num_losses=num_losses, verbosity=0)
         return session, model, optimizer
 
-    yield start
-    for session in sessions:
-        session.reset()
+    return start
 
 
 def block(run, seed=0, **kwargs):
@@ -94,6 +100,7 @@ def drop(*path):
 FIRST = ("optimizers", 0)
 GRADS = (*FIRST, "gradients")
 SCALE = {"loss_scale": 2.0, "unskipped": 0}
+NAN, ZERO = float("nan"), torch.tensor(0.0)
 DAMAGE = {
     "another level": (put("O5", "opt_level"), AmpValueError, r'"opt_level"\] is \'O5\', and .*opt_level=\'O2\''),
     "no level": (drop("opt_level"), AmpKeyError, 'state_dict has no "opt_level"'),
@@ -143,8 +150,55 @@ DAMAGE = {
     "waiting scales": (
         put(torch.ones(2), *GRADS, "waiting", "inv_scale"),
         AmpValueError,
-        r'\["inv_scale"\] has 2 elements, expected 1',
+        r'\["inv_scale"\] is a tensor of shape \(2,\)',
     ),
+    "waiting gone": (drop(*GRADS, "waiting"), AmpKeyError, r'\["gradients"\] has no "waiting"'),
+    "window gone": (drop(*GRADS, "window"), AmpKeyError, r'\["gradients"\] has no "window"'),
+    "waiting scaled by nan": (put(NAN, *GRADS, "waiting", "inv_scale"), AmpValueError, r'\["inv_scale"\] is nan for'),
+    "waiting scaled by 0": (put(ZERO, *GRADS, "waiting", "inv_scale"), AmpValueError, r'\["inv_scale"\] is 0.0 for'),
+    "waiting turned around": (put(-1.0, *GRADS, "waiting", "inv_scale"), AmpValueError, r'\["inv_scale"\] is -1.0'),
+    "waiting scaled by int": (
+        put(torch.tensor(2), *GRADS, "waiting", "inv_scale"),
+        AmpValueError,
+        r'\["inv_scale"\] is a tensor of shape \(\) and torch.int64 on cpu',
+    ),
+    "norm complex": (put(torch.tensor(1j), *GRADS, "waiting", "norm"), AmpValueError, r'\["norm"\] is a tensor of'),
+    "norm on meta": (put(ZERO.to("meta"), *GRADS, "waiting", "norm"), AmpValueError, r'\["norm"\].* on meta'),
+    "window scaled by 0": (put(0.0, *GRADS, "window", "inv_scale"), AmpValueError, r'\["inv_scale"\] is 0.0, expected'),
+    "window scaled by nan": (
+        put(torch.tensor(NAN), *GRADS, "window", "inv_scale"),
+        AmpValueError,
+        r'\["inv_scale"\] is nan, expected a number > 0 and finite',
+    ),
+    "gradient on meta": (
+        change(lambda g: g.to("meta"), *GRADS, "model", 0),
+        AmpValueError,
+        r'\["gradients"\]\["model"\]\[0\] is on the meta device',
+    ),
+    "master on meta": (
+        change(lambda m: m.to("meta"), *FIRST, "masters", 4),
+        AmpValueError,
+        r'\["masters"\]\[4\] is on the meta device, without values',
+    ),
+    "master sparse": (
+        change(torch.Tensor.to_sparse, *FIRST, "masters", 4),
+        AmpValueError,
+        r'\["masters"\]\[4\] is of layout torch.sparse_coo',
+    ),
+    "place no int": (
+        change(lambda m: {True: m[1], **{i: t for i, t in m.items() if i != 1}}, *FIRST, "masters"),
+        AmpKeyError,
+        r'\["masters"\] has True',
+    ),
+    "names no list": (put({}, *FIRST, "names"), AmpTypeError, r'\["names"\] must be a list, got dict'),
+    "another name": (
+        put("head.weight", *FIRST, "names", 4),
+        AmpValueError,
+        r'\["names"\]\[4\] is \'head.weight\', and that parameter is \'3.weight\' here',
+    ),
+    "scales missing": (drop(*FIRST, "scales"), AmpKeyError, r'\["optimizers"\]\[0\] has no "scales"'),
+    "scale of no loss": (put(2.0, *FIRST, "scales", 2), AmpKeyError, r'\["scales"\] has 2, expected loss ids from 0'),
+    "scale of 0": (put(0.0, *FIRST, "scales", 0), AmpValueError, r'\["scales"\]\[0\] is 0.0: a loss scale must be'),
     "waiting shape": (
         put(torch.ones(1), *GRADS, "waiting", "grads", 0),
         AmpValueError,
@@ -189,6 +243,67 @@ def test_another_optimizer_than_reads_16_bit_gradients(started):
     block(source)
     with pytest.raises(AmpValueError, match=r'\["waiting"\]: SGD does not read 16-bit gradients'):
         run[0].load_state_dict(source[0].state_dict(grads=True))
+
+
+def two_networks(sessions, swapped, seed):
+    """Of one shape: by shapes alone their masters can be taken for one another."""
+    torch.manual_seed(seed)
+    models = [nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]
+    optimizers = [FusedAdam(m.parameters(), lr=0.01) for m in models]
+    session = AmpSession()
+    session.initialize(models, optimizers[::-1] if swapped else optimizers, opt_level="O2", verbosity=0)
+    sessions.append(session)
+    return session, models, optimizers
+
+
+def test_optimizers_in_another_order(sessions):
+    session, models, _ = two_networks(sessions, False, seed=1)
+    other, *others = two_networks(sessions, True, seed=2)
+    for model, source in zip(others[0], models, strict=True):
+        model.load_state_dict(source.state_dict())
+    before = copy.deepcopy([other.state_dict(masters=True), *(m.state_dict() for m in others[0])])
+    with pytest.raises(AmpValueError, match=r"\[\"names\"\]\[0\] is 'models\[0\].0.weight', .* 'models\[1\].0.weight'"):
+        other.load_state_dict(session.state_dict(masters=True))
+    assert_identical([other.state_dict(masters=True), *(m.state_dict() for m in others[0])], before)
+
+
+def test_names_may_be_left_out_where_parameters_were_renamed(started):
+    source, run = started(seed=1), started()
+    train(source)
+    state = saved(source)
+    state["optimizers"][0]["names"][0] = "formerly.weight"
+    with pytest.raises(AmpValueError, match=r'delete state_dict\["optimizers"\]\[0\]\["names"\]'):
+        run[0].load_state_dict(state)
+    del state["optimizers"][0]["names"]
+    run[0].load_state_dict(state)
+    assert_identical(run[0].state_dict(masters=True)["optimizers"][0]["masters"], state["optimizers"][0]["masters"])
+
+
+def test_a_parameter_of_no_model_has_no_name_that_could_be_wrong(sessions):
+    """A model may be gone, or not have been given, in one of the runs."""
+    runs = []
+    for models in ([], None):
+        torch.manual_seed(len(runs))
+        model = nn.Linear(4, 4)
+        optimizer = FusedAdam(model.half().parameters(), lr=0.01)
+        sessions.append(session := AmpSession())
+        session.allow_incoming_model_not_fp32 = True
+        session.initialize(model if models is None else models, optimizer, opt_level="O2", verbosity=0)
+        runs.append((session, model, optimizer))
+    runs[1][0].load_state_dict(runs[0][0].state_dict(masters=True))
+    assert torch.equal(runs[0][1].weight, runs[1][1].weight)
+
+
+def test_clipped_gradients_that_are_not_finite_resume(started):
+    """What clipping multiplies is 0 or nan then, and no damage."""
+    for value in (float("inf"), float("nan")):
+        source, run = started(), started(seed=1)
+        with source[0].scale_loss(source[1](torch.ones(4, 4)).float().sum() * value, source[2]) as scaled:
+            scaled.backward()
+        clip_grad_norm_(source[0].master_params(source[2]), 1.0)
+        run[0].load_state_dict(copy.deepcopy(source[0].state_dict(grads=True)))
+        run[2].step()
+        assert run[0].outcome(run[2]).skipped
 
 
 def test_neither_saved_nor_loaded_inside_a_block(started):

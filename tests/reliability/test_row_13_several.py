@@ -8,7 +8,7 @@ import torch
 from test_row_13_resume import assert_identical
 from torch import nn
 
-from ampctx import AmpSession, clip_grad_norm_
+from ampctx import AmpError, AmpSession, clip_grad_norm_
 from ampctx.optimizers import FusedAdam
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -227,3 +227,70 @@ def test_parameters_that_were_unfrozen():
     assert train(*resumed, 4) == train(*run, 4)
     for session in (run[0], resumed[0]):
         session.reset()
+
+
+def started_with_two_losses():
+    model, session = mlp(0), AmpSession()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.initialize(model, optimizer, num_losses=2, verbosity=0)
+    return session, model, optimizer
+
+
+def block_of(run, loss_id, factor=1.0):
+    with run[0].scale_loss(run[1](torch.ones(4, 4)).sum() * factor, run[2], loss_id=loss_id) as scaled:
+        scaled.backward()
+
+
+def test_the_outcome_of_the_first_step_knows_the_scales_of_before():
+    source, run = started_with_two_losses(), started_with_two_losses()
+    for scale, value in zip(source[0].loss_scales, (512.0, 64.0), strict=True):
+        scale.set(value)
+    block_of(source, 0, torch.inf)
+    block_of(run, 1)  # makes way for what is loaded
+    for part, theirs in zip(run, source, strict=True):
+        part.load_state_dict(filed(theirs.state_dict(**({"grads": True} if part is run[0] else {}))))
+    for each in (source, run):
+        block_of(each, 1)
+        each[2].step()
+        outcome = each[0].outcome(each[2])
+        assert (outcome.scales, outcome.scale, outcome.overflowed) == ({0: 512.0, 1: 64.0}, 512.0, (0,))
+        each[0].reset()
+
+
+def test_loading_ends_what_an_interrupted_block_has_spoiled(monkeypatch):
+    run = started_with_two_losses()
+    run[0].loss_scales[0].set(64.0)
+    state = filed(run[0].state_dict(masters=True))
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    binding = next(iter(run[0]._bindings.values()))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(binding.gradients, "commit", interrupted)
+        block_of(run, 0)
+    with pytest.raises(AmpError, match="zero_grad"):
+        run[2].step()
+    run[0].load_state_dict(state)
+    block_of(run, 0)
+    run[2].step()
+    assert run[0].outcome(run[2]).stepped
+    run[0].reset()
+
+
+def test_culprits_are_not_looked_for_among_gradients_that_were_loaded():
+    run, other = started_with_two_losses(), started_with_two_losses()
+    optimizer = FusedAdam(other[1].parameters())
+    session = AmpSession()
+    other[0].reset()
+    session.initialize(other[1], optimizer, num_losses=2, verbosity=0)
+    fused = session, other[1], optimizer
+    block_of(fused, 0, torch.nan)
+    optimizer.step()
+    outcome = session.outcome(optimizer)
+    block_of(run, 0, torch.inf)
+    session.load_state_dict(filed(run[0].state_dict(grads=True)))
+    assert outcome.skipped
+    assert outcome.culprits is None
+    session.reset()
+    run[0].reset()

@@ -244,3 +244,74 @@ def test_reset_makes_copies_plain_again(session):
     before = twin_model[0].weight.detach().clone()
     twin.step()
     assert not torch.equal(twin_model[0].weight, before)
+
+
+class Wrapper:
+    """As many are: no torch optimizer, and without a word about copies."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.add_param_group = optimizer.add_param_group
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+
+class TakesAllAlong(torch.optim.SGD):
+    def __getstate__(self):
+        return self.__dict__.copy()
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "make", [lambda p: Wrapper(torch.optim.SGD(p, lr=0.1)), lambda p: TakesAllAlong(p, lr=0.1)], ids=["wrapper", "sgd"]
+)
+def test_a_copy_that_takes_all_attributes_along_leaves_the_original_alone(session, level, make, copied):
+    model = mlp()
+    optimizer = make(model.parameters())
+    if isinstance(optimizer, TakesAllAlong):  # replaces step, too
+        torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(session, model, optimizer)
+    twin = copied(optimizer)
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    with session.scale_loss(model(x).float().square().mean(), optimizer) as scaled:
+        scaled.backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    for group in twin.param_groups:
+        for p in group["params"]:
+            p.grad = torch.ones_like(p)
+    if level in ("O2", "O5"):
+        with pytest.raises(AmpError, match="is a copy of one under amp"):
+            twin.step()
+    else:
+        first = twin.param_groups[0]["params"][0]
+        value = first.detach().clone()
+        twin.step()
+        assert not torch.equal(first, value)
+    twin.zero_grad()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert all(p.grad is not None for p in session.master_params(optimizer))
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before[0])
+    # Nothing of the session is on the copy: it can have one of its own.
+    if level not in ("O2", "O5"):
+        other = AmpSession()
+        other.initialize([], twin, opt_level="O0", verbosity=0)
+        other.reset()
+
+
+@pytest.mark.parametrize("copied", [*COPIES.values(), copy.copy], ids=[*COPIES, "copy"])
+@pytest.mark.parametrize("initialized", [False, True])
+def test_a_session_belongs_to_its_process(session, initialized, copied):
+    if initialized:
+        started(session, "O1")
+    with pytest.raises(AmpError, match="an AmpSession cannot be copied or pickled.*initialize it, and load"):
+        copied(session)

@@ -253,3 +253,65 @@ def test_the_error_is_public_and_pickles(session):
     assert str(twin) == str(caught.value)
     assert twin.outcome.culprits == caught.value.outcome.culprits
     assert twin.scale_history == caught.value.scale_history
+
+
+# --- gradients that a skipped step leaves behind ----------------------------------------------------------------------
+
+
+@every_level
+@every_optimizer
+def test_gradients_of_a_skipped_step_that_nobody_zeroes(session, name, level):
+    """What the next block adds to them is not finite either; masters start anew at each step."""
+    loop = Loop(session, name, level)
+    loop.iterate()
+    before = loop.values()
+    for seed in range(3):
+        loop.backward(seed, {"1.weight": INF} if seed == 0 else ())
+        loop.optimizer.step()
+        assert session.outcome(loop.optimizer).overflowed == (0,)
+    assert_same_bits(before, loop.values())
+    loop.optimizer.zero_grad()
+    assert loop.iterate().stepped
+    assert all(p.isfinite().all() for p in loop.model.parameters())
+
+
+@pytest.mark.parametrize("delay_unscale", [False, True])
+@pytest.mark.parametrize("name", ["FusedSGD", "plain-SGD"])
+def test_what_is_left_of_a_parameter_that_the_next_loss_does_not_reach(session, name, delay_unscale):
+    loop = Loop(session, name)
+    reached, unreached = loop.model[0].weight, loop.model[3].weight
+    loop.backward(0, {"3.weight": NAN})
+    loop.optimizer.step()
+    reached.grad.zero_()
+    before = loop.values()
+    with session.scale_loss(reached.sum(), loop.optimizer, delay_unscale=delay_unscale) as scaled:
+        scaled.backward()
+    loop.optimizer.step()
+    assert session.outcome(loop.optimizer).skipped
+    assert unreached.grad.isnan().any()
+    assert_same_bits(before, loop.values())
+
+
+@pytest.mark.parametrize("clean_is_sparse", [False, True])
+def test_what_is_left_of_a_sparse_gradient(session, clean_is_sparse):
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    session.initialize(table, optimizer, verbosity=0)
+    before = table.weight.detach().clone()
+    for factor in (INF, 1.0):
+        out = table(torch.tensor([1, 1])) if factor == INF or clean_is_sparse else table.weight
+        with session.scale_loss(out.sum() * factor, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        assert session.outcome(optimizer).skipped
+    assert torch.equal(table.weight, before)
+
+
+@pytest.mark.parametrize("name", ["FusedSGD", "plain-SGD"])
+def test_a_clean_loss_is_not_blamed_for_one_before_in_the_same_step(session, name):
+    loop = Loop(session, name, num_losses=2)
+    loop.backward(0, {"3.weight": INF})
+    loop.backward(1, loss_id=1)
+    loop.optimizer.step()
+    assert session.outcome(loop.optimizer).overflowed == (0,)
+    assert [scale.value() for scale in session.loss_scales] == [32768.0, 65536.0]

@@ -275,6 +275,47 @@ def test_a_flag_that_somebody_else_has_set(session):
     assert session.outcome(loop.optimizer).reason == "overflow"
 
 
+@pytest.mark.parametrize("between", ["another block", "zeroed in place"])
+@pytest.mark.parametrize("name", ["FusedSGD", "torch-fused-SGD", "plain-SGD"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_norm_ends_with_the_gradients_that_it_was_taken_of(session, name, level, between):
+    loop = Loop(session, name, level)
+    loop.backward()
+    clip_grad_norm_(session.master_params(loop.optimizer), 0.1)
+    if between == "zeroed in place":
+        loop.optimizer.zero_grad(set_to_none=False)
+    loop.backward(1)
+    loop.optimizer.step()
+    assert session.outcome(loop.optimizer).grad_norm is None
+
+
+@pytest.mark.parametrize("name", ["FusedSGD", "torch-fused-SGD", "plain-SGD"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_grad_scaler_in_the_place_of_scale_loss_does_not_reach_masters(session, name, level):
+    """It would unscale and check the gradients of BatchNorm alone."""
+    loop = Loop(session, name, level, loss_scale=1.0)
+    torch.optim.lr_scheduler.ConstantLR(loop.optimizer, factor=1.0)
+    before = loop.values()
+    scalers = [GradScaler("cpu", init_scale=4.0)]
+    if name == "torch-fused-SGD":
+        scalers.append(torch.amp.GradScaler("cpu", init_scale=4.0))
+    for scaler in scalers:
+        scaler.scale(loss_of(loop.model, 0)).backward()
+        calls = [scaler.unscale_, scaler.step] if isinstance(scaler, GradScaler) else [scaler.step]
+        for call in calls:
+            with pytest.raises(
+                AmpError, match="a GradScaler was given an optimizer that is under amp with fp32 master"
+            ):
+                call(loop.optimizer)
+        loop.optimizer.zero_grad()
+    assert_same_bits(before, loop.values())
+    session.reset()
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(loss_of(loop.model, 0)).backward()
+    scaler.step(loop.optimizer)
+    assert scaler.outcome(loop.optimizer).stepped
+
+
 @pytest.mark.parametrize("name", ["FusedAdam", "plain-SGD"])
 @every_level
 def test_a_static_scale_never_skips(session, name, level):
