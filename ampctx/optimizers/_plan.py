@@ -7,6 +7,7 @@ parameters in Python; to see that they still hold takes a few inside the interpr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -68,9 +69,11 @@ class _Call:
             or set(map(dtype_of, work.members)) != {of_members}
         ):
             return None
-        for name, key in work.keys.items():
-            if not same((state.get(key) for state in self._states), work.lists[name]):
+        try:
+            if not all(same(map(itemgetter(key), self._states), work.lists[name]) for name, key in work.keys.items()):
                 return None
+        except KeyError:
+            return None
         if self._held is None:
             self._held = _held(work)
         return work._replace(lists={**self._held, "grads": grads})
