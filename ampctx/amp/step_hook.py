@@ -184,14 +184,15 @@ class OptimizerBinding:
         params = (p for group in self.optimizer.param_groups for p in group["params"])
         return next((p.device for p in params), torch.device("cpu"))
 
-    def _judge(self) -> None:
+    def _judge(self, before_closure: bool = False) -> None:
         """``refresh`` before a step; ranks of a process group agree on gradients that no block has judged.
 
         Flags of blocks are agreed on already. A step without any takes part whether there are gradients or not: ranks
         may differ in that.
         """
         self.refresh(settled=True)
-        self._judge_what_is_left()
+        if not before_closure:  # which may zero it
+            self._judge_what_is_left()
         scale = self.loss_scales[0]
         if scale.process_group is None or not scale.dynamic:
             return
@@ -565,7 +566,7 @@ class OptimizerBinding:
 
         When an evaluation overflows or raises, everything is put back.
         """
-        self._judge()  # gradients from before are part of the step, as in SAM
+        self._judge(before_closure=True)  # gradients from before are part of the step, as in SAM
         if overflowed := self._take_verdicts():
             self._skip(overflowed)
             return None
