@@ -120,7 +120,7 @@ class OptimizerBinding:
         self._delayed_by: tuple[int, LossScale] | None = None
         self._active = True
         # A step since gradients were zeroed: one that was skipped may have left inf or nan in ``.grad``.
-        self._has_left = False
+        self.has_left = False
         # A step raised: the verdicts are for trying it again, and go with the gradients.
         self._step_failed = False
         # Whether the optimizer's own step is running, whose calls of its other methods are not the user's.
@@ -232,7 +232,7 @@ class OptimizerBinding:
 
     def _judge_what_is_left(self) -> None:
         """Latches a flag of its own for gradients that an earlier step has left, where no block added to them."""
-        if self._has_left and self._is_unjudged():
+        if self.has_left and self._is_unjudged():
             found_inf = FoundInf()
             if grads := [values_of(p.grad) for p in self.masters.own if p.grad is not None]:
                 foreach.l2norm(grads, found_inf)
@@ -350,7 +350,7 @@ class OptimizerBinding:
 
     def _conclude(self, outcome: StepOutcome) -> None:
         self.outcome = outcome
-        self._has_left = True
+        self.has_left = True
         if self._reports.wanted() and not _is_capturing(self.optimizer):
             self._reports.stepped(self.optimizer, outcome)
 
@@ -689,7 +689,7 @@ class OptimizerBinding:
     def _zero_grad(self, original: Callable, *args: Any, **kwargs: Any) -> None:
         self._epoch += 1
         original(*args, **kwargs)
-        self._has_left = False
+        self.has_left = False
         self.gradients.drop_model_grads()
         self.gradients.forget()
         if self._step_failed:
