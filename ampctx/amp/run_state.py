@@ -116,6 +116,7 @@ def _saved_gradients(binding: OptimizerBinding, params: list[Tensor]) -> State:
         "masters": placed(pending.masters),
         "waiting": None,
         "window": None,
+        "left": binding.has_left,
     }
     if pending.waiting is not None:
         grads, inv_scale, norm = pending.waiting
@@ -311,6 +312,7 @@ class _Loader:
             # Clipping has multiplied both by the same number, which is 0 or nan where the norm was not finite.
             if inv_scale < 0 or (not (inv_scale > 0 and inv_scale < math.inf) and math.isfinite(norm) and norm != 0):
                 raise AmpValueError(f'{inside}["inv_scale"] is {inv_scale} for gradients with a norm of {norm}')
+        _entry(state, "left", bool, where)
         # Without it gradients that are scaled would pass for unscaled ones.
         if (window := _entry(state, "window", (Mapping, type(None)), where)) is not None:
             self._check_window(window, f'{where}["window"]')
@@ -360,6 +362,7 @@ class _Loader:
         window = (self._gradients or {}).get("window")
         delayed_by = None if window is None else (window["loss_id"], scales[window["loss_id"]])
         binding.restore(self._pending(), verdicts, delayed_by, dict(self._scales_used))
+        binding.has_left = self._gradients is not None and self._gradients["left"]
 
     def _pending(self) -> Pending:
         state, params, model = self._gradients, self._params, self._model

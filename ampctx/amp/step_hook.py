@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ampctx import foreach
 from ampctx._each import stored_grad
 from ampctx._errors import AmpError
 from ampctx.amp.block_gradients import BlockGradients, Pending
@@ -28,7 +29,7 @@ from ampctx.amp.fused_layouts import align_gradients
 from ampctx.amp.loss_scale import LossScale
 from ampctx.amp.master_params import MasterParams
 from ampctx.amp.stall import StallGuard
-from ampctx.amp.step_outcome import Culprit, Culprits, Names, StepOutcome, culprits_among
+from ampctx.amp.step_outcome import Culprit, Culprits, Names, StepOutcome, culprits_among, values_of
 from ampctx.amp.step_undo import snapshot, with_wrapped
 from ampctx.foreach import Factor, FoundInf, move
 from ampctx.grad_clip import norm_before_clipping
@@ -119,6 +120,8 @@ class OptimizerBinding:
         self._firm: Verdicts = {}
         self._delayed_by: tuple[int, LossScale] | None = None
         self._active = True
+        # A step since gradients were zeroed: one that was skipped may have left inf or nan in ``.grad``.
+        self.has_left = False
         # A step raised: the verdicts are for trying it again, and go with the gradients.
         self._step_failed = False
         # Whether the optimizer's own step is running, whose calls of its other methods are not the user's.
@@ -164,7 +167,7 @@ class OptimizerBinding:
         self.follow_groups()
         self.masters.follow_model(settled)
         delayed_by = self._delayed_by if self.gradients.has_window else None
-        found_inf = self.gradients.settle(check_before=not self._verdicts)
+        found_inf = self.gradients.settle(check_before=self._is_unjudged())
         # A window ends at the same step on every rank, with gradients or without; its flag is agreed on at once.
         if not found_inf.per_device and (delayed_by is None or delayed_by[1].process_group is None):
             return
@@ -182,13 +185,15 @@ class OptimizerBinding:
         params = (p for group in self.optimizer.param_groups for p in group["params"])
         return next((p.device for p in params), torch.device("cpu"))
 
-    def _judge(self) -> None:
+    def _judge(self, before_closure: bool = False) -> None:
         """``refresh`` before a step; ranks of a process group agree on gradients that no block has judged.
 
         Flags of blocks are agreed on already. A step without any takes part whether there are gradients or not: ranks
         may differ in that.
         """
         self.refresh(settled=True)
+        if not before_closure:  # which may zero it
+            self._judge_what_is_left()
         scale = self.loss_scales[0]
         if scale.process_group is None or not scale.dynamic:
             return
@@ -219,7 +224,20 @@ class OptimizerBinding:
 
     def prepare(self, inv_scale: Factor, found_inf: FoundInf, done: set[int]) -> None:
         """Unscales and checks the gradients of a scale_loss block, which is still open."""
-        self.gradients.prepare(inv_scale, found_inf, done, check_before=not self._verdicts)
+        self.gradients.prepare(inv_scale, found_inf, done, check_before=self._is_unjudged())
+
+    def _is_unjudged(self) -> bool:
+        """Whether no verdict is pending on the gradients of parameters without masters, where there are verdicts."""
+        judged = any(loss_id != OUTSIDE_OF_BLOCKS for loss_id in self._verdicts)
+        return not judged and any(scale.dynamic for scale in self.loss_scales)
+
+    def _judge_what_is_left(self) -> None:
+        """Latches a flag of its own for gradients that an earlier step has left, where no block added to them."""
+        if self.has_left and self._is_unjudged():
+            found_inf = FoundInf()
+            if grads := [values_of(p.grad) for p in self.masters.own if p.grad is not None]:
+                foreach.l2norm(grads, found_inf)
+                self.latch(OUTSIDE_OF_BLOCKS, self.loss_scales[0], found_inf.joined(grads[0].device))
 
     def delay(self, loss_id: int, loss_scale: LossScale, inv_scale: Factor) -> None:
         """Ends a block whose gradients a later block, or else the step, unscales and judges."""
@@ -332,6 +350,7 @@ class OptimizerBinding:
 
     def _conclude(self, outcome: StepOutcome) -> None:
         self.outcome = outcome
+        self.has_left = True
         if self._reports.wanted() and not _is_capturing(self.optimizer):
             self._reports.stepped(self.optimizer, outcome)
 
@@ -417,8 +436,6 @@ class OptimizerBinding:
         self._refuse_in_block("step")
         closure = args[0] if args else kwargs.pop("closure", None)
         args = args[1:]
-        if getattr(self.optimizer, "grad_scale", None) is not None:  # of torch's GradScaler
-            self._refuse_grad_scaler()
         self._epoch += 1
         self._look_for_edits()
         if closure is None:
@@ -548,7 +565,7 @@ class OptimizerBinding:
 
         When an evaluation overflows or raises, everything is put back.
         """
-        self._judge()  # gradients from before are part of the step, as in SAM
+        self._judge(before_closure=True)  # gradients from before are part of the step, as in SAM
         if overflowed := self._take_verdicts():
             self._skip(overflowed)
             return None
@@ -671,6 +688,7 @@ class OptimizerBinding:
     def _zero_grad(self, original: Callable, *args: Any, **kwargs: Any) -> None:
         self._epoch += 1
         original(*args, **kwargs)
+        self.has_left = False
         self.gradients.drop_model_grads()
         self.gradients.forget()
         if self._step_failed:

@@ -10,7 +10,7 @@ from host_reads import OpCalls
 from models import LOW, assert_unchanged, loss_of, mlp, snapshot
 from torch import nn
 
-from ampctx import GradScaler, clip_grad_norm_, optimizers
+from ampctx import clip_grad_norm_, optimizers
 from ampctx.amp import AmpSession
 from ampctx.model_grads import MasterParam, all_of
 
@@ -325,18 +325,18 @@ def test_no_host_reads_and_two_calls_for_16_bit_tensors(session, level, keep_bat
 
 
 @pytest.mark.parametrize("kind", [optimizers.FusedSGD, optimizers.FusedLAMB], ids=["FusedSGD", "FusedLAMB"])
-def test_a_grad_scaler_scales_waiting_gradients_too(session, kind):
-    """A GradScaler around a model that a session keeps masters of: its scale comes on top of that of the blocks."""
+def test_grad_scale_divides_waiting_gradients_too(session, kind):
+    """Set by hand, it comes on top of the scale of the blocks."""
     results = []
     for base in (kind, type("Eager", (kind,), {"_step_supports_model_params": False})):
         model = mlp()
         optimizer = base(model.parameters(), lr=0.01)
         session.initialize(model, optimizer, opt_level="O2", loss_scale=1.0, verbosity=0)
-        scaler = GradScaler("cpu", init_scale=1024.0)
         for seed in range(3):
-            scaler.scale(loss_of(model, seed)).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            (loss_of(model, seed) * 1024.0).backward()
+            optimizer.grad_scale = torch.tensor(1024.0)
+            optimizer.step()
+            del optimizer.grad_scale
             optimizer.zero_grad()
         results.append(snapshot(optimizer, model))
         session.reset()

@@ -294,3 +294,15 @@ def test_culprits_are_not_looked_for_among_gradients_that_were_loaded():
     assert outcome.culprits is None
     session.reset()
     run[0].reset()
+
+
+def test_what_a_skipped_step_has_left_is_judged_after_loading():
+    source, run = started_with_two_losses(), started_with_two_losses()
+    block_of(source, 0, torch.inf)
+    source[2].step()
+    for part, theirs in zip(run, source, strict=True):
+        part.load_state_dict(filed(theirs.state_dict(**({"grads": True} if part is run[0] else {}))))
+    for each in (source, run):
+        each[2].step()
+        assert each[0].outcome(each[2]).overflowed == (-1,)
+        each[0].reset()

@@ -315,3 +315,41 @@ def test_a_clean_loss_is_not_blamed_for_one_before_in_the_same_step(session, nam
     loop.optimizer.step()
     assert session.outcome(loop.optimizer).overflowed == (0,)
     assert [scale.value() for scale in session.loss_scales] == [32768.0, 65536.0]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@every_optimizer
+def test_a_step_again_after_a_skipped_one(session, name, level):
+    """BatchNorm has no masters at O2. The flag that was raised is used up, the gradients are there still."""
+    loop = Loop(session, name, level)
+    loop.iterate()
+    before = loop.values()
+    loop.backward(0, {"1.weight": INF})
+    for overflowed in ((0,), (-1,), (-1,)):
+        loop.optimizer.step()
+        assert session.outcome(loop.optimizer).overflowed == overflowed
+    with session.disable_casts():
+        loss_of(loop.model, 1).backward()
+    loop.optimizer.step()
+    assert session.outcome(loop.optimizer).skipped
+    loop.backward(2)
+    loop.optimizer.step()
+    assert session.outcome(loop.optimizer).skipped
+    assert_same_bits(before, loop.values())
+    loop.model.zero_grad()
+    with session.disable_casts():
+        loss_of(loop.model, 1).backward()
+    loop.optimizer.step()
+    assert session.outcome(loop.optimizer).stepped
+
+
+def test_a_step_again_after_one_that_was_taken(session):
+    loop = Loop(session, "plain-SGD")
+    loop.backward()
+    moved = []
+    for _ in range(2):
+        before = loop.values()
+        loop.optimizer.step()
+        assert session.outcome(loop.optimizer).stepped
+        moved.append(not torch.equal(before[0], loop.values()[0]))
+    assert moved == [True, True]
