@@ -124,6 +124,11 @@ class MasterParams:
                 if original is not None:
                     self._cast.append((p, original.dtype))
                     _cast_state(optimizer, p, p, self._state_dtype(p.dtype))
+            elif any(p is other for other, _ in self.pairs):
+                raise AmpError(
+                    f"{self._name_of(p)} is in the optimizer already, by its fp32 master weight: give each parameter "
+                    "to one group"
+                )
             elif id(p) in taken:
                 raise AmpError(
                     f"a parameter of shape {tuple(p.shape)} is in two optimizers, and only one of them can keep the "
@@ -134,6 +139,14 @@ class MasterParams:
             else:
                 self._frozen.append(p)
         self._members = _members(optimizer)
+
+    def held(self, optimizer: Any) -> list[Tensor]:
+        """The model parameters whose masters are in the groups at this moment."""
+        return [self.model_of[p] for p in _members(optimizer) if p in self.model_of]
+
+    def look_again(self) -> None:
+        """Has the next ``follow_groups`` take in the groups in any case."""
+        self._members = []
 
     def drop_grads(self, params: Iterable[Tensor]) -> None:
         """Parameters that join lose the gradients of before, from blocks whose scale nobody has kept."""
