@@ -271,6 +271,33 @@ def test_an_interrupt_while_the_loss_is_multiplied(train, after):
     assert same(training.state(), never.state())
 
 
+@pytest.mark.parametrize("delay", [False, True], ids=["alone", "after a delayed block"])
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+def test_generators_that_are_closed_in_any_order(train, level, delay):
+    """Each holds a block open; the first to begin is the first to go."""
+    training = train(level)
+    if delay:
+        training.block(1, delay_unscale=True)
+
+    def in_a_block(seed):
+        with training.session.scale_loss(training.loss(seed), training.optimizer) as scaled:
+            scaled.backward()
+            yield
+
+    first, second = in_a_block(2), in_a_block(3)
+    next(first), next(second)
+    first.close(), second.close()
+    if delay:
+        training.optimizer.step()
+    training.iterate(4)
+    never = train(level)
+    if delay:
+        never.block(1, delay_unscale=True)
+        never.optimizer.step()
+    never.iterate(4)
+    assert same(training.state(), never.state())
+
+
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_casts_come_back_though_torch_autocast_was_entered_half_way(train, level, monkeypatch):
     """An interrupt at the end of torch's own __enter__, which has switched off and is never left."""
