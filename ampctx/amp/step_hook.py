@@ -661,18 +661,14 @@ class OptimizerBinding:
             self.follow_groups()
         original(param_group)
         if self._active:
-            group = self.optimizer.param_groups[-1]
-            given = list(group["params"])
             try:
-                self.masters.adopt(self.optimizer, group, taken=self._taken())
+                self.masters.refuse_held(self.optimizer, self.optimizer.param_groups[-1])
+                self.follow_groups()
             except BaseException:
                 del self.optimizer.param_groups[-1]
                 # Some of the group may have been taken in.
                 self.masters.look_again()
                 raise
-            if self._has_scaled():
-                self.masters.drop_grads(given)
-                self._tell_of_dropped_grads()
 
     def _reduce_ex(self, original: Callable, protocol: Any) -> Any:
         """A copy or pickle of the optimizer would step copies of the masters, which no model follows: it is for its

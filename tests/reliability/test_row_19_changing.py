@@ -252,6 +252,65 @@ def test_a_group_that_is_refused_changes_nothing(session, level, name):
     assert model["b"].eq(6.875).all()
 
 
+@pytest.mark.parametrize("level", CAST)
+@pytest.mark.parametrize("name", ["plain", "FusedSGD"])
+def test_a_group_with_a_parameter_of_another_optimizer_changes_nothing(session, level, name):
+    """Found after a master of the other one was made."""
+    model = Sum("a", "b", "c")
+    first, second = MAKE[name]([model["a"]]), MAKE[name]([model["c"]])
+    session.initialize(model, [first, second], opt_level=level, max_loss_scale=1024.0, verbosity=0)
+    with session.scale_loss(model.loss(a=1.0, c=1.0), [first, second], delay_unscale=True) as scaled:
+        scaled.backward()
+    for _ in range(2):
+        with pytest.raises(AmpError, match="is in two optimizers"):
+            first.add_param_group({"params": [model["b"], model["c"]]})
+    for optimizer in (first, second):
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model["a"].eq(1.875).all()
+    assert model["c"].eq(1.875).all()
+    with torch.no_grad():
+        model["b"].fill_(7.0)
+    second.add_param_group({"params": [model["b"]]})
+    with session.scale_loss(model.loss(a=1.0, b=1.0), [first, second]) as scaled:
+        scaled.backward()
+    first.step()
+    assert model["b"].eq(7.0).all()
+    second.step()
+    assert model["b"].eq(6.875).all()
+
+
+@every_optimizer
+@every_level
+@pytest.mark.parametrize("at_once", [False, True], ids=["", "at once"])
+def test_a_parameter_that_comes_back_in_a_group_of_its_own(session, level, name, at_once):
+    """With its momentum, and with the bits of its master that the model's weight does not have."""
+    twins = Twins(session, level, name, "a", "b")
+
+    def leave(_, optimizer):
+        del optimizer.param_groups[0]["params"][1]
+
+    def come_back(model, optimizer):
+        optimizer.add_param_group({"params": [model["b"]], "lr": 2.0**-12})
+
+    for _ in range(2):
+        twins.backward(a=1.0, b=1.0)
+        twins.step()
+    twins.both(leave)
+    if not at_once:
+        twins.backward(a=1.0)
+        twins.step()
+    twins.both(come_back)
+    for _ in range(3):
+        twins.backward(a=1.0, b=1.0)
+        for optimizer in (twins.reference, twins.optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+    stepped = [p for group in twins.optimizer.param_groups for p in group["params"]]
+    assert [torch.equal(p, q) for p, q in zip(stepped, twins.plain.weights.values(), strict=True)] == [True, True]
+    assert torch.equal(twins.model["b"], stepped[1].to(twins.model["b"].dtype))
+
+
 @every_optimizer
 @every_level
 def test_a_parameter_moves_from_one_optimizer_to_another(session, level, name):

@@ -353,6 +353,30 @@ def test_a_second_step_that_raises_leaves_model_and_masters_alike(session, level
         assert torch.equal(p, master.to(p.dtype))
 
 
+@pytest.mark.parametrize("name", [name for name in MAKE if not name.startswith("lbfgs")])  # that has one group
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_group_that_joins_in_an_evaluation_that_overflows(session, level, name):
+    training = Training(session, level, MAKE[name])
+    step(training, name)
+    before = training.everything()
+    extra = nn.Parameter(torch.ones(3))
+    inner = training.backward
+
+    def backward():
+        if training.evaluations + 1 in training.faults:
+            training.optimizer.add_param_group({"params": [extra]})
+        return inner()
+
+    training.backward = backward
+    training.faults = {training.evaluations + 1 + name.startswith("sam"): INF}
+    assert step(training, name) is None
+    after = training.everything()
+    assert after["options"][1:]
+    after["options"], after["stepped"] = after["options"][:1], after["stepped"][:2]
+    assert_same(before, after)
+    assert session.skipped_steps(training.optimizer) == 1
+
+
 class Deaf(torch.optim.SGD):
     """Has no use for its closure."""
 
