@@ -312,6 +312,7 @@ class Autocast:
         thread = self._thread
         outer = thread.suspensions
         types_here = sorted({*self.device_types, *(d for a in _ambient.entries for d in a.device_types)})
+        before = {d: torch.is_autocast_enabled(d) for d in types_here}
         thread.suspensions = (*outer, {d: self._wanted(d) for d in types_here})
         try:
             with ExitStack() as stack:
@@ -320,6 +321,10 @@ class Autocast:
                 yield
         finally:
             thread.suspensions = outer
+            # An interrupt that comes while torch.autocast is being entered or left keeps that from restoring it.
+            for d, enabled in before.items():
+                if torch.is_autocast_enabled(d) != enabled:
+                    torch.set_autocast_enabled(d, enabled)
             # Weights may have been stepped inside.
             torch.clear_autocast_cache()
 

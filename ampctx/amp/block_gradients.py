@@ -242,21 +242,21 @@ class BlockGradients:
     def abandon(self, depth: int, committing: bool = False) -> None:
         """Ends the block that began, or was about to, with ``depth`` blocks open, as if it had never begun.
 
+        Those that began inside it and are open still, in generators say, end with it.
         ``committing``: ``commit`` or ``delay`` may have begun, here or for another optimizer of the block.
         """
         self.spoiled |= committing
-        if len(self._frames) <= depth:
-            return
-        frame = self._frames[-1]
-        was_there = frame.before if frame.window is None else frame.copies
-        for p in self._leaves():
-            p.grad = was_there.get(p)
-        if frame.outcome.waiting is not None:
-            frame.outcome.waiting.drop()
-            self._waiting = None
-        if not depth:
-            self._window = frame.window
-        self._frames.pop()
+        while len(self._frames) > depth:
+            frame = self._frames[-1]
+            was_there = frame.before if frame.window is None else frame.copies
+            for p in self._leaves():
+                p.grad = was_there.get(p)
+            if frame.outcome.waiting is not None:
+                frame.outcome.waiting.drop()
+                self._waiting = None
+            if len(self._frames) == 1:
+                self._window = frame.window
+            self._frames.pop()
 
     def delay(self, inv_scale: Factor) -> None:
         """Ends the outermost block and leaves its gradients scaled for a later one."""

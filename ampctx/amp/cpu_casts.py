@@ -29,8 +29,8 @@ def autocast_kernel(op: Any, cast: Callable[[Any], Any]) -> Callable:
         if kwargs.get("dtype") is None and not any(isinstance(a, torch.dtype) for a in args):
             args, kwargs = cast(args), cast(kwargs)
         # Not through torch.autocast: leaving that clears the cache of cast weights.
-        torch.set_autocast_enabled("cpu", False)
         try:
+            torch.set_autocast_enabled("cpu", False)
             return op(*args, **kwargs)
         finally:
             torch.set_autocast_enabled("cpu", True)

@@ -7,6 +7,7 @@ The class derives from torch's for the sake of ``isinstance`` alone: every metho
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import warnings
 import weakref
@@ -38,6 +39,8 @@ from ampctx.foreach import FoundInf, PerDevice, move
 from ampctx.grad_clip import norm_before_clipping, strided_grad
 from ampctx.model_grads import declares
 
+logger = logging.getLogger("ampctx")
+
 
 def _refuse_masters(optimizer: Any) -> None:
     """Raises AmpError for an optimizer that steps masters under amp, which says so in an attribute of its ``step``."""
@@ -62,6 +65,7 @@ class _Steps:
 
     def __init__(self, limit: int | None) -> None:
         self.outcome: StepOutcome | None = None
+        self.told_of_no_gradients = False
         history: deque[tuple[int, float]] = deque(maxlen=16)
         self.skips = DeviceSkips(
             lambda before, now, losses: history.extend((i, value) for i, _, value in losses), in_a_row=limit is not None
@@ -130,7 +134,8 @@ class GradScaler(torch.amp.GradScaler):
 
     Same calls, errors and checkpoints as ``torch.amp.GradScaler``; a state_dict of either loads into the other. What
     differs: the scale has bounds and hysteresis and never reaches 0 or inf; bf16, complex and sparse gradients unscale
-    on every device; flags of several devices are joined by their maximum, so an optimizer sees 0.0 or 1.0.
+    on every device; flags of several devices are joined by their maximum, so an optimizer sees 0.0 or 1.0; a step
+    without any gradient changes nothing, where torch raises in ``step`` or ``update``.
 
     Args:
         device: device type of the model, "cuda" by default. Without CUDA that is a warning and a disabled scaler.
@@ -267,6 +272,7 @@ class GradScaler(torch.amp.GradScaler):
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
         flags = self._unscale_grads_(optimizer, scale.reciprocal(), found_inf, False)
         state["found_inf_per_device"] = self._agreed(flags)
+        state["unscaled"] = {id(p) for group in optimizer.param_groups for p in group["params"]}
         state["stage"] = OptState.UNSCALED
 
     @torch.no_grad()
@@ -333,14 +339,15 @@ class GradScaler(torch.amp.GradScaler):
         One host read, whatever the number of devices. None for an optimizer with ``_step_supports_amp_scaling``, as
         torch's have with ``fused=True``: it finds ``grad_scale`` and ``found_inf`` (0.0 or 1.0) among its attributes.
         (Where it could not skip: groups that are not fused, the first step of torch's fused SGD with dampening, one
-        host read.)
+        host read.) Without any gradient it changes nothing; a warning says so once.
 
         Returns:
             What ``optimizer.step`` returned; None for a step that was skipped.
 
         Raises:
-            AmpError: called twice in one iteration, or with a closure; an optimizer that is under amp with masters.
-            AmpAssertionError: ``scale`` was never called, or no parameter of the optimizer has a gradient.
+            AmpError: called twice in one iteration, or with a closure; an optimizer that is under amp with masters; a
+                parameter with a gradient joined the optimizer after ``unscale_``.
+            AmpAssertionError: ``scale`` was never called.
             AmpStallError: more than ``max_consecutive_skips`` steps in a row were skipped, this one included.
         """
         if not self._enabled:
@@ -359,6 +366,9 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             raise AmpError("step() has already been called since the last update().")
         steps = self._steps_of(optimizer)
+        if state["stage"] is OptState.UNSCALED:
+            self._refuse_joined(optimizer, state)
+        self._tell_of_no_gradients(optimizer, steps)
         try:
             if declares(optimizer, "_step_supports_amp_scaling") and not _would_ignore_the_flag(optimizer):
                 if self._is_one_too_many(optimizer, state, steps):
@@ -369,11 +379,6 @@ class GradScaler(torch.amp.GradScaler):
             else:
                 if state["stage"] is OptState.READY:
                     self.unscale_(optimizer)
-                if not state["found_inf_per_device"]:
-                    raise AmpAssertionError(
-                        "No inf checks were recorded for this optimizer. None of its parameters has a gradient: was "
-                        "the backward of this iteration run, and does the loss depend on the optimizer's parameters?"
-                    )
                 result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         except BaseException:
             state["interrupted"] = _Untouched(optimizer)
@@ -382,6 +387,24 @@ class GradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.STEPPED
         self._conclude(optimizer, state, steps, state.pop("skipped", None))
         return result
+
+    @staticmethod
+    def _refuse_joined(optimizer: Any, state: dict[str, Any]) -> None:
+        """Gradients of parameters that ``unscale_`` has not seen are multiplied by the scale, and not judged."""
+        for g, group in enumerate(optimizer.param_groups):
+            for i, p in enumerate(group["params"]):
+                if p.grad is not None and id(p) not in state.get("unscaled", {id(p)}):
+                    raise AmpError(
+                        f"param_groups[{g}]['params'][{i}] joined the optimizer after unscale_(): its gradient is "
+                        "still multiplied by the scale. Add parameters before unscale_() or after update(), or set "
+                        "this gradient to None."
+                    )
+
+    @staticmethod
+    def _tell_of_no_gradients(optimizer: Any, steps: _Steps) -> None:
+        if not steps.told_of_no_gradients and not _gradients(optimizer):
+            steps.told_of_no_gradients = True
+            logger.warning("%s.step() changes nothing: none of its parameters has a gradient", type(optimizer).__name__)
 
     def outcome(self, optimizer: torch.optim.Optimizer) -> StepOutcome | None:
         """What became of the latest ``scaler.step(optimizer)``; None before the first.
@@ -459,7 +482,7 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         flags = list(optimizer_state["found_inf_per_device"].values())
-        optimizer_state["skipped"] = _joined(flags, flags[0].device).item() != 0.0
+        optimizer_state["skipped"] = bool(flags) and _joined(flags, flags[0].device).item() != 0.0
         if optimizer_state["skipped"]:
             # torch's LR schedulers warn when they are stepped first; a skipped step was asked for in the right order.
             # The name is private to torch.optim.lr_scheduler and guarded by a test.
@@ -499,12 +522,14 @@ class GradScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Moves the scale by what the optimizers of this iteration found: after the last ``step``. No host sync.
 
+        Where none of them had a gradient, the scale and its count of clean updates stay.
+
         Args:
             new_scale: the scale to go on with instead, whatever the bounds: a number, or a one-element tensor without
                 requires_grad on a device of the scaler's type, which is copied.
 
         Raises:
-            AmpAssertionError: no optimizer was unscaled or stepped, or a tensor that does not fit.
+            AmpAssertionError: no optimizer was unscaled with gradients, or stepped; a tensor that does not fit.
             AmpTypeError, AmpValueError: a number that is not > 0 and finite.
         """
         if not self._enabled:
@@ -514,9 +539,10 @@ class GradScaler(torch.amp.GradScaler):
         if new_scale is None:
             states = self._per_optimizer_states.values()
             flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
-            if not flags:
+            if flags:
+                self._loss_scale.update(_joined(flags, scale.device))
+            elif not any(state["stage"] is OptState.STEPPED for state in states):
                 raise AmpAssertionError("No inf checks were recorded prior to update. Call step(optimizer) first.")
-            self._loss_scale.update(_joined(flags, scale.device))
         else:
             if isinstance(new_scale, Tensor) and (
                 new_scale.device.type != self._device or new_scale.numel() != 1 or new_scale.requires_grad

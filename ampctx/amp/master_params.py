@@ -151,6 +151,24 @@ class MasterParams:
                 self._frozen.append(p)
         self._members = _members(optimizer)
 
+    def held(self, optimizer: Any) -> list[Tensor]:
+        """The model parameters whose masters are in the groups at this moment."""
+        return [self.model_of[p] for p in _members(optimizer) if p in self.model_of]
+
+    def refuse_held(self, optimizer: Any, group: Group) -> None:
+        """AmpError where a parameter of the group has its master in the optimizer, which torch does not see."""
+        held = {id(p) for p in self.held(optimizer)}
+        for p in group["params"]:
+            if id(p) in held:
+                raise AmpError(
+                    f"{self._name_of(p)} is in the optimizer already, by its fp32 master weight: give each parameter "
+                    "to one group"
+                )
+
+    def look_again(self) -> None:
+        """Has the next ``follow_groups`` take in the groups in any case."""
+        self._members = []
+
     def drop_grads(self, params: Iterable[Tensor]) -> None:
         """Parameters that join lose the gradients of before, from blocks whose scale nobody has kept."""
         for p in params:
@@ -171,8 +189,7 @@ class MasterParams:
             left = [(p(), master()) for p, master in self._left]
             pairs = self.pairs + [(p, master) for p, master in left if p is not None and master is not None]
             master_of = {id(p): master for p, master in pairs}
-            if drop_grads:
-                self.drop_grads(p for p in members if id(p) not in known and id(p) not in master_of)
+            joined = [p for p in members if id(p) not in known and id(p) not in master_of]
             for group in optimizer.param_groups:
                 group["params"][:] = [master_of.get(id(p), p) for p in group["params"]]
             held = {id(p) for p in _members(optimizer)}
@@ -186,6 +203,8 @@ class MasterParams:
             known |= {id(master) for _, master in back}
             for group in optimizer.param_groups:
                 self.adopt(optimizer, group, taken=taken(), known=known)
+            if drop_grads:
+                self.drop_grads(joined)
         self.adopt_unfrozen(optimizer)
 
     def check(self) -> None:

@@ -40,11 +40,13 @@ class _RefuseReplaced:
     def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
         now = {name: id(p) for name, p in module.named_parameters(recurse=False)}
         replaced = {former: name for name, former in self._before.items() if now.get(name) not in (former, None)}
-        if replaced and (lost := [replaced[id(p)] for p in self._stepped() if id(p) in replaced]):
+        if replaced and (stepped := [p for p in self._stepped() if id(p) in replaced]):
+            for p in stepped:
+                setattr(module, replaced[id(p)], p)
             raise AmpError(
-                f'load_state_dict(assign=True) has put a new tensor in the place of "{lost[0]}" of a '
-                f"{type(module).__name__}, and the optimizer goes on with the old one. Load without assign, or before "
-                "the optimizer is made and amp.initialize is called."
+                f'load_state_dict(assign=True) would put a new tensor in the place of "{replaced[id(stepped[0])]}" of '
+                f"a {type(module).__name__}, and the optimizer would go on with the old one, which stays. Load without "
+                "assign, or before the optimizer is made and amp.initialize is called."
             )
 
     def __reduce__(self) -> tuple:
@@ -52,7 +54,7 @@ class _RefuseReplaced:
 
 
 def refuse_replaced(model: nn.Module, stepped: Callable[[], Iterable[Tensor]]) -> Undo:
-    """Has ``load_state_dict(assign=True)`` raise where it replaces a parameter that is ``stepped``."""
+    """Has ``load_state_dict(assign=True)`` raise where it replaces a parameter that is ``stepped``, and put it back."""
     handles = []
     for module in model.modules():
         if before := {name: id(p) for name, p in module.named_parameters(recurse=False)}:

@@ -271,7 +271,7 @@ class AmpSession:
 
     def _with_masters(self) -> set[int]:
         """Ids of the model parameters that have a master."""
-        return {id(p) for binding in self._bindings.values() for p, _ in binding.masters.pairs}
+        return {id(p) for optimizer, binding in self._bindings.items() for p in binding.masters.held(optimizer)}
 
     def reset(self) -> None:
         """Undoes ``initialize``: weights back to fp32 (from the masters), optimizers, hooks and torch functions as they
@@ -313,8 +313,9 @@ class AmpSession:
         Call ``backward()`` on what is yielded. After the block ``amp.master_params(optimizer)`` hold true gradients,
         added to those of earlier blocks; if one was inf or nan, the next ``optimizer.step()`` is skipped and the scale
         reduced. Zero gradients after a skipped step, too: where they are inf or nan still, the next one is skipped as
-        well. An exception in the block leaves gradients as they were before it. Where it comes while they are added
-        up at the end, ``optimizer.step()`` raises until ``optimizer.zero_grad()``.
+        well. An exception in the block leaves gradients as they were before it, those of blocks that ended inside it
+        added, and takes back a ``first_step`` of SAM. Where it comes while they are added up at the end,
+        ``optimizer.step()`` raises until ``optimizer.zero_grad()``.
 
         Blocks of one session are open in one thread at a time; at O1 and O4 in that of ``initialize``.
 
@@ -341,6 +342,8 @@ class AmpSession:
             return
         if not isinstance(loss, Tensor):
             raise AmpTypeError(f"loss must be a tensor, got {type(loss).__name__}")
+        if loss.is_complex():
+            raise AmpTypeError(f"loss is {loss.dtype}, expected a floating type: backward needs a real loss")
         bindings = self._bindings_of(optimizers)
         loss_scale = self._loss_scale(bindings, loss_id)
         if not any(b.gradients.in_block or b.gradients.has_window for b in bindings):
@@ -361,7 +364,9 @@ class AmpSession:
             with self.disable_casts():
                 wide = loss if loss.dtype == torch.float64 else loss.float()
                 try:
-                    yield wide * scale.on(loss.device) if isinstance(scale, PerDevice) else wide
+                    # By a call: an interrupt that came meanwhile is raised at its end, and not after the yield, where
+                    # no ``with`` has begun yet that would clean up.
+                    yield torch.mul(wide, scale.on(loss.device)) if isinstance(scale, PerDevice) else wide
                 finally:
                     for other in others:
                         other.gradients.drop_model_grads()
@@ -386,7 +391,7 @@ class AmpSession:
         except BaseException:
             # The last first: of optimizers that share a parameter, the first has set its gradient aside.
             for binding, depth in reversed(opened):
-                binding.gradients.abandon(depth, committing)
+                binding.abandon(depth, committing)
             raise
         finally:
             self._thread.leave_block()

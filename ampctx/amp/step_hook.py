@@ -244,6 +244,15 @@ class OptimizerBinding:
         self._delayed_by = (loss_id, loss_scale)
         self.gradients.delay(inv_scale)
 
+    def abandon(self, depth: int, committing: bool) -> None:
+        """Ends a block that raised, see ``BlockGradients.abandon``. The weights go back to where they were before a
+        ``first_step``, which the step that this block was for had begun with."""
+        self.gradients.abandon(depth, committing)
+        if self._uphill is not None and self._uphill is not _SKIPPED:
+            restore, self._uphill = self._uphill, None
+            restore()
+            self.masters.copy_to_model()
+
     def declare_scaled(self, loss_id: int, loss_scale: LossScale, inv_scale: Factor) -> None:
         """What is in ``.grad`` is scaled, as a delayed block leaves it, and was not scaled by a block."""
         if not self.gradients.has_window:
@@ -510,9 +519,9 @@ class OptimizerBinding:
         former = {name: vars(optimizer)[name] for name in _OFFERED if name in vars(optimizer)}
         evaluate: Callable | None = None
         try:
-            if closure is None:
-                self._offer(former.get("found_inf"))
-            else:
+            # Before a closure too, which some optimizer may not evaluate: it steps the gradients that are there then.
+            self._offer(former.get("found_inf"))
+            if closure is not None:
 
                 def evaluated() -> Any:
                     with self._casts.resumed():
@@ -656,9 +665,11 @@ class OptimizerBinding:
                 self.masters.copy_to_model()
             self._skip(overflowed)
         else:
-            with self._stepping():
-                result = original(*args, **kwargs)
-            self.masters.copy_to_model()
+            try:
+                with self._stepping():
+                    result = original(*args, **kwargs)
+            finally:
+                self.masters.copy_to_model()
             self._let_through()
             return result
         if _asks_to_zero(args, kwargs):
@@ -687,6 +698,8 @@ class OptimizerBinding:
 
     def _zero_grad(self, original: Callable, *args: Any, **kwargs: Any) -> None:
         self._epoch += 1
+        if self._active:
+            self.follow_groups()  # what was taken out may be another optimizer's now
         original(*args, **kwargs)
         self.has_left = False
         self.gradients.drop_model_grads()
@@ -695,16 +708,17 @@ class OptimizerBinding:
             self._verdicts, self._firm, self._step_failed = {}, {}, False
 
     def _add_param_group(self, original: Callable, param_group: dict[str, Any]) -> None:
+        if self._active:
+            self.follow_groups()
         original(param_group)
         if self._active:
             try:
-                group = self.optimizer.param_groups[-1]
-                if self._has_scaled():
-                    self.masters.drop_grads(group["params"])
-                self.masters.adopt(self.optimizer, group, taken=self._taken())
-                self._tell_of_dropped_grads()
+                self.masters.refuse_held(self.optimizer, self.optimizer.param_groups[-1])
+                self.follow_groups()
             except BaseException:
                 del self.optimizer.param_groups[-1]
+                # Some of the group may have been taken in.
+                self.masters.look_again()
                 raise
 
     def _reduce_ex(self, original: Callable, protocol: Any) -> Any:

@@ -32,7 +32,7 @@ def snapshot(optimizer: Any, wrapped_too: bool = True) -> Callable[[], None]:
     values = [(p, p.detach(), p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
     states = {id(one.state): one.state for one in (with_wrapped(optimizer) if wrapped_too else [optimizer])}.values()
     saved_states = [(state, {p: copy.deepcopy(dict(of_p)) for p, of_p in state.items()}) for state in states]
-    options = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    options = [(g, {k: copy.deepcopy(v) for k, v in g.items() if k != "params"}) for g in optimizer.param_groups]
 
     @torch.no_grad()
     def restore() -> None:
@@ -43,7 +43,7 @@ def snapshot(optimizer: Any, wrapped_too: bool = True) -> Callable[[], None]:
         for state, saved in saved_states:
             state.clear()
             state.update(saved)
-        for group, of_group in zip(optimizer.param_groups, options, strict=True):
+        for group, of_group in options:  # a group that has joined since stays as it is
             for k, v in of_group.items():
                 if isinstance(v, Tensor):
                     group[k].copy_(v)  # a tensor lr may be held elsewhere too

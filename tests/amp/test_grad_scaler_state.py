@@ -29,11 +29,6 @@ def step_twice(scaler, optimizer):
     scaler.step(optimizer)
 
 
-def step_without_gradients(scaler, optimizer):
-    optimizer.zero_grad()
-    scaler.step(optimizer)
-
-
 def update_without_gradients(scaler, optimizer):
     optimizer.zero_grad()
     scaler.unscale_(optimizer)
@@ -44,7 +39,6 @@ ORDER = [
     (unscale_twice, RuntimeError, r"unscale_\(\) has already been called on this optimizer since the last update\(\)"),
     (unscale_after_step, RuntimeError, r"unscale_\(\) is being called after step\(\)"),
     (step_twice, RuntimeError, r"step\(\) has already been called since the last update\(\)"),
-    (step_without_gradients, AssertionError, "No inf checks were recorded for this optimizer"),
     (update_without_gradients, AssertionError, "No inf checks were recorded prior to update"),
     (lambda s, o: s.update(), AssertionError, "No inf checks were recorded prior to update"),
     (lambda s, o: s.step(o, closure=None), RuntimeError, "Closure use is not currently supported"),

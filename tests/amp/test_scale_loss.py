@@ -217,6 +217,11 @@ def test_errors_of_scale_loss(session):
         session.scale_loss(model.loss(1.0), optimizer, loss_id=2),
     ):
         pass
+    with (
+        pytest.raises(AmpTypeError, match="loss is torch.complex64"),
+        session.scale_loss(torch.ones(()) * 1j, optimizer),
+    ):
+        pytest.fail("the block was entered")
     with pytest.raises(AmpTypeError, match="loss must be a tensor, got float"), session.scale_loss(1.0, optimizer):
         pass
     stranger = torch.optim.SGD(Probe().parameters(), lr=0.1)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from ampctx import AmpError, optimizers
+from ampctx import AmpError, GradScaler, optimizers
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 CAST = ("O2", "O5")
@@ -90,6 +90,42 @@ def test_steps_without_gradients_change_nothing_and_are_told_once(session, level
         twins.backward(**factors)
         twins.step()
     assert session.skipped_steps(twins.optimizer) == 0
+
+
+@every_optimizer
+@pytest.mark.parametrize("unscale", [False, True], ids=["step", "unscale_"])
+def test_grad_scaler_steps_without_gradients_change_nothing_and_are_told_once(name, unscale, caplog):
+    model = Sum("a")
+    optimizer = MAKE[name](model.parameters())
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    scaler = GradScaler("cpu", growth_interval=2)
+    for backward in (False, False, True, False, True):
+        loss = scaler.scale(model.loss(a=1.0))
+        if backward:
+            loss.backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        assert scaler.outcome(optimizer).stepped
+        scaler.update()
+        schedule.step()
+        optimizer.zero_grad()
+    assert [r.message for r in caplog.records] == [
+        f"{type(optimizer).__name__}.step() changes nothing: none of its parameters has a gradient"
+    ]
+    # The steps with a gradient of 1, and momentum 0.5; iterations without do not count for the scale.
+    assert model["a"].eq(2.0 - 0.125 * (1.0 + 1.5)).all()
+    assert scaler.get_scale() == 2.0**17
+
+
+def test_a_grad_scaler_that_has_not_stepped_refuses_to_update_as_before():
+    model = Sum("a")
+    optimizer = MAKE["plain"](model.parameters())
+    scaler = GradScaler("cpu")
+    scaler.scale(model.loss(a=1.0))
+    scaler.unscale_(optimizer)
+    with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
+        scaler.update()
 
 
 # --- freezing ---------------------------------------------------------------------------------------------------------
@@ -186,6 +222,142 @@ def test_a_gradient_of_unknown_scale_does_not_join(session, level, how, caplog):
     assert model["b"].eq(1.875).all()
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", ["plain", "FusedSGD"])
+def test_a_group_that_is_refused_changes_nothing(session, level, name):
+    """It holds a parameter that is in the optimizer already, after one that is not."""
+    model = Sum("a", "b")
+    optimizer = MAKE[name]([model["a"]])
+    session.initialize(model, optimizer, opt_level=level, max_loss_scale=1024.0, verbosity=0)
+    with session.scale_loss(model.loss(a=1.0), optimizer, delay_unscale=True) as scaled:
+        scaled.backward()
+    with pytest.raises((AmpError, ValueError), match="already|more than one"):
+        optimizer.add_param_group({"params": [model["b"], model["a"]]})
+    optimizer.step()
+    optimizer.zero_grad()
+    assert model["a"].eq(1.875).all()
+    # Not in the optimizer: nobody writes to it.
+    with torch.no_grad():
+        model["b"].fill_(7.0)
+    with session.scale_loss(model.loss(a=1.0, b=1.0), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert model["b"].eq(7.0).all()
+    # And in again.
+    model.zero_grad()
+    optimizer.add_param_group({"params": [model["b"]]})
+    with session.scale_loss(model.loss(b=1.0), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert model["b"].eq(6.875).all()
+
+
+@pytest.mark.parametrize("level", CAST)
+@pytest.mark.parametrize("name", ["plain", "FusedSGD"])
+def test_a_group_with_a_parameter_of_another_optimizer_changes_nothing(session, level, name):
+    """Found after a master of the other one was made."""
+    model = Sum("a", "b", "c")
+    first, second = MAKE[name]([model["a"]]), MAKE[name]([model["c"]])
+    session.initialize(model, [first, second], opt_level=level, max_loss_scale=1024.0, verbosity=0)
+    with session.scale_loss(model.loss(a=1.0, c=1.0), [first, second], delay_unscale=True) as scaled:
+        scaled.backward()
+    for _ in range(2):
+        with pytest.raises(AmpError, match="is in two optimizers"):
+            first.add_param_group({"params": [model["b"], model["c"]]})
+    for optimizer in (first, second):
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model["a"].eq(1.875).all()
+    assert model["c"].eq(1.875).all()
+    with torch.no_grad():
+        model["b"].fill_(7.0)
+    second.add_param_group({"params": [model["b"]]})
+    with session.scale_loss(model.loss(a=1.0, b=1.0), [first, second]) as scaled:
+        scaled.backward()
+    first.step()
+    assert model["b"].eq(7.0).all()
+    second.step()
+    assert model["b"].eq(6.875).all()
+
+
+@every_optimizer
+@every_level
+@pytest.mark.parametrize("at_once", [False, True], ids=["", "at once"])
+def test_a_parameter_that_comes_back_in_a_group_of_its_own(session, level, name, at_once):
+    """With its momentum, and with the bits of its master that the model's weight does not have."""
+    twins = Twins(session, level, name, "a", "b")
+
+    def leave(_, optimizer):
+        del optimizer.param_groups[0]["params"][1]
+
+    def come_back(model, optimizer):
+        optimizer.add_param_group({"params": [model["b"]], "lr": 2.0**-12})
+
+    for _ in range(2):
+        twins.backward(a=1.0, b=1.0)
+        twins.step()
+    twins.both(leave)
+    if not at_once:
+        twins.backward(a=1.0)
+        twins.step()
+    twins.both(come_back)
+    for _ in range(3):
+        twins.backward(a=1.0, b=1.0)
+        for optimizer in (twins.reference, twins.optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+    stepped = [p for group in twins.optimizer.param_groups for p in group["params"]]
+    assert [torch.equal(p, q) for p, q in zip(stepped, twins.plain.weights.values(), strict=True)] == [True, True]
+    assert torch.equal(twins.model["b"], stepped[1].to(twins.model["b"].dtype))
+
+
+@every_optimizer
+@every_level
+def test_a_parameter_moves_from_one_optimizer_to_another(session, level, name):
+    plain, model = Sum("a", "b", "c"), Sum("a", "b", "c")
+    make = MAKE["foreach" if name == "torch-fused" else name]
+    reference = [make([plain["a"], plain["b"]]), make([plain["c"]])]
+    moved = [MAKE[name]([model["a"], model["b"]]), MAKE[name]([model["c"]])]
+    session.initialize(model, moved, opt_level=level, max_loss_scale=1024.0, verbosity=0)
+
+    def backward(optimizers, delay=False, **factors):
+        plain.loss(**factors).backward()
+        with session.scale_loss(model.loss(**factors), optimizers, delay_unscale=delay) as scaled:
+            scaled.backward()
+
+    for i in range(4):
+        if i == 2:
+            for (first, second), each in ((reference, plain), (moved, model)):
+                del first.param_groups[0]["params"][1]
+                second.add_param_group({"params": [each["b"]]})
+            backward(moved[1], delay=True, b=0.5)
+            for first in (reference[0], moved[0]):
+                first.zero_grad()  # has no say in the gradient of b any more
+        backward(moved, a=1.0, b=1.0, c=1.0)
+        for optimizer in (*reference, *moved):
+            optimizer.step()
+            optimizer.zero_grad()
+    for n, p in plain.weights.items():
+        assert torch.equal(model[n].float(), p), n
+
+
+def test_a_group_that_joins_after_unscale_is_refused():
+    model = Sum("a", "b")
+    optimizer = MAKE["plain"]([model["a"]])
+    scaler = GradScaler("cpu")
+    scaler.scale(model.loss(a=1.0, b=1.0)).backward()
+    scaler.unscale_(optimizer)
+    optimizer.add_param_group({"params": [model["b"]]})
+    for _ in range(2):
+        with pytest.raises(AmpError, match=r"param_groups\[1\]\['params'\]\[0\] joined the optimizer after unscale_"):
+            scaler.step(optimizer)
+    model["b"].grad = None
+    scaler.step(optimizer)
+    scaler.update()
+    assert model["a"].eq(1.875).all()
+    assert model["b"].eq(2.0).all()
+
+
 @every_optimizer
 @every_level
 @pytest.mark.parametrize("delay", [False, True], ids=["", "delayed"])
@@ -242,9 +414,15 @@ def test_weights_loaded_between_blocks_and_steps(session, level, name):
 def test_assigning_load_state_dict_is_refused(session, level):
     model = Sum("a", "b")
     optimizer = torch.optim.SGD([model["b"]], lr=0.125)
-    session.initialize(model, optimizer, opt_level=level, verbosity=0)
-    with pytest.raises(AmpError, match=r'load_state_dict\(assign=True\) .* in the place of "b" of a ParameterDict'):
-        model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    session.initialize(model, optimizer, opt_level=level, max_loss_scale=1024.0, verbosity=0)
+    for _ in range(2):
+        with pytest.raises(AmpError, match=r'load_state_dict\(assign=True\) .* in the place of "b" of a ParameterDict'):
+            model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}, assign=True)
+    # The one that the optimizer steps is the model's still.
+    with session.scale_loss(model.loss(b=1.0), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert model["b"].eq(1.875).all()
     session.reset()
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
 

@@ -314,6 +314,96 @@ def test_a_first_step_that_raises_is_taken_back(session, level):
     assert_same(before, training.everything())
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_exception_at_the_top_takes_the_first_step_back(session, level):
+    """The next iteration starts from the foot."""
+    training = Training(session, level, MAKE["sam-sgd"])
+    before = training.everything()["stepped"]
+    training.faults = {2: KeyError("data")}
+    training.backward()
+    training.optimizer.first_step(zero_grad=True)
+    assert not torch.equal(before[0], training.everything()["stepped"][0])
+    with (
+        pytest.raises(KeyError, match="data"),
+        session.scale_loss(training.problem.loss(training.model), training.optimizer) as scaled,
+    ):
+        scaled.backward()
+        training.backward()
+    after = training.everything()
+    assert_same(before, after["stepped"])
+    assert_same([p.to(w.dtype) for p, w in zip(before, after["model"], strict=True)], after["model"])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_second_step_that_raises_leaves_model_and_masters_alike(session, level):
+    class Clumsy(SAM):
+        @torch.no_grad()
+        def second_step(self, zero_grad=False):
+            for p in self.param_groups[0]["params"]:
+                p.copy_(self.state[p]["foot"])
+            raise OSError("no log")
+
+    training = Training(session, level, lambda p: Clumsy(p, torch.optim.SGD, lr=0.1, rho=1.0))
+    training.backward()
+    training.optimizer.first_step(zero_grad=True)
+    training.backward()
+    with pytest.raises(OSError, match="no log"):
+        training.optimizer.second_step(zero_grad=True)
+    for p, master in zip(training.model.parameters(), session.master_params(training.optimizer), strict=True):
+        assert torch.equal(p, master.to(p.dtype))
+
+
+@pytest.mark.parametrize("name", [name for name in MAKE if not name.startswith("lbfgs")])  # that has one group
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_group_that_joins_in_an_evaluation_that_overflows(session, level, name):
+    training = Training(session, level, MAKE[name])
+    step(training, name)
+    before = training.everything()
+    extra = nn.Parameter(torch.ones(3))
+    inner = training.backward
+
+    def backward():
+        if training.evaluations + 1 in training.faults:
+            training.optimizer.add_param_group({"params": [extra]})
+        return inner()
+
+    training.backward = backward
+    training.faults = {training.evaluations + 1 + name.startswith("sam"): INF}
+    assert step(training, name) is None
+    after = training.everything()
+    assert after["options"][1:]
+    after["options"], after["stepped"] = after["options"][:1], after["stepped"][:2]
+    assert_same(before, after)
+    assert session.skipped_steps(training.optimizer) == 1
+
+
+class Deaf(torch.optim.SGD):
+    """Has no use for its closure."""
+
+    def step(self, closure=None):
+        return super().step()
+
+
+class DeafFused(optimizers.FusedSGD):
+    def step(self, closure=None):
+        return super().step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("kind", [Deaf, DeafFused])
+def test_a_closure_that_is_never_evaluated(session, level, kind):
+    """The step is on the gradients that are there, and skipped where they overflowed."""
+    training = Training(session, level, lambda p: kind(p, lr=0.1))
+    training.faults = {1: INF}
+    before = training.everything()
+    for moves in (False, True):
+        training.optimizer.zero_grad()
+        training.backward()
+        training.optimizer.step(lambda: pytest.fail("evaluated"))
+        assert torch.equal(before["model"][0], training.model.weight) != moves
+    assert session.skipped_steps(training.optimizer) == 1
+
+
 @pytest.mark.parametrize("method", ["first_step", "second_step"])
 def test_half_steps_inside_the_block_are_errors(session, method):
     training = Training(session, "O2", MAKE["sam-sgd"])

@@ -1,5 +1,8 @@
 """An exception anywhere leaves the next iteration as if the interrupted one had never begun."""
 
+import signal
+import time
+
 import pytest
 import torch
 from faults import Fault, fault_at_line, kernel_calls, lines_of
@@ -242,6 +245,75 @@ def test_backward_may_raise(train, level, delay):
             scaled.backward()
 
     assert same(interrupted(train, level, "plain", fault), never)
+
+
+@pytest.mark.parametrize("after", [0.002, 0.004, 0.008])
+def test_an_interrupt_while_the_loss_is_multiplied(train, after):
+    """Before the body has begun: the block is closed though somebody keeps the exception, as notebooks do."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    training = train("O0")
+    loss = training.loss(1) * torch.ones(2**24)
+    former = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt) as kept:
+            signal.setitimer(signal.ITIMER_REAL, after)
+            with training.session.scale_loss(loss, training.optimizer):
+                time.sleep(1)
+    finally:
+        signal.signal(signal.SIGALRM, former)
+    training.iterate(2)
+    assert kept.value.__traceback__ is not None
+    never = train("O0")
+    never.iterate(2)
+    assert same(training.state(), never.state())
+
+
+@pytest.mark.parametrize("delay", [False, True], ids=["alone", "after a delayed block"])
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+def test_generators_that_are_closed_in_any_order(train, level, delay):
+    """Each holds a block open; the first to begin is the first to go."""
+    training = train(level)
+    if delay:
+        training.block(1, delay_unscale=True)
+
+    def in_a_block(seed):
+        with training.session.scale_loss(training.loss(seed), training.optimizer) as scaled:
+            scaled.backward()
+            yield
+
+    first, second = in_a_block(2), in_a_block(3)
+    next(first), next(second)
+    first.close(), second.close()
+    if delay:
+        training.optimizer.step()
+    training.iterate(4)
+    never = train(level)
+    if delay:
+        never.block(1, delay_unscale=True)
+        never.optimizer.step()
+    never.iterate(4)
+    assert same(training.state(), never.state())
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_casts_come_back_though_torch_autocast_was_entered_half_way(train, level, monkeypatch):
+    """An interrupt at the end of torch's own __enter__, which has switched off and is never left."""
+    training, enter = train(level), torch.autocast.__enter__
+
+    def interrupted(self):
+        enter(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.autocast, "__enter__", interrupted)
+    with pytest.raises(KeyboardInterrupt), training.session.disable_casts():
+        pytest.fail("entered")
+    monkeypatch.undo()
+    torch.autocast_decrement_nesting()  # as the __exit__ would have
+    assert torch.is_autocast_enabled("cpu")
+    assert training.model(torch.ones(2, 4)).dtype != torch.float32
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
