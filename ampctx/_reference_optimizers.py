@@ -309,10 +309,10 @@ def lamb(
 ) -> None:  # fmt: skip
     """LAMB (You et al. 2020): Adam's direction, scaled by ||w|| / ||direction|| for each tensor."""
     state = (exp_avgs, exp_avg_sqs)
+    limit = torch.tensor(max_grad_norm, dtype=torch.float64)
     for p in _Walk(grads, params, extras, steps, found_inf, inv_scale, lr, maximize, write_back, seed, *state):
-        norm = p.walk.scalar(global_grad_norm, p.param)
-        too_large = (norm > max_grad_norm) & (max_grad_norm > 0)
-        g = p.g * torch.where(too_large, torch.full_like(norm, max_grad_norm).div(norm), _one(p))
+        norm, most = p.walk.scalar(global_grad_norm, p.param), p.walk.scalar(limit, p.param)
+        g = p.g * torch.where((norm > most) & (most > 0), most / norm, _one(p))
         if not adam_w_mode:
             g = g + weight_decay * p.w
         m = p.write(0, beta1 * p.read(0) + ((1 - beta1) if grad_averaging else 1.0) * g)

@@ -240,10 +240,12 @@ class Run:
         self.joined.append(name)
 
     def load(self, rng):
-        """Weights that 16 bits hold, into both."""
+        """Weights that 16 bits hold, into both. A master that rounds to what is loaded stays what it is."""
+        low = LOW.get(self.plan["level"], torch.float32)
         values = {name: torch.full((5,), rng.randint(-16, 16) / 8) for name in self.plain.weights}
-        for model in (self.plain, self.model):
-            model.weights.load_state_dict(values)
+        kept = {name: torch.where(p.to(low) == values[name], p, values[name]) for name, p in self.plain.weights.items()}
+        self.model.weights.load_state_dict(values)
+        self.plain.weights.load_state_dict(kept)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
