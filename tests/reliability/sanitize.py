@@ -96,6 +96,7 @@ def main() -> int:
     tested, fuzzed = BUILD / "tests.xml", BUILD / "fuzz.json"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", LEFT_OUT]
     command += ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), f"--junitxml={tested}"]
+    command.append("--capture=sys")  # a report is written to the file descriptor, by a process that then ends
     given = [str(ROOT / a) if (ROOT / a.partition("::")[0]).exists() else a for a in rest or TESTS]
     fuzz = [sys.executable, str(ROOT / "tests" / "reliability" / "fuzz_ops.py"), "--seconds", "60"]
     fuzz += ["--json", str(fuzzed)]
