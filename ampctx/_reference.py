@@ -42,8 +42,8 @@ _ALLOWED = (KERNEL_DTYPES, "float32, float16, bfloat16 or float64")
 
 
 def _has_memory(t: Tensor) -> bool:
-    """Whether the storage is as large as a dense tensor. FSDP, for one, frees it between uses of a parameter."""
-    return t.numel() * t.element_size() <= t.untyped_storage().nbytes()
+    """Whether a dense tensor lies within its storage. FSDP, for one, frees that between uses of a parameter."""
+    return (t.storage_offset() + t.numel()) * t.element_size() <= t.untyped_storage().nbytes()
 
 
 _NO_MEMORY = "has no memory: its storage has been freed or made smaller"

@@ -147,10 +147,10 @@ def _weight(p: Tensor, extra: Tensor | None, write_back: int, dtype: torch.dtype
     """What the update starts from."""
     if write_back == SPLIT:
         assert extra is not None
-        return join(p, extra).to(dtype)
+        return join(p, extra.reshape(p.shape)).to(dtype)
     if write_back == KAHAN:
         assert extra is not None
-        return p.to(dtype) + extra.to(dtype)
+        return p.to(dtype) + extra.reshape(p.shape).to(dtype)
     return p.to(dtype)
 
 
@@ -215,7 +215,8 @@ class _Place:
         self.w = _weight(param, extra, walk.write_back, walk.dtype)
 
     def read(self, i: int) -> Tensor:
-        return self.state[i].to(self.walk.dtype)
+        """A piece of state. Tensors at one index agree in elements and layout, and may differ in shape."""
+        return self.state[i].reshape(self.param.shape).to(self.walk.dtype)
 
     def write(self, i: int, value: Tensor) -> Tensor:
         """Stores a piece of state; what was stored, in the type of arithmetic."""
@@ -321,10 +322,10 @@ def lamb(
 ) -> None:  # fmt: skip
     """LAMB (You et al. 2020): Adam's direction, scaled by ||w|| / ||direction|| for each tensor."""
     state = (exp_avgs, exp_avg_sqs)
+    limit = torch.tensor(max_grad_norm, dtype=torch.float64)
     for p in _Walk(grads, params, extras, steps, found_inf, inv_scale, lr, maximize, write_back, seed, *state):
-        norm = p.walk.scalar(global_grad_norm, p.param)
-        too_large = (norm > max_grad_norm) & (max_grad_norm > 0)
-        g = p.g * torch.where(too_large, torch.full_like(norm, max_grad_norm).div(norm), _one(p))
+        norm, most = p.walk.scalar(global_grad_norm, p.param), p.walk.scalar(limit, p.param)
+        g = p.g * torch.where((norm > most) & (most > 0), most / norm, _one(p))
         if not adam_w_mode:
             g = g + weight_decay * p.w
         m = p.write(0, beta1 * p.read(0) + ((1 - beta1) if grad_averaging else 1.0) * g)
@@ -348,7 +349,7 @@ def novograd(
     state = (exp_avgs, exp_avg_sqs)
     for p in _Walk(grads, params, extras, steps, found_inf, inv_scale, lr, maximize, write_back, seed, *state):
         norm = _norm(p.g, float("inf") if inf_norm else 2.0) if p.g.numel() else 0 * _one(p)
-        former = p.read(1).reshape(())
+        former = p.cast(p.state[1]).reshape(())
         blended = beta2 * former + (1 - beta2) * norm
         if not inf_norm:
             blended = _sqrt(beta2 * former * former + (1 - beta2) * norm * norm)
@@ -417,8 +418,8 @@ def _check_one_element(op: str, name: str, tensors: Sequence[Tensor], grads: Seq
             raise RuntimeError(f"{where} is on {t.device}, grads[0] is on {grads[0].device}")
 
 
-def _checked(op: str, run: Callable, elementwise: str, one_element: str = "", factors: str = "") -> Callable:
-    """``run`` behind the checks of its arguments, which are given by name, in the order of the schema."""
+def _checked(op: str, run: Callable, elementwise: str, factors: str = "", one_element: str = "") -> Callable:
+    """``run`` behind the checks of its arguments, which are given by name. What an op has of its own comes last."""
     names = [argument.split()[-1] for argument in _schema(op).split("(", 1)[1].rpartition(") ->")[0].split(", ")]
 
     def fallback(*arguments):
@@ -427,10 +428,11 @@ def _checked(op: str, run: Callable, elementwise: str, one_element: str = "", fa
         _reference.check_lists(op, {k: v for k, v in lists.items() if v or k not in _MAY_BE_EMPTY})
         if "write_back" in given:
             _check_extras(op, given["grads"], given["params"], given["extras"], given["write_back"])
-        for name in one_element.split():
-            _check_one_element(op, name, given[name], given["grads"])
+            _check_one_element(op, "steps", given["steps"], given["grads"])
         scalars = {name: given[name] for name in ["inv_scale", "lr", *factors.split()]}
         _reference.check_scalars(op, given["found_inf"], {"grads": given["grads"]}, **scalars)
+        for name in one_element.split():
+            _check_one_element(op, name, given[name], given["grads"])
         run(*arguments)
 
     return fallback
@@ -441,14 +443,14 @@ def _schema(op: str) -> str:
 
 
 FALLBACKS = {
-    "multi_tensor_adam": _checked(
-        "multi_tensor_adam", adam, "grads params exp_avgs exp_avg_sqs max_exp_avg_sqs", "steps"
-    ),
-    "multi_tensor_sgd": _checked("multi_tensor_sgd", sgd, "grads params momentum_buffers", "steps"),
-    "multi_tensor_adagrad": _checked("multi_tensor_adagrad", adagrad, "grads params sums", "steps"),
+    "multi_tensor_adam": _checked("multi_tensor_adam", adam, "grads params exp_avgs exp_avg_sqs max_exp_avg_sqs"),
+    "multi_tensor_sgd": _checked("multi_tensor_sgd", sgd, "grads params momentum_buffers"),
+    "multi_tensor_adagrad": _checked("multi_tensor_adagrad", adagrad, "grads params sums"),
     "multi_tensor_lamb": _checked(
-        "multi_tensor_lamb", lamb, "grads params exp_avgs exp_avg_sqs", "steps", "global_grad_norm"
+        "multi_tensor_lamb", lamb, "grads params exp_avgs exp_avg_sqs", factors="global_grad_norm"
     ),
-    "multi_tensor_novograd": _checked("multi_tensor_novograd", novograd, "grads params exp_avgs", "exp_avg_sqs steps"),
+    "multi_tensor_novograd": _checked(
+        "multi_tensor_novograd", novograd, "grads params exp_avgs", one_element="exp_avg_sqs"
+    ),
     "multi_tensor_larc": _checked("multi_tensor_larc", larc, "grads params"),
 }

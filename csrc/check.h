@@ -69,11 +69,10 @@ inline bool same_strides(const Tensor& a, const Tensor& b) {
   return true;
 }
 
-// Whether the storage is as large as a dense tensor. Somebody may have freed it (FSDP does between uses of a
-// parameter); the address is then null, or null and an offset. Not asked for the offset, which would take as long
-// again.
+// Whether a dense tensor lies within its storage. Somebody may have freed that (FSDP does between uses of a parameter)
+// or made it smaller under a view; the address is then null, or null and an offset, or one behind the end.
 inline bool has_memory(const Tensor& tensor, int64_t elements, int64_t element_bytes) {
-  return elements * element_bytes <= tensor.storage_bytes();
+  return (tensor.storage_offset() + elements) * element_bytes <= tensor.storage_bytes();
 }
 
 constexpr const char* kNoMemory = "has no memory: its storage has been freed or made smaller";

@@ -2,6 +2,8 @@
 // optimizer's own loop, weights back into their parts.
 #pragma once
 
+#include <limits>
+
 #include "../optimizer_ops.h"
 #include "multi_tensor_apply.h"
 
@@ -21,7 +23,7 @@ template <class T>
 TensorScalars<T>* advance_steps(const StepCall& call) {
   TensorScalars<T>* scalars = static_cast<TensorScalars<T>*>(call.workspace);
   int64_t number = 0;
-  double known = 0;  // the step count of `last`; powers are slow, and most tensors agree
+  double known = std::numeric_limits<double>::quiet_NaN();  // the step count of `last`: powers are slow, most agree
   TensorScalars<T> last{};
   for (int64_t i = 0; i < call.lists.total_tensors; ++i) {
     const double t = static_cast<double>(*call.steps[i]) + 1;
@@ -30,7 +32,7 @@ TensorScalars<T>* advance_steps(const StepCall& call) {
     if (t != known) last = tensor_scalars<T>(call.rule, t, number);
     known = t;
     scalars[number] = last;
-    scalars[number].key = random_key(call.rule.seed, static_cast<int64_t>(t), number);
+    scalars[number].key = random_key(call.rule.seed, to_int64(t), number);
     ++number;
   }
   return scalars;

@@ -147,6 +147,7 @@ def assert_nearly_same(call: Call, expected: Call) -> None:
 
 
 def _joined(p: Tensor, extra: Tensor, write_back: str) -> Tensor:
+    extra = extra.reshape(p.shape)
     if write_back == "kahan":
         return p.float() + extra.float()
     return ((bits(p).int() << 16) + extra.int()).view(torch.float32)

@@ -78,3 +78,11 @@ def test_corrections_at_any_step_count(backend, reference, taken, betas):
     call = make_call(backend, ADAM, [65, 3], counts=[taken], beta1=betas[0], beta2=betas[1])
     expected = call.expected()
     call.run(backend).assert_same(expected)
+
+
+@on_kernels
+def test_the_first_count_of_a_call_is_minus_one(backend, reference):
+    """Nothing counts so, but what a checkpoint holds is taken as it is."""
+    call = make_call(backend, ADAM, [65, 3], counts=[-1], bias_correction=False)
+    expected = call.expected()
+    call.run(backend).assert_same(expected)

@@ -145,3 +145,13 @@ def test_global_grad_norm(backend, reference, norm):
     same.run(backend)
     for a, b in zip(call["params"], same["params"], strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("limit", [1e300, -1e300, float("inf"), float("nan"), 0.0])
+@on_kernels
+def test_limits_that_clip_nothing(backend, reference, limit):
+    call = make_call(backend, LAMB, [33, 700], max_grad_norm=limit, global_grad_norm=torch.tensor(4.0))
+    same = make_call(backend, LAMB, [33, 700], max_grad_norm=8.0, global_grad_norm=torch.tensor(4.0))
+    expected = call.expected()
+    call.run(backend).assert_agrees(expected)
+    call.assert_same(same.run(backend))

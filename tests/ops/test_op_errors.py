@@ -373,6 +373,44 @@ def test_scalars_of_optimizer_steps(backend, optimizer, wrong, message):
             make_call(backend, optimizer, sizes).run(backend, **scalars)
 
 
+def test_the_first_thing_that_is_wrong_is_the_same_on_every_backend(backend):
+    """Lists, step counts, scalars, and then what an op has of its own."""
+    d = on(backend.device)
+    call = make_call(backend, NOVOGRAD, [2, 3])
+    call.lists["exp_avg_sqs"] = [d(2)]
+    with pytest.raises(RuntimeError, match=match(NOVOGRAD.op, "inv_scale has 3 elements, expected 1")):
+        call.run(backend, inv_scale=d(3))
+    call.lists["steps"] = [d(2), d(1)]
+    with pytest.raises(RuntimeError, match=match(NOVOGRAD.op, "steps[0] has 2 elements, expected 1")):
+        call.run(backend, inv_scale=d(3))
+    call = make_call(backend, LAMB, [2, 3], global_grad_norm=d(2))
+    with pytest.raises(RuntimeError, match=match(LAMB.op, "lr has 3 elements, expected 1")):
+        call.run(backend, lr=d(3))
+
+
+def cut_off(d, elements):
+    """A view into a storage that was made smaller since, by one element: it has the bytes, and not behind the view."""
+    whole = d(elements + 1)
+    view = whole[1:]
+    whole.untyped_storage().resize_(elements * whole.element_size())
+    return view
+
+
+@on_all
+def test_what_reaches_beyond_its_storage(backend, optimizer):
+    d, message = on(backend.device), "has no memory: its storage has been freed or made smaller"
+    names = [name for name in make_call(backend, optimizer, [2, 3]).lists if name != "extras"]
+    for name in names:
+        call = make_call(backend, optimizer, [2, 3])
+        if call[name]:
+            call[name][1] = cut_off(d, call[name][1].numel())
+            with pytest.raises(RuntimeError, match=match(optimizer.op, f"{name}[1] {message}")):
+                call.run(backend)
+    for name in ("found_inf", "inv_scale", "lr"):
+        with pytest.raises(RuntimeError, match=match(optimizer.op, f"{name} {message}")):
+            make_call(backend, optimizer, [2, 3]).run(backend, **{name: cut_off(d, 1)})
+
+
 # --- devices: without a GPU, tensors of the meta device, sent to the CPU kernel by a stand-in for the meta kernel ----
 
 TO_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)  # no public way names the kernel to run

@@ -37,6 +37,20 @@ def test_sizes(backend, optimizer, sizes):
     call.run(backend).assert_agrees(expected)
 
 
+@pytest.mark.parametrize("write_back", WRITE_BACKS)
+@on_optimizers
+def test_shapes_that_differ_within_an_index(backend, optimizer, write_back):
+    """Contiguous tensors with as many elements are the same to a kernel, whatever their shapes."""
+    call = make_call(backend, optimizer, [(6,)] * 6, param=torch.bfloat16, write_back=write_back)
+    shapes = [(6,), (6, 1), (1, 6), (2, 3), (6,) + (1,) * 63, (1,) * 63 + (6,)]
+    for i, name in enumerate(call.elementwise):
+        call.lists[name] = [t.view(shapes[(i + k) % 6]) for k, t in enumerate(call[name])]
+    for i, name in enumerate(("steps", *optimizer.per_tensor)):
+        call.lists[name] = [t.view((1,) * (i + k)) for k, t in enumerate(call[name])]
+    expected = call.expected()
+    call.run(backend).assert_agrees(expected)
+
+
 @pytest.fixture(scope="module")
 def many():
     """20,000 tensors, empty ones among them: several launches, each with the scalars of its own tensors."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import torch
 from torch import Tensor
 
@@ -20,9 +18,10 @@ def _freed(size: int, offset: int = 0) -> Tensor:
     return t
 
 
-def _shrunk(size: int) -> Tensor:
-    t = torch.ones(size + 1)
-    t.untyped_storage().resize_(4 * size)
+def _shrunk(size: int, offset: int = 0) -> Tensor:
+    """The last element is behind the end of the storage."""
+    t = torch.ones(size + offset)[offset:]
+    t.untyped_storage().resize_(4 * max(size + offset - 1, 0))
     return t
 
 
@@ -56,6 +55,7 @@ ODD = {
     "freed": _freed,
     "freed-view": lambda n: _freed(n, 3),
     "shrunk": _shrunk,
+    "shrunk-view": lambda n: _shrunk(n, 1),
     "expanded": lambda n: torch.ones(1).expand(n),
     "expanded-huge": lambda n: torch.ones(1).expand(1 << 40),
     "gaps": lambda n: torch.ones(2 * n)[::2],
@@ -83,8 +83,3 @@ WRONG_OBJECTS = (
 
 def make_odd(name: str, size: int) -> Tensor:
     return ODD[name](size)
-
-
-def some_odd(rng: random.Random, size: int) -> tuple[str, Tensor]:
-    name = rng.choice(list(ODD))
-    return name, make_odd(name, size)

@@ -5,19 +5,24 @@
 Runs follow one another, each with a level, an optimizer and a number of losses of its own. Gradients are multiples of
 a power of two, so that scaling, accumulation and masters are exact: after every step the weights that are stepped
 equal those of the reference bit for bit, and so do skip decisions and the scale. Faults: inf and nan in a gradient,
-exceptions in blocks and in steps, parameters without gradients, steps without any, freezing, new groups, weights
-loaded, and a fresh process that goes on from a checkpoint. Prints what was done; exits with 1 on any discrepancy.
+exceptions in blocks and in steps, the same inside closures, parameters without gradients, steps without any, freezing,
+new groups, weights loaded, and a checkpoint, after a step or between blocks, from which a fresh process goes on that is
+killed in the middle of a block, and another one from the checkpoint that the first wrote last. Prints what was done;
+exits with 1 on any discrepancy.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import figures
 import torch
@@ -58,6 +63,15 @@ def start(name):
     return torch.linspace(-1.0, 1.0, 5) + len(name)
 
 
+class Block(NamedTuple):
+    """What a block of an iteration is to do: the factors of its loss, and what to write into whose gradient."""
+
+    factors: dict
+    poison: dict
+    loss_id: int
+    delay: bool = False
+
+
 class Run:
     """One training under amp and its reference. ``plan`` is all that it is made from."""
 
@@ -86,6 +100,8 @@ class Run:
         # The rule of the scale, on the host: its value and how many clean updates there were in a row.
         self.scales = [[min(2.0**16, plan["max_scale"]), 0] for _ in range(plan["losses"])]
         self.skipped = 0
+        self.begun = []  # factors of the blocks that the next step ends
+        self.dies = False  # at the next backward
 
     # --- one iteration ------------------------------------------------------------------------------------------------
 
@@ -94,19 +110,24 @@ class Run:
         names = [name for name, p in self.plain.weights.items() if p.requires_grad]
         return {name: rng.randint(-8, 8) / 8 for name in names if rng.random() < 0.8}
 
-    def block(self, factors, poison, loss_id, fail=None, delay=False):
-        """A block of amp, and the same backward for the reference where it counts."""
-        with self.session.scale_loss(self.total(self.model, factors), self.optimizer, loss_id, None, delay) as scaled:
+    def block(self, block, fail=None):
+        """A block of amp."""
+        loss = self.total(self.model, block.factors)
+        with self.session.scale_loss(loss, self.optimizer, block.loss_id, None, block.delay) as scaled:
             if fail == "before":
                 raise ConnectionError(fail)
             if scaled.requires_grad:
                 scaled.backward()
-            for name, value in poison.items():
+            if self.dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            for name, value in block.poison.items():
                 grad = self.model.weights[name].grad
                 if grad is not None:
                     grad[1] = value
             if fail == "after":
                 raise ConnectionError(fail)
+        if not block.delay:
+            self.update_scale(block.loss_id, bool(block.poison))
 
     @staticmethod
     def total(model, factors):
@@ -121,31 +142,36 @@ class Run:
             if scale[1] == INTERVAL:
                 scale[0], scale[1] = min(scale[0] * 2, self.plan["max_scale"]), 0
 
-    def iterate(self, rng, faults):
-        """Some blocks and a step. Returns whether the step was skipped."""
-        clean, overflow = [], False
-        delayed = rng.random() < 0.25
-        blocks = rng.randint(1, 3)
-        loss_id = rng.randrange(self.plan["losses"])
-        verdict = False
-        for i in range(blocks):
+    def draw(self, rng, faults):
+        """The blocks of an iteration; a gradient overflows in the last one."""
+        count, delayed = rng.randint(1, 3), rng.random() < 0.25
+        loss_id, blocks = rng.randrange(self.plan["losses"]), []
+        for i in range(count):
             if not delayed:
-                loss_id, verdict = rng.randrange(self.plan["losses"]), False
-            factors = {} if faults["no gradients"] else self.factors(rng)
-            if i == 0 and faults["exception"]:
-                self.fail(rng, factors, loss_id)
-            poison = {}
-            if i == blocks - 1 and faults["overflow"] and factors:
+                loss_id = rng.randrange(self.plan["losses"])
+            factors, poison, last = {} if faults["no gradients"] else self.factors(rng), {}, i == count - 1
+            if last and faults["overflow"] and factors:
                 poison = {rng.choice(sorted(factors)): rng.choice([float("inf"), float("-inf"), float("nan")])}
-            last = i == blocks - 1
-            self.block(factors, poison, loss_id, delay=delayed and not last)
-            clean.append(factors)
-            verdict = verdict or bool(poison)
-            overflow = overflow or verdict
-            if not delayed or last:
-                self.update_scale(loss_id, verdict)
-        before = self.values() if overflow else None
-        self.step(rng, faults)
+            blocks.append(Block(factors, poison, loss_id, delayed and not last))
+        return blocks
+
+    def iterate(self, rng, faults):
+        """Some blocks and a step, or a step whose closure makes the blocks. Returns whether the step was skipped."""
+        blocks = self.draw(rng, faults)
+        overflow = any(block.poison for block in blocks)
+        if faults["closure"]:
+            before = self.values()
+            if faults["exception"]:
+                self.fail(rng, lambda fail: self.optimizer.step(self.closure(blocks, fail)))
+            self.step(faults, self.closure(blocks))
+        else:
+            if faults["exception"]:
+                self.fail(rng, lambda fail: self.block(blocks[0], fail))
+            for block in blocks:
+                self.block(block)
+            before = self.values() if overflow else None
+            self.step(faults)
+        clean, self.begun = [*self.begun, *(block.factors for block in blocks)], []
         if overflow:
             self.skipped += 1
             self.equal("state after a skip", before, self.values())
@@ -158,19 +184,28 @@ class Run:
         self.optimizer.zero_grad()
         return overflow
 
-    def fail(self, rng, factors, loss_id):
+    def closure(self, blocks, fail=None):
+        def evaluate():
+            self.optimizer.zero_grad()
+            for block in blocks:
+                self.block(block, fail)
+            return torch.zeros(())
+
+        return evaluate
+
+    def fail(self, rng, work):
         before = self.values()
         try:
-            self.block(factors, {}, loss_id, fail=rng.choice(["before", "after"]))
+            work(rng.choice(["before", "after"]))
         except ConnectionError:
             pass  # raised for this
         else:
             raise Discrepancy("an exception did not leave its block")
         self.equal("state after an exception", before, self.values())
 
-    def step(self, rng, faults):
+    def step(self, faults, *closure):
         if not faults["exception in step"]:
-            self.optimizer.step()
+            self.optimizer.step(*closure)
             return
         # A hook of the user's that fails: the step has not begun, and is taken again.
         before = self.values()
@@ -180,11 +215,11 @@ class Run:
 
         handle = self.optimizer.register_step_pre_hook(refuse)
         try:
-            self.optimizer.step()  # the hook is not asked about a step that is skipped before it
+            self.optimizer.step(*closure)  # the hook is not asked about a step that is skipped before it
         except ConnectionError:
             handle.remove()
             self.equal("state after an exception in step", before, self.values())
-            self.optimizer.step()
+            self.optimizer.step(*closure)
         handle.remove()
 
     # --- changes ------------------------------------------------------------------------------------------------------
@@ -205,45 +240,53 @@ class Run:
         self.joined.append(name)
 
     def load(self, rng):
-        """Weights that 16 bits hold, into both."""
+        """Weights that 16 bits hold, into both. A master that rounds to what is loaded stays what it is."""
+        low = LOW.get(self.plan["level"], torch.float32)
         values = {name: torch.full((5,), rng.randint(-16, 16) / 8) for name in self.plain.weights}
-        for model in (self.plain, self.model):
-            model.weights.load_state_dict(values)
+        kept = {name: torch.where(p.to(low) == values[name], p, values[name]) for name, p in self.plain.weights.items()}
+        self.model.weights.load_state_dict(values)
+        self.plain.weights.load_state_dict(kept)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
-    def save(self, path):
-        torch.save(
-            {
-                "plan": {**self.plan, "joined": self.joined},
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "masters": [p.detach() for p in self.session.master_params(self.optimizer)],
-                "amp": self.session.state_dict(),
-                "plain": self.plain.state_dict(),
-                "reference": self.reference.state_dict(),
-                "frozen": [name for name, p in self.plain.weights.items() if not p.requires_grad],
-                "scales": self.scales,
-            },
-            path,
-        )
+    def begin(self, rng):
+        """A block of the next step, which the checkpoint then comes after."""
+        block = Block(self.factors(rng), {}, rng.randrange(self.plan["losses"]))
+        self.block(block)
+        self.begun.append(block.factors)
+
+    def save(self, path, rng):
+        content = {
+            "plan": {**self.plan, "joined": self.joined},
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "amp": self.session.state_dict(masters=True, grads=bool(self.begun)),
+            "plain": self.plain.state_dict(),
+            "reference": self.reference.state_dict(),
+            "frozen": [name for name, p in self.plain.weights.items() if not p.requires_grad],
+            "scales": self.scales,
+            "begun": self.begun,
+            "rng": rng.getstate(),
+        }
+        torch.save(content, path.with_suffix(".new"))
+        path.with_suffix(".new").replace(path)  # there is a whole one at any time
 
     @classmethod
     def resume(cls, path):
+        """The run that was saved, and the state of its random numbers."""
         saved = torch.load(path, weights_only=True)
         run = cls(saved["plan"])
-        run.model.load_state_dict(saved["model"])
-        run.optimizer.load_state_dict(saved["optimizer"])
-        run.session.load_state_dict(saved["amp"])
-        for master, value in zip(run.session.master_params(run.optimizer), saved["masters"], strict=True):
-            master.data.copy_(value)
-        run.plain.load_state_dict(saved["plain"])
-        run.reference.load_state_dict(saved["reference"])
         for name in saved["frozen"]:
             for model in (run.plain, run.model):
                 model.weights[name].requires_grad_(False)
+        run.model.load_state_dict(saved["model"])
+        run.optimizer.load_state_dict(saved["optimizer"])
+        run.session.load_state_dict(saved["amp"])
+        run.plain.load_state_dict(saved["plain"])
+        run.reference.load_state_dict(saved["reference"])
         run.scales = [list(scale) for scale in saved["scales"]]
-        return run
+        run.begun = saved["begun"]
+        return run, saved["rng"]
 
     # --- comparison ---------------------------------------------------------------------------------------------------
 
@@ -291,6 +334,7 @@ FAULTS = {
     "overflow": 0.08,
     "exception": 0.08,
     "exception in step": 0.03,
+    "closure": 0.2,
     "no gradients": 0.03,
     "freeze": 0.08,
     "join": 0.01,
@@ -298,9 +342,14 @@ FAULTS = {
 }
 
 
+IN_CLOSURES = {"overflow in closure": "overflow", "exception in closure": "exception"}
+
+
 def train(run, rng, iterations, counts):
     for _ in range(iterations):
         faults = {kind: rng.random() < odds for kind, odds in FAULTS.items()}
+        if run.begun:  # a closure would start with new gradients
+            faults["closure"] = False
         if faults["freeze"]:
             run.freeze(rng)
         if faults["join"] and len(run.joined) < 4:
@@ -314,6 +363,7 @@ def train(run, rng, iterations, counts):
         run.compare()
         counts["steps"] += 1
         counts.update(kind for kind, there in faults.items() if there)
+        counts.update(kind for kind, fault in IN_CLOSURES.items() if faults["closure"] and faults[fault])
 
 
 def random_plan(rng):
@@ -327,19 +377,43 @@ def random_plan(rng):
     }
 
 
-def continue_in_a_fresh_process(run, seed, iterations, counts):
-    """Saves, goes on in a process of its own, and compares what that arrives at with what this one does."""
+def continue_in_fresh_processes(run, seed, iterations, counts):
+    """Saves, goes on in a process that is killed half way and in another one that finishes, and compares what that
+    arrives at with what this one does."""
+    rng = random.Random(seed)
+    if rng.random() < 0.5:
+        run.begin(rng)
+        counts["save between blocks"] += 1
     with tempfile.TemporaryDirectory() as folder:
-        here, there = Path(folder) / "here.pt", Path(folder) / "there.pt"
-        run.save(here)
-        arguments = ["--resume", here, "--save", there, "--iterations", str(iterations), "--seed", str(seed)]
-        result = subprocess.run([sys.executable, __file__, *map(str, arguments)], capture_output=True, text=True)
-        if result.returncode:
-            raise Discrepancy(f"the resumed process: {result.stdout}{result.stderr}")
-        train(run, random.Random(seed), iterations, counts)
-        resumed = Run.resume(there)
+        checkpoint = Path(folder) / "checkpoint.pt"
+        run.save(checkpoint, rng)
+        half = iterations // 2
+        for count, dies, expected in ((half, ["--dies"], -signal.SIGKILL), (iterations - half, [], 0)):
+            arguments = ["--resume", str(checkpoint), "--iterations", str(count), *dies]
+            result = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True)
+            if result.returncode != expected:
+                raise Discrepancy(f"the resumed process ended with {result.returncode}: {result.stdout}{result.stderr}")
+            counts["resume"] += 1
+        counts["kill"] += 1
+        train(run, rng, iterations, counts)
+        resumed, drawn = Run.resume(checkpoint)
         run.equal("training after a resume", run.values(), resumed.values())
+        if (drawn, resumed.scales) != (rng.getstate(), run.scales):
+            raise Discrepancy("the resumed process did not do the same iterations")
         resumed.session.reset()
+
+
+def go_on(path, iterations, dies):
+    """The resumed process: trains, saving after each iteration."""
+    run, state = Run.resume(path)
+    rng = random.Random()
+    rng.setstate(state)
+    for _ in range(iterations):
+        train(run, rng, 1, Counter())
+        run.save(path, rng)
+    if dies:
+        run.dies = True
+        run.begin(rng)
 
 
 def soak(iterations, seed, length, resume_every):
@@ -351,8 +425,7 @@ def soak(iterations, seed, length, resume_every):
         try:
             train(run, rng, min(length, iterations - counts["steps"]), counts)
             if resume_every and counts["runs"] % resume_every == 0:
-                continue_in_a_fresh_process(run, rng.randrange(2**30), 10, counts)
-                counts["resume"] += 1
+                continue_in_fresh_processes(run, rng.randrange(2**30), 10, counts)
         except Discrepancy as error:
             raise Discrepancy(f"{plan} after {counts['steps']} steps: {error}") from error
         run.session.reset()
@@ -365,24 +438,22 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--length", type=int, default=50, help="iterations of one run; default 50")
     parser.add_argument(
-        "--resume-every", type=int, default=20, help="runs between fresh processes; 0: none; default 20"
+        "--resume-every", type=int, default=10, help="runs between fresh processes; 0: none; default 10"
     )
     parser.add_argument("--json", type=Path, help="write the counts to this file")
     parser.add_argument("--resume", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--save", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--dies", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
     try:
         if args.resume is not None:
-            run = Run.resume(args.resume)
-            train(run, random.Random(args.seed), args.iterations, Counter())
-            run.save(args.save)
+            go_on(args.resume, args.iterations, args.dies)
             return 0
         counts = soak(args.iterations, args.seed, args.length, args.resume_every)
     except Discrepancy as error:
         print(f"discrepancy: {error}")
         return 1
-    kinds = ("runs", "steps", "skips", *FAULTS, "resume")
+    kinds = ("runs", "steps", "skips", *FAULTS, *IN_CLOSURES, "save between blocks", "kill", "resume")
     for kind in kinds:
         print(f"{kind}: {counts[kind]}")
     print("lost: 0")

@@ -37,6 +37,7 @@ REFUSED = {
     "freed": "has no memory: its storage has been freed or made smaller",
     "freed-view": "has no memory: its storage has been freed or made smaller",
     "shrunk": "has no memory: its storage has been freed or made smaller",
+    "shrunk-view": "has no memory: its storage has been freed or made smaller",
     "gaps": "is not contiguous: its elements do not fill one block of memory",
     "expanded": "is not contiguous: its elements do not fill one block of memory",
     "overlapping-windows": "is not contiguous: its elements do not fill one block of memory",
@@ -99,10 +100,10 @@ def test_calls_on_meta_tensors_alone_have_shapes():
     assert each.shape == (1,)
 
 
-@pytest.mark.parametrize("name", ["freed", "sparse"])
+@pytest.mark.parametrize("name", ["freed", "shrunk-view", "sparse"])
 def test_scalars_without_a_number_are_refused_by_name(name):
     lists, odd = ([torch.ones(3)], [torch.ones(3)]), make_odd(name, 1)
-    why = {"freed": "has no memory", "sparse": "is not a strided tensor"}[name]
+    why = "is not a strided tensor" if name == "sparse" else "has no memory"
     with pytest.raises(RuntimeError, match=f"multi_tensor_scale: found_inf {why}"):
         ops.multi_tensor_scale(*lists, odd, 2.0)
     with pytest.raises(RuntimeError, match=f"multi_tensor_scale: scale {why}"):

@@ -20,7 +20,8 @@ def test_three_hundred_iterations_lose_nothing():
     assert counts["steps"] >= 300
     assert counts["lost"] == 0
     assert counts["skips"] == counts["overflow"]
-    assert all(counts[kind] > 0 for kind in (*soak.FAULTS, "resume")), counts
+    assert all(counts[kind] > 0 for kind in (*soak.FAULTS, *soak.IN_CLOSURES, "kill")), counts
+    assert counts["resume"] == 2 * counts["kill"]
 
 
 @pytest.mark.parametrize(
