@@ -15,6 +15,7 @@ LAYERS = [
         "ampctx._reference",
         "ampctx.amp.opt_level",
         "ampctx.amp.cast_arguments",
+        "ampctx.amp.replaced_methods",
         "ampctx.distributed",
     ],
     ["ampctx._reference_optimizers", "ampctx._grouping", "ampctx.amp.cpu_casts"],

@@ -22,8 +22,9 @@ from ampctx.amp.loss_scale import LossScale
 from ampctx.amp.master_params import MasterParams, watch_loading
 from ampctx.amp.model_watch import ParameterNames, refuse_replaced
 from ampctx.amp.opt_level import PrecisionPolicy, banner, resolve
+from ampctx.amp.replaced_methods import is_bound, weak_method
 from ampctx.amp.stall import check_limit
-from ampctx.amp.step_hook import OUTSIDE_OF_BLOCKS, Casts, OptimizerBinding, Reports, is_bound
+from ampctx.amp.step_hook import OUTSIDE_OF_BLOCKS, Casts, OptimizerBinding, Reports
 from ampctx.amp.step_outcome import Culprits, Names, StepOutcome, listed
 from ampctx.amp.threads import OwnThread
 from ampctx.distributed import check_process_group
@@ -82,7 +83,7 @@ class AmpSession:
         # Casts op by op that were switched on since the last reset, and what switches each off. The latest counts.
         self._casting: dict[Autocast, Undo] = {}
         # Weak, so that a session goes with its last reference.
-        self._function_casts = FunctionCasts(_weakly(self._active_dtype))
+        self._function_casts = FunctionCasts(weak_method(self._active_dtype))
         self._undo: list[Undo] = []
         # Called at the end of a successful ``initialize`` with the optimizers that it bound. Each returns an undo, for
         # ``reset`` to run before anything else of that call is undone.
@@ -234,7 +235,7 @@ class AmpSession:
                 undo.append(casting.install_io_casts(model, policy.input_dtype, policy.output_dtype))
             for optimizer in optimizers:
                 bound[optimizer] = self._bind(optimizer, policy, scales, originals, bound, reports, names)
-                undo.append(_weakly(bound[optimizer].release))
+                undo.append(weak_method(bound[optimizer].release))
             if policy.master_weights:
                 undo += [watch_loading(m, [b.masters for b in bound.values()]) for m in models]
             if bound:
@@ -802,16 +803,6 @@ def _stepped(masters: list[MasterParams]) -> Callable[[], list[Tensor]]:
     """The model's parameters that optimizers step, of those of them that are still alive."""
     alive = weakref.WeakSet(masters)
     return lambda: [p for m in alive for p in (*m.own, *m.model_of.values())]
-
-
-def _weakly(method: Callable[[], Any]) -> Callable[[], Any]:
-    """``method``, for as long as its object lives; then None."""
-    reference = weakref.WeakMethod(method)
-
-    def call() -> Any:
-        return None if (alive := reference()) is None else alive()
-
-    return call
 
 
 def _finalizer(owner: Any, action: Callable[[], None]) -> Callable[[], None]:

@@ -1,9 +1,7 @@
-"""What ``initialize`` ties to an optimizer, and the only code that replaces an optimizer's methods.
+"""What ``initialize`` ties to an optimizer.
 
 ``step``, ``zero_grad``, ``add_param_group`` and ``__reduce_ex__`` (of copies and pickles) are replaced on the instance,
-so the object stays the user's own; so are ``first_step`` and ``second_step`` of optimizers in the manner of SAM. A
-replacement holds the optimizer weakly and offers ``__func__``: LR schedulers wrap ``optimizer.step.__func__``, before
-or after.
+so the object stays the user's own; so are ``first_step`` and ``second_step`` of optimizers in the manner of SAM.
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ from ampctx.amp.device_skips import DeviceSkips, Verdicts, skips_by_itself
 from ampctx.amp.fused_layouts import align_gradients
 from ampctx.amp.loss_scale import LossScale
 from ampctx.amp.master_params import MasterParams
+from ampctx.amp.replaced_methods import StepOfCopy, replace, weak_method
 from ampctx.amp.stall import StallGuard
 from ampctx.amp.step_outcome import Culprit, Culprits, Names, StepOutcome, culprits_among, values_of
 from ampctx.amp.step_undo import snapshot, with_wrapped
@@ -100,7 +99,7 @@ class OptimizerBinding:
         self.loss_scales = loss_scales
         self._skipped_on_host = 0
         limit = reports.max_consecutive_skips
-        self._skipped_on_device = DeviceSkips(_weak_method(self._tell_skip), in_a_row=limit is not None)
+        self._skipped_on_device = DeviceSkips(weak_method(self._tell_skip), in_a_row=limit is not None)
         self._guard = StallGuard(limit, self._skipped_on_device, deque(maxlen=16))
         # Of the latest step; None before the first.
         self.outcome: StepOutcome | None = None
@@ -144,9 +143,9 @@ class OptimizerBinding:
         }
         try:
             for name, method in methods.items():
-                self._undo.append(_replace(optimizer, name, method))
+                self._undo.append(replace(optimizer, name, method))
             step = vars(optimizer)["step"]
-            step.refuse_grad_scaler = step.__func__.refuse_grad_scaler = _weak_method(self._refuse_grad_scaler)
+            step.refuse_grad_scaler = step.__func__.refuse_grad_scaler = weak_method(self._refuse_grad_scaler)
         except BaseException:
             self.release()
             raise
@@ -736,40 +735,6 @@ class OptimizerBinding:
         return function, arguments, state, *rest
 
 
-class StepOfCopy:
-    """The ``step`` of a copy of an optimizer that is under amp with master weights."""
-
-    def __init__(self, optimizer: str) -> None:
-        self.optimizer = optimizer
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise AmpError(
-            f"this {self.optimizer} is a copy of one under amp: it holds copies of the fp32 master weights, which no "
-            "model follows. Its state_dict() can be loaded; to train a copy of the model, give it an optimizer and an "
-            "AmpSession of its own"
-        )
-
-    @property
-    def __func__(self) -> Callable:
-        return lambda _, *args, **kwargs: self(*args, **kwargs)  # LR schedulers wrap it
-
-
-def is_bound(optimizer: Any) -> bool:
-    """Whether some session has the optimizer."""
-    return "__reduce_ex__" in vars(optimizer)
-
-
-def _weak_method(method: Callable[..., None]) -> Callable[..., None]:
-    """``method``, for as long as its object lives."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> None:
-        if (alive := reference()) is not None:
-            alive(*args)
-
-    return call
-
-
 def _is_capturing(optimizer: Any) -> bool:
     """Whether the step goes into a CUDA graph, where nothing can be read."""
     first = next((p for group in optimizer.param_groups for p in group["params"]), None)
@@ -780,41 +745,3 @@ def _is_capturing(optimizer: Any) -> bool:
 def _asks_for_grad_scaler(step: Callable) -> bool:
     """A protocol that torch has deprecated: such a step asks a GradScaler for the flag, and there is none here."""
     return "grad_scaler" in inspect.signature(step).parameters
-
-
-def _replace(optimizer: Any, name: str, method: Callable) -> Callable[[], None]:
-    """Puts ``method(original, *args)`` in place of ``optimizer.name``; returns what takes it back.
-
-    Nothing here refers to the optimizer strongly, or it would hold itself through its own method.
-    """
-    former = vars(optimizer).get(name)
-    of_class: Any = getattr(type(optimizer), name, None)
-    # A wrapper may leave the method to the optimizer inside.
-    bound = former if former is not None or of_class is not None else getattr(optimizer, name)
-    template: Any = of_class if bound is None else bound
-    optimizer_ref = weakref.ref(optimizer)
-
-    def original(*args: Any, **kwargs: Any) -> Any:
-        return bound(*args, **kwargs) if bound is not None else of_class(optimizer_ref(), *args, **kwargs)
-
-    @functools.wraps(template)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        return method(original, *args, **kwargs)
-
-    def as_function(_self: Any, *args: Any, **kwargs: Any) -> Any:
-        return method(original, *args, **kwargs)  # not through replacement, which would hold itself
-
-    replacement.__func__ = as_function  # type: ignore[attr-defined]
-    setattr(optimizer, name, replacement)
-    replacement_ref = weakref.ref(replacement)
-
-    def undo() -> None:
-        target = optimizer_ref()
-        # Somebody (an LR scheduler) may have wrapped the replacement; it then stays and passes through.
-        if target is not None and name in vars(target) and vars(target)[name] is replacement_ref():
-            if former is None:
-                delattr(target, name)
-            else:
-                setattr(target, name, former)
-
-    return undo

@@ -1,0 +1,85 @@
+"""Methods of an optimizer in the place of its own: the only code that puts them there.
+
+A replacement holds the optimizer weakly and offers ``__func__``: LR schedulers wrap ``optimizer.step.__func__``, before
+or after.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from ampctx._errors import AmpError
+
+
+def replace(optimizer: Any, name: str, method: Callable) -> Callable[[], None]:
+    """Puts ``method(original, *args)`` in place of ``optimizer.name``; returns what takes it back.
+
+    Nothing here refers to the optimizer strongly, or it would hold itself through its own method.
+    """
+    former = vars(optimizer).get(name)
+    of_class: Any = getattr(type(optimizer), name, None)
+    # A wrapper may leave the method to the optimizer inside.
+    bound = former if former is not None or of_class is not None else getattr(optimizer, name)
+    template: Any = of_class if bound is None else bound
+    optimizer_ref = weakref.ref(optimizer)
+
+    def original(*args: Any, **kwargs: Any) -> Any:
+        return bound(*args, **kwargs) if bound is not None else of_class(optimizer_ref(), *args, **kwargs)
+
+    @functools.wraps(template)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return method(original, *args, **kwargs)
+
+    def as_function(_self: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(original, *args, **kwargs)  # not through replacement, which would hold itself
+
+    replacement.__func__ = as_function  # type: ignore[attr-defined]
+    setattr(optimizer, name, replacement)
+    replacement_ref = weakref.ref(replacement)
+
+    def undo() -> None:
+        target = optimizer_ref()
+        # Somebody (an LR scheduler) may have wrapped the replacement; it then stays and passes through.
+        if target is not None and name in vars(target) and vars(target)[name] is replacement_ref():
+            if former is None:
+                delattr(target, name)
+            else:
+                setattr(target, name, former)
+
+    return undo
+
+
+class StepOfCopy:
+    """The ``step`` of a copy of an optimizer that is under amp with master weights."""
+
+    def __init__(self, optimizer: str) -> None:
+        self.optimizer = optimizer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise AmpError(
+            f"this {self.optimizer} is a copy of one under amp: it holds copies of the fp32 master weights, which no "
+            "model follows. Its state_dict() can be loaded; to train a copy of the model, give it an optimizer and an "
+            "AmpSession of its own"
+        )
+
+    @property
+    def __func__(self) -> Callable:
+        return lambda _, *args, **kwargs: self(*args, **kwargs)  # LR schedulers wrap it
+
+
+def is_bound(optimizer: Any) -> bool:
+    """Whether some session has the optimizer."""
+    return "__reduce_ex__" in vars(optimizer)
+
+
+def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method``, for as long as its object lives; then None."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        return None if (alive := reference()) is None else alive(*args)
+
+    return call
