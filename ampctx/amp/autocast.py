@@ -150,8 +150,10 @@ _ambient = _Ambient()
 
 def _nesting() -> int:
     """How many ``torch.autocast`` blocks this thread is in."""
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
+    up, down = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
+    # Both in one go: an interrupt between two lines would leave this thread in a block for good.
+    _, depth = map(type(up).__call__, (up, down))
+    return depth
 
 
 class _ThreadState(threading.local):

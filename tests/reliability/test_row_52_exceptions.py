@@ -68,7 +68,8 @@ def train():
     yield make
     for training in made:
         training.session.reset()
-    assert not torch.is_autocast_enabled("cpu")
+    torch.autocast_increment_nesting()
+    assert (torch.is_autocast_enabled("cpu"), torch.autocast_decrement_nesting()) == (False, 0)
 
 
 def equal(a, b):
