@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ampctx import _extension, _reference, _reference_optimizers
+from ampctx._errors import AmpValueError
 
 NAMESPACE = "ampctx"
 
@@ -157,15 +158,27 @@ def factor(value: float | Tensor) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
 
 
+def can_be_held(tensor: Tensor) -> bool:
+    """Whether the dispatcher hands the tensor itself to an op, and no copy."""
+    # _is_zerotensor is private; nothing public tells of these.
+    return not (tensor.is_neg() or tensor._is_zerotensor())
+
+
 class HeldTensors:
     """A list of tensors, not empty and on one device, that the compiled ops keep: a call with it hands over a number.
 
     For lists that many calls have in common; ``ampctx.optimizer_ops`` takes it for any list but the gradients. The ops
     look at the tensors themselves at every call, as at those of any list.
+
+    Raises:
+        AmpValueError: a tensor for which the dispatcher would leave a copy with the library, such as a view that
+            negates. NotImplementedError: no kernel is compiled for the device of the tensors.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = list(tensors)
+        if not all(map(can_be_held, self.tensors)):
+            raise AmpValueError("HeldTensors: a tensor is a view that negates, or has no memory: give a clone() of it")
         self.number: int = _ops.hold_tensors.default(self.tensors)
         # Not at the end of the process, where torch may be gone before.
         weakref.finalize(self, extension.release_tensors, self.number).atexit = False

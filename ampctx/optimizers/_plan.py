@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ampctx._each import all_none, all_there, dtype_of, grad_of, layout_of, same, version_of
 from ampctx.model_grads import MasterParam
-from ampctx.ops import HeldTensors, extension
+from ampctx.ops import HeldTensors, can_be_held, extension
 from ampctx.optimizers._scaling import Scaling
 from ampctx.optimizers._work import EXTRAS, Work
 
@@ -30,7 +30,8 @@ def _strides(tensors: Sequence[Tensor]) -> list[tuple[int, ...]] | None:
 
 def _held(work: Work) -> dict[str, Any]:
     """The lists of a call, held where a compiled kernel takes just these tensors."""
-    plain = all(set(map(type, tensors)) <= _PLAIN for tensors in work.lists.values())
+    lists = work.lists.values()
+    plain = all(set(map(type, tensors)) <= _PLAIN and all(map(can_be_held, tensors)) for tensors in lists)
     if not (work.fused and work.device.type in extension.backends and plain):
         return work.lists
     return {name: HeldTensors(tensors) if tensors else tensors for name, tensors in work.lists.items()}

@@ -11,7 +11,7 @@ from backends import COMPILED, EMULATED, _factor
 from optimizer_calls import OPTIMIZERS, argument_names, make_call
 
 from ampctx import ops, optimizer_ops
-from ampctx._errors import AmpTypeError
+from ampctx._errors import AmpTypeError, AmpValueError
 
 SIZES = [3, 0, (2, 5), 5000]
 
@@ -85,6 +85,15 @@ def test_typed_calls_take_held_lists():
     optimizer_ops.adam(**lists, found_inf=torch.zeros(()), inv_scale=0.5, lr=0.01, **typed(call.options))
     call.assert_same(expected)
     assert all(t._version >= 1 for name in ("params", "exp_avgs", "steps") for t in call[name])
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.ones(3, dtype=torch.complex64).conj().imag, torch._efficientzerotensor(3)], ids=["negated", "zero"]
+)
+def test_what_the_dispatcher_copies_is_not_held(tensor):
+    with pytest.raises(AmpValueError, match=r"give a clone\(\) of it"):
+        ops.HeldTensors([torch.ones(3), tensor])
+    ops.HeldTensors([torch.ones(3), tensor.clone()])
 
 
 def test_some_held_and_others_not_is_refused():

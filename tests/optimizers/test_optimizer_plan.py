@@ -277,11 +277,14 @@ def test_copies_and_pickles_make_calls_of_their_own():
     assert_same(snapshot(twin), snapshot(optimizer))
 
 
-def test_subclasses_of_tensor_are_not_held():
-    class Mine(nn.Parameter):
-        pass
+class Mine(nn.Parameter):
+    pass
 
-    optimizer = FusedAdam([Mine(torch.ones(3))])
+
+@pytest.mark.parametrize("kind", ["subclass", "negating"])
+def test_what_is_no_plain_tensor_is_not_held(kind):
+    negated = torch.complex(torch.ones(3), -torch.ones(3)).conj().imag
+    optimizer = FusedAdam([Mine(torch.ones(3)) if kind == "subclass" else nn.Parameter(negated)])
     run(optimizer, 3)
     assert not any(isinstance(lists, HeldTensors) for lists in optimizer._plan._calls[0]._held.values())
     plain = FusedAdam([nn.Parameter(torch.ones(3))])
