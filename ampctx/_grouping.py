@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ampctx._each import device_of, dtype_of, layout_of
 from ampctx._reference import KERNEL_DTYPES, is_dense, same_layout
 
 
@@ -24,25 +24,26 @@ class Bucket(NamedTuple):
 _Kind = tuple[tuple[torch.device, ...], tuple[torch.dtype, ...], tuple[bool, ...]]
 
 
-_attributes = operator.attrgetter("device", "dtype", "layout")
-
-
 def _common_kind(lists: Sequence[Sequence[Tensor]]) -> _Kind | None:
     """The kind of every index, where they are all the same and contiguous.
 
     This runs for every gradient of every step: nothing in it makes an object per tensor that stays, which would set
     the garbage collector off.
     """
-    devices, dtypes = [], []
-    for tensors in lists:
-        kinds = set(map(_attributes, tensors))
-        if len(kinds) != 1:
+    devices: list[torch.device] = []
+    dtypes: list[torch.dtype] = []
+    for i, tensors in enumerate(lists):
+        if i and tensors is lists[0]:
+            devices.append(devices[0])
+            dtypes.append(dtypes[0])
+            continue
+        of_list, types = set(map(device_of, tensors)), set(map(dtype_of, tensors))
+        if len(of_list) != 1 or len(types) != 1:
             return None
-        device, dtype, layout = kinds.pop()
-        if layout is not torch.strided or not all(map(Tensor.is_contiguous, tensors)):
+        if set(map(layout_of, tensors)) != {torch.strided} or not all(map(Tensor.is_contiguous, tensors)):
             return None
-        devices.append(device)
-        dtypes.append(dtype)
+        devices += of_list
+        dtypes += types
     return tuple(devices), tuple(dtypes), (True,) * len(lists)
 
 
