@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from measuring import Bandwidth, Clock, add_against, add_several, case, interleave, options, parse, report
-from models import MODELS
+from networks import NETWORKS
 from peers import OPTIMIZERS, Make, ours
 from tail import MAX_NORM, peers_of
 from torch import Tensor
@@ -47,9 +47,9 @@ class Workload:
 
     def __init__(self, name: str, device: torch.device) -> None:
         torch.manual_seed(0)
-        self.device, self._make = device, MODELS[name].make
+        self.device, self._make = device, NETWORKS[name].make
         self._weights = self._make().state_dict()
-        self.inputs, self.targets = (t.to(device) for t in MODELS[name].batch())
+        self.inputs, self.targets = (t.to(device) for t in NETWORKS[name].batch())
 
     def model(self) -> torch.nn.Module:
         with self.device:
@@ -65,7 +65,9 @@ class AmpctxLoop:
     def __init__(self, work: Workload, level: str, optimizer: str, clip: bool) -> None:
         self.work, self.clip = work, clip
         self.model = work.model()
-        self.optimizer = ours(optimizer, self.model.parameters(), **({"master_weights": "split"} if "-" in level else {}))
+        self.optimizer = ours(
+            optimizer, self.model.parameters(), **({"master_weights": "split"} if "-" in level else {})
+        )
         self.options = {"opt_level": level.partition("-")[0], "verbosity": 0}
         if "-" in level:
             self.options["master_weights"] = False  # the optimizer has them
@@ -240,7 +242,7 @@ def check_losses(found: list[float], fp32: list[float], dtype: torch.dtype | Non
 
 def main(arguments: list[str] | None = None) -> None:
     parser = options(__file__, __doc__)
-    parser.add_argument("--model", default="gpt-small", choices=list(MODELS))
+    parser.add_argument("--model", default="gpt-small", choices=list(NETWORKS))
     add_several(parser, "--opt-level", tuple(LEVELS), tuple(LEVELS))
     parser.add_argument("--optimizer", default="FusedAdam", choices=[n for n in OPTIMIZERS if n != "torch-Adam"])
     parser.add_argument("--clip", action="store_true", help=f"clip the norm of the gradients to {MAX_NORM:g}")

@@ -62,9 +62,7 @@ def options(script: str, doc: str) -> argparse.ArgumentParser:
     return parser
 
 
-def add_several(
-    parser: argparse.ArgumentParser, flag: str, choices: Iterable[str], default: tuple[str, ...]
-) -> None:
+def add_several(parser: argparse.ArgumentParser, flag: str, choices: Iterable[str], default: tuple[str, ...]) -> None:
     """An option that takes one or several of ``choices``."""
     text = f"one or several of {', '.join(choices)}, with commas between; default {','.join(default)}"
     parser.add_argument(flag, type=some_of(choices), default=default, metavar="NAME,...", help=text)
@@ -91,7 +89,9 @@ def command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
     words = [parser.prog]
     for name, value in vars(args).items():
         if name != "json" and value is not False:
-            shown = "" if value is True else " " + (",".join(map(str, value)) if isinstance(value, tuple) else str(value))
+            shown = (
+                "" if value is True else " " + (",".join(map(str, value)) if isinstance(value, tuple) else str(value))
+            )
             words.append(f"--{name.replace('_', '-')}{shown}")
     return " ".join(words)
 
@@ -100,6 +100,7 @@ def command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
 
 
 FLUSH_BYTES = 128 * 2**20  # more than the last cache of the machines at hand
+LEAST_ELEMENTS = 16 * 2**20  # likewise, 64 MB of fp32
 
 
 class Clock:
@@ -138,11 +139,11 @@ class Bandwidth:
     """GB/s of one pass over fp32 memory, bytes read and bytes written both counted.
 
     A CPU reads a cache line before it writes to it, which a copy pays for and a pass in place does not; most of a tail
-    is in place. So both are measured, and a floor is taken at the best figure seen. At least 64 MB each way.
+    is in place. So both are measured, and a floor is taken at the best figure seen.
     """
 
     def __init__(self, elements: int, device: torch.device, clock: Clock) -> None:
-        elements = max(16 * 2**20, elements)
+        elements = max(LEAST_ELEMENTS, elements)
         self.src, self.dst = torch.ones(elements, device=device), torch.zeros(elements, device=device)
         self.clock = clock
 

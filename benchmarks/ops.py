@@ -176,9 +176,7 @@ def cast(source: torch.dtype, target: torch.dtype) -> Callable[[Inputs], Op]:
                     lambda: ops.multi_tensor_scale(tensors, mine, inputs.flag, 1.0),
                     lambda: mine,
                 ),
-                "torch": Side(
-                    "torch._foreach_copy_", lambda: torch._foreach_copy_(theirs, tensors), lambda: theirs
-                ),
+                "torch": Side("torch._foreach_copy_", lambda: torch._foreach_copy_(theirs, tensors), lambda: theirs),
             },
         )
 
@@ -258,9 +256,7 @@ def main(arguments: list[str] | None = None) -> None:
     device = torch.device(args.device)
     inputs = Inputs(args.model, device)
     bandwidth = Bandwidth(inputs.elements, device, Clock(device))
-    report(
-        parser, args, {name: measure(make, inputs, bandwidth, args) for name, make in cases(optimizers)}
-    )
+    report(parser, args, {name: measure(make, inputs, bandwidth, args) for name, make in cases(optimizers)})
 
 
 if __name__ == "__main__":

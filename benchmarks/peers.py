@@ -154,7 +154,9 @@ def peer(name: str, against: str, device: str) -> tuple[Make, str]:
     if name in _FORMULAS:
         if against == "torch-default":
             raise LookupError(f"torch has no {name}; its formula in torch._foreach calls goes by torch-fused")
-        return _FORMULAS[name], "the formula in torch._foreach calls" + (", torch's fused SGD" if name == "LARC" else "")
+        return _FORMULAS[name], "the formula in torch._foreach calls" + (
+            ", torch's fused SGD" if name == "LARC" else ""
+        )
     kind, options = _TORCH[name]
     how = {"fused": True} if against == "torch-fused" else {}
     if how and kind is torch.optim.Adagrad and device != "cpu":  # torch has a fused one for the CPU alone

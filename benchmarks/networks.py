@@ -89,7 +89,7 @@ class GPT(nn.Module):
 
 
 @dataclass(frozen=True)
-class Model:
+class Network:
     """``batch`` makes inputs and targets of a cross entropy, on the CPU."""
 
     make: Callable[[], nn.Module]
@@ -105,9 +105,9 @@ def _text(n: int, length: int, words: int) -> tuple[Tensor, Tensor]:
     return text[:, :-1], text[:, 1:]
 
 
-MODELS = {
-    "gpt-small": Model(lambda: GPT(4, 256, 8, 64, 512), lambda: _text(2, 16, 512)),
-    "gpt2-xl": Model(lambda: GPT(48, 1600, 25, 1024, 50257), lambda: _text(2, 1024, 50257)),
-    "resnet50": Model(resnet50, lambda: _images(8, 3, 64, 1000)),
-    "digits": Model(digits, lambda: _images(8, 1, 8, 10)),
+NETWORKS = {
+    "gpt-small": Network(lambda: GPT(4, 256, 8, 64, 512), lambda: _text(2, 16, 512)),
+    "gpt2-xl": Network(lambda: GPT(48, 1600, 25, 1024, 50257), lambda: _text(2, 1024, 50257)),
+    "resnet50": Network(resnet50, lambda: _images(8, 3, 64, 1000)),
+    "digits": Network(digits, lambda: _images(8, 1, 8, 10)),
 }
