@@ -112,12 +112,12 @@ class Clock:
     def __init__(self, device: torch.device, host: bool = False) -> None:
         self.synchronizes = device.type == "cuda"
         self.on_gpu = self.synchronizes and not host
-        self.flush = None if host else torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+        self.flush = None if host else torch.ones(FLUSH_BYTES // 4, device=device)
 
     def settle(self) -> None:
-        """Before a start: nothing in the caches, nothing left to do on the GPU."""
+        """Before a start: nothing of use in the caches and nothing to write back, nothing left to do on the GPU."""
         if self.flush is not None:
-            self.flush.zero_()
+            self.flush.sum()
         if self.synchronizes:
             torch.cuda.synchronize()
 

@@ -28,7 +28,15 @@ def ratios(axes: Axes, found: dict[str, dict[str, Any]]) -> None:
     medians = [bar["median"] for _, bar in bars]
     whiskers = ([b["median"] - b["q1"] for _, b in bars], [b["q3"] - b["median"] for _, b in bars])
     colours = ["tab:green" if median >= 1 else "tab:red" for median in medians]
-    axes.barh(places, medians, xerr=whiskers, color=colours, height=0.7, error_kw={"lw": 0.8})
+    axes.barh(
+        places,
+        [median - 1 for median in medians],
+        left=1.0,
+        xerr=whiskers,
+        color=colours,
+        height=0.7,
+        error_kw={"lw": 0.8},
+    )
     axes.set_yticks(places, [label for label, _ in bars], fontsize=7)
     axes.axvline(1.0, color="black", lw=0.8)
     axes.set_xscale("log")

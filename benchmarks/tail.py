@@ -17,9 +17,8 @@ order, and must end with the same weights.
 from __future__ import annotations
 
 import argparse
-import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -90,7 +89,7 @@ class TorchTail:
         dtype = LOW_PRECISION[opt_level]
         norms = (module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d))
         kept = {p for norm in norms for p in norm.parameters()}
-        self.weights = [p.detach() for p in model.parameters()]
+        self.weights = [p.detach().clone() for p in model.parameters()]
         self.params = [
             p.detach().to(dtype) if dtype and p not in kept else w
             for p, w in zip(model.parameters(), self.weights, strict=True)
@@ -158,26 +157,27 @@ def gradients(params: list[Tensor], seed: int) -> list[Tensor]:
     return [torch.randn(p.shape, device=p.device).to(p.dtype) for p in params]
 
 
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """All elements end to end, in fp32; a copy."""
+    return torch.cat([t.detach().float().view(-1) for t in tensors])
+
+
 def check_same_weights(ours: AmpctxTail, theirs: TorchTail) -> float:
     """The largest difference between the two sides' fp32 weights; AssertionError beyond RTOL, ATOL."""
-    largest = 0.0
-    for mine, other in zip(ours.weights, theirs.weights, strict=True):
-        torch.testing.assert_close(mine.detach(), other, rtol=RTOL, atol=ATOL)
-        largest = max(largest, (mine.detach() - other).abs().max().item())
-    for param, master in zip(ours.params, ours.weights, strict=True):
-        assert torch.equal(param.detach(), master.detach().to(param.dtype)), "a model weight is not its rounded master"
-    return largest
+    mine, others = flat(ours.weights), flat(theirs.weights)
+    torch.testing.assert_close(mine, others, rtol=RTOL, atol=ATOL)
+    rounded = (m.detach().to(p.dtype) for p, m in zip(ours.params, ours.weights, strict=True))
+    assert torch.equal(flat(ours.params), flat(rounded)), "a model weight is not its rounded master"
+    return (mine - others).abs().max().item()
 
 
 def check_overflow_skips(side: AmpctxTail | TorchTail, grads: list[Tensor], clock: Clock) -> None:
-    before, scale = [w.detach().clone() for w in side.weights], side.scale
+    before, scale = flat(side.weights), side.scale
     bad = [g.clone() for g in grads]
     bad[-1].view(-1)[-1] = float("inf")
     side.step(bad, clock)
     assert side.scale == scale / 2, f"the scale after an overflow is {side.scale}, before it was {scale}"
-    assert all(torch.equal(w.detach(), b) for w, b in zip(side.weights, before, strict=True)), (
-        "an overflow moved a weight"
-    )
+    assert torch.equal(flat(side.weights), before), "an overflow moved a weight"
 
 
 class Tails:
@@ -189,9 +189,7 @@ class Tails:
         self.device = torch.device(args.device)
         torch.manual_seed(0)
         model = Parameters(table()).to(self.device)
-        self.peers = {
-            who: TorchTail(copy.deepcopy(model), args.opt_level, make, args.clip) for who, (make, _) in peers.items()
-        }
+        self.peers = {who: TorchTail(model, args.opt_level, make, args.clip) for who, (make, _) in peers.items()}
         self.ours = AmpctxTail(model, args.opt_level, optimizer, args.clip)
         self.sides = {"ampctx": self.ours, **self.peers}
         self.what = {"ampctx": optimizer, **{who: what for who, (_, what) in peers.items()}}
