@@ -49,9 +49,11 @@ format: $(VENV)/lint.done
 	$(PY) -m ruff format .
 	$(VENV)/bin/clang-format -i $(FORMATTED)
 
+# Records all figures of docs/performance.md; about ten minutes on two idle cores.
 bench: $(VENV)/examples.done
-	$(PY) benchmarks/tail.py --model resnet50 --clip $(ARGS)
-	$(PY) benchmarks/tail.py --model tiny5000 --clip $(ARGS)
+	$(PY) benchmarks/suite.py $(ARGS)
+	$(PY) benchmarks/plot.py
+	$(PY) benchmarks/report.py
 
 # The same build of the extension under the oldest and newest torch it promises to run on. Downloads both (several GB).
 abi-check: $(VENV)/test.done

@@ -193,23 +193,16 @@ def step_layers(optimizer_ops, weights: list) -> None:
 
 
 def bench() -> dict:
-    tails = [
-        (model, level, "FusedAdam", clip)
-        for model in ("resnet50", "tiny5000")
-        for level in ("O1", "O2")
-        for clip in (False, True)
-    ]
-    others = ("FusedSGD", "FusedAdagrad", "FusedLAMB", "FusedNovoGrad", "LARC", "torch-Adam")
-    tails += [("resnet50", "O2", optimizer, True) for optimizer in others]
-    parts = {}
-    for model, level, optimizer, clip in tails:
-        name = f"{model}-{level}-{optimizer}{'-clip' if clip else ''}"
-        file = PARTS / f"tail-{name}.json"
-        command = [sys.executable, "benchmarks/tail.py", "--device", "cuda", "--model", model, "--opt-level", level]
-        command += ["--optimizer", optimizer, *(["--clip"] if clip else []), "--json", str(file)]
-        part = run(command, STEP_LIMIT / len(tails), AMPCTX_REQUIRE_EXTENSION="cuda")
+    from suite import entries
+
+    parts, end = {}, time.monotonic() + STEP_LIMIT
+    for entry in entries("cuda"):
+        file = PARTS / f"{entry.file}.json"
+        file.unlink(missing_ok=True)
+        command = [sys.executable, *entry.command(file, rounds=11)]
+        part = run(command, max(1.0, end - time.monotonic()), AMPCTX_REQUIRE_EXTENSION="cuda")
         part["figures"] = json.loads(file.read_text()) if file.exists() else None
-        parts[name] = part
+        parts[entry.file] = part
     return {"exit_code": max(p["exit_code"] for p in parts.values()), **parts}
 
 

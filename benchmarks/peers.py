@@ -6,6 +6,8 @@ LAMB, NovoGrad and LARC are in no torch. They are written here with the list ope
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -95,59 +97,85 @@ class LarcSGD(_Formula):
         self.sgd.step()
 
 
-def _adagrad(params: Iterable[Tensor]) -> torch.optim.Optimizer:
-    params = list(params)  # torch has a fused Adagrad for the CPU alone
-    on_cpu = params[0].device.type == "cpu"
-    kind = {"fused": True} if on_cpu else {"foreach": True}
-    return torch.optim.Adagrad(params, lr=LR, eps=1e-10, weight_decay=WEIGHT_DECAY, **kind)
+# --- the optimizers of a name -----------------------------------------------------------------------------------------
 
+_ADAM = {"lr": LR, "betas": (BETA1, BETA2), "eps": EPS, "weight_decay": WEIGHT_DECAY}
+_SGD = {"lr": LR, "momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY}
+_ADAGRAD = {"lr": LR, "eps": 1e-10, "weight_decay": WEIGHT_DECAY}
+_LAMB = {**_ADAM, "max_grad_norm": MAX_GRAD_NORM}
+
+# apex's signatures, which ampctx has too.
+_APEX = {
+    "FusedAdam": _ADAM,
+    "FusedSGD": _SGD,
+    "FusedAdagrad": _ADAGRAD,
+    "FusedLAMB": _LAMB,
+    "FusedMixedPrecisionLamb": _LAMB,
+    "FusedNovoGrad": _ADAM,
+}
+_TORCH = {
+    "FusedAdam": (torch.optim.AdamW, _ADAM),
+    "FusedSGD": (torch.optim.SGD, _SGD),
+    "FusedAdagrad": (torch.optim.Adagrad, _ADAGRAD),
+    "torch-Adam": (torch.optim.Adam, {"lr": LR}),
+}
+_FORMULAS = {"FusedLAMB": Lamb, "FusedMixedPrecisionLamb": Lamb, "FusedNovoGrad": NovoGrad, "LARC": LarcSGD}
+_IN_TE = ("FusedAdam", "FusedSGD")
+
+OPTIMIZERS = (*_APEX, "LARC", "torch-Adam")
+# fp32 numbers of state that an optimizer reads and writes for each weight.
+STATES = {name: 1 if name in ("FusedSGD", "FusedAdagrad", "FusedNovoGrad", "LARC") else 2 for name in OPTIMIZERS}
+
+# How far weights may lie apart after the rounds: the same formula in fp32, in another order of operations and with
+# sums in another order, a few steps on.
+RTOL, ATOL = 1e-4, 2e-6
 
 Make = Callable[[Iterable[Tensor]], Any]
 
-# name: (ampctx's, the peer, what the peer is)
-OPTIMIZERS: dict[str, tuple[Make, Make, str]] = {
-    "FusedAdam": (
-        lambda p: optimizers.FusedAdam(p, lr=LR, betas=(BETA1, BETA2), eps=EPS, weight_decay=WEIGHT_DECAY),
-        lambda p: torch.optim.AdamW(p, lr=LR, betas=(BETA1, BETA2), eps=EPS, weight_decay=WEIGHT_DECAY, fused=True),
-        "torch.optim.AdamW(fused=True)",
-    ),
-    "FusedSGD": (
-        lambda p: optimizers.FusedSGD(p, lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY),
-        lambda p: torch.optim.SGD(p, lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY, fused=True),
-        "torch.optim.SGD(fused=True)",
-    ),
-    "FusedAdagrad": (
-        lambda p: optimizers.FusedAdagrad(p, lr=LR, eps=1e-10, weight_decay=WEIGHT_DECAY),
-        _adagrad,
-        "torch.optim.Adagrad, fused on the CPU, foreach on CUDA",
-    ),
-    "FusedLAMB": (
-        lambda p: optimizers.FusedLAMB(
-            p, lr=LR, betas=(BETA1, BETA2), eps=EPS, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM
-        ),
-        Lamb,
-        "the formula in torch._foreach calls",
-    ),
-    "FusedMixedPrecisionLamb": (
-        lambda p: optimizers.FusedMixedPrecisionLamb(
-            p, lr=LR, betas=(BETA1, BETA2), eps=EPS, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM
-        ),
-        Lamb,
-        "the formula in torch._foreach calls",
-    ),
-    "FusedNovoGrad": (
-        lambda p: optimizers.FusedNovoGrad(p, lr=LR, betas=(BETA1, BETA2), eps=EPS, weight_decay=WEIGHT_DECAY),
-        NovoGrad,
-        "the formula in torch._foreach calls",
-    ),
-    "LARC": (
-        lambda p: optimizers.LARC(optimizers.FusedSGD(p, lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)),
-        LarcSGD,
-        "the formula in torch._foreach calls, then torch.optim.SGD(fused=True)",
-    ),
-    "torch-Adam": (
-        lambda p: torch.optim.Adam(p, lr=LR, fused=True),
-        lambda p: torch.optim.Adam(p, lr=LR, fused=True),
-        "the same torch.optim.Adam(fused=True)",
-    ),
-}
+
+def ours(name: str, params: Iterable[Tensor], **more: Any) -> Any:
+    """ampctx's optimizer of that name; "torch-Adam" is torch's own, for what amp makes of any optimizer. ``more`` goes
+    to a Fused one."""
+    if name == "torch-Adam":
+        return torch.optim.Adam(params, lr=LR, fused=True)
+    if name == "LARC":
+        return optimizers.LARC(optimizers.FusedSGD(params, **_SGD))
+    return getattr(optimizers, name)(params, **_APEX[name], **more)
+
+
+def peer(name: str, against: str, device: str) -> tuple[Make, str]:
+    """The same optimizer of somebody else, and what it is.
+
+    Raises:
+        LookupError: ``against`` is not installed, or has no such optimizer.
+    """
+    if against in ("apex", "te"):
+        return _from_package(name, against)
+    if name in _FORMULAS:
+        if against == "torch-default":
+            raise LookupError(f"torch has no {name}; its formula in torch._foreach calls goes by torch-fused")
+        return _FORMULAS[name], "the formula in torch._foreach calls" + (
+            ", torch's fused SGD" if name == "LARC" else ""
+        )
+    kind, options = _TORCH[name]
+    how = {"fused": True} if against == "torch-fused" else {}
+    if how and kind is torch.optim.Adagrad and device != "cpu":  # torch has a fused one for the CPU alone
+        how = {"foreach": True}
+    shown = ", ".join(f"{key}=True" for key in how)
+    return lambda params: kind(params, **options, **how), f"torch.optim.{kind.__name__}({shown})"
+
+
+def _from_package(name: str, against: str) -> tuple[Make, str]:
+    """apex's or TransformerEngine's optimizer, in the place of torch's fused one."""
+    package, extension = {
+        "apex": ("apex.optimizers", "amp_C"),
+        "te": ("transformer_engine.pytorch.optimizers", "transformer_engine_torch"),
+    }[against]
+    if importlib.util.find_spec(package.partition(".")[0]) is None or importlib.util.find_spec(extension) is None:
+        raise LookupError(f"{package.partition('.')[0]} with its compiled {extension} is not installed here")
+    if name not in (_APEX if against == "apex" else _IN_TE):
+        raise LookupError(f"{package} has no {name}")
+    kind = getattr(importlib.import_module(package), name)
+    if kind.__module__.startswith("ampctx"):
+        raise LookupError(f"{package} is ampctx's own stand-in here, AMPCTX_APEX=1: there is nothing to compare")
+    return lambda params: kind(params, **_APEX[name]), f"{package}.{name}"

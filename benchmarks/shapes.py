@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import chain, repeat
 
 import torch
 from torch import nn
@@ -35,6 +36,46 @@ def resnet50() -> Iterator[tuple[str, Shape]]:
     yield "weight", (1000,)
 
 
+def bert_large() -> Iterator[tuple[str, Shape]]:
+    """BERT-large with the heads of its pre-training: 398 parameters, 336,226,108 elements."""
+    width, words = 1024, 30522
+
+    def linear(n_in: int, n_out: int) -> Iterator[tuple[str, Shape]]:
+        return (("weight", shape) for shape in ((n_out, n_in), (n_out,)))
+
+    layer_norm = [("weight", (width,))] * 2
+    yield from (("weight", (rows, width)) for rows in (words, 512, 2))
+    yield from layer_norm
+    for _ in range(24):
+        for _ in range(4):
+            yield from linear(width, width)
+        yield from layer_norm
+        yield from chain(linear(width, 4 * width), linear(4 * width, width), layer_norm)
+    yield from chain(linear(width, width), linear(width, width), layer_norm)
+    yield "weight", (words,)
+    yield from linear(width, 2)
+
+
+def gpt(layers: int, width: int, context: int, words: int) -> Iterator[tuple[str, Shape]]:
+    """A GPT-2 whose output layer is its input embedding."""
+    layer_norm = [("weight", (width,))] * 2
+    yield from (("weight", (rows, width)) for rows in (words, context))
+    for _ in range(layers):
+        for shape in ((3 * width, width), (width, width)):
+            if shape[0] == 3 * width:
+                yield from layer_norm
+            yield from (("weight", s) for s in (shape, shape[:1]))
+        yield from layer_norm
+        for shape in ((4 * width, width), (width, 4 * width)):
+            yield from (("weight", s) for s in (shape, shape[:1]))
+    yield from layer_norm
+
+
+def gpt2_xl() -> Iterator[tuple[str, Shape]]:
+    """580 parameters, 1,557,611,200 elements."""
+    return gpt(48, 1600, 1024, 50257)
+
+
 def tiny5000() -> Iterator[tuple[str, Shape]]:
     """5000 tensors of 1,024 to 4,096 elements, three in four not a multiple of 4: what a call costs per tensor."""
     sizes = random.Random(0)
@@ -52,15 +93,31 @@ def digits() -> Iterator[tuple[str, Shape]]:
     yield "weight", (10,)
 
 
-MODELS = {"digits": digits, "resnet50": resnet50, "tiny5000": tiny5000}
+MODELS = {
+    "resnet50": resnet50,
+    "bert-large": bert_large,
+    "gpt2-xl": gpt2_xl,
+    "tiny5000": tiny5000,
+    "digits": digits,
+}
+
+
+def one_element(tensors: int) -> Iterator[tuple[str, Shape]]:
+    """Tensors of one element: what is left of a call's time is what it takes on the host."""
+    return repeat(("weight", (1,)), tensors)
+
+
+def shapes(name: str) -> list[Shape]:
+    """The shape of each parameter of a model."""
+    return [shape for kind, shape in MODELS[name]() for _ in range(2 if kind == "norm" else 1)]
 
 
 class Parameters(nn.Module):
     """A module with the parameters of a table and nothing else; BatchNorms are real, so that O2 keeps them in fp32."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, table: Iterator[tuple[str, Shape]]) -> None:
         super().__init__()
-        for i, (kind, shape) in enumerate(MODELS[name]()):
+        for i, (kind, shape) in enumerate(table):
             if kind == "norm":
                 self.add_module(f"norm{i}", nn.BatchNorm2d(shape[0]))
             else:

@@ -1,0 +1,258 @@
+"""Whole iterations of a real model, forward to cleared gradients: time and peak memory at each opt level.
+
+    python benchmarks/loop.py --model gpt-small --opt-level O0,O1,O2,O5,O5-split --json loop.json
+
+Beside fp32, and torch's autocast with the dtype of the level, in fp16 with ``torch.amp.GradScaler``. O5 has fp32
+masters beside the model's bf16 weights; O5-split, ``FusedAdam(master_weights="split")``, keeps the 16 bits they lack.
+All sides start from the same weights and see the same batch, and their losses must stay together.
+
+Memory is that of tensors: model, optimizer, activations, gradients, temporaries, over the first iterations, in a pass
+of its own. On a GPU it is what torch's allocator reports, on the CPU the running sum of the allocations and frees that
+torch's profiler records. ``peak_MB`` is the highest during an iteration, ``held_MB`` what stays between two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from measuring import Bandwidth, Clock, add_against, add_several, case, interleave, options, parse, report
+from networks import NETWORKS
+from peers import OPTIMIZERS, Make, ours
+from tail import MAX_NORM, peers_of
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from ampctx import clip_grad_norm_
+from ampctx.amp import AmpSession
+
+# The dtype of torch's autocast that stands against each level.
+LEVELS = {"O0": None, "O1": torch.float16, "O2": torch.float16, "O5": torch.bfloat16, "O5-split": torch.bfloat16}
+ITERATIONS_FOR_MEMORY = 3
+# How far a loss may lie from that of fp32, in parts of the first loss. O0 computes the same in another order.
+LOSS_TOLERANCE = {None: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
+
+
+class Workload:
+    """A model's starting weights and its batch, on a device."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.device, self._make = device, NETWORKS[name].make
+        self._weights = self._make().state_dict()
+        self.inputs, self.targets = (t.to(device) for t in NETWORKS[name].batch())
+
+    def model(self) -> torch.nn.Module:
+        with self.device:
+            model = self._make()
+        model.load_state_dict(self._weights)
+        return model
+
+    def loss(self, model: torch.nn.Module) -> Tensor:
+        return F.cross_entropy(model(self.inputs).float(), self.targets)
+
+
+class AmpctxLoop:
+    def __init__(self, work: Workload, level: str, optimizer: str, clip: bool) -> None:
+        self.work, self.clip = work, clip
+        self.model = work.model()
+        self.optimizer = ours(
+            optimizer, self.model.parameters(), **({"master_weights": "split"} if "-" in level else {})
+        )
+        self.options = {"opt_level": level.partition("-")[0], "verbosity": 0}
+        if "-" in level:
+            self.options["master_weights"] = False  # the optimizer has them
+        self.state: dict[str, Any] | None = None
+        self.session: AmpSession | None = None
+
+    def start(self) -> None:
+        """O1's casts are the thread's, and would reach the forward of the other sides: it leaves after each turn."""
+        if self.session is None:
+            self.session = AmpSession()
+            self.session.initialize(self.model, self.optimizer, **self.options)
+            if self.state:
+                self.session.load_state_dict(self.state)
+
+    def iterate(self) -> Tensor:
+        loss = self.work.loss(self.model)
+        with self.session.scale_loss(loss, self.optimizer) as scaled:
+            scaled.backward()
+        if self.clip:
+            clip_grad_norm_(self.session.master_params(self.optimizer), MAX_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def stop(self, for_good: bool = False) -> None:
+        if self.session and (for_good or self.options["opt_level"] == "O1"):
+            self.state = self.session.state_dict()
+            self.session.reset()
+            self.session = None
+
+
+class TorchLoop:
+    def __init__(self, work: Workload, dtype: torch.dtype | None, make: Make, clip: bool) -> None:
+        self.work, self.clip = work, clip
+        self.model = work.model()
+        self.optimizer = make(self.model.parameters())
+        kind = work.device.type
+        self.scaler = torch.amp.GradScaler(kind, enabled=dtype == torch.float16)
+        self.autocast = lambda: torch.autocast(kind, dtype) if dtype else contextlib.nullcontext()
+
+    def start(self) -> None:
+        pass
+
+    def iterate(self) -> Tensor:
+        with self.autocast():
+            loss = self.work.loss(self.model)
+        self.scaler.scale(loss).backward()
+        if self.clip:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return loss
+
+    def stop(self, for_good: bool = False) -> None:
+        pass
+
+
+Side = AmpctxLoop | TorchLoop
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def allocations(run: Callable[[], None]) -> Iterator[int]:
+    """Bytes of each allocation of CPU memory for tensors during ``run``, below 0 of each free, in order."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        run()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        found.export_chrome_trace(str(trace))
+        events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "[memory]"]
+    return (e["args"]["Bytes"] for e in sorted(events, key=lambda e: e["ts"]) if e["args"]["Device Type"] == 0)
+
+
+def memory(make: Callable[[], Side], device: torch.device) -> dict[str, float]:
+    """Megabytes (10^6 bytes) at the highest point and between iterations, of a side and all that it makes."""
+    gc.collect()
+    sides: list[Side] = []
+
+    def build() -> None:
+        sides.append(make())
+        sides[0].start()
+
+    def iterate() -> None:
+        for _ in range(ITERATIONS_FOR_MEMORY):
+            sides[0].iterate()
+
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated()
+        build()
+        torch.cuda.reset_peak_memory_stats()
+        iterate()
+        peak, held = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
+    else:
+        peak = held = sum(allocations(build))
+        for size in allocations(iterate):
+            held += size
+            peak = max(peak, held)
+    sides.pop().stop(for_good=True)
+    gc.collect()
+    return {"peak_MB": round(peak / 1e6, 3), "held_MB": round(held / 1e6, 3)}
+
+
+# --- the comparison ---------------------------------------------------------------------------------------------------
+
+
+def dtype_name(dtype: torch.dtype | None) -> str:
+    return {None: "fp32", torch.float16: "autocast fp16", torch.bfloat16: "autocast bf16"}[dtype]
+
+
+def measure(work: Workload, args: argparse.Namespace, peers: dict[str, tuple[Make, str]]) -> dict[str, Any]:
+    makes: dict[str, Callable[[], Side]] = {
+        level: lambda level=level: AmpctxLoop(work, level, args.optimizer, args.clip) for level in args.opt_level
+    }
+    what = {level: f"{args.optimizer} at {level}" for level in args.opt_level}
+    dtypes = dict.fromkeys([None, *(LEVELS[level] for level in args.opt_level)])
+    for against, (make, optimizer) in peers.items():
+        for dtype in dtypes:
+            who = f"{dtype_name(dtype)}, {against}"
+            makes[who] = lambda dtype=dtype, make=make: TorchLoop(work, dtype, make, args.clip)
+            scaler = " with GradScaler" if dtype == torch.float16 else ""
+            what[who] = f"{optimizer}, {dtype_name(dtype)}{scaler}"
+    megabytes = {who: memory(make, work.device) for who, make in makes.items()}
+
+    clock = Clock(work.device)
+    sides = {who: make() for who, make in makes.items()}
+    losses: dict[str, list[float]] = {who: [] for who in sides}
+
+    def of(who: str) -> Callable[[int], dict[str, float]]:
+        def iterate(_: int) -> dict[str, float]:
+            sides[who].start()
+            losses[who].append(sides[who].iterate().item())  # in the state that a loop is in
+            clock.settle()
+            start = clock.mark()
+            loss = sides[who].iterate()
+            end = clock.mark()
+            losses[who].append(loss.item())
+            sides[who].stop()
+            return {"ms": clock.between(start, end)}
+
+        return iterate
+
+    bandwidth = Bandwidth(0, work.device, clock)
+    samples = interleave({**{who: of(who) for who in sides}, "bandwidth": bandwidth.measure}, args.rounds)
+    for side in sides.values():
+        side.stop(for_good=True)
+    params = list(work.model().parameters())
+    cases = {}
+    for level in args.opt_level:
+        against = [f"{dtype_name(d)}, {p}" for p in peers for d in dict.fromkeys([LEVELS[level], None])]
+        cases[level] = case(
+            {"ampctx": samples[level], **{who: samples[who] for who in (*against, "bandwidth")}},
+            {"ampctx": what[level], **what},
+            tensors=len(params),
+            elements=sum(p.numel() for p in params),
+            check=check_losses(losses[level], losses[f"fp32, {next(iter(peers))}"], LEVELS[level]),
+        )
+        for who, side in cases[level]["sides"].items():
+            side.update(megabytes[level if who == "ampctx" else who])
+    return cases
+
+
+def check_losses(found: list[float], fp32: list[float], dtype: torch.dtype | None) -> dict[str, Any]:
+    """AssertionError where a loss leaves fp32's by more than the tolerance, or training gained nothing."""
+    largest = max(abs(a - b) for a, b in zip(found, fp32, strict=True)) / fp32[0]
+    assert largest <= LOSS_TOLERANCE[dtype], f"losses {found} leave those of fp32, {fp32}"
+    assert found[-1] < found[0], f"the losses {found} do not go down"
+    return {"iterations": len(found), "largest_loss_difference": largest, "tolerance": LOSS_TOLERANCE[dtype]}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = options(__file__, __doc__)
+    parser.add_argument("--model", default="gpt-small", choices=list(NETWORKS))
+    add_several(parser, "--opt-level", tuple(LEVELS), tuple(LEVELS))
+    parser.add_argument("--optimizer", default="FusedAdam", choices=[n for n in OPTIMIZERS if n != "torch-Adam"])
+    parser.add_argument("--clip", action="store_true", help=f"clip the norm of the gradients to {MAX_NORM:g}")
+    add_against(parser)
+    args = parse(parser, arguments)
+    if "O5-split" in args.opt_level and args.optimizer in ("LARC", "FusedMixedPrecisionLamb"):
+        parser.error(f"--opt-level: O5-split is not for {args.optimizer}, which takes no master_weights")
+    work = Workload(args.model, torch.device(args.device))
+    report(parser, args, measure(work, args, peers_of(parser, args.optimizer, args)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""What is made of the benchmarks' reports: comparisons, the page of the docs, the plot."""
+
+from __future__ import annotations
+
+import json
+
+import compare
+import measuring
+import plot
+import pytest
+import report
+import suite
+
+
+def a_report(ours, theirs, case="tail", **more):
+    """A report whose samples are given; the ratio is taken round by round, as a benchmark does."""
+    samples = {"ampctx": {"ms": ours}, "torch-fused": {"ms": theirs}}
+    found = measuring.case(samples, {"ampctx": "FusedAdam", "torch-fused": "AdamW"}, tensors=8, elements=100, **more)
+    return {
+        "benchmark": "tail",
+        "command": "python benchmarks/tail.py",
+        **measuring.environment("cpu"),
+        "commit": "c" * 40 + "-dirty",
+        "rounds": len(ours),
+        "cases": {case: found},
+    }
+
+
+BASE = a_report([10.0, 10.1, 10.2, 10.3], [20.0, 20.2, 20.4, 20.6])
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name, content):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(content))
+        return str(path)
+
+    return write
+
+
+def test_a_case_has_medians_quartiles_and_ratios_by_round():
+    samples = {
+        "ampctx": {"ms": [1.0, 2.0, 4.0], "exit": [0.5, 1.0, 2.0]},
+        "torch": {"ms": [3.0, 2.0, 8.0]},
+        "bandwidth": {"copy": [5.0, 6.0, 7.0], "in place": [8.0, 10.0, 9.0]},
+    }
+    found = measuring.case(samples, {"ampctx": "a", "torch": "t"}, floor_bytes=10**7, tensors=3)
+    assert found["sides"]["ampctx"]["ms"] == {"median": 2.0, "q1": 1.5, "q3": 3.0, "samples": [1.0, 2.0, 4.0]}
+    assert found["sides"]["ampctx"]["parts_ms"]["exit"]["median"] == 1.0
+    assert found["sides"]["torch"]["over_ampctx"]["samples"] == [3.0, 1.0, 2.0]
+    assert found["floor"] == {"bytes": 10**7, "ms": 1.0}  # at the fastest pass, 10 GB/s
+    assert (found["sides"]["ampctx"]["share_of_floor"], found["sides"]["torch"]["share_of_floor"]) == (0.5, 0.3333)
+    assert found["tensors"] == 3
+
+
+def test_rounds_are_interleaved_and_warmed_up():
+    calls = []
+    contenders = {who: lambda n, who=who: calls.append((n, who)) or {"ms": float(n)} for who in "abc"}
+    samples = measuring.interleave(contenders, 4)
+    assert samples == {who: {"ms": [0.0, 1.0, 2.0, 3.0]} for who in "abc"}
+    rounds = [[who for n, who in calls if n == number] for number in range(-measuring.WARMUP_ROUNDS, 4)]
+    assert [n for n, _ in calls] == sorted(n for n, _ in calls)
+    assert all(sorted(order) == ["a", "b", "c"] for order in rounds)
+    assert len(set(map(tuple, rounds))) > 1
+
+
+def test_the_middle_run_is_kept_case_by_case():
+    runs = [a_report([1.0, 1.0], [ratio, ratio]) for ratio in (3.0, 1.0, 2.0, 4.0)]
+    joined = measuring.middle_run(runs)
+    case = joined["cases"]["tail"]
+    assert (joined["runs"], case["ratios_of_runs"]) == (4, [3.0, 1.0, 2.0, 4.0])
+    assert case["sides"]["torch-fused"]["over_ampctx"]["median"] == 2.0
+
+
+# --- compare ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("samples", "verdict"),
+    [
+        pytest.param([12.0, 12.1, 12.2, 12.3], "slower", id="beyond-the-spread"),
+        pytest.param([8.0, 8.1, 8.2, 8.3], "faster", id="faster"),
+        pytest.param([10.0, 10.2, 14.0, 15.0], "", id="spreads-touch"),
+    ],
+)
+def test_a_change_beyond_the_spread_is_marked(samples, verdict):
+    ours, theirs = compare.rows("tail", BASE, a_report(samples, [20.0, 20.2, 20.4, 20.6]))
+    assert (ours.side, ours.verdict, ours.ratios) == ("ampctx", verdict, None)
+    assert ours.change == pytest.approx(sum(samples[1:3]) / 2 / 10.15)
+    assert (theirs.side, theirs.verdict, theirs.ratios[0]) == ("torch-fused", "", pytest.approx(2.0))
+
+
+@pytest.mark.parametrize(
+    ("samples", "limit", "code"),
+    [
+        pytest.param([12.0, 12.1, 12.2, 12.3], ["--fail-on-regression", "5"], 1, id="more-than-5-percent"),
+        pytest.param([12.0, 12.1, 12.2, 12.3], ["--fail-on-regression", "30"], 0, id="less-than-30-percent"),
+        pytest.param([12.0, 12.1, 12.2, 12.3], [], 0, id="no-limit"),
+        pytest.param([10.0, 10.2, 14.0, 15.0], ["--fail-on-regression", "5"], 0, id="within-the-spread"),
+        pytest.param([8.0, 8.1, 8.2, 8.3], ["--fail-on-regression", "0"], 0, id="faster"),
+    ],
+)
+def test_exit_code_of_compare(samples, limit, code, write, capsys):
+    new = a_report(samples, [20.0, 20.2, 20.4, 20.6])
+    assert compare.main([write("old.json", BASE), write("new.json", new), *limit]) == code
+    out = capsys.readouterr().out
+    assert ("slower by 19.7%, more than 5%" in out) == bool(code)
+    assert f"{new['cases']['tail']['sides']['ampctx']['ms']['median']:.3f}" in out
+
+
+def test_a_slower_peer_is_no_regression(write):
+    new = a_report([10.0, 10.1, 10.2, 10.3], [40.0, 41.0, 42.0, 43.0])
+    assert compare.main([write("old.json", BASE), write("new.json", new), "--fail-on-regression", "0"]) == 0
+
+
+def test_compare_takes_folders(write, tmp_path, capsys):
+    slow = a_report([12.0, 12.1, 12.2, 12.3], [20.0, 20.2, 20.4, 20.6])
+    for folder, content in (("old", BASE), ("new", slow)):
+        write(f"{folder}/tail-a.json", content)
+        write(f"{folder}/{folder}.json", content)
+        write(f"{folder}/other.json", {"found": 1})
+    assert compare.main([str(tmp_path / "old"), str(tmp_path / "new"), "--fail-on-regression", "5"]) == 1
+    assert capsys.readouterr().out.count("tail-a tail") == 3  # two sides, and the regression
+
+
+def test_compare_tells_of_another_machine(write, capsys):
+    new = {**BASE, "machine": {**BASE["machine"], "cpu": "another"}}
+    compare.main([write("old.json", BASE), write("new.json", new)])
+    out = capsys.readouterr().out
+    assert "another machine" in out
+    assert "another versions" not in out
+
+
+def test_compare_refuses(write, tmp_path, capsys):
+    base = write("old.json", BASE)
+    other = write("case.json", a_report([1.0, 1.0], [1.0, 1.0], case="unscale"))
+    for arguments, message in (
+        ((base, write("soak.json", {"found": 1})), "soak.json is no report of a benchmark: it has no cases"),
+        ((base, str(tmp_path / "none.json")), "none.json"),
+        ((base, str(tmp_path)), "are a folder and a file"),
+        ((base, other), "have no case in common"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            compare.main(list(arguments))
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+# --- the page and the plot --------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_the_figures_of_the_reports():
+    page = report.PAGE.read_text()
+    assert page == report.replaced(page, report.reports(report.RESULTS)), "run: python benchmarks/report.py"
+
+
+def test_text_between_the_tables_is_kept():
+    page = report.PAGE.read_text().replace("<!-- end of goals -->", "<!-- end of goals -->\nBy hand.")
+    emptied = report.replaced(page, {})
+    assert "<!-- end of goals -->\nBy hand." in emptied
+    assert emptied.count("not recorded") == len(report.GOALS)
+    assert report.replaced(emptied, report.reports(report.RESULTS)) == page
+
+
+def test_a_page_without_marks_is_refused():
+    with pytest.raises(ValueError, match="the page has marks for nothing; expected goals, tails"):
+        report.replaced("# Performance\n", {})
+
+
+def test_goals_say_by_how_much_they_are_missed():
+    goal = report.Goal("C2", "a tail", "tail-x", "tail", "torch-fused", at_least=2.5)
+    found = {"tail-x": a_report([1.0, 1.0], [2.0, 2.0])}
+    assert report.verdict(goal, found) == ("at least 2.5", "2.00 (2.00 to 2.00)", "missed by 20%")
+    found = {"tail-x": a_report([1.0, 1.0], [2.5, 2.5])}
+    assert report.verdict(goal, found)[2] == "reached"
+    assert report.verdict(goal, {}) == ("at least 2.5", "not recorded", "")
+    limit = report.Goal("G8", "host time", "tail-x", "tail", at_most=0.3)
+    found["tail-x"]["cases"]["tail"]["sides"]["ampctx"]["us_per_tensor"] = 1.5
+    assert report.verdict(limit, found) == ("at most 0.3 us", "1.5 us", "missed, 5.0 times as much")
+    found["tail-x"]["cases"]["tail"]["sides"]["ampctx"]["us_per_tensor"] = 0.3
+    assert report.verdict(limit, found)[2] == "reached"
+
+
+def test_goals_are_read_from_reports_that_the_suite_writes():
+    written = {entry.file: entry for entry in suite.entries("cpu")}
+    for goal in report.GOALS:
+        assert written[goal.file].goal, goal
+        if goal.side == "torch-default":
+            assert "torch-fused,torch-default" in written[goal.file].options
+
+
+def test_committed_figures_are_those_the_suite_writes():
+    entries = {entry.file: entry for device in ("cpu", "cuda") for entry in suite.entries(device)}
+    for name, found in report.reports(report.RESULTS).items():
+        assert name in entries, f"{name}.json is not written by make bench"
+        assert found["benchmark"] == entries[name].script
+
+
+def test_the_plot_is_a_png(tmp_path, write, capsys):
+    write("tail-a.json", BASE)
+    host = a_report([1.0, 1.0], [2.0, 2.0], case="8 tensors")
+    loop = a_report([1.0, 1.0], [2.0, 2.0], case="O1")
+    for side in ("ampctx", "torch-fused"):
+        host["cases"]["8 tensors"]["sides"][side]["us_per_tensor"] = 1.0
+        loop["cases"]["O1"]["sides"][side]["peak_MB"] = 1.0
+    write("host-a.json", host)
+    write("loop-a.json", loop)
+    plot.main(["--results", str(tmp_path), "--output", str(tmp_path / "bench.png")])
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert "wrote" in capsys.readouterr().out
+
+
+def test_the_plot_needs_reports(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        plot.main(["--results", str(tmp_path)])
+    assert "has no report of a benchmark" in capsys.readouterr().err
