@@ -165,7 +165,9 @@ class BuildOps(build_ext):
     def build_extension(self, ext: Extension) -> None:
         if platform.system() != "Linux":
             raise CompileError(f"the kernels of ampctx build on Linux, not on {platform.system()}")
-        cxx, nvcc, build = find_cxx(), Nvcc.find(), Path(self.build_temp) / "ops"
+        cxx, nvcc = find_cxx(), Nvcc.find()
+        # An editable install is given a new directory each time, and nothing that was compiled before would be found.
+        build = Path("build" if self.editable_mode else self.build_temp) / "ops"
         link(cxx, nvcc, compile_all(cxx, nvcc, build), build, Path(self.get_ext_fullpath(ext.name)))
 
 
