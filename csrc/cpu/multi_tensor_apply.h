@@ -105,8 +105,8 @@ class BlockAccess {
 
   const T* read(int list, const Block& block, Buffer& buffer) const {
     const Convert convert = load_[static_cast<int>(lists_.dtype[list])];
-    if (!convert) return static_cast<const T*>(address(list, block));
-    convert(address(list, block), buffer.data, block.size);
+    if (!convert) return static_cast<const T*>(memory(list, block));
+    convert(memory(list, block), buffer.data, block.size);
     return buffer.data;
   }
 
@@ -115,19 +115,19 @@ class BlockAccess {
 
   // Where to compute what write() then stores.
   T* target(int list, const Block& block, Buffer& buffer) const {
-    return store_[static_cast<int>(lists_.dtype[list])] ? buffer.data : static_cast<T*>(address(list, block));
+    return store_[static_cast<int>(lists_.dtype[list])] ? buffer.data : static_cast<T*>(memory(list, block));
   }
 
   void write(int list, const Block& block, const Buffer& buffer) const {
     const Convert convert = store_[static_cast<int>(lists_.dtype[list])];
-    if (convert) convert(buffer.data, address(list, block), block.size);
+    if (convert) convert(buffer.data, memory(list, block), block.size);
   }
 
- private:
-  void* address(int list, const Block& block) const {
+  void* memory(int list, const Block& block) const {
     return static_cast<char*>(lists_.pointer[list][block.tensor]) + block.begin * element_size(lists_.dtype[list]);
   }
 
+ private:
   const TensorLists& lists_;
   const Convert* load_;
   const Convert* store_;

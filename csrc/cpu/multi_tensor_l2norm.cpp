@@ -17,7 +17,11 @@ void l2norm_as(const Context& context, const TensorLists& lists, FoundInf found_
   const BlockAccess<T> access(lists, simd);
   double* partial = static_cast<double*>(outputs.workspace);
   NonfiniteSeen nonfinite;
+  const auto mixed = simd.l2norm_mixed[static_cast<int>(lists.dtype[0])];
   for_each_block(context, lists, [&](const Block& block) {
+    if (mixed) {
+      return nonfinite.note(mixed(access.memory(0, block), block.size, inv_scale, &partial[block.number]));
+    }
     typename BlockAccess<T>::Buffer buffer;
     const T* x = access.read(0, block, buffer);
     nonfinite.note(arithmetic<T>(simd).l2norm(x, block.size, inv_scale, &partial[block.number]));

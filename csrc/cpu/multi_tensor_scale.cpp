@@ -9,7 +9,11 @@ void scale_as(const Context& context, const TensorLists& lists, FoundInf found_i
   const Simd& simd = cpu::simd();
   const BlockAccess<T> access(lists, simd);
   NonfiniteSeen nonfinite;
+  const auto mixed = simd.scale_mixed[static_cast<int>(lists.dtype[0])][static_cast<int>(lists.dtype[1])];
   for_each_block(context, lists, [&](const Block& block) {
+    if (mixed) {
+      return nonfinite.note(mixed(access.memory(0, block), access.memory(1, block), block.size, factor));
+    }
     typename BlockAccess<T>::Buffer in, out;
     const T* x = access.read(0, block, in);
     nonfinite.note(arithmetic<T>(simd).scale(x, access.target(1, block, out), block.size, factor));

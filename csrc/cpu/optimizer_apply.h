@@ -52,12 +52,17 @@ class StepAccess {
         weights_(optimizer_loops<T>(cpu::simd()).weights),
         access_(call.lists, cpu::simd()) {}
 
+  // Weights and states that are of type T in memory.
+  StepBlock<T> open_in_place(const Block& block, Buffers& unused) const {
+    StepBlock<T> at = begin(block);
+    at.weight = access_.update(1, block, unused.list[1]);
+    read_states(at, block, unused);
+    return at;
+  }
+
   // Weights and states.
   StepBlock<T> open(const Block& block, Buffers& buffers) const {
-    StepBlock<T> at{};
-    at.n = block.size;
-    at.lr = static_cast<T>(call_.lr.value);
-    at.tensor = scalars_[block.tensor];
+    StepBlock<T> at = begin(block);
     at.weight = access_.update(1, block, buffers.list[1]);
     read_states(at, block, buffers);
     const int extra = call_.lists.depth - 1;
@@ -71,8 +76,6 @@ class StepAccess {
   }
 
   void read_gradients(StepBlock<T>& at, const Block& block, Buffers& buffers) const {
-    const T inv_scale = static_cast<T>(call_.inv_scale.value);
-    at.grad_scale = call_.maximize ? -inv_scale : inv_scale;
     at.grad = access_.read(0, block, buffers.list[0]);
   }
 
@@ -96,32 +99,73 @@ class StepAccess {
     if (has_extras(call_.write_back)) access_.write(extra, block, buffers.list[extra]);
   }
 
+  void* memory(int list, const Block& block) const { return access_.memory(list, block); }
+
  private:
+  StepBlock<T> begin(const Block& block) const {
+    StepBlock<T> at{};
+    at.n = block.size;
+    at.lr = static_cast<T>(call_.lr.value);
+    const T inv_scale = static_cast<T>(call_.inv_scale.value);
+    at.grad_scale = call_.maximize ? -inv_scale : inv_scale;
+    at.tensor = scalars_[block.tensor];
+    return at;
+  }
+
   const StepCall& call_;
   const TensorScalars<T>* scalars_;
   const Weights<T>& weights_;
   const BlockAccess<T> access_;
 };
 
-// The step itself, with the scalars of advance_steps(). `loop` is one of those of simd_optimizers.cpp.
+// The loop that needs no pass of its own to convert gradients and copies; null where there is none.
+template <class Optimizer>
+MixedLoop<Optimizer> mixed_loop(const StepCall& call, const StepLoopsOf<float, Optimizer>& loops) {
+  const TensorLists& lists = call.lists;
+  for (int list = 1; list < 2 + call.states(); ++list) {
+    if (lists.dtype[list] != DType::f32) return nullptr;
+  }
+  const bool copies = call.write_back == WriteBack::copy;
+  if (!copies && call.write_back != WriteBack::nearest) return nullptr;
+  const DType copy = copies ? lists.dtype[lists.depth - 1] : DType::f32;
+  if (copies && copy == DType::f32) return nullptr;
+  return loops.mixed[static_cast<int>(lists.dtype[0])][static_cast<int>(copy)];
+}
+
+template <class Optimizer>
+MixedLoop<Optimizer> mixed_loop(const StepCall&, const StepLoopsOf<double, Optimizer>&) {
+  return nullptr;
+}
+
+// The step itself, with the scalars of advance_steps(). `loops` are some of those of simd_optimizers.cpp.
 template <class T, class Optimizer>
 void update(const Context& context, const StepCall& call, const TensorScalars<T>* scalars, const Optimizer& optimizer,
-            StepLoop<T, Optimizer> loop) {
+            const StepLoopsOf<T, Optimizer>& loops) {
   const StepAccess<T> access(call, scalars);
+  if (const MixedLoop<Optimizer> mixed = mixed_loop(call, loops)) {
+    if constexpr (sizeof(T) == sizeof(float)) {
+      return for_each_block(context, call.lists, [&](const Block& block) {
+        typename StepAccess<T>::Buffers unused;
+        StepBlock<T> at = access.open_in_place(block, unused);
+        mixed(at, access.memory(0, block), access.memory(call.lists.depth - 1, block), optimizer);
+      });
+    }
+  }
   for_each_block(context, call.lists, [&](const Block& block) {
     typename StepAccess<T>::Buffers buffers;
     StepBlock<T> at = access.open(block, buffers);
     access.read_gradients(at, block, buffers);
-    loop(at, optimizer);
+    loops.plain(at, optimizer);
     access.write_states(block, buffers);
     access.write_weights(at, block, buffers);
   });
 }
 
 template <class T, class Optimizer>
-void step(const Context& context, const StepCall& call, const Optimizer& optimizer, StepLoop<T, Optimizer> loop) {
+void step(const Context& context, const StepCall& call, const Optimizer& optimizer,
+          const StepLoopsOf<T, Optimizer>& loops) {
   if (call.found_inf.is_set()) return;
-  update<T>(context, call, advance_steps<T>(call), optimizer, loop);
+  update<T>(context, call, advance_steps<T>(call), optimizer, loops);
 }
 
 }  // namespace ampctx::cpu

@@ -1,14 +1,10 @@
 // The CPU's inner loops of the ops that are no optimizers. setup.py compiles this file once per instruction set.
 #include "simd.h"
 #include "../functors/axpby.h"
-#include "../functors/convert.h"
 #include "../functors/l2norm.h"
 #include "../functors/scale.h"
+#include "simd_convert.h"
 #include "simd_table.h"
-
-#ifdef __F16C__
-#include <immintrin.h>
-#endif
 
 namespace ampctx::cpu {
 namespace {
@@ -36,6 +32,27 @@ bool scale(const T* x, T* out, int64_t n, T factor) {
     out[i] = scale_element(x[i], factor);
   }
   return nonfinite == 0;
+}
+
+template <class From, class To>
+bool scale_mixed(const void* x, void* out, int64_t n, float factor) {
+  bool finite = true;
+  float in[kStrip], scaled[kStrip];
+  for_each_strip(n, [&](int64_t i, int64_t size) {
+    const From* from = static_cast<const From*>(x) + i;
+    To* to = static_cast<To*>(out) + i;
+    const float* values = in;
+    float* target = scaled;
+    if constexpr (sizeof(From) == sizeof(float)) {
+      values = from;
+    } else {
+      load<From, float>(from, in, size);
+    }
+    if constexpr (sizeof(To) == sizeof(float)) target = to;
+    finite &= scale(values, target, size, factor);
+    if constexpr (sizeof(To) < sizeof(float)) store<To, float>(scaled, to, size);
+  });
+  return finite;
 }
 
 template <int arg_to_check, class T>
@@ -118,6 +135,20 @@ bool l2norm(const T* x, int64_t n, T inv_scale, double* sum_of_squares) {
   return sum.is_finite();
 }
 
+template <class From>
+bool l2norm_mixed(const void* x, int64_t n, float inv_scale, double* sum_of_squares) {
+  SumOfSquares<float> sum(inv_scale);
+  float values[kStrip];
+  for_each_strip(n, [&](int64_t i, int64_t size) {
+    load<From, float>(static_cast<const From*>(x) + i, values, size);
+    const int64_t filled = (size + kLanes - 1) / kLanes * kLanes;
+    for (int64_t k = size; k < filled; ++k) values[k] = 0;
+    for (int64_t k = 0; k < filled; k += kLanes) sum.add(values + k);
+  });
+  *sum_of_squares = sum.total();
+  return sum.is_finite();
+}
+
 template <class T>
 void max_norm(const T* x, int64_t n, T inv_scale, double* result) {
   typename Bits<T>::type largest = 0;
@@ -129,65 +160,6 @@ void max_norm(const T* x, int64_t n, T inv_scale, double* result) {
   memcpy(&value, &largest, sizeof(value));
   *result = static_cast<double>(value);
 }
-
-// Types as they lie in memory. fp64 goes to 16 bits by way of fp32, as torch's copy_ does.
-struct Half {
-  uint16_t bits;
-};
-struct BFloat16 {
-  uint16_t bits;
-};
-struct Remainder {
-  int16_t value;
-};
-
-AMPCTX_FN float widen(Half value) { return half_to_float(value.bits); }
-AMPCTX_FN float widen(BFloat16 value) { return bfloat16_to_float(value.bits); }
-AMPCTX_FN float widen(Remainder value) { return value.value; }
-AMPCTX_FN float widen(float value) { return value; }
-AMPCTX_FN void narrow(float value, Half& to) { to.bits = float_to_half(value); }
-AMPCTX_FN void narrow(float value, BFloat16& to) { to.bits = float_to_bfloat16(value); }
-AMPCTX_FN void narrow(float value, Remainder& to) { to.value = static_cast<int16_t>(static_cast<int32_t>(value)); }
-AMPCTX_FN void narrow(float value, float& to) { to = value; }
-
-template <class Memory, class T>
-void load(const void* from, void* to, int64_t n) {
-  const Memory* in = static_cast<const Memory*>(from);
-  T* out = static_cast<T*>(to);
-  for (int64_t i = 0; i < n; ++i) out[i] = static_cast<T>(widen(in[i]));
-}
-
-template <class Memory, class T>
-void store(const void* from, void* to, int64_t n) {
-  const T* in = static_cast<const T*>(from);
-  Memory* out = static_cast<Memory*>(to);
-  for (int64_t i = 0; i < n; ++i) narrow(static_cast<float>(in[i]), out[i]);
-}
-
-#ifdef __F16C__
-template <>
-void load<Half, float>(const void* from, void* to, int64_t n) {
-  const Half* in = static_cast<const Half*>(from);
-  float* out = static_cast<float*>(to);
-  int64_t i = 0;
-  for (; i + 8 <= n; i += 8) {
-    _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i))));
-  }
-  for (; i < n; ++i) out[i] = widen(in[i]);
-}
-
-template <>
-void store<Half, float>(const void* from, void* to, int64_t n) {
-  const float* in = static_cast<const float*>(from);
-  Half* out = static_cast<Half*>(to);
-  int64_t i = 0;
-  for (; i + 8 <= n; i += 8) {
-    const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), halves);
-  }
-  for (; i < n; ++i) narrow(in[i], out[i]);
-}
-#endif
 
 }  // namespace
 
@@ -202,6 +174,10 @@ const Simd AMPCTX_TABLE(simd) = {
      {load<float, double>, load<Half, double>, load<BFloat16, double>, nullptr, load<Remainder, double>}},
     {{nullptr, store<Half, float>, store<BFloat16, float>, nullptr, store<Remainder, float>},
      {store<float, double>, store<Half, double>, store<BFloat16, double>, nullptr, store<Remainder, double>}},
+    {{nullptr, scale_mixed<float, Half>, scale_mixed<float, BFloat16>},
+     {scale_mixed<Half, float>, scale_mixed<Half, Half>, scale_mixed<Half, BFloat16>},
+     {scale_mixed<BFloat16, float>, scale_mixed<BFloat16, Half>, scale_mixed<BFloat16, BFloat16>}},
+    {nullptr, l2norm_mixed<Half>, l2norm_mixed<BFloat16>},
     AMPCTX_TABLE(optimizers),
 };
 

@@ -40,14 +40,25 @@ struct StepBlock {
 template <class T, class Optimizer>
 using StepLoop = void (*)(const StepBlock<T>& block, const Optimizer& optimizer);
 
+// The same with gradients, and copies of the weights, as they lie in memory; weights and states are fp32.
+template <class Optimizer>
+using MixedLoop = void (*)(const StepBlock<float>& block, const void* grad, void* copy, const Optimizer& optimizer);
+
+template <class T, class Optimizer>
+struct StepLoopsOf {
+  StepLoop<T, Optimizer> plain;
+  // By the types of gradients and copies, f32 for no copies; null for what is plain or has another type.
+  MixedLoop<Optimizer> mixed[kDTypes][kDTypes];
+};
+
 template <class T>
 struct StepLoops {
-  StepLoop<T, Adam<T, false>> adam;
-  StepLoop<T, Adam<T, true>> amsgrad;
-  StepLoop<T, Sgd<T, false>> sgd;
-  StepLoop<T, Sgd<T, true>> momentum;
-  StepLoop<T, Adagrad<T>> adagrad;
-  StepLoop<T, NovoGrad<T>> novograd;
+  StepLoopsOf<T, Adam<T, false>> adam;
+  StepLoopsOf<T, Adam<T, true>> amsgrad;
+  StepLoopsOf<T, Sgd<T, false>> sgd;
+  StepLoopsOf<T, Sgd<T, true>> momentum;
+  StepLoopsOf<T, Adagrad<T>> adagrad;
+  StepLoopsOf<T, NovoGrad<T>> novograd;
 };
 
 // Parts of the steps that need more than one walk.
@@ -87,6 +98,9 @@ struct Simd {
   // From the type in memory to the type of the arithmetic, and back; null where they are the same. [arithmetic][memory]
   Convert load[2][kDTypes];
   Convert store[2][kDTypes];
+  // What converts on the way, in fp32 arithmetic, by the types in memory; null for fp32 alone and for other types.
+  bool (*scale_mixed[kDTypes][kDTypes])(const void* x, void* out, int64_t n, float factor);
+  bool (*l2norm_mixed[kDTypes])(const void* x, int64_t n, float inv_scale, double* sum_of_squares);
   const OptimizerLoops& optimizers;
 };
 

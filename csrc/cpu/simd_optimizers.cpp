@@ -1,12 +1,13 @@
 // The CPU's inner loops of the optimizers. Compiled once per instruction set, as simd.cpp is, and under the same rules.
 #include "simd.h"
+#include "simd_convert.h"
 #include "simd_table.h"
 
 namespace ampctx::cpu {
 namespace {
 
 template <class T, class Optimizer>
-void step(const StepBlock<T>& block, const Optimizer& chosen) {
+inline void step_elements(const StepBlock<T>& block, const Optimizer& chosen, int64_t n) {
   constexpr int states = Optimizer::kStates;
   const Optimizer optimizer = chosen;  // copies, which no store below can change
   const TensorScalars<T> tensor = block.tensor;
@@ -16,12 +17,36 @@ void step(const StepBlock<T>& block, const Optimizer& chosen) {
   T* state[kMaxStates];
   for (int s = 0; s < states; ++s) state[s] = block.state[s];
   AMPCTX_INDEPENDENT
-  for (int64_t i = 0; i < block.n; ++i) {
+  for (int64_t i = 0; i < n; ++i) {
     T values[kMaxStates];
     for (int s = 0; s < states; ++s) values[s] = state[s][i];
     weight[i] = step_element(optimizer, tensor, lr, grad[i] * grad_scale, weight[i], values);
     for (int s = 0; s < states; ++s) state[s][i] = values[s];
   }
+}
+
+template <class T, class Optimizer>
+void step(const StepBlock<T>& block, const Optimizer& optimizer) {
+  step_elements(block, optimizer, block.n);
+}
+
+template <class Grad, class Copy, class Optimizer>
+void step_mixed(const StepBlock<float>& block, const void* grad, void* copy, const Optimizer& optimizer) {
+  StepBlock<float> strip = block;
+  float wide[kStrip];
+  for_each_strip(block.n, [&](int64_t i, int64_t n) {
+    strip.weight = block.weight + i;
+    for (int s = 0; s < Optimizer::kStates; ++s) strip.state[s] = block.state[s] + i;
+    const Grad* from = static_cast<const Grad*>(grad) + i;
+    if constexpr (sizeof(Grad) == sizeof(float)) {
+      strip.grad = reinterpret_cast<const float*>(from);
+    } else {
+      load<Grad, float>(from, wide, n);
+      strip.grad = wide;
+    }
+    step_elements(strip, optimizer, n);
+    if constexpr (sizeof(Copy) < sizeof(float)) store<Copy, float>(strip.weight, static_cast<Copy*>(copy) + i, n);
+  });
 }
 
 template <class T>
@@ -96,9 +121,25 @@ void store_weights(WriteBack mode, DType type, T* weight, T* extra, int64_t n, R
   }
 }
 
+// The order of the types is that of DType.
+template <class T, class Optimizer>
+constexpr StepLoopsOf<T, Optimizer> loops_of() {
+  if constexpr (sizeof(T) == sizeof(double)) {
+    return {step<T, Optimizer>, {}};
+  } else {
+    return {
+        step<T, Optimizer>,
+        {{nullptr, step_mixed<float, Half, Optimizer>, step_mixed<float, BFloat16, Optimizer>},
+         {step_mixed<Half, float, Optimizer>, step_mixed<Half, Half, Optimizer>, step_mixed<Half, BFloat16, Optimizer>},
+         {step_mixed<BFloat16, float, Optimizer>, step_mixed<BFloat16, Half, Optimizer>,
+          step_mixed<BFloat16, BFloat16, Optimizer>}}};
+  }
+}
+
 template <class T>
-constexpr StepLoops<T> kStepLoops = {step<T, Adam<T, false>>, step<T, Adam<T, true>>, step<T, Sgd<T, false>>,
-                                     step<T, Sgd<T, true>>,   step<T, Adagrad<T>>,    step<T, NovoGrad<T>>};
+constexpr StepLoops<T> kStepLoops = {loops_of<T, Adam<T, false>>(), loops_of<T, Adam<T, true>>(),
+                                     loops_of<T, Sgd<T, false>>(),  loops_of<T, Sgd<T, true>>(),
+                                     loops_of<T, Adagrad<T>>(),     loops_of<T, NovoGrad<T>>()};
 template <class T>
 constexpr LayerLoops<T> kLayerLoops = {lamb_moments<T>, lamb_direction<T>, descend<T>, larc<T>};
 template <class T>
