@@ -12,7 +12,8 @@ import math
 import warnings
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from ampctx import foreach
+from ampctx._each import all_none, device_of, dtype_of, grad_of, layout_of
 from ampctx._errors import AmpAssertionError, AmpError, AmpTypeError, AmpValueError
 from ampctx.amp import scaler_state
 from ampctx.amp.device_skips import DeviceSkips, skips_by_itself
@@ -73,9 +75,13 @@ class _Steps:
         self.guard = StallGuard(limit, self.skips, history)
 
 
-def _gradients(optimizer: Any) -> list[tuple[Tensor, Tensor]]:
+def _params(optimizer: Any) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _gradients(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """(parameter, gradient) of those that have one."""
-    return [(p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return ((p, grad) for p in _params(optimizer) if (grad := p.grad) is not None)
 
 
 def _culprits(optimizer: Any) -> Culprits:
@@ -108,7 +114,7 @@ def _joined(flags: Iterable[Tensor], device: torch.device) -> Tensor:
 def _flags(grads: Iterable[Tensor], found_inf: Tensor) -> FoundInf:
     """A flag for each device with gradients, starting from ``found_inf``."""
     flags = FoundInf()
-    for device in dict.fromkeys(grad.device for grad in grads):
+    for device in dict.fromkeys(map(device_of, grads)):
         flags.per_device[device] = move(found_inf, device).clone()
     return flags
 
@@ -272,7 +278,7 @@ class GradScaler(torch.amp.GradScaler):
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
         flags = self._unscale_grads_(optimizer, scale.reciprocal(), found_inf, False)
         state["found_inf_per_device"] = self._agreed(flags)
-        state["unscaled"] = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        state["unscaled"] = set(map(id, _params(optimizer)))
         state["stage"] = OptState.UNSCALED
 
     @torch.no_grad()
@@ -289,7 +295,19 @@ class GradScaler(torch.amp.GradScaler):
         return flags.per_device
 
     def _grads(self, optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list[Tensor]:
-        parameters = []
+        parameters = _params(optimizer)
+        if not all(map(isinstance, parameters, repeat(Tensor))):
+            self._refuse(optimizer, allow_fp16)
+        grads = [grad for grad in map(grad_of, parameters) if grad is not None]
+        if not allow_fp16 and torch.float16 in set(map(dtype_of, grads)):
+            self._refuse(optimizer, allow_fp16)
+        if set(map(layout_of, grads)) <= {torch.strided}:
+            return grads
+        return [grad for grad in map(strided_grad, parameters) if grad is not None]
+
+    @staticmethod
+    def _refuse(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> None:
+        """Says by name what is no tensor, or has an fp16 gradient."""
         for g, group in enumerate(optimizer.param_groups):
             for i, p in enumerate(group["params"]):
                 where = f"param_groups[{g}]['params'][{i}]"
@@ -301,8 +319,6 @@ class GradScaler(torch.amp.GradScaler):
                         "parameters in fp32 and run the forward under autocast, or let "
                         "amp.initialize(model, optimizer, opt_level='O2') keep fp32 masters of them."
                     )
-                parameters.append(p)
-        return [grad for grad in map(strided_grad, parameters) if grad is not None]
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         """Looks for inf and nan in the gradients, fp16 too, and leaves their values alone. No host sync."""
@@ -391,6 +407,8 @@ class GradScaler(torch.amp.GradScaler):
     @staticmethod
     def _refuse_joined(optimizer: Any, state: dict[str, Any]) -> None:
         """Gradients of parameters that ``unscale_`` has not seen are multiplied by the scale, and not judged."""
+        if state.get("unscaled", set()).issuperset(map(id, _params(optimizer))):
+            return
         for g, group in enumerate(optimizer.param_groups):
             for i, p in enumerate(group["params"]):
                 if p.grad is not None and id(p) not in state.get("unscaled", {id(p)}):
@@ -402,7 +420,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @staticmethod
     def _tell_of_no_gradients(optimizer: Any, steps: _Steps) -> None:
-        if not steps.told_of_no_gradients and not _gradients(optimizer):
+        if not steps.told_of_no_gradients and all_none(map(grad_of, _params(optimizer))):
             steps.told_of_no_gradients = True
             logger.warning("%s.step() changes nothing: none of its parameters has a gradient", type(optimizer).__name__)
 
