@@ -9,11 +9,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import ampctx
 from ampctx import optimizers
 
 LR, WEIGHT_DECAY, MOMENTUM = 1e-3, 1e-2, 0.9
@@ -165,17 +167,21 @@ def peer(name: str, against: str, device: str) -> tuple[Make, str]:
     return lambda params: kind(params, **options, **how), f"torch.optim.{kind.__name__}({shown})"
 
 
+def _is_installed(module: str) -> bool:
+    """Not counting what ampctx.compat serves under apex's names."""
+    spec = importlib.util.find_spec(module)
+    return spec is not None and not Path(spec.origin or "/").is_relative_to(Path(ampctx.__file__).parent)
+
+
 def _from_package(name: str, against: str) -> tuple[Make, str]:
     """apex's or TransformerEngine's optimizer, in the place of torch's fused one."""
     package, extension = {
         "apex": ("apex.optimizers", "amp_C"),
         "te": ("transformer_engine.pytorch.optimizers", "transformer_engine_torch"),
     }[against]
-    if importlib.util.find_spec(package.partition(".")[0]) is None or importlib.util.find_spec(extension) is None:
+    if not _is_installed(package.partition(".")[0]) or not _is_installed(extension):
         raise LookupError(f"{package.partition('.')[0]} with its compiled {extension} is not installed here")
     if name not in (_APEX if against == "apex" else _IN_TE):
         raise LookupError(f"{package} has no {name}")
     kind = getattr(importlib.import_module(package), name)
-    if kind.__module__.startswith("ampctx"):
-        raise LookupError(f"{package} is ampctx's own stand-in here, AMPCTX_APEX=1: there is nothing to compare")
     return lambda params: kind(params, **_APEX[name]), f"{package}.{name}"

@@ -78,7 +78,7 @@ class FusedAdam(optimizers.FusedAdam):
         group = work.group
         if group["bias_correction"]:
             beta1, beta2 = group["betas"]
-            step = work.lists["steps"][0].double() + 1
+            step = self.state[work.members[0]]["step"].double() + 1
             rate = group["lr"] * (1 - beta2**step).sqrt() / (1 - beta1**step)
             work = work._replace(group={**group, "lr": rate})
         super()._launch(work, number, scaling, norm)
