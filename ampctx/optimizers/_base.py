@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ampctx._each import version_of
 from ampctx._errors import AmpKeyError, AmpValueError
 from ampctx._reference import compute_dtype
 from ampctx._reference_optimizers import LOW_PRECISION, join, spacing
@@ -255,9 +256,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         norm = self._global_norm(works, scaling)
         for number, work in enumerate(works):
             self._launch(work, number, scaling, norm)
-        if self._plan is None:
+        # On a GPU it would keep the memory of state that somebody moves elsewhere to make room.
+        if self._plan is None and all(work.device.type == "cpu" for work in works):
             self._plan = Plan(self, works, scaling)
-        self._seen.update(self._plan.stepped())
+        followed = [p for work in works if work.kind[0] in EXTRAS for p in work.members]
+        self._seen.update(zip(followed, map(version_of, followed), strict=True))
+        if self._plan is not None:
+            self._plan.stepped()
         return loss
 
     def _new_works(self, scaling: Scaling) -> list[Work]:

@@ -81,7 +81,7 @@ class _Call:
 
 
 class Plan:
-    """The calls that one step of ``optimizer`` has made. Made after that step; keeps no gradient."""
+    """The calls that one step of ``optimizer`` has made. Made after that step; keeps no gradient, but the state."""
 
     def __init__(self, optimizer: Any, works: Sequence[Work], scaling: Scaling) -> None:
         self._destinations = self._destinations_of(optimizer)
@@ -123,10 +123,9 @@ class Plan:
             found.append(work)
         return found
 
-    def stepped(self) -> dict[Tensor, int]:
-        """Notes that a step has been taken: the ``_version`` of 16-bit weights that something is kept beside."""
+    def stepped(self) -> None:
+        """Notes that a step has been taken: the versions of 16-bit weights that something is kept beside."""
         self._versions = list(map(version_of, self._followed))
-        return dict(zip(self._followed, self._versions, strict=True))
 
     def _are_these(self, groups: Sequence[dict[str, Any]]) -> bool:
         return len(groups) == len(self._groups) and all(
