@@ -24,6 +24,15 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adagrad": lambda p, **o: FusedAdagrad(p, **{"lr": 0.01, "weight_decay": 0.1, **o}),
     "mixed-lamb": lambda p, **o: FusedMixedPrecisionLamb(p, **{"lr": 0.01, **o}),
 }
+# Dtypes of parameters, and how an optimizer keeps what they round off.
+MODES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "fp32": (torch.float32, {}),
+    "bf16": (torch.bfloat16, {}),
+    "masters": (torch.float16, {"master_weights": True}),
+    "split": (torch.bfloat16, {"master_weights": "split"}),
+    "kahan": (torch.bfloat16, {"write_back": "kahan"}),
+    "stochastic": (torch.float16, {"write_back": "stochastic"}),
+}
 OWN_MASTERS = [name for name in OPTIMIZERS if name != "mixed-lamb"]
 STATE = {
     "adam": {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
@@ -40,6 +49,13 @@ def with_masters(name: str, params: Any, **options: Any) -> Any:
         return OPTIMIZERS[name](params, master_weights=True, **options)
     params = list(params)
     return OPTIMIZERS[name](params, reduced_precision_dtype=params[0].dtype, **options)
+
+
+def make(name: str, mode: str) -> Any:
+    dtype, options = MODES[mode]
+    if "master_weights" in options and name == "mixed-lamb":
+        return with_masters(name, parameters(dtype))
+    return OPTIMIZERS[name](parameters(dtype), **options)
 
 
 def parameters(dtype: torch.dtype = torch.float32, shapes: Any = SHAPES, seed: int = 0) -> list[nn.Parameter]:

@@ -7,15 +7,16 @@ import torch
 from host_reads import OpCalls
 from optimizer_cases import (
     LOW,
+    MODES,
     OPTIMIZERS,
     OWN_MASTERS,
     assert_same,
     give,
     gradients,
+    make,
     parameters,
     run,
     snapshot,
-    with_masters,
 )
 from tape import Tape
 from torch import nn
@@ -36,21 +37,6 @@ FLAGS = {
     "number": 1,
 }
 CLEAR = {"0": torch.tensor(0.0), "int32": torch.zeros(1, dtype=torch.int32), "number": 0}
-MODES = {
-    "fp32": (torch.float32, {}),
-    "bf16": (torch.bfloat16, {}),
-    "masters": (torch.float16, {"master_weights": True}),
-    "split": (torch.bfloat16, {"master_weights": "split"}),
-    "kahan": (torch.bfloat16, {"write_back": "kahan"}),
-    "stochastic": (torch.float16, {"write_back": "stochastic"}),
-}
-
-
-def make(name, mode):
-    dtype, options = MODES[mode]
-    if name == "mixed-lamb" and "master_weights" in options:
-        return with_masters(name, parameters(dtype))
-    return OPTIMIZERS[name](parameters(dtype), **options)
 
 
 # --- found_inf and grad_scale -----------------------------------------------------------------------------------------
