@@ -55,7 +55,7 @@ class _Call:
         self.work = work._replace(lists={**work.lists, "grads": []})
         self._states = [state[p] for p in work.members]
         self._dtypes = grads[0].dtype, work.members[0].dtype
-        self._strides = _strides(grads)
+        self._strides = _strides(grads), _strides(work.members)
         # Asked for when the call is made again.
         self._held: dict[str, Any] | None = None
 
@@ -66,8 +66,8 @@ class _Call:
             not all_there(grads)
             or set(map(dtype_of, grads)) != {of_grads}
             or set(map(layout_of, grads)) != {torch.strided}
-            or _strides(grads) != self._strides
             or set(map(dtype_of, work.members)) != {of_members}
+            or (_strides(grads), _strides(work.members)) != self._strides
         ):
             return None
         try:

@@ -194,6 +194,20 @@ def test_gradients_of_another_form_are_seen(form):
     assert_same(snapshot(kept), snapshot(anew))
 
 
+def test_parameters_that_go_over_to_channels_last_are_seen():
+    """As ``model.to(memory_format=...)`` leaves them: gradients that are zeroed in place keep the old layout."""
+    kept, anew = (OPTIMIZERS["adam"]([nn.Parameter(torch.ones(2, 3, 4, 4)), nn.Parameter(torch.ones(3))]) for _ in "ab")
+    for step in range(6):
+        anew._plan = None
+        for optimizer in (kept, anew):
+            first = params_of(optimizer)[0]
+            if step == 3:
+                first.data = first.data.to(memory_format=torch.channels_last)
+            give(params_of(optimizer), gradients(params_of(optimizer), step))
+            optimizer.step()
+    assert_same(snapshot(kept), snapshot(anew))
+
+
 def test_a_sparse_gradient_is_refused_and_nothing_changes():
     optimizer = OPTIMIZERS["adam"](parameters())
     run(optimizer, 3)
