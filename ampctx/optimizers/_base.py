@@ -36,7 +36,7 @@ from ampctx.optimizers._options import (
     refuse_sparse,
     seed_of_call,
 )
-from ampctx.optimizers._plan import Plan
+from ampctx.optimizers._plan import Plan, can_be_kept
 from ampctx.optimizers._scaling import Scaling, on_device, scaling_of, without_amp
 from ampctx.optimizers._work import EXTRAS, Kind, Members, Work, call, works_of
 
@@ -256,8 +256,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         norm = self._global_norm(works, scaling)
         for number, work in enumerate(works):
             self._launch(work, number, scaling, norm)
-        # On a GPU it would keep the memory of state that somebody moves elsewhere to make room.
-        if self._plan is None and all(work.device.type == "cpu" for work in works):
+        if self._plan is None and can_be_kept(works):
             self._plan = Plan(self, works, scaling)
         followed = [p for work in works if work.kind[0] in EXTRAS for p in work.members]
         self._seen.update(zip(followed, map(version_of, followed), strict=True))

@@ -118,7 +118,7 @@ class FusedLAMB(FusedOptimizer):
         waiting = [grad for work in works if work.waiting for grad in work.lists["grads"]]
         if waiting and scaling.pending is not None:
             # Its norm is there already, unless some of its masters are somebody else's, or a further scale is there.
-            if len(waiting) == len(scaling.pending.grads) and scaling.inv_scale == 1.0:
+            if len(waiting) == len(scaling.pending.masters) and scaling.inv_scale == 1.0:
                 norms.append(scaling.pending.norm())
             else:
                 inv_scale = foreach.product(scaling.pending.inv_scale, scaling.inv_scale)
