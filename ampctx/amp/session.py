@@ -380,7 +380,7 @@ class AmpSession:
                 for binding in reversed(bindings):
                     binding.delay(loss_id % len(binding.loss_scales), loss_scale, inv_scale)
                 return
-            done: set[int] = set()
+            done: set[int] | None = set() if len(bindings) > 1 else None
             for binding in bindings:
                 binding.prepare(inv_scale, found_inf, done)
             committing = True
