@@ -150,7 +150,7 @@ def explain(model: nn.Module, /, *args: Any, **kwargs: Any) -> Explanation:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_generators_restored(model, (args, kwargs)))
         stack.enter_context(_modules_restored(model))
-        stack.enter_context(_written_tensors_restored(model, (args, kwargs), recorder))
+        stack.enter_context(_tensors_restored(model, (args, kwargs), recorder))
         stack.enter_context(_sharding_restored(model))
         stack.enter_context(_buffers_lent(model))
         stack.enter_context(_paths(model, recorder))
@@ -213,21 +213,35 @@ def _same_elements(a: Any, b: Any) -> bool:
 
 
 @contextmanager
-def _written_tensors_restored(model: nn.Module, batch: Any, recorder: _Recorder) -> Iterator[None]:
-    """Puts weights, gradients and arguments back that the forward writes to, from copies made just before it does."""
+def _tensors_restored(model: nn.Module, batch: Any, recorder: _Recorder) -> Iterator[None]:
+    """Puts weights, gradients and arguments back, where the forward writes to them from copies made just before."""
     parameters = list(model.parameters())
     grads = [p.grad for p in parameters]
+    forms = []
     for t in (*parameters, *(grad for grad in grads if grad is not None), *model.buffers(), *_tensors(batch)):
         if (storage := _storage(t)) is not None:
             recorder.watched[storage.data_ptr()] = storage
+            forms.append((t, t.requires_grad, _layout(t)))
     try:
         yield
     finally:
         for storage, content in recorder.before:
+            if storage.nbytes() != content.nbytes():
+                storage.resize_(content.nbytes())
             storage.copy_(content)
+        for t, requires_grad, layout in forms:
+            if _layout(t) != layout:
+                with torch.no_grad():
+                    t.as_strided_(*layout)
+            if t.is_leaf and t.requires_grad != requires_grad:
+                t.requires_grad_(requires_grad)
         for p, grad in zip(parameters, grads, strict=True):
             if p.grad is not grad:
                 p.grad = grad
+
+
+def _layout(t: Tensor) -> tuple[Any, ...]:
+    return t.shape, t.stride(), t.storage_offset()
 
 
 @contextmanager

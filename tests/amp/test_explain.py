@@ -240,6 +240,22 @@ def test_nothing_is_left_behind(train, grads, fail):
     assert sum(not torch.equal(a, b) for a, b in zip(before[0], changed[0], strict=False)) >= 8
 
 
+def test_arguments_are_what_they_were():
+    class Writes(nn.Module):
+        def forward(self, x, y, batch):
+            batch["z"][0].resize_(3)
+            y.requires_grad_()
+            return F.relu(x, inplace=True).unsqueeze_(0).t_()
+
+    x, y, z = torch.randn(4), torch.randn(2), torch.randn(2)
+    before = [t.clone() for t in (x, y, z)]
+    explanation = amp.explain(Writes(), x, y, {"z": [z]})
+    assert_unchanged(before, [x, y, z])
+    assert [t.shape for t in before] == [x.shape, y.shape, z.shape]
+    assert not y.requires_grad
+    assert explanation.calls("relu_") == 1
+
+
 def test_no_hook_mode_or_cast_stays_when_the_forward_raises(session):
     class Fails(nn.Linear):
         def forward(self, x):
