@@ -316,8 +316,8 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _storage(t: Tensor) -> torch.UntypedStorage | None:
-    """The memory of a tensor that has its own: not a wrapper around others, not sparse, not empty."""
-    if type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ or t.layout is not torch.strided:
+    """The memory of a tensor that has its own: not a wrapper around others, not nested or sparse, not empty."""
+    if type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ or t.is_nested or t.layout is not torch.strided:
         return None
     storage = t.untyped_storage()
     return storage if storage.data_ptr() else None
@@ -479,6 +479,8 @@ def _listed(calls: Mapping[Any, int]) -> str:
 
 def _misfit(op: str, args: tuple) -> str:
     """The shapes of a product with a dimension that tensor cores have no tile for, "" where all fit."""
+    if any(t.is_nested for t in _tensors(args)):
+        return ""
     if op in _MATRIX_PRODUCTS:
         a, b = _tensors(args)[-2:]
         dims, shapes = (*a.shape[-2:], b.shape[-1]), f"{_sizes(a)} @ {_sizes(b)}"

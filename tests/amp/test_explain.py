@@ -413,6 +413,25 @@ def test_sharded_models_step_the_same(one_rank, when):
     assert train(when) == train(None)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors(layout):
+    x = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=layout)
+    with torch.autocast("cpu", dtype=BF16):
+        assert amp.explain(nn.Linear(8, 8), x).calls("linear", "bfloat16") == 1
+        if layout is torch.strided:
+            assert amp.explain(Calls(lambda w, x: x @ x.transpose(1, 2)), x).hints == []
+
+
+def test_sparse_tensors():
+    class Net(nn.Module):
+        def forward(self, x, y):
+            return (x @ y).relu()
+
+    x = torch.eye(8).to_sparse()
+    assert amp.explain(Net(), x, torch.ones(8, 8)).calls("mm") == 1
+
+
 def test_a_fused_layer_is_seen_as_it_runs():
     layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval()
     with torch.no_grad():
