@@ -28,7 +28,7 @@ LOW_NAME = {"O1": "float16", "O2": "float16", "O3": "float16", "O4": "bfloat16",
 class Net(nn.Module):
     """A convolution, batch norm and head, softmax in between: one op of each list, and one of none."""
 
-    def __init__(self, norm=True):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.conv = nn.Conv2d(8, 16, 3, padding=1, bias=False)
@@ -305,6 +305,19 @@ def test_a_graph_from_before_can_go_backward(session):
     frozen = model.eval()(batch()).sum()
     amp.explain(model.train(), batch())
     (out + frozen).backward()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("level", LEVELS)
+def test_on_a_gpu(session, level):
+    model, x = nn.Sequential(*Net().children(), nn.Dropout()).cuda(), X.cuda()
+    model.insert(2, nn.AdaptiveAvgPool2d(1)).insert(3, nn.Flatten())
+    session.initialize(model, opt_level=level, verbosity=0)
+    before = [torch.cuda.get_rng_state(), *(t.clone() for t in model.buffers())]
+    explanation = amp.explain(model, x)
+    low = LOW_NAME.get(level, "float32")
+    assert (explanation.calls("convolution", low), explanation.calls("addmm", low)) == (1, 1)
+    assert_unchanged(before, [torch.cuda.get_rng_state(), *model.buffers()])
 
 
 # --- models of every sort ---------------------------------------------------------------------------------------------
