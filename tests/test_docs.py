@@ -1,5 +1,6 @@
 """Every Python block of README and docs runs as it stands; every console line shown exists; links lead somewhere."""
 
+import json
 import re
 import subprocess
 import sys
@@ -8,27 +9,53 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = {page: page.relative_to(ROOT).as_posix().removeprefix("docs/") for page in PAGES}
 BLOCKS = [
-    pytest.param(code, id=f"{page.name}-{i}")
+    pytest.param(f"{NAMES[page]}-{i}", code, id=f"{NAMES[page]}-{i}")
     for page in PAGES
     for i, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S))
 ]
 
 
-@pytest.mark.parametrize("code", BLOCKS)
-def test_block_runs(code):
-    result = subprocess.run([sys.executable, "-W", "error", "-"], input=code, text=True, capture_output=True, cwd=ROOT)
-    assert result.returncode == 0, result.stderr
+@pytest.fixture(scope="module")
+def run_block():
+    """Runs code by itself, as a script of its own would: (exit status, stderr)."""
+    command = [sys.executable, "-W", "error", str(ROOT / "tests" / "block_server.py")]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+
+    def run(name: str, code: str) -> tuple[int, str]:
+        server.stdin.write(json.dumps([name, code]) + "\n")
+        server.stdin.flush()
+        answer = server.stdout.readline()
+        assert answer, f"the process that runs the blocks ended with {server.wait()}"
+        return tuple(json.loads(answer))
+
+    with server:
+        yield run
+        server.stdin.close()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize(("name", "code"), BLOCKS)
+def test_block_runs(run_block, name, code):
+    status, errors = run_block(name, code)
+    assert status == 0, errors
+
+
+@pytest.mark.parametrize("code", ["raise ValueError('x')", "import warnings; warnings.warn('x')", "import os; os.abort()"])
+def test_a_block_that_fails_is_seen(run_block, code):
+    status, _ = run_block("failing", code)
+    assert status != 0
+    assert run_block("fine", "import torch; torch.ones(2)")[0] == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES.get)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+        assert (page.parent / target).exists(), f"{NAMES[page]} links to {target}"
 
 
 def test_make_targets_that_are_shown_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
     for page in PAGES:
-        assert set(re.findall(r"`make ([a-z-]+)", page.read_text())) <= targets, page.name
+        assert set(re.findall(r"`make ([a-z-]+)", page.read_text())) <= targets, NAMES[page]
