@@ -25,6 +25,7 @@ html_static_path = ["_static"]
 html_css_files = ["ampctx.css"]
 html_copy_source = False
 
+toc_object_entries_show_parents = "hide"
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 maximum_signature_line_length = 100
