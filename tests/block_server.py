@@ -36,8 +36,9 @@ def _forked(name: str, code: str) -> tuple[int, str]:
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child == 0:
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the next blocks are there
             os.dup2(errors.fileno(), 2)
-            os.dup2(2, 1)  # stdout is for answers
+            os.dup2(2, 1)  # and the answers here
             status = _run(name, code)
             sys.stdout.flush()
             sys.stderr.flush()

@@ -166,8 +166,10 @@ class StepOutcome:
 
     @property
     def reason(self) -> str | None:
-        """Why it was skipped. "overflow" is inf or nan in the gradients; "found_inf", only a flag that somebody else had
-        set on the optimizer says so. None for a step that was taken."""
+        """Why it was skipped, None for a step that was taken.
+
+        "overflow": inf or nan in the gradients; "found_inf": only a flag that somebody else had set on the optimizer
+        says so."""
         if not self.skipped:
             return None
         return OVERFLOW if self._overflowed else FOUND_INF
