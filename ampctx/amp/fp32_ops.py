@@ -1,0 +1,207 @@
+"""Functions of torch that the user has run in fp32 inside of the models, at every opt level."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, get_overridable_functions
+
+from ampctx._errors import AmpValueError
+from ampctx.amp.cast_arguments import LOW_PRECISION, ModelHook, Undo, autocast_off, map_floating_args
+
+_NAMESPACES: dict[str, Any] = {
+    "torch": torch,
+    "torch.nn.functional": F,
+    "torch.linalg": torch.linalg,
+    "torch.special": torch.special,
+    "torch.fft": torch.fft,
+}
+# Operators that are methods under names of their own.
+_OPERATORS = {
+    "add": ("__add__", "__radd__"),
+    "sub": ("__sub__", "__rsub__"),
+    "mul": ("__mul__", "__rmul__"),
+    "div": ("__truediv__", "__rtruediv__"),
+    "true_divide": ("__truediv__", "__rtruediv__"),
+    "pow": ("__pow__", "__rpow__"),
+    "matmul": ("__matmul__", "__rmatmul__"),
+}
+# They write into tensors that they are given, which would be copies.
+_WRITE_ARGUMENTS = ("batch_norm", "instance_norm", "embedding", "embedding_bag")
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1)
+def _overridable() -> frozenset[Callable]:
+    return frozenset(fn for functions in get_overridable_functions().values() for fn in functions)
+
+
+def _function(namespace: Any, name: str) -> Callable | None:
+    """torch's own function behind a name, below what amp or others have put around it."""
+    fn = getattr(namespace, name, None)
+    if not callable(fn):
+        return None
+    fn = inspect.unwrap(fn, stop=lambda f: f in _overridable())
+    return fn if fn in _overridable() else None
+
+
+def op_names(ops_fp32: Sequence[str | Callable]) -> tuple[str, ...]:
+    """The plain names of functions that are given by name, with or without a namespace, or themselves.
+
+    Raises:
+        AmpValueError: no function of torch, or one that works in place.
+    """
+    return tuple(dict.fromkeys(_name(op) for op in ops_fp32))
+
+
+def _name(op: str | Callable) -> str:
+    if isinstance(op, str):
+        given = repr(op)
+        prefix, _, name = op.rpartition(".")
+        prefixes = {prefix, f"torch.{prefix}", {"F": "torch.nn.functional"}.get(prefix, prefix)}
+        spaces = [s for key, s in _NAMESPACES.items() if not prefix or key in prefixes]
+        spaces += [Tensor] if prefix and "torch.Tensor" in prefixes else []
+    else:
+        given, name = f"function {getattr(op, '__name__', op)!r}", _name_of(op)
+        spaces = list(_NAMESPACES.values())
+    if name.endswith("_") and _function(Tensor, name) is not None:
+        raise AmpValueError(
+            f"ops_fp32: {given} works in place, and a 16-bit tensor cannot become fp32. Name {name.strip('_')!r}, and "
+            "call that in the model"
+        )
+    known = dict.fromkeys(n for space in _NAMESPACES.values() for n in vars(space) if _function(space, n) is not None)
+    if name not in known or not any(_function(space, name) for space in spaces):
+        near = difflib.get_close_matches(name, known)
+        raise AmpValueError(
+            f"ops_fp32: {given} is no function of {', '.join(_NAMESPACES)}. "
+            + (f"Near it are {', '.join(map(repr, near))}. " if near else "")
+            + ("" if isinstance(op, str) else "For functions of your own there is amp.float_function")
+        )
+    if name in _WRITE_ARGUMENTS:
+        raise AmpValueError(
+            f"ops_fp32: {given} may write into tensors that it is given, which would be copies in fp32. Keep the "
+            "modules that call it, by keep_fp32"
+        )
+    return name
+
+
+def _name_of(fn: Callable) -> str:
+    """The name that torch has a function of its own under, or else the function's."""
+    names = [n for space in (*_NAMESPACES.values(), Tensor) for n in dir(space) if _function(space, n) == fn]
+    own = getattr(fn, "__name__", repr(fn))
+    plain = [next((op for op, methods in _OPERATORS.items() if n in methods), n) for n in names]
+    return own if own in plain or not plain else plain[0]
+
+
+def _functions(names: Iterable[str]) -> frozenset[Callable]:
+    found = [_function(space, name) for name in names for space in (*_NAMESPACES.values(), Tensor)]
+    found += [_function(Tensor, method) for name in names for method in _OPERATORS.get(name, ())]
+    return frozenset(fn for fn in found if fn is not None)
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+def _in_fp32(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """``fn`` with fp32 in the place of 16-bit arguments. Where autocast is on, the result stays as it is; elsewhere
+    fp32 in it becomes the widest 16-bit type among the arguments."""
+    # A dtype that the caller chose stands.
+    if any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
+        return fn(*args, **kwargs)
+    out = {name: kwargs[name] for name in ("out",) if name in kwargs}
+    given = (args, {name: value for name, value in kwargs.items() if name != "out"})
+    low: set[torch.dtype] = set()
+    devices: set[str] = set()
+
+    def widen(t: Tensor) -> Tensor:
+        devices.add(t.device.type)
+        if t.dtype not in LOW_PRECISION:
+            return t
+        low.add(t.dtype)
+        return t.float()
+
+    wide_args, wide_kwargs = map_floating_args(given, widen)
+    if any(torch.is_autocast_enabled(device) for device in devices):
+        with autocast_off():
+            return fn(*wide_args, **wide_kwargs, **out)
+    result = fn(*wide_args, **wide_kwargs, **out)
+    if not low or out:
+        return result
+    back = functools.reduce(torch.promote_types, low)
+    return map_floating_args(result, lambda t: t.to(back) if t.dtype == torch.float32 else t)
+
+
+class Fp32Ops(TorchFunctionMode):
+    """A context in which functions of torch run in fp32.
+
+    That is, the calls that Python code makes, by function, method or operator. What torch calls inside a function of
+    its own belongs to that function.
+
+    Args:
+        names: from ``op_names``.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__()
+        self._functions = _functions(names)
+        self._thread = _Depth()
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func in self._functions:
+            return _in_fp32(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def install(self, models: Iterable[nn.Module]) -> Undo:
+        """Has the forwards of ``models`` run in this context. Undone by what is returned. No host sync."""
+        handles = []
+        for model in models:
+            # First in and always out, so that both come in pairs.
+            handles.append(model.register_forward_pre_hook(_ForwardHook(self, True), prepend=True))
+            handles.append(model.register_forward_hook(_ForwardHook(self, False), prepend=True, always_call=True))
+
+        def undo() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return undo
+
+
+class _Depth(threading.local):
+    def __init__(self) -> None:
+        self.value = 0
+
+
+class _ForwardHook(ModelHook):
+    """Enters or leaves ``Fp32Ops``. Copies of a model share that; a pickle carries none."""
+
+    def __init__(self, ops: Fp32Ops | None, begins: bool) -> None:
+        self._ops = None if ops is None else weakref.ref(ops)
+        self._begins = begins
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        ops = None if self._ops is None else self._ops()
+        if ops is None:
+            return
+        depth = ops._thread
+        if self._begins:
+            depth.value += 1
+            ops.__enter__()
+        elif depth.value:
+            depth.value -= 1
+            ops.__exit__(None, None, None)
+
+    def __deepcopy__(self, memo: Any) -> _ForwardHook:
+        return self
+
+    def __reduce__(self) -> tuple:
+        return _ForwardHook, (None, self._begins)
