@@ -1,22 +1,22 @@
-"""Functions of torch that the user has run in fp32 inside of the models, at every opt level."""
+"""Functions of torch that the user has compute in fp32, at every opt level."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import inspect
-import threading
-import weakref
+import types
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, get_overridable_functions
+from torch import Tensor
+from torch.overrides import get_overridable_functions
 
 from ampctx._errors import AmpValueError
-from ampctx.amp.cast_arguments import LOW_PRECISION, ModelHook, Undo, autocast_off, map_floating_args
+from ampctx.amp.cast_arguments import LOW_PRECISION, Undo, autocast_off, map_floating_args, replace_attribute
 
 _NAMESPACES: dict[str, Any] = {
     "torch": torch,
@@ -103,12 +103,6 @@ def _name_of(fn: Callable) -> str:
     return own if own in plain or not plain else plain[0]
 
 
-def _functions(names: Iterable[str]) -> frozenset[Callable]:
-    found = [_function(space, name) for name in names for space in (*_NAMESPACES.values(), Tensor)]
-    found += [_function(Tensor, method) for name in names for method in _OPERATORS.get(name, ())]
-    return frozenset(fn for fn in found if fn is not None)
-
-
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
@@ -118,8 +112,7 @@ def _in_fp32(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     # A dtype that the caller chose stands.
     if any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
         return fn(*args, **kwargs)
-    out = {name: kwargs[name] for name in ("out",) if name in kwargs}
-    given = (args, {name: value for name, value in kwargs.items() if name != "out"})
+    out = {"out": kwargs.pop("out")} if "out" in kwargs else {}
     low: set[torch.dtype] = set()
     devices: set[str] = set()
 
@@ -130,78 +123,51 @@ def _in_fp32(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         low.add(t.dtype)
         return t.float()
 
-    wide_args, wide_kwargs = map_floating_args(given, widen)
+    args, kwargs = map_floating_args((args, kwargs), widen)
     if any(torch.is_autocast_enabled(device) for device in devices):
         with autocast_off():
-            return fn(*wide_args, **wide_kwargs, **out)
-    result = fn(*wide_args, **wide_kwargs, **out)
+            return fn(*args, **kwargs, **out)
+    result = fn(*args, **kwargs, **out)
     if not low or out:
         return result
     back = functools.reduce(torch.promote_types, low)
     return map_floating_args(result, lambda t: t.to(back) if t.dtype == torch.float32 else t)
 
 
-class Fp32Ops(TorchFunctionMode):
-    """A context in which functions of torch run in fp32.
+def install_fp32_ops(names: Iterable[str]) -> Undo:
+    """Has functions of torch compute in fp32 wherever Python code calls them, by function, method or operator.
 
-    That is, the calls that Python code makes, by function, method or operator. What torch calls inside a function of
-    its own belongs to that function.
+    What torch calls inside of a compiled function of its own belongs to that function. No host sync.
 
     Args:
         names: from ``op_names``.
     """
+    installed = True
 
-    def __init__(self, names: Iterable[str]) -> None:
-        super().__init__()
-        self._functions = _functions(names)
-        self._thread = _Depth()
+    def in_fp32(fn: Callable) -> Callable:
+        @functools.wraps(fn, updated=())
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            # Somebody may have wrapped this, and hold it after the undo.
+            return _in_fp32(fn, args, kwargs) if installed else fn(*args, **kwargs)
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func in self._functions:
-            return _in_fp32(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        if not isinstance(fn, types.MethodDescriptorType):
+            # dynamo puts calls of it into its graph, as calls of torch's functions; those of a method it puts there by
+            # name. The original, too: what is a function of torch dynamo looks up once, maybe while that is replaced.
+            torch.compiler.allow_in_graph(wrapper)
+            torch.compiler.allow_in_graph(fn)
+        return wrapper
 
-    def install(self, models: Iterable[nn.Module]) -> Undo:
-        """Has the forwards of ``models`` run in this context. Undone by what is returned. No host sync."""
-        handles = []
-        for model in models:
-            # First in and always out, so that both come in pairs.
-            handles.append(model.register_forward_pre_hook(_ForwardHook(self, True), prepend=True))
-            handles.append(model.register_forward_hook(_ForwardHook(self, False), prepend=True, always_call=True))
+    with ExitStack() as stack:
+        for name in names:
+            places = [(space, name) for space in (*_NAMESPACES.values(), Tensor)]
+            for space, n in [*places, *((Tensor, method) for method in _OPERATORS.get(name, ()))]:
+                if _function(space, n) is not None:
+                    stack.callback(replace_attribute(space, n, in_fp32(getattr(space, n))))
+        restore = stack.pop_all().close
 
-        def undo() -> None:
-            for handle in handles:
-                handle.remove()
+    def undo() -> None:
+        nonlocal installed
+        installed = False
+        restore()
 
-        return undo
-
-
-class _Depth(threading.local):
-    def __init__(self) -> None:
-        self.value = 0
-
-
-class _ForwardHook(ModelHook):
-    """Enters or leaves ``Fp32Ops``. Copies of a model share that; a pickle carries none."""
-
-    def __init__(self, ops: Fp32Ops | None, begins: bool) -> None:
-        self._ops = None if ops is None else weakref.ref(ops)
-        self._begins = begins
-
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        ops = None if self._ops is None else self._ops()
-        if ops is None:
-            return
-        depth = ops._thread
-        if self._begins:
-            depth.value += 1
-            ops.__enter__()
-        elif depth.value:
-            depth.value -= 1
-            ops.__exit__(None, None, None)
-
-    def __deepcopy__(self, memo: Any) -> _ForwardHook:
-        return self
-
-    def __reduce__(self) -> tuple:
-        return _ForwardHook, (None, self._begins)
+    return undo

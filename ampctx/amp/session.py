@@ -18,7 +18,7 @@ from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
 from ampctx.amp import casting, master_weights, run_state, scaler_state
 from ampctx.amp.autocast import Autocast
 from ampctx.amp.cast_arguments import Undo
-from ampctx.amp.fp32_ops import Fp32Ops, op_names
+from ampctx.amp.fp32_ops import install_fp32_ops, op_names
 from ampctx.amp.function_casts import FunctionCasts
 from ampctx.amp.kept_modules import KeptModules, find_kept, install_without_casts
 from ampctx.amp.loss_scale import LossScale
@@ -88,8 +88,6 @@ class AmpSession:
         # Weak, so that a session goes with its last reference.
         self._function_casts = FunctionCasts(weak_method(self._active_dtype))
         self._undo: list[Undo] = []
-        # Of every ``initialize``, for what activation checkpointing computes again in a backward.
-        self._fp32_ops: list[Fp32Ops] = []
         # Called at the end of a successful ``initialize`` with the optimizers that it bound. Each returns an undo, for
         # ``reset`` to run before anything else of that call is undone.
         self.observers: list[Callable[[Mapping[Any, OptimizerBinding]], Undo]] = []
@@ -161,10 +159,10 @@ class AmpSession:
                 modules. One, or several in a list. Called by modules that are not kept, they take 16-bit inputs as fp32
                 and, at O2, O3 and O5, return the model's 16-bit type; one that is itself in ``models`` returns what
                 models return.
-            ops_fp32: functions of torch that compute in fp32 where the models call them, as functions, methods or
-                operators, at every level: names (``"softmax"``, ``"torch.linalg.norm"``) or the functions. One, or
-                several in a list or set. 16-bit arguments become fp32. Where autocast is on (O1, O4) the result stays
-                fp32, elsewhere it goes back to the widest 16-bit type among the arguments.
+            ops_fp32: functions of torch that compute in fp32 at every level, until ``reset``, wherever Python code
+                calls them as functions, methods or operators: names (``"softmax"``, ``"torch.linalg.norm"``) or the
+                functions. One, or several in a list or set. 16-bit arguments become fp32. Where autocast is on (O1,
+                O4) the result stays fp32, elsewhere it goes back to the widest 16-bit type among the arguments.
 
         Returns:
             ``models`` if ``optimizers`` is None, else ``(models, optimizers)``: the same objects in the shapes given.
@@ -260,9 +258,9 @@ class AmpSession:
             if policy.input_dtype not in (None, torch.float32):
                 inner = [module for module in kept.entries if module not in models]
                 undo += [casting.install_io_casts(m, torch.float32, policy.input_dtype) for m in inner]
-            ops = Fp32Ops(policy.ops_fp32) if policy.ops_fp32 else None
-            if ops is not None:
-                undo.append(ops.install(models))
+            if policy.ops_fp32:
+                # Run at the latest when nobody has the session any more.
+                undo.append(_finalizer(self, install_fp32_ops(policy.ops_fp32)))
             for optimizer in optimizers:
                 bound[optimizer] = self._bind(optimizer, policy, scales, originals, bound, reports, names)
                 undo.append(weak_method(bound[optimizer].release))
@@ -285,7 +283,6 @@ class AmpSession:
             raise
         self._bindings.update(bound)
         self._undo += undo
-        self._fp32_ops += [] if ops is None else [ops]
 
     def _bind(
         self,
@@ -328,7 +325,6 @@ class AmpSession:
             action()
         self.policy, self.loss_scales = None, []
         self._casting.clear()
-        self._fp32_ops.clear()
         self._step_hooks.clear()
         self._skip_hooks.clear()
         self._bindings.clear()
@@ -399,9 +395,7 @@ class AmpSession:
             for binding in bindings:
                 opened.append((binding, binding.gradients.depth))
                 binding.begin(scale, inv_scale)
-            with self.disable_casts(), ExitStack() as stack:
-                for ops in self._fp32_ops:
-                    stack.enter_context(ops)
+            with self.disable_casts():
                 wide = loss if loss.dtype == torch.float64 else loss.float()
                 try:
                     # By a call: an interrupt that came meanwhile is raised at its end, and not after the yield, where
