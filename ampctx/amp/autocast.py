@@ -261,7 +261,7 @@ class Autocast:
         with ExitStack() as stack:
             stack.callback(self._disabled)
             stack.callback(_shared.acquire(self))
-            for model in filter(None, (ref() for ref in self._models)):
+            for model in [m for m in (ref() for ref in self._models) if m is not None]:
                 # First in and always out, so that begin and end come in pairs.
                 begin, end = _ForwardHook(self, True), _ForwardHook(self, False)
                 stack.callback(model.register_forward_pre_hook(begin, prepend=True).remove)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import threading
 import types
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -134,21 +135,34 @@ def _in_fp32(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return map_floating_args(result, lambda t: t.to(back) if t.dtype == torch.float32 else t)
 
 
-def install_fp32_ops(names: Iterable[str]) -> Undo:
-    """Has functions of torch compute in fp32 wherever Python code calls them, by function, method or operator.
+class _Replaced:
+    """The functions that are replaced, each once for all who want it."""
 
-    What torch calls inside of a compiled function of its own belongs to that function. No host sync.
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users: dict[tuple[Any, str], int] = {}
+        self._undo: dict[tuple[Any, str], Undo] = {}
 
-    Args:
-        names: from ``op_names``.
-    """
-    installed = True
+    def acquire(self, place: tuple[Any, str]) -> Undo:
+        with self._lock:
+            self._users[place] = self._users.get(place, 0) + 1
+            if place not in self._undo:
+                self._undo[place] = replace_attribute(*place, self._in_fp32(place, getattr(*place)))
+        return functools.partial(self._release, place)
 
-    def in_fp32(fn: Callable) -> Callable:
+    def _release(self, place: tuple[Any, str]) -> None:
+        with self._lock:
+            self._users[place] -= 1
+            if not self._users[place]:
+                self._undo.pop(place)()
+
+    def _in_fp32(self, place: tuple[Any, str], fn: Callable) -> Callable:
+        users = self._users
+
         @functools.wraps(fn, updated=())
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            # Somebody may have wrapped this, and hold it after the undo.
-            return _in_fp32(fn, args, kwargs) if installed else fn(*args, **kwargs)
+            # Somebody may have wrapped this, and hold it afterwards.
+            return _in_fp32(fn, args, kwargs) if users[place] else fn(*args, **kwargs)
 
         if not isinstance(fn, types.MethodDescriptorType):
             # dynamo puts calls of it into its graph, as calls of torch's functions; those of a method it puts there by
@@ -157,17 +171,23 @@ def install_fp32_ops(names: Iterable[str]) -> Undo:
             torch.compiler.allow_in_graph(fn)
         return wrapper
 
+
+# Global, as torch's functions are.
+_replaced = _Replaced()
+
+
+def install_fp32_ops(names: Iterable[str]) -> Undo:
+    """Has functions of torch compute in fp32 wherever Python code calls them, by function, method or operator.
+
+    What torch calls inside of a compiled function of its own belongs to that function. No host sync.
+
+    Args:
+        names: from ``op_names``.
+    """
+    places = [(space, name) for name in names for space in (*_NAMESPACES.values(), Tensor)]
+    places += [(Tensor, method) for name in names for method in _OPERATORS.get(name, ())]
     with ExitStack() as stack:
-        for name in names:
-            places = [(space, name) for space in (*_NAMESPACES.values(), Tensor)]
-            for space, n in [*places, *((Tensor, method) for method in _OPERATORS.get(name, ()))]:
-                if _function(space, n) is not None:
-                    stack.callback(replace_attribute(space, n, in_fp32(getattr(space, n))))
-        restore = stack.pop_all().close
-
-    def undo() -> None:
-        nonlocal installed
-        installed = False
-        restore()
-
-    return undo
+        for space, name in dict.fromkeys(places):
+            if _function(space, name) is not None:
+                stack.callback(_replaced.acquire((space, name)))
+        return stack.pop_all().close

@@ -92,7 +92,8 @@ def find_kept(models: Sequence[nn.Module], keep_fp32: Sequence[str | type[nn.Mod
 
 def _stands_for(entry: str | type[nn.Module] | nn.Module, name: str, module: nn.Module) -> bool:
     if isinstance(entry, str):
-        return fnmatchcase(name, entry) or (name != "" and fnmatchcase(name + ".", entry))
+        # Empty is the name of the model itself, and more likely a slip.
+        return entry != "" and (fnmatchcase(name, entry) or (name != "" and fnmatchcase(name + ".", entry)))
     return isinstance(module, entry) if isinstance(entry, type) else module is entry
 
 
