@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -132,16 +131,6 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
 # --- O1 and O4 --------------------------------------------------------------------------------------------------------
 
 
-class _ThreadState(threading.local):
-    """What autocast was set to before the kept forwards that this thread is in."""
-
-    def __init__(self) -> None:
-        self.before: list[list[bool]] = []
-
-
-_thread = _ThreadState()
-
-
 def _widened(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.float() if leaf.dtype in LOW_PRECISION else leaf
@@ -161,17 +150,11 @@ class _WithoutCasts(ModelHook):
         autocast = None if self._autocast is None else self._autocast()
         if autocast is None or not autocast.enabled:
             return None
-        types = autocast.device_types
-        if self._begins:
-            _thread.before.append([torch.is_autocast_enabled(d) for d in types])
-            # Not through torch.autocast: leaving that clears the cache of cast weights.
-            for d in types:
-                torch.set_autocast_enabled(d, False)
-            return map_leaves(args, _widened), map_leaves(kwargs_or_output, _widened)
-        if _thread.before:
-            for d, on in zip(types, _thread.before.pop(), strict=False):
-                torch.set_autocast_enabled(d, on)
-        return None
+        if not self._begins:
+            autocast.end_uncast()
+            return None
+        autocast.begin_uncast(module)
+        return map_leaves(args, _widened), map_leaves(kwargs_or_output, _widened)
 
     def __deepcopy__(self, memo: Any) -> _WithoutCasts:
         return self

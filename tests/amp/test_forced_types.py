@@ -413,6 +413,23 @@ def test_casts_come_back_after_an_exception_and_elsewhere(session, level):
     assert seen.types == (FLOAT, FLOAT)
 
 
+def test_an_interrupted_forward_does_not_leave_casts_off(session):
+    model = Net()
+    session.initialize(model, opt_level="O1", verbosity=0, keep_fp32="norm")
+
+    def interrupt(module, args):
+        raise KeyboardInterrupt
+
+    for module in (model.norm, model.body):  # inside of what is kept, and after it
+        handle = module.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(batch()[0])
+        handle.remove()
+        assert model(batch()[0]).dtype == HALF
+        assert model.types["first"] == HALF
+        assert torch.is_autocast_enabled("cpu")
+
+
 def test_a_failed_initialize_leaves_nothing(session):
     model, softmax, method = Net(), torch.softmax, torch.Tensor.softmax
     session.observers.append(lambda bound: (_ for _ in ()).throw(RuntimeError("stop")))
