@@ -310,6 +310,19 @@ def test_with_keep_batchnorm_fp32_and_output_types(session):
     assert model(batch()[0]).dtype == FLOAT
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_16_bit_models_that_are_let_in(session, level):
+    session.allow_incoming_model_not_fp32 = True
+    model = Net().half()
+    session.initialize(model, opt_level=level, verbosity=0, keep_fp32=KEEP)
+    seen = watch(model.norm), watch(model.head[0])
+    model(batch()[0])
+    assert [s.types for s in seen] == 2 * [(FLOAT, FLOAT)]
+    assert {p.dtype for p in model.head.parameters()} == {FLOAT}
+    session.reset()
+    assert {p.dtype for p in model.parameters()} == {HALF}
+
+
 def test_models_and_names_of_several_models(session):
     one, two = Net(), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     session.initialize([one, two], opt_level="O2", verbosity=0, keep_fp32=["head", "1"])
