@@ -1,7 +1,7 @@
 """``amp.explain``: which op of a forward ran in which types, what was cast, and what keeps tensor cores idle.
 
 The ops are those that reach torch's kernels, after autocast has had its say. A ``TorchDispatchMode`` sees them there;
-``TorchFunctionMode`` would see the calls of the user, before the casts, and the profiler's events tell no types.
+``TorchFunctionMode`` would see the calls of the user, before the casts.
 """
 
 from __future__ import annotations
