@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ampctx import amp
+from ampctx import amp, optimizers
 
 # The three losses, each with a loss scale of its own.
 D_REAL, D_FAKE, G_FAKE = range(3)
@@ -66,8 +66,8 @@ def train(args: argparse.Namespace, generator: nn.Module, digits: Tensor) -> tup
     """The losses and the loss scales at every step; the skipped steps of the discriminator and of the generator."""
     device = digits.device
     discriminator = Discriminator(args.width).to(device)
-    d_optimizer = torch.optim.Adam(discriminator.parameters(), lr=args.lr, betas=(0.5, 0.999))
-    g_optimizer = torch.optim.Adam(generator.parameters(), lr=args.lr, betas=(0.5, 0.999))
+    d_optimizer = optimizers.FusedAdam(discriminator.parameters(), lr=args.lr, betas=(0.5, 0.999))
+    g_optimizer = optimizers.FusedAdam(generator.parameters(), lr=args.lr, betas=(0.5, 0.999))
     [discriminator, generator], [d_optimizer, g_optimizer] = amp.initialize(
         [discriminator, generator],
         [d_optimizer, g_optimizer],
