@@ -218,9 +218,9 @@ def main() -> int:
     seen, labels, unseen, _ = load_digits(device)
     torch.manual_seed(args.seed)
     generator = Generator(args.latent, args.width).to(device)
-    untrained = sample(generator, 1024, args.latent, args.seed)
+    untrained = sample(generator, 512, args.latent, args.seed)
     history, skipped = train(args, generator, seen)
-    samples = sample(generator, 1024, args.latent, args.seed)
+    samples = sample(generator, 512, args.latent, args.seed)
 
     draw_samples(samples, unseen, args.output_dir / "dcgan_samples.png")
     draw_losses(history, args.opt_level, args.output_dir / "dcgan_losses.png")

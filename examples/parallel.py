@@ -1,10 +1,10 @@
 """Trains a small net on the UCI handwritten digits over several processes or several threads, in mixed precision.
 
     torchrun --nproc-per-node 2 examples/parallel.py               # DistributedDataParallel: gloo on CPUs, nccl on GPUs
-    torchrun --nproc-per-node 2 examples/parallel.py --api torch   # the same with torch.autocast and GradScaler
+    torchrun --nproc-per-node 2 examples/parallel.py --api amp torch    # then again with torch.autocast and GradScaler
     torchrun --nproc-per-node 2 examples/parallel.py --overflow-at 5    # on one rank: both skip that step
     python examples/parallel.py                                    # nn.DataParallel; on a CPU, threads
-    python examples/parallel.py --api torch
+    python examples/parallel.py --api amp torch
 
 nn.DataParallel runs a replica of the model in a thread for each GPU. Where there is no GPU it calls the model in the
 thread that called it, so the threads here are then those of ``Threads`` below.
@@ -91,9 +91,9 @@ def batches(args: argparse.Namespace, images: Tensor, labels: Tensor) -> Iterato
     """For each step of this rank its micro-batches."""
     for epoch in range(args.epochs):
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch)).to(images.device)
-        mine = order[RANK::WORLD_SIZE]
-        size = args.batch_size * args.accumulate
-        for indices in mine[: len(order) // WORLD_SIZE // size * size].split(size):
+        mine, size = order[RANK::WORLD_SIZE], args.batch_size * args.accumulate
+        # As many steps as every rank has images for: all have to take part in each.
+        for indices in mine[: len(order) // (size * WORLD_SIZE) * size].split(size):
             yield [(images[i], labels[i]) for i in indices.split(args.batch_size)]
 
 
@@ -110,7 +110,7 @@ def without_sync(model: nn.Module, more: bool) -> contextlib.AbstractContextMana
 def train_with_amp(args: argparse.Namespace, device: torch.device, data) -> tuple[nn.Module, float, int]:
     """The model as it was wrapped, the loss scale and the number of skipped steps."""
     model = make_model().to(device)
-    optimizer = optimizers.FusedAdam(model.parameters(), lr=args.lr)
+    optimizer = optimizers.FusedAdam(model.parameters(), lr=0.005)
     model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=args.verbosity)
     model = in_parallel(model, device, args.threads)
 
@@ -129,7 +129,7 @@ def train_with_amp(args: argparse.Namespace, device: torch.device, data) -> tupl
 def train_with_autocast(args: argparse.Namespace, device: torch.device, data) -> tuple[nn.Module, float, int]:
     """The same with torch's interface."""
     model = make_model().to(device)
-    optimizer = optimizers.FusedAdam(model.parameters(), lr=args.lr)
+    optimizer = optimizers.FusedAdam(model.parameters(), lr=0.005)
     model = in_parallel(WithAutocast(model, AUTOCAST_DTYPE[args.opt_level]), device, args.threads)
     scaler = GradScaler(device.type, enabled=args.opt_level == "O1")
 
@@ -171,7 +171,7 @@ def same_on_all_ranks(numbers: Tensor) -> bool:
     return all(torch.equal(numbers, others) for others in everyone)
 
 
-def report_threads(args: argparse.Namespace, model: nn.Module, images: Tensor) -> str:
+def report_threads(args: argparse.Namespace, api: str, model: nn.Module, images: Tensor) -> str:
     def listed(things: set) -> str:
         return ", ".join(sorted(map(str, things)))
 
@@ -179,12 +179,32 @@ def report_threads(args: argparse.Namespace, model: nn.Module, images: Tensor) -
     print(f"nn.DataParallel over {torch.cuda.device_count()} GPUs runs the model in: {listed(threads)}")
     threads, dtypes = linear_layers_of(lambda: model(images))
     print(f"trained in: {listed(threads)}; linear layers in {listed(dtypes)}")
-    if args.api == "torch":
+    if api == "torch":
         bare = in_parallel(make_model().to(images.device), images.device, args.threads)
         with torch.autocast(images.device.type, AUTOCAST_DTYPE[args.opt_level], enabled=args.opt_level != "O0"):
             _, outside = linear_layers_of(lambda: bare(images))
         print(f"with torch.autocast around the call alone: linear layers in {listed(outside)}")
     return f"{len(threads)} threads with linear layers in {listed(dtypes)}"
+
+
+def run(api: str, args: argparse.Namespace, device: torch.device, data, images: Tensor, labels: Tensor) -> bool:
+    """Trains and prints what came of it on rank 0; False if ranks differ in that."""
+    torch.manual_seed(0)
+    train = train_with_amp if api == "amp" else train_with_autocast
+    model, scale, skipped = train(args, device, data)
+    result = accuracy(model, images, labels)
+    same = True
+    if DISTRIBUTED:
+        weights = torch.cat([p.detach().double().flatten() for p in model.parameters()])
+        same = same_on_all_ranks(torch.cat([weights, weights.new_tensor([scale, skipped, result])]))
+        how = f"{'the same' if same else 'other'} weights, loss scale and skips on {WORLD_SIZE} ranks"
+    else:
+        how = report_threads(args, api, model, images)
+    if RANK == 0:
+        steps = f"skipped steps {skipped} of {len(data)}"
+        print(f"{api}: test accuracy {result:.2f}% | {how} | loss scale {scale:g} | {steps}")
+    amp.reset()
+    return same
 
 
 # --- command line -----------------------------------------------------------------------------------------------------
@@ -199,7 +219,9 @@ def positive(text: str) -> int:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--api", default="amp", choices=["amp", "torch"], help="apex's words (default) or torch's")
+    parser.add_argument(
+        "--api", nargs="+", default=["amp"], choices=["amp", "torch"], help="apex's words (default), torch's, or both"
+    )
     parser.add_argument(
         "--opt-level", default="O1", choices=["O0", "O1", "O2", "O3", "O4", "O5"], help="default O1; torch: O0, O1, O4"
     )
@@ -207,19 +229,22 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=positive, default=16, help="of a micro-batch of a process; default 16")
     parser.add_argument("--accumulate", type=positive, default=1, help="micro-batches per step; default 1")
     parser.add_argument("--threads", type=positive, default=2, help="on a CPU without torchrun; default 2")
-    parser.add_argument("--lr", type=float, default=0.005, help="default 0.005")
-    parser.add_argument("--overflow-at", type=int, metavar="STEP", help="an infinite loss there, on one rank")
+    parser.add_argument("--overflow-at", type=int, metavar="STEP", help="from 0: an infinite loss there, on one rank")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--verbosity", type=int, default=1, help="0 keeps amp quiet")
     args = parser.parse_args()
-    if args.api == "torch" and args.opt_level not in AUTOCAST_DTYPE:
-        parser.error(f"--opt-level: torch.autocast casts op by op, as O1 and O4 do; {args.opt_level} needs --api amp")
+    if "torch" in args.api and args.opt_level not in AUTOCAST_DTYPE:
+        parser.error(f"--opt-level: torch.autocast casts op by op, as O1 and O4 do; {args.opt_level} is for --api amp")
     if args.overflow_at is not None and args.opt_level not in ("O1", "O2"):
         parser.error("--overflow-at needs a dynamic loss scale, which checks gradients: --opt-level O1 or O2")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: cuda was asked for and torch finds no CUDA device here; use --device cpu")
-    if (per_step := args.batch_size * args.accumulate * WORLD_SIZE) > 1351:
+    per_step = args.batch_size * args.accumulate * WORLD_SIZE
+    if per_step > 1351:
         parser.error(f"--batch-size: a step would take {per_step} images, and there are 1351")
+    steps = args.epochs * (1351 // per_step)
+    if args.overflow_at is not None and not 0 <= args.overflow_at < steps:
+        parser.error(f"--overflow-at: there is no step {args.overflow_at}; the last one is {steps - 1}")
     return args
 
 
@@ -234,24 +259,12 @@ def main() -> int:
     if DISTRIBUTED:
         dist.init_process_group("nccl" if use_cuda else "gloo")
 
-    torch.manual_seed(0)
     images, labels, test_images, test_labels = load_digits(device)
     data = list(batches(args, images, labels))
-    train = train_with_amp if args.api == "amp" else train_with_autocast
-    model, scale, skipped = train(args, device, data)
-    result = accuracy(model, test_images, test_labels)
-
-    same = True
+    same = [run(api, args, device, data, test_images, test_labels) for api in args.api]
     if DISTRIBUTED:
-        weights = torch.cat([p.detach().double().flatten() for p in model.parameters()])
-        same = same_on_all_ranks(torch.cat([weights, weights.new_tensor([scale, skipped, result])]))
-        how = f"{'the same' if same else 'other'} weights, loss scale and skips on {WORLD_SIZE} ranks"
         dist.destroy_process_group()
-    else:
-        how = report_threads(args, model, test_images)
-    if RANK == 0:
-        print(f"test accuracy {result:.2f}% | {how} | loss scale {scale:g} | skipped steps {skipped} of {len(data)}")
-    return 0 if same else 1
+    return 0 if all(same) else 1
 
 
 if __name__ == "__main__":
