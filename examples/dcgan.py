@@ -201,7 +201,7 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.batch_size < 2:
         parser.error("--batch-size: batch norm needs at least 2")
-    if args.lr <= 0:
+    if not 0 < args.lr < float("inf"):
         parser.error(f"--lr: {args.lr} is not above 0")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: cuda was asked for and torch finds no CUDA device here; use --device cpu")

