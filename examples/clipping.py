@@ -140,9 +140,10 @@ def main() -> None:
     with torch.no_grad():
         error = F.mse_loss(model(x), curve(x)).item()
     clipped = sum(size > args.threshold for size in clip.before)
+    largest_before, largest_after = max(clip.before, default=0.0), max(clip.after, default=0.0)
     print(
         f"error {error_before:.4f} -> {error:.4f} | clipped {clipped} of {len(clip.before)} steps: largest {args.clip} "
-        f"{max(clip.before):.4g} before, {max(clip.after):.4g} after | loss scale {scale:g} | skipped steps {skipped}"
+        f"{largest_before:.4g} before, {largest_after:.4g} after | loss scale {scale:g} | skipped steps {skipped}"
     )
 
 

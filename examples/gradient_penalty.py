@@ -101,8 +101,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=positive, default=200, help="default 200")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     args = parser.parse_args()
-    if args.weight < 0:
-        parser.error(f"--weight: {args.weight} is below 0, which would reward large gradients")
+    if not args.weight >= 0:
+        parser.error(f"--weight: {args.weight} is not 0 or above")
     if args.api == "torch" and args.opt_level:
         parser.error("--opt-level belongs to --api apex: torch's interface has no opt levels, autocast is like O1")
     if args.device == "cuda" and not torch.cuda.is_available():
