@@ -6,6 +6,7 @@ Each runs once in a process of its own, as a user runs it; variants of it in thi
 from __future__ import annotations
 
 import ast
+import fnmatch
 import inspect
 import itertools
 import re
@@ -278,3 +279,57 @@ def test_examples_grad_scaler_calls_every_public_method():
 def test_examples_refuse(script, arguments, message, tmp_path, monkeypatch, capsys):
     assert message in refusal(f"{script}.py", *arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
     assert list(tmp_path.iterdir()) == []
+
+
+README_LINES = {
+    "typical_training": TYPICAL,
+    "clipping": CLIPPING.format("norm"),
+    "accumulation": ACCUMULATION,
+    "gradient_penalty": PENALTY,
+    "wgan_gp": WGAN,
+    "several_losses": SEVERAL.format("# and #"),
+    "grad_scaler": SCALER,
+}
+
+
+@pytest.mark.parametrize("script", README_LINES)
+def test_examples_readme_shows_the_last_line(script):
+    shown = re.findall(r"^    (\S.*)$", (ROOT / "examples" / "README.md").read_text(), flags=re.M)
+    form = re.escape(README_LINES[script]).replace(r"\#", NUMBER)
+    assert len([line for line in shown if re.fullmatch(form, line)]) == 1
+
+
+def table_rows() -> list[list[str]]:
+    """Of the page that maps sections to examples, without the heads of tables."""
+    lines = (ROOT / "docs" / "examples.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    rules = [i for i, row in enumerate(rows) if set("".join(row)) <= set("- ")]
+    return [row for i, row in enumerate(rows) if i not in rules and i + 1 not in rules]
+
+
+def test_examples_table_has_no_empty_cell():
+    rows = table_rows()
+    assert len(rows) == 13 + 7 + 12
+    assert all(len(row) in (4, 5) and all(row) for row in rows)
+
+
+def test_examples_table_names_tests_that_exist():
+    for row in table_rows():
+        links = re.findall(r"\[([^]]*)\]\(\.\./(tests/[^)]*)\)", row[-2])
+        assert links, row
+        for text, path in links:
+            functions = re.findall(r"^def (test_\w+)", (ROOT / path).read_text(), flags=re.M)
+            for name in re.findall(r"`([^`]*)`", text):
+                assert fnmatch.filter(functions, name), f"{path} has no {name}"
+
+
+def test_examples_table_and_readme_have_every_example():
+    scripts = {path.name for path in (ROOT / "examples").glob("*.py")}
+    readme, page = ((ROOT / path).read_text() for path in ("examples/README.md", "docs/examples.md"))
+    assert {name for name in scripts if f"examples/{name}" in readme} == scripts
+    # Longer programs, of no section of their own.
+    assert {name for name in scripts if f"../examples/{name}" in page} == scripts - {
+        "digits.py",
+        "char_lm.py",
+        "apex_digits.py",
+    }
