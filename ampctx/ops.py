@@ -172,7 +172,8 @@ class HeldTensors:
 
     Raises:
         AmpValueError: a tensor for which the dispatcher would leave a copy with the library, such as a view that
-            negates. NotImplementedError: no kernel is compiled for the device of the tensors.
+            negates.
+        NotImplementedError: no kernel is compiled for the device of the tensors.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

@@ -600,7 +600,8 @@ class AmpSession:
         unfreezing or ``reset``. After ``model.load_state_dict`` masters follow at the next block, step or call of this.
 
         Raises:
-            AmpTypeError: no module. AmpError: an optimizer keeps masters by itself.
+            AmpTypeError: no module.
+            AmpError: an optimizer keeps masters by itself.
 
         No host sync.
         """

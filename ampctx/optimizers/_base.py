@@ -232,8 +232,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             What the closure returned, else None.
 
         Raises:
-            AmpError: a sparse gradient, by the parameter's name. AmpValueError: an fp16 parameter under "split", or an
-                lr, ``found_inf`` or ``grad_scale`` of several elements. Nothing has changed then.
+            AmpError: a sparse gradient, by the parameter's name.
+            AmpValueError: an fp16 parameter under "split", or an lr, ``found_inf`` or ``grad_scale`` of several
+                elements. Nothing has changed then.
         """
         return self._step(closure)
 
