@@ -1,6 +1,6 @@
 """The examples of training loops: typical, clipped, accumulated, with a penalty, with several losses, and GradScaler's.
 
-Each runs once in a process of its own, as a user runs it; variants of it in this one.
+Each runs once in a process of its own, as a user runs it; variants of it run in this one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from example_runs import ROOT, output, refusal, run
+from example_runs import ROOT, forks, output, refusal, run
 
 import ampctx
 
@@ -33,11 +33,17 @@ def numbers(printed: str, pattern: str) -> list[float]:
     return [float(number) for number in found.groups()]
 
 
-def from_process(script: str, *arguments: object, cwd: Path) -> str:
-    done = run(script, "--device", "cpu", *arguments, cwd=cwd)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return done.stdout
+@pytest.fixture(scope="module")
+def forked():
+    """What an example prints in a process of its own, and nothing else: no warning."""
+    with forks() as server:
+
+        def forked(script: str, *arguments: object, cwd: Path) -> str:
+            status, printed = server.run(script, "--device", "cpu", *arguments, cwd=cwd)
+            assert status == 0, printed
+            return printed
+
+        yield forked
 
 
 @pytest.fixture
@@ -52,7 +58,9 @@ TYPICAL = "test accuracy #% | loss # -> # | loss scale # | skipped steps # of #"
 
 
 def test_examples_typical_training_at_o2(tmp_path):
-    accuracy, first, last, scale, skipped, steps = numbers(from_process("typical_training.py", cwd=tmp_path), TYPICAL)
+    done = run("typical_training.py", "--device", "cpu", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    accuracy, first, last, scale, skipped, steps = numbers(done.stdout, TYPICAL)
     assert accuracy >= 95.0
     assert last < 0.2 < 2.0 < first
     assert (scale, steps) == (65536.0 / 2**skipped, 126)
@@ -72,8 +80,8 @@ def test_examples_typical_training_with(variant, here):
 CLIPPING = "error # -> # | clipped # of # steps: largest {} # before, # after | loss scale # | skipped steps #"
 
 
-def test_examples_clipping_by_norm_at_o2(tmp_path):
-    printed = from_process("clipping.py", cwd=tmp_path)
+def test_examples_clipping_by_norm_at_o2(forked, tmp_path):
+    printed = forked("clipping.py", cwd=tmp_path)
     start, end, clipped, steps, before, after, scale, skipped = numbers(printed, CLIPPING.format("norm"))
     assert end < 0.15 < 0.5 < start
     assert before > 4.0
@@ -125,9 +133,9 @@ ACCUMULATION = "loss # -> # in large batches, # with # parts | weights apart by 
         pytest.param(("--api", "torch"), 0.1, id="torch"),
     ],
 )
-def test_examples_accumulation_equals_the_large_batch(variant, bound, here, tmp_path):
+def test_examples_accumulation_equals_the_large_batch(variant, bound, here, forked, tmp_path):
     """Within rounding; and the scale is updated once for each step, not for each micro-batch."""
-    printed = here("accumulation.py", *variant) if variant else from_process("accumulation.py", cwd=tmp_path)
+    printed = here("accumulation.py", *variant) if variant else forked("accumulation.py", cwd=tmp_path)
     start, large, accumulated, parts, apart, *updates = numbers(printed, ACCUMULATION)
     assert large < 0.4 < 1.0 < start
     assert accumulated == pytest.approx(large, abs=0.002)
@@ -139,8 +147,8 @@ def test_examples_accumulation_equals_the_large_batch(variant, bound, here, tmp_
 PENALTY = "accuracy #% | gradient norm # at first, # in the last # steps | loss scale # | skipped steps # of #"
 
 
-def test_examples_gradient_penalty_at_o2(tmp_path):
-    printed = from_process("gradient_penalty.py", cwd=tmp_path)
+def test_examples_gradient_penalty_at_o2(forked, tmp_path):
+    printed = forked("gradient_penalty.py", cwd=tmp_path)
     accuracy, first, last, _, scale, skipped, steps = numbers(printed, PENALTY)
     assert accuracy > 80.0
     assert last < 0.3 < first
@@ -165,8 +173,8 @@ def test_examples_gradient_penalty_does_something(here):
 WGAN = "energy distance # -> # | loss scales # (critic) and # (generator)"
 
 
-def test_examples_wgan_gp_at_o1_with_a_plot(tmp_path):
-    before, after, *scales = numbers(from_process("wgan_gp.py", "--steps", 60, "--plot", "gan.png", cwd=tmp_path), WGAN)
+def test_examples_wgan_gp_at_o1_with_a_plot(forked, tmp_path):
+    before, after, *scales = numbers(forked("wgan_gp.py", "--steps", 60, "--plot", "gan.png", cwd=tmp_path), WGAN)
     assert after < 0.15 * before
     assert all(64.0 <= scale <= 65536.0 for scale in scales)
     assert image.imread(tmp_path / "gan.png").shape[0] >= 400
@@ -182,8 +190,8 @@ def test_examples_wgan_gp_with(variant, here):
 SEVERAL = "loss 0: # -> # | loss 1: # -> # | loss scales {}"
 
 
-def test_examples_several_losses_have_scales_of_their_own(tmp_path):
-    printed = from_process("several_losses.py", cwd=tmp_path)
+def test_examples_several_losses_have_scales_of_their_own(forked, tmp_path):
+    printed = forked("several_losses.py", cwd=tmp_path)
     first0, last0, first1, last1, *scales = numbers(printed, SEVERAL.format("# and #"))
     assert last0 < 0.1 < 0.5 < first0
     assert last1 < 10.0 < 100.0 < first1
@@ -215,8 +223,8 @@ def test_examples_several_losses_with_one_grad_scaler(here):
 SCALER = "loss # -> # | loss scale # -> # -> # | skipped steps # of #"
 
 
-def test_examples_grad_scaler_finds_keeps_and_sets_the_scale(tmp_path):
-    printed = from_process("grad_scaler.py", cwd=tmp_path)
+def test_examples_grad_scaler_finds_keeps_and_sets_the_scale(forked, tmp_path):
+    printed = forked("grad_scaler.py", cwd=tmp_path)
     start, end, *scales, skipped, steps = numbers(printed, SCALER)
     assert end < 0.1 < 0.5 < start
     assert scales[0] == 16.0
