@@ -32,10 +32,16 @@ LAYERS = [
         "ampctx.amp.casting",
         "ampctx.amp.autocast",
         "ampctx.amp.function_casts",
+        "ampctx.amp.fp32_ops",
         "ampctx.grad_clip",
         "ampctx.multi_tensor_apply",
     ],
-    ["ampctx.amp.scaler_state", "ampctx.amp.step_outcome", "ampctx.amp.device_skips"],
+    [
+        "ampctx.amp.scaler_state",
+        "ampctx.amp.step_outcome",
+        "ampctx.amp.device_skips",
+        "ampctx.amp.kept_modules",
+    ],
     ["ampctx.amp.stall"],
     [
         "ampctx.amp.grad_scaler",

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -164,6 +165,18 @@ class _ThreadState(threading.local):
         # What to go back to: one entry per forward, and one per suspended() block.
         self.forwards: list[tuple[dict[str, tuple[bool, torch.dtype]], bool]] = []
         self.suspensions: tuple[dict[str, tuple[bool, torch.dtype]], ...] = ()
+        # One entry per forward of a module that runs without casts.
+        self.uncast: list[tuple[weakref.ref[nn.Module], list[bool]]] = []
+
+
+def _is_running(module: nn.Module | None) -> bool:
+    """Whether a method of ``module`` is on this thread's stack."""
+    frame = sys._getframe()  # the one way to tell
+    while module is not None and frame is not None:
+        if frame.f_locals.get("self") is module:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 class _ForwardHook(ModelHook):
@@ -261,7 +274,7 @@ class Autocast:
         with ExitStack() as stack:
             stack.callback(self._disabled)
             stack.callback(_shared.acquire(self))
-            for model in filter(None, (ref() for ref in self._models)):
+            for model in [m for m in (ref() for ref in self._models) if m is not None]:
                 # First in and always out, so that begin and end come in pairs.
                 begin, end = _ForwardHook(self, True), _ForwardHook(self, False)
                 stack.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
@@ -284,7 +297,29 @@ class Autocast:
         keeps_dtype = not own or (home and nesting > 0)
         return on, torch.get_autocast_dtype(device_type) if keeps_dtype else self.dtype
 
+    def begin_uncast(self, module: nn.Module) -> None:
+        """Switches casts off in this thread for a forward of ``module``, until ``end_uncast``."""
+        if not torch.compiler.is_compiling():
+            self._end_interrupted()
+        before = [torch.is_autocast_enabled(d) for d in self.device_types]
+        self._thread.uncast.append((weakref.ref(module), before))
+        # Not through torch.autocast: leaving that clears the cache of cast weights.
+        for d in self.device_types:
+            torch.set_autocast_enabled(d, False)
+
+    def end_uncast(self) -> None:
+        if self._thread.uncast:
+            _, before = self._thread.uncast.pop()
+            for d, on in zip(self.device_types, before, strict=False):
+                torch.set_autocast_enabled(d, on)
+
+    def _end_interrupted(self) -> None:
+        # torch calls no hooks where KeyboardInterrupt ends a forward.
+        while self._thread.uncast and not _is_running(self._thread.uncast[-1][0]()):
+            self.end_uncast()
+
     def _begin_forward(self) -> None:
+        self._end_interrupted()
         before = {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in self.device_types}
         self._thread.forwards.append((before, torch.is_autocast_cache_enabled()))
         for d in self.device_types:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,10 +25,12 @@ def map_floating_args(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
         return fn(value) if value.is_floating_point() else value
     if isinstance(value, dict):
         new = {k: map_floating_args(v, fn) for k, v in value.items()}
-        return value if all(new[k] is v for k, v in value.items()) else new
+        unchanged = not torch.compiler.is_compiling() and all(new[k] is v for k, v in value.items())
+        return value if unchanged else new
     if isinstance(value, (list, tuple)):
         elements = [map_floating_args(v, fn) for v in value]
-        if all(a is b for a, b in zip(elements, value, strict=True)):
+        # dynamo cannot compare containers by identity.
+        if not torch.compiler.is_compiling() and all(a is b for a, b in zip(elements, value, strict=True)):
             return value
         return value._make(elements) if hasattr(value, "_make") else type(value)(elements)
     return value
@@ -57,11 +59,13 @@ def to_widest(args: Any) -> Any:
 def autocast_off() -> Iterator[None]:
     """torch's autocast off on the CPU and on the machine's accelerator, where it is on."""
     accelerator = torch.accelerator.current_accelerator()
-    with ExitStack() as stack:
-        for device_type in {"cpu", accelerator.type if accelerator is not None else "cpu"}:
-            if torch.is_autocast_enabled(device_type):
-                stack.enter_context(torch.autocast(device_type, enabled=False))
-        yield
+    # Nested blocks rather than an ExitStack, which dynamo cannot trace with autocast in it.
+    with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():
+        if accelerator is None or not torch.is_autocast_enabled(accelerator.type):
+            yield
+        else:
+            with torch.autocast(accelerator.type, enabled=False):
+                yield
 
 
 _MISSING = object()

@@ -11,7 +11,7 @@ import functools
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -93,7 +93,9 @@ def _flatten_rnns(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> tuple[Undo, dict[Tensor, Tensor]]:
+def cast_model(
+    model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool, kept: Collection[nn.Module] = ()
+) -> tuple[Undo, dict[Tensor, Tensor]]:
     """Casts every floating parameter and buffer, and the gradients that are there, in place. No host sync.
 
     Args:
@@ -102,6 +104,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) 
         dtype: the floating type to cast to.
         keep_batchnorm_fp32: parameters and running statistics of affine batch norms are in fp32. Batch norms without
             affine parameters and all other norms are cast.
+        kept: modules whose own parameters and buffers are in fp32.
 
     What ``torch.nn.utils.parametrize`` makes a weight from stays in fp32, and the weight is cast on its way out:
     matrix exponentials and power iterations are not to be had in 16 bits.
@@ -113,7 +116,7 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) 
     # Weak, so that the undo does not keep a model alive that nobody uses any more.
     changed: list[tuple[weakref.ref[Tensor], torch.dtype]] = []
     model_ref = weakref.ref(model)
-    parametrizations = [m for m in model.modules() if isinstance(m, ParametrizationList)]
+    parametrizations = [m for m in model.modules() if isinstance(m, ParametrizationList) and m not in kept]
     in_fp32 = {id(m) for parametrization in parametrizations for m in parametrization.modules()}
     handles: list[RemovableHandle] = []
 
@@ -129,8 +132,8 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) 
 
     try:
         for module in model.modules():
-            # Batch norms that stay fp32 are made so: an incoming model may be fp64, or 16-bit where that is allowed.
-            stays_fp32 = id(module) in in_fp32 or (keep_batchnorm_fp32 and _stays_fp32(module))
+            # What stays fp32 is made so: an incoming model may be fp64, or 16-bit where that is allowed.
+            stays_fp32 = module in kept or id(module) in in_fp32 or (keep_batchnorm_fp32 and _stays_fp32(module))
             to = torch.float32 if stays_fp32 else dtype
             for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 if not t.is_floating_point() or t.dtype == to:
@@ -173,7 +176,7 @@ class _CastOutputs(ModelHook):
 def install_io_casts(model: nn.Module, input_dtype: torch.dtype | None, output_dtype: torch.dtype | None) -> Undo:
     """Casts what goes into ``model(...)`` and what comes out of it; None leaves that side alone. No host sync.
 
-    Hooks on the model itself, not on its sub-modules. Hooks that the user registered earlier see inputs before the cast
+    Hooks on the module itself, not on what is in it. Hooks that the user registered earlier see inputs before the cast
     and outputs after it.
     """
     handles = []

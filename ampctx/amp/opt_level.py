@@ -6,12 +6,13 @@ A ``PrecisionPolicy`` is a value: frozen, complete, and checked before anything 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from ampctx._errors import AmpTypeError, AmpValueError
 
@@ -29,6 +30,9 @@ class PrecisionPolicy:
     master_weights: bool | None
     loss_scale: float | Literal["dynamic"]
     cast_model_outputs: torch.dtype | None = None
+    # As given; in the policy of a session, in words.
+    keep_fp32: tuple[Any, ...] = ()
+    ops_fp32: tuple[Any, ...] = ()
 
     @property
     def casts_model(self) -> bool:
@@ -86,6 +90,8 @@ def resolve(opt_level: str = "O1", **overrides: Any) -> PrecisionPolicy:
         patch_torch_functions_type: float16 at O1, bfloat16 at O4, nothing elsewhere.
         loss_scale: "dynamic", or a finite number above 0 (also as a string or a one-element tensor).
         cast_model_outputs: a floating dtype.
+        keep_fp32: patterns of module names, module classes, modules, or one of these.
+        ops_fp32: names of functions of torch, such functions, or one of these.
 
     Raises:
         AmpValueError: an unknown level, or a value that the level or the option does not take. (apex raised
@@ -124,6 +130,7 @@ def banner(opt_level: str, policy: PrecisionPolicy) -> list[str]:
 def _option_lines(policy: PrecisionPolicy) -> list[str]:
     # apex has no cast_model_outputs line, and the type line in its ROCm branch alone, where O4 comes from.
     left_out = {"cast_model_outputs", *(() if policy.opt_level == "O4" else ("patch_torch_functions_type",))}
+    left_out |= {name for name in ("keep_fp32", "ops_fp32") if not getattr(policy, name)}
     return [f"{f.name:22} : {getattr(policy, f.name)}" for f in fields(policy) if f.name not in left_out]
 
 
@@ -186,6 +193,32 @@ def _cast_model_type(level: PrecisionPolicy, name: str, value: Any) -> torch.dty
     return _floating_dtype(level, name, value)
 
 
+def _one_or_several(name: str, value: Any, accepts: Callable[[Any], bool], expected: str) -> tuple[Any, ...]:
+    # One first: a Sequential can be iterated over.
+    single = accepts(value)
+    entries = (value,) if single else tuple(value) if isinstance(value, Iterable) else None
+    if entries is None:
+        raise AmpTypeError(f"{name} is {value!r}, expected {expected}, or several in a list, tuple or set")
+    for entry in entries:
+        if not accepts(entry):
+            raise AmpTypeError(f"{name} has {entry!r} in it, expected {expected}")
+    return entries
+
+
+def _keep_fp32(level: PrecisionPolicy, name: str, value: Any) -> tuple[Any, ...]:
+    def accepts(entry: Any) -> bool:
+        return isinstance(entry, (str, nn.Module)) or (isinstance(entry, type) and issubclass(entry, nn.Module))
+
+    return _one_or_several(name, value, accepts, "a pattern of module names, a module class or a module")
+
+
+def _ops_fp32(level: PrecisionPolicy, name: str, value: Any) -> tuple[Any, ...]:
+    def accepts(entry: Any) -> bool:
+        return isinstance(entry, str) or (callable(entry) and not isinstance(entry, (type, nn.Module)))
+
+    return _one_or_several(name, value, accepts, "the name of a function of torch, or such a function")
+
+
 def _loss_scale(level: PrecisionPolicy, name: str, value: Any) -> float | Literal["dynamic"]:
     if isinstance(value, str) and value == "dynamic":
         return "dynamic"
@@ -211,5 +244,7 @@ _CHECKS: Mapping[str, Callable[[PrecisionPolicy, str, Any], Any]] = MappingProxy
         "master_weights": _not_with_casts_by_op,
         "loss_scale": _loss_scale,
         "cast_model_outputs": _floating_dtype,
+        "keep_fp32": _keep_fp32,
+        "ops_fp32": _ops_fp32,
     }
 )

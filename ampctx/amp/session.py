@@ -7,6 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
 from ampctx.amp import casting, master_weights, run_state, scaler_state
 from ampctx.amp.autocast import Autocast
 from ampctx.amp.cast_arguments import Undo
+from ampctx.amp.fp32_ops import install_fp32_ops, op_names
 from ampctx.amp.function_casts import FunctionCasts
+from ampctx.amp.kept_modules import KeptModules, find_kept, install_without_casts
 from ampctx.amp.loss_scale import LossScale
 from ampctx.amp.master_params import MasterParams, watch_loading
 from ampctx.amp.model_watch import ParameterNames, refuse_replaced
@@ -121,6 +124,8 @@ class AmpSession:
         patch_torch_functions_type: torch.dtype | None = None,
         max_consecutive_skips: int | None = None,
         process_group: Any = None,
+        keep_fp32: Any = None,
+        ops_fp32: Any = None,
     ) -> Any:
         """Makes models and optimizers ready for mixed-precision training, in place.
 
@@ -149,13 +154,23 @@ class AmpSession:
                 number in which every rank has to take part: without one of them the others raise when the group's
                 timeout has passed, and refuse to step. None: each rank for itself, which is enough where
                 DistributedDataParallel makes gradients equal.
+            keep_fp32: modules that stay in fp32 with all that is in them and compute in fp32, at every level: patterns
+                (``fnmatch``) of their names in ``named_modules()``, ``"head.*"`` meaning ``head`` too; module classes;
+                modules. One, or several in a list. Called by modules that are not kept, they take 16-bit inputs as fp32
+                and, at O2, O3 and O5, return the model's 16-bit type; one that is itself in ``models`` returns what
+                models return.
+            ops_fp32: functions of torch that compute in fp32 at every level, until ``reset``, wherever Python code
+                calls them as functions, methods or operators: names (``"softmax"``, ``"torch.linalg.norm"``) or the
+                functions. One, or several in a list or set. 16-bit arguments become fp32. Where autocast is on (O1,
+                O4) the result stays fp32, elsewhere it goes back to the widest 16-bit type among the arguments.
 
         Returns:
             ``models`` if ``optimizers`` is None, else ``(models, optimizers)``: the same objects in the shapes given.
 
         Raises:
             AmpTypeError, AmpValueError, AmpError: a bad argument, a model that is wrapped or holds 16-bit weights, an
-                optimizer that was initialized before. Nothing has been changed then.
+                optimizer that was initialized before, a ``keep_fp32`` that no module answers to or that divides a tied
+                weight, an unknown function in ``ops_fp32``. Nothing has been changed then.
 
         No host sync.
         """
@@ -173,6 +188,8 @@ class AmpSession:
             master_weights=master_weights,
             loss_scale=loss_scale,
             cast_model_outputs=cast_model_outputs,
+            keep_fp32=keep_fp32,
+            ops_fp32=ops_fp32,
         )
         _refuse_fp16_optimizer(optimizers)
         optimizer_list = [] if optimizers is None else _as_list(optimizers, "optimizer", _is_optimizer)
@@ -180,6 +197,8 @@ class AmpSession:
         check_process_group(process_group)
         self._thread.check("initialize", self._casts_enabled)
         self._check(model_list, optimizer_list)
+        kept = find_kept(model_list, policy.keep_fp32)
+        policy = replace(policy, keep_fp32=kept.described, ops_fp32=op_names(policy.ops_fp32))
         if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
             raise AmpValueError(f"num_losses is {num_losses!r}, expected an integer of at least 1")
         scales = [LossScale.from_option(policy.loss_scale, min_loss_scale, max_loss_scale) for _ in range(num_losses)]
@@ -191,7 +210,7 @@ class AmpSession:
         if verbosity > 0 and _is_rank_zero():
             # On stdout, where apex's banner went: log scrapers read it there.
             print("\n".join(banner(opt_level, policy)))
-        self._apply(policy, model_list, optimizer_list, scales, reports)
+        self._apply(policy, model_list, kept, optimizer_list, scales, reports)
         self.policy, self.loss_scales, self.verbosity = policy, scales, verbosity
         return models if optimizers is None else (models, optimizers)
 
@@ -216,6 +235,7 @@ class AmpSession:
         self,
         policy: PrecisionPolicy,
         models: list[nn.Module],
+        kept: KeptModules,
         optimizers: list[Any],
         scales: list[LossScale],
         reports: Reports,
@@ -228,11 +248,19 @@ class AmpSession:
             originals: dict[Tensor, Tensor] = {}
             for model in models:
                 if policy.input_dtype is not None:
-                    restore, data = casting.cast_model(model, policy.input_dtype, bool(policy.keep_batchnorm_fp32))
+                    keep_bn = bool(policy.keep_batchnorm_fp32)
+                    restore, data = casting.cast_model(model, policy.input_dtype, keep_bn, kept.modules)
                     undo.append(restore)
                     originals.update(data)
                     undo.append(casting.install_state_dict_upcast(model))
-                undo.append(casting.install_io_casts(model, policy.input_dtype, policy.output_dtype))
+                takes = torch.float32 if policy.casts_model and model in kept.modules else policy.input_dtype
+                undo.append(casting.install_io_casts(model, takes, policy.output_dtype))
+            if policy.input_dtype not in (None, torch.float32):
+                inner = [module for module in kept.entries if module not in models]
+                undo += [casting.install_io_casts(m, torch.float32, policy.input_dtype) for m in inner]
+            if policy.ops_fp32:
+                # Run at the latest when nobody has the session any more.
+                undo.append(_finalizer(self, install_fp32_ops(policy.ops_fp32)))
             for optimizer in optimizers:
                 bound[optimizer] = self._bind(optimizer, policy, scales, originals, bound, reports, names)
                 undo.append(weak_method(bound[optimizer].release))
@@ -241,7 +269,12 @@ class AmpSession:
             if bound:
                 undo += [refuse_replaced(m, _stepped([b.masters for b in bound.values()])) for m in models]
             if policy.autocast_dtype is not None:
-                undo.append(self.cast_ops(Autocast(models, policy.autocast_dtype)))
+                # What is refused in 16 bits may be asked for in fp32.
+                allow_banned = "binary_cross_entropy" in policy.ops_fp32
+                autocast = Autocast(models, policy.autocast_dtype, allow_banned=allow_banned)
+                # First, so that what cast_ops does around a model's forward is around this.
+                undo.append(install_without_casts(kept.entries, autocast))
+                undo.append(self.cast_ops(autocast))
             for observe in self.observers:
                 undo.append(observe(bound))
         except BaseException:

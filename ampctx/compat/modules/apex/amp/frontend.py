@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -119,8 +119,8 @@ class _Level:
     _policy: PrecisionPolicy
 
     def __call__(self, properties: Properties) -> Properties:
-        for field in fields(self._policy):
-            setattr(properties, field.name, getattr(self._policy, field.name))
+        for name in _BARE:
+            setattr(properties, name, getattr(self._policy, name))
         return properties
 
 

@@ -1,0 +1,193 @@
+"""Functions of torch that the user has compute in fp32, at every opt level."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import threading
+import types
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import get_overridable_functions
+
+from ampctx._errors import AmpValueError
+from ampctx.amp.cast_arguments import LOW_PRECISION, Undo, autocast_off, map_floating_args, replace_attribute
+
+_NAMESPACES: dict[str, Any] = {
+    "torch": torch,
+    "torch.nn.functional": F,
+    "torch.linalg": torch.linalg,
+    "torch.special": torch.special,
+    "torch.fft": torch.fft,
+}
+# Operators that are methods under names of their own.
+_OPERATORS = {
+    "add": ("__add__", "__radd__"),
+    "sub": ("__sub__", "__rsub__"),
+    "mul": ("__mul__", "__rmul__"),
+    "div": ("__truediv__", "__rtruediv__"),
+    "true_divide": ("__truediv__", "__rtruediv__"),
+    "pow": ("__pow__", "__rpow__"),
+    "matmul": ("__matmul__", "__rmatmul__"),
+}
+# They write into tensors that they are given, which would be copies.
+_WRITE_ARGUMENTS = ("batch_norm", "instance_norm", "embedding", "embedding_bag")
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1)
+def _overridable() -> frozenset[Callable]:
+    return frozenset(fn for functions in get_overridable_functions().values() for fn in functions)
+
+
+def _function(namespace: Any, name: str) -> Callable | None:
+    """torch's own function behind a name, below what amp or others have put around it."""
+    fn = getattr(namespace, name, None)
+    if not callable(fn):
+        return None
+    fn = inspect.unwrap(fn, stop=lambda f: f in _overridable())
+    return fn if fn in _overridable() else None
+
+
+def op_names(ops_fp32: Sequence[str | Callable]) -> tuple[str, ...]:
+    """The plain names of functions that are given by name, with or without a namespace, or themselves.
+
+    Raises:
+        AmpValueError: no function of torch, or one that works in place.
+    """
+    return tuple(dict.fromkeys(_name(op) for op in ops_fp32))
+
+
+def _name(op: str | Callable) -> str:
+    if isinstance(op, str):
+        given = repr(op)
+        prefix, _, name = op.rpartition(".")
+        prefixes = {prefix, f"torch.{prefix}", {"F": "torch.nn.functional"}.get(prefix, prefix)}
+        spaces = [s for key, s in _NAMESPACES.items() if not prefix or key in prefixes]
+        spaces += [Tensor] if prefix and "torch.Tensor" in prefixes else []
+    else:
+        given, name = f"function {getattr(op, '__name__', op)!r}", _name_of(op)
+        spaces = list(_NAMESPACES.values())
+    if name.endswith("_") and _function(Tensor, name) is not None:
+        raise AmpValueError(
+            f"ops_fp32: {given} works in place, and a 16-bit tensor cannot become fp32. Name {name.strip('_')!r}, and "
+            "call that in the model"
+        )
+    known = dict.fromkeys(n for space in _NAMESPACES.values() for n in vars(space) if _function(space, n) is not None)
+    if name not in known or not any(_function(space, name) for space in spaces):
+        near = difflib.get_close_matches(name, known)
+        raise AmpValueError(
+            f"ops_fp32: {given} is no function of {', '.join(_NAMESPACES)}. "
+            + (f"Near it are {', '.join(map(repr, near))}. " if near else "")
+            + ("" if isinstance(op, str) else "For functions of your own there is amp.float_function")
+        )
+    if name in _WRITE_ARGUMENTS:
+        raise AmpValueError(
+            f"ops_fp32: {given} may write into tensors that it is given, which would be copies in fp32. Keep the "
+            "modules that call it, by keep_fp32"
+        )
+    return name
+
+
+def _name_of(fn: Callable) -> str:
+    """The name that torch has a function of its own under, or else the function's."""
+    names = [n for space in (*_NAMESPACES.values(), Tensor) for n in dir(space) if _function(space, n) == fn]
+    own = getattr(fn, "__name__", repr(fn))
+    plain = [next((op for op, methods in _OPERATORS.items() if n in methods), n) for n in names]
+    return own if own in plain or not plain else plain[0]
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+def _in_fp32(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """``fn`` with fp32 in the place of 16-bit arguments. Where autocast is on, the result stays as it is; elsewhere
+    fp32 in it becomes the widest 16-bit type among the arguments."""
+    # A dtype that the caller chose stands.
+    if any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
+        return fn(*args, **kwargs)
+    out = {"out": kwargs.pop("out")} if "out" in kwargs else {}
+    low: set[torch.dtype] = set()
+    devices: set[str] = set()
+
+    def widen(t: Tensor) -> Tensor:
+        devices.add(t.device.type)
+        if t.dtype not in LOW_PRECISION:
+            return t
+        low.add(t.dtype)
+        return t.float()
+
+    args, kwargs = map_floating_args((args, kwargs), widen)
+    if any(torch.is_autocast_enabled(device) for device in devices):
+        with autocast_off():
+            return fn(*args, **kwargs, **out)
+    result = fn(*args, **kwargs, **out)
+    if not low or out:
+        return result
+    back = functools.reduce(torch.promote_types, low)
+    return map_floating_args(result, lambda t: t.to(back) if t.dtype == torch.float32 else t)
+
+
+class _Replaced:
+    """The functions that are replaced, each once for all who want it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users: dict[tuple[Any, str], int] = {}
+        self._undo: dict[tuple[Any, str], Undo] = {}
+
+    def acquire(self, place: tuple[Any, str]) -> Undo:
+        with self._lock:
+            self._users[place] = self._users.get(place, 0) + 1
+            if place not in self._undo:
+                self._undo[place] = replace_attribute(*place, self._in_fp32(place, getattr(*place)))
+        return functools.partial(self._release, place)
+
+    def _release(self, place: tuple[Any, str]) -> None:
+        with self._lock:
+            self._users[place] -= 1
+            if not self._users[place]:
+                self._undo.pop(place)()
+
+    def _in_fp32(self, place: tuple[Any, str], fn: Callable) -> Callable:
+        users = self._users
+
+        @functools.wraps(fn, updated=())
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            # Somebody may have wrapped this, and hold it afterwards.
+            return _in_fp32(fn, args, kwargs) if users[place] else fn(*args, **kwargs)
+
+        if not isinstance(fn, types.MethodDescriptorType):
+            # dynamo puts calls of it into its graph, as calls of torch's functions; those of a method it puts there by
+            # name. The original, too: what is a function of torch dynamo looks up once, maybe while that is replaced.
+            torch.compiler.allow_in_graph(wrapper)
+            torch.compiler.allow_in_graph(fn)
+        return wrapper
+
+
+# Global, as torch's functions are.
+_replaced = _Replaced()
+
+
+def install_fp32_ops(names: Iterable[str]) -> Undo:
+    """Has functions of torch compute in fp32 wherever Python code calls them, by function, method or operator.
+
+    What torch calls inside of a compiled function of its own belongs to that function. No host sync.
+
+    Args:
+        names: from ``op_names``.
+    """
+    places = [(space, name) for name in names for space in (*_NAMESPACES.values(), Tensor)]
+    places += [(Tensor, method) for name in names for method in _OPERATORS.get(name, ())]
+    with ExitStack() as stack:
+        for space, name in dict.fromkeys(places):
+            if _function(space, name) is not None:
+                stack.callback(_replaced.acquire((space, name)))
+        return stack.pop_all().close

@@ -1,0 +1,179 @@
+"""Modules that the user keeps in fp32: which they are, and their forwards at O1 and O4."""
+
+from __future__ import annotations
+
+import difflib
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampctx._errors import AmpValueError
+from ampctx.amp.autocast import Autocast
+from ampctx.amp.cast_arguments import LOW_PRECISION, ModelHook, Undo
+from ampctx.amp.casting import map_leaves
+
+
+@dataclass(frozen=True)
+class KeptModules:
+    """What ``keep_fp32`` of ``amp.initialize`` stands for in the models.
+
+    ``modules``: all that is kept, with everything inside. ``entries``: those of them that others call, each of which
+    takes what comes to fp32 and gives back what the surroundings take. ``described``: the argument in words.
+    """
+
+    modules: frozenset[nn.Module]
+    entries: tuple[nn.Module, ...]
+    described: tuple[str, ...]
+
+
+def find_kept(models: Sequence[nn.Module], keep_fp32: Sequence[str | type[nn.Module] | nn.Module]) -> KeptModules:
+    """The modules that are named by patterns, are of classes or are themselves in ``keep_fp32``. No host sync.
+
+    A pattern is matched against the names of ``named_modules()``, those of all models; ``"head.*"`` means ``head`` too.
+
+    Raises:
+        AmpValueError: an entry that stands for no module; a parameter or buffer, tied or of a shared module, that
+            belongs to modules inside and outside of what is kept.
+    """
+    # All names of shared modules. A compiled model holds the user's one as _orig_mod, which is no name of the user's.
+    named = [
+        (".".join(part for part in name.split(".") if part != "_orig_mod"), module)
+        for model in models
+        for name, module in model.named_modules(remove_duplicate=False)
+    ]
+    matched: set[nn.Module] = set()
+    described = []
+    for entry in keep_fp32:
+        found = {module for name, module in named if _stands_for(entry, name, module)}
+        if not found:
+            raise AmpValueError(_nothing_found(entry, named))
+        matched |= found
+        described.append(_described(entry, named))
+    # It computes with the weights of its out_proj, which it never calls.
+    matched |= {m for _, m in named if isinstance(m, nn.MultiheadAttention) and not matched.isdisjoint(m.children())}
+
+    modules: dict[nn.Module, None] = {}
+    outermost: dict[nn.Module, None] = {}
+    names_inside: dict[Tensor, str] = {}
+    names_outside: dict[Tensor, str] = {}
+
+    def visit(module: nn.Module, prefix: str, inside: bool) -> None:
+        if not inside and module in matched:
+            outermost[module] = None
+            inside = True
+        if inside:
+            modules[module] = None
+        names = names_inside if inside else names_outside
+        for name, t in (*module.named_parameters(prefix, False), *module.named_buffers(prefix, False)):
+            if t.is_floating_point():
+                names.setdefault(t, name)
+        for name, child in module.named_children():
+            visit(child, f"{prefix}.{name}" if prefix else name, inside)
+
+    # A model that is inside of another one goes by its place there.
+    inner = {m for model in models for m in model.modules() if m is not model}
+    for model in [m for m in models if m not in inner] if matched else []:
+        visit(model, "", False)
+    for t, name in names_inside.items():
+        if t in names_outside:
+            raise AmpValueError(
+                f'keep_fp32 covers "{name}", which is "{names_outside[t]}", too, in a module that is not kept: one '
+                "tensor cannot have two types. Keep both modules, or neither"
+            )
+    entries = dict.fromkeys(entry for module in outermost for entry in _called(module))
+    return KeptModules(frozenset(modules), tuple(entries), tuple(described))
+
+
+def _stands_for(entry: str | type[nn.Module] | nn.Module, name: str, module: nn.Module) -> bool:
+    if isinstance(entry, str):
+        # Empty is the name of the model itself, and more likely a slip.
+        return entry != "" and (fnmatchcase(name, entry) or (name != "" and fnmatchcase(name + ".", entry)))
+    return isinstance(module, entry) if isinstance(entry, type) else module is entry
+
+
+def _described(entry: str | type[nn.Module] | nn.Module, named: Sequence[tuple[str, nn.Module]]) -> str:
+    if isinstance(entry, str):
+        return entry
+    return entry.__name__ if isinstance(entry, type) else next(name for name, module in named if module is entry)
+
+
+def _nothing_found(entry: str | type[nn.Module] | nn.Module, named: Sequence[tuple[str, nn.Module]]) -> str:
+    if isinstance(entry, str):
+        names = dict.fromkeys(name for name, _ in named if name)
+        wanted = entry.rstrip(".*")
+        near = difflib.get_close_matches(wanted, names) or [n for n in names if wanted and (wanted in n or n in wanted)]
+        return (
+            f"keep_fp32: no module of the models has a name that matches {entry!r}. "
+            + (f"Near it are {', '.join(map(repr, near[:3]))}. " if near else "")
+            + "Patterns are matched against the names in model.named_modules(), not those of parameters"
+        )
+    if isinstance(entry, type):
+        classes = dict.fromkeys(type(module).__name__ for _, module in named)
+        near = difflib.get_close_matches(entry.__name__, classes) or list(classes)[:8]
+        return f"keep_fp32: no module of the models is a {entry.__name__}. Classes there are {', '.join(near)}"
+    return f"keep_fp32: a {type(entry).__name__} that is given is no module of the models, nor one inside of them"
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """``module``, or where it has no forward, as ModuleList, what it holds."""
+    if type(module).forward is not nn.Module.forward:
+        yield module
+    else:
+        for child in module.children():
+            yield from _called(child)
+
+
+# --- O1 and O4 --------------------------------------------------------------------------------------------------------
+
+
+def _widened(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.float() if leaf.dtype in LOW_PRECISION else leaf
+    if isinstance(leaf, nn.utils.rnn.PackedSequence) and leaf.data.dtype not in LOW_PRECISION:
+        return leaf
+    return leaf.to(torch.float32)
+
+
+class _WithoutCasts(ModelHook):
+    """Begins or ends a forward that is not cast. Copies share the ``Autocast``; a pickle carries none."""
+
+    def __init__(self, autocast: Autocast | None, begins: bool) -> None:
+        self._autocast = None if autocast is None else weakref.ref(autocast)
+        self._begins = begins
+
+    def __call__(self, module: nn.Module, args: Any, kwargs_or_output: Any) -> Any:
+        autocast = None if self._autocast is None else self._autocast()
+        if autocast is None or not autocast.enabled:
+            return None
+        if not self._begins:
+            autocast.end_uncast()
+            return None
+        autocast.begin_uncast(module)
+        return map_leaves(args, _widened), map_leaves(kwargs_or_output, _widened)
+
+    def __deepcopy__(self, memo: Any) -> _WithoutCasts:
+        return self
+
+    def __reduce__(self) -> tuple:
+        return _WithoutCasts, (None, self._begins)
+
+
+def install_without_casts(modules: Iterable[nn.Module], autocast: Autocast) -> Undo:
+    """Forwards of ``modules`` run without the casts of ``autocast``, on inputs that are not 16-bit. No host sync."""
+    handles = []
+    for module in modules:
+        # First in, first out and always out: inside of what an Autocast does around a model's forward.
+        begin, end = _WithoutCasts(autocast, True), _WithoutCasts(autocast, False)
+        handles.append(module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_hook(end, prepend=True, always_call=True))
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo

@@ -1,0 +1,258 @@
+"""Custom autograd functions in mixed precision: torch's custom_fwd and custom_bwd, and apex's registered functions.
+
+    python examples/custom_functions.py                     # O1: amp casts op by op, in fp16
+    python examples/custom_functions.py --opt-level O4      # in bf16; O0, O2, O3 and O5 too
+
+A net of custom functions learns the UCI handwritten digits three times: with ``MatMul``, written with custom_fwd, under
+amp and under torch.autocast; and under amp with ``ForeignMatMul``, as somebody wrote it who never thought of 16 bits.
+Before that a table shows what registering does to functions that are not yours to edit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from digits import accuracy, load_digits
+from torch import Tensor, nn
+from torch.amp import custom_bwd, custom_fwd
+
+from ampctx import GradScaler, amp, optimizers
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The types in which the custom functions computed lately.
+seen: dict[str, torch.dtype] = {}
+
+# --- custom autograd functions ----------------------------------------------------------------------------------------
+
+
+class MatMul(torch.autograd.Function):
+    """Several inputs, and an op that autocast casts: forward runs under autocast as it is, backward as forward did."""
+
+    @staticmethod
+    @custom_fwd(device_type=DEVICE)
+    def forward(ctx, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        product = a.mm(b)
+        seen["MatMul forward"] = product.dtype
+        return product
+
+    @staticmethod
+    @custom_bwd(device_type=DEVICE)
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        grad_a, grad_b = grad.mm(b.t()), a.t().mm(grad)
+        seen["MatMul backward"] = grad_b.dtype
+        return grad_a, grad_b
+
+
+class LogSumExp(torch.autograd.Function):
+    """(N, classes) scores -> (N,). Must be in fp32, as exp goes beyond the range of fp16 at 11.1."""
+
+    @staticmethod
+    @custom_fwd(device_type=DEVICE, cast_inputs=torch.float32)
+    def forward(ctx, scores: Tensor) -> Tensor:
+        powers = scores.exp()
+        total = powers.sum(dim=1)
+        ctx.save_for_backward(powers, total)
+        seen["LogSumExp forward"] = total.dtype
+        return total.log()
+
+    @staticmethod
+    @custom_bwd(device_type=DEVICE)
+    def backward(ctx, grad: Tensor) -> Tensor:
+        powers, total = ctx.saved_tensors
+        grad_scores = powers * (grad / total)[:, None]
+        seen["LogSumExp backward"] = grad_scores.dtype
+        return grad_scores
+
+
+class ForeignMatMul(torch.autograd.Function):
+    """Without the decorators. Under autocast its output is 16-bit and what it saved fp32: backward multiplies both."""
+
+    @staticmethod
+    def forward(ctx, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a.mm(b)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return grad.mm(b.t()), a.t().mm(grad)
+
+
+# --- functions whose arguments amp casts, at O1 and O4 ----------------------------------------------------------------
+
+
+@amp.half_function
+def gate(x: Tensor) -> Tensor:
+    return x * x.sigmoid()
+
+
+@amp.float_function
+def variance(x: Tensor) -> Tensor:
+    return (x - x.mean()).square().mean()
+
+
+@amp.promote_function
+def between(x: Tensor, y: Tensor) -> Tensor:
+    return x.lerp(y, 0.5)
+
+
+def register_functions() -> None:
+    """The same for functions that are somebody else's. Before amp.initialize; amp.reset() puts them back."""
+    amp.register_half_function(ForeignMatMul, "apply")
+    amp.register_half_function(F, "silu")
+    amp.register_float_function(torch, "square")
+    amp.register_promote_function(torch, "lerp")
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def outcome_of(call: Callable[[], Tensor]) -> str:
+    try:
+        result = call()
+    except RuntimeError as error:
+        return type(error).__name__
+    return f"{result.flatten()[0].item():g} {short(result.dtype)}"
+
+
+def print_table(low_dtype: torch.dtype) -> None:
+    """What becomes of functions with casts and without, which amp.disable_casts() switches off."""
+    x = torch.full((2,), 300.0, device=DEVICE)
+    low = x.to(low_dtype)
+    rows: list[tuple[str, str, Callable[[], Tensor]]] = [
+        ("float", "torch.square of 16 bits", lambda: torch.square(low)),
+        ("float", "variance of 16 bits", lambda: variance(torch.stack([low, -low]))),
+        ("half", "F.silu of fp32", lambda: F.silu(x)),
+        ("half", "gate of fp32", lambda: gate(x)),
+        ("promote", "torch.lerp of both", lambda: torch.lerp(low, x, 0.5)),
+        ("promote", "between of both", lambda: between(low, x)),
+    ]
+    print(f"{'kind':8} {'function':24} {'without casts':20} with casts")
+    for kind, name, call in rows:
+        with amp.disable_casts():
+            without = outcome_of(call)
+        print(f"{kind:8} {name:24} {without:20} {outcome_of(call)}")
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self, matmul: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.matmul = matmul
+        self.first, self.second = nn.Parameter(torch.randn(64, 64) / 8), nn.Parameter(torch.randn(64, 10) / 8)
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.matmul(F.silu(self.norm(self.matmul(images.flatten(1), self.first))), self.second)
+
+
+def loss_of(scores: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy."""
+    return (LogSumExp.apply(scores) - scores.gather(1, labels[:, None])[:, 0]).mean()
+
+
+def batches(args: argparse.Namespace, images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+    chosen = torch.Generator().manual_seed(0)
+    orders = torch.cat([torch.randperm(len(images), generator=chosen) for _ in range(args.epochs)]).to(images.device)
+    return [(images[i], labels[i]) for i in orders.split(32)]
+
+
+def train_with_amp(args: argparse.Namespace, matmul: Callable, data: list[tuple[Tensor, Tensor]]) -> nn.Module:
+    """Call amp.reset() when done with the model."""
+    torch.manual_seed(0)
+    model = Net(matmul).to(DEVICE)
+    optimizer = optimizers.FusedAdam(model.parameters(), lr=0.005)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=args.verbosity)
+    for images, labels in data:
+        loss = loss_of(model(images), labels)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def train_with_autocast(matmul: Callable, dtype: torch.dtype | None, data: list[tuple[Tensor, Tensor]]) -> nn.Module:
+    torch.manual_seed(0)
+    model = Net(matmul).to(DEVICE)
+    optimizer = optimizers.FusedAdam(model.parameters(), lr=0.005)
+    scaler = GradScaler(DEVICE, enabled=dtype == torch.float16)
+    for images, labels in data:
+        with torch.autocast(DEVICE, dtype, enabled=dtype is not None):
+            loss = loss_of(model(images), labels)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return model
+
+
+def types_seen() -> str:
+    return ", ".join(f"{name} {short(dtype)}" for name, dtype in sorted(seen.items()))
+
+
+# --- command line -----------------------------------------------------------------------------------------------------
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not above 0")
+    return value
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--opt-level", default="O1", choices=["O0", "O1", "O2", "O3", "O4", "O5"], help="default O1")
+    parser.add_argument("--epochs", type=positive, default=6, help="of each of the three; default 6")
+    parser.add_argument("--verbosity", type=int, default=0, help="1: amp prints its options; default 0")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse_args()
+    # Operations this small gain little from a second thread, and lose much where the cores are busy.
+    torch.set_num_threads(1)
+    images, labels, test_images, test_labels = load_digits(torch.device(DEVICE))
+    data = batches(args, images, labels)
+    low_dtype = torch.bfloat16 if args.opt_level in ("O4", "O5") else torch.float16
+    results = []
+
+    autocast_dtype = None if args.opt_level == "O0" else low_dtype
+    model = train_with_autocast(MatMul.apply, autocast_dtype, data)
+    print(f"torch.autocast to {autocast_dtype}: {types_seen()}")
+    results.append(accuracy(model, test_images, test_labels))
+    try:
+        train_with_autocast(ForeignMatMul.apply, autocast_dtype, data[:1])
+    except RuntimeError as error:
+        print(f"ForeignMatMul there: {error}")
+
+    model = train_with_amp(args, MatMul.apply, data)
+    print(f"amp at {args.opt_level}: {types_seen()}")
+    results.append(accuracy(model, test_images, test_labels))
+    amp.reset()
+
+    register_functions()
+    # Not ForeignMatMul.apply itself: amp.initialize replaces that attribute, and what was taken from it before stays.
+    model = train_with_amp(args, lambda a, b: ForeignMatMul.apply(a, b), data)
+    results.append(accuracy(model, test_images, test_labels))
+    print_table(low_dtype)
+    amp.reset()
+    print(
+        f"test accuracy {results[0]:.2f}% with torch.autocast, {results[1]:.2f}% with amp, "
+        f"{results[2]:.2f}% with amp and registered functions"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,271 @@
+"""Trains a small net on the UCI handwritten digits over several processes or several threads, in mixed precision.
+
+    torchrun --nproc-per-node 2 examples/parallel.py               # DistributedDataParallel: gloo on CPUs, nccl on GPUs
+    torchrun --nproc-per-node 2 examples/parallel.py --api amp torch    # then again with torch.autocast and GradScaler
+    torchrun --nproc-per-node 2 examples/parallel.py --overflow-at 5    # on one rank: both skip that step
+    python examples/parallel.py                                    # nn.DataParallel; on a CPU, threads
+    python examples/parallel.py --api amp torch
+
+nn.DataParallel runs a replica of the model in a thread for each GPU. Where there is no GPU it calls the model in the
+thread that called it, so the threads here are then those of ``Threads`` below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from digits import accuracy, load_digits
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ampctx import GradScaler, amp, optimizers
+
+# Started by torchrun, which sets these for each process.
+DISTRIBUTED = "RANK" in os.environ
+RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+AUTOCAST_DTYPE = {"O0": None, "O1": torch.float16, "O4": torch.bfloat16}
+
+# --- models and what runs them in parallel ----------------------------------------------------------------------------
+
+
+def make_model() -> nn.Module:
+    # No batch norm: threads that share one would write into the same running statistics.
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.LayerNorm(128), nn.GELU(), nn.Linear(128, 10))
+
+
+class WithAutocast(nn.Module):
+    """A model that takes torch's autocast along to whatever thread calls it. ``dtype`` None: no autocast.
+
+    amp.initialize does as much for the models it gets: at O1 and O4 their forwards are cast in every thread.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.module, self.dtype = module, dtype
+
+    def forward(self, images: Tensor) -> Tensor:
+        with torch.autocast(images.device.type, dtype=self.dtype, enabled=self.dtype is not None):
+            return self.module(images)
+
+
+class Threads(nn.Module):
+    """What nn.DataParallel does over GPUs, on a CPU: every thread takes its share of the batch through the model."""
+
+    def __init__(self, module: nn.Module, count: int) -> None:
+        super().__init__()
+        self.module = module
+        self.workers = [ThreadPoolExecutor(1, thread_name_prefix=f"worker{i}") for i in range(count)]
+
+    def forward(self, images: Tensor) -> Tensor:
+        grad_enabled = torch.is_grad_enabled()  # belongs to a thread, too
+
+        def run(share: Tensor) -> Tensor:
+            with torch.set_grad_enabled(grad_enabled):
+                return self.module(share)
+
+        shares = images.chunk(len(self.workers))
+        running = [worker.submit(run, share) for worker, share in zip(self.workers, shares, strict=False)]
+        return torch.cat([share.result() for share in running])
+
+
+def in_parallel(model: nn.Module, device: torch.device, threads: int) -> nn.Module:
+    """After amp.initialize, which refuses a model that is wrapped."""
+    if DISTRIBUTED:
+        return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+    return nn.DataParallel(model) if device.type == "cuda" else Threads(model, threads)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def batches(args: argparse.Namespace, images: Tensor, labels: Tensor) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """For each step of this rank its micro-batches."""
+    for epoch in range(args.epochs):
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch)).to(images.device)
+        mine, size = order[RANK::WORLD_SIZE], args.batch_size * args.accumulate
+        # As many steps as every rank has images for: all have to take part in each.
+        for indices in mine[: len(order) // (size * WORLD_SIZE) * size].split(size):
+            yield [(images[i], labels[i]) for i in indices.split(args.batch_size)]
+
+
+def overflow_in(args: argparse.Namespace, step: int) -> float:
+    """What the loss is multiplied by: inf on the last rank in the step of --overflow-at."""
+    return float("inf") if step == args.overflow_at and RANK == WORLD_SIZE - 1 else 1.0
+
+
+def without_sync(model: nn.Module, more: bool) -> contextlib.AbstractContextManager:
+    """DistributedDataParallel averages the gradients of the last micro-batch, which are the sums of all."""
+    return model.no_sync() if more and isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
+
+
+def train_with_amp(args: argparse.Namespace, device: torch.device, data) -> tuple[nn.Module, float, int]:
+    """The model as it was wrapped, the loss scale and the number of skipped steps."""
+    model = make_model().to(device)
+    optimizer = optimizers.FusedAdam(model.parameters(), lr=0.005)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=args.verbosity)
+    model = in_parallel(model, device, args.threads)
+
+    for step, micro_batches in enumerate(data):
+        for i, (images, labels) in enumerate(micro_batches):
+            more = i + 1 < len(micro_batches)
+            with without_sync(model, more):
+                loss = F.cross_entropy(model(images), labels) / len(micro_batches) * overflow_in(args, step)
+                with amp.scale_loss(loss, optimizer, delay_unscale=more) as scaled_loss:
+                    scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, amp.state_dict()["loss_scaler0"]["loss_scale"], amp.skipped_steps(optimizer)
+
+
+def train_with_autocast(args: argparse.Namespace, device: torch.device, data) -> tuple[nn.Module, float, int]:
+    """The same with torch's interface."""
+    model = make_model().to(device)
+    optimizer = optimizers.FusedAdam(model.parameters(), lr=0.005)
+    model = in_parallel(WithAutocast(model, AUTOCAST_DTYPE[args.opt_level]), device, args.threads)
+    scaler = GradScaler(device.type, enabled=args.opt_level == "O1")
+
+    skipped = 0
+    for step, micro_batches in enumerate(data):
+        for i, (images, labels) in enumerate(micro_batches):
+            with without_sync(model, i + 1 < len(micro_batches)):
+                logits = model(images).float()
+                loss = F.cross_entropy(logits, labels) / len(micro_batches) * overflow_in(args, step)
+                scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        skipped += not scaler.outcome(optimizer).stepped
+        optimizer.zero_grad()
+    return model, scaler.get_scale(), skipped
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def linear_layers_of(call: Callable[[], object]) -> tuple[set[str], set[torch.dtype]]:
+    """In which threads, and in which types, linear layers run during ``call()``."""
+    threads, dtypes = set(), set()
+
+    def look(module: nn.Module, args: tuple, output: Tensor) -> None:
+        if isinstance(module, nn.Linear):
+            threads.add(threading.current_thread().name)
+            dtypes.add(output.dtype)
+
+    with nn.modules.module.register_module_forward_hook(look):
+        call()
+    return threads, dtypes
+
+
+def same_on_all_ranks(numbers: Tensor) -> bool:
+    """Whether every rank gave these very numbers."""
+    everyone = [torch.empty_like(numbers) for _ in range(WORLD_SIZE)]
+    dist.all_gather(everyone, numbers)
+    return all(torch.equal(numbers, others) for others in everyone)
+
+
+def report_threads(args: argparse.Namespace, api: str, model: nn.Module, images: Tensor) -> str:
+    def listed(things: set) -> str:
+        return ", ".join(sorted(map(str, things)))
+
+    threads, _ = linear_layers_of(lambda: nn.DataParallel(make_model().to(images.device))(images))
+    print(f"nn.DataParallel over {torch.cuda.device_count()} GPUs runs the model in: {listed(threads)}")
+    threads, dtypes = linear_layers_of(lambda: model(images))
+    print(f"trained in: {listed(threads)}; linear layers in {listed(dtypes)}")
+    if api == "torch":
+        bare = in_parallel(make_model().to(images.device), images.device, args.threads)
+        with torch.autocast(images.device.type, AUTOCAST_DTYPE[args.opt_level], enabled=args.opt_level != "O0"):
+            _, outside = linear_layers_of(lambda: bare(images))
+        print(f"with torch.autocast around the call alone: linear layers in {listed(outside)}")
+    return f"{len(threads)} threads with linear layers in {listed(dtypes)}"
+
+
+def run(api: str, args: argparse.Namespace, device: torch.device, data, images: Tensor, labels: Tensor) -> bool:
+    """Trains and prints what came of it on rank 0; False if ranks differ in that."""
+    torch.manual_seed(0)
+    train = train_with_amp if api == "amp" else train_with_autocast
+    model, scale, skipped = train(args, device, data)
+    result = accuracy(model, images, labels)
+    same = True
+    if DISTRIBUTED:
+        weights = torch.cat([p.detach().double().flatten() for p in model.parameters()])
+        same = same_on_all_ranks(torch.cat([weights, weights.new_tensor([scale, skipped, result])]))
+        how = f"{'the same' if same else 'other'} weights, loss scale and skips on {WORLD_SIZE} ranks"
+    else:
+        how = report_threads(args, api, model, images)
+    if RANK == 0:
+        steps = f"skipped steps {skipped} of {len(data)}"
+        print(f"{api}: test accuracy {result:.2f}% | {how} | loss scale {scale:g} | {steps}")
+    amp.reset()
+    return same
+
+
+# --- command line -----------------------------------------------------------------------------------------------------
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not above 0")
+    return value
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--api", nargs="+", default=["amp"], choices=["amp", "torch"], help="apex's words (default), torch's, or both"
+    )
+    parser.add_argument(
+        "--opt-level", default="O1", choices=["O0", "O1", "O2", "O3", "O4", "O5"], help="default O1; torch: O0, O1, O4"
+    )
+    parser.add_argument("--epochs", type=positive, default=6, help="default 6")
+    parser.add_argument("--batch-size", type=positive, default=16, help="of a micro-batch of a process; default 16")
+    parser.add_argument("--accumulate", type=positive, default=1, help="micro-batches per step; default 1")
+    parser.add_argument("--threads", type=positive, default=2, help="on a CPU without torchrun; default 2")
+    parser.add_argument("--overflow-at", type=int, metavar="STEP", help="from 0: an infinite loss there, on one rank")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--verbosity", type=int, default=1, help="0 keeps amp quiet")
+    args = parser.parse_args()
+    if "torch" in args.api and args.opt_level not in AUTOCAST_DTYPE:
+        parser.error(f"--opt-level: torch.autocast casts op by op, as O1 and O4 do; {args.opt_level} is for --api amp")
+    if args.overflow_at is not None and args.opt_level not in ("O1", "O2"):
+        parser.error("--overflow-at needs a dynamic loss scale, which checks gradients: --opt-level O1 or O2")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: cuda was asked for and torch finds no CUDA device here; use --device cpu")
+    per_step = args.batch_size * args.accumulate * WORLD_SIZE
+    if per_step > 1351:
+        parser.error(f"--batch-size: a step would take {per_step} images, and there are 1351")
+    steps = args.epochs * (1351 // per_step)
+    if args.overflow_at is not None and not 0 <= args.overflow_at < steps:
+        parser.error(f"--overflow-at: there is no step {args.overflow_at}; the last one is {steps - 1}")
+    return args
+
+
+def main() -> int:
+    args = parse_args()
+    # Operations this small gain little from a second thread, and lose much where the cores are busy.
+    torch.set_num_threads(1)
+    use_cuda = args.device != "cpu" and torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(device)
+    if DISTRIBUTED:
+        dist.init_process_group("nccl" if use_cuda else "gloo")
+
+    images, labels, test_images, test_labels = load_digits(device)
+    data = list(batches(args, images, labels))
+    same = [run(api, args, device, data, test_images, test_labels) for api in args.api]
+    if DISTRIBUTED:
+        dist.destroy_process_group()
+    return 0 if all(same) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

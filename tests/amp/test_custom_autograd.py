@@ -1,0 +1,146 @@
+"""Custom autograd functions under O1 and O4: torch's custom_fwd and custom_bwd as they are, and apex's registration."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.amp import custom_bwd, custom_fwd
+from torch.utils.checkpoint import checkpoint
+
+from ampctx.amp import AmpSession
+
+LOW = {"O1": torch.float16, "O4": torch.bfloat16}
+seen = []
+
+
+@pytest.fixture
+def session():
+    session = AmpSession()
+    seen.clear()
+    yield session
+    session.reset()
+
+
+class Product(torch.autograd.Function):
+    """As somebody wrote it who did not think of autocast."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        product = a.mm(b)
+        seen.append(product.dtype)
+        return product
+
+    @staticmethod
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        grad_b = a.t().mm(grad)
+        seen.append(grad_b.dtype)
+        return grad.mm(b.t()), grad_b
+
+
+class CustomProduct(Product):
+    forward = staticmethod(custom_fwd(Product.forward, device_type="cpu"))
+    backward = staticmethod(custom_bwd(Product.backward, device_type="cpu"))
+
+
+class Fp32Product(Product):
+    forward = staticmethod(custom_fwd(Product.forward, device_type="cpu", cast_inputs=torch.float32))
+    backward = staticmethod(custom_bwd(Product.backward, device_type="cpu"))
+
+
+class Net(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.linear = nn.Linear(4, 4)
+        # A generator of its own: the global one belongs to all threads.
+        generator = torch.Generator().manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(4, 2, generator=generator))
+        nn.init.uniform_(self.linear.weight, -0.5, 0.5, generator=generator)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x):
+        return self.function.apply(self.linear(x), self.weight)
+
+
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+
+
+def gradients(session, level, function, call=lambda net, x: net(x)):
+    net = Net(function)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    session.initialize(net, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+    loss = call(net, X).float().square().mean()
+    with session.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    return [p.grad for p in session.master_params(optimizer)]
+
+
+@pytest.mark.parametrize("function", [CustomProduct, Fp32Product])
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_custom_fwd_computes_as_under_torch_autocast(session, level, function):
+    net = Net(function)
+    with torch.autocast("cpu", LOW[level]):
+        output = net(X)
+    loss = output.float().square().mean()
+    (loss * 128).backward()
+    expected, types = [p.grad / 128 for p in net.parameters()], list(seen)
+    assert types == [LOW[level] if function is CustomProduct else torch.float32] * 2
+
+    seen.clear()
+    assert all(map(torch.equal, gradients(session, level, function), expected))
+    assert seen == types
+
+
+@pytest.mark.parametrize("function", [CustomProduct, Fp32Product])
+def test_custom_fwd_in_a_thread_and_recomputed_in_backward(session, function):
+    low = torch.float16 if function is CustomProduct else torch.float32
+    expected = gradients(session, "O1", function)
+    session.reset()
+    seen.clear()
+
+    def in_thread(net, x):
+        outputs = []
+        thread = threading.Thread(target=lambda: outputs.append(net(x)))
+        thread.start()
+        thread.join()
+        return outputs[0]
+
+    assert all(map(torch.equal, gradients(session, "O1", function, in_thread), expected))
+    assert seen == [low] * 2
+    session.reset()
+    seen.clear()
+
+    def recomputed(net, x):
+        return checkpoint(net, x, use_reentrant=False)
+
+    assert all(map(torch.equal, gradients(session, "O1", function, recomputed), expected))
+    assert seen == [low] * 3  # forward twice
+
+
+@pytest.mark.parametrize("function", [CustomProduct, Fp32Product])
+@pytest.mark.parametrize(("level", "low"), [("O0", torch.float32), ("O2", torch.float16), ("O5", torch.bfloat16)])
+def test_custom_fwd_takes_what_it_gets_where_ops_are_not_cast(session, level, low, function):
+    assert all(grad is not None for grad in gradients(session, level, function))
+    assert seen == [low] * 2
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize(("kind", "like"), [("half", CustomProduct), ("float", Fp32Product)])
+def test_a_function_without_the_decorators_has_to_be_registered(session, level, kind, like):
+    with pytest.raises(RuntimeError, match="expected m1 and m2 to have the same dtype"):
+        gradients(session, level, Product)
+    session.reset()
+    seen.clear()
+    expected, types = gradients(session, level, like), list(seen)
+    session.reset()
+    seen.clear()
+
+    before = dict(vars(Product))
+    getattr(session, f"register_{kind}_function")(Product, "apply")
+    assert all(map(torch.equal, gradients(session, level, Product), expected))
+    assert seen == types
+    session.reset()
+    assert dict(vars(Product)) == before

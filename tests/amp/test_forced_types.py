@@ -1,0 +1,715 @@
+"""keep_fp32 and ops_fp32 of initialize: modules and functions in fp32, in the same words at every opt level."""
+
+import copy
+import pickle
+import threading
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import LEVELS, LOW
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ampctx import AmpTypeError, AmpValueError
+from ampctx.amp import AmpSession
+
+HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
+# What 16-bit ops give at each level.
+SIXTEEN = {"O0": FLOAT, "O1": HALF, "O2": HALF, "O3": HALF, "O4": BF16, "O5": BF16}
+KEEP = ["head.*", nn.LayerNorm]
+
+
+class Net(nn.Module):
+    """Linear, LayerNorm, Linear, softmax, head: ``types`` has the types on the way."""
+
+    def __init__(self, seed=0, recompute=False):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(4, 8)
+        self.norm = nn.LayerNorm(8)
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.recompute = recompute
+        self.types = {}
+
+    def attend(self, x):
+        weights = (self.body(self.norm(x)) * 4).softmax(-1)
+        self.types["weights"] = weights.dtype
+        return weights
+
+    def forward(self, x):
+        x = self.first(x)
+        self.types["first"] = x.dtype
+        x = checkpoint(self.attend, x, use_reentrant=False) if self.recompute else self.attend(x)
+        return self.head(x)
+
+
+class Seen:
+    """A forward hook that notes the types of a module's input and output. Copies and pickles as it is."""
+
+    def __init__(self):
+        self.types = None
+
+    def __call__(self, module, args, output):
+        self.types = args[0].dtype, output.dtype
+
+
+def watch(module):
+    """What ``module`` computes on and gives: last in, so before amp's hook takes the output."""
+    seen = Seen()
+    module.register_forward_hook(seen, prepend=True)
+    return seen
+
+
+def batch(n=6, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(n, 4, generator=g), torch.randint(0, 3, (n,), generator=g)
+
+
+def step(session, model, optimizer, seed=0):
+    x, y = batch(seed=seed)
+    loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    with session.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def initialize(session, model, level, **kwargs):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    session.initialize(model, optimizer, opt_level=level, verbosity=0, max_loss_scale=1024.0, **kwargs)
+    return optimizer
+
+
+# --- keep_fp32: what is kept and what it computes in ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_kept_modules_compute_in_fp32_and_others_do_not(session, level):
+    model = Net()
+    optimizer = initialize(session, model, level, keep_fp32=KEEP)
+    seen = {name: watch(model.get_submodule(name)) for name in ("first", "norm", "body", "head.0", "head.2")}
+    assert model(batch()[0]).dtype == FLOAT
+    assert all(seen[name].types == (FLOAT, FLOAT) for name in ("norm", "head.0", "head.2"))
+    assert all(seen[name].types[1] == SIXTEEN[level] for name in ("first", "body"))
+    kept = {"norm.weight", "norm.bias", *(f"head.{n}" for n, _ in model.head.named_parameters())}
+    for name, p in model.named_parameters():
+        assert p.dtype == (FLOAT if name in kept else LOW.get(level, FLOAT)), name
+    # Those that are kept need no masters.
+    stepped = {id(p) for p in session.master_params(optimizer)}
+    assert all(id(p) in stepped for p in (model.norm.weight, model.head[0].weight))
+    assert torch.is_autocast_enabled("cpu") == (level in ("O1", "O4"))
+    session.reset()
+    assert {p.dtype for p in model.parameters()} == {FLOAT}
+    assert not model.norm._forward_pre_hooks
+    assert not model.head._forward_pre_hooks
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_results_of_kept_modules_are_what_16_bit_layers_take(session, level):
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 3))
+    initialize(session, model, level, keep_fp32=[nn.LayerNorm, "3"])
+    norm, softmax = watch(model[1]), watch(model[3])
+    model(batch()[0]).sum().backward()
+    assert norm.types == softmax.types == (FLOAT, FLOAT)
+    assert model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_trains_like_fp32(session, level):
+    plain = Net()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for i in range(12):
+        x, y = batch(seed=i)
+        loss = F.cross_entropy(plain(x), y)
+        reference.zero_grad()
+        loss.backward()
+        reference.step()
+    model = Net()
+    optimizer = initialize(session, model, level, keep_fp32=KEEP, ops_fp32="softmax")
+    for i in range(12):
+        step(session, model, optimizer, seed=i)
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.float(), q, rtol=0.05, atol=0.02, msg=name)
+
+
+def test_entries_can_be_patterns_classes_and_modules(session):
+    for i, entry in enumerate(["head", "head.*", "h*", [Net().head.__class__], "pick"]):
+        model = Net()
+        session.initialize(model, opt_level="O2", verbosity=0, keep_fp32=model.head if entry == "pick" else entry)
+        assert {p.dtype for p in model.head.parameters()} == {FLOAT}, i
+        assert model.body.weight.dtype == HALF
+        # The Sequential has what is in it, though nothing else says so.
+        assert watch(model.head[1]) is not None
+        model(batch()[0])
+        session.reset()
+
+
+def test_the_whole_model_can_be_kept(session):
+    x = batch()[0]
+    expected = Net()(x)
+    for level in LEVELS:
+        model = Net()
+        session.initialize(model, opt_level=level, verbosity=0, keep_fp32="*")
+        seen = watch(model.first)
+        assert torch.equal(model(x), expected)
+        assert seen.types == (FLOAT, FLOAT)
+        assert torch.is_autocast_enabled("cpu") == (level in ("O1", "O4"))
+        session.reset()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_last_layer_that_is_a_model_of_its_own_returns_fp32(session, level):
+    class Big(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.head(self.body(x) * 0 + 1) * 1.0
+
+    model = Big()
+    with torch.no_grad():
+        model.head.weight.fill_(2.0**15 + 1)
+        model.head.bias.zero_()
+    session.initialize([model, model.head], opt_level=level, verbosity=0, keep_fp32="head")
+    # 2 ** 17 + 4 is neither a number of fp16 nor one of bf16.
+    assert torch.equal(model(batch()[0]), torch.full((6, 2), 2.0**17 + 4))
+
+
+def test_containers_without_a_forward_pass_it_on_to_what_they_hold(session):
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.ModuleDict({"a": nn.Linear(4, 4)})])
+            self.last = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.last(self.blocks[1]["a"](self.blocks[0](x)))
+
+    for level in LEVELS:
+        model = Listed()
+        session.initialize(model, opt_level=level, verbosity=0, keep_fp32="blocks")
+        seen = watch(model.blocks[0]), watch(model.blocks[1]["a"])
+        model(batch()[0])
+        assert [s.types for s in seen] == [(FLOAT, FLOAT)] * 2
+        session.reset()
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    count: int
+
+
+class Router(nn.Module):
+    """Takes and gives containers."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+
+    def forward(self, pair, *, bias):
+        assert pair.x.dtype == bias["b"].dtype == self.weight.dtype == FLOAT
+        return {"pair": Pair(pair.x @ self.weight + bias["b"], pair.count + 1), "ids": torch.arange(2)}
+
+
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.router, self.last = nn.Linear(4, 4), Router(), nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = self.first(x)
+        out = self.router(Pair(x, 0), bias={"b": x})
+        assert type(out["pair"]) is Pair
+        assert (out["pair"].count, out["ids"].dtype) == (1, torch.int64)
+        return self.last(out["pair"].x)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_containers_on_the_way_in_and_out(session, level):
+    model = Routed()
+    session.initialize(model, opt_level=level, verbosity=0, keep_fp32=Router)
+    assert model(batch()[0]).dtype == (SIXTEEN[level] if level in ("O1", "O4") else FLOAT)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_recurrent_modules(session, level, packed):
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.rnn, self.last = nn.Linear(4, 4), nn.LSTM(4, 5), nn.Linear(5, 2)
+
+        def forward(self, x):
+            x = self.first(x)
+            x = nn.utils.rnn.pack_padded_sequence(x, [3, 2]) if packed else x
+            out, (h, c) = self.rnn(x)
+            out, _ = self.rnn(x, (h, c))  # what it gave is what it takes
+            out = nn.utils.rnn.pad_packed_sequence(out)[0] if packed else out
+            return self.last(out)
+
+    model = Tagger()
+    optimizer = initialize(session, model, level, keep_fp32="rnn")
+    assert {p.dtype for p in model.rnn.parameters()} == {FLOAT}
+    loss = model(torch.randn(3, 2, 4)).float().sum()
+    with session.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    assert model.rnn.weight_hh_l0.grad is not None
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("keep", ["self_attn", "self_attn.out_proj", nn.LayerNorm, nn.Linear], ids=str)
+def test_attention_with_its_fast_path(session, level, keep):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.Sequential(nn.Linear(4, 8), layer)
+    x = torch.randn(2, 3, 4)
+    expected = model(x).detach()
+    session.initialize(model, opt_level=level, verbosity=0, keep_fp32=f"1.{keep}" if isinstance(keep, str) else keep)
+    torch.testing.assert_close(model(x).float(), expected, rtol=0.05, atol=0.05)
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(x).float(), expected, rtol=0.05, atol=0.05)
+    attention_kept = keep is not nn.LayerNorm
+    assert layer.self_attn.in_proj_weight.dtype == (FLOAT if attention_kept else LOW.get(level, FLOAT))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_parametrized_weights_of_kept_modules_stay_fp32(session, level):
+    model = nn.Sequential(nn.Linear(4, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 2))
+    session.initialize(model, opt_level=level, verbosity=0, keep_fp32="1")
+    model(batch()[0])
+    assert model[1].weight.dtype == FLOAT
+
+
+def test_with_keep_batchnorm_fp32_and_output_types(session):
+    for keep_bn in (False, True):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        session.initialize(
+            model,
+            opt_level="O2",
+            verbosity=0,
+            keep_batchnorm_fp32=keep_bn,
+            keep_fp32="1",
+            cast_model_type=BF16,
+            cast_model_outputs=torch.float64,
+        )
+        kept, other = watch(model[1]), watch(model[2])
+        assert model(batch()[0]).dtype == torch.float64
+        assert kept.types == (FLOAT, FLOAT)
+        assert other.types == (BF16, BF16)
+        assert model[1].running_mean.dtype == FLOAT
+        assert model[2].running_mean.dtype == (FLOAT if keep_bn else BF16)
+        session.reset()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    session.initialize(model, opt_level="O2", verbosity=0, keep_fp32="1", cast_model_type=False)
+    assert model(batch()[0]).dtype == FLOAT
+
+
+def test_models_and_names_of_several_models(session):
+    one, two = Net(), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    session.initialize([one, two], opt_level="O2", verbosity=0, keep_fp32=["head", "1"])
+    assert (one.head[0].weight.dtype, two[1].weight.dtype) == (FLOAT, FLOAT)
+    assert (one.norm.weight.dtype, two[0].weight.dtype) == (HALF, HALF)
+
+
+# --- keep_fp32: tied weights and shared modules -----------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.body, self.out = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.out(self.body(self.embed(ids)))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_tied_weight_is_kept_with_both_its_modules(session, level):
+    ids = torch.arange(7)
+    model = Tied()
+    with pytest.raises(
+        AmpValueError, match=r'^keep_fp32 covers "out.weight", which is "embed.weight", too, in a module'
+    ):
+        session.initialize(model, opt_level=level, verbosity=0, keep_fp32="out")
+    assert model.body.weight.dtype == FLOAT
+    optimizer = initialize(session, model, level, keep_fp32=["out", "embed"])
+    assert model.out.weight is model.embed.weight
+    seen = watch(model.embed), watch(model.out)
+    loss = model(ids).float().square().mean()
+    with session.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert [s.types[1] for s in seen] == [FLOAT, FLOAT]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_shared_module_is_kept_by_any_of_its_names(session, level):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model.append(model[0])
+    session.initialize(model, opt_level=level, verbosity=0, keep_fp32="2")
+    seen = watch(model[0])
+    model(batch()[0])
+    assert seen.types == (FLOAT, FLOAT)
+    session.reset()
+    inside = nn.Sequential(nn.Sequential(model[0], nn.ReLU()), model[0])
+    with pytest.raises(AmpValueError, match=r'covers "0.0.weight", which is "1.weight"'):
+        session.initialize(inside, opt_level=level, verbosity=0, keep_fp32="0")
+
+
+# --- keep_fp32: copies, threads, failures -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_copies_of_the_model(session, level, copied):
+    model = Net()
+    session.initialize(model, opt_level=level, verbosity=0, keep_fp32=KEEP)
+    seen = watch(model.head[0])
+    x = batch()[0]
+    expected = model(x)
+    twin = copied(model)
+    with torch.no_grad():
+        model.head[0].weight.zero_()
+    seen.types = None
+    assert torch.equal(twin(x), expected) or (copied is not copy.deepcopy and level in ("O1", "O4"))
+    assert seen.types is None  # nothing of the original ran
+    session.reset()
+    assert twin(x.to(twin.first.weight.dtype)).isfinite().all()
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_casts_come_back_after_an_exception_and_elsewhere(session, level):
+    model = Net()
+    session.initialize(model, opt_level=level, verbosity=0, keep_fp32=["head", "norm"])
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model.head(torch.ones(2, 5))
+    assert torch.is_autocast_enabled("cpu")
+    assert model.body(torch.ones(2, 8)).dtype == SIXTEEN[level]
+
+    def refuse(module, args):
+        raise ValueError("before amp's hook")
+
+    handle = model.head.register_forward_pre_hook(refuse, prepend=True)
+    with pytest.raises(ValueError, match="before amp's hook"):
+        model(batch()[0])
+    handle.remove()
+    assert torch.is_autocast_enabled("cpu")
+    with session.disable_casts():
+        model(batch()[0])
+        assert not torch.is_autocast_enabled("cpu")
+    seen, result = watch(model.head[0]), []
+    thread = threading.Thread(target=lambda: result.append((model(batch()[0]).dtype, torch.is_autocast_enabled("cpu"))))
+    thread.start()
+    thread.join()
+    assert result == [(FLOAT, False)]
+    assert seen.types == (FLOAT, FLOAT)
+
+
+def test_an_interrupted_forward_does_not_leave_casts_off(session):
+    model = Net()
+    session.initialize(model, opt_level="O1", verbosity=0, keep_fp32="norm")
+
+    def interrupt(module, args):
+        raise KeyboardInterrupt
+
+    for module in (model.norm, model.body):  # inside of what is kept, and after it
+        handle = module.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(batch()[0])
+        handle.remove()
+        assert model(batch()[0]).dtype == HALF
+        assert model.types["first"] == HALF
+        assert torch.is_autocast_enabled("cpu")
+
+
+def test_a_failed_initialize_leaves_nothing(session):
+    model, softmax, method = Net(), torch.softmax, torch.Tensor.softmax
+    session.observers.append(lambda bound: (_ for _ in ()).throw(RuntimeError("stop")))
+    for level in LEVELS:
+        with pytest.raises(RuntimeError, match="stop"):
+            session.initialize(model, opt_level=level, verbosity=0, keep_fp32=KEEP, ops_fp32="softmax")
+        assert {p.dtype for p in model.parameters()} == {FLOAT}
+        assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+        assert torch.softmax is softmax
+        assert torch.Tensor.softmax is method
+        assert not torch.is_autocast_enabled("cpu")
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_checkpoint_resumes_bit_for_bit(level):
+    def run(session):
+        model = Net()
+        return model, initialize(session, model, level, keep_fp32=KEEP, ops_fp32={"softmax"})
+
+    first = AmpSession()
+    model, optimizer = run(first)
+    for i in range(3):
+        step(first, model, optimizer, seed=i)
+    saved = pickle.dumps((model.state_dict(), optimizer.state_dict(), first.state_dict(masters=True)))
+    losses = [step(first, model, optimizer, seed=i) for i in range(3, 6)]
+    weights = [p.detach().clone() for p in first.master_params(optimizer)]
+    first.reset()
+    second = AmpSession()
+    model, optimizer = run(second)
+    state, optimizer_state, amp_state = pickle.loads(saved)
+    model.load_state_dict(state)
+    optimizer.load_state_dict(optimizer_state)
+    second.load_state_dict(amp_state)
+    assert losses == [step(second, model, optimizer, seed=i) for i in range(3, 6)]
+    for a, b in zip(weights, second.master_params(optimizer), strict=True):
+        assert torch.equal(a, b)
+    second.reset()
+
+
+def test_the_state_dict_and_the_master_model_are_fp32_without_casts(session):
+    model = Net()
+    optimizer = initialize(session, model, "O2", keep_fp32=KEEP)
+    step(session, model, optimizer)
+    assert {v.dtype for v in model.state_dict().values()} == {FLOAT}
+    assert model.state_dict()["head.0.weight"].data_ptr() == model.head[0].weight.data_ptr()
+    twin = session.master_model(model)
+    seen = watch(twin.body)
+    twin(batch()[0])
+    assert seen.types == (FLOAT, FLOAT)
+    # A run that keeps other modules takes the weights.
+    other = Net(seed=1)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other.head[0].weight, model.head[0].weight)
+
+
+# --- ops_fp32 ---------------------------------------------------------------------------------------------------------
+
+
+def computed(x, fn):
+    """``fn`` of ``x`` where rounding its result once tells whether it was computed in fp32."""
+    return fn(x.float()).to(x.dtype)
+
+
+FORMS = {
+    "method": lambda x: x.softmax(-1),
+    "torch": lambda x: torch.softmax(x, -1),
+    "functional": lambda x: F.softmax(x, dim=-1),
+    "special": lambda x: torch.special.softmax(x, -1),
+    "module": nn.Softmax(-1),
+}
+
+
+class Op(nn.Module):
+    """Hands what a 16-bit layer gives to ``fn``, and the result to a 16-bit layer."""
+
+    def __init__(self, fn):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.fn, self.last = nn.Linear(4, 4), fn, nn.Linear(4, 4)
+        self.given = self.got = None
+
+    def forward(self, x):
+        self.given = self.first(x)
+        self.got = self.fn(self.given)
+        return self.last(self.got)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_form_of_a_call_computes_in_fp32(session, level, form):
+    model = Op(FORMS[form])
+    session.initialize(model, opt_level=level, verbosity=0, ops_fp32={"softmax"})
+    model(torch.randn(32, 4) * 4)
+    exact = model.given.detach().float().softmax(-1)
+    assert model.got.dtype == LOW.get(level, FLOAT)
+    assert torch.equal(model.got, exact.to(model.got.dtype))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("op", "call"),
+    [
+        ("matmul", lambda x: x @ x),
+        (torch.matmul, lambda x: x.matmul(x)),
+        ("bmm", lambda x: torch.bmm(x[None], x[None])[0]),
+        (torch.einsum, lambda x: torch.einsum("ij,jk->ik", [x, x])),
+        ("F.linear", lambda x: F.linear(x, weight=x)),
+        (torch.Tensor.pow, lambda x: x**3),
+    ],
+    ids=["operator", "function", "bmm", "einsum", "keywords", "method"],
+)
+def test_functions_that_levels_run_in_16_bits_run_in_fp32(session, level, op, call):
+    torch.manual_seed(0)
+    big = torch.randn(4, 4) * 200  # products leave the range of fp16
+    model = Op(lambda x: call(x * 0 + big.to(x.dtype)) * 2.0**-16)
+    session.initialize(model, opt_level=level, verbosity=0, ops_fp32=op)
+    model(torch.randn(4, 4))
+    inner = call(big.to(model.given.dtype).float())
+    if level in LOW:
+        # Rounded to 16 bits on the way out, where it may overflow.
+        inner = inner.to(LOW[level])
+    assert torch.equal(model.got, (inner * 2.0**-16).to(model.got.dtype))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_flow_through_and_checkpointing_agrees(session, level):
+    grads = []
+    for recompute in (False, True):
+        model = Net(recompute=recompute)
+        optimizer = initialize(session, model, level, ops_fp32="softmax", keep_fp32="norm")
+        x, y = batch()
+        with session.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
+            scaled.backward()
+        grads.append([p.grad.clone() for p in session.master_params(optimizer)])
+        session.reset()
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert grads[0][0].abs().max() > 0
+
+
+def test_the_type_of_results(session):
+    session.initialize(nn.Linear(1, 1), opt_level="O2", verbosity=0, ops_fp32={"softmax", "topk", "add", "layer_norm"})
+    h, b, f = (torch.randn(4, 4).to(dtype) for dtype in (HALF, BF16, FLOAT))
+    assert (h + h).dtype == (h + f).dtype == HALF
+    assert (b + 1).dtype == BF16
+    assert (h + b).dtype == FLOAT  # the widest of both
+    assert (f + f).dtype == FLOAT
+    values = torch.topk(h, 2)
+    assert (values.values.dtype, values.indices.dtype) == (HALF, torch.int64)
+    assert F.layer_norm(h, (4,), torch.ones(4), torch.zeros(4)).dtype == HALF
+    # A type that the caller chose stands.
+    assert F.softmax(h, -1, dtype=FLOAT).dtype == FLOAT
+    assert h.softmax(-1, torch.float64).dtype == torch.float64
+    out = torch.empty_like(h)
+    assert torch.add(h, h, out=out) is out
+    assert torch.equal(out, computed(h, lambda t: t + t))
+    # Complex numbers and integers are left alone.
+    assert (torch.arange(3) + 1).dtype == torch.int64
+    assert (torch.ones(2, dtype=torch.complex64) + 1).dtype == torch.complex64
+
+
+def test_it_ends_with_reset_and_with_the_session():
+    places = [(torch, "softmax"), (F, "softmax"), (torch.Tensor, "softmax"), (torch.special, "softmax")]
+    operators = [(torch.Tensor, "__matmul__"), (torch.Tensor, "matmul"), (torch, "matmul")]
+    before = [getattr(*place) for place in places + operators]
+    one, two = AmpSession(), AmpSession()
+    one.initialize(nn.Linear(1, 1), opt_level="O2", verbosity=0, ops_fp32={"softmax", "matmul"})
+    # The functions are known under their names while they are replaced.
+    two.initialize(nn.Linear(1, 1), opt_level="O5", verbosity=0, ops_fp32={torch.softmax, before[1], before[2]})
+    assert two.policy.ops_fp32 == ("softmax",)
+    x = torch.randn(8, 8).half() * 4
+    held = torch.softmax
+    assert torch.equal(held(x, -1), computed(x, lambda t: t.softmax(-1)))
+    one.reset()
+    assert torch.equal(x.softmax(-1), computed(x, lambda t: t.softmax(-1)))
+    del two
+    assert [getattr(*place) for place in places + operators] == before
+    assert torch.equal(held(x, -1), before[0](x, -1))
+
+
+def test_an_operation_that_is_refused_in_16_bits_can_be_had(session):
+    model = Op(lambda x: F.binary_cross_entropy(x.sigmoid(), torch.ones(6, 4, dtype=x.dtype), reduction="none"))
+    session.initialize(model, opt_level="O1", verbosity=0, ops_fp32="binary_cross_entropy")
+    model(batch()[0])
+    assert model.got.dtype == FLOAT
+
+
+def test_nothing_is_replaced_when_nothing_is_asked_for(session):
+    before = dict(vars(torch)), dict(vars(torch.Tensor))
+    model = Net()
+    session.initialize(model, opt_level="O2", verbosity=0)
+    assert (dict(vars(torch)), dict(vars(torch.Tensor))) == before
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules() if m is not model)
+    assert (session.policy.keep_fp32, session.policy.ops_fp32) == ((), ())
+
+
+# --- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+# dynamo looks at the gradient of what it compiles a hook for.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_compiled_models_compute_the_same(session, level, when):
+    torch.compiler.reset()
+    x, y = batch()
+    results = []
+    for compiled in (False, True):
+        model = Net()
+        called = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled and when == "before" else model
+        session.initialize(called, opt_level=level, verbosity=0, keep_fp32=KEEP, ops_fp32={"softmax"})
+        called = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled and when == "after" else called
+        result = called(x)
+        F.cross_entropy(result, y).backward()
+        results.append([result, *(p.grad for p in model.parameters())])
+        assert torch.is_autocast_enabled("cpu") == (level == "O1")
+        session.reset()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    # What dynamo learned meanwhile does not stay.
+    assert torch.compile(lambda t: torch.softmax(t, -1), backend="eager", fullgraph=True)(x).dtype == FLOAT
+    torch.compiler.reset()
+
+
+# --- errors and what is printed ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("kwargs", "error", "match"),
+    [
+        ({"keep_fp32": "haed.*"}, AmpValueError, r"^keep_fp32: no module .* matches 'haed.\*'. Near it are 'head"),
+        (
+            {"keep_fp32": ["norm", "head.weight"]},
+            AmpValueError,
+            r"matches 'head.weight'. Near it are 'head.*not those of",
+        ),
+        ({"keep_fp32": ""}, AmpValueError, r"matches ''. Patterns are"),
+        (
+            {"keep_fp32": nn.BatchNorm1d},
+            AmpValueError,
+            r"is a BatchNorm1d. Classes there are Net, Linear, LayerNorm, Seq",
+        ),
+        ({"keep_fp32": [nn.Conv2d]}, AmpValueError, r"is a Conv2d. Classes there are Net, Linear"),
+        ({"keep_fp32": nn.Linear(1, 1)}, AmpValueError, r"a Linear that is given is no module of the models"),
+        ({"keep_fp32": True}, AmpTypeError, r"keep_fp32 is True, expected a pattern of module names, a module class"),
+        ({"keep_fp32": ["head", 3]}, AmpTypeError, r"keep_fp32 has 3 in it"),
+        ({"keep_fp32": torch.Tensor}, AmpTypeError, r"keep_fp32 is <class 'torch.Tensor'>"),
+        ({"ops_fp32": "sofmax"}, AmpValueError, r"^ops_fp32: 'sofmax' is no function .*Near it are 'softmax'"),
+        ({"ops_fp32": ["torch.linalg.softmax"]}, AmpValueError, r"'torch.linalg.softmax' is no function"),
+        ({"ops_fp32": "no.such.softmax"}, AmpValueError, r"'no.such.softmax' is no function"),
+        ({"ops_fp32": "exp_"}, AmpValueError, r"'exp_' works in place.*Name 'exp'"),
+        ({"ops_fp32": torch.Tensor.exp_}, AmpValueError, r"function 'exp_' works in place"),
+        ({"ops_fp32": F.batch_norm}, AmpValueError, r"function 'batch_norm' may write .* keep_fp32"),
+        ({"ops_fp32": "embedding"}, AmpValueError, r"'embedding' may write"),
+        ({"ops_fp32": batch}, AmpValueError, r"function 'batch' is no function of torch.*amp.float_function"),
+        ({"ops_fp32": "backward"}, AmpValueError, r"'backward' is no function"),
+        ({"ops_fp32": nn.Softmax}, AmpTypeError, r"ops_fp32 is <class .*Softmax'>, expected the name of a function"),
+        ({"ops_fp32": {"softmax", 2}}, AmpTypeError, r"ops_fp32 has 2 in it"),
+        ({"ops_fp32": 1.0}, AmpTypeError, r"ops_fp32 is 1.0"),
+    ],
+)
+def test_errors_are_the_same_at_every_level(session, level, kwargs, error, match):
+    model = Net()
+    with pytest.raises(error, match=match):
+        session.initialize(model, opt_level=level, verbosity=0, **kwargs)
+    assert session.policy is None
+    assert {p.dtype for p in model.parameters()} == {FLOAT}
+
+
+def test_what_is_printed_and_kept_in_the_policy(session, capsys):
+    model = Net()
+    session.initialize(model, opt_level="O2", keep_fp32=["head.*", nn.LayerNorm, model.body], ops_fp32=[torch.bmm])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == [
+        "keep_fp32              : ('head.*', 'LayerNorm', 'body')",
+        "ops_fp32               : ('bmm',)",
+    ]
+    assert session.policy.keep_fp32 == ("head.*", "LayerNorm", "body")
+    session.reset()
+    session.initialize(model, opt_level="O2", keep_fp32=[], ops_fp32=())
+    assert "fp32 " not in "".join(capsys.readouterr().out.splitlines()[-2:])

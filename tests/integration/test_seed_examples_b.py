@@ -1,0 +1,249 @@
+"""The examples of GANs, of parallel training and of custom functions, as a user runs them, in a short form."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib", reason="the examples draw plots: pip install 'ampctx[examples]'")
+pytest.importorskip("tqdm", reason="the examples show a progress bar: pip install 'ampctx[examples]'")
+from matplotlib import image
+
+from ampctx import amp
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def run(*command: object, cwd: Path) -> str:
+    """What ``python *command`` prints, in a process of its own where every warning is an error."""
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *map(str, command)],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.rstrip()
+
+
+@pytest.fixture
+def run_here(monkeypatch, capsys, tmp_path):
+    """Runs an example in this process, which spares its imports, and returns exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(EXAMPLES)
+    threads = torch.get_num_threads()  # the examples set it
+
+    def run_here(script: str, *arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+        try:
+            with pytest.raises(SystemExit) as exit:
+                runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+        finally:
+            amp.reset()
+            torch.set_num_threads(threads)
+        out, err = capsys.readouterr()
+        return exit.value.code, out.rstrip(), err
+
+    return run_here
+
+
+# --- dcgan.py ---------------------------------------------------------------------------------------------------------
+
+DCGAN = re.compile(
+    r"distance to unseen digits ([\d.]+) \(untrained ([\d.]+), shuffled pixels ([\d.]+), seen digits ([\d.]+)\) \| "
+    r"digits drawn (\d+) of 10 \| skipped steps (\d+) and (\d+) of (\d+)$"
+)
+LOSS_SCALES = re.compile(r"loss [\d.]+ \| loss scale ([\d.]+)$", re.MULTILINE)
+
+
+def dcgan(printed: str) -> tuple[list[float], int, list[int], list[float]]:
+    """The four distances, the digits drawn, skips of both optimizers and their steps, the three loss scales."""
+    found = DCGAN.search(printed)
+    assert found, printed
+    numbers = [float(n) for n in found.groups()]
+    return numbers[:4], int(numbers[4]), [int(n) for n in numbers[5:]], [float(s) for s in LOSS_SCALES.findall(printed)]
+
+
+def test_dcgan_examples_samples_become_digits_at_o2(tmp_path):
+    printed = run(EXAMPLES / "dcgan.py", "--device", "cpu", "--width", 8, "--steps", 150, cwd=tmp_path)
+    (samples, untrained, shuffled, seen), drawn, (d_skips, g_skips, steps), scales = dcgan(printed)
+    assert seen < samples < 0.85 * shuffled < shuffled < untrained
+    assert drawn >= 8
+    assert steps == 150
+    # Each loss has halved a scale of its own; a step of the discriminator is skipped for either of its two.
+    real, fake, generated = (round(torch.tensor(65536 / scale).log2().item()) for scale in scales)
+    assert max(real, fake) <= d_skips <= real + fake
+    assert generated == g_skips >= 1
+    assert "Selected optimization level O2" in printed
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dcgan_losses.png", "dcgan_samples.png"]
+    sheet = image.imread(tmp_path / "dcgan_samples.png")[..., :3]
+    width = sheet.shape[1] // 2
+    for half in (sheet[:, :width], sheet[:, width:]):
+        assert (half < 0.1).mean() > 0.3, "digits are white on black"
+        assert (half > 0.8).mean() > 0.1
+    losses = image.imread(tmp_path / "dcgan_losses.png")[..., :3] * 255
+    for name, colour in {"digits": (31, 119, 180), "samples": (44, 160, 44), "generator": (255, 127, 14)}.items():
+        assert (abs(losses - colour).max(axis=-1) < 24).mean() > 1e-4, f"nothing is drawn in the colour of {name}"
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4", "O5"])
+def test_dcgan_examples_train_at(level, run_here):
+    code, out, _ = run_here("dcgan.py", "--device", "cpu", "--width", 4, "--steps", 30, "--opt-level", level)
+    assert code == 0
+    (samples, untrained, _, _), _, (d_skips, g_skips, steps), scales = dcgan(out)
+    assert samples < 0.8 * untrained
+    assert steps == 30
+    if level == "O1":
+        assert scales[2] == 65536 / 2**g_skips
+    else:
+        assert (scales, d_skips, g_skips) == ([1.0] * 3, 0, 0)
+
+
+# --- parallel.py ------------------------------------------------------------------------------------------------------
+
+PARALLEL = re.compile(
+    r"(amp|torch): test accuracy ([\d.]+)% \| (.*) \| loss scale ([\d.]+) \| skipped steps (\d+) of (\d+)$",
+    re.MULTILINE,
+)
+
+
+def parallel(printed: str) -> dict[str, tuple[float, str, float, int, int]]:
+    """By interface: accuracy, what is said of ranks or threads, loss scale, skipped steps, steps."""
+    found = {f[1]: (float(f[2]), f[3], float(f[4]), int(f[5]), int(f[6])) for f in PARALLEL.finditer(printed)}
+    assert found, printed
+    assert PARALLEL.search(printed.splitlines()[-1])
+    return found
+
+
+def test_parallel_examples_skip_an_overflow_of_one_rank_on_both(tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    options = ("--api", "amp", "torch", "--device", "cpu", "--epochs", 2, "--accumulate", 2, "--overflow-at", 3)
+    found = parallel(run(*torchrun, EXAMPLES / "parallel.py", *options, cwd=tmp_path))
+    assert list(found) == ["amp", "torch"]
+    for accuracy, how, scale, skipped, steps in found.values():
+        assert accuracy >= 92.0
+        assert how == "the same weights, loss scale and skips on 2 ranks"
+        assert (scale, skipped) == (32768.0, 1)
+        assert steps == 2 * (1351 // 64)
+
+
+@pytest.mark.parametrize(
+    ("api", "level", "dtype"),
+    [
+        ("amp", "O1", "float16"),
+        ("amp", "O2", "float16"),
+        ("amp", "O4", "bfloat16"),
+        ("amp", "O5", "bfloat16"),
+        ("torch", "O1", "float16"),
+    ],
+)
+def test_parallel_examples_cast_in_threads(api, level, dtype, run_here):
+    options = ("--api", api, "--opt-level", level, "--device", "cpu", "--epochs", 2, "--batch-size", 32)
+    code, out, _ = run_here("parallel.py", *options, "--threads", 3, "--verbosity", 0)
+    assert code == 0
+    accuracy, how, _, _, _ = parallel(out)[api]
+    assert accuracy >= 92.0
+    assert how == f"3 threads with linear layers in torch.{dtype}"
+    assert f"trained in: worker0_0, worker1_0, worker2_0; linear layers in torch.{dtype}" in out
+    assert ("with torch.autocast around the call alone: linear layers in torch.float32" in out) == (api == "torch")
+
+
+def test_parallel_examples_threads_skip_an_overflow(run_here):
+    _, out, _ = run_here("parallel.py", "--device", "cpu", "--epochs", 1, "--overflow-at", 0)
+    _, _, scale, skipped, steps = parallel(out)["amp"]
+    assert (scale, skipped, steps) == (32768.0, 1, 1351 // 16)
+
+
+# --- custom_functions.py ----------------------------------------------------------------------------------------------
+
+CUSTOM = re.compile(
+    r"test accuracy ([\d.]+)% with torch.autocast, ([\d.]+)% with amp, ([\d.]+)% with amp and registered functions$"
+)
+ROWS = {
+    "torch.square of 16 bits": ("inf float16", "90000 float32"),
+    "variance of 16 bits": ("inf float16", "90000 float32"),
+    "F.silu of fp32": ("300 float32", "300 float16"),
+    "gate of fp32": ("300 float32", "300 float16"),
+    "torch.lerp of both": ("RuntimeError", "300 float32"),
+    "between of both": ("RuntimeError", "300 float32"),
+}
+
+
+def rows(printed: str) -> dict[str, tuple[str, str]]:
+    """By function: what comes of it without casts, and with them."""
+    lines = (line for line in printed.splitlines() if line.startswith(("float ", "half ", "promote ")))
+    return {line[9:33].strip(): (line[34:54].strip(), line[55:]) for line in lines}
+
+
+def types(where: str, matmul: str) -> str:
+    custom = f"LogSumExp backward float32, LogSumExp forward float32, MatMul backward {matmul}, MatMul forward {matmul}"
+    return f"{where}: {custom}"
+
+
+def test_custom_functions_examples_at_o1(tmp_path):
+    printed = run(EXAMPLES / "custom_functions.py", "--epochs", 2, cwd=tmp_path)
+    found = CUSTOM.search(printed)
+    assert found, printed
+    assert all(float(accuracy) >= 92.0 for accuracy in found.groups())
+    lines = printed.splitlines()
+    assert types("torch.autocast to torch.float16", "float16") in lines
+    assert types("amp at O1", "float16") in lines
+    assert "ForeignMatMul there: expected m1 and m2 to have the same dtype, but got: c10::Half != float" in lines
+    assert rows(printed) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("level", "matmul"),
+    [("O0", "float32"), ("O2", "float16"), ("O3", "float16"), ("O4", "bfloat16"), ("O5", "bfloat16")],
+)
+def test_custom_functions_examples_at(level, matmul, run_here):
+    before = torch.square, torch.lerp, torch.nn.functional.silu
+    code, out, _ = run_here("custom_functions.py", "--epochs", 1, "--opt-level", level)
+    assert code == 0
+    assert all(float(accuracy) >= 85.0 for accuracy in CUSTOM.search(out).groups())
+    assert types(f"amp at {level}", matmul) in out
+    if level == "O4":
+        assert rows(out)["torch.square of 16 bits"] == ("90112 bfloat16", "90000 float32")
+    else:
+        assert all(without == with_casts for without, with_casts in rows(out).values())
+    assert (torch.square, torch.lerp, torch.nn.functional.silu) == before
+
+
+# --- wrong arguments --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        ("dcgan.py", ("--steps", "0"), "--steps: 0 is not above 0"),
+        ("dcgan.py", ("--batch-size", "1"), "--batch-size: batch norm needs at least 2"),
+        ("dcgan.py", ("--lr", "0"), "--lr: 0.0 is not above 0"),
+        ("dcgan.py", ("--output-dir", "none"), "--output-dir: none is not a directory"),
+        ("dcgan.py", ("--opt-level", "O6"), "invalid choice: 'O6'"),
+        ("parallel.py", ("--api", "torch", "--opt-level", "O2"), "O2 is for --api amp"),
+        ("parallel.py", ("--overflow-at", "1", "--opt-level", "O5"), "needs a dynamic loss scale"),
+        ("parallel.py", ("--overflow-at", "84", "--epochs", "1"), "there is no step 84; the last one is 83"),
+        ("parallel.py", ("--batch-size", "1000", "--accumulate", "2"), "would take 2000 images, and there are 1351"),
+        ("parallel.py", ("--threads", "-1"), "--threads: -1 is not above 0"),
+        ("custom_functions.py", ("--epochs", "0"), "--epochs: 0 is not above 0"),
+        ("custom_functions.py", ("--opt-level", "1"), "invalid choice: '1'"),
+    ],
+)
+def test_seed_examples_b_refuse(script, arguments, message, run_here, tmp_path):
+    code, out, err = run_here(script, *arguments)
+    assert code == 2
+    assert message in err
+    assert out == ""
+    assert list(tmp_path.iterdir()) == []
