@@ -259,6 +259,17 @@ def test_examples_grad_scaler_calls_every_public_method():
     assert public <= set(dir(ampctx.GradScaler))
 
 
+LAST_LINES = {
+    "typical_training": TYPICAL,
+    "clipping": CLIPPING.format("norm"),
+    "accumulation": ACCUMULATION,
+    "gradient_penalty": PENALTY,
+    "wgan_gp": WGAN,
+    "several_losses": SEVERAL.format("# and #"),
+    "grad_scaler": SCALER,
+}
+
+
 @pytest.mark.parametrize(
     ("script", "arguments", "message"),
     [
@@ -289,21 +300,17 @@ def test_examples_refuse(script, arguments, message, tmp_path, monkeypatch, caps
     assert list(tmp_path.iterdir()) == []
 
 
-README_LINES = {
-    "typical_training": TYPICAL,
-    "clipping": CLIPPING.format("norm"),
-    "accumulation": ACCUMULATION,
-    "gradient_penalty": PENALTY,
-    "wgan_gp": WGAN,
-    "several_losses": SEVERAL.format("# and #"),
-    "grad_scaler": SCALER,
-}
+@pytest.mark.parametrize("script", LAST_LINES)
+def test_examples_say_that_there_is_no_gpu(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    message = refusal(f"{script}.py", "--device", "cuda", cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+    assert "--device: cuda was asked for and torch finds no CUDA device here; use --device cpu" in message
 
 
-@pytest.mark.parametrize("script", README_LINES)
+@pytest.mark.parametrize("script", LAST_LINES)
 def test_examples_readme_shows_the_last_line(script):
     shown = re.findall(r"^    (\S.*)$", (ROOT / "examples" / "README.md").read_text(), flags=re.M)
-    form = re.escape(README_LINES[script]).replace(r"\#", NUMBER)
+    form = re.escape(LAST_LINES[script]).replace(r"\#", NUMBER)
     assert len([line for line in shown if re.fullmatch(form, line)]) == 1
 
 
