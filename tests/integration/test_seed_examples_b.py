@@ -1,4 +1,4 @@
-"""The examples of GANs, of parallel training and of custom functions, as a user runs them, in a short form."""
+"""The examples of GANs, parallel training, custom functions and forced types, as a user runs them, in a short form."""
 
 from __future__ import annotations
 
@@ -221,6 +221,32 @@ def test_custom_functions_examples_at(level, matmul, run_here):
     assert (torch.square, torch.lerp, torch.nn.functional.silu) == before
 
 
+# --- forced_types.py --------------------------------------------------------------------------------------------------
+
+FORCED = re.compile(r"(O\d): body in (\w+), norm in (\w+), head in (\w+), test accuracy ([\d.]+)%$", re.MULTILINE)
+
+
+def test_forced_types_examples_are_the_same_at_every_level(tmp_path):
+    printed = run(EXAMPLES / "forced_types.py", "--device", "cpu", "--epochs", 1, cwd=tmp_path)
+    lowest = min(float(found[5]) for found in FORCED.finditer(printed))
+    assert lowest >= 65.0
+    body = {"O0": "float32", "O1": "float16", "O2": "float16", "O3": "float16", "O4": "bfloat16", "O5": "bfloat16"}
+    assert {f[1]: f.groups()[1:4] for f in FORCED.finditer(printed)} == {
+        level: (dtype, "float32", "float32") for level, dtype in body.items()
+    }
+    last = f"with keep_fp32, ops_fp32 at {', '.join(body)}: test accuracy of {lowest:.2f}% or more"
+    assert printed.splitlines()[-1] == last
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_forced_types_examples_fail_without(level, run_here):
+    options = ("--opt-level", level, "--epochs", 1, "--device", "cpu")
+    _, out, _ = run_here("forced_types.py", *options, "--without", "keep_fp32")
+    assert f"{level}: body in float16, norm in float16, head in float16, test accuracy 9.89%" in out
+    _, out, _ = run_here("forced_types.py", *options, "--without", "ops_fp32")
+    assert f"{level}: NotImplementedError: \"cdist\" not implemented for 'Half'" in out
+
+
 # --- wrong arguments --------------------------------------------------------------------------------------------------
 
 
@@ -239,6 +265,8 @@ def test_custom_functions_examples_at(level, matmul, run_here):
         ("parallel.py", ("--threads", "-1"), "--threads: -1 is not above 0"),
         ("custom_functions.py", ("--epochs", "0"), "--epochs: 0 is not above 0"),
         ("custom_functions.py", ("--opt-level", "1"), "invalid choice: '1'"),
+        ("forced_types.py", ("--opt-level", "O2", "2"), "invalid choice: '2'"),
+        ("forced_types.py", ("--without", "softmax"), "invalid choice: 'softmax'"),
     ],
 )
 def test_seed_examples_b_refuse(script, arguments, message, run_here, tmp_path):

@@ -1,0 +1,139 @@
+"""Forces layers and functions to fp32, in the same words at every opt level.
+
+    python examples/forced_types.py                             # trains at each of O0 to O5
+    python examples/forced_types.py --opt-level O2 --without keep_fp32      # what becomes of it otherwise
+    python examples/forced_types.py --opt-level O2 --without ops_fp32
+
+The net reads the UCI handwritten digits as images of 0 to 255, row by row. Two things in it do not work in 16 bits: the
+sums of squares in ``RMSNorm`` go beyond the range of fp16, and torch has no cdist for 16-bit types.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+import torch.nn.functional as F
+from digits import accuracy, load_digits
+from torch import Tensor, nn
+
+from ampctx import amp, optimizers
+
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+# Modules by the pattern of their names and by their class, functions by their names.
+FORCED = {"keep_fp32": ["head.*", nn.LayerNorm], "ops_fp32": {"softmax", "cdist"}}
+
+
+# --- model ------------------------------------------------------------------------------------------------------------
+
+
+class RMSNorm(nn.LayerNorm):
+    """By root mean squares. Written by hand, as in many models, which cast to fp32 and back in there: this does not."""
+
+    computed_in: torch.dtype | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.computed_in = x.dtype
+        power = x.square().sum(-1, keepdim=True) / x.shape[-1]
+        return x * torch.rsqrt(power + self.eps) * self.weight + self.bias
+
+
+class Net(nn.Module):
+    """(N, 1, 8, 8) images -> (N, 10) scores: how near an image is to a prototype of each digit."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.body, self.norm = nn.Linear(8, width), RMSNorm(width)
+        self.position, self.attention = nn.Parameter(torch.randn(8, width)), nn.Linear(width, 8)
+        self.head = nn.Sequential(nn.Linear(8 * width, width), nn.GELU(), nn.Linear(width, 16))
+        self.prototypes = nn.Parameter(torch.randn(10, 16))
+
+    def forward(self, images: Tensor) -> Tensor:
+        rows = self.norm(self.body(images[:, 0])) + self.position
+        weights = self.attention(rows).softmax(dim=1)
+        return -torch.cdist(self.head((weights.mT @ rows).flatten(1)), self.prototypes)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def train(args: argparse.Namespace, level: str, images: Tensor, labels: Tensor) -> nn.Module:
+    torch.manual_seed(0)
+    model = Net().to(images.device)
+    optimizer = optimizers.FusedAdam(model.parameters(), lr=0.003)
+    forced = {name: value for name, value in FORCED.items() if name not in args.without}
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=args.verbosity, **forced)
+    for epoch in range(args.epochs):
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch)).to(images.device)
+        for batch in order.split(32):
+            loss = F.cross_entropy(model(images[batch]), labels[batch])
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+def types_inside(model: Net, images: Tensor) -> str:
+    """The types that ``body``, ``norm`` and ``head`` compute in."""
+    found = {}
+    layers = {"body": model.body, "head": model.head[0]}
+    hooks = [
+        layer.register_forward_hook(lambda module, args, output, name=name: found.update({name: output.dtype}))
+        for name, layer in layers.items()
+    ]
+    model(images)
+    for hook in hooks:
+        hook.remove()
+    types = {"body": found["body"], "norm": model.norm.computed_in, "head": found["head"]}
+    return ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for name, dtype in types.items())
+
+
+# --- command line -----------------------------------------------------------------------------------------------------
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not above 0")
+    return value
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--opt-level", nargs="+", default=LEVELS, choices=LEVELS, help="one or several; default: all")
+    parser.add_argument("--without", nargs="+", default=[], choices=list(FORCED), help="leave out one or both")
+    parser.add_argument("--epochs", type=positive, default=4, help="default 4")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--verbosity", type=int, default=0, help="1: amp prints its options; default 0")
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: cuda was asked for and torch finds no CUDA device here; use --device cpu")
+    return args
+
+
+def main() -> int:
+    args = parse_args()
+    # Operations this small gain little from a second thread, and lose much where the cores are busy.
+    torch.set_num_threads(1)
+    device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
+    images, labels, test_images, test_labels = load_digits(device)
+    images, test_images = (images + 1) * 127.5, (test_images + 1) * 127.5
+    reached = {}
+    for level in args.opt_level:
+        try:
+            model = train(args, level, images, labels)
+            reached[level] = accuracy(model, test_images, test_labels)
+            print(f"{level}: {types_inside(model, test_images)}, test accuracy {reached[level]:.2f}%")
+        except RuntimeError as error:
+            reached[level] = 0.0
+            print(f"{level}: {type(error).__name__}: {error}")
+        amp.reset()
+    words = ", ".join(name for name in FORCED if name not in args.without) or "nothing"
+    print(f"with {words} at {', '.join(reached)}: test accuracy of {min(reached.values()):.2f}% or more")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
