@@ -107,29 +107,40 @@ def _name_of(fn: Callable) -> str:
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
+def _look(values: Iterable[Any], low: set[torch.dtype], devices: set[str]) -> None:
+    """Notes the 16-bit types and the devices of the tensors in ``values``."""
+    for value in values:
+        if isinstance(value, Tensor):
+            devices.add(value.device.type)
+            if value.dtype in LOW_PRECISION:
+                low.add(value.dtype)
+        elif isinstance(value, (list, tuple)):
+            _look(value, low, devices)
+        elif isinstance(value, dict):
+            _look(value.values(), low, devices)
+
+
+def _widen(t: Tensor) -> Tensor:
+    return t.float() if t.dtype in LOW_PRECISION else t
+
+
 def _in_fp32(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """``fn`` with fp32 in the place of 16-bit arguments. Where autocast is on, the result stays as it is; elsewhere
     fp32 in it becomes the widest 16-bit type among the arguments."""
-    # A dtype that the caller chose stands.
-    if any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
-        return fn(*args, **kwargs)
     out = {"out": kwargs.pop("out")} if "out" in kwargs else {}
     low: set[torch.dtype] = set()
     devices: set[str] = set()
-
-    def widen(t: Tensor) -> Tensor:
-        devices.add(t.device.type)
-        if t.dtype not in LOW_PRECISION:
-            return t
-        low.add(t.dtype)
-        return t.float()
-
-    args, kwargs = map_floating_args((args, kwargs), widen)
-    if any(torch.is_autocast_enabled(device) for device in devices):
+    _look((*args, *kwargs.values()), low, devices)
+    casts = any(map(torch.is_autocast_enabled, devices))
+    # A dtype that the caller chose stands.
+    if not (low or casts) or any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
+        return fn(*args, **kwargs, **out)
+    args, kwargs = map_floating_args((args, kwargs), _widen)
+    if casts:
         with autocast_off():
             return fn(*args, **kwargs, **out)
     result = fn(*args, **kwargs, **out)
-    if not low or out:
+    if out:
         return result
     back = functools.reduce(torch.promote_types, low)
     return map_floating_args(result, lambda t: t.to(back) if t.dtype == torch.float32 else t)

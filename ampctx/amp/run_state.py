@@ -264,13 +264,13 @@ class _Loader:
         if more := sorted(saved.keys() - here):
             raise AmpValueError(
                 f"{where_masters}[{more[0]}] is a master weight, and that parameter has none here: it is frozen, or is "
-                "not a 16-bit one"
+                "not a 16-bit one. keep_fp32 of amp.initialize has to be that of the run that was saved"
             )
         if missing := sorted(here - saved.keys()):
             raise AmpKeyError(
                 f"{where_masters} has no {missing[0]}, the master weight of a parameter of shape "
                 f"{tuple(self._params[missing[0]].shape)}. Where it was frozen when the checkpoint was made, load "
-                "first and unfreeze it then"
+                "first and unfreeze it then. keep_fp32 of amp.initialize has to be that of the run that was saved"
             )
         return saved
 

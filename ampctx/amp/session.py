@@ -272,6 +272,8 @@ class AmpSession:
                 # What is refused in 16 bits may be asked for in fp32.
                 allow_banned = "binary_cross_entropy" in policy.ops_fp32
                 autocast = Autocast(models, policy.autocast_dtype, allow_banned=allow_banned)
+                for module in kept.entries if self.allow_incoming_model_not_fp32 else ():
+                    undo.append(casting.cast_model(module, torch.float32, False, kept.modules)[0])
                 # First, so that what cast_ops does around a model's forward is around this.
                 undo.append(install_without_casts(kept.entries, autocast))
                 undo.append(self.cast_ops(autocast))

@@ -12,7 +12,7 @@ from models import LEVELS, LOW
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ampctx import AmpTypeError, AmpValueError
+from ampctx import AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.amp import AmpSession
 
 HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
@@ -310,6 +310,19 @@ def test_with_keep_batchnorm_fp32_and_output_types(session):
     assert model(batch()[0]).dtype == FLOAT
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_16_bit_models_that_are_let_in(session, level):
+    session.allow_incoming_model_not_fp32 = True
+    model = Net().half()
+    session.initialize(model, opt_level=level, verbosity=0, keep_fp32=KEEP)
+    seen = watch(model.norm), watch(model.head[0])
+    model(batch()[0])
+    assert [s.types for s in seen] == 2 * [(FLOAT, FLOAT)]
+    assert {p.dtype for p in model.head.parameters()} == {FLOAT}
+    session.reset()
+    assert {p.dtype for p in model.parameters()} == {HALF}
+
+
 def test_models_and_names_of_several_models(session):
     one, two = Net(), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     session.initialize([one, two], opt_level="O2", verbosity=0, keep_fp32=["head", "1"])
@@ -470,6 +483,22 @@ def test_a_checkpoint_resumes_bit_for_bit(level):
     for a, b in zip(weights, second.master_params(optimizer), strict=True):
         assert torch.equal(a, b)
     second.reset()
+
+
+def test_a_checkpoint_of_a_run_that_kept_other_modules_is_refused():
+    sessions, runs = [AmpSession(), AmpSession()], []
+    for session, keep in zip(sessions, ("head", None), strict=True):
+        model = Net()
+        optimizer = initialize(session, model, "O2", keep_fp32=keep)
+        step(session, model, optimizer)
+        runs.append((model, optimizer, session.state_dict(masters=True)))
+    hint = "keep_fp32 of amp.initialize has to be that of the run"
+    with pytest.raises(AmpValueError, match=f"that parameter has none here.*{hint}"):
+        sessions[0].load_state_dict(runs[1][2])
+    with pytest.raises(AmpKeyError, match=f"has no .*, the master weight of.*{hint}"):
+        sessions[1].load_state_dict(runs[0][2])
+    for session in sessions:
+        session.reset()
 
 
 def test_the_state_dict_and_the_master_model_are_fp32_without_casts(session):
