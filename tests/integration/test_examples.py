@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import runpy
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,35 +11,15 @@ import torch
 
 pytest.importorskip("matplotlib", reason="the examples draw plots: pip install 'ampctx[examples]'")
 pytest.importorskip("tqdm", reason="the examples show a progress bar: pip install 'ampctx[examples]'")
+from example_runs import refusal, run
 from matplotlib import image
 
-ROOT = Path(__file__).resolve().parents[2]
 LAST_LINE = re.compile(r"test accuracy ([\d.]+)% \| loss scale (\S+) \| skipped steps (\d+) of (\d+)$")
 STEPS_PER_EPOCH = 84  # 1,351 training images in batches of 16
 
 
-def run(script: str, *arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", str(ROOT / "examples" / script), *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}  # the package of this tree, not another that is installed
-    return subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL
-    )
-
-
 def digits(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     return run("digits.py", "--device", "cpu", *arguments, cwd=cwd)
-
-
-def refusal(script: str, *arguments: object, cwd: Path, monkeypatch, capsys) -> str:
-    """What an example says on stderr when it exits with code 2; in this process, as no training is reached."""
-    monkeypatch.chdir(cwd)
-    monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
-    threads = torch.get_num_threads()  # the examples set it
-    with pytest.raises(SystemExit) as exit:
-        runpy.run_path(str(ROOT / "examples" / script), run_name="__main__")
-    torch.set_num_threads(threads)
-    assert exit.value.code == 2
-    return capsys.readouterr().err
 
 
 def result(done: subprocess.CompletedProcess[str]) -> tuple[float, float, int, int]:

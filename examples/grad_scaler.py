@@ -1,0 +1,125 @@
+"""Every public method of GradScaler, in one loop that has a use for each of them.
+
+    python examples/grad_scaler.py                          # fp16 under autocast
+    python examples/grad_scaler.py --scaler torch           # the same loop with torch.amp.GradScaler: the same numbers
+    python examples/grad_scaler.py --dtype bfloat16         # needs no scaling: a disabled scaler, in the same loop
+
+A net learns a function in two stages. The first begins with a scale far too low and looks for a good one in large
+steps; it is interrupted, saved and taken up again. The second has a loss of another size, which is known
+beforehand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ampctx
+
+SCALERS = {"ampctx": ampctx.GradScaler, "torch": torch.amp.GradScaler}
+
+
+def report(step: int, scaler: torch.amp.GradScaler, why: str) -> None:
+    print(
+        f"step {step:3d}: scale {scaler.get_scale():g}, x {scaler.get_growth_factor():g} after "
+        f"{scaler.get_growth_interval()} clean steps, x {scaler.get_backoff_factor():g} at an overflow: {why}"
+    )
+
+
+def train(args: argparse.Namespace) -> tuple[list[float], list[float], int]:
+    """The losses and the scale at each step, and how many steps were skipped."""
+    dtype = getattr(torch, args.dtype)
+    model = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)).to(args.device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    # bf16 has the range of fp32. A disabled scaler passes everything through, so that the loop stays as it is.
+    scaler = SCALERS[args.scaler](args.device, init_scale=2.0**4, enabled=dtype == torch.float16)
+    if scaler.is_enabled():
+        # Quickly up, and back by as much.
+        scaler.set_growth_factor(8.0)
+        scaler.set_backoff_factor(0.125)
+        scaler.set_growth_interval(4)
+        report(0, scaler, "looking for the scale")
+
+    losses, scales, skipped = [], [], 0
+    for step in range(args.steps):
+        if step == args.steps // 4 and scaler.is_enabled():
+            scaler.set_growth_factor(2.0)
+            scaler.set_backoff_factor(0.5)
+            scaler.set_growth_interval(2000)
+            report(step, scaler, "found, now the usual rule")
+        if step == args.steps // 2:
+            # After update(), with the states of model and optimizer. The one of a disabled scaler is empty.
+            file = io.BytesIO()
+            torch.save({"scaler": scaler.state_dict()}, file)
+            file.seek(0)
+            scaler = SCALERS[args.scaler](args.device, enabled=scaler.is_enabled())
+            scaler.load_state_dict(torch.load(file, weights_only=True)["scaler"])
+            if scaler.is_enabled():
+                report(step, scaler, "saved and loaded")
+
+        size = 1024.0 if step >= 3 * args.steps // 4 else 1.0  # of the loss in the second stage, and in the first
+        x = 4 * torch.rand(64, 1, device=args.device) - 2
+        optimizer.zero_grad()
+        with torch.autocast(args.device, dtype=dtype):
+            output = model(x)
+            fit = F.mse_loss(output, torch.sin(3 * x)) * size
+            small = output.square().mean() * 1e-6 * size
+        # One tensor, or any number of them.
+        torch.autograd.backward(scaler.scale([fit, small]))
+        # True gradients from here on, to clip or to look at.
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        # What optimizer.step() returns, or None where it was skipped.
+        scaler.step(optimizer)
+
+        scale = scaler.get_scale()
+        if step + 1 == 3 * args.steps // 4 and scaler.is_enabled():
+            # The loss is about to become 1024 times as large. Without this, ten skipped steps would find out.
+            scaler.update(new_scale=scale / 1024)
+            report(step + 1, scaler, "set by hand")
+        else:
+            scaler.update()
+            skipped += scaler.get_scale() < scale
+        losses.append(fit.item() / size)
+        scales.append(scale)
+    return losses, scales, skipped
+
+
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return int(text)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scaler", default="ampctx", choices=list(SCALERS), help="default ampctx")
+    parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"], help="default float16")
+    parser.add_argument("--steps", type=positive, default=240, help="at least 8; default 240")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    args = parser.parse_args()
+    if args.steps < 8:
+        parser.error(f"--steps: {args.steps} is less than 8, too few for two stages with a checkpoint")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: cuda was asked for and torch finds no CUDA device here; use --device cpu")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(1)  # operations this small lose by more
+    torch.manual_seed(0)
+    losses, scales, skipped = train(args)
+    last = 3 * args.steps // 4 - 1
+    print(
+        f"loss {losses[0]:.4f} -> {losses[-1]:.4f} | loss scale {scales[0]:g} -> {scales[last]:g} -> {scales[-1]:g} | "
+        f"skipped steps {skipped} of {len(losses)}"
+    )
+
+
+if __name__ == "__main__":
+    main()

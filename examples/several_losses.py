@@ -1,0 +1,164 @@
+"""Two losses that share two models and their graph, with one or two optimizers, in both interfaces of ampctx.
+
+    python examples/several_losses.py                               # apex's interface, at O2; a loss scale per loss
+    python examples/several_losses.py --models 1 --optimizers 2     # all four shapes that amp.initialize takes
+    python examples/several_losses.py --scales shared               # one loss scale, delay_unscale on the first loss
+    python examples/several_losses.py --api torch                   # torch.autocast and GradScaler
+
+Both losses are 0 where the first model gives 8/19 and the second 1/19 of the target. The second loss weighs a hundred
+times as much, so that its gradients overflow at scales which suit those of the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import ampctx
+from ampctx import amp
+
+Batches = Iterator[tuple[Tensor, Tensor]]
+
+
+class Two(nn.Module):
+    """Two models as one."""
+
+    def __init__(self, models: list[nn.Module]) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(models)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [model(x) for model in self.models]
+
+
+def outputs_of(models: list[nn.Module], x: Tensor) -> list[Tensor]:
+    return models[0](x) if len(models) == 1 else [model(x) for model in models]
+
+
+def losses_of(outputs: list[Tensor], target: Tensor) -> list[Tensor]:
+    return [
+        F.mse_loss(2 * outputs[0] + 3 * outputs[1], target),
+        100 * F.mse_loss(3 * outputs[0] - 5 * outputs[1], target),
+    ]
+
+
+def initialize(models: list[nn.Module], optimizers: list[Optimizer], **options) -> None:
+    """What goes in alone comes out alone, a list comes out as a list: the same objects, ready for mixed precision."""
+    match len(models), len(optimizers):
+        case 1, 1:
+            models[0], optimizers[0] = amp.initialize(models[0], optimizers[0], **options)
+        case 1, 2:
+            models[0], [*optimizers] = amp.initialize(models[0], optimizers, **options)
+        case 2, 1:
+            [*models], optimizers[0] = amp.initialize(models, optimizers[0], **options)
+        case 2, 2:
+            [*models], [*optimizers] = amp.initialize(models, optimizers, **options)
+
+
+def train_apex(
+    models: list[nn.Module], optimizers: list[Optimizer], data: Batches, opt_level: str, shared: bool
+) -> list[float]:
+    initialize(models, optimizers, opt_level=opt_level, num_losses=1 if shared else 2, verbosity=0)
+    for x, target in data:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        losses = losses_of(outputs_of(models, x), target)
+        # Each block gets all the optimizers whose parameters its backward reaches. retain_graph has nothing to do with
+        # amp: the second backward goes through the same graph.
+        if shared:
+            # One scale: gradients of the first loss stay scaled, the last block unscales the sum.
+            with amp.scale_loss(losses[0], optimizers, delay_unscale=True) as scaled_loss:
+                scaled_loss.backward(retain_graph=True)
+            with amp.scale_loss(losses[1], optimizers) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            # A scale for each: unscaled one by one, the gradients add up. An overflow lowers the scale of its own loss.
+            with amp.scale_loss(losses[0], optimizers, loss_id=0) as scaled_loss:
+                scaled_loss.backward(retain_graph=True)
+            with amp.scale_loss(losses[1], optimizers, loss_id=1) as scaled_loss:
+                scaled_loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return [scaler["loss_scale"] for scaler in amp.state_dict().values()]
+
+
+def train_torch(models: list[nn.Module], optimizers: list[Optimizer], data: Batches, device: str) -> list[float]:
+    scaler = ampctx.GradScaler(device)
+    for x, target in data:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        with torch.autocast(device, dtype=torch.float16):
+            losses = losses_of(outputs_of(models, x), target)
+        scaler.scale(losses[0]).backward(retain_graph=True)
+        scaler.scale(losses[1]).backward()
+        # Unscale those whose gradients you want to look at or change; step does it for the others.
+        scaler.unscale_(optimizers[0])
+        torch.nn.utils.clip_grad_norm_(optimizers[0].param_groups[0]["params"], 1e4)
+        # Each decides by itself whether to skip. update comes once, after all of them.
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+    return [scaler.get_scale()]
+
+
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return int(text)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--api", default="apex", choices=["apex", "torch"], help="default apex")
+    parser.add_argument("--models", type=int, choices=[1, 2], default=2, help="default 2")
+    parser.add_argument("--optimizers", type=int, choices=[1, 2], default=2, help="default 2")
+    parser.add_argument("--scales", choices=["per-loss", "shared"], help="with --api apex; default per-loss")
+    parser.add_argument("--opt-level", choices=list(amp.OPT_LEVELS), help="with --api apex; default O2")
+    parser.add_argument("--steps", type=positive, default=200, help="default 200")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    args = parser.parse_args()
+    if args.api == "torch" and args.opt_level:
+        parser.error("--opt-level belongs to --api apex: torch's interface has no opt levels, autocast is like O1")
+    if args.api == "torch" and args.scales == "per-loss":
+        parser.error("--scales: per-loss belongs to --api apex: a GradScaler has one scale for gradients that add up")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: cuda was asked for and torch finds no CUDA device here; use --device cpu")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(1)  # operations this small lose by more
+    torch.manual_seed(0)
+    parts = [nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1)).to(args.device) for _ in range(2)]
+    models = parts if args.models == 2 else [Two(parts)]
+    owned = [p.parameters() for p in parts] if args.optimizers == 2 else [nn.ModuleList(parts).parameters()]
+    optimizers: list[Optimizer] = [torch.optim.Adam(params, lr=0.02) for params in owned]
+
+    def batches() -> Batches:
+        for _ in range(args.steps):
+            x = torch.randn(64, 4, device=args.device)
+            yield x, torch.tanh(x.sum(1, keepdim=True))
+
+    x, target = next(batches())
+    with torch.no_grad():
+        before = losses_of(outputs_of(models, x), target)
+    if args.api == "apex":
+        scales = train_apex(models, optimizers, batches(), args.opt_level or "O2", args.scales == "shared")
+    else:
+        scales = train_torch(models, optimizers, batches(), args.device)
+    with torch.no_grad():
+        after = losses_of(outputs_of(models, x), target)
+    print(
+        f"loss 0: {before[0]:.4f} -> {after[0]:.4f} | loss 1: {before[1]:.4f} -> {after[1]:.4f} | "
+        f"loss scales {' and '.join(f'{scale:g}' for scale in scales)}"
+    )
+
+
+if __name__ == "__main__":
+    main()

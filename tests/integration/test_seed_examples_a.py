@@ -1,0 +1,350 @@
+"""The examples of training loops: typical, clipped, accumulated, with a penalty, with several losses, and GradScaler's.
+
+Each runs once in a process of its own, as a user runs it; variants of it run in this one.
+"""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import inspect
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from example_runs import ROOT, forks, output, refusal, run
+
+import ampctx
+
+pytest.importorskip("matplotlib", reason="the examples draw plots: pip install 'ampctx[examples]'")
+pytest.importorskip("tqdm", reason="the examples show a progress bar: pip install 'ampctx[examples]'")
+from matplotlib import image
+
+NUMBER = r"(-?[\d.]+(?:e[+-]\d+)?|inf|nan)"
+
+
+def numbers(printed: str, pattern: str) -> list[float]:
+    """Those in the last line, which has the form of ``pattern``, where each is a #."""
+    line = printed.rstrip().splitlines()[-1]
+    found = re.fullmatch(re.escape(pattern).replace(r"\#", NUMBER), line)
+    assert found, line
+    return [float(number) for number in found.groups()]
+
+
+@pytest.fixture(scope="module")
+def forked():
+    """What an example prints in a process of its own, and nothing else: no warning."""
+    with forks() as server:
+
+        def forked(script: str, *arguments: object, cwd: Path) -> str:
+            status, printed = server.run(script, "--device", "cpu", *arguments, cwd=cwd)
+            assert status == 0, printed
+            return printed
+
+        yield forked
+
+
+@pytest.fixture
+def here(monkeypatch, capsys):
+    """What a variant prints."""
+    return lambda script, *arguments: output(
+        script, "--device", "cpu", *arguments, monkeypatch=monkeypatch, capsys=capsys
+    )
+
+
+TYPICAL = "test accuracy #% | loss # -> # | loss scale # | skipped steps # of #"
+
+
+def test_examples_typical_training_at_o2(tmp_path):
+    done = run("typical_training.py", "--device", "cpu", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    accuracy, first, last, scale, skipped, steps = numbers(done.stdout, TYPICAL)
+    assert accuracy >= 95.0
+    assert last < 0.2 < 2.0 < first
+    assert (scale, steps) == (65536.0 / 2**skipped, 126)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("variant", [("--api", "torch"), ("--opt-level", "O4")], ids=" ".join)
+def test_examples_typical_training_with(variant, here):
+    accuracy, first, last, scale, skipped, steps = numbers(
+        here("typical_training.py", "--epochs", 1, *variant), TYPICAL
+    )
+    assert accuracy >= 90.0
+    assert last < 0.5 < 2.0 < first
+    assert (scale, steps) == (1.0 if "O4" in variant else 65536.0 / 2**skipped, 42)
+
+
+CLIPPING = "error # -> # | clipped # of # steps: largest {} # before, # after | loss scale # | skipped steps #"
+
+
+def test_examples_clipping_by_norm_at_o2(forked, tmp_path):
+    printed = forked("clipping.py", cwd=tmp_path)
+    start, end, clipped, steps, before, after, scale, skipped = numbers(printed, CLIPPING.format("norm"))
+    assert end < 0.15 < 0.5 < start
+    assert before > 4.0
+    assert after == pytest.approx(1.0, rel=1e-3)
+    assert 30 < clipped < 0.8 * steps
+    assert skipped >= 1, "the outliers overflow at the first scale"
+    assert (scale, steps + skipped) == (65536.0 / 2**skipped, 300)
+
+
+def test_examples_clipping_by_value(here):
+    start, end, clipped, steps, before, after, _, skipped = numbers(
+        here("clipping.py", "--clip", "value", "--opt-level", "O1", "--steps", 100), CLIPPING.format("value")
+    )
+    assert end < start
+    assert before > 1.0
+    assert after == pytest.approx(0.02)
+    assert 90 <= clipped <= steps == 100 - skipped
+
+
+@pytest.mark.parametrize("variant", [("--opt-level", "O2"), ("--opt-level", "O4"), ("--api", "torch")], ids=" ".join)
+@pytest.mark.parametrize("kind", ["norm", "value"])
+def test_examples_clipping_sees_true_gradients(variant, kind, here):
+    """Not those that are multiplied by 65536."""
+    one_step = ("--clip", kind, "--threshold", 0.01, "--steps", 1)
+    exact = numbers(here("clipping.py", *one_step, "--opt-level", "O0"), CLIPPING.format(kind))
+    mixed = numbers(here("clipping.py", *one_step, *variant), CLIPPING.format(kind))
+    assert exact[2:4] == mixed[2:4] == [1.0, 1.0]
+    assert mixed[4:6] == pytest.approx(exact[4:6], rel=0.02)
+    assert mixed[6] == (1.0 if "O4" in variant else 65536.0)
+
+
+def test_examples_without_clipping_the_outliers_win(here):
+    printed = here("clipping.py", "--threshold", "inf", "--opt-level", "O0", "--steps", 100)
+    start, end, clipped, *_ = numbers(printed, CLIPPING.format("norm"))
+    assert clipped == 0
+    assert not end < start
+
+
+ACCUMULATION = "loss # -> # in large batches, # with # parts | weights apart by #% of their way | scale updates # and #"
+
+
+@pytest.mark.parametrize(
+    ("variant", "bound"),
+    [
+        pytest.param((), 0.1, id="O2"),
+        pytest.param(("--opt-level", "O0", "--micro-batches", 8), 1e-3, id="O0-8-parts"),
+        pytest.param(("--opt-level", "O1", "--micro-batches", 2), 0.1, id="O1-2-parts"),
+        pytest.param(("--opt-level", "O5"), 0.5, id="O5"),
+        pytest.param(("--api", "torch"), 0.1, id="torch"),
+    ],
+)
+def test_examples_accumulation_equals_the_large_batch(variant, bound, here, forked, tmp_path):
+    """Within rounding; and the scale is updated once for each step, not for each micro-batch."""
+    printed = here("accumulation.py", *variant) if variant else forked("accumulation.py", cwd=tmp_path)
+    start, large, accumulated, parts, apart, *updates = numbers(printed, ACCUMULATION)
+    assert large < 0.4 < 1.0 < start
+    assert accumulated == pytest.approx(large, abs=0.002)
+    assert parts == (variant[variant.index("--micro-batches") + 1] if "--micro-batches" in variant else 4)
+    assert 0.0 < apart < bound
+    assert updates == [60.0, 60.0]
+
+
+PENALTY = "accuracy #% | gradient norm # at first, # in the last # steps | loss scale # | skipped steps # of #"
+
+
+def test_examples_gradient_penalty_at_o2(forked, tmp_path):
+    printed = forked("gradient_penalty.py", cwd=tmp_path)
+    accuracy, first, last, _, scale, skipped, steps = numbers(printed, PENALTY)
+    assert accuracy > 80.0
+    assert last < 0.3 < first
+    assert (scale, steps) == (65536.0 / 2**skipped, 200)
+
+
+@pytest.mark.parametrize("variant", [("--opt-level", "O1"), ("--opt-level", "O5"), ("--api", "torch")], ids=" ".join)
+def test_examples_gradient_penalty_is_that_of_fp32(variant, here):
+    _, first, last, *_ = numbers(here("gradient_penalty.py", "--steps", 40, "--opt-level", "O0"), PENALTY)
+    _, mixed_first, mixed_last, *_ = numbers(here("gradient_penalty.py", "--steps", 40, *variant), PENALTY)
+    assert mixed_first == pytest.approx(first, rel=0.01)
+    assert mixed_last == pytest.approx(last, rel=0.05)
+
+
+def test_examples_gradient_penalty_does_something(here):
+    steps = ("--opt-level", "O0", "--steps", 120)
+    _, _, free, *_ = numbers(here("gradient_penalty.py", "--weight", 0, *steps), PENALTY)
+    _, _, last, *_ = numbers(here("gradient_penalty.py", *steps), PENALTY)
+    assert last < 0.75 * free
+
+
+WGAN = "energy distance # -> # | loss scales # (critic) and # (generator)"
+
+
+def test_examples_wgan_gp_at_o1_with_a_plot(forked, tmp_path):
+    before, after, *scales = numbers(forked("wgan_gp.py", "--steps", 60, "--plot", "gan.png", cwd=tmp_path), WGAN)
+    assert after < 0.15 * before
+    assert all(64.0 <= scale <= 65536.0 for scale in scales)
+    assert image.imread(tmp_path / "gan.png").shape[0] >= 400
+
+
+@pytest.mark.parametrize("variant", [("--opt-level", "O2"), ("--opt-level", "O5"), ("--api", "torch")], ids=" ".join)
+def test_examples_wgan_gp_with(variant, here):
+    before, after, *scales = numbers(here("wgan_gp.py", "--steps", 20, *variant), WGAN)
+    assert after < 0.75 * before
+    assert all(1.0 <= scale <= 65536.0 for scale in scales)
+
+
+SEVERAL = "loss 0: # -> # | loss 1: # -> # | loss scales {}"
+
+
+def test_examples_several_losses_have_scales_of_their_own(forked, tmp_path):
+    printed = forked("several_losses.py", cwd=tmp_path)
+    first0, last0, first1, last1, *scales = numbers(printed, SEVERAL.format("# and #"))
+    assert last0 < 0.1 < 0.5 < first0
+    assert last1 < 10.0 < 100.0 < first1
+    assert 4096.0 <= scales[0] <= 65536.0
+    assert 1.0 <= scales[1] <= scales[0] / 32
+
+
+@pytest.mark.parametrize(("level", "scales"), [("O1", "per-loss"), ("O2", "shared")])
+def test_examples_several_losses_in_every_shape(level, scales, here):
+    """One Adam for two models steps as two do, and two models in one train as the two alone."""
+    variant = ("--opt-level", level, "--scales", scales, "--steps", 30)
+    lines = {
+        here("several_losses.py", "--models", models, "--optimizers", optimizers, *variant)
+        for models, optimizers in itertools.product((1, 2), repeat=2)
+    }
+    (line,) = lines
+    first0, last0, first1, last1, *_ = numbers(line, SEVERAL.format("# and #" if scales == "per-loss" else "#"))
+    assert last0 < 0.8 * first0
+    assert last1 < 0.2 * first1
+
+
+def test_examples_several_losses_with_one_grad_scaler(here):
+    first0, last0, first1, last1, scale = numbers(here("several_losses.py", "--api", "torch"), SEVERAL.format("#"))
+    assert last0 < 0.1 < 0.5 < first0
+    assert last1 < 10.0 < 100.0 < first1
+    assert 1.0 <= scale <= 1024.0
+
+
+SCALER = "loss # -> # | loss scale # -> # -> # | skipped steps # of #"
+
+
+def test_examples_grad_scaler_finds_keeps_and_sets_the_scale(forked, tmp_path):
+    printed = forked("grad_scaler.py", cwd=tmp_path)
+    start, end, *scales, skipped, steps = numbers(printed, SCALER)
+    assert end < 0.1 < 0.5 < start
+    assert scales[0] == 16.0
+    assert 1024.0 <= scales[1] <= 2.0**20
+    assert scales[2] == scales[1] / 1024
+    assert 0 < skipped < 30
+    assert steps == 240
+    assert re.findall(r"^step +(\d+): .*: (.*)$", printed, flags=re.M) == [
+        ("0", "looking for the scale"),
+        ("60", "found, now the usual rule"),
+        ("120", "saved and loaded"),
+        ("180", "set by hand"),
+    ]
+
+
+def test_examples_grad_scaler_prints_the_same_with_that_of_torch(here):
+    assert here("grad_scaler.py", "--steps", 80) == here("grad_scaler.py", "--steps", 80, "--scaler", "torch")
+
+
+def test_examples_grad_scaler_disabled_for_bf16(here):
+    start, end, *scales, skipped, _ = numbers(here("grad_scaler.py", "--dtype", "bfloat16", "--steps", 120), SCALER)
+    assert end < 0.1 < 0.5 < start
+    assert (scales, skipped) == ([1.0, 1.0, 1.0], 0.0)
+
+
+def test_examples_grad_scaler_calls_every_public_method():
+    tree = ast.parse((ROOT / "examples" / "grad_scaler.py").read_text())
+    called = {node.func.attr for node in ast.walk(tree) if isinstance(node, ast.Call) and hasattr(node.func, "attr")}
+    public = {name for name, _ in inspect.getmembers(torch.amp.GradScaler, callable) if not name.startswith("_")}
+    assert len(public) >= 14
+    assert public - called == set()
+    assert public <= set(dir(ampctx.GradScaler))
+
+
+LAST_LINES = {
+    "typical_training": TYPICAL,
+    "clipping": CLIPPING.format("norm"),
+    "accumulation": ACCUMULATION,
+    "gradient_penalty": PENALTY,
+    "wgan_gp": WGAN,
+    "several_losses": SEVERAL.format("# and #"),
+    "grad_scaler": SCALER,
+}
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        pytest.param(script, arguments, message, id=f"{script}-{'-'.join(arguments)}")
+        for script, arguments, message in [
+            *(
+                (script, ("--api", "torch", "--opt-level", "O1"), "--opt-level belongs to --api apex")
+                for script in ("typical_training", "clipping", "accumulation", "gradient_penalty", "wgan_gp")
+            ),
+            ("typical_training", ("--epochs", "0"), "0 is not above 0"),
+            ("typical_training", ("--opt-level", "02"), "invalid choice: '02'"),
+            ("clipping", ("--threshold", "0"), "--threshold: 0.0 is not above 0"),
+            ("clipping", ("--threshold", "nan"), "--threshold: nan is not above 0"),
+            ("clipping", ("--clip", "size"), "invalid choice: 'size'"),
+            ("accumulation", ("--micro-batches", "3"), "invalid choice: 3"),
+            ("gradient_penalty", ("--weight", "-1"), "--weight: -1.0 is not 0 or above"),
+            ("wgan_gp", ("--plot", "none/gan.png"), "none/gan.png cannot be written"),
+            ("wgan_gp", ("--opt-level", "O3"), "invalid choice: 'O3'"),
+            ("several_losses", ("--models", "3"), "invalid choice: 3"),
+            ("several_losses", ("--api", "torch", "--scales", "per-loss"), "--scales: per-loss belongs to --api apex"),
+            ("grad_scaler", ("--steps", "7"), "--steps: 7 is less than 8"),
+            ("grad_scaler", ("--steps", "many"), "invalid positive value: 'many'"),
+        ]
+    ],
+)
+def test_examples_refuse(script, arguments, message, tmp_path, monkeypatch, capsys):
+    assert message in refusal(f"{script}.py", *arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("script", LAST_LINES)
+def test_examples_say_that_there_is_no_gpu(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    message = refusal(f"{script}.py", "--device", "cuda", cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+    assert "--device: cuda was asked for and torch finds no CUDA device here; use --device cpu" in message
+
+
+@pytest.mark.parametrize("script", LAST_LINES)
+def test_examples_readme_shows_the_last_line(script):
+    shown = re.findall(r"^    (\S.*)$", (ROOT / "examples" / "README.md").read_text(), flags=re.M)
+    form = re.escape(LAST_LINES[script]).replace(r"\#", NUMBER)
+    assert len([line for line in shown if re.fullmatch(form, line)]) == 1
+
+
+def table_rows() -> list[list[str]]:
+    """Of the page that maps sections to examples, without the heads of tables."""
+    lines = (ROOT / "docs" / "examples.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    rules = [i for i, row in enumerate(rows) if set("".join(row)) <= set("- ")]
+    return [row for i, row in enumerate(rows) if i not in rules and i + 1 not in rules]
+
+
+def test_examples_table_has_no_empty_cell():
+    rows = table_rows()
+    assert len(rows) == 13 + 7 + 12
+    assert all(len(row) in (4, 5) and all(row) for row in rows)
+
+
+def test_examples_table_names_tests_that_exist():
+    for row in table_rows():
+        links = re.findall(r"\[([^]]*)\]\(\.\./(tests/[^)]*)\)", row[-2])
+        assert links, row
+        for text, path in links:
+            functions = re.findall(r"^def (test_\w+)", (ROOT / path).read_text(), flags=re.M)
+            for name in re.findall(r"`([^`]*)`", text):
+                assert fnmatch.filter(functions, name), f"{path} has no {name}"
+
+
+def test_examples_table_and_readme_have_every_example():
+    scripts = {path.name for path in (ROOT / "examples").glob("*.py")}
+    readme, page = ((ROOT / path).read_text() for path in ("examples/README.md", "docs/examples.md"))
+    assert {name for name in scripts if f"examples/{name}" in readme} == scripts
+    # Longer programs, of no section of their own.
+    assert {name for name in scripts if f"../examples/{name}" in page} == scripts - {
+        "digits.py",
+        "char_lm.py",
+        "apex_digits.py",
+    }
