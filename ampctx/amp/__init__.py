@@ -6,6 +6,7 @@
 from ampctx.amp.grad_scaler import GradScaler
 from ampctx.amp.opt_level import OPT_LEVELS, PrecisionPolicy
 from ampctx.amp.session import AmpSession
+from ampctx.amp.step_history import History
 from ampctx.amp.step_outcome import Culprit, StepOutcome
 
 _default_session = AmpSession()
@@ -15,6 +16,7 @@ scale_loss = _default_session.scale_loss
 master_params = _default_session.master_params
 skipped_steps = _default_session.skipped_steps
 outcome = _default_session.outcome
+history = _default_session.history
 on_step = _default_session.on_step
 on_skip = _default_session.on_skip
 master_model = _default_session.master_model
@@ -37,12 +39,14 @@ __all__ = [
     "AmpSession",
     "Culprit",
     "GradScaler",
+    "History",
     "PrecisionPolicy",
     "StepOutcome",
     "bfloat16_function",
     "disable_casts",
     "float_function",
     "half_function",
+    "history",
     "initialize",
     "load_state_dict",
     "master_model",
