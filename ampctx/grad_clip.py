@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ampctx import foreach, model_grads
+from ampctx._compiling import outside_of_graphs
 from ampctx._each import device_of, set_each
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.foreach import FoundInf, PerDevice, joined_norm, move
@@ -116,16 +117,26 @@ def clip_grad_norm_(
     """
     found = _checked_parameters(parameters)
     max_norm, order = _checked_max_norm(max_norm), _checked_norm_type(norm_type)
+    # Gradients of masters that wait are kept in ways that dynamo cannot follow.
+    leaves = torch.compiler.is_compiling() and any(isinstance(p, model_grads.MasterParam) for p in found)
+    clip = _clip_outside_of_graphs if leaves else _clip
+    return clip(found, max_norm, order, error_if_nonfinite, foreach)
+
+
+def _clip(
+    found: list[Tensor], max_norm: float | Tensor, order: float, error_if_nonfinite: bool, use_foreach: bool | None
+) -> Tensor:
     waiting = model_grads.all_of(found) if order == 2.0 else []
     untouched = {master for group in waiting for master in group.grads}
-    _, known = read_grads(found) if order == 2.0 and not waiting else (None, None)
+    _, known = read_grads(found) if order == 2.0 and not waiting and not torch.compiler.is_compiling() else (None, None)
     grads: Sequence[Tensor]
     if known is not None:
         grads = known
     else:
         # An empty gradient has no part in any norm; torch refuses the infinity norm of one.
-        grads = [g for p in found if p not in untouched and (g := strided_grad(p)) is not None and g.numel() > 0]
-    norm = _total_norm(grads, order, foreach)
+        strided = map(strided_grad, [p for p in found if p not in untouched])
+        grads = [grad for grad in strided if grad is not None and grad.numel() > 0]
+    norm = _total_norm(grads, order, use_foreach)
     if waiting:
         norm = joined_norm([group.norm() for group in waiting] + ([norm] if grads else []))
     if error_if_nonfinite and not torch.isfinite(norm):
@@ -142,6 +153,9 @@ def clip_grad_norm_(
         group.multiply(coefficient)
         group.clipped_from = norm
     return norm
+
+
+_clip_outside_of_graphs = outside_of_graphs(_clip)
 
 
 def _total_norm(grads: Sequence[Tensor], order: float, use_foreach: bool | None) -> Tensor:

@@ -164,21 +164,21 @@ def train(args: argparse.Namespace) -> dict[str, list]:
     with tqdm(initial=done, total=total, unit="step", disable=args.no_progress or None) as bar:
         for epoch in range(first_epoch, args.epochs):
             order = torch.randperm(len(images), generator=torch.Generator().manual_seed(args.seed + epoch)).to(device)
+            losses = []
             for batch in order[: steps * args.batch_size].split(args.batch_size):
-                skipped_before = amp.skipped_steps(optimizer)
-
                 loss = F.cross_entropy(model(images[batch]), labels[batch])
                 with amp.scale_loss(loss, optimizer) as scaled_loss:
                     scaled_loss.backward()
                 clip_grad_norm_(amp.master_params(optimizer), args.max_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-
-                # Reading these waits for the device at every step: right for a plot, not for a fast loop.
-                history["loss"].append(loss.item())
-                history["loss_scale"].append(amp.state_dict()["loss_scaler0"]["loss_scale"])
-                history["skipped"].append(amp.skipped_steps(optimizer) > skipped_before)
+                losses.append(loss.detach())
                 bar.update()
+            # Read once per epoch: no step waits for the device.
+            latest = amp.history(last=steps)
+            history["loss"] += torch.stack(losses).tolist()
+            history["loss_scale"] += latest.scale[0]
+            history["skipped"] += latest.skipped
             schedule.step()
             history["accuracy"].append(accuracy(model, test_images, test_labels))
             history["epoch_end"].append(len(history["loss"]))

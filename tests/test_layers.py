@@ -9,7 +9,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = [
-    ["ampctx._errors", "ampctx._each", "ampctx.amp.cast_lists"],
+    ["ampctx._graph_break"],
+    ["ampctx._errors", "ampctx._each", "ampctx._compiling", "ampctx.amp.cast_lists"],
     [
         "ampctx._extension",
         "ampctx._reference",
@@ -43,7 +44,7 @@ LAYERS = [
         "ampctx.amp.device_skips",
         "ampctx.amp.kept_modules",
     ],
-    ["ampctx.amp.stall"],
+    ["ampctx.amp.stall", "ampctx.amp.step_history"],
     [
         "ampctx.amp.grad_scaler",
         "ampctx.amp.block_gradients",

@@ -7,6 +7,7 @@ from ampctx.amp.explain import Explanation, explain
 from ampctx.amp.grad_scaler import GradScaler
 from ampctx.amp.opt_level import OPT_LEVELS, PrecisionPolicy
 from ampctx.amp.session import AmpSession
+from ampctx.amp.step_history import History
 from ampctx.amp.step_outcome import Culprit, StepOutcome
 
 _default_session = AmpSession()
@@ -16,6 +17,7 @@ scale_loss = _default_session.scale_loss
 master_params = _default_session.master_params
 skipped_steps = _default_session.skipped_steps
 outcome = _default_session.outcome
+history = _default_session.history
 on_step = _default_session.on_step
 on_skip = _default_session.on_skip
 master_model = _default_session.master_model
@@ -39,6 +41,7 @@ __all__ = [
     "Culprit",
     "Explanation",
     "GradScaler",
+    "History",
     "PrecisionPolicy",
     "StepOutcome",
     "bfloat16_function",
@@ -46,6 +49,7 @@ __all__ = [
     "explain",
     "float_function",
     "half_function",
+    "history",
     "initialize",
     "load_state_dict",
     "master_model",

@@ -37,6 +37,7 @@ from ampctx.amp.cast_arguments import (
     ModelHook,
     Undo,
     autocast_off,
+    autocast_off_on,
     floating_dtypes,
     map_floating_args,
     replace_attribute,
@@ -347,6 +348,10 @@ class Autocast:
         """A context without casts in this thread. May nest; always restores what was before. No host sync."""
         if not self._enabled:
             yield
+            return
+        if torch.compiler.is_compiling():  # no weight is stepped in compiled code, and no closure runs
+            with autocast_off_on(self.device_types):
+                yield
             return
         thread = self._thread
         outer = thread.suspensions

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ampctx import _reference, foreach
+from ampctx._compiling import outside_of_graphs
 from ampctx._each import all_none, all_there, grad_of, set_each, stored_grad
 from ampctx.amp.master_params import MasterParams
 from ampctx.amp.step_outcome import values_of
@@ -305,6 +306,7 @@ class BlockGradients:
         if outer is not None:
             frame.outcome.grads.update({p: frame.before.get(p) for p, _ in self._masters.pairs})
 
+    @outside_of_graphs
     @torch.no_grad()
     def commit(self, found_inf: FoundInf) -> None:
         """Ends the block with what ``prepare`` has made, added to what was there."""

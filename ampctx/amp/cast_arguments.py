@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,19 +21,23 @@ class ModelHook:
 
 def map_floating_args(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     """``fn`` over the floating tensors in nested lists, tuples and dicts; the same object where nothing changed."""
+    return _mapped(value, fn)[0]
+
+
+def _mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> tuple[Any, bool]:
+    """``map_floating_args``, and whether that is another object: dynamo cannot tell by ``is`` of tuples."""
     if isinstance(value, Tensor):
-        return fn(value) if value.is_floating_point() else value
+        new = fn(value) if value.is_floating_point() else value
+        return new, new is not value
+    if not isinstance(value, (dict, list, tuple)):
+        return value, False
+    parts = [_mapped(v, fn) for v in (value.values() if isinstance(value, dict) else value)]
+    if not any(is_new for _, is_new in parts):
+        return value, False
+    elements = [part for part, _ in parts]
     if isinstance(value, dict):
-        new = {k: map_floating_args(v, fn) for k, v in value.items()}
-        unchanged = not torch.compiler.is_compiling() and all(new[k] is v for k, v in value.items())
-        return value if unchanged else new
-    if isinstance(value, (list, tuple)):
-        elements = [map_floating_args(v, fn) for v in value]
-        # dynamo cannot compare containers by identity.
-        if not torch.compiler.is_compiling() and all(a is b for a, b in zip(elements, value, strict=True)):
-            return value
-        return value._make(elements) if hasattr(value, "_make") else type(value)(elements)
-    return value
+        return dict(zip(value, elements, strict=True)), True
+    return (value._make(elements) if hasattr(value, "_make") else type(value)(elements)), True
 
 
 def floating_dtypes(value: Any) -> set[torch.dtype]:
@@ -55,17 +59,23 @@ def to_widest(args: Any) -> Any:
     return map_floating_args(args, lambda t: t.to(widest))
 
 
-@contextmanager
-def autocast_off() -> Iterator[None]:
+def autocast_off() -> AbstractContextManager:
     """torch's autocast off on the CPU and on the machine's accelerator, where it is on."""
     accelerator = torch.accelerator.current_accelerator()
-    # Nested blocks rather than an ExitStack, which dynamo cannot trace with autocast in it.
-    with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():
-        if accelerator is None or not torch.is_autocast_enabled(accelerator.type):
-            yield
-        else:
-            with torch.autocast(accelerator.type, enabled=False):
-                yield
+    return autocast_off_on(["cpu"] if accelerator is None else ["cpu", accelerator.type])
+
+
+@contextmanager
+def autocast_off_on(device_types: Sequence[str]) -> Iterator[None]:
+    """torch's autocast off for each of the types, where it is on."""
+    if not device_types:
+        yield
+        return
+    first, *others = device_types
+    # No ExitStack, which dynamo cannot trace.
+    off = torch.autocast(first, enabled=False) if torch.is_autocast_enabled(first) else nullcontext()
+    with off, autocast_off_on(others):
+        yield
 
 
 _MISSING = object()

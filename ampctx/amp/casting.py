@@ -263,12 +263,19 @@ def _cast_leaf(dtype: torch.dtype, leaf: Any) -> Any:
 
 def map_leaves(value: Any, fn: Callable[[Any], Any]) -> Any:
     """What ``map_floating`` does, with ``fn`` of the tensors and of the objects with a ``to`` method."""
+    return _mapped(value, fn)[0]
+
+
+def _mapped(value: Any, fn: Callable[[Any], Any]) -> tuple[Any, bool]:
+    """``map_leaves``, and whether that is another object: dynamo cannot tell by ``is`` of tuples."""
     if isinstance(value, Tensor):
-        return fn(value)
+        mapped = fn(value)
+        return mapped, mapped is not value
     if value is None or isinstance(value, (str, bytes, int, float, type, nn.Module)):
-        return value
+        return value, False
     if callable(getattr(value, "to", None)):
-        return fn(value)
+        mapped = fn(value)
+        return mapped, mapped is not value
     if isinstance(value, Mapping):
         return _map_parts(value, dict(value), fn, _mapping_with)
     if is_dataclass(value):
@@ -276,22 +283,22 @@ def map_leaves(value: Any, fn: Callable[[Any], Any]) -> Any:
         return _map_parts(value, parts, fn, _dataclass_with)
     if isinstance(value, (tuple, list, deque, set, frozenset)):
         return _map_parts(value, dict(enumerate(value)), fn, _collection_with)
-    return value
+    return value, False
 
 
 def _map_parts(
     value: Any, parts: dict[Any, Any], fn: Callable[[Any], Any], build: Callable[[Any, dict, dict], Any]
-) -> Any:
+) -> tuple[Any, bool]:
     """Maps the named parts of a container; builds a new one only if some changed."""
     changed = {}
     for name, part in parts.items():
-        mapped = map_leaves(part, fn)
-        if mapped is not part:
+        mapped, is_new = _mapped(part, fn)
+        if is_new:
             changed[name] = mapped
     if not changed:
-        return value
+        return value, False
     try:
-        return build(value, parts, changed)
+        return build(value, parts, changed), True
     except Exception as error:
         kind = type(value)
         raise AmpTypeError(
@@ -301,11 +308,12 @@ def _map_parts(
 
 
 def _mapping_with(value: Mapping, parts: dict, changed: dict) -> Any:
-    if not isinstance(value, MutableMapping):
+    if type(value) is dict or not isinstance(value, MutableMapping):
         return type(value)({**parts, **changed})  # type: ignore[call-arg]
     # A copy and single assignments keep attributes, default factories and what a subclass does on assignment.
     result = copy.copy(value)
-    for key, part in changed.items():
+    # Dynamo (2.13) copies mappings without what is in them.
+    for key, part in ({**parts, **changed} if torch.compiler.is_compiling() else changed).items():
         result[key] = part
     return result
 
@@ -321,7 +329,7 @@ def _collection_with(value: Any, parts: dict, changed: dict) -> Any:
     elements = list({**parts, **changed}.values())
     if isinstance(value, tuple):
         return value._make(elements) if hasattr(value, "_make") else type(value)(elements)
-    if isinstance(value, frozenset):
+    if isinstance(value, frozenset) or type(value) in (list, set):
         return type(value)(elements)
     result = copy.copy(value)  # keeps attributes, and maxlen of a deque
     result.clear()

@@ -68,7 +68,7 @@ class DeviceSkips:
 
     def poll(self) -> None:
         """Reports what has arrived, and asks for news. No host sync."""
-        if self._skipped is None or _is_capturing(self._skipped.device):
+        if self._skipped is None or is_capturing(self._skipped.device):
             return
         if self._copy is None:
             self._copy = self._ask()
@@ -136,7 +136,8 @@ class _Copy:
         return self._host.tolist()
 
 
-def _is_capturing(device: torch.device) -> bool:
+def is_capturing(device: torch.device) -> bool:
+    """Whether what runs on the device goes into a CUDA graph, where nothing can be read."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

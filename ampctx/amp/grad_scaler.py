@@ -24,7 +24,7 @@ from ampctx import foreach
 from ampctx._each import all_none, device_of, dtype_of, grad_of, layout_of
 from ampctx._errors import AmpAssertionError, AmpError, AmpTypeError, AmpValueError
 from ampctx.amp import scaler_state
-from ampctx.amp.device_skips import DeviceSkips, skips_by_itself
+from ampctx.amp.device_skips import DeviceSkips, is_capturing, skips_by_itself
 from ampctx.amp.fused_layouts import align_gradients
 from ampctx.amp.loss_scale import (
     LossScale,
@@ -35,6 +35,7 @@ from ampctx.amp.loss_scale import (
 )
 from ampctx.amp.scaler_state import plain
 from ampctx.amp.stall import StallGuard, check_limit
+from ampctx.amp.step_history import DEFAULT_LENGTH, History, StepHistory, check_length
 from ampctx.amp.step_outcome import Culprits, Names, StepOutcome, culprits_among
 from ampctx.distributed import check_process_group
 from ampctx.foreach import FoundInf, PerDevice, move
@@ -65,14 +66,20 @@ def _would_ignore_the_flag(optimizer: Any) -> bool:
 class _Steps:
     """What a scaler knows of the steps of one optimizer."""
 
-    def __init__(self, limit: int | None) -> None:
+    def __init__(self, limit: int | None, history_length: int) -> None:
         self.outcome: StepOutcome | None = None
+        self.history = StepHistory(history_length)
         self.told_of_no_gradients = False
         history: deque[tuple[int, float]] = deque(maxlen=16)
         self.skips = DeviceSkips(
             lambda before, now, losses: history.extend((i, value) for i, _, value in losses), in_a_row=limit is not None
         )
         self.guard = StallGuard(limit, self.skips, history)
+
+    def record(self, device: torch.device) -> None:
+        """Adds the outcome of the latest step, on ``device``, to the history. No host sync."""
+        if self.outcome is not None and not is_capturing(device):
+            self.history.add(self.outcome)
 
 
 def _params(optimizer: Any) -> list[Any]:
@@ -159,6 +166,7 @@ class GradScaler(torch.amp.GradScaler):
             they hold different gradients. The check of each optimizer, in ``unscale_`` or else ``step``, is then an
             all_reduce of one number in which every rank has to take part, with gradients or without. A scaler with a
             group cannot be pickled.
+        history: how many steps of each optimizer ``history()`` keeps, the latest ones. 0: none.
 
     Raises:
         AmpTypeError, AmpValueError, AmpError: an argument that cannot be used, by name.
@@ -178,6 +186,7 @@ class GradScaler(torch.amp.GradScaler):
         hysteresis: int = 1,
         max_consecutive_skips: int | None = None,
         process_group: Any = None,
+        history: int = DEFAULT_LENGTH,
     ) -> None:
         if not isinstance(device, (str, torch.device)):
             raise AmpTypeError(f"device must be a device type such as 'cuda', got {type(device).__name__}")
@@ -191,9 +200,11 @@ class GradScaler(torch.amp.GradScaler):
             self._enabled = False
         self._loss_scale: LossScale | None = None
         self._max_consecutive_skips: int | None = None
+        self._history_length = 0
         self._forget_steps()
         if self._enabled:
             self._max_consecutive_skips = check_limit(max_consecutive_skips)
+            self._history_length = check_length(history)
             check_process_group(process_group)
             self._loss_scale = LossScale(
                 init_scale,
@@ -436,9 +447,31 @@ class GradScaler(torch.amp.GradScaler):
         steps = self._steps.get(optimizer)
         return None if steps is None else steps.outcome
 
+    def history(self, optimizer: torch.optim.Optimizer | None = None, last: int | None = None) -> History:
+        """The latest steps as plain lists: scales, skips and gradient norms. The loss id is 0 everywhere.
+
+        A disabled scaler keeps no steps, and a pickle or a copy begins anew. A host sync, the only one.
+
+        Args:
+            optimizer: may be left out where the scaler has stepped only one.
+            last: how many steps at most. None: all that are kept, the argument ``history`` of the scaler.
+
+        Raises:
+            AmpError: several optimizers were stepped and none is given.
+            AmpTypeError, AmpValueError: ``last`` is no int of at least 0.
+        """
+        if optimizer is None:
+            if len(self._steps) > 1:
+                raise AmpError(
+                    f"GradScaler.history: {len(self._steps)} optimizers were stepped: give the one that is meant"
+                )
+            optimizer = next(iter(self._steps), None)
+        steps = None if optimizer is None else self._steps.get(optimizer)
+        return (StepHistory(0) if steps is None else steps.history).lists(last)
+
     def _steps_of(self, optimizer: Any) -> _Steps:
         if optimizer not in self._steps:
-            self._steps[optimizer] = _Steps(self._max_consecutive_skips)
+            self._steps[optimizer] = _Steps(self._max_consecutive_skips, self._history_length)
         return self._steps[optimizer]
 
     def _is_one_too_many(self, optimizer: Any, state: dict[str, Any], steps: _Steps) -> bool:
@@ -463,6 +496,7 @@ class GradScaler(torch.amp.GradScaler):
             steps.outcome = StepOutcome(
                 {0: found_inf}, scales=scales, grad_norm=norm, culprits=self._later_culprits(optimizer)
             )
+            steps.record(scales[0].device)
             if steps.guard.limit is not None:
                 flag = found_inf.ne(0).float()
                 steps.skips.count(flag, {0: (self._loss_scale, flag)})
@@ -471,6 +505,7 @@ class GradScaler(torch.amp.GradScaler):
         culprits = _culprits(optimizer) if skipped else ()
         outcome = StepOutcome([0] if skipped else [], scales=scales, grad_norm=norm, culprits=culprits)
         steps.outcome = outcome
+        steps.record(scales[0].device)
         if not skipped:
             steps.guard.stepped()
             return
@@ -689,5 +724,5 @@ class GradScaler(torch.amp.GradScaler):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._forget_steps()
-        self._max_consecutive_skips = None  # of a pickle of before
+        self._max_consecutive_skips, self._history_length = None, DEFAULT_LENGTH  # of a pickle of before
         self.__dict__.update(state)

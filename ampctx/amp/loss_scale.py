@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ampctx import ops
+from ampctx._compiling import outside_of_graphs
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.distributed import maximum_over_ranks
 from ampctx.foreach import PerDevice, move
@@ -163,6 +164,7 @@ class LossScale:
 
     # --- on the device: no host sync --------------------------------------------------------------------------------
 
+    @outside_of_graphs
     def scale_on(self, device: torch.device | str) -> Tensor:
         """The scale as a 0-d fp32 tensor on ``device``, a copy that later updates leave alone. No host sync.
 
@@ -187,6 +189,7 @@ class LossScale:
         """The scale itself, which updates change in place; created on ``device`` where it is on none. No host sync."""
         return self._state(device)[0]
 
+    @outside_of_graphs
     def inv_scale(self) -> PerDevice:
         """1 / scale in fp32, computed on the device. No host sync.
 

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from ampctx._compiling import outside_of_graphs
 from ampctx._errors import AmpError
 
 
@@ -25,6 +26,7 @@ def replace(optimizer: Any, name: str, method: Callable) -> Callable[[], None]:
     bound = former if former is not None or of_class is not None else getattr(optimizer, name)
     template: Any = of_class if bound is None else bound
     optimizer_ref = weakref.ref(optimizer)
+    method = outside_of_graphs(method)
 
     def original(*args: Any, **kwargs: Any) -> Any:
         return bound(*args, **kwargs) if bound is not None else of_class(optimizer_ref(), *args, **kwargs)
@@ -75,11 +77,12 @@ def is_bound(optimizer: Any) -> bool:
     return "__reduce_ex__" in vars(optimizer)
 
 
-def weak_method(method: Callable[..., Any]) -> Callable[..., Any]:
+def weak_method(method: Any) -> Callable[..., Any]:
     """``method``, for as long as its object lives; then None."""
-    reference = weakref.WeakMethod(method)
+    # No WeakMethod, which dynamo cannot call.
+    reference, function = weakref.ref(method.__self__), method.__func__
 
     def call(*args: Any) -> Any:
-        return None if (alive := reference()) is None else alive(*args)
+        return None if (owner := reference()) is None else function(owner, *args)
 
     return call

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ampctx._compiling import outside_of_graphs
 from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
 from ampctx.amp import casting, master_weights, run_state, scaler_state
 from ampctx.amp.autocast import Autocast
@@ -27,6 +28,7 @@ from ampctx.amp.model_watch import ParameterNames, refuse_replaced
 from ampctx.amp.opt_level import PrecisionPolicy, banner, resolve
 from ampctx.amp.replaced_methods import is_bound, weak_method
 from ampctx.amp.stall import check_limit
+from ampctx.amp.step_history import DEFAULT_LENGTH, History, StepHistory, check_length
 from ampctx.amp.step_hook import OUTSIDE_OF_BLOCKS, Casts, OptimizerBinding, Reports
 from ampctx.amp.step_outcome import Culprits, Names, StepOutcome, listed
 from ampctx.amp.threads import OwnThread
@@ -126,6 +128,7 @@ class AmpSession:
         process_group: Any = None,
         keep_fp32: Any = None,
         ops_fp32: Any = None,
+        history: int = DEFAULT_LENGTH,
     ) -> Any:
         """Makes models and optimizers ready for mixed-precision training, in place.
 
@@ -164,6 +167,7 @@ class AmpSession:
                 calls them as functions, methods or operators: names (``"softmax"``, ``"torch.linalg.norm"``) or the
                 functions. One, or several in a list or set. 16-bit arguments become fp32. Where autocast is on (O1,
                 O4) the result stays fp32, elsewhere it goes back to the widest 16-bit type among the arguments.
+            history: how many steps of each optimizer ``amp.history`` keeps, the latest ones. 0: none.
 
         Returns:
             ``models`` if ``optimizers`` is None, else ``(models, optimizers)``: the same objects in the shapes given.
@@ -205,8 +209,8 @@ class AmpSession:
         scales = [LossScale.from_option(policy.loss_scale, min_loss_scale, max_loss_scale) for _ in range(num_losses)]
         for scale in scales:
             scale.process_group = process_group
-        limit = check_limit(max_consecutive_skips)
-        reports = Reports(self._report_skip, self._report_step, self._has_hooks, Names(model_list), limit)
+        limit, length = check_limit(max_consecutive_skips), check_length(history)
+        reports = Reports(self._report_skip, self._report_step, self._has_hooks, Names(model_list), limit, length)
 
         if verbosity > 0 and _is_rank_zero():
             # On stdout, where apex's banner went: log scrapers read it there.
@@ -478,6 +482,7 @@ class AmpSession:
             raise AmpIndexError(f"loss_id is {loss_id}, and num_losses={len(scales)} was given to amp.initialize")
         return scales[loss_id]
 
+    @outside_of_graphs
     def _conclude(
         self, bindings: list[OptimizerBinding], scale: LossScale, loss_id: int, found_inf: Tensor, delay: bool
     ) -> None:
@@ -570,13 +575,47 @@ class AmpSession:
         """
         if self.policy is not None and not self.policy.enabled:
             return StepOutcome()
+        return self._watched(optimizer, "outcome").outcome
+
+    def history(self, optimizer: Any = None, last: int | None = None) -> History:
+        """The latest steps as plain lists: loss scales, skips and gradient norms, for plots and logs.
+
+        Args:
+            optimizer: may be left out where only one went through ``amp.initialize``.
+            last: how many steps at most. None: all that are kept, ``history`` of ``amp.initialize``.
+
+        Returns:
+            A ``History``: ``step``, ``skipped`` and ``grad_norm`` are lists with an element for each step, ``scale``
+            and ``overflowed`` such lists by loss id. Lists of no elements when amp is not initialized or not enabled.
+
+        It begins anew with ``initialize``, ends with ``reset``, and is not part of ``state_dict``. Replays of a CUDA
+        graph are not seen. A host sync, the only one: steps leave their numbers on the device.
+
+        Raises:
+            AmpError: the optimizer did not go through ``amp.initialize``, or several did and none is given.
+            AmpTypeError, AmpValueError: ``last`` is no int of at least 0.
+        """
+        if self.policy is None or not self.policy.enabled:
+            return StepHistory(0).lists(last)
+        if optimizer is None:
+            if len(self._bindings) > 1:
+                raise AmpError(
+                    f"amp.history: {len(self._bindings)} optimizers went through amp.initialize: give the one that is "
+                    "meant"
+                )
+            optimizer = next(iter(self._bindings), None)
+            if optimizer is None:
+                return StepHistory(0, len(self.loss_scales)).lists(last)
+        return self._watched(optimizer, "history").history.lists(last)
+
+    def _watched(self, optimizer: Any, name: str) -> OptimizerBinding:
         binding = self._binding_of(optimizer)
         if binding is None:
             raise AmpError(
-                f"amp.outcome: this {type(optimizer).__name__} did not go through amp.initialize, which watches its "
+                f"amp.{name}: this {type(optimizer).__name__} did not go through amp.initialize, which watches its "
                 "steps"
             )
-        return binding.outcome
+        return binding
 
     def on_step(self, fn: Callable[[Any, StepOutcome], None]) -> RemovableHandle:
         """Calls ``fn(optimizer, outcome)`` at the end of every step of every optimizer that was taken.

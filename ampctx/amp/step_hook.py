@@ -19,15 +19,17 @@ import torch
 from torch import Tensor
 
 from ampctx import foreach
+from ampctx._compiling import outside_of_graphs
 from ampctx._each import stored_grad
 from ampctx._errors import AmpError
 from ampctx.amp.block_gradients import BlockGradients, Pending
-from ampctx.amp.device_skips import DeviceSkips, Verdicts, skips_by_itself
+from ampctx.amp.device_skips import DeviceSkips, Verdicts, is_capturing, skips_by_itself
 from ampctx.amp.fused_layouts import align_gradients
 from ampctx.amp.loss_scale import LossScale
 from ampctx.amp.master_params import MasterParams
 from ampctx.amp.replaced_methods import StepOfCopy, replace, weak_method
 from ampctx.amp.stall import StallGuard
+from ampctx.amp.step_history import StepHistory
 from ampctx.amp.step_outcome import Culprit, Culprits, Names, StepOutcome, culprits_among, values_of
 from ampctx.amp.step_undo import snapshot, with_wrapped
 from ampctx.foreach import Factor, FoundInf, move
@@ -75,6 +77,7 @@ class Reports(NamedTuple):
     wanted: Callable[[], bool]
     names: Names
     max_consecutive_skips: int | None
+    history_length: int
 
 
 class OptimizerBinding:
@@ -103,6 +106,7 @@ class OptimizerBinding:
         self._guard = StallGuard(limit, self._skipped_on_device, deque(maxlen=16))
         # Of the latest step; None before the first.
         self.outcome: StepOutcome | None = None
+        self.history = StepHistory(reports.history_length, len(loss_scales))
         # What the losses since the last step were multiplied by.
         self.scales_used: dict[int, Factor] = {}
         # Counts what may change the gradients that a step has left in ``.grad``.
@@ -158,6 +162,7 @@ class OptimizerBinding:
         """A host sync where the device decides."""
         return self._skipped_on_host + self._skipped_on_device.total()
 
+    @outside_of_graphs
     def refresh(self, settled: bool = False) -> None:
         """Brings masters and their gradients up to date with what happened outside scale_loss blocks. No host sync.
 
@@ -201,6 +206,7 @@ class OptimizerBinding:
             _, flag = self._verdicts.get(OUTSIDE_OF_BLOCKS, default)
             self._verdicts[OUTSIDE_OF_BLOCKS] = (scale, scale.agreed(flag))
 
+    @outside_of_graphs
     def begin(self, scale: Factor, inv_scale: Factor) -> None:
         """Makes ready for the backward of a scale_loss block."""
         self._epoch += 1
@@ -221,6 +227,7 @@ class OptimizerBinding:
         """Whether gradients from before may be multiplied by a scale."""
         return any(not scale.is_identity and scale.scale is not None for scale in self.loss_scales)
 
+    @outside_of_graphs
     def prepare(self, inv_scale: Factor, found_inf: FoundInf, done: set[int] | None) -> None:
         """Unscales and checks the gradients of a scale_loss block, which is still open."""
         self.gradients.prepare(inv_scale, found_inf, done, check_before=self._is_unjudged())
@@ -238,11 +245,13 @@ class OptimizerBinding:
                 foreach.l2norm(grads, found_inf)
                 self.latch(OUTSIDE_OF_BLOCKS, self.loss_scales[0], found_inf.joined(grads[0].device))
 
+    @outside_of_graphs
     def delay(self, loss_id: int, loss_scale: LossScale, inv_scale: Factor) -> None:
         """Ends a block whose gradients a later block, or else the step, unscales and judges."""
         self._delayed_by = (loss_id, loss_scale)
         self.gradients.delay(inv_scale)
 
+    @outside_of_graphs
     def abandon(self, depth: int, committing: bool) -> None:
         """Ends a block that raised, see ``BlockGradients.abandon``. The weights go back to where they were before a
         ``first_step``, which the step that this block was for had begun with."""
@@ -359,7 +368,10 @@ class OptimizerBinding:
     def _conclude(self, outcome: StepOutcome) -> None:
         self.outcome = outcome
         self.has_left = True
-        if self._reports.wanted() and not _is_capturing(self.optimizer):
+        if _is_capturing(self.optimizer):
+            return
+        self.history.add(outcome)
+        if self._reports.wanted():
             self._reports.stepped(self.optimizer, outcome)
 
     def _tell_skip(
@@ -736,9 +748,8 @@ class OptimizerBinding:
 
 
 def _is_capturing(optimizer: Any) -> bool:
-    """Whether the step goes into a CUDA graph, where nothing can be read."""
     first = next((p for group in optimizer.param_groups for p in group["params"]), None)
-    return first is not None and first.is_cuda and torch.cuda.is_current_stream_capturing()
+    return first is not None and is_capturing(first.device)
 
 
 @functools.cache

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ampctx import foreach
+from ampctx._each import device_of, dtype_of
 from ampctx.foreach import Factor, FoundInf, PerDevice, move
 
 OVERFLOW = "overflow"
 FOUND_INF = "found_inf"
 # How the name of a parameter begins that no model has.
 PLACE = "param_groups["
+# What a number of a step is, and of which loss.
+Number = tuple[Literal["overflowed", "scale", "found_inf", "grad_norm"], int]
 
 
 class Culprit(NamedTuple):
@@ -218,6 +221,20 @@ class StepOutcome:
             self._culprits = self._culprits() if self.skipped else ()  # type: ignore[assignment]
         return self._culprits  # type: ignore[return-value]
 
+    def numbers(self) -> dict[Number, Tensor | float]:
+        """What tells of the step in numbers, as far as it is there: tensors of one element that nobody writes to, or
+        floats once they are read. No host sync."""
+        result: dict[Number, Tensor | float] = {("overflowed", i): 1.0 for i in self._overflowed}
+        for i, flag in (self._flags or {}).items():
+            result["overflowed", i] = flag
+        if self._external is not None or self._found_external:
+            result["found_inf", 0] = 1.0 if self._external is None else self._external
+        for i, scale in self._scales.items():
+            result["scale", i] = scale.value if isinstance(scale, PerDevice) else scale
+        if self._norm is not None:
+            result["grad_norm", 0] = self._norm
+        return result
+
     def name(self, culprits: Culprits) -> None:
         """Says whose gradients were not finite, where that is found out in time."""
         self._culprits = culprits
@@ -243,9 +260,18 @@ class StepOutcome:
         )
 
 
+@torch.no_grad()
+def gathered(numbers: Sequence[Tensor]) -> Tensor:
+    """Tensors of one element on any mix of devices as one tensor, ``[len(numbers)]`` in fp32. No host sync."""
+    if not numbers:
+        return torch.empty(0)
+    devices = set(map(device_of, numbers))
+    if len(devices) == 1 and set(map(dtype_of, numbers)) == {torch.float32} and not any(map(Tensor.dim, numbers)):
+        return torch.stack(list(numbers))
+    device = next((d for d in map(device_of, numbers) if d.type != "cpu"), numbers[0].device)
+    return torch.stack([move(t.reshape(()).float(), device) for t in numbers])
+
+
 def _numbers(tensors: Sequence[Tensor]) -> list[float]:
     """Their values, of tensors of one element on any mix of devices, with one host sync."""
-    if not tensors:
-        return []
-    device = next((t.device for t in tensors if t.device.type != "cpu"), tensors[0].device)
-    return torch.stack([move(t.detach().reshape(()).float(), device) for t in tensors]).tolist()
+    return gathered(tensors).tolist()

@@ -1,8 +1,9 @@
 """LR schedulers, built before or after ``initialize``, neither warn nor lose count when steps are skipped."""
 
 import pytest
+import torch
 from stepping import INF, NAN, OPTIMIZERS, Loop, ScalerLoop, every_level, every_optimizer, loss_of, network
-from torch.optim import lr_scheduler
+from torch.optim import lr_scheduler, swa_utils
 
 SCHEDULERS = {
     "StepLR": lambda o: lr_scheduler.StepLR(o, 2, gamma=0.5),
@@ -97,3 +98,90 @@ def test_schedulers_of_two_optimizers(session):
             optimizer.zero_grad()
     assert [s.last_epoch for s in schedulers] == [2, 4]
     assert [o.param_groups[0]["lr"] for o in both] == [0.005, 0.0025]
+
+
+def _swa(optimizer):
+    return swa_utils.SWALR(optimizer, swa_lr=0.5, anneal_epochs=3)
+
+
+# Every kind of torch.optim, those that turn the momentum among them.
+KINDS = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 1 / (epoch + 1)),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda epoch: 0.9),
+    "StepLR": SCHEDULERS["StepLR"],
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 3]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, total_iters=2),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=3),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.5),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, total_iters=4),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2, base_momentum=0.5, max_momentum=0.95),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=8),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, factor=0.5),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ExponentialLR(o, 0.9), lr_scheduler.ConstantLR(o, 0.1, total_iters=2)]
+    ),
+    "SequentialLR": SCHEDULERS["SequentialLR"],
+    "SWALR": _swa,
+}
+
+
+def turn(scheduler):
+    """What a loop does once for each step that was taken."""
+    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+        scheduler.step(1.0)
+    else:
+        scheduler.step()
+
+
+def settings(optimizer):
+    group = optimizer.param_groups[0]
+    return group["lr"], group.get("momentum"), group.get("betas")
+
+
+def test_every_kind_that_torch_has_is_here():
+    found = {
+        name
+        for name, kind in vars(lr_scheduler).items()
+        if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler) and not name.startswith("_")
+    }
+    assert found - {"LRScheduler"} == KINDS.keys() - {"SWALR"}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("built", ["before", "after"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD", "torch-fused-AdamW", "plain-SGD"])
+def test_every_kind_turns_the_rate_and_the_momentum_that_are_stepped(session, name, kind, built):
+    """Weights too are those of steps with these rates and momenta, without amp: op calls that are kept follow them."""
+    twin = network()
+    alone = OPTIMIZERS[name](twin.parameters())
+    scheduler = KINDS[kind](alone)
+    expected = []
+    for seed in (0, 2, 3, 5):
+        loss_of(twin, seed).backward()
+        alone.step()
+        alone.zero_grad()
+        turn(scheduler)
+        expected.append(settings(alone))
+
+    model = network()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    scheduler = KINDS[kind](optimizer) if built == "before" else None
+    session.initialize(model, optimizer, opt_level="O0", loss_scale="dynamic", verbosity=0)
+    scheduler = scheduler or KINDS[kind](optimizer)
+    seen = []
+    for seed, bad in enumerate((None, INF, None, None, NAN, None)):
+        with session.scale_loss(loss_of(model, seed), optimizer) as scaled:
+            scaled.backward()
+            if bad:
+                model[0].weight.grad[0, 0] = bad
+        optimizer.step()
+        optimizer.zero_grad()
+        if session.outcome(optimizer).stepped:
+            turn(scheduler)
+            seen.append(settings(optimizer))
+    assert seen == expected
+    for got, wanted in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,117 @@
+"""torch.export of models under amp: the program computes what the model does, with amp and without it."""
+
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ampctx import AmpSession, optimizers
+
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+WITH_CASTS_PER_OP = ("O1", "O4")
+X = torch.randn(5, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+# torch's own decompositions of torch's own treespecs.
+pytestmark = pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")
+
+
+@pytest.fixture
+def session():
+    session = AmpSession()
+    yield session
+    session.reset()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return {"probabilities": F.softmax(self.head(F.relu(self.norm(self.conv(x))).flatten(1)), -1)}
+
+
+def trained(session, level):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = optimizers.FusedSGD(model.parameters(), lr=0.1)
+    session.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    for _ in range(2):
+        with session.scale_loss(model(X)["probabilities"].float().square().sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval(), optimizer  # which holds the masters
+
+
+def exported(model):
+    shapes = {"x": {0: torch.export.Dim("batch", min=2)}}
+    return torch.export.export(model, (X,), dynamic_shapes=shapes, strict=False)
+
+
+def in_another_process(program):
+    """What a file of the program loads as."""
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    return torch.export.load(io.BytesIO(file.getvalue())).module()
+
+
+def assert_same(got, expected):
+    assert got["probabilities"].dtype == expected["probabilities"].dtype
+    assert torch.equal(got["probabilities"], expected["probabilities"])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_program_computes_what_the_model_does(session, level):
+    model, _optimizer = trained(session, level)
+    program = exported(model)
+    assert_same(program.module()(X), model(X))
+    assert_same(program.module()(X[:2]), model(X[:2]))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_it_does_so_where_amp_is_not(session, level):
+    """Casts per op are torch's autocast around the model, which export leaves outside; decompositions take them in."""
+    model, _optimizer = trained(session, level)
+    expected = model(X)
+    program = exported(model)
+    if level in WITH_CASTS_PER_OP:
+        program = program.run_decompositions({})
+    loaded = in_another_process(program)
+    session.reset()
+    assert_same(loaded(X), expected)
+
+
+@pytest.mark.parametrize("level", ["O1"])
+def test_without_casts_it_is_the_fp32_model(session, level):
+    model, _optimizer = trained(session, level)
+    with session.disable_casts():
+        expected = model(X)
+        loaded = in_another_process(exported(model).run_decompositions({}))
+    session.reset()
+    assert expected["probabilities"].dtype == torch.float32
+    assert_same(loaded(X), expected)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_in_fp32_from_the_masters_while_training_goes_on(session, level):
+    """``master_model`` takes amp off one model and leaves the run alone."""
+    model, _optimizer = trained(session, level)
+    with session.disable_casts():
+        copy = session.master_model(model)
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in copy.modules())
+        loaded = in_another_process(exported(copy))
+    before = model(X)
+    assert_same(model(X), before)
+    session.reset()
+    assert_same(loaded(X), model(X))
+
+
+def test_after_reset_a_program_has_weights_of_another_type(session):
+    """It shares them with the model: to be saved before."""
+    model, _optimizer = trained(session, "O2")
+    program = exported(model)
+    session.reset()
+    with pytest.raises(RuntimeError, match="should be the same"):
+        program.module()(X)
