@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ampctx import _reference, foreach
 from ampctx._each import all_none, all_there, bytes_of, grad_of, layout_of, stored_grad
+from ampctx._sharding import place_grads
 from ampctx.amp.master_params import MasterParams
 from ampctx.amp.step_outcome import values_of
 from ampctx.foreach import Factor, FoundInf, PerDevice, product
@@ -350,6 +351,7 @@ class BlockGradients:
         """grad = grad * inv_scale + what was there, for the parameters without masters."""
         own = [p for p in self._masters.own if id(p) not in done] if done else self._masters.own
         done.update(map(id, own))
+        place_grads(own)
         if outer is None and not frame.before and _can_be_scaled(grads := _present(own)):
             if grads and inv_scale != 1.0:
                 foreach.scale(grads, grads, found_inf, inv_scale)

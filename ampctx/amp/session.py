@@ -451,7 +451,7 @@ class AmpSession:
             if not delay:
                 scale.update(torch.zeros_like(found_inf))
             return
-        found_inf = scale.agreed(found_inf)
+        found_inf = scale.agreed(found_inf, [group for binding in bindings for group in binding.masters.groups])
         for binding in bindings:
             binding.latch(loss_id % len(binding.loss_scales), scale, found_inf, firm=not delay)
         if scale in self._deferred:
