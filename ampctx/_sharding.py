@@ -35,6 +35,12 @@ def is_fully_sharded(module: torch.nn.Module) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
+def steps_a_partition(optimizer: Any) -> bool:
+    """Whether it is a ZeroRedundancyOptimizer, whose rank steps those of its parameters that it was built with."""
+    kind = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
+    return kind is not None and isinstance(optimizer, kind)
+
+
 def any_sharded(tensors: Iterable[Tensor]) -> bool:
     kind = _dtensor()
     return kind is not None and any(issubclass(found, kind) for found in set(map(type, tensors)))

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from ampctx import foreach
 from ampctx._each import device_of, dtype_of, same, stored_grad, version_of
 from ampctx._errors import AmpError
-from ampctx._sharding import groups_of, is_sharded
+from ampctx._sharding import groups_of, is_sharded, steps_a_partition
 from ampctx.amp.cast_arguments import LOW_PRECISION, ModelHook, Undo
 from ampctx.amp.model_watch import ParameterNames
 from ampctx.foreach import FoundInf
@@ -247,6 +247,13 @@ class MasterParams:
             raise AmpError(
                 "a parameter of a lazy module has no values yet, and its fp32 master weight cannot be made: run one "
                 "forward before amp.initialize"
+            )
+        if steps_a_partition(optimizer):
+            raise AmpError(
+                f"{self._name_of(p)} is {p.dtype}, and ZeroRedundancyOptimizer goes on stepping it in the place of an "
+                "fp32 master weight: take O1 or O4, or O5 with master_weights=False and "
+                "ZeroRedundancyOptimizer(..., optimizer_class=ampctx.optimizers.FusedAdam, master_weights=True), "
+                "which keeps the masters in its state"
             )
         if is_sharded(p):
             raise AmpError(

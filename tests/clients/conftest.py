@@ -17,6 +17,7 @@ CLIENTS = {
     "test_ignite.py": "ignite",
     "test_lightning.py": "pytorch_lightning",
     "test_mmengine.py": "mmengine",
+    "test_recipes.py": "lightning",
     "test_timm.py": "timm",
     "test_transformers.py": "transformers",
 }

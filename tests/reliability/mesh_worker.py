@@ -1,25 +1,33 @@
-"""One rank of a device mesh, whose parameters are DTensors: prints what each scenario left.
+"""One rank of two, over which parameters (DTensors) or the state of an optimizer (ZeroRedundancyOptimizer) are spread:
+prints what each scenario left.
 
 python mesh_worker.py RENDEZVOUS_FILE RANKS RANK
 """
 
 import copy
+import functools
 import json
 import os
 import sys
+import warnings
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import ampctx
 from ampctx import clip_grad_norm_, optimizers
 from ampctx.amp import AmpSession, GradScaler
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch's own
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 FILE, RANKS, RANK = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 STEPS = 5
@@ -36,6 +44,14 @@ OPTIMIZERS = {
     "FusedAdam": lambda params: optimizers.FusedAdam(params, lr=0.01),
     "FusedAdagrad": lambda params: optimizers.FusedAdagrad(params, lr=0.1),
 }
+
+ZERO = {
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01}),
+    "Adam-fused": (torch.optim.Adam, {"lr": 0.01, "fused": True}),
+    "FusedAdam": (optimizers.FusedAdam, {"lr": 0.01}),
+    "FusedAdam-masters": (optimizers.FusedAdam, {"lr": 0.01, "master_weights": True}),
+}
+AT_LEVEL = {"O5": {"master_weights": False}}
 
 
 def mlp(hidden=7) -> nn.Sequential:
@@ -67,7 +83,7 @@ def weights(model) -> list[torch.Tensor]:
 
 
 def distance(some, others) -> float:
-    return max((a - b).abs().max().item() for a, b in zip(some, others, strict=True))
+    return max((a.float() - b.float()).abs().max().item() for a, b in zip(some, others, strict=True))
 
 
 def data(step, mine) -> torch.Tensor:
@@ -260,6 +276,54 @@ def sixteen_bit_parameters(**options) -> dict:
     return {"distance": distance(*map(weights, models))}
 
 
+class Replicas(Loop):
+    """DistributedDataParallel around the model."""
+
+    def __init__(self, model, optimizer, api, **options):
+        super().__init__(model, optimizer, api, **options)
+        self.model = DistributedDataParallel(model)
+
+
+def zero(kind, api) -> dict:
+    """The state of the optimizer on the ranks, against all of it on each."""
+    make, options = ZERO[kind]
+    model = mlp()
+    twin = Replicas(model, make(model.parameters(), **options), api, **AT_LEVEL.get(api, {})).run()
+    model = mlp()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=make, **options)
+    loop = Replicas(model, optimizer, api, **AT_LEVEL.get(api, {})).run()
+    found = {"kept": len([p for p in model.parameters() if optimizer.optim.state.get(p)])}
+    optimizer.consolidate_state_dict(to=0)
+    if RANK == 0:
+        expected, state = (o.state_dict()["state"] for o in (twin.optimizer, optimizer))
+        found["state"] = max(
+            distance(map(torch.as_tensor, state[i].values()), map(torch.as_tensor, entries.values()))
+            for i, entries in expected.items()
+        )
+        found["entries"] = len(state)
+    return found | against(twin.end(), loop.end())
+
+
+def flattened(kind) -> dict:
+    """FSDP1, whose shards are plain tensors: inf in the part of one rank."""
+    model = FullyShardedDataParallel(mlp(), device_id=torch.device("cpu"))
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scaler = GradScaler("cpu", process_group=dist.group.WORLD)
+    moved = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        before = [p.detach().clone() for p in model.parameters()]
+        scaler.scale(model(data(step, True)).square().mean()).backward()
+        if step == OVERFLOW_AT and RANK == 1:
+            next(model.parameters()).grad[0] = torch.inf
+        scaler.unscale_(optimizer)
+        model.clip_grad_norm_(MAX_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+        moved.append(distance(before, list(model.parameters())) > 0)
+    return {"moved": moved, "scale": scaler.get_scale()}
+
+
 def norms() -> dict:
     """clip_grad_norm_ of DTensors, plain tensors and both, beside torch's."""
     found = {}
@@ -308,7 +372,7 @@ def errors() -> dict:
     for level in ("O2", "O3", "O5"):
         model = fully_sharded()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        message(level, lambda m=model, o=optimizer, v=level: AmpSession().initialize(m, o, opt_level=v, verbosity=0))
+        message(level, functools.partial(AmpSession().initialize, model, optimizer, opt_level=level, verbosity=0))
         found[f"{level} dtypes"] = sorted({str(p.to_local().dtype) for p in model.parameters()})
         found[f"{level} step"] = "step" in vars(optimizer)
     session = AmpSession()
@@ -317,12 +381,17 @@ def errors() -> dict:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     message("16-bit", lambda: session.initialize(model, optimizer, opt_level="O2", verbosity=0))
     for kind in ("FusedLAMB", "FusedNovoGrad"):
-        make = getattr(optimizers, kind)
-        message(kind, lambda make=make: make(fully_sharded().parameters(), lr=0.1))
+        message(kind, functools.partial(getattr(optimizers, kind), fully_sharded().parameters(), lr=0.1))
     model = fully_sharded()
     larc = optimizers.LARC(torch.optim.SGD(model.parameters(), lr=0.1))
     model(data(0, True)).square().mean().backward()
     message("LARC", larc.step)
+    for level in ("O2", "O5"):
+        model = mlp()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)
+        start = functools.partial(AmpSession().initialize, model, optimizer, opt_level=level, verbosity=0)
+        message(f"zero {level}", start)
+        found[f"zero {level} dtypes"] = sorted({str(p.dtype) for p in model.parameters()})
     # The same on every rank: nothing about a norm is missing here.
     replicas = list(distribute_module(mlp(), MESH).parameters())
     for p in replicas:
@@ -382,6 +451,11 @@ def everything() -> dict:
     for options in ({"master_weights": True}, {"master_weights": "split"}, {"write_back": "kahan"}, {}):
         name = "-".join(map(str, options.values())) or "rounded"
         results[f"bf16 {name}"] = sixteen_bit_parameters(**options)
+    for api, kind in (("scaler", "AdamW"), ("scaler", "FusedAdam"), ("O1", "AdamW"), ("O1", "Adam-fused")):
+        results[f"zero {api} {kind}"] = zero(kind, api)
+    results["zero O5 FusedAdam-masters"] = zero("FusedAdam-masters", "O5")
+    for kind in ("SGD", "FusedAdam"):
+        results[f"flattened {kind}"] = flattened(kind)
     results["norms"] = norms()
     results["errors"] = errors()
     results["calls"] = calls_of_all_reduce()

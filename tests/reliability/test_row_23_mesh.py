@@ -1,4 +1,5 @@
-"""DTensor parameters: those of fully_shard, of tensor parallelism and of plain meshes train as on one rank alone."""
+"""DTensor parameters (fully_shard, tensor parallelism, plain meshes) and ZeroRedundancyOptimizer train as on one rank
+alone."""
 
 import pytest
 from rank_processes import run_ranks
@@ -104,6 +105,27 @@ def test_16_bit_parameters_with_what_the_optimizer_keeps(ranks, kept):
         assert rank[f"bf16 {kept}"] == {"distance": 0.0}
 
 
+@pytest.mark.parametrize(
+    "run", ["scaler AdamW", "scaler FusedAdam", "O1 AdamW", "O1 Adam-fused", "O5 FusedAdam-masters"]
+)
+def test_zero_redundancy_optimizer(ranks, run):
+    for rank in ranks:
+        result = rank[f"zero {run}"]
+        assert result["moved"] == MOVED
+        assert result["distance"] == result["norms"] == 0.0
+    # Each has the state of some of four parameters; the first has it all once it is consolidated.
+    assert sum(rank[f"zero {run}"]["kept"] for rank in ranks) == 4
+    assert all(rank[f"zero {run}"]["kept"] > 0 for rank in ranks)
+    assert ranks[0][f"zero {run}"]["entries"] == 4
+    assert ranks[0][f"zero {run}"]["state"] == 0.0
+
+
+@pytest.mark.parametrize("kind", ["SGD", "FusedAdam"])
+def test_fsdp1_with_a_process_group(ranks, kind):
+    for rank in ranks:
+        assert rank[f"flattened {kind}"] == {"moved": MOVED, "scale": START / 2}
+
+
 def test_clipping_by_the_norm_of_whole_tensors(ranks):
     for rank in ranks:
         assert len(rank["norms"]) == 7
@@ -132,3 +154,7 @@ def test_what_cannot_work_says_what_does(ranks):
             assert f"{kind} goes by the norm of each parameter" in found[kind]
             assert "take FusedAdam, FusedSGD or FusedAdagrad" in found[kind]
         assert found["replicas"] == 0.0
+        for level in ("O2", "O5"):
+            assert "ZeroRedundancyOptimizer goes on stepping it" in found[f"zero {level}"]
+            assert "take O1 or O4" in found[f"zero {level}"]
+            assert found[f"zero {level} dtypes"] == ["torch.float32"]
