@@ -83,12 +83,12 @@ def is_split(t: Tensor) -> bool:
 
 
 def groups_of(tensors: Iterable[Tensor]) -> list[Any]:
-    """The process groups of the meshes that DTensors among these are spread over, one for each dimension."""
+    """The process groups of the meshes that DTensors among these are spread over, one for each dimension that is."""
     tensors = list(tensors)
     if not any_sharded(tensors):
         return []
     meshes = dict.fromkeys(t.device_mesh for t in tensors if is_sharded(t))  # type: ignore[attr-defined]
-    return list(dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups()))
+    return list(dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1))
 
 
 def by_layout(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

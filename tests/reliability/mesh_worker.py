@@ -22,8 +22,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import ampctx
-from ampctx import clip_grad_norm_, optimizers
+from ampctx import clip_grad_norm_, multi_tensor_applier, optimizers
+from ampctx._sharding import groups_of
 from ampctx.amp import AmpSession, GradScaler
+from ampctx.multi_tensor_apply import multi_tensor_l2norm
 
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch's own
@@ -183,6 +185,21 @@ def tensor_parallel_run(kind, api) -> dict:
     model = tensor_parallel()
     loop = Loop(model, OPTIMIZERS[kind](model.parameters()), api, shares=False, overflow_on="all").run().end()
     return against(alone(kind, api, mlp(8)), loop)
+
+
+def two_dimensions(kind, dp, tp) -> dict:
+    """fully_shard over tensor parallelism."""
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(mlp(8), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh["dp"])
+    loop = Loop(model, OPTIMIZERS[kind](model.parameters()), "O0", shares=dp > 1, overflow_on=1 if dp > 1 else "all")
+    with warnings.catch_warnings():
+        # torch's own: the last layer's output is a view.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+        loop.run().end()
+    dims = {p.device_mesh.ndim for p in model.parameters()}
+    return against(alone(kind, "O0", mlp(8)), loop) | {"dims": list(dims), "groups": len(groups_of(model.parameters()))}
 
 
 class Replicated(Loop):
@@ -392,6 +409,8 @@ def errors() -> dict:
         start = functools.partial(AmpSession().initialize, model, optimizer, opt_level=level, verbosity=0)
         message(f"zero {level}", start)
         found[f"zero {level} dtypes"] = sorted({str(p.dtype) for p in model.parameters()})
+    shards, flag = list(fully_sharded().parameters()), torch.zeros(1, dtype=torch.int32)
+    message("multi_tensor_applier", lambda: multi_tensor_applier(multi_tensor_l2norm, flag, [shards]))
     # The same on every rank: nothing about a norm is missing here.
     replicas = list(distribute_module(mlp(), MESH).parameters())
     for p in replicas:
@@ -439,6 +458,8 @@ def everything() -> dict:
     results["fsdp-bf16 O0 SGD"] = fsdp_that_casts("SGD", "O0", torch.bfloat16)
     for api, kind in (("scaler", "SGD"), ("O1", "FusedAdam"), ("O4", "SGD")):
         results[f"tp {api} {kind}"] = tensor_parallel_run(kind, api)
+    for dp, tp in ((1, 2), (2, 1)):
+        results[f"2d {dp} {tp}"] = two_dimensions("FusedAdam", dp, tp)
     for api, kind in (("scaler", "SGD"), ("scaler", "FusedAdam"), ("O0", "Adam-fused")):
         results[f"replicated {api} {kind}"] = replicated(kind, api)
     for api in ("scaler", "O1"):

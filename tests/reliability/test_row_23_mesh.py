@@ -64,6 +64,15 @@ def test_tensor_parallelism(ranks, run, tolerance):
         assert_trained(rank, f"tp {run}", tolerance)
 
 
+@pytest.mark.parametrize("mesh", ["1 2", "2 1"])
+def test_a_mesh_of_two_dimensions(ranks, mesh):
+    for rank in ranks:
+        assert_trained(rank, f"2d {mesh}", EXACT)
+        assert rank[f"2d {mesh}"]["dims"] == [2]
+        # Nobody to agree with along the other.
+        assert rank[f"2d {mesh}"]["groups"] == 1
+
+
 @pytest.mark.parametrize("run", ["scaler SGD", "scaler FusedAdam", "O0 Adam-fused"])
 def test_gradients_that_are_sums_still_to_be_made(ranks, run):
     for rank in ranks:
@@ -149,6 +158,7 @@ def test_what_cannot_work_says_what_does(ranks):
             # Nothing has changed.
             assert found[f"{level} dtypes"] == ["torch.float32"]
             assert found[f"{level} step"] is False
+        assert "multi_tensor_l2norm: tensors[0] is a DTensor: pass its to_local()" in found["multi_tensor_applier"]
         assert '"0.weight" is a DTensor of torch.float16' in found["16-bit"]
         for kind in ("FusedLAMB", "FusedNovoGrad", "LARC"):
             assert f"{kind} goes by the norm of each parameter" in found[kind]
