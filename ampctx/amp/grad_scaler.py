@@ -157,7 +157,7 @@ class GradScaler(torch.amp.GradScaler):
         process_group: a ``torch.distributed.ProcessGroup`` whose ranks skip steps and move the scale together, where
             they hold different gradients. The check of each optimizer, in ``unscale_`` or else ``step``, is then an
             all_reduce of one number in which every rank has to take part, with gradients or without. A scaler with a
-            group cannot be pickled.
+            group cannot be pickled. The ranks of the mesh of DTensor parameters agree in any case.
 
     Raises:
         AmpTypeError, AmpValueError, AmpError: an argument that cannot be used, by name.
