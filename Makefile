@@ -12,7 +12,7 @@ SOURCES := $(wildcard csrc/*.* csrc/*/*.*) setup.py pyproject.toml
 FORMATTED = $$(git ls-files 'csrc/*' 'tests/cuda_emulation/*.h' 'tests/cuda_emulation/*.cpp')
 PIP     := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test clients test-clients sanitize test-hard lint format bench abi-check gpu-check clean
+.PHONY: demo test clients test-clients sanitize test-hard lint format docs bench abi-check gpu-check clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/examples.done
@@ -48,6 +48,11 @@ format: $(VENV)/lint.done
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 	$(VENV)/bin/clang-format -i $(FORMATTED)
+
+# The site, in build/docs. Warnings are errors, and so are references that lead nowhere.
+docs: $(VENV)/docs.done
+	$(PY) -m sphinx -W --keep-going -n -q -b html -c docs . build/docs
+	@echo "build/docs/docs/index.html"
 
 # Records all figures of docs/performance.md; about ten minutes on two idle cores.
 bench: $(VENV)/examples.done

@@ -7,6 +7,7 @@ alone, too: torch hashes tensors in Python.
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Iterable
 from itertools import repeat
 from typing import Any
@@ -20,9 +21,13 @@ stored_grad: Any = _of_tensor.grad.__get__
 dtype_of: Any = _of_tensor.dtype.__get__
 device_of: Any = _of_tensor.device.__get__
 layout_of: Any = _of_tensor.layout.__get__
-bytes_of: Any = _of_tensor.nbytes.__get__
 # Private by name; nothing public tells that a tensor changed without reading it.
 version_of: Any = operator.attrgetter("_version")
+
+
+def set_each(objects: Iterable[Any], name: str, value: Any) -> None:
+    """``setattr`` for each of them."""
+    deque(map(setattr, objects, repeat(name), repeat(value)), maxlen=0)
 
 
 def same(some: Iterable[Any], others: Iterable[Any]) -> bool:

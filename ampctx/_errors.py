@@ -43,8 +43,9 @@ class AmpNotImplementedError(AmpError, NotImplementedError):
 class AmpStallError(AmpError):
     """More steps in a row were skipped than ``max_consecutive_skips`` allows. Nothing was changed by any of them.
 
-    outcome: the ``StepOutcome`` of the latest. scale_history: pairs of loss id and scale after a skip, the latest 16 at
-    most, as far as they were known.
+    Attributes:
+        outcome: the ``StepOutcome`` of the latest.
+        scale_history: pairs of loss id and scale after a skip, the latest 16 at most, as far as they were known.
     """
 
     def __init__(self, message: str, *, outcome: Any = None, scale_history: Sequence[tuple[int, float]] = ()) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from packaging.version import Version
+from torch import Tensor
 
 from ampctx._errors import ExtensionError
 
@@ -34,8 +35,12 @@ class Extension:
     backends: tuple[str, ...] = ()
     build: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
-    # Lets a list of the op hold_tensors go, by its number.
+    # Lets a list go that the library knows by a number.
     release_tensors: Callable[[int], None] = lambda number: None
+    # csrc/python_lists.h: a number for a list that was read, or 0.
+    read_types: Callable[[list[type]], None] = lambda types: None
+    read_tensors: Callable[[list[Tensor]], int] = lambda tensors: 0
+    read_grads: Callable[[list[Tensor], list[Any], bool], int] | None = None
 
 
 def _open(path: Path) -> ctypes.CDLL:
@@ -51,6 +56,25 @@ def _open(path: Path) -> ctypes.CDLL:
     library.ampctx_release_tensors.argtypes = [ctypes.c_int64]
     library.ampctx_release_tensors.restype = None
     return library
+
+
+def _readers(path: Path) -> dict[str, Callable]:
+    """What reads lists of tensors as the interpreter has them; nothing where torch does not offer its side."""
+    exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    if exchange is None:
+        return {}
+    library = ctypes.PyDLL(str(path))  # the same library, called with the GIL held
+    use, tensors, grads = library.ampctx_use_python, library.ampctx_read_tensors, library.ampctx_read_grads
+    use.argtypes, use.restype = [ctypes.py_object, ctypes.py_object], ctypes.c_int
+    tensors.argtypes, tensors.restype = [ctypes.py_object], ctypes.c_int64
+    grads.argtypes, grads.restype = [ctypes.py_object, ctypes.py_object, ctypes.c_int], ctypes.c_int64
+    if use(exchange, [None, Tensor, torch.nn.Parameter]):
+        return {}
+
+    def read_types(types: list[type]) -> None:
+        use(exchange, [None, *types])
+
+    return {"read_types": read_types, "read_tensors": tensors, "read_grads": grads}
 
 
 def _register(library: ctypes.CDLL, namespace: str) -> tuple[tuple[str, ...], str]:
@@ -85,7 +109,7 @@ def load(namespace: str, path: Path = LIBRARY) -> Extension:
         library = _open(path)
         backends, reason = _register(library, namespace)
         build = json.loads(library.ampctx_build_info())
-        found = Extension(True, backends, build, reason, library.ampctx_release_tensors)
+        found = Extension(True, backends, build, reason, library.ampctx_release_tensors, **_readers(path))
     except ExtensionError as error:
         if required:
             raise

@@ -16,7 +16,6 @@ How an update goes back into 16 bits is its *write back*, and says what ``extras
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -52,17 +51,6 @@ SCHEMAS = (
     " float weight_decay, bool clip, bool maximize) -> ()",
 )
 
-
-def held(schema: str) -> str:
-    """The overload of an op that takes its lists, but for the gradients, as numbers that ``hold_tensors`` gave."""
-    name, _, arguments = schema.partition("(")
-    grads, _, others = arguments.partition(", ")
-    return f"{name}.held({grads}, {re.sub(_TENSOR_LIST, 'int', others)}"
-
-
-_TENSOR_LIST = re.compile(r"Tensor\(\w!\)\[\]")
-# Of the ops of optimizers, for compiled kernels alone.
-HELD_SCHEMAS = tuple(held(schema) for schema in SCHEMAS if not schema.startswith("multi_tensor_larc"))
 
 # --- write back -------------------------------------------------------------------------------------------------------
 

@@ -93,9 +93,6 @@ def groups_of(tensors: Iterable[Tensor]) -> list[Any]:
 
 def by_layout(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Tensors that lie on the same ranks in the same manner together; those that are no DTensors first."""
-    tensors = list(tensors)
-    if not any_sharded(tensors):
-        return [tensors] if tensors else []
     found: dict[Any, list[Tensor]] = {None: []}
     for t in tensors:
         key = (t.device_mesh, t.placements) if is_sharded(t) else None  # type: ignore[attr-defined]

@@ -72,8 +72,16 @@ def _tensor(value: float | Tensor) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
 
 
+def _known(tensors: Sequence[Tensor]) -> ops.ReadTensors | None:
+    """All of them for one op call, where that is possible."""
+    return tensors if isinstance(tensors, ops.ReadTensors) else ops.read(list(tensors))
+
+
 def scale(src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: FoundInf, factor: float | PerDevice) -> None:
     """``dst[i] = src[i] * factor`` (``ops.multi_tensor_scale``)."""
+    if src is dst and (known := _known(src)):
+        flag, value = found_inf.on(known.device), _factor(factor, known.device)
+        return ops.multi_tensor_scale(known, known, flag, value)
     for device, fused, (s, d) in buckets(src, dst):
         value, flag = _factor(factor, device), found_inf.on(device)
         if fused:
@@ -109,6 +117,9 @@ def l2norm(tensors: Sequence[Tensor], found_inf: FoundInf) -> Tensor:
 
 def unscale_l2norm(tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Factor) -> Tensor:
     """``l2norm`` of the tensors times ``inv_scale``; they are left as they are. No host sync."""
+    if known := _known(tensors):
+        flag, factor = found_inf.on(known.device), _factor(inv_scale, known.device)
+        return ops.multi_tensor_unscale_l2norm(known, flag, factor)[0]
     norms = []
     for device, fused, (group,) in buckets(tensors):
         flag, factor = found_inf.on(device), _factor(inv_scale, device)
@@ -146,6 +157,10 @@ def unscale_l2norms_of(
 
     No host sync.
     """
+    if known := _known(tensors):
+        flag, factor = found_inf.on(known.device), _factor(inv_scale, known.device)
+        total, norms = ops.multi_tensor_unscale_l2norm(known, flag, factor, True)
+        return total, [(list(range(len(tensors))), norms)]
     totals, each = [], []
     for device, fused, (group, places) in buckets(tensors, along=[range(len(tensors))]):
         flag, factor = found_inf.on(device), _factor(inv_scale, device)

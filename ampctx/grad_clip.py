@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
+from itertools import repeat
 from numbers import Real
 
 import torch
 from torch import Tensor
 
 from ampctx import foreach, model_grads
+from ampctx._each import device_of, set_each
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx._sharding import by_layout, local, norm_over_ranks, place_grads
+from ampctx._sharding import any_sharded, by_layout, local, norm_over_ranks, place_grads
 from ampctx.foreach import FoundInf, PerDevice, joined_norm, move
+from ampctx.ops import read_grads
 
 
 def strided_grad(parameter: Tensor) -> Tensor | None:
@@ -39,9 +42,9 @@ def _checked_parameters(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
             "model.parameters() or amp.master_params(optimizer)"
         )
     found = list(parameters)
-    for i, p in enumerate(found):
-        if not isinstance(p, Tensor):
-            raise AmpTypeError(f"parameters[{i}] must be a tensor, got {type(p).__name__}")
+    for i, is_tensor in enumerate(map(isinstance, found, repeat(Tensor))):
+        if not is_tensor:
+            raise AmpTypeError(f"parameters[{i}] must be a tensor, got {type(found[i]).__name__}")
     if not found and isinstance(parameters, Generator):
         warnings.warn("`parameters` is an empty generator: nothing is clipped. Was it used up before?", stacklevel=4)
     return found
@@ -118,8 +121,13 @@ def clip_grad_norm_(
     max_norm, order = _checked_max_norm(max_norm), _checked_norm_type(norm_type)
     waiting = model_grads.all_of(found) if order == 2.0 else []
     untouched = {master for group in waiting for master in group.grads}
-    # An empty gradient has no part in any norm; torch refuses the infinity norm of one.
-    grads = [grad for p in found if p not in untouched and (grad := strided_grad(p)) is not None and grad.numel() > 0]
+    _, known = read_grads(found) if order == 2.0 and not waiting else (None, None)
+    grads: Sequence[Tensor]
+    if known is not None:
+        grads = known
+    else:
+        # An empty gradient has no part in any norm; torch refuses the infinity norm of one.
+        grads = [g for p in found if p not in untouched and (g := strided_grad(p)) is not None and g.numel() > 0]
     norm = _total_norm(grads, order, foreach)
     if waiting:
         norm = joined_norm([group.norm() for group in waiting] + ([norm] if grads else []))
@@ -132,15 +140,18 @@ def clip_grad_norm_(
     if grads:
         _scale_down(grads, coefficient)
         if not torch.compiler.is_compiling():
-            for grad in grads:
-                grad.norm_before_clipping = norm  # type: ignore[attr-defined]
+            set_each(grads, "norm_before_clipping", norm)
     for group in waiting:
         group.multiply(coefficient)
         group.clipped_from = norm
     return norm
 
 
-def _total_norm(grads: list[Tensor], order: float, use_foreach: bool | None) -> Tensor:
+def _total_norm(grads: Sequence[Tensor], order: float, use_foreach: bool | None) -> Tensor:
+    if not any_sharded(grads):
+        if order == 2.0:
+            return foreach.l2norm(grads, FoundInf())
+        return torch.nn.utils.get_total_norm(grads, order, foreach=use_foreach)
     groups = by_layout(grads)
     if order == 2.0:
         return joined_norm([norm_over_ranks(foreach.l2norm(g, FoundInf()), g[0], order) for g in groups])
@@ -159,8 +170,8 @@ def _coefficient(max_norm: float | Tensor, norm: Tensor) -> Tensor:
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
-def _scale_down(grads: list[Tensor], coefficient: Tensor) -> None:
+def _scale_down(grads: Sequence[Tensor], coefficient: Tensor) -> None:
     # The ops take an fp64 factor on the CPU alone.
-    if any(grad.device.type != "cpu" for grad in grads):
+    if {device.type for device in set(map(device_of, grads))} != {"cpu"}:
         coefficient = coefficient.float()
     foreach.scale(grads, grads, FoundInf(), PerDevice(coefficient))

@@ -11,15 +11,16 @@ from master to the 16-bit weight to write with it, and ``model_grads``, a ``Mode
 from __future__ import annotations
 
 import inspect
+import operator
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ampctx import foreach
+from ampctx import foreach, ops
 from ampctx._each import all_none, stored_grad
 from ampctx.foreach import Factor, FoundInf, PerDevice, product
 
@@ -39,19 +40,37 @@ def declares(optimizer: Any, name: str) -> bool:
 
 # The attribute itself, below the property of the same name; ``stored_grad`` reads it.
 _GRAD: Any = torch.Tensor.grad
+_PLACE: Any = operator.attrgetter("_place")
+
+
+class _Place:
+    """Where the gradients of masters wait that have this place in common."""
+
+    waiting: weakref.ref[ModelGrads] | None = None
 
 
 class MasterParam(nn.Parameter):
     """An fp32 master weight. Reading ``grad`` makes the gradients of all masters that wait with this one. No host sync.
 
     A parameter otherwise. A copy has no gradient, as that of any parameter; a pickle is a plain parameter.
+
+    Args:
+        like: a master that the gradients of this one may wait with.
     """
+
+    _place: _Place
+
+    def __new__(cls, data: Tensor, requires_grad: bool = True, like: MasterParam | None = None) -> MasterParam:
+        master = super().__new__(cls, data, requires_grad)
+        master._place = _Place() if like is None else like._place
+        return master
 
     @property
     def model_grads(self) -> ModelGrads | None:
         """What stands for this master's gradient, None where it is a tensor or there is none."""
-        reference = self.__dict__.get("_model_grads")
-        return None if reference is None else reference()
+        place = self.__dict__.get("_place")
+        waiting = None if place is None or place.waiting is None else place.waiting()
+        return waiting if waiting is not None and self in waiting.grads else None
 
     @property
     def grad(self) -> Tensor | None:
@@ -75,11 +94,15 @@ class MasterParam(nn.Parameter):
         return super().__reduce_ex__(protocol)
 
 
+ops.extension.read_types([MasterParam])
+
+
 class ModelGrads:
     """The 16-bit gradients of one backward that stand for the fp32 gradients of their masters.
 
     Args:
-        grads: master (a ``MasterParam``) to gradient, which is kept and not changed; strided, on any mix of devices.
+        masters: ``MasterParam``s.
+        values: the gradient of each, which is kept and not changed; strided, on any mix of devices.
         inv_scale: what the gradients are to be multiplied by.
         found_inf: raised where a gradient holds inf or nan.
         norm: of the unscaled gradients, where a checkpoint has it; ``found_inf`` stays as it is then.
@@ -88,21 +111,34 @@ class ModelGrads:
     """
 
     def __init__(
-        self, grads: dict[Tensor, Tensor], inv_scale: Factor, found_inf: FoundInf, norm: Tensor | None = None
+        self,
+        masters: Sequence[Tensor],
+        values: Sequence[Tensor],
+        inv_scale: Factor,
+        found_inf: FoundInf,
+        norm: Tensor | None = None,
     ) -> None:
-        self.grads = grads
+        self.masters, self.values = masters, list(values)
+        self._grads: dict[Tensor, Tensor] | None = None
         self.inv_scale = inv_scale
         self._lock = threading.Lock()
         # What clipping was told, before it multiplied.
         self.clipped_from: Tensor | None = None
         # Of each gradient, to tell later which were not finite: that read tells it on the way.
-        self._masters = list(map(id, grads))
+        self._ids = list(map(id, masters))
         flags = found_inf if norm is None else FoundInf()
-        total, self._norms = foreach.unscale_l2norms_of(list(grads.values()), flags, inv_scale)
+        total, self._norms = foreach.unscale_l2norms_of(values, flags, inv_scale)
         self._norm = total if norm is None else norm
-        reference = weakref.ref(self)
-        for master in grads:
-            master.__dict__["_model_grads"] = reference
+        self._places = set(map(_PLACE, masters))
+        for place in self._places:
+            place.waiting = weakref.ref(self)
+
+    @property
+    def grads(self) -> dict[Tensor, Tensor]:
+        """By master."""
+        if self._grads is None:
+            self._grads = dict(zip(self.masters, self.values, strict=True))
+        return self._grads
 
     def norm(self) -> Tensor:
         """The L2 norm of the unscaled gradients, 0-d fp32 on the device of the first. No host sync."""
@@ -111,7 +147,7 @@ class ModelGrads:
     def not_finite(self) -> set[int]:
         """The ids of the masters whose gradients had a norm that is not finite when they came. A host sync."""
         return {
-            self._masters[place]
+            self._ids[place]
             for places, norms in self._norms
             for place, fine in zip(places, norms.isfinite().tolist(), strict=True)
             if not fine
@@ -130,9 +166,11 @@ class ModelGrads:
         A gradient that autograd has written into a master meanwhile, past the property, is added.
         """
         with self._lock:
-            masters, grads = list(self.grads), list(self.grads.values())
+            masters, grads = self.masters, self.values
             # The layout of the gradient, so that the kernels can walk both in memory order.
-            wide = [torch.empty_like(g, dtype=m.dtype, requires_grad=False) for m, g in self.grads.items()]
+            wide = [
+                torch.empty_like(g, dtype=m.dtype, requires_grad=False) for m, g in zip(masters, grads, strict=True)
+            ]
             foreach.scale(grads, wide, FoundInf(), self.inv_scale)
             self.drop()
             if self.clipped_from is not None:
@@ -144,19 +182,23 @@ class ModelGrads:
 
     def is_alone(self) -> bool:
         """Whether no master has a gradient besides."""
-        return all_none(map(stored_grad, self.grads))
+        return all_none(map(stored_grad, self.masters))
 
     def drop(self) -> None:
         """Forgets the gradients."""
-        for master in self.grads:
-            master.__dict__.pop("_model_grads", None)
-        self.grads = {}
+        for place in self._places:
+            if place.waiting is not None and place.waiting() is self:
+                place.waiting = None
+        self.masters, self.values, self._grads = [], [], {}
 
 
 def all_of(params: Iterable[Tensor]) -> list[ModelGrads]:
     """The gradients that wait for masters among ``params``, where all of their masters are, and have no others;
     the rest become tensors."""
-    masters = [p for p in params if isinstance(p, MasterParam) and p.model_grads is not None]
+    found = list(params)
+    if MasterParam not in set(map(type, found)):
+        return []
+    masters = [p for p in found if isinstance(p, MasterParam) and p.model_grads is not None]
     given = set(masters)
     complete = []
     for waiting in filter(None, dict.fromkeys(master.model_grads for master in masters)):

@@ -15,13 +15,16 @@ as torch's ``copy_`` rounds.
 
 from __future__ import annotations
 
+import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampctx import _extension, _reference, _reference_optimizers
+from ampctx._each import all_there, grad_of
 from ampctx._errors import AmpValueError
 
 NAMESPACE = "ampctx"
@@ -39,8 +42,20 @@ _SCHEMAS = (
     *_reference_optimizers.SCHEMAS,
 )
 
+_TENSOR_LIST = re.compile(r"Tensor(\(\w!\))?\[\]")
+
+
+def _held(schema: str) -> str:
+    """The overload of an op that takes numbers of known lists in the place of lists."""
+    return re.sub(_TENSOR_LIST, "int", schema.replace("(", ".held(", 1))
+
+
 # Without a fallback: there is nothing to hold tensors for but the compiled kernels.
-_COMPILED_SCHEMAS = ("hold_tensors(Tensor[] tensors) -> int", *_reference_optimizers.HELD_SCHEMAS)
+_COMPILED_SCHEMAS = (
+    "hold_tensors(Tensor[] tensors) -> int",
+    "fill_storages(Tensor[] tensors) -> bool",
+    *map(_held, filter(_TENSOR_LIST.search, _SCHEMAS)),
+)
 
 
 # --- what serves where no compiled kernel does: the reference behind the kernels' own checks -------------------------
@@ -164,31 +179,111 @@ def can_be_held(tensor: Tensor) -> bool:
     return not (tensor.is_neg() or tensor._is_zerotensor())
 
 
-class HeldTensors:
+class HeldTensors(Sequence[Tensor]):
     """A list of tensors, not empty and on one device, that the compiled ops keep: a call with it hands over a number.
 
-    For lists that many calls have in common; ``ampctx.optimizer_ops`` takes it for any list but the gradients. The ops
-    look at the tensors themselves at every call, as at those of any list.
+    For lists that many calls have in common; the ops take it for any of their lists. They look at the tensors
+    themselves at every call, as at those of any list.
 
     Raises:
         AmpValueError: a tensor for which the dispatcher would leave a copy with the library, such as a view that
-            negates. NotImplementedError: no kernel is compiled for the device of the tensors.
+            negates.
+        NotImplementedError: no kernel is compiled for the device of the tensors.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = list(tensors)
         if not all(map(can_be_held, self.tensors)):
             raise AmpValueError("HeldTensors: a tensor is a view that negates, or has no memory: give a clone() of it")
-        self.number: int = _ops.hold_tensors.default(self.tensors)
+        self._known_by(_ops.hold_tensors.default(self.tensors))
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.tensors)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.tensors[index]
+
+    def _known_by(self, number: int) -> None:
+        self.number = number
         # Not at the end of the process, where torch may be gone before.
-        weakref.finalize(self, extension.release_tensors, self.number).atexit = False
+        weakref.finalize(self, extension.release_tensors, number).atexit = False
+
+
+class ReadTensors(HeldTensors):
+    """A list as its tensors lie at this moment, for calls that are made at once: by ``read`` and ``read_grads``."""
+
+    def __init__(self, tensors: list[Tensor], number: int) -> None:
+        self.tensors = tensors
+        self._known_by(number)
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensors[0].dtype
+
+    @property
+    def are_distinct(self) -> bool:
+        return len(set(map(id, self.tensors))) == len(self.tensors)
+
+
+def read(tensors: list[Tensor]) -> ReadTensors | None:
+    """The tensors without a way through the dispatcher, which costs more than a small tensor's kernel.
+
+    None where they are not plain tensors of one device and dtype that each fill a block of memory, or where nothing is
+    compiled: the ops take the list itself then, or say what is wrong with it.
+    """
+    number = 0 if torch.compiler.is_compiling() else extension.read_tensors(tensors)
+    return ReadTensors(tensors, number) if number else None
+
+
+def read_grads(params: list[Tensor]) -> tuple[list[Tensor | None], ReadTensors | None]:
+    """The ``.grad`` of each parameter, and those that are there as ``read`` has them."""
+    grads: list[Any] = []
+    if torch.compiler.is_compiling() or extension.read_grads is None:
+        return list(map(grad_of, params)), None
+    number = extension.read_grads(params, grads, False)
+    return grads, ReadTensors(grads if all_there(grads) else _present(grads), number) if number else None
+
+
+def read_along(params: list[Tensor], grads: list[Tensor] | None = None) -> ReadTensors | None:
+    """``read`` of the gradients, those in ``.grad`` unless others are given: where each parameter has one that lies in
+    memory as the parameter does, and the parameters are of one dtype, too."""
+    found: list[Any] = [] if grads is None else grads
+    if torch.compiler.is_compiling() or extension.read_grads is None:
+        return None
+    number = extension.read_grads(params, found, True)
+    return ReadTensors(found, number) if number else None
+
+
+def _present(grads: Sequence[Tensor | None]) -> list[Tensor]:
+    return [grad for grad in grads if grad is not None]
+
+
+def fill_storages(tensors: ReadTensors) -> bool:
+    """Whether the storage of each is of its own size, so that no other tensor has a part in it beside the tensor. (One
+    that shares all of it may.) No host sync."""
+    return _ops.fill_storages.default(tensors.tensors)
+
+
+def call(op: Any, lists: Sequence[Sequence[Tensor]], *others: Any) -> Any:
+    """An op of ``torch.ops.ampctx``, by its overload for lists: where the library knows one, it gets to know all."""
+    if not any(isinstance(tensors, HeldTensors) for tensors in lists):
+        return op.default(*lists, *others)
+    known = [t if isinstance(t, HeldTensors) or not len(t) else HeldTensors(t) for t in lists]
+    return op.held(*(t.number if isinstance(t, HeldTensors) else 0 for t in known), *others)
 
 
 def wrote(*lists: Sequence[Tensor]) -> None:
     """Tells autograd that the tensors changed; a C++ op outside autograd does not do so by itself."""
     if not torch.compiler.is_compiling():
         for tensors in lists:
-            torch.autograd.graph.increment_version(tensors)
+            torch.autograd.graph.increment_version(tensors.tensors if isinstance(tensors, HeldTensors) else tensors)
 
 
 def multi_tensor_scale(src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: Tensor, scale: float | Tensor) -> None:
@@ -197,7 +292,7 @@ def multi_tensor_scale(src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: 
     ``dst`` may be ``src``. Inf and nan are carried over. A finite value that becomes inf because the type of ``dst`` is
     narrower is not flagged. No host sync.
     """
-    _ops.multi_tensor_scale.default(src, dst, found_inf, factor(scale))
+    call(_ops.multi_tensor_scale, (src, dst), found_inf, factor(scale))
     wrote(dst)
 
 
@@ -214,7 +309,7 @@ def multi_tensor_axpby(
 
     ``out`` may be ``x`` or ``y``. No host sync.
     """
-    _ops.multi_tensor_axpby.default(x, y, out, found_inf, factor(a), factor(b), arg_to_check)
+    call(_ops.multi_tensor_axpby, (x, y, out), found_inf, factor(a), factor(b), arg_to_check)
     wrote(out)
 
 
@@ -228,14 +323,14 @@ def multi_tensor_l2norm(
     infinite norm and not an infinite gradient. The order of summation is fixed, so two calls agree to the last bit. No
     host sync.
     """
-    return _ops.multi_tensor_l2norm.default(tensors, found_inf, per_tensor)
+    return call(_ops.multi_tensor_l2norm, (tensors,), found_inf, per_tensor)
 
 
 def multi_tensor_unscale_l2norm(
     tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: float | Tensor, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
     """``multi_tensor_l2norm`` of ``t * inv_scale``, in one read; the tensors are left as they are. No host sync."""
-    return _ops.multi_tensor_unscale_l2norm.default(tensors, found_inf, factor(inv_scale), per_tensor)
+    return call(_ops.multi_tensor_unscale_l2norm, (tensors,), found_inf, factor(inv_scale), per_tensor)
 
 
 def update_scale(

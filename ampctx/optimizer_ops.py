@@ -11,49 +11,34 @@ as the kernel finds out on the device. Gradients are multiplied by ``inv_scale``
 ``inv_scale`` and ``lr`` are floats or one-element tensors, fp32 on the device of the lists or on the CPU. ``seed``
 feeds the "stochastic" write back, whose random numbers depend on seed, step count and place alone. No host sync.
 
-Lists that stay the same from call to call may be held (``ampctx.ops.HeldTensors``): all of them but the gradients and
-what is empty, or none. Where no kernel is compiled for their device, tensors cannot be held.
+Lists that stay the same from call to call may be held (``ampctx.ops.HeldTensors``). Autograd is told that ``params``
+and ``extras`` changed; the state of an optimizer is in nobody's graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampctx._errors import AmpTypeError
 from ampctx._reference_optimizers import WRITE_BACKS
-from ampctx.ops import HeldTensors, factor, wrote
+from ampctx.ops import call, factor, wrote
 
 _ops = torch.ops.ampctx
 _CODES = {name: code for code, name in enumerate(WRITE_BACKS)}
 
-Tensors = Sequence[Tensor] | HeldTensors
 Factor = float | Tensor
-
-
-def _call(op: Any, grads: Sequence[Tensor], lists: Sequence[Tensors], *others: Any) -> None:
-    """``op``, that writes to ``lists``: none of them is held, or all but those that are empty."""
-    if any(isinstance(tensors, HeldTensors) for tensors in lists):
-        if any(not isinstance(tensors, HeldTensors) and len(tensors) for tensors in lists):
-            raise AmpTypeError("some lists of a call are HeldTensors and others are not: hold all of them, or none")
-        numbers = [tensors.number if isinstance(tensors, HeldTensors) else 0 for tensors in lists]
-        op.held(grads, *numbers, *others)
-    else:
-        op.default(grads, *lists, *others)
-    wrote(*(tensors.tensors if isinstance(tensors, HeldTensors) else tensors for tensors in lists))
 
 
 def adam(
     grads: Sequence[Tensor],
-    params: Tensors,
-    exp_avgs: Tensors,
-    exp_avg_sqs: Tensors,
-    max_exp_avg_sqs: Tensors,
-    extras: Tensors,
-    steps: Tensors,
+    params: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor],
+    extras: Sequence[Tensor],
+    steps: Sequence[Tensor],
     found_inf: Tensor,
     inv_scale: Factor,
     lr: Factor,
@@ -74,19 +59,20 @@ def adam(
     p -= lr (u + weight_decay p), with c = 1 - beta^step, or 1 without ``bias_correction``. Not in ``adam_w_mode``,
     g + weight_decay p takes the place of g. No host sync.
     """
-    _call(
-        _ops.multi_tensor_adam, grads, (params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, extras, steps), found_inf,
+    call(
+        _ops.multi_tensor_adam, (grads, params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, extras, steps), found_inf,
         factor(inv_scale), factor(lr),
         beta1, beta2, eps, weight_decay, bias_correction, adam_w_mode, maximize, _CODES[write_back], seed,
     )  # fmt: skip
+    wrote(params, extras)
 
 
 def sgd(
     grads: Sequence[Tensor],
-    params: Tensors,
-    momentum_buffers: Tensors,
-    extras: Tensors,
-    steps: Tensors,
+    params: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    extras: Sequence[Tensor],
+    steps: Sequence[Tensor],
     found_inf: Tensor,
     inv_scale: Factor,
     lr: Factor,
@@ -104,19 +90,20 @@ def sgd(
     ``nesterov``. Without momentum ``momentum_buffers`` is empty. Weight decay adds weight_decay p to g, or with
     ``wd_after_momentum`` to what lr multiplies. No host sync.
     """
-    _call(
-        _ops.multi_tensor_sgd, grads, (params, momentum_buffers, extras, steps), found_inf,
+    call(
+        _ops.multi_tensor_sgd, (grads, params, momentum_buffers, extras, steps), found_inf,
         factor(inv_scale), factor(lr),
         momentum, dampening, weight_decay, nesterov, wd_after_momentum, maximize, _CODES[write_back], seed,
     )  # fmt: skip
+    wrote(params, extras)
 
 
 def adagrad(
     grads: Sequence[Tensor],
-    params: Tensors,
-    sums: Tensors,
-    extras: Tensors,
-    steps: Tensors,
+    params: Sequence[Tensor],
+    sums: Sequence[Tensor],
+    extras: Sequence[Tensor],
+    steps: Sequence[Tensor],
     found_inf: Tensor,
     inv_scale: Factor,
     lr: Factor,
@@ -130,20 +117,21 @@ def adagrad(
 ) -> None:
     """Adagrad: h += g^2, p -= lr g / (sqrt(h) + eps); weight decay through g, or decoupled in ``adagrad_w_mode``. No
     host sync."""
-    _call(
-        _ops.multi_tensor_adagrad, grads, (params, sums, extras, steps), found_inf,
+    call(
+        _ops.multi_tensor_adagrad, (grads, params, sums, extras, steps), found_inf,
         factor(inv_scale), factor(lr),
         eps, weight_decay, adagrad_w_mode, maximize, _CODES[write_back], seed,
     )  # fmt: skip
+    wrote(params, extras)
 
 
 def lamb(
     grads: Sequence[Tensor],
-    params: Tensors,
-    exp_avgs: Tensors,
-    exp_avg_sqs: Tensors,
-    extras: Tensors,
-    steps: Tensors,
+    params: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    extras: Sequence[Tensor],
+    steps: Sequence[Tensor],
     found_inf: Tensor,
     inv_scale: Factor,
     lr: Factor,
@@ -168,21 +156,22 @@ def lamb(
     is above it (0: never). The ratio is 1 where a norm is 0, and without weight decay unless ``use_nvlamb``. Without
     ``grad_averaging`` m = beta1 m + g. No host sync.
     """
-    _call(
-        _ops.multi_tensor_lamb, grads, (params, exp_avgs, exp_avg_sqs, extras, steps), found_inf,
+    call(
+        _ops.multi_tensor_lamb, (grads, params, exp_avgs, exp_avg_sqs, extras, steps), found_inf,
         factor(inv_scale), factor(lr), factor(global_grad_norm),
         beta1, beta2, eps, weight_decay, max_grad_norm, bias_correction, adam_w_mode,
         grad_averaging, use_nvlamb, maximize, _CODES[write_back], seed,
     )  # fmt: skip
+    wrote(params, extras)
 
 
 def novograd(
     grads: Sequence[Tensor],
-    params: Tensors,
-    exp_avgs: Tensors,
-    extras: Tensors,
-    exp_avg_sqs: Tensors,
-    steps: Tensors,
+    params: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    extras: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
     found_inf: Tensor,
     inv_scale: Factor,
     lr: Factor,
@@ -207,12 +196,13 @@ def novograd(
     p -= lr (m / c1 / d + weight_decay p); or, with ``reg_inside_moment``, g / d + weight_decay p takes the place of g
     and p -= lr m / c1. No host sync.
     """
-    _call(
-        _ops.multi_tensor_novograd, grads, (params, exp_avgs, extras, exp_avg_sqs, steps), found_inf,
+    call(
+        _ops.multi_tensor_novograd, (grads, params, exp_avgs, extras, exp_avg_sqs, steps), found_inf,
         factor(inv_scale), factor(lr),
         beta1, beta2, eps, weight_decay, bias_correction, grad_averaging, reg_inside_moment, inf_norm, init_zero,
         maximize, _CODES[write_back], seed,
     )  # fmt: skip
+    wrote(params, extras)
 
 
 def larc(
@@ -231,7 +221,8 @@ def larc(
     """LARC, in place on the gradients, which are unscaled too: with a = trust_coefficient ||p|| / (||g|| +
     weight_decay ||p|| + eps), or min(a / lr, 1) with ``clip``, g = a (g + weight_decay p), or with ``maximize``
     a (g - weight_decay p). Tensors with a norm of 0 are unscaled alone. No host sync."""
-    _ops.multi_tensor_larc.default(
-        grads, params, found_inf, factor(inv_scale), factor(lr), trust_coefficient, eps, weight_decay, clip, maximize
-    )
+    call(
+        _ops.multi_tensor_larc, (grads, params), found_inf, factor(inv_scale), factor(lr),
+        trust_coefficient, eps, weight_decay, clip, maximize,
+    )  # fmt: skip
     wrote(grads)

@@ -4,21 +4,21 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <initializer_list>
 
+#include "known_lists.h"
 #include "ops.h"
-#include "torch_abi.h"
 
 namespace ampctx {
 
 using torch_abi::Device;
 using torch_abi::dtype_name;
 using torch_abi::Tensor;
-using torch_abi::TensorList;
 
 struct ListArgument {
   const char* name;
-  const TensorList& tensors;
+  ListView tensors;
   bool is_written = false;
   bool is_optional = false;  // left out where it is empty
 };
@@ -31,7 +31,7 @@ struct CallDevice {
 
 inline CallDevice call_device(const ListArgument& first, const Tensor& found_inf) {
   if (first.tensors.empty()) return {found_inf.is_defined() ? found_inf.device() : Device::cpu(), "found_inf"};
-  return {first.tensors[0].device(), std::string(first.name) + "[0]"};
+  return {first.tensors.device(0), std::string(first.name) + "[0]"};
 }
 
 inline bool to_dtype(int32_t code, DType& dtype) {
@@ -43,39 +43,28 @@ inline bool to_dtype(int32_t code, DType& dtype) {
   return false;
 }
 
-// Whether the elements fill one block of memory without holes or overlap.
-inline bool is_dense(const Tensor& tensor) {
-  std::vector<std::pair<int64_t, int64_t>> dims;  // (stride, size)
-  const int64_t *sizes = tensor.sizes(), *strides = tensor.strides();
-  for (int64_t d = 0; d < tensor.dim(); ++d) {
-    if (sizes[d] > 1) dims.emplace_back(strides[d], sizes[d]);
-  }
-  std::sort(dims.begin(), dims.end());
-  int64_t expected = 1;
-  for (const auto& [stride, size] : dims) {
-    if (stride != expected) return false;
-    expected *= size;
-  }
-  return true;
-}
-
-// Whether element k in memory of one dense tensor is element k in memory of the other.
-inline bool same_strides(const Tensor& a, const Tensor& b) {
-  if (a.dim() != b.dim()) return false;
-  const int64_t *sizes_a = a.sizes(), *sizes_b = b.sizes(), *strides_a = a.strides(), *strides_b = b.strides();
-  for (int64_t d = 0; d < a.dim(); ++d) {
-    if (sizes_a[d] != sizes_b[d] || (sizes_a[d] > 1 && strides_a[d] != strides_b[d])) return false;
-  }
-  return true;
-}
-
-// Whether a dense tensor lies within its storage. Somebody may have freed that (FSDP does between uses of a parameter)
-// or made it smaller under a view; the address is then null, or null and an offset, or one behind the end.
-inline bool has_memory(const Tensor& tensor, int64_t elements, int64_t element_bytes) {
-  return (tensor.storage_offset() + elements) * element_bytes <= tensor.storage_bytes();
-}
-
 constexpr const char* kNoMemory = "has no memory: its storage has been freed or made smaller";
+
+// Whether part(begin, end) holds for all shares of [0, count), asked in several threads. What throws does not hold: the
+// caller goes through the list once more, alone, and reports it.
+template <class Part>
+bool holds_for_all(int64_t count, const Part& part) {
+  struct Argument {
+    const Part& part;
+    std::atomic<bool> holds{true};
+  } argument{part};
+  constexpr int64_t grain = 512;  // tensors below which a second thread costs more than it does
+  const auto body = [](int64_t begin, int64_t end, void* argument) {
+    Argument& self = *static_cast<Argument*>(argument);
+    try {
+      if (!self.part(begin, end)) self.holds.store(false, std::memory_order_relaxed);
+    } catch (const std::exception&) {
+      self.holds.store(false, std::memory_order_relaxed);
+    }
+  };
+  torch_abi::parallel_for(0, count, grain, body, &argument);
+  return argument.holds.load();
+}
 
 // Checks lists, one after the other, against the first of them, and gathers what the kernels need of each.
 class ListChecker {
@@ -93,42 +82,49 @@ class ListChecker {
 
   // The first list comes first.
   void add(const ListArgument& argument, const AllowedDTypes& allowed) {
+    const ListView& tensors = argument.tensors;
     const bool is_first = lists.depth == 0;
     const int list = lists.depth++;
-    const size_t count = argument.tensors.size();
-    lists.pointer[list].reserve(count);
-    const int32_t code = count ? argument.tensors[0].dtype() : aoti_torch_dtype_float32();
+    const int32_t code = tensors.empty() ? aoti_torch_dtype_float32() : tensors.dtype(0);
     const bool known = to_dtype(code, lists.dtype[list]) && allows(allowed, lists.dtype[list]);
-    for (size_t i = 0; i < count; ++i) {
-      const Tensor& tensor = argument.tensors[i];
+    if (is_first) {
+      numel_.resize(tensors.size());
+      contiguous_.resize(tensors.size());
+    }
+    if (known && add_plain(argument, list, code)) return;
+
+    lists.pointer[list].clear();
+    lists.pointer[list].reserve(tensors.size());
+    for (size_t i = 0; i < tensors.size(); ++i) {
       const auto refuse = [&](const auto&... why) { fail(op_, ": ", argument.name, "[", i, "] ", why...); };
-      if (!tensor.is_strided()) refuse("is not a strided tensor");
-      const int32_t dtype = tensor.dtype();
+      if (!tensors.is_strided(i)) refuse("is not a strided tensor");
+      const int32_t dtype = tensors.dtype(i);
       if (DType other; !known || (dtype != code && !(to_dtype(dtype, other) && allows(allowed, other)))) {
         refuse("has dtype ", dtype_name(dtype), ", expected ", allowed.names);
       }
       if (dtype != code) refuse("has dtype ", dtype_name(dtype), ", ", argument.name, "[0] has ", dtype_name(code));
-      if (tensor.device() != call_.device) {
-        refuse("is on ", tensor.device().name(), ", ", call_.decided_by, " is on ", call_.device.name());
+      if (const Device device = tensors.device(i); device != call_.device) {
+        refuse("is on ", device.name(), ", ", call_.decided_by, " is on ", call_.device.name());
       }
-      const int64_t elements = tensor.numel();
-      const bool is_contiguous = tensor.is_contiguous();
+      const int64_t elements = tensors.numel(i);
+      const bool is_contiguous = tensors.is_contiguous(i);
       if (is_first) {
-        numel_.push_back(elements);
-        contiguous_.push_back(is_contiguous);
+        numel_[i] = elements;
+        contiguous_[i] = is_contiguous;
       }
       if (elements != numel_[i]) {
         refuse("has ", elements, " elements, ", first_.name, "[", i, "] has ", numel_[i]);
       }
       if (elements == 0) continue;
-      if (!is_contiguous && !is_dense(tensor)) {
+      if (!is_contiguous && !is_dense(tensors.layout(i))) {
         refuse("is not contiguous: its elements do not fill one block of memory");
       }
-      if (!is_first && !(is_contiguous && contiguous_[i]) && !same_strides(tensor, first_.tensors[i])) {
+      if (!is_first && !(is_contiguous && contiguous_[i]) &&
+          !same_strides(tensors.layout(i), first_.tensors.layout(i))) {
         refuse("and ", first_.name, "[", i, "] have different memory layouts");
       }
-      if (!has_memory(tensor, elements, element_size(lists.dtype[list]))) refuse(kNoMemory);
-      lists.pointer[list].push_back(argument.is_written ? tensor.mutable_data() : const_cast<void*>(tensor.data()));
+      if (!tensors.has_memory(i, elements, element_size(lists.dtype[list]))) refuse(kNoMemory);
+      lists.pointer[list].push_back(tensors.data(i, argument.is_written));
       if (is_first) {
         lists.numel.push_back(elements);
         lists.index.push_back(static_cast<int64_t>(i));
@@ -139,6 +135,45 @@ class ListChecker {
   TensorLists lists;
 
  private:
+  // Adds a list with nothing to refuse and no empty tensor: in parallel, as thousands of tensors are thousands of waits
+  // for memory. False where it is not such a list; what was written is of no use then.
+  bool add_plain(const ListArgument& argument, int list, int32_t code) {
+    const int64_t count = static_cast<int64_t>(argument.tensors.size());
+    lists.pointer[list].resize(count);
+    const bool plain = holds_for_all(count, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        if (!take_plain(argument, list, code, i)) return false;
+      }
+      return true;
+    });
+    if (!plain) return false;
+    if (list == 0) {
+      lists.numel = numel_;
+      lists.index.resize(count);
+      for (int64_t i = 0; i < count; ++i) lists.index[i] = i;
+    }
+    return true;
+  }
+
+  bool take_plain(const ListArgument& argument, int list, int32_t code, int64_t i) {
+    const ListView& tensors = argument.tensors;
+    if (!tensors.is_strided(i) || tensors.dtype(i) != code || tensors.device(i) != call_.device) return false;
+    const int64_t elements = tensors.numel(i);
+    const bool is_contiguous = tensors.is_contiguous(i);
+    if (list == 0) {
+      numel_[i] = elements;
+      contiguous_[i] = is_contiguous;
+    }
+    if (elements == 0 || elements != numel_[i]) return false;
+    if (!(is_contiguous && contiguous_[i])) {
+      const torch_abi::Layout layout = tensors.layout(i);
+      if (!is_dense(layout) || !same_strides(layout, first_.tensors.layout(i))) return false;
+    }
+    if (!tensors.has_memory(i, elements, element_size(lists.dtype[list]))) return false;
+    lists.pointer[list][i] = tensors.data(i, argument.is_written);
+    return true;
+  }
+
   const char* op_;
   const CallDevice& call_;
   const ListArgument& first_;
@@ -163,7 +198,7 @@ void check_one_element(const char* op, const Name& name, const Tensor& tensor) {
 
 template <class Name>
 void check_memory(const char* op, const Name& name, const Tensor& tensor, int64_t element_bytes) {
-  if (!has_memory(tensor, 1, element_bytes)) fail(op, ": ", name, " ", kNoMemory);
+  if (!tensor.has_memory(1, element_bytes)) fail(op, ": ", name, " ", kNoMemory);
 }
 
 template <class Name>

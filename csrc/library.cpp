@@ -8,6 +8,7 @@
 
 #include "cpu/simd.h"
 #include "library_layerwise.h"
+#include "python_lists.h"
 
 #ifdef __clang__
 #define AMPCTX_COMPILER __VERSION__
@@ -24,6 +25,7 @@ namespace ampctx {
 namespace {
 
 using torch_abi::empty;
+using torch_abi::TensorList;
 using torch_abi::to_scalar;
 using torch_abi::to_tensor_list;
 
@@ -36,11 +38,13 @@ constexpr Backend kCuda = {"CUDA", kCudaDTypes, true, true, AMPCTX_KERNELS(cuda)
 #endif
 #endif
 
-template <const Backend& backend>
+template <const Backend& backend, bool held>
 void multi_tensor_scale(StableIValue* stack, uint64_t, uint64_t) {
   constexpr const char* op = "multi_tensor_scale";
-  const TensorList src = to_tensor_list(stack[0]), dst = to_tensor_list(stack[1]);
-  const Tensor found_inf(stack[2]), scale(stack[3]);
+  Arguments in(op, stack, held);
+  const ListView src = in.list(), dst = in.list();
+  const Tensor found_inf = in.tensor(), scale = in.tensor();
+  in.check_held();
 
   const ListArgument src_argument{"src", src}, dst_argument{"dst", dst, true};
   const CallDevice call = call_device(src_argument, found_inf);
@@ -51,12 +55,14 @@ void multi_tensor_scale(StableIValue* stack, uint64_t, uint64_t) {
   backend.scale(Scope(backend, call.device).context, lists, flag, factor);
 }
 
-template <const Backend& backend>
+template <const Backend& backend, bool held>
 void multi_tensor_axpby(StableIValue* stack, uint64_t, uint64_t) {
   constexpr const char* op = "multi_tensor_axpby";
-  const TensorList x = to_tensor_list(stack[0]), y = to_tensor_list(stack[1]), out = to_tensor_list(stack[2]);
-  const Tensor found_inf(stack[3]), a(stack[4]), b(stack[5]);
-  const int64_t arg_to_check = to_scalar<int64_t>(stack[6]);
+  Arguments in(op, stack, held);
+  const ListView x = in.list(), y = in.list(), out = in.list();
+  const Tensor found_inf = in.tensor(), a = in.tensor(), b = in.tensor();
+  const int64_t arg_to_check = in.integer();
+  in.check_held();
 
   const ListArgument x_argument{"x", x}, y_argument{"y", y}, out_argument{"out", out, true};
   const CallDevice call = call_device(x_argument, found_inf);
@@ -71,8 +77,17 @@ void multi_tensor_axpby(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 // Both norm ops; without inv_scale the factor is 1.
-void l2norm(const Backend& backend, const char* op, StableIValue* stack, const TensorList& tensors,
-            const Tensor& found_inf, const Tensor* inv_scale, bool per_tensor) {
+template <const Backend& backend, bool held, bool has_inv_scale>
+void multi_tensor_l2norm(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr const char* op = has_inv_scale ? "multi_tensor_unscale_l2norm" : "multi_tensor_l2norm";
+  Arguments in(op, stack, held);
+  const ListView tensors = in.list();
+  const Tensor found_inf = in.tensor();
+  std::optional<Tensor> inv_scale;
+  if (has_inv_scale) inv_scale.emplace(in.tensor());
+  const bool per_tensor = in.flag();
+  in.check_held();
+
   const ListArgument argument{"tensors", tensors};
   const CallDevice call = call_device(argument, found_inf);
   const TensorLists lists = check_lists(op, backend.dtypes, call, {argument});
@@ -90,20 +105,6 @@ void l2norm(const Backend& backend, const char* op, StableIValue* stack, const T
                  {norm.mutable_data(), norms ? each.mutable_data() : nullptr, workspace.mutable_data()});
   stack[0] = norm.release();
   stack[1] = each.release();
-}
-
-template <const Backend& backend>
-void multi_tensor_l2norm(StableIValue* stack, uint64_t, uint64_t) {
-  const TensorList tensors = to_tensor_list(stack[0]);
-  const Tensor found_inf(stack[1]);
-  l2norm(backend, "multi_tensor_l2norm", stack, tensors, found_inf, nullptr, to_scalar<bool>(stack[2]));
-}
-
-template <const Backend& backend>
-void multi_tensor_unscale_l2norm(StableIValue* stack, uint64_t, uint64_t) {
-  const TensorList tensors = to_tensor_list(stack[0]);
-  const Tensor found_inf(stack[1]), inv_scale(stack[2]);
-  l2norm(backend, "multi_tensor_unscale_l2norm", stack, tensors, found_inf, &inv_scale, to_scalar<bool>(stack[3]));
 }
 
 // With what is refused here, the scale would become 0, inf or nan, or a tracker something else than was asked for.
@@ -139,8 +140,23 @@ void update_scale(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 void hold_tensors(StableIValue* stack, uint64_t, uint64_t) {
-  const int64_t number = held_lists().hold(to_tensor_list(stack[0]));
+  const int64_t number = known_lists().add(to_tensor_list(stack[0]));
   std::memcpy(&stack[0], &number, sizeof(number));
+}
+
+// Whether each tensor, contiguous or dense, has its storage for itself, as far as the size tells.
+void fill_storages(StableIValue* stack, uint64_t, uint64_t) {
+  const TensorList tensors = to_tensor_list(stack[0]);
+  const bool fill = holds_for_all(static_cast<int64_t>(tensors.size()), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      DType dtype;
+      if (!to_dtype(tensors[i].dtype(), dtype)) return false;
+      if (tensors[i].numel() * element_size(dtype) != tensors[i].storage_bytes()) return false;
+    }
+    return true;
+  });
+  stack[0] = 0;
+  std::memcpy(&stack[0], &fill, sizeof(fill));
 }
 
 template <const Backend& backend>
@@ -148,12 +164,17 @@ int register_kernels(const char* ns) {
   TorchLibraryHandle library = nullptr;  // lives as long as the process: torch keeps the function pointers
   if (aoti_torch_library_init_impl(ns, backend.dispatch_key, "ampctx", 0, &library) != 0) return 1;
   const std::pair<const char*, void (*)(StableIValue*, uint64_t, uint64_t)> kernels[] = {
-      {"multi_tensor_scale", multi_tensor_scale<backend>},
-      {"multi_tensor_axpby", multi_tensor_axpby<backend>},
-      {"multi_tensor_l2norm", multi_tensor_l2norm<backend>},
-      {"multi_tensor_unscale_l2norm", multi_tensor_unscale_l2norm<backend>},
+      {"multi_tensor_scale", multi_tensor_scale<backend, false>},
+      {"multi_tensor_scale.held", multi_tensor_scale<backend, true>},
+      {"multi_tensor_axpby", multi_tensor_axpby<backend, false>},
+      {"multi_tensor_axpby.held", multi_tensor_axpby<backend, true>},
+      {"multi_tensor_l2norm", multi_tensor_l2norm<backend, false, false>},
+      {"multi_tensor_l2norm.held", multi_tensor_l2norm<backend, true, false>},
+      {"multi_tensor_unscale_l2norm", multi_tensor_l2norm<backend, false, true>},
+      {"multi_tensor_unscale_l2norm.held", multi_tensor_l2norm<backend, true, true>},
       {"update_scale", update_scale<backend>},
       {"hold_tensors", hold_tensors},
+      {"fill_storages", fill_storages},
       {"multi_tensor_adam", multi_tensor_adam<backend, false>},
       {"multi_tensor_adam.held", multi_tensor_adam<backend, true>},
       {"multi_tensor_sgd", multi_tensor_sgd<backend, false>},
@@ -164,7 +185,8 @@ int register_kernels(const char* ns) {
       {"multi_tensor_lamb.held", multi_tensor_lamb<backend, true>},
       {"multi_tensor_novograd", multi_tensor_novograd<backend, false>},
       {"multi_tensor_novograd.held", multi_tensor_novograd<backend, true>},
-      {"multi_tensor_larc", multi_tensor_larc<backend>},
+      {"multi_tensor_larc", multi_tensor_larc<backend, false>},
+      {"multi_tensor_larc.held", multi_tensor_larc<backend, true>},
   };
   for (const auto& [name, kernel] : kernels) {
     if (torch_library_impl(library, name, kernel, torch_abi::kBuildVersion) != 0) return 2;
@@ -191,8 +213,17 @@ AMPCTX_EXPORT int ampctx_register_cuda(const char* ns) {
 }
 #endif
 
-// Lets a list go that hold_tensors has kept. A number that is not held is nothing.
-AMPCTX_EXPORT void ampctx_release_tensors(int64_t number) { ampctx::held_lists().release(number); }
+// Lets a list go that hold_tensors has kept, or that was read. A number that is not held is nothing.
+AMPCTX_EXPORT void ampctx_release_tensors(int64_t number) { ampctx::known_lists().release(number); }
+
+// python_lists.h: the GIL is held.
+AMPCTX_EXPORT int ampctx_use_python(PyObject* exchange, PyObject* types) {
+  return ampctx::python_lists::use(exchange, types);
+}
+AMPCTX_EXPORT int64_t ampctx_read_tensors(PyObject* tensors) { return ampctx::python_lists::read_tensors(tensors); }
+AMPCTX_EXPORT int64_t ampctx_read_grads(PyObject* params, PyObject* grads, int with_params) {
+  return ampctx::python_lists::read_grads(params, grads, with_params != 0);
+}
 
 AMPCTX_EXPORT const char* ampctx_build_info() {
   static const std::string info = std::string("{\"compiler\": \"" AMPCTX_COMPILER "\", \"cuda\": " AMPCTX_CUDA_VERSION

@@ -10,8 +10,8 @@ template <const Backend& backend, bool held>
 void multi_tensor_lamb(StableIValue* stack, uint64_t, uint64_t) {
   constexpr const char* op = "multi_tensor_lamb";
   Arguments in(op, stack, held);
-  const TensorList &grads = in.list(), &params = in.list(), &exp_avgs = in.list(), &exp_avg_sqs = in.list();
-  const TensorList &extras = in.list(), &steps = in.list();
+  const ListView grads = in.list(), params = in.list(), exp_avgs = in.list(), exp_avg_sqs = in.list();
+  const ListView extras = in.list(), steps = in.list();
   const Tensor found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor(), global_grad_norm = in.tensor();
   LambOptions options;
   options.beta1 = in.number();
@@ -42,8 +42,8 @@ template <const Backend& backend, bool held>
 void multi_tensor_novograd(StableIValue* stack, uint64_t, uint64_t) {
   constexpr const char* op = "multi_tensor_novograd";
   Arguments in(op, stack, held);
-  const TensorList &grads = in.list(), &params = in.list(), &exp_avgs = in.list(), &extras = in.list();
-  const TensorList &exp_avg_sqs = in.list(), &steps = in.list();
+  const ListView grads = in.list(), params = in.list(), exp_avgs = in.list(), extras = in.list();
+  const ListView exp_avg_sqs = in.list(), steps = in.list();
   const Tensor found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor();
   NovoGradOptions options;
   options.beta1 = in.number();
@@ -68,11 +68,11 @@ void multi_tensor_novograd(StableIValue* stack, uint64_t, uint64_t) {
   run_step(backend, call, step, 1, backend.novograd, options, norms);
 }
 
-template <const Backend& backend>
+template <const Backend& backend, bool held>
 void multi_tensor_larc(StableIValue* stack, uint64_t, uint64_t) {
   constexpr const char* op = "multi_tensor_larc";
-  Arguments in(op, stack, false);
-  const TensorList &grads = in.list(), &params = in.list();
+  Arguments in(op, stack, held);
+  const ListView grads = in.list(), params = in.list();
   const Tensor found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor();
   LarcOptions options;
   options.trust_coefficient = in.number();
@@ -80,6 +80,7 @@ void multi_tensor_larc(StableIValue* stack, uint64_t, uint64_t) {
   options.weight_decay = in.number();
   options.clip = in.flag();
   options.maximize = in.flag();
+  in.check_held();
 
   const ListArgument first{"grads", grads, true};
   const CallDevice call = call_device(first, found_inf);

@@ -3,46 +3,12 @@
 // ampctx/_reference_optimizers.py makes too, with the same messages.
 #pragma once
 
+#include "arguments.h"
 #include "backend.h"
 #include "check.h"
-#include "held_lists.h"
 
 namespace ampctx {
 namespace {
-
-// Takes the arguments off the stack in their order, and keeps the lists. `held`: the stack has the lists after the
-// first as numbers of held lists, 0 for an empty one.
-class Arguments {
- public:
-  Arguments(const char* op, const StableIValue* stack, bool held) : op_(op), next_(stack), held_(held) {}
-  const TensorList& list() {
-    HeldList list;
-    if (!held_ || lists_.empty()) {
-      list = std::make_shared<const TensorList>(torch_abi::to_tensor_list(*next_++));
-    } else if (const int64_t number = integer()) {
-      list = held_lists().find(number);
-      if (!list) unknown_ = number;
-    }
-    lists_.push_back(list ? std::move(list) : std::make_shared<const TensorList>());
-    return *lists_.back();
-  }
-  Tensor tensor() { return Tensor(*next_++); }
-  double number() { return torch_abi::to_scalar<double>(*next_++); }
-  int64_t integer() { return torch_abi::to_scalar<int64_t>(*next_++); }
-  bool flag() { return torch_abi::to_scalar<bool>(*next_++); }
-
-  // After the last argument: whoever throws before owns none of those that it has not taken.
-  void check_held() const {
-    if (unknown_) fail(op_, ": there is no held list of number ", unknown_);
-  }
-
- private:
-  const char* op_;
-  const StableIValue* next_;
-  bool held_;
-  int64_t unknown_ = 0;
-  std::vector<HeldList> lists_;
-};
 
 // The end of the arguments, of one pattern too.
 struct StoreArguments {
@@ -63,7 +29,7 @@ WriteBack check_write_back(const char* op, int64_t write_back) {
 }
 
 // Adds extras to the lists where the write back has them.
-void check_extras(const char* op, const AllowedDTypes& dtypes, const TensorList& params, const TensorList& extras,
+void check_extras(const char* op, const AllowedDTypes& dtypes, const ListView& params, const ListView& extras,
                   WriteBack mode, ListChecker& checker) {
   if (!has_extras(mode)) {
     if (extras.empty()) return;
@@ -73,7 +39,7 @@ void check_extras(const char* op, const AllowedDTypes& dtypes, const TensorList&
   checker.check_length(argument);
   checker.add(argument, mode == WriteBack::split ? kRemainderDTypes : dtypes);
   if (params.empty()) return;
-  const int32_t param = params[0].dtype(), extra = extras[0].dtype();
+  const int32_t param = params.dtype(0), extra = extras.dtype(0);
   const bool is_bf16 = param == aoti_torch_dtype_bfloat16(), is_f16 = param == aoti_torch_dtype_float16();
   if (mode == WriteBack::split && !is_bf16) {
     fail(op, ": params[0] has dtype ", dtype_name(param), ", expected bfloat16 to go with remainders");
@@ -98,18 +64,31 @@ struct Indexed {
 PerTensor check_per_tensor(const char* op, const ListArgument& argument, const ListChecker& checker,
                            const CallDevice& call) {
   checker.check_length(argument);
-  PerTensor pointers;
-  pointers.reserve(argument.tensors.size());
-  for (size_t i = 0; i < argument.tensors.size(); ++i) {
-    void* element = check_state(op, Indexed{argument.name, i}, argument.tensors[i], aoti_torch_dtype_float32(), call);
-    pointers.push_back(static_cast<float*>(element));
+  const ListView& tensors = argument.tensors;
+  PerTensor pointers(tensors.size());
+  const bool plain = holds_for_all(static_cast<int64_t>(tensors.size()), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (tensors.numel(i) != 1 || tensors.dtype(i) != aoti_torch_dtype_float32() || tensors.device(i) != call.device ||
+          !tensors.has_memory(i, 1, sizeof(float))) {
+        return false;
+      }
+      pointers[i] = static_cast<float*>(tensors.data(i, true));
+    }
+    return true;
+  });
+  if (plain) return pointers;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const Indexed name{argument.name, i};
+    const Tensor* tensor = tensors.tensor(i);
+    if (!tensor) fail(op, ": ", name, " was read for one call and is no scalar: hold the list");
+    pointers[i] = static_cast<float*>(check_state(op, name, *tensor, aoti_torch_dtype_float32(), call));
   }
   return pointers;
 }
 
 // What the optimizer ops have in common, checked. `elementwise`: grads, params and states.
 StepCall check_step(const char* op, const Backend& backend, const CallDevice& call,
-                    std::initializer_list<ListArgument> elementwise, const TensorList& extras, const TensorList& steps,
+                    std::initializer_list<ListArgument> elementwise, const ListView& extras, const ListView& steps,
                     const Tensor& found_inf, const Tensor& inv_scale, const Tensor& lr, const StoreArguments& store) {
   ListChecker checker(op, call, *elementwise.begin());
   const auto is_used = [](const ListArgument& list) { return !(list.is_optional && list.tensors.empty()); };
@@ -149,8 +128,8 @@ template <const Backend& backend, bool held>
 void multi_tensor_adam(StableIValue* stack, uint64_t, uint64_t) {
   constexpr const char* op = "multi_tensor_adam";
   Arguments in(op, stack, held);
-  const TensorList &grads = in.list(), &params = in.list(), &exp_avgs = in.list(), &exp_avg_sqs = in.list();
-  const TensorList &max_exp_avg_sqs = in.list(), &extras = in.list(), &steps = in.list();
+  const ListView grads = in.list(), params = in.list(), exp_avgs = in.list(), exp_avg_sqs = in.list();
+  const ListView max_exp_avg_sqs = in.list(), extras = in.list(), steps = in.list();
   const Tensor found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor();
   AdamOptions options;
   options.beta1 = in.number();
@@ -180,8 +159,8 @@ template <const Backend& backend, bool held>
 void multi_tensor_sgd(StableIValue* stack, uint64_t, uint64_t) {
   constexpr const char* op = "multi_tensor_sgd";
   Arguments in(op, stack, held);
-  const TensorList &grads = in.list(), &params = in.list(), &momentum_buffers = in.list();
-  const TensorList &extras = in.list(), &steps = in.list();
+  const ListView grads = in.list(), params = in.list(), momentum_buffers = in.list();
+  const ListView extras = in.list(), steps = in.list();
   const Tensor found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor();
   SgdOptions options;
   options.momentum = in.number();
@@ -203,7 +182,7 @@ template <const Backend& backend, bool held>
 void multi_tensor_adagrad(StableIValue* stack, uint64_t, uint64_t) {
   constexpr const char* op = "multi_tensor_adagrad";
   Arguments in(op, stack, held);
-  const TensorList &grads = in.list(), &params = in.list(), &sums = in.list(), &extras = in.list(), &steps = in.list();
+  const ListView grads = in.list(), params = in.list(), sums = in.list(), extras = in.list(), steps = in.list();
   const Tensor found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor();
   AdagradOptions options;
   options.eps = in.number();

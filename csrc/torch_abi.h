@@ -149,6 +149,13 @@ inline std::string dtype_name(int32_t dtype) {
   return "number " + std::to_string(dtype);
 }
 
+// Where the elements of a tensor lie. The arrays are the tensor's.
+struct Layout {
+  int64_t dim;
+  const int64_t* sizes;
+  const int64_t* strides;
+};
+
 // A tensor owned by this object. A boxed kernel owns its arguments and the elements that it takes out of a list.
 class Tensor {
  public:
@@ -179,6 +186,13 @@ class Tensor {
 
   bool is_strided() const { return layout() == aoti_torch_layout_strided(); }
   Device device() const { return {device_type(), device_index()}; }
+  Layout layout_in_memory() const { return {dim(), sizes(), strides()}; }
+
+  // Whether a dense tensor lies within its storage. Somebody may have freed that (FSDP does between uses of a
+  // parameter) or made it smaller under a view; the address is then null, or null and an offset, or one behind the end.
+  bool has_memory(int64_t elements, int64_t element_bytes) const {
+    return (storage_offset() + elements) * element_bytes <= storage_bytes();
+  }
 
   // Hands the tensor to the caller of a boxed kernel.
   StableIValue release() { return reinterpret_cast<StableIValue>(std::exchange(handle_, nullptr)); }

@@ -1,34 +1,86 @@
-"""Every Python block of README and docs runs as it stands; every console line shown exists; links lead somewhere."""
+"""Every Python block of README and docs runs as it stands; what is shown exists, links lead somewhere.
 
+The API page has every public name.
+"""
+
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import ampctx
+
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = {page: page.relative_to(ROOT).as_posix().removeprefix("docs/") for page in PAGES}
 BLOCKS = [
-    pytest.param(code, id=f"{page.name}-{i}")
+    pytest.param(f"{NAMES[page]}-{i}", code, id=f"{NAMES[page]}-{i}")
     for page in PAGES
     for i, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S))
 ]
 
 
-@pytest.mark.parametrize("code", BLOCKS)
-def test_block_runs(code):
-    result = subprocess.run([sys.executable, "-W", "error", "-"], input=code, text=True, capture_output=True, cwd=ROOT)
-    assert result.returncode == 0, result.stderr
+@pytest.fixture(scope="module")
+def run_block():
+    """Runs code by itself, as a script of its own would: (exit status, stderr)."""
+    command = [sys.executable, "-W", "error", str(ROOT / "tests" / "block_server.py")]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+
+    def run(name: str, code: str) -> tuple[int, str]:
+        server.stdin.write(json.dumps([name, code]) + "\n")
+        server.stdin.flush()
+        answer = server.stdout.readline()
+        assert answer, f"the process that runs the blocks ended with {server.wait()}"
+        return tuple(json.loads(answer))
+
+    with server:
+        yield run
+        server.stdin.close()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize(("name", "code"), BLOCKS)
+def test_block_runs(run_block, name, code):
+    status, errors = run_block(name, code)
+    assert status == 0, errors
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [("raise ValueError('x')", "ValueError: x"), ("import warnings; warnings.warn('x')", "UserWarning: x")],
+)
+def test_a_block_that_fails_is_seen(run_block, code, told):
+    status, errors = run_block("failing", code)
+    assert status == 1
+    assert told in errors
+
+
+def test_a_block_that_crashes_is_seen(run_block):
+    assert run_block("crashing", "import os; os.abort()")[0] == -6
+    assert run_block("fine", "import torch; torch.ones(2)")[0] == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES.get)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (page.parent / target).exists(), f"{NAMES[page]} links to {target}"
 
 
 def test_make_targets_that_are_shown_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
     for page in PAGES:
-        assert set(re.findall(r"`make ([a-z-]+)", page.read_text())) <= targets, page.name
+        assert set(re.findall(r"`make ([a-z-]+)", page.read_text())) <= targets, NAMES[page]
+
+
+@pytest.mark.parametrize(
+    "module", [ampctx, ampctx.amp, ampctx.optimizers, ampctx.distributed], ids=lambda module: module.__name__
+)
+def test_api_page_has_every_public_name(module):
+    page = (ROOT / "docs" / "api.md").read_text()
+    names = [name for name in module.__all__ if not isinstance(getattr(module, name), ModuleType)]
+    assert names
+    assert [name for name in names if not re.search(rf"\b{name}\b", page)] == []

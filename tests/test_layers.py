@@ -32,6 +32,7 @@ LAYERS = [
         "ampctx.amp.master_params",
         "ampctx.amp.casting",
         "ampctx.amp.autocast",
+        "ampctx.amp.explain",
         "ampctx.amp.function_casts",
         "ampctx.grad_clip",
         "ampctx.multi_tensor_apply",

@@ -3,6 +3,7 @@
 ``AmpSession()`` gives the same methods over a configuration of its own.
 """
 
+from ampctx.amp.explain import Explanation, explain
 from ampctx.amp.grad_scaler import GradScaler
 from ampctx.amp.opt_level import OPT_LEVELS, PrecisionPolicy
 from ampctx.amp.session import AmpSession
@@ -36,11 +37,13 @@ __all__ = [
     "OPT_LEVELS",
     "AmpSession",
     "Culprit",
+    "Explanation",
     "GradScaler",
     "PrecisionPolicy",
     "StepOutcome",
     "bfloat16_function",
     "disable_casts",
+    "explain",
     "float_function",
     "half_function",
     "initialize",

@@ -291,7 +291,9 @@ class Autocast:
             on, dtype = self._wanted(d)
             torch.set_autocast_enabled(d, on)
             torch.set_autocast_dtype(d, dtype)
-        torch.set_autocast_cache_enabled(True)
+        # In a torch.autocast block of the user's it is the user who decides about the cache as well.
+        users = self._thread.home and not self._thread.suspensions and _nesting() > 0
+        torch.set_autocast_cache_enabled(not users or torch.is_autocast_cache_enabled())
         # Cleared here too: an interrupt may have left an earlier forward without its end.
         torch.clear_autocast_cache()
 

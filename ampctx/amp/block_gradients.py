@@ -23,13 +23,14 @@ import torch
 from torch import Tensor
 
 from ampctx import _reference, foreach
-from ampctx._each import all_none, all_there, bytes_of, grad_of, layout_of, stored_grad
+from ampctx._each import all_none, all_there, grad_of, set_each, stored_grad
 from ampctx._sharding import place_grads
 from ampctx.amp.master_params import MasterParams
 from ampctx.amp.step_outcome import values_of
 from ampctx.foreach import Factor, FoundInf, PerDevice, product
 from ampctx.grad_clip import forget_norm_before_clipping
 from ampctx.model_grads import ModelGrads
+from ampctx.ops import ReadTensors, fill_storages, read_grads
 
 Grads = dict[Tensor, Tensor]
 
@@ -98,13 +99,13 @@ def _distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _owns_its_storage(t: Tensor) -> bool:
-    return t.untyped_storage().nbytes() == t.nbytes
+def _fills_its_storage(t: Tensor) -> bool:
+    return t.layout == torch.strided and t.untyped_storage().nbytes() == t.nbytes
 
 
 def _owns_its_memory(t: Tensor) -> bool:
     """False for what may be a view into a gradient bucket, which the next backward overwrites."""
-    return not _distributed() and t.layout == torch.strided and _owns_its_storage(t)
+    return not _distributed() and _fills_its_storage(t)
 
 
 def _strided(master: Tensor) -> Tensor:
@@ -113,21 +114,6 @@ def _strided(master: Tensor) -> Tensor:
     if master.grad.layout != torch.strided:
         master.grad = master.grad.to_dense()
     return master.grad
-
-
-def _present(params: list[Tensor]) -> list[Tensor]:
-    """The gradients of those that have one."""
-    grads = list(map(grad_of, params))
-    return grads if all_there(grads) else [grad for grad in grads if grad is not None]
-
-
-def _can_be_scaled(grads: list[Tensor]) -> bool:
-    """Whether these are tensors of their own, each of one block of memory."""
-    return (
-        set(map(layout_of, grads)) <= {torch.strided}
-        and all(map(Tensor.is_contiguous, grads))
-        and len(set(map(id, grads))) == len(grads)
-    )
 
 
 def _writable(t: Tensor) -> Tensor:
@@ -191,7 +177,12 @@ class BlockGradients:
         """16-bit gradients that stand for those of the masters, if they still do, all alone."""
         if self._waiting is not None and not self._waiting.is_alone():
             self._waiting.materialize()
-        return self._waiting if self._waiting is not None and self._waiting.grads else None
+        return self._waiting if self._waiting is not None and self._waiting.masters else None
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether there are such, not looking whether they do so alone."""
+        return self._waiting is not None and bool(self._waiting.masters)
 
     @property
     def checked(self) -> ModelGrads | None:
@@ -304,14 +295,14 @@ class BlockGradients:
     ) -> None:
         """Unscales what arrived. The block is still open.
 
-        ``done``: ids of parameters that another optimizer of the block has dealt with; extended. ``check_before``: no
+        ``done``: ids of parameters that other optimizers of the block have dealt with; extended. ``check_before``: no
         verdict on what was there is pending, and it counts like what arrived. A skipped step may have left it.
         """
         frame = self._frames[-1]
         # In a nested block the unscaled gradients are those that the enclosing block set aside.
         outer = self._frames[-2] if len(self._frames) > 1 else None
         self._fold(inv_scale, found_inf, frame.outcome)
-        self._unscale_own(frame, outer, inv_scale, found_inf, set() if done is None else done, check_before)
+        self._unscale_own(frame, outer, inv_scale, found_inf, done, check_before)
         if outer is not None:
             frame.outcome.grads.update({p: frame.before.get(p) for p, _ in self._masters.pairs})
 
@@ -332,8 +323,7 @@ class BlockGradients:
             grads = [grad for grad, _ in outcome.added]
             foreach.axpby(grads, totals, totals, found_inf, outcome.factor, 1.0, arg_to_check=0)
             forget_norm_before_clipping(totals)
-        for p in outcome.used:
-            p.grad = None
+        set_each(outcome.used, "grad", None)
         for t, grad in outcome.grads.items():
             t.grad = grad
         if outcome.waiting is not None:
@@ -345,17 +335,22 @@ class BlockGradients:
         outer: _Frame | None,
         inv_scale: Factor,
         found_inf: FoundInf,
-        done: set[int],
+        done: set[int] | None,
         check_before: bool,
     ) -> None:
         """grad = grad * inv_scale + what was there, for the parameters without masters."""
         own = [p for p in self._masters.own if id(p) not in done] if done else self._masters.own
-        done.update(map(id, own))
+        if done is not None:
+            done.update(map(id, own))
         place_grads(own)
-        if outer is None and not frame.before and _can_be_scaled(grads := _present(own)):
-            if grads and inv_scale != 1.0:
-                foreach.scale(grads, grads, found_inf, inv_scale)
-            return
+        if outer is None and not frame.before:
+            grads, known = read_grads(own)
+            if known is not None and known.are_distinct:
+                if inv_scale != 1.0:
+                    foreach.scale(known, known, found_inf, inv_scale)
+                return
+            if all_none(grads):
+                return
         arrived, before, unseen = [], [], []
         alone: dict[int, Tensor] = {}
         for p in own:
@@ -389,16 +384,16 @@ class BlockGradients:
         """master.grad += model.grad * factor; the model's gradient has done its work then and is freed."""
         outcome.factor = factor
         pairs = self._masters.pairs
-        grads = list(map(grad_of, [p for p, _ in pairs]))
-        if all_none(grads):
+        found, known = read_grads([p for p, _ in pairs])
+        if all_none(found):
             return
-        if not all_there(grads):
-            pairs = [pair for pair, grad in zip(pairs, grads, strict=True) if grad is not None]
-            grads = [grad for grad in grads if grad is not None]
+        if not all_there(found):
+            pairs = [pair for pair, grad in zip(pairs, found, strict=True) if grad is not None]
+        grads = [grad for grad in found if grad is not None]
         masters = [master for _, master in pairs]
         outcome.used = [p for p, _ in pairs]
-        if self._can_wait(masters, grads):
-            outcome.waiting = ModelGrads(dict(zip(masters, grads, strict=True)), factor, found_inf)
+        if self._can_wait(masters, grads, known):
+            outcome.waiting = ModelGrads(masters, grads if known is None else known, factor, found_inf)
             return
         fresh: list[tuple[Tensor, Tensor]] = []
         for master, grad in zip(masters, grads, strict=True):
@@ -415,7 +410,7 @@ class BlockGradients:
             for (master, _), grad in zip(fresh, wide, strict=True):
                 outcome.grads[master] = grad
 
-    def _can_wait(self, masters: list[Tensor], grads: list[Tensor]) -> bool:
+    def _can_wait(self, masters: list[Tensor], grads: list[Tensor], known: ReadTensors | None) -> bool:
         """Whether these gradients may stay in 16 bits: the optimizer reads such, nothing is to be added, and they are
         no views into memory that somebody may write to before the step."""
         return (
@@ -423,8 +418,7 @@ class BlockGradients:
             and len(self._frames) < 2
             and self.waiting is None
             and all_none(map(stored_grad, masters))
-            and set(map(layout_of, grads)) == {torch.strided}
-            and list(map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, grads))) == list(map(bytes_of, grads))
+            and (all(map(_fills_its_storage, grads)) if known is None else fill_storages(known))
         )
 
     @torch.no_grad()
@@ -447,12 +441,14 @@ class BlockGradients:
 
     def pending(self) -> Pending:
         """The gradients that no step has used, not copied. Between blocks."""
-        waiting, window = self._waiting, self._window
+        waiting, window = self._waiting if self.may_wait else None, self._window
         masters = [(master, stored_grad(master)) for _, master in self._masters.pairs]
         return Pending(
             {p: p.grad for p in self._leaves() if p.grad is not None},
             {master: grad for master, grad in masters if grad is not None},
-            None if waiting is None or not waiting.grads else Waiting(waiting.grads, waiting.inv_scale, waiting.norm()),
+            None
+            if waiting is None or not waiting.masters
+            else Waiting(waiting.grads, waiting.inv_scale, waiting.norm()),
             None if window is None else (window.inv_scale, window.before, window.scaled),
         )
 
@@ -467,7 +463,7 @@ class BlockGradients:
             master.grad = pending.masters.get(master)
         if pending.waiting is not None:
             grads, inv_scale, norm = pending.waiting
-            self._waiting = ModelGrads(grads, inv_scale, FoundInf(), norm)
+            self._waiting = ModelGrads(list(grads), list(grads.values()), inv_scale, FoundInf(), norm)
         self._window = None if pending.window is None else _Window(*pending.window)
 
     def materialize(self) -> None:

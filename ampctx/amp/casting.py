@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Its name has an underscore, but it is the class that all of torch's batch norms share (SyncBatchNorm and lazy ones
-# included), and a list of the public ones would miss subclasses written by users. A test guards it.
-from torch.nn.modules.batchnorm import _BatchNorm
+# Their names have an underscore, but they are the classes that all of torch's batch norms share (SyncBatchNorm and lazy
+# ones included), and these with instance norms. A list of the public ones would miss subclasses written by users. Tests
+# guard them.
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
@@ -76,7 +77,15 @@ def check_models(models: Sequence[nn.Module], allow_16bit: bool) -> None:
 
 
 def _stays_fp32(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and module.affine is True
+    """Affine batch norms, as in apex, and affine instance norms with statistics: kernels take both in one type."""
+    if not isinstance(module, _NormBase) or module.affine is not True:
+        return False
+    return isinstance(module, _BatchNorm) or module.running_mean is not None
+
+
+def _is_statistic(module: nn.Module, t: Tensor) -> bool:
+    """Running statistics, which in 16 bits hardly move."""
+    return isinstance(module, _NormBase) and (t is module.running_mean or t is module.running_var)
 
 
 def set_dtype(t: Tensor, dtype: torch.dtype) -> None:
@@ -112,8 +121,8 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) 
         model: any module. Complex, integer and bool tensors stay as they are; lazy parameters take the dtype when they
             materialize.
         dtype: the floating type to cast to.
-        keep_batchnorm_fp32: parameters and running statistics of affine batch norms are in fp32. Batch norms without
-            affine parameters and all other norms are cast.
+        keep_batchnorm_fp32: running statistics, and parameters that go with them, are in fp32: those of batch norms,
+            and of instance norms that keep statistics. All other norms are cast.
 
     What ``torch.nn.utils.parametrize`` makes a weight from stays in fp32, and the weight is cast on its way out:
     matrix exponentials and power iterations are not to be had in 16 bits.
@@ -146,8 +155,9 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) 
         for module in model.modules():
             # Batch norms that stay fp32 are made so: an incoming model may be fp64, or 16-bit where that is allowed.
             stays_fp32 = id(module) in in_fp32 or (keep_batchnorm_fp32 and _stays_fp32(module))
-            to = torch.float32 if stays_fp32 else dtype
             for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                stays = stays_fp32 or (keep_batchnorm_fp32 and _is_statistic(module, t))
+                to = torch.float32 if stays else dtype
                 if not t.is_floating_point() or t.dtype == to:
                     continue
                 _refuse_sharded(t, to)

@@ -146,7 +146,9 @@ class GradScaler(torch.amp.GradScaler):
 
     Args:
         device: device type of the model, "cuda" by default. Without CUDA that is a warning and a disabled scaler.
-        init_scale: the first scale. growth_factor: > 1. backoff_factor: between 0 and 1.
+        init_scale: the first scale.
+        growth_factor: > 1.
+        backoff_factor: between 0 and 1.
         growth_interval: clean updates in a row before the scale grows.
         enabled: False turns every method into a pass-through; the other arguments are not looked at then.
         min_scale, max_scale: bounds of the scale, 0 and inf by default.
@@ -263,7 +265,8 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             AmpError: called twice, or after ``step``, in one iteration; an optimizer that is under amp with masters (at
-                O2 and O5), where scale_loss scales. AmpAssertionError: ``scale`` was never called.
+                O2 and O5), where scale_loss scales.
+            AmpAssertionError: ``scale`` was never called.
             AmpValueError: an fp16 gradient. Nothing is unscaled then.
         """
         if not self._enabled:
@@ -654,7 +657,8 @@ class GradScaler(torch.amp.GradScaler):
         Nothing changes when an entry is missing or unusable; nothing at all when disabled.
 
         Raises:
-            AmpError: an empty dict, as a disabled scaler saves. AmpKeyError: a missing key, or one with no place here.
+            AmpError: an empty dict, as a disabled scaler saves.
+            AmpKeyError: a missing key, or one with no place here.
             AmpTypeError, AmpValueError: an entry that cannot be used, by name; several loss scales.
         """
         loss_scale = self._loss_scale

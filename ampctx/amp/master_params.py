@@ -90,6 +90,8 @@ class MasterParams:
         self._name_of = name_of or ParameterNames()
         # Whether the optimizer reads 16-bit gradients itself, so that those of the masters can wait for a reader.
         self.lazy = declares(optimizer, "_step_supports_model_params")
+        # Of the masters whose gradients may wait together.
+        self._like: MasterParam | None = None
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.model_of: dict[Tensor, Tensor] = {}
         self.own: list[Tensor] = []
@@ -218,7 +220,8 @@ class MasterParams:
             AmpError: a weight was converted or moved since it came in.
         """
         params, masters = [p for p, _ in self.pairs], [master for _, master in self.pairs]
-        moved = any(map(operator.ne, map(device_of, params), map(device_of, masters)))
+        devices = {*map(device_of, params), *map(device_of, masters)}
+        moved = len(devices) > 1 and any(map(operator.ne, map(device_of, params), map(device_of, masters)))
         if moved or not set(map(dtype_of, params)) <= set(LOW_PRECISION):
             for p, master in self.pairs:
                 if p.dtype not in LOW_PRECISION or p.device != master.device:
@@ -268,7 +271,8 @@ class MasterParams:
         # A copy even of fp32 data: state dicts taken before initialize alias the original.
         master = source.detach().to(torch.float32, copy=True).requires_grad_()
         if self.lazy:
-            master = MasterParam(master.detach())
+            master = MasterParam(master.detach(), like=self._like)
+            self._like = master
         group["params"][i] = master
         self.pairs.append((p, master))
         self.model_of[master] = p

@@ -133,7 +133,8 @@ class AmpSession:
                 and O2 in bf16. The level sets what follows; an argument that is not None overrides it.
             cast_model_type: dtype of the model's weights and inputs; False casts nothing.
             patch_torch_functions: cast per op through torch's autocast (O1 and O4 only).
-            keep_batchnorm_fp32: keep affine BatchNorm in fp32 when the model is cast. Also "True" or "False".
+            keep_batchnorm_fp32: keep BatchNorm and running statistics in fp32 when the model is cast. Also "True" or
+                "False".
             master_weights: step fp32 copies of 16-bit weights.
             loss_scale: "dynamic" or a number, also as a string.
             cast_model_outputs: floating dtype of the model's outputs.
@@ -382,7 +383,7 @@ class AmpSession:
                 for binding in reversed(bindings):
                     binding.delay(loss_id % len(binding.loss_scales), loss_scale, inv_scale)
                 return
-            done: set[int] = set()
+            done: set[int] | None = set() if len(bindings) > 1 else None
             for binding in bindings:
                 binding.prepare(inv_scale, found_inf, done)
             committing = True
@@ -602,7 +603,8 @@ class AmpSession:
         unfreezing or ``reset``. After ``model.load_state_dict`` masters follow at the next block, step or call of this.
 
         Raises:
-            AmpTypeError: no module. AmpError: an optimizer keeps masters by itself.
+            AmpTypeError: no module.
+            AmpError: an optimizer keeps masters by itself.
 
         No host sync.
         """

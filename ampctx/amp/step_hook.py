@@ -222,7 +222,7 @@ class OptimizerBinding:
         """Whether gradients from before may be multiplied by a scale."""
         return any(not scale.is_identity and scale.scale is not None for scale in self.loss_scales)
 
-    def prepare(self, inv_scale: Factor, found_inf: FoundInf, done: set[int]) -> None:
+    def prepare(self, inv_scale: Factor, found_inf: FoundInf, done: set[int] | None) -> None:
         """Unscales and checks the gradients of a scale_loss block, which is still open."""
         self.gradients.prepare(inv_scale, found_inf, done, check_before=self._is_unjudged())
 
@@ -505,7 +505,7 @@ class OptimizerBinding:
 
     def _tell_of_no_gradients(self) -> None:
         params = (p for group in self.optimizer.param_groups for p in group["params"])
-        if self.gradients.waiting is None and all(stored_grad(p) is None for p in params):
+        if not self.gradients.may_wait and all(stored_grad(p) is None for p in params):
             name = type(self.optimizer).__name__
             self._warn_once("no gradients", f"{name}.step() changes nothing: none of its parameters has a gradient")
 

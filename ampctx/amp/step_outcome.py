@@ -26,9 +26,11 @@ PLACE = "param_groups["
 class Culprit(NamedTuple):
     """A parameter whose gradient was not finite.
 
-    name: what the model calls it; ``param_groups[0][3]`` for one that is in no model given to ``amp.initialize``.
-    shape: that of the parameter.
-    inf, nan: how many elements of the gradient were so. None where the gradient was gone when they were asked for.
+    Attributes:
+        name: what the model calls it; ``param_groups[0][3]`` for one that is in no model given to ``amp.initialize``.
+        shape: that of the parameter.
+        inf: how many elements of the gradient were so. None where the gradient was gone when they were asked for.
+        nan: the same.
     """
 
     name: str
@@ -165,8 +167,10 @@ class StepOutcome:
 
     @property
     def reason(self) -> str | None:
-        """Why it was skipped: "overflow", inf or nan in the gradients; "found_inf", only a flag that somebody else had
-        set on the optimizer says so. None for a step that was taken."""
+        """Why it was skipped, None for a step that was taken.
+
+        "overflow": inf or nan in the gradients; "found_inf": only a flag that somebody else had set on the optimizer
+        says so."""
         if not self.skipped:
             return None
         return OVERFLOW if self._overflowed else FOUND_INF
@@ -194,9 +198,10 @@ class StepOutcome:
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of the unscaled gradients before they were clipped, where it was taken: by
-        ``ampctx.clip_grad_norm_`` (of all gradients it was given), or with the finite check of an optimizer of ampctx
-        under masters. None where nobody took it."""
+        """The norm of the unscaled gradients before they were clipped.
+
+        It is taken by ``ampctx.clip_grad_norm_`` (of all gradients it was given), or with the finite check of an
+        optimizer of ampctx under masters. None where nobody took it."""
         if isinstance(self._norm, Tensor):
             self._norm = self._norm.item()
         return self._norm

@@ -18,7 +18,7 @@ from ampctx._each import version_of
 from ampctx._errors import AmpKeyError, AmpValueError
 from ampctx._reference import compute_dtype
 from ampctx._reference_optimizers import LOW_PRECISION, join, spacing
-from ampctx._sharding import any_sharded, place_grads, wrote
+from ampctx._sharding import place_grads, wrote
 from ampctx.foreach import Factor, PerDevice, product
 from ampctx.optimizers import _checkpoint
 from ampctx.optimizers._checkpoint import SavedGroup
@@ -38,7 +38,7 @@ from ampctx.optimizers._options import (
     refuse_split,
     seed_of_call,
 )
-from ampctx.optimizers._plan import Plan
+from ampctx.optimizers._plan import Plan, can_be_kept
 from ampctx.optimizers._scaling import Scaling, on_device, scaling_of, without_amp
 from ampctx.optimizers._work import EXTRAS, Kind, Members, Work, call, works_of
 
@@ -239,8 +239,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             What the closure returned, else None.
 
         Raises:
-            AmpError: a sparse gradient, by the parameter's name. AmpValueError: an fp16 parameter under "split", or an
-                lr, ``found_inf`` or ``grad_scale`` of several elements. Nothing has changed then.
+            AmpError: a sparse gradient, by the parameter's name.
+            AmpValueError: an fp16 parameter under "split", or an lr, ``found_inf`` or ``grad_scale`` of several
+                elements. Nothing has changed then.
         """
         return self._step(closure)
 
@@ -263,8 +264,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         norm = self._global_norm(works, scaling)
         for number, work in enumerate(works):
             self._launch(work, number, scaling, norm)
-        # On a GPU it would keep the memory of state that somebody moves elsewhere to make room.
-        if self._plan is None and all(work.device.type == "cpu" and not any_sharded(work.members) for work in works):
+        if self._plan is None and can_be_kept(works):
             self._plan = Plan(self, works, scaling)
         followed = [p for work in works if work.kind[0] in EXTRAS for p in work.members]
         self._seen.update(zip(followed, map(version_of, followed), strict=True))

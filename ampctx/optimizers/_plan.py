@@ -1,7 +1,7 @@
 """Keeps the op calls of a step for the next one, while everything that they were made from is still the same.
 
 Between two steps the gradients are new and the rest is not. To make the calls anew takes a dozen passes over the
-parameters in Python; to see that they still hold takes a few inside the interpreter (``ampctx._each``).
+parameters in Python; to see that they still hold takes a few in C (``ampctx._each``, ``ampctx.ops.read_along``).
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ampctx._each import all_none, all_there, dtype_of, grad_of, layout_of, same, version_of
+from ampctx._each import all_none, grad_of, same, version_of
+from ampctx._sharding import any_sharded
 from ampctx.model_grads import MasterParam
-from ampctx.ops import HeldTensors, can_be_held, extension
+from ampctx.ops import HeldTensors, can_be_held, extension, read_along
 from ampctx.optimizers._scaling import Scaling
 from ampctx.optimizers._work import EXTRAS, Work
 
@@ -23,16 +23,10 @@ from ampctx.optimizers._work import EXTRAS, Work
 _PLAIN = {Tensor, nn.Parameter, MasterParam}
 
 
-def _strides(tensors: Sequence[Tensor]) -> list[tuple[int, ...]] | None:
-    """None where all are contiguous."""
-    return None if all(map(Tensor.is_contiguous, tensors)) else [t.stride() for t in tensors]
-
-
 def _held(work: Work) -> dict[str, Any]:
     """The lists of a call, held where a compiled kernel takes just these tensors."""
     lists = work.lists.values()
-    plain = all(set(map(type, tensors)) <= _PLAIN and all(map(can_be_held, tensors)) for tensors in lists)
-    if not (work.fused and work.device.type in extension.backends and plain):
+    if not all(set(map(type, tensors)) <= _PLAIN and all(map(can_be_held, tensors)) for tensors in lists):
         return work.lists
     return {name: HeldTensors(tensors) if tensors else tensors for name, tensors in work.lists.items()}
 
@@ -51,24 +45,17 @@ class _Call:
     """A call of the step before. Its gradients are gone, what they were like is not."""
 
     def __init__(self, work: Work, state: Mapping[Tensor, Any]) -> None:
-        grads = work.lists["grads"]
         self.work = work._replace(lists={**work.lists, "grads": []})
         self._states = [state[p] for p in work.members]
-        self._dtypes = grads[0].dtype, work.members[0].dtype
-        self._strides = _strides(grads), _strides(work.members)
+        self._dtypes = work.lists["grads"][0].dtype, work.members[0].dtype
         # Asked for when the call is made again.
         self._held: dict[str, Any] | None = None
 
-    def renewed(self, grads: list[Any]) -> Work | None:
-        """The call with other gradients, of which None may be one; None where it does not hold any more."""
-        work, (of_grads, of_members) = self.work, self._dtypes
-        if (
-            not all_there(grads)
-            or set(map(dtype_of, grads)) != {of_grads}
-            or set(map(layout_of, grads)) != {torch.strided}
-            or set(map(dtype_of, work.members)) != {of_members}
-            or (_strides(grads), _strides(work.members)) != self._strides
-        ):
+    def renewed(self, grads: list[Any] | None) -> Work | None:
+        """The call with other gradients, those in ``.grad`` where None are given; None where it does not hold."""
+        work = self.work
+        read = read_along(work.members, grads)
+        if read is None or (read.dtype, work.members[0].dtype) != self._dtypes:
             return None
         try:
             if not all(same(map(itemgetter(key), self._states), work.lists[name]) for name, key in work.keys.items()):
@@ -77,11 +64,20 @@ class _Call:
             return None
         if self._held is None:
             self._held = _held(work)
-        return work._replace(lists={**self._held, "grads": grads})
+        return work._replace(lists={**self._held, "grads": read})
+
+
+def can_be_kept(works: Sequence[Work]) -> bool:
+    """Whether compiled kernels make all of these calls on the CPU. On a GPU, lists that are kept would keep the memory
+    of state that somebody moves elsewhere to make room; the parts of DTensors are found anew at each step."""
+    return "cpu" in extension.backends and all(
+        work.fused and work.device.type == "cpu" and not any_sharded(work.members) for work in works
+    )
 
 
 class Plan:
-    """The calls that one step of ``optimizer`` has made. Made after that step; keeps no gradient, but the state."""
+    """The calls that one step of ``optimizer`` has made and that can be kept. Made after it; keeps no gradient, but the
+    state."""
 
     def __init__(self, optimizer: Any, works: Sequence[Work], scaling: Scaling) -> None:
         self._destinations = self._destinations_of(optimizer)
@@ -90,14 +86,14 @@ class Plan:
         self._calls = [_Call(work, optimizer.state) for work in works]
         stepped = {p for work in works for p in work.members}
         self._idle = [p for _, params in self._groups for p in params if p not in stepped]
-        self._waiting = [] if scaling.pending is None else list(scaling.pending.grads)
+        self._waiting = [] if scaling.pending is None else scaling.pending.masters
         # What is kept beside these 16-bit weights follows what somebody writes into them.
         self._followed = [p for work in works if work.kind[0] in EXTRAS for p in work.members]
         self._versions = list(map(version_of, self._followed))
 
     def works(self, optimizer: Any, scaling: Scaling) -> list[Work] | None:
         """The calls of a step now; None where something has changed. No host sync."""
-        pending = {} if scaling.pending is None else scaling.pending.grads
+        pending = [] if scaling.pending is None else scaling.pending.masters
         if (
             not self._are_these(optimizer.param_groups)
             or self._destinations != self._destinations_of(optimizer)
@@ -111,13 +107,11 @@ class Plan:
             return None
         found = []
         for call in self._calls:
-            members = call.work.members
-            if not call.work.waiting:
-                grads = list(map(grad_of, members))
-            elif len(members) == len(pending) and same(members, pending):
-                grads = list(pending.values())
-            else:
-                grads = list(map(pending.get, members))
+            members, grads = call.work.members, None
+            if call.work.waiting and scaling.pending is not None:
+                alone = len(members) == len(pending) and same(members, pending)
+                waiting = scaling.pending
+                grads = list(waiting.values if alone else map(waiting.grads.__getitem__, members))
             if (work := call.renewed(grads)) is None:
                 return None
             found.append(work)

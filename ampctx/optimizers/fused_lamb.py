@@ -119,7 +119,7 @@ class FusedLAMB(FusedOptimizer):
         waiting = [grad for work in works if work.waiting for grad in work.lists["grads"]]
         if waiting and scaling.pending is not None:
             # Its norm is there already, unless some of its masters are somebody else's, or a further scale is there.
-            if len(waiting) == len(scaling.pending.grads) and scaling.inv_scale == 1.0:
+            if len(waiting) == len(scaling.pending.masters) and scaling.inv_scale == 1.0:
                 norms.append(scaling.pending.norm())
             else:
                 inv_scale = foreach.product(scaling.pending.inv_scale, scaling.inv_scale)
@@ -133,14 +133,13 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     """LAMB with lr, step counts and scaling on the device, and fp32 masters of the parameters of one dtype.
 
     ``FusedLAMB`` with ``capturable=True`` and masters for the parameters of ``reduced_precision_dtype``; others are
-    stepped as they are.
+    stepped as they are. Arguments that are not told of here are those of FusedLAMB.
 
     Args:
         lr: a number or a one-element tensor; in each group a tensor of its own.
         step: how many steps new parameters count as taken.
         reduced_precision_dtype: torch.float16 or torch.bfloat16. May be set later, before the first step; masters of a
             checkpoint that was loaded before are kept for it.
-        Others as for FusedLAMB.
     """
 
     def __init__(

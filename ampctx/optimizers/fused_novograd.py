@@ -25,7 +25,8 @@ class FusedNovoGrad(FusedOptimizer):
     Args:
         params: parameters or groups, on any mix of devices and dtypes.
         lr: a number, or a one-element tensor.
-        bias_correction, betas, eps: as in Adam. weight_decay: decoupled, unless ``reg_inside_moment``.
+        bias_correction, betas, eps: as in Adam.
+        weight_decay: decoupled, unless ``reg_inside_moment``.
         amsgrad: not supported.
         reg_inside_moment: normalise the gradient and add the decay before they enter ``exp_avg``.
         grad_averaging: False adds the whole gradient to beta1 * exp_avg.

@@ -300,6 +300,16 @@ def test_a_weight_is_cast_once_per_forward(enabled):
     assert counter.casts == 2
 
 
+def test_the_user_may_switch_the_cache_off(enabled):
+    model = Net()
+    enabled(model)
+    for cached in (True, False):
+        with torch.autocast("cpu", dtype=HALF, cache_enabled=cached), CountsCasts() as counter:
+            model(X)
+            assert torch.is_autocast_cache_enabled() is cached
+        assert counter.casts == (1 if cached else 2)
+
+
 def edit(model):
     with torch.no_grad():
         model.fc.weight.add_(1.0)

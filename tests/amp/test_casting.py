@@ -21,7 +21,7 @@ class Mixed(nn.Module):
         torch.manual_seed(0)
         self.fc = nn.Linear(4, 4)
         self.bn = nn.BatchNorm1d(4)
-        self.plain_bn = nn.BatchNorm1d(4, affine=False)
+        self.plain_bn = nn.BatchNorm1d(4, affine=False, track_running_stats=False)
         self.ln = nn.LayerNorm(4)
         self.wide = nn.Parameter(torch.randn(3, dtype=torch.float64))
         self.phase = nn.Parameter(torch.randn(3, dtype=torch.complex64))
@@ -131,6 +131,7 @@ NORMS = {
     "plain-BatchNorm2d": lambda: nn.BatchNorm2d(3, affine=False),
     "plain-SyncBatchNorm": lambda: nn.SyncBatchNorm(3, affine=False),
     "InstanceNorm2d": lambda: nn.InstanceNorm2d(3, affine=True),
+    "tracking-InstanceNorm2d": lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True),
     "GroupNorm": lambda: nn.GroupNorm(1, 3),
     "LayerNorm": lambda: nn.LayerNorm(3),
     "RMSNorm": lambda: nn.RMSNorm(3),
@@ -138,10 +139,10 @@ NORMS = {
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_only_affine_batch_norms_stay_fp32(name):
+def test_batch_norms_and_running_statistics_stay_fp32(name):
     model = nn.Sequential(NORMS[name]())
     cast_model(model, HALF, True)
-    stays = "BatchNorm" in name and not name.startswith("plain-")
+    stays = "BatchNorm" in name or name.startswith("tracking-")
     floating = [t for t in tensors(model).values() if t.is_floating_point()]
     assert floating
     assert all(t.dtype == (FLOAT if stays else HALF) for t in floating)
@@ -156,6 +157,21 @@ def test_a_batch_norm_of_the_users_own_stays_fp32():
     cast_model(model, HALF, True)
     assert model[1].weight.dtype == model[1].running_mean.dtype == FLOAT
     assert model(torch.randn(2, 4).half()).dtype == HALF
+
+
+def test_parameters_of_the_users_own_beside_statistics_are_cast():
+    class Conditional(nn.BatchNorm1d):
+        def __init__(self):
+            super().__init__(4, affine=False)
+            self.gain = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            return super().forward(x) * self.gain
+
+    model = nn.Sequential(nn.Linear(4, 4), Conditional(), nn.Linear(4, 4))
+    cast_model(model, HALF, True)
+    assert (model[1].running_mean.dtype, model[1].running_var.dtype, model[1].gain.dtype) == (FLOAT, FLOAT, HALF)
+    assert model(torch.randn(6, 4).half()).dtype == HALF
 
 
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])

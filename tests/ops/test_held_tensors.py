@@ -11,17 +11,17 @@ from backends import COMPILED, EMULATED, _factor
 from optimizer_calls import OPTIMIZERS, argument_names, make_call
 
 from ampctx import ops, optimizer_ops
-from ampctx._errors import AmpTypeError, AmpValueError
+from ampctx._errors import AmpValueError
 
 SIZES = [3, 0, (2, 5), 5000]
 
 
 def held(call, backend, found_inf=None, **lists):
-    """``call`` with every list but the gradients held; ``lists`` gives numbers in their place."""
+    """``call`` with every list held; ``lists`` gives numbers in their place."""
     hold = backend.ops.hold_tensors.default
-    numbers = {name: hold(tensors) if tensors else 0 for name, tensors in call.lists.items() if name != "grads"}
+    numbers = {name: hold(tensors) if tensors else 0 for name, tensors in call.lists.items()}
     flag = backend.flag() if found_inf is None else found_inf
-    given = {**call.options, **numbers, **lists, "grads": call["grads"], "found_inf": flag}
+    given = {**call.options, **numbers, **lists, "found_inf": flag}
     given |= {"inv_scale": _factor(0.5), "lr": _factor(0.01)}
     getattr(backend.ops, call.op).held(*(given[name] for name in argument_names(call.op)))
 
@@ -81,10 +81,26 @@ def test_a_list_is_let_go_with_its_object():
 def test_typed_calls_take_held_lists():
     call = make_call(COMPILED, OPTIMIZERS[0], SIZES)
     expected = call.clone().run(COMPILED)
-    lists = {name: ops.HeldTensors(t) if t and name != "grads" else t for name, t in call.lists.items()}
+    lists = {name: ops.HeldTensors(t) if t else t for name, t in call.lists.items()}
     optimizer_ops.adam(**lists, found_inf=torch.zeros(()), inv_scale=0.5, lr=0.01, **typed(call.options))
     call.assert_same(expected)
-    assert all(t._version >= 1 for name in ("params", "exp_avgs", "steps") for t in call[name])
+
+
+def test_some_lists_may_be_held_and_others_not():
+    call = make_call(COMPILED, OPTIMIZERS[0], SIZES)
+    expected = call.clone().run(COMPILED)
+    lists = {**call.lists, "params": ops.HeldTensors(call["params"])}
+    optimizer_ops.adam(**lists, found_inf=torch.zeros(()), inv_scale=0.5, lr=0.01, **typed(call.options))
+    call.assert_same(expected)
+
+
+def test_autograd_is_told_of_weights():
+    call = make_call(COMPILED, OPTIMIZERS[0], SIZES, write_back="copy")
+    lists = {name: ops.HeldTensors(t) if t and name != "grads" else t for name, t in call.lists.items()}
+    optimizer_ops.adam(
+        **lists, found_inf=torch.zeros(()), inv_scale=0.5, lr=0.01, write_back="copy", **typed(call.options)
+    )
+    assert all(t._version >= 1 for name in ("params", "extras") for t in call[name])
 
 
 @pytest.mark.parametrize(
@@ -94,13 +110,6 @@ def test_what_the_dispatcher_copies_is_not_held(tensor):
     with pytest.raises(AmpValueError, match=r"give a clone\(\) of it"):
         ops.HeldTensors([torch.ones(3), tensor])
     ops.HeldTensors([torch.ones(3), tensor.clone()])
-
-
-def test_some_held_and_others_not_is_refused():
-    call = make_call(COMPILED, OPTIMIZERS[0], SIZES)
-    lists = {**call.lists, "params": ops.HeldTensors(call["params"])}
-    with pytest.raises(AmpTypeError, match="hold all of them, or none"):
-        optimizer_ops.adam(**lists, found_inf=torch.zeros(()), inv_scale=0.5, lr=0.01, **typed(call.options))
 
 
 def typed(options):

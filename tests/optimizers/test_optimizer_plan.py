@@ -295,7 +295,7 @@ def test_what_is_no_plain_tensor_is_not_held(kind):
     negated = torch.complex(torch.ones(3), -torch.ones(3)).conj().imag
     optimizer = FusedAdam([Mine(torch.ones(3)) if kind == "subclass" else nn.Parameter(negated)])
     run(optimizer, 3)
-    assert not any(isinstance(lists, HeldTensors) for lists in optimizer._plan._calls[0]._held.values())
+    assert optimizer._plan is None or optimizer._plan._calls[0]._held is None
     plain = FusedAdam([nn.Parameter(torch.ones(3))])
     run(plain, 3)
     assert_same(snapshot(optimizer), snapshot(plain))

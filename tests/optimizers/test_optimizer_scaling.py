@@ -273,7 +273,7 @@ def test_waiting_gradients_are_read_as_they_are(name, inv_scale):
     give(plain.param_groups[0]["params"], [g.float() for g in grads])
     masters[0].grad = grads[0].float() * 4
     waiting = {m: g * (64 * 4) for m, g in zip(masters[1:], grads[1:], strict=True)}
-    optimizer.model_grads = ModelGrads(waiting, inv_scale, FoundInf())
+    optimizer.model_grads = ModelGrads(list(waiting), list(waiting.values()), inv_scale, FoundInf())
     optimizer.model_params = dict(zip(masters, models, strict=True))
     optimizer.grad_scale = torch.tensor(4.0)
     with OpCalls() as calls:
@@ -290,7 +290,7 @@ def test_lambs_norm_covers_what_waits_for_part_of_the_masters():
     _, masters = amp_masters(torch.bfloat16)
     owner = FusedLAMB(masters[:3], max_grad_norm=0.5)
     grads = {m: g.bfloat16() for m, g in zip(masters, gradients(masters, 0), strict=True)}
-    owner.model_grads = ModelGrads(grads, 1.0, FoundInf())
+    owner.model_grads = ModelGrads(list(grads), list(grads.values()), 1.0, FoundInf())
     plain = FusedLAMB([nn.Parameter(m.detach().clone()) for m in masters[:3]], max_grad_norm=0.5)
     give(plain.param_groups[0]["params"], [g.float() for g in list(grads.values())[:3]])
     owner.step()

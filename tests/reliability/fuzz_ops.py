@@ -225,15 +225,22 @@ class Case:
 
     def _held(self) -> dict[str, ops.HeldTensors | None] | None:
         names = [argument.name for argument in schema(self.op) if "List" in str(argument.type)]
-        lists = {name: self.arguments[name] for name in names if name != "grads"}
+        lists = {name: self.arguments[name] for name in names}
         if "held" not in getattr(torch.ops.ampctx, self.op).overloads() or self.excess:
             return None
         if not all(isinstance(tensors, list) for tensors in lists.values()):
             return None
         try:
-            return {name: ops.HeldTensors(tensors) if tensors else None for name, tensors in lists.items()}
+            return {name: self._known(tensors) if tensors else None for name, tensors in lists.items()}
         except Exception:  # of what is no tensor, or one that no kernel takes
             return None
+
+    @staticmethod
+    def _known(tensors: list[Tensor]) -> ops.HeldTensors:
+        """Read, where that can be done and memory ends where torch says: of a storage cut off under a tensor it cannot
+        be seen."""
+        read = None if any(map(_is_cut_off, tensors)) else ops.read(tensors)
+        return ops.HeldTensors(tensors) if read is None else read
 
     def __str__(self) -> str:
         return f"{self.op} ({'; '.join(self.done) or 'as it should be'})"

@@ -1,0 +1,496 @@
+"""``amp.explain``: which op of a forward ran in which types, what was cast, and what keeps tensor cores idle.
+
+The ops are those that reach torch's kernels, after autocast has had its say. A ``TorchDispatchMode`` sees them there;
+``TorchFunctionMode`` would see the calls of the user, before the casts, and the profiler's events tell no types.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+# Its module has an underscore, and yet it is where torch's notes on extending PyTorch send everybody. A test guards it.
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampctx._errors import AmpError, AmpTypeError
+from ampctx.amp.cast_arguments import LOW_PRECISION
+
+# Ops that compute nothing, besides those that return views.
+_BOOKKEEPING = frozenset({"empty_like", "new_empty", "new_empty_strided", "unsafe_view"})
+# What tensor cores are for: matrix products (of their last two tensors), convolutions, attention, recurrent layers.
+_MATRIX_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "matmul"})
+_CONVOLUTIONS = frozenset({"convolution", "convolution_overrideable"})
+_ATTENTION = "scaled_dot_product"
+_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu", "mkldnn_rnn_layer", "cudnn_rnn"})
+_PRODUCTS = _MATRIX_PRODUCTS | _CONVOLUTIONS | _RECURRENT | {"mv", "addmv", "mkldnn_linear"}
+# How many places a hint names.
+_NAMED = 3
+
+
+class OpCount(NamedTuple):
+    """A row of the table: ``calls`` of ``op`` had operands of these types, such as "float16" or "float16+float32"."""
+
+    op: str
+    dtype: str
+    calls: int
+
+
+class CastCount(NamedTuple):
+    """Casts from one floating type to another. ``bytes`` counts what they read and what they write."""
+
+    source: str
+    target: str
+    calls: int
+    bytes: int
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """What ``amp.explain`` found. ``print`` shows it as a table; the fields are for programs.
+
+    Attributes:
+        rows: calls of each op in each type, in the order of the first call.
+        casts: casts, the most bytes first.
+        hints: sentences on what may cost speed; empty where nothing was found.
+    """
+
+    rows: list[OpCount]
+    casts: list[CastCount]
+    hints: list[str]
+
+    @property
+    def cast_count(self) -> int:
+        """How many casts there were."""
+        return sum(cast.calls for cast in self.casts)
+
+    @property
+    def cast_bytes(self) -> int:
+        """How many bytes the casts read and wrote."""
+        return sum(cast.bytes for cast in self.casts)
+
+    def calls(self, op: str, dtype: str | None = None) -> int:
+        """How often ``op`` ran, in ``dtype`` or in any."""
+        return sum(row.calls for row in self.rows if row.op == op and dtype in (None, row.dtype))
+
+    def __str__(self) -> str:
+        dtypes = sorted({row.dtype for row in self.rows}, key=lambda d: (d.count("+"), d))
+        table: dict[str, dict[str, int]] = defaultdict(dict)
+        for row in self.rows:
+            table[row.op][row.dtype] = row.calls
+        lines = _table(["op", *dtypes], [[op, *(calls.get(d, ".") for d in dtypes)] for op, calls in table.items()])
+        lines.append("")
+        if self.casts:
+            casts = [[f"{c.source} -> {c.target}", c.calls, f"{c.bytes:,}"] for c in self.casts]
+            total = [["all", self.cast_count, f"{self.cast_bytes:,}"]] if len(casts) > 1 else []
+            lines += _table(["cast", "calls", "bytes"], casts + total)
+        else:
+            lines.append("no casts")
+        if self.hints:
+            lines += ["", "hints", *(f"- {hint}" for hint in self.hints)]
+        return "\n".join(lines)
+
+    __repr__ = __str__  # what an interactive session shows
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    first, *others = (max(map(len, column)) for column in zip(*cells, strict=True))
+    return ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]).rstrip() for row in cells]
+
+
+def explain(model: nn.Module, /, *args: Any, **kwargs: Any) -> Explanation:
+    """Runs ``model(*args, **kwargs)`` once and tells which op ran in which types. Prints nothing: print the result.
+
+    The forward runs as it would here and now: at the opt level of ``amp.initialize``, in train or eval mode, under a
+    ``torch.autocast``, ``torch.no_grad`` or ``amp.disable_casts`` block around the call, on any device. There is no
+    backward; its ops run in the types of those of the forward. Code that ``torch.compile`` made runs op by op. What
+    DistributedDataParallel or DataParallel wraps is run without them, so that one rank may ask alone.
+
+    Nothing is left behind, also where the forward raises: weights, buffers (running statistics), gradients, tensors
+    given as arguments, random number generators (torch's, Python's, NumPy's), and attributes of the model's modules
+    with the lists, dicts and sets among them are what they were. The cache of cast weights is empty afterwards.
+
+    Args:
+        model: any module, of ``amp.initialize`` or not. For the loss too, give a module that computes it.
+        *args, **kwargs: what the model takes: tensors of any dtype and shape, or anything else.
+
+    Returns:
+        Ops that have floating or complex tensors among their arguments, under torch's names for its kernels
+        (``addmm`` for a linear layer), views left out; casts; and hints: 16-bit products with dimensions that are
+        no multiples of 8, weights that are cast more than once, products left in fp32, ops in fp64.
+
+    Raises:
+        AmpTypeError: ``model`` is no module.
+        AmpError: it has lazy parameters that no forward has made yet.
+
+    No host sync but those of the forward itself, and of saving generators.
+    """
+    if not isinstance(model, nn.Module):
+        raise AmpTypeError(
+            f"explain: model must be a torch.nn.Module, got {type(model).__name__}. To explain a function, a loss say, "
+            "call it in the forward of a module"
+        )
+    while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        model = model.module
+    lazy = next((n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)), None)
+    if lazy is not None:
+        raise AmpError(f"explain: {lazy} of the model is not initialized yet: run one forward first")
+    recorder = _Recorder()
+    with ExitStack() as stack:
+        # Compiled code would run unseen, and what is met for the first time under a mode is never compiled again.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(_generators_restored(model, (args, kwargs)))
+        stack.enter_context(_modules_restored(model))
+        stack.enter_context(_tensors_restored(model, (args, kwargs), recorder))
+        stack.enter_context(_sharding_restored(model))
+        stack.enter_context(_buffers_lent(model))
+        stack.enter_context(_paths(model, recorder))
+        stack.enter_context(_no_cached_casts())
+        recorder.name_weights(model)
+        stack.enter_context(recorder)
+        model(*args, **kwargs)
+    return recorder.explanation()
+
+
+# --- as it was before -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _generators_restored(model: nn.Module, batch: Any) -> Iterator[None]:
+    accelerator = torch.accelerator.current_accelerator()
+    kind = None if accelerator is None else accelerator.type
+    tensors = (*model.parameters(), *model.buffers(), *_tensors(batch))
+    devices = {t.device.index for t in tensors if t.device.type == kind}
+    numpy: Any = sys.modules.get("numpy")
+    python, numpys = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices, device_type=kind):
+            yield
+    finally:
+        random.setstate(python)
+        if numpys is not None:
+            numpy.random.set_state(numpys)
+
+
+@contextmanager
+def _modules_restored(model: nn.Module) -> Iterator[None]:
+    """Puts attributes of modules back, and what was in their lists, dicts and sets."""
+    before = []
+    for module in model.modules():
+        attributes = dict(vars(module))
+        # Which parameters a module has at the moment is the business of what shards them.
+        containers = [v for k, v in attributes.items() if k != "_parameters" and isinstance(v, (list, dict, set))]
+        contents = [(v, dict(v) if isinstance(v, dict) else list(v)) for v in containers]
+        before.append((vars(module), attributes, contents))
+    try:
+        yield
+    finally:
+        for state, attributes, contents in before:
+            state.update(attributes)
+            for name in state.keys() - attributes.keys():
+                del state[name]
+            for value, content in contents:
+                # Unchanged ones are let be: some subclasses cannot be written to.
+                if not _same_elements(value, content):
+                    value.clear()
+                    value.extend(content) if isinstance(value, list) else value.update(content)
+
+
+def _same_elements(a: Any, b: Any) -> bool:
+    def ids(value: Any) -> list[int]:
+        return [id(v) for v in (*value, *(value.values() if isinstance(value, dict) else ()))]
+
+    return ids(a) == ids(b)
+
+
+@contextmanager
+def _tensors_restored(model: nn.Module, batch: Any, recorder: _Recorder) -> Iterator[None]:
+    """Puts weights, gradients and arguments back, where the forward writes to them from copies made just before."""
+    parameters = list(model.parameters())
+    grads = [p.grad for p in parameters]
+    forms = []
+    for t in (*parameters, *(grad for grad in grads if grad is not None), *model.buffers(), *_tensors(batch)):
+        if (storage := _storage(t)) is not None:
+            recorder.watched[storage.data_ptr()] = storage
+            forms.append((t, t.requires_grad, _layout(t)))
+    try:
+        yield
+    finally:
+        for storage, content in recorder.before:
+            if storage.nbytes() != content.nbytes():
+                storage.resize_(content.nbytes())
+            storage.copy_(content)
+        for t, requires_grad, layout in forms:
+            if _layout(t) != layout:
+                with torch.no_grad():
+                    t.as_strided_(*layout)
+            if t.is_leaf and t.requires_grad != requires_grad:
+                t.requires_grad_(requires_grad)
+        for p, grad in zip(parameters, grads, strict=True):
+            if p.grad is not grad:
+                p.grad = grad
+
+
+def _layout(t: Tensor) -> tuple[Any, ...]:
+    return t.shape, t.stride(), t.storage_offset()
+
+
+@contextmanager
+def _sharding_restored(model: nn.Module) -> Iterator[None]:
+    """Shards again what ``fully_shard`` had sharded: what has no backward stays whole, and is stale after a step."""
+    # An instance can exist only where its module was imported already.
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    units = [m for m in model.modules() if isinstance(m, kind)]
+    before = [list(map(id, unit.parameters())) for unit in units]
+    try:
+        yield
+    finally:
+        for unit, parameters in zip(units, before, strict=True):
+            if list(map(id, unit.parameters())) != parameters:
+                unit.reshard()
+
+
+@contextmanager
+def _buffers_lent(model: nn.Module) -> Iterator[None]:
+    """Has the forward work on copies of the buffers.
+
+    Running statistics are written to behind the back of their version counter, and of the op's schema. Old values
+    written back would count, and make a graph that holds the statistics refuse its backward.
+    """
+    places = [(m, n, b) for m in model.modules() for n, b in m.named_buffers(recurse=False, remove_duplicate=False)]
+    copies = {id(b): b.detach().clone() for _, _, b in places}
+    try:
+        for module, name, buffer in places:
+            setattr(module, name, copies[id(buffer)])
+        yield
+    finally:
+        for module, name, buffer in places:
+            setattr(module, name, buffer)
+
+
+@contextmanager
+def _no_cached_casts() -> Iterator[None]:
+    """Casts from before would be missing in the count; those of lent buffers must not stay."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+@contextmanager
+def _paths(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
+    """Tells the recorder which module runs, by hooks."""
+    # Hooks would keep these off their fast path.
+    fused = [m for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer) and not m.training]
+    unwatched = {inner for module in fused for inner in module.modules()}
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if module not in unwatched and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+                enter, leave = recorder.hooks(name)
+                stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield
+
+
+# --- the record -------------------------------------------------------------------------------------------------------
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [t for part in value for t in _tensors(part)]
+
+
+def _storage(t: Tensor) -> torch.UntypedStorage | None:
+    """The memory of a tensor that has its own: not a wrapper around others, not nested or sparse, not empty."""
+    if type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ or t.is_nested or t.layout is not torch.strided:
+        return None
+    storage = t.untyped_storage()
+    return storage if storage.data_ptr() else None
+
+
+def _is_real(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _sizes(t: Tensor) -> str:
+    return "x".join(map(str, t.shape))
+
+
+class _Call(NamedTuple):
+    """Where an op ran, and how: ``detail`` is what a hint tells of it."""
+
+    op: str
+    path: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        place = f" in {self.path}" if self.path else ""
+        return self.op + place + (f" ({self.detail})" if self.detail else "")
+
+
+class _Recorder(TorchDispatchMode):
+    # torch refuses flex_attention and the like under a mode that does not say so.
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Memory to be copied before an op first writes to it, by address; what was copied, and the copy.
+        self.watched: dict[int, torch.UntypedStorage] = {}
+        self.before: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        self._path: list[str] = []
+        self._names: dict[int, str] = {}
+        self._ops: Counter[tuple[str, str]] = Counter()
+        self._casts: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
+        self._cast_bytes: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
+        # Casts of a part of a weight, by name, address and shape.
+        self._weight_casts: Counter[tuple[str, int, torch.Size]] = Counter()
+        self._misfits: Counter[_Call] = Counter()
+        self._fp32_products: Counter[_Call] = Counter()
+        self._fp64_ops: Counter[_Call] = Counter()
+
+    def name_weights(self, model: nn.Module) -> None:
+        for name, t in (*model.named_parameters(), *model.named_buffers()):
+            if (storage := _storage(t)) is not None:
+                self._names.setdefault(storage.data_ptr(), name)
+
+    def hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+        """A pre-hook and a hook for the module of this name."""
+
+        def enter(*_: Any) -> None:
+            self._path.append(name)
+
+        def leave(*_: Any) -> None:
+            # Where another hook raised before ``enter``, there is nothing to leave.
+            if self._path[-1:] == [name]:
+                self._path.pop()
+
+        return enter, leave
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Mapping | None = None) -> Any:
+        kwargs = kwargs or {}
+        if hasattr(func, "decompose"):  # else a higher-order operator, which counts as one op
+            # In inference mode, ops that torch makes of others arrive in one piece. Of a few there is a second version
+            # in Python, which is not what runs.
+            if torch.is_inference_mode_enabled() and not func.py_kernels:
+                with self:
+                    result = func.decompose(*args, **kwargs)
+                if result is not NotImplemented:
+                    return result
+            self._keep_what_is_written(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if not getattr(func, "is_view", False):
+            self._record(func.name().removeprefix("aten::").partition(".")[0].lstrip("_"), args, kwargs, result)
+        return result
+
+    def _keep_what_is_written(self, func: Any, args: tuple, kwargs: Mapping) -> None:
+        # _schema is private by name; nothing public tells what an op writes to before it does.
+        for i, argument in enumerate(func._schema.arguments):
+            if not argument.is_write:
+                continue
+            for t in _tensors(args[i] if i < len(args) else kwargs.get(argument.name)):
+                storage = _storage(t)
+                watched = None if storage is None else self.watched.pop(storage.data_ptr(), None)
+                if watched is not None:
+                    self.before.append((watched, watched.clone()))
+
+    def _record(self, op: str, args: tuple, kwargs: Mapping, result: Any) -> None:
+        operands = [t for t in _tensors((args, kwargs)) if _is_real(t.dtype)]
+        asks = result is not None and not _tensors(result)  # for a size, a number
+        if not operands or asks or op in _BOOKKEEPING:
+            return
+        if op in ("to_copy", "copy_"):
+            source, target = operands[-1], result if op == "to_copy" else args[0]
+            if _is_real(target.dtype) and target.dtype != source.dtype:
+                self._record_cast(source, target)
+                return
+        dtypes = sorted({t.dtype for t in operands}, key=lambda d: (d.itemsize, str(d)))
+        self._ops[op, "+".join(map(_name, dtypes))] += 1
+        call = _Call(op, self._path[-1] if self._path else "")
+        if torch.float64 in dtypes or torch.complex128 in dtypes:
+            self._fp64_ops[call] += 1
+        if not (op in _PRODUCTS or op.startswith(_ATTENTION)):
+            return
+        if torch.float32 in dtypes:
+            self._fp32_products[call] += 1
+        elif set(dtypes) <= set(LOW_PRECISION) and (misfit := _misfit(op, args)):
+            self._misfits[call._replace(detail=misfit)] += 1
+
+    def _record_cast(self, source: Tensor, target: Tensor) -> None:
+        types = source.dtype, target.dtype
+        self._casts[types] += 1
+        self._cast_bytes[types] += source.numel() * (source.itemsize + target.itemsize)
+        storage = _storage(source)
+        name = None if storage is None else self._names.get(storage.data_ptr())
+        if name is not None:
+            self._weight_casts[name, source.data_ptr(), source.shape] += 1
+
+    def explanation(self) -> Explanation:
+        casts = [CastCount(_name(a), _name(b), n, self._cast_bytes[a, b]) for (a, b), n in self._casts.items()]
+        return Explanation(
+            [OpCount(op, dtype, n) for (op, dtype), n in self._ops.items()],
+            sorted(casts, key=lambda cast: -cast.bytes),
+            self._hints(),
+        )
+
+    def _hints(self) -> list[str]:
+        again: Counter[str] = Counter()
+        for (name, *_), n in self._weight_casts.items():
+            if n > 1:
+                again[name] = max(n, again[name])
+        return [
+            text + _listed(calls)
+            for text, calls in (
+                ("no tensor cores: dims not multiple of 8: ", self._misfits),
+                (
+                    "weights cast again (autocast keeps casts of fp32 weights that require grad, in a forward): ",
+                    again,
+                ),
+                ("matrix products or convolutions left in fp32: ", self._fp32_products),
+                ("ops in fp64: ", self._fp64_ops),
+            )
+            if calls
+        ]
+
+
+def _listed(calls: Mapping[Any, int]) -> str:
+    shown = [str(call) + (f" {n} times" if n > 1 else "") for call, n in list(calls.items())[:_NAMED]]
+    more = [f"{len(calls) - _NAMED} more"] * (len(calls) > _NAMED)
+    return ", ".join(shown + more)
+
+
+def _misfit(op: str, args: tuple) -> str:
+    """The shapes of a product with a dimension that tensor cores have no tile for, "" where all fit."""
+    if any(t.is_nested for t in _tensors(args)):
+        return ""
+    if op in _MATRIX_PRODUCTS:
+        a, b = _tensors(args)[-2:]
+        dims, shapes = (*a.shape[-2:], b.shape[-1]), f"{_sizes(a)} @ {_sizes(b)}"
+    elif op in _CONVOLUTIONS:
+        weight, groups = args[1], args[8]
+        dims = weight.shape[0] // groups, weight.shape[1]
+        shapes = f"weight {_sizes(weight)}" + (f", {groups} groups" if groups > 1 else "")
+    elif op.startswith(_ATTENTION):
+        dims = args[0].shape[-1], args[2].shape[-1]
+        shapes = f"heads of {args[0].shape[-1]}"
+    else:
+        return ""
+    return shapes if any(d % 8 for d in dims) else ""

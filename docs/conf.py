@@ -1,0 +1,40 @@
+"""Sphinx's configuration. ``make docs`` builds the site into build/docs; warnings are errors there.
+
+The source directory is that of the repository: a relative link from a page to a file beside docs/ leads there in the
+site as it does on a git host.
+"""
+
+import ampctx
+
+project = "ampctx"
+author = "the authors of ampctx"
+release = version = ampctx.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+root_doc = "docs/index"
+include_patterns = ["docs/**", "examples/README.md", "examples/data/README.md", "benchmarks/README.md", "CHANGELOG.md"]
+exclude_patterns = ["build", ".*", "**/.*"]
+highlight_language = "none"
+# What a page links to as #heading, in the form that git hosts give headings, too.
+myst_heading_anchors = 3
+
+html_theme = "furo"
+html_title = f"ampctx {release}"
+html_extra_path = ["_extra"]
+html_static_path = ["_static"]
+html_css_files = ["ampctx.css"]
+html_copy_source = False
+
+toc_object_entries_show_parents = "hide"
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 100
+napoleon_numpy_docstring = False
+# An entry such as "eps, weight_decay: ..." stands for several parameters.
+napoleon_use_param = False
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+
+nitpicky = True
+# Types of others, to whose pages there is nothing here that leads.
+nitpick_ignore_regex = [("py:.*", r"(torch|collections|contextlib|typing)\..*")]

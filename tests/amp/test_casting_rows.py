@@ -1,0 +1,725 @@
+"""Casting of whole models at every opt level: norms, containers, the cache, checkpointing, recurrent layers, functions.
+
+What casts of single ops, of containers and of the cache do by themselves is in test_cast_table, test_casting,
+test_map_floating, test_autocast and test_function_casts.
+"""
+
+import copy
+import functools
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import LEVELS, LOW
+from test_cast_table import FP32_CASES, LOW_CASES, PROMOTE_CASES, as_type, first_as_type, outputs, overload, pictures, t
+from test_map_floating import SAMPLES, leaves
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from ampctx import amp
+from ampctx.amp import cast_lists
+
+HALF, BF16, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
+CAST_LEVELS = LEVELS[1:]
+PER_OP = {"O1": HALF, "O4": BF16}
+LOW_OF = {**LOW, **PER_OP}
+every_level = pytest.mark.parametrize("level", CAST_LEVELS)
+per_op = pytest.mark.parametrize("level", PER_OP)
+
+
+def initialized(session, model, level, **kwargs):
+    """The model and an SGD under amp, with a scale that no gradient here overflows."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.125)
+    options = {"loss_scale": 8.0, "verbosity": 0, **kwargs}
+    session.initialize(model, optimizer, opt_level=level, **options)
+    return model, optimizer
+
+
+def backward(session, loss, optimizer):
+    with session.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+
+
+# --- norms ------------------------------------------------------------------------------------------------------------
+
+
+class FrozenBatchNorm2d(nn.Module):
+    """Of the sort that detection models bring: all constants, all of them buffers."""
+
+    def __init__(self, n):
+        super().__init__()
+        for name, value in {"weight": 1.5, "bias": 0.5, "running_mean": 0.25, "running_var": 2.0}.items():
+            self.register_buffer(name, torch.full((n,), value))
+
+    def forward(self, x):
+        scale = self.weight * (self.running_var + 1e-5).rsqrt()
+        return x * scale[:, None, None] + (self.bias - self.running_mean * scale)[:, None, None]
+
+
+class CustomBatchNorm(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+TRACKING = {"affine": True, "track_running_stats": True}
+NORMS = {
+    "BatchNorm1d": (1, lambda: nn.BatchNorm1d(4)),
+    "BatchNorm2d": (2, lambda: nn.BatchNorm2d(4)),
+    "BatchNorm3d": (3, lambda: nn.BatchNorm3d(4)),
+    "BatchNorm2d-plain": (2, lambda: nn.BatchNorm2d(4, affine=False)),
+    "BatchNorm2d-no-statistics": (2, lambda: nn.BatchNorm2d(4, track_running_stats=False)),
+    "SyncBatchNorm": (2, lambda: nn.SyncBatchNorm(4)),
+    "SyncBatchNorm-plain": (2, lambda: nn.SyncBatchNorm(4, affine=False)),
+    "CustomBatchNorm": (2, lambda: CustomBatchNorm(4)),
+    "FrozenBatchNorm2d": (2, lambda: FrozenBatchNorm2d(4)),
+    "InstanceNorm1d-affine": (1, lambda: nn.InstanceNorm1d(4, affine=True)),
+    "InstanceNorm2d": (2, lambda: nn.InstanceNorm2d(4)),
+    "InstanceNorm2d-statistics": (2, lambda: nn.InstanceNorm2d(4, track_running_stats=True)),
+    "InstanceNorm3d-affine-statistics": (3, lambda: nn.InstanceNorm3d(4, **TRACKING)),
+    "GroupNorm": (2, lambda: nn.GroupNorm(2, 4)),
+    "GroupNorm-plain": (2, lambda: nn.GroupNorm(2, 4, affine=False)),
+    "LayerNorm": (2, lambda: nn.LayerNorm([4, 5, 5])),
+    "LayerNorm-no-bias": (2, lambda: nn.LayerNorm(5, bias=False)),
+    "LayerNorm-plain": (2, lambda: nn.LayerNorm(5, elementwise_affine=False)),
+    "RMSNorm": (2, lambda: nn.RMSNorm(5)),
+    "LocalResponseNorm": (2, lambda: nn.LocalResponseNorm(2)),
+    "CrossMapLRN2d": (2, lambda: nn.CrossMapLRN2d(2)),
+}
+# torch's CPU has no 16-bit avg_pool3d, which this one is made of.
+NO_16_BIT = {"LocalResponseNorm"}
+
+
+def norm_net(name, mode):
+    torch.manual_seed(0)
+    dims, make = NORMS[name]
+    model = nn.Sequential(CONV[dims](2, 4, 1), make(), CONV[dims](4, 2, 1)).train(mode != "eval")
+    if mode == "frozen":
+        model[1].requires_grad_(False).eval()
+    return model, torch.randn(4, 2, *[5] * dims)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval", "frozen"])
+@pytest.mark.parametrize(
+    ("name", "level"), [(n, level) for n in NORMS for level in CAST_LEVELS if level in PER_OP or n not in NO_16_BIT]
+)
+def test_norms(session, name, level, mode):
+    model, x = norm_net(name, mode)
+    reference = copy.deepcopy(model)
+    expected = reference(x)
+    expected.square().mean().backward()
+    buffers = [b.clone() for b in model.buffers()]
+    model, optimizer = initialized(session, model, level)
+    out = model(x)
+    assert out.dtype == PER_OP.get(level, FLOAT)
+    bound = 2e-2 if LOW_OF[level] == HALF else 1e-1
+    torch.testing.assert_close(out.float(), expected, rtol=bound, atol=bound)
+    backward(session, out.float().square().mean(), optimizer)
+    for p, q in zip(
+        amp.master_params(optimizer), filter(lambda q: q.requires_grad, reference.parameters()), strict=True
+    ):
+        assert p.grad.dtype == p.dtype
+        torch.testing.assert_close(p.grad.float(), q.grad, rtol=bound, atol=bound)
+    optimizer.step()
+    kept = isinstance(model[1], nn.modules.batchnorm._NormBase) and level != "O3"
+    for b, before, followed in zip(model.buffers(), buffers, reference.buffers(), strict=True):
+        if not b.is_floating_point():
+            continue
+        if kept or level in PER_OP:
+            assert b.dtype == FLOAT
+        if mode == "train" and not isinstance(model[1], FrozenBatchNorm2d):
+            assert not torch.equal(b, before)
+            torch.testing.assert_close(b.float(), followed, rtol=bound, atol=bound)
+        else:
+            assert torch.equal(b, before.to(b.dtype))
+
+
+# --- inputs and outputs -----------------------------------------------------------------------------------------------
+
+
+class Echo(nn.Module):
+    """Gives back what it is given, and remembers it."""
+
+    def forward(self, value, *, word=None):
+        self.seen = value, word
+        return value if word is None else (value, word)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_containers_go_through_a_model(session, level, name):
+    value, ints = SAMPLES[name], torch.arange(2)
+    model = session.initialize(Echo(), opt_level=level, verbosity=0)
+    out, (word, n, nothing) = model(value, word=(ints, 3, None))
+    assert word is ints
+    assert (n, nothing) == (3, None)
+    seen, _ = model.seen
+    assert type(out) is type(seen) is type(value)
+    assert {t.dtype for t in leaves(seen) if t.is_floating_point()} == {LOW.get(level, FLOAT)}
+    assert {t.dtype for t in leaves(out) if t.is_floating_point()} == {FLOAT}
+    if level not in LOW and name != "Movable":
+        assert out is seen is value  # nothing to cast: the very same object
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_generators_go_through_a_model_untouched(session, level):
+    model = session.initialize(Echo(), opt_level=level, verbosity=0)
+    generator = (torch.ones(1) for _ in range(2))
+    assert model(generator) is generator
+    assert [t.dtype for t in generator] == [FLOAT, FLOAT]
+
+
+@pytest.mark.parametrize("outputs_as", [HALF, BF16, FLOAT, DOUBLE], ids=str)
+@pytest.mark.parametrize("level", LEVELS)
+def test_cast_model_outputs(session, level, outputs_as):
+    class Net(nn.Linear):
+        def forward(self, x):
+            self.ran_in = super().forward(x)
+            return {"out": [self.ran_in], "count": torch.tensor(3), "name": "a", "none": None}
+
+    model = session.initialize(Net(4, 2), opt_level=level, cast_model_outputs=outputs_as, verbosity=0)
+    result = model(torch.randn(3, 4, dtype=DOUBLE if level in LOW else FLOAT))
+    assert model.ran_in.dtype == LOW_OF.get(level, FLOAT)
+    assert result["out"][0].dtype == outputs_as
+    assert (result["count"].dtype, result["name"], result["none"]) == (torch.int64, "a", None)
+    result["out"][0].sum().backward()
+    assert model.weight.grad.dtype == model.weight.dtype
+
+
+# --- the cache of cast weights ----------------------------------------------------------------------------------------
+
+
+class Shared(nn.Module):
+    """Uses one weight twice in a forward, beside a norm and others."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.bn, self.head = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.head(self.bn(self.fc(self.fc(x))).softmax(-1))
+
+
+@per_op
+def test_eval_train_eval_with_weights_edited_in_between(session, level):
+    uncached, model = Shared(), Shared()
+    model, optimizer = initialized(session, model, level)
+    twin = torch.optim.SGD(uncached.parameters(), lr=0.125)
+
+    def without_cache(x):
+        with torch.autocast("cpu", dtype=PER_OP[level], cache_enabled=False):
+            return uncached(x)
+
+    def edit():
+        for net in (model, uncached):
+            with torch.no_grad():
+                net.fc.weight.mul_(-0.5)
+                net.head.weight.data = net.head.weight.data + 0.25
+                net.bn.bias.copy_(torch.linspace(-1, 1, 8))
+
+    for i in range(3):
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(i))
+        for net in (model, uncached):
+            net.eval()
+        with torch.no_grad():
+            assert torch.equal(model(x), without_cache(x))
+            edit()
+            assert torch.equal(model(x), without_cache(x))
+        for net in (model, uncached):
+            net.train()
+        out, expected = model(x), without_cache(x)
+        assert torch.equal(out, expected)
+        backward(session, out.float().square().mean(), optimizer)
+        with session.disable_casts():
+            expected.float().square().mean().backward()
+        # The cast weight of the cache gets its gradients added up in 16 bits.
+        for p, q in zip(model.parameters(), uncached.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-2, atol=1e-3)
+            q.grad.copy_(p.grad)
+        optimizer.step()
+        twin.step()
+        optimizer.zero_grad()
+        twin.zero_grad()
+        edit()
+
+
+def resident_mb():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+
+@every_level
+def test_a_thousand_passes_without_gradients_hold_no_memory(session, level):
+    model, x = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)), torch.randn(1, 256)
+    session.initialize(model, opt_level=level, verbosity=0)
+    with torch.no_grad():
+        for _ in range(50):
+            model(x)
+        before = resident_mb()
+        for _ in range(1000):
+            model(x)
+    # The casts of one pass are 0.25 MB.
+    assert resident_mb() < before + 16
+
+
+# --- activation checkpointing -----------------------------------------------------------------------------------------
+
+
+def selective():
+    ops = torch.ops.aten
+
+    def policy(context, op, *args, **kwargs):
+        products = op in (ops.addmm.default, ops.mm.default, ops._to_copy.default)
+        return CheckpointPolicy.MUST_SAVE if products else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+HOW = {
+    "plain": lambda part, x: part(x),
+    "reentrant": functools.partial(checkpoint, use_reentrant=True),
+    "non-reentrant": functools.partial(checkpoint, use_reentrant=False),
+    "selective": functools.partial(checkpoint, use_reentrant=False, context_fn=selective),
+}
+
+
+class Blocks(nn.Module):
+    """Two checkpointed parts, of two blocks or twice of one."""
+
+    def __init__(self, how, shared):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Dropout(0.25), nn.Linear(8, 8))
+        self.second = self.first if shared else copy.deepcopy(self.first)
+        self.head = nn.Linear(8, 8)
+        self.call = HOW[how]
+
+    def forward(self, x):
+        x = self.call(self.second, self.call(self.first, x))
+        return self.head(F.scaled_dot_product_attention(x, x, x))
+
+
+def gradients(level, how, shared, cache=True):
+    session = amp.AmpSession()
+    model, optimizer = initialized(session, Blocks(how, shared), level)
+    torch.manual_seed(1)
+    x = torch.randn(2, 6, 8, requires_grad=True)
+    if cache:
+        out = model(x)
+    else:
+        with torch.autocast("cpu", dtype=PER_OP[level], cache_enabled=False):
+            out = model(x)
+    backward(session, out.float().square().mean(), optimizer)
+    result = [out, x.grad, *(p.grad for p in amp.master_params(optimizer))]
+    session.reset()
+    return result
+
+
+@pytest.mark.parametrize("how", [h for h in HOW if h != "plain"])
+@every_level
+def test_checkpointed_blocks_have_the_gradients_of_plain_ones(level, how):
+    for a, b in zip(gradients(level, how, False), gradients(level, "plain", False), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("how", [h for h in HOW if h != "plain"])
+@every_level
+def test_checkpointed_blocks_may_share_weights(level, how):
+    """Selective checkpointing counts ops, casts too: without a cache, as there are as many in the second forward."""
+    cache = level not in PER_OP
+    for a, b in zip(gradients(level, how, True, cache), gradients(level, "plain", True, cache), strict=True):
+        assert torch.equal(a, b)
+
+
+@per_op
+def test_checkpointed_blocks_may_share_weights_in_the_cache(level):
+    plain = gradients(level, "plain", True)
+    for how, bound in (("non-reentrant", 0.0), ("reentrant", 2e-2)):  # which has each part's gradient cast by itself
+        for a, b in zip(gradients(level, how, True), plain, strict=True):
+            torch.testing.assert_close(a, b, rtol=bound, atol=bound / 10)
+
+
+# --- nested blocks ----------------------------------------------------------------------------------------------------
+
+
+@per_op
+def test_blocks_inside_the_forward(session, level):
+    low, other = PER_OP[level], BF16 if level == "O1" else HALF
+
+    class Nested(nn.Linear):
+        def forward(self, x):
+            def dtype():
+                # Not of the weight: one that torch's cache holds in one 16-bit type is not cast to another.
+                return torch.mm(x, x.t()).dtype
+
+            self.dtypes = [dtype()]
+            with torch.autocast("cpu", enabled=False):
+                self.dtypes.append(dtype())
+                with torch.autocast("cpu", dtype=other):
+                    self.dtypes.append(dtype())
+                self.dtypes.append(dtype())
+            with session.disable_casts():
+                self.dtypes.append(dtype())
+                with torch.autocast("cpu", dtype=other):
+                    self.dtypes.append(dtype())
+            with torch.autocast("cpu", dtype=other):
+                self.dtypes.append(dtype())
+                with session.disable_casts():
+                    self.dtypes.append(dtype())
+                self.dtypes.append(dtype())
+            self.dtypes.append(dtype())
+            return super().forward(x)
+
+    model, optimizer = initialized(session, Nested(4, 4), level)
+    out = model(torch.ones(2, 4))
+    assert model.dtypes == [low, FLOAT, other, FLOAT, FLOAT, other, other, FLOAT, other, low]
+    backward(session, out.float().sum(), optimizer)
+    assert torch.equal(model.weight.grad, torch.full((4, 4), 2.0))
+
+
+@pytest.mark.parametrize("level", LOW)
+def test_autocast_inside_a_cast_model(session, level):
+    class Nested(nn.Linear):
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=LOW[level]):
+                return super().forward(x.float()).softmax(-1)
+
+    model, optimizer = initialized(session, Nested(4, 4), level)
+    out = model(torch.randn(2, 4))
+    backward(session, out.square().sum(), optimizer)
+    assert all(p.grad is not None for p in amp.master_params(optimizer))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_forward_and_loss_are_cast_and_backward_and_step_are_not(session, level):
+    seen = {}
+
+    def note(where):
+        seen.setdefault(where, set()).add(torch.mm(torch.eye(2), torch.eye(2)).dtype)
+
+    class Watches(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            note("forward")
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            note("backward")
+            return grad
+
+    class Net(nn.Linear):
+        def forward(self, x):
+            return Watches.apply(super().forward(x))
+
+    class Optimizer(torch.optim.SGD):
+        def step(self, closure=None):
+            note("step")
+            return super().step(closure)
+
+    model = Net(4, 4)
+    optimizer = Optimizer(model.parameters(), lr=0.1)
+    session.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    for _ in range(2):
+        out = model(torch.ones(2, 4))
+        note("loss")
+        loss = F.mse_loss(out, torch.zeros(2, 4, dtype=out.dtype))
+        assert loss.dtype == FLOAT
+        with session.scale_loss(loss, optimizer) as scaled:
+            note("block")
+            scaled.backward()
+        note("between")
+        optimizer.step()
+        optimizer.zero_grad()
+    cast, uncast = {PER_OP.get(level, FLOAT)}, {FLOAT}
+    assert seen == {
+        **dict.fromkeys(("forward", "loss", "between"), cast),
+        **dict.fromkeys(("block", "backward", "step"), uncast),
+    }
+
+
+# --- recurrent layers of cast models ----------------------------------------------------------------------------------
+
+
+RECURRENT = {
+    **{f"{kind.__name__}-{n}": (kind, n) for kind in (nn.RNN, nn.GRU, nn.LSTM) for n in (1, 2)},
+    **{kind.__name__: (kind, None) for kind in (nn.RNNCell, nn.GRUCell, nn.LSTMCell)},
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("level", LOW)  # O1 and O4: tests/compat/test_l0_rnn.py
+def test_recurrent_layers(session, level, name):
+    kind, layers = RECURRENT[name]
+    torch.manual_seed(0)
+    model = kind(5, 6) if layers is None else kind(5, 6, num_layers=layers, bidirectional=layers == 2)
+    reference, x = copy.deepcopy(model), torch.randn(3, 5) if layers is None else torch.randn(4, 3, 5)
+
+    def first(out):
+        return out if isinstance(out, torch.Tensor) else out[0]
+
+    expected = first(reference(x))
+    expected.square().mean().backward()
+    model, optimizer = initialized(session, model, level)
+    for _ in range(2):  # the second with a state, as truncated backpropagation has one
+        result = model(x)
+        out = first(result)
+        assert out.dtype == FLOAT
+        bound = 1e-2 if LOW[level] == HALF else 5e-2
+        torch.testing.assert_close(out, expected, rtol=bound, atol=bound)
+        backward(session, out.square().mean(), optimizer)
+        for p, q in zip(amp.master_params(optimizer), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.float(), q.grad, rtol=bound, atol=bound)
+        optimizer.zero_grad()
+    state = result if layers is None else result[1]
+    assert first(model(x, state)).dtype == FLOAT
+    optimizer.step()
+
+
+# --- every op of torch's lists ----------------------------------------------------------------------------------------
+
+# In torch's list for CUDA, and no business of the CPU: inner ops of convolutions and cells, and cuDNN's.
+OF_CUDA_ALONE = {
+    "_convolution",
+    "_convolution.deprecated",
+    "_scaled_dot_product_flash_attention",
+    "_thnn_fused_gru_cell",
+    "_thnn_fused_lstm_cell",
+    "cudnn_convolution",
+    "cudnn_convolution_transpose",
+}
+# CUDA has one op for all of them, which casts its weights as a whole.
+OF_RECURRENT_LAYERS = {
+    f"{kind}.{form}" for kind in ("gru", "lstm", "rnn_relu", "rnn_tanh") for form in ("data", "input")
+}
+
+
+def test_the_table_is_torchs_list_for_cuda():
+    # Private, and no public call tells which ops torch's autocast casts.
+    names = torch._C._dispatch_get_all_op_names()
+    of_cuda = {n for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(n, "AutocastCUDA")}
+    of_torch = {n.removeprefix("aten::") for n in of_cuda if n.startswith("aten::")}
+    table = {*cast_lists.LOW, *cast_lists.FP32, *cast_lists.PROMOTE}
+    assert of_torch - table == {*OF_CUDA_ALONE, "binary_cross_entropy"}  # refused: test_autocast.py
+    assert table - of_torch == OF_RECURRENT_LAYERS
+
+
+# Those that torch's CPU autocast casts by itself; test_cast_table.py has the others.
+SIGNS = t(3, 4).sub(0.5).sign()
+NATIVE = {
+    "addbmm": (t(3, 3), t(2, 3, 4), t(2, 4, 3)),
+    "addmm": (t(3, 3), t(3, 4), t(4, 3)),
+    "baddbmm": (t(2, 3, 3), t(2, 3, 4), t(2, 4, 3)),
+    "bmm": (t(2, 3, 4), t(2, 4, 3)),
+    "conv1d": (pictures(1), t(3, 2, 2)),
+    "conv2d": (pictures(2), t(3, 2, 2, 2)),
+    "conv3d": (pictures(3), t(3, 2, 2, 2, 2)),
+    "conv_tbc": (t(4, 1, 2), t(2, 2, 3), t(3)),
+    "conv_transpose1d": (pictures(1), t(2, 3, 2)),
+    "conv_transpose2d.input": (pictures(2), t(2, 3, 2, 2)),
+    "conv_transpose3d.input": (pictures(3), t(2, 3, 2, 2, 2)),
+    "linalg_vecdot": (t(3, 4), t(3, 4)),
+    "linear": (t(3, 4), t(2, 4)),
+    "matmul": (t(3, 4), t(4, 2)),
+    "mm": (t(3, 4), t(4, 2)),
+    "prelu": (t(3, 4), t(1)),
+    "scaled_dot_product_attention": (t(1, 2, 3, 4),) * 3,
+    "binary_cross_entropy_with_logits": (t(), t(seed=1)),
+    "cdist": (t(), t(seed=1)),
+    "cosine_embedding_loss": (t(), t(seed=1), SIGNS[:, 0]),
+    "hinge_embedding_loss": (t(), SIGNS),
+    "huber_loss": (t(), t(seed=1)),
+    "kl_div": (t(), t(seed=1)),
+    "l1_loss": (t(), t(seed=1)),
+    "margin_ranking_loss": (t(), t(seed=1), SIGNS),
+    "mse_loss": (t(), t(seed=1)),
+    "multi_margin_loss": (t(), torch.tensor([0, 1, 2])),
+    "multilabel_margin_loss": (t(), torch.tensor([[0, -1, 1, 2]] * 3)),
+    "nll_loss": (t(), torch.tensor([0, 1, 2])),
+    "nll_loss2d": (t(1, 3, 2, 2), torch.zeros(1, 2, 2, dtype=torch.int64)),
+    "poisson_nll_loss": (t(), t(seed=1), True, False, 1e-8, 1),
+    "prod": (t(),),
+    "prod.dim_int": (t(), 1),
+    "smooth_l1_loss": (t(), t(seed=1)),
+    "soft_margin_loss": (t(), SIGNS),
+    "triplet_margin_loss": (t(), t(seed=1), t(seed=2)),
+    "grid_sampler": (pictures(2), t(1, 3, 3, 2), 0, 0, False),
+}
+
+
+def test_every_op_of_the_table_has_a_case():
+    table = {*cast_lists.LOW, *cast_lists.FP32, *cast_lists.PROMOTE}
+    assert {*NATIVE, *LOW_CASES, *FP32_CASES, *PROMOTE_CASES} == table
+
+
+@per_op
+@pytest.mark.parametrize("name", NATIVE)
+def test_ops_that_torch_casts_on_the_cpu_too(session, name, level):
+    low = PER_OP[level]
+    given, due = {
+        **dict.fromkeys(cast_lists.LOW, (FLOAT, low)),
+        **dict.fromkeys(cast_lists.FP32, (low, FLOAT)),
+        **dict.fromkeys(cast_lists.PROMOTE, (None, FLOAT)),
+    }[name]
+    args = first_as_type(NATIVE[name], low) if given is None else as_type(NATIVE[name], given)
+    session.initialize(nn.Identity(), opt_level=level, verbosity=0)
+    assert {out.dtype for out in outputs(overload(name)(*args))} == {due}
+
+
+@per_op
+@pytest.mark.parametrize("name", NATIVE)
+def test_fp64_is_left_alone_there(session, name, level):
+    args = as_type(NATIVE[name], DOUBLE)
+    expected = overload(name)(*args)
+    session.initialize(nn.Identity(), opt_level=level, verbosity=0)
+    result = overload(name)(*args)
+    for a, b in zip(outputs(result), outputs(expected), strict=True):
+        assert a.dtype == b.dtype == DOUBLE
+        assert torch.equal(a, b)
+
+
+# --- functions of the user's ------------------------------------------------------------------------------------------
+
+
+class Square(torch.autograd.Function):
+    """x * y, squared; its backward insists on the types of its forward."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        ctx.given = x.dtype, y.dtype
+        return (x * y) * (x * y)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, y = ctx.saved_tensors
+        assert (x.dtype, y.dtype) == ctx.given
+        assert grad.dtype == torch.promote_types(*ctx.given)
+        return (2 * grad * x * y * y).to(x.dtype), (2 * grad * x * x * y).to(y.dtype)
+
+
+@torch.library.custom_op("ampctx_casting_rows::times", mutates_args=())
+def times(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x * y
+
+
+def times_setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def times_backward(ctx, grad):
+    x, y = ctx.saved_tensors
+    assert grad.dtype == torch.promote_types(x.dtype, y.dtype)
+    return (grad * y).to(x.dtype), (grad * x).to(y.dtype)
+
+
+times.register_autograd(times_backward, setup_context=times_setup)
+
+
+class Ops:
+    @staticmethod
+    def times(x, y):
+        return x * y
+
+
+CALLABLES = {
+    "function": lambda x, y: x * y,
+    "staticmethod": Ops.__dict__["times"],
+    "Function.apply": Square.apply,
+    "packet": torch.ops.aten.mul,
+    "overload": torch.ops.aten.mul.Tensor,
+    "custom-packet": torch.ops.ampctx_casting_rows.times,
+    "custom-overload": torch.ops.ampctx_casting_rows.times.default,
+    "custom-op": times,
+}
+# What it computes in, given a 16-bit x and an fp32 y.
+KINDS = {"half": lambda low: low, "float": lambda low: FLOAT, "promote": lambda low: FLOAT}
+
+
+@pytest.mark.parametrize("way", ["decorated", "registered"])
+@pytest.mark.parametrize("name", CALLABLES)
+@pytest.mark.parametrize("kind", KINDS)
+@per_op
+def test_functions_named_by_the_user(session, level, kind, name, way):
+    low = PER_OP[level]
+
+    class Owner:
+        fn = CALLABLES[name] if name == "staticmethod" else staticmethod(CALLABLES[name])
+
+    if way == "decorated":
+        decorated = getattr(session, f"{kind}_function")(CALLABLES[name])
+        Owner.fn = decorated if name == "staticmethod" else staticmethod(decorated)
+    else:
+        getattr(session, f"register_{kind}_function")(Owner, "fn")
+    model, optimizer = initialized(session, nn.Linear(4, 4, bias=False), level)
+    hidden = model(torch.ones(2, 4))
+    assert hidden.dtype == low
+    hidden.retain_grad()
+    y = torch.full((2, 4), 2.0, requires_grad=True)
+    for fn in (Owner.fn, Owner().fn):
+        optimizer.zero_grad()
+        out = fn(hidden, y)
+        assert out.dtype == KINDS[kind](low)
+        with session.scale_loss(out.float().sum(), optimizer) as scaled:
+            scaled.backward(retain_graph=True)
+        assert hidden.grad.dtype == low
+        assert y.grad.dtype == model.weight.grad.dtype == FLOAT
+        assert model.weight.grad.ne(0).any()
+    session.reset()
+    x = torch.ones(2, 4)
+    assert Owner.fn(x, x).dtype == FLOAT
+
+
+@per_op
+@pytest.mark.parametrize("cast_inputs", [None, FLOAT, HALF, BF16], ids=str)
+def test_torchs_custom_fwd_and_custom_bwd(session, level, cast_inputs):
+    """Without ``cast_inputs`` backward runs with the casts of the forward, with it without casts: as torch says."""
+    low, seen = PER_OP[level], {}
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            out = x.mm(w)
+            seen["forward"] = x.dtype, w.dtype, out.dtype
+            return out
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cpu")
+        def backward(ctx, grad):
+            x, w = ctx.saved_tensors
+            seen["backward"] = grad.dtype, grad.mm(w.t()).dtype
+            return grad.mm(w.t()), x.t().mm(grad)
+
+    class Net(nn.Linear):
+        def forward(self, x):
+            return Product.apply(super().forward(x), self.weight)
+
+    model, optimizer = initialized(session, Net(4, 4), level)
+    loss = model(torch.ones(2, 4)).float().square().sum()
+    backward(session, loss, optimizer)
+    if cast_inputs is None:
+        assert seen == {"forward": (low, FLOAT, low), "backward": (low, low)}
+    else:
+        assert seen == {"forward": (cast_inputs,) * 3, "backward": (cast_inputs,) * 2}
+    assert model.weight.grad.dtype == FLOAT
+    assert model.weight.grad.isfinite().all()
+
+
+LIBRARY = torch.library.Library("ampctx_casting_rows", "FRAGMENT")
+LIBRARY.define("ruled(Tensor x) -> Tensor")
+LIBRARY.impl("ruled", lambda x: x * 1, "CompositeExplicitAutograd")
+torch.library.register_autocast("ampctx_casting_rows::ruled", "cpu", FLOAT, lib=LIBRARY)
+
+
+@per_op
+def test_custom_ops_with_an_autocast_rule_of_torchs(session, level):
+    session.initialize(nn.Identity(), opt_level=level, verbosity=0)
+    x = torch.ones(2, dtype=PER_OP[level])
+    assert torch.ops.ampctx_casting_rows.ruled(x).dtype == FLOAT
+    with session.disable_casts():
+        assert torch.ops.ampctx_casting_rows.ruled(x).dtype == PER_OP[level]

@@ -1,0 +1,585 @@
+"""amp.explain: what it counts at each level, what it leaves behind (nothing), and what its hints say."""
+
+import copy
+import pickle
+import random
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.fsdp
+import torch.nn.functional as F
+from models import LEVELS, assert_unchanged, batch, loss_of, mlp, snapshot
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ampctx import AmpError, AmpTypeError, amp
+from ampctx.optimizers import FusedAdam
+
+HALF, BF16, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
+LOW_NAME = {"O1": "float16", "O2": "float16", "O3": "float16", "O4": "bfloat16", "O5": "bfloat16"}
+
+
+class Net(nn.Module):
+    """A convolution, batch norm and head, softmax in between: one op of each list, and one of none."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(8, 16, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(16)
+        self.head = nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.head(self.bn(self.conv(x)).relu().amax((2, 3)).softmax(1))
+
+
+X = torch.randn(8, 8, 4, 4, generator=torch.Generator().manual_seed(0))
+
+
+def rows(explanation):
+    return {(row.op, row.dtype): row.calls for row in explanation.rows}
+
+
+def expected_rows(level):
+    low = LOW_NAME.get(level, "float32")
+    norm = {"O0": "float32", "O3": "float16"}.get(level, f"{low}+float32")
+    softmax = "float32" if level in ("O1", "O4") else low
+    return {
+        ("convolution", low): 1,
+        ("native_batch_norm", norm): 1,
+        ("relu", low): 1,
+        ("amax", low): 1,
+        ("softmax", softmax): 1,
+        ("addmm", low): 1,
+    }
+
+
+def size(*tensors):
+    """Bytes of a cast between fp32 and 16 bits, in either direction."""
+    return 6 * sum(t.numel() if isinstance(t, torch.Tensor) else t for t in tensors)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_runs_at_each_level(session, level):
+    model = Net()
+    session.initialize(model, opt_level=level, verbosity=0)
+    explanation = amp.explain(model, X)
+    assert rows(explanation) == expected_rows(level)
+    weights = [model.conv.weight, model.head.weight, model.head.bias]
+    if level in ("O1", "O4"):
+        # Input and weights down; 8 x 16 up for softmax, and down again for the head.
+        down, up = (5, size(X, *weights, 8 * 16)), (1, size(8 * 16))
+    else:
+        down, up = (1, size(X)), (1, size(8 * 8))
+    low = LOW_NAME.get(level)
+    expected = [] if low is None else [("float32", low, *down), (low, "float32", *up)]
+    assert explanation.casts == expected
+    assert explanation.cast_count == sum(c.calls for c in explanation.casts)
+    assert explanation.cast_bytes == sum(c.bytes for c in explanation.casts)
+    fp32 = ["matrix products or convolutions left in fp32: convolution in conv, addmm in head"]
+    assert explanation.hints == (fp32 if level == "O0" else [])
+
+
+def test_it_prints_as_a_table(session):
+    model = nn.Sequential(nn.Linear(8, 12), nn.LayerNorm(12), nn.Linear(12, 8))
+    session.initialize(model, opt_level="O1", verbosity=0)
+    explanation = amp.explain(model, torch.ones(8, 8))
+    assert str(explanation) == repr(explanation) == TABLE
+    low, up = size(64, 96, 12, 96, 96, 8), size(96)
+    assert explanation.casts == [("float32", "float16", 6, low), ("float16", "float32", 1, up)]
+    assert explanation.calls("addmm") == explanation.calls("addmm", "float16") == 2
+    assert explanation.calls("addmm", "float32") == explanation.calls("bmm") == 0
+
+
+TABLE = """\
+op                 float16  float32
+addmm                    2        .
+native_layer_norm        .        1
+
+cast                calls  bytes
+float32 -> float16      6  2,232
+float16 -> float32      1    576
+all                     7  2,808
+
+hints
+- no tensor cores: dims not multiple of 8: addmm in 0 (8x8 @ 8x12), addmm in 2 (8x12 @ 12x8)"""
+
+
+def test_the_result_is_plain_data():
+    explanation = amp.explain(nn.Linear(8, 8), torch.ones(8, 8))
+    assert isinstance(explanation, amp.Explanation)
+    assert [tuple(row) for row in explanation.rows] == [("addmm", "float32", 1)]
+    assert explanation.casts == []
+    assert "no casts" in str(explanation)
+    assert pickle.loads(pickle.dumps(explanation)) == copy.deepcopy(explanation) == explanation
+
+
+def test_nothing_to_tell():
+    assert str(amp.explain(nn.Identity(), 3)) == "op\n\nno casts"
+    assert amp.explain(nn.Identity(), torch.arange(3)).rows == []
+
+
+@pytest.mark.parametrize("dtype", [HALF, BF16], ids=str)
+def test_a_plain_model_under_torch_autocast(dtype):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    name = str(dtype).removeprefix("torch.")
+    x = torch.ones(8, 8)
+    with torch.autocast("cpu", dtype=dtype):
+        # What the cache holds is neither taken nor added to.
+        model(x)
+        for _ in range(2):
+            explanation = amp.explain(model, x)
+            assert rows(explanation) == {("addmm", name): 1, ("relu", name): 1}
+            assert explanation.casts == [("float32", name, 3, size(64, 64, 8))]
+    assert rows(amp.explain(model, x)) == {("addmm", "float32"): 1, ("relu", "float32"): 1}
+
+
+def test_disable_casts_and_other_threads(session):
+    model = nn.Linear(8, 8)
+    session.initialize(model, opt_level="O1", verbosity=0)
+    x = torch.ones(8, 8)
+    with session.disable_casts():
+        assert rows(amp.explain(model, x)) == {("addmm", "float32"): 1}
+    found = []
+    thread = threading.Thread(target=lambda: found.append(amp.explain(model, x)))
+    thread.start()
+    thread.join()
+    assert rows(found[0]) == {("addmm", "float16"): 1}
+
+
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_grad_modes(context):
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    with context(), torch.autocast("cpu", dtype=BF16):
+        explanation = amp.explain(model, torch.ones(8, 8))
+    assert explanation.calls("addmm", "bfloat16") == 2
+    assert explanation.calls("native_batch_norm", "bfloat16+float32") == 1
+    assert len(explanation.rows) == 2
+
+
+# --- nothing is left behind -------------------------------------------------------------------------------------------
+
+
+class Untidy(nn.Module):
+    """Leaves a trace of every sort that a forward can leave."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        self.bn = nn.BatchNorm1d(4)
+        self.codebook = nn.Parameter(torch.randn(4), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(4))
+        self.register_buffer("late", None)
+        self.alias = self.seen
+        self.count, self.losses, self.cache = 0, [], {"old": torch.ones(1)}
+        self.fail = False
+
+    def forward(self, x):
+        self.count += 1
+        self.losses.append(x)
+        self.cache["new"] = self.cache.pop("old")
+        self.seen = self.seen + 1
+        self.alias.add_(1)
+        self.late = torch.ones(1)
+        self.extra, self.more = torch.ones(1), nn.Linear(1, 1)
+        self.training = not self.training
+        with torch.no_grad():
+            self.codebook.mul_(0.9)
+            torch._foreach_add_([self.codebook, self.fc.bias], 1.0)
+            x.mul_(2)
+        y = F.dropout(self.bn(self.fc(x)), 0.5)
+        with torch.enable_grad():
+            self.fc(torch.ones(1, 4)).sum().backward()
+        random.random(), np.random.rand()
+        if self.fail:
+            raise OSError("forward failed")
+        return y
+
+
+def traces(model, x):
+    """Everything of a model that a forward could change, as values and identities."""
+    values = [t.clone() for t in (*model.parameters(), *model.buffers(), model.alias, x)]
+    values += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    values += [torch.get_rng_state(), torch.tensor(np.random.get_state()[1].astype(np.int64))]
+    objects = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())]
+    attributes = [{k: v for k, v in vars(m).items() if k[0] != "_"} for m in model.modules()]
+    contents = list(model.losses), dict(model.cache), random.getstate(), model._buffers.copy(), model._modules.copy()
+    return values, [id(o) for o in objects], attributes, contents
+
+
+@pytest.mark.parametrize("fail", [False, True], ids=["ok", "raises"])
+@pytest.mark.parametrize("grads", [False, True], ids=["no-grads", "grads"])
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+def test_nothing_is_left_behind(train, grads, fail):
+    model, x = Untidy().train(train), torch.randn(6, 4)
+    if grads:
+        model.bn(x).sum().backward()
+        model.fc(x).sum().backward()
+    model.fail = fail
+    before = traces(model, x)
+    if fail:
+        with pytest.raises(OSError, match="forward failed"):
+            amp.explain(model, x)
+    else:
+        assert amp.explain(model, x).calls("addmm") == 2
+    after = traces(model, x)
+    assert_unchanged(before[0], after[0])
+    assert before[1:] == after[1:]
+    # The test sees what a forward leaves.
+    model.fail = False
+    model(x)
+    changed = traces(model, x)
+    assert all(a != b for a, b in zip(before[1:], changed[1:], strict=True))
+    assert sum(not torch.equal(a, b) for a, b in zip(before[0], changed[0], strict=False)) >= 8
+
+
+def test_arguments_are_what_they_were():
+    class Writes(nn.Module):
+        def forward(self, x, y, batch):
+            batch["z"][0].resize_(3)
+            y.requires_grad_()
+            return F.relu(x, inplace=True).unsqueeze_(0).t_()
+
+    x, y, z = torch.randn(4), torch.randn(2), torch.randn(2)
+    before = [t.clone() for t in (x, y, z)]
+    explanation = amp.explain(Writes(), x, y, {"z": [z]})
+    assert_unchanged(before, [x, y, z])
+    assert [t.shape for t in before] == [x.shape, y.shape, z.shape]
+    assert not y.requires_grad
+    assert explanation.calls("relu_") == 1
+
+
+def test_no_hook_mode_or_cast_stays_when_the_forward_raises(session):
+    class Fails(nn.Linear):
+        def forward(self, x):
+            super().forward(x)
+            raise OSError("forward failed")
+
+    model = nn.Sequential(nn.Linear(4, 4), Fails(4, 4))
+    session.initialize(model, opt_level="O1", verbosity=0)
+    before = torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled(), torch.is_grad_enabled()
+    with pytest.raises(OSError, match="forward failed"):
+        amp.explain(model, torch.ones(2, 4))
+    assert (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled(), torch.is_grad_enabled()) == before
+    assert not any(m._forward_pre_hooks or m._forward_hooks_always_called for m in model)
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_run_goes_on_as_if_nobody_had_asked(session, level):
+    def train(asks):
+        model = nn.Sequential(*mlp(), nn.Dropout(0.25))
+        optimizer = FusedAdam(model.parameters(), lr=0.05)
+        session.initialize(model, optimizer, opt_level=level, verbosity=0)
+        for i in range(3):
+            if asks:
+                amp.explain(model, batch(7))
+            loss = loss_of(model, i)
+            if asks:
+                amp.explain(model, batch(7))  # between forward and backward
+            with session.scale_loss(loss, optimizer) as scaled:
+                if asks:
+                    amp.explain(model, batch(7))
+                scaled.backward()
+            if asks:
+                amp.explain(model, batch(7))
+            optimizer.step()
+            optimizer.zero_grad()
+        result = snapshot(optimizer, model)
+        session.reset()
+        return result
+
+    assert_unchanged(train(False), train(True))
+
+
+def test_a_graph_from_before_can_go_backward(session):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).train()
+    out = model(batch()).sum()
+    frozen = model.eval()(batch()).sum()
+    amp.explain(model.train(), batch())
+    (out + frozen).backward()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("level", LEVELS)
+def test_on_a_gpu(session, level):
+    model, x = nn.Sequential(*Net().children(), nn.Dropout()).cuda(), X.cuda()
+    model.insert(2, nn.AdaptiveAvgPool2d(1)).insert(3, nn.Flatten())
+    session.initialize(model, opt_level=level, verbosity=0)
+    before = [torch.cuda.get_rng_state(), *(t.clone() for t in model.buffers())]
+    explanation = amp.explain(model, x)
+    low = LOW_NAME.get(level, "float32")
+    assert (explanation.calls("convolution", low), explanation.calls("addmm", low)) == (1, 1)
+    assert_unchanged(before, [torch.cuda.get_rng_state(), *model.buffers()])
+
+
+# --- models of every sort ---------------------------------------------------------------------------------------------
+
+
+def test_words_and_containers_as_arguments():
+    class Asks(nn.Module):
+        def forward(self, x, *, model, scale=1.0):
+            return {"out": x["a"][0] @ model * scale}
+
+    explanation = amp.explain(Asks(), {"a": (torch.ones(8, 8),)}, model=torch.ones(8, 8), scale=2.0)
+    assert rows(explanation) == {("mm", "float32"): 1, ("mul", "float32"): 1}
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_models(session, use_reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 8))
+
+        def forward(self, x):
+            return checkpoint(self.net, x, use_reentrant=use_reentrant)
+
+    model = Checkpointed()
+    session.initialize(model, opt_level="O4", verbosity=0)
+    assert amp.explain(model, torch.ones(8, 8, requires_grad=True)).calls("addmm", "bfloat16") == 2
+
+
+def test_compiled_models_run_op_by_op_and_stay_compiled(session):
+    calls = []
+
+    def backend(graph, inputs):
+        calls.append("compiled")
+        return lambda *args: (calls.append("ran"), graph.forward(*args))[1]
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    session.initialize(model, opt_level="O4", verbosity=0)
+    compiled = torch.compile(model, backend=backend)
+    x = torch.ones(8, 8)
+    for _ in range(2):
+        assert rows(amp.explain(compiled, x)) == {("addmm", "bfloat16"): 1, ("relu", "bfloat16"): 1}
+    assert calls == []
+    compiled(x)
+    assert calls == ["compiled", "ran"]
+    assert amp.explain(compiled, x).calls("addmm") == 1
+    compiled(x)
+    assert calls == ["compiled", "ran", "ran"]
+
+
+def test_scripted_modules():
+    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+        scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+    before = [t.clone() for t in scripted.buffers()]
+    for model in (scripted, nn.Sequential(scripted, nn.ReLU())):
+        assert amp.explain(model, torch.randn(8, 8)).calls("native_batch_norm") == 1
+        assert_unchanged(before, list(scripted.buffers()))
+    scripted(torch.randn(8, 8))
+    assert not torch.equal(before[0], next(scripted.buffers()))
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_data_parallel_models_run_without_their_wrapper(one_rank):
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    x = torch.ones(8, 8)
+    assert amp.explain(nn.DataParallel(model), x).calls("addmm") == 1
+    ddp = nn.parallel.DistributedDataParallel(model)
+    loss = ddp(x).sum()
+    assert amp.explain(ddp, x).calls("addmm") == 1
+    loss.backward()
+    ddp(x).sum().backward()
+
+
+@pytest.mark.parametrize("when", ["before-forward", "before-backward", "before-step"])
+def test_sharded_models_step_the_same(one_rank, when):
+    def train(when):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)))
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        for part in (model[1], model):
+            torch.distributed.fsdp.fully_shard(part, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def ask(now):
+            if when == now:
+                assert amp.explain(model, X[:, :, 0, 0]).calls("addmm") == 2
+
+        losses = []
+        for _ in range(3):
+            ask("before-forward")
+            loss = model(X[:, :, 0, 0]).square().sum()
+            ask("before-backward")
+            loss.backward()
+            ask("before-step")
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    assert train(when) == train(None)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors(layout):
+    x = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=layout)
+    with torch.autocast("cpu", dtype=BF16):
+        assert amp.explain(nn.Linear(8, 8), x).calls("linear", "bfloat16") == 1
+        if layout is torch.strided:
+            y = torch.nested.nested_tensor([torch.ones(8, 2), torch.ones(8, 3)])
+            assert amp.explain(Calls(lambda w, x, y: x @ y), x, y).hints == []
+
+
+def test_sparse_tensors():
+    class Net(nn.Module):
+        def forward(self, x, y):
+            return (x @ y).relu()
+
+    x = torch.eye(8).to_sparse()
+    assert amp.explain(Net(), x, torch.ones(8, 8)).calls("mm") == 1
+
+
+def test_a_fused_layer_is_seen_as_it_runs():
+    layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval()
+    with torch.no_grad():
+        assert rows(amp.explain(layer, torch.ones(1, 3, 8))) == {("transformer_encoder_layer_fwd", "float32"): 1}
+
+
+def test_a_module_that_catches_its_own_exceptions():
+    class Catches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.after = nn.Linear(4, 4), nn.Linear(8, 4)
+
+        def forward(self, x):
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                self.inner(x)
+            return self.after(x)
+
+    with torch.autocast("cpu", dtype=BF16):
+        hints = amp.explain(Catches(), torch.ones(8, 8)).hints
+    assert hints == ["no tensor cores: dims not multiple of 8: addmm in after (8x8 @ 8x4)"]
+
+
+# --- hints ------------------------------------------------------------------------------------------------------------
+
+
+class Calls(nn.Module):
+    """Runs a function, with a weight of 8 x 8."""
+
+    def __init__(self, fn, requires_grad=True):
+        super().__init__()
+        self.fn = fn
+        self.weight = nn.Parameter(torch.eye(8), requires_grad)
+
+    def forward(self, *args):
+        return self.fn(self.weight, *args)
+
+
+def hints_of(fn, *args, **kwargs):
+    with torch.autocast("cpu", dtype=BF16):
+        return amp.explain(Calls(fn, **kwargs), *args).hints
+
+
+MISFITS = {
+    "mm": (lambda w, x: x @ w, (7, 8), "mm (7x8 @ 8x8)"),
+    "bmm": (lambda w, x: x @ x.mT, (2, 8, 3), "bmm (2x8x3 @ 2x3x8)"),
+    "conv2d": (lambda w, x: F.conv2d(x, w[:, :3, None, None]), (1, 3, 4, 4), "convolution (weight 8x3x1x1)"),
+    "transposed": (lambda w, x: F.conv_transpose1d(x, w[:, :5, None]), (1, 8, 4), "convolution (weight 8x5x1)"),
+    "depthwise": (
+        lambda w, x: F.conv1d(x, w[:, :1, None], groups=8),
+        (1, 8, 4),
+        "convolution (weight 8x1x1, 8 groups)",
+    ),
+    "sdpa": (
+        lambda w, x: F.scaled_dot_product_attention(x, x, x),
+        (1, 2, 8, 12),
+        "scaled_dot_product_flash_attention_for_cpu (heads of 12)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_dims_that_are_no_multiples_of_8(name):
+    fn, shape, expected = MISFITS[name]
+    assert hints_of(fn, torch.ones(shape)) == [f"no tensor cores: dims not multiple of 8: {expected}"]
+
+
+def test_dims_that_fit():
+    def fits(w, x):
+        conv = F.conv2d(x[None, :, None], w[:, :, None, None])
+        heads = x[None, None]
+        return x @ w, conv, F.scaled_dot_product_attention(heads, heads, heads)
+
+    assert hints_of(fits, torch.ones(8, 8)) == []
+
+
+def test_a_weight_that_is_cast_again():
+    def twice(w, x):
+        return x @ w @ w
+
+    text = "weights cast again (autocast keeps casts of fp32 weights that require grad, in a forward): weight 2 times"
+    x = torch.ones(8, 8)
+    assert hints_of(twice, x) == []
+    assert hints_of(twice, x, requires_grad=False) == [text]
+    with torch.autocast("cpu", dtype=BF16, cache_enabled=False):
+        explanation = amp.explain(Calls(twice), x)
+    assert explanation.hints == [text]
+    assert explanation.casts == [("float32", "bfloat16", 3, 3 * size(x))]
+    # Parts of a weight are no weight cast again.
+    assert hints_of(lambda w, x: x @ w[:, :8] + F.linear(x, w.view(8, 8)[::1][:, :]), x) != []
+    assert hints_of(lambda w, x: (x[:, :4] @ w[:4, :].clone(), x[:, 4:] @ w[4:]), torch.ones(8, 8)) != [text]
+
+
+def test_products_left_in_fp32():
+    def left(w, x):
+        with torch.autocast("cpu", enabled=False):
+            return torch.mv(w @ x @ w, x[0])
+
+    expected = "matrix products or convolutions left in fp32: mm 2 times, mv"
+    assert hints_of(left, torch.ones(8, 8)) == [expected]
+
+
+def test_ops_in_fp64():
+    def wide(w, x):
+        return (x.double() * 2).sum() + torch.tensor(1.0, dtype=DOUBLE)
+
+    assert hints_of(wide, torch.ones(8, 8)) == ["ops in fp64: mul, sum, add"]
+    assert amp.explain(Calls(lambda w, x: x * 2.0 + 1), torch.ones(8)).hints == []  # numbers are no fp64 tensors
+
+
+def test_a_long_list_is_cut():
+    model = nn.Sequential(*(nn.Linear(9, 9) for _ in range(5)))
+    with torch.autocast("cpu", dtype=HALF):
+        (hint,) = amp.explain(model, torch.ones(8, 9)).hints
+    shape = "(8x9 @ 9x9)"
+    assert hint.endswith(f": addmm in 0 {shape}, addmm in 1 {shape}, addmm in 2 {shape}, 2 more")
+
+
+# --- errors and docs --------------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(AmpTypeError, match="explain: model must be a torch.nn.Module, got function. To explain"):
+        amp.explain(loss_of, torch.ones(1))
+
+
+def test_lazy_models_are_refused():
+    model = nn.Sequential(nn.LazyLinear(4))
+    with pytest.raises(AmpError, match=r"explain: 0\.weight of the model is not initialized yet: run one forward"):
+        amp.explain(model, torch.ones(2, 4))
+    assert nn.parameter.is_lazy(model[0].weight)
+
+
+def test_the_output_that_the_docs_show():
+    page = (Path(__file__).parents[2] / "docs" / "opt_levels.md").read_text()
+    code, output = re.search(r"```python\n((?:(?!```).)*amp\.explain\(.*?)```\n+```text\n(.*?)```", page, re.S).groups()
+    result = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == output

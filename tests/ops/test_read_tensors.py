@@ -1,0 +1,266 @@
+"""Lists that are read as Python has them: calls with them are those with the tensors; what cannot be read is not."""
+
+from __future__ import annotations
+
+import gc
+import operator
+import os
+import re
+import subprocess
+import sysconfig
+import weakref
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from backends import ALL_FLOATS, COMPILED, EMULATED, short
+from torch import nn
+
+from ampctx import foreach, ops
+from ampctx.foreach import FoundInf
+from ampctx.model_grads import MasterParam
+from ampctx.ops import ReadTensors
+
+CSRC = Path(__file__).parents[2] / "csrc"
+PYTHON = Path(sysconfig.get_paths()["include"], "Python.h")
+SIZES = [3, 0, (2, 5), 5000, 1, ()]
+
+
+def test_lists_can_be_read_here():
+    """Else everything works, and slower: the other tests of this file would not tell."""
+    assert ops.read([torch.ones(3)]) is not None
+
+
+class Held(NamedTuple):
+    number: int
+
+
+@pytest.mark.parametrize("backend", [COMPILED, EMULATED], indirect=True, ids=lambda b: b.name)
+@pytest.mark.parametrize("dtype", ALL_FLOATS, ids=short)
+def test_ops_give_the_same(backend, dtype):
+    if not backend.serves(dtype):
+        return
+    tensors = backend.randn(SIZES, dtype)
+    out = backend.randn(SIZES, dtype, seed=1)
+    half, other = torch.tensor(0.5), torch.tensor(0.25, dtype=torch.float64)
+    # Lists that were read are known to the library of the package, which is not that of the emulation.
+    know = ops.read if backend is COMPILED else lambda t: Held(backend.ops.hold_tensors.default(t))
+    x, y = know(tensors), know(out)
+    expected = [t.clone() for t in out]
+    backend.axpby(tensors, expected, expected, backend.flag(), half, other)
+    backend.ops.multi_tensor_axpby.held(x.number, y.number, y.number, backend.flag(), half, other, -1)
+    assert all(map(torch.equal, out, expected))
+    for per_tensor in (False, True):
+        norms = backend.ops.multi_tensor_unscale_l2norm.held(x.number, backend.flag(), half, per_tensor)
+        assert all(map(torch.equal, norms, backend.l2norm(tensors, backend.flag(), half, per_tensor)))
+        norms = backend.ops.multi_tensor_l2norm.held(x.number, backend.flag(), per_tensor)
+        assert all(map(torch.equal, norms, backend.l2norm(tensors, backend.flag(), None, per_tensor)))
+    backend.scale(tensors, expected, backend.flag(), half)
+    backend.ops.multi_tensor_scale.held(x.number, x.number, backend.flag(), half)
+    assert all(map(torch.equal, tensors, expected))
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_flags_are_raised(bad):
+    tensors = [torch.ones(3000), torch.tensor([1.0, bad])]
+    flag = torch.zeros(())
+    ops.multi_tensor_scale(known := ops.read(tensors), known, flag, 0.5)
+    assert flag == 1
+    assert tensors[0][0] == 0.5
+
+
+def test_thousands_of_tensors_are_checked_in_parallel_as_alone():
+    """More than one thread's share, with what is refused in the last place."""
+    tensors = [torch.full((3,), float(i)) for i in range(3000)]
+    ops.multi_tensor_scale(tensors, tensors, torch.zeros(()), 2.0)
+    assert [t[0].item() for t in tensors] == [2.0 * i for i in range(3000)]
+    with pytest.raises(RuntimeError, match=r"multi_tensor_scale: dst\[2999\] has 2 elements, src\[2999\] has 3"):
+        ops.multi_tensor_scale(tensors, [*tensors[:-1], torch.zeros(2)], torch.zeros(()), 2.0)
+    with pytest.raises(RuntimeError, match=r"multi_tensor_scale: src\[2999\] has dtype torch.float64, src\[0\] has"):
+        ops.multi_tensor_scale([*tensors[:-1], torch.zeros(3).double()], tensors, torch.zeros(()), 2.0)
+    tensors[7].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"multi_tensor_scale: src\[7\] has no memory"):
+        ops.multi_tensor_scale(tensors, tensors, torch.zeros(()), 2.0)
+    assert tensors[0][0] == 0
+    assert tensors[2999][0] == 2.0 * 2999
+
+
+class Mine(torch.Tensor):
+    pass
+
+
+def freed(offset=0):
+    tensor = torch.ones(8)[offset:]
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+NOT_READ = {
+    "nothing": [],
+    "none": [torch.ones(2), None],
+    "no-tensor": [torch.ones(2), 3.0],
+    "subclass": [torch.ones(2).as_subclass(Mine)],
+    "sparse": [torch.ones(2), torch.ones(2).to_sparse()],
+    "meta": [torch.ones(2, device="meta")],
+    "two-dtypes": [torch.ones(2), torch.ones(2).half()],
+    "complex": [torch.ones(2, dtype=torch.complex64)],
+    "bool": [torch.ones(2, dtype=torch.bool)],
+    "with-holes": [torch.ones(4, 4)[:, :2]],
+    "expanded": [torch.ones(1).expand(5)],
+    "negated": [torch.ones(1, dtype=torch.complex64).conj().imag],
+    "zero": [torch._efficientzerotensor(3)],
+    "freed": [torch.ones(2), freed()],
+    "freed-under-a-view": [freed(3)],
+    "mkldnn": [torch.ones(2).to_mkldnn()],
+}
+
+
+@pytest.mark.parametrize("tensors", NOT_READ.values(), ids=NOT_READ.keys())
+def test_what_cannot_be_read_is_left_to_the_dispatcher(tensors):
+    assert ops.read(tensors) is None
+    torch.ones(1).sum().item()  # no exception is left behind
+
+
+def test_wrapped_tensors_are_not_read():
+    seen = []
+    torch.func.grad(lambda t: (seen.append(ops.read([t])), t.sum())[1])(torch.ones(3))
+    torch.func.vmap(lambda t: (seen.append(ops.read([t])), t)[1])(torch.ones(3, 2))
+    assert seen == [None, None]
+
+
+def test_reading_keeps_tensors_for_as_long_as_it_is_kept_itself():
+    tensors = [torch.ones(3)]
+    reference, known = weakref.ref(tensors[0]), ops.read(tensors)
+    del tensors
+    gc.collect()
+    assert reference() is not None
+    number = known.number
+    del known
+    assert reference() is None
+    with pytest.raises(RuntimeError, match="there is no held list"):
+        torch.ops.ampctx.multi_tensor_l2norm.held(number, torch.zeros(()), False)
+
+
+def test_gradients_are_read_with_what_has_none():
+    params = [nn.Parameter(torch.ones(3)) for _ in range(3)]
+    params[0].grad, params[2].grad = torch.full((3,), 2.0), torch.full((3,), 3.0)
+    grads, known = ops.read_grads(params)
+    assert grads[0] is params[0].grad
+    assert grads[1] is None
+    assert grads[2] is params[2].grad
+    assert isinstance(known, ReadTensors)
+    foreach.scale(known, known, FoundInf(), 2.0)
+    assert [p.grad.tolist()[0] for p in (params[0], params[2])] == [4.0, 6.0]
+    params[2].grad = params[2].grad.to_sparse()
+    grads, known = ops.read_grads(params)
+    assert known is None
+    assert grads[2] is params[2].grad
+    assert ops.read_grads([nn.Parameter(torch.ones(3))]) == ([None], None)
+
+
+def test_an_error_of_an_attribute_is_raised():
+    class Strange(nn.Parameter):
+        @property
+        def grad(self):
+            raise LookupError("not now")
+
+    with pytest.raises(LookupError, match="not now"):
+        ops.read_grads([nn.Parameter(torch.ones(3)), Strange(torch.ones(3))])
+
+
+def cases():
+    def param(make, grad):
+        p = make(torch.ones(2, 3, 4, 4))
+        p.grad = grad(torch.ones(2, 3, 4, 4))
+        return p
+
+    def channels_last(t):
+        return t.to(memory_format=torch.channels_last)
+
+    def no(t):
+        return None
+
+    same = [param(nn.Parameter, torch.clone), param(MasterParam, torch.clone)]
+    yield pytest.param(same, True, id="all-contiguous")
+    both = param(nn.Parameter, torch.clone)
+    both.data = channels_last(both.data)
+    both.grad = channels_last(both.grad)
+    yield pytest.param([both], True, id="both-channels-last")
+    yield pytest.param([*same, param(nn.Parameter, channels_last)], False, id="gradient-channels-last")
+    yield pytest.param([*same, param(nn.Parameter, no)], False, id="one-without")
+    halves = nn.Parameter(torch.ones(2).half())
+    halves.grad = torch.ones(2).half()
+    yield pytest.param([*same, halves], False, id="two-dtypes")
+
+
+@pytest.mark.parametrize(("params", "can_be_read"), list(cases()))
+def test_gradients_are_read_along_with_parameters_of_the_same_layout(params, can_be_read):
+    known = ops.read_along(params)
+    assert (known is not None) == can_be_read
+    if known is not None:
+        assert all(grad is p.grad for grad, p in zip(known.tensors, params, strict=True))
+        others = [torch.empty_like(p.grad).fill_(7) for p in params]
+        along = ops.read_along(params, others)
+        assert all(map(operator.is_, along.tensors, others))
+        norm, _ = ops.multi_tensor_l2norm(along, torch.zeros(()))
+        assert norm == foreach.l2norm(others, FoundInf())
+        assert ops.read_along(params, [torch.ones(5) for _ in params]) is None
+
+
+def test_nothing_is_read_while_a_compiler_looks():
+    def f(x):
+        return x if ops.read([x]) is None else x + 1
+
+    assert torch.compile(f, backend="eager", fullgraph=True)(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
+# --- csrc/python_abi.h ------------------------------------------------------------------------------------------------
+
+
+def compile_together(folder, header):
+    """Compiles Python's and DLPack's declarations together with ours."""
+    (folder / "python_abi.h").write_text(header)
+    source = folder / "check.cpp"
+    pairs = {
+        **{f"DLTensor::{name}": f"DLTensor::{name}" for name in ("data", "device", "dtype", "strides", "byte_offset")},
+        "DLTensor::dim": "DLTensor::ndim",
+        "DLTensor::sizes": "DLTensor::shape",
+        "DLPackExchange::view": "DLPackExchangeAPI::dltensor_from_py_object_no_sync",
+    }
+    same = "".join(
+        "static_assert(offsetof(ampctx::python_abi::{}, {}) == offsetof({}, {}));\n".format(
+            *ours.split("::"), *theirs.split("::")
+        )
+        for ours, theirs in pairs.items()
+    )
+    source.write_text(
+        f"""#include <Python.h>
+#include <ATen/dlpack.h>
+#include <cstddef>
+#include "python_abi.h"
+{same}
+static_assert(sizeof(ampctx::python_abi::DLTensor) == sizeof(DLTensor));
+static_assert(ampctx::python_abi::kDLCPU == kDLCPU && ampctx::python_abi::kDLCUDA == kDLCUDA);
+static_assert(ampctx::python_abi::kDLInt == kDLInt && ampctx::python_abi::kDLFloat == kDLFloat);
+static_assert(ampctx::python_abi::kDLBfloat == kDLBfloat);
+"""
+    )
+    includes = [f"-I{PYTHON.parent}", f"-I{Path(torch.__file__).parent / 'include'}", f"-iquote{CSRC}"]
+    command = [os.environ.get("CXX", "g++"), "-std=c++20", "-fsyntax-only", *includes, str(source)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.skipif(not PYTHON.exists(), reason="this Python came without its headers")
+def test_declarations_are_those_of_python(tmp_path):
+    header = (CSRC / "python_abi.h").read_text()
+    result = compile_together(tmp_path, header)
+    assert result.returncode == 0, result.stderr
+    assert len(re.findall(r"^AMPCTX_PYTHON", header, flags=re.MULTILINE)) > 10
+    for part, wrong in (
+        ("PyObject_IsTrue(PyObject* object)", "PyObject_IsTrue(int object)"),
+        ("int32_t dim;", "int64_t dim;"),
+        ("void* unused[3];", "void* unused[2];"),
+    ):
+        assert header.count(part) == 1
+        assert compile_together(tmp_path, header.replace(part, wrong)).returncode != 0, part
