@@ -12,6 +12,7 @@ from torch import Tensor
 from ampctx import foreach
 from ampctx._errors import AmpTypeError, AmpValueError
 from ampctx._reference import KERNEL_DTYPES
+from ampctx._sharding import is_sharded
 from ampctx.foreach import FoundInf, PerDevice, move
 
 TensorLists: TypeAlias = Sequence[Sequence[Tensor]]
@@ -66,6 +67,10 @@ class Call:
                 where = f"{self.op}: {name}[{i}]"
                 if not isinstance(t, Tensor):
                     raise AmpTypeError(f"{where} must be a tensor, got {type(t).__name__}")
+                if is_sharded(t):
+                    raise AmpTypeError(
+                        f"{where} is a DTensor: pass its to_local(), and join flags and norms over the ranks"
+                    )
                 if t.layout is not torch.strided:
                     raise AmpTypeError(f"{where} is not a strided tensor")
                 if t.dtype not in KERNEL_DTYPES:

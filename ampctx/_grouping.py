@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ampctx._each import device_of, dtype_of, layout_of
 from ampctx._reference import KERNEL_DTYPES, is_dense, same_layout
+from ampctx._sharding import local
 
 
 class Bucket(NamedTuple):
@@ -79,13 +80,15 @@ def buckets(
 ) -> list[Bucket]:
     """Splits parallel lists by the device and dtypes at each index, in order of first appearance.
 
-    All lists must be equally long. The device of a bucket is that of the first list's tensors.
+    All lists must be equally long. The device of a bucket is that of the first list's tensors. In the place of DTensors
+    stand their parts on this rank.
 
     Args:
         along: more lists, which are split with the others and come after them in a bucket, but have no say in where an
             index goes: those whose tensors have another size.
         known_dtypes: the dtypes that the kernels in question take.
     """
+    lists = tuple(map(local, lists))
     every = (*lists, *along)
     if len({len(tensors) for tensors in every}) > 1:
         raise ValueError(f"lists of different lengths: {[len(tensors) for tensors in every]}")

@@ -19,6 +19,11 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
+def widest(device: torch.device) -> torch.dtype:
+    """fp64 where every device of the type has it: none of MPS has, nor have all of XPU."""
+    return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+
+
 def is_dense(t: Tensor) -> bool:
     """Whether the elements of a strided tensor fill one block of memory without holes or overlap."""
     expected = 1
@@ -161,8 +166,10 @@ def raise_flag(found_inf: Tensor, *tensors: Tensor) -> None:
         found_inf.copy_(torch.where(bad != 0, torch.ones_like(found_inf), found_inf))
 
 
-def _scalar(value: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
-    return value.reshape(()).to(device=like.device, dtype=dtype)
+def scalar(value: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """A one-element tensor as a 0-d one of ``dtype`` on the device of ``like``."""
+    # To the type first: a number comes in fp64 on the CPU, and the device may not have that.
+    return value.reshape(()).to(dtype).to(like.device)
 
 
 def multi_tensor_scale(src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: Tensor, scale: Tensor) -> None:
@@ -170,7 +177,7 @@ def multi_tensor_scale(src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: 
     for s, d in zip(src, dst, strict=True):
         raise_flag(found_inf, s)
         dtype = s.dtype if s.is_complex() else compute_dtype(s, d)
-        d.copy_((s.to(dtype) * _scalar(scale, s, dtype)).reshape(d.shape))
+        d.copy_((s.to(dtype) * scalar(scale, s, dtype)).reshape(d.shape))
 
 
 def multi_tensor_axpby(
@@ -186,7 +193,7 @@ def multi_tensor_axpby(
     for s, t, o in zip(x, y, out, strict=True):
         raise_flag(found_inf, *((s,), (t,), (s, t))[arg_to_check])
         dtype = s.dtype if s.is_complex() else compute_dtype(s, t, o)
-        ax, by = (_scalar(f, s, dtype) * v.to(dtype).reshape(o.shape) for f, v in ((a, s), (b, t)))
+        ax, by = (scalar(f, s, dtype) * v.to(dtype).reshape(o.shape) for f, v in ((a, s), (b, t)))
         o.copy_(ax + by)
 
 
@@ -200,7 +207,7 @@ def multi_tensor_unscale_l2norm(
     for t in tensors:
         raise_flag(found_inf, t)
         scaled = t.to(t.dtype if t.is_complex() else dtype)
-        scaled = scaled * inv_scale.reshape(()).to(device=t.device, dtype=dtype)
+        scaled = scaled * scalar(inv_scale, t, dtype)
         norms.append(torch.linalg.vector_norm(scaled).to(device=device, dtype=dtype))
     each = torch.stack(norms) if norms else torch.zeros(0, dtype=dtype, device=device)
     total = torch.linalg.vector_norm(each).reshape(())
@@ -233,7 +240,7 @@ def update_scale(
     grow = ~overflow & (clean_steps.reshape(()) >= growth_interval)
 
     # Products in fp64, as torch.amp takes them, where the device has the type.
-    wide = scale if scale.device.type == "mps" else scale.double()
+    wide = scale.to(widest(scale.device))
     grown = (wide * growth_factor).float()
     smaller = (wide * backoff_factor).float().clamp(min=max(min_scale, torch.finfo(torch.float32).tiny))
     larger = torch.where(torch.isfinite(grown), grown, scale)

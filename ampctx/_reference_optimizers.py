@@ -15,6 +15,7 @@ How an update goes back into 16 bits is its *write back*, and says what ``extras
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -181,7 +182,7 @@ class _Walk:
         self.dtype = compute_dtype(*with_f64)
 
     def scalar(self, value: Tensor, like: Tensor) -> Tensor:
-        return value.reshape(()).to(device=like.device, dtype=self.dtype)
+        return _reference.scalar(value, like, self.dtype)
 
     def __iter__(self) -> Iterator[_Place]:
         number = 0
@@ -196,7 +197,7 @@ class _Place:
     def __init__(self, walk: _Walk, number, grad, param, extra, step, *state) -> None:
         self.walk, self.number, self.param, self.extra, self.step, self.state = walk, number, param, extra, step, state
         self.skip = walk.found_inf.reshape(()).to(param.device) != 0
-        self.taken = step.reshape(()).double() + 1  # fp64 for the powers
+        self.taken = step.reshape(()).to(_reference.widest(step.device)) + 1
         self.lr = walk.scalar(walk.lr, param)
         g = grad.reshape(param.shape).to(walk.dtype) * walk.scalar(walk.inv_scale, grad)
         self.g = -g if walk.maximize else g
@@ -213,8 +214,10 @@ class _Place:
         return stored.to(self.walk.dtype)
 
     def correction(self, beta: float) -> Tensor:
-        """1 - beta**step, in fp64."""
-        return 1 - torch.full_like(self.taken, beta) ** self.taken
+        """1 - beta**step, in fp64 or without what fp32 would cancel."""
+        if self.taken.dtype == torch.float64:
+            return 1 - torch.full_like(self.taken, beta) ** self.taken
+        return -torch.expm1(self.taken * math.log(beta)) if beta > 0 else torch.ones_like(self.taken)
 
     def cast(self, value: Tensor) -> Tensor:
         return value.to(self.walk.dtype)
@@ -257,7 +260,7 @@ def adam(
 
 def _sqrt(x: Tensor) -> Tensor:
     """Rounded correctly, as the kernels' is: torch's own fp32 root on the CPU may be off by the last bit."""
-    return x.double().sqrt().to(x.dtype)
+    return x.to(_reference.widest(x.device)).sqrt().to(x.dtype)
 
 
 def _adam_direction(p: _Place, m, v, beta1, beta2, eps, bias_correction) -> Tensor:
@@ -300,7 +303,7 @@ def adagrad(
 
 def _norm(x: Tensor, order: float = 2.0) -> Tensor:
     """From fp64, rounded once: where the kernels' sums are exact, the norm is theirs to the last bit."""
-    return torch.linalg.vector_norm(x.double(), order).to(x.dtype)
+    return torch.linalg.vector_norm(x.to(_reference.widest(x.device)), order).to(x.dtype)
 
 
 def lamb(
@@ -359,12 +362,12 @@ def larc(grads, params, found_inf, inv_scale, lr, trust_coefficient, eps, weight
     dtype = compute_dtype(*grads, *params)
     for grad, param in zip(grads, params, strict=True):
         skip = found_inf.reshape(()).to(param.device) != 0
-        g = grad.to(dtype) * inv_scale.reshape(()).to(device=grad.device, dtype=dtype)
+        g = grad.to(dtype) * _reference.scalar(inv_scale, grad, dtype)
         w = param.to(dtype)
         of_w, of_g = _norm(w), _norm(g)
         rate = trust_coefficient * of_w / (of_g + of_w * weight_decay + eps)
         if clip:
-            rate = torch.clamp(rate / lr.reshape(()).to(device=grad.device, dtype=dtype), max=1.0)
+            rate = torch.clamp(rate / _reference.scalar(lr, grad, dtype), max=1.0)
         adapted = (g + decay * w.reshape(g.shape)) * rate
         _update(grad, torch.where((of_w != 0) & (of_g != 0), adapted, g), skip)
 

@@ -5,7 +5,7 @@
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -35,13 +35,15 @@ def check_process_group(process_group: Any) -> None:
         )
 
 
-def maximum_over_ranks(flag: Tensor, process_group: Any) -> Tensor:
-    """The maximum of a flag over the ranks, in a new tensor; one all_reduce in which every rank has to take part.
+def maximum_over_ranks(flag: Tensor, groups: Iterable[Any]) -> Tensor:
+    """The maximum of a flag over the ranks of each process group in turn, in a new tensor: an all_reduce for each, in
+    which every rank has to take part.
 
     No host sync on CUDA with NCCL: the current stream waits. A backend on the host (gloo) waits for the other ranks.
     """
     joined = flag.detach().clone()
-    torch.distributed.all_reduce(joined, op=torch.distributed.ReduceOp.MAX, group=process_group)
+    for group in groups:
+        torch.distributed.all_reduce(joined, op=torch.distributed.ReduceOp.MAX, group=group)
     return joined
 
 

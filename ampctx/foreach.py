@@ -1,5 +1,5 @@
 """The ops over lists of any mix of devices, dtypes and layouts: one op call per bucket, plain torch for what no kernel
-takes.
+takes. Of a DTensor they see the part that lies on this rank: flags and norms are those of parts, to be joined.
 
 ``FoundInf`` is the flag that goes with it: one element per device, joined where it is read.
 """
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ampctx import _reference, ops
 from ampctx._grouping import buckets
+from ampctx._sharding import wrote
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
@@ -87,6 +88,7 @@ def scale(src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: FoundInf, fac
             ops.multi_tensor_scale(s, d, flag, value)
         else:
             _reference.multi_tensor_scale(s, d, flag, _tensor(value))
+    wrote(dst)
 
 
 def axpby(
@@ -105,6 +107,7 @@ def axpby(
             ops.multi_tensor_axpby(s, t, o, flag, a_, b_, arg_to_check)
         else:
             _reference.multi_tensor_axpby(s, t, o, flag, _tensor(a_), _tensor(b_), arg_to_check)
+    wrote(out)
 
 
 def l2norm(tensors: Sequence[Tensor], found_inf: FoundInf) -> Tensor:

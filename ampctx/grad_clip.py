@@ -15,6 +15,7 @@ from ampctx import foreach, model_grads
 from ampctx._compiling import outside_of_graphs
 from ampctx._each import device_of, set_each
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
+from ampctx._sharding import any_sharded, by_layout, local, norm_over_ranks, place_grads
 from ampctx.foreach import FoundInf, PerDevice, joined_norm, move
 from ampctx.ops import read_grads
 
@@ -98,7 +99,8 @@ def clip_grad_norm_(
     As ``torch.nn.utils.clip_grad_norm_``, and for sparse gradients too (coalesced first). The compiled ops take the L2
     norm in fp32, or fp64 where the gradients are: that of 16-bit gradients does not overflow. Gradients of fp32 masters
     that wait in 16 bits for an optimizer of ampctx.optimizers are not touched: their norm is known from the finite
-    check, and the step multiplies them.
+    check, and the step multiplies them. The norm of DTensors is that of the whole tensors, as a plain
+    tensor, and every rank of their mesh has to take part.
 
     Args:
         parameters: a tensor or an iterable of tensors with or without ``.grad``, on any mix of devices and dtypes, such
@@ -116,6 +118,7 @@ def clip_grad_norm_(
         AmpError: a non-finite norm, with ``error_if_nonfinite``.
     """
     found = _checked_parameters(parameters)
+    place_grads(found)
     max_norm, order = _checked_max_norm(max_norm), _checked_norm_type(norm_type)
     # Gradients of masters that wait are kept in ways that dynamo cannot follow.
     leaves = torch.compiler.is_compiling() and any(isinstance(p, model_grads.MasterParam) for p in found)
@@ -159,9 +162,20 @@ _clip_outside_of_graphs = outside_of_graphs(_clip)
 
 
 def _total_norm(grads: Sequence[Tensor], order: float, use_foreach: bool | None) -> Tensor:
+    if not any_sharded(grads):
+        if order == 2.0:
+            return foreach.l2norm(grads, FoundInf())
+        return torch.nn.utils.get_total_norm(grads, order, foreach=use_foreach)
+    groups = by_layout(grads)
     if order == 2.0:
-        return foreach.l2norm(grads, FoundInf())
-    return torch.nn.utils.get_total_norm(grads, order, foreach=use_foreach)
+        return joined_norm([norm_over_ranks(foreach.l2norm(g, FoundInf()), g[0], order) for g in groups])
+    norms = []
+    for group in groups:
+        # torch refuses the infinity norm of nothing, which may be this rank's part.
+        parts = [part for part in local(group) if part.numel() > 0]
+        norm = torch.nn.utils.get_total_norm(parts, order, foreach=use_foreach)
+        norms.append(norm_over_ranks(norm, group[0], order))
+    return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms, order)
 
 
 def _coefficient(max_norm: float | Tensor, norm: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ LAYERS = [
         "ampctx.amp.cast_arguments",
         "ampctx.amp.replaced_methods",
         "ampctx.distributed",
+        "ampctx._sharding",
     ],
     ["ampctx._reference_optimizers", "ampctx._grouping", "ampctx.amp.cpu_casts"],
     ["ampctx.ops"],

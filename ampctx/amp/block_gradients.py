@@ -25,6 +25,7 @@ from torch import Tensor
 from ampctx import _reference, foreach
 from ampctx._compiling import outside_of_graphs
 from ampctx._each import all_none, all_there, grad_of, set_each, stored_grad
+from ampctx._sharding import place_grads
 from ampctx.amp.master_params import MasterParams
 from ampctx.amp.step_outcome import values_of
 from ampctx.foreach import Factor, FoundInf, PerDevice, product
@@ -343,6 +344,7 @@ class BlockGradients:
         own = [p for p in self._masters.own if id(p) not in done] if done else self._masters.own
         if done is not None:
             done.update(map(id, own))
+        place_grads(own)
         if outer is None and not frame.before:
             grads, known = read_grads(own)
             if known is not None and known.are_distinct:

@@ -27,6 +27,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
 from ampctx._errors import AmpError, AmpTypeError
+from ampctx._sharding import is_fully_sharded, is_sharded
 from ampctx.amp.cast_arguments import LOW_PRECISION, ModelHook, Undo
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -37,7 +38,7 @@ def _wrapper_name(model: nn.Module) -> str | None:
     # An instance can exist only where its module was imported already; importing it here would be slow for everybody.
     for module, names in (
         ("torch.nn.parallel", ("DistributedDataParallel", "DataParallel")),
-        ("torch.distributed.fsdp", ("FullyShardedDataParallel", "FSDPModule")),
+        ("torch.distributed.fsdp", ("FullyShardedDataParallel",)),
     ):
         for name in names:
             kind = getattr(sys.modules.get(module), name, None)
@@ -95,6 +96,17 @@ def set_dtype(t: Tensor, dtype: torch.dtype) -> None:
         t.grad.data = t.grad.data.to(dtype)
 
 
+def _refuse_sharded(t: Tensor, dtype: torch.dtype) -> None:
+    """A DTensor whose ``.data`` is assigned says one dtype, and what lies on the ranks has another."""
+    if is_sharded(t):
+        raise AmpError(
+            f"the model holds a DTensor of {t.dtype}, shape {tuple(t.shape)}, which cannot be cast to {dtype} in "
+            "place. Under fully_shard leave the parameters in fp32, which makes them the masters, have it cast them "
+            "with MixedPrecisionPolicy(param_dtype=torch.float16), or bfloat16, and take opt_level='O0' with "
+            "loss_scale='dynamic'. With tensor parallelism alone take O1 or O4."
+        )
+
+
 def _flatten_rnns(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
@@ -120,6 +132,9 @@ def cast_model(
 
     Returns:
         What casts current values back to the original types, and the original data of each parameter that was cast.
+
+    Raises:
+        AmpError: a DTensor that would be cast. Nothing has been cast then.
     """
     originals: dict[Tensor, Tensor] = {}
     # Weak, so that the undo does not keep a model alive that nobody uses any more.
@@ -148,6 +163,7 @@ def cast_model(
                 to = torch.float32 if stays else dtype
                 if not t.is_floating_point() or t.dtype == to:
                     continue
+                _refuse_sharded(t, to)
                 changed.append((weakref.ref(t), t.dtype))
                 if isinstance(t, nn.Parameter) and not is_lazy(t):
                     originals[t] = t.data
@@ -187,11 +203,12 @@ def install_io_casts(model: nn.Module, input_dtype: torch.dtype | None, output_d
     """Casts what goes into ``model(...)`` and what comes out of it; None leaves that side alone. No host sync.
 
     Hooks on the module itself, not on what is in it. Hooks that the user registered earlier see inputs before the cast
-    and outputs after it.
+    and outputs after it. Those of fully_shard have the last word, with its own MixedPrecisionPolicy.
     """
     handles = []
     if input_dtype is not None:
-        handles.append(model.register_forward_pre_hook(_CastInputs(input_dtype), with_kwargs=True))
+        cast = _CastInputs(input_dtype)
+        handles.append(model.register_forward_pre_hook(cast, prepend=is_fully_sharded(model), with_kwargs=True))
     if output_dtype is not None:
         handles.append(model.register_forward_hook(_CastOutputs(output_dtype), prepend=True))
 

@@ -23,6 +23,7 @@ from torch.amp.grad_scaler import OptState
 from ampctx import foreach
 from ampctx._each import all_none, device_of, dtype_of, grad_of, layout_of
 from ampctx._errors import AmpAssertionError, AmpError, AmpTypeError, AmpValueError
+from ampctx._sharding import groups_of, place_grads
 from ampctx.amp import scaler_state
 from ampctx.amp.device_skips import DeviceSkips, is_capturing, skips_by_itself
 from ampctx.amp.fused_layouts import align_gradients
@@ -165,7 +166,7 @@ class GradScaler(torch.amp.GradScaler):
         process_group: a ``torch.distributed.ProcessGroup`` whose ranks skip steps and move the scale together, where
             they hold different gradients. The check of each optimizer, in ``unscale_`` or else ``step``, is then an
             all_reduce of one number in which every rank has to take part, with gradients or without. A scaler with a
-            group cannot be pickled.
+            group cannot be pickled. The ranks of the mesh of DTensor parameters agree in any case.
         history: how many steps of each optimizer ``history()`` keeps, the latest ones. 0: none.
 
     Raises:
@@ -291,7 +292,7 @@ class GradScaler(torch.amp.GradScaler):
             raise AmpError("unscale_() is being called after step().")
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
         flags = self._unscale_grads_(optimizer, scale.reciprocal(), found_inf, False)
-        state["found_inf_per_device"] = self._agreed(flags)
+        state["found_inf_per_device"] = self._agreed(optimizer, flags)
         state["unscaled"] = set(map(id, _params(optimizer)))
         state["stage"] = OptState.UNSCALED
 
@@ -312,6 +313,7 @@ class GradScaler(torch.amp.GradScaler):
         parameters = _params(optimizer)
         if not all(map(isinstance, parameters, repeat(Tensor))):
             self._refuse(optimizer, allow_fp16)
+        place_grads(parameters)
         grads = [grad for grad in map(grad_of, parameters) if grad is not None]
         if not allow_fp16 and torch.float16 in set(map(dtype_of, grads)):
             self._refuse(optimizer, allow_fp16)
@@ -346,16 +348,17 @@ class GradScaler(torch.amp.GradScaler):
             found = flags.per_device
         else:
             found = self._unscale_grads_(optimizer, torch.ones_like(scale), zero, True)
-        found = self._agreed(found)
+        found = self._agreed(optimizer, found)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
         return found
 
-    def _agreed(self, flags: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
+    def _agreed(self, optimizer: Any, flags: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
         """The flags of all ranks joined, for this rank's devices with gradients, or else that of the scale."""
-        if self._loss_scale is None or self._loss_scale.process_group is None:
+        of_meshes = groups_of(_params(optimizer))
+        if self._loss_scale is None or not self._loss_scale.groups_with(of_meshes):
             return flags
         at = self._scale.device
-        joined = self._loss_scale.agreed(_joined(flags.values(), at))
+        joined = self._loss_scale.agreed(_joined(flags.values(), at), of_meshes)
         return {device: move(joined, device) for device in flags or [at]}
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:

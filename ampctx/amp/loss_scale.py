@@ -9,7 +9,7 @@ The arithmetic is ``ops.update_scale``. This module owns the tensors; a count on
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -207,12 +207,17 @@ class LossScale:
         if self.observer is not None:
             self.observer.judged(found_inf)
 
-    def agreed(self, found_inf: Tensor) -> Tensor:
-        """A one-element flag joined over the ranks of the process group: itself where there is none, or the scale is
-        static. Every rank has to take part. No host sync on CUDA."""
-        if self.process_group is None or not self.dynamic:
-            return found_inf
-        return maximum_over_ranks(found_inf, self.process_group)
+    def groups_with(self, of_meshes: Iterable[Any]) -> list[Any]:
+        """The process groups whose ranks agree on flags: ``of_meshes``, those of the gradients' meshes, and the scale's
+        own. None of them where the scale is static."""
+        own = [] if self.process_group is None else [self.process_group]
+        return list(dict.fromkeys([*of_meshes, *own])) if self.dynamic else []
+
+    def agreed(self, found_inf: Tensor, of_meshes: Iterable[Any]) -> Tensor:
+        """A one-element flag joined over the ranks of ``groups_with(of_meshes)``: itself where there are none. Every
+        rank has to take part. No host sync on CUDA."""
+        groups = self.groups_with(of_meshes)
+        return maximum_over_ranks(found_inf, groups) if groups else found_inf
 
     def update(self, found_inf: Tensor) -> None:
         """Applies the rule to a one-element flag, set when != 0. No host sync when flag and scale share a device.

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from ampctx import foreach
 from ampctx._each import device_of, dtype_of, same, stored_grad, version_of
 from ampctx._errors import AmpError
+from ampctx._sharding import groups_of, is_sharded, steps_a_partition
 from ampctx.amp.cast_arguments import LOW_PRECISION, ModelHook, Undo
 from ampctx.amp.model_watch import ParameterNames
 from ampctx.foreach import FoundInf
@@ -94,6 +95,8 @@ class MasterParams:
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.model_of: dict[Tensor, Tensor] = {}
         self.own: list[Tensor] = []
+        # The process groups of the meshes that ``own`` are spread over.
+        self.groups: list[Any] = []
         # Own parameters that a cast has changed, with the dtype from before.
         self._cast: list[tuple[Tensor, torch.dtype]] = []
         # 16-bit parameters without requires_grad: they get a master when they are unfrozen.
@@ -152,6 +155,7 @@ class MasterParams:
             else:
                 self._frozen.append(p)
         self._members = _members(optimizer)
+        self.groups = groups_of(self.own)
 
     def held(self, optimizer: Any) -> list[Tensor]:
         """The model parameters whose masters are in the groups at this moment."""
@@ -246,6 +250,20 @@ class MasterParams:
             raise AmpError(
                 "a parameter of a lazy module has no values yet, and its fp32 master weight cannot be made: run one "
                 "forward before amp.initialize"
+            )
+        if steps_a_partition(optimizer):
+            raise AmpError(
+                f"{self._name_of(p)} is {p.dtype}, and ZeroRedundancyOptimizer goes on stepping it in the place of an "
+                "fp32 master weight: take O1 or O4, or O5 with master_weights=False and "
+                "ZeroRedundancyOptimizer(..., optimizer_class=ampctx.optimizers.FusedAdam, master_weights=True), "
+                "which keeps the masters in its state"
+            )
+        if is_sharded(p):
+            raise AmpError(
+                f"{self._name_of(p)} is a DTensor of {p.dtype}, and fp32 master weights are kept for plain tensors: "
+                "leave the parameters in fp32, which makes them the masters, and have fully_shard cast them with "
+                "MixedPrecisionPolicy(param_dtype=torch.float16), or bfloat16, and take opt_level='O0' with "
+                "loss_scale='dynamic'. With tensor parallelism alone take O1 or O4."
             )
         # In a process group every rank starts from the rounded weight: what a broadcast makes equal is the model.
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -133,7 +133,8 @@ class AmpSession:
         """Makes models and optimizers ready for mixed-precision training, in place.
 
         Args:
-            models: a module or a list of modules, fp32, on any device. Wrap in DistributedDataParallel afterwards.
+            models: a module or a list of modules, fp32, on any device. Wrap in DistributedDataParallel afterwards;
+                apply ``fully_shard`` and tensor parallelism before, for O0, O1 and O4.
             optimizers: an optimizer, a list of optimizers (may be empty), or None.
             enabled: False returns the arguments untouched, and every other call becomes a no-op.
             opt_level: "O0" fp32, "O1" fp16 autocast, "O2" fp16 model with fp32 masters, "O3" fp16; "O4" and "O5" are O1
@@ -157,7 +158,8 @@ class AmpSession:
                 a ``scale_loss`` block, and each step on gradients that no block has judged, is an all_reduce of one
                 number in which every rank has to take part: without one of them the others raise when the group's
                 timeout has passed, and refuse to step. None: each rank for itself, which is enough where
-                DistributedDataParallel makes gradients equal.
+                DistributedDataParallel makes gradients equal. The ranks of the mesh of DTensor parameters agree in the
+                same way, with a group or without.
             keep_fp32: modules that stay in fp32 with all that is in them and compute in fp32, at every level: patterns
                 (``fnmatch``) of their names in ``named_modules()``, ``"head.*"`` meaning ``head`` too; module classes;
                 modules. One, or several in a list. Called by modules that are not kept, they take 16-bit inputs as fp32
@@ -173,9 +175,10 @@ class AmpSession:
             ``models`` if ``optimizers`` is None, else ``(models, optimizers)``: the same objects in the shapes given.
 
         Raises:
-            AmpTypeError, AmpValueError, AmpError: a bad argument, a model that is wrapped or holds 16-bit weights, an
-                optimizer that was initialized before, a ``keep_fp32`` that no module answers to or that divides a tied
-                weight, an unknown function in ``ops_fp32``. Nothing has been changed then.
+            AmpTypeError, AmpValueError, AmpError: a bad argument, a model that is wrapped or holds 16-bit weights, or
+                DTensors that would be cast, an optimizer that was initialized before, a ``keep_fp32`` that no module
+                answers to or that divides a tied weight, an unknown function in ``ops_fp32``. Nothing has been changed
+                then.
 
         No host sync.
         """
@@ -492,7 +495,7 @@ class AmpSession:
             if not delay:
                 scale.update(torch.zeros_like(found_inf))
             return
-        found_inf = scale.agreed(found_inf)
+        found_inf = scale.agreed(found_inf, [group for binding in bindings for group in binding.masters.groups])
         for binding in bindings:
             binding.latch(loss_id % len(binding.loss_scales), scale, found_inf, firm=not delay)
         if scale in self._deferred:

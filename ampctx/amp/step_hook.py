@@ -173,14 +173,15 @@ class OptimizerBinding:
         delayed_by = self._delayed_by if self.gradients.has_window else None
         found_inf = self.gradients.settle(check_before=self._is_unjudged())
         # A window ends at the same step on every rank, with gradients or without; its flag is agreed on at once.
-        if not found_inf.per_device and (delayed_by is None or delayed_by[1].process_group is None):
+        groups = [] if delayed_by is None else delayed_by[1].groups_with(self.masters.groups)
+        if not found_inf.per_device and not groups:
             return
         flag = found_inf.joined(next(iter(found_inf.per_device), self._device()))
         if delayed_by is None:
             if any(scale.dynamic for scale in self.loss_scales):
                 self.latch(OUTSIDE_OF_BLOCKS, self.loss_scales[0], flag)
         elif delayed_by[1].dynamic:
-            flag = delayed_by[1].agreed(flag)
+            flag = delayed_by[1].agreed(flag, self.masters.groups)
             self.latch(*delayed_by, flag)
             delayed_by[1].tell(flag)
             delayed_by[1].update(flag)
@@ -190,7 +191,7 @@ class OptimizerBinding:
         return next((p.device for p in params), torch.device("cpu"))
 
     def _judge(self, before_closure: bool = False) -> None:
-        """``refresh`` before a step; ranks of a process group agree on gradients that no block has judged.
+        """``refresh`` before a step; ranks of a process group or a mesh agree on gradients that no block has judged.
 
         Flags of blocks are agreed on already. A step without any takes part whether there are gradients or not: ranks
         may differ in that.
@@ -199,12 +200,12 @@ class OptimizerBinding:
         if not before_closure:  # which may zero it
             self._judge_what_is_left()
         scale = self.loss_scales[0]
-        if scale.process_group is None or not scale.dynamic:
+        if not scale.groups_with(self.masters.groups):
             return
         if not self._verdicts or OUTSIDE_OF_BLOCKS in self._verdicts:
             default = scale, torch.zeros((), dtype=torch.float32, device=self._device())
             _, flag = self._verdicts.get(OUTSIDE_OF_BLOCKS, default)
-            self._verdicts[OUTSIDE_OF_BLOCKS] = (scale, scale.agreed(flag))
+            self._verdicts[OUTSIDE_OF_BLOCKS] = (scale, scale.agreed(flag, self.masters.groups))
 
     @outside_of_graphs
     def begin(self, scale: Factor, inv_scale: Factor) -> None:

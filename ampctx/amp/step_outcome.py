@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ampctx import foreach
 from ampctx._each import device_of, dtype_of
+from ampctx._sharding import local
 from ampctx.foreach import Factor, FoundInf, PerDevice, move
 
 OVERFLOW = "overflow"
@@ -100,8 +101,8 @@ def culprits_among(grads: Iterable[tuple[Tensor, Tensor]], names: Callable[[], M
 
 
 def values_of(grad: Tensor) -> Tensor:
-    """The elements that a gradient stores: of a sparse one, duplicates summed."""
-    grad = grad.detach()
+    """The elements that a gradient stores: of a sparse one, duplicates summed; of a DTensor, those on this rank."""
+    grad = local([grad.detach()])[0]
     return grad.coalesce().values() if grad.layout == torch.sparse_coo else grad
 
 

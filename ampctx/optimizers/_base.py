@@ -18,6 +18,7 @@ from ampctx._each import version_of
 from ampctx._errors import AmpKeyError, AmpValueError
 from ampctx._reference import compute_dtype
 from ampctx._reference_optimizers import LOW_PRECISION, join, spacing
+from ampctx._sharding import place_grads, wrote
 from ampctx.foreach import Factor, PerDevice, product
 from ampctx.optimizers import _checkpoint
 from ampctx.optimizers._checkpoint import SavedGroup
@@ -34,6 +35,7 @@ from ampctx.optimizers._options import (
     param_name,
     refuse_complex,
     refuse_sparse,
+    refuse_split,
     seed_of_call,
 )
 from ampctx.optimizers._plan import Plan, can_be_kept
@@ -47,7 +49,8 @@ _TRANSIENT = ("found_inf", "grad_scale", "model_params", "model_grads", "_zero_f
 class FusedOptimizer(torch.optim.Optimizer):
     """Base of the fused optimizers: options, state, masters, scaling, checkpoints, and the calls of the op.
 
-    A subclass names its op (``_op``), the state that goes into it and the numbers of a group that it takes.
+    A subclass names its op (``_op``), the state that goes into it and the numbers of a group that it takes. Of DTensors
+    each rank steps its part; state of their size is a DTensor, too.
 
     Args:
         params, defaults: as for torch.optim.Optimizer; ``defaults`` holds lr and weight_decay among others.
@@ -72,6 +75,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     # The op's lists of one-element state, and where it is kept.
     _one_element: ClassVar[dict[str, str]] = {"steps": "step"}
     _initial_step = 0
+    # Whether each element is stepped by itself, so that a part of a parameter can be.
+    _elementwise = True
 
     def __init__(
         self,
@@ -161,6 +166,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             if p.is_complex():
                 refuse_complex(type(self).__name__, param_name(self.param_groups, g, i))
             self._check_param(g, i, p)
+        if not self._elementwise:
+            refuse_split(type(self).__name__, self.param_groups, g)
 
     def _check_given(self, group: Group) -> None:
         if group["lr"] is None:
@@ -287,6 +294,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """What a group has to step, after every check of its parameters."""
         group = self.param_groups[g]
         pending = {} if scaling.pending is None else scaling.pending.grads
+        if not self._elementwise:
+            refuse_split(type(self).__name__, self.param_groups, g)
+        place_grads(group["params"])
         strided, found = torch.strided, {}
         for i, p in enumerate(group["params"]):
             # Reading .grad of a master whose gradient waits would make a tensor of it.
@@ -401,6 +411,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if norm is not None:
             arguments["global_grad_norm"] = norm.on(device)
         call(self._op, work, arguments)
+        wrote(work.members)
 
     # --- checkpoints and copies ---------------------------------------------------------------------------------------
 

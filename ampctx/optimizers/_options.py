@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
+from ampctx._sharding import any_sharded, is_split
 from ampctx.foreach import move
 
 Group = dict[str, Any]
@@ -111,6 +112,19 @@ def param_name(groups: list[Group], g: int, i: int) -> str:
     """How errors call a parameter."""
     names = groups[g].get("param_names")
     return f"param_groups[{g}]['params'][{i}]" + (f" ({names[i]})" if names else "")
+
+
+def refuse_split(optimizer: str, groups: list[Group], g: int) -> None:
+    """AmpValueError where a group has a parameter of which each rank has a part: its norm is not known here."""
+    params = groups[g]["params"]
+    if not any_sharded(params):
+        return
+    for i, p in enumerate(params):
+        if is_split(p):
+            raise AmpValueError(
+                f"{optimizer} goes by the norm of each parameter, and {param_name(groups, g, i)} is a DTensor of which "
+                "a rank has a part only: take FusedAdam, FusedSGD or FusedAdagrad, which step each element by itself"
+            )
 
 
 def refuse_sparse(of: str, name: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ampctx._each import all_none, grad_of, same, version_of
+from ampctx._sharding import any_sharded
 from ampctx.model_grads import MasterParam
 from ampctx.ops import HeldTensors, can_be_held, extension, read_along
 from ampctx.optimizers._scaling import Scaling
@@ -68,8 +69,10 @@ class _Call:
 
 def can_be_kept(works: Sequence[Work]) -> bool:
     """Whether compiled kernels make all of these calls on the CPU. On a GPU, lists that are kept would keep the memory
-    of state that somebody moves elsewhere to make room."""
-    return "cpu" in extension.backends and all(work.fused and work.device.type == "cpu" for work in works)
+    of state that somebody moves elsewhere to make room; the parts of DTensors are found anew at each step."""
+    return "cpu" in extension.backends and all(
+        work.fused and work.device.type == "cpu" and not any_sharded(work.members) for work in works
+    )
 
 
 class Plan:

@@ -12,6 +12,7 @@ from ampctx import _reference_optimizers, optimizer_ops
 from ampctx._grouping import buckets
 from ampctx._reference import KERNEL_DTYPES, is_dense, same_layout
 from ampctx._reference_optimizers import WRITE_BACKS
+from ampctx._sharding import local
 from ampctx.ops import factor
 from ampctx.optimizers._options import Group
 from ampctx.optimizers._scaling import Scaling
@@ -95,11 +96,12 @@ def works_of(
         one_element: the same for state of one element.
     """
     destination = kind[0]
-    params, extras = _targets(members.params, states, destination, scaling)
+    # Parts of DTensors: their layout in memory is their own.
+    params, extras = map(local, _targets(members.params, states, destination, scaling))
     compared = {
         "grads": [
             grad if grad.is_contiguous() and p.is_contiguous() else _in_layout_of(p, grad)
-            for p, grad in zip(params, members.grads, strict=True)
+            for p, grad in zip(params, local(members.grads), strict=True)
         ],
         "params": params,
         **{name: [state[key] for state in states] for name, key in sized.items() if key is not None},

@@ -38,6 +38,7 @@ class FusedLAMB(FusedOptimizer):
     """
 
     _op = "lamb"
+    _elementwise = False
 
     def __init__(
         self,

@@ -37,6 +37,7 @@ class FusedNovoGrad(FusedOptimizer):
     """
 
     _op = "novograd"
+    _elementwise = False
     _one_element: ClassVar[dict[str, str]] = {"steps": "step", "exp_avg_sqs": "exp_avg_sq"}
 
     def __init__(

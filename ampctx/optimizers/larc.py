@@ -15,7 +15,7 @@ from ampctx._grouping import buckets
 from ampctx.foreach import FoundInf, PerDevice
 from ampctx.model_grads import declares
 from ampctx.ops import factor
-from ampctx.optimizers._options import Group, param_name, refuse_complex, refuse_sparse
+from ampctx.optimizers._options import Group, param_name, refuse_complex, refuse_sparse, refuse_split
 from ampctx.optimizers._scaling import on_device, taken_found_inf, taken_inv_scale, without_amp
 
 
@@ -97,7 +97,8 @@ class LARC:
             What the wrapped optimizer's ``step`` returned.
 
         Raises:
-            AmpError, AmpValueError: a sparse gradient, a complex parameter, by name. Nothing has changed then.
+            AmpError, AmpValueError: a sparse gradient, a complex parameter, a DTensor of which this rank has a part, by
+                name. Nothing has changed then.
         """
         decays = [group.get("weight_decay", 0) for group in self.param_groups]
         with self._without_weight_decay(), self._own_flag_kept():
@@ -138,6 +139,7 @@ class LARC:
         """The gradients of each group and their parameters, after every check that a step makes."""
         result = []
         for g, group in enumerate(self.param_groups):
+            refuse_split("LARC", self.param_groups, g)
             params = [p for p in group["params"] if p.grad is not None]
             for i, p in enumerate(group["params"]):
                 if p.grad is not None:

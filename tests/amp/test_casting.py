@@ -72,7 +72,7 @@ def test_data_parallel_is_refused():
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 def test_distributed_wrappers_are_refused(tmp_path):
-    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
@@ -88,8 +88,16 @@ def test_distributed_wrappers_are_refused(tmp_path):
         def __new__(cls, *args):
             return nn.Module.__new__(cls)
 
-    with pytest.raises(AmpError, match=r"instance of torch.distributed.fsdp.FSDPModule"):
-        check_models([Sharded(2, 2)], allow_16bit=False)
+    check_models([Sharded(2, 2)], allow_16bit=False)
+
+    class Flattened(FullyShardedDataParallel):
+        """Its flat parameters would need a GPU."""
+
+        def __init__(self):
+            nn.Module.__init__(self)
+
+    with pytest.raises(AmpError, match=r"instance of torch.distributed.fsdp.FullyShardedDataParallel"):
+        check_models([Flattened()], allow_16bit=False)
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ CLIENTS = {
     "test_lightning.py": "pytorch_lightning",
     "test_mmengine.py": "mmengine",
     "test_onnx.py": "onnxruntime",
+    "test_recipes.py": "lightning",
     "test_timm.py": "timm",
     "test_transformers.py": "transformers",
 }

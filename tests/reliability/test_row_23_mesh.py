@@ -1,0 +1,170 @@
+"""DTensor parameters (fully_shard, tensor parallelism, plain meshes) and ZeroRedundancyOptimizer train as on one rank
+alone."""
+
+import pytest
+from rank_processes import run_ranks
+
+START = 2.0**16
+# A step of five overflows, on one rank alone where each has data of its own.
+MOVED = [True, True, False, True, True]
+SCALES = [START, START, START / 2, START / 2, START / 2]
+# Of weights, and relative of norms. In 16 bits batches of another size are rounded otherwise.
+EXACT, FP16, BF16 = 1e-6, 1e-3, 1e-2
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return run_ranks("mesh_worker.py", 2, tmp_path_factory.mktemp("mesh") / "rendezvous")
+
+
+def assert_trained(rank, name, tolerance):
+    result = rank[name]
+    assert result["moved"] == MOVED
+    assert result["scales"] == SCALES
+    assert result["finite"] == 4
+    assert result["norms"] < tolerance
+    assert result["distance"] < tolerance
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["SGD", "AdamW-foreach", "Adam-fused", "FusedSGD", "FusedSGD-without-state", "FusedAdam", "FusedAdagrad"],
+)
+def test_fully_shard_with_a_grad_scaler(ranks, kind):
+    for rank in ranks:
+        assert_trained(rank, f"fsdp scaler {kind}", EXACT)
+
+
+@pytest.mark.parametrize(
+    ("run", "tolerance"),
+    [("O1 SGD", FP16), ("O1 Adam-fused", FP16), ("O1 FusedAdam", FP16), ("O0 SGD", EXACT), ("O0 FusedAdam", EXACT)],
+)
+def test_fully_shard_under_amp(ranks, run, tolerance):
+    for rank in ranks:
+        assert_trained(rank, f"fsdp {run}", tolerance)
+
+
+@pytest.mark.parametrize("run", ["scaler FusedAdam", "O0 SGD", "O0 Adam-fused"])
+def test_fully_shard_that_casts_is_o2(ranks, run):
+    for rank in ranks:
+        assert_trained(rank, f"fsdp-fp16 {run}", FP16)
+        assert rank[f"fsdp-fp16 {run}"]["layer"] == ["torch.float16"]
+        assert rank[f"fsdp-fp16 {run}"]["params"] == ["torch.float32"]
+
+
+def test_fully_shard_that_casts_to_bf16_is_o5(ranks):
+    for rank in ranks:
+        assert_trained(rank, "fsdp-bf16 O0 SGD", BF16)
+        assert rank["fsdp-bf16 O0 SGD"]["layer"] == ["torch.bfloat16"]
+
+
+@pytest.mark.parametrize(("run", "tolerance"), [("scaler SGD", EXACT), ("O1 FusedAdam", FP16), ("O4 SGD", BF16)])
+def test_tensor_parallelism(ranks, run, tolerance):
+    for rank in ranks:
+        assert_trained(rank, f"tp {run}", tolerance)
+
+
+@pytest.mark.parametrize("mesh", ["1 2", "2 1"])
+def test_a_mesh_of_two_dimensions(ranks, mesh):
+    for rank in ranks:
+        assert_trained(rank, f"2d {mesh}", EXACT)
+        assert rank[f"2d {mesh}"]["dims"] == [2]
+        # Nobody to agree with along the other.
+        assert rank[f"2d {mesh}"]["groups"] == 1
+
+
+@pytest.mark.parametrize("run", ["scaler SGD", "scaler FusedAdam", "O0 Adam-fused"])
+def test_gradients_that_are_sums_still_to_be_made(ranks, run):
+    for rank in ranks:
+        assert_trained(rank, f"replicated {run}", EXACT)
+        # Those of a block are laid out as the parameters at its end.
+        expected = "(Partial(sum),)" if run.startswith("scaler") else "(Replicate(),)"
+        assert rank[f"replicated {run}"]["placements"] == [expected]
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam-fused", "FusedAdam"])
+@pytest.mark.parametrize("api", ["scaler", "O1"])
+def test_inf_in_the_part_of_one_rank_skips_on_both(ranks, api, kind):
+    for i, rank in enumerate(ranks):
+        result = rank[f"shard {api} {kind}"]
+        assert result["moved"] == [False]
+        assert result["same"]
+        assert result["scales"] == [START / 2]
+        assert result["norms"] == [float("inf")]
+        # The rank that has it names it.
+        name = "2.weight" if api == "O1" else "param_groups[0][2]"
+        assert result["culprits"] == ([name] if i == 1 else [])
+
+
+@pytest.mark.parametrize("run", ["scaler FusedAdam", "O1 SGD", "O1 FusedAdam"])
+def test_a_run_resumes_from_the_state_dicts_of_torch(ranks, run):
+    for rank in ranks:
+        assert rank[f"checkpoint {run}"] == {"distance": 0.0, "scales": True, "kinds": ["DTensor"]}
+
+
+@pytest.mark.parametrize(("run", "tolerance"), [("scaler True", EXACT), ("O1 True", FP16), ("O1 False", FP16)])
+def test_accumulation(ranks, run, tolerance):
+    for rank in ranks:
+        assert_trained(rank, f"accumulation {run}", tolerance)
+
+
+@pytest.mark.parametrize("kept", ["True", "split", "kahan", "rounded"])
+def test_16_bit_parameters_with_what_the_optimizer_keeps(ranks, kept):
+    for rank in ranks:
+        assert rank[f"bf16 {kept}"] == {"distance": 0.0}
+
+
+@pytest.mark.parametrize(
+    "run", ["scaler AdamW", "scaler FusedAdam", "O1 AdamW", "O1 Adam-fused", "O5 FusedAdam-masters"]
+)
+def test_zero_redundancy_optimizer(ranks, run):
+    for rank in ranks:
+        result = rank[f"zero {run}"]
+        assert result["moved"] == MOVED
+        assert result["distance"] == result["norms"] == 0.0
+    # Each has the state of some of four parameters; the first has it all once it is consolidated.
+    assert sum(rank[f"zero {run}"]["kept"] for rank in ranks) == 4
+    assert all(rank[f"zero {run}"]["kept"] > 0 for rank in ranks)
+    assert ranks[0][f"zero {run}"]["entries"] == 4
+    assert ranks[0][f"zero {run}"]["state"] == 0.0
+
+
+@pytest.mark.parametrize("kind", ["SGD", "FusedAdam"])
+def test_fsdp1_with_a_process_group(ranks, kind):
+    for rank in ranks:
+        assert rank[f"flattened {kind}"] == {"moved": MOVED, "scale": START / 2}
+
+
+def test_clipping_by_the_norm_of_whole_tensors(ranks):
+    for rank in ranks:
+        assert len(rank["norms"]) == 7
+        for name, (kind, norm, distance) in rank["norms"].items():
+            assert kind == "Tensor", name
+            assert norm < EXACT, name
+            assert distance < EXACT, name
+
+
+def test_an_exit_is_one_collective_and_so_is_clipping(ranks):
+    for rank in ranks:
+        assert rank["calls"] == [1, 1, 0]
+
+
+def test_what_cannot_work_says_what_does(ranks):
+    for rank in ranks:
+        found = rank["errors"]
+        for level in ("O2", "O3", "O5"):
+            assert "MixedPrecisionPolicy(param_dtype=torch.float16)" in found[level]
+            assert "opt_level='O0' with loss_scale='dynamic'" in found[level]
+            # Nothing has changed.
+            assert found[f"{level} dtypes"] == ["torch.float32"]
+            assert found[f"{level} step"] is False
+        assert "multi_tensor_l2norm: tensors[0] is a DTensor: pass its to_local()" in found["multi_tensor_applier"]
+        assert '"0.weight" is a DTensor of torch.float16' in found["16-bit"]
+        for kind in ("FusedLAMB", "FusedNovoGrad", "LARC"):
+            assert f"{kind} goes by the norm of each parameter" in found[kind]
+            assert "take FusedAdam, FusedSGD or FusedAdagrad" in found[kind]
+        assert found["replicas"] == 0.0
+        for level in ("O2", "O5"):
+            assert "ZeroRedundancyOptimizer goes on stepping it" in found[f"zero {level}"]
+            assert "take O1 or O4" in found[f"zero {level}"]
+            assert found[f"zero {level} dtypes"] == ["torch.float32"]
