@@ -232,20 +232,27 @@ class ReadTensors(HeldTensors):
         return len(set(map(id, self.tensors))) == len(self.tensors)
 
 
+def _is_watched() -> bool:
+    """Whether somebody looks at the ops that are called, with the tensors that they are given."""
+    # Private; nothing public tells of a TorchDispatchMode.
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
 def read(tensors: list[Tensor]) -> ReadTensors | None:
     """The tensors without a way through the dispatcher, which costs more than a small tensor's kernel.
 
-    None where they are not plain tensors of one device and dtype that each fill a block of memory, or where nothing is
-    compiled: the ops take the list itself then, or say what is wrong with it.
+    None where they are not plain tensors of one device and dtype that each fill a block of memory, where nothing is
+    compiled, or under torch.compile and a TorchDispatchMode: the ops take the list itself then, or say what is wrong
+    with it.
     """
-    number = 0 if torch.compiler.is_compiling() else extension.read_tensors(tensors)
+    number = 0 if _is_watched() else extension.read_tensors(tensors)
     return ReadTensors(tensors, number) if number else None
 
 
 def read_grads(params: list[Tensor]) -> tuple[list[Tensor | None], ReadTensors | None]:
     """The ``.grad`` of each parameter, and those that are there as ``read`` has them."""
     grads: list[Any] = []
-    if torch.compiler.is_compiling() or extension.read_grads is None:
+    if _is_watched() or extension.read_grads is None:
         return list(map(grad_of, params)), None
     number = extension.read_grads(params, grads, False)
     return grads, ReadTensors(grads if all_there(grads) else _present(grads), number) if number else None
@@ -255,7 +262,7 @@ def read_along(params: list[Tensor], grads: list[Tensor] | None = None) -> ReadT
     """``read`` of the gradients, those in ``.grad`` unless others are given: where each parameter has one that lies in
     memory as the parameter does, and the parameters are of one dtype, too."""
     found: list[Any] = [] if grads is None else grads
-    if torch.compiler.is_compiling() or extension.read_grads is None:
+    if _is_watched() or extension.read_grads is None:
         return None
     number = extension.read_grads(params, found, True)
     return ReadTensors(found, number) if number else None

@@ -3,7 +3,7 @@
 ``AmpSession()`` gives the same methods over a configuration of its own.
 """
 
-from ampctx.amp.explain import Explanation, explain
+from ampctx.amp.explain import CastCount, Explanation, OpCount, explain
 from ampctx.amp.grad_scaler import GradScaler
 from ampctx.amp.opt_level import OPT_LEVELS, PrecisionPolicy
 from ampctx.amp.session import AmpSession
@@ -38,10 +38,12 @@ reset = _default_session.reset
 __all__ = [
     "OPT_LEVELS",
     "AmpSession",
+    "CastCount",
     "Culprit",
     "Explanation",
     "GradScaler",
     "History",
+    "OpCount",
     "PrecisionPolicy",
     "StepOutcome",
     "bfloat16_function",

@@ -24,12 +24,13 @@ GATHERED_AT_ONCE = 64
 class History(NamedTuple):
     """Steps of one optimizer, the oldest first: lists of Python numbers, all of one length.
 
-    step: the number of the step. That of the first one after ``initialize`` is 0.
-    skipped: whether it was skipped.
-    grad_norm: ``StepOutcome.grad_norm`` in fp32; nan where nobody took it.
-    scale: by loss id, what the loss was multiplied by; nan where it took no part in the step.
-    overflowed: by loss id, whether its gradients were not finite. -1, where it is there, stands for gradients from
-        outside of ``scale_loss`` blocks.
+    Attributes:
+        step: the number of the step. That of the first one after ``initialize`` is 0.
+        skipped: whether it was skipped.
+        grad_norm: ``StepOutcome.grad_norm`` in fp32; nan where nobody took it.
+        scale: by loss id, what the loss was multiplied by; nan where it took no part in the step.
+        overflowed: by loss id, whether its gradients were not finite. -1, where it is there, stands for gradients from
+            outside of ``scale_loss`` blocks.
     """
 
     step: list[int]
