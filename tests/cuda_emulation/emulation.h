@@ -51,6 +51,7 @@ struct Fiber {
 };
 
 struct Executor {
+  int64_t launches = 0;  // of this thread, since it began
   std::vector<std::unique_ptr<Fiber>> fibers;
   Fiber* current = nullptr;
   jmp_buf scheduler;
@@ -180,6 +181,7 @@ inline void run_block(Executor& self) {
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), unsigned grid, unsigned block, void*, Arguments&&... arguments) {
   Executor& self = executor();
+  ++self.launches;
   struct Call {
     void (*kernel)(Parameters...);
     std::tuple<std::decay_t<Parameters>...> parameters;

@@ -57,6 +57,9 @@ __attribute__((visibility("default"))) void ampctx_test_cut(const int64_t* numel
   });
 }
 
+// How many kernels this thread has launched.
+__attribute__((visibility("default"))) int64_t ampctx_test_launches() { return cuda_emulation::executor().launches; }
+
 // The random bits of an element, anywhere; both ways to count its place agree, or the result is beyond 32 bits.
 __attribute__((visibility("default"))) int64_t ampctx_test_random_bits(int64_t seed, int64_t step, int64_t tensor,
                                                                        int64_t place) {

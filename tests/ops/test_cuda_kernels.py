@@ -11,6 +11,7 @@ import pytest
 import torch
 from backends import EMULATED
 from emulation_build import FOLDER, SANITIZE, build
+from optimizer_calls import OPTIMIZERS, make_call
 
 from ampctx import ops
 
@@ -74,6 +75,49 @@ def test_launches_hold_as_many_tensors_as_parameters_can(emulation):
     for launch, _, tensor, _, _ in cut(emulation, [1] * 3000, 3):
         last[launch] = tensor
     assert last == {0: 1356, 1: 2713, 2: 2999}
+
+
+# Kernels of each op for 161 tensors (as ResNet-50 has), 400, 4,000 and 20,000. A step is two: its step counts, and the
+# elements; those with norms of tensors have a walk for the norms and what joins them besides.
+LAUNCHES = {
+    "multi_tensor_scale": (1, 1, 3, 15),
+    "multi_tensor_axpby": (1, 1, 4, 20),
+    "multi_tensor_l2norm": (3, 3, 7, 31),
+    "update_scale": (1, 1, 1, 1),
+    "adam": (2, 2, 7, 35),
+    "sgd": (2, 2, 5, 25),
+    "momentum": (2, 2, 6, 30),
+    "adagrad": (2, 2, 6, 30),
+    "lamb": (4, 4, 17, 85),
+    "novograd": (5, 5, 13, 65),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_launches(emulation, name):
+    emulation.ampctx_test_launches.restype = ctypes.c_int64
+    counted = []
+    for tensors in (161, 400, 4000, 20_000):
+        before = emulation.ampctx_test_launches()
+        run_once(name, [1] * tensors)
+        counted.append(emulation.ampctx_test_launches() - before)
+    assert tuple(counted) == LAUNCHES[name]
+
+
+def run_once(name, sizes):
+    lists, flag = [EMULATED.randn(sizes, seed=i) for i in range(3)], EMULATED.flag()
+    if name == "multi_tensor_scale":
+        EMULATED.scale(lists[0], lists[1], flag, 0.5)
+    elif name == "multi_tensor_axpby":
+        EMULATED.axpby(*lists, flag, 0.5, 0.5)
+    elif name == "multi_tensor_l2norm":
+        EMULATED.l2norm(lists[0], flag)
+    elif name == "update_scale":
+        tracker = torch.zeros((), dtype=torch.int32)
+        EMULATED.update_scale(torch.ones(()), tracker, tracker.clone(), flag)
+    else:
+        (optimizer,) = [o for o in OPTIMIZERS if o.name == name]
+        make_call(EMULATED, optimizer, sizes).run(EMULATED)
 
 
 # --- the emulation notices what a GPU would do wrong ------------------------------------------------------------------
