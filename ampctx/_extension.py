@@ -41,6 +41,7 @@ class Extension:
     read_types: Callable[[list[type]], None] = lambda types: None
     read_tensors: Callable[[list[Tensor]], int] = lambda tensors: 0
     read_grads: Callable[[list[Tensor], list[Any], bool], int] | None = None
+    read_is_contiguous: Callable[[int], int] = lambda number: False
 
 
 def _open(path: Path) -> ctypes.CDLL:
@@ -55,10 +56,12 @@ def _open(path: Path) -> ctypes.CDLL:
     library.ampctx_build_info.restype = ctypes.c_char_p
     library.ampctx_release_tensors.argtypes = [ctypes.c_int64]
     library.ampctx_release_tensors.restype = None
+    library.ampctx_read_is_contiguous.argtypes = [ctypes.c_int64]
+    library.ampctx_read_is_contiguous.restype = ctypes.c_int
     return library
 
 
-def _readers(path: Path) -> dict[str, Callable]:
+def _readers(path: Path, opened: ctypes.CDLL) -> dict[str, Callable]:
     """What reads lists of tensors as the interpreter has them; nothing where torch does not offer its side."""
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     if exchange is None:
@@ -74,7 +77,13 @@ def _readers(path: Path) -> dict[str, Callable]:
     def read_types(types: list[type]) -> None:
         use(exchange, [None, *types])
 
-    return {"read_types": read_types, "read_tensors": tensors, "read_grads": grads}
+    is_contiguous = opened.ampctx_read_is_contiguous
+    return {
+        "read_types": read_types,
+        "read_tensors": tensors,
+        "read_grads": grads,
+        "read_is_contiguous": is_contiguous,
+    }
 
 
 def _register(library: ctypes.CDLL, namespace: str) -> tuple[tuple[str, ...], str]:
@@ -109,7 +118,7 @@ def load(namespace: str, path: Path = LIBRARY) -> Extension:
         library = _open(path)
         backends, reason = _register(library, namespace)
         build = json.loads(library.ampctx_build_info())
-        found = Extension(True, backends, build, reason, library.ampctx_release_tensors, **_readers(path))
+        found = Extension(True, backends, build, reason, library.ampctx_release_tensors, **_readers(path, library))
     except ExtensionError as error:
         if required:
             raise

@@ -91,7 +91,9 @@ class MasterParam(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if (waiting := self.model_grads) is not None:
             waiting.materialize()
-        return super().__reduce_ex__(protocol)
+        plain = nn.Parameter(self.data, self.requires_grad)
+        plain.__dict__.update({name: value for name, value in vars(self).items() if name != "_place"})
+        return plain.__reduce_ex__(protocol)
 
 
 ops.extension.read_types([MasterParam])

@@ -228,6 +228,10 @@ class ReadTensors(HeldTensors):
         return self.tensors[0].dtype
 
     @property
+    def are_contiguous(self) -> bool:
+        return bool(extension.read_is_contiguous(self.number))
+
+    @property
     def are_distinct(self) -> bool:
         return len(set(map(id, self.tensors))) == len(self.tensors)
 

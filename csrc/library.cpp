@@ -225,6 +225,8 @@ AMPCTX_EXPORT int64_t ampctx_read_grads(PyObject* params, PyObject* grads, int w
   return ampctx::python_lists::read_grads(params, grads, with_params != 0);
 }
 
+AMPCTX_EXPORT int ampctx_read_is_contiguous(int64_t number) { return ampctx::python_lists::is_contiguous(number); }
+
 AMPCTX_EXPORT const char* ampctx_build_info() {
   static const std::string info = std::string("{\"compiler\": \"" AMPCTX_COMPILER "\", \"cuda\": " AMPCTX_CUDA_VERSION
                                               ", \"cuda_archs\": [" AMPCTX_CUDA_ARCHS "], \"simd\": [") +

@@ -183,4 +183,12 @@ inline int64_t read_grads(PyObject* params, PyObject* grads, bool with_params) {
   return of_grads.number();
 }
 
+// Whether all tensors of a list that was read are contiguous.
+inline bool is_contiguous(int64_t number) {
+  const KnownListPointer list = known_lists().find(number);
+  const ReadList* read = list ? std::get_if<ReadList>(list.get()) : nullptr;
+  if (!read) return false;
+  return std::all_of(read->tensors.begin(), read->tensors.end(), [](const auto& entry) { return entry.is_contiguous; });
+}
+
 }  // namespace ampctx::python_lists

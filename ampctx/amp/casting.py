@@ -115,7 +115,11 @@ def _flatten_rnns(model: nn.Module) -> None:
 
 @torch.no_grad()
 def cast_model(
-    model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool, kept: Collection[nn.Module] = ()
+    model: nn.Module,
+    dtype: torch.dtype,
+    keep_batchnorm_fp32: bool,
+    kept: Collection[nn.Module] = (),
+    keep_statistics_fp32: bool = True,
 ) -> tuple[Undo, dict[Tensor, Tensor]]:
     """Casts every floating parameter and buffer, and the gradients that are there, in place. No host sync.
 
@@ -125,6 +129,7 @@ def cast_model(
         dtype: the floating type to cast to.
         keep_batchnorm_fp32: running statistics, and parameters that go with them, are in fp32: those of batch norms,
             and of instance norms that keep statistics. All other norms are cast.
+        keep_statistics_fp32: False: of affine batch norms alone, as in apex.
         kept: modules whose own parameters and buffers are in fp32.
 
     What ``torch.nn.utils.parametrize`` makes a weight from stays in fp32, and the weight is cast on its way out:
@@ -157,9 +162,10 @@ def cast_model(
     try:
         for module in model.modules():
             # What stays fp32 is made so: an incoming model may be fp64, or 16-bit where that is allowed.
-            stays_fp32 = module in kept or id(module) in in_fp32 or (keep_batchnorm_fp32 and _stays_fp32(module))
+            is_norm = keep_batchnorm_fp32 and (keep_statistics_fp32 or isinstance(module, _BatchNorm))
+            stays_fp32 = module in kept or id(module) in in_fp32 or (is_norm and _stays_fp32(module))
             for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                stays = stays_fp32 or (keep_batchnorm_fp32 and _is_statistic(module, t))
+                stays = stays_fp32 or (is_norm and keep_statistics_fp32 and _is_statistic(module, t))
                 to = torch.float32 if stays else dtype
                 if not t.is_floating_point() or t.dtype == to:
                     continue

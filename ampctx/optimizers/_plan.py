@@ -48,6 +48,7 @@ class _Call:
         self.work = work._replace(lists={**work.lists, "grads": []})
         self._states = [state[p] for p in work.members]
         self._dtypes = work.lists["grads"][0].dtype, work.members[0].dtype
+        self._strides = None if all(map(Tensor.is_contiguous, work.members)) else list(map(Tensor.stride, work.members))
         # Asked for when the call is made again.
         self._held: dict[str, Any] | None = None
 
@@ -56,6 +57,9 @@ class _Call:
         work = self.work
         read = read_along(work.members, grads)
         if read is None or (read.dtype, work.members[0].dtype) != self._dtypes:
+            return None
+        # The parameters lie as the gradients do; the state may still lie as they did before.
+        if (None if read.are_contiguous else list(map(Tensor.stride, work.members))) != self._strides:
             return None
         try:
             if not all(same(map(itemgetter(key), self._states), work.lists[name]) for name, key in work.keys.items()):

@@ -200,6 +200,7 @@ def test_gradients_are_read_along_with_parameters_of_the_same_layout(params, can
     assert (known is not None) == can_be_read
     if known is not None:
         assert all(grad is p.grad for grad, p in zip(known.tensors, params, strict=True))
+        assert known.are_contiguous == all(p.is_contiguous() for p in params)
         others = [torch.empty_like(p.grad).fill_(7) for p in params]
         along = ops.read_along(params, others)
         assert all(map(operator.is_, along.tensors, others))

@@ -48,7 +48,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Casts ``network`` in place, as O2 does: affine batch norms are in fp32 afterwards. Returns it."""
-    cast_model(network, dtype, keep_batchnorm_fp32=True)
+    cast_model(network, dtype, keep_batchnorm_fp32=True, keep_statistics_fp32=False)
     return network
 
 
