@@ -231,10 +231,6 @@ class ReadTensors(HeldTensors):
     def are_contiguous(self) -> bool:
         return bool(extension.read_is_contiguous(self.number))
 
-    @property
-    def are_distinct(self) -> bool:
-        return len(set(map(id, self.tensors))) == len(self.tensors)
-
 
 def _is_watched() -> bool:
     """Whether somebody looks at the ops that are called, with the tensors that they are given."""
@@ -249,8 +245,7 @@ def read(tensors: list[Tensor]) -> ReadTensors | None:
     compiled, or under torch.compile and a TorchDispatchMode: the ops take the list itself then, or say what is wrong
     with it.
     """
-    number = 0 if _is_watched() else extension.read_tensors(tensors)
-    return ReadTensors(tensors, number) if number else None
+    return None if _is_watched() else _as_read(tensors, extension.read_tensors(tensors))
 
 
 def read_grads(params: list[Tensor]) -> tuple[list[Tensor | None], ReadTensors | None]:
@@ -259,7 +254,7 @@ def read_grads(params: list[Tensor]) -> tuple[list[Tensor | None], ReadTensors |
     if _is_watched() or extension.read_grads is None:
         return list(map(grad_of, params)), None
     number = extension.read_grads(params, grads, False)
-    return grads, ReadTensors(grads if all_there(grads) else _present(grads), number) if number else None
+    return grads, _as_read(grads if all_there(grads) else [g for g in grads if g is not None], number)
 
 
 def read_along(params: list[Tensor], grads: list[Tensor] | None = None) -> ReadTensors | None:
@@ -268,12 +263,15 @@ def read_along(params: list[Tensor], grads: list[Tensor] | None = None) -> ReadT
     found: list[Any] = [] if grads is None else grads
     if _is_watched() or extension.read_grads is None:
         return None
-    number = extension.read_grads(params, found, True)
-    return ReadTensors(found, number) if number else None
+    return _as_read(found, extension.read_grads(params, found, True))
 
 
-def _present(grads: Sequence[Tensor | None]) -> list[Tensor]:
-    return [grad for grad in grads if grad is not None]
+def _as_read(tensors: list[Tensor], number: int) -> ReadTensors | None:
+    if not number:
+        return None
+    found = ReadTensors(tensors, number)
+    # Where no kernel is compiled for a device, lists go to the fallback, which takes tensors.
+    return found if found.device.type in extension.backends else None
 
 
 def fill_storages(tensors: ReadTensors) -> bool:

@@ -81,6 +81,7 @@ inline bool is_contiguous(const torch_abi::Layout& layout) {
 inline bool may_be_negated(PyObject* tensor, int64_t numel) {
   if (numel != 1) return false;
   const python_abi::Reference answer(PyObject_CallMethodObjArgs(tensor, python().is_neg, nullptr));
+  if (!answer.get()) PyErr_Clear();
   return !answer.get() || PyObject_IsTrue(answer.get()) != 0;
 }
 

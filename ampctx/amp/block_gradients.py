@@ -16,6 +16,7 @@ Blocks may nest. All methods run under no_grad and none waits for the device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from ampctx import _reference, foreach
 from ampctx._compiling import outside_of_graphs
-from ampctx._each import all_none, all_there, grad_of, set_each, stored_grad
+from ampctx._each import all_distinct, all_none, all_there, grad_of, layout_of, set_each, stored_grad
 from ampctx._sharding import place_grads
 from ampctx.amp.master_params import MasterParams
 from ampctx.amp.step_outcome import values_of
@@ -115,6 +116,10 @@ def _strided(master: Tensor) -> Tensor:
     if master.grad.layout != torch.strided:
         master.grad = master.grad.to_dense()
     return master.grad
+
+
+def _are_whole(grads: Sequence[Tensor]) -> bool:
+    return set(map(layout_of, grads)) <= {torch.strided} and all(map(Tensor.is_contiguous, grads))
 
 
 def _writable(t: Tensor) -> Tensor:
@@ -346,12 +351,12 @@ class BlockGradients:
             done.update(map(id, own))
         place_grads(own)
         if outer is None and not frame.before:
-            grads, known = read_grads(own)
-            if known is not None and known.are_distinct:
-                if inv_scale != 1.0:
-                    foreach.scale(known, known, found_inf, inv_scale)
-                return
-            if all_none(grads):
+            found, known = read_grads(own)
+            grads: Sequence[Tensor] = known if known is not None else [grad for grad in found if grad is not None]
+            # Two parameters may hold one gradient.
+            if (known is not None or _are_whole(grads)) and all_distinct(grads):
+                if grads and inv_scale != 1.0:
+                    foreach.scale(grads, grads, found_inf, inv_scale)
                 return
         arrived, before, unseen = [], [], []
         alone: dict[int, Tensor] = {}
@@ -368,7 +373,7 @@ class BlockGradients:
                     arrived.append(total)
                     before.append(old if old.layout == torch.strided else old.to_dense())
                 else:
-                    alone[id(total)] = total  # two parameters may hold one gradient
+                    alone[id(total)] = total
             if outer is None:
                 frame.outcome.grads[p] = total
             else:
@@ -380,7 +385,8 @@ class BlockGradients:
         if unseen and check_before:
             foreach.l2norm(unseen, found_inf)
         if alone and inv_scale != 1.0:
-            foreach.scale(list(alone.values()), list(alone.values()), found_inf, inv_scale)
+            scaled = list(alone.values())
+            foreach.scale(scaled, scaled, found_inf, inv_scale)
 
     def _fold(self, factor: Factor, found_inf: FoundInf, outcome: _Outcome) -> None:
         """master.grad += model.grad * factor; the model's gradient has done its work then and is freed."""

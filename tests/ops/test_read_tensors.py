@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import operator
 import os
@@ -16,6 +17,7 @@ import pytest
 import torch
 from backends import ALL_FLOATS, COMPILED, EMULATED, short
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampctx import foreach, ops
 from ampctx.foreach import FoundInf
@@ -207,6 +209,32 @@ def test_gradients_are_read_along_with_parameters_of_the_same_layout(params, can
         norm, _ = ops.multi_tensor_l2norm(along, torch.zeros(()))
         assert norm == foreach.l2norm(others, FoundInf())
         assert ops.read_along(params, [torch.ones(5) for _ in params]) is None
+
+
+def test_devices_without_kernels_are_left_to_the_fallback(monkeypatch):
+    """As with a build without nvcc on a machine with a GPU."""
+    monkeypatch.setattr(ops, "extension", dataclasses.replace(ops.extension, backends=()))
+    param = nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    assert ops.read([torch.ones(3)]) is None
+    assert ops.read_along([param]) is None
+    grads, known = ops.read_grads([param])
+    assert grads[0] is param.grad
+    assert known is None
+
+
+def test_nothing_is_read_where_a_dispatch_mode_looks_on():
+    class Ops(TorchDispatchMode):
+        seen = ()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen = (*self.seen, func)
+            return func(*args, **(kwargs or {}))
+
+    with Ops() as mode:
+        foreach.l2norm([torch.ones(3)], FoundInf())
+    assert torch.ops.ampctx.multi_tensor_unscale_l2norm.default in mode.seen
+    assert torch.ops.ampctx.multi_tensor_unscale_l2norm.held not in mode.seen
 
 
 def test_nothing_is_read_while_a_compiler_looks():
