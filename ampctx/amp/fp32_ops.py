@@ -42,9 +42,15 @@ _WRITE_ARGUMENTS = ("batch_norm", "instance_norm", "embedding", "embedding_bag")
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
+def _is_of_torch(fn: Callable) -> bool:
+    return getattr(fn, "__globals__", {"__name__": "torch"})["__name__"].partition(".")[0] == "torch"
+
+
 @functools.lru_cache(maxsize=1)
 def _overridable() -> frozenset[Callable]:
-    return frozenset(fn for functions in get_overridable_functions().values() for fn in functions)
+    # torch lists what it finds under its names at the first call: where a session runs then, amp's own functions too.
+    found = (fn for functions in get_overridable_functions().values() for fn in functions)
+    return frozenset(inspect.unwrap(fn, stop=_is_of_torch) for fn in found)
 
 
 def _function(namespace: Any, name: str) -> Callable | None:

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import subprocess
+import sys
 import threading
 from typing import NamedTuple
 
@@ -646,6 +648,20 @@ def test_an_operation_that_is_refused_in_16_bits_can_be_had(session):
     session.initialize(model, opt_level="O1", verbosity=0, ops_fp32="binary_cross_entropy")
     model(batch()[0])
     assert model.got.dtype == FLOAT
+
+
+def test_names_that_are_looked_up_for_the_first_time_while_a_session_runs():
+    code = """
+import torch, torch.nn.functional as F
+from ampctx.amp.session import AmpSession
+own = F.binary_cross_entropy
+one, two = AmpSession(), AmpSession()
+one.initialize(torch.nn.Linear(1, 1), opt_level="O1", verbosity=0)
+assert F.binary_cross_entropy is not own
+assert own not in torch.overrides.get_overridable_functions()[F]
+two.initialize(torch.nn.Linear(1, 1), opt_level="O1", verbosity=0, ops_fp32=["binary_cross_entropy", "softmax"])
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
 
 
 def test_nothing_is_replaced_when_nothing_is_asked_for(session):
