@@ -60,8 +60,10 @@ Factor = float | PerDevice
 def product(a: Factor, b: Factor) -> Factor:
     """``a * b``, on the device of ``a`` where both are tensors. No host sync."""
     if isinstance(a, PerDevice):
-        return PerDevice(a.value * (move(b.value, a.value.device) if isinstance(b, PerDevice) else b))
-    return PerDevice(b.value * a) if isinstance(b, PerDevice) else a * b
+        if isinstance(b, PerDevice):
+            return PerDevice(a.value * move(b.value, a.value.device))
+        return a if b == 1.0 else PerDevice(a.value * b)
+    return product(b, a) if isinstance(b, PerDevice) else a * b
 
 
 def _factor(value: Factor, device: torch.device) -> float | Tensor:

@@ -10,7 +10,6 @@ from master to the 16-bit weight to write with it, and ``model_grads``, a ``Mode
 
 from __future__ import annotations
 
-import inspect
 import operator
 import threading
 import weakref
@@ -31,11 +30,8 @@ def declares(optimizer: Any, name: str) -> bool:
     A wrapper that passes unknown names on to another optimizer says what is true of that one; what is set on the
     wrapper would not reach it.
     """
-    try:
-        inspect.getattr_static(optimizer, name)
-    except AttributeError:
-        return False
-    return bool(getattr(optimizer, name))
+    places = (getattr(optimizer, "__dict__", {}), *map(vars, type(optimizer).__mro__))
+    return any(name in place for place in places) and bool(getattr(optimizer, name))
 
 
 # The attribute itself, below the property of the same name; ``stored_grad`` reads it.

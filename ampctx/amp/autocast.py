@@ -113,6 +113,8 @@ class _Ambient(threading.local):
 
     def __init__(self) -> None:
         self.entries: list[Autocast] = []
+        # In a ``suspended()`` block of any of them.
+        self.suspended = False
         self._before: dict[str, tuple[bool, torch.dtype]] = {}
         self._cache_before = True
 
@@ -151,11 +153,11 @@ _ambient = _Ambient()
 
 
 def _nesting() -> int:
-    """How many ``torch.autocast`` blocks this thread is in."""
+    """How many ``torch.autocast`` blocks this thread is in; one that is ``suspended()`` counts."""
     up, down = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
     # Both in one go: an interrupt between two lines would leave this thread in a block for good.
     _, depth = map(type(up).__call__, (up, down))
-    return depth
+    return depth + _ambient.suspended
 
 
 class _ThreadState(threading.local):
@@ -354,21 +356,22 @@ class Autocast:
                 yield
             return
         thread = self._thread
-        outer = thread.suspensions
+        outer, suspended = thread.suspensions, _ambient.suspended
         types_here = sorted({*self.device_types, *(d for a in _ambient.entries for d in a.device_types)})
-        before = {d: torch.is_autocast_enabled(d) for d in types_here}
+        before = {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in types_here}
         thread.suspensions = (*outer, {d: self._wanted(d) for d in types_here})
         try:
-            with ExitStack() as stack:
-                for d in types_here:
-                    stack.enter_context(torch.autocast(d, enabled=False))
-                yield
+            # Not through torch.autocast: that costs more, twice in each iteration, and an interrupt that comes while it
+            # is being entered or left keeps it from restoring what was there.
+            _ambient.suspended = True
+            for d in types_here:
+                torch.set_autocast_enabled(d, False)
+            yield
         finally:
-            thread.suspensions = outer
-            # An interrupt that comes while torch.autocast is being entered or left keeps that from restoring it.
-            for d, enabled in before.items():
-                if torch.is_autocast_enabled(d) != enabled:
-                    torch.set_autocast_enabled(d, enabled)
+            thread.suspensions, _ambient.suspended = outer, suspended
+            for d, (enabled, dtype) in before.items():
+                torch.set_autocast_enabled(d, enabled)
+                torch.set_autocast_dtype(d, dtype)
             # Weights may have been stepped inside.
             torch.clear_autocast_cache()
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from ampctx import _reference, foreach
 from ampctx._compiling import outside_of_graphs
 from ampctx._each import all_distinct, all_none, all_there, grad_of, layout_of, set_each, stored_grad
+from ampctx._grad_mode import without_grad
 from ampctx._sharding import place_grads
 from ampctx.amp.master_params import MasterParams
 from ampctx.amp.step_outcome import values_of
@@ -204,11 +205,12 @@ class BlockGradients:
         """The parameters that a backward writes gradients into."""
         return [*(p for p, _ in self._masters.pairs), *self._masters.own]
 
-    @torch.no_grad()
+    @without_grad
     def begin(self, scale: Factor, inv_scale: Factor) -> None:
-        """Opens a block whose loss is multiplied by ``scale``."""
+        """Opens a block whose loss is multiplied by ``scale``. Outside of blocks and windows, ``settle`` comes before:
+        no parameter with a master has a gradient then."""
         self.materialize()
-        leaves = self._leaves()
+        leaves = self._masters.own if self.is_idle else self._leaves()
         grads = list(map(grad_of, leaves))
         present = {} if all_none(grads) else {p: g for p, g in zip(leaves, grads, strict=True) if g is not None}
         window = None if self._frames else self._window
@@ -278,7 +280,7 @@ class BlockGradients:
                 p.grad = self._window.before.get(p)
             self._window = None
 
-    @torch.no_grad()
+    @without_grad
     def close_window(self, inv_scale: Factor, found_inf: FoundInf, check_before: bool = False) -> None:
         """Between blocks: ``finish`` for a window that no block ends."""
         assert self._window is not None
@@ -295,7 +297,7 @@ class BlockGradients:
         self.prepare(inv_scale, found_inf, check_before=check_before)
         self.commit(found_inf)
 
-    @torch.no_grad()
+    @without_grad
     def prepare(
         self, inv_scale: Factor, found_inf: FoundInf, done: set[int] | None = None, check_before: bool = False
     ) -> None:
@@ -313,7 +315,7 @@ class BlockGradients:
             frame.outcome.grads.update({p: frame.before.get(p) for p, _ in self._masters.pairs})
 
     @outside_of_graphs
-    @torch.no_grad()
+    @without_grad
     def commit(self, found_inf: FoundInf) -> None:
         """Ends the block with what ``prepare`` has made, added to what was there."""
         frame = self._frames[-1]
@@ -429,7 +431,7 @@ class BlockGradients:
             and (all(map(_fills_its_storage, grads)) if known is None else fill_storages(known))
         )
 
-    @torch.no_grad()
+    @without_grad
     def settle(self, check_before: bool = False) -> FoundInf:
         """Between blocks: takes over gradients of a plain backward, and ends a window that no block has ended."""
         found_inf = FoundInf()
@@ -460,7 +462,7 @@ class BlockGradients:
             None if window is None else (window.inv_scale, window.before, window.scaled),
         )
 
-    @torch.no_grad()
+    @without_grad
     def restore(self, pending: Pending) -> None:
         """Puts these gradients in the place of all that are there. Between blocks."""
         self.drop_waiting()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampctx._grad_mode import without_grad
 from ampctx.amp.loss_scale import LossScale
 from ampctx.foreach import move
 from ampctx.model_grads import declares
@@ -153,7 +154,7 @@ def skips_by_itself(optimizer: Any, before_backward: bool = False) -> bool:
     )
 
 
-@torch.no_grad()
+@without_grad
 def set_up_momentum(optimizer: Any, before_backward: bool) -> bool:
     """False where torch's fused SGD cannot be trusted to skip its first step.
 

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpError
+from ampctx._grad_mode import without_grad
 from ampctx._reference import is_dense, same_layout
 
 
-@torch.no_grad()
+@without_grad
 def align_gradients(optimizer: Any) -> None:
     """Copies each gradient that lies in memory otherwise than its parameter into the parameter's layout, in the groups
     with ``fused``. No host sync.

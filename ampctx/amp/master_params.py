@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ampctx import foreach
-from ampctx._each import device_of, dtype_of, same, stored_grad, version_of
+from ampctx._each import dtype_of, same, stored_grad, version_of
 from ampctx._errors import AmpError
+from ampctx._grad_mode import without_grad
 from ampctx._sharding import groups_of, is_sharded, steps_a_partition
 from ampctx.amp.cast_arguments import LOW_PRECISION, ModelHook, Undo
 from ampctx.amp.model_watch import ParameterNames
@@ -43,11 +44,19 @@ def _members(optimizer: Any) -> list[Tensor]:
 
 
 class _WriteCounts:
-    """What tells whether somebody has written to tensors since: their versions, and where their memory is."""
+    """What tells whether somebody has written to tensors since: their versions, and where their memory is.
 
-    def __init__(self, params: list[Tensor]) -> None:
+    ``before``: earlier counts of the same tensors, whose addresses hold; one that does not is found to have changed.
+    """
+
+    def __init__(self, params: list[Tensor], before: _WriteCounts | None = None) -> None:
         self._params = params
-        self._versions, self._addresses = list(map(version_of, params)), list(map(Tensor.data_ptr, params))
+        self._addresses: list[int]
+        self._versions = list(map(version_of, params))
+        if before is not None and len(params) == len(before._params) and same(params, before._params):
+            self._addresses = before._addresses
+        else:
+            self._addresses = list(map(Tensor.data_ptr, params))
 
     def changed(self, since: _WriteCounts) -> list[Tensor]:
         """The tensors that both know, and that were written to."""
@@ -107,8 +116,8 @@ class MasterParams:
         self._low: set[int] = set()
         # What the groups held when they were last looked at.
         self._members: list[Tensor] = []
-        # Of the 16-bit weights when they were made from their masters.
-        self._written = _WriteCounts([])
+        # Of the 16-bit weights when they were made from their masters, and when they were last looked at.
+        self._written = self._looked_at = _WriteCounts([])
         # Names of parameters that have joined with a gradient, which was dropped: for somebody to tell the user.
         self.dropped_grads: list[str] = []
         self._may_disagree = True
@@ -121,7 +130,7 @@ class MasterParams:
 
     # --- membership ---------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @without_grad
     def adopt(
         self,
         optimizer: Any,
@@ -182,7 +191,7 @@ class MasterParams:
                 p.grad = None
                 self.dropped_grads.append(self._name_of(p))
 
-    @torch.no_grad()
+    @without_grad
     def follow_groups(self, optimizer: Any, taken: Callable[[], Container[int]], drop_grads: bool) -> None:
         """Takes in what users have changed in the groups: parameters that were put in, taken out, put in the place of
         others, or unfrozen. A model's weight that has a master is replaced by that.
@@ -220,8 +229,8 @@ class MasterParams:
             AmpError: a weight was converted or moved since it came in.
         """
         params, masters = [p for p, _ in self.pairs], [master for _, master in self.pairs]
-        devices = {*map(device_of, params), *map(device_of, masters)}
-        moved = len(devices) > 1 and any(map(operator.ne, map(device_of, params), map(device_of, masters)))
+        # Numbers, of which -1 is the CPU: to make an object of each device takes several times as long.
+        moved = any(map(operator.ne, map(Tensor.get_device, params), map(Tensor.get_device, masters)))
         if moved or not set(map(dtype_of, params)) <= set(LOW_PRECISION):
             for p, master in self.pairs:
                 if p.dtype not in LOW_PRECISION or p.device != master.device:
@@ -278,7 +287,7 @@ class MasterParams:
         self.model_of[master] = p
         _cast_state(optimizer, p, master, torch.float32)
 
-    @torch.no_grad()
+    @without_grad
     def adopt_unfrozen(self, optimizer: Any) -> None:
         """Gives masters to 16-bit parameters that were frozen when they came in and train now."""
         if unfrozen := {id(p) for p in self._frozen if p.requires_grad}:
@@ -289,7 +298,7 @@ class MasterParams:
                         self._give_master(optimizer, group, i, None)
             self._members = _members(optimizer)
 
-    @torch.no_grad()
+    @without_grad
     def dissolve(self, optimizer: Any) -> None:
         """Puts the model parameters back into the optimizer, in fp32 with the masters' values and gradients."""
         self.follow_model()
@@ -313,7 +322,7 @@ class MasterParams:
         self._may_disagree = True
         self._written = _WriteCounts([])
 
-    @torch.no_grad()
+    @without_grad
     def follow_model(self, settled: bool = False) -> None:
         """Where a model weight is not the rounded master any more, the master takes the model's value.
 
@@ -328,7 +337,7 @@ class MasterParams:
         for p, master in pairs:
             master.copy_(torch.where(master.to(p.dtype) == p, master, p.to(master.dtype)))
 
-    @torch.no_grad()
+    @without_grad
     def copy_to_model(self) -> None:
         """model = master, rounded to nearest even."""
         if self.pairs:
@@ -337,9 +346,9 @@ class MasterParams:
 
     def mark_written(self) -> None:
         """Notes that the 16-bit weights are what their masters round to."""
-        self._written = _WriteCounts([p for p, _ in self.pairs])
+        self._written = _WriteCounts([p for p, _ in self.pairs], self._looked_at)
 
-    @torch.no_grad()
+    @without_grad
     def overwritten(self) -> list[str]:
         """Names of weights that somebody has changed in place, past the masters, since they were made from them.
 
@@ -347,7 +356,8 @@ class MasterParams:
         """
         if self._may_disagree:
             return []  # the masters are about to follow
-        changed = _WriteCounts([p for p, _ in self.pairs]).changed(self._written)
+        self._looked_at = _WriteCounts([p for p, _ in self.pairs])
+        changed = self._looked_at.changed(self._written)
         if not changed or (changed[0].is_cuda and torch.cuda.is_current_stream_capturing()):
             return []
         which = set(map(id, changed))

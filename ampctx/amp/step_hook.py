@@ -22,6 +22,7 @@ from ampctx import foreach
 from ampctx._compiling import outside_of_graphs
 from ampctx._each import stored_grad
 from ampctx._errors import AmpError
+from ampctx._grad_mode import without_grad
 from ampctx.amp.block_gradients import BlockGradients, Pending
 from ampctx.amp.device_skips import DeviceSkips, Verdicts, is_capturing, skips_by_itself
 from ampctx.amp.fused_layouts import align_gradients
@@ -190,6 +191,7 @@ class OptimizerBinding:
         params = (p for group in self.optimizer.param_groups for p in group["params"])
         return next((p.device for p in params), torch.device("cpu"))
 
+    @without_grad
     def _judge(self, before_closure: bool = False) -> None:
         """``refresh`` before a step; ranks of a process group or a mesh agree on gradients that no block has judged.
 
@@ -208,6 +210,7 @@ class OptimizerBinding:
             self._verdicts[OUTSIDE_OF_BLOCKS] = (scale, scale.agreed(flag, self.masters.groups))
 
     @outside_of_graphs
+    @without_grad
     def begin(self, scale: Factor, inv_scale: Factor) -> None:
         """Makes ready for the backward of a scale_loss block."""
         self._epoch += 1
@@ -219,6 +222,7 @@ class OptimizerBinding:
         self.masters.check()
         self.gradients.begin(scale, inv_scale)
 
+    @outside_of_graphs
     def follow_groups(self) -> None:
         """Takes in what users have changed in the optimizer's groups. No host sync."""
         self.masters.follow_groups(self.optimizer, self._taken, self._has_scaled())
