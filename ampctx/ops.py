@@ -16,7 +16,7 @@ as torch's ``copy_`` rounds.
 from __future__ import annotations
 
 import re
-import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -191,13 +191,11 @@ class HeldTensors(Sequence[Tensor]):
         NotImplementedError: no kernel is compiled for the device of the tensors.
     """
 
-    number = 0
-
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = list(tensors)
         if not all(map(can_be_held, self.tensors)):
             raise AmpValueError("HeldTensors: a tensor is a view that negates, or has no memory: give a clone() of it")
-        self.number = _ops.hold_tensors.default(self.tensors)
+        self._known_by(_ops.hold_tensors.default(self.tensors))
 
     def __len__(self) -> int:
         return len(self.tensors)
@@ -208,18 +206,18 @@ class HeldTensors(Sequence[Tensor]):
     def __getitem__(self, index: Any) -> Any:
         return self.tensors[index]
 
-    # Defaults, as names of the module may be gone before the last list is.
-    def __del__(self, release: Any = extension.release_tensors, is_finalizing: Any = sys.is_finalizing) -> None:
-        # At the end of the process torch may be gone, too.
-        if self.number and not is_finalizing():
-            release(self.number)
+    def _known_by(self, number: int) -> None:
+        self.number = number
+        # Not at the end of the process, where torch may be gone before.
+        weakref.finalize(self, extension.release_tensors, number).atexit = False
 
 
 class ReadTensors(HeldTensors):
     """A list as its tensors lie at this moment, for calls that are made at once: by ``read`` and ``read_grads``."""
 
     def __init__(self, tensors: list[Tensor], number: int) -> None:
-        self.tensors, self.number = tensors, number
+        self.tensors = tensors
+        self._known_by(number)
 
     @property
     def device(self) -> torch.device:

@@ -358,22 +358,20 @@ class Autocast:
         thread = self._thread
         outer, suspended = thread.suspensions, _ambient.suspended
         types_here = sorted({*self.device_types, *(d for a in _ambient.entries for d in a.device_types)})
-        before = {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in types_here}
-        thread.suspensions = (*outer, {d: self._wanted(d) for d in types_here})
-        try:
-            # Not through torch.autocast: that costs more, twice in each iteration, and an interrupt that comes while it
-            # is being entered or left keeps it from restoring what was there.
-            _ambient.suspended = True
+        wanted = {d: self._wanted(d) for d in types_here}
+        # Not through torch.autocast: that costs more, twice in each iteration, and an interrupt that comes while it is
+        # being entered or left keeps it from restoring what was there. All that is put back is on record first.
+        with ExitStack() as stack:
+            stack.callback(torch.clear_autocast_cache)  # weights may have been stepped inside
+            for d in types_here:
+                stack.callback(torch.set_autocast_dtype, d, torch.get_autocast_dtype(d))
+                stack.callback(torch.set_autocast_enabled, d, torch.is_autocast_enabled(d))
+            stack.callback(setattr, _ambient, "suspended", suspended)
+            stack.callback(setattr, thread, "suspensions", outer)
+            thread.suspensions, _ambient.suspended = (*outer, wanted), True
             for d in types_here:
                 torch.set_autocast_enabled(d, False)
             yield
-        finally:
-            thread.suspensions, _ambient.suspended = outer, suspended
-            for d, (enabled, dtype) in before.items():
-                torch.set_autocast_enabled(d, enabled)
-                torch.set_autocast_dtype(d, dtype)
-            # Weights may have been stepped inside.
-            torch.clear_autocast_cache()
 
     @contextmanager
     def resumed(self) -> Iterator[None]:

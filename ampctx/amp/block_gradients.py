@@ -394,6 +394,8 @@ class BlockGradients:
         """master.grad += model.grad * factor; the model's gradient has done its work then and is freed."""
         outcome.factor = factor
         pairs = self._masters.pairs
+        if not pairs:
+            return
         found, known = read_grads([p for p, _ in pairs])
         if all_none(found):
             return

@@ -199,7 +199,9 @@ class LossScale:
         if self.scale is None:
             raise AmpError("inv_scale() was called before scale_on(device): the loss scale is on no device yet")
         if self._inverse is None:
-            self._inverse = PerDevice(self.scale.reciprocal())
+            # Not by reciprocal, for which casts on the CPU take a way through Python.
+            one = torch.tensor(1.0, dtype=torch.float32, device="cpu")
+            self._inverse = PerDevice(torch.div(one, self.scale))
         return self._inverse
 
     def tell(self, found_inf: Tensor) -> None:

@@ -300,19 +300,19 @@ def test_generators_that_are_closed_in_any_order(train, level, delay):
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
-def test_casts_come_back_though_torch_autocast_was_entered_half_way(train, level, monkeypatch):
-    """An interrupt at the end of torch's own __enter__, which has switched off and is never left."""
-    training, enter = train(level), torch.autocast.__enter__
+def test_casts_come_back_though_they_were_switched_off_half_way(train, level, monkeypatch):
+    """An interrupt as soon as they are off."""
+    training, switch = train(level), torch.set_autocast_enabled
 
-    def interrupted(self):
-        enter(self)
-        raise KeyboardInterrupt
+    def interrupted(device_type, on):
+        switch(device_type, on)
+        if not on:
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr(torch.autocast, "__enter__", interrupted)
+    monkeypatch.setattr(torch, "set_autocast_enabled", interrupted)
     with pytest.raises(KeyboardInterrupt), training.session.disable_casts():
         pytest.fail("entered")
     monkeypatch.undo()
-    torch.autocast_decrement_nesting()  # as the __exit__ would have
     assert torch.is_autocast_enabled("cpu")
     assert training.model(torch.ones(2, 4)).dtype != torch.float32
 
