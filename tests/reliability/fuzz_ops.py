@@ -238,8 +238,9 @@ class Case:
     @staticmethod
     def _known(tensors: list[Tensor]) -> ops.HeldTensors:
         """Read, where that can be done and memory ends where torch says: of a storage cut off under a tensor it cannot
-        be seen."""
-        read = None if any(map(_is_cut_off, tensors)) else ops.read(tensors)
+        be seen. Nor of an empty tensor whether it is one of torch's zeros, which may not be written to."""
+        unseen = any(_is_cut_off(t) or (t._is_zerotensor() and not t.numel()) for t in tensors)
+        read = None if unseen else ops.read(tensors)
         return ops.HeldTensors(tensors) if read is None else read
 
     def __str__(self) -> str:
