@@ -30,20 +30,32 @@ struct Backend {
   backend::scale, backend::axpby, backend::norms_workspace, backend::l2norm, backend::update_scale, backend::adam, \
       backend::sgd, backend::adagrad, backend::lamb, backend::novograd, backend::larc
 
-// Makes the device of a call current for its duration.
+// Makes the device of a call current for its duration, and keeps the memory that its kernels ask for: torch gives it
+// away again in the order of the stream.
 class Scope {
  public:
-  Scope(const Backend& backend, const torch_abi::Device& device) {
+  Scope(const Backend& backend, const torch_abi::Device& device) : device_(device) {
     context.parallel_for = &torch_abi::parallel_for;
+    context.owner = this;
+    context.allocate = [](void* owner, int64_t bytes) {
+      Scope& self = *static_cast<Scope*>(owner);
+      self.memory_.push_back(torch_abi::empty(&bytes, aoti_torch_dtype_uint8(), self.device_));
+      return self.memory_.back().mutable_data();
+    };
     if (!backend.has_streams) return;
     guard_.emplace(device.index);
     context.stream = torch_abi::current_cuda_stream(device.index);
     context.device = device.index;
   }
 
+  Scope(const Scope&) = delete;
+  Scope& operator=(const Scope&) = delete;
+
   Context context;
 
  private:
+  torch_abi::Device device_;
+  torch_abi::TensorList memory_;
   std::optional<torch_abi::DeviceGuard> guard_;
 };
 

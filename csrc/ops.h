@@ -53,6 +53,9 @@ struct Context {
   void (*parallel_for)(int64_t begin, int64_t end, int64_t grain, Body body, void* argument) = nullptr;  // CPU
   void* stream = nullptr;                                                                                // CUDA
   int device = 0;                                                                                        // CUDA
+  // Memory on the device for what the call launches. CUDA
+  void* (*allocate)(void* owner, int64_t bytes) = nullptr;
+  void* owner = nullptr;
 };
 
 // Where norms go, fp32 (fp64 when a list is fp64): `norm` has one element, `per_tensor` total_tensors or is null.

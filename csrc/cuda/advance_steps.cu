@@ -24,11 +24,11 @@ __global__ void __launch_bounds__(kThreads)
 TensorScalars<float>* advance_steps(const Context& context, const StepCall& call) {
   auto* scalars = static_cast<TensorScalars<float>*>(call.workspace);
   int64_t first = 0;
-  for_each_table<1>(one_element_lists(call, {&call.steps}), [&](const auto& table) {
+  for_each_table<1>(context, one_element_lists(call, {&call.steps}), [&](const auto& table) {
     constexpr auto kernel = &advance_steps_kernel<std::decay_t<decltype(table)>>;
     const int blocks = (table.count + kThreads - 1) / kThreads;
     AMPCTX_LAUNCH(kernel, blocks, kThreads, context.stream, table, call.found_inf, call.rule, first, scalars);
-    first += table.offset[table.count];
+    first += table.elements();
   });
   return scalars;
 }

@@ -1,19 +1,21 @@
-// Packs tensor lists into kernel parameters and launches over them.
+// Packs tensor lists into tables and launches over them.
 //
 // A Table travels by value in the parameters of a kernel: no copy to the device, no memory to keep alive. It holds
 // pointers and the prefix sums of the element counts, so that the tensors form one line of elements. A grid that just
 // fills the GPU divides that line into equal shares (Split): neither one huge tensor nor thousands of tiny ones leave a
-// multiprocessor idle. Lists longer than a table take several launches. pack() and split() are plain host functions; a
-// test runs them on sizes beyond 2^31.
+// multiprocessor idle. Lists longer than parameters can hold are copied to the device, for one launch too
+// (DeviceTable); while a CUDA graph is captured, which keeps parameters and no such copy, they take several launches.
+// pack() and split() are plain host functions; a test runs them on sizes beyond 2^31.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 
-#include "../error.h"
 #include "../ops.h"
+#include "staging.h"
 
 // The emulation (tests/cuda_emulation) runs the same files on the CPU and replaces only this.
 #ifndef AMPCTX_LAUNCH
@@ -25,10 +27,6 @@
 #endif
 
 namespace ampctx::cuda {
-
-inline void check_cuda(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) fail("ampctx: ", what, ": ", cudaGetErrorString(error));
-}
 
 #ifndef AMPCTX_THREADS
 #define AMPCTX_THREADS 256
@@ -55,6 +53,22 @@ struct Table {
   void* pointer[depth][kCapacity];
   DType dtype[depth];
   int32_t count;
+
+  __host__ __device__ int64_t elements() const { return offset[count]; }
+};
+
+// The same in memory of the device, which the host must not follow.
+template <int depth>
+struct DeviceTable {
+  static constexpr int kDepth = depth;
+
+  const int64_t* offset;
+  void* const* pointer[depth];
+  DType dtype[depth];
+  int32_t count;
+  int64_t total;
+
+  __host__ __device__ int64_t elements() const { return total; }
 };
 
 template <int depth>
@@ -75,6 +89,30 @@ int64_t pack(const TensorLists& lists, int64_t first, Table<depth, bytes>& table
   }
   for (int list = 0; list < depth; ++list) table.dtype[list] = lists.dtype[list];
   return last;
+}
+
+// Copies the lists to the device, without waiting for it.
+template <int depth>
+DeviceTable<depth> copy_table(const Context& context, const TensorLists& lists) {
+  static_assert(sizeof(void*) == sizeof(int64_t));
+  const int64_t count = lists.size(), words = (1 + depth) * count + 1;
+  auto* const memory = static_cast<int64_t*>(context.allocate(context.owner, words * sizeof(int64_t)));
+  DeviceTable<depth> table;
+  table.count = static_cast<int32_t>(count);
+  table.offset = memory;
+  for (int list = 0; list < depth; ++list) {
+    table.pointer[list] = reinterpret_cast<void* const*>(memory + count + 1 + list * count);
+    table.dtype[list] = lists.dtype[list];
+  }
+  Staging::of(context.device).copy(memory, words, static_cast<cudaStream_t>(context.stream), [&](int64_t* staged) {
+    staged[0] = 0;
+    for (int64_t t = 0; t < count; ++t) staged[t + 1] = staged[t] + lists.numel[t];
+    table.total = staged[count];
+    for (int list = 0; list < depth; ++list) {
+      std::memcpy(staged + count + 1 + list * count, lists.pointer[list].data(), count * sizeof(void*));
+    }
+  });
+  return table;
 }
 
 // Block b takes the elements [b * share, (b + 1) * share); every block has at least one.
@@ -104,9 +142,13 @@ int resident_blocks(int device) {
   return blocks;
 }
 
-// Calls launch(table) for successive parts of the lists.
+// Calls launch(table) for the lists, or for successive parts of them.
 template <int depth, class Launch>
-void for_each_table(const TensorLists& lists, const Launch& launch) {
+void for_each_table(const Context& context, const TensorLists& lists, const Launch& launch) {
+  if (lists.size() > LargeTable<depth>::kCapacity && !is_capturing(static_cast<cudaStream_t>(context.stream))) {
+    launch(copy_table<depth>(context, lists));
+    return;
+  }
   for (int64_t first = 0; first < lists.size();) {
     if (lists.size() - first <= SmallTable<depth>::kCapacity) {
       SmallTable<depth> table;
@@ -136,7 +178,7 @@ __host__ __device__ inline int find_tensor(const Table& table, int64_t position)
 template <class Table, class Visit>
 __device__ inline void for_each_segment(const Table& table, int64_t share, const Visit& visit) {
   int64_t position = blockIdx.x * share;
-  const int64_t total = table.offset[table.count];
+  const int64_t total = table.elements();
   const int64_t end = position + share < total ? position + share : total;
   for (int tensor = find_tensor(table, position); position < end; ++tensor) {
     const int64_t stop = end < table.offset[tensor + 1] ? end : table.offset[tensor + 1];

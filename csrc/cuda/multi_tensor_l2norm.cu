@@ -56,10 +56,10 @@ template <int depth>
 int64_t launch_partial(const Context& context, const TensorLists& lists, FoundInf found_inf, Factor inv_scale,
                        float* partial) {
   int64_t pieces = 0;
-  for_each_table<depth>(lists, [&](const auto& table) {
+  for_each_table<depth>(context, lists, [&](const auto& table) {
     using Table = std::decay_t<decltype(table)>;
     constexpr auto kernel = &l2norm_partial_kernel<Table>;
-    const Split grid = split(table.offset[table.count], resident_blocks<kernel>(context.device));
+    const Split grid = split(table.elements(), resident_blocks<kernel>(context.device));
     AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, found_inf, KernelFactor(inv_scale),
                   partial + pieces);
     if constexpr (depth == 2) {

@@ -90,7 +90,7 @@ template <Walk walk, bool extras, class Table>
 int64_t launch_walk(const Context& context, const Table& table, const LambParameters& parameters,
                     const TensorScalars<float>* scalars) {
   constexpr auto kernel = &lamb_kernel<walk, extras, Table>;
-  const Split grid = split(table.offset[table.count], resident_blocks<kernel>(context.device));
+  const Split grid = split(table.elements(), resident_blocks<kernel>(context.device));
   AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, parameters, scalars);
   return grid.share;
 }
@@ -101,7 +101,7 @@ void launch_lamb(const Context& context, const StepCall& call, const LambOptions
   const LambParameters parameters{StepParameters(call), KernelFactor(global_grad_norm), Lamb<float>(options),
                                   workspace.norms, workspace.partial};
   const TensorScalars<float>* scalars = advance_steps(context, call);
-  for_each_table<4 + extras>(call.lists, [&](const auto& table) {
+  for_each_table<4 + extras>(context, call.lists, [&](const auto& table) {
     if (options.has_ratio()) {
       const int64_t share = launch_walk<Walk::moments, extras>(context, table, parameters, scalars);
       launch_layer_norms<L2Norm, 2>(context, table, share, call.found_inf, workspace.partial, workspace.norms);

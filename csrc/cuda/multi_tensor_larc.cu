@@ -55,11 +55,11 @@ __global__ void __launch_bounds__(kThreads)
 
 void larc(const Context& context, const OptimizerCall& call, const LarcOptions& options) {
   const NormsWorkspace workspace(call, 2);
-  for_each_table<2>(call.lists, [&](const auto& table) {
+  for_each_table<2>(context, call.lists, [&](const auto& table) {
     using Table = std::decay_t<decltype(table)>;
     constexpr auto norms_kernel = &larc_norms_kernel<Table>;
     constexpr auto kernel = &larc_kernel<Table>;
-    const int64_t elements = table.offset[table.count];
+    const int64_t elements = table.elements();
     const Split pieces = split(elements, resident_blocks<norms_kernel>(context.device));
     AMPCTX_LAUNCH(norms_kernel, pieces.blocks, kThreads, context.stream, table, pieces.share, call.found_inf,
                   KernelFactor(call.inv_scale), workspace.partial);

@@ -35,9 +35,9 @@ template <class Norm>
 const float* gradient_norms(const Context& context, const StepCall& call) {
   const NormsWorkspace workspace(call, 1);
   float* norms = workspace.norms;
-  for_each_table<1>(call.lists, [&](const auto& table) {
+  for_each_table<1>(context, call.lists, [&](const auto& table) {
     constexpr auto kernel = &gradient_norm_kernel<Norm, std::decay_t<decltype(table)>>;
-    const Split grid = split(table.offset[table.count], resident_blocks<kernel>(context.device));
+    const Split grid = split(table.elements(), resident_blocks<kernel>(context.device));
     AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, call.found_inf,
                   KernelFactor(call.inv_scale), workspace.partial);
     launch_layer_norms<Norm, 1>(context, table, grid.share, call.found_inf, workspace.partial, norms);
@@ -70,11 +70,11 @@ void novograd(const Context& context, const StepCall& call, const NovoGradOption
   const float* const norms =
       options.inf_norm ? gradient_norms<MaxNorm>(context, call) : gradient_norms<L2Norm>(context, call);
   int64_t first = 0;
-  for_each_table<2>(one_element_lists(call, {&call.steps, &exp_avg_sqs}), [&](const auto& table) {
+  for_each_table<2>(context, one_element_lists(call, {&call.steps, &exp_avg_sqs}), [&](const auto& table) {
     constexpr auto kernel = &blend_norms_kernel<std::decay_t<decltype(table)>>;
     const int blocks = (table.count + kThreads - 1) / kThreads;
     AMPCTX_LAUNCH(kernel, blocks, kThreads, context.stream, table, call.found_inf, optimizer, first, norms, scalars);
-    first += table.offset[table.count];
+    first += table.elements();
   });
   update(context, call, scalars, optimizer);
 }

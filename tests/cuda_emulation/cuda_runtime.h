@@ -26,8 +26,12 @@
 #define blockIdx (::cuda_emulation::executor().block)
 
 using cudaStream_t = void*;
-enum cudaError_t { cudaSuccess = 0 };
+enum cudaError_t { cudaSuccess = 0, cudaErrorNotReady = 600 };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1 };
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
+enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeRelaxed = 2 };
+enum { cudaEventDisableTiming = 2, cudaHostAllocPortable = 1 };
 
 inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
 
@@ -43,6 +47,29 @@ inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaSt
   memset(memory, value, bytes);
   return cudaSuccess;
 }
+
+// Copies are over at once; an event says so unless a test has it not to.
+struct cudaEvent_t {};
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+  memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
+  ++::cuda_emulation::executor().pinned;
+  return *memory = malloc(bytes), cudaSuccess;
+}
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t*, unsigned) { return cudaSuccess; }
+inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaEventQuery(cudaEvent_t) {
+  return ::cuda_emulation::executor().are_copies_under_way ? cudaErrorNotReady : cudaSuccess;
+}
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  const bool captures = ::cuda_emulation::executor().is_capturing;
+  return *status = captures ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone, cudaSuccess;
+}
+inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
 
 inline void __syncthreads() { ::cuda_emulation::wait_for_block(); }
 

@@ -52,6 +52,10 @@ struct Fiber {
 
 struct Executor {
   int64_t launches = 0;  // of this thread, since it began
+  int64_t pinned = 0;    // how often it has asked for pinned memory
+  // What tests have the runtime say.
+  bool is_capturing = false;
+  bool are_copies_under_way = false;
   std::vector<std::unique_ptr<Fiber>> fibers;
   Fiber* current = nullptr;
   jmp_buf scheduler;

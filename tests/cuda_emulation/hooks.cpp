@@ -43,9 +43,17 @@ __attribute__((visibility("default"))) void ampctx_test_cut(const int64_t* numel
   lists.dtype = {DType::f16, DType::f32};
   lists.numel.assign(numel, numel + tensors);
   for (int list = 0; list < lists.depth; ++list) lists.pointer[list].resize(static_cast<size_t>(tensors));
+  std::vector<int64_t> memory;
+  Context context;
+  context.owner = &memory;
+  context.allocate = [](void* owner, int64_t bytes) -> void* {
+    auto& memory = *static_cast<std::vector<int64_t>*>(owner);
+    memory.resize(static_cast<size_t>(bytes) / sizeof(int64_t));
+    return memory.data();
+  };
   int64_t launch = 0, first = 0;
-  for_each_table<2>(lists, [&](const auto& table) {
-    const Split grid = split(table.offset[table.count], max_blocks);
+  for_each_table<2>(context, lists, [&](const auto& table) {
+    const Split grid = split(table.elements(), max_blocks);
     for (int block = 0; block < grid.blocks; ++block) {
       cuda_emulation::executor().block = {static_cast<unsigned>(block)};
       for_each_segment(table, grid.share, [&](int tensor, int64_t begin, int64_t size) {
@@ -56,6 +64,14 @@ __attribute__((visibility("default"))) void ampctx_test_cut(const int64_t* numel
     first += table.count;
   });
 }
+
+// Whether this thread's stream is capturing, and whether its copies to the device are under way.
+__attribute__((visibility("default"))) void ampctx_test_runtime(int is_capturing, int are_copies_under_way) {
+  cuda_emulation::executor().is_capturing = is_capturing != 0;
+  cuda_emulation::executor().are_copies_under_way = are_copies_under_way != 0;
+}
+
+__attribute__((visibility("default"))) int64_t ampctx_test_pinned() { return cuda_emulation::executor().pinned; }
 
 // How many kernels this thread has launched.
 __attribute__((visibility("default"))) int64_t ampctx_test_launches() { return cuda_emulation::executor().launches; }
