@@ -23,7 +23,8 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -158,6 +159,10 @@ def _nesting() -> int:
     # Both in one go: an interrupt between two lines would leave this thread in a block for good.
     _, depth = map(type(up).__call__, (up, down))
     return depth + _ambient.suspended
+
+
+def _call_all(functions: Iterable[functools.partial]) -> None:
+    deque(map(functools.partial.__call__, functions), maxlen=0)  # in one go
 
 
 class _ThreadState(threading.local):
@@ -359,19 +364,25 @@ class Autocast:
         outer, suspended = thread.suspensions, _ambient.suspended
         types_here = sorted({*self.device_types, *(d for a in _ambient.entries for d in a.device_types)})
         wanted = {d: self._wanted(d) for d in types_here}
+        call = functools.partial
+        undo = [call(setattr, thread, "suspensions", outer), call(setattr, _ambient, "suspended", suspended)]
+        for d in types_here:
+            undo.append(call(torch.set_autocast_enabled, d, torch.is_autocast_enabled(d)))
+            undo.append(call(torch.set_autocast_dtype, d, torch.get_autocast_dtype(d)))
+        undo.append(call(torch.clear_autocast_cache))  # weights may have been stepped inside
         # Not through torch.autocast: that costs more, twice in each iteration, and an interrupt that comes while it is
-        # being entered or left keeps it from restoring what was there. All that is put back is on record first.
-        with ExitStack() as stack:
-            stack.callback(torch.clear_autocast_cache)  # weights may have been stepped inside
-            for d in types_here:
-                stack.callback(torch.set_autocast_dtype, d, torch.get_autocast_dtype(d))
-                stack.callback(torch.set_autocast_enabled, d, torch.is_autocast_enabled(d))
-            stack.callback(setattr, _ambient, "suspended", suspended)
-            stack.callback(setattr, thread, "suspensions", outer)
-            thread.suspensions, _ambient.suspended = (*outer, wanted), True
-            for d in types_here:
-                torch.set_autocast_enabled(d, False)
-            yield
+        # being entered or left keeps it from restoring what was there. One that comes in one of these two restores
+        # finds the other.
+        try:
+            try:
+                thread.suspensions, _ambient.suspended = (*outer, wanted), True
+                for d in types_here:
+                    torch.set_autocast_enabled(d, False)
+                yield
+            finally:
+                _call_all(undo)
+        finally:
+            _call_all(undo)
 
     @contextmanager
     def resumed(self) -> Iterator[None]:

@@ -23,6 +23,8 @@ from ampctx.distributed import maximum_over_ranks
 from ampctx.foreach import PerDevice, move
 
 _FP32 = torch.finfo(torch.float32)
+# As it is in torch: a user may register casts for the name.
+_divide = torch.div
 DYNAMIC = "dynamic"
 DYNAMIC_INIT_SCALE = 2.0**16
 
@@ -201,7 +203,7 @@ class LossScale:
         if self._inverse is None:
             # Not by reciprocal, for which casts on the CPU take a way through Python.
             one = torch.tensor(1.0, dtype=torch.float32, device="cpu")
-            self._inverse = PerDevice(torch.div(one, self.scale))
+            self._inverse = PerDevice(_divide(one, self.scale))
         return self._inverse
 
     def tell(self, found_inf: Tensor) -> None:

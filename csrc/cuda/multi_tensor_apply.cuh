@@ -4,7 +4,8 @@
 // pointers and the prefix sums of the element counts, so that the tensors form one line of elements. A grid that just
 // fills the GPU divides that line into equal shares (Split): neither one huge tensor nor thousands of tiny ones leave a
 // multiprocessor idle. Lists longer than parameters can hold are copied to the device, for one launch too
-// (DeviceTable); while a CUDA graph is captured, which keeps parameters and no such copy, they take several launches.
+// (DeviceTable); without memory for that, and while a CUDA graph is captured, which keeps parameters and no such copy,
+// they take several launches.
 // pack() and split() are plain host functions; a test runs them on sizes beyond 2^31.
 #pragma once
 
@@ -13,6 +14,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <optional>
 
 #include "../ops.h"
 #include "staging.h"
@@ -146,8 +148,13 @@ int resident_blocks(int device) {
 template <int depth, class Launch>
 void for_each_table(const Context& context, const TensorLists& lists, const Launch& launch) {
   if (lists.size() > LargeTable<depth>::kCapacity && !is_capturing(static_cast<cudaStream_t>(context.stream))) {
-    launch(copy_table<depth>(context, lists));
-    return;
+    std::optional<DeviceTable<depth>> table;
+    try {
+      table = copy_table<depth>(context, lists);
+    } catch (const std::exception&) {
+      // No memory for it: a call that may have begun is ended with what needs none.
+    }
+    if (table) return launch(*table);
   }
   for (int64_t first = 0; first < lists.size();) {
     if (lists.size() - first <= SmallTable<depth>::kCapacity) {

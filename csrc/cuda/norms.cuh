@@ -4,7 +4,8 @@
 // block (leave_piece). A step along the line of elements changes the block or the tensor, so block + tensor numbers the
 // pieces; where both change at once a number is left out, and its place gets 0. A second kernel joins the pieces of a
 // tensor in fp64, one warp for each (norm_of_pieces). The order is fixed and there are no float atomics: two runs on
-// one device agree to the last bit.
+// one device agree to the last bit. (Longer lists than a table holds are cut in other places while a graph is
+// captured.)
 #pragma once
 
 #include "../functors/l2norm.h"

@@ -12,7 +12,9 @@
 namespace ampctx::cuda {
 
 inline void check_cuda(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) fail("ampctx: ", what, ": ", cudaGetErrorString(error));
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // or the next launch, anybody's, reports it
+  fail("ampctx: ", what, ": ", cudaGetErrorString(error));
 }
 
 // In whose scope a call that asks for memory or about an event does no harm to a graph that another thread captures.
@@ -71,8 +73,8 @@ class Staging {
     }
     Piece piece;
     for (piece.bytes = 1 << 16; piece.bytes < bytes;) piece.bytes *= 2;
-    check_cuda(cudaEventCreateWithFlags(&piece.copied, cudaEventDisableTiming), "cudaEventCreateWithFlags");
     check_cuda(cudaHostAlloc(&piece.memory, piece.bytes, cudaHostAllocPortable), "pinned memory for a table");
+    check_cuda(cudaEventCreateWithFlags(&piece.copied, cudaEventDisableTiming), "cudaEventCreateWithFlags");
     pieces_.push_back(piece);
     return pieces_.back();
   }

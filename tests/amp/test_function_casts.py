@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ampctx import AmpTypeError, AmpValueError
+from ampctx.amp import AmpSession
 from ampctx.amp.autocast import Autocast
 from ampctx.amp.function_casts import FunctionCasts
 
@@ -418,6 +419,21 @@ def test_sigmoid_in_fp32_makes_bce_usable():
     finally:
         for undo in reversed(undos):
             undo()
+
+
+def test_what_amp_computes_for_itself_is_not_cast():
+    """The loss scale and its inverse are fp32 whatever the user has registered."""
+    session = AmpSession()
+    for name in ("div", "mul", "reciprocal"):
+        session.register_half_function(torch, name)
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    _, optimizer = session.initialize(nn.ParameterList([weight]), optimizer, opt_level="O1", verbosity=0)
+    with session.scale_loss(weight.sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    session.reset()
+    assert torch.equal(weight.detach(), torch.full((4,), 0.5))
 
 
 def test_torch_compile(casts):

@@ -26,7 +26,7 @@
 #define blockIdx (::cuda_emulation::executor().block)
 
 using cudaStream_t = void*;
-enum cudaError_t { cudaSuccess = 0, cudaErrorNotReady = 600 };
+enum cudaError_t { cudaSuccess = 0, cudaErrorMemoryAllocation = 2, cudaErrorNotReady = 600 };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1 };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
@@ -55,6 +55,7 @@ inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cud
   return cudaSuccess;
 }
 inline cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) {
+  if (::cuda_emulation::executor().has_no_pinned_memory) return cudaErrorMemoryAllocation;
   ++::cuda_emulation::executor().pinned;
   return *memory = malloc(bytes), cudaSuccess;
 }

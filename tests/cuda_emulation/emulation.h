@@ -56,6 +56,7 @@ struct Executor {
   // What tests have the runtime say.
   bool is_capturing = false;
   bool are_copies_under_way = false;
+  bool has_no_pinned_memory = false;
   std::vector<std::unique_ptr<Fiber>> fibers;
   Fiber* current = nullptr;
   jmp_buf scheduler;

@@ -65,10 +65,12 @@ __attribute__((visibility("default"))) void ampctx_test_cut(const int64_t* numel
   });
 }
 
-// Whether this thread's stream is capturing, and whether its copies to the device are under way.
-__attribute__((visibility("default"))) void ampctx_test_runtime(int is_capturing, int are_copies_under_way) {
+// Whether this thread's stream is capturing, its copies to the device are under way, and there is no pinned memory.
+__attribute__((visibility("default"))) void ampctx_test_runtime(int is_capturing, int are_copies_under_way,
+                                                                int has_no_pinned_memory) {
   cuda_emulation::executor().is_capturing = is_capturing != 0;
   cuda_emulation::executor().are_copies_under_way = are_copies_under_way != 0;
+  cuda_emulation::executor().has_no_pinned_memory = has_no_pinned_memory != 0;
 }
 
 __attribute__((visibility("default"))) int64_t ampctx_test_pinned() { return cuda_emulation::executor().pinned; }

@@ -1,6 +1,7 @@
 """An exception anywhere leaves the next iteration as if the interrupted one had never begun."""
 
 import signal
+import sys
 import time
 
 import pytest
@@ -315,6 +316,44 @@ def test_casts_come_back_though_they_were_switched_off_half_way(train, level, mo
     monkeypatch.undo()
     assert torch.is_autocast_enabled("cpu")
     assert training.model(torch.ones(2, 4)).dtype != torch.float32
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_casts_come_back_wherever_an_interrupt_comes(train, level):
+    """At each line of entering and leaving, those of the standard library too."""
+    training, tracer = train(level), sys.gettrace()
+
+    def is_interrupted(at):
+        lines = 0
+
+        def local(frame, event, argument):
+            nonlocal lines
+            lines += event == "line"
+            if event == "line" and lines == at:
+                raise KeyboardInterrupt
+            return local
+
+        sys.settrace(lambda *_: local)
+        try:
+            with training.session.disable_casts():
+                assert not torch.is_autocast_enabled("cpu")
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(tracer)
+        return False
+
+    at = 1
+    while is_interrupted(at):
+        assert torch.is_autocast_enabled("cpu"), at
+        with training.session.disable_casts(), training.session.disable_casts():
+            assert not torch.is_autocast_enabled("cpu")
+        assert torch.is_autocast_enabled("cpu"), at
+        at += 1
+    assert at > 30
+    never, _ = references(train, level, "plain")
+    training.iterate(1)
+    assert same(finished(training), never)
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
