@@ -24,7 +24,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -161,7 +161,7 @@ def _nesting() -> int:
     return depth + _ambient.suspended
 
 
-def _call_all(functions: Iterable[functools.partial]) -> None:
+def _call_all(functions: Sequence[functools.partial]) -> None:
     deque(map(functools.partial.__call__, functions), maxlen=0)  # in one go
 
 

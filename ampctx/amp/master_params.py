@@ -44,19 +44,11 @@ def _members(optimizer: Any) -> list[Tensor]:
 
 
 class _WriteCounts:
-    """What tells whether somebody has written to tensors since: their versions, and where their memory is.
+    """What tells whether somebody has written to tensors since: their versions, and where their memory is."""
 
-    ``before``: earlier counts of the same tensors, whose addresses hold; one that does not is found to have changed.
-    """
-
-    def __init__(self, params: list[Tensor], before: _WriteCounts | None = None) -> None:
+    def __init__(self, params: list[Tensor]) -> None:
         self._params = params
-        self._addresses: list[int]
-        self._versions = list(map(version_of, params))
-        if before is not None and len(params) == len(before._params) and same(params, before._params):
-            self._addresses = before._addresses
-        else:
-            self._addresses = list(map(Tensor.data_ptr, params))
+        self._versions, self._addresses = list(map(version_of, params)), list(map(Tensor.data_ptr, params))
 
     def changed(self, since: _WriteCounts) -> list[Tensor]:
         """The tensors that both know, and that were written to."""
@@ -116,8 +108,8 @@ class MasterParams:
         self._low: set[int] = set()
         # What the groups held when they were last looked at.
         self._members: list[Tensor] = []
-        # Of the 16-bit weights when they were made from their masters, and when they were last looked at.
-        self._written = self._looked_at = _WriteCounts([])
+        # Of the 16-bit weights when they were made from their masters.
+        self._written = _WriteCounts([])
         # Names of parameters that have joined with a gradient, which was dropped: for somebody to tell the user.
         self.dropped_grads: list[str] = []
         self._may_disagree = True
@@ -346,7 +338,7 @@ class MasterParams:
 
     def mark_written(self) -> None:
         """Notes that the 16-bit weights are what their masters round to."""
-        self._written = _WriteCounts([p for p, _ in self.pairs], self._looked_at)
+        self._written = _WriteCounts([p for p, _ in self.pairs])
 
     @without_grad
     def overwritten(self) -> list[str]:
@@ -356,8 +348,7 @@ class MasterParams:
         """
         if self._may_disagree:
             return []  # the masters are about to follow
-        self._looked_at = _WriteCounts([p for p, _ in self.pairs])
-        changed = self._looked_at.changed(self._written)
+        changed = _WriteCounts([p for p, _ in self.pairs]).changed(self._written)
         if not changed or (changed[0].is_cuda and torch.cuda.is_current_stream_capturing()):
             return []
         which = set(map(id, changed))

@@ -5,8 +5,7 @@
 // fills the GPU divides that line into equal shares (Split): neither one huge tensor nor thousands of tiny ones leave a
 // multiprocessor idle. Lists longer than parameters can hold are copied to the device, for one launch too
 // (DeviceTable); without memory for that, and while a CUDA graph is captured, which keeps parameters and no such copy,
-// they take several launches.
-// pack() and split() are plain host functions; a test runs them on sizes beyond 2^31.
+// they take several launches. pack() and split() are plain host functions; a test runs them on sizes beyond 2^31.
 #pragma once
 
 #include <cuda_runtime.h>
