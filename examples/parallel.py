@@ -22,6 +22,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
+
+# DistributedDataParallel imports it too, but where there is a default group already, which then is the default of its
+# functions' arguments: the group outlives destroy_process_group, and its threads do. One of gloo's that gives back a
+# tensor while Python shuts down ends the process with SIGABRT.
+import torch.distributed.nn
 import torch.nn.functional as F
 from digits import accuracy, load_digits
 from torch import Tensor, nn
