@@ -5,7 +5,7 @@ so that the file binds to whichever torch is imported. Environment:
 
     AMPCTX_CUDA        auto (default: CUDA kernels when nvcc is found), 1 (nvcc must be there), 0 (no CUDA kernels)
     AMPCTX_CUDA_ARCHS  compute capabilities, such as "80,90"; default: the first of each generation that nvcc knows,
-                       from 75 up. PTX of the last one is added
+                       from 75 up. PTX is added for those after the last
     CXX                the C++ compiler (default: g++)
     CUDA_HOME          where CUDA is; default: the nvcc on PATH, then /usr/local/cuda
     AMPCTX_SANITIZE    1: the CPU kernels with AddressSanitizer and UBSan, which end the process at the first report.
@@ -95,15 +95,22 @@ class Nvcc:
         return subprocess.run([self.path, option], check=True, capture_output=True, text=True).stdout
 
     @property
+    def groups(self) -> list[list[int]]:
+        """Architectures that share one PTX, that of the first: nothing in csrc is for one of them alone, and nvcc 13
+        writes the same for each but for the header, with one of its compilers below 100 and the other from there on."""
+        return [group for group in ([a for a in self.archs if a < 100], [a for a in self.archs if a >= 100]) if group]
+
+    @property
     def targets(self) -> list[str]:
-        return [f"sm_{arch}" for arch in self.archs] + [f"compute_{self.archs[-1]}"]
+        return [f"sm_{arch}" for arch in self.archs] + [f"compute_{self.groups[-1][0]}"]
 
     def flags(self) -> list[str]:
         flags = [*COMMON_FLAGS, "--fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall"]
         if "--compress-mode" in self._ask("--help"):
             flags.append("--compress-mode=size")
-        for target in self.targets:
-            flags += ["-gencode", f"arch=compute_{target.partition('_')[2]},code={target}"]
+        for group in self.groups:
+            code = [target for target in self.targets if int(target.partition("_")[2]) in group]
+            flags += ["-gencode", f"arch=compute_{group[0]},code=[{','.join(code)}]"]
         return flags
 
 
@@ -126,10 +133,9 @@ def compile_all(cxx: str, nvcc: Nvcc | None, build: Path) -> list[str]:
             ]
         else:
             jobs.append((source, [cxx, *cxx_flags, *x86, *(info if source.name == "library.cpp" else [])], ""))
-    if nvcc:
-        jobs += [
-            (source, [nvcc.path, "-ccbin", cxx, *nvcc.flags()], "") for source in sorted((CSRC / "cuda").glob("*.cu"))
-        ]
+    if nvcc:  # these take longest: first, so that no core waits for the last of them
+        cuda = sorted((CSRC / "cuda").glob("*.cu"))
+        jobs = [(source, [nvcc.path, "-ccbin", cxx, *nvcc.flags()], "") for source in cuda] + jobs
 
     def compile_one(job: tuple[Path, list[str], str]) -> str:
         source, command, variant = job
