@@ -50,7 +50,7 @@ def build(folder: Path, *flags: str) -> Path:
 def _compile(library: Path, folder: Path, flags: tuple[str, ...]) -> None:
     cxx = os.environ.get("CXX", "g++")
     # _FORTIFY_SOURCE would take the jumps between fibers for a corrupt stack.
-    options = ["-x", "c++", "-std=c++17", "-O1", "-g", "-fPIC", "-fvisibility=hidden", "-U_FORTIFY_SOURCE"]
+    options = ["-x", "c++", "-std=c++17", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-U_FORTIFY_SOURCE"]
     options += ["-ffp-contract=off", "-Wno-unknown-pragmas", "-DAMPCTX_CUDA_EMULATION", f"-I{HERE}", *flags]
     options.append(f"-DAMPCTX_THREADS={THREADS_PER_BLOCK}")
     objects = [str(folder / f"{library.stem}_{source.name}_{os.getpid()}.o") for source in _sources()]

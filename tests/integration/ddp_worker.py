@@ -1,6 +1,6 @@
-"""One rank of two, for test_ddp.py: runs a scenario and prints what the ranks have to agree on.
+"""One rank of two, for test_ddp.py: runs scenarios and prints what the ranks have to agree on.
 
-python ddp_worker.py SCENARIO LEVEL RENDEZVOUS_FILE RANK
+python ddp_worker.py RENDEZVOUS_FILE RANK SCENARIO/LEVEL...
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampctx import amp, clip_grad_norm_, optimizers
 
-SCENARIO, LEVEL, FILE, RANK = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+FILE, RANK, CASES = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
 
 
 def model_of(seed):
@@ -34,13 +34,13 @@ def fingerprint(optimizer, model):
     return [w.hex() for w in torch.cat([weights, in_model]).tolist()]
 
 
-def plain(seed, steps=6, blocks=1, overflow=False, fused=False, **ddp):
+def plain(level, seed, steps=6, blocks=1, overflow=False, fused=False, **ddp):
     """``blocks`` backward passes per step, all but the last in no_sync; on rank 1, step 2 overflows if asked for."""
     model = model_of(seed)
     sgd = optimizers.FusedSGD if fused else torch.optim.SGD
     optimizer = sgd(model.parameters(), lr=0.1, momentum=0.9)
     scale = "dynamic" if overflow else 128.0
-    amp.initialize(model, optimizer, opt_level=LEVEL, loss_scale=scale, max_loss_scale=4096.0, verbosity=0)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=scale, max_loss_scale=4096.0, verbosity=0)
     wrapped = DistributedDataParallel(model, **ddp)
     for step in range(steps):
         optimizer.zero_grad()
@@ -59,12 +59,12 @@ def plain(seed, steps=6, blocks=1, overflow=False, fused=False, **ddp):
     return [*fingerprint(optimizer, model), amp.skipped_steps(optimizer), amp.state_dict()["loss_scaler0"]]
 
 
-def one_parameter_in_a_bucket_view():
+def one_parameter_in_a_bucket_view(level):
     """Blocks that accumulate without no_sync, into a bucket of exactly one gradient."""
     model = nn.Linear(4, 4, bias=False)
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    amp.initialize(model, optimizer, opt_level=LEVEL, loss_scale=8.0, verbosity=0)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     for value in (1.0, 2.0, 0.5):
         with amp.scale_loss(wrapped(torch.full((1, 4), value)).float().sum(), optimizer) as scaled_loss:
@@ -73,18 +73,24 @@ def one_parameter_in_a_bucket_view():
 
 
 SCENARIOS = {
-    "seeds": lambda: plain(seed=RANK),
-    "no-sync": lambda: plain(seed=0, blocks=3),
-    "bucket-views": lambda: plain(seed=0, blocks=2, gradient_as_bucket_view=True),
-    "overflow": lambda: plain(seed=0, overflow=True),
-    "fused": lambda: plain(seed=RANK, fused=True),
-    "fused-bucket-views": lambda: plain(seed=0, blocks=2, fused=True, gradient_as_bucket_view=True),
-    "fused-overflow": lambda: plain(seed=0, overflow=True, fused=True),
+    "seeds": lambda level: plain(level, seed=RANK),
+    "no-sync": lambda level: plain(level, seed=0, blocks=3),
+    "bucket-views": lambda level: plain(level, seed=0, blocks=2, gradient_as_bucket_view=True),
+    "overflow": lambda level: plain(level, seed=0, overflow=True),
+    "fused": lambda level: plain(level, seed=RANK, fused=True),
+    "fused-bucket-views": lambda level: plain(level, seed=0, blocks=2, fused=True, gradient_as_bucket_view=True),
+    "fused-overflow": lambda level: plain(level, seed=0, overflow=True, fused=True),
     "one-parameter": one_parameter_in_a_bucket_view,
 }
 
 dist.init_process_group("gloo", init_method=f"file://{FILE}", rank=RANK, world_size=2)
-print(json.dumps(SCENARIOS[SCENARIO]()), flush=True)
+results = {}
+for case in CASES:
+    scenario, level = case.split("/")
+    print(case, file=sys.stderr, flush=True)
+    results[case] = SCENARIOS[scenario](level)
+    amp.reset()
 dist.barrier()
+print(json.dumps(results), flush=True)
 # gloo's threads may still be there at exit, and end the process with an abort then.
 os._exit(0)

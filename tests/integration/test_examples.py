@@ -1,4 +1,7 @@
-"""The examples as a user runs them, in a short form: a process of their own, real training, the files they leave."""
+"""The examples as a user runs them, in a short form: a process of their own, real training, the files they leave.
+
+Other levels and optimizers run in forks of one process.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch
 
 pytest.importorskip("matplotlib", reason="the examples draw plots: pip install 'ampctx[examples]'")
 pytest.importorskip("tqdm", reason="the examples show a progress bar: pip install 'ampctx[examples]'")
-from example_runs import refusal, run
+from example_runs import Forks, forks, refusal, run
 from matplotlib import image
 
 LAST_LINE = re.compile(r"test accuracy ([\d.]+)% \| loss scale (\S+) \| skipped steps (\d+) of (\d+)$")
@@ -22,12 +25,28 @@ def digits(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     return run("digits.py", "--device", "cpu", *arguments, cwd=cwd)
 
 
-def result(done: subprocess.CompletedProcess[str]) -> tuple[float, float, int, int]:
+def last_line(printed: str) -> tuple[float, float, int, int]:
     """Test accuracy, loss scale, skipped steps and steps, from the last line that the example prints."""
-    assert done.returncode == 0, done.stderr
-    found = LAST_LINE.search(done.stdout.rstrip())
-    assert found, done.stdout
+    found = LAST_LINE.search(printed.rstrip())
+    assert found, printed
     return float(found[1]), float(found[2]), int(found[3]), int(found[4])
+
+
+def result(done: subprocess.CompletedProcess[str]) -> tuple[float, float, int, int]:
+    assert done.returncode == 0, done.stderr
+    return last_line(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with forks() as server:
+        yield server
+
+
+def forked(server: Forks, script: str, *arguments: object, cwd: Path) -> str:
+    status, printed = server.run(script, "--device", "cpu", *arguments, cwd=cwd)
+    assert status == 0, printed
+    return printed
 
 
 def share_of_colour(png: Path, red: int, green: int, blue: int) -> float:
@@ -77,13 +96,15 @@ def test_digits_checkpoint_holds_masters_and_scale(short_run):
     assert sorted(path.name for path in folder.iterdir()) == ["digits.png", "digits.pt"]
 
 
-def test_digits_resumed_run_equals_the_uninterrupted_one(short_run, tmp_path):
+def test_digits_resumed_run_equals_the_uninterrupted_one(short_run, server, tmp_path):
     folder, uninterrupted = short_run
-    result(digits("--epochs", 1, "--first-loss-scale", 2**24, "--checkpoint", "part.pt", cwd=tmp_path))
-    resumed = digits("--epochs", 3, "--resume", "part.pt", "--checkpoint", "part.pt", cwd=tmp_path)
+    part = ("--epochs", 1, "--first-loss-scale", 2**24, "--checkpoint", "part.pt")
+    forked(server, "digits.py", *part, cwd=tmp_path)
+    rest = ("--epochs", 3, "--resume", "part.pt", "--checkpoint", "part.pt")
+    resumed = forked(server, "digits.py", *rest, cwd=tmp_path)
 
-    assert "resumed part.pt after epoch 1" in resumed.stdout
-    assert result(resumed) == result(uninterrupted)
+    assert "resumed part.pt after epoch 1" in resumed
+    assert last_line(resumed) == result(uninterrupted)
     one, other = (torch.load(path, weights_only=True) for path in (folder / "digits.pt", tmp_path / "part.pt"))
     assert len(other["history"]["accuracy"]) == other["epoch"] == 3
     assert one["history"] == other["history"]
@@ -93,16 +114,18 @@ def test_digits_resumed_run_equals_the_uninterrupted_one(short_run, tmp_path):
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4", "O5"])
-def test_digits_trains_at(level, tmp_path):
-    accuracy, scale, skipped, _ = result(digits("--opt-level", level, "--epochs", 3, "--plot", "plot", cwd=tmp_path))
+def test_digits_trains_at(level, server, tmp_path):
+    arguments = ("--opt-level", level, "--epochs", 3, "--plot", "plot")
+    accuracy, scale, skipped, _ = last_line(forked(server, "digits.py", *arguments, cwd=tmp_path))
     assert accuracy >= (95.0 if level == "O3" else 97.0)
     assert (scale, skipped) == ((65536.0 / 2**skipped, skipped) if level == "O1" else (1.0, 0))
     assert (tmp_path / "plot").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("optimizer", ["FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedAdagrad", "SGD"])
-def test_digits_trains_with(optimizer, tmp_path):
-    accuracy, _, _, _ = result(digits("--optimizer", optimizer, "--epochs", 3, cwd=tmp_path))
+def test_digits_trains_with(optimizer, server, tmp_path):
+    arguments = ("--optimizer", optimizer, "--epochs", 3)
+    accuracy, _, _, _ = last_line(forked(server, "digits.py", *arguments, cwd=tmp_path))
     assert accuracy >= 96.0
 
 
@@ -160,26 +183,30 @@ BITS_LINE = re.compile(
 )
 
 
-def char_lm(*arguments: object, cwd: Path) -> re.Match[str]:
-    done = run("char_lm.py", "--device", "cpu", "--verbosity", 0, *arguments, cwd=cwd)
-    assert done.returncode == 0, done.stderr
-    found = BITS_LINE.search(done.stdout.rstrip())
-    assert found, done.stdout
-    assert "sample:\nThe " in done.stdout
+def bits(printed: str) -> re.Match[str]:
+    found = BITS_LINE.search(printed.rstrip())
+    assert found, printed
+    assert "sample:\nThe " in printed
     return found
 
 
+SMALL_LM = ("--verbosity", 0, "--layers", 1, "--context", 32, "--lr", 0.01)
+
+
 def test_char_lm_learns_at_o5(tmp_path):
-    found = char_lm("--steps", 60, "--eval-every", 20, "--plot", "lm.png", cwd=tmp_path)
+    arguments = ("--width", 64, "--steps", 120, "--eval-every", 60, "--plot", "lm.png")
+    done = run("char_lm.py", "--device", "cpu", *SMALL_LM, *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = bits(done.stdout)
     assert float(found[1]) < 4.0 < 6.0 < float(found[2])
-    assert (found[3], found[4], found[5]) == ("1", "0", "60")
+    assert (found[3], found[4], found[5]) == ("1", "0", "120")
     assert image.imread(tmp_path / "lm.png").shape[0] >= 400
     assert share_of_colour(tmp_path / "lm.png", 31, 119, 180) > 1e-4
 
 
-def test_char_lm_accumulates_at_o2_in_fp16(tmp_path):
-    small = ("--width", 32, "--layers", 1, "--context", 32, "--batch-size", 4, "--accumulate", 3, "--lr", 0.01)
-    found = char_lm("--opt-level", "O2", "--steps", 30, *small, cwd=tmp_path)
+def test_char_lm_accumulates_at_o2_in_fp16(server, tmp_path):
+    arguments = ("--width", 32, "--batch-size", 4, "--accumulate", 3, "--opt-level", "O2", "--steps", 30)
+    found = bits(forked(server, "char_lm.py", *SMALL_LM, *arguments, cwd=tmp_path))
     assert float(found[1]) < 5.2 < 6.0 < float(found[2])
     assert float(found[3]) == 65536 / 2 ** int(found[4])
 

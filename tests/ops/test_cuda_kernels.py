@@ -254,7 +254,7 @@ def test_no_access_out_of_bounds():
     sanitizer = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     if not Path(sanitizer).is_absolute():
         pytest.skip("this g++ comes without AddressSanitizer")
-    library = build(FOLDER, *SANITIZE)
+    library = build(FOLDER, *SANITIZE, "-O0")  # takes half as long to compile, and little is called
     paths = [str(TESTS / "ops"), str(TESTS / "cuda_emulation")]
     environment = {**os.environ, "LD_PRELOAD": sanitizer, "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", ADDRESSES, str(library), *paths]
@@ -280,8 +280,10 @@ def test_the_build_has_the_cuda_kernels():
         pytest.skip("built with AMPCTX_CUDA=0")
     assert ops.extension.build["cuda"], "built without nvcc though it is there: rebuild"
     archs = ops.extension.build["cuda_archs"]
-    assert archs[0].startswith("sm_")
+    assert all(arch.startswith("sm_") for arch in archs[:-1])
     assert archs[-1].startswith("compute_")
+    if not os.environ.get("AMPCTX_CUDA_ARCHS"):
+        assert {"sm_75", "sm_80", "sm_90"} <= set(archs)
     assert "cuda" in ops.extension.backends or not torch.version.cuda
 
 
