@@ -183,6 +183,50 @@ def cast(source: torch.dtype, target: torch.dtype) -> Callable[[Inputs], Op]:
     return make
 
 
+class Linked(torch.autograd.Function):
+    """A cast of a weight that has been made already, as a part of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, cast: Tensor) -> Tensor:
+        return cast.view_as(cast)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.float(), None
+
+
+def weight_casts(inputs: Inputs) -> Op:
+    """Weights as a forward at O1 takes them. Autocast casts each by itself, and ampctx leaves that to it. Beside it:
+    one call for all into memory that is kept, with what makes the graph lead back to each weight, and without."""
+    weights, casts, alone, linked = inputs.random(0), inputs.empty(torch.float16), [], []
+    held = ops.HeldTensors(weights), ops.HeldTensors(casts)
+    params = [weight.detach().requires_grad_() for weight in weights]
+
+    def one_call() -> None:
+        ops.multi_tensor_scale(*held, inputs.flag, 1.0)
+
+    def one_call_and_links() -> None:
+        one_call()
+        linked[:] = map(Linked.apply, params, casts)
+
+    def one_by_one() -> None:
+        alone[:] = [param.to(torch.float16) for param in params]
+
+    def values(tensors: list[Tensor]) -> list[Tensor]:
+        return [t.detach() for t in tensors]
+
+    return Op(
+        6,
+        {
+            "ampctx": Side(
+                "multi_tensor_scale, and an autograd.Function for each", one_call_and_links, lambda: values(linked)
+            ),
+            "torch": Side("Tensor.to, one by one", one_by_one, lambda: values(alone)),
+            "no graph": Side("multi_tensor_scale alone", one_call, lambda: casts),
+        },
+    )
+
+
 def step(name: str, peers: dict[str, tuple[Any, str]]) -> Callable[[Inputs], Op]:
     """The step of an optimizer, without scaling, on fp32 weights."""
 
@@ -211,6 +255,7 @@ def cases(optimizers: dict[str, dict[str, Any]]) -> Iterator[tuple[str, Callable
     yield "l2norm", l2norm
     yield "cast fp16 to fp32", cast(half, full)
     yield "cast fp32 to fp16", cast(full, half)
+    yield "weight casts", weight_casts
     for name, peers in optimizers.items():
         yield f"{name}.step", step(name, peers)
 
