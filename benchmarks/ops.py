@@ -196,8 +196,8 @@ class Linked(torch.autograd.Function):
 
 
 def weight_casts(inputs: Inputs) -> Op:
-    """Weights as a forward at O1 takes them. Autocast casts each by itself, and ampctx leaves that to it. Beside it:
-    one call for all into memory that is kept, with what makes the graph lead back to each weight, and without."""
+    """Weights as a forward at O1 takes them: ampctx leaves them to torch's autocast, which casts each by itself. Beside
+    it: one call for all into memory that is kept, with what makes the graph lead back to each weight, and without."""
     weights, casts, alone, linked = inputs.random(0), inputs.empty(torch.float16), [], []
     held = ops.HeldTensors(weights), ops.HeldTensors(casts)
     params = [weight.detach().requires_grad_() for weight in weights]
@@ -218,11 +218,11 @@ def weight_casts(inputs: Inputs) -> Op:
     return Op(
         6,
         {
-            "ampctx": Side(
-                "multi_tensor_scale, and an autograd.Function for each", one_call_and_links, lambda: values(linked)
+            "ampctx": Side("Tensor.to for each, as autocast does", one_by_one, lambda: values(alone)),
+            "one call": Side(
+                "multi_tensor_scale and an autograd.Function for each", one_call_and_links, lambda: values(linked)
             ),
-            "torch": Side("Tensor.to, one by one", one_by_one, lambda: values(alone)),
-            "no graph": Side("multi_tensor_scale alone", one_call, lambda: casts),
+            "one call, no graph": Side("multi_tensor_scale", one_call, lambda: casts),
         },
     )
 
