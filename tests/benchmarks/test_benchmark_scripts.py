@@ -93,10 +93,11 @@ def test_tail_fails_where_weights_differ(tmp_path, monkeypatch):
 def test_ops_writes_a_case_for_each_op(tmp_path):
     report = run(ops, tmp_path, "--model", "digits", "--rounds", 2, "--optimizer", ",".join(peers.OPTIMIZERS))
     check_spreads(report)
-    names = ["unscale", "scale", "axpby", "l2norm", "cast fp16 to fp32", "cast fp32 to fp16"]
+    names = ["unscale", "scale", "axpby", "l2norm", "cast fp16 to fp32", "cast fp32 to fp16", "weight casts"]
     assert list(report["cases"]) == names + [f"{name}.step" for name in peers.OPTIMIZERS]
     assert {name: report["cases"][name]["floor"]["bytes"] / 6138 for name in names} == {
         "unscale": 8, "scale": 8, "axpby": 12, "l2norm": 4, "cast fp16 to fp32": 6, "cast fp32 to fp16": 6,
+        "weight casts": 6,
     }  # fmt: skip
     assert report["cases"]["unscale"]["sides"]["torch"]["what"] == "torch.amp.GradScaler.unscale_"
 
