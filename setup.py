@@ -71,6 +71,8 @@ class Nvcc:
         chosen = os.environ.get("AMPCTX_CUDA_ARCHS")
         if chosen:
             self.archs = sorted(int(arch) for arch in re.findall(r"\d+", chosen))
+            if not self.archs:
+                raise CompileError(f"AMPCTX_CUDA_ARCHS={chosen!r}: expected compute capabilities, such as '80,90'")
             if unknown := set(self.archs) - set(known):
                 raise CompileError(f"AMPCTX_CUDA_ARCHS={chosen}: this nvcc knows {known}, not {sorted(unknown)}")
         else:  # code for the first of a generation runs on all of it
@@ -95,22 +97,25 @@ class Nvcc:
         return subprocess.run([self.path, option], check=True, capture_output=True, text=True).stdout
 
     @property
-    def groups(self) -> list[list[int]]:
-        """Architectures that share one PTX, that of the first: nothing in csrc is for one of them alone, and nvcc 13
-        writes the same for each but for the header, with one of its compilers below 100 and the other from there on."""
-        return [group for group in ([a for a in self.archs if a < 100], [a for a in self.archs if a >= 100]) if group]
+    def groups(self) -> list[list[str]]:
+        """Targets that share one PTX, that of the first: nothing in csrc is for one of them alone, and nvcc 13 writes
+        the same for each but for the header, with one compiler below 100 and another from there on. The last target is
+        the PTX itself."""
+        older, newer = ([a for a in self.archs if (a >= 100) == is_newer] for is_newer in (False, True))
+        groups = [[f"sm_{arch}" for arch in group] for group in (older, newer) if group]
+        groups[-1].append(groups[-1][0].replace("sm_", "compute_"))
+        return groups
 
     @property
     def targets(self) -> list[str]:
-        return [f"sm_{arch}" for arch in self.archs] + [f"compute_{self.groups[-1][0]}"]
+        return [target for group in self.groups for target in group]
 
     def flags(self) -> list[str]:
         flags = [*COMMON_FLAGS, "--fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall"]
         if "--compress-mode" in self._ask("--help"):
             flags.append("--compress-mode=size")
         for group in self.groups:
-            code = [target for target in self.targets if int(target.partition("_")[2]) in group]
-            flags += ["-gencode", f"arch=compute_{group[0]},code=[{','.join(code)}]"]
+            flags += ["-gencode", f"arch={group[0].replace('sm_', 'compute_')},code=[{','.join(group)}]"]
         return flags
 
 

@@ -116,6 +116,7 @@ def test_the_import_without_a_library(tmp_path):
 
 def build(folder, **environment):
     """Builds the library from a copy of the sources."""
+    folder.mkdir(exist_ok=True)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     shutil.copytree(ROOT / "csrc", folder / "csrc")
@@ -161,3 +162,6 @@ def test_an_unknown_architecture_is_an_error(tmp_path):
     result = build(tmp_path, AMPCTX_CUDA="1", AMPCTX_CUDA_ARCHS="75,30")
     assert result.returncode != 0
     assert re.search(r"AMPCTX_CUDA_ARCHS=75,30: this nvcc knows \[.*\], not \[30\]", result.stderr)
+    result = build(tmp_path / "named", AMPCTX_CUDA="1", AMPCTX_CUDA_ARCHS="hopper")
+    assert result.returncode != 0
+    assert "AMPCTX_CUDA_ARCHS='hopper': expected compute capabilities, such as '80,90'" in result.stderr
