@@ -1,6 +1,6 @@
-"""One rank of two, for test_ddp.py: runs scenarios and prints what the ranks have to agree on.
+"""One rank of two, for test_ddp.py: runs all scenarios and prints what the ranks have to agree on.
 
-python ddp_worker.py RENDEZVOUS_FILE RANK SCENARIO/LEVEL...
+python ddp_worker.py RENDEZVOUS_FILE RANKS RANK
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampctx import amp, clip_grad_norm_, optimizers
 
-FILE, RANK, CASES = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+FILE, RANKS, RANK = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 
 
 def model_of(seed):
@@ -83,14 +83,16 @@ SCENARIOS = {
     "one-parameter": one_parameter_in_a_bucket_view,
 }
 
-dist.init_process_group("gloo", init_method=f"file://{FILE}", rank=RANK, world_size=2)
+LEVELS = {"overflow": ("O1", "O2"), "fused-overflow": ("O1", "O2"), "one-parameter": ("O0", "O1", "O2")}
+
+dist.init_process_group("gloo", init_method=f"file://{FILE}", rank=RANK, world_size=RANKS)
 results = {}
-for case in CASES:
-    scenario, level = case.split("/")
-    print(case, file=sys.stderr, flush=True)
-    results[case] = SCENARIOS[scenario](level)
-    amp.reset()
-dist.barrier()
+for scenario, run in SCENARIOS.items():
+    for level in LEVELS.get(scenario, ("O0", "O1", "O2", "O5")):
+        print(scenario, level, file=sys.stderr, flush=True)
+        results[f"{scenario} {level}"] = run(level)
+        amp.reset()
+dist.barrier()  # before what is printed: more than a pipe holds, and one rank is read after the other
 print(json.dumps(results), flush=True)
 # gloo's threads may still be there at exit, and end the process with an abort then.
 os._exit(0)

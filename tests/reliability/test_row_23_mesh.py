@@ -14,7 +14,7 @@ EXACT, FP16, BF16 = 1e-6, 1e-3, 1e-2
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return run_ranks("mesh_worker.py", 2, tmp_path_factory.mktemp("mesh") / "rendezvous")
+    return run_ranks("reliability/mesh_worker.py", 2, tmp_path_factory.mktemp("mesh") / "rendezvous")
 
 
 def assert_trained(rank, name, tolerance):

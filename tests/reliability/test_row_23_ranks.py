@@ -20,12 +20,12 @@ HELD_SCALE = {"scale": START, "unskipped": 0}
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return run_ranks("agreement_worker.py", 2, tmp_path_factory.mktemp("two") / "rendezvous")
+    return run_ranks("reliability/agreement_worker.py", 2, tmp_path_factory.mktemp("two") / "rendezvous")
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    return run_ranks("agreement_worker.py", 4, tmp_path_factory.mktemp("four") / "rendezvous")
+    return run_ranks("reliability/agreement_worker.py", 4, tmp_path_factory.mktemp("four") / "rendezvous")
 
 
 @pytest.mark.parametrize("kind", ["plain", "torch-fused", "foreach", "ampctx"])

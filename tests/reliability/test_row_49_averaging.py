@@ -12,7 +12,7 @@ from ampctx.distributed import average_hook
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return run_ranks("averaging_worker.py", 2, tmp_path_factory.mktemp("ranks") / "rendezvous")
+    return run_ranks("reliability/averaging_worker.py", 2, tmp_path_factory.mktemp("ranks") / "rendezvous")
 
 
 @pytest.mark.parametrize("hook", ["torch", "default", "fp32", "fp32 afterwards", "four", "same type"])
