@@ -22,6 +22,11 @@ demo: $(VENV)/examples.done
 test: $(VENV)/test.done
 	OMP_NUM_THREADS=1 AMPCTX_REQUIRE_EXTENSION=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
+# The PTX inside the built library, executed on the CPU. Takes the cuobjdump of a CUDA toolkit; where there is none, it is
+# installed into .venv. Skipped without nvcc.
+test-ptx: $(VENV)/test.done $(if $(CUOBJDUMP),,$(VENV)/cuda-tools.done)
+	$(PY) tests/ptx/run.py $(ARGS)
+
 # Programs of other people that use apex, run through ampctx.compat. clients installs them, apart from what is in .venv.
 clients: $(VENV)/clients.done
 

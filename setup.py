@@ -5,7 +5,7 @@ so that the file binds to whichever torch is imported. Environment:
 
     AMPCTX_CUDA        auto (default: CUDA kernels when nvcc is found), 1 (nvcc must be there), 0 (no CUDA kernels)
     AMPCTX_CUDA_ARCHS  compute capabilities, such as "80,90"; default: the first of each generation that nvcc knows,
-                       from 75 up. PTX is added for those after the last
+                       from 75 up. PTX is added for those after the last, and for what compiles to other PTX
     CXX                the C++ compiler (default: g++)
     CUDA_HOME          where CUDA is; default: the nvcc on PATH, then /usr/local/cuda
     AMPCTX_SANITIZE    1: the CPU kernels with AddressSanitizer and UBSan, which end the process at the first report.
@@ -14,6 +14,7 @@ so that the file binds to whichever torch is imported. Environment:
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import re
@@ -99,12 +100,10 @@ class Nvcc:
     @property
     def groups(self) -> list[list[str]]:
         """Targets that share one PTX, that of the first: nothing in csrc is for one of them alone, and nvcc 13 writes
-        the same for each but for the header, with one compiler below 100 and another from there on. The last target is
-        the PTX itself."""
+        the same for each but for the header, with one compiler below 100 and another from there on. The last target of
+        a group is the PTX itself: for later GPUs, and so that `make test-ptx` runs what all code was made from."""
         older, newer = ([a for a in self.archs if (a >= 100) == is_newer] for is_newer in (False, True))
-        groups = [[f"sm_{arch}" for arch in group] for group in (older, newer) if group]
-        groups[-1].append(groups[-1][0].replace("sm_", "compute_"))
-        return groups
+        return [[*(f"sm_{arch}" for arch in group), f"compute_{group[0]}"] for group in (older, newer) if group]
 
     @property
     def targets(self) -> list[str]:
@@ -119,10 +118,18 @@ class Nvcc:
         return flags
 
 
+def source_digest(folder: Path = CSRC) -> str:
+    """What tells the sources of one build from those of another."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
 def compile_all(cxx: str, nvcc: Nvcc | None, build: Path) -> list[str]:
     """Compiles what is older than its sources, in parallel; returns the object files."""
     newest_header = max(path.stat().st_mtime for path in [Path(__file__), *CSRC.rglob("*.h"), *CSRC.rglob("*.cuh")])
-    info = []
+    info = [f'-DAMPCTX_SOURCE="{source_digest()}"']
     if nvcc:
         quoted = ", ".join(f'"{target}"' for target in nvcc.targets)
         info += ["-DAMPCTX_WITH_CUDA", f'-DAMPCTX_CUDA_VERSION="\\"{nvcc.version}\\""']
@@ -187,8 +194,9 @@ class AnyPythonWheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-sources = [str(path) for path in sorted(CSRC.rglob("*")) if path.suffix in (".cpp", ".cu", ".h", ".cuh")]
-setup(
-    ext_modules=[Extension("ampctx._ops", sources)],
-    cmdclass={"build_ext": BuildOps, "bdist_wheel": AnyPythonWheel},
-)
+if __name__ == "__main__":  # not where only source_digest is wanted
+    sources = [str(path) for path in sorted(CSRC.rglob("*")) if path.suffix in (".cpp", ".cu", ".h", ".cuh")]
+    setup(
+        ext_modules=[Extension("ampctx._ops", sources)],
+        cmdclass={"build_ext": BuildOps, "bdist_wheel": AnyPythonWheel},
+    )

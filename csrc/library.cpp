@@ -16,6 +16,10 @@
 #define AMPCTX_COMPILER "g++ " __VERSION__
 #endif
 
+#ifndef AMPCTX_SOURCE
+#define AMPCTX_SOURCE ""
+#endif
+
 #ifndef AMPCTX_CUDA_VERSION
 #define AMPCTX_CUDA_VERSION "null"
 #define AMPCTX_CUDA_ARCHS ""
@@ -228,9 +232,10 @@ AMPCTX_EXPORT int64_t ampctx_read_grads(PyObject* params, PyObject* grads, int w
 AMPCTX_EXPORT int ampctx_read_is_contiguous(int64_t number) { return ampctx::python_lists::is_contiguous(number); }
 
 AMPCTX_EXPORT const char* ampctx_build_info() {
-  static const std::string info = std::string("{\"compiler\": \"" AMPCTX_COMPILER "\", \"cuda\": " AMPCTX_CUDA_VERSION
-                                              ", \"cuda_archs\": [" AMPCTX_CUDA_ARCHS "], \"simd\": [") +
-                                  ampctx::cpu::simd_built() + "], \"simd_used\": \"" + ampctx::cpu::simd_used() + "\"}";
+  static const std::string info =
+      std::string("{\"compiler\": \"" AMPCTX_COMPILER "\", \"source\": \"" AMPCTX_SOURCE
+                  "\", \"cuda\": " AMPCTX_CUDA_VERSION ", \"cuda_archs\": [" AMPCTX_CUDA_ARCHS "], \"simd\": [") +
+      ampctx::cpu::simd_built() + "], \"simd_used\": \"" + ampctx::cpu::simd_used() + "\"}";
   return info.c_str();
 }
 #endif

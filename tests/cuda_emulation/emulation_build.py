@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import os
 import subprocess
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,42 +25,47 @@ def _sources() -> list[Path]:
     return [*sorted((csrc / "cuda").glob("*.cu")), csrc / "library.cpp", HERE / "hooks.cpp"]
 
 
-def _digest(flags: tuple[str, ...]) -> str:
+def _digest(flags: tuple[str, ...], folders: Iterable[Path]) -> str:
     digest = hashlib.sha256(repr((flags, torch.__version__)).encode())
-    for folder in (ROOT / "csrc", HERE):
+    for folder in (ROOT / "csrc", HERE, *folders):
         for path in sorted(folder.rglob("*")):
             if path.is_file() and path.suffix != ".pyc":
                 digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def build(folder: Path, *flags: str) -> Path:
+def build(folder: Path, *flags: str, threads: int = THREADS_PER_BLOCK, more: Sequence[Path] = ()) -> Path:
     """Compiles the emulation into ``folder`` unless it is there already, and returns the library's path.
 
-    Of several processes that need it, one compiles.
+    ``threads`` of a block; ``more`` C++ files of another folder, optimized. Of several processes that need it, one
+    compiles.
     """
-    library = folder / f"emulation_{_digest(flags)}.so"
+    flags = (*flags, f"-DAMPCTX_THREADS={threads}")
+    library = folder / f"emulation_{_digest(flags, {path.parent for path in more})}.so"
     folder.mkdir(parents=True, exist_ok=True)
     with open(library.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
-            _compile(library, folder, flags)
+            _compile(library, folder, flags, more)
     return library
 
 
-def _compile(library: Path, folder: Path, flags: tuple[str, ...]) -> None:
+def _compile(library: Path, folder: Path, flags: tuple[str, ...], more: Sequence[Path]) -> None:
     cxx = os.environ.get("CXX", "g++")
     # _FORTIFY_SOURCE would take the jumps between fibers for a corrupt stack.
     options = ["-x", "c++", "-std=c++17", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-U_FORTIFY_SOURCE"]
-    options += ["-ffp-contract=off", "-Wno-unknown-pragmas", "-DAMPCTX_CUDA_EMULATION", f"-I{HERE}", *flags]
-    options.append(f"-DAMPCTX_THREADS={THREADS_PER_BLOCK}")
-    objects = [str(folder / f"{library.stem}_{source.name}_{os.getpid()}.o") for source in _sources()]
-    commands = [[cxx, *options, "-c", str(s), "-o", o] for s, o in zip(_sources(), objects, strict=True)]
+    options += ["-ffp-contract=off", "-Wno-unknown-pragmas", "-DAMPCTX_CUDA_EMULATION", f"-I{HERE}"]
+    options += [flag for flag in flags if not flag.startswith("-Wl,")]
+    linked = [flag for flag in flags if flag.startswith(("-Wl,", "-f"))]
+    objects, commands = [], []
+    for source in [*_sources(), *more]:
+        objects.append(str(folder / f"{library.stem}_{source.parent.name}_{source.name}_{os.getpid()}.o"))
+        commands.append([cxx, *options, *(["-O2"] if source in more else []), "-c", str(source), "-o", objects[-1]])
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(_run, commands))
     torch_lib = Path(torch.__file__).parent / "lib"
     unfinished = str(library.with_suffix(f".{os.getpid()}"))  # an interrupted build leaves no library
-    _run([cxx, "-shared", *flags, *objects, "-o", unfinished, f"-L{torch_lib}", "-Wl,--no-as-needed", "-ltorch"])
+    _run([cxx, "-shared", *linked, *objects, "-o", unfinished, f"-L{torch_lib}", "-Wl,--no-as-needed", "-ltorch"])
     os.replace(unfinished, library)
     for path in objects:
         Path(path).unlink()
@@ -71,7 +77,7 @@ def _run(command: list[str]) -> None:
         raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr}")
 
 
-def load(path: Path, namespace: str) -> ctypes.CDLL:
+def load(path: Path | str, namespace: str) -> ctypes.CDLL:
     """Loads the library and registers its kernels for CPU tensors in ``namespace``."""
     library = ctypes.CDLL(str(path))
     if code := library.ampctx_register_emulated(namespace.encode()):

@@ -16,9 +16,12 @@ from ampctx import ops
 def emulation():
     """The library of emulated CUDA kernels, registered in torch.ops.ampctx_emulated."""
     definitions = ops.define(EMULATED.namespace)
-    # Set by tests/reliability/sanitize.py, which preloads what such a library needs.
-    flags = emulation_build.SANITIZE if os.environ.get("AMPCTX_EMULATION_SANITIZE") == "1" else ()
-    library = emulation_build.build(emulation_build.FOLDER, *flags)
+    # Set by tests/ptx, whose library runs what nvcc has made of the kernels.
+    library = os.environ.get("AMPCTX_EMULATION_LIBRARY")
+    if library is None:
+        # Set by tests/reliability/sanitize.py, which preloads what such a library needs.
+        flags = emulation_build.SANITIZE if os.environ.get("AMPCTX_EMULATION_SANITIZE") == "1" else ()
+        library = emulation_build.build(emulation_build.FOLDER, *flags)
     yield emulation_build.load(library, EMULATED.namespace)
     del definitions
 

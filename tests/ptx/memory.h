@@ -1,0 +1,69 @@
+// The memory that kernels reach, and what is wrong to do with it: accesses that are misaligned or leave the buffers
+// that an op was given, writes to what it only reads, and accesses of two threads without a barrier between them.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace ptx {
+
+[[noreturn]] void fail(const std::string& what);  // with the kernel, line, block and thread at work
+
+// Memory of the ops' tensors. An op's call announces what it asks torch for; a launch may touch that and no other.
+class GlobalMemory {
+ public:
+  void forget();
+  void announce(const void* data, int64_t bytes, bool is_writable);
+  void begin_launch();
+
+  // The memory of an access of `bytes` by `thread`. `value`: what it writes, or null.
+  uint8_t* access(uint64_t address, int bytes, uint32_t thread, const void* value);
+
+ private:
+  struct Buffer {
+    uint64_t begin, end;
+    bool is_writable;
+    uint64_t first_cell;
+  };
+  // Who has touched two bytes in which launch. Launches are never numbered twice, so that nothing need be cleared.
+  struct Cell {
+    uint32_t write_launch, writer, read_launch, reader;
+  };
+
+  const Buffer* find(uint64_t address, int bytes);
+  void note(Cell& cell, uint32_t thread, bool is_write, bool is_same_value);
+
+  std::mutex mutex_;  // of announced_: torch's threads read lists in parallel
+  std::vector<Buffer> announced_;
+  std::vector<Buffer> buffers_;  // in order
+  size_t known_ = 0;             // of announced_ that are in buffers_
+  const Buffer* last_ = nullptr;
+  std::vector<Cell> cells_;
+  uint32_t launch_ = 0;
+};
+
+// A block's. Threads are told apart by barriers alone: those of a warp run in no promised order either.
+class SharedMemory {
+ public:
+  void begin_block(int bytes);
+  void pass_barrier() { ++epoch_; }
+  uint8_t* access(uint64_t address, int bytes, uint32_t thread, bool is_write);
+
+ private:
+  struct Byte {
+    int64_t write_epoch = -1, read_epoch = -1;
+    uint32_t writer = 0, reader = 0;
+  };
+
+  std::vector<uint8_t> memory_;
+  std::vector<Byte> bytes_;
+  int64_t epoch_ = 0;
+};
+
+inline void check_alignment(uint64_t address, int bytes) {
+  if (address % static_cast<uint64_t>(bytes)) fail("misaligned access of " + std::to_string(bytes) + " bytes");
+}
+
+}  // namespace ptx
