@@ -26,7 +26,7 @@ from check_runner import OK, ROOT, Check, Interrupted, Part, ended_by_signals, t
 from gpu_steps import SCRIPT, GpuCheck
 
 STEPS = ("build", "exercise", "tests", "sanitize", "graph", "bench")
-FACTS_SECONDS = 60.0
+FACTS_SECONDS = 90.0
 ALL_WELL, NOT_WELL, NO_GPU = 0, 1, 3
 
 
@@ -80,13 +80,13 @@ def earlier(report: Path) -> dict[str, Any] | None:
 
 
 def kept(before: dict[str, Any] | None, facts: dict[str, Any]) -> dict[str, Any]:
-    """The parts of an earlier report that need not run again."""
+    """The parts of an earlier report; those that are ok need not run again. The build does: it sees what is there."""
     if not before or not before.get("facts"):
         return {}
     if any(before["facts"].get(name) != facts[name] for name in gpu_facts.IDENTITY):
         print("--resume: the report there is of other sources, another torch or another GPU; all runs anew", flush=True)
         return {}
-    parts = ((name, part) for name, part in before["parts"].items() if name != "facts")
+    parts = ((name, part) for name, part in before["parts"].items() if name not in ("facts", "build"))
     return {name: {**part, "kept": True} if part["status"] == OK else part for name, part in parts}
 
 

@@ -73,11 +73,11 @@ def gpu_state() -> dict[str, str] | None:
 def facts() -> dict[str, Any]:
     import torch
 
-    state = gpu_state()
+    state, changes = gpu_state(), output_of("git", "status", "--porcelain")
     found: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "commit": output_of("git", "rev-parse", "HEAD"),
-        "uncommitted_changes": bool(output_of("git", "status", "--porcelain")),
+        "uncommitted_changes": None if changes is None else bool(changes),
         "sources": sources(),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -53,9 +53,9 @@ class GpuCheck:
             return lambda: [Part(name, one[name])]
 
         return [
-            Step("build", 100, alone("build")),
+            Step("build", 240, alone("build")),  # nothing goes on without it
             Step("exercise", 40, alone("exercise"), needs="build"),
-            Step("tests", 150, self.tests, needs="build"),
+            Step("tests", 130, self.tests, needs="build"),
             Step("sanitize", 140, self.sanitize, needs="build"),
             Step("graph", 30, alone("graph"), needs="build"),
             Step("bench", 80, self.bench, needs="build"),
@@ -82,15 +82,15 @@ class GpuCheck:
         if there["found"] and gpu_facts.serves(there["found"], self.facts["capability"]):
             return {**there, "built": False}
         major, minor = self.facts["capability"]
-        command = ("setup.py", "build_ext", "--inplace", "--force")
-        done = self.python(
-            end - time.monotonic(), *command, AMPCTX_CUDA="1", AMPCTX_CUDA_ARCHS=f"{major}{minor}"
-        )  # fmt: skip
+        env = {"AMPCTX_CUDA": "1", "AMPCTX_CUDA_ARCHS": f"{major}{minor}"}
+        left = max(LEAST_SECONDS, end - time.monotonic())
+        done = self.python(left, "setup.py", "build_ext", "--inplace", "--force", **env)
         if done["status"] != OK:
             missing = next((line for line in done["last_lines"] if "was not found" in line), None)
             return {**done, **({"status": MISSING, "reason": missing} if missing else {}), "built": False}
         now = self.extension(max(LEAST_SECONDS, end - time.monotonic()), **ON_CUDA)
-        return {**now, "built": True, "build_seconds": done["seconds"]}
+        seconds = round(limit - (end - time.monotonic()), 1)
+        return {**now, "seconds": seconds, "built": True, "build_seconds": done["seconds"]}
 
     # --- kernels and tests --------------------------------------------------------------------------------------------
 
@@ -106,16 +106,8 @@ class GpuCheck:
         if not self.facts["tools"]["pytest"]:
             return {"status": MISSING, "reason": "pytest is not installed"}
         end, progress = time.monotonic() + limit, self.check.child_file(f"{name}.jsonl")
-        options = (
-            "-q",
-            "-m",
-            "cuda",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "pytest_progress",
-            "--continue-on-collection-errors",
-        )
+        options = ["-q", "--tb=short", "-m", "cuda", "--continue-on-collection-errors"]
+        options += ["-p", "no:cacheprovider", "-p", "pytest_progress"]
         env = {"AMPCTX_CHECK_PROGRESS": str(progress), **ON_CUDA}
         processes, seconds, results = 0, 0.0, -1
         while True:
