@@ -32,12 +32,13 @@ class Interrupted(BaseException):
 
 @dataclass(frozen=True)
 class Part:
-    """``run`` takes the seconds that it has, and gives a dict with "status". ``seconds``: exactly what the part needs;
-    without it, it gets its share of what its step has left."""
+    """``run`` takes the seconds that it has, and gives a dict with "status". It gets a share by ``weight`` of what its
+    step has left, or ``seconds``, and is not started with less."""
 
     name: str
     run: Callable[[float], dict[str, Any]]
     seconds: float | None = None
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class Check:
             todo = [part for part in parts if self.parts.get(part.name, {}).get("status") != OK]
             for j, part in enumerate(todo):
                 left = end - time.monotonic()
-                self.run_part(part, left if part.seconds else share(left, [1.0] * (len(todo) - j)))
+                self.run_part(part, left if part.seconds else share(left, [p.weight for p in todo[j:]]))
 
     def run_part(self, part: Part, left: float) -> None:
         needed = part.seconds or LEAST_SECONDS

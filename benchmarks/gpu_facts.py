@@ -62,12 +62,16 @@ def sources() -> str:
 
 def gpu_state() -> dict[str, str] | None:
     """What nvidia-smi says of the first GPU; fields that it does not know are left out."""
-    found = {}
-    for field in GPU_FIELDS if output_of("nvidia-smi", "-L") else ():
-        value = output_of("nvidia-smi", "-i", "0", f"--query-gpu={field}", "--format=csv,noheader")
-        if value and "N/A" not in value:
-            found[field] = value
-    return found or None
+
+    def ask(*fields: str) -> dict[str, str]:
+        query = f"--query-gpu={','.join(fields)}"
+        values = (output_of("nvidia-smi", "-i", "0", query, "--format=csv,noheader") or "").split(", ")
+        return dict(zip(fields, values, strict=True)) if len(values) == len(fields) else {}
+
+    found = ask(*GPU_FIELDS)
+    if not found and output_of("nvidia-smi", "-L"):  # it refuses all for one that it does not know
+        found = {field: value for one in GPU_FIELDS for field, value in ask(one).items()}
+    return {field: value for field, value in found.items() if value and "N/A" not in value} or None
 
 
 def facts() -> dict[str, Any]:

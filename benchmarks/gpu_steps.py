@@ -16,21 +16,19 @@ from check_runner import FAILED, LEAST_SECONDS, MISSING, OK, TIMED_OUT, Check, P
 SCRIPT = "benchmarks/gpu_check.py"
 ON_CUDA = {"AMPCTX_REQUIRE_EXTENSION": "cuda"}
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# Worst first, and each in a process of its own: an access that is not allowed ends all CUDA calls of its process.
+# Worst first, and each in a process of its own: an access that is not allowed ends all CUDA calls of its process. With
+# the weight of each in the time of all.
 TESTS = {
-    "tests-kernels": [
-        "tests/ops",
-        "--ignore=tests/ops/test_optimizer_steps.py",
-        "--ignore=tests/ops/test_op_errors.py",
-    ],
-    "tests-steps": ["tests/ops/test_optimizer_steps.py", "tests/ops/test_op_errors.py"],
-    "tests-optimizers": ["tests/optimizers"],
-    "tests-amp": ["tests/amp", "tests/integration"],
-    "tests-compat": ["tests/compat"],
-    "tests-rest": [
-        "tests",
-        *(f"--ignore=tests/{name}" for name in ("ops", "optimizers", "amp", "integration", "compat")),
-    ],
+    "tests-kernels": (3, "tests/ops --ignore=tests/ops/test_optimizer_steps.py --ignore=tests/ops/test_op_errors.py"),
+    "tests-steps": (3, "tests/ops/test_optimizer_steps.py tests/ops/test_op_errors.py"),
+    "tests-optimizers": (1, "tests/optimizers"),
+    "tests-amp": (2, "tests/amp tests/integration"),
+    "tests-compat": (2, "tests/compat"),
+    "tests-rest": (
+        1,
+        "tests --ignore=tests/ops --ignore=tests/optimizers --ignore=tests/amp --ignore=tests/integration"
+        " --ignore=tests/compat",
+    ),
 }
 # What a benchmark is given, by script and model: the start of torch, the tensors, and rounds with room to spare.
 BENCH_SECONDS = {
@@ -55,10 +53,10 @@ class GpuCheck:
         return [
             Step("build", 240, alone("build")),  # nothing goes on without it
             Step("exercise", 40, alone("exercise"), needs="build"),
-            Step("tests", 130, self.tests, needs="build"),
-            Step("sanitize", 140, self.sanitize, needs="build"),
+            Step("tests", 200, self.tests, needs="build"),
+            Step("sanitize", 150, self.sanitize, needs="build"),
             Step("graph", 30, alone("graph"), needs="build"),
-            Step("bench", 80, self.bench, needs="build"),
+            Step("bench", 60, self.bench, needs="build"),
         ]
 
     def python(self, limit: float, *command: str, file: str | None = None, **env: str) -> dict[str, Any]:
@@ -98,8 +96,8 @@ class GpuCheck:
         return self.python(limit, SCRIPT, "exercise", "--tensors", "7,300,2500", file="exercise.json", **ON_CUDA)
 
     def tests(self) -> Iterator[Part]:
-        for name, paths in TESTS.items():
-            yield Part(name, partial(self.test_group, name, paths))
+        for name, (weight, paths) in TESTS.items():
+            yield Part(name, partial(self.test_group, name, paths.split()), weight=weight)
 
     def test_group(self, name: str, paths: list[str], limit: float) -> dict[str, Any]:
         """What runs after a crash or a lost context does so in a new process, without the tests that have run."""
@@ -137,15 +135,8 @@ class GpuCheck:
         """The exercise over large tables and tables on the device; small ones, too, where the end of each tensor is
         known: under memcheck."""
         file = self.check.child_file("exercise.json")
-        command = [
-            gpu_facts.cuda_tool("compute-sanitizer"),
-            "--tool",
-            tool,
-            "--error-exitcode",
-            "9",
-            "--print-limit",
-            "20",
-        ]
+        options = f"--tool {tool} --error-exitcode 9 --print-limit 20"
+        command = [gpu_facts.cuda_tool("compute-sanitizer"), *options.split()]
         if tool != "initcheck":  # which has to see who writes the memory that the kernels read
             command += ["--kernel-name", "kns=ampctx"]
         # Without the caching allocator, which would hide accesses beyond a tensor within its blocks.

@@ -180,13 +180,13 @@ def test_the_budget_is_shared_out(tmp_path):
 
     check.run_steps(
         [
-            Step("first", 30, lambda: [Part(f"part {i}", keeps(i)) for i in range(2)]),
+            Step("first", 30, lambda: [Part("0", keeps(0), weight=2), Part("1", keeps(1))]),
             one("last", keeps("last"), 10),
             Step("exact", 20, lambda: [Part("exact", keeps("exact"), seconds=7), Part("long", keeps("long"), 101)]),
         ]
     )
-    # 30 of 60 for the first, halved; what it leaves goes to the others, 10 of 30 and then all.
-    assert given == pytest.approx({0: 25, 1: 50, "last": 100 / 3, "exact": 7}, abs=0.5)
+    # 30 of 60 for the first, two thirds of that for its first part; what is left goes on: 10 of 30, and then all.
+    assert given == pytest.approx({0: 100 / 3, 1: 50, "last": 100 / 3, "exact": 7}, abs=0.5)
     assert check.parts["long"]["status"] == NOT_STARTED
     assert check.parts["long"]["reason"] in ("100 s left, it needs 101", "99 s left, it needs 101")
 
@@ -365,7 +365,7 @@ def test_a_group_succeeds_if_all_its_tests_do(check, tmp_path, code, status):
 
 
 def test_each_test_is_in_one_group():
-    paths = [path for group in gpu_steps.TESTS.values() for path in group]
+    paths = [path for _, group in gpu_steps.TESTS.values() for path in group.split()]
     ignored = {path.removeprefix("--ignore=") for path in paths if path.startswith("--ignore=")}
     taken = {path for path in paths if not path.startswith("--ignore=")} - {"tests"}
     assert ignored == taken, "what one group leaves out is in another"
