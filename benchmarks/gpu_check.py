@@ -55,7 +55,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--resume", action="store_true", help="leave out what has succeeded with these sources, this torch and GPU"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where report and log go; default build/gpu-check")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.out and args.out.exists() and not args.out.is_dir():
+        parser.error(f"--out: {args.out} is no directory")
+    return args
 
 
 def facts_of(check: Check) -> dict[str, Any] | None:
@@ -65,40 +68,51 @@ def facts_of(check: Check) -> dict[str, Any] | None:
         return {**done, "found": taken(file)}
 
     check.run_part(Part("facts", run), min(FACTS_SECONDS, check.left))
-    found = check.parts["facts"].pop("found", None)
-    check.about["facts"] = found
-    check.write()
-    return found
+    return check.parts["facts"].pop("found", None)
 
 
 def earlier(report: Path) -> dict[str, Any] | None:
+    """A report to go on from, with the facts that say whether that can be."""
     try:
-        return json.loads(report.read_text())
+        found = json.loads(report.read_text())
     except (OSError, ValueError) as error:
         print(f"--resume: {report} cannot be read ({type(error).__name__}); all runs anew", flush=True)
         return None
+    return found if found.get("facts") else None
 
 
-def kept(before: dict[str, Any] | None, facts: dict[str, Any]) -> dict[str, Any]:
+def kept(before: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
     """The parts of an earlier report; those that are ok need not run again. The build does: it sees what is there."""
-    if not before or not before.get("facts"):
-        return {}
     if any(before["facts"].get(name) != facts[name] for name in gpu_facts.IDENTITY):
-        print("--resume: the report there is of other sources, another torch or another GPU; all runs anew", flush=True)
         return {}
     parts = ((name, part) for name, part in before["parts"].items() if name not in ("facts", "build"))
     return {name: {**part, "kept": True} if part["status"] == OK else part for name, part in parts}
 
 
+def resume(check: Check, before: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Takes over what counts of an earlier report. One of which nothing does stays in a file of its own."""
+    check.parts = {"facts": check.parts["facts"], **kept(before, facts)}
+    if len(check.parts) == 1 < len(before["parts"]):
+        file = check.report.with_suffix(".before.json")
+        write_atomically(file, json.dumps(before, indent=1) + "\n")
+        print(f"--resume: {file.name} is of other sources, another torch or another GPU; all runs anew", flush=True)
+
+
 def run(check: Check, resumed: dict[str, Any] | None, only: tuple[str, ...] | None) -> int:
     """The exit code."""
+    if resumed:  # what ends this run before it has the facts must not take the report away
+        check.parts |= resumed["parts"]
+        check.about["facts"] = resumed["facts"]
     facts = facts_of(check)
     if facts is None:
         return NOT_WELL
+    if resumed:
+        resume(check, resumed, facts)
+    check.about["facts"] = facts
+    check.write()
     if facts["gpu"] is None:
         check.about["reason"] = f"nothing has run: {facts['why_no_gpu']}. Run it with a torch that sees the GPU"
         return NO_GPU
-    check.parts |= kept(resumed, facts)
     steps = GpuCheck(check, facts).steps()
     check.run_steps([step for step in steps if only is None or step.name in only])
     return ALL_WELL if all(part["status"] == OK for part in check.parts.values()) else NOT_WELL
@@ -138,7 +152,9 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] in (["facts"], ["extension"]):
         return gpu_facts.main(arguments[0], arguments[-1])
     args = parse(arguments)
-    check = Check(args.out or ROOT / "build" / "gpu-check", args.budget, " ".join(["gpu_check.py", *arguments]))
+    # Children run in the checkout, wherever this was started.
+    out = (args.out or ROOT / "build" / "gpu-check").resolve()
+    check = Check(out, args.budget, " ".join(["python", SCRIPT, *arguments]))
     resumed = earlier(check.report) if args.resume else None
     if not args.resume:
         check.log.unlink(missing_ok=True)

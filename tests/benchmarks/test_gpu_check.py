@@ -29,11 +29,11 @@ SCRIPT = ROOT / "benchmarks" / "gpu_check.py"
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 
 
-def command(*arguments, timeout=300):
+def command(*arguments, cwd=None):
     # The package of this tree; one thread, as several wait for each other on busy cores.
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-W", "error", str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(words, capture_output=True, text=True, env=env, timeout=timeout)
+    return subprocess.run(words, capture_output=True, text=True, env=env, timeout=300, cwd=cwd)
 
 
 def python(check, code, **env):
@@ -60,12 +60,13 @@ def check(tmp_path):
 @without_gpu
 def test_without_a_gpu_the_report_says_so(tmp_path):
     before = {path: path.stat().st_mtime for path in (ROOT / "benchmarks" / "results").iterdir()}
-    done = command("--out", tmp_path)
+    done = command("--out", "found", cwd=tmp_path)
+    folder = tmp_path / "found"
     assert done.returncode == 3, done.stdout + done.stderr
     why = f"nothing has run: torch {torch.__version__} finds no CUDA device"
     assert done.stdout.splitlines()[-1].startswith(f"gpu-check: {why}")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu-check.json", "gpu-check.log"]
-    text = (tmp_path / "gpu-check.json").read_text()
+    assert sorted(path.name for path in folder.iterdir()) == ["gpu-check.json", "gpu-check.log"]
+    text = (folder / "gpu-check.json").read_text()
     report = json.loads(text)
     assert (report["exit_code"], report["summary"]) == (3, {"ok": ["facts"]})
     assert report["reason"].startswith(why)
@@ -84,6 +85,7 @@ def test_without_a_gpu_the_report_says_so(tmp_path):
             "--only: 'tails' is no step; the steps are build, exercise, tests, sanitize, graph, bench",
         ),
         ("--budget 0", "--budget: 0 seconds are not above 0"),
+        (f"--out {SCRIPT}", "--out: "),
         ("--budget soon", "--budget: invalid seconds value: 'soon'"),
         ("exercise --device tpu", "--device: invalid choice: 'tpu'"),
         ("exercise --tensors 7,1", "--tensors: 1 tensors are too few, 2 is the least"),
@@ -198,13 +200,37 @@ def test_nothing_starts_without_time(tmp_path):
     assert part == {"status": NOT_STARTED, "reason": "0 s left, it needs 1"}
 
 
+@without_gpu
+def test_a_report_that_is_of_no_use_to_resume_is_kept(tmp_path):
+    before = {"facts": {"gpu": "NVIDIA H100"}, "parts": {"facts": {"status": OK}, "exercise": {"status": OK}}}
+    (tmp_path / "gpu-check.json").write_text(json.dumps(before))
+    done = command("--resume", "--out", tmp_path)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "gpu-check.before.json is of other sources, another torch or another GPU; all runs anew" in done.stdout
+    assert json.loads((tmp_path / "gpu-check.before.json").read_text()) == before
+    assert json.loads((tmp_path / "gpu-check.json").read_text())["summary"] == {OK: ["facts"]}
+
+
+def test_resume_after_facts_that_fail_keeps_the_report(tmp_path):
+    """Here for want of time."""
+    facts = dict.fromkeys(gpu_facts.IDENTITY, "same")
+    before = {"facts": facts, "parts": {"facts": {"status": OK}, "exercise": {"status": OK}}}
+    check = Check(tmp_path, 0.5, "the test")
+    assert gpu_check.run(check, before, None) == gpu_check.NOT_WELL
+    gpu_check.finish(check, 1, False)
+    report = gpu_check.earlier(check.report)
+    assert (report["facts"], report["summary"]) == (facts, {OK: ["exercise"], NOT_STARTED: ["facts"]})
+
+
 def test_resume_runs_what_has_not_succeeded(tmp_path, capsys):
     marks, facts = tmp_path / "marks", dict.fromkeys(gpu_facts.IDENTITY, "same")
 
     def run(fails, before, facts):
         check = Check(tmp_path / "out", 60.0, "the test")
         check.about["facts"] = facts
-        check.parts |= gpu_check.kept(before, facts)
+        check.record("facts", {"status": OK})
+        if before:
+            gpu_check.resume(check, before, facts)
         code = "import sys; open({!r}, 'a').write({!r}); sys.exit({})"
         steps = [one(n, python(check, code.format(str(marks), n, int(n in fails)))) for n in ("a", "b", "c")]
         check.run_steps(steps)
@@ -213,13 +239,14 @@ def test_resume_runs_what_has_not_succeeded(tmp_path, capsys):
         return ran, gpu_check.earlier(check.report)
 
     ran, report = run("b", None, facts)
-    assert (ran, report["summary"]) == ("abc", {OK: ["a", "c"], FAILED: ["b"]})
+    assert (ran, report["summary"]) == ("abc", {OK: ["facts", "a", "c"], FAILED: ["b"]})
     ran, report = run("", report, facts)
-    assert (ran, report["summary"]) == ("b", {OK: ["a", "c", "b"]})
+    assert (ran, report["summary"]) == ("b", {OK: ["facts", "a", "c", "b"]})
     assert [report["parts"][name].get("kept", False) for name in "abc"] == [True, False, True]
     for name in gpu_facts.IDENTITY:
         assert run("", report, {**facts, name: "other"})[0] == "abc"
-    assert "--resume: the report there is of other sources" in capsys.readouterr().out
+        assert gpu_check.earlier(tmp_path / "out" / "gpu-check.before.json") == report
+        assert "--resume: gpu-check.before.json is of other sources" in capsys.readouterr().out
     assert run("", report, facts)[0] == ""
     assert gpu_check.earlier(tmp_path / "none.json") is None
     # A build is looked at again: another machine has none.
