@@ -122,8 +122,9 @@ class Check:
         shown = f", {part['seconds']} s" if "seconds" in part else ""
         why = f": {part['reason']}" if "reason" in part else ""
         print(f"[{self.budget - self.left:5.0f} s] {name}: {part['status']}{shown}{why}", flush=True)
-        if part["status"] in (FAILED, TIMED_OUT, INTERRUPTED):
-            print("\n".join(f"    {line}" for line in part.get("last_lines", [])), flush=True)
+        if part["status"] in (FAILED, TIMED_OUT):
+            for line in part.get("last_lines", []):
+                print(f"    {line}", flush=True)
 
     # --- running ------------------------------------------------------------------------------------------------------
 
