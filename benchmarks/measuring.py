@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import random
+import shutil
 import statistics
 import subprocess
 import time
@@ -222,6 +223,9 @@ def case(samples: Samples, what: Mapping[str, str], floor_bytes: int | None = No
 
 def commit() -> str | None:
     """The commit that runs, "-dirty" where files other than results differ from it."""
+
+    if not shutil.which("git"):
+        return None
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(ROOT), *arguments]

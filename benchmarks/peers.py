@@ -6,6 +6,7 @@ LAMB, NovoGrad and LARC are in no torch. They are written here with the list ope
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable
@@ -173,15 +174,34 @@ def _is_installed(module: str) -> bool:
     return spec is not None and not Path(spec.origin or "/").is_relative_to(Path(ampctx.__file__).parent)
 
 
-def _from_package(name: str, against: str) -> tuple[Make, str]:
-    """apex's or TransformerEngine's optimizer, in the place of torch's fused one."""
-    package, extension = {
-        "apex": ("apex.optimizers", "amp_C"),
-        "te": ("transformer_engine.pytorch.optimizers", "transformer_engine_torch"),
-    }[against]
+_PACKAGES = {
+    "apex": ("apex.optimizers", "amp_C"),
+    "te": ("transformer_engine.pytorch.optimizers", "transformer_engine_torch"),
+}
+
+
+def _check_package(name: str, against: str) -> str:
+    """The package of the optimizer. Raises LookupError as ``peer`` does."""
+    package, extension = _PACKAGES[against]
     if not _is_installed(package.partition(".")[0]) or not _is_installed(extension):
         raise LookupError(f"{package.partition('.')[0]} with its compiled {extension} is not installed here")
     if name not in (_APEX if against == "apex" else _IN_TE):
         raise LookupError(f"{package} has no {name}")
+    return package
+
+
+def packages(name: str) -> list[str]:
+    """Those of apex and TransformerEngine that are installed and have that optimizer. Imports neither."""
+    found = []
+    for against in _PACKAGES:
+        with contextlib.suppress(LookupError):
+            _check_package(name, against)
+            found.append(against)
+    return found
+
+
+def _from_package(name: str, against: str) -> tuple[Make, str]:
+    """apex's or TransformerEngine's optimizer, in the place of torch's fused one."""
+    package = _check_package(name, against)
     kind = getattr(importlib.import_module(package), name)
     return lambda params: kind(params, **_APEX[name]), f"{package}.{name}"

@@ -1,0 +1,330 @@
+"""Every kernel on lists of every dtype, checked: what gpu-check runs, and watches with compute-sanitizer.
+
+    python benchmarks/gpu_check.py exercise --device cuda|cpu --tensors 7,300,2500 [--json FILE]
+
+7 tensors travel in a small table of a kernel's parameters, 300 in a large one, 2,500 in a table on the device.
+Element-wise steps are compared with the plain-torch reference over all elements end to end, those with norms of tensors
+with their formula. Results are collected on the device, which the host waits for once for each dtype.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_lists import Checks, Layout, TensorList, sizes
+from torch import Tensor
+
+from ampctx import _reference_optimizers as reference
+from ampctx import ops, optimizer_ops
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+INV_SCALE, LR = 0.5, 0.5
+_ADAM = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True, "adam_w_mode": True}
+_SGD = {"dampening": 0.0, "weight_decay": 0.1, "nesterov": False, "wd_after_momentum": False}
+# Op, lists of state, how many of its lists stay empty, numbers.
+ELEMENTWISE: dict[str, tuple[str, int, int, dict[str, Any]]] = {
+    "adam": ("adam", 2, 1, _ADAM),
+    "amsgrad": ("adam", 3, 0, _ADAM),
+    "sgd": ("sgd", 0, 1, {"momentum": 0.0, **_SGD}),
+    "momentum": ("sgd", 1, 0, {"momentum": 0.9, **_SGD}),
+    "adagrad": ("adagrad", 1, 0, {"eps": 1e-8, "weight_decay": 0.1, "adagrad_w_mode": True}),
+}
+LAMB = {
+    "lamb": {"weight_decay": 0.1, "use_nvlamb": False},
+    "lamb without ratio": {"weight_decay": 0.0, "use_nvlamb": False},
+    "nvlamb": {"weight_decay": 0.0, "use_nvlamb": True},
+}
+
+
+def write_backs(dtype: torch.dtype) -> list[tuple[str, torch.dtype | None]]:
+    """All for params of that dtype, with the dtype of their extras."""
+    found: list[tuple[str, torch.dtype | None]] = [("nearest", None), ("copy", torch.float32), ("stochastic", None)]
+    if dtype == torch.bfloat16:
+        found.append(("split", torch.int16))
+    if dtype != torch.float32:
+        found.append(("kahan", dtype))
+    return found
+
+
+class Exercise:
+    """The kernels on lists of ``sizes`` of one dtype."""
+
+    def __init__(self, sizes: list[int], dtype: torch.dtype, device: torch.device, checks: Checks) -> None:
+        self.dtype, self.device, self.checks = dtype, device, checks
+        self.layout = Layout(sizes, device)
+        self.lr = torch.full((), LR, device=device)
+        eps = torch.finfo(dtype).eps
+        self.rounding = {"rtol": eps, "atol": max(eps, 1e-5)}
+
+    def flag(self, value: float = 0.0) -> Tensor:
+        return torch.full((), value, device=self.device)
+
+    def random(self) -> Tensor:
+        """No value near 0, where a gradient would have no sign."""
+        values = torch.randn(self.layout.elements, device=self.device)
+        return (values + values.sign() * 0.1).to(self.dtype)
+
+    def of_each(self, value: float = 0.0) -> tuple[Tensor, list[Tensor]]:
+        """One fp32 number for each tensor."""
+        numbers = torch.full((len(self.layout.sizes),), value, device=self.device)
+        return numbers, list(numbers.unbind())
+
+    def intact(self, name: str, lists: Iterable[TensorList]) -> None:
+        for number, tensors in enumerate(lists):
+            self.checks.add(f"{name}: memory around list {number}", tensors.is_intact())
+
+    # --- scaling and norms --------------------------------------------------------------------------------------------
+
+    def scaling(self) -> None:
+        layout, flag = self.layout, self.flag()
+        x = layout.make(self.random())
+        for dtype in DTYPES:
+            out, y = layout.full(0.0, dtype, odd=True), layout.make(self.random().to(dtype), odd=True)
+            rounding = torch.finfo(dtype).eps
+            before = y.flat()
+            ops.multi_tensor_scale(x.tensors, out.tensors, flag, INV_SCALE)
+            self.checks.close(f"scale to {dtype}", out.flat(), x.flat().float() * INV_SCALE, rounding, 1e-7)
+            ops.multi_tensor_axpby(x.tensors, y.tensors, out.tensors, flag, torch.full_like(flag, 2.0), -1.0)
+            want = x.flat().float() * 2 - before.float()
+            self.checks.close(f"axpby to {dtype}", out.flat(), want, rounding, 1e-6)
+            ops.multi_tensor_scale(y.tensors, y.tensors, flag, 1.0)
+            self.checks.same(f"scale in place, {dtype}", y.flat(), before)
+            self.intact("scaling", (x, y, out))
+        self.checks.same("finite lists are not flagged", flag, self.flag())
+
+    def norms(self) -> None:
+        layout, flag = self.layout, self.flag()
+        x = layout.make(self.random(), odd=True)
+        of_each = layout.norms(x.flat())
+        for name, factor, call in (
+            ("l2norm", 1.0, lambda: ops.multi_tensor_l2norm(x.tensors, flag, per_tensor=True)),
+            ("unscaled l2norm", 0.5, lambda: ops.multi_tensor_unscale_l2norm(x.tensors, flag, 0.5, per_tensor=True)),
+        ):
+            (norm, each), again = call(), call()
+            self.checks.close(name, norm, torch.linalg.vector_norm(of_each) * factor, 1e-5)
+            self.checks.close(f"{name} of each", each, of_each * factor, 1e-5)
+            self.checks.same(f"{name} again", torch.cat((norm.view(1), each)), torch.cat((again[0].view(1), again[1])))
+        self.checks.close("l2norm alone", ops.multi_tensor_l2norm(x.tensors, flag)[0], again[0] / factor, 1e-6)
+        self.intact("norms", (x,))
+
+    def overflows(self) -> None:
+        """An inf in the first and in the last element is seen, and what follows from that for the scale."""
+        out = self.layout.full(0.0, torch.float32, odd=True)
+        for place in (0, -1):
+            values = self.random()
+            values[place] = float("inf")
+            x, seen = self.layout.make(values), [self.flag() for _ in range(5)]
+            ops.multi_tensor_scale(x.tensors, out.tensors, seen[0], 1.0)
+            ops.multi_tensor_axpby(x.tensors, out.tensors, out.tensors, seen[1], 1.0, 0.0, arg_to_check=0)
+            ops.multi_tensor_l2norm(x.tensors, seen[2])
+            ops.multi_tensor_unscale_l2norm(x.tensors, seen[3], 0.5)
+            self.checks.same(f"inf at {place} is flagged", torch.stack(seen), torch.tensor([1, 1, 1, 1, 0]).to(seen[0]))
+        scale, growth = torch.full((), 8.0, device=self.device), torch.zeros((), dtype=torch.int32, device=self.device)
+        patience = torch.full_like(growth, 2)
+        rule = {"hysteresis": 2, "growth_interval": 2, "min_scale": 3.0, "max_scale": 6.0}
+        # With a hysteresis of 2 the first overflow is let go; the floor is 3, the ceiling 6 after two clean updates.
+        for overflow, wanted in ((1, 8.0), (1, 4.0), (1, 3.0), (0, 3.0), (0, 6.0), (1, 6.0), (1, 3.0)):
+            ops.update_scale(scale, growth, patience, self.flag(float(overflow)), **rule)
+            self.checks.same(f"scale {wanted} after overflow={overflow}", scale.clone(), torch.full_like(scale, wanted))
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def weights(self, params: Tensor, extras: Tensor | None, write_back: str) -> Tensor:
+        """The weight that params and extras stand for, in fp32."""
+        if extras is None:
+            return params.float()
+        if write_back == "split":
+            return reference.join(params, extras)
+        return extras if write_back == "copy" else params.float() + extras.float()
+
+    def tolerance(self, write_back: str) -> dict[str, float]:
+        if write_back == "kahan":  # what is left over is rounded, too
+            return {"rtol": max(torch.finfo(self.dtype).eps ** 2, 1e-5), "atol": 1e-5}
+        return self.rounding if write_back in ("nearest", "stochastic") else {"rtol": 1e-5, "atol": 1e-5}
+
+    def extras(self, params: TensorList, extra: torch.dtype | None) -> list[TensorList]:
+        return [self.layout.full(0, extra)] if extra else []
+
+    def stepped(
+        self, name: str, lists: list[TensorList], numbers: list[Tensor], write_back: str, step: Callable[[Tensor], None]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Runs a step that an overflow skips, and one that is taken: all values before and after. ``lists`` has params
+        first, extras last where there are any; ``numbers`` are those of each tensor."""
+        before, of_each = [x.flat() for x in lists], [n.clone() for n in numbers]
+        step(self.flag(1.0))
+        for i, (x, old) in enumerate(zip(lists, before, strict=True)):
+            self.checks.same(f"{name}: list {i} after an overflow", x.flat(), old)
+        for n, old in zip(numbers, of_each, strict=True):
+            self.checks.same(f"{name}: numbers after an overflow", n.clone(), old)
+        step(self.flag())
+        self.intact(name, lists)
+        return before, [x.flat() for x in lists]
+
+    def elementwise(self, name: str, write_back: str, extra: torch.dtype | None) -> None:
+        """Two steps, beside the reference's over one tensor with all elements."""
+        op, states, empty, options = ELEMENTWISE[name]
+        layout, checks = self.layout, self.checks
+        grads, params = layout.make(self.random()), layout.make(self.random(), odd=True)
+        moments = [layout.full(0.0, torch.float32, odd=i % 2 == 0) for i in range(states)]
+        extras = self.extras(params, extra)
+        counts, steps = self.of_each()
+        left_out: list[list[Tensor]] = [[]] * empty
+        inv_scale = torch.tensor(INV_SCALE)
+
+        def step(found_inf: Tensor) -> None:
+            lists = (grads, params, *moments)
+            getattr(optimizer_ops, op)(
+                *(x.tensors for x in lists), *left_out, extras[0].tensors if extras else [], steps, found_inf,
+                INV_SCALE, self.lr, write_back=write_back, seed=1, **options,
+            )  # fmt: skip
+
+        # What a stochastic write back rounds is what a copy would hold.
+        way, held = (write_back, extra) if write_back != "stochastic" else ("copy", torch.float32)
+        for taken in (0.0, 1.0):
+            what = f"{name}, {write_back}, step {taken + 1:.0f}"
+            (p, *state), after = self.stepped(what, [params, *moments, *extras], [counts], write_back, step)
+            count = torch.full((), taken, device=self.device)
+            rest = [state.pop()] if extras else [torch.zeros_like(p, dtype=held)] if held else []
+            getattr(reference, op)(
+                [grads.flat()], [p], *([s] for s in state), *left_out, rest, [count], self.flag(), inv_scale, self.lr,
+                maximize=False,
+                write_back=reference.WRITE_BACKS.index(way), seed=1, **options,
+            )  # fmt: skip
+            got = self.weights(after[0], after[-1] if extras else None, write_back)
+            checks.close(what, got, self.weights(p, rest[0] if rest else None, way), **self.tolerance(write_back))
+            for i, (s, want) in enumerate(zip(after[1:], state, strict=False)):
+                checks.close(f"{what}, state {i}", s, want, 1e-5, 1e-7)
+            checks.same(f"{what}: counts", counts.clone(), torch.full_like(counts, taken + 1))
+
+    def lamb(self, name: str, write_back: str, extra: torch.dtype | None) -> None:
+        """A first step: Adam's direction is the sign of the gradient."""
+        layout, options = self.layout, LAMB[name]
+        grads, params = layout.make(self.random()), layout.make(self.random(), odd=True)
+        moments = [layout.full(0.0, torch.float32, odd=i == 0) for i in range(2)]
+        extras = self.extras(params, extra)
+        counts, steps = self.of_each()
+
+        def step(found_inf: Tensor) -> None:
+            optimizer_ops.lamb(
+                grads.tensors, params.tensors, *(m.tensors for m in moments), extras[0].tensors if extras else [],
+                steps, found_inf, INV_SCALE, self.lr, torch.full_like(self.lr, 2.0), beta1=0.9, beta2=0.99, eps=0.0,
+                max_grad_norm=1.0, write_back=write_back, seed=1, **options,
+            )  # fmt: skip
+
+        what = f"{name}, {write_back}"
+        before, after = self.stepped(what, [params, *moments, *extras], [counts], write_back, step)
+        w = before[0].double()
+        u = grads.flat().double().sign() + options["weight_decay"] * w
+        of_w, of_u = layout.norms(w), layout.norms(u)
+        ratio = torch.where((of_w != 0) & (of_u != 0), of_w / of_u, 1.0)
+        if name == "lamb without ratio":
+            ratio = torch.ones_like(ratio)
+        got = self.weights(after[0], after[-1] if extras else None, write_back)
+        self.checks.close(what, got, w - LR * layout.spread(ratio) * u, **self.tolerance(write_back))
+        clipped = grads.flat().double() * INV_SCALE / 2
+        self.checks.close(f"{what}, first moment", after[1], 0.1 * clipped, 1e-5, 1e-7)
+        self.checks.same(f"{what}: counts", counts.clone(), torch.ones_like(counts))
+
+    def novograd(self, inf_norm: bool, write_back: str, extra: torch.dtype | None) -> None:
+        """A first step, whose running norm is the norm of the gradient."""
+        layout = self.layout
+        grads, params = layout.make(self.random()), layout.make(self.random(), odd=True)
+        moment, extras = layout.full(0.0, torch.float32), self.extras(params, extra)
+        counts, steps = self.of_each()
+        norms, of_each = self.of_each()
+
+        def step(found_inf: Tensor) -> None:
+            optimizer_ops.novograd(
+                grads.tensors, params.tensors, moment.tensors, extras[0].tensors if extras else [], of_each, steps,
+                found_inf, INV_SCALE, self.lr, beta1=0.9, beta2=0.5, eps=1e-8, weight_decay=0.1, inf_norm=inf_norm,
+                write_back=write_back, seed=1,
+            )  # fmt: skip
+
+        what = f"novograd, {'inf' if inf_norm else 'l2'}, {write_back}"
+        before, after = self.stepped(what, [params, moment, *extras], [counts, norms], write_back, step)
+        w, g = before[0].double(), grads.flat().double() * INV_SCALE
+        n = layout.largest(g) if inf_norm else layout.norms(g)
+        self.checks.close(f"{what}: norms", norms.clone(), n, 1e-5)
+        self.checks.close(f"{what}: moment", after[1], 0.1 * g, 1e-5, 1e-7)
+        denominator = layout.spread(n) / 0.5**0.5 + 1e-8
+        got = self.weights(after[0], after[-1] if extras else None, write_back)
+        self.checks.close(what, got, w - LR * (g / denominator + 0.1 * w), **self.tolerance(write_back))
+        self.checks.same(f"{what}: counts", counts.clone(), torch.ones_like(counts))
+
+    def larc(self, clip: bool) -> None:
+        layout = self.layout
+        grads, params = layout.make(self.random()), layout.make(self.random(), odd=True)
+
+        def step(found_inf: Tensor) -> None:
+            optimizer_ops.larc(
+                grads.tensors, params.tensors, found_inf, INV_SCALE, self.lr, trust_coefficient=0.25, eps=1e-8,
+                weight_decay=0.1, clip=clip,
+            )  # fmt: skip
+
+        what = f"larc, {'clipped' if clip else 'plain'}"
+        before, after = self.stepped(what, [grads], [], "nearest", step)
+        g, w = before[0].double() * INV_SCALE, params.flat().double()
+        of_g, of_w = layout.norms(g), layout.norms(w)
+        rate = 0.25 * of_w / (of_g + of_w * 0.1 + 1e-8)
+        rate = layout.spread((rate / LR).clamp(max=1.0) if clip else rate)
+        self.checks.close(what, after[0], (g + 0.1 * w) * rate, **self.rounding)
+        self.intact(what, (params,))
+
+    def run(self) -> None:
+        self.scaling()
+        self.norms()
+        self.overflows()
+        for write_back, extra in write_backs(self.dtype):
+            for name in ELEMENTWISE:
+                self.elementwise(name, write_back, extra)
+            for name in LAMB:
+                self.lamb(name, write_back, extra)
+            for inf_norm in (False, True):
+                self.novograd(inf_norm, write_back, extra)
+        for clip in (False, True):
+            self.larc(clip)
+        self.checks.settle()
+
+
+def tensor_counts(text: str) -> tuple[int, ...]:
+    counts = tuple(int(word) for word in text.split(","))
+    if min(counts) < 2:
+        raise argparse.ArgumentTypeError(f"{min(counts)} tensors are too few, 2 is the least")
+    return counts
+
+
+def main(arguments: list[str], started: float) -> None:
+    """``started``: the ``time.monotonic()`` of the start of the process."""
+    parser = argparse.ArgumentParser(
+        prog="python benchmarks/gpu_check.py exercise",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--tensors", type=tensor_counts, default=(7, 300, 2500), metavar="N,...")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the seconds and checks there")
+    args = parser.parse_args(arguments)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: cuda was asked for and torch finds no CUDA device here")
+    device, found = torch.device(args.device), {}
+    torch.manual_seed(0)
+    torch.zeros((), device=device).item()
+    before = time.monotonic() - started
+    print(f"exercise: starts work after {before:.1f} s", flush=True)
+    for count in args.tensors:
+        start, checks = time.monotonic(), Checks()
+        for turn, dtype in enumerate(DTYPES):
+            Exercise(sizes(count, turn), dtype, device, checks).run()
+        found[str(count)] = {"seconds": round(time.monotonic() - start, 2), "checks": checks.count}
+        print(
+            f"exercise: {count} tensors on {device}: {checks.count} checks, {found[str(count)]['seconds']} s",
+            flush=True,
+        )
+    if args.json:
+        args.json.write_text(json.dumps({"start_seconds": round(before, 1), "tensors": found}) + "\n")
