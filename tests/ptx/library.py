@@ -6,11 +6,11 @@ write_program(modules, functions(library), path)    # translate.py; AMPCTX_PTX_P
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -41,6 +41,16 @@ def find_tool(name: str) -> str | None:
     return next(filter(None, map(shutil.which, places)), None)
 
 
+def is_whole(extension: Path) -> bool:
+    """Whether the table of sections, which ends an ELF file, is there. (To open a file cut short may kill the process.)"""
+    content = extension.read_bytes()
+    if len(content) < 64 or content[:4] != b"\x7fELF":
+        return False
+    (table,) = struct.unpack_from("<Q", content, 0x28)
+    size, count = struct.unpack_from("<HH", content, 0x3A)
+    return table + size * count <= len(content)
+
+
 def built_from(extension: Path) -> str | None:
     """The digest of the sources that the library was built from; None where it does not say."""
     match = re.search(rb'"source": "(\w+)"', extension.read_bytes())
@@ -62,10 +72,8 @@ def extract(extension: Path) -> dict[str, list[Module]]:
     tool = find_tool("cuobjdump")
     if tool is None:
         raise PtxError("cuobjdump was not found: pip install nvidia-cuda-cuobjdump, or set CUDA_HOME")
-    try:
-        ctypes.CDLL(str(extension))
-    except OSError as error:
-        raise PtxError(f"{extension} is no library, or was cut short ({error}): {REBUILD}") from error
+    if not is_whole(extension):
+        raise PtxError(f"{extension} is no library, or was cut short: {REBUILD}")
     built, here = built_from(extension), source_digest()
     if built != here:
         raise PtxError(f"{extension} was built from other sources ({built or 'unknown'}) than csrc ({here}): {REBUILD}")

@@ -1,0 +1,18 @@
+"""What gpu-check runs on a GPU, on the PTX: every kernel with small tables, large ones and tables on the device."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+GPU_CHECK = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
+
+
+@pytest.mark.parametrize("tensors", [7, 300, 2500])
+def test_exercise(interpreter, tensors):
+    command = [sys.executable, str(GPU_CHECK), "exercise", "--device", "cpu", "--tensors", str(tensors)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
