@@ -42,7 +42,7 @@ def find_tool(name: str) -> str | None:
 
 
 def is_whole(extension: Path) -> bool:
-    """Whether the table of sections, which ends an ELF file, is there. Opening a file cut short may kill the process."""
+    """Whether the table of sections, which ends an ELF file, is there. Opening another may kill the process."""
     content = extension.read_bytes()
     if len(content) < 64 or content[:4] != b"\x7fELF":
         return False
