@@ -61,8 +61,8 @@ bench: $(VENV)/examples.done
 	$(PY) benchmarks/report.py
 
 # Writes docs/machine_code.md: what nvcc makes of the kernels. ARGS=--check fails on a broken rule or a stale page. Takes
-# the cuobjdump of CUDA_HOME or PATH; where there is none, it is installed (.venv).
-CUOBJDUMP := $(or $(wildcard $(CUDA_HOME)/bin/cuobjdump),$(shell command -v cuobjdump))
+# the cuobjdump of a CUDA toolkit; where there is none, it is installed into .venv.
+CUOBJDUMP := $(or $(wildcard $(CUDA_HOME)/bin/cuobjdump /usr/local/cuda/bin/cuobjdump),$(shell command -v cuobjdump))
 
 machine-code: $(VENV)/$(if $(CUOBJDUMP),built,cuda-tools).done
 	$(PY) benchmarks/machine_code.py $(ARGS)

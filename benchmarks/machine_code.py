@@ -250,11 +250,11 @@ def check(library: Library) -> list[str]:
     wrong = [f"{rule}: broken by {k.name} on sm_{k.arch}" for rule, kernels in broken(library).items() for k in kernels]
     old, new = PAGE.read_text() if PAGE.exists() else "", page(library)
     if old != new:
-        where = PAGE.relative_to(ROOT)
+        where = f"docs/{PAGE.name}"
         wrong.append(f"{where} is not what this library gives: run `{COMMAND}`")
         if built_from(old) != built_from(new):
             wrong.append(f"the page is of {built_from(old)}, the library of {built_from(new)}")
-        wrong += difflib.unified_diff(old.splitlines(), new.splitlines(), str(where), "now", n=0, lineterm="")
+        wrong += difflib.unified_diff(old.splitlines(), new.splitlines(), where, "now", n=0, lineterm="")
     return wrong
 
 

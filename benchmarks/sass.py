@@ -19,6 +19,7 @@ PREDICATE = re.compile(r"\bU?P\d")
 TARGET = re.compile(r"0x([0-9a-f]+)\s*$")
 ENDS = ("EXIT", "RET", "KILL")
 INDIRECT = ("BRX", "BRXU")
+FORGET = ("CALL", "R2P")  # after these, any predicate may have changed
 
 BYTES = 16  # of an instruction, from sm_70 on
 WIDE = 128  # bits of the widest access that all architectures have
@@ -40,6 +41,11 @@ class Instruction:
     def registers(self) -> frozenset[int]:
         """What it names. Of a wider operand that is the first register."""
         return frozenset(int(number) for number in REGISTER.findall(self.operands))
+
+    @cached_property
+    def written_predicates(self) -> frozenset[str]:
+        """What is written comes first: P0 of `ISETP.NE.AND P0, PT, R0, RZ, P1`, P0 and P3 of `IADD3 R4, P0, P3, R5`."""
+        return frozenset(PREDICATE.findall(",".join(self.operands.split(",")[:3])))
 
     @property
     def is_load(self) -> bool:
@@ -272,6 +278,7 @@ class Loop:
             if guard not in known:
                 yield after, known | {opposite}, pending
         else:
-            changed = set(PREDICATE.findall(instruction.operands))
-            kept = frozenset(g for g in known if g.removeprefix("!") not in changed) if changed else known
+            written = instruction.written_predicates
+            forgets = instruction.name in FORGET
+            kept = frozenset(g for g in known if not forgets and g.removeprefix("!") not in written)
             yield from ((way, kept, pending) for way in ways)

@@ -97,6 +97,21 @@ def test_guards_decide_which_loads_are_in_flight():
     assert loop.bytes_in_flight == (48, 64)
 
 
+@pytest.mark.parametrize(
+    ("between", "flight"),
+    [
+        ("SEL R8, R9, R10, P0", (16, 16)),  # reads P0: one of the two loads, whichever P0 says
+        ("ISETP.NE.AND P0, PT, R9, RZ, PT", (16, 32)),  # writes it: both, or the second alone
+        ("R2P PR, R9, 0x7f", (16, 32)),
+    ],
+)
+def test_guards_that_exclude_each_other(between, flight):
+    lines = ["@P0 LDG.E.128 R4, [R2.64]", between, "@!P0 LDG.E.128 R12, [R2.64]", "FADD R4, R4, R12", "@P1 BRA 0x0"]
+    text = "\n".join(f"        /*{16 * i:04x}*/   {line} ;" for i, line in enumerate([*lines, "EXIT"]))
+    (loop,) = sass.Code(sass.instructions(text)).hot_loops
+    assert loop.bytes_in_flight == flight
+
+
 def test_loads_for_the_next_iteration_are_in_flight():
     """The loads of a loop may stand behind the use of those before: they are counted across the branch back."""
     lines = ["FADD R8, R4, R5", "LDG.E.128 R4, [R2.64]", "@P0 BRA 0x0", "EXIT"]
@@ -296,6 +311,60 @@ def test_a_library_without_cuda_code(run, tmp_path):
     subprocess.run(["g++", "-shared", "-x", "c", "/dev/null", "-o", str(library)], check=True)
     code, error = run(library)
     assert (code, f"{library} has no CUDA code: install nvcc" in error) == (2, True), error
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made_up() -> Library:
+    """A library with a kernel for each row and kind of table."""
+    names = [Name(row[0], (*row[1:],), *table) for row in machine_code.ROWS.values() for table in TABLES]
+    return Library("13.0.88", [a_kernel(name=name) for name in names])
+
+
+TABLES = (("DeviceTable", (4,)), ("Table", (4, 32604)), ("Table", (4, 3936)))
+
+
+def test_a_row_has_the_smallest_table_first_and_the_device_table_last(made_up):
+    kernels = machine_code.of_row(made_up, 90, "Adam")
+    assert [(k.name.table, k.name.sizes) for k in kernels] == [TABLES[2], TABLES[1], TABLES[0]]
+
+
+def test_a_row_without_kernels_is_refused(made_up):
+    fewer = Library("13.0.88", [k for k in made_up.kernels if k.name.function != "larc_kernel"])
+    with pytest.raises(Missing, match="sm_90 has no kernel for the row 'LARC, rewrite': mend ROWS and HOT"):
+        machine_code.page(fewer)
+
+
+def test_the_page_has_a_table_of_each_architecture(made_up):
+    page = machine_code.page(made_up)
+    assert "nvcc 13.0.88 for sm_90\n" in page
+    assert page.count("\n- ") == 2 + len(machine_code.RULES) + 5
+    assert page.count("holds\n") == len(machine_code.RULES)
+    # 8 blocks of 256 threads, as 32 registers let all 2,048 threads in; 48 and 64 bytes each.
+    assert "\n| Adam | 32 | 0, 0, 0 | 8 | 4 x 128 | 1 x 128 | 96 to 128 | 4,016 |\n" in page
+
+
+def test_the_page_names_the_kernels_that_break_a_rule(made_up):
+    made_up.kernels[:1] = [a_kernel(name=made_up.kernels[0].name, stack=8)]
+    assert f"\n- {NO_SPILLS}: **broken** on sm_90 by `scale_kernel<DeviceTable, 4>`\n" in machine_code.page(made_up)
+    assert f"{NO_SPILLS}: broken by scale_kernel<DeviceTable, 4> on sm_90" in machine_code.check(made_up)
+
+
+def test_a_stale_page_is_told_from_what_is_new(made_up, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine_code, "PAGE", tmp_path / "machine_code.md")
+    stale = "docs/machine_code.md is not what this library gives: run `make machine-code`"
+    assert machine_code.check(made_up)[:2] == [stale, "the page is of nothing, the library of nvcc 13.0.88 for sm_90"]
+    machine_code.PAGE.write_text(machine_code.page(made_up))
+    assert machine_code.check(made_up) == []
+    machine_code.PAGE.write_text(machine_code.page(made_up).replace("| Adam | 32 |", "| Adam | 31 |"))
+    wrong = machine_code.check(made_up)
+    assert wrong[0] == stale
+    assert [line for line in wrong if line.startswith(("-| ", "+| "))] == [
+        f"{sign}| Adam | {n} | 0, 0, 0 | 8 | 4 x 128 | 1 x 128 | 96 to 128 | 4,016 |"
+        for sign, n in (("-", 31), ("+", 32))
+    ]
 
 
 # --- the library that is built ----------------------------------------------------------------------------------------
