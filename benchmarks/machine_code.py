@@ -199,8 +199,8 @@ What nvcc makes of the kernels that walk the elements of tensors, read from the 
 - Library: nvcc {compiler} for {archs}
 - Sources: sha256 `{digest}` of `csrc/*.h`, `csrc/cuda` and `csrc/functors`
 
-All {count} hot kernels of each architecture, with every kind of table, keep these rules or are named here.
-`{command} ARGS=--check` fails where a rule is broken or this page is stale.
+These rules are for all {count} hot kernels of each architecture, with every kind of table. `{command} ARGS=--check`
+fails where a rule is broken or this page is stale.
 
 {rules}
 
@@ -209,16 +209,16 @@ parameters, the second with the table in device memory.
 
 - spills, stack, shared: instructions that spill registers or read them back (`STL`, `LDL`), bytes of stack of a thread,
   bytes of static shared memory of a block.
-- blocks: of {threads} threads, as many as one multiprocessor (SM) holds at once by threads, shared memory and
-  registers, which a warp gets in units of 256. The limits of each architecture are those of the
+- blocks: how many of {threads} threads one multiprocessor (SM) holds at once. Threads, shared memory and registers limit
+  them; a warp gets registers in units of 256. The limits of each architecture are those of the
   [CUDA Programming Guide](https://docs.nvidia.com/cuda/cuda-programming-guide/05-appendices/compute-capabilities.html)
   and of `cuda_occupancy.h` in the toolkit.
-- loads, stores: how many of which width in bits are in the hot loop: the innermost loop that has {wide}-bit loads,
-  and where there are several, that with most. Narrow ones are for lists whose alignment differs.
+- loads, stores: how many of which width in bits are in the hot loop. That is the innermost loop with {wide}-bit loads;
+  of several, the one with most. Narrow ones are for lists whose alignment differs.
 - KB in flight: of one SM, its resident threads times the bytes that a thread has asked for when it first needs some of
   them. They are counted from the start of the hot loop to the first instruction that names a register which one of
   these loads fills. Ways through the loop with narrower loads do not count; the cell has the least and the most of the
-  others. Lists of 16 bits give the least, lists that are all fp32 the most. Several hot loops are parted by `;`.
+  others. Lists of 16 bits give the least, lists that are all fp32 the most. A `;` separates several hot loops.
 - parameters: bytes of a launch, with each kind of table."""
 
 

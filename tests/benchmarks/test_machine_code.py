@@ -1,8 +1,4 @@
-"""What benchmarks/machine_code.py reads in machine code, and the rules that the hot kernels of the built library keep.
-
-The files in sass/ are cut from what `cuobjdump -sass` prints, without the encodings: of kernels of ampctx for sm_90,
-and guarded_loop.sass of a loop over one list that is fp32 or not (P0) and one that is fp32.
-"""
+"""What benchmarks/machine_code.py tells of a library, and the rules that the hot kernels of the built one keep."""
 
 from __future__ import annotations
 
@@ -16,14 +12,10 @@ import machine_code
 import pytest
 import sass
 from cubins import Kernel, Library, Missing, Name
+from test_sass import SNIPPETS, code_of
 
 NO_SPILLS, WIDE, NO_GENERIC = machine_code.RULES
-SNIPPETS = Path(__file__).parent / "sass"
 STEP = Name("step_kernel", ("Adam", "0", "0"), "Table", (4, 3936))
-
-
-def code_of(snippet: str) -> sass.Code:
-    return sass.Code(sass.instructions((SNIPPETS / f"{snippet}.sass").read_text()))
 
 
 def a_kernel(snippet: str = "guarded_loop", name: Name = STEP, stack: int = 0, local: int = 0) -> Kernel:
@@ -34,30 +26,7 @@ def rules_broken_by(kernel: Kernel) -> list[str]:
     return [rule for rule, holds in machine_code.RULES.items() if not holds(kernel)]
 
 
-# --- machine code -----------------------------------------------------------------------------------------------------
-
-
-def test_instructions_are_read():
-    load, guarded = sass.instructions((SNIPPETS / "guarded_loop.sass").read_text())[4:7:2]
-    assert (load.address, load.guard, load.opcode, load.bits) == (0x200, "", "LDG.E.128", 128)
-    assert load.is_load
-    assert [load.is_store, load.is_generic, load.is_local] == [False] * 3
-    assert (guarded.guard, guarded.registers) == ("P0", {8, 28})
-
-
-@pytest.mark.parametrize(
-    ("opcode", "bits"),
-    [("LDG.E", 32), ("STG.E.U16", 16), ("LDG.E.64.SYS", 64), ("LDG.E.LTC128B.S8", 8), ("LDG.E.ENL2.256", 256)],
-)
-def test_the_width_of_an_access(opcode, bits):
-    assert sass.Instruction(0, "", opcode, "R0, [R2.64]").bits == bits
-
-
-def test_an_instruction_that_is_not_understood_is_refused():
-    text = (SNIPPETS / "spill.sass").read_text()
-    without_one = "".join(line for line in text.splitlines(keepends=True) if "/*02c0*/" not in line)
-    with pytest.raises(ValueError, match="no instruction between 0x02b0 and 0x02d0 was understood"):
-        sass.instructions(without_one)
+# --- rules ------------------------------------------------------------------------------------------------------------
 
 
 def test_spills_are_seen():
@@ -77,55 +46,6 @@ def test_generic_accesses_are_seen():
     assert [i.opcode for i in code if i.is_generic] == ["LD.E.128"] * 2
     assert {i.bits for i in code if i.is_load} == {128}
     assert not machine_code.RULES[NO_GENERIC](a_kernel("generic"))
-
-
-def test_the_loop_that_walks_the_elements_is_found():
-    (loop,) = code_of("l2norm_loop").hot_loops
-    assert (loop.code[0].address, loop.code[-1].address) == (0x7C0, 0x14A0)
-    assert loop.widths("loads") == {128: 3, 32: 8, 16: 8}
-    assert loop.widths("stores") == {}
-
-
-def test_bytes_in_flight_are_those_before_the_first_use():
-    # fp32 takes two loads, 16 bits take one that is converted at once; lists that are not aligned do not count.
-    (loop,) = code_of("l2norm_loop").hot_loops
-    assert loop.bytes_in_flight == (16, 32)
-
-
-def test_guards_decide_which_loads_are_in_flight():
-    (loop,) = code_of("guarded_loop").hot_loops
-    assert loop.bytes_in_flight == (48, 64)
-
-
-@pytest.mark.parametrize(
-    ("between", "flight"),
-    [
-        ("SEL R8, R9, R10, P0", (16, 16)),  # reads P0: one of the two loads, whichever P0 says
-        ("ISETP.NE.AND P0, PT, R9, RZ, PT", (16, 32)),  # writes it: both, or the second alone
-        ("R2P PR, R9, 0x7f", (16, 32)),
-    ],
-)
-def test_guards_that_exclude_each_other(between, flight):
-    lines = ["@P0 LDG.E.128 R4, [R2.64]", between, "@!P0 LDG.E.128 R12, [R2.64]", "FADD R4, R4, R12", "@P1 BRA 0x0"]
-    text = "\n".join(f"        /*{16 * i:04x}*/   {line} ;" for i, line in enumerate([*lines, "EXIT"]))
-    (loop,) = sass.Code(sass.instructions(text)).hot_loops
-    assert loop.bytes_in_flight == flight
-
-
-def test_loads_for_the_next_iteration_are_in_flight():
-    """The loads of a loop may stand behind the use of those before: they are counted across the branch back."""
-    lines = ["FADD R8, R4, R5", "LDG.E.128 R4, [R2.64]", "@P0 BRA 0x0", "EXIT"]
-    text = "\n".join(f"        /*{16 * i:04x}*/   {line} ;" for i, line in enumerate(lines))
-    (loop,) = sass.Code(sass.instructions(text)).hot_loops
-    assert loop.bytes_in_flight == (16, 16)
-
-
-def test_branches_to_an_address_in_a_register_go_where_the_library_says():
-    lines = ["LDG.E.128 R4, [R2.64]", "BRX R8 -0x20", "FADD R9, R4, R4", "@P0 BRA 0x0", "EXIT"]
-    code = sass.instructions("\n".join(f"        /*{16 * i:04x}*/   {line} ;" for i, line in enumerate(lines)))
-    assert sass.Code(code, {0x10: [0x20, 0x40]}).successors[1] == (2, 4)
-    with pytest.raises(KeyError):
-        sass.Code(code)
 
 
 def test_a_loop_without_wide_accesses_breaks_the_rule():
@@ -173,6 +93,50 @@ def test_kernels_that_write_nothing_need_no_stores():
 )
 def test_names_are_read(mangled, name):
     assert str(Name.parse(mangled)) == name
+
+
+USAGE = """
+Fatbin elf code:
+================
+arch = sm_90
+code version = [1,8]
+host = linux
+compile_size = 64bit
+compressed
+
+Resource usage:
+ Common:
+  GLOBAL:0
+ Function _ZN6ampctx4cuda11step_kernelINS_4AdamIfLb1EEELb1ENS0_5TableILi6ELi3936EEEEEvT1_:
+  REG:128 STACK:88 SHARED:0 LOCAL:0 CONSTANT[2]:12 CONSTANT[0]:4536 TEXTURE:0 SURFACE:0 SAMPLER:0
+"""
+
+
+def test_resources_are_read():
+    sm_100 = USAGE.replace("sm_90", "sm_100").replace("STACK:88", "STACK:0")
+    (mangled,) = re.findall(r"Function (\S+):", USAGE)
+    assert cubins._resources(USAGE + sm_100) == {90: {mangled: (128, 88, 0, 0)}, 100: {mangled: (128, 0, 0, 0)}}
+
+
+ATTRIBUTES = """
+\tAttribute:\tEIATTR_INDIRECT_BRANCH_TARGETS
+\tFormat:\tEIFMT_SVAL
+\tValue:\t
+\t\tOffset of Indirect Branch: 0xee50\t Number of targets: 3
+\t\tTargets: 0xee90 0xee60 0xeeb0\x20
+
+\t<0x13>
+\tAttribute:\tEIATTR_CBANK_PARAM_SIZE
+\tFormat:\tEIFMT_HVAL
+\tValue:\t0xf90
+"""
+
+
+def test_parameters_and_targets_of_branches_are_read():
+    assert cubins.PARAMETERS.search(ATTRIBUTES)[1] == "0xf90"
+    assert [(at, targets.split()) for at, targets in cubins.INDIRECT.findall(ATTRIBUTES)] == [
+        ("0xee50", ["0xee90", "0xee60", "0xeeb0"])
+    ]
 
 
 OCCUPANCY = """
