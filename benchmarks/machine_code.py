@@ -209,8 +209,8 @@ parameters, the second with the table in device memory.
 
 - spills, stack, shared: instructions that spill registers or read them back (`STL`, `LDL`), bytes of stack of a thread,
   bytes of static shared memory of a block.
-- blocks: how many of {threads} threads one multiprocessor (SM) holds at once. Threads, shared memory and registers limit
-  them; a warp gets registers in units of 256. The limits of each architecture are those of the
+- blocks: how many of {threads} threads one multiprocessor (SM) holds at once. Threads, shared memory and registers
+  limit them; a warp gets registers in units of 256. The limits of each architecture are those of the
   [CUDA Programming Guide](https://docs.nvidia.com/cuda/cuda-programming-guide/05-appendices/compute-capabilities.html)
   and of `cuda_occupancy.h` in the toolkit.
 - loads, stores: how many of which width in bits are in the hot loop. That is the innermost loop with {wide}-bit loads;
