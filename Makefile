@@ -12,7 +12,7 @@ SOURCES := $(wildcard csrc/*.* csrc/*/*.*) setup.py pyproject.toml
 FORMATTED = $$(git ls-files 'csrc/*' 'tests/cuda_emulation/*.h' 'tests/cuda_emulation/*.cpp')
 PIP     := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test clients test-clients sanitize test-hard lint format docs bench abi-check gpu-check clean
+.PHONY: demo test clients test-clients sanitize test-hard lint format docs bench machine-code abi-check gpu-check clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/examples.done
@@ -64,6 +64,13 @@ bench: $(VENV)/examples.done
 	$(PY) benchmarks/suite.py $(ARGS)
 	$(PY) benchmarks/plot.py
 	$(PY) benchmarks/report.py
+
+# Writes docs/machine_code.md: what nvcc makes of the kernels. ARGS=--check fails on a broken rule or a stale page. Takes
+# the cuobjdump of a CUDA toolkit; where there is none, it is installed into .venv.
+CUOBJDUMP := $(or $(wildcard $(CUDA_HOME)/bin/cuobjdump /usr/local/cuda/bin/cuobjdump),$(shell command -v cuobjdump))
+
+machine-code: $(VENV)/$(if $(CUOBJDUMP),built,cuda-tools).done
+	$(PY) benchmarks/machine_code.py $(ARGS)
 
 # The same build of the extension under the oldest and newest torch it promises to run on. Downloads both (several GB).
 abi-check: $(VENV)/test.done
