@@ -282,10 +282,20 @@ def fill_storages(tensors: ReadTensors) -> bool:
 
 def call(op: Any, lists: Sequence[Sequence[Tensor]], *others: Any) -> Any:
     """An op of ``torch.ops.ampctx``, by its overload for lists: where the library knows one, it gets to know all."""
-    if not any(isinstance(tensors, HeldTensors) for tensors in lists):
-        return op.default(*lists, *others)
-    known = [t if isinstance(t, HeldTensors) or not len(t) else HeldTensors(t) for t in lists]
-    return op.held(*(t.number if isinstance(t, HeldTensors) else 0 for t in known), *others)
+    try:
+        if not any(isinstance(tensors, HeldTensors) for tensors in lists):
+            return op.default(*lists, *others)
+        known = [t if isinstance(t, HeldTensors) or not len(t) else HeldTensors(t) for t in lists]
+        return op.held(*(t.number if isinstance(t, HeldTensors) else 0 for t in known), *others)
+    except RuntimeError as error:
+        raise_out_of_memory(error)
+        raise
+
+
+def raise_out_of_memory(error: RuntimeError) -> None:
+    """Raises torch.OutOfMemoryError if memory is what a kernel lacks. C++ without torch's headers cannot throw it."""
+    if str(error).startswith("ampctx: out of memory: "):  # csrc/error.h
+        raise torch.OutOfMemoryError(str(error)) from None
 
 
 def wrote(*lists: Sequence[Tensor]) -> None:
@@ -367,16 +377,9 @@ def update_scale(
     Raises RuntimeError for a rule that would not keep to that: a growth factor below 1, a backoff factor above 1 or not
     above 0, bounds that are nan or beyond fp32, a hysteresis that int32 does not hold.
     """
-    _ops.update_scale.default(
-        scale,
-        growth_tracker,
-        hysteresis_tracker,
-        found_inf,
-        growth_factor,
-        backoff_factor,
-        growth_interval,
-        hysteresis,
-        min_scale,
-        max_scale,
-    )
-    wrote((scale, growth_tracker, hysteresis_tracker))
+    state = (scale, growth_tracker, hysteresis_tracker)
+    call(
+        _ops.update_scale, (), *state, found_inf,
+        growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale,
+    )  # fmt: skip
+    wrote(state)
