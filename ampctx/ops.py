@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -146,22 +146,32 @@ _FAKES = {
 }
 
 
-def define(namespace: str) -> torch.library.Library:
+def _routed(name: str, found: Callable[[], _extension.Extension]) -> Callable[..., Any]:
+    """The fallback of an op, for calls that do not belong to a kernel of ``found()``."""
+    fallback: Any = _FALLBACKS[name]
+
+    def route(*args: Any) -> Any:
+        return (found().kernel_for(name, args) or fallback)(*args)
+
+    return route
+
+
+def define(namespace: str, found: Callable[[], _extension.Extension] | None = None) -> torch.library.Library:
     """Defines every op in ``namespace`` with its fallback and fake kernel. The ops live as long as the returned
-    object."""
+    object. ``found()``, where given, has kernels that fallbacks hand calls to."""
     library = torch.library.Library(namespace, "DEF")
     for schema in _SCHEMAS:
         name = schema.partition("(")[0]
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        library.impl(name, _FALLBACKS[name], "CompositeExplicitAutograd")
+        library.impl(name, _routed(name, found) if found else _FALLBACKS[name], "CompositeExplicitAutograd")
         torch.library.register_fake(f"{namespace}::{name}", _FAKES[name], lib=library)
     for schema in _COMPILED_SCHEMAS:
         library.define(schema)
     return library
 
 
-_library = define(NAMESPACE)
-extension = _extension.load(NAMESPACE)
+_library = define(NAMESPACE, lambda: extension)
+extension: _extension.Extension = _extension.load(NAMESPACE, define)
 _ops = torch.ops.ampctx
 
 
@@ -195,6 +205,7 @@ class HeldTensors(Sequence[Tensor]):
         self.tensors = list(tensors)
         if not all(map(can_be_held, self.tensors)):
             raise AmpValueError("HeldTensors: a tensor is a view that negates, or has no memory: give a clone() of it")
+        extension.serves(self.tensors[0].device.type)  # registers what does
         self._known_by(_ops.hold_tensors.default(self.tensors))
 
     def __len__(self) -> int:
@@ -271,7 +282,7 @@ def _as_read(tensors: list[Tensor], number: int) -> ReadTensors | None:
         return None
     found = ReadTensors(tensors, number)
     # Where no kernel is compiled for a device, lists go to the fallback, which takes tensors.
-    return found if found.device.type in extension.backends else None
+    return found if extension.serves(found.device.type) else None
 
 
 def fill_storages(tensors: ReadTensors) -> bool:
