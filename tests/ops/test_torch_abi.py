@@ -10,7 +10,9 @@ import torch
 
 CSRC = Path(__file__).parents[2] / "csrc"
 HEADER = "torch_abi.h"
-FUNCTION = re.compile(r"^(?:__attribute__\(\(weak\)\) )?(?:AOTITorchError |int32_t |const char\* ?)(\w+)\(", re.MULTILINE)
+FUNCTION = re.compile(
+    r"^(?:__attribute__\(\(weak\)\) )?(?:AOTITorchError |int32_t |const char\* ?)(\w+)\(", re.MULTILINE
+)
 
 
 def compile_together(folder, header):
