@@ -26,20 +26,26 @@ def info() -> dict[str, Any]:
         # What the import would warn of is in the report itself.
         warnings.simplefilter("ignore", RuntimeWarning)
         import ampctx
-        from ampctx import _extension
+        from ampctx import _cuda_support, _extension
 
-    extension = ampctx.ops.extension
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        extension = ampctx.ops.extension
+        # Where the driver is too old for torch, there is a count, and whatever else is asked raises.
+        gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+        if gpus:
+            extension.serves("cuda")  # looks at the GPUs
+    driver = _cuda_support.driver_version()
     return {
         "ampctx": ampctx.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
-        "gpus": gpus,
+        "driver_cuda": driver and _cuda_support.dotted(driver),
+        "gpus": [torch.cuda.get_device_name(i) for i in gpus],
+        "gpu_archs": [_cuda_support.arch_name(torch.cuda.get_device_capability(i)) for i in gpus],
         "extension": {
             "loaded": extension.loaded,
             "path": str(_extension.LIBRARY),
-            "backends": list(extension.backends),
+            "backends": [*extension.backends, *map(str, extension.apart)],
             "reason": extension.reason,
             **extension.build,
         },
@@ -48,11 +54,14 @@ def info() -> dict[str, Any]:
 
 def _lines(report: dict[str, Any]) -> list[str]:
     extension = report["extension"]
+    gpus = [f"{name} ({arch})" for name, arch in zip(report["gpus"], report["gpu_archs"], strict=True)]
+    driver = report["driver_cuda"]
     lines = [
         f"ampctx     {report['ampctx']}",
         f"python     {report['python']}",
         f"torch      {report['torch']} (CUDA {report['torch_cuda'] or 'not built in'})",
-        f"GPUs       {', '.join(report['gpus']) or 'none visible'}",
+        f"driver     {f'serves CUDA {driver}' if driver else 'no NVIDIA driver'}",
+        f"GPUs       {', '.join(gpus) or 'none visible'}",
     ]
     if not extension["loaded"]:
         return [*lines, "extension  not loaded: the ops run on plain torch", f"           {extension['reason']}"]

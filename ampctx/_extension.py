@@ -3,6 +3,9 @@
 The library speaks to torch through torch's C shim (csrc/torch_abi.h), so the file has no tie to a Python or torch
 version: it is opened with ctypes after torch, and its kernels are registered by an explicit call that returns an error
 code.
+
+The CUDA kernels are registered when the first CUDA tensor comes (``LateKernels``). Only the GPUs tell whether they run,
+and to ask a GPU initializes CUDA. An import must not do that: afterwards the process cannot fork.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
+from ampctx._cuda_support import driver_version, why_not
 from ampctx._errors import ExtensionError
 
 LIBRARY = Path(__file__).with_name("_ops.so")
@@ -28,8 +33,26 @@ BUILD_HINT = "build it with 'pip install .' in a checkout (needs g++; nvcc for t
 
 
 @dataclass(frozen=True)
+class LateKernels:
+    """Kernels that are registered when the first tensor of their device type comes."""
+
+    namespace: str
+    device_type: str
+    # Why the kernels do not run on a device, or nothing.
+    problems: Callable[[], dict[torch.device, str]]
+    # Registers them for the ops of a namespace.
+    register: Callable[[str], None]
+    # Defines the ops in a namespace.
+    define: Callable[[str], Any]
+    required: str = ""  # AMPCTX_REQUIRE_EXTENSION
+
+
+@dataclass
 class Extension:
-    """What was found: ``backends`` are the device types with compiled kernels, ``reason`` why one is missing."""
+    """What was found: ``backends`` are the device types with compiled kernels, ``reason`` why one is missing.
+
+    A device type with ``late`` kernels is among them until something is known to speak against it.
+    """
 
     loaded: bool
     backends: tuple[str, ...] = ()
@@ -42,6 +65,68 @@ class Extension:
     read_tensors: Callable[[list[Tensor]], int] = lambda tensors: 0
     read_grads: Callable[[list[Tensor], list[Any], bool], int] | None = None
     read_is_contiguous: Callable[[int], int] = lambda number: False
+    late: LateKernels | None = None
+    # Where the kernels run on some devices of a type alone: the ops for these devices.
+    apart: dict[torch.device, Any] = field(default_factory=dict)
+    _definitions: list[Any] = field(default_factory=list, repr=False)
+    _lock: Any = field(default_factory=threading.Lock, repr=False)
+
+    def serves(self, device_type: str) -> bool:
+        """Whether compiled kernels serve all devices of this type."""
+        if self.late is not None and self.late.device_type == device_type:
+            self.decide()
+        return device_type in self.backends
+
+    def decide(self) -> None:
+        """Registers the late kernels for the devices where they run: all, some or none. Warns of the others."""
+        with self._lock:
+            late = self.late
+            if late is None:
+                return
+            problems = late.problems()
+            lacking = {device: problem for device, problem in problems.items() if problem}
+            where, reason = late.device_type.upper(), next(iter(lacking.values()), "")
+            if apart := 0 < len(lacking) < len(problems):
+                where = ", ".join(map(str, lacking))
+                reason = f"{reason}, or hide {where} with CUDA_VISIBLE_DEVICES"
+            if reason and late.required == "cuda":
+                raise ExtensionError(_REQUIRED.format(reason))
+            if apart:
+                self._register_apart(late, [device for device in problems if device not in lacking])
+            elif not lacking:
+                late.register(late.namespace)
+            if reason:
+                self.backends = tuple(backend for backend in self.backends if backend != late.device_type)
+                self.reason = reason
+            self.late = None
+        if reason and not late.required:
+            _warn(f" on {where}", reason)
+
+    def _register_apart(self, late: LateKernels, devices: list[torch.device]) -> None:
+        namespace = f"{late.namespace}_apart"
+        self._definitions.append(late.define(namespace))
+        late.register(namespace)
+        self.apart = dict.fromkeys(devices, getattr(torch.ops, namespace))
+
+    def kernel_for(self, name: str, args: Sequence[Any]) -> Any:
+        """What a call that came to the fallback belongs to instead, or None."""
+        late = self.late
+        if late is None and not self.apart:
+            return None
+        lists = (arg if isinstance(arg, (list, tuple)) else [arg] for arg in args)
+        devices = {t.device for tensors in lists for t in tensors if isinstance(t, Tensor)}
+        if late is not None and any(device.type == late.device_type for device in devices):
+            self.decide()
+            return getattr(getattr(torch.ops, late.namespace), name).default  # comes here again where no kernel serves
+        ops = next((self.apart[device] for device in devices if device in self.apart), None)
+        return ops and getattr(ops, name).default
+
+
+_REQUIRED = "AMPCTX_REQUIRE_EXTENSION=cuda, and the CUDA kernels do not serve: {}"
+
+
+def _warn(where: str, reason: str) -> None:
+    warnings.warn(f"ampctx runs on plain torch{where}, slower: {reason}", RuntimeWarning, stacklevel=3)
 
 
 def _open(path: Path) -> ctypes.CDLL:
@@ -61,7 +146,7 @@ def _open(path: Path) -> ctypes.CDLL:
     return library
 
 
-def _readers(path: Path, opened: ctypes.CDLL) -> dict[str, Callable]:
+def _readers(path: Path, opened: ctypes.CDLL) -> dict[str, Any]:
     """What reads lists of tensors as the interpreter has them; nothing where torch does not offer its side."""
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     if exchange is None:
@@ -86,18 +171,38 @@ def _readers(path: Path, opened: ctypes.CDLL) -> dict[str, Callable]:
     }
 
 
-def _register(library: ctypes.CDLL, namespace: str) -> tuple[tuple[str, ...], str]:
-    """Registers the kernels of both backends; returns the backends that serve and why CUDA does not."""
-    name = namespace.encode()
-    if code := library.ampctx_register_cpu(name):
+def _register_cpu(library: ctypes.CDLL, namespace: str) -> None:
+    if code := library.ampctx_register_cpu(namespace.encode()):
         raise ExtensionError(f"torch refused the CPU kernels (code {code}): is another copy of ampctx loaded?")
+
+
+def _why_no_cuda(library: ctypes.CDLL, build: dict[str, Any]) -> str:
+    """What speaks against the CUDA kernels without a look at the GPUs."""
     if not torch.version.cuda:
-        return ("cpu",), "this torch was built without CUDA"
+        return "this torch was built without CUDA"
     if not hasattr(library, "ampctx_register_cuda"):
-        return ("cpu",), "built without nvcc: install the CUDA toolkit and rebuild with AMPCTX_CUDA=1"
-    if code := library.ampctx_register_cuda(name):
-        return ("cpu",), f"torch refused the CUDA kernels (code {code})"
-    return ("cpu", "cuda"), ""
+        return "built without nvcc: install the CUDA toolkit and rebuild with AMPCTX_CUDA=1"
+    return why_not(driver_version(), _toolkit(build), build["cuda_archs"], None)
+
+
+def _toolkit(build: dict[str, Any]) -> tuple[int, int]:
+    major, minor = build["cuda"].split(".")[:2]
+    return int(major), int(minor)
+
+
+def _late_cuda(
+    library: ctypes.CDLL, build: dict[str, Any], namespace: str, define: Callable[[str], Any], required: str
+) -> LateKernels:
+    def problems() -> dict[torch.device, str]:
+        driver, toolkit, archs = driver_version(), _toolkit(build), build["cuda_archs"]
+        gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+        return {gpu: why_not(driver, toolkit, archs, torch.cuda.get_device_capability(gpu)) for gpu in gpus}
+
+    def register(name: str) -> None:
+        if code := library.ampctx_register_cuda(name.encode()):
+            raise ExtensionError(f"torch refused the CUDA kernels (code {code}): is another copy of ampctx loaded?")
+
+    return LateKernels(namespace, "cuda", problems, register, define, required)
 
 
 def _required() -> str:
@@ -107,8 +212,9 @@ def _required() -> str:
     return "" if value == "0" else value
 
 
-def load(namespace: str, path: Path = LIBRARY) -> Extension:
-    """Registers the compiled kernels for the ops of ``namespace``, which must be defined already.
+def load(namespace: str, define: Callable[[str], Any], path: Path = LIBRARY) -> Extension:
+    """Registers the compiled kernels for the ops of ``namespace``, which must be defined already. ``define`` defines
+    the same ops in another namespace.
 
     A missing or unusable library is reported once as a RuntimeWarning, or raised as ExtensionError when the environment
     variable AMPCTX_REQUIRE_EXTENSION is 1 or cpu (the CPU kernels) or cuda (both).
@@ -116,16 +222,20 @@ def load(namespace: str, path: Path = LIBRARY) -> Extension:
     required = _required()
     try:
         library = _open(path)
-        backends, reason = _register(library, namespace)
+        _register_cpu(library, namespace)
         build = json.loads(library.ampctx_build_info())
-        found = Extension(True, backends, build, reason, library.ampctx_release_tensors, **_readers(path, library))
+        found = Extension(True, ("cpu",), build, "", library.ampctx_release_tensors, **_readers(path, library))
     except ExtensionError as error:
         if required:
             raise
-        warnings.warn(f"ampctx runs on plain torch, slower: {error}", RuntimeWarning, stacklevel=2)
+        _warn("", str(error))
         return Extension(False, reason=str(error))
-    if required == "cuda" and "cuda" not in found.backends:
-        raise ExtensionError(f"AMPCTX_REQUIRE_EXTENSION=cuda, and the CUDA kernels do not serve: {found.reason}")
-    if torch.version.cuda and "cuda" not in found.backends and not required:
-        warnings.warn(f"ampctx runs on plain torch on CUDA, slower: {found.reason}", RuntimeWarning, stacklevel=2)
+    found.reason = _why_no_cuda(library, build)
+    if not found.reason:
+        found.backends += ("cuda",)
+        found.late = _late_cuda(library, build, namespace, define, required)
+    elif required == "cuda":
+        raise ExtensionError(_REQUIRED.format(found.reason))
+    elif torch.version.cuda and not required:
+        _warn(" on CUDA", found.reason)
     return found

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -146,22 +146,32 @@ _FAKES = {
 }
 
 
-def define(namespace: str) -> torch.library.Library:
+def _routed(name: str, found: Callable[[], _extension.Extension]) -> Callable[..., Any]:
+    """The fallback of an op, for calls that do not belong to a kernel of ``found()``."""
+    fallback: Any = _FALLBACKS[name]
+
+    def route(*args: Any) -> Any:
+        return (found().kernel_for(name, args) or fallback)(*args)
+
+    return route
+
+
+def define(namespace: str, found: Callable[[], _extension.Extension] | None = None) -> torch.library.Library:
     """Defines every op in ``namespace`` with its fallback and fake kernel. The ops live as long as the returned
-    object."""
+    object. ``found()``, where given, has kernels that fallbacks hand calls to."""
     library = torch.library.Library(namespace, "DEF")
     for schema in _SCHEMAS:
         name = schema.partition("(")[0]
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        library.impl(name, _FALLBACKS[name], "CompositeExplicitAutograd")
+        library.impl(name, _routed(name, found) if found else _FALLBACKS[name], "CompositeExplicitAutograd")
         torch.library.register_fake(f"{namespace}::{name}", _FAKES[name], lib=library)
     for schema in _COMPILED_SCHEMAS:
         library.define(schema)
     return library
 
 
-_library = define(NAMESPACE)
-extension = _extension.load(NAMESPACE)
+_library = define(NAMESPACE, lambda: extension)
+extension: _extension.Extension = _extension.load(NAMESPACE, define)
 _ops = torch.ops.ampctx
 
 
@@ -195,6 +205,7 @@ class HeldTensors(Sequence[Tensor]):
         self.tensors = list(tensors)
         if not all(map(can_be_held, self.tensors)):
             raise AmpValueError("HeldTensors: a tensor is a view that negates, or has no memory: give a clone() of it")
+        extension.serves(self.tensors[0].device.type)  # registers what does
         self._known_by(_ops.hold_tensors.default(self.tensors))
 
     def __len__(self) -> int:
@@ -271,7 +282,7 @@ def _as_read(tensors: list[Tensor], number: int) -> ReadTensors | None:
         return None
     found = ReadTensors(tensors, number)
     # Where no kernel is compiled for a device, lists go to the fallback, which takes tensors.
-    return found if found.device.type in extension.backends else None
+    return found if extension.serves(found.device.type) else None
 
 
 def fill_storages(tensors: ReadTensors) -> bool:
@@ -282,10 +293,20 @@ def fill_storages(tensors: ReadTensors) -> bool:
 
 def call(op: Any, lists: Sequence[Sequence[Tensor]], *others: Any) -> Any:
     """An op of ``torch.ops.ampctx``, by its overload for lists: where the library knows one, it gets to know all."""
-    if not any(isinstance(tensors, HeldTensors) for tensors in lists):
-        return op.default(*lists, *others)
-    known = [t if isinstance(t, HeldTensors) or not len(t) else HeldTensors(t) for t in lists]
-    return op.held(*(t.number if isinstance(t, HeldTensors) else 0 for t in known), *others)
+    try:
+        if not any(isinstance(tensors, HeldTensors) for tensors in lists):
+            return op.default(*lists, *others)
+        known = [t if isinstance(t, HeldTensors) or not len(t) else HeldTensors(t) for t in lists]
+        return op.held(*(t.number if isinstance(t, HeldTensors) else 0 for t in known), *others)
+    except RuntimeError as error:
+        raise_out_of_memory(error)
+        raise
+
+
+def raise_out_of_memory(error: RuntimeError) -> None:
+    """Raises torch.OutOfMemoryError if memory is what a kernel lacks. C++ without torch's headers cannot throw it."""
+    if str(error).startswith("ampctx: out of memory: "):  # csrc/error.h
+        raise torch.OutOfMemoryError(str(error)) from None
 
 
 def wrote(*lists: Sequence[Tensor]) -> None:
@@ -367,16 +388,9 @@ def update_scale(
     Raises RuntimeError for a rule that would not keep to that: a growth factor below 1, a backoff factor above 1 or not
     above 0, bounds that are nan or beyond fp32, a hysteresis that int32 does not hold.
     """
-    _ops.update_scale.default(
-        scale,
-        growth_tracker,
-        hysteresis_tracker,
-        found_inf,
-        growth_factor,
-        backoff_factor,
-        growth_interval,
-        hysteresis,
-        min_scale,
-        max_scale,
-    )
-    wrote((scale, growth_tracker, hysteresis_tracker))
+    state = (scale, growth_tracker, hysteresis_tracker)
+    call(
+        _ops.update_scale, (), *state, found_inf,
+        growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale,
+    )  # fmt: skip
+    wrote(state)

@@ -1,4 +1,4 @@
-// fail(parts...): an error that reaches Python as RuntimeError.
+// fail(parts...): an error that reaches Python as RuntimeError, or as torch.OutOfMemoryError by fail_out_of_memory.
 #pragma once
 
 #include <sstream>
@@ -11,6 +11,12 @@ template <class... Parts>
   std::ostringstream message;
   (message << ... << parts);
   throw std::runtime_error(message.str());
+}
+
+// The C shim knows no kinds of errors. ampctx/ops.py knows this one by its first words.
+template <class... Parts>
+[[noreturn]] void fail_out_of_memory(const Parts&... parts) {
+  fail("ampctx: out of memory: ", parts...);
 }
 
 }  // namespace ampctx

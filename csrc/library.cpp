@@ -2,7 +2,7 @@
 // library_layerwise.h), and their registration, which _extension.py asks for.
 //
 // The schemas are in ampctx/ops.py. A boxed function takes its arguments off the stack, checks them, puts the results
-// on the stack; errors are C++ exceptions that torch turns into RuntimeError.
+// on the stack; errors are C++ exceptions that torch turns into RuntimeError (error.h).
 #include <cmath>
 #include <limits>
 

@@ -83,6 +83,8 @@ AOTITorchError aoti_torch_create_device_guard(int32_t device_index, DeviceGuardH
 AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle guard);
 // Null in a torch without CUDA.
 __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+// Null before torch 2.13. The message of the latest exception in this thread.
+__attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
 }
 
 namespace ampctx::torch_abi {
@@ -90,9 +92,21 @@ namespace ampctx::torch_abi {
 // The shim of torch 2.11: the oldest torch that ampctx serves, and the calling convention of boxed kernels.
 constexpr uint64_t kBuildVersion = (2ull << 56) | (11ull << 48);
 
-#define AMPCTX_TORCH(function, ...)                                                                    \
-  do {                                                                                                 \
-    if (function(__VA_ARGS__) != 0) ::ampctx::fail("ampctx: torch's " #function " reported an error"); \
+// Why the latest call of torch failed. Older torch writes that to stderr and keeps nothing.
+inline std::string last_error() {
+  const char* what =
+      torch_exception_get_what_without_backtrace ? torch_exception_get_what_without_backtrace() : nullptr;
+  return what ? what : "";
+}
+
+[[noreturn]] inline void fail_in_torch(const char* function) {
+  const std::string why = last_error();
+  fail("ampctx: torch's ", function, " reported an error", why.empty() ? "" : ": ", why);
+}
+
+#define AMPCTX_TORCH(function, ...)                                                \
+  do {                                                                             \
+    if (function(__VA_ARGS__) != 0) ::ampctx::torch_abi::fail_in_torch(#function); \
   } while (0)
 
 // A property that a shim function writes through a pointer.
@@ -230,11 +244,29 @@ T to_scalar(StableIValue argument) {
   return value;
 }
 
+// Words of torch's allocators for the CPU and CUDA, and of CUDA itself.
+inline bool tells_of_memory(const std::string& why) {
+  for (const char* words : {"out of memory", "can't allocate memory", "not enough memory"}) {
+    if (why.find(words) != std::string::npos) return true;
+  }
+  return false;
+}
+
+// Where torch does not say why, it is memory: nothing else is likely to fail for a device that has tensors already.
+[[noreturn]] inline void fail_to_allocate(int64_t elements, int32_t dtype, const Device& device) {
+  const std::string why = last_error();
+  if (!why.empty() && !tells_of_memory(why)) fail_in_torch("aoti_torch_empty_strided");
+  fail_out_of_memory("no room on ", device.name(), " for ", elements, " elements of ", dtype_name(dtype),
+                     why.empty() ? "" : ". ", why);
+}
+
 // A new 0-d tensor, or a 1-d one of `size` elements, of uninitialized memory.
 inline Tensor empty(const int64_t* size, int32_t dtype, Device device) {
   const int64_t stride = 1;
   AtenTensorHandle handle = nullptr;
-  AMPCTX_TORCH(aoti_torch_empty_strided, size ? 1 : 0, size, &stride, dtype, device.type, device.index, &handle);
+  if (aoti_torch_empty_strided(size ? 1 : 0, size, &stride, dtype, device.type, device.index, &handle) != 0) {
+    fail_to_allocate(size ? *size : 1, dtype, device);
+  }
   return Tensor(handle);
 }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampctx import _extension, ops
+from ampctx import _cuda_support, _extension, ops
 from ampctx._errors import ExtensionError
 
 ROOT = Path(__file__).parents[1]
@@ -22,7 +22,7 @@ from ampctx import _extension, ops
 library = torch.library.Library("ampctx_again", "DEF")
 for schema in ops._SCHEMAS:
     library.define(schema)
-found = _extension.load("ampctx_again", Path(sys.argv[1]))
+found = _extension.load("ampctx_again", ops.define, Path(sys.argv[1]))
 print(found)
 """
 
@@ -60,7 +60,7 @@ def test_a_library_that_cannot_serve_warns_once_with_the_reason(tmp_path, broken
     path = {"missing": tmp_path / "nowhere.so", "broken": broken}[kind]
     why = {"missing": "does not exist: build it with", "broken": "cannot be loaded .*invalid ELF header"}[kind]
     with pytest.warns(RuntimeWarning, match=f"ampctx runs on plain torch, slower: .*{why}") as record:
-        found = _extension.load("ampctx", path)
+        found = _extension.load("ampctx", ops.define, path)
     assert len(record) == 1
     assert not found.loaded
     assert found.backends == ()
@@ -73,13 +73,13 @@ def test_a_required_library_that_cannot_serve_is_an_error(tmp_path, broken, kind
     monkeypatch.setenv("AMPCTX_REQUIRE_EXTENSION", required)
     path = {"missing": tmp_path / "nowhere.so", "broken": broken}[kind]
     with pytest.raises(ExtensionError, match="build it with 'pip install .'"):
-        _extension.load("ampctx", path)
+        _extension.load("ampctx", ops.define, path)
 
 
 def test_an_unknown_requirement_is_an_error(monkeypatch):
     monkeypatch.setenv("AMPCTX_REQUIRE_EXTENSION", "yes")
     with pytest.raises(ExtensionError, match="AMPCTX_REQUIRE_EXTENSION='yes': expected 1, cpu, cuda or nothing"):
-        _extension.load("ampctx")
+        _extension.load("ampctx", ops.define)
 
 
 def test_a_required_cuda_backend_on_a_torch_without_it(monkeypatch):
@@ -109,6 +109,90 @@ def test_the_import_without_a_library(tmp_path):
     assert result.returncode == 1
     assert "ExtensionError" in result.stderr
     assert "_ops.so does not exist" in result.stderr
+
+
+# --- the driver ------------------------------------------------------------------------------------------------------
+
+DRIVER = """
+#include <cstdlib>
+extern "C" int cuDriverGetVersion(int* version) { return *version = VERSION, 0; }
+extern "C" int cuInit(unsigned) { std::abort(); }  // an import must not
+"""
+WITH_CUDA = """
+import sys, torch
+torch.version.cuda = "12.8"  # as a torch for CUDA has it
+import ampctx
+found = ampctx.ops.extension
+x = [torch.ones(3)]
+ampctx.ops.multi_tensor_scale(x, x, torch.zeros(()), 2.0)
+print(found.backends, x[0].tolist())
+print(found.reason)
+sys.argv[1:] = []
+from ampctx.__main__ import main
+main([])
+"""
+
+
+def import_with_driver(folder, version, required=""):
+    """Imports ampctx where libcuda.so.1 is that of a driver for this CUDA."""
+    (folder / "driver.cpp").write_text(DRIVER)
+    flags = ["-shared", "-fPIC", f"-DVERSION={version}", "-o", str(folder / "libcuda.so.1")]
+    subprocess.run([os.environ.get("CXX", "g++"), str(folder / "driver.cpp"), *flags], check=True)
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), "AMPCTX_REQUIRE_EXTENSION": required}
+    return subprocess.run([sys.executable, "-c", WITH_CUDA], env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture
+def toolkit():
+    if torch.version.cuda:
+        pytest.skip("this torch looks for the real driver")
+    version = ops.extension.build["cuda"]
+    if not version:
+        pytest.skip("built without nvcc")
+    return version
+
+
+def test_a_driver_that_is_too_old_leaves_cuda_to_plain_torch(tmp_path, toolkit):
+    major = int(toolkit.partition(".")[0])
+    result = import_with_driver(tmp_path, 1000 * (major - 1) + 80)
+    assert result.returncode == 0, result.stderr
+    reason = f"the CUDA kernels were built with CUDA {toolkit}, which needs driver"
+    lines = result.stdout.splitlines()
+    assert lines[0] == "('cpu',) [2.0, 2.0, 2.0]"
+    assert lines[1].startswith(reason)
+    assert lines[1].endswith(f"rebuild with CUDA {major - 1}")
+    assert f"driver     serves CUDA {major - 1}.8" in lines
+    assert f"           not in use: {lines[1]}" in lines
+    assert result.stderr.count("RuntimeWarning") == 1
+    assert f"RuntimeWarning: ampctx runs on plain torch on CUDA, slower: {reason}" in result.stderr
+
+
+def test_a_driver_that_is_too_old_for_required_kernels_is_an_error(tmp_path, toolkit):
+    result = import_with_driver(tmp_path, 11080, "cuda")
+    assert result.returncode == 1
+    reason = f"the CUDA kernels were built with CUDA {toolkit}, which needs"
+    required = "ExtensionError: AMPCTX_REQUIRE_EXTENSION=cuda, and the CUDA kernels do not serve"
+    assert f"{required}: {reason}" in result.stderr
+    assert import_with_driver(tmp_path, 11080, "cpu").stderr == ""
+
+
+def test_a_driver_that_serves_is_not_initialized_by_the_import(tmp_path, toolkit):
+    major, minor = toolkit.split(".")
+    result = import_with_driver(tmp_path, 1000 * int(major) + 10 * int(minor), "cuda")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("('cpu', 'cuda') [2.0, 2.0, 2.0]\n\n")
+    assert result.stderr == ""
+
+
+def test_a_machine_without_a_driver_says_nothing(toolkit):
+    if _cuda_support.driver_version():
+        pytest.skip("this machine has a driver")
+    environment = {**os.environ, "AMPCTX_REQUIRE_EXTENSION": ""}
+    result = subprocess.run([sys.executable, "-c", WITH_CUDA], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("('cpu', 'cuda') [2.0, 2.0, 2.0]\n\n")
+    assert "driver     no NVIDIA driver" in result.stdout
+    assert result.stderr == ""
 
 
 # --- setup.py -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = [
     ["ampctx._graph_break"],
-    ["ampctx._errors", "ampctx._each", "ampctx._grad_mode", "ampctx._compiling", "ampctx.amp.cast_lists"],
+    [
+        "ampctx._errors",
+        "ampctx._cuda_support",
+        "ampctx._each",
+        "ampctx._grad_mode",
+        "ampctx._compiling",
+        "ampctx.amp.cast_lists",
+    ],
     [
         "ampctx._extension",
         "ampctx._reference",

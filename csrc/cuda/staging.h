@@ -13,6 +13,7 @@ namespace ampctx::cuda {
 inline void check_cuda(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
   cudaGetLastError();  // or the next launch, anybody's, reports it
+  if (error == cudaErrorMemoryAllocation) fail_out_of_memory(what, ": ", cudaGetErrorString(error));
   fail("ampctx: ", what, ": ", cudaGetErrorString(error));
 }
 

@@ -428,7 +428,7 @@ def mixed_devices(request):
         if request.param == "reference":
             library.impl(name, ops._FALLBACKS[name], "CPU")
     if request.param == "cpu":
-        assert ops._extension.load(namespace).loaded
+        assert ops._extension.load(namespace, ops.define).loaded
     yield getattr(torch.ops, namespace)
     library._destroy()
 

@@ -1,0 +1,88 @@
+"""Whether the compiled CUDA kernels run with a driver and on a GPU, and what helps where they do not.
+
+A kernel is in the library as machine code for some architectures (``sm_90``) and as PTX (``compute_90``), which the
+driver compiles for any newer GPU. The driver must be at least of the major version of the CUDA that built the library;
+to read PTX, of its minor version, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+Version = tuple[int, int]
+
+_FIRST_DRIVER = {12: "525", 13: "580"}  # of each major version of CUDA
+_OLDEST_ARCH = {12: 70, 13: 75}  # of GPUs that nvcc compiles for and the kernels are written for
+_INTEGRATED = {72, 87, 101}  # Xavier, Orin and Thor do not run code for other GPUs of their generation
+
+
+def driver_version() -> Version | None:
+    """The newest CUDA that the driver serves; None without a driver. Does not initialize CUDA."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int()
+    if driver.cuDriverGetVersion(ctypes.byref(version)):
+        return None
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def why_not(driver: Version | None, toolkit: Version, archs: Sequence[str], gpu: Version | None) -> str:
+    """Why kernels that CUDA ``toolkit`` built for ``archs`` do not run with a driver on a GPU; nothing where they do.
+
+    ``gpu`` is the compute capability. Nothing is said about what is not known (None).
+    """
+    if driver is not None and driver[0] < toolkit[0]:
+        number = _FIRST_DRIVER.get(toolkit[0])
+        newer = f"driver {number} or newer" if number else "a newer driver"
+        rebuild = f", or rebuild with CUDA {driver[0]}" if driver[0] in _FIRST_DRIVER else ""
+        return (
+            f"the CUDA kernels were built with CUDA {dotted(toolkit)}, which needs {newer}, and this driver serves"
+            f" CUDA {dotted(driver)}: update the driver{rebuild}"
+        )
+    if gpu is None or _has_machine_code(archs, gpu):
+        return ""
+    arch = _number(gpu)
+    built = f"the CUDA kernels were built for {', '.join(archs)}, and this GPU is {arch_name(gpu)}"
+    if any(number <= arch for number in _numbers(archs, "compute_")):
+        if driver is None or driver >= toolkit:
+            return ""
+        return (
+            f"{built}, for which the driver must compile PTX of CUDA {dotted(toolkit)}. This driver serves CUDA"
+            f" {dotted(driver)}: update the driver, or rebuild with AMPCTX_CUDA_ARCHS={arch}"
+        )
+    if arch >= _OLDEST_ARCH.get(toolkit[0], arch):
+        return f"{built}: rebuild with AMPCTX_CUDA_ARCHS={arch}"
+    if arch >= _OLDEST_ARCH[12]:
+        return (
+            f"{built}, which CUDA {toolkit[0]} does not compile for: rebuild with CUDA 12 and AMPCTX_CUDA_ARCHS={arch}"
+        )
+    return f"{built}: there are no kernels for GPUs older than sm_{_OLDEST_ARCH[12]}"
+
+
+def _has_machine_code(archs: Sequence[str], gpu: Version) -> bool:
+    """Code for an architecture runs on the same and on later ones of its generation."""
+    arch = _number(gpu)
+    if arch in _INTEGRATED:
+        return arch_name(gpu) in archs
+    return any(
+        number // 10 == gpu[0] and number <= arch and number not in _INTEGRATED for number in _numbers(archs, "sm_")
+    )
+
+
+def _numbers(archs: Sequence[str], kind: str) -> list[int]:
+    return [int(arch.removeprefix(kind)) for arch in archs if arch.startswith(kind)]
+
+
+def _number(gpu: Version) -> int:
+    return 10 * gpu[0] + gpu[1]
+
+
+def arch_name(gpu: Version) -> str:
+    return f"sm_{_number(gpu)}"
+
+
+def dotted(version: Version) -> str:
+    return f"{version[0]}.{version[1]}"

@@ -1,0 +1,247 @@
+"""Kernels that are registered when the first tensor of their device type comes: everywhere, on some devices, nowhere.
+
+The emulated CUDA kernels stand in the place of those for GPUs, and CPU tensors in the place of CUDA tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+from backends import EMULATED, Backend
+from optimizer_calls import OPTIMIZERS, make_call
+
+from ampctx import ops
+from ampctx._errors import ExtensionError
+from ampctx._extension import Extension, LateKernels
+
+CPU, OTHER = torch.device("cpu"), torch.device("meta")
+PROBLEM = "the kernels were built for something else"
+_number = itertools.count()
+
+
+@pytest.fixture
+def late(emulation):
+    """Makes a namespace of ops whose late kernels have these problems."""
+    definitions = []
+
+    def make(problems, required=""):
+        namespace = f"ampctx_late_{next(_number)}"
+        asked = []
+
+        def ask():
+            asked.append(1)
+            return problems
+
+        def register(name):
+            assert emulation.ampctx_register_emulated(name.encode()) == 0
+
+        kernels = LateKernels(namespace, "cpu", ask, register, ops.define, required)
+        found = Extension(True, ("cpu",), late=kernels)
+        definitions.append(ops.define(namespace, lambda: found))
+        return Backend("late", namespace=namespace), found, asked
+
+    return make
+
+
+def scaled(backend):
+    x = [torch.ones(3)]
+    backend.scale(x, x, torch.zeros(()), 2.0)
+    return x[0].tolist()
+
+
+def has_kernels(namespace):
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"{namespace}::multi_tensor_scale", "CPU")
+
+
+def test_the_first_call_registers_them(late, emulation):
+    backend, found, asked = late({CPU: ""})
+    assert not has_kernels(backend.namespace)
+    assert asked == []
+    launches = emulation.ampctx_test_launches()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert scaled(backend) == [2, 2, 2]
+        assert emulation.ampctx_test_launches() == launches + 1, "the call itself ran on plain torch"
+        assert scaled(backend) == [2, 2, 2]
+    assert emulation.ampctx_test_launches() == launches + 2
+    assert has_kernels(backend.namespace)
+    assert found.backends == ("cpu",)
+    assert found.serves("cpu")
+    assert len(asked) == 1
+    backend.ops.hold_tensors.default([torch.ones(3)])
+
+
+FIRST_CALLS = {
+    "update_scale": lambda b: b.update_scale(
+        torch.ones(()), torch.zeros((), dtype=torch.int32), torch.ones((), dtype=torch.int32), torch.zeros(())
+    ),
+    "l2norm": lambda b: b.l2norm([torch.ones(3)], torch.zeros(())),
+    "no-tensors": lambda b: b.scale([], [], torch.zeros(()), 2.0),
+    **{o.name: lambda b, o=o: make_call(b, o, [3]).run(b) for o in OPTIMIZERS},
+}
+
+
+@pytest.mark.parametrize("call", FIRST_CALLS.values(), ids=FIRST_CALLS.keys())
+def test_any_op_may_come_first(late, call):
+    backend, _, _ = late({CPU: ""})
+    call(backend)
+    assert has_kernels(backend.namespace)
+
+
+def test_what_asks_whether_they_serve_registers_them(late):
+    backend, found, _ = late({CPU: ""})
+    assert found.serves("cpu")
+    assert has_kernels(backend.namespace)
+
+
+def test_tensors_of_other_devices_register_nothing(late):
+    backend, found, asked = late({CPU: ""})
+    with pytest.raises(RuntimeError, match="takes tensors of one device"):
+        backend.ops.multi_tensor_scale(
+            [torch.ones(3, device="meta")], [torch.ones(3)], torch.zeros(()), torch.tensor(2.0)
+        )
+    assert not found.serves("cuda")
+    assert asked == []
+    assert not has_kernels(backend.namespace)
+
+
+def test_a_call_that_is_refused_is_refused_once_they_are_registered(late):
+    """Tensors of a layout that no kernel is registered for come to the fallback again."""
+    backend, _, _ = late({CPU: ""})
+    sparse = [torch.ones(3).to_sparse()]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"src\[0\]"):
+            backend.scale(sparse, sparse, torch.zeros(()), 2.0)
+
+
+def test_devices_that_they_do_not_run_on_are_served_by_plain_torch(late, emulation):
+    backend, found, asked = late({CPU: PROBLEM, OTHER: PROBLEM})
+    launches = emulation.ampctx_test_launches()
+    with pytest.warns(RuntimeWarning, match=f"ampctx runs on plain torch on CPU, slower: {PROBLEM}$") as record:
+        assert [scaled(backend), scaled(backend)] == [[2, 2, 2]] * 2
+    assert len(record) == len(asked) == 1
+    assert emulation.ampctx_test_launches() == launches
+    assert not has_kernels(backend.namespace)
+    assert found.backends == ()
+    assert found.reason == PROBLEM
+    assert not found.serves("cpu")
+    with pytest.raises(NotImplementedError):
+        backend.ops.hold_tensors.default([torch.ones(3)])
+
+
+@pytest.mark.parametrize(("good", "bad"), [(CPU, OTHER), (OTHER, CPU)], ids=["kernels", "plain"])
+def test_each_device_has_what_runs_there(late, emulation, good, bad):
+    backend, found, _ = late({good: "", bad: PROBLEM})
+    launches = emulation.ampctx_test_launches()
+    words = f"{PROBLEM}, or hide {bad} with CUDA_VISIBLE_DEVICES"
+    with pytest.warns(RuntimeWarning, match=f"ampctx runs on plain torch on {bad}, slower: {words}$") as record:
+        assert [scaled(backend), scaled(backend)] == [[2, 2, 2]] * 2
+    assert len(record) == 1
+    assert emulation.ampctx_test_launches() == launches + (2 if good is CPU else 0)
+    assert found.reason == words
+    assert list(found.apart) == [good]
+    # Lists are handed over as tensors: their kernels are found anew for each call.
+    assert found.backends == ()
+    assert not found.serves("cpu")
+    for optimizer in OPTIMIZERS:
+        call = make_call(backend, optimizer, [3, 0, (2, 5)])
+        expected = call.clone().run(EMULATED) if good is CPU else call.clone().run(Backend("plain"))
+        call.run(backend).assert_agrees(expected)
+    sparse = [torch.ones(3).to_sparse()]
+    with pytest.raises(RuntimeError, match=r"src\[0\]"):
+        backend.scale(sparse, sparse, torch.zeros(()), 2.0)
+
+
+@pytest.mark.parametrize("problems", [{CPU: PROBLEM}, {OTHER: "", CPU: PROBLEM}], ids=["nowhere", "somewhere"])
+def test_required_kernels_that_do_not_run_are_an_error_in_each_call(late, problems):
+    backend, _, _ = late(problems, "cuda")
+    for _ in range(2):
+        with pytest.raises(ExtensionError, match=f"AMPCTX_REQUIRE_EXTENSION=cuda, .* do not serve: {PROBLEM}"):
+            scaled(backend)
+
+
+def test_kernels_that_are_not_required_go_without_a_word_where_others_are(late):
+    backend, found, _ = late({CPU: PROBLEM}, "cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert scaled(backend) == [2, 2, 2]
+    assert found.reason == PROBLEM
+
+
+def test_threads_that_come_first_together_register_them_once(late):
+    backend, found, asked = late({CPU: ""})
+    barrier, results = threading.Barrier(8), []
+
+    def run():
+        barrier.wait()
+        results.append(scaled(backend))
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [[2, 2, 2]] * 8
+    assert len(asked) == 1
+    assert found.late is None
+
+
+COMPILED_CALL = """
+import sys, torch
+sys.path[:0] = sys.argv[2:]
+from ampctx import ops
+from ampctx._extension import Extension, LateKernels
+from pathlib import Path
+import ctypes
+library = ctypes.CDLL(sys.argv[1])
+register = lambda name: library.ampctx_register_emulated(name.encode())
+problems = lambda: {torch.device("cpu"): ""}
+found = Extension(True, ("cpu",), late=LateKernels("late", "cpu", problems, register, ops.define))
+definitions = ops.define("late", lambda: found)
+
+def step(x, flag):
+    torch.ops.late.multi_tensor_scale(x, x, flag, torch.tensor(2.0))
+    return torch.ops.late.multi_tensor_l2norm(x, flag, False)[0] * 2
+
+for _ in range(2):
+    print(torch.compile(step, fullgraph=True, backend="aot_eager")([torch.ones(4)], torch.zeros(())).item())
+print(library.ampctx_test_launches())
+"""
+
+
+def test_a_compiled_graph_may_come_first(emulation):
+    tests = os.path.dirname(os.path.dirname(__file__))
+    command = [sys.executable, "-c", COMPILED_CALL, emulation._name, f"{tests}/cuda_emulation"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
+    first, second, launches = result.stdout.split()
+    assert first == second == "8.0"
+    assert int(launches) >= 4
+
+
+IMPORT = """
+import torch, ampctx
+assert not torch.cuda.is_initialized()
+from ampctx import ops
+def kernel(): return torch._C._dispatch_has_kernel_for_dispatch_key("ampctx::multi_tensor_scale", "CUDA")
+assert not kernel()
+assert ops.extension.late is not None
+x = [torch.ones(3, device="cuda")]
+ops.multi_tensor_scale(x, x, torch.zeros((), device="cuda"), 2.0)
+assert kernel()
+assert ops.extension.late is None
+print(ops.extension.backends, x[0].tolist())
+"""
+
+
+@pytest.mark.cuda
+def test_the_import_leaves_cuda_alone_and_the_first_tensor_brings_its_kernels():
+    result = subprocess.run([sys.executable, "-W", "error", "-c", IMPORT], capture_output=True, text=True)
+    assert result.stdout == "('cpu', 'cuda') [2.0, 2.0, 2.0]\n", result.stderr

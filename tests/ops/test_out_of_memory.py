@@ -1,0 +1,122 @@
+"""A kernel that lacks memory raises torch.OutOfMemoryError, as torch's own ops do on a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+TESTS = Path(__file__).parents[1]
+
+# Little memory is left to the process. The call needs much for a workspace, and none before.
+CALLS = """
+import re, resource, sys, torch
+from ampctx import ops, optimizer_ops
+
+weight = torch.empty(2**28, dtype=torch.bfloat16)  # memory that nothing touches
+weights, flag = [weight] * 1000, torch.zeros(())
+steps, one = [torch.zeros(()) for _ in weights], torch.ones(())
+options = dict(beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.1)
+lists = {name: weights for name in ("grads", "params", "exp_avgs", "exp_avg_sqs")}
+held = ops.HeldTensors(weights)
+lamb = {**options, "global_grad_norm": one, "lr": 0.1, "inv_scale": one, "found_inf": flag, "extras": []}
+calls = {
+    "l2norm": lambda: ops.multi_tensor_l2norm(weights, flag),
+    "unscale_l2norm": lambda: ops.multi_tensor_unscale_l2norm(weights, flag, 0.5),
+    "held": lambda: ops.multi_tensor_l2norm(held, flag),
+    "lamb": lambda: optimizer_ops.lamb(**lists, **lamb, steps=steps),
+    "held-lamb": lambda: optimizer_ops.lamb(**{**lists, "params": held}, **lamb, steps=steps),
+    "larc": lambda: optimizer_ops.larc(weights, weights, flag, one, 0.1),
+    "torch.ops": lambda: torch.ops.ampctx.multi_tensor_l2norm(weights, flag, False),
+    "compiled": torch.compile(lambda: ops.multi_tensor_l2norm(weights, flag), backend="eager"),
+}
+call = calls[sys.argv[1]]
+size = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read()).group(1)) * 1024
+resource.setrlimit(resource.RLIMIT_AS, (size + 2**26, size + 2**26))
+try:
+    call()
+except RuntimeError as error:
+    print(type(error).__name__, error)
+print(flag.item(), float(one), [s.item() for s in steps[:2]])
+"""
+
+
+def run(name):
+    command = [sys.executable, "-c", CALLS, name]
+    # One thread: others would take their share of the memory at the first call.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+@pytest.mark.parametrize("name", ["l2norm", "unscale_l2norm", "held", "lamb", "held-lamb", "larc"])
+def test_a_workspace_that_cannot_be_had(name):
+    error, state = run(name)
+    assert error.startswith("OutOfMemoryError ampctx: out of memory: no room on cpu for ")
+    if torch.__version__ >= "2.13":
+        assert "DefaultCPUAllocator: can't allocate memory: you tried to allocate" in error
+    assert state == "0.0 1.0 [0.0, 0.0]"
+
+
+@pytest.mark.parametrize("name", ["torch.ops", "compiled"])
+def test_where_no_python_of_ampctx_is_between_the_error_says_the_same(name):
+    error, _ = run(name)
+    assert error.startswith("RuntimeError ampctx: out of memory: no room on cpu for ")
+
+
+ERRORS = """
+#include <cuda_runtime.h>
+
+#include <cstdio>
+
+#include "cuda/staging.h"
+#include "torch_abi.h"
+
+using namespace ampctx;
+
+template <class Call>
+void report(const Call& call) {
+  try {
+    call();
+  } catch (const std::exception& error) {
+    std::puts(error.what());
+  }
+}
+
+int main() {
+  const int64_t petabyte = int64_t{1} << 50, one = 1;
+  const torch_abi::Device nowhere = {aoti_torch_device_type_cuda(), 99};
+  report([] { cuda::check_cuda(cudaErrorMemoryAllocation, "launch of kernel"); });
+  report([] { cuda::check_cuda(cudaErrorNotReady, "launch of kernel"); });
+  report([&] { torch_abi::empty(&petabyte, aoti_torch_dtype_uint8(), torch_abi::Device::cpu()); });
+  report([&] { torch_abi::empty(&one, aoti_torch_dtype_uint8(), nowhere); });
+  for (const char* words : {"CUDA out of memory. Tried to allocate 20.00 GiB.", "CUDA error: out of memory",
+                            "CUDA error: an illegal memory access was encountered"}) {
+    std::puts(torch_abi::tells_of_memory(words) ? "memory" : "something else");
+  }
+}
+"""
+
+
+def test_which_errors_are_of_memory(tmp_path):
+    """CUDA's own, and torch's by what it says of them. The runtime is the emulated one, torch is the real one."""
+    torch_lib = Path(torch.__file__).parent / "lib"
+    (tmp_path / "errors.cpp").write_text(ERRORS)
+    command = [os.environ.get("CXX", "g++"), "-std=c++17", str(tmp_path / "errors.cpp"), "-o", str(tmp_path / "errors")]
+    command += [f"-I{TESTS / 'cuda_emulation'}", f"-iquote{TESTS.parent / 'csrc'}"]
+    command += [f"-L{torch_lib}", f"-Wl,-rpath,{torch_lib}", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-lc10"]
+    subprocess.run(command, check=True)
+    result = subprocess.run([str(tmp_path / "errors")], capture_output=True, text=True, check=True)
+    lines = result.stdout.splitlines()
+    alloc, nowhere = (next(i for i, line in enumerate(lines) if word in line) for word in ("no room", "empty_strided"))
+    assert lines[0].startswith("ampctx: out of memory: launch of kernel: ")
+    assert lines[1].startswith("ampctx: launch of kernel: ")
+    assert lines[alloc].startswith(f"ampctx: out of memory: no room on cpu for {2**50} elements of torch.uint8")
+    if torch.__version__ >= "2.13":
+        assert lines[nowhere].startswith("ampctx: torch's aoti_torch_empty_strided reported an error: ")
+    assert lines[-3:] == ["memory", "memory", "something else"]
