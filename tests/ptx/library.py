@@ -7,19 +7,18 @@ write_program(modules, functions(library), path)    # translate.py; AMPCTX_PTX_P
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import shutil
-import struct
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import ModuleType
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path.append(str(HERE.parent / "cuda_emulation"))
+sys.path += [str(HERE.parent / "cuda_emulation"), str(ROOT / "benchmarks")]
 
+import cubins  # noqa: E402
 import emulation_build  # noqa: E402
 from translate import Module, PtxError, parse  # noqa: E402
 
@@ -28,27 +27,15 @@ FOLDER = ROOT / "build" / "ptx"
 EXTENSION = ROOT / "ampctx" / "_ops.so"
 THREADS_PER_BLOCK = 256  # as in csrc/cuda/multi_tensor_apply.cuh, for which nvcc has compiled
 WRAPPED = ("torch_get_const_data_ptr", "torch_get_mutable_data_ptr", "torch_library_impl")
-REBUILD = "build it with 'AMPCTX_CUDA=1 pip install .'"
+REBUILD = f"build it with `{cubins.BUILD}`"
 
 
-def find_tool(name: str) -> str | None:
-    """A program of the CUDA toolkit: from PATH, CUDA_HOME, or the package that has it."""
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    places = [name, *(f"{home}/bin/{name}" for home in homes if home)]
-    package = importlib.util.find_spec("nvidia")
-    for folder in (package.submodule_search_locations or ()) if package else ():
-        places += map(str, sorted(Path(folder).glob(f"cu*/bin/{name}")))
-    return next(filter(None, map(shutil.which, places)), None)
-
-
-def is_whole(extension: Path) -> bool:
-    """Whether the table of sections, which ends an ELF file, is there. Opening another may kill the process."""
-    content = extension.read_bytes()
-    if len(content) < 64 or content[:4] != b"\x7fELF":
-        return False
-    (table,) = struct.unpack_from("<Q", content, 0x28)
-    size, count = struct.unpack_from("<HH", content, 0x3A)
-    return table + size * count <= len(content)
+def setup_module() -> ModuleType:
+    """setup.py, which knows nvcc and the digest of the sources."""
+    spec = importlib.util.spec_from_file_location("ampctx_setup", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def built_from(extension: Path) -> str | None:
@@ -57,24 +44,14 @@ def built_from(extension: Path) -> str | None:
     return match[1].decode() if match else None
 
 
-def source_digest() -> str:
-    """The same of the sources here, as setup.py takes it."""
-    spec = importlib.util.spec_from_file_location("ampctx_setup", ROOT / "setup.py")
-    setup = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(setup)
-    return setup.source_digest(ROOT / "csrc")
-
-
 def extract(extension: Path) -> dict[str, list[Module]]:
     """The PTX files of each target in the library, after looking whether it is whole and of these sources."""
-    if not extension.exists():
-        raise PtxError(f"{extension} does not exist: {REBUILD}")
-    tool = find_tool("cuobjdump")
-    if tool is None:
-        raise PtxError("cuobjdump was not found: pip install nvidia-cuda-cuobjdump, or set CUDA_HOME")
-    if not is_whole(extension):
-        raise PtxError(f"{extension} is no library, or was cut short: {REBUILD}")
-    built, here = built_from(extension), source_digest()
+    try:
+        cubins.check_library(extension)
+        tool = cubins.find_cuobjdump()
+    except cubins.Missing as missing:
+        raise PtxError(str(missing)) from None
+    built, here = built_from(extension), setup_module().source_digest(ROOT / "csrc")
     if built != here:
         raise PtxError(f"{extension} was built from other sources ({built or 'unknown'}) than csrc ({here}): {REBUILD}")
     with tempfile.TemporaryDirectory() as folder:

@@ -96,8 +96,9 @@ void GlobalMemory::note(Cell& cell, uint32_t thread, bool is_write, bool is_same
 uint8_t* GlobalMemory::access(uint64_t address, int bytes, uint32_t thread, const void* value) {
   check_alignment(address, bytes);
   const Buffer* const buffer = find(address, bytes);
-  const std::string what = value ? "write" : "read";
-  if (!buffer) fail(what + " of " + std::to_string(bytes) + " bytes outside of what the op was given");
+  if (!buffer) {
+    fail((value ? "write of " : "read of ") + std::to_string(bytes) + " bytes outside of what the op was given");
+  }
   if (value && !buffer->is_writable) fail("write to what the op only reads");
   auto* const memory = reinterpret_cast<uint8_t*>(address);
   const bool is_same_value = value && std::memcmp(memory, value, static_cast<size_t>(bytes)) == 0;

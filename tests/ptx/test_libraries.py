@@ -20,7 +20,7 @@ def refused(*arguments: str | Path) -> str:
 
 
 def test_no_library(interpreter, tmp_path):
-    assert "missing.so does not exist: build it" in refused("--extension", tmp_path / "missing.so")
+    assert "missing.so was not found: build it" in refused("--extension", tmp_path / "missing.so")
 
 
 @pytest.mark.parametrize("part", [0.001, 0.5, 0.99])
