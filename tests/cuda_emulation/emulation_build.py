@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FOLDER = ROOT / "build" / "cuda_emulation"
 THREADS_PER_BLOCK = 64  # two warps; a fiber for each makes large blocks slow
+THREADS_ON_A_GPU = 256
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 
 
@@ -33,11 +34,13 @@ def _digest(flags: tuple[str, ...]) -> str:
     return digest.hexdigest()[:16]
 
 
-def build(folder: Path, *flags: str) -> Path:
-    """Compiles the emulation into ``folder`` unless it is there already, and returns the library's path.
+def build(folder: Path, *flags: str, threads: int = THREADS_PER_BLOCK) -> Path:
+    """Compiles the emulation with ``threads`` to a block into ``folder`` unless it is there already, and returns the
+    library's path.
 
     Of several processes that need it, one compiles.
     """
+    flags = (*flags, f"-DAMPCTX_THREADS={threads}")
     library = folder / f"emulation_{_digest(flags)}.so"
     folder.mkdir(parents=True, exist_ok=True)
     with open(library.with_suffix(".lock"), "w") as lock:
@@ -52,7 +55,6 @@ def _compile(library: Path, folder: Path, flags: tuple[str, ...]) -> None:
     # _FORTIFY_SOURCE would take the jumps between fibers for a corrupt stack.
     options = ["-x", "c++", "-std=c++17", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-U_FORTIFY_SOURCE"]
     options += ["-ffp-contract=off", "-Wno-unknown-pragmas", "-DAMPCTX_CUDA_EMULATION", f"-I{HERE}", *flags]
-    options.append(f"-DAMPCTX_THREADS={THREADS_PER_BLOCK}")
     objects = [str(folder / f"{library.stem}_{source.name}_{os.getpid()}.o") for source in _sources()]
     commands = [[cxx, *options, "-c", str(s), "-o", o] for s, o in zip(_sources(), objects, strict=True)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
