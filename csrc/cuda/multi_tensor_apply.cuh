@@ -22,6 +22,7 @@
 #ifndef AMPCTX_LAUNCH
 #define AMPCTX_LAUNCH(kernel, grid, block, stream, ...)                         \
   do {                                                                          \
+    static_assert(::ampctx::cuda::parameters_fit(kernel));                      \
     kernel<<<grid, block, 0, static_cast<cudaStream_t>(stream)>>>(__VA_ARGS__); \
     ::ampctx::cuda::check_cuda(cudaGetLastError(), "launch of " #kernel);       \
   } while (0)
@@ -35,19 +36,24 @@ namespace ampctx::cuda {
 constexpr int kThreads = AMPCTX_THREADS;
 constexpr int kVector = 8;  // elements a thread takes at a time
 constexpr int kMaxBlocks = 4096;
+constexpr int kWarp = 32;
 
-// Kernels may have 4 KB of parameters, and nearly 32 KB from sm_70 on with the drivers that CUDA 13 needs. Small tables
-// exist because parameters are copied at each launch. Some bytes stay for the other parameters.
-constexpr int kSmallTableBytes = 4096 - 160;
-#if CUDART_VERSION >= 13000
-constexpr int kLargeTableBytes = 32764 - 160;
+// Kernels may have 4 KB of parameters, and nearly 32 KB from sm_70 on with CUDA 12.1 and a driver that knows it. Tables
+// have several sizes because parameters are copied at each launch. Some bytes stay for the other parameters.
+constexpr int kOtherParameters = 160;
+constexpr int kFewParameters = 4096;
+constexpr int kManyParameters = 32764;
+constexpr int kDriverWithManyParameters = 12010;
+#if CUDART_VERSION >= 12010
+constexpr bool kHasManyParameters = true;
 #else
-constexpr int kLargeTableBytes = kSmallTableBytes;
+constexpr bool kHasManyParameters = false;
 #endif
 
 template <int depth, int bytes>
 struct Table {
   static constexpr int kDepth = depth;
+  static constexpr int kParameters = bytes + kOtherParameters;
   static constexpr int kCapacity = (bytes - 32) / (8 + 8 * depth);
 
   int64_t offset[kCapacity + 1];  // offset[t] elements come before tensor t; offset[count] is the total
@@ -72,10 +78,30 @@ struct DeviceTable {
   __host__ __device__ int64_t elements() const { return total; }
 };
 
+// With Adam, ResNet-50 (161 tensors) and BERT-base (199) take 8 KB, BERT-large (393) takes 16.
+template <int depth, int parameters>
+using TableIn = Table<depth, parameters - kOtherParameters>;
 template <int depth>
-using SmallTable = Table<depth, kSmallTableBytes>;
+using SmallTable = TableIn<depth, kFewParameters>;
 template <int depth>
-using LargeTable = Table<depth, kLargeTableBytes>;
+using LargeTable = TableIn<depth, kManyParameters>;
+
+// How many bytes of parameters a kernel may have, by its first one.
+template <class First>
+constexpr int kParameterLimit = kFewParameters;
+template <int depth, int bytes>
+constexpr int kParameterLimit<Table<depth, bytes>> = Table<depth, bytes>::kParameters;
+
+// nvcc refuses what no driver takes. That a small table leaves an older driver's 4 KB to all parameters is asked here.
+template <class First, class... Others>
+constexpr bool parameters_fit(void (*)(First, Others...)) {
+  size_t bytes = sizeof(First);
+  const auto add = [&bytes](size_t size, size_t alignment) {
+    bytes = (bytes + alignment - 1) / alignment * alignment + size;
+  };
+  (add(sizeof(Others), alignof(Others)), ...);
+  return bytes <= kParameterLimit<First>;
+}
 
 // Fills the table with tensors from `first` on and returns the index of the first that has no place.
 template <int depth, int bytes>
@@ -143,10 +169,37 @@ int resident_blocks(int device) {
   return blocks;
 }
 
+inline std::atomic<int> known_driver{0};  // its version, once somebody has asked
+
+inline bool driver_takes_many_parameters() {
+  int version = known_driver.load(std::memory_order_relaxed);
+  if (version == 0) {
+    check_cuda(cudaDriverGetVersion(&version), "cudaDriverGetVersion");
+    known_driver.store(version, std::memory_order_relaxed);
+  }
+  return version >= kDriverWithManyParameters;
+}
+
+// Launches for tensors from `first` on, as many as the table holds, and returns the index of the next.
+template <class Table, class Launch>
+int64_t launch_part(const TensorLists& lists, int64_t first, const Launch& launch) {
+  Table table;
+  const int64_t next = pack(lists, first, table);
+  launch(table);
+  return next;
+}
+
 // Calls launch(table) for the lists, or for successive parts of them.
 template <int depth, class Launch>
 void for_each_table(const Context& context, const TensorLists& lists, const Launch& launch) {
-  if (lists.size() > LargeTable<depth>::kCapacity && !is_capturing(static_cast<cudaStream_t>(context.stream))) {
+  int64_t first = 0;
+  const auto fits = [&](int64_t capacity) { return lists.size() - first <= capacity; };
+  if (fits(SmallTable<depth>::kCapacity)) {
+    if (lists.size() > 0) launch_part<SmallTable<depth>>(lists, first, launch);
+    return;
+  }
+  const bool has_many = kHasManyParameters && driver_takes_many_parameters();
+  if (!(has_many && fits(LargeTable<depth>::kCapacity)) && !is_capturing(static_cast<cudaStream_t>(context.stream))) {
     std::optional<DeviceTable<depth>> table;
     try {
       table = copy_table<depth>(context, lists);
@@ -155,15 +208,15 @@ void for_each_table(const Context& context, const TensorLists& lists, const Laun
     }
     if (table) return launch(*table);
   }
-  for (int64_t first = 0; first < lists.size();) {
-    if (lists.size() - first <= SmallTable<depth>::kCapacity) {
-      SmallTable<depth> table;
-      first = pack(lists, first, table);
-      launch(table);
-    } else {
-      LargeTable<depth> table;
-      first = pack(lists, first, table);
-      launch(table);
+  while (first < lists.size()) {
+    if (!has_many || fits(SmallTable<depth>::kCapacity)) {
+      first = launch_part<SmallTable<depth>>(lists, first, launch);
+    } else if constexpr (kHasManyParameters) {
+      using Table8K = TableIn<depth, 8192>;
+      using Table16K = TableIn<depth, 16384>;
+      first = fits(Table8K::kCapacity)    ? launch_part<Table8K>(lists, first, launch)
+              : fits(Table16K::kCapacity) ? launch_part<Table16K>(lists, first, launch)
+                                          : launch_part<LargeTable<depth>>(lists, first, launch);
     }
   }
 }

@@ -11,7 +11,7 @@ struct AxpbyFunctor {
   bool finite = true;
 
   template <int n>
-  __device__ void operator()(float (&value)[3][n], int64_t) {
+  __device__ void operator()(float (&value)[3][n], const Places&) {
 #pragma unroll
     for (int k = 0; k < n; ++k) {
       finite = finite && axpby_is_finite(value[0][k], value[1][k], arg_to_check);

@@ -22,7 +22,7 @@ struct LambFunctor {
   float sum[2] = {};
 
   template <int n>
-  __device__ __forceinline__ void operator()(float (&value)[kDepth][n], int64_t place) {
+  __device__ __forceinline__ void operator()(float (&value)[kDepth][n], const Places& places) {
     load_weights<extras>(write_back, value);
     if constexpr (walk != Walk::weights) {
 #pragma unroll
@@ -41,7 +41,7 @@ struct LambFunctor {
     } else {
 #pragma unroll
       for (int k = 0; k < n; ++k) value[1][k] -= rate * u[k];
-      store_weights<extras>(write_back, param, tensor.key, value, place);
+      store_weights<extras>(write_back, param, tensor.key, value, places);
     }
   }
 };

@@ -9,7 +9,7 @@ struct LarcNormsFunctor {
   float sum[2] = {};  // of gradient and weight
 
   template <int n>
-  __device__ void operator()(float (&value)[2][n], int64_t) {
+  __device__ void operator()(float (&value)[2][n], const Places&) {
     sum[0] += L2Norm::of(value[0], inv_scale);
     sum[1] += L2Norm::of(value[1], 1.0f);
   }
@@ -20,7 +20,7 @@ struct LarcFunctor {
   LarcRate<float> rate{};
 
   template <int n>
-  __device__ void operator()(float (&value)[2][n], int64_t) {
+  __device__ void operator()(float (&value)[2][n], const Places&) {
 #pragma unroll
     for (int k = 0; k < n; ++k) value[0][k] = larc_element(rate, value[0][k] * inv_scale, value[1][k]);
   }

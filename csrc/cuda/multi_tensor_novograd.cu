@@ -12,7 +12,7 @@ struct GradientNormFunctor {
   float norm[1] = {};
 
   template <int n>
-  __device__ void operator()(float (&value)[1][n], int64_t) {
+  __device__ void operator()(float (&value)[1][n], const Places&) {
     norm[0] = Norm::join(norm[0], Norm::of(value[0], inv_scale));
   }
 };
@@ -55,8 +55,8 @@ __global__ void __launch_bounds__(kThreads)
   if (tensor >= table.count || found_inf.is_set()) return;
   const int64_t number = first + table.offset[tensor];
   const bool has_elements = table.offset[tensor + 1] > table.offset[tensor];
-  const bool is_first = *static_cast<const float*>(table.pointer[0][tensor]) == 1;
-  float* const n = static_cast<float*>(table.pointer[1][tensor]);
+  const bool is_first = *static_cast<const float*>(tensor_data(table, 0, tensor)) == 1;
+  float* const n = static_cast<float*>(tensor_data(table, 1, tensor));
   *n = blend_norm(novograd, is_first, *n, has_elements ? norms[number] : 0.0f);
   if (has_elements) scalars[number].denominator = denominator(novograd, scalars[number], *n);
 }

@@ -10,7 +10,7 @@ struct ScaleFunctor {
   bool finite = true;
 
   template <int n>
-  __device__ void operator()(float (&value)[2][n], int64_t) {
+  __device__ void operator()(float (&value)[2][n], const Places&) {
 #pragma unroll
     for (int k = 0; k < n; ++k) {
       finite = finite && is_finite(value[0][k]);

@@ -13,7 +13,6 @@
 
 namespace ampctx::cuda {
 
-constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 // A norm is what a thread makes of n elements, how values are joined, starting from 0, and what becomes of the last.

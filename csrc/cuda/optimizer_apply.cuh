@@ -47,10 +47,11 @@ __device__ __forceinline__ void load_weights(float (&value)[depth][n]) {
 }
 
 template <WriteBack mode, int depth, int n>
-__device__ __forceinline__ void store_weights(DType param, RandomKey key, float (&value)[depth][n], int64_t place) {
+__device__ __forceinline__ void store_weights(DType param, RandomKey key, float (&value)[depth][n],
+                                              const Places& places) {
 #pragma unroll
   for (int k = 0; k < n; ++k) {
-    const uint32_t random = mode == WriteBack::stochastic ? random_bits(key_at(key, place + k), 0) : 0;
+    const uint32_t random = mode == WriteBack::stochastic ? random_bits(key_at(key, places.of(k)), 0) : 0;
     float rest = 0;
     store_weight(mode, param, value[1][k], random, value[1][k], rest);
     if constexpr (has_extras(mode)) value[depth - 1][k] = rest;
@@ -68,13 +69,13 @@ __device__ __forceinline__ void load_weights(WriteBack mode, float (&value)[dept
 
 template <bool extras, int depth, int n>
 __device__ __forceinline__ void store_weights(WriteBack mode, DType param, RandomKey key, float (&value)[depth][n],
-                                              int64_t place) {
+                                              const Places& places) {
   if constexpr (extras) {
-    if (mode == WriteBack::copy) store_weights<WriteBack::copy>(param, key, value, place);
-    if (mode == WriteBack::split) store_weights<WriteBack::split>(param, key, value, place);
-    if (mode == WriteBack::kahan) store_weights<WriteBack::kahan>(param, key, value, place);
+    if (mode == WriteBack::copy) store_weights<WriteBack::copy>(param, key, value, places);
+    if (mode == WriteBack::split) store_weights<WriteBack::split>(param, key, value, places);
+    if (mode == WriteBack::kahan) store_weights<WriteBack::kahan>(param, key, value, places);
   } else {
-    if (mode == WriteBack::stochastic) store_weights<WriteBack::stochastic>(param, key, value, place);
+    if (mode == WriteBack::stochastic) store_weights<WriteBack::stochastic>(param, key, value, places);
   }
 }
 
@@ -90,7 +91,7 @@ struct StepFunctor {
   TensorScalars<float> tensor{};
 
   template <int n>
-  __device__ __forceinline__ void operator()(float (&value)[kDepth][n], int64_t place) {
+  __device__ __forceinline__ void operator()(float (&value)[kDepth][n], const Places& places) {
     load_weights<extras>(write_back, value);
 #pragma unroll
     for (int k = 0; k < n; ++k) {
@@ -101,7 +102,7 @@ struct StepFunctor {
 #pragma unroll
       for (int s = 0; s < Optimizer::kStates; ++s) value[2 + s][k] = state[s];
     }
-    store_weights<extras>(write_back, param, tensor.key, value, place);
+    store_weights<extras>(write_back, param, tensor.key, value, places);
   }
 };
 

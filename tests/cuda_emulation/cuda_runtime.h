@@ -64,6 +64,9 @@ inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSucce
 inline cudaError_t cudaEventQuery(cudaEvent_t) {
   return ::cuda_emulation::executor().are_copies_under_way ? cudaErrorNotReady : cudaSuccess;
 }
+inline cudaError_t cudaDriverGetVersion(int* version) {
+  return *version = ::cuda_emulation::executor().driver, cudaSuccess;
+}
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 
 inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {

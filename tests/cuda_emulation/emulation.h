@@ -51,12 +51,14 @@ struct Fiber {
 };
 
 struct Executor {
-  int64_t launches = 0;  // of this thread, since it began
-  int64_t pinned = 0;    // how often it has asked for pinned memory
+  int64_t launches = 0;         // of this thread, since it began
+  int64_t pinned = 0;           // how often it has asked for pinned memory
+  int64_t parameter_bytes = 0;  // of the launch with most, since a test has asked
   // What tests have the runtime say.
   bool is_capturing = false;
   bool are_copies_under_way = false;
   bool has_no_pinned_memory = false;
+  int driver = 13000;
   std::vector<std::unique_ptr<Fiber>> fibers;
   Fiber* current = nullptr;
   jmp_buf scheduler;
@@ -206,6 +208,7 @@ template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), unsigned grid, unsigned block, void*, Arguments&&... arguments) {
   Executor& self = executor();
   ++self.launches;
+  self.parameter_bytes = std::max<int64_t>(self.parameter_bytes, (sizeof(std::decay_t<Parameters>) + ...));
   struct Call {
     void (*kernel)(Parameters...);
     std::tuple<std::decay_t<Parameters>...> parameters;

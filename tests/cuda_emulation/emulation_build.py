@@ -17,6 +17,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 FOLDER = ROOT / "build" / "cuda_emulation"
 THREADS_PER_BLOCK = 64  # two warps; a fiber for each makes large blocks slow
+THREADS_ON_A_GPU = 256
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 
 

@@ -1,7 +1,9 @@
 // What tests call besides the ops: the cutting of tensor lists with made-up sizes, and kernels that the emulation must
 // refuse.
-#include "../../csrc/cuda/multi_tensor_apply.cuh"
+#include "../../csrc/cuda/vectorized.cuh"
 #include "../../csrc/functors/random.h"
+
+#include <utility>
 
 namespace {
 
@@ -73,10 +75,29 @@ __attribute__((visibility("default"))) void ampctx_test_runtime(int is_capturing
   cuda_emulation::executor().has_no_pinned_memory = has_no_pinned_memory != 0;
 }
 
+// The version of the driver, 12010 for CUDA 12.1.
+__attribute__((visibility("default"))) void ampctx_test_driver(int version) {
+  cuda_emulation::executor().driver = version;
+  known_driver = 0;
+}
+
 __attribute__((visibility("default"))) int64_t ampctx_test_pinned() { return cuda_emulation::executor().pinned; }
 
 // How many kernels this thread has launched.
 __attribute__((visibility("default"))) int64_t ampctx_test_launches() { return cuda_emulation::executor().launches; }
+
+// Bytes of parameters of the launch of this thread that had most of them since the last call.
+__attribute__((visibility("default"))) int64_t ampctx_test_parameter_bytes() {
+  return std::exchange(cuda_emulation::executor().parameter_bytes, 0);
+}
+
+// Where the two fours of vector `v` are.
+__attribute__((visibility("default"))) void ampctx_test_places(int64_t first, int64_t v, int64_t vectors, int has_f32,
+                                                               int64_t* low_high) {
+  const Places places = vector_places(first, v, vectors, has_f32 != 0);
+  low_high[0] = places.low;
+  low_high[1] = places.high;
+}
 
 // The random bits of an element, anywhere; both ways to count its place agree, or the result is beyond 32 bits.
 __attribute__((visibility("default"))) int64_t ampctx_test_random_bits(int64_t seed, int64_t step, int64_t tensor,

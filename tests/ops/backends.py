@@ -103,4 +103,5 @@ COMPILED = Backend("cpu", fp64=True)
 REFERENCE = Backend("reference", namespace="ampctx_reference", fp64=True)
 EMULATED = Backend("emulated", namespace="ampctx_emulated")
 SHUFFLED = Backend("emulated-shuffled", namespace="ampctx_emulated")
+FULL_BLOCKS = Backend("emulated-256", namespace="ampctx_emulated_256")  # threads to a block, as on a GPU
 CUDA = Backend("cuda", device="cuda")

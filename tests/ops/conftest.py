@@ -1,5 +1,6 @@
 """The fixture ``backend``: each op test runs on the compiled CPU kernels, on the plain-torch reference, on the CUDA
-kernels emulated on the CPU under two schedules, and on the CUDA kernels where there is a GPU."""
+kernels emulated on the CPU under two schedules, and on the CUDA kernels where there is a GPU. Ops that sum, where the
+number of threads matters, also run emulated with as many threads to a block as on a GPU."""
 
 from __future__ import annotations
 
@@ -7,23 +8,46 @@ import os
 
 import emulation_build
 import pytest
-from backends import COMPILED, CUDA, EMULATED, REFERENCE, SHUFFLED
+from backends import COMPILED, CUDA, EMULATED, FULL_BLOCKS, REFERENCE, SHUFFLED
 
 from ampctx import ops
+
+# Many fibers are slow: these files alone run with FULL_BLOCKS.
+SUMS = [f"test_multi_tensor_{op}" for op in ("l2norm", "lamb", "larc", "novograd")] + ["test_sum_order"]
+
+
+def pytest_collection_modifyitems(items):
+    def is_wanted(item):
+        backend = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
+        return backend is not FULL_BLOCKS or item.path.stem in SUMS
+
+    items[:] = filter(is_wanted, items)
+
+
+def _emulation(backend, threads, *flags):
+    definitions = ops.define(backend.namespace)
+    # Set by tests/ptx, whose library runs what nvcc has made of the kernels.
+    library = os.environ.get("AMPCTX_EMULATION_LIBRARY")
+    if library is None:
+        # Set by tests/reliability/sanitize.py, which preloads what such a library needs.
+        if os.environ.get("AMPCTX_EMULATION_SANITIZE") == "1":
+            flags = (*flags, *emulation_build.SANITIZE)
+        library = emulation_build.build(emulation_build.FOLDER, *flags, threads=threads)
+    yield emulation_build.load(library, backend.namespace)
+    del definitions
 
 
 @pytest.fixture(scope="session")
 def emulation():
     """The library of emulated CUDA kernels, registered in torch.ops.ampctx_emulated."""
-    definitions = ops.define(EMULATED.namespace)
-    # Set by tests/ptx, whose library runs what nvcc has made of the kernels.
-    library = os.environ.get("AMPCTX_EMULATION_LIBRARY")
-    if library is None:
-        # Set by tests/reliability/sanitize.py, which preloads what such a library needs.
-        flags = emulation_build.SANITIZE if os.environ.get("AMPCTX_EMULATION_SANITIZE") == "1" else ()
-        library = emulation_build.build(emulation_build.FOLDER, *flags)
-    yield emulation_build.load(library, EMULATED.namespace)
-    del definitions
+    yield from _emulation(EMULATED, emulation_build.THREADS_PER_BLOCK)
+
+
+@pytest.fixture(scope="session")
+def emulation_256():
+    """The same in torch.ops.ampctx_emulated_256."""
+    # Compiled in a third of the time without optimization, for few tests.
+    yield from _emulation(FULL_BLOCKS, emulation_build.THREADS_ON_A_GPU, "-O0")
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +57,8 @@ def reference():
 
 
 @pytest.fixture(
-    params=[COMPILED, REFERENCE, EMULATED, SHUFFLED, pytest.param(CUDA, marks=pytest.mark.cuda)], ids=lambda b: b.name
+    params=[COMPILED, REFERENCE, EMULATED, SHUFFLED, FULL_BLOCKS, pytest.param(CUDA, marks=pytest.mark.cuda)],
+    ids=lambda b: b.name,
 )
 def backend(request, monkeypatch):
     if request.param is COMPILED:
@@ -43,4 +68,7 @@ def backend(request, monkeypatch):
     elif request.param.namespace == EMULATED.namespace:
         request.getfixturevalue("emulation")
         monkeypatch.setenv("AMPCTX_EMULATION_SEED", "7" if request.param is SHUFFLED else "0")
+    elif request.param is FULL_BLOCKS:
+        request.getfixturevalue("emulation_256")
+        monkeypatch.setenv("AMPCTX_EMULATION_SEED", "0")
     return request.param

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends import ALL_FLOATS, COMPILED, CUDA, EMULATED, REFERENCE, SHUFFLED, Backend, _factor
+from backends import ALL_FLOATS, COMPILED, CUDA, EMULATED, FULL_BLOCKS, REFERENCE, SHUFFLED, Backend, _factor
 from torch import Tensor
 
 from ampctx._reference_optimizers import WRITE_BACKS
@@ -18,7 +18,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # The backends whose results are compared with the reference's.
 on_kernels = pytest.mark.parametrize(
     "backend",
-    [COMPILED, EMULATED, SHUFFLED, pytest.param(CUDA, marks=pytest.mark.cuda)],
+    [COMPILED, EMULATED, SHUFFLED, FULL_BLOCKS, pytest.param(CUDA, marks=pytest.mark.cuda)],
     indirect=True,
     ids=lambda b: b.name,
 )
@@ -55,7 +55,8 @@ OPTIMIZERS = (*ELEMENTWISE, LAMB, LAMB_WITHOUT_RATIO, NOVOGRAD)  # LARC takes no
 on_elementwise = pytest.mark.parametrize("optimizer", ELEMENTWISE, ids=lambda o: o.name)
 on_optimizers = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.name)
 # Tensors that take several launches of each kernel, or are many for another reason.
-MANY = {"cpu": 20_000, "cuda": 20_000, "emulated": 5_000, "emulated-shuffled": 3_000, "reference": 300}
+MANY = {"cpu": 20_000, "cuda": 20_000, "reference": 300}
+MANY |= {"emulated": 5_000, "emulated-shuffled": 3_000, "emulated-256": 1_000}
 _NEVER_NEGATIVE = ("exp_avg_sqs", "max_exp_avg_sqs", "sums")
 
 

@@ -1,8 +1,7 @@
-"""The CUDA kernels apart from their results: how lists are cut, what the emulation notices, that nvcc takes them."""
+"""The CUDA kernels apart from their results: how lists are cut, what launches carry, what the emulation notices."""
 
 import ctypes
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +12,6 @@ from backends import EMULATED
 from emulation_build import FOLDER, SANITIZE, build
 from optimizer_calls import OPTIMIZERS, make_call
 
-from ampctx import ops
-
 TESTS = Path(__file__).parents[1]
 HUGE = (1 << 31) + 1
 VISIT = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)
@@ -22,10 +19,12 @@ VISIT = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)
 
 @pytest.fixture
 def runtime(emulation):
-    """Has the runtime say that the stream is capturing, that copies are under way, or that memory has run out."""
+    """Has the runtime say that the stream is capturing, that copies are under way, that memory has run out, or that
+    the driver is an older one."""
 
-    def says(capturing=False, copying=False, no_memory=False):
+    def says(capturing=False, copying=False, no_memory=False, driver=13000):
         emulation.ampctx_test_runtime(capturing, copying or no_memory, no_memory)
+        emulation.ampctx_test_driver(driver)
 
     yield says
     says()
@@ -91,6 +90,53 @@ def test_captured_launches_hold_as_many_tensors_as_parameters_can(emulation, run
     assert last == {0: 1356, 1: 2713, 2: 2999}
 
 
+OLD_DRIVER, FIRST_WITH_MANY_PARAMETERS = 12000, 12010
+
+
+def test_captured_launches_with_an_older_driver(emulation, runtime):
+    runtime(capturing=True, driver=OLD_DRIVER)
+    last = {}
+    for launch, _, tensor, _, _ in cut(emulation, [1] * 500, 3):
+        last[launch] = tensor
+    assert last == {0: 161, 1: 323, 2: 485, 3: 499}
+
+
+def parameter_bytes(library, name, tensors, **how):
+    """Of the kernel of a call that has most of them."""
+    library.ampctx_test_parameter_bytes.restype = ctypes.c_int64
+    library.ampctx_test_parameter_bytes()
+    run_once(name, [1] * tensors, **how)
+    return library.ampctx_test_parameter_bytes()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "how", "limit"),
+    [
+        (97, {}, 4096),
+        (161, {}, 8192),  # ResNet-50
+        (161, {"param": torch.bfloat16, "write_back": "split"}, 8192),
+        (199, {}, 8192),  # BERT-base
+        (393, {}, 16384),  # BERT-large
+        (800, {}, 32764),
+    ],
+)
+def test_parameters_are_no_larger_than_the_list_needs(emulation, runtime, tensors, how, limit):
+    runtime(driver=FIRST_WITH_MANY_PARAMETERS)
+    assert limit // 2 < parameter_bytes(emulation, "adam", tensors, **how) <= limit
+    runtime(driver=OLD_DRIVER)
+    assert parameter_bytes(emulation, "adam", tensors, **how) <= 4096
+
+
+@pytest.mark.parametrize("capturing", [False, True], ids=["", "capturing"])
+@pytest.mark.parametrize("driver", [OLD_DRIVER, FIRST_WITH_MANY_PARAMETERS])
+def test_no_driver_gets_more_parameters_than_it_takes(emulation, runtime, driver, capturing):
+    runtime(capturing=capturing, driver=driver)
+    limit = 4096 if driver == OLD_DRIVER else 32764
+    for name in LAUNCHES:
+        for tensors in (161, 1200):
+            assert parameter_bytes(emulation, name, tensors) <= limit, (name, tensors)
+
+
 def test_longer_lists_are_one_launch(emulation):
     assert {launch for launch, *_ in cut(emulation, [1] * 1358, 3)} == {0}
     assert {launch for launch, *_ in cut(emulation, [1] * 100_000, 3)} == {0}
@@ -119,7 +165,7 @@ def test_pinned_memory_is_used_again_once_it_has_been_read(emulation, runtime):
 LAUNCHES = {
     "multi_tensor_scale": (1, 3),
     "multi_tensor_axpby": (1, 4),
-    "multi_tensor_l2norm": (3, 7),
+    "multi_tensor_l2norm": (2, 6),
     "update_scale": (1, 1),
     "adam": (2, 7),
     "sgd": (2, 5),
@@ -143,16 +189,19 @@ def test_launches(emulation, runtime, name):
     assert [launches(n) for n in (161, 400, 4000, 20_000)] == [always] * 4
     runtime(capturing=True)
     assert [launches(n) for n in (161, 400, 4000)] == [always, always, captured]
+    runtime(driver=OLD_DRIVER)
+    assert [launches(n) for n in (161, 400)] == [always, always]
 
 
 @pytest.mark.parametrize("name", [name for name in LAUNCHES if name != "update_scale"])
 def test_tables_of_both_kinds_give_the_same(runtime, name):
     sizes = [1 + i % 5 for i in range(3000)]
     copied = run_once(name, sizes)
-    runtime(capturing=True)
     # Partial sums of norms are cut in other places.
     rtol = 1e-6 if name in ("multi_tensor_l2norm", "lamb", "novograd") else 0
-    torch.testing.assert_close(run_once(name, sizes), copied, rtol=rtol, atol=0)
+    for driver in (FIRST_WITH_MANY_PARAMETERS, OLD_DRIVER):
+        runtime(capturing=True, driver=driver)
+        torch.testing.assert_close(run_once(name, sizes), copied, rtol=rtol, atol=0)
 
 
 def test_without_memory_for_a_table_calls_take_several_launches(emulation, runtime):
@@ -164,7 +213,7 @@ def test_without_memory_for_a_table_calls_take_several_launches(emulation, runti
     assert emulation.ampctx_test_launches() - before > 2
 
 
-def run_once(name, sizes):
+def run_once(name, sizes, **how):
     """Calls an op and returns the tensors that it has written, or may have."""
     lists, flag = [EMULATED.randn(sizes, seed=i) for i in range(3)], EMULATED.flag()
     if name == "multi_tensor_scale":
@@ -178,10 +227,32 @@ def run_once(name, sizes):
         EMULATED.update_scale(torch.ones(()), tracker, tracker.clone(), flag)
     else:
         (optimizer,) = [o for o in OPTIMIZERS if o.name == name]
-        call = make_call(EMULATED, optimizer, sizes)
+        call = make_call(EMULATED, optimizer, sizes, **how)
         call.run(EMULATED)
         return [t for tensors in call.lists.values() for t in tensors]
     return [t for tensors in lists for t in tensors]
+
+
+@pytest.mark.parametrize("vectors", [1, 31, 32, 33, 64, 100])
+@pytest.mark.parametrize("has_f32", [False, True], ids=["16-bit", "fp32"])
+def test_lanes_are_side_by_side_in_memory(emulation, vectors, has_f32):
+    """The fours of neighbouring lanes follow each other where a list is fp32, so that what a warp accesses at once has
+    no gaps; the two fours of a lane do where none is. Each element is accessed once."""
+    first = 24
+    places = []
+    for v in range(vectors):
+        low_high = (ctypes.c_int64 * 2)()
+        emulation.ampctx_test_places(
+            ctypes.c_int64(first), ctypes.c_int64(v), ctypes.c_int64(vectors), has_f32, low_high
+        )
+        places.append(tuple(low_high))
+    reached = sorted(four + k for both in places for four in both for k in range(4))
+    assert reached == list(range(first, first + 8 * vectors))
+    for v in range(1, vectors):
+        is_full = has_f32 and v // 32 * 32 + 32 <= vectors
+        if v % 32:
+            assert [b - a for a, b in zip(places[v - 1], places[v], strict=True)] == [4 if is_full else 8] * 2
+        assert places[v][1] - places[v][0] == (128 if is_full else 4)
 
 
 # --- the emulation notices what a GPU would do wrong ------------------------------------------------------------------
@@ -263,28 +334,6 @@ def test_no_access_out_of_bounds():
     assert result.returncode != 0
     assert "AddressSanitizer: heap-buffer-overflow" in result.stderr
     assert "store_vector" in result.stderr or "store_element" in result.stderr
-
-
-# --- nvcc -------------------------------------------------------------------------------------------------------------
-
-
-def nvcc():
-    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
-    return next(filter(None, map(shutil.which, ["nvcc", *(f"{home}/bin/nvcc" for home in homes if home)])), None)
-
-
-@pytest.mark.skipif(nvcc() is None, reason="no nvcc")
-def test_the_build_has_the_cuda_kernels():
-    """Where nvcc is, the library in use carries CUDA code for several generations, and imports without a GPU."""
-    if os.environ.get("AMPCTX_CUDA") == "0":
-        pytest.skip("built with AMPCTX_CUDA=0")
-    assert ops.extension.build["cuda"], "built without nvcc though it is there: rebuild"
-    archs = ops.extension.build["cuda_archs"]
-    assert all(arch.startswith("sm_") for arch in archs[:-1])
-    assert archs[-1].startswith("compute_")
-    if not os.environ.get("AMPCTX_CUDA_ARCHS"):
-        assert {"sm_75", "sm_80", "sm_90"} <= set(archs)
-    assert "cuda" in ops.extension.backends or not torch.version.cuda
 
 
 def test_emulated_kernels_are_registered_for_cpu_tensors_only(emulation):

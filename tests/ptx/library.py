@@ -25,7 +25,6 @@ from translate import Module, PtxError, parse  # noqa: E402
 NAMESPACE = "ampctx_ptx"
 FOLDER = ROOT / "build" / "ptx"
 EXTENSION = ROOT / "ampctx" / "_ops.so"
-THREADS_PER_BLOCK = 256  # as in csrc/cuda/multi_tensor_apply.cuh, for which nvcc has compiled
 WRAPPED = ("torch_get_const_data_ptr", "torch_get_mutable_data_ptr", "torch_library_impl")
 REBUILD = f"build it with `{cubins.BUILD}`"
 
@@ -69,7 +68,9 @@ def extract(extension: Path) -> dict[str, list[Module]]:
 
 def build() -> Path:
     flags = ["-O0", *(f"-Wl,--wrap={name}" for name in WRAPPED)]
-    return emulation_build.build(FOLDER, *flags, threads=THREADS_PER_BLOCK, more=sorted(HERE.glob("*.cpp")))
+    return emulation_build.build(
+        FOLDER, *flags, threads=emulation_build.THREADS_ON_A_GPU, more=sorted(HERE.glob("*.cpp"))
+    )
 
 
 def functions(library: Path) -> dict[int, str]:
