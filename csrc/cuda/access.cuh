@@ -82,20 +82,26 @@ struct Places {
   __device__ __forceinline__ int64_t of(int k) const { return k < kVector / 2 ? low + k : high + (k - kVector / 2); }
 };
 
-template <int words>
-struct alignas(words * sizeof(uint32_t)) Access {
-  uint32_t word[words];
-};
-
-// `first`: of the words in `raw`.
+// Vector accesses are spelled out: next to accesses of single elements at the same place, nvcc takes them apart or
+// makes one of both. `first`: of the words in `raw`.
 template <int words, int first>
 __device__ __forceinline__ void load_words(const void* base, int64_t byte, Raw& raw) {
-  const auto access = *reinterpret_cast<const Access<words>*>(static_cast<const char*>(base) + byte);
-#pragma unroll
-  for (int k = 0; k < words; ++k) raw.word[first + k] = access.word[k];
+  uint32_t* const word = raw.word + first;
+  const char* const from = static_cast<const char*>(base) + byte;
+#ifdef __CUDA_ARCH__
+  const size_t address = __cvta_generic_to_global(from);
+  if constexpr (words == 4) {
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+                 : "l"(address));
+  } else {
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(word[0]), "=r"(word[1]) : "l"(address));
+  }
+#else
+  memcpy(word, from, words * sizeof(uint32_t));
+#endif
 }
 
-// The instruction is spelled out because nvcc makes one of this and of the stores of single elements at the same place.
 template <int words, int first>
 __device__ __forceinline__ void store_words(void* base, int64_t byte, const Raw& raw) {
   const uint32_t* const word = raw.word + first;

@@ -242,7 +242,7 @@ __device__ inline void for_each_segment(const Table& table, int64_t share, const
   for (int tensor = find_tensor(table, position); position < end; ++tensor) {
     const int64_t stop = end < table.offset[tensor + 1] ? end : table.offset[tensor + 1];
     visit(tensor, position - table.offset[tensor], stop - position);
-    position = stop;
+    position = table.offset[tensor + 1];  // looked up again: less to keep while elements are computed
   }
 }
 

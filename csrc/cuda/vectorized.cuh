@@ -65,7 +65,7 @@ template <int walked, unsigned written, class Table, class Functor>
 __device__ __forceinline__ void for_each_element(const Table& table, int tensor, int64_t begin, int64_t size,
                                                  unsigned read, Functor& functor) {
   constexpr int unroll = walked <= 2 ? 2 : 1;                  // more bytes under way where there is one list to read
-  constexpr int at_once = walked < 6 ? kVector : kVector / 2;  // or there are not registers enough
+  constexpr int at_once = walked < 4 ? kVector : kVector / 2;  // or there are not registers enough
   void* base[walked];
   bool aligned[walked], has_f32 = false;
 #pragma unroll
@@ -77,6 +77,22 @@ __device__ __forceinline__ void for_each_element(const Table& table, int tensor,
   const int64_t end = begin + size, rounded = (begin + kVector - 1) / kVector * kVector;
   const int64_t first = rounded < end ? rounded : end;
   const int64_t vectors = (end - first) / kVector, last = first + vectors * kVector;
+
+  // The ends first: what they need is then out of the way of the loop.
+  const int64_t head = first - begin, ends = head + (end - last);  // fewer than a warp
+  if (threadIdx.x < ends) {
+    const int64_t at = threadIdx.x < head ? begin + threadIdx.x : last + (threadIdx.x - head);
+    float value[walked][1];
+#pragma unroll
+    for (int list = 0; list < walked; ++list) {
+      if (contains(read, list)) value[list][0] = load_element(base[list], table.dtype[list], at);
+    }
+    functor(value, Places{at, at});
+#pragma unroll
+    for (int list = 0; list < walked; ++list) {
+      if (contains(written, list)) store_element(base[list], table.dtype[list], at, value[list][0]);
+    }
+  }
 
   for (int64_t v = threadIdx.x; v < vectors; v += unroll * kThreads) {
     Raw raw[unroll][walked];
@@ -100,20 +116,6 @@ __device__ __forceinline__ void for_each_element(const Table& table, int tensor,
           store_vector(base[list], table.dtype[list], aligned[list], places[u], raw[u][list]);
       }
     }
-  }
-
-  const int64_t head = first - begin, ends = head + (end - last);  // fewer than a warp
-  if (threadIdx.x >= ends) return;
-  const int64_t at = threadIdx.x < head ? begin + threadIdx.x : last + (threadIdx.x - head);
-  float value[walked][1];
-#pragma unroll
-  for (int list = 0; list < walked; ++list) {
-    if (contains(read, list)) value[list][0] = load_element(base[list], table.dtype[list], at);
-  }
-  functor(value, Places{at, at});
-#pragma unroll
-  for (int list = 0; list < walked; ++list) {
-    if (contains(written, list)) store_element(base[list], table.dtype[list], at, value[list][0]);
   }
 }
 

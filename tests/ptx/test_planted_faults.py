@@ -102,7 +102,7 @@ FAULTS = {
         "l2norm", replace(r"(st\.shared\.\w+\s+\[)[^\]]*\]", r"\g<1>0]"), "race in shared memory"
     ),
     "a misaligned vector": Fault(
-        "scale", replace_all(r"(ld\.global\.v4\.\w+\s[^\[]*\[%\w+)(?:\+-?\d+)?\]", r"\1+4]"), "misaligned"
+        "scale", replace_all(r"(ld(?:\.global)?\.v4\.\w+\s[^\[]*\[%\w+)(?:\+-?\d+)?\]", r"\1+4]"), "misaligned"
     ),
     "a vector too far": Fault(
         "scale",
@@ -111,7 +111,9 @@ FAULTS = {
     ),
     "the share of another block": Fault("scale", replace(r"%ctaid\.x", "%ntid.x"), ANOTHER_RESULT),
     "all blocks the first": Fault("scale", replace(r"mov(\.\w+\s+%\w+), %ctaid\.x", r"mov\1, 0"), ANOTHER_RESULT),
-    "all threads the first": Fault("scale", replace(r"mov(\.\w+\s+%\w+), %tid\.x", r"mov\1, 0"), ANOTHER_RESULT),
+    "all threads the first": Fault(
+        "scale", replace(r"mov(\.\w+\s+%\w+), %tid\.x", r"mov\1, 0"), f"{ANOTHER_RESULT}|outside"
+    ),
     "a share without an end": Fault(
         "scale", replace_all(r"min\.s64", "max.s64"), "misaligned|outside|not within a parameter"
     ),

@@ -67,7 +67,7 @@ def statements(lines: Iterable[str], first: int) -> Iterator[Statement]:
         text = line.partition("//")[0].strip()
         if not text or text.startswith(IGNORED):
             continue
-        if inner := re.fullmatch(r"\{ \.reg \.b32 (\w+); (.*;) \}", text):  # a scratch register of one line
+        if inner := re.fullmatch(r"\{ \.reg \.b\d+ (\w+); (.*;) \}", text):  # a scratch register of one line
             text = re.sub(rf"\b{inner[1]}\b", "%scratch", inner[2])
         if not pending and (text in "{}" or re.fullmatch(r"\$\w+:", text)):
             yield Statement(text, number)
