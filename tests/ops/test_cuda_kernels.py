@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 from backends import EMULATED
 from emulation_build import FOLDER, SANITIZE, build
 from optimizer_calls import OPTIMIZERS, make_call
+
+from ampctx import ops
 
 TESTS = Path(__file__).parents[1]
 HUGE = (1 << 31) + 1
@@ -342,3 +345,21 @@ def test_emulated_kernels_are_registered_for_cpu_tensors_only(emulation):
         name = f"{EMULATED.namespace}::{op}"
         assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU")
         assert "ampctx_register_cuda" not in dir(emulation)
+
+
+def nvcc():
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    return next(filter(None, map(shutil.which, ["nvcc", *(f"{home}/bin/nvcc" for home in homes if home)])), None)
+
+
+@pytest.mark.skipif(nvcc() is None, reason="no nvcc")
+def test_the_build_has_the_cuda_kernels():
+    """Where nvcc is, the library in use carries CUDA code and PTX of several generations, and imports without a GPU."""
+    if os.environ.get("AMPCTX_CUDA") == "0":
+        pytest.skip("built with AMPCTX_CUDA=0")
+    assert ops.extension.build["cuda"], "built without nvcc though it is there: rebuild"
+    archs = ops.extension.build["cuda_archs"]
+    assert archs[-1].startswith("compute_")
+    if not os.environ.get("AMPCTX_CUDA_ARCHS"):
+        assert {"sm_75", "sm_80", "sm_90", "compute_75"} <= set(archs)
+    assert "cuda" in ops.extension.backends or not torch.version.cuda

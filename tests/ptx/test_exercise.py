@@ -1,5 +1,4 @@
-"""What gpu-check runs on a GPU, on the PTX: every kernel with tables of every size in its parameters, and with tables on
-the device."""
+"""What gpu-check runs on a GPU, on the PTX: every kernel, with tables of every size and tables on the device."""
 
 from __future__ import annotations
 

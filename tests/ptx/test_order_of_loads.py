@@ -1,0 +1,20 @@
+"""The order of loads in the PTX of the kernels that walk elements."""
+
+from __future__ import annotations
+
+import re
+
+WALKS = re.compile(r"\d(step|axpby|scale|lamb|larc|l2norm_partial|gradient_norm|larc_norms)_kernel")
+CONVERTS = "cvt.f32.f16"
+
+
+def test_all_lists_are_loaded_before_one_is_converted(modules):
+    """A conversion waits for its load, and the loads behind it would wait too."""
+    walks = [entry for module in modules for entry in module.entries if WALKS.search(entry.name)]
+    assert len(walks) > 100
+    for entry in walks:
+        opcodes = [statement.text.split()[0] for statement in entry.body]
+        vectors = [place for place, opcode in enumerate(opcodes) if opcode.startswith("ld.global.v4")]
+        assert vectors, entry.name
+        assert CONVERTS not in opcodes[vectors[0] : vectors[-1]], entry.name
+        assert CONVERTS in opcodes[vectors[-1] :], entry.name
