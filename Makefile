@@ -9,7 +9,7 @@ ARGS   ?=
 
 PY      := $(VENV)/bin/python
 SOURCES := $(wildcard csrc/*.* csrc/*/*.*) setup.py pyproject.toml
-FORMATTED = $$(git ls-files 'csrc/*' 'tests/cuda_emulation/*.h' 'tests/cuda_emulation/*.cpp')
+FORMATTED = $$(git ls-files 'csrc/*' 'tests/cuda_emulation/*.h' 'tests/cuda_emulation/*.cpp' 'tests/ptx/*.h' 'tests/ptx/*.cpp')
 PIP     := $(PY) -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test clients test-clients sanitize test-hard lint format docs bench machine-code abi-check gpu-check clean
