@@ -10,9 +10,12 @@ ARGS   ?=
 PY      := $(VENV)/bin/python
 SOURCES := $(wildcard csrc/*.* csrc/*/*.*) setup.py pyproject.toml
 FORMATTED = $$(git ls-files 'csrc/*' 'tests/cuda_emulation/*.h' 'tests/cuda_emulation/*.cpp' 'tests/ptx/*.h' 'tests/ptx/*.cpp')
+# The cuobjdump of a CUDA toolkit; where there is none, it is installed into .venv.
+CUOBJDUMP  := $(or $(wildcard $(CUDA_HOME)/bin/cuobjdump /usr/local/cuda/bin/cuobjdump),$(shell command -v cuobjdump))
+CUDA_TOOLS := $(VENV)/$(if $(CUOBJDUMP),built,cuda-tools).done
 PIP     := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test clients test-clients sanitize test-hard lint format docs bench machine-code abi-check gpu-check clean
+.PHONY: demo test test-ptx clients test-clients sanitize test-hard lint format docs bench machine-code abi-check gpu-check clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/examples.done
@@ -22,9 +25,8 @@ demo: $(VENV)/examples.done
 test: $(VENV)/test.done
 	OMP_NUM_THREADS=1 AMPCTX_REQUIRE_EXTENSION=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
-# The PTX inside the built library, executed on the CPU. Takes the cuobjdump of a CUDA toolkit; where there is none, it is
-# installed into .venv. Skipped without nvcc.
-test-ptx: $(VENV)/test.done $(if $(CUOBJDUMP),,$(VENV)/cuda-tools.done)
+# The PTX inside the built library, executed on the CPU. Skipped without nvcc.
+test-ptx: $(VENV)/test.done $(CUDA_TOOLS)
 	$(PY) tests/ptx/run.py $(ARGS)
 
 # Programs of other people that use apex, run through ampctx.compat. clients installs them, apart from what is in .venv.
@@ -65,11 +67,8 @@ bench: $(VENV)/examples.done
 	$(PY) benchmarks/plot.py
 	$(PY) benchmarks/report.py
 
-# Writes docs/machine_code.md: what nvcc makes of the kernels. ARGS=--check fails on a broken rule or a stale page. Takes
-# the cuobjdump of a CUDA toolkit; where there is none, it is installed into .venv.
-CUOBJDUMP := $(or $(wildcard $(CUDA_HOME)/bin/cuobjdump /usr/local/cuda/bin/cuobjdump),$(shell command -v cuobjdump))
-
-machine-code: $(VENV)/$(if $(CUOBJDUMP),built,cuda-tools).done
+# Writes docs/machine_code.md: what nvcc makes of the kernels. ARGS=--check fails on a broken rule or a stale page.
+machine-code: $(CUDA_TOOLS)
 	$(PY) benchmarks/machine_code.py $(ARGS)
 
 # The same build of the extension under the oldest and newest torch it promises to run on. Downloads both (several GB).

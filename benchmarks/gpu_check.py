@@ -1,7 +1,7 @@
 """What `make gpu-check` runs on a machine with a GPU: build, kernels, tests, compute-sanitizer, graph, benchmarks.
 
     python benchmarks/gpu_check.py [--budget SECONDS] [--only STEP,...] [--resume] [--out DIR]
-    python benchmarks/gpu_check.py exercise [--device cuda|cpu] [--tensors 7,300,2500]
+    python benchmarks/gpu_check.py exercise [--device cuda|cpu] [--tensors N,...]
     python benchmarks/gpu_check.py replay [--device cuda|cpu] [--iterations 1000]
 
 DIR/gpu-check.json is the report, written anew after each part, and DIR/gpu-check.log the output of all commands. Exit

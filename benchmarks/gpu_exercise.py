@@ -2,7 +2,8 @@
 
     python benchmarks/gpu_check.py exercise --device cuda|cpu --tensors 7,300,2500 [--json FILE]
 
-7 tensors travel in a small table of a kernel's parameters, 300 in a large one, 2,500 in a table on the device.
+7 tensors travel in the smallest table of a kernel's parameters, 300 in larger ones, 2,500 in a table on the device. The
+default fills the tables of every size, for one to six lists.
 Element-wise steps are compared with the plain-torch reference over all elements end to end, those with norms of tensors
 with their formula. Results are collected on the device, which the host waits for once for each dtype.
 """
@@ -24,6 +25,7 @@ from ampctx import _reference_optimizers as reference
 from ampctx import ops, optimizer_ops
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+EVERY_TABLE = (7, 130, 250, 300, 600, 1300, 2500)
 INV_SCALE, LR = 0.5, 0.5
 _ADAM = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True, "adam_w_mode": True}
 _SGD = {"dampening": 0.0, "weight_decay": 0.1, "nesterov": False, "wd_after_momentum": False}
@@ -307,7 +309,7 @@ def main(arguments: list[str], started: float) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--tensors", type=tensor_counts, default=(7, 300, 2500), metavar="N,...")
+    parser.add_argument("--tensors", type=tensor_counts, default=EVERY_TABLE, metavar="N,...")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the seconds and checks there")
     args = parser.parse_args(arguments)
     if args.device == "cuda" and not torch.cuda.is_available():

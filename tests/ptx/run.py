@@ -9,6 +9,7 @@ README.md beside this file. At the end stands which entries of the library no te
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import subprocess
 import sys
@@ -68,7 +69,12 @@ class Generation:
     sizes: dict[str, int] = field(default_factory=dict)
 
     def encode(self, library: Path) -> None:
+        """Writes the program, and loads it once: an opcode that is not known ends the run."""
         self.sizes = write_program(self.modules, functions(library), self.program)
+        load = ctypes.CDLL(str(library)).ampctx_ptx_load
+        load.restype = ctypes.c_char_p
+        if error := load(str(self.program).encode(), None).decode():
+            raise PtxError(error)
         self.coverage.write_bytes(bytes(8 * len(self.sizes) + sum(self.sizes.values())))
 
     def report(self) -> list[str]:

@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from gpu_exercise import EVERY_TABLE
 
 GPU_CHECK = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
 
 
-# 7, 300 and 2,500 as on a GPU; the others fill the tables of 8, 16 and 32 KB for one to six lists that these leave out.
-@pytest.mark.parametrize("tensors", [7, 130, 250, 300, 600, 1300, 2500])
+@pytest.mark.parametrize("tensors", EVERY_TABLE)
 def test_exercise(interpreter, tensors):
     command = [sys.executable, str(GPU_CHECK), "exercise", "--device", "cpu", "--tensors", str(tensors)]
     result = subprocess.run(command, capture_output=True, text=True)
