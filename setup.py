@@ -127,8 +127,13 @@ def source_digest(folder: Path = CSRC) -> str:
 
 
 def compile_all(cxx: str, nvcc: Nvcc | None, build: Path) -> list[str]:
-    """Compiles what is older than its sources, in parallel; returns the object files."""
-    newest_header = max(path.stat().st_mtime for path in [Path(__file__), *CSRC.rglob("*.h"), *CSRC.rglob("*.cuh")])
+    """Compiles what was made of other sources or by another command, in parallel; returns the object files.
+
+    Sources are told apart by content: their times say nothing where a tree was copied or unpacked.
+    """
+    headers = hashlib.sha256(Path(__file__).read_bytes())
+    for path in sorted([*CSRC.rglob("*.h"), *CSRC.rglob("*.cuh")]):
+        headers.update(path.as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     info = [f'-DAMPCTX_SOURCE="{source_digest()}"']
     if nvcc:
         quoted = ", ".join(f'"{target}"' for target in nvcc.targets)
@@ -152,11 +157,12 @@ def compile_all(cxx: str, nvcc: Nvcc | None, build: Path) -> list[str]:
     def compile_one(job: tuple[Path, list[str], str]) -> str:
         source, command, variant = job
         out = build / f"{source.parent.name}_{source.stem}{variant and '_' + variant}.o"
-        record = out.with_suffix(".command")
-        is_new = out.exists() and out.stat().st_mtime > max(newest_header, source.stat().st_mtime)
-        if not (is_new and record.exists() and record.read_text() == repr(command)):
+        record, made_of = out.with_suffix(".made_of"), headers.copy()
+        made_of.update(repr((command, nvcc and nvcc.version)).encode() + source.read_bytes())
+        if not (out.exists() and record.exists() and record.read_text() == made_of.hexdigest()):
+            record.unlink(missing_ok=True)
             run([*command, "-c", str(source), "-o", str(out)])
-            record.write_text(repr(command))
+            record.write_text(made_of.hexdigest())
         return str(out)
 
     build.mkdir(parents=True, exist_ok=True)

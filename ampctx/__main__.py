@@ -31,8 +31,14 @@ def info() -> dict[str, Any]:
         extension = ampctx.ops.extension
         # Where the driver is too old for torch, there is a count, and whatever else is asked raises.
         gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+        problem = ""
         if gpus:
-            extension.serves("cuda")  # looks at the GPUs
+            try:
+                extension.serves("cuda")  # looks at the GPUs
+            except ampctx.AmpError as error:  # AMPCTX_REQUIRE_EXTENSION=cuda
+                problem = str(error)
+    # Until a GPU is there, nobody knows whether its kernels serve.
+    backends = [name for name in extension.backends if extension.late is None or name != "cuda"]
     driver = _cuda_support.driver_version()
     return {
         "ampctx": ampctx.__version__,
@@ -45,8 +51,8 @@ def info() -> dict[str, Any]:
         "extension": {
             "loaded": extension.loaded,
             "path": str(_extension.LIBRARY),
-            "backends": [*extension.backends, *map(str, extension.apart)],
-            "reason": extension.reason,
+            "backends": [*backends, *map(str, extension.apart)],
+            "reason": problem or extension.reason or ("no GPU is visible" if extension.late else ""),
             **extension.build,
         },
     }

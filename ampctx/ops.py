@@ -196,13 +196,15 @@ class HeldTensors(Sequence[Tensor]):
     themselves at every call, as at those of any list.
 
     Raises:
-        AmpValueError: a tensor for which the dispatcher would leave a copy with the library, such as a view that
-            negates.
+        AmpValueError: an empty list, or a tensor for which the dispatcher would leave a copy with the library, such as
+            a view that negates.
         NotImplementedError: no kernel is compiled for the device of the tensors.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = list(tensors)
+        if not self.tensors:
+            raise AmpValueError("HeldTensors: the list is empty, expected tensors of one device")
         if not all(map(can_be_held, self.tensors)):
             raise AmpValueError("HeldTensors: a tensor is a view that negates, or has no memory: give a clone() of it")
         extension.serves(self.tensors[0].device.type)  # registers what does

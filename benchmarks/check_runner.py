@@ -185,6 +185,10 @@ class Check:
             found["status"] = FAILED
         return {**found, "exit_code": code, "seconds": seconds, "last_lines": last_lines(text)}
 
+    def output(self) -> str:
+        """All that the latest child has printed."""
+        return (self.children / "output.txt").read_text(errors="replace")
+
     def _wait(self, command: list[str], output: Path, limit: float, env: dict[str, str]) -> int | None:
         """The exit code, or None for what was out of time. Nothing that the command started is left running."""
         path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH")]))

@@ -25,6 +25,7 @@ import gpu_facts
 from check_runner import OK, ROOT, Check, Interrupted, Part, ended_by_signals, taken, write_atomically
 from gpu_steps import SCRIPT, GpuCheck
 
+sys.path.append(str(ROOT))  # a checkout need not be installed
 STEPS = ("build", "exercise", "tests", "sanitize", "graph", "bench")
 FACTS_SECONDS = 90.0
 ALL_WELL, NOT_WELL, NO_GPU = 0, 1, 3

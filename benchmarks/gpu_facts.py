@@ -108,17 +108,16 @@ def facts() -> dict[str, Any]:
 
 
 def extension() -> dict[str, Any]:
-    """What the built extension has, and whether a source is newer than it."""
+    """What the built extension has, and whether it was built from the sources that are here."""
+    import setup
     from ampctx import ops
 
-    library = ROOT / "ampctx" / "_ops.so"
-    newest = max(p.stat().st_mtime for p in (ROOT / "setup.py", *(ROOT / "csrc").rglob("*.*")))
     found = ops.extension
     return {
         "backends": list(found.backends),
         "reason": found.reason,
         "cuda_archs": found.build.get("cuda_archs", []),
-        "is_current": library.exists() and library.stat().st_mtime > newest,
+        "is_current": found.build.get("source") == setup.source_digest(ROOT / "csrc"),
     }
 
 

@@ -30,8 +30,8 @@ struct L2NormFunctor {
   }
 };
 
-// The sum of a block takes that of each segment whether or not the segments leave pieces: the norm of all tensors is
-// the same to the last bit.
+// The sum of a block takes that of each segment whether or not the segments leave pieces. So the norm of all tensors is
+// the same to the last bit, where both kinds of call have the same grid: on a GPU, up to some million elements.
 template <bool per_tensor, class Table>
 __global__ void __launch_bounds__(kThreads)
     l2norm_partial_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf,

@@ -437,6 +437,25 @@ def test_the_exercise_runs_on_the_cpu(tmp_path):
     assert all(of_count["checks"] > 1500 for of_count in found.values())
 
 
+NOT_INSTALLED = """
+import importlib.util, pathlib, runpy, sys
+script = pathlib.Path(sys.argv[1])
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
+sys.path = [path for path in sys.path if path and pathlib.Path(path).resolve() != script.parents[1]]
+assert importlib.util.find_spec("ampctx") is None
+sys.path.insert(0, str(script.parent))
+sys.argv = [str(script), "exercise", "--device", "cpu", "--tensors", "7"]
+runpy.run_path(str(script), run_name="__main__")
+"""
+
+
+def test_a_checkout_need_not_be_installed(tmp_path):
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    words = [sys.executable, "-c", NOT_INSTALLED, str(SCRIPT)]
+    done = subprocess.run(words, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("count", [2, 7, 63, 64, 300, 2500])
 def test_lists_have_edges_and_guards(count):
     sizes = [gpu_lists.sizes(count, turn) for turn in range(3)]

@@ -44,6 +44,7 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, i
 }
 
 inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
+  ::cuda_emulation::tell_of_host_write(memory, bytes);
   memset(memory, value, bytes);
   return cudaSuccess;
 }
@@ -51,6 +52,7 @@ inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaSt
 // Copies are over at once; an event says so unless a test has it not to.
 struct cudaEvent_t {};
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+  ::cuda_emulation::tell_of_host_write(to, bytes);
   memcpy(to, from, bytes);
   return cudaSuccess;
 }

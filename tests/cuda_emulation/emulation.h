@@ -204,6 +204,17 @@ inline Interceptor& interceptor() {
   return instance;
 }
 
+// Who is told of what the host copies to the device or sets there, if anybody.
+using HostWrites = void (*)(const void* data, size_t bytes);
+inline HostWrites& host_writes() {
+  static HostWrites instance = nullptr;
+  return instance;
+}
+
+inline void tell_of_host_write(const void* data, size_t bytes) {
+  if (host_writes()) host_writes()(data, bytes);
+}
+
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), unsigned grid, unsigned block, void*, Arguments&&... arguments) {
   Executor& self = executor();

@@ -114,3 +114,8 @@ def test_what_the_dispatcher_copies_is_not_held(tensor):
 
 def typed(options):
     return {name: value for name, value in options.items() if name != "write_back"}
+
+
+def test_an_empty_list_cannot_be_held():
+    with pytest.raises(AmpValueError, match="HeldTensors: the list is empty"):
+        ops.HeldTensors([])

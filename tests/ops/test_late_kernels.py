@@ -243,5 +243,7 @@ print(ops.extension.backends, x[0].tolist())
 
 @pytest.mark.cuda
 def test_the_import_leaves_cuda_alone_and_the_first_tensor_brings_its_kernels():
-    result = subprocess.run([sys.executable, "-W", "error", "-c", IMPORT], capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-c", IMPORT], capture_output=True, text=True
+    )
     assert result.stdout == "('cpu', 'cuda') [2.0, 2.0, 2.0]\n", result.stderr

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <unordered_set>
 
 #include "../../csrc/known_lists.h"
 #include "../cuda_emulation/emulation.h"
@@ -20,7 +21,8 @@ using namespace ampctx;
 
 ptx::GlobalMemory memory;
 std::unique_ptr<ptx::Program> program;
-std::recursive_mutex at_work;  // one op at a time: its buffers are everybody's
+std::recursive_mutex at_work;                // one op at a time: its buffers are everybody's
+std::unordered_set<AtenTensorHandle> fresh;  // tensors that the op at work has made
 
 void load(const char* path, const char* coverage) {
   auto loaded = ptx::read_program(path, coverage ? coverage : "");
@@ -79,7 +81,9 @@ void intercept(const cuda_emulation::Launch& launch) {
   ptx::launch(kernel, launch.grid, launch.block, reinterpret_cast<const uint8_t*>(words.data()), memory);
 }
 
-const bool is_hooked = (cuda_emulation::interceptor() = intercept, true);
+void host_writes(const void* data, size_t bytes) { memory.write_from_host(data, static_cast<int64_t>(bytes)); }
+
+const bool is_hooked = (cuda_emulation::interceptor() = intercept, cuda_emulation::host_writes() = host_writes, true);
 
 // --- what surrounds an op --------------------------------------------------------------------------------------------
 
@@ -91,7 +95,8 @@ size_t op_count = 0;
 template <size_t number>
 void call(StableIValue* stack, uint64_t arguments, uint64_t results) {
   const std::lock_guard<std::recursive_mutex> lock(at_work);
-  memory.forget();
+  memory.begin_call();
+  fresh.clear();
   ops[number](stack, arguments, results);
 }
 
@@ -105,7 +110,8 @@ void announce(AtenTensorHandle tensor, const void* data, bool is_writable) {
   int64_t elements = 0;
   int32_t dtype = 0;
   if (aoti_torch_get_numel(tensor, &elements) != 0 || aoti_torch_get_dtype(tensor, &dtype) != 0) return;
-  memory.announce(data, elements * static_cast<int64_t>(aoti_torch_dtype_element_size(dtype)), is_writable);
+  memory.announce(data, elements * static_cast<int64_t>(aoti_torch_dtype_element_size(dtype)), is_writable,
+                  fresh.count(tensor) > 0);
 }
 
 }  // namespace
@@ -116,6 +122,8 @@ extern "C" {
 
 AOTITorchError __real_torch_get_const_data_ptr(AtenTensorHandle tensor, const void** data);
 AOTITorchError __real_torch_get_mutable_data_ptr(AtenTensorHandle tensor, void** data);
+AOTITorchError __real_aoti_torch_empty_strided(int64_t dim, const int64_t* sizes, const int64_t* strides, int32_t dtype,
+                                               int32_t device_type, int32_t device_index, AtenTensorHandle* tensor);
 AOTITorchError __real_torch_library_impl(TorchLibraryHandle library, const char* name, BoxedKernel kernel,
                                          uint64_t build_version);
 
@@ -128,6 +136,14 @@ AOTITorchError __wrap_torch_get_const_data_ptr(AtenTensorHandle tensor, const vo
 AOTITorchError __wrap_torch_get_mutable_data_ptr(AtenTensorHandle tensor, void** data) {
   const AOTITorchError error = __real_torch_get_mutable_data_ptr(tensor, data);
   if (error == 0) announce(tensor, *data, true);
+  return error;
+}
+
+AOTITorchError __wrap_aoti_torch_empty_strided(int64_t dim, const int64_t* sizes, const int64_t* strides, int32_t dtype,
+                                               int32_t device_type, int32_t device_index, AtenTensorHandle* tensor) {
+  const AOTITorchError error =
+      __real_aoti_torch_empty_strided(dim, sizes, strides, dtype, device_type, device_index, tensor);
+  if (error == 0) fresh.insert(*tensor);
   return error;
 }
 

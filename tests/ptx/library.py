@@ -25,7 +25,7 @@ from translate import Module, PtxError, parse  # noqa: E402
 NAMESPACE = "ampctx_ptx"
 FOLDER = ROOT / "build" / "ptx"
 EXTENSION = ROOT / "ampctx" / "_ops.so"
-WRAPPED = ("torch_get_const_data_ptr", "torch_get_mutable_data_ptr", "torch_library_impl")
+WRAPPED = ("torch_get_const_data_ptr", "torch_get_mutable_data_ptr", "aoti_torch_empty_strided", "torch_library_impl")
 REBUILD = f"build it with `{cubins.BUILD}`"
 
 

@@ -2,65 +2,79 @@
 
 #include <algorithm>
 #include <cstring>
+#include <tuple>
 
 namespace ptx {
 namespace {
 
 constexpr uint32_t kSeveral = 0xffffffffu;  // readers
 constexpr uint64_t kCellBytes = 2;          // of the smallest type
+constexpr uint64_t kNone = ~uint64_t{0};    // cells
 
 }  // namespace
 
-void GlobalMemory::forget() {
+void GlobalMemory::begin_call() {
   const std::lock_guard<std::mutex> lock(mutex_);
+  first_of_call_ = ++launch_;  // the number of what the host writes before the first launch
   announced_.clear();
   buffers_.clear();
   known_ = 0;
+  used_cells_ = 0;
   last_ = nullptr;
 }
 
-void GlobalMemory::announce(const void* data, int64_t bytes, bool is_writable) {
+void GlobalMemory::announce(const void* data, int64_t bytes, bool is_writable, bool is_fresh) {
   const uint64_t begin = reinterpret_cast<uint64_t>(data);
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (bytes > 0) announced_.push_back({begin, begin + static_cast<uint64_t>(bytes), is_writable, 0});
+  if (bytes > 0) announced_.push_back({begin, begin + static_cast<uint64_t>(bytes), is_writable, is_fresh, kNone});
 }
 
 void GlobalMemory::begin_launch() {
   ++launch_;
+  sort_buffers();
+}
+
+void GlobalMemory::write_from_host(const void* data, int64_t bytes) {
+  sort_buffers();
+  const uint64_t address = reinterpret_cast<uint64_t>(data);
+  const Buffer* const buffer = find(address, bytes);
+  if (!buffer) fail("the host writes outside of what the op was given");
+  const uint64_t first = first_cell(*buffer, address);
+  for (uint64_t i = 0; i < static_cast<uint64_t>(bytes) / kCellBytes; ++i) cells_[first + i].write_launch = launch_;
+}
+
+// What was announced since the last time joins the buffers, which keep their cells.
+void GlobalMemory::sort_buffers() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (known_ == announced_.size()) return;
+  buffers_.insert(buffers_.end(), announced_.begin() + static_cast<int64_t>(known_), announced_.end());
   known_ = announced_.size();
-  buffers_ = announced_;
-  const auto key = [](const Buffer& b) { return std::make_pair(b.begin, b.end); };
+  // Those that hold others come first, and of equal ones those with cells.
+  const auto key = [](const Buffer& b) { return std::make_tuple(b.begin, ~b.end, b.first_cell); };
   std::sort(buffers_.begin(), buffers_.end(), [&](const Buffer& a, const Buffer& b) { return key(a) < key(b); });
-  // A tensor that is in two lists is one buffer. No other overlap is allowed, but for factors that are elements of a
-  // larger tensor: what begins within another buffer keeps its own bounds, and cells by address make races seen.
   size_t kept = 0;
-  for (size_t i = 0; i < buffers_.size(); ++i) {
-    if (kept && key(buffers_[kept - 1]) == key(buffers_[i])) {
-      buffers_[kept - 1].is_writable |= buffers_[i].is_writable;
-    } else {
-      buffers_[kept++] = buffers_[i];
+  for (const Buffer& buffer : buffers_) {
+    Buffer* const last = kept ? &buffers_[kept - 1] : nullptr;
+    if (last && last->begin == buffer.begin && last->end == buffer.end) {  // a tensor that is in two lists
+      last->is_writable |= buffer.is_writable;
+      last->is_fresh |= buffer.is_fresh;
+      continue;
     }
+    Buffer added = buffer;
+    if (added.first_cell == kNone) {
+      const uint64_t cells = (added.end + kCellBytes - 1) / kCellBytes - added.begin / kCellBytes;
+      // A factor may be an element of a larger tensor.
+      added.first_cell = last && added.end <= last->end ? first_cell(*last, added.begin) : used_cells_;
+      if (added.first_cell == used_cells_) used_cells_ += cells;
+    }
+    buffers_[kept++] = added;
   }
   buffers_.resize(kept);
-  uint64_t cells = 0, covered = 0;
-  for (Buffer& buffer : buffers_) {
-    const uint64_t from = buffer.begin / kCellBytes, to = (buffer.end + kCellBytes - 1) / kCellBytes;
-    if (from < covered) {  // overlaps the buffer before
-      buffer.first_cell = cells - (covered - from);
-      cells += to > covered ? to - covered : 0;
-    } else {
-      buffer.first_cell = cells;
-      cells += to - from;
-    }
-    covered = std::max(covered, to);
-  }
-  if (cells_.size() < cells) cells_.resize(cells);
+  if (cells_.size() < used_cells_) cells_.resize(used_cells_);
   last_ = nullptr;
 }
 
-const GlobalMemory::Buffer* GlobalMemory::find(uint64_t address, int bytes) {
+const GlobalMemory::Buffer* GlobalMemory::find(uint64_t address, int64_t bytes) {
   const uint64_t end = address + static_cast<uint64_t>(bytes);
   if (last_ && last_->begin <= address && end <= last_->end) return last_;
   const auto after = std::upper_bound(buffers_.begin(), buffers_.end(), address,
@@ -72,9 +86,14 @@ const GlobalMemory::Buffer* GlobalMemory::find(uint64_t address, int bytes) {
   return nullptr;
 }
 
-void GlobalMemory::note(Cell& cell, uint32_t thread, bool is_write, bool is_same_value) {
+uint64_t GlobalMemory::first_cell(const Buffer& buffer, uint64_t address) const {
+  return address / kCellBytes - buffer.begin / kCellBytes + buffer.first_cell;
+}
+
+void GlobalMemory::note(Cell& cell, const Buffer& buffer, uint32_t thread, bool is_write, bool is_same_value) {
   const bool was_written = cell.write_launch == launch_ && cell.writer != thread;
   if (!is_write) {
+    if (buffer.is_fresh && cell.write_launch < first_of_call_) fail("reads memory that nobody has written");
     if (was_written) fail("race: reads what another thread of the launch has written");
     if (cell.read_launch != launch_) {
       cell.read_launch = launch_;
@@ -87,8 +106,9 @@ void GlobalMemory::note(Cell& cell, uint32_t thread, bool is_write, bool is_same
   if (cell.read_launch == launch_ && cell.reader != thread) {
     fail("race: writes what another thread of the launch has read");
   }
-  // Flags are raised by many: the same value in any order.
-  if (was_written && !is_same_value) fail("race: two threads of the launch write different values");
+  // Flags, which are single numbers, are raised by many: the same value in any order.
+  const bool is_flag = buffer.end - buffer.begin <= sizeof(uint32_t);
+  if (was_written && !(is_flag && is_same_value)) fail("race: two threads of the launch write the same memory");
   cell.write_launch = launch_;
   cell.writer = thread;
 }
@@ -102,9 +122,9 @@ uint8_t* GlobalMemory::access(uint64_t address, int bytes, uint32_t thread, cons
   if (value && !buffer->is_writable) fail("write to what the op only reads");
   auto* const memory = reinterpret_cast<uint8_t*>(address);
   const bool is_same_value = value && std::memcmp(memory, value, static_cast<size_t>(bytes)) == 0;
-  const uint64_t first = address / kCellBytes - buffer->begin / kCellBytes + buffer->first_cell;
+  const uint64_t first = first_cell(*buffer, address);
   const uint64_t cells = (static_cast<uint64_t>(bytes) + kCellBytes - 1) / kCellBytes;
-  for (uint64_t i = 0; i < cells; ++i) note(cells_[first + i], thread, value != nullptr, is_same_value);
+  for (uint64_t i = 0; i < cells; ++i) note(cells_[first + i], *buffer, thread, value != nullptr, is_same_value);
   return memory;
 }
 

@@ -14,9 +14,12 @@ namespace ptx {
 // Memory of the ops' tensors. An op's call announces what it asks torch for; a launch may touch that and no other.
 class GlobalMemory {
  public:
-  void forget();
-  void announce(const void* data, int64_t bytes, bool is_writable);
+  void begin_call();
+  // `is_fresh`: nobody has written there.
+  void announce(const void* data, int64_t bytes, bool is_writable, bool is_fresh);
   void begin_launch();
+  // What the host copies or sets, outside of launches.
+  void write_from_host(const void* data, int64_t bytes);
 
   // The memory of an access of `bytes` by `thread`. `value`: what it writes, or null.
   uint8_t* access(uint64_t address, int bytes, uint32_t thread, const void* value);
@@ -24,7 +27,7 @@ class GlobalMemory {
  private:
   struct Buffer {
     uint64_t begin, end;
-    bool is_writable;
+    bool is_writable, is_fresh;
     uint64_t first_cell;
   };
   // Who has touched two bytes in which launch. Launches are never numbered twice, so that nothing need be cleared.
@@ -32,8 +35,10 @@ class GlobalMemory {
     uint32_t write_launch, writer, read_launch, reader;
   };
 
-  const Buffer* find(uint64_t address, int bytes);
-  void note(Cell& cell, uint32_t thread, bool is_write, bool is_same_value);
+  void sort_buffers();
+  const Buffer* find(uint64_t address, int64_t bytes);
+  uint64_t first_cell(const Buffer& buffer, uint64_t address) const;
+  void note(Cell& cell, const Buffer& buffer, uint32_t thread, bool is_write, bool is_same_value);
 
   std::mutex mutex_;  // of announced_: torch's threads read lists in parallel
   std::vector<Buffer> announced_;
@@ -41,7 +46,8 @@ class GlobalMemory {
   size_t known_ = 0;             // of announced_ that are in buffers_
   const Buffer* last_ = nullptr;
   std::vector<Cell> cells_;
-  uint32_t launch_ = 0;
+  uint64_t used_cells_ = 0;
+  uint32_t launch_ = 0, first_of_call_ = 0;
 };
 
 // A block's. Threads are told apart by barriers alone: those of a warp run in no promised order either.
