@@ -65,7 +65,9 @@ def write_atomically(file: Path, text: str) -> None:
 
 def plain(text: str) -> str:
     """Without the paths of this machine."""
-    return text.replace(sys.executable, "python").replace(f"{ROOT}/", "").replace(str(ROOT), ".")
+    for path, name in ((sys.executable, "python"), (f"{ROOT}/", ""), (str(ROOT), "."), (sys.prefix, "PREFIX")):
+        text = text.replace(path, name)
+    return text
 
 
 def shortened(text: str, most: int) -> str:
