@@ -1,4 +1,4 @@
-"""Which GPUs and drivers the compiled CUDA kernels serve, by NVIDIA's rules, and what is said of the others."""
+"""Which GPUs and drivers the compiled CUDA kernels serve, by NVIDIA's rules, and the message for the others."""
 
 import pytest
 

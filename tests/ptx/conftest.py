@@ -7,7 +7,7 @@ from pathlib import Path
 
 import emulation_build
 import pytest
-from library import EXTENSION, NAMESPACE, extract, functions
+from library import NAMESPACE, extract, functions
 
 from ampctx import ops
 
@@ -31,4 +31,4 @@ def named_functions(interpreter):
 @pytest.fixture(scope="session")
 def modules(interpreter):
     """The PTX files of the target under test."""
-    return extract(EXTENSION)[os.environ["AMPCTX_PTX_TARGET"]]
+    return extract(Path(os.environ["AMPCTX_PTX_EXTENSION"]))[os.environ["AMPCTX_PTX_TARGET"]]

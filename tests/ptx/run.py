@@ -62,6 +62,7 @@ LEFT_OUT = (
 class Generation:
     """The PTX of one target, encoded, and what the tests have executed of it."""
 
+    extension: Path
     target: str
     modules: list[Module]
     program: Path
@@ -143,6 +144,7 @@ def run_suite(generation: Generation, name: str, library: Path, arguments: list[
         "AMPCTX_EMULATION_LIBRARY": str(library),
         "AMPCTX_PTX_PROGRAM": str(generation.program),
         "AMPCTX_PTX_COVERAGE": str(generation.coverage),
+        "AMPCTX_PTX_EXTENSION": str(generation.extension.resolve()),
         "AMPCTX_PTX_TARGET": generation.target,
         "PYTHONPATH": os.pathsep.join([str(PACKAGE), os.environ.get("PYTHONPATH", "")]),
     }
@@ -186,7 +188,9 @@ def main() -> int:
         make_package(library)
         generations = []
         for target, modules in found.items():
-            generation = Generation(target, modules, FOLDER / f"{target}.program", FOLDER / f"{target}.coverage")
+            generation = Generation(
+                arguments.extension, target, modules, FOLDER / f"{target}.program", FOLDER / f"{target}.coverage"
+            )
             generation.encode(library)
             generations.append(generation)
     except PtxError as error:

@@ -45,7 +45,6 @@ class Module:
 
     file: str
     text: str
-    version: str
     target: str
     functions: dict[str, Function]
     shared: dict[str, tuple[int, int]]  # alignment, bytes of each variable
@@ -87,7 +86,7 @@ def parse(text: str, file: str) -> Module:
     found = {key: re.search(rf"^\.{key} (\S+)", text, re.M) for key in ("version", "target")}
     if not all(found.values()):
         raise PtxError(f"{file}: no .version and .target: not PTX, or cut short")
-    module = Module(file, text, found["version"][1], found["target"][1], {}, {})
+    module = Module(file, text, found["target"][1], {}, {})
     for match in re.finditer(r"^\s*\.shared \.align (\d+) \.b8 (\w+)\[(\d+)\];", text, re.M):
         module.shared[match[2]] = int(match[1]), int(match[3])
     at = 0
