@@ -17,7 +17,7 @@ from ampctx._errors import (
     ExtensionError,
 )
 from ampctx.amp import AmpSession, GradScaler
-from ampctx.grad_clip import clip_grad_norm_
+from ampctx.masters.clip import clip_grad_norm_
 from ampctx.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
 
 __version__ = "0.1.0"

@@ -26,7 +26,8 @@ def info() -> dict[str, Any]:
         # What the import would warn of is in the report itself.
         warnings.simplefilter("ignore", RuntimeWarning)
         import ampctx
-        from ampctx import _cuda_support, _extension
+        from ampctx.kernels import cuda_support
+        from ampctx.kernels import extension as _extension
 
         extension = ampctx.ops.extension
         # Where the driver is too old for torch, there is a count, and whatever else is asked raises.
@@ -39,15 +40,15 @@ def info() -> dict[str, Any]:
                 problem = str(error)
     # Until a GPU is there, nobody knows whether its kernels serve.
     backends = [name for name in extension.backends if extension.late is None or name != "cuda"]
-    driver = _cuda_support.driver_version()
+    driver = cuda_support.driver_version()
     return {
         "ampctx": ampctx.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
-        "driver_cuda": driver and _cuda_support.dotted(driver),
+        "driver_cuda": driver and cuda_support.dotted(driver),
         "gpus": [torch.cuda.get_device_name(i) for i in gpus],
-        "gpu_archs": [_cuda_support.arch_name(torch.cuda.get_device_capability(i)) for i in gpus],
+        "gpu_archs": [cuda_support.arch_name(torch.cuda.get_device_capability(i)) for i in gpus],
         "extension": {
             "loaded": extension.loaded,
             "path": str(_extension.LIBRARY),

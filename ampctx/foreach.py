@@ -1,185 +1,29 @@
-"""The ops over lists of any mix of devices, dtypes and layouts: one op call per bucket, plain torch for what no kernel
-takes. Of a DTensor they see the part that lies on this rank: flags and norms are those of parts, to be joined.
+"""The public name of ``ampctx.kernels.foreach``."""
 
-``FoundInf`` is the flag that goes with it: one element per device, joined where it is read.
-"""
+from ampctx.kernels.foreach import (
+    Factor,
+    FoundInf,
+    PerDevice,
+    axpby,
+    joined_norm,
+    l2norm,
+    move,
+    product,
+    scale,
+    unscale_l2norm,
+    unscale_l2norms,
+)
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor
-
-from ampctx import _reference, ops
-from ampctx._grouping import buckets
-from ampctx._sharding import wrote
-
-
-def move(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``. Waits for a copy to the CPU alone: one still under way would be read too early."""
-    return tensor.to(device, non_blocking=device.type != "cpu")
-
-
-class PerDevice:
-    """A one-element tensor, copied to other devices when first asked for there. No host sync."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-        self._copies: dict[torch.device, Tensor] = {value.device: value}
-
-    def on(self, device: torch.device) -> Tensor:
-        if device not in self._copies:
-            self._copies[device] = move(self.value, device)
-        return self._copies[device]
-
-
-class FoundInf:
-    """Whether any of several calls met inf or nan: a 0-d fp32 flag on each device that took part."""
-
-    def __init__(self) -> None:
-        self.per_device: dict[torch.device, Tensor] = {}
-
-    def on(self, device: torch.device) -> Tensor:
-        if device not in self.per_device:
-            self.per_device[device] = torch.zeros((), dtype=torch.float32, device=device)
-        return self.per_device[device]
-
-    def joined(self, device: torch.device) -> Tensor:
-        """The maximum over devices, 0.0 or 1.0, as a 0-d fp32 tensor on ``device``. No host sync."""
-        result = self.on(device)
-        for other, flag in self.per_device.items():
-            if other != device:
-                result = torch.maximum(result, move(flag, device))
-        return result
-
-
-Factor = float | PerDevice
-
-
-def product(a: Factor, b: Factor) -> Factor:
-    """``a * b``, on the device of ``a`` where both are tensors. No host sync."""
-    if isinstance(a, PerDevice):
-        if isinstance(b, PerDevice):
-            return PerDevice(a.value * move(b.value, a.value.device))
-        return a if b == 1.0 else PerDevice(a.value * b)
-    return product(b, a) if isinstance(b, PerDevice) else a * b
-
-
-def _factor(value: Factor, device: torch.device) -> float | Tensor:
-    return value.on(device) if isinstance(value, PerDevice) else value
-
-
-def _tensor(value: float | Tensor) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
-
-
-def _known(tensors: Sequence[Tensor]) -> ops.ReadTensors | None:
-    """All of them for one op call, where that is possible."""
-    return tensors if isinstance(tensors, ops.ReadTensors) else ops.read(list(tensors))
-
-
-def scale(src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: FoundInf, factor: float | PerDevice) -> None:
-    """``dst[i] = src[i] * factor`` (``ops.multi_tensor_scale``)."""
-    if src is dst and (known := _known(src)):
-        flag, value = found_inf.on(known.device), _factor(factor, known.device)
-        return ops.multi_tensor_scale(known, known, flag, value)
-    for device, fused, (s, d) in buckets(src, dst):
-        value, flag = _factor(factor, device), found_inf.on(device)
-        if fused:
-            ops.multi_tensor_scale(s, d, flag, value)
-        else:
-            _reference.multi_tensor_scale(s, d, flag, _tensor(value))
-    wrote(dst)
-
-
-def axpby(
-    x: Sequence[Tensor],
-    y: Sequence[Tensor],
-    out: Sequence[Tensor],
-    found_inf: FoundInf,
-    a: float | PerDevice,
-    b: float | PerDevice,
-    arg_to_check: int = -1,
-) -> None:
-    """``out[i] = a * x[i] + b * y[i]`` (``ops.multi_tensor_axpby``)."""
-    for device, fused, (s, t, o) in buckets(x, y, out):
-        flag, a_, b_ = found_inf.on(device), _factor(a, device), _factor(b, device)
-        if fused:
-            ops.multi_tensor_axpby(s, t, o, flag, a_, b_, arg_to_check)
-        else:
-            _reference.multi_tensor_axpby(s, t, o, flag, _tensor(a_), _tensor(b_), arg_to_check)
-    wrote(out)
-
-
-def l2norm(tensors: Sequence[Tensor], found_inf: FoundInf) -> Tensor:
-    """The L2 norm of everything as a 0-d tensor on the device of the first tensor. No host sync."""
-    return unscale_l2norm(tensors, found_inf, 1.0)
-
-
-def unscale_l2norm(tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Factor) -> Tensor:
-    """``l2norm`` of the tensors times ``inv_scale``; they are left as they are. No host sync."""
-    if known := _known(tensors):
-        flag, factor = found_inf.on(known.device), _factor(inv_scale, known.device)
-        return ops.multi_tensor_unscale_l2norm(known, flag, factor)[0]
-    norms = []
-    for device, fused, (group,) in buckets(tensors):
-        flag, factor = found_inf.on(device), _factor(inv_scale, device)
-        if fused:
-            norms.append(ops.multi_tensor_unscale_l2norm(group, flag, factor)[0])
-        else:
-            norms.append(_reference.multi_tensor_unscale_l2norm(group, flag, _tensor(factor), False)[0])
-    return joined_norm(norms)
-
-
-def unscale_l2norms(tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Factor) -> tuple[Tensor, Tensor]:
-    """``unscale_l2norm``, and the norm of each tensor, ``[len(tensors)]`` on the device of the first. No host sync."""
-    if not tensors:
-        return torch.zeros(()), torch.zeros(0)
-    each = torch.empty(len(tensors), dtype=_reference.compute_dtype(*tensors), device=tensors[0].device)
-    totals = []
-    for device, fused, (group, places) in buckets(tensors, along=[each.unbind()]):
-        flag, factor = found_inf.on(device), _factor(inv_scale, device)
-        if fused:
-            total, norms = ops.multi_tensor_unscale_l2norm(group, flag, factor, True)
-        else:
-            total, norms = _reference.multi_tensor_unscale_l2norm(group, flag, _tensor(factor), True)
-        totals.append(total)
-        if len(group) == len(tensors):
-            return total, norms
-        for place, norm in zip(places, norms.unbind(), strict=True):
-            place.copy_(norm, non_blocking=place.device.type != "cpu")
-    return joined_norm(totals), each
-
-
-def unscale_l2norms_of(
-    tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Factor
-) -> tuple[Tensor, list[tuple[list[int], Tensor]]]:
-    """``unscale_l2norm``, and the norms of the tensors as the ops give them: places in the list and ``[len(places)]``.
-
-    No host sync.
-    """
-    if known := _known(tensors):
-        flag, factor = found_inf.on(known.device), _factor(inv_scale, known.device)
-        total, norms = ops.multi_tensor_unscale_l2norm(known, flag, factor, True)
-        return total, [(list(range(len(tensors))), norms)]
-    totals, each = [], []
-    for device, fused, (group, places) in buckets(tensors, along=[range(len(tensors))]):
-        flag, factor = found_inf.on(device), _factor(inv_scale, device)
-        if fused:
-            total, norms = ops.multi_tensor_unscale_l2norm(group, flag, factor, True)
-        else:
-            total, norms = _reference.multi_tensor_unscale_l2norm(group, flag, _tensor(factor), True)
-        totals.append(total)
-        each.append((places, norms))
-    return joined_norm(totals), each
-
-
-def joined_norm(norms: Sequence[Tensor]) -> Tensor:
-    """The L2 norm of what has these L2 norms, 0-d like the first of them; ``tensor(0.)`` of nothing. No host sync."""
-    if not norms:
-        return torch.zeros(())
-    if len(norms) == 1:
-        return norms[0]
-    first = norms[0]
-    return torch.linalg.vector_norm(torch.stack([move(norm, first.device).to(first.dtype) for norm in norms]))
+__all__ = [
+    "Factor",
+    "FoundInf",
+    "PerDevice",
+    "axpby",
+    "joined_norm",
+    "l2norm",
+    "move",
+    "product",
+    "scale",
+    "unscale_l2norm",
+    "unscale_l2norms",
+]

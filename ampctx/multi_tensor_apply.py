@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx import foreach
-from ampctx._calling_form import Call, Number, TensorLists, foreach_factor, found_in, norms
 from ampctx._errors import AmpTypeError, AmpValueError
+from ampctx.kernels import foreach
+from ampctx.kernels.calling_form import Call, Number, TensorLists, foreach_factor, found_in, norms
 
 
 class MultiTensorApply:

@@ -21,8 +21,8 @@ import torch
 from gpu_lists import Checks, Layout, TensorList, sizes
 from torch import Tensor
 
-from ampctx import _reference_optimizers as reference
 from ampctx import ops, optimizer_ops
+from ampctx.kernels import reference_steps as reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 EVERY_TABLE = (7, 130, 250, 300, 600, 1300, 2500)

@@ -1,5 +1,5 @@
 // Argument checks, made once at the entry of an op. Each error names the op, the argument and the index;
-// ampctx/_reference.py makes the same checks with the same messages. The outcome is free of torch: TensorLists,
+// ampctx/kernels/reference.py makes the same checks with the same messages. The outcome is free of torch: TensorLists,
 // FoundInf, Factor.
 #pragma once
 

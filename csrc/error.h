@@ -13,7 +13,7 @@ template <class... Parts>
   throw std::runtime_error(message.str());
 }
 
-// The C shim knows no kinds of errors. ampctx/ops.py knows this one by its first words.
+// The C shim knows no kinds of errors. ampctx/kernels/ops.py knows this one by its first words.
 template <class... Parts>
 [[noreturn]] void fail_out_of_memory(const Parts&... parts) {
   fail("ampctx: out of memory: ", parts...);

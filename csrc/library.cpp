@@ -1,7 +1,7 @@
 // What torch calls: one boxed function per op and backend (those of the optimizers are in library_optimizers.h and
 // library_layerwise.h), and their registration, which _extension.py asks for.
 //
-// The schemas are in ampctx/ops.py. A boxed function takes its arguments off the stack, checks them, puts the results
+// The schemas are in ampctx/kernels/ops.py. A boxed function takes its arguments off the stack, checks them, puts the results
 // on the stack; errors are C++ exceptions that torch turns into RuntimeError (error.h).
 #include <cmath>
 #include <limits>

@@ -1,6 +1,6 @@
 // The boxed functions of the optimizer ops, for library.cpp alone. Their arguments have one pattern: grads, params,
 // states, extras, step counts, scalars, the op's own numbers, how to store. So have their checks, which
-// ampctx/_reference_optimizers.py makes too, with the same messages.
+// ampctx/kernels/reference_steps.py makes too, with the same messages.
 #pragma once
 
 #include "arguments.h"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ampctx._cuda_support import why_not
+from ampctx.kernels.cuda_support import why_not
 
 DEFAULT_12_8 = ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120", "compute_75", "compute_100"]
 DEFAULT_13_0 = ["sm_75", "sm_80", "sm_90", "compute_75", "sm_100", "sm_110", "sm_120", "compute_100"]

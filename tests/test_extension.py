@@ -11,18 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampctx import _cuda_support, _extension, ops
+from ampctx import ops
 from ampctx._errors import ExtensionError
+from ampctx.kernels import cuda_support, extension
 
 ROOT = Path(__file__).parents[1]
 LOAD = """
 import sys, torch
 from pathlib import Path
-from ampctx import _extension, ops
+from ampctx import extension, ops
 library = torch.library.Library("ampctx_again", "DEF")
 for schema in ops._SCHEMAS:
     library.define(schema)
-found = _extension.load("ampctx_again", ops.define, Path(sys.argv[1]))
+found = extension.load("ampctx_again", ops.define, Path(sys.argv[1]))
 print(found)
 """
 
@@ -60,7 +61,7 @@ def test_a_library_that_cannot_serve_warns_once_with_the_reason(tmp_path, broken
     path = {"missing": tmp_path / "nowhere.so", "broken": broken}[kind]
     why = {"missing": "does not exist: build it with", "broken": "cannot be loaded .*invalid ELF header"}[kind]
     with pytest.warns(RuntimeWarning, match=f"ampctx runs on plain torch, slower: .*{why}") as record:
-        found = _extension.load("ampctx", ops.define, path)
+        found = extension.load("ampctx", ops.define, path)
     assert len(record) == 1
     assert not found.loaded
     assert found.backends == ()
@@ -73,19 +74,19 @@ def test_a_required_library_that_cannot_serve_is_an_error(tmp_path, broken, kind
     monkeypatch.setenv("AMPCTX_REQUIRE_EXTENSION", required)
     path = {"missing": tmp_path / "nowhere.so", "broken": broken}[kind]
     with pytest.raises(ExtensionError, match="build it with 'pip install .'"):
-        _extension.load("ampctx", ops.define, path)
+        extension.load("ampctx", ops.define, path)
 
 
 def test_an_unknown_requirement_is_an_error(monkeypatch):
     monkeypatch.setenv("AMPCTX_REQUIRE_EXTENSION", "yes")
     with pytest.raises(ExtensionError, match="AMPCTX_REQUIRE_EXTENSION='yes': expected 1, cpu, cuda or nothing"):
-        _extension.load("ampctx", ops.define)
+        extension.load("ampctx", ops.define)
 
 
 def test_a_required_cuda_backend_on_a_torch_without_it(monkeypatch):
     if torch.version.cuda:
         pytest.skip("this torch has CUDA")
-    result = load_elsewhere(_extension.LIBRARY, "cuda")
+    result = load_elsewhere(extension.LIBRARY, "cuda")
     assert result.returncode == 1
     assert "ExtensionError: AMPCTX_REQUIRE_EXTENSION=cuda, and the CUDA kernels do not serve" in result.stderr
     assert "this torch was built without CUDA" in result.stderr
@@ -185,7 +186,7 @@ def test_a_driver_that_serves_is_not_initialized_by_the_import(tmp_path, toolkit
 
 
 def test_a_machine_without_a_driver_says_nothing(toolkit):
-    if _cuda_support.driver_version():
+    if cuda_support.driver_version():
         pytest.skip("this machine has a driver")
     environment = {**os.environ, "AMPCTX_REQUIRE_EXTENSION": ""}
     result = subprocess.run([sys.executable, "-c", WITH_CUDA], env=environment, capture_output=True, text=True)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from ampctx import foreach
-from ampctx._grouping import buckets
 from ampctx.foreach import FoundInf, PerDevice
+from ampctx.kernels.grouping import buckets
 
 CHANNELS_LAST = torch.channels_last
 

@@ -26,7 +26,7 @@ def test_python_m_ampctx_tells_backends_in_words():
 
 
 def test_a_missing_extension_is_explained(capsys, monkeypatch):
-    missing = ampctx._extension.Extension(False, reason="the file is not there: build it")
+    missing = ampctx.kernels.extension.Extension(False, reason="the file is not there: build it")
     monkeypatch.setattr(ampctx.ops, "extension", missing)
     main(["info"])
     out = capsys.readouterr().out

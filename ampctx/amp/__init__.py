@@ -4,11 +4,11 @@
 """
 
 from ampctx.amp.explain import CastCount, Explanation, OpCount, explain
-from ampctx.amp.grad_scaler import GradScaler
 from ampctx.amp.opt_level import OPT_LEVELS, PrecisionPolicy
 from ampctx.amp.session import AmpSession
-from ampctx.amp.step_history import History
-from ampctx.amp.step_outcome import Culprit, StepOutcome
+from ampctx.scaling.grad_scaler import GradScaler
+from ampctx.scaling.history import History
+from ampctx.scaling.outcome import Culprit, StepOutcome
 
 _default_session = AmpSession()
 

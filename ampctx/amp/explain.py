@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampctx._errors import AmpError, AmpTypeError
-from ampctx.amp.cast_arguments import LOW_PRECISION
+from ampctx.casts.arguments import LOW_PRECISION
 
 # Ops that compute nothing, besides those that return views.
 _BOOKKEEPING = frozenset({"empty_like", "new_empty", "new_empty_strided", "unsafe_view"})

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
-from ampctx.amp.block_gradients import NOTHING_PENDING, Grads, Pending, Waiting
-from ampctx.amp.device_skips import Verdicts
-from ampctx.amp.loss_scale import LossScale, check_scale
-from ampctx.amp.scaler_state import KEY, read_amp_entries
-from ampctx.amp.step_hook import OUTSIDE_OF_BLOCKS, OptimizerBinding
-from ampctx.amp.step_outcome import PLACE
-from ampctx.foreach import Factor, PerDevice
+from ampctx.amp.binding import OUTSIDE_OF_BLOCKS, OptimizerBinding
+from ampctx.kernels.foreach import Factor, PerDevice
+from ampctx.masters.gradients import NOTHING_PENDING, Grads, Pending, Waiting
+from ampctx.scaling.device_skips import Verdicts
+from ampctx.scaling.formats import KEY, read_amp_entries
+from ampctx.scaling.loss_scale import LossScale, check_scale
+from ampctx.scaling.outcome import PLACE
 
 Deferred = MutableMapping[LossScale, Tensor]
 State = dict[str, Any]

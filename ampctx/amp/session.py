@@ -16,24 +16,27 @@ from torch.utils.hooks import RemovableHandle
 
 from ampctx._compiling import outside_of_graphs
 from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
-from ampctx.amp import casting, master_weights, run_state, scaler_state
-from ampctx.amp.autocast import Autocast
-from ampctx.amp.cast_arguments import Undo
-from ampctx.amp.fp32_ops import install_fp32_ops, op_names
-from ampctx.amp.function_casts import FunctionCasts
-from ampctx.amp.kept_modules import KeptModules, find_kept, install_without_casts
-from ampctx.amp.loss_scale import LossScale
-from ampctx.amp.master_params import MasterParams, watch_loading
-from ampctx.amp.model_watch import ParameterNames, refuse_replaced
+from ampctx.amp import run_state
+from ampctx.amp import weights as master_weights
+from ampctx.amp.binding import OUTSIDE_OF_BLOCKS, Casts, OptimizerBinding, Reports
+from ampctx.amp.methods import is_bound, weak_method
 from ampctx.amp.opt_level import PrecisionPolicy, banner, resolve
-from ampctx.amp.replaced_methods import is_bound, weak_method
-from ampctx.amp.stall import check_limit
-from ampctx.amp.step_history import DEFAULT_LENGTH, History, StepHistory, check_length
-from ampctx.amp.step_hook import OUTSIDE_OF_BLOCKS, Casts, OptimizerBinding, Reports
-from ampctx.amp.step_outcome import Culprits, Names, StepOutcome, listed
 from ampctx.amp.threads import OwnThread
+from ampctx.casts import casting
+from ampctx.casts.arguments import Undo
+from ampctx.casts.autocast import Autocast
+from ampctx.casts.fp32_ops import install_fp32_ops, op_names
+from ampctx.casts.functions import FunctionCasts
+from ampctx.casts.kept_modules import KeptModules, find_kept, install_without_casts
+from ampctx.casts.model_watch import ParameterNames, refuse_replaced
 from ampctx.distributed import check_process_group
-from ampctx.foreach import FoundInf, PerDevice
+from ampctx.kernels.foreach import FoundInf, PerDevice
+from ampctx.masters.params import MasterParams, watch_loading
+from ampctx.scaling import formats
+from ampctx.scaling.history import DEFAULT_LENGTH, History, StepHistory, check_length
+from ampctx.scaling.loss_scale import LossScale
+from ampctx.scaling.outcome import Culprits, Names, StepOutcome, listed
+from ampctx.scaling.stall import check_limit
 
 logger = logging.getLogger("ampctx")
 
@@ -709,7 +712,7 @@ class AmpSession:
         result = OrderedDict() if destination is None else destination
         enabled = self.policy is not None and self.policy.enabled
         for i, scale in enumerate(self.loss_scales if enabled else []):
-            result[f"{scaler_state.KEY}{i}"] = scale.state_dict()
+            result[f"{formats.KEY}{i}"] = scale.state_dict()
         if enabled and (masters or grads):
             result.update(self._run_state(grads))
         return result
@@ -753,10 +756,10 @@ class AmpSession:
             )
         if not self.policy.enabled:
             return
-        if scaler_state.is_grad_scaler_state(state_dict) and not scaler_state.is_amp_state(state_dict):
+        if formats.is_grad_scaler_state(state_dict) and not formats.is_amp_state(state_dict):
             entries = self._entries_of_grad_scaler(state_dict)
         else:
-            entries = scaler_state.read_amp_entries(state_dict)
+            entries = formats.read_amp_entries(state_dict)
         load_run = self._run_loader(state_dict)
         if len(entries) != len(self.loss_scales):
             logger.warning(
@@ -776,7 +779,7 @@ class AmpSession:
     def _run_loader(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """What loads the part of a state that is not about loss scales, which is checked now."""
         bindings = list(self._bindings.values())
-        if not state.keys().isdisjoint(scaler_state.RUN_KEYS):
+        if not state.keys().isdisjoint(formats.RUN_KEYS):
             assert self.policy is not None
             return run_state.loader(state, bindings, self.loss_scales, self._deferred, self.policy.opt_level)
         if any(binding.masters.pairs for binding in bindings) and not self._explained_masters:
@@ -793,7 +796,7 @@ class AmpSession:
                 f"the state of a GradScaler holds one loss scale, and num_losses={n} was given to amp.initialize. To "
                 f"start all of them from it: ampctx.compat.checkpoints.to_amp_state(state, num_losses={n})"
             )
-        saved = scaler_state.read_grad_scaler_state(state)
+        saved = formats.read_grad_scaler_state(state)
         ours = self.loss_scales[0]
         left_out = [
             f"{name}={there} (here {here})"
@@ -802,7 +805,7 @@ class AmpSession:
         ]
         if left_out and ours.dynamic:
             logger.warning("not taken over from the state of a GradScaler: %s", ", ".join(left_out))
-        return scaler_state.read_amp_entries(scaler_state.to_amp_state(state))
+        return formats.read_amp_entries(formats.to_amp_state(state))
 
     # --- casts -------------------------------------------------------------------------------------------------------
 

@@ -19,19 +19,19 @@ from torch import Tensor, nn
 
 from ampctx import amp
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx.amp.master_params import MasterParams
-from ampctx.amp.scaler_state import (
+from ampctx.amp.session import AmpSession
+from ampctx.compat import fp16_optimizer_state as fp16
+from ampctx.compat.checkpoint_layout import Parts, is_tensors, read
+from ampctx.compat.optimizer_checks import check_container, check_contents
+from ampctx.masters.params import MasterParams
+from ampctx.optimizers._base import FusedOptimizer
+from ampctx.scaling.formats import (
     is_grad_scaler_state,
     read_amp_entries,
     read_grad_scaler_state,
     to_amp_state,
     to_grad_scaler_state,
 )
-from ampctx.amp.session import AmpSession
-from ampctx.compat import fp16_optimizer_state as fp16
-from ampctx.compat.checkpoint_layout import Parts, is_tensors, read
-from ampctx.compat.optimizer_checks import check_container, check_contents
-from ampctx.optimizers._base import FusedOptimizer
 
 
 class Loaded(NamedTuple):

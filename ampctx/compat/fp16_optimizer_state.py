@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpError, AmpValueError
-from ampctx.amp.scaler_state import fp16_optimizer_entry
+from ampctx.scaling.formats import fp16_optimizer_entry
 
 Group = dict[str, Any]
 

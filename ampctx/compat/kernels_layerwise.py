@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx import foreach
-from ampctx._calling_form import Call, Number, TensorLists, foreach_factor, found_in
-from ampctx._reference import compute_dtype
 from ampctx.compat.kernels_optimizers import run_op, wide
+from ampctx.kernels import foreach
+from ampctx.kernels.calling_form import Call, Number, TensorLists, foreach_factor, found_in
+from ampctx.kernels.reference import compute_dtype
 
 _LAMB = ("grads", "params", "exp_avgs", "exp_avg_sqs")
 

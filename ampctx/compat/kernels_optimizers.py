@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx import foreach
-from ampctx._calling_form import Call, Number, TensorLists, found_in
-from ampctx._grouping import buckets
-from ampctx._reference import compute_dtype
+from ampctx.kernels import foreach
+from ampctx.kernels.calling_form import Call, Number, TensorLists, found_in
+from ampctx.kernels.grouping import buckets
+from ampctx.kernels.reference import compute_dtype
 from ampctx.optimizers._work import Work
 from ampctx.optimizers._work import call as call_op
 

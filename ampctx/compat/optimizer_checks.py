@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError
-from ampctx.amp.scaler_state import plain
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import SIZED
+from ampctx.scaling.formats import plain
 
 # Options that each of torch's optimizers which has them reads in its step, and has had from the beginning.
 _REQUIRED = frozenset({"lr", "betas", "eps", "weight_decay", "momentum", "dampening", "lr_decay", "alpha", "rho"})

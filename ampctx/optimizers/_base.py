@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ampctx._each import version_of
 from ampctx._errors import AmpKeyError, AmpValueError
-from ampctx._reference import compute_dtype
-from ampctx._reference_optimizers import LOW_PRECISION, join, spacing
-from ampctx._sharding import place_grads, wrote
-from ampctx.foreach import Factor, PerDevice, product
+from ampctx.kernels.each import version_of
+from ampctx.kernels.foreach import Factor, PerDevice, product
+from ampctx.kernels.reference import compute_dtype
+from ampctx.kernels.reference_steps import LOW_PRECISION, join, spacing
+from ampctx.kernels.sharding import place_grads, wrote
 from ampctx.optimizers import _checkpoint
 from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._options import (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError
-from ampctx._reference import compute_dtype
+from ampctx.kernels.reference import compute_dtype
 from ampctx.optimizers._options import Group
 from ampctx.optimizers._work import EXTRAS
 

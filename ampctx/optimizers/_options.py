@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx._sharding import any_sharded, is_split
-from ampctx.foreach import move
+from ampctx.kernels.foreach import move
+from ampctx.kernels.sharding import any_sharded, is_split
 
 Group = dict[str, Any]
 

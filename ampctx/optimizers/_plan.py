@@ -1,7 +1,7 @@
 """Keeps the op calls of a step for the next one, while everything that they were made from is still the same.
 
 Between two steps the gradients are new and the rest is not. To make the calls anew takes a dozen passes over the
-parameters in Python; to see that they still hold takes a few in C (``ampctx._each``, ``ampctx.ops.read_along``).
+parameters in Python; to see that they still hold takes a few in C (``ampctx.kernels.each``, ``ampctx.ops.read_along``).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ampctx._each import all_none, grad_of, same, version_of
-from ampctx._sharding import any_sharded
-from ampctx.model_grads import MasterParam
-from ampctx.ops import HeldTensors, can_be_held, extension, read_along
+from ampctx.kernels.each import all_none, grad_of, same, version_of
+from ampctx.kernels.ops import HeldTensors, can_be_held, extension, read_along
+from ampctx.kernels.sharding import any_sharded
+from ampctx.masters.lazy_grads import MasterParam
 from ampctx.optimizers._scaling import Scaling
 from ampctx.optimizers._work import EXTRAS, Work
 

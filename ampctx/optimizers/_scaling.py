@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpTypeError
-from ampctx.foreach import Factor, PerDevice, move, product
-from ampctx.model_grads import ModelGrads
+from ampctx.kernels.foreach import Factor, PerDevice, move, product
+from ampctx.masters.lazy_grads import ModelGrads
 from ampctx.optimizers._options import check_one_element
 
 

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampctx import _reference_optimizers, optimizer_ops
-from ampctx._grouping import buckets
-from ampctx._reference import KERNEL_DTYPES, is_dense, same_layout
-from ampctx._reference_optimizers import WRITE_BACKS
-from ampctx._sharding import local
-from ampctx.ops import factor
+from ampctx.kernels import reference_steps
+from ampctx.kernels import steps as optimizer_ops
+from ampctx.kernels.grouping import buckets
+from ampctx.kernels.ops import factor
+from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, same_layout
+from ampctx.kernels.reference_steps import WRITE_BACKS
+from ampctx.kernels.sharding import local
 from ampctx.optimizers._options import Group
 from ampctx.optimizers._scaling import Scaling
 
@@ -125,4 +126,4 @@ def call(op: str, work: Work, arguments: dict[str, Any]) -> None:
     else:
         tensors = {name: factor(value) for name, value in arguments.items() if name in _FACTORS}
         code = WRITE_BACKS.index(work.write_back)
-        getattr(_reference_optimizers, op)(**work.lists, **{**arguments, **tensors}, write_back=code)
+        getattr(reference_steps, op)(**work.lists, **{**arguments, **tensors}, write_back=code)

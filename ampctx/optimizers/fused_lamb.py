@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx import foreach
 from ampctx._errors import AmpTypeError, AmpValueError
-from ampctx._reference_optimizers import LOW_PRECISION
-from ampctx.foreach import FoundInf, PerDevice
+from ampctx.kernels import foreach
+from ampctx.kernels.foreach import FoundInf, PerDevice
+from ampctx.kernels.reference_steps import LOW_PRECISION
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._options import Group, check_betas, check_number, refuse_amsgrad
 from ampctx.optimizers._scaling import Scaling, split_grad_scaler

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpValueError
-from ampctx.foreach import Factor, PerDevice
+from ampctx.kernels.foreach import Factor, PerDevice
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._options import Group, check_number

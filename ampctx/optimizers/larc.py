@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx import _reference_optimizers, optimizer_ops
 from ampctx._errors import AmpTypeError
-from ampctx._grouping import buckets
-from ampctx.foreach import FoundInf, PerDevice
-from ampctx.model_grads import declares
-from ampctx.ops import factor
+from ampctx.kernels import reference_steps
+from ampctx.kernels import steps as optimizer_ops
+from ampctx.kernels.foreach import FoundInf, PerDevice
+from ampctx.kernels.grouping import buckets
+from ampctx.kernels.ops import factor
+from ampctx.masters.lazy_grads import declares
 from ampctx.optimizers._options import Group, param_name, refuse_complex, refuse_sparse, refuse_split
 from ampctx.optimizers._scaling import on_device, taken_found_inf, taken_inv_scale, without_amp
 
@@ -168,7 +169,7 @@ class LARC:
                         maximize=maximize,
                     )  # fmt: skip
                 else:
-                    _reference_optimizers.larc(
+                    reference_steps.larc(
                         g,
                         p,
                         flag,

@@ -1,5 +1,5 @@
 // How an updated weight goes back into the tensor it came from, one element; the table of
-// ampctx/_reference_optimizers.py says what `extra` holds. Everything is a float (or double) here; where p and extra
+// ampctx/kernels/reference_steps.py says what `extra` holds. Everything is a float (or double) here; where p and extra
 // are stored in fewer bits, the values fit them, so that the store that follows is exact. The step:  w = load_weight(p,
 // extra);  update w;  store_weight.
 //

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from ampctx.amp.grad_scaler import GradScaler
+from ampctx.scaling.grad_scaler import GradScaler
 
 
 def parameter(grad, dtype=torch.float32):

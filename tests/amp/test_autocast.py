@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ampctx import AmpError, AmpNotImplementedError
-from ampctx.amp.autocast import Autocast
-from ampctx.amp.cpu_casts import missing_on_cpu
+from ampctx.casts.autocast import Autocast
+from ampctx.casts.cpu import missing_on_cpu
 
 HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
 BCE = F.binary_cross_entropy

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ampctx.amp import cast_lists
-from ampctx.amp.autocast import Autocast
-from ampctx.amp.cpu_casts import missing_on_cpu
+from ampctx.casts import lists
+from ampctx.casts.autocast import Autocast
+from ampctx.casts.cpu import missing_on_cpu
 
 HALF, BF16, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 # Some of the ops are on torch's way out: chain_matmul, nuclear_norm, frobenius_norm.
@@ -167,11 +167,11 @@ def name_of(op):
 def test_every_op_that_is_cast_here_has_a_case():
     missing = {name_of(op) for op, _ in missing_on_cpu()}
     assert missing == set(CASES)
-    assert missing <= {*cast_lists.LOW, *cast_lists.FP32, *cast_lists.PROMOTE}
+    assert missing <= {*lists.LOW, *lists.FP32, *lists.PROMOTE}
 
 
 def test_the_lists_name_real_ops_once_and_in_order():
-    names = [*cast_lists.LOW, *cast_lists.FP32, *cast_lists.PROMOTE]
+    names = [*lists.LOW, *lists.FP32, *lists.PROMOTE]
     assert len(names) == len(set(names))
     for name in names:
         assert callable(overload(name))

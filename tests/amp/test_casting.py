@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ampctx import AmpError
-from ampctx.amp.casting import cast_model, check_models, install_io_casts, install_state_dict_upcast
+from ampctx.casts.casting import cast_model, check_models, install_io_casts, install_state_dict_upcast
 
 HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ampctx import amp
-from ampctx.amp import cast_lists
+from ampctx.casts import lists as cast_lists
 
 HALF, BF16, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 CAST_LEVELS = LEVELS[1:]

@@ -10,8 +10,8 @@ from torch import nn
 
 from ampctx import AmpTypeError, AmpValueError
 from ampctx.amp import AmpSession
-from ampctx.amp.autocast import Autocast
-from ampctx.amp.function_casts import FunctionCasts
+from ampctx.casts.autocast import Autocast
+from ampctx.casts.functions import FunctionCasts
 
 HALF, BF16, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 KINDS = ["half", "float", "promote"]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.amp.grad_scaler import OptState
 
 from ampctx._errors import AmpValueError
-from ampctx.amp.grad_scaler import GradScaler
+from ampctx.scaling.grad_scaler import GradScaler
 
 NON_FINITE = [math.inf, -math.inf, math.nan]
 

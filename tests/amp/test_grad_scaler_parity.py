@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ampctx import clip_grad_norm_
-from ampctx.amp.grad_scaler import GradScaler
+from ampctx.scaling.grad_scaler import GradScaler
 
 ITERATIONS = 220
 OVERFLOWS = {0, 1, 17, 50, 51, 52, 133, 219}

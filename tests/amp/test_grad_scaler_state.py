@@ -9,7 +9,7 @@ import torch
 from grad_scalers import parameter, ready
 
 from ampctx._errors import AmpAssertionError, AmpError, AmpKeyError, AmpTypeError, AmpValueError
-from ampctx.amp.grad_scaler import GradScaler
+from ampctx.scaling.grad_scaler import GradScaler
 
 # --- errors ---------------------------------------------------------------------------------------------------------
 

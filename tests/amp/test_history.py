@@ -14,8 +14,8 @@ from models import LEVELS, batch, mlp
 from torch import nn
 
 from ampctx import AmpError, AmpSession, AmpTypeError, AmpValueError, GradScaler, amp, clip_grad_norm_, optimizers
-from ampctx.amp.step_history import GATHERED_AT_ONCE, StepHistory
-from ampctx.amp.step_outcome import StepOutcome
+from ampctx.scaling.history import GATHERED_AT_ONCE, StepHistory
+from ampctx.scaling.outcome import StepOutcome
 
 OPTIMIZERS = {
     "on-device": lambda p: optimizers.FusedSGD(p, lr=0.1),

@@ -9,7 +9,7 @@ from models import LEVELS, LOW, loss_of, mlp
 from torch import nn
 
 from ampctx import AmpError, AmpTypeError, AmpValueError, amp
-from ampctx.amp.autocast import Autocast
+from ampctx.casts.autocast import Autocast
 
 
 def sgd(model, lr=0.1):

@@ -7,7 +7,7 @@ import torch
 from host_reads import HostReads
 
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
-from ampctx.amp.loss_scale import LossScale
+from ampctx.scaling.loss_scale import LossScale
 
 CLEAN, OVERFLOW = torch.tensor(0.0), torch.tensor(1.0)
 

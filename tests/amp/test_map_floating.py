@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ampctx import AmpTypeError
-from ampctx.amp.casting import map_floating
+from ampctx.casts.casting import map_floating
 
 HALF, FLOAT = torch.float16, torch.float32
 

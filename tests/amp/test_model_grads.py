@@ -12,7 +12,7 @@ from torch import nn
 
 from ampctx import clip_grad_norm_, optimizers
 from ampctx.amp import AmpSession
-from ampctx.model_grads import MasterParam, all_of
+from ampctx.masters.lazy_grads import MasterParam, all_of
 
 levels = pytest.mark.parametrize("level", ["O2", "O5"])
 

@@ -10,7 +10,7 @@ from models import mlp
 
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.amp import GradScaler
-from ampctx.amp.scaler_state import (
+from ampctx.scaling.formats import (
     fp16_optimizer_entry,
     is_amp_state,
     is_grad_scaler_state,

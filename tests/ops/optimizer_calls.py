@@ -11,7 +11,7 @@ import torch
 from backends import ALL_FLOATS, COMPILED, CUDA, EMULATED, FULL_BLOCKS, REFERENCE, SHUFFLED, Backend, _factor
 from torch import Tensor
 
-from ampctx._reference_optimizers import WRITE_BACKS
+from ampctx.kernels.reference_steps import WRITE_BACKS
 
 LOW = (torch.float16, torch.bfloat16)
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -19,7 +19,7 @@ from optimizer_calls import OPTIMIZERS, make_call
 
 from ampctx import ops
 from ampctx._errors import ExtensionError
-from ampctx._extension import Extension, LateKernels
+from ampctx.kernels.extension import Extension, LateKernels
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
 PROBLEM = "the kernels were built for something else"
@@ -197,7 +197,7 @@ COMPILED_CALL = """
 import sys, torch
 sys.path[:0] = sys.argv[2:]
 from ampctx import ops
-from ampctx._extension import Extension, LateKernels
+from ampctx.kernels.extension import Extension, LateKernels
 from pathlib import Path
 import ctypes
 library = ctypes.CDLL(sys.argv[1])

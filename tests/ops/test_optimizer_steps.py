@@ -21,7 +21,7 @@ from optimizer_calls import (
     takes,
 )
 
-from ampctx._reference_optimizers import WRITE_BACKS
+from ampctx.kernels.reference_steps import WRITE_BACKS
 
 pytestmark = [on_kernels, pytest.mark.usefixtures("reference")]
 SMALL = [5, 0, 700, 1, 64]

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampctx import foreach, ops
 from ampctx.foreach import FoundInf
-from ampctx.model_grads import MasterParam
+from ampctx.masters.lazy_grads import MasterParam
 from ampctx.ops import ReadTensors
 
 CSRC = Path(__file__).parents[2] / "csrc"

@@ -14,7 +14,7 @@ DIGEST = """
 import hashlib, sys, torch
 sys.path.insert(0, sys.argv[1])
 from ampctx import ops
-from ampctx._reference_optimizers import WRITE_BACKS
+from ampctx.kernels.reference_steps import WRITE_BACKS
 from backends import ALL_FLOATS, COMPILED
 from optimizer_calls import LARC, NOVOGRAD, OPTIMIZERS, make_call, takes
 generator = torch.Generator().manual_seed(0)

@@ -11,7 +11,7 @@ import torch
 from backends import FLOATS, NON_FINITE, short
 from optimizer_calls import ADAM, LOW, SGD, bits, make_call
 
-from ampctx._reference_optimizers import join, random_bits, split
+from ampctx.kernels.reference_steps import join, random_bits, split
 
 on_low = pytest.mark.parametrize("dtype", LOW, ids=short)
 

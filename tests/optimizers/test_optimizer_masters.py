@@ -19,7 +19,7 @@ from optimizer_cases import (
 from torch import nn
 
 from ampctx._errors import AmpValueError
-from ampctx._reference_optimizers import join
+from ampctx.kernels.reference_steps import join
 from ampctx.optimizers import FusedAdam, FusedMixedPrecisionLamb, FusedSGD
 
 BF16 = torch.bfloat16

@@ -158,7 +158,7 @@ AOTITorchError __wrap_torch_library_impl(TorchLibraryHandle library, const char*
 
 extern "C" int ampctx_register_emulated(const char* ns);
 
-// As ampctx/_extension.py asks for them. Nothing is read past the dispatcher, so that every tensor is announced.
+// As ampctx/kernels/extension.py asks for them. Nothing is read past the dispatcher, so that every tensor is announced.
 AMPCTX_EXPORT int ampctx_register_cpu(const char* ns) { return ampctx_register_emulated(ns); }
 AMPCTX_EXPORT void ampctx_release_tensors(int64_t number) { known_lists().release(number); }
 AMPCTX_EXPORT int ampctx_use_python(void*, void*) { return 1; }

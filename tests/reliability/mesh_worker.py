@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ampctx
 from ampctx import clip_grad_norm_, multi_tensor_applier, optimizers
-from ampctx._sharding import groups_of
 from ampctx.amp import AmpSession, GradScaler
+from ampctx.kernels.sharding import groups_of
 from ampctx.multi_tensor_apply import multi_tensor_l2norm
 
 with warnings.catch_warnings():

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from ampctx import AmpError, AmpSession
-from ampctx.amp.cast_arguments import ModelHook
+from ampctx.casts.arguments import ModelHook
 from ampctx.optimizers import FusedAdam, FusedSGD
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")

@@ -22,7 +22,7 @@ from stepping import (
 
 import ampctx
 from ampctx import AmpError, AmpStallError, AmpTypeError, AmpValueError, GradScaler
-from ampctx.amp import device_skips
+from ampctx.scaling import device_skips
 
 POISON = {"0.weight": INF, "3.bias": NAN}
 LOOPS = {"session": Loop, "GradScaler": lambda _, name, **options: ScalerLoop(name, **options)}

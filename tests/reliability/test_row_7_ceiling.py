@@ -6,7 +6,7 @@ import pytest
 import torch
 from stepping import Loop, ScalerLoop
 
-from ampctx.amp.loss_scale import LossScale
+from ampctx.scaling.loss_scale import LossScale
 
 STEPS = 100_000
 FP32_MAX = torch.finfo(torch.float32).max

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx._calling_form import Call, Number, TensorLists, foreach_factor, found_in, norms
 from ampctx._errors import AmpTypeError, AmpValueError
 from ampctx.compat.kernels_layerwise import (
     multi_tensor_lamb,
@@ -33,8 +32,9 @@ from ampctx.compat.kernels_optimizers import (
     multi_tensor_novograd,
     multi_tensor_sgd,
 )
-from ampctx.foreach import scale as _scale
-from ampctx.foreach import unscale_l2norms as _unscale_l2norms
+from ampctx.kernels.calling_form import Call, Number, TensorLists, foreach_factor, found_in, norms
+from ampctx.kernels.foreach import scale as _scale
+from ampctx.kernels.foreach import unscale_l2norms as _unscale_l2norms
 from ampctx.multi_tensor_apply import (
     multi_tensor_axpby,
     multi_tensor_l2norm,

@@ -13,7 +13,7 @@ import torch
 from ampctx._errors import AmpError, AmpTypeError
 from ampctx.amp import _default_session as session
 from ampctx.amp import master_params
-from ampctx.amp.loss_scale import LossScale
+from ampctx.scaling.loss_scale import LossScale
 
 if TYPE_CHECKING:
     from .frontend import Properties

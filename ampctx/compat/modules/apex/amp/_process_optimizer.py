@@ -19,12 +19,12 @@ from torch import Tensor
 
 from ampctx._errors import AmpError, AmpTypeError
 from ampctx.amp import _default_session as session
-from ampctx.amp.cast_arguments import LOW_PRECISION, Undo
-from ampctx.amp.loss_scale import LossScale
-from ampctx.amp.step_hook import OUTSIDE_OF_BLOCKS, OptimizerBinding
+from ampctx.amp.binding import OUTSIDE_OF_BLOCKS, OptimizerBinding
+from ampctx.casts.arguments import LOW_PRECISION, Undo
 from ampctx.compat.install import at_uninstall, refused
-from ampctx.foreach import Factor, FoundInf
+from ampctx.kernels.foreach import Factor, FoundInf
 from ampctx.multi_tensor_apply import multi_tensor_l2norm, multi_tensor_scale
+from ampctx.scaling.loss_scale import LossScale
 
 from ._amp_state import _amp_state, maybe_print
 from .scaler import LossScaler

@@ -17,7 +17,7 @@ from ampctx.amp import (
     register_half_function,
     register_promote_function,
 )
-from ampctx.amp.autocast import Autocast
+from ampctx.casts.autocast import Autocast
 
 from ._amp_state import _amp_state
 from .frontend import initialize, load_state_dict, state_dict

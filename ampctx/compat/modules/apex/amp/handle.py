@@ -12,7 +12,7 @@ from torch import Tensor
 from ampctx._errors import AmpError
 from ampctx.amp import _default_session as session
 from ampctx.amp import disable_casts, master_params, scale_loss
-from ampctx.amp.autocast import Autocast
+from ampctx.casts.autocast import Autocast
 
 from ._amp_state import _amp_state, maybe_print
 from .opt import OptimWrapper

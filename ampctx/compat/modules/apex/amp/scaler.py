@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx import foreach
 from ampctx._errors import AmpTypeError
 from ampctx.amp import _default_session as session
-from ampctx.amp.loss_scale import DYNAMIC, LossScale, check_bounds
-from ampctx.foreach import Factor, FoundInf
+from ampctx.kernels import foreach
+from ampctx.kernels.foreach import Factor, FoundInf
 from ampctx.multi_tensor_apply import multi_tensor_applier, multi_tensor_axpby, multi_tensor_scale
+from ampctx.scaling.loss_scale import DYNAMIC, LossScale, check_bounds
 
 from ._amp_state import _amp_state, master_params, maybe_print
 

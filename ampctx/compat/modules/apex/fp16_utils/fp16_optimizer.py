@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
-from ampctx.amp.loss_scale import check_scale
-from ampctx.amp.master_params import MasterParams
+from ampctx.masters.params import MasterParams
+from ampctx.scaling.loss_scale import check_scale
 
 from ..amp.scaler import LossScaler
 from .fp16util import clip_grad_norm

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Private by name: see ampctx.amp.casting.
+# Private by name: see ampctx.casts.casting.
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampctx import clip_grad_norm_ as clip_grad_norm
-from ampctx import foreach
 from ampctx._errors import AmpValueError
-from ampctx.amp.casting import cast_model, set_dtype
-from ampctx.foreach import FoundInf
+from ampctx.casts.casting import cast_model, set_dtype
+from ampctx.kernels import foreach
+from ampctx.kernels.foreach import FoundInf
 
 
 class tofp16(nn.Module):

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx import foreach
 from ampctx._errors import AmpValueError
-from ampctx.amp.loss_scale import LossScale, check_count, check_number, check_scale
-from ampctx.foreach import FoundInf
-from ampctx.grad_clip import strided_grad
+from ampctx.kernels import foreach
+from ampctx.kernels.foreach import FoundInf
+from ampctx.masters.clip import strided_grad
+from ampctx.scaling.loss_scale import LossScale, check_count, check_number, check_scale
 
 from .fp16util import to_python_float
 
@@ -49,7 +49,7 @@ class DynamicLossScaler(LossScaler):
     """A scale that falls by ``scale_factor`` with an overflow, not below 1, and grows by it after ``scale_window``
     updates without one.
 
-    The rule is ``ampctx.amp.loss_scale.LossScale``'s. ``cur_scale``, ``cur_iter``, ``last_overflow_iter``,
+    The rule is ``ampctx.scaling.loss_scale.LossScale``'s. ``cur_scale``, ``cur_iter``, ``last_overflow_iter``,
     ``scale_factor`` and ``scale_window`` may be assigned at any time.
     """
 

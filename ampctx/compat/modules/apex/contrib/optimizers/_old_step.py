@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx import foreach
 from ampctx._errors import AmpTypeError, AmpValueError
-from ampctx.amp.loss_scale import check_scale
-from ampctx.foreach import Factor, FoundInf, PerDevice
+from ampctx.kernels import foreach
+from ampctx.kernels.foreach import Factor, FoundInf, PerDevice
+from ampctx.scaling.loss_scale import check_scale
 
 Lists = list[list[Tensor | None]]
 

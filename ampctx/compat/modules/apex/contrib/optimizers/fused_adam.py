@@ -7,7 +7,7 @@ from typing import Any
 
 from ampctx import optimizers
 from ampctx._errors import AmpNotImplementedError
-from ampctx.foreach import PerDevice
+from ampctx.kernels.foreach import PerDevice
 from ampctx.optimizers._options import Group, check_number
 from ampctx.optimizers._scaling import Scaling
 from ampctx.optimizers._work import Work

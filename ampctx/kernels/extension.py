@@ -24,8 +24,8 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from ampctx._cuda_support import driver_version, why_not
 from ampctx._errors import ExtensionError
+from ampctx.kernels.cuda_support import driver_version, why_not
 
 LIBRARY = Path(__file__).with_name("_ops.so")
 OLDEST_TORCH = Version("2.11")

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ampctx._grad_mode import without_grad
-from ampctx.amp.loss_scale import LossScale
-from ampctx.foreach import move
-from ampctx.model_grads import declares
+from ampctx.kernels.foreach import move
+from ampctx.masters.lazy_grads import declares
+from ampctx.scaling.loss_scale import LossScale
 
 Verdicts = dict[int, tuple[LossScale, Tensor]]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ampctx._errors import AmpError, AmpTypeError
-from ampctx.amp.cast_arguments import LOW_PRECISION, ModelHook
-from ampctx.amp.step_hook import OptimizerBinding
+from ampctx.amp.binding import OptimizerBinding
+from ampctx.casts.arguments import LOW_PRECISION, ModelHook
 
 # Entries in other floating types (float8) are what their module makes of them.
 _CAST = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

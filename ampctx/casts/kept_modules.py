@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ampctx._errors import AmpValueError
-from ampctx.amp.autocast import Autocast
-from ampctx.amp.cast_arguments import LOW_PRECISION, ModelHook, Undo
-from ampctx.amp.casting import map_leaves
+from ampctx.casts.arguments import LOW_PRECISION, ModelHook, Undo
+from ampctx.casts.autocast import Autocast
+from ampctx.casts.casting import map_leaves
 
 
 @dataclass(frozen=True)

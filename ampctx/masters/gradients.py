@@ -23,17 +23,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ampctx import _reference, foreach
 from ampctx._compiling import outside_of_graphs
-from ampctx._each import all_distinct, all_none, all_there, grad_of, layout_of, set_each, stored_grad
 from ampctx._grad_mode import without_grad
-from ampctx._sharding import place_grads
-from ampctx.amp.master_params import MasterParams
-from ampctx.amp.step_outcome import values_of
-from ampctx.foreach import Factor, FoundInf, PerDevice, product
-from ampctx.grad_clip import forget_norm_before_clipping
-from ampctx.model_grads import ModelGrads
-from ampctx.ops import ReadTensors, fill_storages, read_grads
+from ampctx.kernels import foreach, reference
+from ampctx.kernels.each import all_distinct, all_none, all_there, grad_of, layout_of, set_each, stored_grad
+from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, product
+from ampctx.kernels.ops import ReadTensors, fill_storages, read_grads
+from ampctx.kernels.sharding import place_grads, values_of
+from ampctx.masters.clip import forget_norm_before_clipping
+from ampctx.masters.lazy_grads import ModelGrads
+from ampctx.masters.params import MasterParams
 
 Grads = dict[Tensor, Tensor]
 
@@ -125,7 +124,7 @@ def _are_whole(grads: Sequence[Tensor]) -> bool:
 
 def _writable(t: Tensor) -> Tensor:
     """``t``, or a copy where its elements share memory (an expanded gradient)."""
-    return t if t.is_contiguous() or _reference.is_dense(t) else t.contiguous()
+    return t if t.is_contiguous() or reference.is_dense(t) else t.contiguous()
 
 
 def _add_sparse(new: Tensor, old: Tensor | None, factor: Factor, found_inf: FoundInf) -> Tensor:
@@ -133,9 +132,9 @@ def _add_sparse(new: Tensor, old: Tensor | None, factor: Factor, found_inf: Foun
     before the finite check."""
     new = new.coalesce()
     values = new.values()
-    _reference.raise_flag(found_inf.on(values.device), values)
+    reference.raise_flag(found_inf.on(values.device), values)
     scale = factor.on(values.device) if isinstance(factor, PerDevice) else factor
-    wide = (new if values.is_complex() else new.to(_reference.compute_dtype(values))) * scale
+    wide = (new if values.is_complex() else new.to(reference.compute_dtype(values))) * scale
     return wide if old is None else old.to(wide.dtype) + wide
 
 

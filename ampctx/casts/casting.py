@@ -27,8 +27,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
 from ampctx._errors import AmpError, AmpTypeError
-from ampctx._sharding import is_fully_sharded, is_sharded
-from ampctx.amp.cast_arguments import LOW_PRECISION, ModelHook, Undo
+from ampctx.casts.arguments import LOW_PRECISION, ModelHook, Undo
+from ampctx.kernels.sharding import is_fully_sharded, is_sharded
 
 # --- checks -----------------------------------------------------------------------------------------------------------
 

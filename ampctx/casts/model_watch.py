@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ampctx._errors import AmpError
-from ampctx.amp.cast_arguments import Undo
+from ampctx.casts.arguments import Undo
 
 
 class ParameterNames:

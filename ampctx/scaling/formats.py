@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
-from ampctx.amp.loss_scale import check_backoff_factor, check_count, check_growth_factor, check_scale, required
+from ampctx.scaling.loss_scale import check_backoff_factor, check_count, check_growth_factor, check_scale, required
 
 KEY = "loss_scaler"
 # What amp.state_dict(masters=True) adds to the loss scales.

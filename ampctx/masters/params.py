@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ampctx import foreach
-from ampctx._each import dtype_of, same, stored_grad, version_of
 from ampctx._errors import AmpError
 from ampctx._grad_mode import without_grad
-from ampctx._sharding import groups_of, is_sharded, steps_a_partition
-from ampctx.amp.cast_arguments import LOW_PRECISION, ModelHook, Undo
-from ampctx.amp.model_watch import ParameterNames
-from ampctx.foreach import FoundInf
-from ampctx.model_grads import MasterParam, declares
+from ampctx.casts.arguments import LOW_PRECISION, ModelHook, Undo
+from ampctx.casts.model_watch import ParameterNames
+from ampctx.kernels import foreach
+from ampctx.kernels.each import dtype_of, same, stored_grad, version_of
+from ampctx.kernels.foreach import FoundInf
+from ampctx.kernels.sharding import groups_of, is_sharded, steps_a_partition
+from ampctx.masters.lazy_grads import MasterParam, declares
 
 Group = dict[str, Any]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ampctx._errors import AmpError
 from ampctx._grad_mode import without_grad
-from ampctx._reference import is_dense, same_layout
+from ampctx.kernels.reference import is_dense, same_layout
 
 
 @without_grad

@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ampctx import foreach
-from ampctx._each import device_of, dtype_of
-from ampctx._sharding import local
-from ampctx.foreach import Factor, FoundInf, PerDevice, move
+from ampctx.kernels import foreach
+from ampctx.kernels.each import device_of, dtype_of
+from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, move
+from ampctx.kernels.sharding import values_of
 
 OVERFLOW = "overflow"
 FOUND_INF = "found_inf"
@@ -98,12 +98,6 @@ def culprits_among(grads: Iterable[tuple[Tensor, Tensor]], names: Callable[[], M
         for (p, _), (inf, nan) in zip(suspects, torch.stack(counts).tolist(), strict=True)
         if inf or nan  # the norm of large finite numbers may overflow
     )
-
-
-def values_of(grad: Tensor) -> Tensor:
-    """The elements that a gradient stores: of a sparse one, duplicates summed; of a DTensor, those on this rank."""
-    grad = local([grad.detach()])[0]
-    return grad.coalesce().values() if grad.layout == torch.sparse_coo else grad
 
 
 def listed(culprits: Culprits, most: int = 3) -> str:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx._each import grad_of
 from ampctx._errors import AmpValueError
+from ampctx.kernels.each import grad_of
 
 
 def _dtensor() -> type | None:
@@ -122,3 +122,9 @@ def norm_over_ranks(norm: Tensor, like: Any, order: float) -> Tensor:
     for i in split:
         torch.distributed.all_reduce(joined, op, like.device_mesh.get_group(i))
     return joined if largest else joined ** (1 / order)
+
+
+def values_of(grad: Tensor) -> Tensor:
+    """The elements that a gradient stores: of a sparse one, duplicates summed; of a DTensor, those on this rank."""
+    grad = local([grad.detach()])[0]
+    return grad.coalesce().values() if grad.layout == torch.sparse_coo else grad

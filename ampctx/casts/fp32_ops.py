@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import get_overridable_functions
 
 from ampctx._errors import AmpValueError
-from ampctx.amp.cast_arguments import LOW_PRECISION, Undo, autocast_off, map_floating_args, replace_attribute
+from ampctx.casts.arguments import LOW_PRECISION, Undo, autocast_off, map_floating_args, replace_attribute
 
 _NAMESPACES: dict[str, Any] = {
     "torch": torch,

@@ -9,11 +9,11 @@ from typing import Any, SupportsFloat, TypeAlias
 import torch
 from torch import Tensor
 
-from ampctx import foreach
 from ampctx._errors import AmpTypeError, AmpValueError
-from ampctx._reference import KERNEL_DTYPES
-from ampctx._sharding import is_sharded
-from ampctx.foreach import FoundInf, PerDevice, move
+from ampctx.kernels import foreach
+from ampctx.kernels.foreach import FoundInf, PerDevice, move
+from ampctx.kernels.reference import KERNEL_DTYPES
+from ampctx.kernels.sharding import is_sharded
 
 TensorLists: TypeAlias = Sequence[Sequence[Tensor]]
 Number: TypeAlias = float | Tensor

@@ -1,4 +1,4 @@
-"""The kernels that torch's CPU autocast lacks for the cast table of ``cast_lists``."""
+"""The kernels that torch's CPU autocast lacks for the cast table of ``lists``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ampctx.amp import cast_lists
-from ampctx.amp.cast_arguments import LOW_PRECISION, map_floating_args, to_widest
+from ampctx.casts import lists
+from ampctx.casts.arguments import LOW_PRECISION, map_floating_args, to_widest
 
 
 def _low_on_cpu(args: Any) -> Any:
@@ -39,11 +39,11 @@ def autocast_kernel(op: Any, cast: Callable[[Any], Any]) -> Callable:
 
 
 def missing_on_cpu() -> Iterator[tuple[Any, Callable[[Any], Any]]]:
-    """The overloads of ``cast_lists`` that this torch's CPU autocast leaves alone, with the cast that each is due."""
+    """The overloads of ``lists`` that this torch's CPU autocast leaves alone, with the cast that each is due."""
     for names, cast in (
-        (cast_lists.LOW, _low_on_cpu),
-        (cast_lists.FP32, _fp32_on_cpu),
-        (cast_lists.PROMOTE, to_widest),
+        (lists.LOW, _low_on_cpu),
+        (lists.FP32, _fp32_on_cpu),
+        (lists.PROMOTE, to_widest),
     ):
         for name in names:
             packet, _, overload = name.partition(".")

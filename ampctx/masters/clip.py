@@ -11,13 +11,14 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from ampctx import foreach, model_grads
 from ampctx._compiling import outside_of_graphs
-from ampctx._each import device_of, set_each
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx._sharding import any_sharded, by_layout, local, norm_over_ranks, place_grads
-from ampctx.foreach import FoundInf, PerDevice, joined_norm, move
-from ampctx.ops import read_grads
+from ampctx.kernels import foreach
+from ampctx.kernels.each import device_of, set_each
+from ampctx.kernels.foreach import FoundInf, PerDevice, joined_norm, move
+from ampctx.kernels.ops import read_grads
+from ampctx.kernels.sharding import any_sharded, by_layout, local, norm_over_ranks, place_grads
+from ampctx.masters import lazy_grads
 
 
 def strided_grad(parameter: Tensor) -> Tensor | None:
@@ -121,7 +122,7 @@ def clip_grad_norm_(
     place_grads(found)
     max_norm, order = _checked_max_norm(max_norm), _checked_norm_type(norm_type)
     # Gradients of masters that wait are kept in ways that dynamo cannot follow.
-    leaves = torch.compiler.is_compiling() and any(isinstance(p, model_grads.MasterParam) for p in found)
+    leaves = torch.compiler.is_compiling() and any(isinstance(p, lazy_grads.MasterParam) for p in found)
     clip = _clip_outside_of_graphs if leaves else _clip
     return clip(found, max_norm, order, error_if_nonfinite, foreach)
 
@@ -129,7 +130,7 @@ def clip_grad_norm_(
 def _clip(
     found: list[Tensor], max_norm: float | Tensor, order: float, error_if_nonfinite: bool, use_foreach: bool | None
 ) -> Tensor:
-    waiting = model_grads.all_of(found) if order == 2.0 else []
+    waiting = lazy_grads.all_of(found) if order == 2.0 else []
     untouched = {master for group in waiting for master in group.grads}
     _, known = read_grads(found) if order == 2.0 and not waiting and not torch.compiler.is_compiling() else (None, None)
     grads: Sequence[Tensor]

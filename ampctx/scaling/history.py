@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampctx.amp.loss_scale import check_count
-from ampctx.amp.step_outcome import Number, StepOutcome, gathered
-from ampctx.foreach import move
+from ampctx.kernels.foreach import move
+from ampctx.scaling.loss_scale import check_count
+from ampctx.scaling.outcome import Number, StepOutcome, gathered
 
 DEFAULT_LENGTH = 10_000
 # Steps that keep tensors of their own.

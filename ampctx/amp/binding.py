@@ -18,24 +18,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampctx import foreach
 from ampctx._compiling import outside_of_graphs
-from ampctx._each import stored_grad
 from ampctx._errors import AmpError
 from ampctx._grad_mode import without_grad
-from ampctx.amp.block_gradients import BlockGradients, Pending
-from ampctx.amp.device_skips import DeviceSkips, Verdicts, is_capturing, skips_by_itself
-from ampctx.amp.fused_layouts import align_gradients
-from ampctx.amp.loss_scale import LossScale
-from ampctx.amp.master_params import MasterParams
-from ampctx.amp.replaced_methods import StepOfCopy, replace, weak_method
-from ampctx.amp.stall import StallGuard
-from ampctx.amp.step_history import StepHistory
-from ampctx.amp.step_outcome import Culprit, Culprits, Names, StepOutcome, culprits_among, values_of
-from ampctx.amp.step_undo import snapshot, with_wrapped
-from ampctx.foreach import Factor, FoundInf, move
-from ampctx.grad_clip import norm_before_clipping
-from ampctx.model_grads import ModelGrads
+from ampctx.amp.methods import StepOfCopy, replace, weak_method
+from ampctx.kernels import foreach
+from ampctx.kernels.each import stored_grad
+from ampctx.kernels.foreach import Factor, FoundInf, move
+from ampctx.kernels.sharding import values_of
+from ampctx.masters.clip import norm_before_clipping
+from ampctx.masters.gradients import BlockGradients, Pending
+from ampctx.masters.lazy_grads import ModelGrads
+from ampctx.masters.params import MasterParams
+from ampctx.scaling.device_skips import DeviceSkips, Verdicts, is_capturing, skips_by_itself
+from ampctx.scaling.fused_layouts import align_gradients
+from ampctx.scaling.history import StepHistory
+from ampctx.scaling.loss_scale import LossScale
+from ampctx.scaling.outcome import Culprit, Culprits, Names, StepOutcome, culprits_among
+from ampctx.scaling.stall import StallGuard
+from ampctx.scaling.undo import snapshot, with_wrapped
 
 
 class _OverflowInClosure(Exception):

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampctx._errors import AmpError, AmpNotImplementedError
-from ampctx.amp.cast_arguments import (
+from ampctx.casts.arguments import (
     LOW_PRECISION,
     ModelHook,
     Undo,
@@ -43,7 +43,7 @@ from ampctx.amp.cast_arguments import (
     map_floating_args,
     replace_attribute,
 )
-from ampctx.amp.cpu_casts import autocast_kernel, missing_on_cpu
+from ampctx.casts.cpu import autocast_kernel, missing_on_cpu
 
 logger = logging.getLogger("ampctx")
 

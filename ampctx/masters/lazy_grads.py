@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampctx import foreach, ops
-from ampctx._each import all_none, stored_grad
-from ampctx.foreach import Factor, FoundInf, PerDevice, product
+from ampctx.kernels import foreach, ops
+from ampctx.kernels.each import all_none, stored_grad
+from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, product
 
 
 def declares(optimizer: Any, name: str) -> bool:

@@ -6,9 +6,9 @@ from collections import deque
 from typing import Any
 
 from ampctx._errors import AmpStallError
-from ampctx.amp.device_skips import DeviceSkips
-from ampctx.amp.loss_scale import check_count
-from ampctx.amp.step_outcome import StepOutcome, listed
+from ampctx.scaling.device_skips import DeviceSkips
+from ampctx.scaling.loss_scale import check_count
+from ampctx.scaling.outcome import StepOutcome, listed
 
 
 def check_limit(max_consecutive_skips: Any) -> int | None:

@@ -12,14 +12,7 @@ from typing import Any, Literal
 import torch
 
 from ampctx._errors import AmpTypeError, AmpValueError
-from ampctx.amp.cast_arguments import (
-    LOW_PRECISION,
-    Undo,
-    autocast_off,
-    map_floating_args,
-    replace_attribute,
-    to_widest,
-)
+from ampctx.casts.arguments import LOW_PRECISION, Undo, autocast_off, map_floating_args, replace_attribute, to_widest
 
 Kind = Literal["half", "float", "promote"]
 

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ampctx import _reference
-from ampctx._reference import compute_dtype
+from ampctx.kernels import reference
+from ampctx.kernels.reference import compute_dtype
 
 WRITE_BACKS = ("nearest", "copy", "split", "kahan", "stochastic")
 NEAREST, COPY, SPLIT, KAHAN, STOCHASTIC = range(len(WRITE_BACKS))
@@ -182,7 +182,7 @@ class _Walk:
         self.dtype = compute_dtype(*with_f64)
 
     def scalar(self, value: Tensor, like: Tensor) -> Tensor:
-        return _reference.scalar(value, like, self.dtype)
+        return reference.scalar(value, like, self.dtype)
 
     def __iter__(self) -> Iterator[_Place]:
         number = 0
@@ -197,7 +197,7 @@ class _Place:
     def __init__(self, walk: _Walk, number, grad, param, extra, step, *state) -> None:
         self.walk, self.number, self.param, self.extra, self.step, self.state = walk, number, param, extra, step, state
         self.skip = walk.found_inf.reshape(()).to(param.device) != 0
-        self.taken = step.reshape(()).to(_reference.widest(step.device)) + 1
+        self.taken = step.reshape(()).to(reference.widest(step.device)) + 1
         self.lr = walk.scalar(walk.lr, param)
         g = grad.reshape(param.shape).to(walk.dtype) * walk.scalar(walk.inv_scale, grad)
         self.g = -g if walk.maximize else g
@@ -228,7 +228,7 @@ class _Place:
         def bits() -> Tensor:  # the elements are counted as they lie in memory, where they fill it
             place = torch.arange(w.numel(), device=w.device)
             drawn = random_bits(walk.seed, self.taken, self.number, place)
-            is_dense = _reference.is_dense(self.param)
+            is_dense = reference.is_dense(self.param)
             return drawn.as_strided(w.shape, self.param.stride()) if is_dense else drawn.reshape(w.shape)
 
         _store(w, self.param, self.extra, walk.write_back, bits, self.skip)
@@ -260,7 +260,7 @@ def adam(
 
 def _sqrt(x: Tensor) -> Tensor:
     """Rounded correctly, as the kernels' is: torch's own fp32 root on the CPU may be off by the last bit."""
-    return x.to(_reference.widest(x.device)).sqrt().to(x.dtype)
+    return x.to(reference.widest(x.device)).sqrt().to(x.dtype)
 
 
 def _adam_direction(p: _Place, m, v, beta1, beta2, eps, bias_correction) -> Tensor:
@@ -303,7 +303,7 @@ def adagrad(
 
 def _norm(x: Tensor, order: float = 2.0) -> Tensor:
     """From fp64, rounded once: where the kernels' sums are exact, the norm is theirs to the last bit."""
-    return torch.linalg.vector_norm(x.to(_reference.widest(x.device)), order).to(x.dtype)
+    return torch.linalg.vector_norm(x.to(reference.widest(x.device)), order).to(x.dtype)
 
 
 def lamb(
@@ -362,12 +362,12 @@ def larc(grads, params, found_inf, inv_scale, lr, trust_coefficient, eps, weight
     dtype = compute_dtype(*grads, *params)
     for grad, param in zip(grads, params, strict=True):
         skip = found_inf.reshape(()).to(param.device) != 0
-        g = grad.to(dtype) * _reference.scalar(inv_scale, grad, dtype)
+        g = grad.to(dtype) * reference.scalar(inv_scale, grad, dtype)
         w = param.to(dtype)
         of_w, of_g = _norm(w), _norm(g)
         rate = trust_coefficient * of_w / (of_g + of_w * weight_decay + eps)
         if clip:
-            rate = torch.clamp(rate / _reference.scalar(lr, grad, dtype), max=1.0)
+            rate = torch.clamp(rate / reference.scalar(lr, grad, dtype), max=1.0)
         adapted = (g + decay * w.reshape(g.shape)) * rate
         _update(grad, torch.where((of_w != 0) & (of_g != 0), adapted, g), skip)
 
@@ -385,8 +385,8 @@ def _check_extras(op: str, grads: Sequence[Tensor], params: Sequence[Tensor], ex
         if extras:
             raise RuntimeError(f"{op}: extras has {len(extras)} tensors, expected none to go with this write_back")
         return
-    allowed = ((torch.int16,), "int16") if write_back == SPLIT else (_reference.KERNEL_DTYPES, _KNOWN)
-    _reference.check_lists(op, {"grads": grads, "extras": extras}, {"extras": allowed})
+    allowed = ((torch.int16,), "int16") if write_back == SPLIT else (reference.KERNEL_DTYPES, _KNOWN)
+    reference.check_lists(op, {"grads": grads, "extras": extras}, {"extras": allowed})
     if not params:
         return
     if write_back == SPLIT and params[0].dtype != torch.bfloat16:
@@ -404,7 +404,7 @@ def _check_one_element(op: str, name: str, tensors: Sequence[Tensor], grads: Seq
         raise RuntimeError(f"{op}: {name} has {len(tensors)} tensors, grads has {len(grads)}")
     for i, t in enumerate(tensors):
         where = f"{op}: {name}[{i}]"
-        _reference.require_one_element(t, where, (torch.float32,))
+        reference.require_one_element(t, where, (torch.float32,))
         if t.device != grads[0].device:
             raise RuntimeError(f"{where} is on {t.device}, grads[0] is on {grads[0].device}")
 
@@ -416,12 +416,12 @@ def _checked(op: str, run: Callable, elementwise: str, factors: str = "", one_el
     def fallback(*arguments):
         given = dict(zip(names, arguments, strict=True))
         lists = {name: given[name] for name in elementwise.split()}
-        _reference.check_lists(op, {k: v for k, v in lists.items() if v or k not in _MAY_BE_EMPTY})
+        reference.check_lists(op, {k: v for k, v in lists.items() if v or k not in _MAY_BE_EMPTY})
         if "write_back" in given:
             _check_extras(op, given["grads"], given["params"], given["extras"], given["write_back"])
             _check_one_element(op, "steps", given["steps"], given["grads"])
         scalars = {name: given[name] for name in ["inv_scale", "lr", *factors.split()]}
-        _reference.check_scalars(op, given["found_inf"], {"grads": given["grads"]}, **scalars)
+        reference.check_scalars(op, given["found_inf"], {"grads": given["grads"]}, **scalars)
         for name in one_element.split():
             _check_one_element(op, name, given[name], given["grads"])
         run(*arguments)

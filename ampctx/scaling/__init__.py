@@ -1,0 +1,1 @@
+"""Loss scales, steps that an overflow skips, what became of them, and ``GradScaler``."""

@@ -1,0 +1,364 @@
+"""The scale of one loss: its state on the device, and the rule that moves it.
+
+    found_inf:  scale = max(scale * backoff_factor, min_scale)                         a clean run starts again
+    otherwise:  scale = min(scale * growth_factor, max_scale)  after growth_interval clean updates in a row
+
+The arithmetic is ``ops.update_scale``. This module owns the tensors; a count on the host tells when copies are stale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampctx._compiling import outside_of_graphs
+from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
+from ampctx.distributed import maximum_over_ranks
+from ampctx.kernels import ops
+from ampctx.kernels.foreach import PerDevice, move
+
+_FP32 = torch.finfo(torch.float32)
+# As it is in torch: a user may register casts for the name.
+_divide = torch.div
+DYNAMIC = "dynamic"
+DYNAMIC_INIT_SCALE = 2.0**16
+
+
+def check_number(name: str, value: Any) -> float:
+    """``value`` as a float; AmpTypeError naming the argument when it is no real number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise AmpTypeError(f"{name} must be a number, got {type(value).__name__}")
+    return float(value)
+
+
+def check_scale(name: str, value: Any) -> float:
+    """``value`` as a float that fp32 holds and that divides: AmpValueError otherwise."""
+    number = check_number(name, value)
+    if not _FP32.tiny <= number <= _FP32.max:
+        raise AmpValueError(f"{name} is {number}: a loss scale must be > 0, finite and in the range of fp32")
+    return number
+
+
+def check_count(name: str, value: Any, least: int) -> int:
+    """``value`` as an int of at least ``least``, within int32."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise AmpTypeError(f"{name} must be an int, got {type(value).__name__}")
+    number = int(value)
+    if not least <= number <= torch.iinfo(torch.int32).max:
+        raise AmpValueError(f"{name} is {number}, expected an int >= {least} that int32 holds")
+    return number
+
+
+def check_growth_factor(value: Any) -> float:
+    number = check_number("growth_factor", value)
+    if not 1.0 < number < math.inf:
+        raise AmpValueError(f"growth_factor is {number}. The growth factor must be > 1.0.")
+    return number
+
+
+def check_backoff_factor(value: Any) -> float:
+    number = check_number("backoff_factor", value)
+    if not 0.0 < number < 1.0:
+        raise AmpValueError(f"backoff_factor is {number}. The backoff factor must be < 1.0 and > 0.")
+    return number
+
+
+def check_bounds(min_scale: Any, max_scale: Any, kind: str = "scale") -> tuple[float, float]:
+    """Both as floats; ``kind`` completes the names that an error shows: min_scale, min_loss_scale."""
+    low, high = check_number(f"min_{kind}", min_scale), check_number(f"max_{kind}", max_scale)
+    if not 0.0 <= low <= high or low > _FP32.max or high < _FP32.tiny:
+        raise AmpValueError(
+            f"min_{kind} is {low} and max_{kind} is {high}, expected 0 <= min_{kind} <= max_{kind} with max_{kind} > 0"
+        )
+    return low, high
+
+
+def required(state: Mapping[str, Any], key: str) -> Any:
+    """``state[key]``; AmpKeyError naming the key when it is missing."""
+    if key not in state:
+        raise AmpKeyError(f'the loss scale\'s state has no "{key}", only {sorted(map(str, state))}')
+    return state[key]
+
+
+class LossScale:
+    """One loss's scale: 0-d fp32 ``scale``, 0-d int32 ``growth_tracker`` and ``hysteresis_tracker`` on one device.
+
+    The three tensors are None until a device is known: the first one asked of ``scale_on``, or that of the first
+    ``update``. A static scale (``dynamic=False``) stays what it was set to and counts its updates.
+
+    Args:
+        init_scale: the first value, > 0.
+        dynamic: whether ``update`` moves the scale.
+        growth_factor: > 1. backoff_factor: between 0 and 1.
+        growth_interval: clean updates in a row before the scale grows, >= 1.
+        min_scale, max_scale: bounds of what ``update`` sets; a dynamic ``init_scale`` lies within them.
+        hysteresis: overflows in a row before the scale falls, >= 1.
+
+    Raises:
+        AmpTypeError, AmpValueError: an argument that breaks these bounds, by name.
+    """
+
+    def __init__(
+        self,
+        init_scale: float,
+        *,
+        dynamic: bool,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        min_scale: float = 0.0,
+        max_scale: float = math.inf,
+        hysteresis: int = 1,
+    ) -> None:
+        self.dynamic = dynamic
+        self.growth_factor = check_growth_factor(growth_factor)
+        self.backoff_factor = check_backoff_factor(backoff_factor)
+        self.growth_interval = check_count("growth_interval", growth_interval, 1)
+        self.min_scale, self.max_scale = check_bounds(min_scale, max_scale)
+        self.hysteresis = check_count("hysteresis", hysteresis, 1)
+        # What the tensors start from. A static scale's value is always this number.
+        self.init_scale = check_scale("init_scale", init_scale)
+        self.init_growth_tracker = 0
+        self.init_hysteresis_tracker = self.hysteresis
+        if dynamic and not self.min_scale <= self.init_scale <= self.max_scale:
+            raise AmpValueError(
+                f"init_scale is {self.init_scale}, outside min_scale={self.min_scale} and max_scale={self.max_scale}"
+            )
+        self.scale: Tensor | None = None
+        self.growth_tracker: Tensor | None = None
+        self.hysteresis_tracker: Tensor | None = None
+        self.version = 0
+        # One at most. Told of each verdict on gradients of this loss by ``observer.judged(flag)``.
+        self.observer: Any = None
+        # Ranks whose verdicts are one; None: this rank alone.
+        self.process_group: Any = None
+        self._copies: PerDevice | None = None
+        self._inverse: PerDevice | None = None
+
+    @classmethod
+    def from_option(
+        cls, loss_scale: float | str, min_loss_scale: float | None, max_loss_scale: float | None
+    ) -> LossScale:
+        """The scale that ``amp.initialize(loss_scale=..., min_loss_scale=..., max_loss_scale=...)`` asks for.
+
+        A number is a static scale, without bounds. "dynamic" starts at 2**16, moved into the bounds; None is no bound.
+        """
+        if loss_scale != DYNAMIC:
+            if isinstance(loss_scale, str):
+                raise AmpValueError(f'loss_scale is "{loss_scale}", expected a number or "dynamic"')
+            return cls(check_scale("loss_scale", loss_scale), dynamic=False)
+        low, high = check_bounds(
+            0.0 if min_loss_scale is None else min_loss_scale,
+            math.inf if max_loss_scale is None else max_loss_scale,
+            "loss_scale",
+        )
+        return cls(max(low, min(high, DYNAMIC_INIT_SCALE)), dynamic=True, min_scale=low, max_scale=high)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the scale is static and exactly 1. Known on the host."""
+        return not self.dynamic and self.init_scale == 1.0
+
+    # --- on the device: no host sync --------------------------------------------------------------------------------
+
+    @outside_of_graphs
+    def scale_on(self, device: torch.device | str) -> Tensor:
+        """The scale as a 0-d fp32 tensor on ``device``, a copy that later updates leave alone. No host sync.
+
+        A graph may hold it for its backward while the scale moves on.
+        """
+        device = torch.device(device)
+        if device.index is None and device.type != "cpu":
+            device = torch.empty(0, device=device).device
+        scale = self._state(device)[0]
+        if self._copies is None:
+            self._copies = PerDevice(scale.clone())
+        return self._copies.on(device)
+
+    def forget_copies(self) -> None:
+        """Makes the next ``scale_on`` and ``inv_scale`` start from the scale itself.
+
+        For the start of an iteration: a CUDA graph captured from there on reads the scale, and no copy of before.
+        """
+        self._copies = self._inverse = None
+
+    def tensor(self, device: torch.device) -> Tensor:
+        """The scale itself, which updates change in place; created on ``device`` where it is on none. No host sync."""
+        return self._state(device)[0]
+
+    @outside_of_graphs
+    def inv_scale(self) -> PerDevice:
+        """1 / scale in fp32, computed on the device. No host sync.
+
+        Raises:
+            AmpError: no device is known yet: call ``scale_on(device)`` first.
+        """
+        if self.scale is None:
+            raise AmpError("inv_scale() was called before scale_on(device): the loss scale is on no device yet")
+        if self._inverse is None:
+            # Not by reciprocal, for which casts on the CPU take a way through Python.
+            one = torch.tensor(1.0, dtype=torch.float32, device="cpu")
+            self._inverse = PerDevice(_divide(one, self.scale))
+        return self._inverse
+
+    def tell(self, found_inf: Tensor) -> None:
+        """Hands a one-element flag, the verdict on gradients of this loss, to the observer. No host sync."""
+        if self.observer is not None:
+            self.observer.judged(found_inf)
+
+    def groups_with(self, of_meshes: Iterable[Any]) -> list[Any]:
+        """The process groups whose ranks agree on flags: ``of_meshes``, those of the gradients' meshes, and the scale's
+        own. None of them where the scale is static."""
+        own = [] if self.process_group is None else [self.process_group]
+        return list(dict.fromkeys([*of_meshes, *own])) if self.dynamic else []
+
+    def agreed(self, found_inf: Tensor, of_meshes: Iterable[Any]) -> Tensor:
+        """A one-element flag joined over the ranks of ``groups_with(of_meshes)``: itself where there are none. Every
+        rank has to take part. No host sync on CUDA."""
+        groups = self.groups_with(of_meshes)
+        return maximum_over_ranks(found_inf, groups) if groups else found_inf
+
+    def update(self, found_inf: Tensor) -> None:
+        """Applies the rule to a one-element flag, set when != 0. No host sync when flag and scale share a device.
+
+        A static scale counts the update when the flag is clear, and nothing else.
+        """
+        if not isinstance(found_inf, Tensor):
+            raise AmpTypeError(f"found_inf must be a tensor, got {type(found_inf).__name__}")
+        if found_inf.numel() != 1:
+            raise AmpValueError(f"found_inf has {found_inf.numel()} elements, expected 1")
+        scale, growth_tracker, hysteresis_tracker = self._state(found_inf.device)
+        found_inf = move(found_inf, scale.device)
+        if not self.dynamic:
+            growth_tracker.add_(found_inf.reshape(()) == 0)
+            return
+        ops.update_scale(
+            scale,
+            growth_tracker,
+            hysteresis_tracker,
+            found_inf,
+            growth_factor=self.growth_factor,
+            backoff_factor=self.backoff_factor,
+            growth_interval=self.growth_interval,
+            hysteresis=self.hysteresis,
+            min_scale=self.min_scale,
+            max_scale=self.max_scale,
+        )
+        self._moved()
+
+    # --- on the host ------------------------------------------------------------------------------------------------
+
+    def value(self) -> float:
+        """The scale. A host sync when a dynamic scale lives on an accelerator."""
+        return self.init_scale if self.scale is None or not self.dynamic else self.scale.item()
+
+    def set(self, value: float | Tensor) -> None:
+        """Replaces the scale, static or dynamic. The bounds do not apply: they hold for what ``update`` sets.
+
+        A one-element tensor, for a dynamic scale alone, is copied on the device, its value unseen: one that is not
+        > 0 and finite leaves the scale as it is. No host sync.
+
+        Raises:
+            AmpTypeError, AmpValueError: no number, or one that is not > 0, finite and in the range of fp32.
+        """
+        if isinstance(value, Tensor):
+            if not self.dynamic or value.numel() != 1:
+                raise AmpValueError("only a dynamic loss scale takes a tensor, of one element; pass a float")
+            scale = self._state(value.device)[0]
+            # Into fp32 first: what it cannot hold is 0 or inf there.
+            new = move(value.detach().reshape(()).to(torch.float32), scale.device)
+            scale.copy_(torch.where((new >= _FP32.tiny) & (new <= _FP32.max), new, scale))
+        else:
+            self.init_scale = check_scale("loss_scale", value)
+            if self.scale is not None:
+                self.scale.fill_(self.init_scale)
+        self._moved()
+
+    def unskipped(self) -> int:
+        """Clean updates in a row. A host sync when the scale lives on an accelerator."""
+        return self.init_growth_tracker if self.growth_tracker is None else int(self.growth_tracker.item())
+
+    def set_unskipped(self, n: int) -> None:
+        """Replaces the count of clean updates, an int >= 0."""
+        self.init_growth_tracker = check_count("unskipped", n, 0)
+        if self.growth_tracker is not None:
+            self.growth_tracker.fill_(self.init_growth_tracker)
+
+    def hysteresis_left(self) -> int:
+        """Overflows until the scale falls. A host sync when the scale lives on an accelerator."""
+        return self.init_hysteresis_tracker if self.hysteresis_tracker is None else int(self.hysteresis_tracker.item())
+
+    def set_hysteresis_left(self, n: int) -> None:
+        """Replaces the count of overflows until the scale falls, an int >= 0."""
+        self.init_hysteresis_tracker = check_count("hysteresis_tracker", n, 0)
+        if self.hysteresis_tracker is not None:
+            self.hysteresis_tracker.fill_(self.init_hysteresis_tracker)
+
+    def state_dict(self) -> dict[str, Any]:
+        """``{"loss_scale": float, "unskipped": int}`` as apex's, and "hysteresis" where it is above 1. A host sync."""
+        state: dict[str, Any] = {"loss_scale": self.value(), "unskipped": self.unskipped()}
+        if self.hysteresis > 1:
+            state["hysteresis"] = self.hysteresis_left()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes what ``state_dict`` or apex saved. Nothing changes when an entry is missing or unusable.
+
+        Raises:
+            AmpKeyError: no "loss_scale" or "unskipped". AmpTypeError, AmpValueError: an entry that cannot be used.
+        """
+        if not isinstance(state, Mapping):
+            raise AmpTypeError(f"the loss scale's state must be a dict, got {type(state).__name__}")
+        value = check_scale("loss_scale", required(state, "loss_scale"))
+        unskipped = check_count("unskipped", required(state, "unskipped"), 0)
+        left = check_count("hysteresis", state.get("hysteresis", self.hysteresis), 0)
+        self.set(value)
+        self.set_unskipped(unskipped)
+        self.set_hysteresis_left(left)
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def _state(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """The three tensors, created on ``device`` where they do not exist."""
+        if self.scale is None:
+            self.scale = torch.full((), self.init_scale, dtype=torch.float32, device=device)
+        at = self.scale.device
+        if self.growth_tracker is None:
+            self.growth_tracker = torch.full((), self.init_growth_tracker, dtype=torch.int32, device=at)
+        if self.hysteresis_tracker is None:
+            self.hysteresis_tracker = torch.full((), self.init_hysteresis_tracker, dtype=torch.int32, device=at)
+        return self.scale, self.growth_tracker, self.hysteresis_tracker
+
+    def _moved(self) -> None:
+        self.version += 1
+        self._copies = self._inverse = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Numbers in place of tensors: a pickle from one device is at home on any other. A host sync.
+
+        Raises:
+            AmpError: it has a process group, which belongs to this process: save ``state_dict()``.
+        """
+        if self.process_group is not None:
+            raise AmpError(
+                "a loss scale with a process group cannot be copied or pickled, as the group belongs to this process: "
+                "save its state_dict() and load that into a new one"
+            )
+        state = self.__dict__.copy()
+        state.update(
+            init_scale=self.value(),
+            init_growth_tracker=self.unskipped(),
+            init_hysteresis_tracker=self.hysteresis_left(),
+            scale=None,
+            growth_tracker=None,
+            hysteresis_tracker=None,
+            observer=None,
+            _copies=None,
+            _inverse=None,
+        )
+        return state
