@@ -27,7 +27,7 @@ from torch import Tensor
 from ampctx._errors import ExtensionError
 from ampctx.kernels.cuda_support import driver_version, why_not
 
-LIBRARY = Path(__file__).with_name("_ops.so")
+LIBRARY = Path(__file__).parent.with_name("_ops.so")
 OLDEST_TORCH = Version("2.11")
 BUILD_HINT = "build it with 'pip install .' in a checkout (needs g++; nvcc for the CUDA kernels)"
 
