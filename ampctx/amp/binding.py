@@ -262,10 +262,18 @@ class OptimizerBinding:
         """Ends a block that raised, see ``BlockGradients.abandon``. The weights go back to where they were before a
         ``first_step``, which the step that this block was for had begun with."""
         self.gradients.abandon(depth, committing)
-        if self._uphill is not None and self._uphill is not _SKIPPED:
+        self._take_first_step_back()
+
+    def _take_first_step_back(self) -> None:
+        if self.is_perturbed:
             restore, self._uphill = self._uphill, None
-            restore()
+            restore()  # type: ignore[misc]
             self.masters.copy_to_model()
+
+    @property
+    def is_perturbed(self) -> bool:
+        """Whether a ``first_step`` has moved the weights, and no ``second_step`` has come yet."""
+        return self._uphill is not None and self._uphill is not _SKIPPED
 
     def declare_scaled(self, loss_id: int, loss_scale: LossScale, inv_scale: Factor) -> None:
         """What is in ``.grad`` is scaled, as a delayed block leaves it, and was not scaled by a block."""
@@ -325,6 +333,8 @@ class OptimizerBinding:
         for undo in reversed(self._undo):
             undo()
         if self.optimizer is not None:
+            self._take_first_step_back()
+            self.gradients.drop_incomplete()
             self.gradients.settle()
             self.masters.dissolve(self.optimizer)
 
@@ -644,6 +654,12 @@ class OptimizerBinding:
         if self._in_step or not self._active:
             return original(*args, **kwargs)
         self._refuse_in_block("first_step")
+        if self.is_perturbed:
+            raise AmpError(
+                "optimizer.first_step() was called a second time. The weights are perturbed by the first one, and where "
+                "they came from would be forgotten. Call optimizer.second_step() first: after optimizer.zero_grad() it "
+                "only takes the weights back."
+            )
         self._epoch += 1
         self._judge()
         self._uphill = None
@@ -699,10 +715,13 @@ class OptimizerBinding:
                 f"optimizer.{name}() was called inside a scale_loss block, where gradients are scaled: leave the block "
                 "first"
             )
+        self.refuse_incomplete(f"optimizer.{name}()")
+
+    def refuse_incomplete(self, name: str) -> None:
         if self.gradients.spoiled:
             raise AmpError(
-                f"optimizer.{name}() was called after an exception at the end of a scale_loss block, which came while "
-                "gradients were being added up: call optimizer.zero_grad() and start this step's gradients anew"
+                f"{name} was called after an exception at the end of a scale_loss block, which came while gradients "
+                "were being added up: call optimizer.zero_grad() and start this step's gradients anew"
             )
 
     def _refuse_grad_scaler(self) -> None:

@@ -44,11 +44,20 @@ def saved(
     """What is added to the loss scales' entries. Nothing changes, but that masters follow a model that was loaded.
 
     Raises:
-        AmpError: inside a scale_loss block.
+        AmpError: inside a scale_loss block, between ``first_step`` and ``second_step``; with ``grads``, after an
+            exception has left sums half made.
 
     Host sync: reads flags.
     """
     _between_blocks(bindings, "amp.state_dict(masters=True)")
+    for binding in bindings:
+        if binding.is_perturbed:
+            raise AmpError(
+                "amp.state_dict(masters=True) was called between first_step() and second_step() of "
+                f"{type(binding.optimizer).__name__}. The weights are perturbed. Save after second_step()."
+            )
+        if grads:
+            binding.refuse_incomplete("amp.state_dict(grads=True)")
     return {
         "opt_level": opt_level,
         "deferred": _deferred_of(loss_scales, deferred),

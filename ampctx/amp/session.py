@@ -393,6 +393,9 @@ class AmpSession:
             raise AmpTypeError(f"loss is {loss.dtype}, expected a floating type: backward needs a real loss")
         bindings = self._bindings_of(optimizers)
         loss_scale = self._loss_scale(bindings, loss_id)
+        for binding in bindings:
+            if not binding.gradients.in_block:
+                binding.refuse_incomplete("amp.scale_loss")
         if not any(b.gradients.in_block or b.gradients.has_window for b in bindings):
             loss_scale.forget_copies()
         # Both are taken now: a nested block may move the scale before this one ends.

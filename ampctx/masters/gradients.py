@@ -52,7 +52,7 @@ class _Outcome:
 
     # Parameters whose gradients have done their work.
     used: list[Tensor] = field(default_factory=list)
-    # What becomes the ``.grad`` of these tensors, and what the enclosing block sets aside.
+    # What becomes the ``.grad`` of these tensors, and what the outermost block sets aside.
     grads: dict[Tensor, Tensor | None] = field(default_factory=dict)
     set_aside: Grads = field(default_factory=dict)
     # Gradients, and the fp32 sums that they are to be added to in place.
@@ -306,8 +306,8 @@ class BlockGradients:
         verdict on what was there is pending, and it counts like what arrived. A skipped step may have left it.
         """
         frame = self._frames[-1]
-        # In a nested block the unscaled gradients are those that the enclosing block set aside.
-        outer = self._frames[-2] if len(self._frames) > 1 else None
+        # Of nested blocks the outermost has set the unscaled gradients aside; those between them, scaled ones.
+        outer = self._frames[0] if len(self._frames) > 1 else None
         self._fold(inv_scale, found_inf, frame.outcome)
         self._unscale_own(frame, outer, inv_scale, found_inf, done, check_before)
         if outer is not None:
@@ -320,7 +320,7 @@ class BlockGradients:
         frame = self._frames[-1]
         self._apply(frame.outcome, found_inf)
         if len(self._frames) > 1:
-            self._frames[-2].before.update(frame.outcome.set_aside)
+            self._frames[0].before.update(frame.outcome.set_aside)
         else:
             self._window = None
         self._frames.pop()
@@ -492,6 +492,14 @@ class BlockGradients:
         """Those that wait, too."""
         self.drop_waiting()
         self._masters.drop_master_grads()
+
+    def drop_incomplete(self) -> None:
+        """Sums that an exception has left half made are worth nothing, and nobody is left to refuse them."""
+        if self.spoiled:
+            for p in self._leaves():
+                p.grad = None
+            self.drop_master_grads()
+            self.forget()
 
     def forget(self) -> None:
         """What was set aside is gone: the user has zeroed the gradients."""

@@ -1,0 +1,147 @@
+"""The walk of one training step through ampctx: every function that is entered, in order, as an indented list.
+
+    python benchmarks/walk.py                   counts, of every part of a step
+    python benchmarks/walk.py step exit         the walks of these parts, in full
+    python benchmarks/walk.py --write           puts the walks of a step into docs/data_flow.md
+
+A function counts each time that it is entered, a generator once. What is counted is the third time around, when
+everything that is kept from step to step is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import ampctx
+from ampctx import GradScaler, amp
+from ampctx.optimizers import FusedAdam
+
+PACKAGE = Path(ampctx.__file__).resolve().parent
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "data_flow.md"
+BEGIN, END = "<!-- walk: made by benchmarks/walk.py -->", "<!-- end of walk -->"
+ROUNDS = 3
+
+
+class Entry(NamedTuple):
+    """A function that was entered: how deep, and the file below ampctx/."""
+
+    depth: int
+    file: str
+    function: str
+
+
+def walked(call: Callable[[], Any]) -> list[Entry]:
+    """The functions of ampctx that ``call`` enters."""
+    entries: list[Entry] = []
+    # Kept, so that no later frame is taken for one of them.
+    depths: dict[FrameType, int] = {}
+
+    def depth_below(frame: FrameType | None) -> int:
+        while frame is not None:
+            if frame in depths:
+                return depths[frame] + 1
+            frame = frame.f_back
+        return 0
+
+    def notice(frame: FrameType, event: str, argument: Any) -> None:
+        if event != "call" or frame in depths or not (path := Path(frame.f_code.co_filename)).is_relative_to(PACKAGE):
+            return
+        depths[frame] = depth_below(frame.f_back)
+        entries.append(Entry(depths[frame], str(path.relative_to(PACKAGE)), frame.f_code.co_qualname))
+
+    sys.setprofile(notice)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return entries
+
+
+def _network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def parts_of_a_block() -> dict[str, list[Entry]]:
+    """Entry, exit, clipping and step of FusedAdam at O2."""
+    amp.reset()
+    model = _network()
+    model, optimizer = amp.initialize(model, FusedAdam(model.parameters(), lr=1e-3), opt_level="O2", verbosity=0)
+    parts: dict[str, list[Entry]] = {}
+    for _ in range(ROUNDS):
+        optimizer.zero_grad()
+        found: dict[str, Any] = {}
+
+        def forward(found: dict[str, Any] = found) -> None:
+            found["loss"] = model(torch.ones(2, 8)).sum()
+
+        parts["forward"] = walked(forward)
+        block, stack = amp.scale_loss(found["loss"], optimizer), ExitStack()
+        parts["entry"] = walked(
+            lambda stack=stack, block=block, found=found: found.update(s=stack.enter_context(block))
+        )
+        found["s"].backward()
+        parts["exit"] = walked(stack.close)
+        parts["step"] = walked(optimizer.step)
+    amp.reset()
+    return parts
+
+
+def parts_of_a_scaler() -> dict[str, list[Entry]]:
+    """``GradScaler.step`` with FusedAdam."""
+    model = _network()
+    optimizer, scaler = FusedAdam(model.parameters(), lr=1e-3), GradScaler("cpu")
+    parts: dict[str, list[Entry]] = {}
+    for _ in range(ROUNDS):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 8)).sum()).backward()
+        parts["GradScaler.step"] = walked(lambda: scaler.step(optimizer))
+        scaler.update()
+    return parts
+
+
+def counts(entries: list[Entry]) -> str:
+    files = {entry.file for entry in entries}
+    changes = sum(a.file != b.file for a, b in zip(entries, entries[1:], strict=False))
+    return f"{len(entries)} functions in {len(files)} files, {changes} changes of file"
+
+
+def listing(entries: list[Entry]) -> str:
+    return "\n".join(f"{'  ' * e.depth}{e.function}  ({e.file})" for e in entries)
+
+
+def written(page: str, parts: dict[str, list[Entry]]) -> str:
+    """The page with the walks in the place of those that it has."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    walks = [f"\n**{name}**: {counts(parts[name])}\n\n```text\n{listing(parts[name])}\n```\n" for name in parts]
+    return f"{before}{BEGIN}\n{''.join(walks)}{END}{after}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", help="forward, entry, exit, step, GradScaler.step; none: counts alone")
+    parser.add_argument("--write", action="store_true", help="write docs/data_flow.md")
+    args = parser.parse_args(arguments)
+    parts = parts_of_a_block() | parts_of_a_scaler()
+    if unknown := set(args.parts) - parts.keys():
+        parser.error(f"{min(unknown)} is none of {', '.join(parts)}")
+    for name in args.parts:
+        print(f"{name}\n{listing(parts[name])}\n")
+    for name, entries in parts.items():
+        print(f"{name}: {counts(entries)}")
+    if args.write:
+        PAGE.write_text(written(PAGE.read_text(), {name: parts[name] for name in ("entry", "exit", "step")}))
+
+
+if __name__ == "__main__":
+    main()
