@@ -4,13 +4,15 @@
     python benchmarks/walk.py step exit         the walks of these parts, in full
     python benchmarks/walk.py --write           puts the walks of a step into docs/data_flow.md
 
-A function counts each time that it is entered, a generator once. What is counted is the third time around, when
+A function counts each time that it is entered, a generator once; comprehensions and lambdas belong to the function
+around them. What is counted is the third time around, when
 everything that is kept from step to step is there.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -29,6 +31,8 @@ PACKAGE = Path(ampctx.__file__).resolve().parent
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "data_flow.md"
 BEGIN, END = "<!-- walk: made by benchmarks/walk.py -->", "<!-- end of walk -->"
 ROUNDS = 3
+# Functions to Python 3.11 and earlier alone, or one expression of the function around it.
+_INLINE = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<lambda>")
 
 
 class Entry(NamedTuple):
@@ -53,7 +57,8 @@ def walked(call: Callable[[], Any]) -> list[Entry]:
         return 0
 
     def notice(frame: FrameType, event: str, argument: Any) -> None:
-        if event != "call" or frame in depths or not (path := Path(frame.f_code.co_filename)).is_relative_to(PACKAGE):
+        path, name = Path(frame.f_code.co_filename), frame.f_code.co_name
+        if event != "call" or frame in depths or name in _INLINE or not path.is_relative_to(PACKAGE):
             return
         depths[frame] = depth_below(frame.f_back)
         entries.append(Entry(depths[frame], str(path.relative_to(PACKAGE)), frame.f_code.co_qualname))
@@ -111,7 +116,7 @@ def parts_of_a_scaler() -> dict[str, list[Entry]]:
 
 def counts(entries: list[Entry]) -> str:
     files = {entry.file for entry in entries}
-    changes = sum(a.file != b.file for a, b in zip(entries, entries[1:], strict=False))
+    changes = sum(a.file != b.file for a, b in itertools.pairwise(entries))
     return f"{len(entries)} functions in {len(files)} files, {changes} changes of file"
 
 

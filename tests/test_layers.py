@@ -42,7 +42,12 @@ MODULES = {module_name(p): p for p in sorted((ROOT / "ampctx").rglob("*.py"))}
 def imported(path: Path) -> set[str]:
     """The ampctx modules that a file imports, sub-modules by their own name."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    # Names of types alone are imported for the type checker.
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names.update(a.name for a in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
-from ampctx.amp.binding import OUTSIDE_OF_BLOCKS, OptimizerBinding
+from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError
+from ampctx.amp.binding import OptimizerBinding
 from ampctx.kernels.foreach import Factor, PerDevice
-from ampctx.masters.gradients import NOTHING_PENDING, Grads, Pending, Waiting
-from ampctx.scaling.device_skips import Verdicts
+from ampctx.masters.gradients import NOTHING_PENDING, Grads, Lazy, Pending, Window
+from ampctx.scaling.device_skips import Flags
 from ampctx.scaling.formats import KEY, read_amp_entries
+from ampctx.scaling.guarded_step import OUTSIDE_OF_BLOCKS
 from ampctx.scaling.loss_scale import LossScale, check_scale
 from ampctx.scaling.outcome import PLACE
 
@@ -49,15 +50,9 @@ def saved(
 
     Host sync: reads flags.
     """
-    _between_blocks(bindings, "amp.state_dict(masters=True)")
+    event, name = ("save gradients", "grads") if grads else ("save", "masters")
     for binding in bindings:
-        if binding.is_perturbed:
-            raise AmpError(
-                "amp.state_dict(masters=True) was called between first_step() and second_step() of "
-                f"{type(binding.optimizer).__name__}. The weights are perturbed. Save after second_step()."
-            )
-        if grads:
-            binding.refuse_incomplete("amp.state_dict(grads=True)")
+        binding.refuse(event, f"amp.state_dict({name}=True)")
     return {
         "opt_level": opt_level,
         "deferred": _deferred_of(loss_scales, deferred),
@@ -68,14 +63,9 @@ def saved(
 def drops_gradients(binding: OptimizerBinding) -> bool:
     """Whether there are gradients, as far as can be told, that the coming step is to use."""
     pending = binding.gradients.pending()
-    if pending.masters or pending.waiting is not None or pending.window is not None:
+    if pending.masters or pending.lazy is not None or pending.window is not None:
         return True
-    return bool(pending.model and binding.verdicts)
-
-
-def _between_blocks(bindings: list[OptimizerBinding], name: str) -> None:
-    if any(binding.gradients.in_block for binding in bindings):
-        raise AmpError(f"{name} was called inside a scale_loss block: leave the block first")
+    return bool(pending.model and binding.flags.by_loss)
 
 
 def _params(binding: OptimizerBinding) -> list[Tensor]:
@@ -99,8 +89,8 @@ def _saved_optimizer(binding: OptimizerBinding, loss_scales: list[LossScale], de
         "params": len(params),
         "names": binding.names(),
         "masters": {i: p.detach() for i, p in enumerate(params) if p in binding.masters.model_of},
-        "overflows": {loss_id: _is_set(flag) for loss_id, (_, flag) in binding.verdicts.items()},
-        "scales": {loss_id: _value(factor) for loss_id, factor in binding.scales_used.items()},
+        "overflows": {loss_id: _is_set(flag) for loss_id, (_, flag) in binding.flags.by_loss.items()},
+        "scales": {loss_id: _value(factor) for loss_id, factor in binding.flags.scales_used.items()},
     }
     if binding.loss_scales is not loss_scales:
         state["loss_scales"] = {
@@ -125,21 +115,21 @@ def _saved_gradients(binding: OptimizerBinding, params: list[Tensor]) -> State:
         "masters": placed(pending.masters),
         "waiting": None,
         "window": None,
-        "left": binding.has_left,
+        "left": binding.gradients.stepped,
     }
-    if pending.waiting is not None:
-        grads, inv_scale, norm = pending.waiting
+    if pending.lazy is not None:
+        grads, inv_scale, norm = pending.lazy
         state["waiting"] = {"grads": placed(grads), "inv_scale": _number(inv_scale), "norm": norm}
-    if pending.window is not None and binding.delayed_by is not None:
-        factor, before, scaled = pending.window
-        loss_id, scale = binding.delayed_by
+    if (window := pending.window) is not None:
+        factor = window.inv_scale
+        loss_id, scale = window.loss
         # Of the scale as it is now: a block that goes on with the window does not rescale it.
         current = scale.is_identity or (scale.scale is not None and factor is scale.inv_scale())
         state["window"] = {
             "loss_id": loss_id,
             "inv_scale": None if current else _number(factor),
-            "before": placed(before),
-            "scaled": [place[p] for p in scaled if p in place],
+            "before": placed(window.stash),
+            "scaled": [place[p] for p in window.scaled if p in place],
         }
     return state
 
@@ -171,7 +161,8 @@ def loader(
         AmpError: inside a scale_loss block. AmpKeyError, AmpTypeError, AmpValueError: what does not fit, by its key.
             Nothing has been changed then.
     """
-    _between_blocks(bindings, "amp.load_state_dict")
+    for binding in bindings:
+        binding.refuse("load", "amp.load_state_dict")
     if (theirs := _entry(state, "opt_level", str, "state_dict")) != opt_level:
         raise AmpValueError(
             f'state_dict["opt_level"] is {theirs!r}, and amp.initialize was given opt_level={opt_level!r}. To go on at '
@@ -364,36 +355,35 @@ class _Loader:
         # Where both agree, no master follows what is in the model now.
         binding.masters.copy_to_model()
         device = self._params[0].device if self._params else torch.device("cpu")
-        verdicts: Verdicts = {}
+        flags: Flags = {}
         for loss_id, overflowed in self._overflows.items():
             scale = scales[max(loss_id, 0)]  # OUTSIDE_OF_BLOCKS goes with the first
-            verdicts[loss_id] = (scale, _flag(overflowed, scale, device))
-        window = (self._gradients or {}).get("window")
-        delayed_by = None if window is None else (window["loss_id"], scales[window["loss_id"]])
-        binding.restore(self._pending(), verdicts, delayed_by, dict(self._scales_used))
-        binding.has_left = self._gradients is not None and self._gradients["left"]
+            flags[loss_id] = (scale, _flag(overflowed, scale, device))
+        stepped = self._gradients is not None and self._gradients["left"]
+        binding.restore(self._pending(), flags, dict(self._scales_used), stepped)
 
     def _pending(self) -> Pending:
         state, params, model = self._gradients, self._params, self._model
         if state is None:
             return NOTHING_PENDING
-        waiting = window = None
+        lazy = window = None
         if (w := state.get("waiting")) is not None:
             grads = _copies(w["grads"], model)
             device = model[next(iter(grads))].device if grads else torch.device("cpu")
             norm = w["norm"].to(device, copy=True)
-            waiting = Waiting({params[i]: g for i, g in grads.items()}, _factor(w["inv_scale"], device), norm)
+            lazy = Lazy({params[i]: g for i, g in grads.items()}, _factor(w["inv_scale"], device), norm)
         if (w := state.get("window")) is not None:
             scaled = [model[i] for i in w["scaled"]]
-            window = (
-                self._inv_scale(w, scaled[0].device if scaled else torch.device("cpu")),
+            window = Window(
                 {model[i]: g for i, g in _copies(w["before"], model).items()},
+                self._inv_scale(w, scaled[0].device if scaled else torch.device("cpu")),
                 scaled,
+                (w["loss_id"], self._binding.loss_scales[w["loss_id"]]),
             )
         return Pending(
             {model[i]: g for i, g in _copies(state["model"], model).items()},
             {params[i]: g for i, g in _copies(state["masters"], params).items()},
-            waiting,
+            lazy,
             window,
         )
 

@@ -7,7 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ampctx._compiling import outside_of_graphs
 from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
 from ampctx.amp import run_state
 from ampctx.amp import weights as master_weights
-from ampctx.amp.binding import OUTSIDE_OF_BLOCKS, Casts, OptimizerBinding, Reports
+from ampctx.amp.binding import Casts, OptimizerBinding, Reports
 from ampctx.amp.methods import is_bound, weak_method
 from ampctx.amp.opt_level import PrecisionPolicy, banner, resolve
 from ampctx.amp.threads import OwnThread
@@ -30,9 +30,10 @@ from ampctx.casts.functions import FunctionCasts
 from ampctx.casts.kept_modules import KeptModules, find_kept, install_without_casts
 from ampctx.casts.model_watch import ParameterNames, refuse_replaced
 from ampctx.distributed import check_process_group
-from ampctx.kernels.foreach import FoundInf, PerDevice
+from ampctx.kernels.foreach import Factor, FoundInf, PerDevice
 from ampctx.masters.params import MasterParams, watch_loading
 from ampctx.scaling import formats
+from ampctx.scaling.guarded_step import OUTSIDE_OF_BLOCKS, Listeners
 from ampctx.scaling.history import DEFAULT_LENGTH, History, StepHistory, check_length
 from ampctx.scaling.loss_scale import LossScale
 from ampctx.scaling.outcome import Culprits, Names, StepOutcome, listed
@@ -72,6 +73,24 @@ def _is_optimizer(value: Any) -> bool:
     return isinstance(value, torch.optim.Optimizer) or all(
         hasattr(value, name) for name in ("param_groups", "state", "step", "zero_grad", "add_param_group")
     )
+
+
+@dataclass(eq=False)
+class _Block:
+    """A ``scale_loss`` block."""
+
+    bindings: list[OptimizerBinding]
+    loss_id: int
+    device: torch.device
+    delay_unscale: bool
+    delay_overflow_check: bool
+    scale: Factor = 1.0
+    inv_scale: Factor = 1.0
+    # Those that the block does not name, and whose models it may reach.
+    others: list[OptimizerBinding] = field(default_factory=list)
+    # With how many blocks were open before: an exception is for them as if this one had never begun.
+    opened: list[tuple[OptimizerBinding, int]] = field(default_factory=list)
+    committing: bool = False
 
 
 class AmpSession:
@@ -216,7 +235,8 @@ class AmpSession:
         for scale in scales:
             scale.process_group = process_group
         limit, length = check_limit(max_consecutive_skips), check_length(history)
-        reports = Reports(self._report_skip, self._report_step, self._has_hooks, Names(model_list), limit, length)
+        listeners = Listeners(self._report_skip, self._report_step, self._has_hooks)
+        reports = Reports(listeners, Names(model_list), limit, length)
 
         if verbosity > 0 and _is_rank_zero():
             # On stdout, where apex's banner went: log scrapers read it there.
@@ -330,8 +350,8 @@ class AmpSession:
         Raises:
             AmpError: called inside a scale_loss block.
         """
-        if any(binding.gradients.in_block for binding in self._bindings.values()):
-            raise AmpError("amp.reset() was called inside a scale_loss block: leave the block first")
+        for binding in self._bindings.values():
+            binding.refuse("reset", "amp.reset()")
         self._thread.check("reset", self._casts_enabled)
         undo, self._undo = [*self._undo, *self._casting.values()], []
         for action in reversed(undo):
@@ -391,26 +411,11 @@ class AmpSession:
             raise AmpTypeError(f"loss must be a tensor, got {type(loss).__name__}")
         if loss.is_complex():
             raise AmpTypeError(f"loss is {loss.dtype}, expected a floating type: backward needs a real loss")
-        bindings = self._bindings_of(optimizers)
-        loss_scale = self._loss_scale(bindings, loss_id)
-        for binding in bindings:
-            if not binding.gradients.in_block:
-                binding.refuse_incomplete("amp.scale_loss")
-        if not any(b.gradients.in_block or b.gradients.has_window for b in bindings):
-            loss_scale.forget_copies()
-        # Both are taken now: a nested block may move the scale before this one ends.
-        scale = 1.0 if loss_scale.is_identity else PerDevice(loss_scale.scale_on(loss.device))
-        inv_scale = 1.0 if loss_scale.is_identity else loss_scale.inv_scale()
-        # With how many blocks were open before: an exception is for them as if this one had never begun.
-        opened: list[tuple[OptimizerBinding, int]] = []
-        committing = False
-        found_inf = FoundInf()
+        block = _Block(self._bindings_of(optimizers), loss_id, loss.device, delay_unscale, delay_overflow_check)
+        loss_scale = self._loss_scale(block.bindings, loss_id)
         try:
             self._thread.enter_block(self._casts_enabled)
-            others = self._take_over_elsewhere(bindings)
-            for binding in bindings:
-                opened.append((binding, binding.gradients.depth))
-                binding.begin(scale, inv_scale)
+            scale = self._begin(block, loss_scale)
             with self.disable_casts():
                 wide = loss if loss.dtype == torch.float64 else loss.float()
                 try:
@@ -418,33 +423,52 @@ class AmpSession:
                     # no ``with`` has begun yet that would clean up.
                     yield torch.mul(wide, scale.on(loss.device)) if isinstance(scale, PerDevice) else wide
                 finally:
-                    for other in others:
+                    for other in block.others:
                         other.gradients.drop_model_grads()
-            for binding in bindings:
-                binding.scales_used[loss_id % len(binding.loss_scales)] = scale
-                binding.follow_groups()  # what joined or was unfrozen in the block has its gradients from here
-            nested = any(b.gradients.in_enclosing_block for b in bindings)
-            if delay_unscale and not nested and not self._share_parameters(bindings):
-                committing = True
-                for binding in reversed(bindings):
-                    binding.delay(loss_id % len(binding.loss_scales), loss_scale, inv_scale)
-                return
-            done: set[int] | None = set() if len(bindings) > 1 else None
-            for binding in bindings:
-                binding.prepare(inv_scale, found_inf, done)
-            committing = True
-            for binding in bindings:
-                binding.gradients.commit(found_inf)
-            self._conclude(
-                bindings, loss_scale, loss_id, found_inf.joined(loss.device), delay_unscale or delay_overflow_check
-            )
+            self._end(block, loss_scale)
         except BaseException:
-            # The last first: of optimizers that share a parameter, the first has set its gradient aside.
-            for binding, depth in reversed(opened):
-                binding.abandon(depth, committing)
+            # The last first: of optimizers that share a parameter, the first has stashed its gradient.
+            for binding, depth in reversed(block.opened):
+                binding.abandon(depth, block.committing)
             raise
         finally:
             self._thread.leave_block()
+
+    @outside_of_graphs
+    def _begin(self, block: _Block, loss_scale: LossScale) -> Factor:
+        """Makes ready for the backward of a block. Returns the scale."""
+        bindings = block.bindings
+        fresh = all(binding.gradients.is_idle for binding in bindings)
+        # Both are taken now: a nested block may move the scale before this one ends.
+        block.scale, block.inv_scale = loss_scale.factors(block.device, fresh)
+        if len(self._bindings) > len(bindings):
+            block.others = self._take_over_elsewhere(bindings)
+        for binding in bindings:
+            block.opened.append((binding, binding.gradients.depth))
+            binding.begin(block.scale, block.inv_scale)
+        return block.scale
+
+    @outside_of_graphs
+    def _end(self, block: _Block, loss_scale: LossScale) -> None:
+        """Unscales and checks what the block's backward has left, or leaves that to a later block."""
+        bindings, nested = block.bindings, False
+        for binding in bindings:
+            binding.flags.scales_used[block.loss_id % len(binding.loss_scales)] = block.scale
+            binding.follow_groups()  # what joined or was unfrozen in the block has its gradients from here
+            nested |= binding.gradients.depth > 1
+        if block.delay_unscale and not nested and not self._share_parameters(bindings):
+            block.committing = True
+            for binding in reversed(bindings):
+                binding.delay(block.loss_id % len(binding.loss_scales), loss_scale, block.inv_scale)
+            return
+        found_inf, done = FoundInf(), set[int]() if len(bindings) > 1 else None
+        for binding in bindings:
+            binding.prepare(block.inv_scale, found_inf, done)
+        block.committing = True
+        for binding in bindings:
+            binding.gradients.commit(found_inf)
+        delay = block.delay_unscale or block.delay_overflow_check
+        self._conclude(bindings, loss_scale, block.loss_id, found_inf.joined(block.device), delay)
 
     def _take_over_elsewhere(self, bindings: list[OptimizerBinding]) -> list[OptimizerBinding]:
         """Bindings that a block does not name, and that must not take its scaled gradients for a plain backward's.
@@ -467,6 +491,8 @@ class AmpSession:
         return any(owners[id(p)] > 1 for binding in bindings for p in binding.masters.own)
 
     def _bindings_of(self, optimizers: Any) -> list[OptimizerBinding]:
+        if (binding := self._binding_of(optimizers)) is not None:
+            return [binding]
         given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
         found = [self._binding_of(optimizer) for optimizer in given]
         bindings = list(dict.fromkeys(binding for binding in found if binding is not None))
@@ -482,7 +508,8 @@ class AmpSession:
         return bindings
 
     def _binding_of(self, optimizer: Any) -> OptimizerBinding | None:
-        return self._bindings.get(optimizer) if _is_optimizer(optimizer) else None
+        known = isinstance(optimizer, torch.optim.Optimizer) or _is_optimizer(optimizer)
+        return self._bindings.get(optimizer) if known else None
 
     def _loss_scale(self, bindings: list[OptimizerBinding], loss_id: int) -> LossScale:
         # An optimizer keeps the scales of the initialize call that it came from.
@@ -491,11 +518,10 @@ class AmpSession:
             raise AmpIndexError(f"loss_id is {loss_id}, and num_losses={len(scales)} was given to amp.initialize")
         return scales[loss_id]
 
-    @outside_of_graphs
     def _conclude(
         self, bindings: list[OptimizerBinding], scale: LossScale, loss_id: int, found_inf: Tensor, delay: bool
     ) -> None:
-        """Latches the verdict for the coming steps and updates the scale, or leaves that to a later block."""
+        """Sets ``found_inf`` for the coming steps and updates the scale, or leaves that to a later block."""
         if not scale.dynamic:
             scale.tell(found_inf)
             if not delay:
@@ -503,7 +529,7 @@ class AmpSession:
             return
         found_inf = scale.agreed(found_inf, [group for binding in bindings for group in binding.masters.groups])
         for binding in bindings:
-            binding.latch(loss_id % len(binding.loss_scales), scale, found_inf, firm=not delay)
+            binding.flags.add(loss_id % len(binding.loss_scales), scale, found_inf, final=not delay)
         if scale in self._deferred:
             found_inf = torch.maximum(self._deferred[scale].to(found_inf.device), found_inf)
         scale.tell(found_inf)
@@ -513,7 +539,7 @@ class AmpSession:
             self._deferred.pop(scale, None)
             scale.update(found_inf)
 
-    def take_verdict(self, scale: LossScale) -> Tensor | None:
+    def _take_deferred(self, scale: LossScale) -> Tensor | None:
         """The flag that blocks with ``delay_overflow_check`` have left for ``scale``, None if there is none.
 
         Whoever takes it updates the scale and decides about the next steps: they are not skipped for it any more.
@@ -522,7 +548,7 @@ class AmpSession:
         found_inf = self._deferred.pop(scale, None)
         if found_inf is not None:
             for binding in self._bindings.values():
-                binding.withdraw(scale)
+                binding.flags.drop_provisional(scale)
         return found_inf
 
     def _report_skip(
@@ -571,7 +597,7 @@ class AmpSession:
         A host sync for an optimizer that skips on the device (those of ``ampctx.optimizers``, torch's fused ones).
         """
         binding = self._binding_of(optimizer)
-        return 0 if binding is None else binding.skipped_steps()
+        return 0 if binding is None else binding.steps.skipped_steps()
 
     def outcome(self, optimizer: Any) -> StepOutcome | None:
         """What became of the latest ``optimizer.step()``; None before the first.
@@ -584,7 +610,7 @@ class AmpSession:
         """
         if self.policy is not None and not self.policy.enabled:
             return StepOutcome()
-        return self._watched(optimizer, "outcome").outcome
+        return self._watched(optimizer, "outcome").steps.outcome
 
     def history(self, optimizer: Any = None, last: int | None = None) -> History:
         """The latest steps as plain lists: loss scales, skips and gradient norms, for plots and logs.
@@ -615,7 +641,7 @@ class AmpSession:
             optimizer = next(iter(self._bindings), None)
             if optimizer is None:
                 return StepHistory(0, len(self.loss_scales)).lists(last)
-        return self._watched(optimizer, "history").history.lists(last)
+        return self._watched(optimizer, "history").steps.history.lists(last)
 
     def _watched(self, optimizer: Any, name: str) -> OptimizerBinding:
         binding = self._binding_of(optimizer)
@@ -815,8 +841,10 @@ class AmpSession:
     @property
     def _autocast(self) -> Autocast | None:
         """The casts that count: the latest that are on, or else the latest."""
+        if not self._casting:
+            return None
         autocasts = list(self._casting)
-        return next((a for a in reversed(autocasts) if a.enabled), autocasts[-1] if autocasts else None)
+        return next((a for a in reversed(autocasts) if a.enabled), autocasts[-1])
 
     @property
     def _casts_enabled(self) -> bool:
@@ -844,8 +872,7 @@ class AmpSession:
 
     def disable_casts(self) -> AbstractContextManager:
         """A context in which O1's and O4's casts are off. May nest; a no-op at other levels."""
-        autocast = self._autocast
-        return nullcontext() if autocast is None else autocast.suspended()
+        return nullcontext() if (autocast := self._autocast) is None else autocast.suspended()
 
     def _casts_on(self) -> AbstractContextManager:
         autocast = self._autocast

@@ -6,7 +6,7 @@ takes. Of a DTensor they see the part that lies on this rank: flags and norms ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,6 +34,15 @@ class PerDevice:
         return self._copies[device]
 
 
+def join_flags(flags: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The maximum of one-element flags, 0-d on ``device``; 0.0 where there is none. No host sync."""
+    result = None
+    for flag in flags:
+        here = (flag if flag.device == device else move(flag, device)).reshape(())
+        result = here if result is None else torch.maximum(result, here)
+    return torch.zeros((), dtype=torch.float32, device=device) if result is None else result
+
+
 class FoundInf:
     """Whether any of several calls met inf or nan: a 0-d fp32 flag on each device that took part."""
 
@@ -47,11 +56,7 @@ class FoundInf:
 
     def joined(self, device: torch.device) -> Tensor:
         """The maximum over devices, 0.0 or 1.0, as a 0-d fp32 tensor on ``device``. No host sync."""
-        result = self.on(device)
-        for other, flag in self.per_device.items():
-            if other != device:
-                result = torch.maximum(result, move(flag, device))
-        return result
+        return join_flags(self.per_device.values(), device)
 
 
 Factor = float | PerDevice

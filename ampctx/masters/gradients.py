@@ -1,24 +1,26 @@
 """Keeps the gradients of one scale_loss block apart from those that were there, and unscales them when it ends.
 
-``begin`` sets aside what is in ``.grad``, so that the coming backward's gradients can be told from it. Then one of:
+``begin`` stashes what is in ``.grad``, so that the coming backward's gradients can be told from it. Then one of:
 
-- ``finish``: what arrived is unscaled into what the optimizer steps, and what was set aside is added. Gradients of
-  masters that have none yet only get checked where the optimizer reads them in 16 bits (``waiting``).
+- ``prepare`` and ``commit``: what arrived is unscaled into what the optimizer steps, and the stash is added. If a
+  master has no gradient yet and the optimizer reads 16-bit gradients, these stay lazy: they are checked for inf and
+  nan, and ``step`` unscales them.
 - ``delay``: what arrived stays in ``.grad``, scaled, and further blocks add to it through autograd, as a gradient that
-  DistributedDataParallel reduces with the last of them must. The *window* ends with the next ``finish``.
+  DistributedDataParallel reduces with the last of them must. The *accumulation window* ends with the next ``commit``.
 - ``abandon``: as if the block had never begun.
 
-``finish`` is ``prepare``, which changes nothing that ``abandon`` cannot put back, and ``commit``. Where an exception
-comes in the middle of that, sums that gradients were being added to are *spoiled* until the user zeroes them.
+Open blocks are a stack, and a window is the lowest of it. ``prepare`` changes nothing that ``abandon`` cannot put back.
+Where an exception comes in the middle of ``commit``, sums are *incomplete* until the user zeroes them.
 
-Blocks may nest. All methods run under no_grad and none waits for the device.
+All methods run under no_grad and none waits for the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,13 +39,12 @@ from ampctx.masters.params import MasterParams
 Grads = dict[Tensor, Tensor]
 
 
-@dataclass(eq=False)
-class _Window:
-    """Scaled gradients in ``.grad`` of ``scaled`` that delayed blocks left for a later one, and those from before."""
+class Phase(Enum):
+    """What is in ``.grad`` of the parameters that a backward writes to."""
 
-    inv_scale: Factor
-    before: Grads
-    scaled: list[Tensor]
+    IDLE = "true gradients, or none"
+    OPEN = "those of a block that is open"
+    WINDOW = "scaled gradients, which delayed blocks have left"
 
 
 @dataclass(eq=False)
@@ -52,27 +53,42 @@ class _Outcome:
 
     # Parameters whose gradients have done their work.
     used: list[Tensor] = field(default_factory=list)
-    # What becomes the ``.grad`` of these tensors, and what the outermost block sets aside.
+    # What becomes the ``.grad`` of these tensors, and what the outermost block stashes.
     grads: dict[Tensor, Tensor | None] = field(default_factory=dict)
-    set_aside: Grads = field(default_factory=dict)
+    stashed: Grads = field(default_factory=dict)
     # Gradients, and the fp32 sums that they are to be added to in place.
     added: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     factor: Factor = 1.0
-    waiting: ModelGrads | None = None
+    lazy: ModelGrads | None = None
 
 
 @dataclass(eq=False)
-class _Frame:
-    """An open block."""
+class Block:
+    """A block that is open.
 
-    before: Grads
+    stash: the gradients from before. Those of the outermost block are true ones, those of nested blocks scaled.
+    copies: of the scaled gradients in the window that the block goes on with, if there is one.
+    """
+
+    stash: Grads
+    copies: Grads | None = None
     outcome: _Outcome = field(default_factory=_Outcome)
-    # The window that the block goes on with, and copies of the gradients in it.
-    window: _Window | None = None
-    copies: Grads = field(default_factory=dict)
 
 
-class Waiting(NamedTuple):
+@dataclass(eq=False)
+class Window:
+    """An accumulation window: ``.grad`` of ``scaled`` holds what delayed blocks have left for a later one.
+
+    stash: the true gradients from before. inv_scale: what unscales. loss: that of the latest block, for the caller.
+    """
+
+    stash: Grads
+    inv_scale: Factor
+    scaled: list[Tensor]
+    loss: Any = None
+
+
+class Lazy(NamedTuple):
     """What a ``ModelGrads`` holds."""
 
     grads: Grads
@@ -84,14 +100,13 @@ class Pending(NamedTuple):
     """The gradients that no step has used, between blocks, as they lie.
 
     model: ``.grad`` of the parameters that a backward writes to. masters: fp32 ``.grad`` of masters, by master.
-    waiting: 16-bit gradients that stand for those of masters, by master.
-    window: of delayed blocks: the factor that unscales, gradients from before, and whose ``.grad`` is scaled.
+    lazy: 16-bit gradients that stand for those of masters, by master.
     """
 
     model: Grads
     masters: Grads
-    waiting: Waiting | None
-    window: tuple[Factor, Grads, list[Tensor]] | None
+    lazy: Lazy | None
+    window: Window | None
 
 
 NOTHING_PENDING = Pending({}, {}, None, None)
@@ -143,62 +158,52 @@ class BlockGradients:
 
     def __init__(self, masters: MasterParams) -> None:
         self._masters = masters
-        self._frames: list[_Frame] = []
-        self._window: _Window | None = None
-        self._waiting: ModelGrads | None = None
+        # A window, if there is one, comes first.
+        self._stack: list[Window | Block] = []
+        self._lazy: ModelGrads | None = None
         # An exception came while gradients were being added up: what is there is neither the old sum nor the new one.
-        self.spoiled = False
+        self.incomplete = False
+        # A step since gradients were zeroed: one that was skipped may have left inf or nan in ``.grad``.
+        self.stepped = False
+
+    @property
+    def phase(self) -> Phase:
+        if not self._stack:
+            return Phase.IDLE
+        return Phase.WINDOW if isinstance(self._stack[-1], Window) else Phase.OPEN
+
+    @property
+    def window(self) -> Window | None:
+        """The accumulation window, if there is one: below the blocks that are open, or alone."""
+        lowest = self._stack[0] if self._stack else None
+        return lowest if isinstance(lowest, Window) else None
 
     @property
     def depth(self) -> int:
         """How many blocks are open."""
-        return len(self._frames)
+        return len(self._stack) - (self.window is not None)
 
     @property
-    def in_block(self) -> bool:
-        return bool(self._frames)
-
-    @property
-    def in_enclosing_block(self) -> bool:
-        return len(self._frames) > 1
-
-    @property
-    def has_window(self) -> bool:
-        return self._window is not None
-
-    @property
-    def window(self) -> object:
-        """Stands for the window, None without one."""
-        return self._window
-
-    @property
-    def set_aside(self) -> Grads:
+    def stash(self) -> Grads:
         """The gradients from before the innermost block, or else the window."""
-        if self._frames:
-            return self._frames[-1].before
-        return {} if self._window is None else self._window.before
+        return self._stack[-1].stash if self._stack else {}
 
     @property
-    def waiting(self) -> ModelGrads | None:
+    def lazy(self) -> ModelGrads | None:
         """16-bit gradients that stand for those of the masters, if they still do, all alone."""
-        if self._waiting is not None and not self._waiting.is_alone():
-            self._waiting.materialize()
-        return self._waiting if self._waiting is not None and self._waiting.masters else None
-
-    @property
-    def may_wait(self) -> bool:
-        """Whether there are such, not looking whether they do so alone."""
-        return self._waiting is not None and bool(self._waiting.masters)
+        if self._lazy is not None and not self._lazy.is_alone():
+            self._lazy.materialize()
+        return self._lazy if self._lazy is not None and self._lazy.masters else None
 
     @property
     def checked(self) -> ModelGrads | None:
         """What has checked the gradients of the masters in 16 bits, even where they have become tensors since."""
-        return self._waiting
+        return self._lazy
 
     @property
     def is_idle(self) -> bool:
         """Neither in a block nor with delayed gradients: what is in ``.grad`` is not scaled."""
-        return not self._frames and self._window is None
+        return not self._stack
 
     def _leaves(self) -> list[Tensor]:
         """The parameters that a backward writes gradients into."""
@@ -206,26 +211,24 @@ class BlockGradients:
 
     @without_grad
     def begin(self, scale: Factor, inv_scale: Factor) -> None:
-        """Opens a block whose loss is multiplied by ``scale``. Outside of blocks and windows, ``settle`` comes before:
-        no parameter with a master has a gradient then."""
-        self.materialize()
-        leaves = self._masters.own if self.is_idle else self._leaves()
+        """Opens a block whose loss is multiplied by ``scale``. Where gradients are idle, ``collect_outside_grads``
+        comes before: no parameter with a master has a gradient then."""
+        if self._lazy is not None:
+            self.materialize()
+        window = self._stack[-1] if self.phase is Phase.WINDOW else None
+        leaves = self._leaves() if self._stack else self._masters.own
         grads = list(map(grad_of, leaves))
         present = {} if all_none(grads) else {p: g for p, g in zip(leaves, grads, strict=True) if g is not None}
-        window = None if self._frames else self._window
-        if window is None:
+        if not isinstance(window, Window):
             # On record before anything changes, so that abandon() can put it back.
-            before = {p: g if _owns_its_memory(g) else g.clone() for p, g in present.items()}
-            self._frames.append(_Frame(before))
-            for p in present:
-                p.grad = None
+            self._stack.append(Block({p: g if _owns_its_memory(g) else g.clone() for p, g in present.items()}))
+            set_each(present, "grad", None)
             return
         for p in window.scaled:
             if p.grad is None:  # zeroed through the model
-                window.before.pop(p, None)
+                window.stash.pop(p, None)
         # Copies, because the coming backward adds to the gradients of the window in place.
-        copies = {p: g.clone() for p, g in present.items()}
-        self._frames.append(_Frame(window.before, window=window, copies=copies))
+        self._stack.append(Block(window.stash, {p: g.clone() for p, g in present.items()}))
         if window.inv_scale is not inv_scale:
             self._rescale(present, product(scale, window.inv_scale))
 
@@ -244,57 +247,51 @@ class BlockGradients:
         Those that began inside it and are open still, in generators say, end with it.
         ``committing``: ``commit`` or ``delay`` may have begun, here or for another optimizer of the block.
         """
-        self.spoiled |= committing
-        while len(self._frames) > depth:
-            frame = self._frames[-1]
-            was_there = frame.before if frame.window is None else frame.copies
+        self.incomplete |= committing
+        while self.depth > depth:
+            block = self._stack[-1]
+            assert isinstance(block, Block)
+            was_there = block.stash if block.copies is None else block.copies
             for p in self._leaves():
                 p.grad = was_there.get(p)
-            if frame.outcome.waiting is not None:
-                frame.outcome.waiting.drop()
-                self._waiting = None
-            if len(self._frames) == 1:
-                self._window = frame.window
-            self._frames.pop()
+            if block.outcome.lazy is not None:
+                block.outcome.lazy.drop()
+                self._lazy = None
+            self._stack.pop()
 
-    def delay(self, inv_scale: Factor) -> None:
+    def delay(self, inv_scale: Factor, loss: Any) -> None:
         """Ends the outermost block and leaves its gradients scaled for a later one."""
-        before = self._frames[-1].before
-        self._window = _Window(inv_scale, before, [p for p in self._leaves() if p.grad is not None])
-        self._frames.pop()
+        scaled = [p for p in self._leaves() if p.grad is not None]
+        self._stack[:] = [Window(self._stack[-1].stash, inv_scale, scaled, loss)]
 
-    def declare_scaled(self, inv_scale: Factor) -> None:
-        """What is in ``.grad`` is scaled, somebody says who runs backward outside of blocks: part of the window, or a
-        window of its own."""
+    def declare_scaled(self, inv_scale: Factor, loss: Any) -> None:
+        """What is in ``.grad`` is scaled, says a caller who runs backward outside of blocks: part of the window, or a
+        window of its own. Between blocks."""
         self.materialize()
         scaled = [p for p in self._leaves() if p.grad is not None]
-        if self._window is None:
-            self._window = _Window(inv_scale, {}, scaled)
-        self._window.scaled = scaled
+        if self.window is None:
+            self._stack[:] = [Window({}, inv_scale, scaled, loss)]
+        else:
+            self.window.scaled = scaled
 
     def drop_window(self) -> None:
-        """Ends a window as if it had never begun."""
-        if self._window is not None:
+        """Ends a window as if it had never begun. Between blocks."""
+        if self._stack:
             for p in self._leaves():
-                p.grad = self._window.before.get(p)
-            self._window = None
+                p.grad = self.stash.get(p)
+            self._stack.clear()
 
     @without_grad
     def close_window(self, inv_scale: Factor, found_inf: FoundInf, check_before: bool = False) -> None:
-        """Between blocks: ``finish`` for a window that no block ends."""
-        assert self._window is not None
-        self._frames.append(_Frame(self._window.before))
+        """Between blocks: unscales and adds what is in a window that no block ends."""
+        self._stack.append(Block(self.stash))
         try:
-            self.finish(inv_scale, found_inf, check_before)
+            self.prepare(inv_scale, found_inf, check_before=check_before)
+            self.commit(found_inf)
         except BaseException:
-            self.spoiled = True
-            del self._frames[:]
+            self.incomplete = True
+            del self._stack[1:]
             raise
-
-    def finish(self, inv_scale: Factor, found_inf: FoundInf, check_before: bool = False) -> None:
-        """Ends the block: unscales what arrived and adds it to what was there."""
-        self.prepare(inv_scale, found_inf, check_before=check_before)
-        self.commit(found_inf)
 
     @without_grad
     def prepare(
@@ -302,28 +299,30 @@ class BlockGradients:
     ) -> None:
         """Unscales what arrived. The block is still open.
 
-        ``done``: ids of parameters that other optimizers of the block have dealt with; extended. ``check_before``: no
-        verdict on what was there is pending, and it counts like what arrived. A skipped step may have left it.
+        ``done``: ids of parameters that other optimizers of the block have dealt with; extended. ``check_before``:
+        nobody has checked what was there, and it counts like what arrived. A skipped step may have left it.
         """
-        frame = self._frames[-1]
-        # Of nested blocks the outermost has set the unscaled gradients aside; those between them, scaled ones.
-        outer = self._frames[0] if len(self._frames) > 1 else None
-        self._fold(inv_scale, found_inf, frame.outcome)
-        self._unscale_own(frame, outer, inv_scale, found_inf, done, check_before)
+        block = self._stack[-1]
+        assert isinstance(block, Block)
+        # Of nested blocks the outermost has stashed the true gradients; those between them, scaled ones.
+        outer = self._stack[0] if self.depth > 1 else None
+        self._unscale_into_masters(inv_scale, found_inf, block.outcome)
+        self._unscale_own(block, outer, inv_scale, found_inf, done, check_before)
         if outer is not None:
-            frame.outcome.grads.update({p: frame.before.get(p) for p, _ in self._masters.pairs})
+            block.outcome.grads.update({p: block.stash.get(p) for p, _ in self._masters.pairs})
 
     @outside_of_graphs
     @without_grad
     def commit(self, found_inf: FoundInf) -> None:
         """Ends the block with what ``prepare`` has made, added to what was there."""
-        frame = self._frames[-1]
-        self._apply(frame.outcome, found_inf)
-        if len(self._frames) > 1:
-            self._frames[0].before.update(frame.outcome.set_aside)
+        block = self._stack[-1]
+        assert isinstance(block, Block)
+        self._apply(block.outcome, found_inf)
+        if self.depth > 1:
+            self._stack[0].stash.update(block.outcome.stashed)
+            self._stack.pop()
         else:
-            self._window = None
-        self._frames.pop()
+            self._stack.clear()
 
     def _apply(self, outcome: _Outcome, found_inf: FoundInf) -> None:
         if outcome.added:
@@ -334,13 +333,13 @@ class BlockGradients:
         set_each(outcome.used, "grad", None)
         for t, grad in outcome.grads.items():
             t.grad = grad
-        if outcome.waiting is not None:
-            self._waiting = outcome.waiting
+        if outcome.lazy is not None:
+            self._lazy = outcome.lazy
 
     def _unscale_own(
         self,
-        frame: _Frame,
-        outer: _Frame | None,
+        block: Block,
+        outer: Window | Block | None,
         inv_scale: Factor,
         found_inf: FoundInf,
         done: set[int] | None,
@@ -351,7 +350,7 @@ class BlockGradients:
         if done is not None:
             done.update(map(id, own))
         place_grads(own)
-        if outer is None and not frame.before:
+        if outer is None and not block.stash:
             found, known = read_grads(own)
             grads: Sequence[Tensor] = known if known is not None else [grad for grad in found if grad is not None]
             # Two parameters may hold one gradient.
@@ -362,7 +361,7 @@ class BlockGradients:
         arrived, before, unseen = [], [], []
         alone: dict[int, Tensor] = {}
         for p in own:
-            new, old = p.grad, (frame if outer is None else outer).before.get(p)
+            new, old = p.grad, (block if outer is None else outer).stash.get(p)
             total = old
             if old is not None and (new is None or new.layout != torch.strided):
                 unseen.append(values_of(old))
@@ -376,11 +375,11 @@ class BlockGradients:
                 else:
                     alone[id(total)] = total
             if outer is None:
-                frame.outcome.grads[p] = total
+                block.outcome.grads[p] = total
             else:
-                frame.outcome.grads[p] = frame.before.get(p)
+                block.outcome.grads[p] = block.stash.get(p)
                 if total is not None:
-                    frame.outcome.set_aside[p] = total
+                    block.outcome.stashed[p] = total
         if arrived:
             foreach.axpby(arrived, before, arrived, found_inf, inv_scale, 1.0, arg_to_check=-1 if check_before else 0)
         if unseen and check_before:
@@ -389,7 +388,7 @@ class BlockGradients:
             scaled = list(alone.values())
             foreach.scale(scaled, scaled, found_inf, inv_scale)
 
-    def _fold(self, factor: Factor, found_inf: FoundInf, outcome: _Outcome) -> None:
+    def _unscale_into_masters(self, factor: Factor, found_inf: FoundInf, outcome: _Outcome) -> None:
         """master.grad += model.grad * factor; the model's gradient has done its work then and is freed."""
         outcome.factor = factor
         pairs = self._masters.pairs
@@ -403,8 +402,8 @@ class BlockGradients:
         grads = [grad for grad in found if grad is not None]
         masters = [master for _, master in pairs]
         outcome.used = [p for p, _ in pairs]
-        if self._can_wait(masters, grads, known):
-            outcome.waiting = ModelGrads(masters, grads if known is None else known, factor, found_inf)
+        if self._may_be_lazy(masters, grads, known):
+            outcome.lazy = ModelGrads(masters, grads if known is None else known, factor, found_inf)
             return
         fresh: list[tuple[Tensor, Tensor]] = []
         for master, grad in zip(masters, grads, strict=True):
@@ -421,94 +420,98 @@ class BlockGradients:
             for (master, _), grad in zip(fresh, wide, strict=True):
                 outcome.grads[master] = grad
 
-    def _can_wait(self, masters: list[Tensor], grads: list[Tensor], known: ReadTensors | None) -> bool:
+    def _may_be_lazy(self, masters: list[Tensor], grads: list[Tensor], known: ReadTensors | None) -> bool:
         """Whether these gradients may stay in 16 bits: the optimizer reads such, nothing is to be added, and they are
         no views into memory that somebody may write to before the step."""
         return (
             self._masters.lazy
-            and len(self._frames) < 2
-            and self.waiting is None
+            and self.depth < 2
+            and self.lazy is None
             and all_none(map(stored_grad, masters))
             and (all(map(_fills_its_storage, grads)) if known is None else fill_storages(known))
         )
 
     @without_grad
-    def settle(self, check_before: bool = False) -> FoundInf:
-        """Between blocks: takes over gradients of a plain backward, and ends a window that no block has ended."""
-        found_inf = FoundInf()
-        if self._frames:
+    def collect_outside_grads(self, check_before: bool = False) -> FoundInf | None:
+        """Between blocks: takes over gradients of a plain backward, and ends a window that no block has ended.
+
+        Returns the flags of what was checked on the way; None where nothing was there.
+        """
+        if (phase := self.phase) is Phase.OPEN:
+            return None
+        found_inf, outcome = FoundInf(), _Outcome()
+        if phase is Phase.WINDOW:
+            self.close_window(self._stack[0].inv_scale, found_inf, check_before)  # type: ignore[union-attr]
             return found_inf
-        if self._window is not None:
-            self.close_window(self._window.inv_scale, found_inf, check_before)
-            return found_inf
-        outcome = _Outcome()
-        self._fold(1.0, found_inf, outcome)
+        self._unscale_into_masters(1.0, found_inf, outcome)
+        if not outcome.used:
+            return None
         try:
             self._apply(outcome, found_inf)
         except BaseException:
-            self.spoiled = True
+            self.incomplete = True
             raise
         return found_inf
 
     def pending(self) -> Pending:
         """The gradients that no step has used, not copied. Between blocks."""
-        waiting, window = self._waiting if self.may_wait else None, self._window
+        lazy = self._lazy
         masters = [(master, stored_grad(master)) for _, master in self._masters.pairs]
         return Pending(
             {p: p.grad for p in self._leaves() if p.grad is not None},
             {master: grad for master, grad in masters if grad is not None},
-            None
-            if waiting is None or not waiting.masters
-            else Waiting(waiting.grads, waiting.inv_scale, waiting.norm()),
-            None if window is None else (window.inv_scale, window.before, window.scaled),
+            Lazy(lazy.grads, lazy.inv_scale, lazy.norm()) if lazy is not None and lazy.masters else None,
+            self.window,
         )
 
     @without_grad
     def restore(self, pending: Pending) -> None:
         """Puts these gradients in the place of all that are there. Between blocks."""
-        self.drop_waiting()
-        self.spoiled = False
+        self._drop_lazy()
+        self.incomplete = False
         for p in self._leaves():
             p.grad = pending.model.get(p)
         for _, master in self._masters.pairs:
             master.grad = pending.masters.get(master)
-        if pending.waiting is not None:
-            grads, inv_scale, norm = pending.waiting
-            self._waiting = ModelGrads(list(grads), list(grads.values()), inv_scale, FoundInf(), norm)
-        self._window = None if pending.window is None else _Window(*pending.window)
+        if pending.lazy is not None:
+            grads, inv_scale, norm = pending.lazy
+            self._lazy = ModelGrads(list(grads), list(grads.values()), inv_scale, FoundInf(), norm)
+        self._stack[:] = [] if pending.window is None else [pending.window]
 
     def materialize(self) -> None:
-        """Gradients that wait become ``master.grad``."""
-        if self._waiting is not None:
-            self._waiting.materialize()
-            self._waiting = None
+        """Lazy gradients become ``master.grad``."""
+        if self._lazy is not None:
+            self._lazy.materialize()
+            self._lazy = None
 
-    def drop_waiting(self) -> None:
-        if self._waiting is not None:
-            self._waiting.drop()
-            self._waiting = None
+    def _drop_lazy(self) -> None:
+        if self._lazy is not None:
+            self._lazy.drop()
+            self._lazy = None
 
     def drop_master_grads(self) -> None:
-        """Those that wait, too."""
-        self.drop_waiting()
+        """Lazy ones, too."""
+        self._drop_lazy()
         self._masters.drop_master_grads()
 
     def drop_incomplete(self) -> None:
         """Sums that an exception has left half made are worth nothing, and nobody is left to refuse them."""
-        if self.spoiled:
+        if self.incomplete:
             for p in self._leaves():
                 p.grad = None
             self.drop_master_grads()
             self.forget()
 
     def forget(self) -> None:
-        """What was set aside is gone: the user has zeroed the gradients."""
-        self._window = None
-        self.spoiled = False
-        self.drop_waiting()
-        for frame in self._frames:
-            frame.before.clear()
-            frame.copies.clear()
+        """The stash is gone: the user has zeroed the gradients."""
+        self.incomplete = self.stepped = False
+        self._drop_lazy()
+        if self.window is not None:
+            del self._stack[0]
+        for block in self._stack:
+            block.stash.clear()
+            if isinstance(block, Block) and block.copies is not None:
+                block.copies.clear()
 
     def drop_model_grads(self) -> None:
         for p, _ in self._masters.pairs:

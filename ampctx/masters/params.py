@@ -22,7 +22,7 @@ from ampctx._grad_mode import without_grad
 from ampctx.casts.arguments import LOW_PRECISION, ModelHook, Undo
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.kernels import foreach
-from ampctx.kernels.each import dtype_of, same, stored_grad, version_of
+from ampctx.kernels.each import dtype_of, stored_grad, version_of
 from ampctx.kernels.foreach import FoundInf
 from ampctx.kernels.sharding import groups_of, is_sharded, steps_a_partition
 from ampctx.masters.lazy_grads import MasterParam, declares
@@ -43,23 +43,12 @@ def _members(optimizer: Any) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-class _WriteCounts:
-    """What tells whether somebody has written to tensors since: their versions, and where their memory is."""
+# Of each tensor its id, its version and its address: what tells whether somebody has written to it since.
+WriteCounts = tuple[list[int], list[int], list[int]]
 
-    def __init__(self, params: list[Tensor]) -> None:
-        self._params = params
-        self._versions, self._addresses = list(map(version_of, params)), list(map(Tensor.data_ptr, params))
 
-    def changed(self, since: _WriteCounts) -> list[Tensor]:
-        """The tensors that both know, and that were written to."""
-        if same(self._params, since._params) and self._counts() == since._counts():
-            return []
-        former = {id(p): count for p, *count in zip(since._params, *since._counts(), strict=True)}
-        now = zip(self._params, *self._counts(), strict=True)
-        return [p for p, *count in now if former.get(id(p), count) != count]
-
-    def _counts(self) -> tuple[list[int], list[int]]:
-        return self._versions, self._addresses
+def _write_counts(params: list[Tensor]) -> WriteCounts:
+    return list(map(id, params)), list(map(version_of, params)), list(map(Tensor.data_ptr, params))
 
 
 class MasterParams:
@@ -109,7 +98,7 @@ class MasterParams:
         # What the groups held when they were last looked at.
         self._members: list[Tensor] = []
         # Of the 16-bit weights when they were made from their masters.
-        self._written = _WriteCounts([])
+        self._written = _write_counts([])
         # Names of parameters that have joined with a gradient, which was dropped: for somebody to tell the user.
         self.dropped_grads: list[str] = []
         self._may_disagree = True
@@ -182,6 +171,12 @@ class MasterParams:
             if p.grad is not None:
                 p.grad = None
                 self.dropped_grads.append(self._name_of(p))
+
+    def agrees_with(self, optimizer: Any) -> bool:
+        """Whether the groups hold what they held when they were last looked at, and nothing was unfrozen."""
+        members = [p for group in optimizer.param_groups for p in group["params"]]
+        alike = len(members) == len(self._members) and all(map(operator.is_, members, self._members))
+        return alike and not any(p.requires_grad for p in self._frozen)
 
     @without_grad
     def follow_groups(self, optimizer: Any, taken: Callable[[], Container[int]], drop_grads: bool) -> None:
@@ -312,7 +307,7 @@ class MasterParams:
     def model_changed(self) -> None:
         """Notes that model weights may have changed behind the masters."""
         self._may_disagree = True
-        self._written = _WriteCounts([])
+        self._written = _write_counts([])
 
     @without_grad
     def follow_model(self, settled: bool = False) -> None:
@@ -338,9 +333,9 @@ class MasterParams:
 
     def mark_written(self) -> None:
         """Notes that the 16-bit weights are what their masters round to."""
-        self._written = _WriteCounts([p for p, _ in self.pairs])
+        if self.pairs:
+            self._written = _write_counts([p for p, _ in self.pairs])
 
-    @without_grad
     def overwritten(self) -> list[str]:
         """Names of weights that somebody has changed in place, past the masters, since they were made from them.
 
@@ -348,11 +343,16 @@ class MasterParams:
         """
         if self._may_disagree:
             return []  # the masters are about to follow
-        changed = _WriteCounts([p for p, _ in self.pairs]).changed(self._written)
-        if not changed or (changed[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+        now = _write_counts([p for p, _ in self.pairs])
+        if now == self._written:
             return []
-        which = set(map(id, changed))
-        return [self._name_of(p) for p, m in self.pairs if id(p) in which and not torch.equal(m.to(p.dtype), p)]
+        former = {i: count for i, *count in zip(*self._written, strict=True)}
+        changed = {i for i, *count in zip(*now, strict=True) if former.get(i, count) != count}
+        pairs = [(p, master) for p, master in self.pairs if id(p) in changed]
+        if pairs and pairs[0][0].is_cuda and torch.cuda.is_current_stream_capturing():
+            return []
+        with torch.no_grad():
+            return [self._name_of(p) for p, master in pairs if not torch.equal(master.to(p.dtype), p)]
 
     def drop_master_grads(self) -> None:
         """Of the gradients of masters, those that are tensors become None."""

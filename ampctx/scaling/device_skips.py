@@ -16,7 +16,8 @@ from ampctx.kernels.foreach import move
 from ampctx.masters.lazy_grads import declares
 from ampctx.scaling.loss_scale import LossScale
 
-Verdicts = dict[int, tuple[LossScale, Tensor]]
+# Per loss id, its scale and a 0-d flag.
+Flags = dict[int, tuple[LossScale, Tensor]]
 
 
 class DeviceSkips:
@@ -44,7 +45,7 @@ class DeviceSkips:
         self._reported_of_loss: dict[int, float] = {}
         self._copy: _Copy | None = None
 
-    def count(self, found_inf: Tensor, verdicts: Verdicts) -> None:
+    def count(self, found_inf: Tensor, flags: Flags) -> None:
         """Adds the outcome of a step: a 0-d flag, and those of the losses it came from. No host sync."""
         if self._skipped is None:
             self._skipped = torch.zeros_like(found_inf)
@@ -54,7 +55,7 @@ class DeviceSkips:
             if self._streak is None:
                 self._streak = torch.full_like(self._skipped, self.in_a_row)
             self._streak.add_(1).mul_(flag)
-        for loss_id, (scale, flag) in verdicts.items():
+        for loss_id, (scale, flag) in flags.items():
             if loss_id not in self._of_loss or self._of_loss[loss_id][0] is not scale:
                 self._of_loss[loss_id] = (scale, torch.zeros_like(self._skipped))
                 self._reported_of_loss[loss_id] = 0.0
@@ -137,9 +138,9 @@ class _Copy:
         return self._host.tolist()
 
 
-def is_capturing(device: torch.device) -> bool:
+def is_capturing(device: torch.device | None) -> bool:
     """Whether what runs on the device goes into a CUDA graph, where nothing can be read."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return device is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def skips_by_itself(optimizer: Any, before_backward: bool = False) -> bool:

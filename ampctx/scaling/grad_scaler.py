@@ -11,8 +11,8 @@ import logging
 import math
 import warnings
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from itertools import repeat
 from typing import Any
 
@@ -24,18 +24,19 @@ from ampctx._errors import AmpAssertionError, AmpError, AmpTypeError, AmpValueEr
 from ampctx.distributed import check_process_group
 from ampctx.kernels import foreach
 from ampctx.kernels.each import all_none, device_of, dtype_of, grad_of, layout_of
-from ampctx.kernels.foreach import FoundInf, PerDevice, move
+from ampctx.kernels.foreach import FoundInf, PerDevice, join_flags, move
 from ampctx.kernels.sharding import groups_of, place_grads
 from ampctx.masters.clip import norm_before_clipping, strided_grad
 from ampctx.masters.lazy_grads import declares
 from ampctx.scaling import formats
-from ampctx.scaling.device_skips import DeviceSkips, is_capturing, skips_by_itself
+from ampctx.scaling.device_skips import Flags, skips_by_itself
 from ampctx.scaling.formats import plain
 from ampctx.scaling.fused_layouts import align_gradients
+from ampctx.scaling.guarded_step import GuardedStep, Known, Overflowed, overflowed
 from ampctx.scaling.history import DEFAULT_LENGTH, History, StepHistory, check_length
 from ampctx.scaling.loss_scale import LossScale, check_backoff_factor, check_bounds, check_count, check_growth_factor
 from ampctx.scaling.outcome import Culprits, Names, StepOutcome, culprits_among
-from ampctx.scaling.stall import StallGuard, check_limit
+from ampctx.scaling.stall import check_limit
 
 logger = logging.getLogger("ampctx")
 
@@ -58,25 +59,6 @@ def _would_ignore_the_flag(optimizer: Any) -> bool:
     return getattr(step, "__module__", "").startswith("torch.optim.") and not skips_by_itself(optimizer)
 
 
-class _Steps:
-    """What a scaler knows of the steps of one optimizer."""
-
-    def __init__(self, limit: int | None, history_length: int) -> None:
-        self.outcome: StepOutcome | None = None
-        self.history = StepHistory(history_length)
-        self.told_of_no_gradients = False
-        history: deque[tuple[int, float]] = deque(maxlen=16)
-        self.skips = DeviceSkips(
-            lambda before, now, losses: history.extend((i, value) for i, _, value in losses), in_a_row=limit is not None
-        )
-        self.guard = StallGuard(limit, self.skips, history)
-
-    def record(self, device: torch.device) -> None:
-        """Adds the outcome of the latest step, on ``device``, to the history. No host sync."""
-        if self.outcome is not None and not is_capturing(device):
-            self.history.add(self.outcome)
-
-
 def _params(optimizer: Any) -> list[Any]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
@@ -88,6 +70,10 @@ def _gradients(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _culprits(optimizer: Any) -> Culprits:
     return culprits_among(_gradients(optimizer), lambda: Names().of(optimizer))
+
+
+# What a pickle leaves behind: what became of steps.
+_NOT_SAVED = ("_steps", "_told_of_no_gradients", "_epoch")
 
 
 class _Untouched:
@@ -102,15 +88,6 @@ class _Untouched:
             reference() is grad and version == grad._version
             for grad, (reference, version) in zip(grads, self._grads, strict=True)
         )
-
-
-def _joined(flags: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The maximum of one-element flags, 0-d on ``device``; 0.0 when there is none."""
-    moved = [move(flag, device).reshape(()) for flag in flags]
-    result = moved[0] if moved else torch.zeros((), dtype=torch.float32, device=device)
-    for flag in moved[1:]:
-        result = torch.maximum(result, flag)
-    return result
 
 
 def _flags(grads: Iterable[Tensor], found_inf: Tensor) -> FoundInf:
@@ -215,7 +192,9 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(_fresh_optimizer_state)
 
     def _forget_steps(self) -> None:
-        self._steps: MutableMapping[Any, _Steps] = weakref.WeakKeyDictionary()
+        self._steps: MutableMapping[Any, GuardedStep] = weakref.WeakKeyDictionary()
+        # Optimizers that were told that there are no gradients.
+        self._told_of_no_gradients: weakref.WeakSet[Any] = weakref.WeakSet()
         # Counts what may change the gradients that a step leaves behind.
         self._epoch = 0
 
@@ -352,7 +331,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._loss_scale is None or not self._loss_scale.groups_with(of_meshes):
             return flags
         at = self._scale.device
-        joined = self._loss_scale.agreed(_joined(flags.values(), at), of_meshes)
+        joined = self._loss_scale.agreed(join_flags(flags.values(), at), of_meshes)
         return {device: move(joined, device) for device in flags or [at]}
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
@@ -395,24 +374,26 @@ class GradScaler(torch.amp.GradScaler):
         steps = self._steps_of(optimizer)
         if state["stage"] is OptState.UNSCALED:
             self._refuse_joined(optimizer, state)
-        self._tell_of_no_gradients(optimizer, steps)
+        self._tell_of_no_gradients(optimizer)
+        result = None
+        # None: the device decides, or a framework's own _maybe_opt_step.
+        losses: Overflowed | None
         try:
             if declares(optimizer, "_step_supports_amp_scaling") and not _would_ignore_the_flag(optimizer):
-                if self._is_one_too_many(optimizer, state, steps):
-                    state["stage"] = OptState.STEPPED
-                    self._conclude(optimizer, state, steps, skipped=True)
-                    return None
-                result = self._step_on_device(optimizer, state, *args, **kwargs)
+                losses = steps.overflowed_instead_of_device(lambda: self._found_inf(optimizer, state)) or None
+                if losses is None:
+                    result = self._step_on_device(optimizer, state, *args, **kwargs)
             else:
                 if state["stage"] is OptState.READY:
                     self.unscale_(optimizer)
                 result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+                losses = state.pop("overflowed", None)
         except BaseException:
             state["interrupted"] = _Untouched(optimizer)
             raise
         state.pop("interrupted", None)
         state["stage"] = OptState.STEPPED
-        self._conclude(optimizer, state, steps, state.pop("skipped", None))
+        self._record(optimizer, state, steps, losses)
         return result
 
     @staticmethod
@@ -429,10 +410,9 @@ class GradScaler(torch.amp.GradScaler):
                         "this gradient to None."
                     )
 
-    @staticmethod
-    def _tell_of_no_gradients(optimizer: Any, steps: _Steps) -> None:
-        if not steps.told_of_no_gradients and all_none(map(grad_of, _params(optimizer))):
-            steps.told_of_no_gradients = True
+    def _tell_of_no_gradients(self, optimizer: Any) -> None:
+        if all_none(map(grad_of, _params(optimizer))) and optimizer not in self._told_of_no_gradients:
+            self._told_of_no_gradients.add(optimizer)
             logger.warning("%s.step() changes nothing: none of its parameters has a gradient", type(optimizer).__name__)
 
     def outcome(self, optimizer: torch.optim.Optimizer) -> StepOutcome | None:
@@ -466,56 +446,47 @@ class GradScaler(torch.amp.GradScaler):
         steps = None if optimizer is None else self._steps.get(optimizer)
         return (StepHistory(0) if steps is None else steps.history).lists(last)
 
-    def _steps_of(self, optimizer: Any) -> _Steps:
-        if optimizer not in self._steps:
-            self._steps[optimizer] = _Steps(self._max_consecutive_skips, self._history_length)
-        return self._steps[optimizer]
+    def _steps_of(self, optimizer: Any) -> GuardedStep:
+        steps = self._steps.get(optimizer)
+        if steps is None:
+            steps = self._steps[optimizer] = GuardedStep(self._max_consecutive_skips, self._history_length)
+        return steps
 
-    def _is_one_too_many(self, optimizer: Any, state: dict[str, Any], steps: _Steps) -> bool:
-        """Decides here instead of on the device, once so many skips in a row are known that one more is too many."""
-        if not steps.guard.suspects():
-            return False
+    def _found_inf(self, optimizer: Any, state: dict[str, Any]) -> Flags:
+        """The flag of the gradients, which are checked now if they were not."""
         if state["stage"] is OptState.READY:
             self._check_inf_per_device(optimizer)
-        flags = list(state["found_inf_per_device"].values())
-        if flags and _joined(flags, flags[0].device).item() != 0.0:
-            return True
-        steps.guard.stepped()
-        return False
+        return self._flags_in(state)
 
-    def _conclude(self, optimizer: Any, state: dict[str, Any], steps: _Steps, skipped: bool | None) -> None:
-        """Makes the outcome of a step. ``skipped``: None where the device has decided."""
+    def _flags_in(self, state: dict[str, Any]) -> Flags:
         assert self._loss_scale is not None
-        scales = {0: self._loss_scale.scale_on(self._loss_scale.scale.device)}  # type: ignore[union-attr]
-        norm = norm_before_clipping(grad for _, grad in _gradients(optimizer))
-        if skipped is None:
-            found_inf = _joined(state["found_inf_per_device"].values(), scales[0].device)
-            steps.outcome = StepOutcome(
-                {0: found_inf}, scales=scales, grad_norm=norm, culprits=self._later_culprits(optimizer)
-            )
-            steps.record(scales[0].device)
-            if steps.guard.limit is not None:
-                flag = found_inf.ne(0).float()
-                steps.skips.count(flag, {0: (self._loss_scale, flag)})
-                steps.skips.poll()
-            return
-        culprits = _culprits(optimizer) if skipped else ()
-        outcome = StepOutcome([0] if skipped else [], scales=scales, grad_norm=norm, culprits=culprits)
-        steps.outcome = outcome
-        steps.record(scales[0].device)
-        if not skipped:
-            steps.guard.stepped()
-            return
-        if steps.guard.limit is not None:
-            steps.guard.history.append((0, self._loss_scale.value()))
-        if (error := steps.guard.skipped(optimizer, outcome)) is not None:
-            raise error
+        flags = list(state["found_inf_per_device"].values())
+        return {0: (self._loss_scale, join_flags(flags, flags[0].device))} if flags else {}
 
-    def _later_culprits(self, optimizer: Any) -> Any:
+    def _record(self, optimizer: Any, state: dict[str, Any], steps: GuardedStep, losses: Overflowed | None) -> None:
+        """Tells what became of a step. ``losses``: those that overflowed; None where the device has decided."""
+        assert self._loss_scale is not None
+        assert self._loss_scale.scale is not None
+        device = self._loss_scale.scale.device
+        scales = {0: self._loss_scale.scale_on(device)}
+        known = Known(scales, norm_before_clipping(grad for _, grad in _gradients(optimizer)))
+        if losses is None:
+            found_inf = join_flags(state["found_inf_per_device"].values(), device)
+            if self._max_consecutive_skips is not None:
+                found_inf = found_inf.ne(0).float()  # for counting; a sum over ranks may be more than 1
+            flags = {0: (self._loss_scale, found_inf)}
+            outcome = steps.left_to_device(optimizer, flags, known, found_inf, tuple, self._later(optimizer))
+            steps.conclude(optimizer, outcome)
+        elif losses:
+            steps.skipped(optimizer, losses, known, _culprits(optimizer))
+        else:
+            steps.stepped(optimizer, known)
+
+    def _later(self, optimizer: Any) -> Callable[[int], Culprits | None]:
         """Looks through the gradients as long as they can be those of this step."""
         scaler, stepped, epoch = weakref.ref(self), weakref.ref(optimizer), self._epoch
 
-        def later() -> Culprits | None:
+        def later(_: int) -> Culprits | None:
             if (alive := scaler()) is None or alive._epoch != epoch or (optimizer := stepped()) is None:
                 return None
             return _culprits(optimizer) or None
@@ -534,14 +505,8 @@ class GradScaler(torch.amp.GradScaler):
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        flags = list(optimizer_state["found_inf_per_device"].values())
-        optimizer_state["skipped"] = bool(flags) and _joined(flags, flags[0].device).item() != 0.0
-        if optimizer_state["skipped"]:
-            # torch's LR schedulers warn when they are stepped first; a skipped step was asked for in the right order.
-            # The name is private to torch.optim.lr_scheduler and guarded by a test.
-            optimizer._opt_called = True  # type: ignore[attr-defined]
-            return None
-        return optimizer.step(*args, **kwargs)
+        optimizer_state["overflowed"] = overflowed(self._flags_in(optimizer_state))
+        return None if optimizer_state["overflowed"] else optimizer.step(*args, **kwargs)
 
     def _step_on_device(self, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """The step of an optimizer that unscales and skips by itself."""
@@ -563,7 +528,7 @@ class GradScaler(torch.amp.GradScaler):
         else:
             optimizer.grad_scale = given
         # torch's fused CPU kernels compare with 1: a flag that was summed over ranks must not pass.
-        optimizer.found_inf = _joined(state["found_inf_per_device"].values(), scale.device).ne(0).float()
+        optimizer.found_inf = join_flags(state["found_inf_per_device"].values(), scale.device).ne(0).float()
         try:
             return optimizer.step(*args, **kwargs)
         finally:
@@ -593,7 +558,7 @@ class GradScaler(torch.amp.GradScaler):
             states = self._per_optimizer_states.values()
             flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
             if flags:
-                self._loss_scale.update(_joined(flags, scale.device))
+                self._loss_scale.update(join_flags(flags, scale.device))
             elif not any(state["stage"] is OptState.STEPPED for state in states):
                 raise AmpAssertionError("No inf checks were recorded prior to update. Call step(optimizer) first.")
         else:
@@ -717,7 +682,7 @@ class GradScaler(torch.amp.GradScaler):
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
                 "scaler.update()."
             )
-        return {name: value for name, value in self.__dict__.items() if name not in ("_steps", "_epoch")}
+        return {name: value for name, value in self.__dict__.items() if name not in _NOT_SAVED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._forget_steps()

@@ -20,7 +20,7 @@ from ampctx._compiling import outside_of_graphs
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.distributed import maximum_over_ranks
 from ampctx.kernels import ops
-from ampctx.kernels.foreach import PerDevice, move
+from ampctx.kernels.foreach import Factor, PerDevice, move
 
 _FP32 = torch.finfo(torch.float32)
 # As it is in torch: a user may register casts for the name.
@@ -132,7 +132,6 @@ class LossScale:
         self.scale: Tensor | None = None
         self.growth_tracker: Tensor | None = None
         self.hysteresis_tracker: Tensor | None = None
-        self.version = 0
         # One at most. Told of each verdict on gradients of this loss by ``observer.judged(flag)``.
         self.observer: Any = None
         # Ranks whose verdicts are one; None: this rank alone.
@@ -205,6 +204,17 @@ class LossScale:
             one = torch.tensor(1.0, dtype=torch.float32, device="cpu")
             self._inverse = PerDevice(_divide(one, self.scale))
         return self._inverse
+
+    def factors(self, device: torch.device, fresh: bool) -> tuple[Factor, Factor]:
+        """What a block multiplies its loss by, and its gradients at the end: copies that later updates leave alone.
+
+        ``fresh``: see ``forget_copies``. No host sync.
+        """
+        if not self.dynamic and self.init_scale == 1.0:
+            return 1.0, 1.0
+        if fresh:
+            self.forget_copies()
+        return PerDevice(self.scale_on(device)), self.inv_scale()
 
     def tell(self, found_inf: Tensor) -> None:
         """Hands a one-element flag, the verdict on gradients of this loss, to the observer. No host sync."""
@@ -335,7 +345,6 @@ class LossScale:
         return self.scale, self.growth_tracker, self.hysteresis_tracker
 
     def _moved(self) -> None:
-        self.version += 1
         self._copies = self._inverse = None
 
     def __getstate__(self) -> dict[str, Any]:

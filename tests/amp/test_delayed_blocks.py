@@ -8,6 +8,7 @@ from models import LEVELS, assert_unchanged, snapshot
 from probe import START, Probe, backward, grads, overflow, probe, scale_value
 
 from ampctx import AmpError
+from ampctx.scaling.guarded_step import overflowed
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -131,7 +132,7 @@ def test_a_failure_while_a_step_unscales_a_delayed_block(session, level, monkeyp
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("ampctx.foreach.scale", fail)
+        patch.setattr("ampctx.kernels.foreach.scale", fail)
         with pytest.raises(MemoryError):
             optimizer.step()
     optimizer.zero_grad()
@@ -152,7 +153,7 @@ def test_gradients_declared_scaled(session, level):
     for by_block in (True, False):
         (model.loss(1.0) * START).backward()
         scale.scale_on("cpu")
-        binding.declare_scaled(0, scale, scale.inv_scale())
+        binding.gradients.declare_scaled(scale.inv_scale(), (0, scale))
         if by_block:
             backward(session, model, optimizer, 1.0)
         before = [w.clone() for w in session.master_params(optimizer)]
@@ -174,21 +175,21 @@ def test_a_window_dropped(session, level):
     model.loss(float("inf")).backward()
     binding.gradients.drop_window()
     assert all(torch.equal(g, torch.full_like(g, 3.0)) for g in grads(optimizer))
-    assert not binding.gradients.has_window
+    assert binding.gradients.window is None
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_verdict_taken(session, level):
     """The next step is taken whatever it was, and the scale is left to the taker."""
     model, optimizer = probe(session, level, n_losses=2)
-    assert session.take_verdict(session.loss_scales[0]) is None
+    assert session._take_deferred(session.loss_scales[0]) is None
     overflow(session, model, optimizer, delay_overflow_check=True)
-    assert session._bindings[optimizer].overflowed()
-    assert session.take_verdict(session.loss_scales[1]) is None
-    assert session._bindings[optimizer].overflowed()
-    assert session.take_verdict(session.loss_scales[0]).item() == 1.0
-    assert not session._bindings[optimizer].overflowed()
-    assert session.take_verdict(session.loss_scales[0]) is None
+    assert overflowed(session._bindings[optimizer].flags.by_loss)
+    assert session._take_deferred(session.loss_scales[1]) is None
+    assert overflowed(session._bindings[optimizer].flags.by_loss)
+    assert session._take_deferred(session.loss_scales[0]).item() == 1.0
+    assert not overflowed(session._bindings[optimizer].flags.by_loss)
+    assert session._take_deferred(session.loss_scales[0]) is None
     optimizer.zero_grad()
     backward(session, model, optimizer, 1.0)
     assert scale_value(session) == START

@@ -84,9 +84,7 @@ def test_hysteresis_waits_for_overflows_in_a_row():
 
 def test_static_scale_stays_and_counts_clean_updates():
     scale = LossScale(128.0, dynamic=False)
-    version = scale.version
     assert after(scale, [0, 1, 0]) == [(128, 1), (128, 1), (128, 2)]
-    assert scale.version == version
 
 
 # --- state on the device -------------------------------------------------------------------------------------------
@@ -145,19 +143,6 @@ def test_inverse_before_a_device_is_known_is_an_error():
         dynamic().inv_scale()
 
 
-def test_version_moves_with_the_scale():
-    scale = dynamic()
-    versions = [scale.version]
-    for change in (
-        lambda: scale.update(CLEAN),
-        lambda: scale.set(2.0),
-        lambda: scale.load_state_dict(scale.state_dict()),
-    ):
-        change()
-        versions.append(scale.version)
-    assert len(set(versions)) == 4
-
-
 @pytest.mark.parametrize("is_dynamic", [True, False], ids=["dynamic", "static"])
 def test_no_host_read_in_a_training_step(is_dynamic):
     scale = LossScale(8.0, dynamic=is_dynamic)
@@ -166,7 +151,7 @@ def test_no_host_read_in_a_training_step(is_dynamic):
             scale.scale_on("cpu")
             scale.inv_scale()
             scale.update(CLEAN)
-            _ = scale.is_identity, scale.version
+            _ = scale.is_identity
     assert reads.count == 0
 
 

@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ampctx import clip_grad_norm_, ops, optimizers
+from ampctx import clip_grad_norm_, optimizers
 from ampctx.amp import AmpSession, GradScaler
+from ampctx.kernels import ops, reference_steps
 from ampctx.kernels import reference as _reference
-from ampctx.kernels import reference_steps
 
 DEVICE = torch.device("meta")
 

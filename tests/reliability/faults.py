@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import ampctx
-from ampctx import ops
+from ampctx.kernels import ops
 
 PACKAGE = str(Path(ampctx.__file__).parent)
 

@@ -181,7 +181,7 @@ def test_what_was_accumulated_before_is_kept_or_refused(train, level, kind, dela
                 training.block(2)
         except torch.OutOfMemoryError:
             after = [None if p.grad is None else p.grad.clone() for p in training.model.parameters()]
-            if training.session._bindings[training.optimizer].gradients.spoiled:
+            if training.session._bindings[training.optimizer].gradients.incomplete:
                 outcomes.add("refused")
                 with pytest.raises(AmpError, match="call optimizer.zero_grad\\(\\) and start"):
                     training.optimizer.step()

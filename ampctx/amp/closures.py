@@ -1,0 +1,143 @@
+"""Steps that evaluate the model: ``optimizer.step(closure)``, and the two steps of SAM.
+
+An optimizer with a closure may move before an evaluation overflows. Everything is put back then, and the step counts as
+skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ampctx.scaling.guarded_step import Overflowed, overflowed
+from ampctx.scaling.undo import snapshot
+
+if TYPE_CHECKING:
+    from ampctx.amp.binding import OptimizerBinding
+
+
+class _OverflowInClosure(Exception):
+    """Leaves ``optimizer.step(closure)`` from inside the closure, before the optimizer has seen the gradients."""
+
+
+def step(binding: OptimizerBinding, original: Callable, closure: Callable, args: tuple, kwargs: dict) -> Any:
+    """``optimizer.step(closure)``, by whoever decides."""
+    if binding.is_left_to_device(before_backward=True):
+        return _step_on_device(binding, original, closure, args, kwargs)
+    return _step_on_host(binding, original, closure, args, kwargs)
+
+
+def _step_on_device(binding: OptimizerBinding, original: Callable, closure: Callable, args: tuple, kwargs: dict) -> Any:
+    former = vars(binding.optimizer).get("found_inf")
+
+    def evaluate() -> Any:
+        with binding.casts.resumed():
+            loss = closure()
+        binding.check_gradients()
+        if losses := binding.steps.overflowed_instead_of_device(binding.take_flags):
+            binding.skip(losses)  # one too many in a row: raises
+        binding.offer(former)
+        return loss
+
+    return binding.step_on_device(original, evaluate, args, kwargs)
+
+
+def _step_on_host(binding: OptimizerBinding, original: Callable, closure: Callable, args: tuple, kwargs: dict) -> Any:
+    """For an optimizer that may evaluate the closure more than once, and move in between."""
+    binding.check_gradients(before_closure=True)  # gradients from before are part of the step, as in SAM
+    if losses := overflowed(binding.take_flags()):
+        return binding.skip(losses)
+    found: Overflowed = []
+    evaluated = False
+
+    def evaluate() -> Any:
+        nonlocal evaluated
+        binding.masters.copy_to_model()
+        if evaluated:
+            # The optimizer has read them. A closure may zero gradients through the model, which has none of these.
+            binding.gradients.drop_master_grads()
+        evaluated = True
+        with binding.casts.resumed():
+            loss = closure()
+        binding.check_gradients()
+        found.extend(overflowed(binding.take_flags()))
+        if found:
+            raise _OverflowInClosure
+        return loss
+
+    restore = snapshot(binding.optimizer)
+    try:
+        with binding.stepping():
+            result = original(evaluate, *args, **kwargs)
+    except BaseException as error:
+        restore()
+        binding.masters.copy_to_model()
+        if not isinstance(error, _OverflowInClosure):
+            raise
+        return binding.skip(found)
+    binding.masters.copy_to_model()
+    binding.let_through()
+    return result
+
+
+def first_step(binding: OptimizerBinding, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """SAM's step uphill, called by the user: the model goes along. Skipped where its gradients overflowed."""
+    if not binding.is_stepped_by_user:
+        return original(*args, **kwargs)
+    losses = _begin(binding, "first_step")
+    if losses:
+        binding.skip(losses)
+        binding.move_on("first_step skipped")
+        _zero_if_asked(binding, args, kwargs)
+        return None
+    binding.way_back = restore = snapshot(binding.optimizer, wrapped_too=False)
+    try:
+        with binding.stepping():
+            result = original(*args, **kwargs)
+    except BaseException:
+        binding.way_back = None
+        binding.move_on("first_step raised")
+        restore()
+        raise
+    binding.masters.copy_to_model()
+    binding.gradients.drop_master_grads()
+    binding.move_on("first_step")
+    return result
+
+
+def second_step(binding: OptimizerBinding, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """SAM's way back and its step. After an overflow in either backward the weights are those from before both."""
+    if not binding.is_stepped_by_user:
+        return original(*args, **kwargs)
+    was_skipped = binding.is_first_step_skipped
+    losses = _begin(binding, "second_step")
+    binding.move_on("second_step")
+    if was_skipped:
+        binding.gradients.drop_master_grads()  # this step has been counted as skipped
+    elif losses:
+        binding.take_first_step_back()
+        binding.skip(losses)
+    else:
+        binding.way_back = None
+        try:
+            with binding.stepping():
+                result = original(*args, **kwargs)
+        finally:
+            binding.masters.copy_to_model()
+        binding.let_through()
+        return result
+    _zero_if_asked(binding, args, kwargs)
+    return None
+
+
+def _begin(binding: OptimizerBinding, name: str) -> Overflowed:
+    binding.refuse(name, f"optimizer.{name}()")
+    binding.steps.epoch += 1
+    binding.check_gradients()
+    return overflowed(binding.take_flags())
+
+
+def _zero_if_asked(binding: OptimizerBinding, args: tuple, kwargs: dict) -> None:
+    """SAM's ``first_step(zero_grad=True)``."""
+    if args[0] if args else kwargs.get("zero_grad", False):
+        binding.optimizer.zero_grad()

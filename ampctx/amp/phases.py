@@ -1,0 +1,116 @@
+"""The life of one optimizer under amp, as a table: what may happen when, and what it leads to.
+
+Two regions and a mark. ``masters.gradients.Phase`` tells what is in ``.grad``: IDLE, OPEN (blocks are open) or WINDOW
+(scaled gradients of delayed blocks). ``Step`` tells where the optimizer is. Gradients are *incomplete* where an
+exception came while they were added up. The binding looks an event up before it happens, and moves on by it after.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from ampctx.masters.gradients import Phase
+
+
+class Step(Enum):
+    READY = "between steps"
+    STEPPING = "the optimizer's own code runs"
+    PERTURBED = "between first_step and second_step of SAM"
+    SKIPPED = "first_step was skipped, and second_step is to come"
+    RELEASED = "not under amp any more"
+
+
+class Blocks(Enum):
+    """What an event does to the stack of open blocks, whose lowest may be a window."""
+
+    KEEP = "nothing"
+    PUSH = "a block begins"
+    POP = "the latest ends; with the last one, the window ends as well"
+    DELAY = "the only one becomes a window"
+    UNDO = "the latest ends as if it had not begun; the window stays"
+    CLEAR = "the window ends"
+
+
+class Mark(Enum):
+    """What incomplete gradients mean for an event."""
+
+    REFUSED = "it is refused"
+    STAYS = "they stay incomplete"
+    BEGINS = "it makes them so"
+    ENDS = "it ends them"
+
+
+class Row(NamedTuple):
+    """An event. ``gradients``, ``steps``: where it may happen, and is not refused. ``steps`` leads to what follows."""
+
+    gradients: tuple[Phase, ...]
+    blocks: Blocks
+    steps: dict[Step, Step]
+    incomplete: Mark
+
+
+_ANY = tuple(Phase)
+_BETWEEN = (Phase.IDLE, Phase.WINDOW)
+_OPEN = (Phase.OPEN,)
+
+READY, STEPPING, PERTURBED, SKIPPED, RELEASED = Step
+_BETWEEN_STEPS = {READY: READY, PERTURBED: PERTURBED, SKIPPED: SKIPPED}
+# A closure of a step may open blocks, too.
+_STAYS = {**_BETWEEN_STEPS, STEPPING: STEPPING}
+
+TABLE = {
+    # scale_loss. A block inside of another one may begin on incomplete gradients.
+    "enter": Row(_BETWEEN, Blocks.PUSH, _STAYS, Mark.REFUSED),
+    "enter nested": Row(_OPEN, Blocks.PUSH, _STAYS, Mark.STAYS),
+    "exit": Row(_OPEN, Blocks.POP, _STAYS, Mark.STAYS),
+    "exit delayed": Row(_OPEN, Blocks.DELAY, _STAYS, Mark.STAYS),
+    "exit raised": Row(_OPEN, Blocks.UNDO, {**_STAYS, PERTURBED: READY}, Mark.STAYS),
+    # An exception while gradients are added up: an interrupt, say, or memory that is not there.
+    "exit interrupted": Row(_OPEN, Blocks.UNDO, {**_STAYS, PERTURBED: READY}, Mark.BEGINS),
+    # Steps, whether they are taken or skipped.
+    "step": Row(_BETWEEN, Blocks.CLEAR, _BETWEEN_STEPS, Mark.REFUSED),
+    "first_step": Row(_BETWEEN, Blocks.CLEAR, {READY: PERTURBED, SKIPPED: PERTURBED}, Mark.REFUSED),
+    "first_step skipped": Row(_BETWEEN, Blocks.CLEAR, {READY: SKIPPED, SKIPPED: SKIPPED}, Mark.REFUSED),
+    "first_step raised": Row(_BETWEEN, Blocks.CLEAR, {READY: READY, SKIPPED: READY}, Mark.REFUSED),
+    "second_step": Row(_BETWEEN, Blocks.CLEAR, dict.fromkeys(_BETWEEN_STEPS, READY), Mark.REFUSED),
+    # What else a user calls.
+    "zero_grad": Row(_ANY, Blocks.CLEAR, _STAYS, Mark.ENDS),
+    "master_params": Row(_ANY, Blocks.KEEP, _STAYS, Mark.STAYS),
+    "add_param_group": Row(_ANY, Blocks.KEEP, _STAYS, Mark.STAYS),
+    "save": Row(_BETWEEN, Blocks.KEEP, {READY: READY, SKIPPED: SKIPPED}, Mark.STAYS),
+    "save gradients": Row(_BETWEEN, Blocks.KEEP, {READY: READY, SKIPPED: SKIPPED}, Mark.REFUSED),
+    "load": Row(_BETWEEN, Blocks.CLEAR, dict.fromkeys(_BETWEEN_STEPS, READY), Mark.ENDS),
+    "reset": Row(_BETWEEN, Blocks.CLEAR, dict.fromkeys(_BETWEEN_STEPS, RELEASED), Mark.ENDS),
+}
+
+# Why, to follow the name of the call.
+_IN_BLOCK = "was called inside a scale_loss block, where gradients are scaled: leave the block first"
+_STATE_IN_BLOCK = "was called inside a scale_loss block: leave the block first"
+_INCOMPLETE = (
+    "was called after an exception at the end of a scale_loss block, which came while gradients were being added up: "
+    "call optimizer.zero_grad() and start this step's gradients anew"
+)
+_CLIMBS_AGAIN = (
+    "was called a second time. The weights are perturbed by the first one, and where they came from would be "
+    "forgotten. Call optimizer.second_step() first: after optimizer.zero_grad() it only takes the weights back."
+)
+_STATE_PERTURBED = (
+    "was called between first_step() and second_step(). The weights are perturbed. Save after second_step()."
+)
+_STATE_STEPPING = "was called while optimizer.step() runs. Call it after the step."
+
+
+def refusal(event: str, gradients: Phase, step: Step, incomplete: bool) -> str | None:
+    """Why an event is refused where things are so; None: it is not."""
+    row = TABLE[event]
+    of_state = event in ("save", "save gradients", "load", "reset")
+    if gradients not in row.gradients:
+        return _STATE_IN_BLOCK if of_state else _IN_BLOCK
+    if incomplete and row.incomplete is Mark.REFUSED:
+        return _INCOMPLETE
+    if step in row.steps:
+        return None
+    if not of_state:
+        return _CLIMBS_AGAIN
+    return _STATE_PERTURBED if step is PERTURBED else _STATE_STEPPING
