@@ -75,7 +75,7 @@ def shape_of(model, optimizer):
 
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("level", LEVELS)
-def test_fifty_rounds_leave_everything_as_it_was(level, name):
+def test_init_reset_rounds_leave_nothing(level, name):
     session = AmpSession()
     model = mlp()
     optimizer = MAKE[name](model.parameters())
