@@ -94,7 +94,7 @@ def main() -> int:
     env = environment()
     check_that_it_would_report(env)
     tested, fuzzed = BUILD / "tests.xml", BUILD / "fuzz.json"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", LEFT_OUT]
+    command = [sys.executable, "-m", "pytest", "-q", "--full", "-p", "no:cacheprovider", "-k", LEFT_OUT]
     command += ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), f"--junitxml={tested}"]
     command.append("--capture=sys")  # a report is written to the file descriptor, by a process that then ends
     given = [str(ROOT / a) if (ROOT / a.partition("::")[0]).exists() else a for a in rest or TESTS]
