@@ -1,4 +1,4 @@
-# make demo   trains a real model in mixed precision          make test    runs the tests
+# make demo   trains a real model in mixed precision          make test    runs the tests, make test-all all of them
 # Both make their own .venv, take a torch that is there or install one, and build the extension. Nothing else to set up.
 
 TORCH  ?= torch==2.13.0
@@ -13,17 +13,27 @@ FORMATTED = $$(git ls-files 'csrc/*' 'tests/cuda_emulation/*.h' 'tests/cuda_emul
 # The cuobjdump of a CUDA toolkit; where there is none, it is installed into .venv.
 CUOBJDUMP  := $(or $(wildcard $(CUDA_HOME)/bin/cuobjdump /usr/local/cuda/bin/cuobjdump),$(shell command -v cuobjdump))
 CUDA_TOOLS := $(VENV)/$(if $(CUOBJDUMP),built,cuda-tools).done
+PYTEST  := OMP_NUM_THREADS=1 AMPCTX_REQUIRE_EXTENSION=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile
 PIP     := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-ptx clients test-clients sanitize test-hard lint format docs bench machine-code abi-check gpu-check clean
+.PHONY: demo test test-all test-faults test-ptx clients test-clients sanitize test-hard lint format docs bench machine-code abi-check gpu-check clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/examples.done
 	$(PY) examples/digits.py $(ARGS)
 
-# One worker for each core, a file of tests at a time; WORKERS=0 runs them in this process.
+# For each change: long tests in a reduced form. One worker for each core, a file of tests at a time; WORKERS=0 runs
+# them in this process.
 test: $(VENV)/test.done
-	OMP_NUM_THREADS=1 AMPCTX_REQUIRE_EXTENSION=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(PYTEST) $(ARGS)
+
+# All cases of all tests.
+test-all: $(VENV)/test.done
+	$(PYTEST) --full $(ARGS)
+
+# Plants faults in copies of the tree: the tests of `make test` have to notice each.
+test-faults: $(VENV)/test.done
+	$(PY) tests/planted_faults.py $(ARGS)
 
 # The PTX inside the built library, executed on the CPU. Skipped without nvcc.
 test-ptx: $(VENV)/test.done $(CUDA_TOOLS)
@@ -42,7 +52,7 @@ sanitize: $(VENV)/test.done
 # What takes too long for each change: the sanitizers, minutes of wrong calls, many more examples for the properties.
 test-hard: sanitize
 	$(PY) tests/reliability/fuzz_ops.py --seconds 300 --seed $$(date +%s)
-	AMPCTX_HYPOTHESIS_EXAMPLES=1000 $(PY) -m pytest -q tests/ops/test_op_properties.py
+	AMPCTX_HYPOTHESIS_EXAMPLES=1000 $(PY) -m pytest -q --full tests/ops/test_op_properties.py
 	$(PY) tests/reliability/soak.py --iterations 10000 --seed 0
 
 lint: $(VENV)/lint.done
@@ -76,7 +86,7 @@ abi-check: $(VENV)/test.done
 	for version in 2.11.0 2.15.0; do \
 	  $(PYTHON) -m venv .abi/$$version && \
 	  .abi/$$version/bin/python -m pip install --quiet torch==$$version numpy pytest packaging && \
-	  AMPCTX_REQUIRE_EXTENSION=1 PYTHONPATH=. .abi/$$version/bin/python -m pytest tests/ops tests/amp tests/optimizers $(ARGS) || exit 1; \
+	  AMPCTX_REQUIRE_EXTENSION=1 PYTHONPATH=. .abi/$$version/bin/python -m pytest --full tests/ops tests/amp tests/optimizers $(ARGS) || exit 1; \
 	done
 
 # For a machine with a GPU, the CUDA toolkit and a python that has torch and pytest; installs nothing. Nine minutes.

@@ -1,15 +1,68 @@
-"""Leaves out what this machine cannot run: tests marked cuda without a GPU, tests marked large unless asked for."""
+"""Leaves out what this machine cannot run, and without --full the rest of long tests: pyproject.toml has the marks."""
+
+from itertools import combinations
 
 import torch
 
 
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="all cases of all tests: `make test-all`")
+
+
 def pytest_collection_modifyitems(config, items):
-    unwanted = set()
+    left_out = set()
     if not torch.cuda.is_available():
-        unwanted.add("cuda")
+        left_out.update(item for item in items if item.get_closest_marker("cuda"))
     if "large" not in config.getoption("markexpr"):
-        unwanted.add("large")
-    left_out = [item for item in items if unwanted.intersection(mark.name for mark in item.iter_markers())]
+        left_out.update(item for item in items if item.get_closest_marker("large"))
+    if not config.getoption("full"):
+        left_out.update(_beyond_the_fast_set([item for item in items if item not in left_out]))
     if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _beyond_the_fast_set(items):
+    """Tests marked ``full``; of those marked ``full(but=n)``, all but n cases. Tests of a GPU are never left out."""
+    tests = {}
+    for item in items:
+        marker = item.get_closest_marker("full")
+        if marker and not item.get_closest_marker("cuda"):
+            tests.setdefault(item.nodeid.partition("[")[0], (marker.kwargs.get("but", 0), []))[1].append(item)
+    for but, cases in tests.values():
+        yield from set(cases) - set(_spread(cases, but))
+
+
+def _spread(cases, n):
+    """n of a test's cases, the same in each run: first every value of every parameter, then most pairs of values.
+
+    More than n where the values need more, fewer values where the test has one parameter alone.
+    """
+    waiting = {case: _values(case) for case in cases} if n else {}
+    singles = {value for values in waiting.values() for value in values}
+    pairs = {pair for values in waiting.values() for pair in combinations(values, 2)}
+    several = len(singles) > len(waiting)
+    chosen = []
+    while waiting and (len(chosen) < n or (several and singles)):
+
+        def gain(case):
+            values = waiting[case]
+            return sum(v in singles for v in values), sum(pair in pairs for pair in combinations(values, 2))
+
+        case = max(waiting, key=gain)
+        values = waiting.pop(case)
+        singles.difference_update(values)
+        pairs.difference_update(combinations(values, 2))
+        chosen.append(case)
+    return chosen
+
+
+def _values(case):
+    """What the case is made of: parameters, and the fields of those that are named tuples."""
+    values = []
+    for name, value in case.callspec.params.items():
+        fields = value._asdict() if hasattr(value, "_asdict") else {"": value}
+        for field, x in fields.items():
+            plain = x is None or isinstance(x, (bool, int, float, str, tuple, torch.dtype))
+            values.append((name, field, repr(x) if plain else case.callspec.indices[name]))
+    return values

@@ -212,6 +212,7 @@ def build(folder, **environment):
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
 
 
+@pytest.mark.full
 def test_build_without_cuda(tmp_path):
     result = build(tmp_path)
     assert result.returncode == 0, result.stderr

@@ -73,6 +73,7 @@ def test_tail_writes_figures_of_checked_steps(level, tmp_path, capsys):
     )
 
 
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize("optimizer", peers.OPTIMIZERS)
 def test_tail_of_each_optimizer_agrees_with_its_peer(optimizer, tmp_path):
     """With clipping at O2; tail.py compares the weights and fails where they differ."""
@@ -118,6 +119,7 @@ def test_host_gives_the_time_of_each_tensor(tmp_path):
     assert {"ampctx", "torch-fused"} < growth.keys()
 
 
+@pytest.mark.full
 def test_loop_gives_time_and_memory_of_each_level(tmp_path):
     report = run(loop, tmp_path, "--model", "digits", "--rounds", 2)
     check_spreads(report)
@@ -248,6 +250,7 @@ def test_the_suite_has_options_that_its_scripts_take(device, monkeypatch, tmp_pa
         assert (parsed[0].device, parsed[0].rounds) == (device, 11)
 
 
+@pytest.mark.full
 def test_the_suite_keeps_the_middle_run(tmp_path, monkeypatch, capfd):
     """Of several runs of a command with a goal, the others running once; what fails is counted and writes nothing."""
     few = [

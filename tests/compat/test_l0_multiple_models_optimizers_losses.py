@@ -1,9 +1,11 @@
 """scale_loss with several models, losses and optimizers of torch."""
 
+import pytest
 import torch
 from l0_scenarios import OPTIONS, check_run, every_case, every_scaler, every_zero
 
 
+@pytest.mark.full(but=240)
 @every_scaler
 @every_zero
 @every_case

@@ -85,6 +85,7 @@ def tree(tmp_path):
     return root
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_tree_runs_before_and_after_with_the_same_losses(tree, level):
     code = f"import ampctx.compat.apex, runpy, sys; sys.argv = ['', '{level}']; sys.path[0] = '.'; "

@@ -274,6 +274,7 @@ def test_forms_of_the_loop(tmp_path, replacements, expected):
         assert part in after, after
 
 
+@pytest.mark.full
 def test_they_train_as_before(tmp_path):
     """All forms in one process before, under apex's names, and in one after, without."""
     before, after = {}, {}

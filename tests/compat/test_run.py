@@ -65,6 +65,7 @@ def test_run_module(program, tmp_path):
     assert lines == [f"__main__ ['x'] {tmp_path}", "ampctx.amp.session"]
 
 
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize(
     ("end", "code"), [("sys.exit(7)", 7), ("sys.exit('wrong')", 1), ("raise KeyError('gone')", 1), ("", 0)]
 )
@@ -75,6 +76,7 @@ def test_the_exit_code_of_the_program_goes_through(program, end, code):
     assert ("KeyError: 'gone'" in done.stderr) == ("gone" in end)
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -91,6 +93,7 @@ def test_what_cannot_be_run_is_said(tmp_path, arguments, message):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -149,6 +152,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 def test_children_of_a_program_have_the_names_too(program):
     done = python("-m", "ampctx", "run", program(CHILDREN), cwd=ROOT)
     assert output(done).splitlines() == ["spawned Config scale_loss", "exit 0", "started"]
@@ -266,6 +270,7 @@ def epochs(done):
     return [(int(n), float(accuracy), float(scale)) for n, accuracy, scale in EPOCH.findall(done.stdout)]
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_program_for_apex_trains_in_one_process(tmp_path, level):
     lines = epochs(python("-m", "ampctx", "run", DIGITS, "--opt-level", level, "--sync-bn", cwd=tmp_path))
@@ -273,6 +278,7 @@ def test_a_program_for_apex_trains_in_one_process(tmp_path, level):
     assert lines[-1][1] > 96
 
 
+@pytest.mark.full
 def test_a_program_for_apex_resumes(tmp_path):
     def run(*arguments):
         return epochs(python("-m", "ampctx", "run", DIGITS, *arguments, cwd=tmp_path))
@@ -284,6 +290,7 @@ def test_a_program_for_apex_resumes(tmp_path):
     assert lines[0][2] <= saved["loss_scale"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "launcher", [("-m", "torch.distributed.run"), ("-m", "ampctx", "run", "-m", "torch.distributed.run")]
 )

@@ -1,5 +1,5 @@
 """torch.optim.swa_utils beside amp: averages of the weights, their learning rate, and the batch norm that goes with
-them. What averages are made of is in tests/reliability/test_row_31_copies.py."""
+them. What averages are made of is in tests/reliability/test_copies_and_averages.py."""
 
 import pytest
 import torch

@@ -96,6 +96,7 @@ def test_digits_checkpoint_holds_masters_and_scale(short_run):
     assert sorted(path.name for path in folder.iterdir()) == ["digits.png", "digits.pt"]
 
 
+@pytest.mark.full
 def test_digits_resumed_run_equals_the_uninterrupted_one(short_run, server, tmp_path):
     folder, uninterrupted = short_run
     part = ("--epochs", 1, "--first-loss-scale", 2**24, "--checkpoint", "part.pt")
@@ -113,6 +114,7 @@ def test_digits_resumed_run_equals_the_uninterrupted_one(short_run, server, tmp_
     assert all(torch.equal(m, masters[1][i]) for i, m in masters[0].items())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4", "O5"])
 def test_digits_trains_at(level, server, tmp_path):
     arguments = ("--opt-level", level, "--epochs", 3, "--plot", "plot")
@@ -122,6 +124,7 @@ def test_digits_trains_at(level, server, tmp_path):
     assert (tmp_path / "plot").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("optimizer", ["FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedAdagrad", "SGD"])
 def test_digits_trains_with(optimizer, server, tmp_path):
     arguments = ("--optimizer", optimizer, "--epochs", 3)
@@ -204,6 +207,7 @@ def test_char_lm_learns_at_o5(tmp_path):
     assert share_of_colour(tmp_path / "lm.png", 31, 119, 180) > 1e-4
 
 
+@pytest.mark.full
 def test_char_lm_accumulates_at_o2_in_fp16(server, tmp_path):
     arguments = ("--width", 32, "--batch-size", 4, "--accumulate", 3, "--opt-level", "O2", "--steps", 30)
     found = bits(forked(server, "char_lm.py", *SMALL_LM, *arguments, cwd=tmp_path))

@@ -67,6 +67,7 @@ def test_examples_typical_training_at_o2(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("variant", [("--api", "torch"), ("--opt-level", "O4")], ids=" ".join)
 def test_examples_typical_training_with(variant, here):
     accuracy, first, last, scale, skipped, steps = numbers(
@@ -123,6 +124,7 @@ def test_examples_without_clipping_the_outliers_win(here):
 ACCUMULATION = "loss # -> # in large batches, # with # parts | weights apart by #% of their way | scale updates # and #"
 
 
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize(
     ("variant", "bound"),
     [
@@ -155,6 +157,7 @@ def test_examples_gradient_penalty_at_o2(forked, tmp_path):
     assert (scale, steps) == (65536.0 / 2**skipped, 200)
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("variant", [("--opt-level", "O1"), ("--opt-level", "O5"), ("--api", "torch")], ids=" ".join)
 def test_examples_gradient_penalty_is_that_of_fp32(variant, here):
     _, first, last, *_ = numbers(here("gradient_penalty.py", "--steps", 40, "--opt-level", "O0"), PENALTY)
@@ -180,6 +183,7 @@ def test_examples_wgan_gp_at_o1_with_a_plot(forked, tmp_path):
     assert image.imread(tmp_path / "gan.png").shape[0] >= 400
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("variant", [("--opt-level", "O2"), ("--opt-level", "O5"), ("--api", "torch")], ids=" ".join)
 def test_examples_wgan_gp_with(variant, here):
     before, after, *scales = numbers(here("wgan_gp.py", "--steps", 20, *variant), WGAN)

@@ -99,6 +99,7 @@ def test_dcgan_examples_samples_become_digits_at_o2(tmp_path):
         assert (abs(losses - colour).max(axis=-1) < 24).mean() > 1e-4, f"nothing is drawn in the colour of {name}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4", "O5"])
 def test_dcgan_examples_train_at(level, run_here):
     code, out, _ = run_here("dcgan.py", "--device", "cpu", "--width", 4, "--steps", 30, "--opt-level", level)
@@ -140,6 +141,7 @@ def test_parallel_examples_skip_an_overflow_of_one_rank_on_both(tmp_path):
         assert steps == 2 * (1351 // 64)
 
 
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize(
     ("api", "level", "dtype"),
     [

@@ -322,6 +322,7 @@ backend.scale([torch.ones(100)], [short], flag, 2.0)
 """
 
 
+@pytest.mark.full
 def test_no_access_out_of_bounds():
     """The kernels under AddressSanitizer, which stops them at a tensor that claims more memory than it has."""
     command = ["g++", "-print-file-name=libasan.so"]

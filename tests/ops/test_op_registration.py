@@ -41,6 +41,7 @@ def samples():
 
 
 # torch's own, from inside opcheck
+@pytest.mark.full(but=14)
 @pytest.mark.filterwarnings("ignore:.*is deprecated.*", "ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(("name", "arguments"), [pytest.param(name, args, id=i) for i, name, args in samples()])
 def test_opcheck(name, arguments):

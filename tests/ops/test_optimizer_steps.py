@@ -27,6 +27,7 @@ pytestmark = [on_kernels, pytest.mark.usefixtures("reference")]
 SMALL = [5, 0, 700, 1, 64]
 
 
+@pytest.mark.full(but=96)
 @pytest.mark.parametrize("sizes", [pytest.param(s, id=i) for i, s in SIZES.items() if i != "20k-tiny"])
 @on_optimizers
 def test_sizes(backend, optimizer, sizes):
@@ -51,10 +52,10 @@ def test_shapes_that_differ_within_an_index(backend, optimizer, write_back):
     call.run(backend).assert_agrees(expected)
 
 
-@pytest.fixture(scope="module")
-def many():
-    """20,000 tensors, empty ones among them: several launches, each with the scalars of its own tensors."""
-    sizes = [i % 5 for i in range(20_000)]
+@pytest.fixture(scope="module", params=[3_000, pytest.param(20_000, marks=pytest.mark.full)], ids=["3k", "20k"])
+def many(request):
+    """Many tensors, empty ones among them: several launches, each with the scalars of its own tensors."""
+    sizes = [i % 5 for i in range(request.param)]
     what = {"param": torch.bfloat16, "write_back": "stochastic", "counts": range(3)}
     return lambda backend: make_call(backend, MOMENTUM, sizes, **what)
 
@@ -92,6 +93,7 @@ def with_write_backs(dtypes):
     ]
 
 
+@pytest.mark.full(but=240)
 @pytest.mark.parametrize(("dtypes", "write_back"), with_write_backs(combinations(ALL_FLOATS, 2)))
 @pytest.mark.parametrize("optimizer", [ADAM, MOMENTUM, LAMB, NOVOGRAD], ids=lambda o: o.name)
 def test_grad_and_param_dtypes(backend, optimizer, dtypes, write_back):

@@ -135,7 +135,7 @@ def run_suite(generation: Generation, name: str, library: Path, arguments: list[
     """What ran, pytest's exit code and output, and the seconds."""
     start = time.monotonic()
     # The script, which unlike `python -m pytest` does not put this folder's ampctx first.
-    command = [str(Path(sys.executable).with_name("pytest")), "-q", "-p", "no:cacheprovider", "-n", "0"]
+    command = [str(Path(sys.executable).with_name("pytest")), "-q", "--full", "-p", "no:cacheprovider", "-n", "0"]
     command += [*SUITES[name], *(f"--deselect={test}" for test in LEFT_OUT), *arguments]
     environment = {
         **os.environ,

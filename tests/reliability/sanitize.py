@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "sanitize"
 LIBRARY = BUILD / "lib"
 # All ops on all backends, without what takes minutes even without sanitizers, and what tests the build or the fakes.
-TESTS = ["tests/ops", "tests/reliability/test_row_5_kernels.py"]
+TESTS = ["tests/ops", "tests/reliability/test_odd_tensors.py"]
 LEFT_OUT = "not 20k and not many and not test_cuda_kernels and not test_simd and not test_torch_abi and not seconds"
 
 BEYOND_THE_END = """
@@ -94,7 +94,7 @@ def main() -> int:
     env = environment()
     check_that_it_would_report(env)
     tested, fuzzed = BUILD / "tests.xml", BUILD / "fuzz.json"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", LEFT_OUT]
+    command = [sys.executable, "-m", "pytest", "-q", "--full", "-p", "no:cacheprovider", "-k", LEFT_OUT]
     command += ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), f"--junitxml={tested}"]
     command.append("--capture=sys")  # a report is written to the file descriptor, by a process that then ends
     given = [str(ROOT / a) if (ROOT / a.partition("::")[0]).exists() else a for a in rest or TESTS]

@@ -12,12 +12,13 @@ from soak import Discrepancy, Run
 SCRIPT = Path(__file__).with_name("soak.py")
 
 
-def test_three_hundred_iterations_lose_nothing():
-    arguments = ["--iterations", "300", "--length", "30", "--resume-every", "5", "--seed", "1"]
+@pytest.mark.parametrize("iterations", [60, pytest.param(300, marks=pytest.mark.full)])
+def test_iterations_lose_nothing(iterations):
+    arguments = ["--iterations", str(iterations), "--length", "30", "--resume-every", "5", "--seed", "1"]
     result = subprocess.run([sys.executable, "-W", "error", SCRIPT, *arguments], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     counts = {kind: int(n) for kind, n in re.findall(r"^([a-z ]+): (\d+)$", result.stdout, re.MULTILINE)}
-    assert counts["steps"] >= 300
+    assert counts["steps"] >= iterations
     assert counts["lost"] == 0
     assert counts["skips"] == counts["overflow"]
     assert all(counts[kind] > 0 for kind in (*soak.FAULTS, *soak.IN_CLOSURES, "kill")), counts

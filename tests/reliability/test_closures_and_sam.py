@@ -126,6 +126,7 @@ def test_lbfgs_reaches_the_minimum_that_rounding_allows(session, level, name):
     assert -1e-12 <= training.excess() <= allowed(training)
 
 
+@pytest.mark.full(but=10)
 @pytest.mark.parametrize("name", ["sam-sgd", "sam-adam"])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("by_hand", [False, True], ids=["step-closure", "first-and-second-step"])
@@ -241,6 +242,7 @@ def test_a_step_with_a_closure_is_the_step_without(session, level, name):
 # --- overflows --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(but=30)
 @every_optimizer
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.parametrize("fault", [INF, NAN, KeyError("data")], ids=["inf", "nan", "exception"])

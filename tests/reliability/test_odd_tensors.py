@@ -342,9 +342,10 @@ def test_a_device_that_is_not_the_current_one():
 # --- the fuzzer -------------------------------------------------------------------------------------------------------
 
 
-def test_ten_seconds_of_wrong_calls():
+@pytest.mark.parametrize("seconds", ["1.5", pytest.param("10", marks=pytest.mark.full)])
+def test_seconds_of_wrong_calls(seconds):
     """fuzz_ops.py tells what is promised; `make test-hard` runs it for minutes."""
-    command = [sys.executable, str(HERE / "fuzz_ops.py"), "--seconds", "10", "--seed", "0"]
+    command = [sys.executable, str(HERE / "fuzz_ops.py"), "--seconds", seconds, "--seed", "0"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     calls, accepted = map(int, re.findall(r"(\d+) (?:calls in|accepted)", result.stdout))

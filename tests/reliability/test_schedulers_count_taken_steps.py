@@ -28,6 +28,7 @@ def fp32_sequence(name, schedule, n):
     return rates
 
 
+@pytest.mark.full(but=80)
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("built", ["before", "after"])
 @every_scheduler

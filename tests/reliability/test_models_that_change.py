@@ -559,6 +559,7 @@ def losses(model, optimizer, session=None, n=30):
 ROUNDINGS = {"O1": 10 * 2.0**-11, "O2": 10 * 2.0**-11, "O4": 10 * 2.0**-8, "O5": 10 * 2.0**-8}
 
 
+@pytest.mark.full(but=24)
 @pytest.mark.parametrize("level", ROUNDINGS)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("name", ["foreach", "FusedSGD"])

@@ -94,7 +94,7 @@ def test_an_average_fed_from_the_masters_is_that_of_fp32_weights(session, level,
 
 
 def test_an_average_of_16_bit_weights_loses_what_the_one_of_masters_keeps(session):
-    """What the row is about: at a decay of 0.9999 updates are below half a place of fp16."""
+    """Why averages need masters: at a decay of 0.9999 updates are below half a place of fp16."""
     model, optimizer = started(session, "O2")
     source = session.master_model(model)
     rule = get_ema_multi_avg_fn(0.9999)

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from test_row_13_resume import assert_identical
+from test_resume_exactly import assert_identical
 from torch import nn
 
 from ampctx import AmpError, AmpKeyError, AmpSession, AmpTypeError, AmpValueError, clip_grad_norm_

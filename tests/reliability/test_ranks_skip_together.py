@@ -110,17 +110,20 @@ def test_a_rank_that_stays_away_is_a_timeout_and_no_step(two):
     assert two[0]["stays away"] == {"exit": True, "scale": START}
 
 
+@pytest.mark.full
 def test_four_ranks_agree(four):
     for rank in four:
         assert rank["world"] == SKIPPED | MOVED_SCALE
 
 
+@pytest.mark.full
 def test_groups_agree_each_on_its_own(four):
     for i, rank in enumerate(four):
         clean = {"moved": [True] * 5, "skipped": 0, "scale": START, "unskipped": 5}
         assert rank["pairs"] == (SKIPPED | MOVED_SCALE if i < 2 else clean)
 
 
+@pytest.mark.full
 def test_a_group_without_this_rank_is_refused(four):
     for rank in four:
         assert "process_group does not contain this rank" in rank["error"]

@@ -29,25 +29,25 @@ IN_EITHER_ORDER = [
     for level in ("O1", "O2")
     for name, moment in (("FusedAdam", "several blocks"), ("Adam-plain", "delayed block open"))
 ]
-CASES = AFTER_THE_STEP + IN_THE_MIDDLE + IN_EITHER_ORDER
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(request, tmp_path_factory):
     """For each case what the run that saved, and the resumed one in another process, came to."""
+    cases = [item.callspec.params["case"] for item in request.session.items if item.module is request.module]
     directory = tmp_path_factory.mktemp("resume")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     went_on = {}
     try:
-        for case in CASES:
+        for case in cases:
             run = Run(case, seed=0).fresh().until_saved()
             torch.save(run.saved(), directory / case.file)
             went_on[case] = run.rest()
             run.session.reset()
     finally:
         torch.set_num_threads(threads)
-    torch.save([tuple(case) for case in CASES], directory / "cases")
+    torch.save([tuple(case) for case in cases], directory / "cases")
     worker = Path(__file__).with_name("resumed_runs.py")
     command = [sys.executable, "-W", "error", worker, directory]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
@@ -84,6 +84,7 @@ def ids(case):
     return "-".join([*case[:3], *case.order]).replace(" ", "_")
 
 
+@pytest.mark.full(but=16)
 @pytest.mark.parametrize("case", AFTER_THE_STEP, ids=ids)
 def test_a_hundred_losses_and_all_state_are_the_same(results, case):
     assert_same(results, case)

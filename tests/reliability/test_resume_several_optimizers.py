@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from test_row_13_resume import assert_identical
+from test_resume_exactly import assert_identical
 from torch import nn
 
 from ampctx import AmpError, AmpSession, clip_grad_norm_

@@ -115,7 +115,12 @@ def references(make, level, kind):
 
 
 @pytest.mark.parametrize(
-    ("level", "kind"), [("O1", "plain"), ("O2", "plain"), ("O2", "ampctx")], ids=["O1", "O2", "O2-ampctx"]
+    ("level", "kind"),
+    [
+        pytest.param("O1", "plain", marks=pytest.mark.full, id="O1"),
+        pytest.param("O2", "plain", marks=pytest.mark.full, id="O2"),
+        pytest.param("O2", "ampctx", id="O2-ampctx"),
+    ],
 )
 def test_any_line_of_a_block_may_raise(train, level, kind):
     never, whole = references(Training, level, kind)

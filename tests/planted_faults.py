@@ -1,0 +1,386 @@
+"""Plants faults, each in a copy of the tree, and has the tests of `make test` look for them: `make test-faults`.
+
+    python tests/planted_faults.py [part of a name ...] [--jobs N] [--list]
+
+A fault replaces one text, which has to occur once in a file, or in a folder where no file is named. The tests that
+have to notice it run without --full. The exit status is 1 where a fault went unnoticed, or could not be planted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Fault(NamedTuple):
+    """``tests``: what pytest is given. ``path``: a file or folder."""
+
+    name: str
+    path: str
+    old: str
+    new: str
+    tests: str
+
+
+OPS, AMP, ROWS = "tests/ops/test_multi_tensor_", "tests/amp/test_", "tests/reliability/test_"
+CPU = "-k cpu"  # the compiled kernels: without building the emulated ones
+STEPS = f"{AMP}device_steps.py {AMP}overflow.py {AMP}scale_loss.py"
+
+FAULTS = [
+    # --- signs, in each functor -------------------------------------------------------------------------------------
+    Fault(
+        "adam steps uphill", "csrc/functors/adam.h",
+        "return w - lr * (adam.adam_w_mode", "return w + lr * (adam.adam_w_mode", f"{OPS}adam.py {CPU}",
+    ),
+    Fault(
+        "sgd decays upwards", "csrc/functors/sgd.h",
+        "g = sgd.decay_last ? g + decay : g;", "g = sgd.decay_last ? g - decay : g;", f"{OPS}sgd.py {CPU}",
+    ),
+    Fault(
+        "adagrad subtracts squares", "csrc/functors/adagrad.h",
+        "state[0] + g * g;", "state[0] - g * g;", f"{OPS}adagrad.py {CPU}",
+    ),
+    Fault(
+        "lamb's ratio is the other way round", "csrc/functors/lamb.h",
+        "(norm_of_w / norm_of_u)", "(norm_of_u / norm_of_w)", f"{OPS}lamb.py {CPU}",
+    ),
+    Fault(
+        "lamb decays upwards", "csrc/functors/lamb.h",
+        "u + lamb.weight_decay * w : u", "u - lamb.weight_decay * w : u", f"{OPS}lamb.py {CPU}",
+    ),
+    Fault(
+        "novograd subtracts the gradient from the moment", "csrc/functors/novograd.h",
+        "state[0] + novograd.of_g * g;", "state[0] - novograd.of_g * g;", f"{OPS}novograd.py {CPU}",
+    ),
+    Fault(
+        "larc decays upwards", "csrc/functors/larc.h",
+        "(g + tensor.weight_decay * w)", "(g - tensor.weight_decay * w)", f"{OPS}larc.py {CPU}",
+    ),
+    Fault("axpby subtracts", "csrc/functors/axpby.h", "a * x + b * y;", "a * x - b * y;", f"{OPS}axpby.py {CPU}"),
+    Fault("scale negates", "csrc/functors/scale.h", "return x * scale;", "return -x * scale;", f"{OPS}scale.py {CPU}"),
+    Fault(
+        "l2norm adds up absolute values", "csrc/functors/l2norm.h",
+        "return scaled * scaled;", "return scaled < 0 ? -scaled : scaled;", f"{OPS}l2norm.py {CPU}",
+    ),
+    Fault(
+        "an overflow makes the scale larger", "csrc/functors/update_scale.h",
+        "* rule.backoff_factor);", "/ rule.backoff_factor);", f"tests/ops/test_update_scale.py {CPU}",
+    ),
+    Fault(
+        "the scale grows a step late", "csrc/functors/update_scale.h",
+        "clean_steps >= rule.growth_interval;", "clean_steps > rule.growth_interval;",
+        f"tests/ops/test_update_scale.py {CPU}",
+    ),
+    Fault(
+        "the scale grows beyond its bound", "csrc/functors/update_scale.h",
+        "*scale = larger > max_scale ? max_scale : larger;", "*scale = larger;",
+        f"tests/ops/test_update_scale.py {CPU}",
+    ),
+    Fault(
+        "kahan keeps the error with the other sign", "csrc/functors/write_back.h",
+        "extra = is_finite(p) ? w - p : 0;", "extra = is_finite(p) ? p - w : 0;", f"tests/ops/test_write_back.py {CPU}",
+    ),
+    Fault(
+        "ties of fp16 are rounded down", "csrc/functors/convert.h",
+        "0xfff + ((magnitude >> 13) & 1)", "0xfff", f"tests/ops/test_write_back.py {OPS}scale.py {CPU}",
+    ),
+    Fault(
+        "stochastic rounding goes by other bits", "csrc/functors/random.h",
+        "mix64(of_step + golden", "mix64(of_step - golden", f"tests/ops/test_optimizer_steps.py {CPU}",
+    ),
+    # --- a flag that nobody raises, reads or joins ------------------------------------------------------------------
+    Fault(
+        "scale does not report inf", "csrc/cpu/multi_tensor_scale.cpp",
+        "nonfinite.report(found_inf);", "", f"{OPS}scale.py {CPU}",
+    ),
+    Fault(
+        "axpby looks at x alone", "csrc/functors/axpby.h",
+        "&& (arg_to_check == 0 || is_finite(y));", ";", f"{OPS}axpby.py {CPU}",
+    ),
+    Fault(
+        "an optimizer's kernel steps in spite of the flag", "csrc/cpu/optimizer_apply.h",
+        "if (call.found_inf.is_set()) return;", "", f"tests/ops/test_optimizer_steps.py {CPU}",
+    ),
+    Fault(
+        "a later block of a loss takes the flag back", "ampctx",
+        "found_inf = torch.maximum(self._verdicts[loss_id][1].to(found_inf.device), found_inf)", "pass",
+        f"{STEPS} {AMP}delayed_blocks.py",
+    ),
+    Fault(
+        "the device goes by the flag of the last loss", "ampctx",
+        "functools.reduce(lambda a, b: torch.maximum(a, move(b, a.device)), flags)", "flags[-1]",
+        f"{STEPS} {ROWS}outcome_of_each_step.py",
+    ),
+    Fault(
+        "the host goes by the flag of the first loss", "ampctx",
+        "if flags.amax().item() == 0:", "if flags[0].item() == 0:", f"{STEPS} {ROWS}outcome_of_each_step.py",
+    ),
+    Fault(
+        "an overflow whose check was delayed does not move the scale", "ampctx",
+        "found_inf = torch.maximum(self._deferred[scale].to(found_inf.device), found_inf)", "pass",
+        f"{AMP}overflow.py {AMP}delayed_blocks.py {AMP}scale_loss.py {AMP}device_steps.py",
+    ),
+    Fault(
+        "a GradScaler steps in spite of the flag", "ampctx",
+        "bool(flags) and _joined(flags, flags[0].device)", "False and _joined(flags, flags[0].device)",
+        f"{AMP}grad_scaler.py",
+    ),
+    Fault(
+        "a GradScaler's update goes by one optimizer", "ampctx",
+        "self._loss_scale.update(_joined(flags, scale.device))", "self._loss_scale.update(flags[-1])",
+        f"{AMP}grad_scaler.py {AMP}grad_scaler_parity.py",
+    ),
+    Fault(
+        "an overflow within a closure is forgotten", "ampctx",
+        "overflowed.extend(self._take_verdicts())", "self._take_verdicts()", f"{ROWS}closures_and_sam.py",
+    ),
+    Fault(
+        "ranks skip where all of them overflow", "ampctx",
+        "op=torch.distributed.ReduceOp.MAX", "op=torch.distributed.ReduceOp.MIN", f"{ROWS}ranks_skip_together.py",
+    ),
+    Fault(
+        "gradients of a plain backward are not checked", "ampctx",
+        "self.latch(OUTSIDE_OF_BLOCKS, self.loss_scales[0], flag)", "pass", f"{STEPS} {AMP}model_grads.py",
+    ),
+    Fault(
+        "gradients that a skipped step left are not checked", "ampctx",
+        "if self.has_left and self._is_unjudged():", "if False:", f"{ROWS}endless_overflows.py",
+    ),
+    # --- gradients that are not unscaled, or lost -------------------------------------------------------------------
+    Fault(
+        "a block checks gradients and leaves them scaled", "ampctx",
+        "foreach.scale(grads, grads, found_inf, inv_scale)", "foreach.l2norm(grads, found_inf)", STEPS,
+    ),
+    Fault(
+        "a GradScaler checks gradients and leaves them scaled", "ampctx",
+        "foreach.scale(grads, grads, flags, PerDevice(inv_scale))", "foreach.l2norm(grads, flags)",
+        f"{AMP}grad_scaler.py",
+    ),
+    Fault(
+        "gradients of masters are read scaled", "ampctx",
+        "foreach.scale(grads, wide, FoundInf(), self.inv_scale)", "foreach.scale(grads, wide, FoundInf(), 1.0)",
+        f"{AMP}model_grads.py {AMP}scale_loss.py",
+    ),
+    Fault(
+        "a delayed block goes on at another scale", "ampctx",
+        "foreach.scale(dense, dense, FoundInf(), factor)", "pass", f"{AMP}delayed_blocks.py",
+    ),
+    Fault(
+        "a block drops the gradients from before", "ampctx",
+        "foreach.axpby(arrived, before, arrived, found_inf, inv_scale, 1.0,",
+        "foreach.axpby(arrived, before, arrived, found_inf, inv_scale, 0.0,", f"{AMP}delayed_blocks.py {STEPS}",
+    ),
+    Fault(
+        "a block drops what its masters had", "ampctx",
+        "foreach.axpby(grads, totals, totals, found_inf, outcome.factor, 1.0,",
+        "foreach.axpby(grads, totals, totals, found_inf, outcome.factor, 0.0,", f"{AMP}delayed_blocks.py {STEPS}",
+    ),
+    Fault(
+        "ranks add gradients up without dividing", "ampctx",
+        "summed.div_(before)", "pass", f"{ROWS}average_hook.py",
+    ),
+    # --- references that stay ---------------------------------------------------------------------------------------
+    Fault(
+        "a replaced method holds its optimizer", "ampctx",
+        "optimizer_ref = weakref.ref(optimizer)", "optimizer_ref = lambda: optimizer",
+        f"{ROWS}reset_leaves_nothing.py",
+    ),
+    Fault(
+        "the undo of a cast holds its model", "ampctx/amp",
+        "model_ref = weakref.ref(model)\n    parametrizations", "model_ref = lambda: model\n    parametrizations",
+        f"{ROWS}reset_leaves_nothing.py",
+    ),
+    Fault(
+        "reset leaves methods in place", "ampctx",
+        "delattr(target, name)", "pass", f"{ROWS}reset_leaves_nothing.py",
+    ),
+    # --- casts ------------------------------------------------------------------------------------------------------
+    Fault("softplus is not in the list of O1", "ampctx", '    "softplus",\n', "", f"{AMP}cast_table.py"),
+    Fault("prelu is not in the list of O1", "ampctx", '    "prelu",\n', "", f"{AMP}cast_table.py"),
+    Fault(
+        "a model's inputs stay fp32", "ampctx",
+        "return map_floating(args, self.dtype), map_floating(kwargs, self.dtype)", "return args, kwargs",
+        f"{AMP}casting.py",
+    ),
+    Fault(
+        "a model's output stays in 16 bits", "ampctx",
+        "return map_floating(output, self.dtype)", "return output", f"{AMP}casting.py",
+    ),
+    Fault(
+        "batch norms become 16-bit", "ampctx",
+        "return isinstance(module, _BatchNorm) or module.running_mean is not None", "return False",
+        f"{AMP}casting.py",
+    ),
+    Fault(
+        "a master begins with the rounded weight", "ampctx",
+        "source = p if original is None or distributed else original", "source = p",
+        f"{AMP}parameters.py {AMP}initialize.py",
+    ),
+    Fault(
+        "masters are not copied to the model", "ampctx",
+        "foreach.scale([master for _, master in self.pairs], [p for p, _ in self.pairs], FoundInf(), 1.0)", "pass",
+        f"{AMP}optimizers.py {AMP}parameters.py",
+    ),
+    Fault(
+        "masters do not follow a model that is loaded", "ampctx",
+        "masters.model_changed()", "pass", f"{AMP}parameters.py {ROWS}models_that_change.py",
+    ),
+    # --- the scale, and what is saved -------------------------------------------------------------------------------
+    Fault(
+        "min_loss_scale is not handed on", "ampctx",
+        "dynamic=True, min_scale=low, max_scale=high)", "dynamic=True, max_scale=high)", f"{AMP}loss_scale.py",
+    ),
+    Fault(
+        "a static scale counts overflows as clean", "ampctx",
+        "growth_tracker.add_(found_inf.reshape(()) == 0)", "growth_tracker.add_(1)", f"{AMP}loss_scale.py",
+    ),
+    Fault(
+        "the count of clean steps is not loaded", "ampctx",
+        "self.set_unskipped(unskipped)", "pass", f"{AMP}state_dict.py {AMP}loss_scale.py",
+    ),
+    Fault(
+        "a GradScaler does not save its hysteresis", "ampctx",
+        '"_hysteresis_tracker": loss_scale.hysteresis_left(),', "", f"{AMP}grad_scaler_state.py",
+    ),
+    Fault(
+        "masters of a checkpoint are not loaded", "ampctx",
+        "self._params[i].copy_(value)", "pass", f"{ROWS}resume_several_optimizers.py {ROWS}damaged_checkpoints.py",
+    ),
+    Fault(
+        "that gradients were left is not loaded", "ampctx",
+        'binding.has_left = self._gradients is not None and self._gradients["left"]', "binding.has_left = False",
+        f"{ROWS}resume_several_optimizers.py",
+    ),
+    # --- waiting, exceptions, what is refused -----------------------------------------------------------------------
+    Fault(
+        "an update reads the flag on the host", "ampctx",
+        "found_inf = move(found_inf, scale.device)", "found_inf = move(found_inf, scale.device) * found_inf.item()",
+        f"{AMP}device_steps.py {AMP}loss_scale.py",
+    ),
+    Fault(
+        "a step on the device waits for the count of skips", "ampctx",
+        "self._skipped_on_device.poll()", "self._skipped_on_device.total()", f"{AMP}device_steps.py",
+    ),
+    Fault(
+        "an exception leaves a block open", "ampctx",
+        "while len(self._frames) > depth:", "while len(self._frames) > depth + 1:", f"{ROWS}exceptions_anywhere.py",
+    ),
+    Fault(
+        "an exception takes the gradients from before along", "ampctx",
+        "p.grad = was_there.get(p)", "p.grad = None", f"{ROWS}exceptions_anywhere.py",
+    ),
+    Fault(
+        "spoiled sums may be stepped", "ampctx",
+        "self.spoiled |= committing", "pass", f"{ROWS}exceptions_anywhere.py",
+    ),
+    Fault(
+        "fp16 gradients are unscaled", "ampctx",
+        "if not allow_fp16 and torch.float16 in set(map(dtype_of, grads)):", "if False:", f"{AMP}grad_scaler.py",
+    ),
+    Fault(
+        "a scale may be 0 or inf", "ampctx",
+        "if not _FP32.tiny <= number <= _FP32.max:", "if False:", f"{AMP}loss_scale.py",
+    ),
+    Fault(
+        "a flag may be of any type", "csrc/check.h",
+        "if (!is_int && dtype != aoti_torch_dtype_float32()) {", "if (false) {",
+        f"tests/ops/test_op_errors.py {CPU}",
+    ),
+    Fault(
+        "a run that is stuck goes on", "ampctx",
+        "if not self._guard.suspects():", "if True:", f"{ROWS}endless_overflows.py",
+    ),
+]  # fmt: skip
+
+
+def planted(fault: Fault, tree: Path) -> None:
+    """Replaces the text; ValueError where it does not occur exactly once."""
+    at = tree / fault.path
+    kinds = {".py", ".h", ".cpp"}
+    files = [at] if at.is_file() else sorted(path for path in at.rglob("*") if path.suffix in kinds)
+    found = [path for path in files for _ in range(path.read_text().count(fault.old))]
+    if len(found) != 1:
+        raise ValueError(f"{fault.old!r} occurs {len(found)} times in {fault.path}")
+    found[0].write_text(found[0].read_text().replace(fault.old, fault.new))
+
+
+def copy_tree(to: Path) -> None:
+    """What git knows or would add, and the built library."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    ).stdout.decode()
+    for name in [*filter(None, listed.split("\0")), "ampctx/_ops.so"]:
+        if (ROOT / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, to / name)
+
+
+def run(fault: Fault) -> str:
+    """The test that has noticed the fault. ValueError where none has, or where the fault cannot be planted."""
+    with tempfile.TemporaryDirectory(prefix="planted-fault-") as folder:
+        tree = Path(folder)
+        copy_tree(tree)
+        planted(fault, tree)
+        environment = os.environ | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1", "AMPCTX_REQUIRE_EXTENSION": "1"}
+        if fault.path.startswith("csrc"):
+            setup = tree / "setup.py"
+            setup.write_text(setup.read_text().replace('"-O3"', '"-O1"'))  # compiles in a third of the time
+            command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+            built = subprocess.run(
+                command, cwd=tree, env=environment | {"AMPCTX_CUDA": "0"}, capture_output=True, text=True
+            )
+            if built.returncode:
+                raise ValueError(f"the build failed:\n{built.stdout}{built.stderr}")
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *fault.tests.split()]
+        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    if done.returncode == 0:
+        raise ValueError(f"NOT NOTICED by {fault.tests}: {done.stdout.strip().splitlines()[-1]}")
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+::\S+)", done.stdout, flags=re.MULTILINE)
+    if done.returncode != 1 or failed is None:
+        raise ValueError(f"the tests could not run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return failed[1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="only faults whose name contains one of these")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many at a time")
+    parser.add_argument("--list", action="store_true", help="names them, and looks whether each could be planted")
+    options = parser.parse_args()
+    faults = [fault for fault in FAULTS if not options.names or any(name in fault.name for name in options.names)]
+    unnoticed = 0
+
+    def attempt(fault: Fault) -> tuple[bool, str]:
+        try:
+            if not options.list:
+                return True, run(fault)
+            with tempfile.TemporaryDirectory() as folder:
+                copy_tree(Path(folder))
+                planted(fault, Path(folder))
+            return True, fault.path
+        except ValueError as error:
+            return False, str(error)
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for fault, (noticed, text) in zip(faults, pool.map(attempt, faults), strict=True):
+            unnoticed += not noticed
+            print(f"{'' if noticed else 'FAILED: '}{fault.name}: {text}", flush=True)
+    print(f"{len(faults) - unnoticed} of {len(faults)} faults {'can be planted' if options.list else 'were noticed'}")
+    return 1 if unnoticed or not faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
