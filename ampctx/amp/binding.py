@@ -23,7 +23,7 @@ from ampctx._errors import AmpError
 from ampctx._grad_mode import without_grad
 from ampctx.amp import closures
 from ampctx.amp.methods import StepOfCopy, replace, weak_method
-from ampctx.amp.phases import PERTURBED, READY, RELEASED, SKIPPED, STEPPING, TABLE, Step, refusal
+from ampctx.amp.phases import NOT_THE_USERS, PERTURBED, READY, RELEASED, STEPPING, TABLE, Step, refusal
 from ampctx.kernels import foreach
 from ampctx.kernels.each import stored_grad
 from ampctx.kernels.foreach import Factor, FoundInf, join_flags
@@ -127,22 +127,15 @@ class OptimizerBinding:
 
     def refuse(self, event: str, name: str) -> None:
         """Raises AmpError where ``phases.TABLE`` has no such event now. ``name``: what was called."""
-        why = refusal(event, self.gradients.phase, self.phase, self.gradients.incomplete)
-        if why is not None:
+        gradients = self.gradients
+        if self.phase is READY and gradients.is_idle and not gradients.incomplete:
+            return  # where the table refuses nothing
+        if (why := refusal(event, gradients.phase, self.phase, gradients.incomplete)) is not None:
             raise AmpError(f"{name} {why}")
 
     def move_on(self, event: str) -> None:
         """Goes over to the phase that the event leads to."""
         self.phase = TABLE[event].steps[self.phase]
-
-    @property
-    def is_stepped_by_user(self) -> bool:
-        """Whether calls of the replaced methods are a user's: not the optimizer's own, and not after ``release``."""
-        return self.phase is not STEPPING and self.phase is not RELEASED
-
-    @property
-    def is_first_step_skipped(self) -> bool:
-        return self.phase is SKIPPED
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -157,26 +150,14 @@ class OptimizerBinding:
 
     # --- blocks -------------------------------------------------------------------------------------------------------
 
-    @without_grad
     def begin(self, scale: Factor, inv_scale: Factor) -> None:
-        """Makes ready for the backward of a scale_loss block."""
-        self.refuse("enter nested" if self.gradients.phase is Phase.OPEN else "enter", "amp.scale_loss")
+        """Makes ready for the backward of a scale_loss block. Under no_grad."""
+        is_idle = self.gradients.is_idle
+        self.refuse("enter" if is_idle or self.gradients.phase is Phase.WINDOW else "enter nested", "amp.scale_loss")
         self.steps.epoch += 1
-        if self.gradients.is_idle:
-            self.refresh(settled=True)
-        else:
-            self.follow_groups()
-            self.masters.follow_model(settled=True)
+        self._catch_up(settled=True, gradients=is_idle)
         self.masters.check()
         self.gradients.begin(scale, inv_scale)
-
-    def prepare(self, inv_scale: Factor, found_inf: FoundInf, done: set[int] | None) -> None:
-        """Unscales and checks the gradients of a scale_loss block, which is still open."""
-        self.gradients.prepare(inv_scale, found_inf, done, check_before=self._is_unchecked())
-
-    def delay(self, loss_id: int, loss_scale: LossScale, inv_scale: Factor) -> None:
-        """Ends a block whose gradients a later block, or else the step, unscales and checks."""
-        self.gradients.delay(inv_scale, (loss_id, loss_scale))
 
     def abandon(self, depth: int, committing: bool) -> None:
         """Ends a block that raised, see ``BlockGradients.abandon``. The weights go back to where they were before a
@@ -200,17 +181,25 @@ class OptimizerBinding:
 
         ``settled``: the model's weights are what they should be; before the first block a broadcast may still come.
         """
+        self._catch_up(settled)
+
+    def _catch_up(self, settled: bool, gradients: bool = True) -> None:
         self.follow_groups()
-        self.masters.follow_model(settled)
-        window = self.gradients.window if self.gradients.phase is Phase.WINDOW else None
+        if self.masters.may_disagree:
+            self.masters.follow_model(settled)
+        if gradients and self.gradients.may_have_outside_grads():
+            self._collect_outside_grads()
+
+    def _collect_outside_grads(self) -> None:
+        """Unscales and checks what a plain backward has left, or delayed blocks."""
+        window = self.gradients.window
         loss_id, scale = (OUTSIDE_OF_BLOCKS, self.loss_scales[0]) if window is None else window.loss
-        found_inf = self.gradients.collect_outside_grads(check_before=self._is_unchecked())
+        found_inf = self.gradients.collect_outside_grads(self.is_unchecked)
         # A window ends at the same step on every rank, with gradients or without; its flag is agreed on at once.
         groups = [] if window is None else scale.groups_with(self.masters.groups)
-        if (found_inf is None or not found_inf.per_device) and not groups:
+        if not found_inf.per_device and not groups:
             return
-        per_device = {} if found_inf is None else found_inf.per_device
-        flag = join_flags(per_device.values(), next(iter(per_device), self._device()))
+        flag = found_inf.joined(next(iter(found_inf.per_device), self._device()))
         if window is None:
             if any(scale.dynamic for scale in self.loss_scales):
                 self.flags.add(loss_id, scale, flag)
@@ -233,29 +222,34 @@ class OptimizerBinding:
         params = (p for group in self.optimizer.param_groups for p in group["params"])
         return next((p.device for p in params), torch.device("cpu"))
 
-    def _is_unchecked(self) -> bool:
+    def is_unchecked(self) -> bool:
         """Whether no block has checked gradients of parameters without masters, where gradients are checked."""
         return not self.flags.are_of_blocks and any(scale.dynamic for scale in self.loss_scales)
 
-    @without_grad
+    @torch.no_grad()
     def check_gradients(self, before_closure: bool = False) -> None:
         """``refresh`` before a step; ranks of a process group or a mesh agree on gradients that no block has checked.
 
         Flags of blocks are agreed on already. A step without any takes part whether there are gradients or not: ranks
         may differ in that.
         """
-        self.refresh(settled=True)
+        self._catch_up(settled=True)
         flags, scale = self.flags.by_loss, self.loss_scales[0]
         # Gradients that an earlier step has left, where no block added to them. A closure may zero them first.
-        if self.gradients.stepped and not before_closure and self._is_unchecked():
+        if self.gradients.stepped and not before_closure and self.is_unchecked():
             found_inf = FoundInf()
             if grads := [values_of(p.grad) for p in self.masters.own if p.grad is not None]:
                 foreach.l2norm(grads, found_inf)
                 self.flags.add(OUTSIDE_OF_BLOCKS, scale, found_inf.joined(grads[0].device))
-        if scale.groups_with(self.masters.groups) and (not flags or OUTSIDE_OF_BLOCKS in flags):
+        groups = self.masters.groups
+        if (
+            (groups or scale.process_group is not None)
+            and scale.groups_with(groups)
+            and (not flags or OUTSIDE_OF_BLOCKS in flags)
+        ):
             default = scale, torch.zeros((), dtype=torch.float32, device=self._device())
             _, flag = flags.get(OUTSIDE_OF_BLOCKS, default)
-            flags[OUTSIDE_OF_BLOCKS] = (scale, scale.agreed(flag, self.masters.groups))
+            flags[OUTSIDE_OF_BLOCKS] = (scale, scale.agreed(flag, groups))
 
     # --- checkpoints and the end --------------------------------------------------------------------------------------
 
@@ -275,23 +269,26 @@ class OptimizerBinding:
         if self.optimizer is not None:
             self.take_first_step_back()
             self.gradients.drop_incomplete()
-            self.gradients.collect_outside_grads()
+            with torch.no_grad():
+                self.gradients.collect_outside_grads()
             self.masters.dissolve(self.optimizer)
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def _step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_stepped_by_user:
+        if self.phase in NOT_THE_USERS:
             return original(*args, **kwargs)
         self.refuse("step", "optimizer.step()")
         closure = args[0] if args else kwargs.pop("closure", None)
         args = args[1:]
         self.steps.epoch += 1
-        self._look_for_edits()
+        if self.masters.pairs and "edits" not in self._warned:
+            self._look_for_edits()
         if closure is not None:
             return closures.step(self, original, closure, args, kwargs)
         self.check_gradients()
-        self._tell_of_no_gradients()
+        if (checked := self.gradients.checked) is None or not checked.masters:
+            self._tell_of_no_gradients()
         if self.is_left_to_device():
             if losses := self.steps.overflowed_instead_of_device(self.take_flags):
                 return self.skip(losses)
@@ -358,7 +355,8 @@ class OptimizerBinding:
     def offer(self, found_inf: Tensor | float | None) -> None:
         """Sets what the optimizer looks for among its attributes, the flag joined with one that is there already."""
         optimizer = self._optimizer()
-        align_gradients(optimizer)
+        if any(group.get("fused") for group in optimizer.param_groups):
+            align_gradients(optimizer)
         flags = [flag for _, flag in self.flags.by_loss.values()]
         if found_inf is not None:  # 0-d, and 0 or 1: torch's kernels on the CPU compare with 1
             flags.append(torch.as_tensor(found_inf).detach().reshape(()).ne(0).float())
@@ -442,7 +440,7 @@ class OptimizerBinding:
 
     def _look_for_edits(self) -> None:
         """Says so when a step is about to overwrite what the user wrote into the model."""
-        if "edits" not in self._warned and self.masters.pairs and (names := self.masters.overwritten()):
+        if names := self.masters.overwritten():
             which = ", ".join(names[:3]) + (" and others" if len(names) > 3 else "")
             self._warn_once(
                 "edits",
@@ -461,9 +459,6 @@ class OptimizerBinding:
             )
 
     def _tell_of_no_gradients(self) -> None:
-        checked = self.gradients.checked
-        if checked is not None and checked.masters:
-            return
         params = (p for group in self.optimizer.param_groups for p in group["params"])
         if all(stored_grad(p) is None for p in params):
             name = type(self.optimizer).__name__

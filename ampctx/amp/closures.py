@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ampctx.amp.phases import NOT_THE_USERS, SKIPPED
 from ampctx.scaling.guarded_step import Overflowed, overflowed
 from ampctx.scaling.undo import snapshot
 
@@ -82,7 +83,7 @@ def _step_on_host(binding: OptimizerBinding, original: Callable, closure: Callab
 
 def first_step(binding: OptimizerBinding, original: Callable, *args: Any, **kwargs: Any) -> Any:
     """SAM's step uphill, called by the user: the model goes along. Skipped where its gradients overflowed."""
-    if not binding.is_stepped_by_user:
+    if binding.phase in NOT_THE_USERS:
         return original(*args, **kwargs)
     losses = _begin(binding, "first_step")
     if losses:
@@ -107,9 +108,9 @@ def first_step(binding: OptimizerBinding, original: Callable, *args: Any, **kwar
 
 def second_step(binding: OptimizerBinding, original: Callable, *args: Any, **kwargs: Any) -> Any:
     """SAM's way back and its step. After an overflow in either backward the weights are those from before both."""
-    if not binding.is_stepped_by_user:
+    if binding.phase in NOT_THE_USERS:
         return original(*args, **kwargs)
-    was_skipped = binding.is_first_step_skipped
+    was_skipped = binding.phase is SKIPPED
     losses = _begin(binding, "second_step")
     binding.move_on("second_step")
     if was_skipped:

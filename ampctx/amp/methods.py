@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ampctx._compiling import outside_of_graphs
 from ampctx._errors import AmpError
 
@@ -26,17 +28,18 @@ def replace(optimizer: Any, name: str, method: Callable) -> Callable[[], None]:
     bound = former if former is not None or of_class is not None else getattr(optimizer, name)
     template: Any = of_class if bound is None else bound
     optimizer_ref = weakref.ref(optimizer)
-    method = outside_of_graphs(method)
+    in_graph = outside_of_graphs(method)
 
     def original(*args: Any, **kwargs: Any) -> Any:
         return bound(*args, **kwargs) if bound is not None else of_class(optimizer_ref(), *args, **kwargs)
 
     @functools.wraps(template)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        return method(original, *args, **kwargs)
+        return (in_graph if torch.compiler.is_compiling() else method)(original, *args, **kwargs)
 
     def as_function(_self: Any, *args: Any, **kwargs: Any) -> Any:
-        return method(original, *args, **kwargs)  # not through replacement, which would hold itself
+        # Not through replacement, which would hold itself.
+        return (in_graph if torch.compiler.is_compiling() else method)(original, *args, **kwargs)
 
     replacement.__func__ = as_function  # type: ignore[attr-defined]
     setattr(optimizer, name, replacement)

@@ -55,6 +55,8 @@ _BETWEEN = (Phase.IDLE, Phase.WINDOW)
 _OPEN = (Phase.OPEN,)
 
 READY, STEPPING, PERTURBED, SKIPPED, RELEASED = Step
+# Calls of the replaced methods are the optimizer's own then, or pass through.
+NOT_THE_USERS = (STEPPING, RELEASED)
 _BETWEEN_STEPS = {READY: READY, PERTURBED: PERTURBED, SKIPPED: SKIPPED}
 # A closure of a step may open blocks, too.
 _STAYS = {**_BETWEEN_STEPS, STEPPING: STEPPING}

@@ -414,7 +414,7 @@ class AmpSession:
         block = _Block(self._bindings_of(optimizers), loss_id, loss.device, delay_unscale, delay_overflow_check)
         loss_scale = self._loss_scale(block.bindings, loss_id)
         try:
-            self._thread.enter_block(self._casts_enabled)
+            self._thread.enter_block(bool(self._casting) and self._casts_enabled)
             scale = self._begin(block, loss_scale)
             with self.disable_casts():
                 wide = loss if loss.dtype == torch.float64 else loss.float()
@@ -435,6 +435,7 @@ class AmpSession:
             self._thread.leave_block()
 
     @outside_of_graphs
+    @torch.no_grad()
     def _begin(self, block: _Block, loss_scale: LossScale) -> Factor:
         """Makes ready for the backward of a block. Returns the scale."""
         bindings = block.bindings
@@ -449,6 +450,7 @@ class AmpSession:
         return block.scale
 
     @outside_of_graphs
+    @torch.no_grad()
     def _end(self, block: _Block, loss_scale: LossScale) -> None:
         """Unscales and checks what the block's backward has left, or leaves that to a later block."""
         bindings, nested = block.bindings, False
@@ -459,11 +461,12 @@ class AmpSession:
         if block.delay_unscale and not nested and not self._share_parameters(bindings):
             block.committing = True
             for binding in reversed(bindings):
-                binding.delay(block.loss_id % len(binding.loss_scales), loss_scale, block.inv_scale)
+                loss = block.loss_id % len(binding.loss_scales), loss_scale
+                binding.gradients.delay(block.inv_scale, loss)
             return
         found_inf, done = FoundInf(), set[int]() if len(bindings) > 1 else None
         for binding in bindings:
-            binding.prepare(block.inv_scale, found_inf, done)
+            binding.gradients.prepare(block.inv_scale, found_inf, done, binding.is_unchecked)
         block.committing = True
         for binding in bindings:
             binding.gradients.commit(found_inf)
@@ -491,7 +494,7 @@ class AmpSession:
         return any(owners[id(p)] > 1 for binding in bindings for p in binding.masters.own)
 
     def _bindings_of(self, optimizers: Any) -> list[OptimizerBinding]:
-        if (binding := self._binding_of(optimizers)) is not None:
+        if isinstance(optimizers, torch.optim.Optimizer) and (binding := self._bindings.get(optimizers)) is not None:
             return [binding]
         given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
         found = [self._binding_of(optimizer) for optimizer in given]
@@ -527,7 +530,9 @@ class AmpSession:
             if not delay:
                 scale.update(torch.zeros_like(found_inf))
             return
-        found_inf = scale.agreed(found_inf, [group for binding in bindings for group in binding.masters.groups])
+        groups = [group for binding in bindings for group in binding.masters.groups]
+        if groups or scale.process_group is not None:
+            found_inf = scale.agreed(found_inf, groups)
         for binding in bindings:
             binding.flags.add(loss_id % len(binding.loss_scales), scale, found_inf, final=not delay)
         if scale in self._deferred:
@@ -872,6 +877,8 @@ class AmpSession:
 
     def disable_casts(self) -> AbstractContextManager:
         """A context in which O1's and O4's casts are off. May nest; a no-op at other levels."""
+        if not self._casting:
+            return nullcontext()
         return nullcontext() if (autocast := self._autocast) is None else autocast.suspended()
 
     def _casts_on(self) -> AbstractContextManager:

@@ -48,8 +48,10 @@ class OwnThread:
         for thread in list(self._of_blocks):
             if not thread.is_alive() and thread in self._of_blocks:
                 self._of_blocks.remove(thread)
-        self._of_blocks.append(threading.current_thread())
-        self.check("scale_loss", casts_on)
+        here = threading.current_thread()
+        self._of_blocks.append(here)
+        if casts_on or self._of_blocks[0] is not here:
+            self.check("scale_loss", casts_on)
 
     def leave_block(self) -> None:
         """It ends, or it was refused."""

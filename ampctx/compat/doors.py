@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ampctx.amp import AmpSession, _default_session
@@ -139,8 +140,9 @@ def window(binding: OptimizerBinding) -> Any:
 
 def open_window(binding: OptimizerBinding, inv_scale: Factor) -> Any:
     """Sets aside what is in ``.grad``. What comes is scaled, by the first loss scale until somebody says otherwise."""
-    binding.begin(1.0, 1.0)
-    binding.delay(0, binding.loss_scales[0], inv_scale)
+    with torch.no_grad():
+        binding.begin(1.0, 1.0)
+        binding.gradients.delay(inv_scale, (0, binding.loss_scales[0]))
     return binding.gradients.window
 
 

@@ -12,21 +12,21 @@
 Open blocks are a stack, and a window is the lowest of it. ``prepare`` changes nothing that ``abandon`` cannot put back.
 Where an exception comes in the middle of ``commit``, sums are *incomplete* until the user zeroes them.
 
-All methods run under no_grad and none waits for the device.
+Call all of this under no_grad. None of it waits for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ampctx._compiling import outside_of_graphs
-from ampctx._grad_mode import without_grad
 from ampctx.kernels import foreach, reference
 from ampctx.kernels.each import all_distinct, all_none, all_there, grad_of, layout_of, set_each, stored_grad
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, product
@@ -68,10 +68,12 @@ class Block:
 
     stash: the gradients from before. Those of the outermost block are true ones, those of nested blocks scaled.
     copies: of the scaled gradients in the window that the block goes on with, if there is one.
+    nested: whether another block is open around it.
     """
 
     stash: Grads
     copies: Grads | None = None
+    nested: bool = False
     outcome: _Outcome = field(default_factory=_Outcome)
 
 
@@ -160,7 +162,8 @@ class BlockGradients:
         self._masters = masters
         # A window, if there is one, comes first.
         self._stack: list[Window | Block] = []
-        self._lazy: ModelGrads | None = None
+        # What has checked the gradients of the masters in 16 bits, even where they have become tensors since.
+        self.checked: ModelGrads | None = None
         # An exception came while gradients were being added up: what is there is neither the old sum nor the new one.
         self.incomplete = False
         # A step since gradients were zeroed: one that was skipped may have left inf or nan in ``.grad``.
@@ -191,14 +194,9 @@ class BlockGradients:
     @property
     def lazy(self) -> ModelGrads | None:
         """16-bit gradients that stand for those of the masters, if they still do, all alone."""
-        if self._lazy is not None and not self._lazy.is_alone():
-            self._lazy.materialize()
-        return self._lazy if self._lazy is not None and self._lazy.masters else None
-
-    @property
-    def checked(self) -> ModelGrads | None:
-        """What has checked the gradients of the masters in 16 bits, even where they have become tensors since."""
-        return self._lazy
+        if self.checked is not None and not self.checked.is_alone():
+            self.checked.materialize()
+        return self.checked if self.checked is not None and self.checked.masters else None
 
     @property
     def is_idle(self) -> bool:
@@ -209,19 +207,19 @@ class BlockGradients:
         """The parameters that a backward writes gradients into."""
         return [*(p for p, _ in self._masters.pairs), *self._masters.own]
 
-    @without_grad
     def begin(self, scale: Factor, inv_scale: Factor) -> None:
         """Opens a block whose loss is multiplied by ``scale``. Where gradients are idle, ``collect_outside_grads``
         comes before: no parameter with a master has a gradient then."""
-        if self._lazy is not None:
+        if self.checked is not None:
             self.materialize()
-        window = self._stack[-1] if self.phase is Phase.WINDOW else None
+        window = self._stack[-1] if self._stack else None
         leaves = self._leaves() if self._stack else self._masters.own
         grads = list(map(grad_of, leaves))
         present = {} if all_none(grads) else {p: g for p, g in zip(leaves, grads, strict=True) if g is not None}
         if not isinstance(window, Window):
             # On record before anything changes, so that abandon() can put it back.
-            self._stack.append(Block({p: g if _owns_its_memory(g) else g.clone() for p, g in present.items()}))
+            stash = {p: g if _owns_its_memory(g) else g.clone() for p, g in present.items()}
+            self._stack.append(Block(stash, nested=window is not None))
             set_each(present, "grad", None)
             return
         for p in window.scaled:
@@ -256,7 +254,7 @@ class BlockGradients:
                 p.grad = was_there.get(p)
             if block.outcome.lazy is not None:
                 block.outcome.lazy.drop()
-                self._lazy = None
+                self.checked = None
             self._stack.pop()
 
     def delay(self, inv_scale: Factor, loss: Any) -> None:
@@ -281,44 +279,45 @@ class BlockGradients:
                 p.grad = self.stash.get(p)
             self._stack.clear()
 
-    @without_grad
-    def close_window(self, inv_scale: Factor, found_inf: FoundInf, check_before: bool = False) -> None:
+    @torch.no_grad()
+    def close_window(self, inv_scale: Factor, found_inf: FoundInf, check_before: Callable[[], bool] = bool) -> None:
         """Between blocks: unscales and adds what is in a window that no block ends."""
         self._stack.append(Block(self.stash))
         try:
-            self.prepare(inv_scale, found_inf, check_before=check_before)
+            self.prepare(inv_scale, found_inf, None, check_before)
             self.commit(found_inf)
         except BaseException:
             self.incomplete = True
             del self._stack[1:]
             raise
 
-    @without_grad
     def prepare(
-        self, inv_scale: Factor, found_inf: FoundInf, done: set[int] | None = None, check_before: bool = False
+        self,
+        inv_scale: Factor,
+        found_inf: FoundInf,
+        done: set[int] | None = None,
+        check_before: Callable[[], bool] = bool,
     ) -> None:
         """Unscales what arrived. The block is still open.
 
         ``done``: ids of parameters that other optimizers of the block have dealt with; extended. ``check_before``:
-        nobody has checked what was there, and it counts like what arrived. A skipped step may have left it.
+        whether nobody has checked what was there, and it counts like what arrived. A skipped step may have left it.
         """
         block = self._stack[-1]
         assert isinstance(block, Block)
         # Of nested blocks the outermost has stashed the true gradients; those between them, scaled ones.
-        outer = self._stack[0] if self.depth > 1 else None
-        self._unscale_into_masters(inv_scale, found_inf, block.outcome)
+        outer = self._stack[0] if block.nested else None
+        self._unscale_into_masters(inv_scale, found_inf, block.outcome, block.nested)
         self._unscale_own(block, outer, inv_scale, found_inf, done, check_before)
         if outer is not None:
             block.outcome.grads.update({p: block.stash.get(p) for p, _ in self._masters.pairs})
 
-    @outside_of_graphs
-    @without_grad
     def commit(self, found_inf: FoundInf) -> None:
         """Ends the block with what ``prepare`` has made, added to what was there."""
         block = self._stack[-1]
         assert isinstance(block, Block)
         self._apply(block.outcome, found_inf)
-        if self.depth > 1:
+        if block.nested:
             self._stack[0].stash.update(block.outcome.stashed)
             self._stack.pop()
         else:
@@ -334,7 +333,7 @@ class BlockGradients:
         for t, grad in outcome.grads.items():
             t.grad = grad
         if outcome.lazy is not None:
-            self._lazy = outcome.lazy
+            self.checked = outcome.lazy
 
     def _unscale_own(
         self,
@@ -343,13 +342,14 @@ class BlockGradients:
         inv_scale: Factor,
         found_inf: FoundInf,
         done: set[int] | None,
-        check_before: bool,
+        check_before: Callable[[], bool],
     ) -> None:
         """grad = grad * inv_scale + what was there, for the parameters without masters."""
         own = [p for p in self._masters.own if id(p) not in done] if done else self._masters.own
         if done is not None:
             done.update(map(id, own))
-        place_grads(own)
+        if self._masters.has_sharded:
+            place_grads(own)
         if outer is None and not block.stash:
             found, known = read_grads(own)
             grads: Sequence[Tensor] = known if known is not None else [grad for grad in found if grad is not None]
@@ -381,14 +381,17 @@ class BlockGradients:
                 if total is not None:
                     block.outcome.stashed[p] = total
         if arrived:
-            foreach.axpby(arrived, before, arrived, found_inf, inv_scale, 1.0, arg_to_check=-1 if check_before else 0)
-        if unseen and check_before:
+            checked = -1 if check_before() else 0
+            foreach.axpby(arrived, before, arrived, found_inf, inv_scale, 1.0, arg_to_check=checked)
+        if unseen and check_before():
             foreach.l2norm(unseen, found_inf)
         if alone and inv_scale != 1.0:
             scaled = list(alone.values())
             foreach.scale(scaled, scaled, found_inf, inv_scale)
 
-    def _unscale_into_masters(self, factor: Factor, found_inf: FoundInf, outcome: _Outcome) -> None:
+    def _unscale_into_masters(
+        self, factor: Factor, found_inf: FoundInf, outcome: _Outcome, nested: bool = False
+    ) -> None:
         """master.grad += model.grad * factor; the model's gradient has done its work then and is freed."""
         outcome.factor = factor
         pairs = self._masters.pairs
@@ -402,7 +405,7 @@ class BlockGradients:
         grads = [grad for grad in found if grad is not None]
         masters = [master for _, master in pairs]
         outcome.used = [p for p, _ in pairs]
-        if self._may_be_lazy(masters, grads, known):
+        if self._masters.lazy and not nested and self._may_be_lazy(masters, grads, known):
             outcome.lazy = ModelGrads(masters, grads if known is None else known, factor, found_inf)
             return
         fresh: list[tuple[Tensor, Tensor]] = []
@@ -424,28 +427,27 @@ class BlockGradients:
         """Whether these gradients may stay in 16 bits: the optimizer reads such, nothing is to be added, and they are
         no views into memory that somebody may write to before the step."""
         return (
-            self._masters.lazy
-            and self.depth < 2
-            and self.lazy is None
+            self.checked is None
             and all_none(map(stored_grad, masters))
             and (all(map(_fills_its_storage, grads)) if known is None else fill_storages(known))
         )
 
-    @without_grad
-    def collect_outside_grads(self, check_before: bool = False) -> FoundInf | None:
+    def may_have_outside_grads(self) -> bool:
+        """Whether ``collect_outside_grads`` has anything to do."""
+        if self._stack:
+            return self.phase is Phase.WINDOW
+        return any(map(operator.is_not, map(grad_of, [p for p, _ in self._masters.pairs]), repeat(None)))
+
+    def collect_outside_grads(self, check_before: Callable[[], bool] = bool) -> FoundInf:
         """Between blocks: takes over gradients of a plain backward, and ends a window that no block has ended.
 
-        Returns the flags of what was checked on the way; None where nothing was there.
+        Returns the flags of what was checked on the way.
         """
-        if (phase := self.phase) is Phase.OPEN:
-            return None
         found_inf, outcome = FoundInf(), _Outcome()
-        if phase is Phase.WINDOW:
-            self.close_window(self._stack[0].inv_scale, found_inf, check_before)  # type: ignore[union-attr]
+        if (window := self.window) is not None:
+            self.close_window(window.inv_scale, found_inf, check_before)
             return found_inf
         self._unscale_into_masters(1.0, found_inf, outcome)
-        if not outcome.used:
-            return None
         try:
             self._apply(outcome, found_inf)
         except BaseException:
@@ -455,7 +457,7 @@ class BlockGradients:
 
     def pending(self) -> Pending:
         """The gradients that no step has used, not copied. Between blocks."""
-        lazy = self._lazy
+        lazy = self.checked
         masters = [(master, stored_grad(master)) for _, master in self._masters.pairs]
         return Pending(
             {p: p.grad for p in self._leaves() if p.grad is not None},
@@ -464,7 +466,7 @@ class BlockGradients:
             self.window,
         )
 
-    @without_grad
+    @torch.no_grad()
     def restore(self, pending: Pending) -> None:
         """Puts these gradients in the place of all that are there. Between blocks."""
         self._drop_lazy()
@@ -475,19 +477,19 @@ class BlockGradients:
             master.grad = pending.masters.get(master)
         if pending.lazy is not None:
             grads, inv_scale, norm = pending.lazy
-            self._lazy = ModelGrads(list(grads), list(grads.values()), inv_scale, FoundInf(), norm)
+            self.checked = ModelGrads(list(grads), list(grads.values()), inv_scale, FoundInf(), norm)
         self._stack[:] = [] if pending.window is None else [pending.window]
 
     def materialize(self) -> None:
         """Lazy gradients become ``master.grad``."""
-        if self._lazy is not None:
-            self._lazy.materialize()
-            self._lazy = None
+        if self.checked is not None:
+            self.checked.materialize()
+            self.checked = None
 
     def _drop_lazy(self) -> None:
-        if self._lazy is not None:
-            self._lazy.drop()
-            self._lazy = None
+        if self.checked is not None:
+            self.checked.drop()
+            self.checked = None
 
     def drop_master_grads(self) -> None:
         """Lazy ones, too."""

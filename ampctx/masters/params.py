@@ -87,6 +87,7 @@ class MasterParams:
         self.own: list[Tensor] = []
         # The process groups of the meshes that ``own`` are spread over.
         self.groups: list[Any] = []
+        self.has_sharded = False
         # Own parameters that a cast has changed, with the dtype from before.
         self._cast: list[tuple[Tensor, torch.dtype]] = []
         # 16-bit parameters without requires_grad: they get a master when they are unfrozen.
@@ -101,7 +102,8 @@ class MasterParams:
         self._written = _write_counts([])
         # Names of parameters that have joined with a gradient, which was dropped: for somebody to tell the user.
         self.dropped_grads: list[str] = []
-        self._may_disagree = True
+        # Whether the model's weights may be others than the rounded masters.
+        self.may_disagree = True
         try:
             for group in optimizer.param_groups:
                 self.adopt(optimizer, group, originals, taken)
@@ -145,6 +147,7 @@ class MasterParams:
             else:
                 self._frozen.append(p)
         self._members = _members(optimizer)
+        self.has_sharded = any(map(is_sharded, self.own))
         self.groups = groups_of(self.own)
 
     def held(self, optimizer: Any) -> list[Tensor]:
@@ -306,20 +309,20 @@ class MasterParams:
 
     def model_changed(self) -> None:
         """Notes that model weights may have changed behind the masters."""
-        self._may_disagree = True
+        self.may_disagree = True
         self._written = _write_counts([])
 
-    @without_grad
     def follow_model(self, settled: bool = False) -> None:
         """Where a model weight is not the rounded master any more, the master takes the model's value.
 
         Does nothing until ``model_changed`` was called again, once the values are ``settled``.
         """
-        if self._may_disagree:
+        if self.may_disagree:
             self._follow(self.pairs)
-            self._may_disagree = not settled
+            self.may_disagree = not settled
 
     @staticmethod
+    @torch.no_grad()
     def _follow(pairs: list[tuple[Tensor, Tensor]]) -> None:
         for p, master in pairs:
             master.copy_(torch.where(master.to(p.dtype) == p, master, p.to(master.dtype)))
@@ -341,7 +344,7 @@ class MasterParams:
 
         Changes in place through ``.data`` cannot be seen. A host sync where there may be some.
         """
-        if self._may_disagree:
+        if self.may_disagree:
             return []  # the masters are about to follow
         now = _write_counts([p for p, _ in self.pairs])
         if now == self._written:

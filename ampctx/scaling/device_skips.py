@@ -74,7 +74,7 @@ class DeviceSkips:
             return
         if self._copy is None:
             self._copy = self._ask()
-        if self._copy.has_arrived():
+        if self._copy.event is None or self._copy.event.query():
             copy, self._copy = self._copy, None
             self._tell(copy)
 
@@ -84,7 +84,8 @@ class DeviceSkips:
             return 0
         self._copy = None
         copy = self._ask()
-        copy.wait()
+        if copy.event is not None:
+            copy.event.synchronize()
         self._tell(copy)
         return self._reported
 
@@ -93,13 +94,15 @@ class DeviceSkips:
         device = self._skipped.device
         of_loss = list(self._of_loss.items())
         # Not by scale_on, which keeps its copy: a graph captured from here on would go on with that one.
-        scales = [move(scale.tensor(device), device) for _, (scale, _) in of_loss]
+        scales = [
+            move(scale.tensor(device) if scale.scale is None else scale.scale, device) for _, (scale, _) in of_loss
+        ]
         streak = self._skipped if self._streak is None else self._streak
         values = torch.stack([self._skipped, streak, *(counted for _, (_, counted) in of_loss), *scales])
         return _Copy(values, [(loss_id, scale) for loss_id, (scale, _) in of_loss])
 
     def _tell(self, copy: _Copy) -> None:
-        skipped, streak, *rest = copy.values()
+        skipped, streak, *rest = copy.host.tolist()
         if self._streak is not None:
             self.in_a_row = int(streak)
         counts, values = rest[: len(copy.losses)], rest[len(copy.losses) :]
@@ -118,24 +121,15 @@ class _Copy:
 
     def __init__(self, tensor: Tensor, losses: list[tuple[int, LossScale]]) -> None:
         self.losses = losses
-        self._event = None
+        # None where the copy is made when it is asked for.
+        self.event = None
         if tensor.device.type == "cuda":
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(tensor.device))
+            self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self.host.copy_(tensor, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record(torch.cuda.current_stream(tensor.device))
         else:
-            self._host = tensor.cpu()
-
-    def has_arrived(self) -> bool:
-        return self._event is None or self._event.query()
-
-    def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
-
-    def values(self) -> list[float]:
-        return self._host.tolist()
+            self.host = tensor.cpu()
 
 
 def is_capturing(device: torch.device | None) -> bool:
@@ -151,7 +145,11 @@ def skips_by_itself(optimizer: Any, before_backward: bool = False) -> bool:
     return (
         declares(optimizer, "_step_supports_amp_scaling")
         and all(group.get("fused", True) for group in optimizer.param_groups)
-        and set_up_momentum(optimizer, before_backward)
+        # What LARC wraps counts.
+        and (
+            not isinstance(getattr(optimizer, "optim", optimizer), torch.optim.SGD)
+            or set_up_momentum(getattr(optimizer, "optim", optimizer), before_backward)
+        )
     )
 
 
@@ -163,9 +161,6 @@ def set_up_momentum(optimizer: Any, before_backward: bool) -> bool:
     steps, as long as there is no dampening. With dampening the host has to look at the flag of the first step.
     ``before_backward``: which parameters have a gradient is not known yet, a closure is still to run.
     """
-    optimizer = getattr(optimizer, "optim", optimizer)  # what LARC wraps
-    if not isinstance(optimizer, torch.optim.SGD):
-        return True
     for group in optimizer.param_groups:
         if group["momentum"] == 0:
             continue

@@ -213,7 +213,8 @@ class GuardedStep:
             grad_norm=known.grad_norm,
             culprits=lambda: later(epoch),
         )
-        if self._listeners.wanted() and not is_capturing(_device_of(optimizer)) and outcome.skipped:
+        listens = self._listeners.stepped is not None and self._listeners.wanted()
+        if listens and not is_capturing(_device_of(optimizer)) and outcome.skipped:
             outcome.name(culprits())
         if flags and found_inf is not None and self._counts_on_device:
             self._on_device.count(found_inf, flags)

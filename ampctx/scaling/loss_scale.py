@@ -29,6 +29,11 @@ DYNAMIC = "dynamic"
 DYNAMIC_INIT_SCALE = 2.0**16
 
 
+def _inverse_of(scale: Tensor) -> Tensor:
+    # Not by reciprocal, for which casts on the CPU take a way through Python.
+    return _divide(torch.tensor(1.0, dtype=torch.float32, device="cpu"), scale)
+
+
 def check_number(name: str, value: Any) -> float:
     """``value`` as a float; AmpTypeError naming the argument when it is no real number."""
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -200,9 +205,7 @@ class LossScale:
         if self.scale is None:
             raise AmpError("inv_scale() was called before scale_on(device): the loss scale is on no device yet")
         if self._inverse is None:
-            # Not by reciprocal, for which casts on the CPU take a way through Python.
-            one = torch.tensor(1.0, dtype=torch.float32, device="cpu")
-            self._inverse = PerDevice(_divide(one, self.scale))
+            self._inverse = PerDevice(_inverse_of(self.scale))
         return self._inverse
 
     def factors(self, device: torch.device, fresh: bool) -> tuple[Factor, Factor]:
@@ -213,8 +216,13 @@ class LossScale:
         if not self.dynamic and self.init_scale == 1.0:
             return 1.0, 1.0
         if fresh:
-            self.forget_copies()
-        return PerDevice(self.scale_on(device)), self.inv_scale()
+            self._copies = self._inverse = None
+        scale = self._state(device)[0] if self.scale is None else self.scale
+        if self._copies is None:
+            self._copies = PerDevice(scale.clone())
+        if self._inverse is None:
+            self._inverse = PerDevice(_inverse_of(scale))
+        return self._copies, self._inverse
 
     def tell(self, found_inf: Tensor) -> None:
         """Hands a one-element flag, the verdict on gradients of this loss, to the observer. No host sync."""
@@ -243,7 +251,8 @@ class LossScale:
         if found_inf.numel() != 1:
             raise AmpValueError(f"found_inf has {found_inf.numel()} elements, expected 1")
         scale, growth_tracker, hysteresis_tracker = self._state(found_inf.device)
-        found_inf = move(found_inf, scale.device)
+        if found_inf.device != scale.device:
+            found_inf = move(found_inf, scale.device)
         if not self.dynamic:
             growth_tracker.add_(found_inf.reshape(()) == 0)
             return
@@ -259,7 +268,7 @@ class LossScale:
             min_scale=self.min_scale,
             max_scale=self.max_scale,
         )
-        self._moved()
+        self._copies = self._inverse = None
 
     # --- on the host ------------------------------------------------------------------------------------------------
 
@@ -287,7 +296,7 @@ class LossScale:
             self.init_scale = check_scale("loss_scale", value)
             if self.scale is not None:
                 self.scale.fill_(self.init_scale)
-        self._moved()
+        self._copies = self._inverse = None
 
     def unskipped(self) -> int:
         """Clean updates in a row. A host sync when the scale lives on an accelerator."""
@@ -343,9 +352,6 @@ class LossScale:
         if self.hysteresis_tracker is None:
             self.hysteresis_tracker = torch.full((), self.init_hysteresis_tracker, dtype=torch.int32, device=at)
         return self.scale, self.growth_tracker, self.hysteresis_tracker
-
-    def _moved(self) -> None:
-        self._copies = self._inverse = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Numbers in place of tensors: a pickle from one device is at home on any other. A host sync.
