@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from ampctx.compat.migrate import cli as migrate
+from ampctx.migrate import cli as migrate
 
 
 def info() -> dict[str, Any]:

@@ -21,6 +21,7 @@ ROOMS = {
     "amp": r"ampctx\.amp(\.\w+)?",
     "the package": r"ampctx",
     "compat": r"ampctx\.compat(\.\w+)*",
+    "migrate": r"ampctx\.migrate(\.\w+)*",
     "the command": r"ampctx\.__main__",
 }
 

@@ -8,8 +8,8 @@ import pytest
 
 from ampctx.compat import table
 from ampctx.compat.install import refused
-from ampctx.compat.migrate.targets import locate
 from ampctx.compat.names import NAMES, lookup, refusal
+from ampctx.migrate.targets import locate
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "from_apex.md"
 

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ampctx.compat.migrate import files, report
-from ampctx.compat.migrate.report import FileResult, Finding
+from ampctx.migrate import files, report
+from ampctx.migrate.report import FileResult, Finding
 
 if TYPE_CHECKING:
-    from ampctx.compat.migrate.analysis import Parsed
+    from ampctx.migrate.analysis import Parsed
 
 _NOTEBOOK_IMPORT = re.compile(r"\b(?:import|from)\s+(apex|amp_C|apex_C)\b")
 
@@ -73,7 +73,7 @@ def migrate(paths: Sequence[Path], to: str) -> list[FileResult]:
         results.append(result)
         if (tree := _read(path, result)) is not None:
             parsed.append((result, tree))
-    from ampctx.compat.migrate import to_ampctx, to_torch
+    from ampctx.migrate import to_ampctx, to_torch
 
     helper = to_torch.helper(tree for _, tree in parsed) if to == "torch" else None
     for result, tree in parsed:
@@ -90,7 +90,7 @@ def _read(path: Path, result: FileResult) -> Parsed | None:
     """The tree of a file that mentions apex. What keeps a file from being read is in the result."""
     import libcst
 
-    from ampctx.compat.migrate.analysis import MENTION, Parsed
+    from ampctx.migrate.analysis import MENTION, Parsed
 
     try:
         data = path.read_bytes()

@@ -6,8 +6,8 @@ import pytest
 from migrating import migrated
 
 from ampctx.compat import names
-from ampctx.compat.migrate import targets
 from ampctx.compat.names import Name
+from ampctx.migrate import targets
 
 pytest.importorskip("libcst")
 

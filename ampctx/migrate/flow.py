@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 import libcst as cst
 from libcst import metadata as meta
 
-from ampctx.compat.migrate.analysis import Block, Parsed, dotted
-from ampctx.compat.migrate.imports import indent_of
-from ampctx.compat.migrate.report import Edit
+from ampctx.migrate.analysis import Block, Parsed, dotted
+from ampctx.migrate.imports import indent_of
+from ampctx.migrate.report import Edit
 
 # Calls that no cast changes anything about: they move, read or reshape.
 _MOVERS = re.compile(

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import libcst as cst
 
-from ampctx.compat.migrate import flow
-from ampctx.compat.migrate.analysis import Parsed
+from ampctx.migrate import flow
+from ampctx.migrate.analysis import Parsed
 
 # Options that change nothing when they are left out with these values.
 _DEFAULTS: dict[str, list[object]] = {

@@ -6,7 +6,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from ampctx.compat.migrate import cli
+from ampctx.migrate import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,8 +11,8 @@ import pytest
 from migrating import ROOT, dedent, run
 
 from ampctx.__main__ import main
-from ampctx.compat.migrate import report
-from ampctx.compat.migrate.report import Edit
+from ampctx.migrate import report
+from ampctx.migrate.report import Edit
 
 pytest.importorskip("libcst")
 
@@ -303,7 +303,7 @@ def test_a_directory_that_cannot_be_written(tmp_path, capsys):
 
 
 def test_a_result_that_is_not_python_is_not_written(tmp_path, capsys, monkeypatch):
-    from ampctx.compat.migrate import to_ampctx
+    from ampctx.migrate import to_ampctx
 
     file = tmp_path / "a.py"
     file.write_bytes(BEFORE)
@@ -314,7 +314,7 @@ def test_a_result_that_is_not_python_is_not_written(tmp_path, capsys, monkeypatc
 
 
 def test_a_file_that_changed_meanwhile_is_left(tmp_path, capsys, monkeypatch):
-    from ampctx.compat.migrate import cli
+    from ampctx.migrate import cli
 
     file = tmp_path / "a.py"
     file.write_bytes(BEFORE)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from ampctx.compat.migrate.analysis import Block, Parsed
-from ampctx.compat.migrate.report import Edit
+from ampctx.migrate.analysis import Block, Parsed
+from ampctx.migrate.report import Edit
 
 
 @dataclass(frozen=True)

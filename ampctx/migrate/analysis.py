@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import libcst as cst
 from libcst import metadata as meta
 
-from ampctx.compat.migrate import report, targets
-from ampctx.compat.migrate.report import Finding, Status
+from ampctx.migrate import report, targets
+from ampctx.migrate.report import Finding, Status
 
 # What apex puts on optimizers. They are there while its names are installed.
 PRIVATE_ATTRIBUTES = frozenset(

@@ -8,7 +8,7 @@ import torch
 from migrating import dedent, migrated, run
 
 from ampctx import GradScaler
-from ampctx.compat.migrate import cli
+from ampctx.migrate import cli
 
 pytest.importorskip("libcst")
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import libcst as cst
 from libcst import metadata as meta
 
-from ampctx.compat.migrate import targets
-from ampctx.compat.migrate.analysis import Binding, Block, Parsed, Use, dotted
-from ampctx.compat.migrate.imports import Choice, Keep, New, Remove, insert_before, rewrite
-from ampctx.compat.migrate.report import Edit, Finding, Status
-from ampctx.compat.migrate.targets import Row
+from ampctx.migrate import targets
+from ampctx.migrate.analysis import Binding, Block, Parsed, Use, dotted
+from ampctx.migrate.imports import Choice, Keep, New, Remove, insert_before, rewrite
+from ampctx.migrate.report import Edit, Finding, Status
+from ampctx.migrate.targets import Row
 
 COVER = "import ampctx.compat.apex"
 _COVER_LINE = f"{COVER}  # serves the apex names below, so it stays above them"

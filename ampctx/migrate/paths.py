@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import libcst as cst
 
-from ampctx.compat.migrate import flow
-from ampctx.compat.migrate.analysis import Parsed, dotted
+from ampctx.migrate import flow
+from ampctx.migrate.analysis import Parsed, dotted
 
 _LEAVING = (cst.Continue, cst.Break, cst.Return, cst.Raise)
 

@@ -11,12 +11,12 @@ import dataclasses
 import re
 from collections.abc import Iterable
 
-from ampctx.compat.migrate import to_ampctx
-from ampctx.compat.migrate.analysis import Binding, Parsed, Use
-from ampctx.compat.migrate.flow import NotUnderstood
-from ampctx.compat.migrate.loop import Loop
-from ampctx.compat.migrate.report import Edit, Finding
-from ampctx.compat.migrate.targets import row
+from ampctx.migrate import to_ampctx
+from ampctx.migrate.analysis import Binding, Parsed, Use
+from ampctx.migrate.flow import NotUnderstood
+from ampctx.migrate.loop import Loop
+from ampctx.migrate.report import Edit, Finding
+from ampctx.migrate.targets import row
 
 # What a loop may use of apex.
 _SESSION = ("initialize", "scale_loss", "master_params", "state_dict", "load_state_dict")

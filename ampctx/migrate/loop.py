@@ -7,12 +7,12 @@ import re
 import libcst as cst
 from libcst import metadata as meta
 
-from ampctx.compat.migrate import flow, options, paths
-from ampctx.compat.migrate.analysis import Parsed, Use, dotted
-from ampctx.compat.migrate.flow import NotUnderstood
-from ampctx.compat.migrate.imports import indent_of
-from ampctx.compat.migrate.report import Edit
-from ampctx.compat.migrate.to_ampctx import hidden
+from ampctx.migrate import flow, options, paths
+from ampctx.migrate.analysis import Parsed, Use, dotted
+from ampctx.migrate.flow import NotUnderstood
+from ampctx.migrate.imports import indent_of
+from ampctx.migrate.report import Edit
+from ampctx.migrate.to_ampctx import hidden
 
 _INITIALIZE = ["models", "optimizers", "enabled", "opt_level"]
 

@@ -1,4 +1,0 @@
-"""``ampctx migrate``: moves code from apex's names to ampctx's, or a plain O1 loop to torch.amp.
-
-Only ``cli`` and ``report`` can be imported without libcst.
-"""
