@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import re
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -40,18 +41,37 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(p): p for p in sorted((ROOT / "ampctx").rglob("*.py"))}
 
 
-def imported(path: Path) -> set[str]:
-    """The ampctx modules that a file imports, sub-modules by their own name."""
+TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
+SERVED = "ampctx.compat.modules"
+
+
+def in_our_words(name: str) -> str:
+    """The file's own name for a module that goes by one of apex's."""
+    return f"{SERVED}.{name}" if f"{SERVED}.{name}" in MODULES else name
+
+
+def source(name: str, node: ast.ImportFrom) -> str:
+    """The module that ``node`` in the module ``name`` imports from."""
+    if not node.level:
+        return in_our_words(node.module or "")
+    package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
+    above = package.split(".")[: len(package.split(".")) + 1 - node.level]
+    return ".".join([*above, *([node.module] if node.module else [])])
+
+
+def imported(name: str) -> set[str]:
+    """The ampctx modules that a module imports, in functions too, sub-modules by their own name."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(TREES[name]):
         if isinstance(node, ast.Import):
-            names.update(a.name for a in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.update(sub if (sub := f"{node.module}.{a.name}") in MODULES else node.module for a in node.names)
+            names.update(in_our_words(a.name) for a in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = source(name, node)
+            names.update(sub if (sub := f"{module}.{a.name}") in MODULES else module for a in node.names)
     return {n for n in names if n in MODULES}
 
 
-GRAPH = {name: imported(path) for name, path in MODULES.items()}
+GRAPH = {name: imported(name) for name in MODULES}
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
@@ -62,8 +82,50 @@ def test_imports_point_down(name):
 
 
 def test_no_module_imports_itself_in_the_end():
-    graph = {name: others - {name} for name, others in GRAPH.items() if not name.startswith("ampctx.compat.")}
+    graph = {name: others - {name} for name, others in GRAPH.items()}
     list(graphlib.TopologicalSorter(graph).static_order())  # CycleError names the modules
+
+
+def test_imports_of_apex_are_seen():
+    """As modules of compat write them: beside each other, and by apex's names."""
+    assert f"{SERVED}.apex.amp._amp_state" in GRAPH[f"{SERVED}.apex.amp.scaler"]
+    assert f"{SERVED}.apex.fp16_utils.fp16_optimizer" in GRAPH[f"{SERVED}.apex.contrib.optimizers.fp16_optimizer"]
+    assert source("ampctx.compat.apex", ast.ImportFrom("apex.amp", [], 0)) == f"{SERVED}.apex.amp"
+
+
+DOORS = "ampctx.compat.doors"
+COMPAT = sorted(name for name in MODULES if re.fullmatch(ROOMS["compat"], name))
+PUBLIC = re.compile(r"ampctx(\.(amp|distributed|foreach|multi_tensor_apply|ops|optimizer_ops|optimizers))?")
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__") and name not in dir(namedtuple("Any", []))
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """What a module calls by a private name of its own: functions, classes, attributes, variables."""
+    made = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Store):
+            made.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    return {name for name in made if is_private(name)}
+
+
+OF_THE_CORE = set().union(*(private_names(TREES[name]) for name in MODULES if name not in COMPAT))
+
+
+@pytest.mark.parametrize("name", [name for name in COMPAT if name != DOORS])
+def test_compat_reaches_the_core_through_its_doors(name):
+    """Other modules of compat import public names alone, and touch no private attribute of what these give."""
+    for other in GRAPH[name] - set(COMPAT):
+        assert PUBLIC.fullmatch(other), f"{name} imports {other}: let ampctx.compat.doors do that"
+    own = private_names(TREES[name])
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.ImportFrom) and source(name, node) not in COMPAT:
+            private = [a.name for a in node.names if is_private(a.name) and source(name, node).startswith("ampctx")]
+            assert not private, f"{name}:{node.lineno} imports {private}"
+        if isinstance(node, ast.Attribute) and node.attr in OF_THE_CORE - own:
+            assert ast.unparse(node.value) in ("self", "cls"), f"{name}:{node.lineno} reads .{node.attr} of the core"
 
 
 def test_kernels_know_nothing_of_torch():

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError
+from ampctx import AmpKeyError, AmpTypeError, AmpValueError
+from ampctx.compat.doors import is_amp_state, is_grad_scaler_state
 from ampctx.compat.fp16_optimizer_state import load_file
-from ampctx.scaling.formats import is_amp_state, is_grad_scaler_state
 
 # fmt: off
 LAYOUTS: dict[str, tuple[str, ...]] = {

@@ -17,21 +17,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ampctx import amp
-from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx.amp.session import AmpSession
+from ampctx import AmpError, AmpSession, AmpTypeError, AmpValueError, amp
+from ampctx.compat import doors
 from ampctx.compat import fp16_optimizer_state as fp16
 from ampctx.compat.checkpoint_layout import Parts, is_tensors, read
-from ampctx.compat.optimizer_checks import check_container, check_contents
-from ampctx.masters.params import MasterParams
-from ampctx.optimizers._base import FusedOptimizer
-from ampctx.scaling.formats import (
+from ampctx.compat.doors import (
+    FusedOptimizer,
+    MasterParams,
     is_grad_scaler_state,
     read_amp_entries,
     read_grad_scaler_state,
     to_amp_state,
     to_grad_scaler_state,
 )
+from ampctx.compat.optimizer_checks import check_container, check_contents
 
 
 class Loaded(NamedTuple):
@@ -162,7 +161,7 @@ def checkpoint(model: Any = None, optimizer: Any = None, *, scaler: Any = amp, s
         result["amp"] = to_amp_state(scales) if is_grad_scaler_state(scales) else dict(scales)
     elif scales:
         result["scaler"] = scales if is_grad_scaler_state(scales) else to_grad_scaler_state(scales)
-    if any(_masters_in(session, o) for o in optimizers):
+    if any(doors.masters_in(session, o) for o in optimizers):
         result["master params"] = _alike(optimizer, masters)
     return result
 
@@ -310,13 +309,7 @@ def _scale_loader(scaler: Any, state: Any) -> Callable[[], None]:
 
 
 def _session(scaler: Any) -> AmpSession:
-    return scaler if isinstance(scaler, AmpSession) else amp._default_session
-
-
-def _masters_in(session: AmpSession, optimizer: Any) -> MasterParams | None:
-    """The masters that amp keeps for an optimizer; None where it keeps none."""
-    binding = session._binding_of(optimizer)
-    return binding.masters if binding is not None and binding.masters.pairs else None
+    return scaler if isinstance(scaler, AmpSession) else doors.session
 
 
 def _masters_of(
@@ -345,7 +338,7 @@ def _masters_of(
                 f"FP16_Optimizer saved masters of {len(s.masters)} groups, and the optimizer has "
                 f"{len(optimizer.param_groups)}"
             )
-        masters = _masters_in(session, optimizer)
+        masters = doors.masters_in(session, optimizer)
         both = zip(optimizer.param_groups, s.masters, strict=True)
         result.append([pair for g, values in both for pair in _paired_in_group(g["params"], values, masters)])
     return result
@@ -387,5 +380,5 @@ def _load_masters(session: AmpSession, optimizer: Any, pairs: list[tuple[Tensor,
     for p, value in pairs:
         p.copy_(value)
     # Where both agree, no master follows what was loaded into the model before.
-    if (masters := _masters_in(session, optimizer)) is not None:
+    if (masters := doors.masters_in(session, optimizer)) is not None:
         masters.copy_to_model()

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampctx._errors import AmpError, AmpValueError
-from ampctx.scaling.formats import fp16_optimizer_entry
+from ampctx import AmpError, AmpValueError
+from ampctx.compat.doors import fp16_optimizer_entry
 
 Group = dict[str, Any]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ampctx._errors import AmpError, AmpNotImplementedError
+from ampctx import AmpError, AmpNotImplementedError
 from ampctx.compat.distribution import ApexDistribution
 from ampctx.compat.names import NAMES, refusal
 

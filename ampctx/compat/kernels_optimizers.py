@@ -13,12 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx.kernels import foreach
-from ampctx.kernels.calling_form import Call, Number, TensorLists, found_in
-from ampctx.kernels.grouping import buckets
-from ampctx.kernels.reference import compute_dtype
-from ampctx.optimizers._work import Work
-from ampctx.optimizers._work import call as call_op
+from ampctx import foreach
+from ampctx.compat import doors
+from ampctx.compat.doors import Call, Number, TensorLists, found_in
 
 Lists = Mapping[str, Sequence[Tensor]]
 # Lists of the ops that stay empty where a function of amp_C has nothing to put in.
@@ -44,15 +41,10 @@ def run_op(
     """
     taken = call.tensor("step", step) - 1
     one_element = {"steps": taken.repeat(call.length).unbind(), **(along or {})}
-    write_back = "copy" if "extras" in lists else "nearest"
-    numbers = {**arguments, "found_inf": found_inf, "maximize": False, "seed": 0}
-    for device, fused, rows in buckets(*lists.values(), along=list(one_element.values())):
-        named: dict[str, list[Tensor]] = {name: [] for name in _EMPTY[op]}
-        named.update(zip([*lists, *one_element], rows, strict=True))
-        call_op(op, Work({}, (write_back, False), device, fused, [], named, {}), numbers)
+    doors.run_op(op, lists, one_element, _EMPTY[op], {"found_inf": found_inf, "maximize": False, **arguments})
 
 
-def _numbers(call: Call, **given: Number) -> dict[str, Any]:
+def numbers(call: Call, **given: Number) -> dict[str, Any]:
     return {name: call.number(name, value) for name, value in given.items()}
 
 
@@ -77,9 +69,9 @@ def multi_tensor_sgd(
     """
     names = ("grads", "params", "momenta", "copies")
     call = Call("multi_tensor_sgd", noop_flag, tensor_lists, names, optional=1)
-    numbers = _numbers(call, weight_decay=wd, momentum=momentum, dampening=dampening)
+    options = numbers(call, weight_decay=wd, momentum=momentum, dampening=dampening)
     lists = {"grads": call["grads"], "params": call["params"]}
-    if numbers["momentum"] != 0:
+    if options["momentum"] != 0:
         lists["momentum_buffers"] = call["momenta"]
     if "copies" in call.lists:
         lists["extras"] = call["copies"]
@@ -94,7 +86,7 @@ def multi_tensor_sgd(
             lr=call.factor("lr", lr),
             nesterov=bool(nesterov),
             wd_after_momentum=bool(wd_after_momentum),
-            **numbers,
+            **options,
         )
 
 
@@ -120,9 +112,9 @@ def multi_tensor_adam(
     ``mode`` 0: weight decay is added to the gradients; 1: it is decoupled. The flag has no part in it. No host sync.
     """
     call = Call("multi_tensor_adam", noop_flag, tensor_lists, _ADAM)
-    numbers = _numbers(call, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
-    numbers |= {"adam_w_mode": bool(call.one_of("mode", mode, (0, 1))), "bias_correction": bool(bias_correction)}
-    run_op("adam", call, call.lists, step, call.no_flag(), inv_scale=1.0, lr=call.factor("lr", lr), **numbers)
+    options = numbers(call, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
+    options |= {"adam_w_mode": bool(call.one_of("mode", mode, (0, 1))), "bias_correction": bool(bias_correction)}
+    run_op("adam", call, call.lists, step, call.no_flag(), inv_scale=1.0, lr=call.factor("lr", lr), **options)
 
 
 @torch.no_grad()
@@ -180,14 +172,14 @@ def _adam_capturable(
     weight_decay: Number,
     inv_scale: Number,
 ) -> None:
-    numbers = _numbers(call, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
-    numbers |= {"adam_w_mode": bool(call.one_of("mode", mode, (0, 1))), "bias_correction": bool(bias_correction)}
+    options = numbers(call, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
+    options |= {"adam_w_mode": bool(call.one_of("mode", mode, (0, 1))), "bias_correction": bool(bias_correction)}
     lists: dict[str, list[Tensor]] = dict(call.lists)
     if "masters" in lists:
         lists["extras"], lists["params"] = lists["params"], lists.pop("masters")
     factor = call.tensor("inv_scale", inv_scale)
     with call.flag() as flag:
-        run_op("adam", call, lists, step, flag, inv_scale=factor, lr=call.factor("lr", lr), **numbers)
+        run_op("adam", call, lists, step, flag, inv_scale=factor, lr=call.factor("lr", lr), **options)
         kept = torch.where(flag != 0, torch.ones_like(factor), factor)
         foreach.scale(call["grads"], call["grads"], found_in(call.no_flag()), foreach.PerDevice(kept))
 
@@ -207,9 +199,9 @@ def multi_tensor_adagrad(
     The flag has no part in it. No host sync.
     """
     call = Call("multi_tensor_adagrad", noop_flag, tensor_lists, ("grads", "params", "sums"))
-    numbers = _numbers(call, eps=eps, weight_decay=weight_decay)
-    numbers |= {"adagrad_w_mode": bool(call.one_of("mode", mode, (0, 1)))}
-    run_op("adagrad", call, call.lists, 1, call.no_flag(), inv_scale=1.0, lr=call.factor("lr", lr), **numbers)
+    options = numbers(call, eps=eps, weight_decay=weight_decay)
+    options |= {"adagrad_w_mode": bool(call.one_of("mode", mode, (0, 1)))}
+    run_op("adagrad", call, call.lists, 1, call.no_flag(), inv_scale=1.0, lr=call.factor("lr", lr), **options)
 
 
 @torch.no_grad()
@@ -237,8 +229,8 @@ def multi_tensor_novograd(
     """
     call = Call("multi_tensor_novograd", noop_flag, tensor_lists, ("grads", "params", "exp_avgs"))
     norms = call.vector("grad_norms", grad_norms)
-    numbers = _numbers(call, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
-    numbers |= {
+    options = numbers(call, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
+    options |= {
         "bias_correction": bool(bias_correction),
         "grad_averaging": bool(grad_averaging),
         "reg_inside_moment": call.one_of("moment_mode", moment_mode, (0, 1)) == 0,
@@ -257,10 +249,5 @@ def multi_tensor_novograd(
             along,
             inv_scale=1.0,
             lr=call.factor("lr", lr),
-            **numbers,
+            **options,
         )
-
-
-def wide(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors, those of 16 bits as fp32 copies."""
-    return [t.to(compute_dtype(t)) for t in tensors]

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError
-from ampctx.optimizers._base import FusedOptimizer
-from ampctx.optimizers._checkpoint import SIZED
-from ampctx.scaling.formats import plain
+from ampctx import AmpKeyError, AmpTypeError, AmpValueError
+from ampctx.compat.doors import SIZED, FusedOptimizer, plain
 
 # Options that each of torch's optimizers which has them reads in its step, and has had from the beginning.
 _REQUIRED = frozenset({"lr", "betas", "eps", "weight_decay", "momentum", "dampening", "lr_decay", "alpha", "rho"})

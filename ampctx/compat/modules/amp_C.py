@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx._errors import AmpTypeError, AmpValueError
+from ampctx import AmpTypeError, AmpValueError
+from ampctx import foreach as _foreach
+from ampctx.compat.doors import Call, Number, TensorLists, foreach_factor, found_in, norms
 from ampctx.compat.kernels_layerwise import (
     multi_tensor_lamb,
     multi_tensor_lamb_mp,
@@ -32,9 +34,6 @@ from ampctx.compat.kernels_optimizers import (
     multi_tensor_novograd,
     multi_tensor_sgd,
 )
-from ampctx.kernels.calling_form import Call, Number, TensorLists, foreach_factor, found_in, norms
-from ampctx.kernels.foreach import scale as _scale
-from ampctx.kernels.foreach import unscale_l2norms as _unscale_l2norms
 from ampctx.multi_tensor_apply import (
     multi_tensor_axpby,
     multi_tensor_l2norm,
@@ -67,8 +66,8 @@ def multi_tensor_l2norm_scale(
     if not call.length:
         return torch.zeros(1, device=call.device), torch.zeros(0, device=call.device)
     with call.flag() as flag:
-        total, each = _unscale_l2norms(call["src"], found_in(flag), 1.0)
-        _scale(call["src"], call["dst"], found_in(call.no_flag()), factor)
+        total, each = _foreach.unscale_l2norms(call["src"], found_in(flag), 1.0)
+        _foreach.scale(call["src"], call["dst"], found_in(call.no_flag()), factor)
     return total.reshape(1), each if per_tensor else each.new_empty(0)
 
 

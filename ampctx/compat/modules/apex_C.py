@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ampctx._errors import AmpTypeError, AmpValueError
+from ampctx import AmpTypeError, AmpValueError
 
 
 def _checked(op: str, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -18,6 +18,7 @@ from ampctx.amp import (
     scale_loss,
     state_dict,
 )
+from ampctx.compat.views.stash import watch_default_session
 
 __path__ = extend_path(__path__, __name__)
 
@@ -40,7 +41,7 @@ from . import (
 from ._amp_state import _amp_state
 from .amp import init
 
-_process_optimizer.watch_default_session()
+watch_default_session()
 
 __all__ = [
     "_amp_state",

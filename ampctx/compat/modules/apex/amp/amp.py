@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from ampctx.amp import _default_session as session
 from ampctx.amp import (
     bfloat16_function,
     float_function,
@@ -17,7 +16,7 @@ from ampctx.amp import (
     register_half_function,
     register_promote_function,
 )
-from ampctx.casts.autocast import Autocast
+from ampctx.compat.doors import Autocast, session
 
 from ._amp_state import _amp_state
 from .frontend import initialize, load_state_dict, state_dict

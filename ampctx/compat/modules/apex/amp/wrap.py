@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ampctx.casts.arguments import to_widest
+from ampctx.compat.doors import to_widest
 from ampctx.compat.install import refused
 
 from . import utils

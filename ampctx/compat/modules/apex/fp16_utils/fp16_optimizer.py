@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
-from ampctx.masters.params import MasterParams
-from ampctx.scaling.loss_scale import check_scale
+from ampctx import AmpError, AmpKeyError, AmpTypeError, AmpValueError
+from ampctx.compat.doors import MasterParams, check_scale
 
 from ..amp.scaler import LossScaler
 from .fp16util import clip_grad_norm

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 # Private by name: see ampctx.casts.casting.
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ampctx import AmpValueError, foreach
 from ampctx import clip_grad_norm_ as clip_grad_norm
-from ampctx._errors import AmpValueError
-from ampctx.casts.casting import cast_model, set_dtype
-from ampctx.kernels import foreach
-from ampctx.kernels.foreach import FoundInf
+from ampctx.compat.doors import cast_model, set_dtype
+from ampctx.foreach import FoundInf
 
 
 class tofp16(nn.Module):

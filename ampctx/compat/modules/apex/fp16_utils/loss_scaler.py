@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx._errors import AmpValueError
-from ampctx.kernels import foreach
-from ampctx.kernels.foreach import FoundInf
-from ampctx.masters.clip import strided_grad
-from ampctx.scaling.loss_scale import LossScale, check_count, check_number, check_scale
+from ampctx import AmpValueError, foreach
+from ampctx.compat.doors import LossScale, check_count, check_real, check_scale, strided_grad
+from ampctx.foreach import FoundInf
 
 from .fp16util import to_python_float
 
@@ -49,12 +47,12 @@ class DynamicLossScaler(LossScaler):
     """A scale that falls by ``scale_factor`` with an overflow, not below 1, and grows by it after ``scale_window``
     updates without one.
 
-    The rule is ``ampctx.scaling.loss_scale.LossScale``'s. ``cur_scale``, ``cur_iter``, ``last_overflow_iter``,
+    The rule is that of amp's loss scale. ``cur_scale``, ``cur_iter``, ``last_overflow_iter``,
     ``scale_factor`` and ``scale_window`` may be assigned at any time.
     """
 
     def __init__(self, init_scale: float = 2**32, scale_factor: float = 2.0, scale_window: int = 1000) -> None:
-        if not check_number("scale_factor", scale_factor) > 1.0:
+        if not check_real("scale_factor", scale_factor) > 1.0:
             raise AmpValueError(f"scale_factor is {scale_factor}, expected a number > 1")
         check_scale("init_scale", init_scale)
         check_count("scale_window", scale_window, 1)

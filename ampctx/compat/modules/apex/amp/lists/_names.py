@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from ampctx._errors import AmpNotImplementedError
+from ampctx import AmpNotImplementedError
 
 
 class Names(list):

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx._errors import AmpTypeError, AmpValueError
-from ampctx.kernels import foreach
-from ampctx.kernels.foreach import Factor, FoundInf, PerDevice
-from ampctx.scaling.loss_scale import check_scale
+from ampctx import AmpTypeError, AmpValueError, foreach
+from ampctx.compat.doors import check_scale
+from ampctx.foreach import Factor, FoundInf, PerDevice
 
 Lists = list[list[Tensor | None]]
 

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx._errors import AmpNotImplementedError, AmpTypeError, AmpValueError
-from ampctx.kernels import foreach
-from ampctx.kernels.foreach import FoundInf
-from ampctx.scaling.loss_scale import check_scale
+from ampctx import AmpNotImplementedError, AmpTypeError, AmpValueError, foreach
+from ampctx.compat.doors import check_scale
+from ampctx.foreach import FoundInf
 
 from ...fp16_utils import fp16_optimizer
 from ...fp16_utils.fp16_optimizer import Groups

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ampctx import optimizers
-from ampctx._errors import AmpNotImplementedError
-from ampctx.kernels.foreach import PerDevice
-from ampctx.optimizers._options import Group, check_number
-from ampctx.optimizers._scaling import Scaling
-from ampctx.optimizers._work import Work
+from ampctx import AmpNotImplementedError, optimizers
+from ampctx.compat.doors import Group, Scaling, Work, check_option
+from ampctx.foreach import PerDevice
 
 from ._old_step import old_step
 
@@ -68,7 +65,7 @@ class FusedAdam(optimizers.FusedAdam):
 
     def _check_options(self, group: Group) -> None:
         super()._check_options(group)
-        group["max_grad_norm"] = check_number("max_grad_norm", group.get("max_grad_norm", self._max_grad_norm))
+        group["max_grad_norm"] = check_option("max_grad_norm", group.get("max_grad_norm", self._max_grad_norm))
 
     def _op_options(self, group: Group) -> dict[str, Any]:
         # Uncorrected, the op has the old formula, with an lr that holds both corrections.

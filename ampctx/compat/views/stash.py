@@ -1,0 +1,277 @@
+"""The private methods and the stash that apex put on an optimizer.
+
+They show the ``OptimizerBinding`` that ``initialize`` ties to it. That one holds the optimizer weakly, so that nothing
+here keeps it alive; copies and pickles of the optimizer leave them behind.
+
+A loop that does by hand what ``scale_loss`` does, as copies of apex's did, goes through the same code: prepare opens a
+*window* (``compat.doors``), post closes it, and its verdict waits for ``scaler.update_scale()`` as that of a block
+with ``delay_overflow_check`` waits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampctx import AmpError, AmpTypeError
+from ampctx.compat import doors
+from ampctx.compat.doors import LOW_PRECISION, LossScale, OptimizerBinding, Undo
+from ampctx.compat.install import at_uninstall
+from ampctx.compat.views.scaler import LossScaler
+from ampctx.foreach import Factor
+from ampctx.multi_tensor_apply import multi_tensor_l2norm, multi_tensor_scale
+
+Groups = list[list[Tensor]]
+
+
+def _fp16_groups(stash: AmpOptimizerState) -> Groups:
+    model_of = stash._binding.masters.model_of
+    return [[model_of[p] for p in group if p in model_of] for group in stash._groups()]
+
+
+def _fp32_from_fp16_groups(stash: AmpOptimizerState) -> Groups:
+    model_of = stash._binding.masters.model_of
+    return [[p for p in group if p in model_of] for group in stash._groups()]
+
+
+def _fp32_from_fp32_groups(stash: AmpOptimizerState) -> Groups:
+    model_of = stash._binding.masters.model_of
+    return [[p for p in group if p not in model_of and p.requires_grad] for group in stash._groups()]
+
+
+def _flat(of_groups: Callable[[AmpOptimizerState], Groups]) -> Callable[[AmpOptimizerState], list[Tensor]]:
+    return lambda stash: [p for group in of_groups(stash) for p in group]
+
+
+def _of_dtype(low: bool) -> Callable[[AmpOptimizerState], list[Tensor]]:
+    return lambda stash: [p for group in stash._groups() for p in group if (p.dtype in LOW_PRECISION) == low]
+
+
+def _set_aside(params: Callable[[AmpOptimizerState], list[Tensor]]) -> Callable[[AmpOptimizerState], list[Any]]:
+    return lambda stash: [doors.set_aside(stash._binding).get(p) for p in params(stash)]
+
+
+_Lists = dict[str, Callable[["AmpOptimizerState"], Any]]
+
+_WITH_MASTERS: _Lists = {
+    "fp16_groups": _fp16_groups,
+    "fp32_from_fp16_groups": _fp32_from_fp16_groups,
+    "fp32_from_fp32_groups": _fp32_from_fp32_groups,
+    "all_fp16_params": _flat(_fp16_groups),
+    "all_fp32_from_fp16_params": _flat(_fp32_from_fp16_groups),
+    "all_fp32_from_fp32_params": _flat(_fp32_from_fp32_groups),
+    "all_fp16_grad_stash": _set_aside(_flat(_fp16_groups)),
+    "all_fp32_from_fp32_grad_stash": _set_aside(_flat(_fp32_from_fp32_groups)),
+}
+_WITHOUT: _Lists = {
+    "all_fp16_params": _of_dtype(True),
+    "all_fp32_params": _of_dtype(False),
+    "all_fp16_grad_stash": _set_aside(_of_dtype(True)),
+    "all_fp32_grad_stash": _set_aside(_of_dtype(False)),
+}
+
+
+class AmpOptimizerState:
+    """``optimizer._amp_stash``: apex's lists of parameters, computed from the optimizer's groups when they are read.
+
+    A list is a new one each time, of the parameters themselves; bfloat16 counts as fp16. With master weights these are
+    ``_WITH_MASTERS``, else ``_WITHOUT``; they cannot be assigned. Other names are free.
+
+    ``lazy_init_called``: True, masters are there from ``initialize`` on.
+    ``params_have_scaled_gradients``: whether delayed blocks have left scaled gradients. A loop that delays by hand
+    assigns True after its backward.
+    ``already_patched``: whether the next step will be skipped, as far as is known: a host sync. What is assigned is
+    shown, too, and has no effect on the step.
+    ``multi_tensor_scale``, ``multi_tensor_l2norm``, ``dummy_overflow_buf``: for ``multi_tensor_applier``.
+    """
+
+    __module__ = "apex.amp._process_optimizer"
+
+    multi_tensor_scale = staticmethod(multi_tensor_scale)
+    multi_tensor_l2norm = staticmethod(multi_tensor_l2norm)
+
+    def __init__(self, binding: OptimizerBinding | None = None) -> None:
+        self._of = binding
+        self._patched = False
+        # The window that prepare has opened.
+        self._prepared: weakref.ref[Any] | None = None
+        self.lazy_init_called = binding is not None
+
+    @property
+    def _binding(self) -> OptimizerBinding:
+        if self._of is None:
+            raise AttributeError("this _amp_stash belongs to no optimizer")
+        return self._of
+
+    def _groups(self) -> Groups:
+        optimizer = self._binding.optimizer
+        return [] if optimizer is None else [group["params"] for group in optimizer.param_groups]
+
+    def _lists(self) -> _Lists:
+        if vars(self).get("_of") is None:
+            return {}
+        return _WITH_MASTERS if self._binding.masters.master_weights else _WITHOUT
+
+    def __getattr__(self, name: str) -> Any:
+        lists = self._lists()
+        if name in lists:
+            return lists[name](self)
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._lists():
+            raise AttributeError(f"{name} is computed from optimizer.param_groups and cannot be assigned")
+        super().__setattr__(name, value)
+
+    def __dir__(self) -> Iterable[str]:
+        return [*super().__dir__(), *self._lists()]
+
+    def __reduce__(self) -> Any:
+        return AmpOptimizerState, ()
+
+    def _device(self) -> torch.device:
+        return next((p.device for group in self._groups() for p in group), torch.device("cpu"))
+
+    @property
+    def dummy_overflow_buf(self) -> Tensor:
+        return torch.zeros(1, dtype=torch.int32, device=self._device())
+
+    @property
+    def already_patched(self) -> bool:
+        return self._patched or doors.will_skip(self._binding)
+
+    @already_patched.setter
+    def already_patched(self, value: bool) -> None:
+        self._patched = bool(value)
+
+    @property
+    def params_have_scaled_gradients(self) -> bool:
+        return doors.window(self._binding) is not None and not self._is_prepared()
+
+    @params_have_scaled_gradients.setter
+    def params_have_scaled_gradients(self, value: bool) -> None:
+        if doors.in_block(self._binding):
+            raise AmpError("params_have_scaled_gradients was assigned inside a scale_loss block: leave the block first")
+        if value:
+            doors.declare_scaled(self._binding, self._assumed_inv_scale())
+        elif doors.window(self._binding) is not None:
+            doors.close_window(self._binding, 1.0)
+        self._prepared = None
+
+    def _is_prepared(self) -> bool:
+        """Between prepare and post."""
+        return self._prepared is not None and self._prepared() is doors.window(self._binding) is not None
+
+    # --- what the methods on the optimizer do -------------------------------------------------------------------------
+
+    def _assumed_inv_scale(self) -> Factor:
+        """1 / scale of the first loss: what a step divides by that nobody has told otherwise."""
+        return self._inv_scale(self._binding.loss_scales[0])
+
+    def _inv_scale(self, scale: LossScale) -> Factor:
+        if scale.is_identity:
+            return 1.0
+        scale.scale_on(self._device())
+        return scale.inv_scale()
+
+    def _refuse_in_block(self, name: str) -> None:
+        if doors.in_block(self._binding):
+            raise AmpError(f"optimizer.{name}() was called inside a scale_loss block, which does that itself")
+
+    def _lazy_init(self) -> None:
+        doors.settle(self._binding)
+
+    def _prepare(self) -> None:
+        self._refuse_in_block("_prepare_amp_backward")
+        if self._is_prepared():
+            doors.drop_window(self._binding)  # an exception came before post
+        if doors.window(self._binding) is None:
+            self._prepared = weakref.ref(doors.open_window(self._binding, self._assumed_inv_scale()))
+
+    def _post(self, scaler: Any) -> None:
+        self._refuse_in_block("_post_amp_backward")
+        scale = getattr(scaler, "_of", None)
+        if not isinstance(scale, LossScale):
+            raise AmpTypeError(
+                "_post_amp_backward takes an apex.amp.scaler.LossScaler, such as amp._amp_state.loss_scalers[0], got "
+                f"{type(scaler).__name__}"
+            )
+        found_inf = doors.close_window(self._binding, self._inv_scale(scale))
+        self._prepared = None
+        device = next(iter(found_inf.per_device), self._device())
+        doors.conclude(self._binding, scale, found_inf.joined(device))
+
+
+# What apex set on every optimizer, and the last one under master weights alone.
+_STAMPS = (
+    "_amp_stash",
+    "_lazy_init_maybe_master_weights",
+    "_amp_lazy_init",
+    "_prepare_amp_backward",
+    "_post_amp_backward",
+    "_master_params_to_model_params",
+)
+
+
+def _stamp(optimizer: Any, binding: OptimizerBinding) -> None:
+    # None of these refers to the optimizer, or it would hold itself.
+    stash = AmpOptimizerState(binding)
+    for scale in binding.loss_scales:
+        LossScaler.of(scale)  # there from the first verdict on
+
+    def _lazy_init_maybe_master_weights() -> None:
+        stash._lazy_init()
+
+    def _amp_lazy_init() -> None:
+        stash._lazy_init()
+
+    def _prepare_amp_backward() -> None:
+        stash._prepare()
+
+    def _post_amp_backward(scaler: Any) -> None:
+        stash._post(scaler)
+
+    def _master_params_to_model_params() -> None:
+        binding.masters.copy_to_model()
+
+    values: list[Any] = [
+        stash,
+        _lazy_init_maybe_master_weights,
+        _amp_lazy_init,
+        _prepare_amp_backward,
+        _post_amp_backward,
+        *([_master_params_to_model_params] if binding.masters.master_weights else []),
+    ]
+    for name, value in zip(_STAMPS, values):  # noqa: B905 - the last is there under master weights alone
+        value.of_amp = True
+        setattr(optimizer, name, value)
+
+
+def _unstamp(optimizers: Iterable[Any]) -> None:
+    for optimizer in optimizers:
+        attributes = {} if optimizer is None else vars(optimizer)
+        if isinstance(attributes.get("_amp_stash"), AmpOptimizerState):
+            for name in _STAMPS:
+                attributes.pop(name, None)
+
+
+def stamp(bound: Mapping[Any, OptimizerBinding]) -> Undo:
+    """Puts apex's names on optimizers. The undo takes them off; it may be called more than once."""
+    for optimizer, binding in bound.items():
+        _stamp(optimizer, binding)
+    references = [weakref.ref(optimizer) for optimizer in bound]
+
+    def undo() -> None:
+        _unstamp([reference() for reference in references])
+
+    return undo
+
+
+def watch_default_session() -> None:
+    """Stamps the optimizers of the default session, now and at every ``initialize``, until ``uninstall_apex``."""
+    if doors.watch_optimizers(stamp):
+        at_uninstall(lambda: _unstamp(doors.unwatch_optimizers(stamp)))
