@@ -1,8 +1,9 @@
 """The steps of amp_C whose rate depends on norms of each tensor: LAMB, whole and in two stages, and LARS.
 
-``modules/amp_C.py`` has what all of amp_C's functions share. LAMB leaves its updates behind, which ampctx's op has no
-place for: the op makes them here, as a step of length -1 from weights of 0, and plain torch applies them tensor by
-tensor. Arithmetic is fp32 (fp64 where an fp64 tensor takes part).
+``modules/amp_C.py`` has what all of amp_C's functions share. apex's LAMB leaves its updates behind and steps by them as
+they are stored, for which ampctx's op has no place. So it is put together from ops: that of LAMB makes the directions
+(a step of length -1 from weights of 0), that of SGD takes the steps. Arithmetic is fp32, or fp64 where an fp64 tensor
+takes part.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx.compat.kernels_optimizers import run_op, wide
-from ampctx.kernels import foreach
-from ampctx.kernels.calling_form import Call, Number, TensorLists, foreach_factor, found_in
-from ampctx.kernels.reference import compute_dtype
+from ampctx import foreach
+from ampctx.compat.doors import Call, Number, TensorLists, compute_dtype, foreach_factor, found_in
+from ampctx.compat.kernels_optimizers import numbers, run_op
 
 _LAMB = ("grads", "params", "exp_avgs", "exp_avg_sqs")
 
@@ -27,9 +27,10 @@ def _keep(t: Tensor, new: Tensor, skip: Tensor | None) -> None:
     t.copy_(new if skip is None else torch.where(skip != 0, t, new))
 
 
-def _as(t: Tensor, like: Tensor) -> Tensor:
-    """``t`` in the dtype and shape of ``like``."""
-    return t.to(like.dtype).reshape(like.shape)
+def _new(call: Call, fill: Any = torch.empty_like) -> list[Tensor]:
+    """New tensors in the layout of the params and the type of arithmetic."""
+    dtype = compute_dtype(*(t for tensors in call.lists.values() for t in tensors))
+    return [fill(p, dtype=dtype, requires_grad=False) for p in call["params"]]
 
 
 def _each_norm(tensors: Sequence[Tensor], flag: Tensor) -> Tensor:
@@ -37,42 +38,43 @@ def _each_norm(tensors: Sequence[Tensor], flag: Tensor) -> Tensor:
 
 
 def _clip(call: Call, global_grad_norm: Number, max_grad_norm: Number) -> Tensor:
-    """What brings gradients of this norm down to the largest allowed, 0-d; 1 where that is 0."""
+    """What brings gradients of this norm down to the largest allowed, 0-d; 1 where that is 0.
+
+    Not left to the op, which takes the latter as a number alone."""
     norm, largest = call.tensor("global_grad_norm", global_grad_norm), call.tensor("max_grad_norm", max_grad_norm)
     return torch.where((norm > largest) & (largest > 0), largest / norm, torch.ones_like(norm))
 
 
+def _step(call: Call, moves: Sequence[Tensor], lr: Any, skip: Tensor | None, **options: Any) -> None:
+    """``params -= lr * moves``, and their copies where the call has any."""
+    lists = {"grads": moves, "params": call["params"]}
+    if "copies" in call.lists:
+        lists["extras"] = call["copies"]
+    if "momenta" in call.lists:
+        lists["momentum_buffers"] = call["momenta"]
+    skip = call.no_flag() if skip is None else skip
+    numbers = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "wd_after_momentum": False}
+    run_op("sgd", call, lists, 2, skip, inv_scale=1.0, lr=lr, **{**numbers, **options})
+
+
+def _times(tensors: Sequence[Tensor], numbers: Tensor) -> list[Tensor]:
+    """Each tensor times its number, in the type of arithmetic: no op takes a factor for each tensor."""
+    return [t.to(compute_dtype(t)) * number for t, number in zip(tensors, numbers.unbind(), strict=True)]
+
+
 def _directions(
-    call: Call,
-    grads: Sequence[Tensor],
-    found_inf: Tensor,
-    factor: Tensor,
-    step: Number,
-    **options: Any,
+    call: Call, grads: Sequence[Tensor], found_inf: Tensor, factor: Tensor, step: Number, options: dict[str, Any]
 ) -> list[Tensor]:
     """Adam's direction for each of the gradients times ``factor``, as new tensors in the layout of the params.
 
     ``exp_avgs`` and ``exp_avg_sqs`` advance. Where ``found_inf`` is not 0 they do not, and the directions are 0.
     """
-    dtype = compute_dtype(*(t for tensors in call.lists.values() for t in tensors))
-    updates = [torch.zeros_like(p, dtype=dtype, requires_grad=False) for p in call["params"]]
+    updates = _new(call, torch.zeros_like)
     # The op goes on with moments as it stored them, apex with those of before they were rounded to 16 bits.
-    moments = {name: wide(call[name]) for name in ("exp_avgs", "exp_avg_sqs")}
-    run_op(
-        "lamb",
-        call,
-        {"grads": grads, "params": updates, **moments},
-        step,
-        found_inf,
-        inv_scale=factor,
-        lr=-1.0,
-        global_grad_norm=0.0,
-        max_grad_norm=0.0,
-        weight_decay=0.0,
-        adam_w_mode=True,
-        use_nvlamb=False,
-        **options,
-    )
+    moments = {name: [t.to(compute_dtype(t)) for t in call[name]] for name in ("exp_avgs", "exp_avg_sqs")}
+    none: dict[str, Any] = {"global_grad_norm": 0.0, "max_grad_norm": 0.0, "weight_decay": 0.0, "use_nvlamb": False}
+    lists = {"grads": grads, "params": updates, **moments}
+    run_op("lamb", call, lists, step, found_inf, inv_scale=factor, lr=-1.0, adam_w_mode=True, **none, **options)
     for name, advanced in moments.items():
         for t, new in zip(call[name], advanced, strict=True):
             if new is not t:
@@ -90,17 +92,12 @@ def _apply(
     skip: Tensor | None = None,
 ) -> None:
     """``p -= lr * ||p|| / ||u|| * u``, or lr alone in place of the ratio where a norm is 0 or not to ``adapt``."""
-    ones = torch.ones_like(param_norms)
     if adapt:
-        ones = torch.where((param_norms != 0) & (update_norms != 0), param_norms / update_norms, ones)
-    ratios = (ones * call.factor("lr", lr)).unbind()
-    copies: Sequence[Tensor | None] = call.lists.get("copies") or [None] * call.length
-    for p, u, ratio, copy in zip(call["params"], updates, ratios, copies, strict=True):
-        dtype = compute_dtype(p, u)
-        new = p.to(dtype) - ratio * u.to(dtype).reshape(p.shape)
-        _keep(p, new, skip)
-        if copy is not None:
-            _keep(copy, new, skip)
+        ones = torch.ones_like(param_norms)
+        updates = _times(
+            updates, torch.where((param_norms != 0) & (update_norms != 0), param_norms / update_norms, ones)
+        )
+    _step(call, updates, call.factor("lr", lr), skip)
 
 
 def _lamb(
@@ -111,32 +108,37 @@ def _lamb(
     lr: Number,
     step: Number,
     mode: int,
-    weight_decay: float,
+    decay: float,
     use_nvlamb: bool | None,
-    **options: Any,
+    options: dict[str, Any],
 ) -> None:
     """The whole of LAMB. ``skip`` is None, or the flag: then each part sees what the parts before it met."""
     decoupled = call.one_of("mode", mode, (0, 1)) == 1
     if not call.length:
         return
-    param_norms = _each_norm(call["params"], flag)
-    grads = call["grads"]
-    if not decoupled and weight_decay != 0:
-        grads = [torch.empty_like(p, dtype=compute_dtype(g, p), requires_grad=False) for g, p in _pairs(call)]
-        scratch = found_in(call.no_flag())
-        foreach.axpby(call["grads"], call["params"], grads, scratch, foreach_factor(factor), weight_decay)
+    grads, params = call["grads"], call["params"]
+    param_norms = _each_norm(params, flag)
+    read: Sequence[Tensor] = grads
+    if not decoupled and decay != 0:
+        read = _new(call)
+        foreach.axpby(grads, params, read, found_in(call.no_flag()), foreach_factor(factor), decay)
         factor = torch.ones_like(factor)
-    updates = _directions(call, grads, call.no_flag() if skip is None else skip, factor, step, **options)
-    for (g, p), u in zip(_pairs(call), updates, strict=True):
-        if decoupled and weight_decay != 0:
-            u.add_(p, alpha=weight_decay)
+    updates = _directions(call, read, call.no_flag() if skip is None else skip, factor, step, options)
+    if decoupled and decay != 0:
+        foreach.axpby(updates, params, updates, found_in(call.no_flag()), 1.0, decay)
+    for g, u in zip(grads, updates, strict=True):
         _keep(g, u, skip)
-    update_norms = _each_norm(call["grads"], flag)
-    _apply(call, call["grads"], param_norms, update_norms, lr, bool(use_nvlamb) or weight_decay != 0, skip)
+    _apply(call, grads, param_norms, _each_norm(grads, flag), lr, bool(use_nvlamb) or decay != 0, skip)
 
 
-def _pairs(call: Call) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(call["grads"], call["params"], strict=True))
+def _adam_options(
+    call: Call, beta1: Number, beta2: Number, eps: Number, bias_correction: int = 1, grad_averaging: int = 1
+) -> dict[str, Any]:
+    return {
+        **numbers(call, beta1=beta1, beta2=beta2, eps=eps),
+        "bias_correction": bool(bias_correction),
+        "grad_averaging": bool(grad_averaging),
+    }
 
 
 @torch.no_grad()
@@ -164,23 +166,10 @@ def multi_tensor_lamb(
     holds inf or nan, and keeps nothing from happening. No host sync.
     """
     call = Call("multi_tensor_lamb", noop_flag, tensor_lists, _LAMB)
+    factor, decay = _clip(call, global_grad_norm, max_grad_norm), call.number("weight_decay", weight_decay)
+    options = _adam_options(call, beta1, beta2, eps, bias_correction, grad_averaging)
     with call.flag() as flag:
-        _lamb(
-            call,
-            flag,
-            None,
-            _clip(call, global_grad_norm, max_grad_norm),
-            lr,
-            step,
-            mode,
-            call.number("weight_decay", weight_decay),
-            use_nvlamb,
-            beta1=call.number("beta1", beta1),
-            beta2=call.number("beta2", beta2),
-            eps=call.number("eps", eps),
-            bias_correction=bool(bias_correction),
-            grad_averaging=bool(grad_averaging),
-        )
+        _lamb(call, flag, None, factor, lr, step, mode, decay, use_nvlamb, options)
 
 
 @torch.no_grad()
@@ -211,23 +200,10 @@ def multi_tensor_lamb_mp(
     """
     call = Call("multi_tensor_lamb_mp", noop_flag, tensor_lists, (*_LAMB, "copies"), optional=1)
     factor = call.tensor("inv_scale", inv_scale) * _clip(call, global_grad_norm, max_grad_norm)
+    decay = call.number("weight_decay", weight_decay)
+    options = _adam_options(call, beta1, beta2, eps, bias_correction, grad_averaging)
     with call.flag() as flag:
-        _lamb(
-            call,
-            flag,
-            flag,
-            factor,
-            lr,
-            step,
-            mode,
-            call.number("weight_decay", weight_decay),
-            use_nvlamb,
-            beta1=call.number("beta1", beta1),
-            beta2=call.number("beta2", beta2),
-            eps=call.number("eps", eps),
-            bias_correction=bool(bias_correction),
-            grad_averaging=bool(grad_averaging),
-        )
+        _lamb(call, flag, flag, factor, lr, step, mode, decay, use_nvlamb, options)
 
 
 @torch.no_grad()
@@ -249,21 +225,12 @@ def multi_tensor_lamb_stage1_cuda(
     scaled down as by ``multi_tensor_lamb``. The flag has no part in it. No host sync.
     """
     call = Call("multi_tensor_lamb_stage1_cuda", noop_flag, tensor_lists, (*_LAMB, "updates"))
-    decays = call.vector("per_tensor_decay", per_tensor_decay).unbind()
-    directions = _directions(
-        call,
-        call["grads"],
-        call.no_flag(),
-        _clip(call, global_grad_norm, max_global_grad_norm),
-        call.tensor("step", step) + 1,
-        beta1=call.number("beta1", beta1),
-        beta2=call.number("beta2", beta2),
-        eps=call.number("eps", eps),
-        bias_correction=True,
-        grad_averaging=True,
-    )
-    for update, u, p, decay in zip(call["updates"], directions, call["params"], decays, strict=True):
-        _keep(update, u + decay * p.to(u.dtype), None)
+    decays = call.vector("per_tensor_decay", per_tensor_decay)
+    factor, taken = _clip(call, global_grad_norm, max_global_grad_norm), call.tensor("step", step)
+    options = _adam_options(call, beta1, beta2, eps)
+    directions = _directions(call, call["grads"], call.no_flag(), factor, taken + 1, options)
+    decayed = _times(call["params"], decays)
+    foreach.axpby(directions, decayed, call["updates"], found_in(call.no_flag()), 1.0, 1.0)
 
 
 @torch.no_grad()
@@ -321,16 +288,9 @@ def multi_tensor_lars(
     decay, inertia = call.number("weight_decay", weight_decay), call.number("momentum", momentum)
     trust = call.number("trust_coefficient", trust_coefficient) * of_p / (of_g + of_p * decay + call.number("eps", eps))
     trust = torch.where((of_p > 0) & (of_g > 0) & (not is_skipped), trust, torch.ones_like(trust))
-    rates = (trust * call.factor("lr", lr)).unbind()
-    copies: Sequence[Tensor | None] = call.lists.get("copies") or [None] * call.length
-    rows = zip(call["grads"], call["params"], call["momenta"], rates, copies, strict=True)
+    moves = _new(call)
     with call.flag() as flag:
-        for g, p, b, rate, copy in rows:
-            w = p.to(compute_dtype(g, p, b))
-            move = rate * (_as(g, w) + decay * w)
-            buffer = inertia * _as(b, w) - move
-            new = w + (inertia * buffer - move if nesterov else buffer)
-            _keep(b, buffer, flag)
-            _keep(p, new, flag)
-            if copy is not None:
-                _keep(copy, new, flag)
+        foreach.axpby(call["grads"], call["params"], moves, found_in(call.no_flag()), 1.0, decay)
+        moves = _times(moves, trust * call.factor("lr", lr))
+        # LARS adds what it keeps, SGD subtracts it.
+        _step(call, moves, -1.0, flag, momentum=inertia, nesterov=bool(nesterov), maximize=True)
