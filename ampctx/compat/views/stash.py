@@ -21,41 +21,41 @@ from ampctx import AmpError, AmpTypeError
 from ampctx.compat import doors
 from ampctx.compat.doors import LOW_PRECISION, LossScale, OptimizerBinding, Undo
 from ampctx.compat.install import at_uninstall
+from ampctx.compat.views.groups import (
+    Groups,
+    ModelOf,
+    flat,
+    fp16_groups,
+    fp32_from_fp16_groups,
+    fp32_from_fp32_groups,
+)
 from ampctx.compat.views.scaler import LossScaler
 from ampctx.foreach import Factor
 from ampctx.multi_tensor_apply import multi_tensor_l2norm, multi_tensor_scale
 
-Groups = list[list[Tensor]]
+_Params = Callable[["AmpOptimizerState"], Any]
 
 
-def _fp16_groups(stash: AmpOptimizerState) -> Groups:
-    model_of = stash._binding.masters.model_of
-    return [[model_of[p] for p in group if p in model_of] for group in stash._groups()]
+def _by_group(lists: Callable[[Groups, ModelOf], Groups]) -> _Params:
+    return lambda stash: lists(stash._groups(), stash._binding.masters.model_of)
 
 
-def _fp32_from_fp16_groups(stash: AmpOptimizerState) -> Groups:
-    model_of = stash._binding.masters.model_of
-    return [[p for p in group if p in model_of] for group in stash._groups()]
+def _flat(by_group: _Params) -> _Params:
+    return lambda stash: flat(by_group(stash))
 
 
-def _fp32_from_fp32_groups(stash: AmpOptimizerState) -> Groups:
-    model_of = stash._binding.masters.model_of
-    return [[p for p in group if p not in model_of and p.requires_grad] for group in stash._groups()]
+def _of_dtype(low: bool) -> _Params:
+    return lambda stash: [p for p in flat(stash._groups()) if (p.dtype in LOW_PRECISION) == low]
 
 
-def _flat(of_groups: Callable[[AmpOptimizerState], Groups]) -> Callable[[AmpOptimizerState], list[Tensor]]:
-    return lambda stash: [p for group in of_groups(stash) for p in group]
-
-
-def _of_dtype(low: bool) -> Callable[[AmpOptimizerState], list[Tensor]]:
-    return lambda stash: [p for group in stash._groups() for p in group if (p.dtype in LOW_PRECISION) == low]
-
-
-def _set_aside(params: Callable[[AmpOptimizerState], list[Tensor]]) -> Callable[[AmpOptimizerState], list[Any]]:
+def _set_aside(params: _Params) -> _Params:
     return lambda stash: [doors.set_aside(stash._binding).get(p) for p in params(stash)]
 
 
-_Lists = dict[str, Callable[["AmpOptimizerState"], Any]]
+_Lists = dict[str, _Params]
+_fp16_groups, _fp32_from_fp16_groups, _fp32_from_fp32_groups = map(
+    _by_group, (fp16_groups, fp32_from_fp16_groups, fp32_from_fp32_groups)
+)
 
 _WITH_MASTERS: _Lists = {
     "fp16_groups": _fp16_groups,

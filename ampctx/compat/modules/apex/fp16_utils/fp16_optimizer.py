@@ -5,21 +5,20 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampctx import AmpError, AmpKeyError, AmpTypeError, AmpValueError
-from ampctx.compat.doors import MasterParams, check_scale
+from ampctx.compat.doors import MasterParams, check_scale, fp16_optimizer_entry
+from ampctx.compat.views import groups as lists
+from ampctx.compat.views.groups import Groups
+from ampctx.compat.views.scaler import LossScaler
 
-from ..amp.scaler import LossScaler
-from .fp16util import clip_grad_norm
+from .fp16util import clip_grad_norm, grads_of_pairs
 
 logger = logging.getLogger("ampctx")
-
-Groups = list[list[Tensor]]
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -54,20 +53,20 @@ def _scaler_from(saved: Any, dynamic: bool) -> LossScaler:
     and "unskipped"."""
     if isinstance(saved, LossScaler) and saved.dynamic == dynamic:
         return copy.deepcopy(saved)
-    value = _read(saved, "_loss_scale", "cur_scale", "loss_scale")
-    if value is None:
+    entry = fp16_optimizer_entry({"loss_scaler": saved})
+    if entry is None and isinstance(saved, Mapping) and "loss_scale" in saved:
+        entry = dict(saved)
+    if entry is None:
         raise AmpKeyError(f"state_dict['loss_scaler'] ({type(saved).__name__}) holds no loss scale")
-    value = check_scale("state_dict['loss_scaler']", value)
-    window = _read(saved, "_scale_seq_len", "scale_window", default=2000)
-    since_overflow = _read(saved, "cur_iter", default=0) - _read(saved, "last_overflow_iter", default=-1) - 1
+    value = check_scale("state_dict['loss_scaler']", entry["loss_scale"])
     result = LossScaler(
         "dynamic" if dynamic else value,
-        scale_window=window,
+        scale_window=_read(saved, "_scale_seq_len", "scale_window", default=2000),
         min_loss_scale=_read(saved, "_min_loss_scale"),
         max_loss_scale=_read(saved, "_max_loss_scale", default=2.0**24),
     )
     result._loss_scale = value
-    result._unskipped = _read(saved, "_unskipped", "unskipped", default=since_overflow % window)
+    result._unskipped = entry.get("unskipped", 0)
     return result
 
 
@@ -146,36 +145,35 @@ class FP16_Optimizer:
         self._taken = len(groups)
         self._masters.adopt_unfrozen(self.optimizer)
 
-    def _by_group(self, choose: Callable[[Tensor], Tensor | None]) -> Groups:
-        groups = self.optimizer.param_groups
-        return [[found for p in group["params"] if (found := choose(p)) is not None] for group in groups]
+    def _groups(self) -> Groups:
+        return [group["params"] for group in self.optimizer.param_groups]
 
     @property
     def fp16_groups(self) -> Groups:
         """The 16-bit parameters of the model that have masters, by param group."""
-        return self._by_group(self._masters.model_of.get)
+        return lists.fp16_groups(self._groups(), self._masters.model_of)
 
     @property
     def fp32_from_fp16_groups(self) -> Groups:
         """Their masters, in the same order."""
-        return self._by_group(lambda p: p if p in self._masters.model_of else None)
+        return lists.fp32_from_fp16_groups(self._groups(), self._masters.model_of)
 
     @property
     def fp32_from_fp32_groups(self) -> Groups:
         """The trainable parameters that are stepped as they are, by param group."""
-        return self._by_group(lambda p: p if p not in self._masters.model_of and p.requires_grad else None)
+        return lists.fp32_from_fp32_groups(self._groups(), self._masters.model_of)
 
     @property
     def all_fp16_params(self) -> list[Tensor]:
-        return list(chain.from_iterable(self.fp16_groups))
+        return lists.flat(self.fp16_groups)
 
     @property
     def all_fp32_from_fp16_params(self) -> list[Tensor]:
-        return list(chain.from_iterable(self.fp32_from_fp16_groups))
+        return lists.flat(self.fp32_from_fp16_groups)
 
     @property
     def all_fp32_from_fp32_params(self) -> list[Tensor]:
-        return list(chain.from_iterable(self.fp32_from_fp32_groups))
+        return lists.flat(self.fp32_from_fp32_groups)
 
     @property
     def state(self) -> Any:
@@ -233,19 +231,7 @@ class FP16_Optimizer:
         and moves the scale. Once for each step. A host sync for a dynamic scale."""
         self._take_in()
         self._masters.follow_model(settled=True)
-        model_grads, master_grads = [], []
-        for p, master in self._masters.pairs:
-            if p.grad is None:
-                master.grad = None
-            elif p.grad.layout == torch.sparse_coo:
-                master.grad = p.grad.coalesce().to(master.dtype)
-                model_grads.append(master.grad.values())
-                master_grads.append(master.grad.values())
-            else:
-                if master.grad is None or master.grad.layout != torch.strided:
-                    master.grad = torch.empty_like(master)
-                model_grads.append(p.grad)
-                master_grads.append(master.grad)
+        model_grads, master_grads = grads_of_pairs(self._masters.pairs)
         own = [p.grad for p in self._masters.own if p.grad is not None]
         self.overflow = self._unscale([*model_grads, *own], [*master_grads, *own])
 
@@ -307,8 +293,7 @@ class FP16_Optimizer:
         """Clips the gradients of all that is stepped by their norm together; returns it, -1 after an overflow."""
         if self.overflow:
             return -1
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        return self.clip_grad_norm(params, max_norm, norm_type)
+        return self.clip_grad_norm(lists.flat(self._groups()), max_norm, norm_type)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """The gradients of all that is stepped, by param group; None after an overflow."""

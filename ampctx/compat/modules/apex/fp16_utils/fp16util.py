@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -100,6 +100,25 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
     return model_params, [p.detach().to(torch.float32, copy=True).requires_grad_() for p in model_params]
 
 
+def grads_of_pairs(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients of model parameters, and those of their masters that they are to be written to: made where there
+    are none, None where the parameter has none. Of sparse ones the values, copied already."""
+    model_grads, master_grads = [], []
+    for p, master in pairs:
+        if p.grad is None:
+            master.grad = None
+        elif p.grad.layout == torch.sparse_coo:
+            master.grad = p.grad.coalesce().to(master.dtype)
+            model_grads.append(master.grad.values())
+            master_grads.append(master.grad.values())
+        else:
+            if master.grad is None or master.grad.layout != torch.strided:
+                master.grad = torch.empty_like(master)
+            model_grads.append(p.grad)
+            master_grads.append(master.grad)
+    return model_grads, master_grads
+
+
 @torch.no_grad()
 def model_grads_to_master_grads(
     model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool = False
@@ -117,16 +136,7 @@ def model_grads_to_master_grads(
         foreach.scale(grads, _unflat(master.grad, model_params), FoundInf(), 1.0)
         return
     _check_pairs(model_params, master_params)
-    sources, targets = [], []
-    for p, master in zip(model_params, master_params, strict=True):
-        if p.grad is None:
-            master.grad = None
-            continue
-        if master.grad is None:
-            master.grad = torch.empty_like(master)
-        sources.append(p.grad)
-        targets.append(master.grad)
-    foreach.scale(sources, targets, FoundInf(), 1.0)
+    foreach.scale(*grads_of_pairs(zip(model_params, master_params, strict=True)), FoundInf(), 1.0)
 
 
 @torch.no_grad()

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from ampctx import AmpNotImplementedError, AmpTypeError, AmpValueError, foreach
 from ampctx.compat.doors import check_scale
+from ampctx.compat.fp16_optimizer_state import split
+from ampctx.compat.views.groups import Groups
 from ampctx.foreach import FoundInf
 
 from ...fp16_utils import fp16_optimizer
-from ...fp16_utils.fp16_optimizer import Groups
 from ...fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 
 
@@ -75,12 +76,12 @@ class FP16_Optimizer(fp16_optimizer.FP16_Optimizer):
     @property
     def fp16_groups(self) -> Groups:
         """The model's parameters by param group, those that are stepped as they are among them."""
-        return self._by_group(lambda p: self._masters.model_of.get(p, p))
+        return [[self._masters.model_of.get(p, p) for p in group] for group in self._groups()]
 
     @property
     def fp32_groups(self) -> Groups:
         """What is stepped, in the same order."""
-        return [group["params"] for group in self.optimizer.param_groups]
+        return self._groups()
 
     def zero_grad(self, set_grads_to_None: bool = True, *, set_to_none: bool | None = None) -> None:
         super().zero_grad(set_grads_to_None, set_to_none=set_to_none)
@@ -147,16 +148,13 @@ class FP16_Optimizer(fp16_optimizer.FP16_Optimizer):
 
     def _unflattened(self, flat: Any) -> list[list[Tensor]]:
         groups = self.fp32_groups
-        sizes = [[p.numel() for p in group] for group in groups]
-        if [t.numel() for t in flat] != [sum(part) for part in sizes]:
+        sizes = [sum(p.numel() for p in group) for group in groups]
+        if [t.numel() for t in flat] != sizes:
             raise AmpValueError(
                 f"state_dict['fp32_groups_flat'] has {[t.numel() for t in flat]} elements by group, the optimizer has "
-                f"{[sum(part) for part in sizes]}"
+                f"{sizes}"
             )
-        return [
-            [part.reshape(p.shape) for part, p in zip(t.split(split), group, strict=True)]
-            for t, split, group in zip(flat, sizes, groups, strict=True)
-        ]
+        return [split(t, group, "fp32_groups_flat") for t, group in zip(flat, groups, strict=True)]
 
 
 __all__ = ["FP16_Optimizer"]
