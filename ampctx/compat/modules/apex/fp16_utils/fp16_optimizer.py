@@ -231,6 +231,7 @@ class FP16_Optimizer:
         and moves the scale. Once for each step. A host sync for a dynamic scale."""
         self._take_in()
         self._masters.follow_model(settled=True)
+        # Copied: the model's gradients stay and go on adding up, where a scale_loss block of amp moves them.
         model_grads, master_grads = grads_of_pairs(self._masters.pairs)
         own = [p.grad for p in self._masters.own if p.grad is not None]
         self.overflow = self._unscale([*model_grads, *own], [*master_grads, *own])
