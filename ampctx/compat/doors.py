@@ -8,11 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+<<<<<<< HEAD
 import torch
 from torch import Tensor
 
 from ampctx.amp import AmpSession, _default_session
 from ampctx.amp.binding import OptimizerBinding
+=======
+from torch import Tensor
+
+from ampctx.amp import AmpSession, _default_session
+from ampctx.amp.binding import OUTSIDE_OF_BLOCKS, OptimizerBinding
+>>>>>>> compat
 from ampctx.amp.opt_level import BRIEFS, resolve
 from ampctx.casts.arguments import LOW_PRECISION, Undo, to_widest
 from ampctx.casts.autocast import Autocast
@@ -40,7 +47,10 @@ from ampctx.scaling.formats import (
     to_amp_state,
     to_grad_scaler_state,
 )
+<<<<<<< HEAD
 from ampctx.scaling.guarded_step import OUTSIDE_OF_BLOCKS, overflowed
+=======
+>>>>>>> compat
 from ampctx.scaling.loss_scale import DYNAMIC, LossScale, check_bounds, check_count, check_scale
 from ampctx.scaling.loss_scale import check_number as check_real
 
@@ -80,7 +90,11 @@ def is_deferred(scale: LossScale) -> bool:
 
 def take_verdict(scale: LossScale) -> Tensor | None:
     """That verdict, which ``LossScaler.update_scale`` decides by; the next step does not wait for it any more."""
+<<<<<<< HEAD
     return session._take_deferred(scale)
+=======
+    return session.take_verdict(scale)
+>>>>>>> compat
 
 
 # --- optimizers: apex.amp._process_optimizer, checkpoints -------------------------------------------------------------
@@ -112,7 +126,11 @@ def masters_in(session: AmpSession, optimizer: Any) -> MasterParams | None:
 
 def will_skip(binding: OptimizerBinding) -> bool:
     """Whether the next step will be skipped, as far as is known. A host sync."""
+<<<<<<< HEAD
     return bool(overflowed(binding.flags.by_loss))
+=======
+    return binding.overflowed()
+>>>>>>> compat
 
 
 def settle(binding: OptimizerBinding) -> None:
@@ -125,12 +143,20 @@ def settle(binding: OptimizerBinding) -> None:
 
 
 def in_block(binding: OptimizerBinding) -> bool:
+<<<<<<< HEAD
     return binding.gradients.depth > 0
+=======
+    return binding.gradients.in_block
+>>>>>>> compat
 
 
 def set_aside(binding: OptimizerBinding) -> Mapping[Tensor, Tensor]:
     """The gradients from before the block or the window."""
+<<<<<<< HEAD
     return binding.gradients.stash
+=======
+    return binding.gradients.set_aside
+>>>>>>> compat
 
 
 def window(binding: OptimizerBinding) -> Any:
@@ -140,9 +166,14 @@ def window(binding: OptimizerBinding) -> Any:
 
 def open_window(binding: OptimizerBinding, inv_scale: Factor) -> Any:
     """Sets aside what is in ``.grad``. What comes is scaled, by the first loss scale until somebody says otherwise."""
+<<<<<<< HEAD
     with torch.no_grad():
         binding.begin(1.0, 1.0)
         binding.gradients.delay(inv_scale, (0, binding.loss_scales[0]))
+=======
+    binding.begin(1.0, 1.0)
+    binding.delay(0, binding.loss_scales[0], inv_scale)
+>>>>>>> compat
     return binding.gradients.window
 
 
@@ -153,14 +184,23 @@ def drop_window(binding: OptimizerBinding) -> None:
 
 def declare_scaled(binding: OptimizerBinding, inv_scale: Factor) -> None:
     """What is in ``.grad`` is scaled by the first loss scale: a window around it, for a step or a block to end."""
+<<<<<<< HEAD
     binding.gradients.declare_scaled(inv_scale, (0, binding.loss_scales[0]))
+=======
+    binding.declare_scaled(0, binding.loss_scales[0], inv_scale)
+>>>>>>> compat
 
 
 def close_window(binding: OptimizerBinding, inv_scale: Factor) -> FoundInf:
     """Unscales what is in the window; without one, what is in ``.grad``. Whether it held inf or nan."""
     found_inf = FoundInf()
+<<<<<<< HEAD
     if binding.gradients.window is None:
         declare_scaled(binding, inv_scale)
+=======
+    if not binding.gradients.has_window:
+        binding.gradients.declare_scaled(inv_scale)
+>>>>>>> compat
     binding.gradients.close_window(inv_scale, found_inf)
     return found_inf
 

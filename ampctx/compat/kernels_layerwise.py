@@ -40,7 +40,8 @@ def _each_norm(tensors: Sequence[Tensor], flag: Tensor) -> Tensor:
 def _clip(call: Call, global_grad_norm: Number, max_grad_norm: Number) -> Tensor:
     """What brings gradients of this norm down to the largest allowed, 0-d; 1 where that is 0.
 
-    Not left to the op, which takes the latter as a number alone."""
+    Not left to the op, which takes the latter as a number alone.
+    """
     norm, largest = call.tensor("global_grad_norm", global_grad_norm), call.tensor("max_grad_norm", max_grad_norm)
     return torch.where((norm > largest) & (largest > 0), largest / norm, torch.ones_like(norm))
 
@@ -53,13 +54,13 @@ def _step(call: Call, moves: Sequence[Tensor], lr: Any, skip: Tensor | None, **o
     if "momenta" in call.lists:
         lists["momentum_buffers"] = call["momenta"]
     skip = call.no_flag() if skip is None else skip
-    numbers = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "wd_after_momentum": False}
-    run_op("sgd", call, lists, 2, skip, inv_scale=1.0, lr=lr, **{**numbers, **options})
+    plain = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "wd_after_momentum": False}
+    run_op("sgd", call, lists, 2, skip, inv_scale=1.0, lr=lr, **{**plain, **options})
 
 
-def _times(tensors: Sequence[Tensor], numbers: Tensor) -> list[Tensor]:
-    """Each tensor times its number, in the type of arithmetic: no op takes a factor for each tensor."""
-    return [t.to(compute_dtype(t)) * number for t, number in zip(tensors, numbers.unbind(), strict=True)]
+def _times(tensors: Sequence[Tensor], factors: Tensor) -> list[Tensor]:
+    """Each tensor times its factor, in the type of arithmetic: no op takes one for each tensor."""
+    return [t.to(compute_dtype(t)) * factor for t, factor in zip(tensors, factors.unbind(), strict=True)]
 
 
 def _directions(
@@ -93,10 +94,8 @@ def _apply(
 ) -> None:
     """``p -= lr * ||p|| / ||u|| * u``, or lr alone in place of the ratio where a norm is 0 or not to ``adapt``."""
     if adapt:
-        ones = torch.ones_like(param_norms)
-        updates = _times(
-            updates, torch.where((param_norms != 0) & (update_norms != 0), param_norms / update_norms, ones)
-        )
+        ratios, has_ratio = param_norms / update_norms, (param_norms != 0) & (update_norms != 0)
+        updates = _times(updates, torch.where(has_ratio, ratios, torch.ones_like(ratios)))
     _step(call, updates, call.factor("lr", lr), skip)
 
 

@@ -170,8 +170,9 @@ def test_a_window_dropped(session, level):
     (binding,) = session._bindings.values()
     binding.gradients.drop_window()  # none is there
     backward(session, model, optimizer, 3.0)
-    binding.begin(1.0, 1.0)
-    binding.delay(0, session.loss_scales[0], 1.0)
+    with torch.no_grad():
+        binding.begin(1.0, 1.0)
+        binding.gradients.delay(1.0, (0, session.loss_scales[0]))
     model.loss(float("inf")).backward()
     binding.gradients.drop_window()
     assert all(torch.equal(g, torch.full_like(g, 3.0)) for g in grads(optimizer))

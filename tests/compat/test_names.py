@@ -1,6 +1,7 @@
 """The table of apex's names: true of the modules, of the targets, and of the page in docs."""
 
 import importlib
+import sys
 import types
 from pathlib import Path
 
@@ -48,17 +49,18 @@ OF_OBJECTS = (
 
 
 def resolved(name):
-    """What a dotted name leads to, modules imported on the way."""
-    parts = name.split(".")
-    for n in range(len(parts), 0, -1):
-        try:
-            found = importlib.import_module(".".join(parts[:n]))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[n:]:
-            found = getattr(found, part)
-        return found
-    raise ModuleNotFoundError(name)
+    """What a dotted name leads to: attributes, and modules imported on the way where there are none.
+
+    In this order: a refused class that was imported as a module would be one for the tests that come after.
+    """
+    path, *parts = name.split(".")
+    found = importlib.import_module(path)
+    for part in parts:
+        # The module, where something has taken its place: apex.amp._amp_state.
+        found = next((owner for owner in (found, sys.modules.get(path)) if hasattr(owner, part)), None)
+        path = f"{path}.{part}"
+        found = importlib.import_module(path) if found is None else getattr(found, part)
+    return found
 
 
 @pytest.mark.parametrize(
