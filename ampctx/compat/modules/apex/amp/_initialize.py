@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ampctx.casts.casting import map_leaves
+from ampctx.casts.arguments import map_leaves
 from ampctx.compat.install import refused
 
 from ._amp_state import _amp_state, warn_or_err
