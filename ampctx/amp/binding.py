@@ -22,6 +22,7 @@ from ampctx._compiling import outside_of_graphs
 from ampctx._errors import AmpError
 from ampctx._grad_mode import without_grad
 from ampctx.amp.methods import StepOfCopy, replace, weak_method
+from ampctx.casts.model_watch import ParameterNames
 from ampctx.kernels import foreach
 from ampctx.kernels.each import stored_grad
 from ampctx.kernels.foreach import Factor, FoundInf, move
@@ -34,7 +35,7 @@ from ampctx.scaling.device_skips import DeviceSkips, Verdicts, is_capturing, ski
 from ampctx.scaling.fused_layouts import align_gradients
 from ampctx.scaling.history import StepHistory
 from ampctx.scaling.loss_scale import LossScale
-from ampctx.scaling.outcome import Culprit, Culprits, Names, StepOutcome, culprits_among
+from ampctx.scaling.outcome import Culprit, Culprits, StepOutcome, culprits_among
 from ampctx.scaling.stall import StallGuard
 from ampctx.scaling.undo import snapshot, with_wrapped
 
@@ -77,7 +78,7 @@ class Reports(NamedTuple):
     skipped: Callable[[int, int, list[tuple[int, LossScale, float]], Culprits], None]
     stepped: Callable[[Any, StepOutcome], None]
     wanted: Callable[[], bool]
-    names: Names
+    names: ParameterNames
     max_consecutive_skips: int | None
     history_length: int
 

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.amp.binding import OUTSIDE_OF_BLOCKS, OptimizerBinding
+from ampctx.casts.model_watch import PLACE
 from ampctx.kernels.foreach import Factor, PerDevice
 from ampctx.masters.gradients import NOTHING_PENDING, Grads, Pending, Waiting
 from ampctx.scaling.device_skips import Verdicts
 from ampctx.scaling.formats import KEY, read_amp_entries
 from ampctx.scaling.loss_scale import LossScale, check_scale
-from ampctx.scaling.outcome import PLACE
 
 Deferred = MutableMapping[LossScale, Tensor]
 State = dict[str, Any]

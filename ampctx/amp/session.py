@@ -35,7 +35,7 @@ from ampctx.masters.params import MasterParams, watch_loading
 from ampctx.scaling import formats
 from ampctx.scaling.history import DEFAULT_LENGTH, History, StepHistory, check_length
 from ampctx.scaling.loss_scale import LossScale
-from ampctx.scaling.outcome import Culprits, Names, StepOutcome, listed
+from ampctx.scaling.outcome import Culprits, StepOutcome, listed
 from ampctx.scaling.stall import check_limit
 
 logger = logging.getLogger("ampctx")
@@ -216,7 +216,9 @@ class AmpSession:
         for scale in scales:
             scale.process_group = process_group
         limit, length = check_limit(max_consecutive_skips), check_length(history)
-        reports = Reports(self._report_skip, self._report_step, self._has_hooks, Names(model_list), limit, length)
+        reports = Reports(
+            self._report_skip, self._report_step, self._has_hooks, ParameterNames(model_list), limit, length
+        )
 
         if verbosity > 0 and _is_rank_zero():
             # On stdout, where apex's banner went: log scrapers read it there.
