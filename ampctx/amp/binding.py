@@ -24,6 +24,7 @@ from ampctx._grad_mode import without_grad
 from ampctx.amp import closures
 from ampctx.amp.methods import StepOfCopy, replace, weak_method
 from ampctx.amp.phases import NOT_THE_USERS, PERTURBED, READY, RELEASED, STEPPING, TABLE, Step, refusal
+from ampctx.casts.model_watch import ParameterNames
 from ampctx.kernels import foreach
 from ampctx.kernels.each import stored_grad
 from ampctx.kernels.foreach import Factor, FoundInf, join_flags
@@ -44,7 +45,7 @@ from ampctx.scaling.guarded_step import (
     overflowed,
 )
 from ampctx.scaling.loss_scale import LossScale
-from ampctx.scaling.outcome import Culprit, Culprits, Names, culprits_among
+from ampctx.scaling.outcome import Culprit, Culprits, culprits_among
 
 # What a step finds among the attributes of an optimizer that skips by itself.
 _OFFERED = ("found_inf", "model_params", "model_grads")
@@ -61,7 +62,7 @@ class Reports(NamedTuple):
     """What a binding tells its session about steps, and what it has to know for that."""
 
     listeners: Listeners
-    names: Names
+    names: ParameterNames
     max_consecutive_skips: int | None
     history_length: int
 

@@ -24,13 +24,13 @@ from torch import Tensor
 
 from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.amp.binding import OptimizerBinding
+from ampctx.casts.model_watch import PLACE
 from ampctx.kernels.foreach import Factor, PerDevice
 from ampctx.masters.gradients import NOTHING_PENDING, Grads, Lazy, Pending, Window
 from ampctx.scaling.device_skips import Flags
 from ampctx.scaling.formats import KEY, read_amp_entries
 from ampctx.scaling.guarded_step import OUTSIDE_OF_BLOCKS
 from ampctx.scaling.loss_scale import LossScale, check_scale
-from ampctx.scaling.outcome import PLACE
 
 Deferred = MutableMapping[LossScale, Tensor]
 State = dict[str, Any]

@@ -36,7 +36,7 @@ from ampctx.scaling import formats
 from ampctx.scaling.guarded_step import OUTSIDE_OF_BLOCKS, Listeners
 from ampctx.scaling.history import DEFAULT_LENGTH, History, StepHistory, check_length
 from ampctx.scaling.loss_scale import LossScale
-from ampctx.scaling.outcome import Culprits, Names, StepOutcome, listed
+from ampctx.scaling.outcome import Culprits, StepOutcome, listed
 from ampctx.scaling.stall import check_limit
 
 logger = logging.getLogger("ampctx")
@@ -236,7 +236,7 @@ class AmpSession:
             scale.process_group = process_group
         limit, length = check_limit(max_consecutive_skips), check_length(history)
         listeners = Listeners(self._report_skip, self._report_step, self._has_hooks)
-        reports = Reports(listeners, Names(model_list), limit, length)
+        reports = Reports(listeners, ParameterNames(model_list), limit, length)
 
         if verbosity > 0 and _is_rank_zero():
             # On stdout, where apex's banner went: log scrapers read it there.

@@ -1,62 +1,165 @@
-"""What casts per op and casts per function share: walking arguments, autocast off, attributes replaced for a while."""
+"""What all casts share: one walk over nested values, the rules by which arguments are cast, autocast off."""
 
 from __future__ import annotations
 
+import copy
 import functools
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from ampctx._errors import AmpTypeError
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 Undo = Callable[[], None]
+# What becomes of the floating arguments of an op or function: "half", the 16-bit type; "float", fp32 for 16-bit ones;
+# "promote", the widest type among them.
+Rule = Literal["half", "float", "promote"]
 
 
 class ModelHook:
     """A hook that amp puts on the user's modules."""
 
 
-def map_floating_args(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """``fn`` over the floating tensors in nested lists, tuples and dicts; the same object where nothing changed."""
-    return _mapped(value, fn)[0]
+# --- the walk ---------------------------------------------------------------------------------------------------------
 
 
-def _mapped(value: Any, fn: Callable[[Tensor], Tensor]) -> tuple[Any, bool]:
-    """``map_floating_args``, and whether that is another object: dynamo cannot tell by ``is`` of tuples."""
+def map_leaves(value: Any, fn: Callable[[Any], Any], objects: bool = True) -> Any:
+    """``value`` with ``fn`` of every tensor in it; the very same object where nothing changed.
+
+    Goes through mappings, dataclasses, tuples (named ones too), lists, deques and sets of any subclass, and keeps the
+    types. Other objects with a ``to`` method go to ``fn`` as well. All else passes through, modules and iterators among
+    it. Without ``objects``, for the arguments of a call, it goes through dicts, lists and tuples alone: any other
+    object may be the ``self`` of a method, which has to stay itself.
+
+    Raises:
+        AmpTypeError: a container that can be neither copied nor rebuilt from its elements.
+    """
+    return _mapped(value, fn, objects)[0]
+
+
+# What most arguments are that hold no tensors; what is not asked for its ``to``.
+_SCALARS = frozenset({type(None), bool, int, float, str})
+_NOT_ASKED = (str, bytes, int, float, type, nn.Module)
+
+
+def _mapped(value: Any, fn: Callable[[Any], Any], objects: bool) -> tuple[Any, bool]:
+    """``map_leaves``, and whether that is another object: dynamo cannot tell by ``is`` of tuples."""
     if isinstance(value, Tensor):
-        new = fn(value) if value.is_floating_point() else value
-        return new, new is not value
-    if not isinstance(value, (dict, list, tuple)):
+        mapped = fn(value)
+        return mapped, mapped is not value
+    if objects and not isinstance(value, _NOT_ASKED) and callable(getattr(value, "to", None)):
+        mapped = fn(value)
+        return mapped, mapped is not value
+    parts: Any
+    if isinstance(value, dict) or (objects and isinstance(value, Mapping)):
+        parts = dict(value)
+    elif objects and is_dataclass(value):
+        parts = {f.name: getattr(value, f.name) for f in fields(value) if hasattr(value, f.name)}
+    elif isinstance(value, (tuple, list)) or (objects and isinstance(value, (deque, set, frozenset))):
+        parts = list(value)
+    else:
         return value, False
-    parts = [_mapped(v, fn) for v in (value.values() if isinstance(value, dict) else value)]
-    if not any(is_new for _, is_new in parts):
-        return value, False
-    elements = [part for part, _ in parts]
-    if isinstance(value, dict):
-        return dict(zip(value, elements, strict=True)), True
-    return (value._make(elements) if hasattr(value, "_make") else type(value)(elements)), True
+    changed = []
+    for name, part in parts.items() if isinstance(parts, dict) else enumerate(parts):
+        if type(part) in _SCALARS:
+            continue
+        mapped, is_new = _mapped(part, fn, objects)
+        if is_new:
+            parts[name] = mapped
+            changed.append(name)
+    return (_rebuilt(value, parts, changed), True) if changed else (value, False)
 
 
-def floating_dtypes(value: Any) -> set[torch.dtype]:
-    found: set[torch.dtype] = set()
+def _rebuilt(value: Any, parts: Any, changed: Sequence[Any]) -> Any:
+    """A container like ``value`` with all of ``parts`` in it, those of the names ``changed`` being new."""
+    kind = type(value)
+    if kind is type(parts):
+        return parts
+    try:
+        if isinstance(parts, list) and (kind is set or isinstance(value, (tuple, frozenset))):
+            return value._make(parts) if hasattr(value, "_make") else kind(parts)
+        if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+            return kind(parts)
+        # A copy keeps attributes, default factories, and maxlen of a deque.
+        result = copy.copy(value)
+        if isinstance(parts, list):
+            result.clear()
+            result.update(parts) if isinstance(result, set) else result.extend(parts)
+        elif isinstance(value, Mapping):
+            # One by one, for what a subclass does on assignment. Dynamo (2.13) copies them without what is in them.
+            for name in parts if torch.compiler.is_compiling() else changed:
+                result[name] = parts[name]
+        else:
+            for name in changed:
+                object.__setattr__(result, name, parts[name])  # frozen dataclasses too
+        return result
+    except Exception as error:
+        raise AmpTypeError(
+            f"cannot rebuild a {kind.__module__}.{kind.__qualname__} with tensors of another type ({error}). Give the "
+            "class a method to(dtype) that returns the cast object, or make it work with copy.copy."
+        ) from error
 
-    def look(t: Tensor) -> Tensor:
-        found.add(t.dtype)
+
+def map_arguments(args: tuple, kwargs: dict[str, Any], fn: Callable[[Tensor], Tensor]) -> tuple[tuple, dict[str, Any]]:
+    """``fn`` of the tensors among the arguments of a call. Not one walk of both, which costs more."""
+    return _mapped(args, fn, False)[0], _mapped(kwargs, fn, False)[0] if kwargs else kwargs
+
+
+def tensors_in(args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def note(t: Tensor) -> Tensor:
+        found.append(t)
         return t
 
-    map_floating_args(value, look)
+    map_arguments(args, kwargs, note)
     return found
 
 
-def to_widest(args: Any) -> Any:
-    dtypes = floating_dtypes(args)
-    if len(dtypes) < 2:
-        return args
-    widest = functools.reduce(torch.promote_types, dtypes)
-    return map_floating_args(args, lambda t: t.to(widest))
+# --- what becomes of a leaf, and of arguments -------------------------------------------------------------------------
+
+
+def to_dtype(dtype: torch.dtype, leaf: Any) -> Any:
+    """``leaf.to(dtype)``, but for integers and what has that type already."""
+    t = leaf.data if isinstance(leaf, PackedSequence) else leaf
+    return leaf if isinstance(t, Tensor) and (t.dtype == dtype or not t.is_floating_point()) else leaf.to(dtype)
+
+
+def widen(leaf: Any) -> Any:
+    """fp32 in the place of 16 bits."""
+    if isinstance(leaf, (Tensor, PackedSequence)):
+        dtype = leaf.dtype if isinstance(leaf, Tensor) else leaf.data.dtype
+        return leaf.float() if dtype in LOW_PRECISION else leaf
+    return leaf.to(torch.float32)
+
+
+def map_floating(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with every floating tensor in it cast to ``dtype``, and every object asked for ``value.to(dtype)``."""
+    return _mapped(value, functools.partial(to_dtype, dtype), True)[0]
+
+
+def leaf_cast(rule: Rule, args: tuple, kwargs: dict[str, Any], low: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """What ``rule`` makes of a tensor among the arguments of a call. ``low``: what "half" stands for."""
+    if rule == "float":
+        return widen
+    if rule == "promote" and (dtypes := {t.dtype for t in tensors_in(args, kwargs) if t.is_floating_point()}):
+        low = functools.reduce(torch.promote_types, dtypes)
+    return functools.partial(to_dtype, low)
+
+
+def names_dtype(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether the caller chose the type to compute in, which then stands."""
+    return torch.dtype in map(type, (*args, *kwargs.values()))
+
+
+# --- autocast off -----------------------------------------------------------------------------------------------------
 
 
 def autocast_off() -> AbstractContextManager:
@@ -76,23 +179,3 @@ def autocast_off_on(device_types: Sequence[str]) -> Iterator[None]:
     off = torch.autocast(first, enabled=False) if torch.is_autocast_enabled(first) else nullcontext()
     with off, autocast_off_on(others):
         yield
-
-
-_MISSING = object()
-
-
-def replace_attribute(owner: Any, name: str, replacement: Any) -> Undo:
-    """Sets an attribute. The undo puts back what was there, or deletes it where it was inherited."""
-    former = vars(owner).get(name, _MISSING) if hasattr(owner, "__dict__") else getattr(owner, name)
-    setattr(owner, name, replacement)
-
-    def undo() -> None:
-        # Somebody may have wrapped the replacement since; it then stays where it is and passes through.
-        if inspect.getattr_static(owner, name, None) is not replacement:
-            return
-        if former is _MISSING:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, former)
-
-    return undo

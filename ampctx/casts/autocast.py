@@ -33,78 +33,39 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ampctx._errors import AmpError, AmpNotImplementedError
-from ampctx.casts.arguments import (
-    LOW_PRECISION,
-    ModelHook,
-    Undo,
-    autocast_off,
-    autocast_off_on,
-    floating_dtypes,
-    map_floating_args,
-    replace_attribute,
-)
-from ampctx.casts.cpu import autocast_kernel, missing_on_cpu
+from ampctx.casts.arguments import LOW_PRECISION, ModelHook, Undo, autocast_off_on, map_leaves, tensors_in, widen
+from ampctx.casts.cpu import install_kernels
+from ampctx.casts.functions import call_cast, cast_function, replace_function, shared
 
 logger = logging.getLogger("ampctx")
 
 
-class _Shared:
-    """What all enabled ``Autocast`` share: the kernels that torch's CPU autocast lacks, and the guard of BCE."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._enabled: list[Autocast] = []
-        self._library: torch.library.Library | None = None
-        self._missing: list[tuple[Any, Callable[[Any], Any]]] | None = None
-        self._unguard: Undo | None = None
-
-    def acquire(self, autocast: Autocast) -> Undo:
-        with self._lock:
-            self._enabled.append(autocast)
-            if self._unguard is None:
-                self._unguard = replace_attribute(F, "binary_cross_entropy", self._guarded(F.binary_cross_entropy))
-            if self._library is None and "cpu" in autocast.device_types:
-                self._library = torch.library.Library("aten", "IMPL", "AutocastCPU")
-                # Looked up once: a former Library that somebody still holds must not hide what is missing.
-                self._missing = self._missing or list(missing_on_cpu())
-                for op, cast in self._missing:
-                    self._library.impl(op, autocast_kernel(op, cast))
-        return functools.partial(self._release, autocast)
-
-    def _release(self, autocast: Autocast) -> None:
-        with self._lock:
-            self._enabled.remove(autocast)
-            if not any("cpu" in a.device_types for a in self._enabled):
-                # A Library takes its kernels along when it is collected.
-                self._library = None
-            if not self._enabled and self._unguard is not None:
-                self._unguard()
-                self._unguard = None
-
-    def _guarded(self, original: Callable) -> Callable:
-        @functools.wraps(original)
-        def binary_cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
-            active = [autocast for autocast in self._enabled if autocast.active]
-            if not active:
-                return original(*args, **kwargs)
-            if active[-1].allow_banned:
-                args, kwargs = map_floating_args((args, kwargs), lambda t: t.float() if t.dtype in LOW_PRECISION else t)
-            elif floating_dtypes((args, kwargs)) & set(LOW_PRECISION):
-                raise AmpNotImplementedError(
-                    "binary_cross_entropy got a 16-bit argument while casts are active. A sigmoid in 16 bits rounds to "
-                    "0 or 1, where the gradient of the loss does not fit 16 bits. Use nn.BCEWithLogitsLoss or "
-                    "binary_cross_entropy_with_logits on what goes into the sigmoid; or have the sigmoid in fp32 "
-                    "with amp.register_float_function(torch, 'sigmoid') before amp.initialize."
-                )
-            # torch's CUDA autocast refuses fp32 arguments as well, for which there is no reason.
-            with autocast_off():
-                return original(*args, **kwargs)
-
-        return binary_cross_entropy
+# Those that are enabled, the latest last. Global, as the function that is guarded is.
+_enabled: list[Autocast] = []
 
 
-# Global, as the dispatcher is.
-_shared = _Shared()
+def _latest_active() -> Autocast | None:
+    active = [autocast for autocast in _enabled if autocast.active]
+    return active[-1] if active else None
+
+
+def _call_bce(fn: Callable, args: tuple, kwargs: dict[str, Any], autocast: Autocast) -> Tensor:
+    dtypes = {t.dtype for t in tensors_in(args, kwargs)}
+    if not autocast.allow_banned and not dtypes.isdisjoint(LOW_PRECISION):
+        raise AmpNotImplementedError(
+            "binary_cross_entropy got a 16-bit argument while casts are active. A sigmoid in 16 bits rounds to "
+            "0 or 1, where the gradient of the loss does not fit 16 bits. Use nn.BCEWithLogitsLoss or "
+            "binary_cross_entropy_with_logits on what goes into the sigmoid; or have the sigmoid in fp32 "
+            "with amp.register_float_function(torch, 'sigmoid') before amp.initialize."
+        )
+    # torch's CUDA autocast refuses fp32 arguments as well, for which there is no reason.
+    return call_cast("float", fn, args, kwargs)
+
+
+def _guard_bce() -> Undo:
+    guarded = functools.partial(cast_function, active=_latest_active, call=_call_bce)
+    return replace_function(F, "binary_cross_entropy", guarded)
+
 
 # --- the state of a thread --------------------------------------------------------------------------------------------
 
@@ -187,32 +148,27 @@ def _is_running(module: nn.Module | None) -> bool:
     return False
 
 
-class _ForwardHook(ModelHook):
-    """Tells an ``Autocast`` that a model's forward begins or ends.
+class ForwardHook(ModelHook):
+    """Has an ``Autocast`` act before or after a module's forward: ``act(autocast, module, *what the hook is given)``.
 
     It refers to the ``Autocast`` weakly. Copies of the model share it; a pickle carries an empty one.
     """
 
-    def __init__(self, autocast: Autocast | None, begins: bool) -> None:
+    def __init__(self, autocast: Autocast | None, act: Callable[..., Any] | None) -> None:
         self._autocast = None if autocast is None else weakref.ref(autocast)
-        self._begins = begins
+        self._act = act
 
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        # Compiled code has no cache of cast weights, and dynamo follows the thread's autocast state by itself.
-        if torch.compiler.is_compiling() or self._autocast is None:
-            return
-        autocast = self._autocast()
-        if autocast is not None and autocast._enabled:
-            if self._begins:
-                autocast._begin_forward()
-            else:
-                autocast._end_forward()
+    def __call__(self, module: nn.Module, *given: Any) -> Any:
+        autocast = None if self._autocast is None else self._autocast()
+        if autocast is None or self._act is None or not autocast._enabled:
+            return None
+        return self._act(autocast, module, *given)
 
-    def __deepcopy__(self, memo: Any) -> _ForwardHook:
+    def __deepcopy__(self, memo: Any) -> ForwardHook:
         return self
 
     def __reduce__(self) -> tuple:
-        return _ForwardHook, (None, self._begins)
+        return ForwardHook, (None, None)
 
 
 # --- Autocast ---------------------------------------------------------------------------------------------------------
@@ -281,10 +237,14 @@ class Autocast:
             raise AmpError("this Autocast is enabled already: undo that first")
         with ExitStack() as stack:
             stack.callback(self._disabled)
-            stack.callback(_shared.acquire(self))
+            _enabled.append(self)
+            stack.callback(_enabled.remove, self)
+            stack.callback(shared.acquire(_guard_bce, _guard_bce))
+            if "cpu" in self.device_types:
+                stack.callback(shared.acquire(install_kernels, install_kernels))
             for model in [m for m in (ref() for ref in self._models) if m is not None]:
                 # First in and always out, so that begin and end come in pairs.
-                begin, end = _ForwardHook(self, True), _ForwardHook(self, False)
+                begin, end = ForwardHook(self, Autocast._begin_forward), ForwardHook(self, Autocast._end_forward)
                 stack.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
                 stack.callback(model.register_forward_hook(end, always_call=True).remove)
             stack.callback(_ambient.add(self))
@@ -305,8 +265,8 @@ class Autocast:
         keeps_dtype = not own or (home and nesting > 0)
         return on, torch.get_autocast_dtype(device_type) if keeps_dtype else self.dtype
 
-    def begin_uncast(self, module: nn.Module) -> None:
-        """Switches casts off in this thread for a forward of ``module``, until ``end_uncast``."""
+    def begin_uncast(self, module: nn.Module, *given: Any) -> tuple:
+        """Switches casts off in this thread for a forward of ``module``, until ``end_uncast``; widens its arguments."""
         if not torch.compiler.is_compiling():
             self._end_interrupted()
         before = [torch.is_autocast_enabled(d) for d in self.device_types]
@@ -314,11 +274,11 @@ class Autocast:
         # Not through torch.autocast: leaving that clears the cache of cast weights.
         for d in self.device_types:
             torch.set_autocast_enabled(d, False)
+        return tuple(map_leaves(values, widen) for values in given)
 
-    def end_uncast(self) -> None:
+    def end_uncast(self, *_: Any) -> None:
         if self._thread.uncast:
-            _, before = self._thread.uncast.pop()
-            for d, on in zip(self.device_types, before, strict=False):
+            for d, on in zip(self.device_types, self._thread.uncast.pop()[1], strict=False):
                 torch.set_autocast_enabled(d, on)
 
     def _end_interrupted(self) -> None:
@@ -326,7 +286,10 @@ class Autocast:
         while self._thread.uncast and not _is_running(self._thread.uncast[-1][0]()):
             self.end_uncast()
 
-    def _begin_forward(self) -> None:
+    def _begin_forward(self, *_: Any) -> None:
+        # Compiled code has no cache of cast weights, and dynamo follows the thread's autocast state by itself.
+        if torch.compiler.is_compiling():
+            return
         self._end_interrupted()
         before = {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in self.device_types}
         self._thread.forwards.append((before, torch.is_autocast_cache_enabled()))
@@ -340,8 +303,8 @@ class Autocast:
         # Cleared here too: an interrupt may have left an earlier forward without its end.
         torch.clear_autocast_cache()
 
-    def _end_forward(self) -> None:
-        if not self._thread.forwards:
+    def _end_forward(self, *_: Any) -> None:
+        if torch.compiler.is_compiling() or not self._thread.forwards:
             return
         before, cache = self._thread.forwards.pop()
         for d, (enabled, dtype) in before.items():

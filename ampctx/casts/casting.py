@@ -6,13 +6,10 @@ module, so that a deep copy or a pickle of the model carries working hooks over 
 
 from __future__ import annotations
 
-import copy
-import functools
 import sys
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -24,10 +21,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
-from torch.utils.hooks import RemovableHandle
 
-from ampctx._errors import AmpError, AmpTypeError
-from ampctx.casts.arguments import LOW_PRECISION, ModelHook, Undo
+from ampctx._errors import AmpError
+from ampctx.casts.arguments import LOW_PRECISION, ModelHook, Undo, map_floating
 from ampctx.kernels.sharding import is_fully_sharded, is_sharded
 
 # --- checks -----------------------------------------------------------------------------------------------------------
@@ -107,8 +103,13 @@ def _refuse_sharded(t: Tensor, dtype: torch.dtype) -> None:
         )
 
 
-def _flatten_rnns(model: nn.Module) -> None:
-    for module in model.modules():
+def _set_former(ref: weakref.ref[Tensor], dtype: torch.dtype) -> None:
+    if (t := ref()) is not None:
+        set_dtype(t, dtype)
+
+
+def _flatten_rnns(ref: weakref.ref[nn.Module]) -> None:
+    for module in () if (model := ref()) is None else model.modules():
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
 
@@ -142,24 +143,12 @@ def cast_model(
         AmpError: a DTensor that would be cast. Nothing has been cast then.
     """
     originals: dict[Tensor, Tensor] = {}
-    # Weak, so that the undo does not keep a model alive that nobody uses any more.
-    changed: list[tuple[weakref.ref[Tensor], torch.dtype]] = []
-    model_ref = weakref.ref(model)
     parametrizations = [m for m in model.modules() if isinstance(m, ParametrizationList) and m not in kept]
     in_fp32 = {id(m) for parametrization in parametrizations for m in parametrization.modules()}
-    handles: list[RemovableHandle] = []
-
-    @torch.no_grad()
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-        for ref, former in changed:
-            if (t := ref()) is not None:
-                set_dtype(t, former)
-        if (alive := model_ref()) is not None:
-            _flatten_rnns(alive)
-
-    try:
+    # Weak, so that the undo does not keep a model alive that nobody uses any more.
+    model_ref = weakref.ref(model)
+    with ExitStack() as stack:
+        stack.callback(_flatten_rnns, model_ref)
         for module in model.modules():
             # What stays fp32 is made so: an incoming model may be fp64, or 16-bit where that is allowed.
             is_norm = keep_batchnorm_fp32 and (keep_statistics_fp32 or isinstance(module, _BatchNorm))
@@ -170,16 +159,14 @@ def cast_model(
                 if not t.is_floating_point() or t.dtype == to:
                     continue
                 _refuse_sharded(t, to)
-                changed.append((weakref.ref(t), t.dtype))
+                stack.callback(_set_former, weakref.ref(t), t.dtype)
                 if isinstance(t, nn.Parameter) and not is_lazy(t):
                     originals[t] = t.data
                 set_dtype(t, to)
-        handles += [m.register_forward_hook(_CastOutputs(dtype)) for m in parametrizations]
-        _flatten_rnns(model)
-    except BaseException:
-        undo()
-        raise
-    return undo, originals
+        for parametrization in parametrizations:
+            stack.callback(parametrization.register_forward_hook(_CastOutputs(dtype)).remove)
+        _flatten_rnns(model_ref)
+        return stack.pop_all().close, originals
 
 
 # --- inputs and outputs -----------------------------------------------------------------------------------------------
@@ -211,18 +198,13 @@ def install_io_casts(model: nn.Module, input_dtype: torch.dtype | None, output_d
     Hooks on the module itself, not on what is in it. Hooks that the user registered earlier see inputs before the cast
     and outputs after it. Those of fully_shard have the last word, with its own MixedPrecisionPolicy.
     """
-    handles = []
-    if input_dtype is not None:
-        cast = _CastInputs(input_dtype)
-        handles.append(model.register_forward_pre_hook(cast, prepend=is_fully_sharded(model), with_kwargs=True))
-    if output_dtype is not None:
-        handles.append(model.register_forward_hook(_CastOutputs(output_dtype), prepend=True))
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return undo
+    with ExitStack() as stack:
+        if input_dtype is not None:
+            cast, prepend = _CastInputs(input_dtype), is_fully_sharded(model)
+            stack.callback(model.register_forward_pre_hook(cast, prepend=prepend, with_kwargs=True).remove)
+        if output_dtype is not None:
+            stack.callback(model.register_forward_hook(_CastOutputs(output_dtype), prepend=True).remove)
+        return stack.pop_all().close
 
 
 # --- state dict -------------------------------------------------------------------------------------------------------
@@ -246,118 +228,9 @@ def install_state_dict_upcast(model: nn.Module) -> Undo:
     The fp32 entries are copies; entries that were not 16-bit still alias the model. Loading such a state dict works as
     ever. A module that has the hook does not get a second one.
     """
-    # Module offers no public way to look for a hook, hence its private _state_dict_hooks. A test guards it.
-    handles = [
-        module.register_state_dict_post_hook(_UpcastEntries())
-        for module in model.modules()
-        if not any(isinstance(hook, _UpcastEntries) for hook in module._state_dict_hooks.values())
-    ]
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return undo
-
-
-# --- containers -------------------------------------------------------------------------------------------------------
-
-
-def map_floating(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with every floating tensor in it cast to ``dtype``; the very same object where nothing needs a cast.
-
-    Goes through mappings, dataclasses, tuples (named ones too), lists, deques and sets of any subclass, and keeps the
-    types. Other objects with a ``to`` method are asked for ``value.to(dtype)``. All else passes through, modules and
-    iterators among it.
-
-    Raises:
-        AmpTypeError: a container that can be neither copied nor rebuilt from its elements.
-    """
-    return map_leaves(value, functools.partial(_cast_leaf, dtype))
-
-
-def _cast_leaf(dtype: torch.dtype, leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.to(dtype) if leaf.is_floating_point() and leaf.dtype != dtype else leaf
-    if isinstance(leaf, nn.utils.rnn.PackedSequence) and not leaf.data.is_floating_point():
-        return leaf
-    return leaf.to(dtype)
-
-
-def map_leaves(value: Any, fn: Callable[[Any], Any]) -> Any:
-    """What ``map_floating`` does, with ``fn`` of the tensors and of the objects with a ``to`` method."""
-    return _mapped(value, fn)[0]
-
-
-def _mapped(value: Any, fn: Callable[[Any], Any]) -> tuple[Any, bool]:
-    """``map_leaves``, and whether that is another object: dynamo cannot tell by ``is`` of tuples."""
-    if isinstance(value, Tensor):
-        mapped = fn(value)
-        return mapped, mapped is not value
-    if value is None or isinstance(value, (str, bytes, int, float, type, nn.Module)):
-        return value, False
-    if callable(getattr(value, "to", None)):
-        mapped = fn(value)
-        return mapped, mapped is not value
-    if isinstance(value, Mapping):
-        return _map_parts(value, dict(value), fn, _mapping_with)
-    if is_dataclass(value):
-        parts = {f.name: getattr(value, f.name) for f in fields(value) if hasattr(value, f.name)}
-        return _map_parts(value, parts, fn, _dataclass_with)
-    if isinstance(value, (tuple, list, deque, set, frozenset)):
-        return _map_parts(value, dict(enumerate(value)), fn, _collection_with)
-    return value, False
-
-
-def _map_parts(
-    value: Any, parts: dict[Any, Any], fn: Callable[[Any], Any], build: Callable[[Any, dict, dict], Any]
-) -> tuple[Any, bool]:
-    """Maps the named parts of a container; builds a new one only if some changed."""
-    changed = {}
-    for name, part in parts.items():
-        mapped, is_new = _mapped(part, fn)
-        if is_new:
-            changed[name] = mapped
-    if not changed:
-        return value, False
-    try:
-        return build(value, parts, changed), True
-    except Exception as error:
-        kind = type(value)
-        raise AmpTypeError(
-            f"cannot rebuild a {kind.__module__}.{kind.__qualname__} with tensors of another type ({error}). Give the "
-            "class a method to(dtype) that returns the cast object, or make it work with copy.copy."
-        ) from error
-
-
-def _mapping_with(value: Mapping, parts: dict, changed: dict) -> Any:
-    if type(value) is dict or not isinstance(value, MutableMapping):
-        return type(value)({**parts, **changed})  # type: ignore[call-arg]
-    # A copy and single assignments keep attributes, default factories and what a subclass does on assignment.
-    result = copy.copy(value)
-    # Dynamo (2.13) copies mappings without what is in them.
-    for key, part in ({**parts, **changed} if torch.compiler.is_compiling() else changed).items():
-        result[key] = part
-    return result
-
-
-def _dataclass_with(value: Any, parts: dict, changed: dict) -> Any:
-    result = copy.copy(value)
-    for name, part in changed.items():
-        object.__setattr__(result, name, part)  # frozen ones too
-    return result
-
-
-def _collection_with(value: Any, parts: dict, changed: dict) -> Any:
-    elements = list({**parts, **changed}.values())
-    if isinstance(value, tuple):
-        return value._make(elements) if hasattr(value, "_make") else type(value)(elements)
-    if isinstance(value, frozenset) or type(value) in (list, set):
-        return type(value)(elements)
-    result = copy.copy(value)  # keeps attributes, and maxlen of a deque
-    result.clear()
-    if isinstance(result, set):
-        result.update(elements)
-    else:
-        result.extend(elements)
-    return result
+    with ExitStack() as stack:
+        for module in model.modules():
+            # Module offers no public way to look for a hook, hence its private _state_dict_hooks. A test guards it.
+            if not any(isinstance(hook, _UpcastEntries) for hook in module._state_dict_hooks.values()):
+                stack.callback(module.register_state_dict_post_hook(_UpcastEntries()).remove)
+        return stack.pop_all().close

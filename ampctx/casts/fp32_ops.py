@@ -1,11 +1,10 @@
-"""Functions of torch that the user has compute in fp32, at every opt level."""
+"""``ops_fp32``: function casts of torch's own functions, in place at every opt level wherever torch has them."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import inspect
-import threading
 import types
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -17,7 +16,8 @@ from torch import Tensor
 from torch.overrides import get_overridable_functions
 
 from ampctx._errors import AmpValueError
-from ampctx.casts.arguments import LOW_PRECISION, Undo, autocast_off, map_floating_args, replace_attribute
+from ampctx.casts.arguments import LOW_PRECISION, Undo, autocast_off, map_arguments, map_leaves, names_dtype, widen
+from ampctx.casts.functions import cast_function, replace_function, shared
 
 _NAMESPACES: dict[str, Any] = {
     "torch": torch,
@@ -113,84 +113,42 @@ def _name_of(fn: Callable) -> str:
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
-def _look(values: Iterable[Any], low: set[torch.dtype], devices: set[str]) -> None:
-    """Notes the 16-bit types and the devices of the tensors in ``values``."""
-    for value in values:
-        if isinstance(value, Tensor):
-            devices.add(value.device.type)
-            if value.dtype in LOW_PRECISION:
-                low.add(value.dtype)
-        elif isinstance(value, (list, tuple)):
-            _look(value, low, devices)
-        elif isinstance(value, dict):
-            _look(value.values(), low, devices)
-
-
-def _widen(t: Tensor) -> Tensor:
-    return t.float() if t.dtype in LOW_PRECISION else t
-
-
-def _in_fp32(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _call_in_fp32(fn: Callable, args: tuple, kwargs: dict[str, Any], _: bool) -> Any:
     """``fn`` with fp32 in the place of 16-bit arguments. Where autocast is on, the result stays as it is; elsewhere
     fp32 in it becomes the widest 16-bit type among the arguments."""
-    out = {"out": kwargs.pop("out")} if "out" in kwargs else {}
+    if writes := "out" in kwargs:
+        fn = functools.partial(fn, out=kwargs.pop("out"))
+    if names_dtype(args, kwargs):
+        return fn(*args, **kwargs)
     low: set[torch.dtype] = set()
     devices: set[str] = set()
-    _look((*args, *kwargs.values()), low, devices)
-    casts = any(map(torch.is_autocast_enabled, devices))
-    # A dtype that the caller chose stands.
-    if not (low or casts) or any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
-        return fn(*args, **kwargs, **out)
-    args, kwargs = map_floating_args((args, kwargs), _widen)
-    if casts:
+
+    def noted(t: Tensor) -> Tensor:
+        devices.add(t.device.type)
+        if t.dtype in LOW_PRECISION:
+            low.add(t.dtype)
+        return widen(t)
+
+    args, kwargs = map_arguments(args, kwargs, noted)
+    if any(map(torch.is_autocast_enabled, devices)):
         with autocast_off():
-            return fn(*args, **kwargs, **out)
-    result = fn(*args, **kwargs, **out)
-    if out:
+            return fn(*args, **kwargs)
+    result = fn(*args, **kwargs)
+    if writes or not low:
         return result
     back = functools.reduce(torch.promote_types, low)
-    return map_floating_args(result, lambda t: t.to(back) if t.dtype == torch.float32 else t)
+    return map_leaves(result, lambda t: t.to(back) if t.dtype == torch.float32 else t, objects=False)
 
 
-class _Replaced:
-    """The functions that are replaced, each once for all who want it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users: dict[tuple[Any, str], int] = {}
-        self._undo: dict[tuple[Any, str], Undo] = {}
-
-    def acquire(self, place: tuple[Any, str]) -> Undo:
-        with self._lock:
-            self._users[place] = self._users.get(place, 0) + 1
-            if place not in self._undo:
-                self._undo[place] = replace_attribute(*place, self._in_fp32(place, getattr(*place)))
-        return functools.partial(self._release, place)
-
-    def _release(self, place: tuple[Any, str]) -> None:
-        with self._lock:
-            self._users[place] -= 1
-            if not self._users[place]:
-                self._undo.pop(place)()
-
-    def _in_fp32(self, place: tuple[Any, str], fn: Callable) -> Callable:
-        users = self._users
-
-        @functools.wraps(fn, updated=())
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            # Somebody may have wrapped this, and hold it afterwards.
-            return _in_fp32(fn, args, kwargs) if users[place] else fn(*args, **kwargs)
-
-        if not isinstance(fn, types.MethodDescriptorType):
-            # dynamo puts calls of it into its graph, as calls of torch's functions; those of a method it puts there by
-            # name. The original, too: what is a function of torch dynamo looks up once, maybe while that is replaced.
-            torch.compiler.allow_in_graph(wrapper)
-            torch.compiler.allow_in_graph(fn)
-        return wrapper
-
-
-# Global, as torch's functions are.
-_replaced = _Replaced()
+def _in_fp32(place: tuple[Any, str], fn: Callable) -> Callable:
+    # Somebody may have wrapped the result, and hold it when nobody wants fp32 any more.
+    replacement = cast_function(fn, lambda: True if place in shared else None, _call_in_fp32)
+    if not isinstance(fn, types.MethodDescriptorType):
+        # dynamo puts calls of it into its graph, as calls of torch's functions; those of a method it puts there by
+        # name. The original, too: what is a function of torch dynamo looks up once, maybe while that is replaced.
+        torch.compiler.allow_in_graph(replacement)
+        torch.compiler.allow_in_graph(fn)
+    return replacement
 
 
 def install_fp32_ops(names: Iterable[str]) -> Undo:
@@ -204,7 +162,8 @@ def install_fp32_ops(names: Iterable[str]) -> Undo:
     places = [(space, name) for name in names for space in (*_NAMESPACES.values(), Tensor)]
     places += [(Tensor, method) for name in names for method in _OPERATORS.get(name, ())]
     with ExitStack() as stack:
-        for space, name in dict.fromkeys(places):
-            if _function(space, name) is not None:
-                stack.callback(_replaced.acquire((space, name)))
+        for place in dict.fromkeys(places):
+            if _function(*place) is not None:
+                replace = functools.partial(replace_function, *place, functools.partial(_in_fp32, place))
+                stack.callback(shared.acquire(place, replace))
         return stack.pop_all().close

@@ -1,27 +1,101 @@
-"""Functions that the user names for a cast: ``amp.half_function``, ``amp.register_half_function`` and their like."""
+"""Functions that cast their arguments: the user's own, and functions of others that are replaced on their owners."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import types
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
-from typing import Any, Literal
+from collections import Counter
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 
 from ampctx._errors import AmpTypeError, AmpValueError
-from ampctx.casts.arguments import LOW_PRECISION, Undo, autocast_off, map_floating_args, replace_attribute, to_widest
+from ampctx.casts.arguments import Rule, Undo, autocast_off, leaf_cast, map_arguments
 
-Kind = Literal["half", "float", "promote"]
+# --- one function -----------------------------------------------------------------------------------------------------
 
-# One per kind of user function: arguments and the session's 16-bit type to cast arguments.
-_CASTS: dict[str, Callable[[Any, torch.dtype], Any]] = {
-    "half": lambda args, low: map_floating_args(args, lambda t: t.to(low)),
-    "float": lambda args, low: map_floating_args(args, lambda t: t.float() if t.dtype in LOW_PRECISION else t),
-    "promote": lambda args, low: to_widest(args),
-}
+
+def cast_function(fn: Callable, active: Callable[[], Any], call: Callable[[Callable, tuple, dict, Any], Any]) -> Any:
+    """``fn`` under its own name: ``call(fn, args, kwargs, now)`` where ``active()`` gives a ``now``; None: ``fn``."""
+
+    # Only a plain function's __dict__ is copied: that of a callable object is its state.
+    @functools.wraps(fn, updated=("__dict__",) if isinstance(fn, types.FunctionType) else ())
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        now = active()
+        return fn(*args, **kwargs) if now is None else call(fn, args, kwargs, now)
+
+    return wrapper
+
+
+def call_cast(rule: Rule, fn: Callable, args: tuple, kwargs: dict[str, Any], low: torch.dtype = torch.float16) -> Any:
+    """``fn`` of arguments cast by ``rule``. What is to compute in fp32 finds autocast off."""
+    args, kwargs = map_arguments(args, kwargs, leaf_cast(rule, args, kwargs, low))
+    if rule != "float":
+        return fn(*args, **kwargs)
+    with autocast_off():
+        return fn(*args, **kwargs)
+
+
+_MISSING = object()
+
+
+def replace_function(owner: Any, name: str, cast: Callable[[Any], Any]) -> Undo:
+    """Puts ``cast(function)`` in the place of a function. The undo puts back what was there; an inherited one goes."""
+    # On a class, the attribute itself rather than what it binds to.
+    static = inspect.getattr_static(owner, name, None) if isinstance(owner, type) else None
+    replacement = cast(static if isinstance(static, (staticmethod, classmethod)) else getattr(owner, name))
+    former = vars(owner).get(name, _MISSING) if hasattr(owner, "__dict__") else getattr(owner, name)
+    setattr(owner, name, replacement)
+
+    def undo() -> None:
+        # Somebody may have wrapped the replacement since; it then stays where it is and passes through.
+        if inspect.getattr_static(owner, name, None) is not replacement:
+            return
+        if former is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, former)
+
+    return undo
+
+
+class Shared:
+    """What is installed once for all who want it, and taken away with the last of them."""
+
+    def __init__(self) -> None:
+        # Taken anew by a session that is collected while another one installs.
+        self._lock = threading.RLock()
+        self._users: Counter[Hashable] = Counter()
+        self._undo: dict[Hashable, Undo] = {}
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._undo
+
+    def acquire(self, key: Hashable, install: Callable[[], Undo]) -> Undo:
+        with self._lock, ExitStack() as stack:
+            self._users[key] += 1
+            stack.callback(self._release, key)
+            if key not in self._undo:
+                self._undo[key] = install()
+            return stack.pop_all().close
+
+    def _release(self, key: Hashable) -> None:
+        with self._lock:
+            self._users[key] -= 1
+            if not self._users[key]:
+                del self._users[key]
+                if key in self._undo:
+                    self._undo.pop(key)()
+
+
+# Global, as torch's functions and its dispatcher are.
+shared = Shared()
+
+# --- functions that the user names ------------------------------------------------------------------------------------
 
 
 class FunctionCasts:
@@ -39,10 +113,10 @@ class FunctionCasts:
 
     def __init__(self, active: Callable[[], torch.dtype | None]) -> None:
         self._active = active
-        self._queue: list[tuple[Kind, Any, str]] = []
-        self._installed: list[tuple[Kind, Any, str]] = []
+        self._queue: list[tuple[Rule, Any, str]] = []
+        self._installed = Shared()
 
-    def decorate(self, kind: Kind, fn: Any) -> Any:
+    def decorate(self, kind: Rule, fn: Any) -> Any:
         """``fn`` with casts: a function, builtin, method of any kind, ``Function.apply`` or torch.ops packet.
 
         Raises:
@@ -52,21 +126,9 @@ class FunctionCasts:
             return type(fn)(self.decorate(kind, fn.__func__))
         if not callable(fn):
             raise AmpTypeError(f"{kind}_function: fn must be callable, got {type(fn).__name__}")
-        active, cast = self._active, _CASTS[kind]
+        return cast_function(fn, self._active, functools.partial(call_cast, kind))
 
-        # Only a plain function's __dict__ is copied: that of a callable object is its state.
-        @functools.wraps(fn, updated=("__dict__",) if isinstance(fn, types.FunctionType) else ())
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            low = active()
-            if low is None:
-                return fn(*args, **kwargs)
-            args, kwargs = cast((args, kwargs), low)
-            with autocast_off() if kind == "float" else nullcontext():
-                return fn(*args, **kwargs)
-
-        return wrapper
-
-    def register(self, kind: Kind, module: Any, name: str) -> None:
+    def register(self, kind: Rule, module: Any, name: str) -> None:
         """Queues ``module.name`` for ``install``, now and at every later one. ``module`` is a module, class or object.
 
         Raises:
@@ -80,14 +142,7 @@ class FunctionCasts:
     def install(self) -> Undo:
         """Replaces what is queued and not in place yet, in that order. The undo puts the originals back."""
         with ExitStack() as stack:
-            for entry in self._queue:
-                if any(entry is other for other in self._installed):
-                    continue
-                kind, module, name = entry
-                # On a class, the attribute itself rather than what it binds to.
-                static = inspect.getattr_static(module, name, None) if isinstance(module, type) else None
-                fn = static if isinstance(static, (staticmethod, classmethod)) else getattr(module, name)
-                stack.callback(replace_attribute(module, name, self.decorate(kind, fn)))
-                self._installed.append(entry)
-                stack.callback(self._installed.remove, entry)
+            for kind, module, name in self._queue:
+                replace = functools.partial(replace_function, module, name, functools.partial(self.decorate, kind))
+                stack.callback(self._installed.acquire((kind, id(module), name), replace))
             return stack.pop_all().close

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ampctx._errors import AmpValueError
-from ampctx.casts.arguments import LOW_PRECISION, ModelHook, Undo
-from ampctx.casts.autocast import Autocast
-from ampctx.casts.casting import map_leaves
+from ampctx.casts.arguments import Undo
+from ampctx.casts.autocast import Autocast, ForwardHook
 
 
 @dataclass(frozen=True)
@@ -131,49 +128,12 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
 # --- O1 and O4 --------------------------------------------------------------------------------------------------------
 
 
-def _widened(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.float() if leaf.dtype in LOW_PRECISION else leaf
-    if isinstance(leaf, nn.utils.rnn.PackedSequence) and leaf.data.dtype not in LOW_PRECISION:
-        return leaf
-    return leaf.to(torch.float32)
-
-
-class _WithoutCasts(ModelHook):
-    """Begins or ends a forward that is not cast. Copies share the ``Autocast``; a pickle carries none."""
-
-    def __init__(self, autocast: Autocast | None, begins: bool) -> None:
-        self._autocast = None if autocast is None else weakref.ref(autocast)
-        self._begins = begins
-
-    def __call__(self, module: nn.Module, args: Any, kwargs_or_output: Any) -> Any:
-        autocast = None if self._autocast is None else self._autocast()
-        if autocast is None or not autocast.enabled:
-            return None
-        if not self._begins:
-            autocast.end_uncast()
-            return None
-        autocast.begin_uncast(module)
-        return map_leaves(args, _widened), map_leaves(kwargs_or_output, _widened)
-
-    def __deepcopy__(self, memo: Any) -> _WithoutCasts:
-        return self
-
-    def __reduce__(self) -> tuple:
-        return _WithoutCasts, (None, self._begins)
-
-
 def install_without_casts(modules: Iterable[nn.Module], autocast: Autocast) -> Undo:
     """Forwards of ``modules`` run without the casts of ``autocast``, on inputs that are not 16-bit. No host sync."""
-    handles = []
-    for module in modules:
-        # First in, first out and always out: inside of what an Autocast does around a model's forward.
-        begin, end = _WithoutCasts(autocast, True), _WithoutCasts(autocast, False)
-        handles.append(module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
-        handles.append(module.register_forward_hook(end, prepend=True, always_call=True))
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return undo
+    with ExitStack() as stack:
+        for module in modules:
+            # First in, first out and always out: inside of what an Autocast does around a model's forward.
+            begin, end = ForwardHook(autocast, Autocast.begin_uncast), ForwardHook(autocast, Autocast.end_uncast)
+            stack.callback(module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(end, prepend=True, always_call=True).remove)
+        return stack.pop_all().close

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,20 +12,40 @@ from torch import Tensor, nn
 from ampctx._errors import AmpError
 from ampctx.casts.arguments import Undo
 
+# How the name of a parameter begins that no model has.
+PLACE = "param_groups["
+
 
 class ParameterNames:
-    """What models call their parameters. Keeps no model alive."""
+    """What models and optimizers call parameters. Keeps no model alive.
+
+    Args:
+        models: where names come from. With several, those of ``models[i]`` start with "models[i].".
+    """
 
     def __init__(self, models: Sequence[nn.Module] = ()) -> None:
         self._models = [weakref.ref(model) for model in models]
 
+    def _of_models(self) -> Iterator[tuple[str, Tensor]]:
+        for i, model in enumerate(reference() for reference in self._models):
+            prefix = "" if len(self._models) == 1 else f"models[{i}]."
+            yield from () if model is None else ((prefix + name, p) for name, p in model.named_parameters())
+
     def __call__(self, p: Tensor) -> str:
         """The name in quotes, or what can be said of a parameter of none of the models."""
-        for model in [reference() for reference in self._models]:
-            for name, candidate in [] if model is None else model.named_parameters():
-                if candidate is p:
-                    return f'"{name}"'
-        return f"a parameter of shape {tuple(p.shape)}"
+        name = next((name for name, candidate in self._of_models() if candidate is p), None)
+        return f"a parameter of shape {tuple(p.shape)}" if name is None else f'"{name}"'
+
+    def of(self, optimizer: Any, model_of: Mapping[Tensor, Tensor] | None = None) -> dict[int, str]:
+        """Names by the id of the parameter. ``model_of`` leads from masters to the parameters of the model."""
+        names: dict[int, str] = {}
+        for g, group in enumerate([] if optimizer is None else optimizer.param_groups):
+            given = group.get("param_names")
+            for i, p in enumerate(group["params"]):
+                place = given[i] if given and i < len(given) else f"{PLACE}{g}][{i}]"
+                names[id((model_of or {}).get(p, p))] = place
+        names.update((id(p), name) for name, p in self._of_models())
+        return names
 
 
 class _RefuseReplaced:
@@ -55,13 +76,9 @@ class _RefuseReplaced:
 
 def refuse_replaced(model: nn.Module, stepped: Callable[[], Iterable[Tensor]]) -> Undo:
     """Has ``load_state_dict(assign=True)`` raise where it replaces a parameter that is ``stepped``, and put it back."""
-    handles = []
-    for module in model.modules():
-        if before := {name: id(p) for name, p in module.named_parameters(recurse=False)}:
-            handles.append(module.register_load_state_dict_post_hook(_RefuseReplaced(stepped, before)))
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return undo
+    with ExitStack() as stack:
+        for module in model.modules():
+            if before := {name: id(p) for name, p in module.named_parameters(recurse=False)}:
+                hook = _RefuseReplaced(stepped, before)
+                stack.callback(module.register_load_state_dict_post_hook(hook).remove)
+        return stack.pop_all().close

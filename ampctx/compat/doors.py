@@ -8,22 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-<<<<<<< HEAD
 import torch
 from torch import Tensor
 
 from ampctx.amp import AmpSession, _default_session
 from ampctx.amp.binding import OptimizerBinding
-=======
-from torch import Tensor
-
-from ampctx.amp import AmpSession, _default_session
-from ampctx.amp.binding import OUTSIDE_OF_BLOCKS, OptimizerBinding
->>>>>>> compat
 from ampctx.amp.opt_level import BRIEFS, resolve
-from ampctx.casts.arguments import LOW_PRECISION, Undo, to_widest
+from ampctx.casts.arguments import LOW_PRECISION, Undo, map_leaves
 from ampctx.casts.autocast import Autocast
-from ampctx.casts.casting import cast_model, map_leaves, set_dtype
+from ampctx.casts.casting import cast_model, set_dtype
+from ampctx.casts.functions import call_cast
 from ampctx.foreach import Factor, FoundInf
 from ampctx.kernels.calling_form import Call, Number, TensorLists, foreach_factor, found_in, norms
 from ampctx.kernels.grouping import buckets
@@ -47,10 +41,7 @@ from ampctx.scaling.formats import (
     to_amp_state,
     to_grad_scaler_state,
 )
-<<<<<<< HEAD
 from ampctx.scaling.guarded_step import OUTSIDE_OF_BLOCKS, overflowed
-=======
->>>>>>> compat
 from ampctx.scaling.loss_scale import DYNAMIC, LossScale, check_bounds, check_count, check_scale
 from ampctx.scaling.loss_scale import check_number as check_real
 
@@ -90,11 +81,7 @@ def is_deferred(scale: LossScale) -> bool:
 
 def take_verdict(scale: LossScale) -> Tensor | None:
     """That verdict, which ``LossScaler.update_scale`` decides by; the next step does not wait for it any more."""
-<<<<<<< HEAD
     return session._take_deferred(scale)
-=======
-    return session.take_verdict(scale)
->>>>>>> compat
 
 
 # --- optimizers: apex.amp._process_optimizer, checkpoints -------------------------------------------------------------
@@ -126,11 +113,7 @@ def masters_in(session: AmpSession, optimizer: Any) -> MasterParams | None:
 
 def will_skip(binding: OptimizerBinding) -> bool:
     """Whether the next step will be skipped, as far as is known. A host sync."""
-<<<<<<< HEAD
     return bool(overflowed(binding.flags.by_loss))
-=======
-    return binding.overflowed()
->>>>>>> compat
 
 
 def settle(binding: OptimizerBinding) -> None:
@@ -143,20 +126,12 @@ def settle(binding: OptimizerBinding) -> None:
 
 
 def in_block(binding: OptimizerBinding) -> bool:
-<<<<<<< HEAD
     return binding.gradients.depth > 0
-=======
-    return binding.gradients.in_block
->>>>>>> compat
 
 
 def set_aside(binding: OptimizerBinding) -> Mapping[Tensor, Tensor]:
     """The gradients from before the block or the window."""
-<<<<<<< HEAD
     return binding.gradients.stash
-=======
-    return binding.gradients.set_aside
->>>>>>> compat
 
 
 def window(binding: OptimizerBinding) -> Any:
@@ -166,14 +141,9 @@ def window(binding: OptimizerBinding) -> Any:
 
 def open_window(binding: OptimizerBinding, inv_scale: Factor) -> Any:
     """Sets aside what is in ``.grad``. What comes is scaled, by the first loss scale until somebody says otherwise."""
-<<<<<<< HEAD
     with torch.no_grad():
         binding.begin(1.0, 1.0)
         binding.gradients.delay(inv_scale, (0, binding.loss_scales[0]))
-=======
-    binding.begin(1.0, 1.0)
-    binding.delay(0, binding.loss_scales[0], inv_scale)
->>>>>>> compat
     return binding.gradients.window
 
 
@@ -184,23 +154,14 @@ def drop_window(binding: OptimizerBinding) -> None:
 
 def declare_scaled(binding: OptimizerBinding, inv_scale: Factor) -> None:
     """What is in ``.grad`` is scaled by the first loss scale: a window around it, for a step or a block to end."""
-<<<<<<< HEAD
     binding.gradients.declare_scaled(inv_scale, (0, binding.loss_scales[0]))
-=======
-    binding.declare_scaled(0, binding.loss_scales[0], inv_scale)
->>>>>>> compat
 
 
 def close_window(binding: OptimizerBinding, inv_scale: Factor) -> FoundInf:
     """Unscales what is in the window; without one, what is in ``.grad``. Whether it held inf or nan."""
     found_inf = FoundInf()
-<<<<<<< HEAD
     if binding.gradients.window is None:
         declare_scaled(binding, inv_scale)
-=======
-    if not binding.gradients.has_window:
-        binding.gradients.declare_scaled(inv_scale)
->>>>>>> compat
     binding.gradients.close_window(inv_scale, found_inf)
     return found_inf
 
@@ -249,6 +210,7 @@ __all__ = [
     "Undo",
     "Work",
     "active_casts",
+    "call_cast",
     "cast_model",
     "check_bounds",
     "check_count",
@@ -286,7 +248,6 @@ __all__ = [
     "take_verdict",
     "to_amp_state",
     "to_grad_scaler_state",
-    "to_widest",
     "unwatch_optimizers",
     "view_of",
     "watch_optimizers",

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from ampctx._errors import AmpAssertionError, AmpError, AmpTypeError, AmpValueError
+from ampctx.casts.model_watch import ParameterNames
 from ampctx.distributed import check_process_group
 from ampctx.kernels import foreach
 from ampctx.kernels.each import all_none, device_of, dtype_of, grad_of, layout_of
@@ -35,7 +36,7 @@ from ampctx.scaling.fused_layouts import align_gradients
 from ampctx.scaling.guarded_step import GuardedStep, Known, Overflowed, overflowed
 from ampctx.scaling.history import DEFAULT_LENGTH, History, StepHistory, check_length
 from ampctx.scaling.loss_scale import LossScale, check_backoff_factor, check_bounds, check_count, check_growth_factor
-from ampctx.scaling.outcome import Culprits, Names, StepOutcome, culprits_among
+from ampctx.scaling.outcome import Culprits, StepOutcome, culprits_among
 from ampctx.scaling.stall import check_limit
 
 logger = logging.getLogger("ampctx")
@@ -69,7 +70,7 @@ def _gradients(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _culprits(optimizer: Any) -> Culprits:
-    return culprits_among(_gradients(optimizer), lambda: Names().of(optimizer))
+    return culprits_among(_gradients(optimizer), lambda: ParameterNames().of(optimizer))
 
 
 # What a pickle leaves behind: what became of steps.

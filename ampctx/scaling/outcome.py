@@ -6,12 +6,11 @@ nobody writes to, and reads them when somebody asks.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ampctx.kernels import foreach
 from ampctx.kernels.each import device_of, dtype_of
@@ -20,8 +19,6 @@ from ampctx.kernels.sharding import values_of
 
 OVERFLOW = "overflow"
 FOUND_INF = "found_inf"
-# How the name of a parameter begins that no model has.
-PLACE = "param_groups["
 # What a number of a step is, and of which loss.
 Number = tuple[Literal["overflowed", "scale", "found_inf", "grad_norm"], int]
 
@@ -49,32 +46,6 @@ class Culprit(NamedTuple):
 
 
 Culprits = tuple[Culprit, ...]
-
-
-class Names:
-    """What the parameters of an optimizer are called. Keeps no model alive.
-
-    Args:
-        models: where names come from. With several, those of ``models[i]`` start with "models[i].".
-    """
-
-    def __init__(self, models: Sequence[nn.Module] = ()) -> None:
-        self._models = [weakref.ref(model) for model in models]
-
-    def of(self, optimizer: Any, model_of: Mapping[Tensor, Tensor] | None = None) -> dict[int, str]:
-        """Names by the id of the parameter. ``model_of`` leads from masters to the parameters of the model."""
-        names: dict[int, str] = {}
-        for g, group in enumerate([] if optimizer is None else optimizer.param_groups):
-            given = group.get("param_names")
-            for i, p in enumerate(group["params"]):
-                place = given[i] if given and i < len(given) else f"{PLACE}{g}][{i}]"
-                names[id((model_of or {}).get(p, p))] = place
-        models = [reference() for reference in self._models]
-        for m, model in enumerate(models):
-            if model is not None:
-                prefix = "" if len(models) == 1 else f"models[{m}]."
-                names.update((id(p), prefix + name) for name, p in model.named_parameters())
-        return names
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from torch import nn
 
 from ampctx import AmpError
 from ampctx.casts.casting import cast_model, check_models, install_io_casts, install_state_dict_upcast
+from ampctx.casts.model_watch import ParameterNames
 
 HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
 
@@ -475,3 +476,22 @@ def test_repeated_installs_do_not_pile_up_and_undo_removes():
     assert model.state_dict()["0.weight"].dtype == HALF
     install_state_dict_upcast(model)
     assert model.state_dict()["0.weight"].dtype == FLOAT
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_has_one_name_in_messages_and_reports():
+    one, two, stranger = nn.Linear(2, 2), nn.Linear(2, 2), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([one.weight, two.bias, stranger], lr=0.1)
+    master = nn.Parameter(two.weight.detach().clone())
+    optimizer.add_param_group({"params": [master]})
+    for models, prefixes in (([one], ("",)), ([one, two], ("models[0].", "models[1]."))):
+        names = ParameterNames(models)
+        of = names.of(optimizer, {master: two.weight})
+        for model, prefix in zip(models, prefixes, strict=True):
+            assert (names(model.bias), of[id(model.weight)]) == (f'"{prefix}bias"', f"{prefix}weight")
+        assert (names(stranger), of[id(stranger)]) == ("a parameter of shape (3,)", "param_groups[0][2]")
+    assert ParameterNames()(one.weight) == "a parameter of shape (2, 2)"
+    del one
+    assert names(two.bias) == '"models[1].bias"'

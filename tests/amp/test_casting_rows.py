@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ampctx import amp
-from ampctx.casts import lists as cast_lists
+from ampctx.casts.table import TABLE
 
 HALF, BF16, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 CAST_LEVELS = LEVELS[1:]
@@ -502,7 +502,7 @@ def test_the_table_is_torchs_list_for_cuda():
     names = torch._C._dispatch_get_all_op_names()
     of_cuda = {n for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(n, "AutocastCUDA")}
     of_torch = {n.removeprefix("aten::") for n in of_cuda if n.startswith("aten::")}
-    table = {*cast_lists.LOW, *cast_lists.FP32, *cast_lists.PROMOTE}
+    table = set(TABLE)
     assert of_torch - table == {*OF_CUDA_ALONE, "binary_cross_entropy"}  # refused: test_autocast.py
     assert table - of_torch == OF_RECURRENT_LAYERS
 
@@ -551,7 +551,7 @@ NATIVE = {
 
 
 def test_every_op_of_the_table_has_a_case():
-    table = {*cast_lists.LOW, *cast_lists.FP32, *cast_lists.PROMOTE}
+    table = set(TABLE)
     assert {*NATIVE, *LOW_CASES, *FP32_CASES, *PROMOTE_CASES} == table
 
 
@@ -559,11 +559,7 @@ def test_every_op_of_the_table_has_a_case():
 @pytest.mark.parametrize("name", NATIVE)
 def test_ops_that_torch_casts_on_the_cpu_too(session, name, level):
     low = PER_OP[level]
-    given, due = {
-        **dict.fromkeys(cast_lists.LOW, (FLOAT, low)),
-        **dict.fromkeys(cast_lists.FP32, (low, FLOAT)),
-        **dict.fromkeys(cast_lists.PROMOTE, (None, FLOAT)),
-    }[name]
+    given, due = {"half": (FLOAT, low), "float": (low, FLOAT), "promote": (None, FLOAT)}[TABLE[name]]
     args = first_as_type(NATIVE[name], low) if given is None else as_type(NATIVE[name], given)
     session.initialize(nn.Identity(), opt_level=level, verbosity=0)
     assert {out.dtype for out in outputs(overload(name)(*args))} == {due}

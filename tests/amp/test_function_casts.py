@@ -1,3 +1,5 @@
+import collections
+import dataclasses
 import functools
 import math
 import pickle
@@ -103,6 +105,27 @@ def test_named_tuples_keep_their_type(casts, switch):
     (result,), _ = casts.decorate("half", seen)(eigen)
     assert type(result) is type(eigen)
     assert result.values.dtype == HALF
+
+
+def test_containers_keep_their_type_and_other_objects_are_left_alone(casts, switch):
+    class Batch(dict):
+        pass
+
+    @dataclasses.dataclass
+    class Model:
+        weight: torch.Tensor
+
+        @lambda f: casts.decorate("half", f)
+        def seen(self, *args):
+            return self, args
+
+    switch.dtype = HALF
+    batch, model = Batch(x=t()), Model(t())
+    (result,), _ = casts.decorate("half", seen)(batch)
+    assert (type(result), result["x"].dtype, batch["x"].dtype) == (Batch, HALF, FLOAT)
+    self, (other, deque) = model.seen(model, collections.deque([t()]))
+    assert self is other is model
+    assert (model.weight.dtype, deque[0].dtype) == (FLOAT, FLOAT)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -301,6 +324,16 @@ def test_registering_twice_and_installing_twice_wraps_once(casts, switch, librar
     for undo in (third, second, first):
         undo()
     assert (library.f, library.g) == (seen, seen)
+
+
+def test_the_last_of_several_installs_puts_back(casts, switch, library):
+    casts.register("half", library, "f")
+    undos = [casts.install(), casts.install()]
+    switch.dtype = HALF
+    undos.pop(0)()
+    assert library.f(t())[0][0].dtype == HALF
+    undos.pop(0)()
+    assert library.f is seen
 
 
 def test_kinds_apply_in_the_order_of_registration(casts, switch, library):

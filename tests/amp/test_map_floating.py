@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ampctx import AmpTypeError
-from ampctx.casts.casting import map_floating
+from ampctx.casts.arguments import map_floating
 
 HALF, FLOAT = torch.float16, torch.float32
 
@@ -78,6 +78,13 @@ class Slotted:
     x: object
 
 
+@dataclasses.dataclass(eq=False)
+class Listed(list):
+    """A list whose elements stay, with a field."""
+
+    x: object
+
+
 class Movable:
     def __init__(self, x):
         self.x = x
@@ -118,6 +125,7 @@ SAMPLES = {
     "dataclass": Batch(T(), "label"),
     "frozen-dataclass": Frozen(T()),
     "slotted-dataclass": Slotted(T()),
+    "dataclass-of-a-list": Listed(T()),
     "nested": {"a": [(Point(T()), Batch({"k": T()}))]},
     "Movable": Movable(T()),
 }

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ampctx.compat.doors import to_widest
+from ampctx.compat.doors import call_cast
 from ampctx.compat.install import refused
 
 from . import utils
@@ -35,8 +35,7 @@ def make_promote_wrapper(orig_fn: Callable[..., Any], cast_fn: Any, handle: Any 
         of_state = getattr(_amp_state, "handle", None)
         if of_state is None or not of_state.is_active():
             return orig_fn(*args, **kwargs)
-        args, kwargs = to_widest((args, kwargs))
-        return orig_fn(*args, **kwargs)
+        return call_cast("promote", orig_fn, args, kwargs)
 
     return wrapper
 
