@@ -183,14 +183,14 @@ def test_a_window_dropped(session, level):
 def test_a_verdict_taken(session, level):
     """The next step is taken whatever it was, and the scale is left to the taker."""
     model, optimizer = probe(session, level, n_losses=2)
-    assert session._take_deferred(session.loss_scales[0]) is None
+    assert session._blocks.take_deferred(session.loss_scales[0]) is None
     overflow(session, model, optimizer, delay_overflow_check=True)
     assert overflowed(session._bindings[optimizer].flags.by_loss)
-    assert session._take_deferred(session.loss_scales[1]) is None
+    assert session._blocks.take_deferred(session.loss_scales[1]) is None
     assert overflowed(session._bindings[optimizer].flags.by_loss)
-    assert session._take_deferred(session.loss_scales[0]).item() == 1.0
+    assert session._blocks.take_deferred(session.loss_scales[0]).item() == 1.0
     assert not overflowed(session._bindings[optimizer].flags.by_loss)
-    assert session._take_deferred(session.loss_scales[0]) is None
+    assert session._blocks.take_deferred(session.loss_scales[0]) is None
     optimizer.zero_grad()
     backward(session, model, optimizer, 1.0)
     assert scale_value(session) == START
