@@ -345,14 +345,20 @@ def run(fault: Fault) -> str:
             )
             if built.returncode:
                 raise ValueError(f"the build failed:\n{built.stdout}{built.stderr}")
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *fault.tests.split()]
-        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+        done = run_tests(tree, environment, fault.tests.split())
     if done.returncode == 0:
         raise ValueError(f"NOT NOTICED by {fault.tests}: {done.stdout.strip().splitlines()[-1]}")
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+::\S+)", done.stdout, flags=re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - |$)", done.stdout, flags=re.MULTILINE)
     if done.returncode != 1 or failed is None:
         raise ValueError(f"the tests could not run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    if run_tests(ROOT, environment | {"PYTHONPATH": str(ROOT)}, [failed[1]]).returncode:
+        raise ValueError(f"{failed[1]} fails without the fault, too")
     return failed[1]
+
+
+def run_tests(tree: Path, environment: dict[str, str], tests: list[str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
 
 
 def main() -> int:
