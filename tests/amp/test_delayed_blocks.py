@@ -68,6 +68,15 @@ def test_delayed_blocks_of_optimizers_that_share_parameters(session, level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_a_block_of_another_scale_goes_on_with_delayed_gradients(session, level):
+    model, optimizer = probe(session, level, loss_scale=8.0, n_losses=2)
+    session.loss_scales[1].set(32.0)
+    backward(session, model, optimizer, 3.0, delay_unscale=True)
+    backward(session, model, optimizer, 2.0, loss_id=1)
+    assert all(torch.equal(g, torch.full_like(g, 5.0)) for g in grads(optimizer))
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_delayed_block_that_reaches_nothing_loses_nothing(session, level):
     model, optimizer = probe(session, level, loss_scale=8.0)
     backward(session, model, optimizer, 3.0)
