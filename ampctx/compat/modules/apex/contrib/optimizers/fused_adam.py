@@ -9,8 +9,7 @@ from ampctx import optimizers
 from ampctx._errors import AmpNotImplementedError
 from ampctx.kernels.foreach import PerDevice
 from ampctx.optimizers._options import Group, check_number
-from ampctx.optimizers._scaling import Scaling
-from ampctx.optimizers._work import Work
+from ampctx.optimizers._work import Scaling, Work
 
 from ._old_step import old_step
 
