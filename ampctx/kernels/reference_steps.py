@@ -268,6 +268,14 @@ def adagrad(p: _Place, o: Options) -> Tensor:
     return p.w - p.lr * (u + o.weight_decay * p.w if o.adagrad_w_mode else u)
 
 
+def lion(p: _Place, o: Options) -> Tensor:
+    """Lion (Chen et al. 2023)."""
+    c = o.beta1 * p.read(0) + (1 - o.beta1) * p.g
+    u = torch.where(c > 0, _one(p), torch.where(c < 0, -_one(p), c))
+    p.write(0, o.beta2 * p.read(0) + (1 - o.beta2) * p.g)
+    return p.w - p.lr * (u + o.weight_decay * p.w)
+
+
 def _norm(x: Tensor, order: float = 2.0) -> Tensor:
     """From fp64, rounded once: where the kernels' sums are exact, the norm is theirs to the last bit."""
     return torch.linalg.vector_norm(x.to(reference.widest(x.device)), order).to(x.dtype)

@@ -134,6 +134,14 @@ _ALL = (
         ("Adagrad<T>",),
     ),
     OpSpec(
+        "lion",
+        """Lion: u = sign(beta1 m + (1 - beta1) g), then m = beta2 m + (1 - beta2) g; p -= lr (u + weight_decay p). No
+    host sync.""",
+        (*BETAS, NO_DECAY),
+        (EXP_AVG,),
+        ("Lion<T>",),
+    ),
+    OpSpec(
         "lamb",
         """LAMB: Adam's direction u (with weight_decay p in it in ``adam_w_mode``), p -= lr ||p|| / ||u|| u.
 

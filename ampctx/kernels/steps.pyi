@@ -28,6 +28,11 @@ def adagrad(
     weight_decay: float = 0.0, adagrad_w_mode: bool = False, maximize: bool = False, write_back: str = "nearest",
     seed: int = 0
 ) -> None: ...  # fmt: skip
+def lion(
+    grads: Sequence[Tensor], params: Sequence[Tensor], exp_avgs: Sequence[Tensor], extras: Sequence[Tensor],
+    steps: Sequence[Tensor], found_inf: Tensor, inv_scale: Factor, lr: Factor, *, beta1: float, beta2: float,
+    weight_decay: float = 0.0, maximize: bool = False, write_back: str = "nearest", seed: int = 0
+) -> None: ...  # fmt: skip
 def lamb(
     grads: Sequence[Tensor], params: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor],
     extras: Sequence[Tensor], steps: Sequence[Tensor], found_inf: Tensor, inv_scale: Factor, lr: Factor,
