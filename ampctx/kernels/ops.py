@@ -341,14 +341,9 @@ def multi_tensor_scale(src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: 
 
 
 def multi_tensor_axpby(
-    x: Sequence[Tensor],
-    y: Sequence[Tensor],
-    out: Sequence[Tensor],
-    found_inf: Tensor,
-    a: float | Tensor,
-    b: float | Tensor,
-    arg_to_check: int = -1,
-) -> None:
+    x: Sequence[Tensor], y: Sequence[Tensor], out: Sequence[Tensor], found_inf: Tensor, a: float | Tensor,
+    b: float | Tensor, arg_to_check: int = -1,
+) -> None:  # fmt: skip
     """``out[i] = a * x[i] + b * y[i]``, with the finite check on ``x`` (0), ``y`` (1) or both (-1, the default).
 
     ``out`` may be ``x`` or ``y``. No host sync.
@@ -378,18 +373,10 @@ def multi_tensor_unscale_l2norm(
 
 
 def update_scale(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    hysteresis_tracker: Tensor,
-    found_inf: Tensor,
-    *,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 2000,
-    hysteresis: int = 1,
-    min_scale: float = 0.0,
-    max_scale: float = float("inf"),
-) -> None:
+    scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, found_inf: Tensor, *,
+    growth_factor: float = 2.0, backoff_factor: float = 0.5, growth_interval: int = 2000, hysteresis: int = 1,
+    min_scale: float = 0.0, max_scale: float = float("inf"),
+) -> None:  # fmt: skip
     """The loss-scale rule, in place on one-element tensors of one device: fp32 ``scale``, int32 trackers.
 
     With ``found_inf`` != 0: the hysteresis tracker falls by one, and once it is 0 the scale becomes

@@ -20,39 +20,11 @@ from ampctx.kernels.foreach import Factor, PerDevice, product
 from ampctx.kernels.reference_steps import LOW_PRECISION, join
 from ampctx.kernels.sharding import place_grads, wrote
 from ampctx.kernels.spec import SPECS
-from ampctx.optimizers import _checkpoint
+from ampctx.optimizers import _checkpoint, _options, _work
 from ampctx.optimizers._checkpoint import SavedGroup
-from ampctx.optimizers._options import (
-    Group,
-    check_betas,
-    check_choice,
-    check_lr,
-    check_number,
-    check_one_element,
-    check_seed,
-    device_of,
-    is_lr_on_device,
-    lr_tensor,
-    made_methods,
-    param_name,
-    refuse_complex,
-    refuse_sparse,
-    refuse_split,
-    seed_of_call,
-)
+from ampctx.optimizers._options import Group, param_name
 from ampctx.optimizers._state import EXTRAS, State, follow, make_state
-from ampctx.optimizers._work import (
-    Kind,
-    Members,
-    Plan,
-    Scaling,
-    Work,
-    call,
-    can_be_kept,
-    on_device,
-    scaling_of,
-    works_of,
-)
+from ampctx.optimizers._work import Kind, Members, Plan, Scaling, Work
 
 # Attributes that exist around a step, or that a copy makes anew.
 _TRANSIENT = ("found_inf", "grad_scale", "model_params", "model_grads", "_zero_flags", "_seen", "_plan")
@@ -96,24 +68,16 @@ class FusedOptimizer(torch.optim.Optimizer):
             spec = SPECS[cls._op]
             cls._elementwise = spec.elementwise
             cls._one_element = {state.name: state.key for state in reversed(spec.one_element)}
-            for name, method in made_methods(spec).items():
+            for name, method in _options.made_methods(spec).items():
                 setattr(cls, name, method)
 
     def __init__(
-        self,
-        params: Any,
-        defaults: Group,
-        *,
-        set_grad_none: bool,
-        maximize: bool,
-        write_back: str,
-        seed: int,
-        master_weights: bool | str = False,
-        capturable: bool = False,
-    ) -> None:
+        self, params: Any, defaults: Group, *, set_grad_none: bool, maximize: bool, write_back: str, seed: int,
+        master_weights: bool | str = False, capturable: bool = False,
+    ) -> None:  # fmt: skip
         self.set_grad_none = set_grad_none
-        self.write_back = check_choice("write_back", write_back, ("nearest", "stochastic", "kahan"))
-        self.master_weights = check_choice("master_weights", master_weights, (False, True, "split"))
+        self.write_back = _options.check_choice("write_back", write_back, ("nearest", "stochastic", "kahan"))
+        self.master_weights = _options.check_choice("master_weights", master_weights, (False, True, "split"))
         self.capturable = capturable
         self._zero_flags: dict[torch.device, Tensor] = {}
         # The version of each model weight that agreed with its entry of EXTRAS.
@@ -134,13 +98,13 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _check_options(self, group: Group) -> None:
         """Raises on a number of a group that cannot be used; tensors among them (not lr) become numbers."""
-        group["lr"] = check_lr(group["lr"])
+        group["lr"] = _options.check_lr(group["lr"])
         for number in SPECS[self._op].numbers:
             if number.type == "float" and number.checked and not number.of:
-                group[number.name] = check_number(number.name, group[number.name])
+                group[number.name] = _options.check_number(number.name, group[number.name])
             if number.name == "beta1":
-                group["betas"] = check_betas(group["betas"])
-        group["seed"] = check_seed(group["seed"])
+                group["betas"] = _options.check_betas(group["betas"])
+        group["seed"] = _options.check_seed(group["seed"])
 
     def _state_lists(self, group: Group) -> dict[str, str | None]:
         """The op's lists of state of the parameters' size, and where it is kept; None for a list that stays empty."""
@@ -179,7 +143,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         group = self.param_groups[g]
         if self.capturable:
             # Never the caller's tensor, nor that of the defaults, which other groups have too.
-            group["lr"] = lr_tensor(group).detach().clone()
+            group["lr"] = _options.lr_tensor(group).detach().clone()
 
     def _check_group(self, g: int) -> None:
         group = self.param_groups[g]
@@ -189,10 +153,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise AmpValueError(f"param_groups[{g}]['params'] holds a parameter twice")
         for i, p in enumerate(group["params"]):
             if p.is_complex():
-                refuse_complex(type(self).__name__, param_name(self.param_groups, g, i))
+                _options.refuse_complex(type(self).__name__, param_name(self.param_groups, g, i))
             self._check_param(g, i, p)
         if not self._elementwise:
-            refuse_split(type(self).__name__, self.param_groups, g)
+            _options.refuse_split(type(self).__name__, self.param_groups, g)
 
     def _check_given(self, group: Group) -> None:
         if group["lr"] is None:
@@ -213,7 +177,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             AmpValueError, AmpTypeError: an lr that cannot be used. Nothing has changed then.
         """
-        rates = [lr_tensor(group) for group in self.param_groups]
+        rates = [_options.lr_tensor(group) for group in self.param_groups]
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate
 
@@ -277,18 +241,18 @@ class FusedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if self.capturable:
             self._settle_lr()
-        scaling = scaling_of(self, self._grad_factor())
+        scaling = _work.scaling_of(self, self._grad_factor())
         # Every check first, so that an error leaves everything as it was.
         for group in self.param_groups:
             if isinstance(group["lr"], Tensor):
-                check_one_element("lr", group["lr"])
+                _options.check_one_element("lr", group["lr"])
         works = None if self._plan is None else self._plan.works(self, scaling)
         if works is None:
             self._plan, works = None, self._new_works(scaling)
         norm = self._global_norm(works, scaling)
         for number, work in enumerate(works):
             self._launch(work, number, scaling, norm)
-        if self._plan is None and can_be_kept(works):
+        if self._plan is None and _work.can_be_kept(works):
             self._plan = Plan(self, works, scaling)
         if self._plan is not None:
             self._plan.stepped(self._seen)
@@ -304,7 +268,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             lists = self._state_lists(group)
             for kind, found in kinds.items():
                 states = self._states(lists, kind[0], found.params)
-                works += works_of(group, kind, found, states, lists, self._one_element, scaling)
+                works += _work.works_of(group, kind, found, states, lists, self._one_element, scaling)
         return works
 
     def _step_by(self, scaler: Any, closure: Callable[[], Any] | None) -> Any:
@@ -321,7 +285,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         group = self.param_groups[g]
         pending = {} if scaling.pending is None else scaling.pending.grads
         if not self._elementwise:
-            refuse_split(type(self).__name__, self.param_groups, g)
+            _options.refuse_split(type(self).__name__, self.param_groups, g)
         place_grads(group["params"])
         strided, found = torch.strided, {}
         for i, p in enumerate(group["params"]):
@@ -331,7 +295,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if grad is None and (grad := p.grad) is None:
                 continue
             if grad.layout is not strided:
-                refuse_sparse(type(self).__name__, param_name(self.param_groups, g, i))
+                _options.refuse_sparse(type(self).__name__, param_name(self.param_groups, g, i))
             self._check_param(g, i, p)
             kind = (self._destination(p, scaling), waiting)
             if kind not in found:
@@ -397,13 +361,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             **self._op_options(group),
             "found_inf": self._zero_flag(device) if found_inf is None else found_inf.on(device),
             "inv_scale": inv_scale.on(device) if isinstance(inv_scale, PerDevice) else inv_scale,
-            "lr": on_device(lr, device) if isinstance(lr, Tensor) else lr,
+            "lr": _work.on_device(lr, device) if isinstance(lr, Tensor) else lr,
             "maximize": bool(group["maximize"]),
-            "seed": seed_of_call(seed, number) if number else seed,
+            "seed": _options.seed_of_call(seed, number) if number else seed,
         }
         if norm is not None:
             arguments["global_grad_norm"] = norm.on(device)
-        call(self._op, work, arguments)
+        _work.call(self._op, work, arguments)
         if work.sharded:
             wrote(work.members)
 
@@ -439,7 +403,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             for i, (group, rate) in enumerate(zip(self.param_groups, rates, strict=True)):
                 loaded, is_shared = group["lr"], any(rate is other for other in rates[:i])
                 # What an op takes as it is may be in a CUDA graph.
-                if not is_shared and is_lr_on_device(rate, device_of(group)):
+                if not is_shared and _options.is_lr_on_device(rate, _options.device_of(group)):
                     with torch.no_grad():
                         rate.copy_(loaded.reshape(rate.shape))
                     group["lr"] = rate

@@ -30,20 +30,10 @@ class FusedAdagrad(FusedOptimizer):
     _op = "adagrad"
 
     def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-2,
-        eps: float = 1e-10,
-        weight_decay: float = 0.0,
-        set_grad_none: bool = True,
-        adagrad_w_mode: bool = False,
-        *,
-        maximize: bool = False,
-        write_back: str = "nearest",
-        seed: int = 0,
-        master_weights: bool | str = False,
-        capturable: bool = False,
-    ) -> None:
+        self, params: Any, lr: float | Tensor = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0,
+        set_grad_none: bool = True, adagrad_w_mode: bool = False, *, maximize: bool = False,
+        write_back: str = "nearest", seed: int = 0, master_weights: bool | str = False, capturable: bool = False,
+    ) -> None:  # fmt: skip
         self.adagrad_w_mode = 1 if adagrad_w_mode else 0
         # lr_decay is there for torch.optim.Adagrad, which looks for it in a checkpoint.
         defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "lr_decay": 0.0}

@@ -39,26 +39,12 @@ class FusedLAMB(FusedOptimizer):
     _op = "lamb"
 
     def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
-        amsgrad: bool = False,
-        adam_w_mode: bool = True,
-        grad_averaging: bool = True,
-        set_grad_none: bool = True,
-        max_grad_norm: float | None = 1.0,
-        use_nvlamb: bool = False,
-        *,
-        maximize: bool = False,
-        write_back: str = "nearest",
-        seed: int = 0,
-        master_weights: bool | str = False,
-        capturable: bool = False,
-    ) -> None:
+        self, params: Any, lr: float | Tensor = 1e-3, bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6, weight_decay: float = 0.01,
+        amsgrad: bool = False, adam_w_mode: bool = True, grad_averaging: bool = True, set_grad_none: bool = True,
+        max_grad_norm: float | None = 1.0, use_nvlamb: bool = False, *, maximize: bool = False,
+        write_back: str = "nearest", seed: int = 0, master_weights: bool | str = False, capturable: bool = False,
+    ) -> None:  # fmt: skip
         refuse_amsgrad(type(self).__name__, amsgrad)
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.use_nvlamb = use_nvlamb
@@ -110,47 +96,23 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     """
 
     def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        step: int = 0,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
-        amsgrad: bool = False,
-        adam_w_mode: bool = True,
-        grad_averaging: bool = True,
-        max_grad_norm: float | None = 1.0,
-        use_nvlamb: bool = False,
-        reduced_precision_dtype: torch.dtype | None = None,
-        *,
-        maximize: bool = False,
-        write_back: str = "nearest",
+        self, params: Any, lr: float | Tensor = 1e-3, step: int = 0, bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6, weight_decay: float = 0.01,
+        amsgrad: bool = False, adam_w_mode: bool = True, grad_averaging: bool = True,
+        max_grad_norm: float | None = 1.0, use_nvlamb: bool = False,
+        reduced_precision_dtype: torch.dtype | None = None, *, maximize: bool = False, write_back: str = "nearest",
         seed: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if isinstance(step, bool) or not isinstance(step, int):
             raise AmpTypeError(f"step must be an int, the steps taken so far, got {type(step).__name__}")
         self._initial_step = int(check_number("step", step))
         self.write_back = write_back
         self.reduced_precision_dtype = reduced_precision_dtype
         super().__init__(
-            params,
-            lr=lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            adam_w_mode=adam_w_mode,
-            grad_averaging=grad_averaging,
-            max_grad_norm=max_grad_norm,
-            use_nvlamb=use_nvlamb,
-            maximize=maximize,
-            write_back=write_back,
-            seed=seed,
-            capturable=True,
-        )
+            params, lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay,
+            amsgrad=amsgrad, adam_w_mode=adam_w_mode, grad_averaging=grad_averaging, max_grad_norm=max_grad_norm,
+            use_nvlamb=use_nvlamb, maximize=maximize, write_back=write_back, seed=seed, capturable=True,
+        )  # fmt: skip
 
     @property
     def reduced_precision_dtype(self) -> torch.dtype | None:

@@ -39,26 +39,12 @@ class FusedNovoGrad(FusedOptimizer):
     _op = "novograd"
 
     def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        reg_inside_moment: bool = False,
-        grad_averaging: bool = True,
-        norm_type: int = 2,
-        init_zero: bool = False,
-        set_grad_none: bool = True,
-        *,
-        maximize: bool = False,
-        write_back: str = "nearest",
-        seed: int = 0,
-        master_weights: bool | str = False,
-        capturable: bool = False,
-    ) -> None:
+        self, params: Any, lr: float | Tensor = 1e-3, bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False,
+        reg_inside_moment: bool = False, grad_averaging: bool = True, norm_type: int = 2, init_zero: bool = False,
+        set_grad_none: bool = True, *, maximize: bool = False, write_back: str = "nearest", seed: int = 0,
+        master_weights: bool | str = False, capturable: bool = False,
+    ) -> None:  # fmt: skip
         refuse_amsgrad("FusedNovoGrad", amsgrad)
         self.moment_mode = 0 if reg_inside_moment else 1
         defaults = {
