@@ -28,8 +28,7 @@ from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import SIZED
 from ampctx.optimizers._options import Group
 from ampctx.optimizers._options import check_number as check_option
-from ampctx.optimizers._scaling import Scaling
-from ampctx.optimizers._work import Work
+from ampctx.optimizers._work import Scaling, Work
 from ampctx.optimizers._work import call as _call_op
 from ampctx.scaling.formats import (
     fp16_optimizer_entry,

@@ -13,7 +13,7 @@ from backends import EMULATED
 from emulation_build import FOLDER, SANITIZE, build
 from optimizer_calls import OPTIMIZERS, make_call
 
-from ampctx import ops
+from ampctx.kernels import ops
 
 TESTS = Path(__file__).parents[1]
 HUGE = (1 << 31) + 1
@@ -298,7 +298,7 @@ ADDRESSES = """
 import sys, numpy, torch
 sys.path[:0] = sys.argv[2:]
 from pathlib import Path
-from ampctx import ops
+from ampctx.kernels import ops
 from backends import EMULATED as backend
 from emulation_build import load
 from optimizer_calls import ADAM, AMSGRAD, LAMB, LARC, NOVOGRAD, make_call
