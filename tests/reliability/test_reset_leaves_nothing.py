@@ -75,8 +75,8 @@ def shape_of(model, optimizer):
 
 @pytest.fixture(scope="module", autouse=True)
 def new_objects_alone():
-    """What torch makes at first use is there, and what is alive before is frozen, so that collecting and counting do not
-    go through the whole process each time."""
+    """What torch makes at first use is there. What is alive before is frozen: collecting and counting do not
+    go through all of it each time."""
     for make in MAKE.values():
         session, model = AmpSession(), mlp()
         optimizer = make(model.parameters())
