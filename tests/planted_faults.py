@@ -199,7 +199,7 @@ FAULTS = [
     Fault(
         "the undo of a cast holds its model", "ampctx/amp",
         "model_ref = weakref.ref(model)\n    parametrizations", "model_ref = lambda: model\n    parametrizations",
-        f"{ROWS}reset_leaves_nothing.py",
+        f"{AMP}casting.py {AMP}initialize.py",
     ),
     Fault(
         "reset leaves methods in place", "ampctx",
@@ -207,7 +207,7 @@ FAULTS = [
     ),
     # --- casts ------------------------------------------------------------------------------------------------------
     Fault("softplus is not in the list of O1", "ampctx", '    "softplus",\n', "", f"{AMP}cast_table.py"),
-    Fault("prelu is not in the list of O1", "ampctx", '    "prelu",\n', "", f"{AMP}cast_table.py"),
+    Fault("lstm is not in the list of O1", "ampctx", '    "lstm.input",\n', "", f"{AMP}cast_table.py {AMP}autocast.py"),
     Fault(
         "a model's inputs stay fp32", "ampctx",
         "return map_floating(args, self.dtype), map_floating(kwargs, self.dtype)", "return args, kwargs",
@@ -270,7 +270,8 @@ FAULTS = [
     ),
     Fault(
         "a step on the device waits for the count of skips", "ampctx",
-        "self._skipped_on_device.poll()", "self._skipped_on_device.total()", f"{AMP}device_steps.py",
+        "self._skipped_on_device.poll()", "self._skipped_on_device.total()",
+        f"{ROWS}endless_overflows.py {ROWS}outcome_of_each_step.py {AMP}history.py",
     ),
     Fault(
         "an exception leaves a block open", "ampctx",
