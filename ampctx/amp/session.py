@@ -108,7 +108,7 @@ class AmpSession(SessionState):
                 later, by as many steps as the host is ahead of the device: word of a skip is never waited for.
             process_group: a ``torch.distributed.ProcessGroup`` whose ranks skip steps and move dynamic scales together:
                 those of tensor, pipeline, expert or sharded parallelism, which hold different gradients. Each exit of
-                a ``scale_loss`` block, and each step on gradients that no block has judged, is an all_reduce of one
+                a ``scale_loss`` block, and each step on gradients that no block has checked, is an all_reduce of one
                 number in which every rank has to take part: without one of them the others raise when the group's
                 timeout has passed, and refuse to step. None: each rank for itself, which is enough where
                 DistributedDataParallel makes gradients equal. The ranks of the mesh of DTensor parameters agree in the

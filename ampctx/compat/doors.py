@@ -65,7 +65,7 @@ def end_casts(autocast: Autocast) -> None:
 
 
 def view_of(scale: LossScale) -> Any:
-    """The ``LossScaler`` that is told of each verdict on ``scale`` (``judged``); None without one."""
+    """The ``LossScaler`` that is told of each check for ``scale`` (``checked``); None without one."""
     return scale.observer
 
 
@@ -74,12 +74,12 @@ def set_view(scale: LossScale, view: Any) -> None:
 
 
 def is_deferred(scale: LossScale) -> bool:
-    """Whether a block with ``delay_overflow_check`` has left a verdict on ``scale`` to its next update."""
+    """Whether a block with ``delay_overflow_check`` has left the flag of ``scale`` to its next update."""
     return scale in session._blocks.deferred
 
 
-def take_verdict(scale: LossScale) -> Tensor | None:
-    """That verdict, which ``LossScaler.update_scale`` decides by; the next step does not wait for it any more."""
+def take_deferred(scale: LossScale) -> Tensor | None:
+    """That flag, which ``LossScaler.update_scale`` decides by; the next step does not wait for it any more."""
     return session._blocks.take_deferred(scale)
 
 
@@ -166,7 +166,7 @@ def close_window(binding: OptimizerBinding, inv_scale: Factor) -> FoundInf:
 
 
 def conclude(binding: OptimizerBinding, scale: LossScale, found_inf: Tensor) -> None:
-    """A verdict on ``scale`` that waits for its update, as that of a block with ``delay_overflow_check``."""
+    """A flag for ``scale`` that waits for its update, as that of a block with ``delay_overflow_check``."""
     loss_id = binding.loss_scales.index(scale) if scale in binding.loss_scales else OUTSIDE_OF_BLOCKS
     session._blocks.conclude([binding], scale, loss_id, found_inf, delay=True)
 
@@ -244,7 +244,7 @@ __all__ = [
     "set_view",
     "settle",
     "strided_grad",
-    "take_verdict",
+    "take_deferred",
     "to_amp_state",
     "to_grad_scaler_state",
     "unwatch_optimizers",
