@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ampctx._compiling import outside_of_graphs
 from ampctx.amp.binding import OptimizerBinding
+from ampctx.amp.threads import OwnThread
+from ampctx.casts.switch import CastSwitch
 from ampctx.kernels.foreach import Factor, FoundInf
 from ampctx.scaling.loss_scale import LossScale
 
@@ -43,8 +45,9 @@ class Blocks:
         self.deferred: MutableMapping[LossScale, Tensor] = weakref.WeakKeyDictionary()
 
     @torch.no_grad()
-    def begin(self, block: Block, loss_scale: LossScale) -> Factor:
-        """Makes ready for the backward of a block. Returns the scale."""
+    def begin(self, block: Block, loss_scale: LossScale, thread: OwnThread, casts: CastSwitch) -> Factor:
+        """Makes ready for the backward of a block, in this thread. Returns the scale."""
+        thread.enter_block(bool(casts.undo) and casts.enabled)
         bindings = block.bindings
         fresh = all(binding.gradients.is_idle for binding in bindings)
         # Both are taken now: a nested block may move the scale before this one ends.

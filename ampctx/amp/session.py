@@ -296,8 +296,7 @@ class AmpSession(SessionState):
         block = Block(self._bindings_of(optimizers), loss_id, loss.device, delay_unscale, delay_overflow_check)
         loss_scale = self._loss_scale(block.bindings, loss_id)
         try:
-            self._thread.enter_block(bool(self._casts.undo) and self._casts.enabled)
-            scale = self._blocks.begin(block, loss_scale)
+            scale = self._blocks.begin(block, loss_scale, self._thread, self._casts)
             with self._casts.suspended():
                 wide = loss if loss.dtype == torch.float64 else loss.float()
                 try:
