@@ -221,11 +221,8 @@ class _Call:
         # Whether its gradients are all that wait, in their order.
         self.takes_all = len(waiting) == len(work.members) and all(map(is_, waiting, work.members))
         self._states = [state[p] for p in work.members]
-        keys = list(work.keys.values())
-        # Of each member what the call has of its state, one member after the other; a tuple for one key, too.
-        self._of_state = itemgetter(*keys, keys[0])
-        lists = [work.lists[name] for name in work.keys]
-        self._state = list(chain.from_iterable(zip(*lists, lists[0], strict=True)))
+        # What of their state the call has, and how it is found there.
+        self._state = [(itemgetter(key), work.lists[name]) for name, key in work.keys.items()]
         self._dtypes = work.lists["grads"][0].dtype, work.members[0].dtype
         self._strides = None if all(map(Tensor.is_contiguous, work.members)) else list(map(Tensor.stride, work.members))
         # Asked for when the call is made again.
@@ -241,8 +238,9 @@ class _Call:
         if (None if read.are_contiguous else list(map(Tensor.stride, members))) != self._strides:
             return None
         try:
-            if not all(map(is_, chain.from_iterable(map(self._of_state, self._states)), self._state)):
-                return None
+            for of, tensors in self._state:
+                if not all(map(is_, map(of, self._states), tensors)):
+                    return None
         except KeyError:
             return None
         if self._held is None:
