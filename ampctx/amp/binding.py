@@ -8,7 +8,6 @@ so the object stays the user's own; so are ``first_step`` and ``second_step`` of
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Container, Iterator
@@ -33,7 +32,7 @@ from ampctx.masters.clip import norm_before_clipping
 from ampctx.masters.gradients import BlockGradients, Pending, Phase
 from ampctx.masters.lazy_grads import ModelGrads
 from ampctx.masters.params import MasterParams
-from ampctx.scaling.device_skips import Flags, skips_by_itself
+from ampctx.scaling.device_skips import Flags, asks_for_grad_scaler, skips_by_itself
 from ampctx.scaling.fused_layouts import align_gradients
 from ampctx.scaling.guarded_step import (
     OUTSIDE_OF_BLOCKS,
@@ -308,7 +307,7 @@ class OptimizerBinding:
     def is_left_to_device(self, before_backward: bool = False) -> bool:
         """Whether the optimizer skips by itself. ``before_backward``: see ``skips_by_itself``."""
         optimizer = self._optimizer()
-        return not _asks_for_grad_scaler(type(optimizer).step) and skips_by_itself(optimizer, before_backward)
+        return not asks_for_grad_scaler(type(optimizer).step) and skips_by_itself(optimizer, before_backward)
 
     def step_on_device(self, original: Callable, evaluate: Callable | None, args: tuple, kwargs: dict) -> Any:
         """The step of an optimizer that skips by itself. No host sync."""
@@ -512,9 +511,3 @@ class OptimizerBinding:
             if self.masters.pairs:
                 state["step"] = StepOfCopy(type(self.optimizer).__name__)
         return function, arguments, state, *rest
-
-
-@functools.cache
-def _asks_for_grad_scaler(step: Callable) -> bool:
-    """A protocol that torch has deprecated: such a step asks a GradScaler for the flag, and there is none here."""
-    return "grad_scaler" in inspect.signature(step).parameters

@@ -5,6 +5,8 @@ Counts are copied to the host without waiting, one copy under way at a time; the
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +72,7 @@ class DeviceSkips:
 
     def poll(self) -> None:
         """Reports what has arrived, and asks for news. No host sync."""
-        if self._skipped is None or is_capturing(self._skipped.device):
+        if self._skipped is None or is_capturing():
             return
         if self._copy is None:
             self._copy = self._ask()
@@ -132,9 +134,16 @@ class _Copy:
             self.host = tensor.cpu()
 
 
-def is_capturing(device: torch.device | None) -> bool:
-    """Whether what runs on the device goes into a CUDA graph, where nothing can be read."""
-    return device is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def is_capturing() -> bool:
+    """Whether what runs goes into a CUDA graph, where nothing can be read."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+@functools.cache
+def asks_for_grad_scaler(step: Callable) -> bool:
+    """A protocol that torch has deprecated: such a step asks a GradScaler for the flag. Not for methods of an object,
+    which would be kept alive."""
+    return "grad_scaler" in inspect.signature(step).parameters
 
 
 def skips_by_itself(optimizer: Any, before_backward: bool = False) -> bool:

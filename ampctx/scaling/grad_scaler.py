@@ -1,18 +1,16 @@
 """torch.amp's GradScaler over ``LossScale`` and the compiled ops, with bounds and hysteresis for the scale.
 
 An optimizer is READY, UNSCALED after ``unscale_`` and STEPPED after ``step``; ``update`` makes it READY again.
-The class derives from torch's for the sake of ``isinstance`` alone: every method is written here.
+Every method is written here, or in ``scaler_state`` those about what the scaler holds between iterations.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
-import math
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import repeat
 from typing import Any
 
@@ -20,61 +18,34 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ampctx._errors import AmpAssertionError, AmpError, AmpTypeError, AmpValueError
+from ampctx._errors import AmpAssertionError, AmpError, AmpValueError
 from ampctx.casts.model_watch import ParameterNames
-from ampctx.distributed import check_process_group
 from ampctx.kernels import foreach
-from ampctx.kernels.each import all_none, device_of, dtype_of, grad_of, layout_of
+from ampctx.kernels.each import device_of, dtype_of, grad_of, layout_of
 from ampctx.kernels.foreach import FoundInf, PerDevice, join_flags, move
-from ampctx.kernels.sharding import groups_of, place_grads
+from ampctx.kernels.sharding import any_sharded, groups_of, place_grads
 from ampctx.masters.clip import norm_before_clipping, strided_grad
 from ampctx.masters.lazy_grads import declares
-from ampctx.scaling import formats
-from ampctx.scaling.device_skips import Flags, skips_by_itself
-from ampctx.scaling.formats import plain
+from ampctx.scaling.device_skips import Flags, asks_for_grad_scaler, skips_by_itself
 from ampctx.scaling.fused_layouts import align_gradients
 from ampctx.scaling.guarded_step import GuardedStep, Known, Overflowed, overflowed
-from ampctx.scaling.history import DEFAULT_LENGTH, History, StepHistory, check_length
-from ampctx.scaling.loss_scale import LossScale, check_backoff_factor, check_bounds, check_count, check_growth_factor
 from ampctx.scaling.outcome import Culprits, StepOutcome, culprits_among
-from ampctx.scaling.stall import check_limit
+from ampctx.scaling.scaler_state import ScalerState, fresh_optimizer_state
 
 logger = logging.getLogger("ampctx")
-
-
-def _refuse_masters(optimizer: Any) -> None:
-    """Raises AmpError for an optimizer that steps masters under amp, which says so in an attribute of its ``step``."""
-    refuse = getattr(getattr(optimizer, "step", None), "refuse_grad_scaler", None)
-    if refuse is not None:
-        refuse()
-
-
-def _fresh_optimizer_state() -> dict[str, Any]:
-    return {"stage": OptState.READY, "found_inf_per_device": {}}
-
-
-def _would_ignore_the_flag(optimizer: Any) -> bool:
-    """True of torch's own ``step`` where the groups are not fused, or for the first time with dampening. What another
-    class declares is believed."""
-    step = getattr(type(optimizer), "step", None)
-    return getattr(step, "__module__", "").startswith("torch.optim.") and not skips_by_itself(optimizer)
 
 
 def _params(optimizer: Any) -> list[Any]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _gradients(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
+def _gradients(optimizer: Any) -> list[tuple[Tensor, Tensor]]:
     """(parameter, gradient) of those that have one."""
-    return ((p, grad) for p in _params(optimizer) if (grad := p.grad) is not None)
+    return [(p, grad) for p in _params(optimizer) if (grad := p.grad) is not None]
 
 
 def _culprits(optimizer: Any) -> Culprits:
     return culprits_among(_gradients(optimizer), lambda: ParameterNames().of(optimizer))
-
-
-# What a pickle leaves behind: what became of steps.
-_NOT_SAVED = ("_steps", "_told_of_no_gradients", "_epoch")
 
 
 class _Untouched:
@@ -91,31 +62,7 @@ class _Untouched:
         )
 
 
-def _flags(grads: Iterable[Tensor], found_inf: Tensor) -> FoundInf:
-    """A flag for each device with gradients, starting from ``found_inf``."""
-    flags = FoundInf()
-    for device in dict.fromkeys(map(device_of, grads)):
-        flags.per_device[device] = move(found_inf, device).clone()
-    return flags
-
-
-def _of_loss_scale(name: str) -> Any:
-    """An attribute that torch's GradScaler has, and frameworks reach for, kept by ``LossScale`` under ``name``."""
-
-    def get(self: GradScaler) -> Any:
-        if self._loss_scale is None:
-            # AttributeError, as from torch's disabled GradScaler: hasattr() must work.
-            raise AttributeError(f"a disabled GradScaler has no {name}")
-        return getattr(self._loss_scale, name)
-
-    def set_(self: GradScaler, value: Any) -> None:
-        if self._loss_scale is not None:
-            setattr(self._loss_scale, name, value)
-
-    return property(get, set_)
-
-
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(ScalerState):
     """Scales losses, unscales gradients, skips steps on non-finite gradients and adapts the scale.
 
     Same calls, errors and checkpoints as ``torch.amp.GradScaler``; a state_dict of either loads into the other. What
@@ -144,69 +91,6 @@ class GradScaler(torch.amp.GradScaler):
     Raises:
         AmpTypeError, AmpValueError, AmpError: an argument that cannot be used, by name.
     """
-
-    def __init__(
-        self,
-        device: str = "cuda",
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-        *,
-        min_scale: float = 0.0,
-        max_scale: float = math.inf,
-        hysteresis: int = 1,
-        max_consecutive_skips: int | None = None,
-        process_group: Any = None,
-        history: int = DEFAULT_LENGTH,
-    ) -> None:
-        if not isinstance(device, (str, torch.device)):
-            raise AmpTypeError(f"device must be a device type such as 'cuda', got {type(device).__name__}")
-        self._device = torch.device(device).type
-        self._enabled = bool(enabled)
-        if self._enabled and self._device == "cuda" and not torch.cuda.is_available():
-            warnings.warn(
-                "GradScaler is enabled, but CUDA is not available. Disabling. Pass device='cpu' to scale there.",
-                stacklevel=2,
-            )
-            self._enabled = False
-        self._loss_scale: LossScale | None = None
-        self._max_consecutive_skips: int | None = None
-        self._history_length = 0
-        self._forget_steps()
-        if self._enabled:
-            self._max_consecutive_skips = check_limit(max_consecutive_skips)
-            self._history_length = check_length(history)
-            check_process_group(process_group)
-            self._loss_scale = LossScale(
-                init_scale,
-                dynamic=True,
-                growth_factor=growth_factor,
-                backoff_factor=backoff_factor,
-                growth_interval=growth_interval,
-                min_scale=min_scale,
-                max_scale=max_scale,
-                hysteresis=hysteresis,
-            )
-            self._loss_scale.process_group = process_group
-        self._per_optimizer_states: dict[int, dict[str, Any]] = defaultdict(_fresh_optimizer_state)
-
-    def _forget_steps(self) -> None:
-        self._steps: MutableMapping[Any, GuardedStep] = weakref.WeakKeyDictionary()
-        # Optimizers that were told that there are no gradients.
-        self._told_of_no_gradients: weakref.WeakSet[Any] = weakref.WeakSet()
-        # Counts what may change the gradients that a step leaves behind.
-        self._epoch = 0
-
-    _scale = _of_loss_scale("scale")
-    _growth_tracker = _of_loss_scale("growth_tracker")
-    _hysteresis_tracker = _of_loss_scale("hysteresis_tracker")
-    _init_scale = _of_loss_scale("init_scale")
-    _init_growth_tracker = _of_loss_scale("init_growth_tracker")
-    _growth_factor = _of_loss_scale("growth_factor")
-    _backoff_factor = _of_loss_scale("backoff_factor")
-    _growth_interval = _of_loss_scale("growth_interval")
 
     # --- scale ------------------------------------------------------------------------------------------------------
 
@@ -256,19 +140,29 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        _refuse_masters(optimizer)
-        scale, _ = self._check_scale_growth_tracker("unscale_")
-        self._forget_interrupted(optimizer)
-        state = self._per_optimizer_states[id(optimizer)]
+        scale, state = self._begun("unscale_", optimizer)
         if state["stage"] is OptState.UNSCALED:
             raise AmpError("unscale_() has already been called on this optimizer since the last update().")
         if state["stage"] is OptState.STEPPED:
             raise AmpError("unscale_() is being called after step().")
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
         flags = self._unscale_grads_(optimizer, scale.reciprocal(), found_inf, False)
-        state["found_inf_per_device"] = self._agreed(optimizer, flags)
-        state["unscaled"] = set(map(id, _params(optimizer)))
+        parameters = _params(optimizer)
+        state["found_inf_per_device"] = self._agreed(parameters, flags)
+        state["unscaled"] = set(map(id, parameters))
         state["stage"] = OptState.UNSCALED
+
+    def _begun(self, funcname: str, optimizer: Any) -> tuple[Tensor, dict[str, Any]]:
+        """The scale, and the state of an optimizer that may be unscaled and stepped."""
+        # One that steps masters under amp says so in an attribute of its step.
+        if (refuse := getattr(getattr(optimizer, "step", None), "refuse_grad_scaler", None)) is not None:
+            refuse()
+        scale, _ = self._check_scale_growth_tracker(funcname)
+        state = self._per_optimizer_states[id(optimizer)]
+        # A step raised. With the same gradients it is tried again; others are scaled, and not checked.
+        if (untouched := state.get("interrupted")) is not None and not untouched(optimizer):
+            state = self._per_optimizer_states[id(optimizer)] = fresh_optimizer_state()
+        return scale, state
 
     @torch.no_grad()
     def _unscale_grads_(
@@ -278,16 +172,17 @@ class GradScaler(torch.amp.GradScaler):
 
         Frameworks replace or extend this method, with these four arguments in this order.
         """
-        grads = self._grads(optimizer, allow_fp16)
-        flags = _flags(grads, found_inf)
+        parameters = _params(optimizer)
+        grads, flags = self._grads(optimizer, parameters, any_sharded(parameters), allow_fp16), FoundInf()
+        flags.per_device = {device: move(found_inf, device).clone() for device in set(map(device_of, grads))}
         foreach.scale(grads, grads, flags, PerDevice(inv_scale))
         return flags.per_device
 
-    def _grads(self, optimizer: torch.optim.Optimizer, allow_fp16: bool) -> list[Tensor]:
-        parameters = _params(optimizer)
+    def _grads(self, optimizer: Any, parameters: list[Any], sharded: bool, allow_fp16: bool) -> list[Tensor]:
         if not all(map(isinstance, parameters, repeat(Tensor))):
             self._refuse(optimizer, allow_fp16)
-        place_grads(parameters)
+        if sharded:
+            place_grads(parameters)
         grads = [grad for grad in map(grad_of, parameters) if grad is not None]
         if not allow_fp16 and torch.float16 in set(map(dtype_of, grads)):
             self._refuse(optimizer, allow_fp16)
@@ -313,23 +208,27 @@ class GradScaler(torch.amp.GradScaler):
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         """Looks for inf and nan in the gradients, fp16 too, and leaves their values alone. No host sync."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        zero = torch.zeros_like(scale)
+        assert self._loss_scale is not None
+        parameters = _params(optimizer)
+        sharded = any_sharded(parameters)
         if getattr(self._unscale_grads_, "__func__", None) is GradScaler._unscale_grads_:
             # One read of the gradients; the norm that comes with the check is not needed.
-            grads = self._grads(optimizer, True)
-            flags = _flags(grads, zero)
+            grads, flags = self._grads(optimizer, parameters, sharded, True), FoundInf()
+            flags.per_device = {d: torch.zeros((), dtype=torch.float32, device=d) for d in set(map(device_of, grads))}
             foreach.l2norm(grads, flags)
             found = flags.per_device
         else:
-            found = self._unscale_grads_(optimizer, torch.ones_like(scale), zero, True)
-        found = self._agreed(optimizer, found)
+            found = self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale), True)
+        if sharded or self._loss_scale.process_group is not None:
+            found = self._agreed(parameters, found)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
         return found
 
-    def _agreed(self, optimizer: Any, flags: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
+    def _agreed(self, parameters: list[Any], flags: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
         """The flags of all ranks joined, for this rank's devices with gradients, or else that of the scale."""
-        of_meshes = groups_of(_params(optimizer))
-        if self._loss_scale is None or not self._loss_scale.groups_with(of_meshes):
+        assert self._loss_scale is not None
+        of_meshes = groups_of(parameters)
+        if not self._loss_scale.groups_with(of_meshes):
             return flags
         at = self._scale.device
         joined = self._loss_scale.agreed(join_flags(flags.values(), at), of_meshes)
@@ -366,24 +265,27 @@ class GradScaler(torch.amp.GradScaler):
                 "Closure use is not currently supported if GradScaler is enabled. Run the forward and backward before "
                 "step()."
             )
-        _refuse_masters(optimizer)
-        self._check_scale_growth_tracker("step")
-        self._forget_interrupted(optimizer)
-        state = self._per_optimizer_states[id(optimizer)]
+        scale, state = self._begun("step", optimizer)
         if state["stage"] is OptState.STEPPED:
             raise AmpError("step() has already been called since the last update().")
-        steps = self._steps_of(optimizer)
+        steps, parameters = self._steps_of(optimizer), _params(optimizer)
         if state["stage"] is OptState.UNSCALED:
             self._refuse_joined(optimizer, state)
-        self._tell_of_no_gradients(optimizer)
+        if all(p.grad is None for p in parameters) and optimizer not in self._told_of_no_gradients:
+            self._told_of_no_gradients.add(optimizer)
+            logger.warning("%s.step() changes nothing: none of its parameters has a gradient", type(optimizer).__name__)
         result = None
         # None: the device decides, or a framework's own _maybe_opt_step.
         losses: Overflowed | None
         try:
-            if declares(optimizer, "_step_supports_amp_scaling") and not _would_ignore_the_flag(optimizer):
+            if declares(optimizer, "_step_supports_amp_scaling") and (
+                # What another class declares is believed; torch's own may have groups that are not fused.
+                not getattr(getattr(type(optimizer), "step", None), "__module__", "").startswith("torch.optim.")
+                or skips_by_itself(optimizer)
+            ):
                 losses = steps.overflowed_instead_of_device(lambda: self._found_inf(optimizer, state)) or None
                 if losses is None:
-                    result = self._step_on_device(optimizer, state, *args, **kwargs)
+                    result = self._step_on_device(optimizer, state, scale, *args, **kwargs)
             else:
                 if state["stage"] is OptState.READY:
                     self.unscale_(optimizer)
@@ -394,7 +296,7 @@ class GradScaler(torch.amp.GradScaler):
             raise
         state.pop("interrupted", None)
         state["stage"] = OptState.STEPPED
-        self._record(optimizer, state, steps, losses)
+        self._record(optimizer, state, steps, losses, parameters)
         return result
 
     @staticmethod
@@ -411,48 +313,6 @@ class GradScaler(torch.amp.GradScaler):
                         "this gradient to None."
                     )
 
-    def _tell_of_no_gradients(self, optimizer: Any) -> None:
-        if all_none(map(grad_of, _params(optimizer))) and optimizer not in self._told_of_no_gradients:
-            self._told_of_no_gradients.add(optimizer)
-            logger.warning("%s.step() changes nothing: none of its parameters has a gradient", type(optimizer).__name__)
-
-    def outcome(self, optimizer: torch.optim.Optimizer) -> StepOutcome | None:
-        """What became of the latest ``scaler.step(optimizer)``; None before the first.
-
-        Parameters are called by their place in the optimizer, or as they were given to it with names. A disabled scaler
-        skips nothing. No host sync; reading an attribute may be one, see ``StepOutcome``.
-        """
-        steps = self._steps.get(optimizer)
-        return None if steps is None else steps.outcome
-
-    def history(self, optimizer: torch.optim.Optimizer | None = None, last: int | None = None) -> History:
-        """The latest steps as plain lists: scales, skips and gradient norms. The loss id is 0 everywhere.
-
-        A disabled scaler keeps no steps, and a pickle or a copy begins anew. A host sync, the only one.
-
-        Args:
-            optimizer: may be left out where the scaler has stepped only one.
-            last: how many steps at most. None: all that are kept, the argument ``history`` of the scaler.
-
-        Raises:
-            AmpError: several optimizers were stepped and none is given.
-            AmpTypeError, AmpValueError: ``last`` is no int of at least 0.
-        """
-        if optimizer is None:
-            if len(self._steps) > 1:
-                raise AmpError(
-                    f"GradScaler.history: {len(self._steps)} optimizers were stepped: give the one that is meant"
-                )
-            optimizer = next(iter(self._steps), None)
-        steps = None if optimizer is None else self._steps.get(optimizer)
-        return (StepHistory(0) if steps is None else steps.history).lists(last)
-
-    def _steps_of(self, optimizer: Any) -> GuardedStep:
-        steps = self._steps.get(optimizer)
-        if steps is None:
-            steps = self._steps[optimizer] = GuardedStep(self._max_consecutive_skips, self._history_length)
-        return steps
-
     def _found_inf(self, optimizer: Any, state: dict[str, Any]) -> Flags:
         """The flag of the gradients, which are checked now if they were not."""
         if state["stage"] is OptState.READY:
@@ -464,15 +324,22 @@ class GradScaler(torch.amp.GradScaler):
         flags = list(state["found_inf_per_device"].values())
         return {0: (self._loss_scale, join_flags(flags, flags[0].device))} if flags else {}
 
-    def _record(self, optimizer: Any, state: dict[str, Any], steps: GuardedStep, losses: Overflowed | None) -> None:
+    def _record(
+        self,
+        optimizer: Any,
+        state: dict[str, Any],
+        steps: GuardedStep,
+        losses: Overflowed | None,
+        parameters: list[Any],
+    ) -> None:
         """Tells what became of a step. ``losses``: those that overflowed; None where the device has decided."""
         assert self._loss_scale is not None
         assert self._loss_scale.scale is not None
-        device = self._loss_scale.scale.device
-        scales = {0: self._loss_scale.scale_on(device)}
-        known = Known(scales, norm_before_clipping(grad for _, grad in _gradients(optimizer)))
+        # A copy, which ``update`` leaves alone.
+        scale = self._loss_scale.scale.clone()
+        known = Known({0: scale}, norm_before_clipping(grad for p in parameters if (grad := p.grad) is not None))
         if losses is None:
-            found_inf = join_flags(state["found_inf_per_device"].values(), device)
+            found_inf = join_flags(state["found_inf_per_device"].values(), scale.device)
             if self._max_consecutive_skips is not None:
                 found_inf = found_inf.ne(0).float()  # for counting; a sum over ranks may be more than 1
             flags = {0: (self._loss_scale, found_inf)}
@@ -494,24 +361,16 @@ class GradScaler(torch.amp.GradScaler):
 
         return later
 
-    def _forget_interrupted(self, optimizer: torch.optim.Optimizer) -> None:
-        """After a step that raised, with other gradients in place: they are scaled, and not judged.
-
-        With the same gradients it is tried again.
-        """
-        untouched = self._per_optimizer_states[id(optimizer)].get("interrupted")
-        if untouched is not None and not untouched(optimizer):
-            self._per_optimizer_states[id(optimizer)] = _fresh_optimizer_state()
-
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         optimizer_state["overflowed"] = overflowed(self._flags_in(optimizer_state))
         return None if optimizer_state["overflowed"] else optimizer.step(*args, **kwargs)
 
-    def _step_on_device(self, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def _step_on_device(self, optimizer: Any, state: dict[str, Any], scale: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The step of an optimizer that unscales and skips by itself."""
-        if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+        own = "step" in vars(optimizer) or not hasattr(type(optimizer), "step")
+        if asks_for_grad_scaler.__wrapped__(optimizer.step) if own else asks_for_grad_scaler(type(optimizer).step):
             warnings.warn(
                 "GradScaler is going to stop passing itself as a keyword argument: torch deprecated the parameter "
                 f"grad_scaler of {type(optimizer).__name__}.step. Read self.grad_scale and self.found_inf instead.",
@@ -519,15 +378,13 @@ class GradScaler(torch.amp.GradScaler):
                 stacklevel=3,
             )
             return optimizer.step(*args, **{**kwargs, "grad_scaler": self})
-        if state["stage"] is OptState.READY:
-            self._check_inf_per_device(optimizer)
-        align_gradients(optimizer)
-        scale, _ = self._check_scale_growth_tracker("step")
         given = getattr(optimizer, "grad_scale", None)
         if state["stage"] is OptState.READY:
-            optimizer.grad_scale = scale.clone() if given is None else scale * given
-        else:
-            optimizer.grad_scale = given
+            self._check_inf_per_device(optimizer)
+            given = scale.clone() if given is None else scale * given
+        if any(group.get("fused") for group in optimizer.param_groups):
+            align_gradients(optimizer)
+        optimizer.grad_scale = given
         # torch's fused CPU kernels compare with 1: a flag that was summed over ranks must not pass.
         optimizer.found_inf = join_flags(state["found_inf_per_device"].values(), scale.device).ne(0).float()
         try:
@@ -571,121 +428,4 @@ class GradScaler(torch.amp.GradScaler):
                     f"got {new_scale.numel()} on {new_scale.device} with requires_grad={new_scale.requires_grad}"
                 )
             self._loss_scale.set(new_scale)
-        self._per_optimizer_states = defaultdict(_fresh_optimizer_state)
-
-    # --- what the scaler holds --------------------------------------------------------------------------------------
-
-    def is_enabled(self) -> bool:
-        """Whether the scaler does anything."""
-        return self._enabled
-
-    def get_scale(self) -> float:
-        """The scale; 1.0 when disabled. A host sync when it lives on an accelerator."""
-        return self._loss_scale.value() if self._loss_scale is not None else 1.0
-
-    def get_growth_factor(self) -> float:
-        return self._growth_factor
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """``new_factor`` > 1."""
-        self._growth_factor = check_growth_factor(new_factor)
-
-    def get_backoff_factor(self) -> float:
-        return self._backoff_factor
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """``new_factor`` between 0 and 1."""
-        self._backoff_factor = check_backoff_factor(new_factor)
-
-    def get_growth_interval(self) -> int:
-        return self._growth_interval
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """``new_interval`` >= 1."""
-        self._growth_interval = check_count("growth_interval", new_interval, 1)
-
-    def _get_scale_async(self) -> Tensor | None:
-        return self._scale
-
-    def _get_growth_tracker(self) -> int:
-        return self._loss_scale.unskipped() if self._loss_scale is not None else 0
-
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        if self._growth_tracker is not None:
-            raise AmpAssertionError("_growth_tracker initialized before _scale")
-        assert self._loss_scale is not None
-        self._loss_scale.scale_on(dev)
-
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        for name, tensor in (("_scale", self._scale), ("_growth_tracker", self._growth_tracker)):
-            if tensor is None:
-                raise AmpAssertionError(
-                    f"Attempted {funcname} but {name} is None. Call scaler.scale(loss or outputs) before it."
-                )
-        return self._scale, self._growth_tracker
-
-    # --- checkpoints ------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """torch's five entries, and those of bounds and hysteresis; {} when disabled. A host sync."""
-        loss_scale = self._loss_scale
-        if loss_scale is None:
-            return {}
-        return {
-            "scale": loss_scale.value(),
-            "growth_factor": loss_scale.growth_factor,
-            "backoff_factor": loss_scale.backoff_factor,
-            "growth_interval": loss_scale.growth_interval,
-            "_growth_tracker": loss_scale.unskipped(),
-            "min_scale": loss_scale.min_scale,
-            "max_scale": loss_scale.max_scale,
-            "hysteresis": loss_scale.hysteresis,
-            "_hysteresis_tracker": loss_scale.hysteresis_left(),
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the state of this class or of torch's, which lacks bounds and hysteresis: those stay as constructed.
-
-        An ``amp.state_dict()`` with one loss scale, apex's or ours, is taken as well: scale and counter. All settings
-        stay as constructed. ``ampctx.compat.checkpoints.to_grad_scaler_state`` picks one of several.
-
-        Nothing changes when an entry is missing or unusable; nothing at all when disabled.
-
-        Raises:
-            AmpError: an empty dict, as a disabled scaler saves.
-            AmpKeyError: a missing key, or one with no place here.
-            AmpTypeError, AmpValueError: an entry that cannot be used, by name; several loss scales.
-        """
-        loss_scale = self._loss_scale
-        if loss_scale is None:
-            return
-        if formats.is_amp_state(state_dict):
-            entry = formats.only_amp_entry(state_dict)
-            loss_scale.load_state_dict({"hysteresis": loss_scale.hysteresis, **entry})
-            return
-        saved = formats.read_grad_scaler_state(state_dict)
-        bounds = check_bounds(
-            plain(state_dict.get("min_scale", loss_scale.min_scale)),
-            plain(state_dict.get("max_scale", loss_scale.max_scale)),
-        )
-        hysteresis = check_count("hysteresis", plain(state_dict.get("hysteresis", loss_scale.hysteresis)), 1)
-        left = check_count("_hysteresis_tracker", plain(state_dict.get("_hysteresis_tracker", hysteresis)), 0)
-        loss_scale.growth_factor, loss_scale.backoff_factor = saved.growth_factor, saved.backoff_factor
-        loss_scale.growth_interval, loss_scale.hysteresis = saved.growth_interval, hysteresis
-        loss_scale.min_scale, loss_scale.max_scale = bounds
-        loss_scale.set(saved.scale)
-        loss_scale.set_unskipped(saved.growth_tracker)
-        loss_scale.set_hysteresis_left(left)
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self._enabled and self._per_optimizer_states:
-            raise AmpAssertionError(
-                "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end after "
-                "scaler.update()."
-            )
-        return {name: value for name, value in self.__dict__.items() if name not in _NOT_SAVED}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._forget_steps()
-        self._max_consecutive_skips, self._history_length = None, DEFAULT_LENGTH  # of a pickle of before
-        self.__dict__.update(state)
+        self._per_optimizer_states = defaultdict(fresh_optimizer_state)

@@ -165,7 +165,7 @@ class GuardedStep:
         """A step that the host has decided on, and that was taken."""
         if self._guard.limit is not None:
             self._guard.stepped()
-        self._conclude(optimizer, StepOutcome(scales=known.scales, grad_norm=known.grad_norm))
+        self.conclude(optimizer, StepOutcome(scales=known.scales, grad_norm=known.grad_norm), by_device=False)
 
     def skipped(self, optimizer: Any, losses: Overflowed, known: Known, culprits: Culprits) -> None:
         """A step that the host has not let through.
@@ -184,7 +184,7 @@ class GuardedStep:
             [loss_id for loss_id, _ in losses], scales=known.scales, grad_norm=known.grad_norm, culprits=culprits
         )
         error = self._guard.skipped(optimizer, outcome)
-        self._conclude(optimizer, outcome)
+        self.conclude(optimizer, outcome, by_device=False)
         if error is not None:
             raise error
 
@@ -214,28 +214,19 @@ class GuardedStep:
             culprits=lambda: later(epoch),
         )
         listens = self._listeners.stepped is not None and self._listeners.wanted()
-        if listens and not is_capturing(_device_of(optimizer)) and outcome.skipped:
+        if listens and not is_capturing() and outcome.skipped:
             outcome.name(culprits())
         if flags and found_inf is not None and self._counts_on_device:
             self._on_device.count(found_inf, flags)
         return outcome
 
-    def conclude(self, optimizer: Any, outcome: StepOutcome) -> None:
-        """Ends a step that was ``left_to_device``."""
-        self._on_device.poll()
-        self._conclude(optimizer, outcome)
-
-    def _conclude(self, optimizer: Any, outcome: StepOutcome) -> None:
+    def conclude(self, optimizer: Any, outcome: StepOutcome, by_device: bool = True) -> None:
+        """Ends a step, ``by_device`` one that was ``left_to_device``."""
+        if by_device and self._counts_on_device:
+            self._on_device.poll()
         self.outcome = outcome
-        if is_capturing(_device_of(optimizer)):
+        if is_capturing():
             return
         self.history.add(outcome)
         if self._listeners.stepped is not None and self._listeners.wanted():
             self._listeners.stepped(optimizer, outcome)
-
-
-def _device_of(optimizer: Any) -> torch.device | None:
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            return p.device
-    return None

@@ -13,6 +13,7 @@ from torch.amp.grad_scaler import OptState
 
 from ampctx._errors import AmpValueError
 from ampctx.scaling.grad_scaler import GradScaler
+from ampctx.scaling.scaler_state import ScalerState
 
 NON_FINITE = [math.inf, -math.inf, math.nan]
 
@@ -21,9 +22,10 @@ NON_FINITE = [math.inf, -math.inf, math.nan]
 
 
 def test_every_method_of_torchs_is_written_here_with_its_parameters():
+    written = {**vars(ScalerState), **vars(GradScaler)}
     for name, theirs in vars(torch.amp.GradScaler).items():
         if inspect.isfunction(theirs):
-            ours = vars(GradScaler)[name]
+            ours = written[name]
             parameters = [p.name for p in inspect.signature(ours).parameters.values() if p.kind is not p.KEYWORD_ONLY]
             assert parameters == list(inspect.signature(theirs).parameters), name
 
