@@ -44,6 +44,7 @@ class Blocks:
         # Overflow flags of exits that left the scale update to a later one.
         self.deferred: MutableMapping[LossScale, Tensor] = weakref.WeakKeyDictionary()
 
+    @outside_of_graphs
     @torch.no_grad()
     def begin(self, block: Block, loss_scale: LossScale, thread: OwnThread, casts: CastSwitch) -> Factor:
         """Makes ready for the backward of a block, in this thread. Returns the scale."""
