@@ -246,7 +246,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             if isinstance(group["lr"], Tensor):
                 _options.check_one_element("lr", group["lr"])
-        works = None if self._plan is None else self._plan.works(self, scaling)
+        # A graph takes the lists themselves, as ops.read_along does not read for one.
+        kept = None if torch.compiler.is_compiling() else self._plan
+        works = None if kept is None else kept.works(self, scaling)
         if works is None:
             self._plan, works = None, self._new_works(scaling)
         norm = self._global_norm(works, scaling)

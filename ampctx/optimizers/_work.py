@@ -249,14 +249,12 @@ class _Call:
 
 
 def can_be_kept(works: Sequence[Work]) -> bool:
-    """Whether compiled kernels make all of these calls on the CPU. On a GPU, lists that are kept would keep the memory
-    of state that somebody moves elsewhere to make room; the parts of DTensors are found anew at each step. A graph
-    keeps its calls by itself."""
-    if torch.compiler.is_compiling():
+    """Whether compiled kernels make all of these calls on the CPU, and in no graph. On a GPU, lists that are kept would
+    keep the memory of state that somebody moves elsewhere to make room; the parts of DTensors are found anew at each
+    step."""
+    if torch.compiler.is_compiling() or "cpu" not in extension.backends:
         return False
-    return "cpu" in extension.backends and all(
-        work.fused and work.device.type == "cpu" and not work.sharded for work in works
-    )
+    return all(work.fused and work.device.type == "cpu" and not work.sharded for work in works)
 
 
 class Plan:
