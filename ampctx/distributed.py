@@ -16,6 +16,10 @@ from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 __all__ = ["average_hook"]
 
 
+def is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def check_process_group(process_group: Any) -> None:
     """Nothing for None and for a group that this rank is in; AmpTypeError, AmpValueError or AmpError otherwise."""
     if process_group is None:

@@ -224,7 +224,7 @@ FAULTS = [
     ),
     Fault(
         "a master begins with the rounded weight", "ampctx",
-        "source = p if original is None or distributed else original", "source = p",
+        "source = p if original is None or is_distributed() else original", "source = p",
         f"{AMP}parameters.py {AMP}initialize.py",
     ),
     Fault(

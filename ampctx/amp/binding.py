@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -20,8 +20,8 @@ from torch import Tensor
 from ampctx._compiling import outside_of_graphs
 from ampctx._errors import AmpError
 from ampctx._grad_mode import without_grad
-from ampctx.amp import closures
-from ampctx.amp.methods import StepOfCopy, replace, weak_method
+from ampctx.amp import closures, findings
+from ampctx.amp.methods import as_copied, replace, weak_method
 from ampctx.amp.phases import NOT_THE_USERS, PERTURBED, READY, RELEASED, STEPPING, TABLE, Step, refusal
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.kernels import foreach
@@ -44,7 +44,7 @@ from ampctx.scaling.guarded_step import (
     overflowed,
 )
 from ampctx.scaling.loss_scale import LossScale
-from ampctx.scaling.outcome import Culprit, Culprits, culprits_among
+from ampctx.scaling.outcome import Culprits
 
 # What a step finds among the attributes of an optimizer that skips by itself.
 _OFFERED = ("found_inf", "model_params", "model_grads")
@@ -328,14 +328,14 @@ class OptimizerBinding:
 
             def later(epoch: int) -> Culprits | None:
                 binding = reference()
-                return None if binding is None else binding._culprits_of(epoch, checked)
+                return None if binding is None else findings.culprits_of(binding, epoch, checked)
 
             outcome = self.steps.left_to_device(
                 optimizer,
                 flags.by_loss,
                 self._known(attributes.get("model_grads")),
                 getattr(optimizer, "found_inf", None),
-                self._culprits,
+                lambda: findings.culprits(self),
                 later,
                 external="found_inf" in former,
             )
@@ -373,7 +373,7 @@ class OptimizerBinding:
         return flags
 
     def skip(self, losses: Overflowed) -> None:
-        culprits, known = self._culprits(), self._known(self.gradients.lazy)
+        culprits, known = findings.culprits(self), self._known(self.gradients.lazy)
         self.gradients.drop_master_grads()
         self.gradients.stepped = True
         self.steps.skipped(self.optimizer, losses, known, culprits)
@@ -385,39 +385,13 @@ class OptimizerBinding:
         self.gradients.stepped = True
         self.steps.stepped(self.optimizer, known)
 
-    # --- what is known of the gradients of a step ---------------------------------------------------------------------
-
     def names(self) -> list[str]:
         """What the parameters that the optimizer steps are called, in order."""
-        names, model_of = self._names(), self.masters.model_of
+        names, model_of = self.names_by_id(), self.masters.model_of
         return [names[id(model_of.get(p, p))] for group in self.optimizer.param_groups for p in group["params"]]
 
-    def _names(self) -> dict[int, str]:
+    def names_by_id(self) -> dict[int, str]:
         return self._names_of.of(self.optimizer, self.masters.model_of)
-
-    def _culprits(self) -> Culprits:
-        """Of the gradients as they are now, without making one of lazy ones."""
-        lazy = {} if self.gradients.lazy is None else self.gradients.lazy.grads
-        of_masters = ((p, lazy[m] if m in lazy else stored_grad(m)) for p, m in self.masters.pairs)
-        found = itertools.chain(of_masters, ((p, p.grad) for p in self.masters.own))
-        return culprits_among(((p, grad) for p, grad in found if grad is not None), self._names)
-
-    def _culprits_of(self, epoch: int, checked: ModelGrads | None) -> Culprits | None:
-        """What is still known of the gradients of a step that was skipped on the device."""
-        if self.masters.pairs and checked is None:
-            return None
-        found: Culprits = ()
-        if checked is not None and (masters := checked.not_finite()):
-            names = self._names()
-            found = tuple(
-                Culprit(names.get(id(p), "a parameter of no group"), p.shape, None, None)
-                for p, master in self.masters.pairs
-                if id(master) in masters
-            )
-        if epoch == self.steps.epoch:
-            own = ((p, p.grad) for p in self.masters.own if p.grad is not None)
-            found += culprits_among(own, self._names)
-        return found or None
 
     def _known(self, lazy: ModelGrads | None) -> Known:
         """Scales, and the norm before clipping where somebody took it. ``lazy``: the lazy gradients. No host sync."""
@@ -433,29 +407,29 @@ class OptimizerBinding:
 
     # --- what the user is told ----------------------------------------------------------------------------------------
 
-    def _warn_once(self, key: str, message: str) -> None:
+    def _warn_once(self, key: str, message: str, names: Sequence[str] = ()) -> None:
         if key not in self._warned:
             self._warned.add(key)
-            self._warn(message)
+            self._warn(", ".join(names[:3]) + (" and others" if len(names) > 3 else "") + message)
 
     def _look_for_edits(self) -> None:
         """Says so when a step is about to overwrite what the user wrote into the model."""
         if names := self.masters.overwritten():
-            which = ", ".join(names[:3]) + (" and others" if len(names) > 3 else "")
             self._warn_once(
                 "edits",
-                f"{which} changed in place, and the step writes a weight anew from its fp32 master. Change "
+                " changed in place, and the step writes a weight anew from its fp32 master. Change "
                 "amp.master_params(optimizer) instead, or load with model.load_state_dict, which the masters follow",
+                names,
             )
 
     def _tell_of_dropped_grads(self) -> None:
         names, self.masters.dropped_grads = self.masters.dropped_grads, []
         if names:
-            which = ", ".join(names[:3]) + (" and others" if len(names) > 3 else "")
             self._warn_once(
                 f"gradients of {names}",
-                f"{which} joined the optimizer with a gradient from before, multiplied by a loss scale that is not "
+                " joined the optimizer with a gradient from before, multiplied by a loss scale that is not "
                 "known: it was dropped",
+                names,
             )
 
     def _tell_of_no_gradients(self) -> None:
@@ -499,15 +473,4 @@ class OptimizerBinding:
             raise
 
     def _reduce_ex(self, original: Callable, protocol: Any) -> Any:
-        """A copy or pickle of the optimizer does not take the replaced methods along, which are about the original.
-
-        With masters it would step copies of them, which no model follows: it is for its ``state_dict()``, and its
-        ``step`` says so.
-        """
-        function, arguments, state, *rest = original(protocol)
-        if isinstance(state, dict):
-            own = {name: former for name, former in self._formers.items() if name in state and former is not None}
-            state = {key: value for key, value in state.items() if key not in self._formers} | own
-            if self.masters.pairs:
-                state["step"] = StepOfCopy(type(self.optimizer).__name__)
-        return function, arguments, state, *rest
+        return as_copied(original(protocol), self._formers, self.optimizer if self.masters.pairs else None)

@@ -75,6 +75,21 @@ class StepOfCopy:
         return lambda _, *args, **kwargs: self(*args, **kwargs)  # LR schedulers wrap it
 
 
+def as_copied(reduced: tuple, formers: dict[str, Any], of_masters: Any) -> tuple:
+    """What a copy or pickle of an optimizer is made of, without the replaced methods, which are about the original.
+
+    ``of_masters``: the optimizer, where it has masters. The copy would step copies of them, which no model follows: it
+    is for its ``state_dict()``, and its ``step`` says so.
+    """
+    function, arguments, state, *rest = reduced
+    if isinstance(state, dict):
+        own = {name: former for name, former in formers.items() if name in state and former is not None}
+        state = {key: value for key, value in state.items() if key not in formers} | own
+        if of_masters is not None:
+            state["step"] = StepOfCopy(type(of_masters).__name__)
+    return function, arguments, state, *rest
+
+
 def is_bound(optimizer: Any) -> bool:
     """Whether some session has the optimizer."""
     return "__reduce_ex__" in vars(optimizer)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampctx.kernels import foreach, reference
+from ampctx.kernels import foreach
 from ampctx.kernels.each import all_distinct, all_none, all_there, grad_of, layout_of, set_each, stored_grad
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, product
 from ampctx.kernels.ops import ReadTensors, fill_storages, read_grads
@@ -35,6 +35,7 @@ from ampctx.kernels.sharding import place_grads, values_of
 from ampctx.masters.clip import forget_norm_before_clipping
 from ampctx.masters.lazy_grads import ModelGrads
 from ampctx.masters.params import MasterParams
+from ampctx.masters.sums import add_sparse, dense_grad, fills_its_storage, owns_its_memory, writable
 
 Grads = dict[Tensor, Tensor]
 
@@ -114,47 +115,6 @@ class Pending(NamedTuple):
 NOTHING_PENDING = Pending({}, {}, None, None)
 
 
-def _distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _fills_its_storage(t: Tensor) -> bool:
-    return t.layout == torch.strided and t.untyped_storage().nbytes() == t.nbytes
-
-
-def _owns_its_memory(t: Tensor) -> bool:
-    """False for what may be a view into a gradient bucket, which the next backward overwrites."""
-    return not _distributed() and _fills_its_storage(t)
-
-
-def _strided(master: Tensor) -> Tensor:
-    """The gradient of a master that has one, made dense where it was sparse."""
-    assert master.grad is not None
-    if master.grad.layout != torch.strided:
-        master.grad = master.grad.to_dense()
-    return master.grad
-
-
-def _are_whole(grads: Sequence[Tensor]) -> bool:
-    return set(map(layout_of, grads)) <= {torch.strided} and all(map(Tensor.is_contiguous, grads))
-
-
-def _writable(t: Tensor) -> Tensor:
-    """``t``, or a copy where its elements share memory (an expanded gradient)."""
-    return t if t.is_contiguous() or reference.is_dense(t) else t.contiguous()
-
-
-def _add_sparse(new: Tensor, old: Tensor | None, factor: Factor, found_inf: FoundInf) -> Tensor:
-    """``new * factor + old`` in fp32 or wider for a sparse gradient; complex stays as it is. Duplicates are summed
-    before the finite check."""
-    new = new.coalesce()
-    values = new.values()
-    reference.raise_flag(found_inf.on(values.device), values)
-    scale = factor.on(values.device) if isinstance(factor, PerDevice) else factor
-    wide = (new if values.is_complex() else new.to(reference.compute_dtype(values))) * scale
-    return wide if old is None else old.to(wide.dtype) + wide
-
-
 class BlockGradients:
     """The gradients of one optimizer's parameters, block by block."""
 
@@ -218,7 +178,7 @@ class BlockGradients:
         present = {} if all_none(grads) else {p: g for p, g in zip(leaves, grads, strict=True) if g is not None}
         if not isinstance(window, Window):
             # On record before anything changes, so that abandon() can put it back.
-            stash = {p: g if _owns_its_memory(g) else g.clone() for p, g in present.items()}
+            stash = {p: g if owns_its_memory(g) else g.clone() for p, g in present.items()}
             self._stack.append(Block(stash, nested=window is not None))
             set_each(present, "grad", None)
             return
@@ -353,8 +313,11 @@ class BlockGradients:
         if outer is None and not block.stash:
             found, known = read_grads(own)
             grads: Sequence[Tensor] = known if known is not None else [grad for grad in found if grad is not None]
+            are_whole = known is not None or (
+                set(map(layout_of, grads)) <= {torch.strided} and all(map(Tensor.is_contiguous, grads))
+            )
             # Two parameters may hold one gradient.
-            if (known is not None or _are_whole(grads)) and all_distinct(grads):
+            if are_whole and all_distinct(grads):
                 if grads and inv_scale != 1.0:
                     foreach.scale(grads, grads, found_inf, inv_scale)
                 return
@@ -366,9 +329,9 @@ class BlockGradients:
             if old is not None and (new is None or new.layout != torch.strided):
                 unseen.append(values_of(old))
             if new is not None and new.layout != torch.strided:
-                total = _add_sparse(new, old, inv_scale, found_inf).to(p.dtype)
+                total = add_sparse(new, old, inv_scale, found_inf).to(p.dtype)
             elif new is not None:
-                total = _writable(new)
+                total = writable(new)
                 if old is not None:
                     arrived.append(total)
                     before.append(old if old.layout == torch.strided else old.to_dense())
@@ -381,8 +344,7 @@ class BlockGradients:
                 if total is not None:
                     block.outcome.stashed[p] = total
         if arrived:
-            checked = -1 if check_before() else 0
-            foreach.axpby(arrived, before, arrived, found_inf, inv_scale, 1.0, arg_to_check=checked)
+            foreach.axpby(arrived, before, arrived, found_inf, inv_scale, 1.0, arg_to_check=-1 if check_before() else 0)
         if unseen and check_before():
             foreach.l2norm(unseen, found_inf)
         if alone and inv_scale != 1.0:
@@ -411,17 +373,16 @@ class BlockGradients:
         fresh: list[tuple[Tensor, Tensor]] = []
         for master, grad in zip(masters, grads, strict=True):
             if grad.layout != torch.strided:
-                outcome.grads[master] = _add_sparse(grad, master.grad, factor, found_inf)
+                outcome.grads[master] = add_sparse(grad, master.grad, factor, found_inf)
             elif master.grad is None:
                 fresh.append((master, grad))
             else:
-                outcome.added.append((grad, _strided(master)))
+                outcome.added.append((grad, dense_grad(master)))
         if fresh:
             # The layout of the gradient, so that the kernels can walk both in memory order.
             wide = [torch.empty_like(grad, dtype=master.dtype, requires_grad=False) for master, grad in fresh]
             foreach.scale([grad for _, grad in fresh], wide, found_inf, factor)
-            for (master, _), grad in zip(fresh, wide, strict=True):
-                outcome.grads[master] = grad
+            outcome.grads.update(zip([master for master, _ in fresh], wide, strict=True))
 
     def _may_be_lazy(self, masters: list[Tensor], grads: list[Tensor], known: ReadTensors | None) -> bool:
         """Whether these gradients may stay in 16 bits: the optimizer reads such, nothing is to be added, and they are
@@ -429,7 +390,7 @@ class BlockGradients:
         return (
             self.checked is None
             and all_none(map(stored_grad, masters))
-            and (all(map(_fills_its_storage, grads)) if known is None else fill_storages(known))
+            and (all(map(fills_its_storage, grads)) if known is None else fill_storages(known))
         )
 
     def may_have_outside_grads(self) -> bool:
@@ -516,5 +477,4 @@ class BlockGradients:
                 block.copies.clear()
 
     def drop_model_grads(self) -> None:
-        for p, _ in self._masters.pairs:
-            p.grad = None
+        set_each([p for p, _ in self._masters.pairs], "grad", None)

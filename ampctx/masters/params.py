@@ -21,6 +21,7 @@ from ampctx._errors import AmpError
 from ampctx._grad_mode import without_grad
 from ampctx.casts.arguments import LOW_PRECISION, ModelHook, Undo
 from ampctx.casts.model_watch import ParameterNames
+from ampctx.distributed import is_distributed
 from ampctx.kernels import foreach
 from ampctx.kernels.each import dtype_of, stored_grad, version_of
 from ampctx.kernels.foreach import FoundInf
@@ -265,8 +266,7 @@ class MasterParams:
                 "loss_scale='dynamic'. With tensor parallelism alone take O1 or O4."
             )
         # In a process group every rank starts from the rounded weight: what a broadcast makes equal is the model.
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        source = p if original is None or distributed else original
+        source = p if original is None or is_distributed() else original
         # A copy even of fp32 data: state dicts taken before initialize alias the original.
         master = source.detach().to(torch.float32, copy=True).requires_grad_()
         if self.lazy:

@@ -1,0 +1,40 @@
+"""Whose gradients were not finite in a step of a binding."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+from ampctx.kernels.each import stored_grad
+from ampctx.masters.lazy_grads import ModelGrads
+from ampctx.scaling.outcome import Culprit, Culprits, culprits_among
+
+if TYPE_CHECKING:
+    from ampctx.amp.binding import OptimizerBinding
+
+
+def culprits(binding: OptimizerBinding) -> Culprits:
+    """Of the gradients as they are now, without making one of lazy ones."""
+    masters, lazy = binding.masters, binding.gradients.lazy
+    grads = {} if lazy is None else lazy.grads
+    of_masters = ((p, grads[m] if m in grads else stored_grad(m)) for p, m in masters.pairs)
+    found = itertools.chain(of_masters, ((p, p.grad) for p in masters.own))
+    return culprits_among(((p, grad) for p, grad in found if grad is not None), binding.names_by_id)
+
+
+def culprits_of(binding: OptimizerBinding, epoch: int, checked: ModelGrads | None) -> Culprits | None:
+    """What is still known of the gradients of a step that was skipped on the device."""
+    if binding.masters.pairs and checked is None:
+        return None
+    found: Culprits = ()
+    if checked is not None and (masters := checked.not_finite()):
+        names = binding.names_by_id()
+        found = tuple(
+            Culprit(names.get(id(p), "a parameter of no group"), p.shape, None, None)
+            for p, master in binding.masters.pairs
+            if id(master) in masters
+        )
+    if epoch == binding.steps.epoch:
+        own = ((p, p.grad) for p in binding.masters.own if p.grad is not None)
+        found += culprits_among(own, binding.names_by_id)
+    return found or None

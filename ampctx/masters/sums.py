@@ -1,0 +1,43 @@
+"""Gradients as they are to be added up: which are written to in place, and sums of sparse ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ampctx.distributed import is_distributed
+from ampctx.kernels import reference
+from ampctx.kernels.foreach import Factor, FoundInf, PerDevice
+
+
+def fills_its_storage(t: Tensor) -> bool:
+    return t.layout == torch.strided and t.untyped_storage().nbytes() == t.nbytes
+
+
+def owns_its_memory(t: Tensor) -> bool:
+    """False for what may be a view into a gradient bucket, which the next backward overwrites."""
+    return not is_distributed() and fills_its_storage(t)
+
+
+def dense_grad(master: Tensor) -> Tensor:
+    """The gradient of a master that has one, made dense where it was sparse."""
+    assert master.grad is not None
+    if master.grad.layout != torch.strided:
+        master.grad = master.grad.to_dense()
+    return master.grad
+
+
+def writable(t: Tensor) -> Tensor:
+    """``t``, or a copy where its elements share memory (an expanded gradient)."""
+    return t if t.is_contiguous() or reference.is_dense(t) else t.contiguous()
+
+
+def add_sparse(new: Tensor, old: Tensor | None, factor: Factor, found_inf: FoundInf) -> Tensor:
+    """``new * factor + old`` in fp32 or wider for a sparse gradient; complex stays as it is. Duplicates are summed
+    before the finite check."""
+    new = new.coalesce()
+    values = new.values()
+    reference.raise_flag(found_inf.on(values.device), values)
+    scale = factor.on(values.device) if isinstance(factor, PerDevice) else factor
+    wide = (new if values.is_complex() else new.to(reference.compute_dtype(values))) * scale
+    return wide if old is None else old.to(wide.dtype) + wide
