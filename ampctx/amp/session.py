@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
 from ampctx.amp import setup
-from ampctx.amp.binding import Casts, OptimizerBinding, Reports
+from ampctx.amp.binding import OptimizerBinding, Reports
 from ampctx.amp.blocks import Block
 from ampctx.amp.methods import weak_method
 from ampctx.amp.opt_level import PrecisionPolicy, banner, resolve
@@ -168,7 +168,7 @@ class AmpSession(SessionState):
         for scale in scales:
             scale.process_group = process_group
         limit, length = check_limit(max_consecutive_skips), check_length(history)
-        listeners = Listeners(self._log.report, self._report_step, self._has_hooks)
+        listeners = Listeners(self._log.report, self._report_step, (self._step_hooks, self._skip_hooks))
         reports = Reports(listeners, ParameterNames(model_list), limit, length)
 
         if verbosity > 0 and is_rank_zero():
@@ -195,12 +195,11 @@ class AmpSession(SessionState):
             if policy.ops_fp32:
                 # Run at the latest when nobody has the session any more.
                 undo.callback(finalizer(self, install_fp32_ops(policy.ops_fp32)))
-            casts = Casts(self._casts.suspended, self._casts.resumed)
             for optimizer in optimizers:
                 taken = self._with_masters() | {id(p) for b in bound.values() for p, _ in b.masters.pairs}
                 masters = MasterParams(optimizer, bool(policy.master_weights), originals, taken, names)
                 bound[optimizer] = OptimizerBinding(
-                    optimizer, masters, scales, casts, reports, self._with_masters, self._log.warn
+                    optimizer, masters, scales, self._casts, reports, self._with_masters, self._log.warn
                 )
                 undo.callback(weak_method(bound[optimizer].release))
             setup.watch_models(undo, models, [b.masters for b in bound.values()], bool(policy.master_weights))

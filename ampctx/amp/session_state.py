@@ -158,9 +158,6 @@ class SessionState:
         hooks[handle.id] = fn
         return handle
 
-    def _has_hooks(self) -> bool:
-        return bool(self._step_hooks or self._skip_hooks)
-
     def _report_step(self, optimizer: Any, outcome: StepOutcome) -> None:
         for fn in list((self._step_hooks if outcome.stepped else self._skip_hooks).values()):
             fn(optimizer, outcome)
