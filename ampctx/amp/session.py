@@ -338,7 +338,8 @@ class AmpSession:
 
     def _with_masters(self) -> set[int]:
         """Ids of the model parameters that have a master."""
-        return {id(p) for optimizer, binding in self._bindings.items() for p in binding.masters.held(optimizer)}
+        bound = self._bindings.items()
+        return {id(p) for optimizer, binding in bound for p in binding.masters.model_params_with_master(optimizer)}
 
     def reset(self) -> None:
         """Undoes ``initialize``: weights back to fp32 (from the masters), optimizers, hooks and torch functions as they
@@ -489,9 +490,9 @@ class AmpSession:
             return False
         owners: dict[int, int] = {}
         for binding in self._bindings.values():
-            for p in binding.masters.own:
+            for p in binding.masters.params_without_master:
                 owners[id(p)] = owners.get(id(p), 0) + 1
-        return any(owners[id(p)] > 1 for binding in bindings for p in binding.masters.own)
+        return any(owners[id(p)] > 1 for binding in bindings for p in binding.masters.params_without_master)
 
     def _bindings_of(self, optimizers: Any) -> list[OptimizerBinding]:
         if isinstance(optimizers, torch.optim.Optimizer) and (binding := self._bindings.get(optimizers)) is not None:
@@ -921,7 +922,7 @@ class AmpSession:
 def _stepped(masters: list[MasterParams]) -> Callable[[], list[Tensor]]:
     """The model's parameters that optimizers step, of those of them that are still alive."""
     alive = weakref.WeakSet(masters)
-    return lambda: [p for m in alive for p in (*m.own, *m.model_of.values())]
+    return lambda: [p for m in alive for p in (*m.params_without_master, *m.model_of.values())]
 
 
 def _finalizer(owner: Any, action: Callable[[], None]) -> Callable[[], None]:
