@@ -100,9 +100,9 @@ class Blocks:
             return False
         owners: dict[int, int] = {}
         for binding in self._bindings.values():
-            for p in binding.masters.own:
+            for p in binding.masters.params_without_master:
                 owners[id(p)] = owners.get(id(p), 0) + 1
-        return any(owners[id(p)] > 1 for binding in bindings for p in binding.masters.own)
+        return any(owners[id(p)] > 1 for binding in bindings for p in binding.masters.params_without_master)
 
     def conclude(
         self, bindings: list[OptimizerBinding], scale: LossScale, loss_id: int, found_inf: Tensor, delay: bool
