@@ -1,7 +1,8 @@
 """Builds ampctx/_ops.so: the CPU kernels with g++, and the CUDA kernels with nvcc where it is found.
 
 torch is not needed to build: csrc/torch_abi.h declares what is called, and the link goes against an empty libtorch.so,
-so that the file binds to whichever torch is imported. Environment:
+so that the file binds to whichever torch is imported. csrc/generate.py writes what C++ has of ampctx/kernels/spec.py
+into the build folder. Environment:
 
     AMPCTX_CUDA        auto (default: CUDA kernels when nvcc is found), 1 (nvcc must be there), 0 (no CUDA kernels)
     AMPCTX_CUDA_ARCHS  compute capabilities, such as "80,90"; default: the first of each generation that nvcc knows,
@@ -15,6 +16,7 @@ so that the file binds to whichever torch is imported. Environment:
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import platform
 import re
@@ -22,6 +24,7 @@ import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -60,6 +63,14 @@ def find_cxx() -> str:
     if not shutil.which(cxx):
         raise CompileError(f"no C++ compiler: {cxx!r} was not found. Install g++ 11 or newer, or set CXX")
     return cxx
+
+
+def generator() -> ModuleType:
+    """csrc/generate.py."""
+    spec = importlib.util.spec_from_file_location("ampctx_generate", Path(__file__).parent / CSRC / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class Nvcc:
@@ -119,9 +130,9 @@ class Nvcc:
 
 
 def source_digest(folder: Path = CSRC) -> str:
-    """What tells the sources of one build from those of another."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+    """What tells the sources of one build from those of another, with what is made of the specs."""
+    digest = hashlib.sha256(repr(generator().texts()).encode())
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
@@ -132,7 +143,9 @@ def compile_all(cxx: str, nvcc: Nvcc | None, build: Path) -> list[str]:
     Sources are told apart by content: their times say nothing where a tree was copied or unpacked.
     """
     headers = hashlib.sha256(Path(__file__).read_bytes())
-    for path in sorted([*CSRC.rglob("*.h"), *CSRC.rglob("*.cuh")]):
+    generated = build / "generated"
+    generator().write(generated)
+    for path in sorted([*CSRC.rglob("*.h"), *CSRC.rglob("*.cuh"), *generated.glob("*.h")]):
         headers.update(path.as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     info = [f'-DAMPCTX_SOURCE="{source_digest()}"']
     if nvcc:
@@ -141,7 +154,8 @@ def compile_all(cxx: str, nvcc: Nvcc | None, build: Path) -> list[str]:
         info += ["-DAMPCTX_CUDA_ARCHS=" + '"' + quoted.replace('"', '\\"') + '"']
     x86 = ["-DAMPCTX_SIMD_X86_64"] if len(SIMD) > 1 else []
 
-    cxx_flags = [*CXX_FLAGS, *SANITIZE_FLAGS]
+    includes = [f"-I{generated}", "-I."]
+    cxx_flags = [*CXX_FLAGS, *SANITIZE_FLAGS, *includes]
     jobs = []
     for source in sorted([CSRC / "library.cpp", *(CSRC / "cpu").glob("*.cpp")]):
         if source.name in SIMD_SOURCES:
@@ -151,8 +165,8 @@ def compile_all(cxx: str, nvcc: Nvcc | None, build: Path) -> list[str]:
         else:
             jobs.append((source, [cxx, *cxx_flags, *x86, *(info if source.name == "library.cpp" else [])], ""))
     if nvcc:  # these take longest: first, so that no core waits for the last of them
-        cuda = sorted((CSRC / "cuda").glob("*.cu"))
-        jobs = [(source, [nvcc.path, "-ccbin", cxx, *nvcc.flags()], "") for source in cuda] + jobs
+        cuda = sorted([*(CSRC / "cuda").glob("*.cu"), *generated.glob("*.cu")])
+        jobs = [(source, [nvcc.path, "-ccbin", cxx, *nvcc.flags(), *includes], "") for source in cuda] + jobs
 
     def compile_one(job: tuple[Path, list[str], str]) -> str:
         source, command, variant = job

@@ -1,5 +1,6 @@
 """The public name of ``ampctx.kernels.steps``."""
 
-from ampctx.kernels.steps import adagrad, adam, lamb, larc, novograd, sgd
+from ampctx.kernels.spec import SPECS
+from ampctx.kernels.steps import *  # noqa: F403
 
-__all__ = ["adagrad", "adam", "lamb", "larc", "novograd", "sgd"]
+__all__ = [*SPECS]

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ampctx import ops, optimizer_ops
 from ampctx.kernels import reference_steps as reference
+from ampctx.kernels.spec import SPECS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 EVERY_TABLE = (7, 130, 250, 300, 600, 1300, 2500)
@@ -35,6 +36,7 @@ ELEMENTWISE: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "amsgrad": ("adam", 3, 0, _ADAM),
     "sgd": ("sgd", 0, 1, {"momentum": 0.0, **_SGD}),
     "momentum": ("sgd", 1, 0, {"momentum": 0.9, **_SGD}),
+    "lion": ("lion", 1, 0, {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}),
     "adagrad": ("adagrad", 1, 0, {"eps": 1e-8, "weight_decay": 0.1, "adagrad_w_mode": True}),
 }
 LAMB = {
@@ -193,11 +195,11 @@ class Exercise:
             (p, *state), after = self.stepped(what, [params, *moments, *extras], [counts], write_back, step)
             count = torch.full((), taken, device=self.device)
             rest = [state.pop()] if extras else [torch.zeros_like(p, dtype=held)] if held else []
-            getattr(reference, op)(
-                [grads.flat()], [p], *([s] for s in state), *left_out, rest, [count], self.flag(), inv_scale, self.lr,
-                maximize=False,
-                write_back=reference.WRITE_BACKS.index(way), seed=1, **options,
-            )  # fmt: skip
+            lists = ([grads.flat()], [p], *([s] for s in state), *left_out, rest, [count])
+            given = dict(zip(SPECS[op].lists, lists, strict=True))
+            given |= {"found_inf": self.flag(), "inv_scale": inv_scale, "lr": self.lr, "maximize": False, "seed": 1}
+            numbers = {number.name: number.default for number in SPECS[op].numbers}
+            reference.run(op, {**numbers, **given, "write_back": reference.WRITE_BACKS.index(way), **options})
             got = self.weights(after[0], after[-1] if extras else None, write_back)
             checks.close(what, got, self.weights(p, rest[0] if rest else None, way), **self.tolerance(write_back))
             for i, (s, want) in enumerate(zip(after[1:], state, strict=False)):

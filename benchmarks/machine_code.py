@@ -182,8 +182,10 @@ def rules(library: Library) -> Iterator[str]:
 
 def digest() -> str:
     """Of the sources that the machine code comes from."""
-    csrc = ROOT / "csrc"
-    total = hashlib.sha256()
+    sys.path.insert(0, str(csrc := ROOT / "csrc"))
+    from generate import texts
+
+    total = hashlib.sha256(repr(sorted(texts().items())).encode())
     for path in sorted([*csrc.glob("*.h"), *csrc.glob("cuda/*"), *csrc.glob("functors/*")]):
         total.update(path.relative_to(csrc).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return total.hexdigest()[:16]
@@ -197,7 +199,7 @@ What nvcc makes of the kernels that walk the elements of tensors, read from the 
 **Nothing here was measured on a GPU.**
 
 - Library: nvcc {compiler} for {archs}
-- Sources: sha256 `{digest}` of `csrc/*.h`, `csrc/cuda` and `csrc/functors`
+- Sources: sha256 `{digest}` of `csrc/*.h`, `csrc/cuda`, `csrc/functors` and what `csrc/generate.py` writes
 
 These rules are for all {count} hot kernels of each architecture, with every kind of table. `{command} ARGS=--check`
 fails where a rule is broken or this page is stale.

@@ -43,6 +43,14 @@ class Entry(NamedTuple):
     function: str
 
 
+def _file_of(filename: str) -> str | None:
+    """The file below ampctx/, None for another one. Calls that are made of specs have the file that makes them."""
+    if filename.startswith("<ampctx."):
+        return filename.removeprefix("<ampctx.").rpartition(".")[0].replace(".", "/") + ".py"
+    path = Path(filename)
+    return str(path.relative_to(PACKAGE)) if path.is_relative_to(PACKAGE) else None
+
+
 def walked(call: Callable[[], Any]) -> list[Entry]:
     """The functions of ampctx that ``call`` enters."""
     entries: list[Entry] = []
@@ -57,11 +65,11 @@ def walked(call: Callable[[], Any]) -> list[Entry]:
         return 0
 
     def notice(frame: FrameType, event: str, argument: Any) -> None:
-        path, name = Path(frame.f_code.co_filename), frame.f_code.co_name
-        if event != "call" or frame in depths or name in _INLINE or not path.is_relative_to(PACKAGE):
+        file = _file_of(frame.f_code.co_filename)
+        if event != "call" or file is None or frame in depths or frame.f_code.co_name in _INLINE:
             return
         depths[frame] = depth_below(frame.f_back)
-        entries.append(Entry(depths[frame], str(path.relative_to(PACKAGE)), frame.f_code.co_qualname))
+        entries.append(Entry(depths[frame], file, frame.f_code.co_qualname))
 
     sys.setprofile(notice)
     try:

@@ -1,13 +1,13 @@
-// What torch calls: one boxed function per op and backend (those of the optimizers are in library_optimizers.h and
-// library_layerwise.h), and their registration, which _extension.py asks for.
+// What torch calls: one boxed function per op and backend (those of the optimizers are in library_optimizers.h), and
+// their registration, which _extension.py asks for.
 //
-// The schemas are in ampctx/kernels/ops.py. A boxed function takes its arguments off the stack, checks them, puts the results
-// on the stack; errors are C++ exceptions that torch turns into RuntimeError (error.h).
+// The schemas are in ampctx/kernels/ops.py. A boxed function takes its arguments off the stack, checks them, puts the
+// results on the stack; errors are C++ exceptions that torch turns into RuntimeError (error.h).
 #include <cmath>
 #include <limits>
 
 #include "cpu/simd.h"
-#include "library_layerwise.h"
+#include "library_optimizers.h"
 #include "python_lists.h"
 
 #ifdef __clang__
@@ -179,18 +179,13 @@ int register_kernels(const char* ns) {
       {"update_scale", update_scale<backend>},
       {"hold_tensors", hold_tensors},
       {"fill_storages", fill_storages},
-      {"multi_tensor_adam", multi_tensor_adam<backend, false>},
-      {"multi_tensor_adam.held", multi_tensor_adam<backend, true>},
-      {"multi_tensor_sgd", multi_tensor_sgd<backend, false>},
-      {"multi_tensor_sgd.held", multi_tensor_sgd<backend, true>},
-      {"multi_tensor_adagrad", multi_tensor_adagrad<backend, false>},
-      {"multi_tensor_adagrad.held", multi_tensor_adagrad<backend, true>},
-      {"multi_tensor_lamb", multi_tensor_lamb<backend, false>},
-      {"multi_tensor_lamb.held", multi_tensor_lamb<backend, true>},
-      {"multi_tensor_novograd", multi_tensor_novograd<backend, false>},
-      {"multi_tensor_novograd.held", multi_tensor_novograd<backend, true>},
       {"multi_tensor_larc", multi_tensor_larc<backend, false>},
       {"multi_tensor_larc.held", multi_tensor_larc<backend, true>},
+#define AMPCTX_REGISTER(op, Options, backend)                            \
+  {"multi_tensor_" #op, step_op<backend, false, Options, &Backend::op>}, \
+      {"multi_tensor_" #op ".held", step_op<backend, true, Options, &Backend::op>},
+      AMPCTX_STEP_OPS(AMPCTX_REGISTER, backend)
+#undef AMPCTX_REGISTER
   };
   for (const auto& [name, kernel] : kernels) {
     if (torch_library_impl(library, name, kernel, torch_abi::kBuildVersion) != 0) return 2;

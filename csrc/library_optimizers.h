@@ -1,6 +1,7 @@
-// The boxed functions of the optimizer ops, for library.cpp alone. Their arguments have one pattern: grads, params,
-// states, extras, step counts, scalars, the op's own numbers, how to store. So have their checks, which
-// ampctx/kernels/reference_steps.py makes too, with the same messages.
+// The boxed functions of the optimizer ops, for library.cpp alone. Their arguments have one pattern, that of
+// ampctx/kernels/spec.py: grads, params, states, extras, states of one element, step counts, scalars, the op's own
+// numbers, how to store. So have their checks, which ampctx/kernels/reference_steps.py makes too, with the same
+// messages.
 #pragma once
 
 #include "arguments.h"
@@ -88,9 +89,9 @@ PerTensor check_per_tensor(const char* op, const ListArgument& argument, const L
 
 // What the optimizer ops have in common, checked. `elementwise`: grads, params and states.
 StepCall check_step(const char* op, const Backend& backend, const CallDevice& call,
-                    std::initializer_list<ListArgument> elementwise, const ListView& extras, const ListView& steps,
+                    const std::vector<ListArgument>& elementwise, const ListView& extras, const ListView& steps,
                     const Tensor& found_inf, const Tensor& inv_scale, const Tensor& lr, const StoreArguments& store) {
-  ListChecker checker(op, call, *elementwise.begin());
+  ListChecker checker(op, call, elementwise[0]);
   const auto is_used = [](const ListArgument& list) { return !(list.is_optional && list.tensors.empty()); };
   for (const ListArgument& argument : elementwise) {
     if (is_used(argument)) checker.check_length(argument);
@@ -100,101 +101,79 @@ StepCall check_step(const char* op, const Backend& backend, const CallDevice& ca
   }
   StepCall step;
   step.write_back = check_write_back(op, store.write_back);
-  check_extras(op, backend.dtypes, elementwise.begin()[1].tensors, extras, step.write_back, checker);
+  check_extras(op, backend.dtypes, elementwise[1].tensors, extras, step.write_back, checker);
   step.steps = check_per_tensor(op, {"steps", steps, true}, checker, call);
   step.found_inf = check_found_inf(op, found_inf, call, false);
   step.inv_scale = check_factor(op, "inv_scale", inv_scale, call, backend.has_device_pointers);
   step.lr = check_factor(op, "lr", lr, call, backend.has_device_pointers);
   step.lists = std::move(checker.lists);
   step.maximize = store.maximize;
-  step.rule.seed = store.seed;
   return step;
 }
 
 // Calls the kernel with a workspace, and room for that many norms of each tensor.
-template <class Kernel, class... Options>
+template <class Kernel, class Options>
 void run_step(const Backend& backend, const CallDevice& call, StepCall& step, int norms, const Kernel& kernel,
-              const Options&... options) {
+              const Options& options) {
   if (step.lists.total_tensors == 0) return;
   const Scope scope(backend, call.device);
   const int64_t scalars = step_workspace(step.lists), bytes = scalars + backend.norms_workspace(step.lists, norms);
   const Tensor workspace = torch_abi::empty(&bytes, aoti_torch_dtype_uint8(), call.device);
   step.workspace = workspace.mutable_data();
   step.norms = static_cast<char*>(step.workspace) + scalars;
-  kernel(scope.context, step, options...);
+  kernel(scope.context, step, options);
+}
+
+template <const Backend& backend, bool held, class Options, auto kernel>
+void step_op(StableIValue* stack, uint64_t, uint64_t) {
+  using Op = StepOp<Options>;
+  Arguments in(Op::name, stack, held);
+  std::vector<ListArgument> elementwise = {{"grads", in.list()}, {"params", in.list(), true}}, one_element;
+  for (const StateList& state : Op::states) elementwise.push_back({state.name, in.list(), true, state.is_optional});
+  const ListView extras = in.list();
+  for (const char* name : Op::one_element) one_element.push_back({name, in.list(), true});
+  const ListView steps = in.list();
+  const Tensor found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor();
+  std::vector<Tensor> factors;
+  for (size_t i = 0; i < Op::factors.size(); ++i) factors.push_back(in.tensor());
+  const Options options = Options::taken(in);
+  const StoreArguments store(in);
+
+  const CallDevice call = call_device(elementwise[0], found_inf);
+  StepCall step = check_step(Op::name, backend, call, elementwise, extras, steps, found_inf, inv_scale, lr, store);
+  for (const ListArgument& argument : one_element) {
+    step.one_element.push_back(check_per_tensor(Op::name, argument, ListChecker(Op::name, call, elementwise[0]), call));
+  }
+  for (size_t i = 0; i < factors.size(); ++i) {
+    step.factors.push_back(check_factor(Op::name, Op::factors[i], factors[i], call, backend.has_device_pointers));
+  }
+  step.rule = Op::rule(options);
+  step.rule.seed = store.seed;
+  run_step(backend, call, step, norms_for(options), backend.*kernel, options);
 }
 
 template <const Backend& backend, bool held>
-void multi_tensor_adam(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr const char* op = "multi_tensor_adam";
+void multi_tensor_larc(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr const char* op = "multi_tensor_larc";
   Arguments in(op, stack, held);
-  const ListView grads = in.list(), params = in.list(), exp_avgs = in.list(), exp_avg_sqs = in.list();
-  const ListView max_exp_avg_sqs = in.list(), extras = in.list(), steps = in.list();
+  const ListView grads = in.list(), params = in.list();
   const Tensor found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor();
-  AdamOptions options;
-  options.beta1 = in.number();
-  options.beta2 = in.number();
-  options.eps = in.number();
-  options.weight_decay = in.number();
-  const bool bias_correction = in.flag();
-  options.adam_w_mode = in.flag();
-  const StoreArguments store(in);
+  const LarcOptions options = LarcOptions::taken(in);
+  in.check_held();
 
-  const ListArgument first{"grads", grads};
+  const ListArgument first{"grads", grads, true};
   const CallDevice call = call_device(first, found_inf);
-  StepCall step = check_step(op, backend, call,
-                             {first,
-                              {"params", params, true},
-                              {"exp_avgs", exp_avgs, true},
-                              {"exp_avg_sqs", exp_avg_sqs, true},
-                              {"max_exp_avg_sqs", max_exp_avg_sqs, true, true}},
-                             extras, steps, found_inf, inv_scale, lr, store);
-  step.rule.beta1 = options.beta1;
-  step.rule.beta2 = options.beta2;
-  step.rule.bias_correction = bias_correction;
-  run_step(backend, call, step, 0, backend.adam, options);
-}
-
-template <const Backend& backend, bool held>
-void multi_tensor_sgd(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr const char* op = "multi_tensor_sgd";
-  Arguments in(op, stack, held);
-  const ListView grads = in.list(), params = in.list(), momentum_buffers = in.list();
-  const ListView extras = in.list(), steps = in.list();
-  const Tensor found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor();
-  SgdOptions options;
-  options.momentum = in.number();
-  options.dampening = in.number();
-  options.weight_decay = in.number();
-  options.nesterov = in.flag();
-  options.wd_after_momentum = in.flag();
-  const StoreArguments store(in);
-
-  const ListArgument first{"grads", grads};
-  const CallDevice call = call_device(first, found_inf);
-  StepCall step = check_step(op, backend, call,
-                             {first, {"params", params, true}, {"momentum_buffers", momentum_buffers, true, true}},
-                             extras, steps, found_inf, inv_scale, lr, store);
-  run_step(backend, call, step, 0, backend.sgd, options);
-}
-
-template <const Backend& backend, bool held>
-void multi_tensor_adagrad(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr const char* op = "multi_tensor_adagrad";
-  Arguments in(op, stack, held);
-  const ListView grads = in.list(), params = in.list(), sums = in.list(), extras = in.list(), steps = in.list();
-  const Tensor found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor();
-  AdagradOptions options;
-  options.eps = in.number();
-  options.weight_decay = in.number();
-  options.adagrad_w_mode = in.flag();
-  const StoreArguments store(in);
-
-  const ListArgument first{"grads", grads};
-  const CallDevice call = call_device(first, found_inf);
-  StepCall step = check_step(op, backend, call, {first, {"params", params, true}, {"sums", sums, true}}, extras, steps,
-                             found_inf, inv_scale, lr, store);
-  run_step(backend, call, step, 0, backend.adagrad, options);
+  OptimizerCall larc;
+  larc.lists = check_lists(op, backend.dtypes, call, {first, {"params", params}});
+  larc.found_inf = check_found_inf(op, found_inf, call, false);
+  larc.inv_scale = check_factor(op, "inv_scale", inv_scale, call, backend.has_device_pointers);
+  larc.lr = check_factor(op, "lr", lr, call, backend.has_device_pointers);
+  if (larc.lists.size() == 0) return;
+  const Scope scope(backend, call.device);
+  const int64_t bytes = backend.norms_workspace(larc.lists, 2);
+  const Tensor workspace = torch_abi::empty(&bytes, aoti_torch_dtype_uint8(), call.device);
+  larc.norms = workspace.mutable_data();
+  backend.larc(scope.context, larc, options);
 }
 
 }  // namespace

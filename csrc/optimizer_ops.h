@@ -1,14 +1,9 @@
 // The entry points of the optimizer kernels, free of torch, and what they are given: ops.h for the rest.
 #pragma once
 
-#include "functors/adagrad.h"
-#include "functors/adam.h"
-#include "functors/lamb.h"
-#include "functors/larc.h"
-#include "functors/novograd.h"
-#include "functors/sgd.h"
 #include "functors/write_back.h"
 #include "ops.h"
+#include "step_ops.h"
 
 namespace ampctx {
 
@@ -26,7 +21,9 @@ struct OptimizerCall {
 // A step: its lists go on with the op's states, and extras where write_back has any. The step counts go up by one
 // before anything is computed.
 struct StepCall : OptimizerCall {
-  PerTensor steps;  // step counts
+  PerTensor steps;                     // step counts
+  std::vector<PerTensor> one_element;  // the op's other states of one element
+  std::vector<Factor> factors;         // the op's own
   bool maximize;
   WriteBack write_back;
   TensorRule rule;  // what becomes of the step counts
@@ -40,22 +37,22 @@ inline int64_t step_workspace(const TensorLists& lists) {
   return lists.size() * static_cast<int64_t>(sizeof(TensorScalars<double>));
 }
 
+// How many norms of each tensor an op needs room for.
+template <class Options>
+int norms_for(const Options&) {
+  return 0;
+}
+
+#define AMPCTX_ENTRY(op, Options, unused) void op(const Context&, const StepCall&, const Options&);
 namespace cpu {
-void adam(const Context&, const StepCall&, const AdamOptions&);  // states: exp_avgs, exp_avg_sqs, maybe max_exp_avg_sqs
-void sgd(const Context&, const StepCall&, const SgdOptions&);    // states: maybe momentum_buffers
-void adagrad(const Context&, const StepCall&, const AdagradOptions&);                     // states: sums
-void lamb(const Context&, const StepCall&, const LambOptions&, Factor global_grad_norm);  // exp_avgs, exp_avg_sqs
-void novograd(const Context&, const StepCall&, const NovoGradOptions&, const PerTensor& exp_avg_sqs);  // exp_avgs
+AMPCTX_STEP_OPS(AMPCTX_ENTRY, )
 void larc(const Context&, const OptimizerCall&, const LarcOptions&);  // rewrites the gradients
 }  // namespace cpu
 
 namespace cuda {
-void adam(const Context&, const StepCall&, const AdamOptions&);
-void sgd(const Context&, const StepCall&, const SgdOptions&);
-void adagrad(const Context&, const StepCall&, const AdagradOptions&);
-void lamb(const Context&, const StepCall&, const LambOptions&, Factor global_grad_norm);
-void novograd(const Context&, const StepCall&, const NovoGradOptions&, const PerTensor& exp_avg_sqs);
+AMPCTX_STEP_OPS(AMPCTX_ENTRY, )
 void larc(const Context&, const OptimizerCall&, const LarcOptions&);
 }  // namespace cuda
+#undef AMPCTX_ENTRY
 
 }  // namespace ampctx

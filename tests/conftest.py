@@ -1,5 +1,6 @@
 """Leaves out what this machine cannot run, and without --full the rest of long tests: pyproject.toml has the marks."""
 
+from collections import Counter
 from itertools import combinations
 
 import torch
@@ -36,14 +37,15 @@ def _beyond_the_fast_set(items):
 def _spread(cases, n):
     """n of a test's cases, the same in each run: first every value of every parameter, then most pairs of values.
 
-    More than n where the values need more, fewer values where the test has one parameter alone.
+    More than n where the values need more; not where a parameter has another value in each case.
     """
     waiting = {case: _values(case) for case in cases} if n else {}
     singles = {value for values in waiting.values() for value in values}
     pairs = {pair for values in waiting.values() for pair in combinations(values, 2)}
-    several = len(singles) > len(waiting)
+    values_of = Counter((name, field) for name, field, _ in singles)
+    needs_all = bool(waiting) and max(values_of.values()) < len(waiting)
     chosen = []
-    while waiting and (len(chosen) < n or (several and singles)):
+    while waiting and (len(chosen) < n or (needs_all and singles)):
 
         def gain(case):
             values = waiting[case]
@@ -64,5 +66,5 @@ def _values(case):
         fields = value._asdict() if hasattr(value, "_asdict") else {"": value}
         for field, x in fields.items():
             plain = x is None or isinstance(x, (bool, int, float, str, tuple, torch.dtype))
-            values.append((name, field, repr(x) if plain else case.callspec.indices[name]))
+            values.append((name, field, repr(x) if plain else id(x)))
     return values

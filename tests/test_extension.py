@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from ampctx import ops
 from ampctx._errors import ExtensionError
-from ampctx.kernels import cuda_support, extension
+from ampctx.kernels import cuda_support, extension, ops
 
 ROOT = Path(__file__).parents[1]
 LOAD = """
 import sys, torch
 from pathlib import Path
-from ampctx import extension, ops
+from ampctx.kernels import extension, ops
 library = torch.library.Library("ampctx_again", "DEF")
 for schema in ops._SCHEMAS:
     library.define(schema)
@@ -95,7 +94,7 @@ def test_a_required_cuda_backend_on_a_torch_without_it(monkeypatch):
 def test_the_import_without_a_library(tmp_path):
     """In a process of its own: one warning, and every op still works."""
     package = tmp_path / "ampctx"
-    shutil.copytree(Path(ops.__file__).parent, package, ignore=shutil.ignore_patterns("_ops.so", "__pycache__"))
+    shutil.copytree(ROOT / "ampctx", package, ignore=shutil.ignore_patterns("_ops.so", "__pycache__"))
     code = (
         "import torch; from ampctx import ops; x = [torch.ones(3)]; ops.multi_tensor_scale(x, x, torch.zeros(()), 2.0);"
         " print(x[0].tolist(), ops.extension.loaded)"
@@ -205,7 +204,8 @@ def build(folder, **environment):
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     shutil.copytree(ROOT / "csrc", folder / "csrc")
-    (folder / "ampctx").mkdir()
+    (folder / "ampctx/kernels").mkdir(parents=True)
+    shutil.copy(ROOT / "ampctx/kernels/spec.py", folder / "ampctx/kernels")
     shutil.copy(ROOT / "ampctx/__init__.py", folder / "ampctx")
     command = [sys.executable, "setup.py", "build_ext", "--inplace"]
     variables = {**os.environ, "AMPCTX_CUDA": "0", **environment}

@@ -11,7 +11,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from ampctx.amp import closures, findings
 from ampctx.amp.methods import as_copied, replace, weak_method
 from ampctx.amp.phases import NOT_THE_USERS, PERTURBED, READY, RELEASED, STEPPING, TABLE, Step, refusal
 from ampctx.casts.model_watch import ParameterNames
+from ampctx.casts.switch import CastSwitch
 from ampctx.kernels import foreach
 from ampctx.kernels.each import stored_grad
 from ampctx.kernels.foreach import Factor, FoundInf, join_flags
@@ -50,13 +51,6 @@ from ampctx.scaling.outcome import Culprits
 _OFFERED = ("found_inf", "model_params", "model_grads")
 
 
-class Casts(NamedTuple):
-    """How a binding switches the session's casts off for a step, and on again for a closure within it."""
-
-    suspended: Callable[[], AbstractContextManager]
-    resumed: Callable[[], AbstractContextManager]
-
-
 class Reports(NamedTuple):
     """What a binding tells its session about steps, and what it has to know for that."""
 
@@ -74,7 +68,7 @@ class OptimizerBinding:
         optimizer: Any,
         masters: MasterParams,
         loss_scales: list[LossScale],
-        casts: Casts,
+        casts: CastSwitch,
         reports: Reports,
         taken: Callable[[], Container[int]],
         warn: Callable[[str], None],
@@ -142,7 +136,7 @@ class OptimizerBinding:
         """For the optimizer's own code: casts are off, and its calls of its methods are not the user's."""
         before, self.phase = self.phase, STEPPING
         try:
-            with self.casts.suspended():
+            with self.casts.suspended() if self.casts.undo else nullcontext():
                 yield
         finally:
             # An exception in a block of a closure takes a first_step back.

@@ -45,7 +45,7 @@ def map_leaves(value: Any, fn: Callable[[Any], Any], objects: bool = True) -> An
 
 
 # What most arguments are that hold no tensors; what is not asked for its ``to``.
-_SCALARS = frozenset({type(None), bool, int, float, str})
+_SCALARS = (type(None), bool, int, float, str)
 _NOT_ASKED = (str, bytes, int, float, type, nn.Module)
 
 

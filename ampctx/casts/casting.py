@@ -131,7 +131,7 @@ def cast_model(
         keep_batchnorm_fp32: running statistics, and parameters that go with them, are in fp32: those of batch norms,
             and of instance norms that keep statistics. All other norms are cast.
         keep_statistics_fp32: False: of affine batch norms alone, as in apex.
-        kept: modules whose own parameters and buffers are in fp32.
+        kept: ``keep_fp32`` modules, whose own parameters and buffers are in fp32.
 
     What ``torch.nn.utils.parametrize`` makes a weight from stays in fp32, and the weight is cast on its way out:
     matrix exponentials and power iterations are not to be had in 16 bits.

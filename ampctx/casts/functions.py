@@ -20,7 +20,7 @@ from ampctx.casts.arguments import Rule, Undo, autocast_off, leaf_cast, map_argu
 
 
 def cast_function(fn: Callable, active: Callable[[], Any], call: Callable[[Callable, tuple, dict, Any], Any]) -> Any:
-    """``fn`` under its own name: ``call(fn, args, kwargs, now)`` where ``active()`` gives a ``now``; None: ``fn``."""
+    """``fn`` under its own name, called through ``call(fn, args, kwargs, now)`` unless ``now = active()`` is None."""
 
     # Only a plain function's __dict__ is copied: that of a callable object is its state.
     @functools.wraps(fn, updated=("__dict__",) if isinstance(fn, types.FunctionType) else ())
@@ -44,7 +44,7 @@ _MISSING = object()
 
 
 def replace_function(owner: Any, name: str, cast: Callable[[Any], Any]) -> Undo:
-    """Puts ``cast(function)`` in the place of a function. The undo puts back what was there; an inherited one goes."""
+    """Puts ``cast(function)`` in the place of a function. The undo puts back what was there."""
     # On a class, the attribute itself rather than what it binds to.
     static = inspect.getattr_static(owner, name, None) if isinstance(owner, type) else None
     replacement = cast(static if isinstance(static, (staticmethod, classmethod)) else getattr(owner, name))
@@ -67,7 +67,7 @@ class Shared:
     """What is installed once for all who want it, and taken away with the last of them."""
 
     def __init__(self) -> None:
-        # Taken anew by a session that is collected while another one installs.
+        # Reentrant: a session that is collected while another one installs lets go in the same thread.
         self._lock = threading.RLock()
         self._users: Counter[Hashable] = Counter()
         self._undo: dict[Hashable, Undo] = {}

@@ -1,4 +1,4 @@
-"""Modules that the user keeps in fp32: which they are, and their forwards at O1 and O4."""
+"""``keep_fp32`` modules: which they are, and their forwards at O1 and O4."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ampctx.casts.autocast import Autocast, ForwardHook
 class KeptModules:
     """What ``keep_fp32`` of ``amp.initialize`` stands for in the models.
 
-    ``modules``: all that is kept, with everything inside. ``entries``: those of them that others call, each of which
-    takes what comes to fp32 and gives back what the surroundings take. ``described``: the argument in words.
+    ``modules``: all of them, with everything inside. ``entries``: those that other modules call, each of which casts
+    its inputs to fp32 and its result to the type around it. ``described``: the argument in words.
     """
 
     modules: frozenset[nn.Module]
@@ -35,7 +35,7 @@ def find_kept(models: Sequence[nn.Module], keep_fp32: Sequence[str | type[nn.Mod
 
     Raises:
         AmpValueError: an entry that stands for no module; a parameter or buffer, tied or of a shared module, that
-            belongs to modules inside and outside of what is kept.
+            belongs to modules inside and outside of those.
     """
     # All names of shared modules. A compiled model holds the user's one as _orig_mod, which is no name of the user's.
     named = [

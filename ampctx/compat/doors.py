@@ -28,8 +28,7 @@ from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import SIZED
 from ampctx.optimizers._options import Group
 from ampctx.optimizers._options import check_number as check_option
-from ampctx.optimizers._scaling import Scaling
-from ampctx.optimizers._work import Work
+from ampctx.optimizers._work import Scaling, Work
 from ampctx.optimizers._work import call as _call_op
 from ampctx.scaling.formats import (
     fp16_optimizer_entry,
@@ -53,20 +52,20 @@ session: AmpSession = _default_session
 
 def active_casts() -> Autocast | None:
     """The latest casts that are on in the default session."""
-    return session._autocast
+    return session._casts.current
 
 
 def end_casts(autocast: Autocast) -> None:
     """Takes casts out of the default session before its reset would."""
-    if autocast in session._casting:
-        session._casting[autocast]()
+    if autocast in session._casts.undo:
+        session._casts.undo[autocast]()
 
 
 # --- loss scales: apex.amp.scaler -------------------------------------------------------------------------------------
 
 
 def view_of(scale: LossScale) -> Any:
-    """The ``LossScaler`` that is told of each verdict on ``scale`` (``judged``); None without one."""
+    """The ``LossScaler`` that is told of each check for ``scale`` (``checked``); None without one."""
     return scale.observer
 
 
@@ -75,13 +74,13 @@ def set_view(scale: LossScale, view: Any) -> None:
 
 
 def is_deferred(scale: LossScale) -> bool:
-    """Whether a block with ``delay_overflow_check`` has left a verdict on ``scale`` to its next update."""
-    return scale in session._deferred
+    """Whether a block with ``delay_overflow_check`` has left the flag of ``scale`` to its next update."""
+    return scale in session._blocks.deferred
 
 
-def take_verdict(scale: LossScale) -> Tensor | None:
-    """That verdict, which ``LossScaler.update_scale`` decides by; the next step does not wait for it any more."""
-    return session._take_deferred(scale)
+def take_deferred(scale: LossScale) -> Tensor | None:
+    """That flag, which ``LossScaler.update_scale`` decides by; the next step does not wait for it any more."""
+    return session._blocks.take_deferred(scale)
 
 
 # --- optimizers: apex.amp._process_optimizer, checkpoints -------------------------------------------------------------
@@ -95,7 +94,7 @@ def watch_optimizers(tell: Callable[[Mapping[Any, OptimizerBinding]], Undo]) -> 
     if tell in session.observers:
         return False
     session.observers.append(tell)
-    session._undo.append(tell(dict(session._bindings)))
+    session._undo.callback(tell(dict(session._bindings)))
     return True
 
 
@@ -167,9 +166,9 @@ def close_window(binding: OptimizerBinding, inv_scale: Factor) -> FoundInf:
 
 
 def conclude(binding: OptimizerBinding, scale: LossScale, found_inf: Tensor) -> None:
-    """A verdict on ``scale`` that waits for its update, as that of a block with ``delay_overflow_check``."""
+    """A flag for ``scale`` that waits for its update, as that of a block with ``delay_overflow_check``."""
     loss_id = binding.loss_scales.index(scale) if scale in binding.loss_scales else OUTSIDE_OF_BLOCKS
-    session._conclude([binding], scale, loss_id, found_inf, delay=True)
+    session._blocks.conclude([binding], scale, loss_id, found_inf, delay=True)
 
 
 # --- op calls: amp_C --------------------------------------------------------------------------------------------------
@@ -245,7 +244,7 @@ __all__ = [
     "set_view",
     "settle",
     "strided_grad",
-    "take_verdict",
+    "take_deferred",
     "to_amp_state",
     "to_grad_scaler_state",
     "unwatch_optimizers",

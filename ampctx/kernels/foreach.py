@@ -99,14 +99,9 @@ def scale(src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: FoundInf, fac
 
 
 def axpby(
-    x: Sequence[Tensor],
-    y: Sequence[Tensor],
-    out: Sequence[Tensor],
-    found_inf: FoundInf,
-    a: float | PerDevice,
-    b: float | PerDevice,
-    arg_to_check: int = -1,
-) -> None:
+    x: Sequence[Tensor], y: Sequence[Tensor], out: Sequence[Tensor], found_inf: FoundInf, a: float | PerDevice,
+    b: float | PerDevice, arg_to_check: int = -1,
+) -> None:  # fmt: skip
     """``out[i] = a * x[i] + b * y[i]`` (``ops.multi_tensor_axpby``)."""
     for device, fused, (s, t, o) in buckets(x, y, out):
         flag, a_, b_ = found_inf.on(device), _factor(a, device), _factor(b, device)
@@ -124,60 +119,50 @@ def l2norm(tensors: Sequence[Tensor], found_inf: FoundInf) -> Tensor:
 
 def unscale_l2norm(tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Factor) -> Tensor:
     """``l2norm`` of the tensors times ``inv_scale``; they are left as they are. No host sync."""
-    if known := _known(tensors):
-        flag, factor = found_inf.on(known.device), _factor(inv_scale, known.device)
-        return ops.multi_tensor_unscale_l2norm(known, flag, factor)[0]
-    norms = []
-    for device, fused, (group,) in buckets(tensors):
-        flag, factor = found_inf.on(device), _factor(inv_scale, device)
-        if fused:
-            norms.append(ops.multi_tensor_unscale_l2norm(group, flag, factor)[0])
-        else:
-            norms.append(reference.multi_tensor_unscale_l2norm(group, flag, _tensor(factor), False)[0])
-    return joined_norm(norms)
-
-
-def unscale_l2norms(tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Factor) -> tuple[Tensor, Tensor]:
-    """``unscale_l2norm``, and the norm of each tensor, ``[len(tensors)]`` on the device of the first. No host sync."""
-    if not tensors:
-        return torch.zeros(()), torch.zeros(0)
-    each = torch.empty(len(tensors), dtype=reference.compute_dtype(*tensors), device=tensors[0].device)
-    totals = []
-    for device, fused, (group, places) in buckets(tensors, along=[each.unbind()]):
-        flag, factor = found_inf.on(device), _factor(inv_scale, device)
-        if fused:
-            total, norms = ops.multi_tensor_unscale_l2norm(group, flag, factor, True)
-        else:
-            total, norms = reference.multi_tensor_unscale_l2norm(group, flag, _tensor(factor), True)
-        totals.append(total)
-        if len(group) == len(tensors):
-            return total, norms
-        for place, norm in zip(places, norms.unbind(), strict=True):
-            place.copy_(norm, non_blocking=place.device.type != "cpu")
-    return joined_norm(totals), each
+    return _unscaled_norms(tensors, found_inf, inv_scale, False)[0]
 
 
 def unscale_l2norms_of(
     tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Factor
-) -> tuple[Tensor, list[tuple[list[int], Tensor]]]:
+) -> tuple[Tensor, list[tuple[Sequence[int], Tensor]]]:
     """``unscale_l2norm``, and the norms of the tensors as the ops give them: places in the list and ``[len(places)]``.
 
     No host sync.
     """
+    return _unscaled_norms(tensors, found_inf, inv_scale, True)
+
+
+def unscale_l2norms(tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Factor) -> tuple[Tensor, Tensor]:
+    """``unscale_l2norm``, and the norm of each tensor, ``[len(tensors)]`` on the device of the first. No host sync."""
+    total, groups = _unscaled_norms(tensors, found_inf, inv_scale, True)
+    if len(groups) == 1:
+        return total, groups[0][1]
+    each = torch.empty(len(tensors), dtype=reference.compute_dtype(*tensors), device=total.device)
+    for places, norms in groups:
+        for place, norm in zip(places, norms.unbind(), strict=True):
+            each[place].copy_(norm, non_blocking=each.device.type != "cpu")
+    return total, each
+
+
+def _unscaled_norms(
+    tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Factor, per_tensor: bool
+) -> tuple[Tensor, list[tuple[Sequence[int], Tensor]]]:
+    every = range(len(tensors))
     if known := _known(tensors):
         flag, factor = found_inf.on(known.device), _factor(inv_scale, known.device)
-        total, norms = ops.multi_tensor_unscale_l2norm(known, flag, factor, True)
-        return total, [(list(range(len(tensors))), norms)]
-    totals, each = [], []
-    for device, fused, (group, places) in buckets(tensors, along=[range(len(tensors))]):
+        total, norms = ops.multi_tensor_unscale_l2norm(known, flag, factor, per_tensor)
+        return total, [(every, norms)]
+    totals: list[Tensor] = []
+    groups: list[tuple[Sequence[int], Tensor]] = []
+    for device, fused, (group, *places) in buckets(tensors, along=[every] if per_tensor else []):
         flag, factor = found_inf.on(device), _factor(inv_scale, device)
         if fused:
-            total, norms = ops.multi_tensor_unscale_l2norm(group, flag, factor, True)
+            total, norms = ops.multi_tensor_unscale_l2norm(group, flag, factor, per_tensor)
         else:
-            total, norms = reference.multi_tensor_unscale_l2norm(group, flag, _tensor(factor), True)
+            total, norms = reference.multi_tensor_unscale_l2norm(group, flag, _tensor(factor), per_tensor)
         totals.append(total)
-        each.append((places, norms))
-    return joined_norm(totals), each
+        groups.append((places[0] if places else every, norms))
+    return joined_norm(totals), groups
 
 
 def joined_norm(norms: Sequence[Tensor]) -> Tensor:

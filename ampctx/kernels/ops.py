@@ -18,6 +18,9 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
+from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,6 +31,7 @@ from ampctx.kernels import extension as _extension
 from ampctx.kernels import reference as _reference
 from ampctx.kernels import reference_steps
 from ampctx.kernels.each import all_there, grad_of
+from ampctx.kernels.spec import SPECS
 
 NAMESPACE = "ampctx"
 
@@ -41,7 +45,7 @@ _SCHEMAS = (
     "update_scale(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor(c!) hysteresis_tracker, Tensor found_inf,"
     " float growth_factor, float backoff_factor, int growth_interval, int hysteresis, float min_scale,"
     " float max_scale) -> ()",
-    *reference_steps.SCHEMAS,
+    *(spec.schema for spec in SPECS.values()),
 )
 
 _TENSOR_LIST = re.compile(r"Tensor(\(\w!\))?\[\]")
@@ -285,8 +289,10 @@ def _as_read(tensors: list[Tensor], number: int) -> ReadTensors | None:
     if not number:
         return None
     found = ReadTensors(tensors, number)
+    device = tensors[0].device.type
     # Where no kernel is compiled for a device, lists go to the fallback, which takes tensors.
-    return found if extension.serves(found.device.type) else None
+    served = "cpu" in extension.backends if device == "cpu" else extension.serves(device)
+    return found if served else None
 
 
 def fill_storages(tensors: ReadTensors) -> bool:
@@ -295,13 +301,17 @@ def fill_storages(tensors: ReadTensors) -> bool:
     return _ops.fill_storages.default(tensors.tensors)
 
 
+_NO_LIST: Any = SimpleNamespace(number=0)
+_number_of = attrgetter("number")
+
+
 def call(op: Any, lists: Sequence[Sequence[Tensor]], *others: Any) -> Any:
     """An op of ``torch.ops.ampctx``, by its overload for lists: where the library knows one, it gets to know all."""
     try:
-        if not any(isinstance(tensors, HeldTensors) for tensors in lists):
+        if not any(map(isinstance, lists, repeat(HeldTensors))):
             return op.default(*lists, *others)
-        known = [t if isinstance(t, HeldTensors) or not len(t) else HeldTensors(t) for t in lists]
-        return op.held(*(t.number if isinstance(t, HeldTensors) else 0 for t in known), *others)
+        known = [t if isinstance(t, HeldTensors) else HeldTensors(t) if len(t) else _NO_LIST for t in lists]
+        return op.held(*map(_number_of, known), *others)
     except RuntimeError as error:
         raise_out_of_memory(error)
         raise
@@ -331,14 +341,9 @@ def multi_tensor_scale(src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: 
 
 
 def multi_tensor_axpby(
-    x: Sequence[Tensor],
-    y: Sequence[Tensor],
-    out: Sequence[Tensor],
-    found_inf: Tensor,
-    a: float | Tensor,
-    b: float | Tensor,
-    arg_to_check: int = -1,
-) -> None:
+    x: Sequence[Tensor], y: Sequence[Tensor], out: Sequence[Tensor], found_inf: Tensor, a: float | Tensor,
+    b: float | Tensor, arg_to_check: int = -1,
+) -> None:  # fmt: skip
     """``out[i] = a * x[i] + b * y[i]``, with the finite check on ``x`` (0), ``y`` (1) or both (-1, the default).
 
     ``out`` may be ``x`` or ``y``. No host sync.
@@ -368,18 +373,10 @@ def multi_tensor_unscale_l2norm(
 
 
 def update_scale(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    hysteresis_tracker: Tensor,
-    found_inf: Tensor,
-    *,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 2000,
-    hysteresis: int = 1,
-    min_scale: float = 0.0,
-    max_scale: float = float("inf"),
-) -> None:
+    scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, found_inf: Tensor, *,
+    growth_factor: float = 2.0, backoff_factor: float = 0.5, growth_interval: int = 2000, hysteresis: int = 1,
+    min_scale: float = 0.0, max_scale: float = float("inf"),
+) -> None:  # fmt: skip
     """The loss-scale rule, in place on one-element tensors of one device: fp32 ``scale``, int32 trackers.
 
     With ``found_inf`` != 0: the hysteresis tracker falls by one, and once it is 0 the scale becomes

@@ -17,39 +17,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampctx.kernels import reference
 from ampctx.kernels.reference import compute_dtype
+from ampctx.kernels.spec import SPECS, OpSpec
 
 WRITE_BACKS = ("nearest", "copy", "split", "kahan", "stochastic")
 NEAREST, COPY, SPLIT, KAHAN, STOCHASTIC = range(len(WRITE_BACKS))
 LOW_PRECISION = (torch.float16, torch.bfloat16)
-
-_COMMON = "Tensor found_inf, Tensor inv_scale, Tensor lr"
-_END = "bool maximize, int write_back, int seed) -> ()"
-SCHEMAS = (
-    "multi_tensor_adam(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs,"
-    " Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] extras, Tensor(f!)[] steps, " + _COMMON + ", float beta1, float beta2,"
-    " float eps, float weight_decay, bool bias_correction, bool adam_w_mode, " + _END,
-    "multi_tensor_sgd(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] momentum_buffers, Tensor(c!)[] extras,"
-    " Tensor(d!)[] steps, " + _COMMON + ", float momentum, float dampening, float weight_decay, bool nesterov,"
-    " bool wd_after_momentum, " + _END,
-    "multi_tensor_adagrad(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] sums, Tensor(c!)[] extras,"
-    " Tensor(d!)[] steps, " + _COMMON + ", float eps, float weight_decay, bool adagrad_w_mode, " + _END,
-    "multi_tensor_lamb(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs,"
-    " Tensor(d!)[] extras, Tensor(e!)[] steps, " + _COMMON + ", Tensor global_grad_norm, float beta1, float beta2,"
-    " float eps, float weight_decay, float max_grad_norm, bool bias_correction, bool adam_w_mode, bool grad_averaging,"
-    " bool use_nvlamb, " + _END,
-    "multi_tensor_novograd(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] extras,"
-    " Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] steps, " + _COMMON + ", float beta1, float beta2, float eps,"
-    " float weight_decay, bool bias_correction, bool grad_averaging, bool reg_inside_moment, bool inf_norm,"
-    " bool init_zero, " + _END,
-    "multi_tensor_larc(Tensor(a!)[] grads, Tensor[] params, " + _COMMON + ", float trust_coefficient, float eps,"
-    " float weight_decay, bool clip, bool maximize) -> ()",
-)
 
 
 # --- write back -------------------------------------------------------------------------------------------------------
@@ -166,20 +146,16 @@ def _update(t: Tensor, new: Tensor, skip: Tensor) -> None:
 
 # --- the steps --------------------------------------------------------------------------------------------------------
 
-Lists = Sequence[Sequence[Tensor]]
+Options = SimpleNamespace  # the arguments of a call by name
 
 
 class _Walk:
     """One op call, tensor by tensor: what every optimizer does around its own arithmetic."""
 
-    def __init__(
-        self, grads, params, extras, steps, found_inf, inv_scale, lr, maximize, write_back, seed, *lists
-    ) -> None:
-        self.lists = (grads, params, extras or [None] * len(grads), steps, *lists)
-        self.found_inf, self.inv_scale, self.lr = found_inf, inv_scale, lr
-        self.maximize, self.write_back, self.seed = maximize, write_back, seed
-        with_f64 = [t for tensors in self.lists[:3] + lists for t in tensors if isinstance(t, Tensor)]
-        self.dtype = compute_dtype(*with_f64)
+    def __init__(self, o: Options, states: Sequence[Sequence[Tensor]]) -> None:
+        self.o = o
+        self.lists = (o.grads, o.params, o.extras or [None] * len(o.grads), o.steps, *states)
+        self.dtype = compute_dtype(*o.grads, *o.params, *o.extras, *(t for tensors in states for t in tensors))
 
     def scalar(self, value: Tensor, like: Tensor) -> Tensor:
         return reference.scalar(value, like, self.dtype)
@@ -196,12 +172,12 @@ class _Place:
 
     def __init__(self, walk: _Walk, number, grad, param, extra, step, *state) -> None:
         self.walk, self.number, self.param, self.extra, self.step, self.state = walk, number, param, extra, step, state
-        self.skip = walk.found_inf.reshape(()).to(param.device) != 0
+        self.skip = walk.o.found_inf.reshape(()).to(param.device) != 0
         self.taken = step.reshape(()).to(reference.widest(step.device)) + 1
-        self.lr = walk.scalar(walk.lr, param)
-        g = grad.reshape(param.shape).to(walk.dtype) * walk.scalar(walk.inv_scale, grad)
-        self.g = -g if walk.maximize else g
-        self.w = _weight(param, extra, walk.write_back, walk.dtype)
+        self.lr = walk.scalar(walk.o.lr, param)
+        g = grad.reshape(param.shape).to(walk.dtype) * walk.scalar(walk.o.inv_scale, grad)
+        self.g = -g if walk.o.maximize else g
+        self.w = _weight(param, extra, walk.o.write_back, walk.dtype)
 
     def read(self, i: int) -> Tensor:
         """A piece of state. Tensors at one index agree in elements and layout, and may differ in shape."""
@@ -227,11 +203,11 @@ class _Place:
 
         def bits() -> Tensor:  # the elements are counted as they lie in memory, where they fill it
             place = torch.arange(w.numel(), device=w.device)
-            drawn = random_bits(walk.seed, self.taken, self.number, place)
+            drawn = random_bits(walk.o.seed, self.taken, self.number, place)
             is_dense = reference.is_dense(self.param)
             return drawn.as_strided(w.shape, self.param.stride()) if is_dense else drawn.reshape(w.shape)
 
-        _store(w, self.param, self.extra, walk.write_back, bits, self.skip)
+        _store(w, self.param, self.extra, walk.o.write_back, bits, self.skip)
         _update(self.step, self.taken, self.skip)
 
 
@@ -239,23 +215,18 @@ def _one(p: _Place) -> Tensor:
     return torch.ones((), dtype=p.walk.dtype, device=p.param.device)
 
 
-def adam(
-    grads, params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, extras, steps, found_inf, inv_scale, lr,
-    beta1, beta2, eps, weight_decay, bias_correction, adam_w_mode, maximize, write_back, seed,
-) -> None:  # fmt: skip
+def adam(p: _Place, o: Options) -> Tensor:
     """Adam (Kingma and Ba 2015), AdamW (Loshchilov and Hutter 2019), AMSGrad (Reddi et al. 2018)."""
-    state = (exp_avgs, exp_avg_sqs) + ((max_exp_avg_sqs,) if max_exp_avg_sqs else ())
-    for p in _Walk(grads, params, extras, steps, found_inf, inv_scale, lr, maximize, write_back, seed, *state):
-        g = p.g if adam_w_mode else p.g + weight_decay * p.w
-        m = beta1 * p.read(0) + (1 - beta1) * g
-        v = beta2 * p.read(1) + ((1 - beta2) * g) * g
-        p.write(0, m)
-        p.write(1, v)
-        if max_exp_avg_sqs:
-            v = torch.maximum(p.read(2), v)
-            p.write(2, v)
-        u = _adam_direction(p, m, v, beta1, beta2, eps, bias_correction)
-        p.finish(p.w - p.lr * (u + weight_decay * p.w if adam_w_mode else u))
+    g = p.g if o.adam_w_mode else p.g + o.weight_decay * p.w
+    m = o.beta1 * p.read(0) + (1 - o.beta1) * g
+    v = o.beta2 * p.read(1) + ((1 - o.beta2) * g) * g
+    p.write(0, m)
+    p.write(1, v)
+    if len(p.state) == 3:
+        v = torch.maximum(p.read(2), v)
+        p.write(2, v)
+    u = _adam_direction(p, o, m, v)
+    return p.w - p.lr * (u + o.weight_decay * p.w if o.adam_w_mode else u)
 
 
 def _sqrt(x: Tensor) -> Tensor:
@@ -263,42 +234,46 @@ def _sqrt(x: Tensor) -> Tensor:
     return x.to(reference.widest(x.device)).sqrt().to(x.dtype)
 
 
-def _adam_direction(p: _Place, m, v, beta1, beta2, eps, bias_correction) -> Tensor:
-    rc1 = p.cast(1 / p.correction(beta1)) if bias_correction else _one(p)
-    rsc2 = p.cast(1 / p.correction(beta2).sqrt()) if bias_correction else _one(p)
-    return (m * rc1) / (_sqrt(v) * rsc2 + eps)
+def _corrections(p: _Place, o: Options) -> tuple[Tensor, Tensor]:
+    if not o.bias_correction:
+        return _one(p), _one(p)
+    return p.cast(1 / p.correction(o.beta1)), p.cast(1 / p.correction(o.beta2).sqrt())
 
 
-def sgd(
-    grads, params, momentum_buffers, extras, steps, found_inf, inv_scale, lr,
-    momentum, dampening, weight_decay, nesterov, wd_after_momentum, maximize, write_back, seed,
-) -> None:  # fmt: skip
+def _adam_direction(p: _Place, o: Options, m: Tensor, v: Tensor) -> Tensor:
+    rc1, rsc2 = _corrections(p, o)
+    return (m * rc1) / (_sqrt(v) * rsc2 + o.eps)
+
+
+def sgd(p: _Place, o: Options) -> Tensor:
     """SGD with momentum as torch defines it: the first step sets the buffer to the gradient."""
-    state = (momentum_buffers,) if momentum_buffers else ()
-    for p in _Walk(grads, params, extras, steps, found_inf, inv_scale, lr, maximize, write_back, seed, *state):
-        g = p.g
-        if weight_decay != 0 and not wd_after_momentum:
-            g = g + weight_decay * p.w
-        if momentum_buffers:
-            buffer = torch.where(p.taken == 1, g, momentum * p.read(0) + (1 - dampening) * g)
-            p.write(0, buffer)
-            g = g + momentum * buffer if nesterov else buffer
-        if weight_decay != 0 and wd_after_momentum:
-            g = g + weight_decay * p.w
-        p.finish(p.w - p.lr * g)
+    g = p.g
+    if o.weight_decay != 0 and not o.wd_after_momentum:
+        g = g + o.weight_decay * p.w
+    if p.state:
+        buffer = torch.where(p.taken == 1, g, o.momentum * p.read(0) + (1 - o.dampening) * g)
+        p.write(0, buffer)
+        g = g + o.momentum * buffer if o.nesterov else buffer
+    if o.weight_decay != 0 and o.wd_after_momentum:
+        g = g + o.weight_decay * p.w
+    return p.w - p.lr * g
 
 
-def adagrad(
-    grads, params, sums, extras, steps, found_inf, inv_scale, lr,
-    eps, weight_decay, adagrad_w_mode, maximize, write_back, seed,
-) -> None:  # fmt: skip
+def adagrad(p: _Place, o: Options) -> Tensor:
     """Adagrad (Duchi et al. 2011), with decoupled weight decay in ``adagrad_w_mode``."""
-    for p in _Walk(grads, params, extras, steps, found_inf, inv_scale, lr, maximize, write_back, seed, sums):
-        g = p.g if adagrad_w_mode else p.g + weight_decay * p.w
-        h = p.read(0) + g * g
-        p.write(0, h)
-        u = g / (_sqrt(h) + eps)
-        p.finish(p.w - p.lr * (u + weight_decay * p.w if adagrad_w_mode else u))
+    g = p.g if o.adagrad_w_mode else p.g + o.weight_decay * p.w
+    h = p.read(0) + g * g
+    p.write(0, h)
+    u = g / (_sqrt(h) + o.eps)
+    return p.w - p.lr * (u + o.weight_decay * p.w if o.adagrad_w_mode else u)
+
+
+def lion(p: _Place, o: Options) -> Tensor:
+    """Lion (Chen et al. 2023)."""
+    c = o.beta1 * p.read(0) + (1 - o.beta1) * p.g
+    u = torch.where(c > 0, _one(p), torch.where(c < 0, -_one(p), c))
+    p.write(0, o.beta2 * p.read(0) + (1 - o.beta2) * p.g)
+    return p.w - p.lr * (u + o.weight_decay * p.w)
 
 
 def _norm(x: Tensor, order: float = 2.0) -> Tensor:
@@ -306,75 +281,72 @@ def _norm(x: Tensor, order: float = 2.0) -> Tensor:
     return torch.linalg.vector_norm(x.to(reference.widest(x.device)), order).to(x.dtype)
 
 
-def lamb(
-    grads, params, exp_avgs, exp_avg_sqs, extras, steps, found_inf, inv_scale, lr, global_grad_norm,
-    beta1, beta2, eps, weight_decay, max_grad_norm, bias_correction, adam_w_mode, grad_averaging, use_nvlamb,
-    maximize, write_back, seed,
-) -> None:  # fmt: skip
+def lamb(p: _Place, o: Options) -> Tensor:
     """LAMB (You et al. 2020): Adam's direction, scaled by ||w|| / ||direction|| for each tensor."""
-    state = (exp_avgs, exp_avg_sqs)
-    limit = torch.tensor(max_grad_norm, dtype=torch.float64)
-    for p in _Walk(grads, params, extras, steps, found_inf, inv_scale, lr, maximize, write_back, seed, *state):
-        norm, most = p.walk.scalar(global_grad_norm, p.param), p.walk.scalar(limit, p.param)
-        g = p.g * torch.where((norm > most) & (most > 0), most / norm, _one(p))
-        if not adam_w_mode:
-            g = g + weight_decay * p.w
-        m = p.write(0, beta1 * p.read(0) + ((1 - beta1) if grad_averaging else 1.0) * g)
-        v = p.write(1, beta2 * p.read(1) + ((1 - beta2) * g) * g)
-        u = _adam_direction(p, m, v, beta1, beta2, eps, bias_correction)
-        if adam_w_mode:
-            u = u + weight_decay * p.w
-        ratio = _one(p)
-        if use_nvlamb or weight_decay != 0:
-            of_w, of_u = _norm(p.w), _norm(u)
-            ratio = torch.where((of_w != 0) & (of_u != 0), of_w / of_u, ratio)
-        p.finish(p.w - (p.lr * ratio) * u)
+    limit = torch.tensor(o.max_grad_norm, dtype=torch.float64)
+    norm, most = p.walk.scalar(o.global_grad_norm, p.param), p.walk.scalar(limit, p.param)
+    g = p.g * torch.where((norm > most) & (most > 0), most / norm, _one(p))
+    if not o.adam_w_mode:
+        g = g + o.weight_decay * p.w
+    m = p.write(0, o.beta1 * p.read(0) + ((1 - o.beta1) if o.grad_averaging else 1.0) * g)
+    v = p.write(1, o.beta2 * p.read(1) + ((1 - o.beta2) * g) * g)
+    u = _adam_direction(p, o, m, v)
+    if o.adam_w_mode:
+        u = u + o.weight_decay * p.w
+    ratio = _one(p)
+    if o.use_nvlamb or o.weight_decay != 0:
+        of_w, of_u = _norm(p.w), _norm(u)
+        ratio = torch.where((of_w != 0) & (of_u != 0), of_w / of_u, ratio)
+    return p.w - (p.lr * ratio) * u
 
 
-def novograd(
-    grads, params, exp_avgs, extras, exp_avg_sqs, steps, found_inf, inv_scale, lr,
-    beta1, beta2, eps, weight_decay, bias_correction, grad_averaging, reg_inside_moment, inf_norm, init_zero,
-    maximize, write_back, seed,
-) -> None:  # fmt: skip
+def novograd(p: _Place, o: Options) -> Tensor:
     """NovoGrad (Ginsburg et al. 2019): the second moment is one number for each tensor, kept as a norm."""
-    state = (exp_avgs, exp_avg_sqs)
-    for p in _Walk(grads, params, extras, steps, found_inf, inv_scale, lr, maximize, write_back, seed, *state):
-        norm = _norm(p.g, float("inf") if inf_norm else 2.0) if p.g.numel() else 0 * _one(p)
-        former = p.cast(p.state[1]).reshape(())
-        blended = beta2 * former + (1 - beta2) * norm
-        if not inf_norm:
-            blended = _sqrt(beta2 * former * former + (1 - beta2) * norm * norm)
-        n = blended if init_zero else torch.where(p.taken == 1, norm, blended)
-        p.write(1, n.reshape(p.state[1].shape))
-        rc1 = p.cast(1 / p.correction(beta1)) if bias_correction else _one(p)
-        rsc2 = p.cast(1 / p.correction(beta2).sqrt()) if bias_correction else _one(p)
-        d = n * rsc2 + eps
-        g = p.g / d + weight_decay * p.w if reg_inside_moment else p.g
-        m = beta1 * p.read(0) + ((1 - beta1) if grad_averaging else 1.0) * g
-        p.write(0, m)
-        u = m * rc1
-        p.finish(p.w - p.lr * (u if reg_inside_moment else u / d + weight_decay * p.w))
+    norm = _norm(p.g, float("inf") if o.inf_norm else 2.0) if p.g.numel() else 0 * _one(p)
+    former = p.cast(p.state[1]).reshape(())
+    blended = o.beta2 * former + (1 - o.beta2) * norm
+    if not o.inf_norm:
+        blended = _sqrt(o.beta2 * former * former + (1 - o.beta2) * norm * norm)
+    n = blended if o.init_zero else torch.where(p.taken == 1, norm, blended)
+    p.write(1, n.reshape(p.state[1].shape))
+    rc1, rsc2 = _corrections(p, o)
+    d = n * rsc2 + o.eps
+    g = p.g / d + o.weight_decay * p.w if o.reg_inside_moment else p.g
+    m = o.beta1 * p.read(0) + ((1 - o.beta1) if o.grad_averaging else 1.0) * g
+    p.write(0, m)
+    u = m * rc1
+    return p.w - p.lr * (u if o.reg_inside_moment else u / d + o.weight_decay * p.w)
 
 
-def larc(grads, params, found_inf, inv_scale, lr, trust_coefficient, eps, weight_decay, clip, maximize) -> None:
+def larc(o: Options) -> None:
     """LARC (You et al. 2017): each gradient scaled by trust_coefficient * ||w|| / ||g||, in place, unscaled too."""
-    decay = -weight_decay if maximize else weight_decay
-    dtype = compute_dtype(*grads, *params)
-    for grad, param in zip(grads, params, strict=True):
-        skip = found_inf.reshape(()).to(param.device) != 0
-        g = grad.to(dtype) * reference.scalar(inv_scale, grad, dtype)
+    decay = -o.weight_decay if o.maximize else o.weight_decay
+    dtype = compute_dtype(*o.grads, *o.params)
+    for grad, param in zip(o.grads, o.params, strict=True):
+        skip = o.found_inf.reshape(()).to(param.device) != 0
+        g = grad.to(dtype) * reference.scalar(o.inv_scale, grad, dtype)
         w = param.to(dtype)
         of_w, of_g = _norm(w), _norm(g)
-        rate = trust_coefficient * of_w / (of_g + of_w * weight_decay + eps)
-        if clip:
-            rate = torch.clamp(rate / reference.scalar(lr, grad, dtype), max=1.0)
+        rate = o.trust_coefficient * of_w / (of_g + of_w * o.weight_decay + o.eps)
+        if o.clip:
+            rate = torch.clamp(rate / reference.scalar(o.lr, grad, dtype), max=1.0)
         adapted = (g + decay * w.reshape(g.shape)) * rate
         _update(grad, torch.where((of_w != 0) & (of_g != 0), adapted, g), skip)
 
 
+def run(op: str, given: dict[str, Any]) -> None:
+    """An op by the name of its spec, on arguments by name: unchecked, factors as tensors, write backs as numbers."""
+    spec, o = SPECS[op], SimpleNamespace(**given)
+    if not spec.takes_step:
+        return larc(o)
+    states = [given[state.name] for state in spec.sized if given[state.name]]
+    states += [given[state.name] for state in spec.one_element if state.name != "steps"]
+    for place in _Walk(o, states):
+        place.finish(globals()[op](place, o))
+
+
 # --- checks: the kernels' own, with the same messages -----------------------------------------------------------------
 
-_MAY_BE_EMPTY = ("max_exp_avg_sqs", "momentum_buffers")
 _KNOWN = "float32, float16, bfloat16 or float64"
 
 
@@ -409,39 +381,28 @@ def _check_one_element(op: str, name: str, tensors: Sequence[Tensor], grads: Seq
             raise RuntimeError(f"{where} is on {t.device}, grads[0] is on {grads[0].device}")
 
 
-def _checked(op: str, run: Callable, elementwise: str, factors: str = "", one_element: str = "") -> Callable:
-    """``run`` behind the checks of its arguments, which are given by name. What an op has of its own comes last."""
-    names = [argument.split()[-1] for argument in _schema(op).split("(", 1)[1].rpartition(") ->")[0].split(", ")]
+def _checked(spec: OpSpec) -> Callable[..., None]:
+    """``run`` behind the checks of its arguments. What an op has of its own comes last."""
+    numbers = [number.name for number in spec.numbers]
+    end = ["maximize", "write_back", "seed"] if spec.takes_step else []
+    names, op = [*spec.lists, *spec.tensors, *numbers, *end], spec.op
 
-    def fallback(*arguments):
+    def fallback(*arguments: Any) -> None:
         given = dict(zip(names, arguments, strict=True))
-        lists = {name: given[name] for name in elementwise.split()}
-        reference.check_lists(op, {k: v for k, v in lists.items() if v or k not in _MAY_BE_EMPTY})
-        if "write_back" in given:
-            _check_extras(op, given["grads"], given["params"], given["extras"], given["write_back"])
-            _check_one_element(op, "steps", given["steps"], given["grads"])
-        scalars = {name: given[name] for name in ["inv_scale", "lr", *factors.split()]}
-        reference.check_scalars(op, given["found_inf"], {"grads": given["grads"]}, **scalars)
-        for name in one_element.split():
-            _check_one_element(op, name, given[name], given["grads"])
-        run(*arguments)
+        grads, params = given["grads"], given["params"]
+        lists = {state.name: given[state.name] for state in spec.sized if given[state.name] or not state.if_set}
+        reference.check_lists(op, {"grads": grads, "params": params, **lists})
+        if spec.takes_step:
+            _check_extras(op, grads, params, given["extras"], given["write_back"])
+            _check_one_element(op, "steps", given["steps"], grads)
+        factors = {name: given[name] for name in spec.tensors[1:]}
+        reference.check_scalars(op, given["found_inf"], {"grads": grads}, **factors)
+        for state in spec.one_element:
+            if state.name != "steps":
+                _check_one_element(op, state.name, given[state.name], grads)
+        run(spec.name, given)
 
     return fallback
 
 
-def _schema(op: str) -> str:
-    return next(schema for schema in SCHEMAS if schema.startswith(op + "("))
-
-
-FALLBACKS = {
-    "multi_tensor_adam": _checked("multi_tensor_adam", adam, "grads params exp_avgs exp_avg_sqs max_exp_avg_sqs"),
-    "multi_tensor_sgd": _checked("multi_tensor_sgd", sgd, "grads params momentum_buffers"),
-    "multi_tensor_adagrad": _checked("multi_tensor_adagrad", adagrad, "grads params sums"),
-    "multi_tensor_lamb": _checked(
-        "multi_tensor_lamb", lamb, "grads params exp_avgs exp_avg_sqs", factors="global_grad_norm"
-    ),
-    "multi_tensor_novograd": _checked(
-        "multi_tensor_novograd", novograd, "grads params exp_avgs", one_element="exp_avg_sqs"
-    ),
-    "multi_tensor_larc": _checked("multi_tensor_larc", larc, "grads params"),
-}
+FALLBACKS = {spec.op: _checked(spec) for spec in SPECS.values()}

@@ -13,216 +13,47 @@ feeds the "stochastic" write back, whose random numbers depend on seed, step cou
 
 Lists that stay the same from call to call may be held (``ampctx.ops.HeldTensors``). Autograd is told that ``params``
 and ``extras`` changed; the state of an optimizer is in nobody's graph.
+
+The calls are made of ``ampctx.kernels.spec``, as source that is compiled once, as dataclasses do: to go through the
+names of arguments at each call costs as much as a small op. ``steps.pyi`` has them for type checkers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence  # noqa: F401  of the signatures
 
 import torch
 from torch import Tensor
 
-from ampctx.kernels.ops import call, factor, wrote
+from ampctx.kernels.ops import call, factor, wrote  # noqa: F401  what the calls are made of
 from ampctx.kernels.reference_steps import WRITE_BACKS
+from ampctx.kernels.spec import SPECS, OpSpec
 
 _ops = torch.ops.ampctx
 _CODES = {name: code for code, name in enumerate(WRITE_BACKS)}
 
 Factor = float | Tensor
 
-
-def adam(
-    grads: Sequence[Tensor],
-    params: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    max_exp_avg_sqs: Sequence[Tensor],
-    extras: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    found_inf: Tensor,
-    inv_scale: Factor,
-    lr: Factor,
-    *,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    bias_correction: bool = True,
-    adam_w_mode: bool = True,
-    maximize: bool = False,
-    write_back: str = "nearest",
-    seed: int = 0,
-) -> None:
-    """Adam; with decoupled weight decay in ``adam_w_mode``; AMSGrad where ``max_exp_avg_sqs`` is not empty.
-
-    m = beta1 m + (1 - beta1) g,  v = beta2 v + (1 - beta2) g^2,  u = (m / c1) / (sqrt(v / c2) + eps),
-    p -= lr (u + weight_decay p), with c = 1 - beta^step, or 1 without ``bias_correction``. Not in ``adam_w_mode``,
-    g + weight_decay p takes the place of g. No host sync.
-    """
-    call(
-        _ops.multi_tensor_adam, (grads, params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, extras, steps), found_inf,
-        factor(inv_scale), factor(lr),
-        beta1, beta2, eps, weight_decay, bias_correction, adam_w_mode, maximize, _CODES[write_back], seed,
-    )  # fmt: skip
-    wrote(params, extras)
+__all__ = sorted(SPECS)
 
 
-def sgd(
-    grads: Sequence[Tensor],
-    params: Sequence[Tensor],
-    momentum_buffers: Sequence[Tensor],
-    extras: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    found_inf: Tensor,
-    inv_scale: Factor,
-    lr: Factor,
-    *,
-    momentum: float = 0.0,
-    dampening: float = 0.0,
-    weight_decay: float = 0.0,
-    nesterov: bool = False,
-    wd_after_momentum: bool = False,
-    maximize: bool = False,
-    write_back: str = "nearest",
-    seed: int = 0,
-) -> None:
-    """SGD: b = momentum b + (1 - dampening) g, or g where the step count is 0; p -= lr b, or lr (g + momentum b) with
-    ``nesterov``. Without momentum ``momentum_buffers`` is empty. Weight decay adds weight_decay p to g, or with
-    ``wd_after_momentum`` to what lr multiplies. No host sync.
-    """
-    call(
-        _ops.multi_tensor_sgd, (grads, params, momentum_buffers, extras, steps), found_inf,
-        factor(inv_scale), factor(lr),
-        momentum, dampening, weight_decay, nesterov, wd_after_momentum, maximize, _CODES[write_back], seed,
-    )  # fmt: skip
-    wrote(params, extras)
+def source(spec: OpSpec) -> str:
+    """The typed call of an op."""
+    lists, tensors = spec.lists, spec.tensors
+    positional = [*(f"{name}: Sequence[Tensor]" for name in lists), "found_inf: Tensor"]
+    positional += [f"{name}: Factor" for name in tensors[1:]]
+    named = [f"{n.name}: {n.type}" + ("" if n.default is None else f" = {n.default!r}") for n in spec.numbers]
+    numbers, written = [number.name for number in spec.numbers], "grads"
+    if spec.takes_step:
+        named += ["maximize: bool = False", 'write_back: str = "nearest"', "seed: int = 0"]
+        numbers += ["maximize", "_CODES[write_back]", "seed"]
+        written = "params, extras"
+    scalars = ["found_inf", *(f"factor({name})" for name in tensors[1:])]
+    return (
+        f'def {spec.name}({", ".join(positional)}, *, {", ".join(named)}) -> None:\n    """{spec.doc}"""\n'
+        f"    call(_ops.{spec.op}, ({', '.join(lists)}), {', '.join([*scalars, *numbers])})\n    wrote({written})\n"
+    )
 
 
-def adagrad(
-    grads: Sequence[Tensor],
-    params: Sequence[Tensor],
-    sums: Sequence[Tensor],
-    extras: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    found_inf: Tensor,
-    inv_scale: Factor,
-    lr: Factor,
-    *,
-    eps: float,
-    weight_decay: float = 0.0,
-    adagrad_w_mode: bool = False,
-    maximize: bool = False,
-    write_back: str = "nearest",
-    seed: int = 0,
-) -> None:
-    """Adagrad: h += g^2, p -= lr g / (sqrt(h) + eps); weight decay through g, or decoupled in ``adagrad_w_mode``. No
-    host sync."""
-    call(
-        _ops.multi_tensor_adagrad, (grads, params, sums, extras, steps), found_inf,
-        factor(inv_scale), factor(lr),
-        eps, weight_decay, adagrad_w_mode, maximize, _CODES[write_back], seed,
-    )  # fmt: skip
-    wrote(params, extras)
-
-
-def lamb(
-    grads: Sequence[Tensor],
-    params: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    extras: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    found_inf: Tensor,
-    inv_scale: Factor,
-    lr: Factor,
-    global_grad_norm: Factor,
-    *,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    max_grad_norm: float = 0.0,
-    bias_correction: bool = True,
-    adam_w_mode: bool = True,
-    grad_averaging: bool = True,
-    use_nvlamb: bool = False,
-    maximize: bool = False,
-    write_back: str = "nearest",
-    seed: int = 0,
-) -> None:
-    """LAMB: Adam's direction u (with weight_decay p in it in ``adam_w_mode``), p -= lr ||p|| / ||u|| u for each tensor.
-
-    Gradients are first scaled down to ``max_grad_norm`` where ``global_grad_norm``, the norm of all unscaled gradients,
-    is above it (0: never). The ratio is 1 where a norm is 0, and without weight decay unless ``use_nvlamb``. Without
-    ``grad_averaging`` m = beta1 m + g. No host sync.
-    """
-    call(
-        _ops.multi_tensor_lamb, (grads, params, exp_avgs, exp_avg_sqs, extras, steps), found_inf,
-        factor(inv_scale), factor(lr), factor(global_grad_norm),
-        beta1, beta2, eps, weight_decay, max_grad_norm, bias_correction, adam_w_mode,
-        grad_averaging, use_nvlamb, maximize, _CODES[write_back], seed,
-    )  # fmt: skip
-    wrote(params, extras)
-
-
-def novograd(
-    grads: Sequence[Tensor],
-    params: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    extras: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    found_inf: Tensor,
-    inv_scale: Factor,
-    lr: Factor,
-    *,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    bias_correction: bool = True,
-    grad_averaging: bool = True,
-    reg_inside_moment: bool = False,
-    inf_norm: bool = False,
-    init_zero: bool = False,
-    maximize: bool = False,
-    write_back: str = "nearest",
-    seed: int = 0,
-) -> None:
-    """NovoGrad: ``exp_avg_sqs`` are one-element fp32 tensors n, the running norm of each gradient.
-
-    n = sqrt(beta2 n^2 + (1 - beta2) ||g||^2), or beta2 n + (1 - beta2) max|g| with ``inf_norm``; n is the norm itself
-    where the step count is 0, unless ``init_zero``. With d = n / sqrt(c2) + eps: m = beta1 m + (1 - beta1) g,
-    p -= lr (m / c1 / d + weight_decay p); or, with ``reg_inside_moment``, g / d + weight_decay p takes the place of g
-    and p -= lr m / c1. No host sync.
-    """
-    call(
-        _ops.multi_tensor_novograd, (grads, params, exp_avgs, extras, exp_avg_sqs, steps), found_inf,
-        factor(inv_scale), factor(lr),
-        beta1, beta2, eps, weight_decay, bias_correction, grad_averaging, reg_inside_moment, inf_norm, init_zero,
-        maximize, _CODES[write_back], seed,
-    )  # fmt: skip
-    wrote(params, extras)
-
-
-def larc(
-    grads: Sequence[Tensor],
-    params: Sequence[Tensor],
-    found_inf: Tensor,
-    inv_scale: Factor,
-    lr: Factor,
-    *,
-    trust_coefficient: float = 0.02,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    clip: bool = True,
-    maximize: bool = False,
-) -> None:
-    """LARC, in place on the gradients, which are unscaled too: with a = trust_coefficient ||p|| / (||g|| +
-    weight_decay ||p|| + eps), or min(a / lr, 1) with ``clip``, g = a (g + weight_decay p), or with ``maximize``
-    a (g - weight_decay p). Tensors with a norm of 0 are unscaled alone. No host sync."""
-    call(
-        _ops.multi_tensor_larc, (grads, params), found_inf, factor(inv_scale), factor(lr),
-        trust_coefficient, eps, weight_decay, clip, maximize,
-    )  # fmt: skip
-    wrote(grads)
+for _spec in SPECS.values():
+    exec(compile(source(_spec), f"<{__name__}.{_spec.name}>", "exec"))

@@ -14,13 +14,14 @@ import operator
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ampctx.kernels import foreach, ops
-from ampctx.kernels.each import all_none, stored_grad
+from ampctx.kernels.each import stored_grad
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, product
 
 
@@ -180,7 +181,7 @@ class ModelGrads:
 
     def is_alone(self) -> bool:
         """Whether no master has a gradient besides."""
-        return all_none(map(stored_grad, self.masters))
+        return not any(map(operator.is_not, map(stored_grad, self.masters), repeat(None)))
 
     def drop(self) -> None:
         """Forgets the gradients."""

@@ -6,6 +6,7 @@ docs/optimizers.md tells how they are used.
 from ampctx.optimizers.fused_adagrad import FusedAdagrad
 from ampctx.optimizers.fused_adam import FusedAdam
 from ampctx.optimizers.fused_lamb import FusedLAMB, FusedMixedPrecisionLamb
+from ampctx.optimizers.fused_lion import FusedLion
 from ampctx.optimizers.fused_novograd import FusedNovoGrad
 from ampctx.optimizers.fused_sgd import FusedSGD
 from ampctx.optimizers.larc import LARC
@@ -15,6 +16,7 @@ __all__ = [
     "FusedAdagrad",
     "FusedAdam",
     "FusedLAMB",
+    "FusedLion",
     "FusedMixedPrecisionLamb",
     "FusedNovoGrad",
     "FusedSGD",

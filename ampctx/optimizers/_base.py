@@ -1,6 +1,6 @@
 """What the fused optimizers share: a step is one op call for each (group, device, dtypes, write back).
 
-A step reads nothing of the device. What amp leaves on the optimizer for it: ``ampctx.optimizers._scaling``.
+A step reads nothing of the device. What amp leaves on the optimizer for it, and the calls: ``ampctx.optimizers._work``.
 
 A 16-bit parameter with a master of its own keeps it in ``state[p]``, made at the first step, so that a broadcast of
 the model's weights before is seen: ``master_param``, or ``remainder``, the 16 bits that a bf16 weight lacks.
@@ -8,7 +8,7 @@ the model's weights before is seen: ``master_param``, or ``remainder``, the 16 b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -17,30 +17,14 @@ from torch import Tensor
 from ampctx._errors import AmpKeyError, AmpValueError
 from ampctx.kernels.each import version_of
 from ampctx.kernels.foreach import Factor, PerDevice, product
-from ampctx.kernels.reference import compute_dtype
-from ampctx.kernels.reference_steps import LOW_PRECISION, join, spacing
+from ampctx.kernels.reference_steps import LOW_PRECISION, join
 from ampctx.kernels.sharding import place_grads, wrote
-from ampctx.optimizers import _checkpoint
+from ampctx.kernels.spec import SPECS
+from ampctx.optimizers import _checkpoint, _options, _work
 from ampctx.optimizers._checkpoint import SavedGroup
-from ampctx.optimizers._options import (
-    Group,
-    check_choice,
-    check_lr,
-    check_number,
-    check_one_element,
-    check_seed,
-    device_of,
-    is_lr_on_device,
-    lr_tensor,
-    param_name,
-    refuse_complex,
-    refuse_sparse,
-    refuse_split,
-    seed_of_call,
-)
-from ampctx.optimizers._plan import Plan, can_be_kept
-from ampctx.optimizers._scaling import Scaling, on_device, scaling_of, without_amp
-from ampctx.optimizers._work import EXTRAS, Kind, Members, Work, call, works_of
+from ampctx.optimizers._options import Group, param_name
+from ampctx.optimizers._state import EXTRAS, State, follow, make_state
+from ampctx.optimizers._work import Kind, Members, Plan, Scaling, Work
 
 # Attributes that exist around a step, or that a copy makes anew.
 _TRANSIENT = ("found_inf", "grad_scale", "model_params", "model_grads", "_zero_flags", "_seen", "_plan")
@@ -49,8 +33,8 @@ _TRANSIENT = ("found_inf", "grad_scale", "model_params", "model_grads", "_zero_f
 class FusedOptimizer(torch.optim.Optimizer):
     """Base of the fused optimizers: options, state, masters, scaling, checkpoints, and the calls of the op.
 
-    A subclass names its op (``_op``), the state that goes into it and the numbers of a group that it takes. Of DTensors
-    each rank steps its part; state of their size is a DTensor, too.
+    A subclass names its op (``_op``), whose spec has the state that goes into it and the numbers that it takes. Of
+    DTensors each rank steps its part; state of their size is a DTensor, too.
 
     Args:
         params, defaults: as for torch.optim.Optimizer; ``defaults`` holds lr and weight_decay among others.
@@ -73,26 +57,27 @@ class FusedOptimizer(torch.optim.Optimizer):
     _step_supports_model_params = True
     _op: str
     # The op's lists of one-element state, and where it is kept.
-    _one_element: ClassVar[dict[str, str]] = {"steps": "step"}
+    _one_element: ClassVar[dict[str, str]]
     _initial_step = 0
     # Whether each element is stepped by itself, so that a part of a parameter can be.
-    _elementwise = True
+    _elementwise: bool
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "_op" in vars(cls):
+            spec = SPECS[cls._op]
+            cls._elementwise = spec.elementwise
+            cls._one_element = {state.name: state.key for state in reversed(spec.one_element)}
+            for name, method in _options.made_methods(spec).items():
+                setattr(cls, name, method)
 
     def __init__(
-        self,
-        params: Any,
-        defaults: Group,
-        *,
-        set_grad_none: bool,
-        maximize: bool,
-        write_back: str,
-        seed: int,
-        master_weights: bool | str = False,
-        capturable: bool = False,
-    ) -> None:
+        self, params: Any, defaults: Group, *, set_grad_none: bool, maximize: bool, write_back: str, seed: int,
+        master_weights: bool | str = False, capturable: bool = False,
+    ) -> None:  # fmt: skip
         self.set_grad_none = set_grad_none
-        self.write_back = check_choice("write_back", write_back, ("nearest", "stochastic", "kahan"))
-        self.master_weights = check_choice("master_weights", master_weights, (False, True, "split"))
+        self.write_back = _options.check_choice("write_back", write_back, ("nearest", "stochastic", "kahan"))
+        self.master_weights = _options.check_choice("master_weights", master_weights, (False, True, "split"))
         self.capturable = capturable
         self._zero_flags: dict[torch.device, Tensor] = {}
         # The version of each model weight that agreed with its entry of EXTRAS.
@@ -109,13 +94,17 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._check_options(defaults)
         super().__init__(params, defaults)
 
-    # --- what a subclass says -----------------------------------------------------------------------------------------
+    # --- what a subclass, or the spec of its op, says -----------------------------------------------------------------
 
     def _check_options(self, group: Group) -> None:
         """Raises on a number of a group that cannot be used; tensors among them (not lr) become numbers."""
-        group["lr"] = check_lr(group["lr"])
-        group["weight_decay"] = check_number("weight_decay", group["weight_decay"])
-        group["seed"] = check_seed(group["seed"])
+        group["lr"] = _options.check_lr(group["lr"])
+        for number in SPECS[self._op].numbers:
+            if number.type == "float" and number.checked and not number.of:
+                group[number.name] = _options.check_number(number.name, group[number.name])
+            if number.name == "beta1":
+                group["betas"] = _options.check_betas(group["betas"])
+        group["seed"] = _options.check_seed(group["seed"])
 
     def _state_lists(self, group: Group) -> dict[str, str | None]:
         """The op's lists of state of the parameters' size, and where it is kept; None for a list that stays empty."""
@@ -154,7 +143,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         group = self.param_groups[g]
         if self.capturable:
             # Never the caller's tensor, nor that of the defaults, which other groups have too.
-            group["lr"] = lr_tensor(group).detach().clone()
+            group["lr"] = _options.lr_tensor(group).detach().clone()
 
     def _check_group(self, g: int) -> None:
         group = self.param_groups[g]
@@ -164,10 +153,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise AmpValueError(f"param_groups[{g}]['params'] holds a parameter twice")
         for i, p in enumerate(group["params"]):
             if p.is_complex():
-                refuse_complex(type(self).__name__, param_name(self.param_groups, g, i))
+                _options.refuse_complex(type(self).__name__, param_name(self.param_groups, g, i))
             self._check_param(g, i, p)
         if not self._elementwise:
-            refuse_split(type(self).__name__, self.param_groups, g)
+            _options.refuse_split(type(self).__name__, self.param_groups, g)
 
     def _check_given(self, group: Group) -> None:
         if group["lr"] is None:
@@ -182,15 +171,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
 
     def _settle_lr(self) -> None:
-        """Where capturable, makes a tensor of what was assigned to the lr of a group. The one before keeps its value:
-        code that puts another lr there for a step puts that tensor back after it. No host sync.
+        """Makes a tensor of what was assigned to the lr of a group, of a capturable optimizer. The one before keeps its
+        value: code that puts another lr there for a step puts that tensor back after it. No host sync.
 
         Raises:
             AmpValueError, AmpTypeError: an lr that cannot be used. Nothing has changed then.
         """
-        if not self.capturable:
-            return
-        rates = [lr_tensor(group) for group in self.param_groups]
+        rates = [_options.lr_tensor(group) for group in self.param_groups]
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate
 
@@ -252,34 +239,39 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._settle_lr()
-        scaling = scaling_of(self, self._grad_factor())
+        if self.capturable:
+            self._settle_lr()
+        scaling = _work.scaling_of(self, self._grad_factor())
         # Every check first, so that an error leaves everything as it was.
         for group in self.param_groups:
             if isinstance(group["lr"], Tensor):
-                check_one_element("lr", group["lr"])
-        works = None if self._plan is None else self._plan.works(self, scaling)
+                _options.check_one_element("lr", group["lr"])
+        # A graph takes the lists themselves, as ops.read_along does not read for one.
+        kept = None if torch.compiler.is_compiling() else self._plan
+        works = None if kept is None else kept.works(self, scaling)
         if works is None:
             self._plan, works = None, self._new_works(scaling)
         norm = self._global_norm(works, scaling)
         for number, work in enumerate(works):
             self._launch(work, number, scaling, norm)
-        if self._plan is None and can_be_kept(works):
+        if self._plan is None and _work.can_be_kept(works):
             self._plan = Plan(self, works, scaling)
-        followed = [p for work in works if work.kind[0] in EXTRAS for p in work.members]
-        self._seen.update(zip(followed, map(version_of, followed), strict=True))
         if self._plan is not None:
-            self._plan.stepped()
+            self._plan.stepped(self._seen)
+        else:
+            followed = [p for work in works if work.kind[0] in EXTRAS for p in work.members]
+            self._seen.update(zip(followed, map(version_of, followed), strict=True))
         return loss
 
     def _new_works(self, scaling: Scaling) -> list[Work]:
         members = [self._members(g, scaling) for g in range(len(self.param_groups))]
-        return [
-            work
-            for group, kinds in zip(self.param_groups, members, strict=True)
-            for kind, found in kinds.items()
-            for work in self._works(group, kind, found, scaling)
-        ]
+        works: list[Work] = []
+        for group, kinds in zip(self.param_groups, members, strict=True):
+            lists = self._state_lists(group)
+            for kind, found in kinds.items():
+                states = self._states(lists, kind[0], found.params)
+                works += _work.works_of(group, kind, found, states, lists, self._one_element, scaling)
+        return works
 
     def _step_by(self, scaler: Any, closure: Callable[[], Any] | None) -> Any:
         """``scaler.step(self)``, after the closure: a scaler checks gradients first, and those are the closure's."""
@@ -295,7 +287,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         group = self.param_groups[g]
         pending = {} if scaling.pending is None else scaling.pending.grads
         if not self._elementwise:
-            refuse_split(type(self).__name__, self.param_groups, g)
+            _options.refuse_split(type(self).__name__, self.param_groups, g)
         place_grads(group["params"])
         strided, found = torch.strided, {}
         for i, p in enumerate(group["params"]):
@@ -305,7 +297,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if grad is None and (grad := p.grad) is None:
                 continue
             if grad.layout is not strided:
-                refuse_sparse(type(self).__name__, param_name(self.param_groups, g, i))
+                _options.refuse_sparse(type(self).__name__, param_name(self.param_groups, g, i))
             self._check_param(g, i, p)
             kind = (self._destination(p, scaling), waiting)
             if kind not in found:
@@ -328,13 +320,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """What ``_destination`` goes by, besides the parameter and its model weight."""
         return self.write_back, self.master_weights
 
-    def _works(self, group: Group, kind: Kind, members: Members, scaling: Scaling) -> Iterator[Work]:
-        states = self._states(group, kind[0], members.params)
-        return works_of(group, kind, members, states, self._state_lists(group), self._one_element, scaling)
-
-    def _states(self, group: Group, destination: str, params: list[Tensor]) -> list[dict[str, Any]]:
+    def _states(self, lists: Mapping[str, str | None], destination: str, params: list[Tensor]) -> list[State]:
         """The states of parameters, made where they are not there yet; masters after the model's weights."""
-        sized = [key for key in self._state_lists(group).values() if key is not None]
+        sized = [key for key in lists.values() if key is not None]
         # In an order of their own, and not in that of a set: it is that of checkpoints.
         needed = dict.fromkeys([*self._one_element.values(), *sized])
         if destination in EXTRAS:
@@ -344,40 +332,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             if not needed.keys() <= state.keys():
                 self._make_state(p, state, needed)
             if destination in EXTRAS:
-                self._follow(p, state)
+                follow(p, state, self._seen)
         return states
 
     def _make_state(self, p: Tensor, state: dict[str, Any], needed: Iterable[str]) -> None:
-        dtypes = {"remainder": torch.int16, "compensation": p.dtype, "master_param": torch.float32}
-        for key in needed:
-            if key in state:
-                continue
-            if key in self._one_element.values():
-                first = float(self._initial_step) if key == "step" else 0.0
-                state[key] = torch.full((), first, dtype=torch.float32, device=p.device)
-            else:
-                state[key] = torch.zeros_like(p, dtype=dtypes.get(key, compute_dtype(p)), requires_grad=False)
-            if key == "master_param":
-                state[key].copy_(p)
-
-    def _follow(self, p: Tensor, state: dict[str, Any]) -> None:
-        """Where a weight is not its rounded master any more, somebody changed it: the master takes its value, and what
-        rounding left over is dropped."""
-        # _version is private by name; nothing public tells that a tensor changed without reading it.
-        if self._seen.get(p) == p._version:
-            return
-        self._seen[p] = p._version
-        if "remainder" in state:
-            # Any 16 bits round to the weight beside them, but for those that make nan of a zero or an infinity.
-            made_nan = torch.isnan(join(p, state["remainder"])) & ~torch.isnan(p)
-            state["remainder"].masked_fill_(made_nan, 0)
-        if "compensation" in state:
-            # Rounding to nearest leaves half a place over at most.
-            left = state["compensation"]
-            left.masked_fill_(~(2 * left.float().abs() <= spacing(p.detach())), 0)
-        if "master_param" in state:
-            master = state["master_param"]
-            master.copy_(torch.where(master.to(p.dtype) == p, master, p.to(master.dtype)))
+        make_state(p, state, needed, self._one_element.values(), self._initial_step)
 
     @torch.no_grad()
     def masters_follow_model(self) -> None:
@@ -392,26 +351,27 @@ class FusedOptimizer(torch.optim.Optimizer):
             for p in group["params"]:
                 state = self.state.get(p, {})
                 if p.dtype in LOW_PRECISION and not state.keys().isdisjoint(EXTRAS.values()):
-                    self._follow(p, state)
+                    follow(p, state, self._seen)
 
     def _launch(self, work: Work, number: int, scaling: Scaling, norm: PerDevice | None) -> None:
         group, device = work.group, work.device
         inv_scale: Any = scaling.inv_scale
-        if work.waiting and scaling.pending is not None:
+        if work.kind[1] and scaling.pending is not None:
             inv_scale = product(scaling.pending.inv_scale, inv_scale)
-        found_inf = scaling.found_inf
+        found_inf, lr, seed = scaling.found_inf, group["lr"], group["seed"]
         arguments = {
             **self._op_options(group),
             "found_inf": self._zero_flag(device) if found_inf is None else found_inf.on(device),
             "inv_scale": inv_scale.on(device) if isinstance(inv_scale, PerDevice) else inv_scale,
-            "lr": on_device(group["lr"], device),
+            "lr": _work.on_device(lr, device) if isinstance(lr, Tensor) else lr,
             "maximize": bool(group["maximize"]),
-            "seed": seed_of_call(group["seed"], number),
+            "seed": _options.seed_of_call(seed, number) if number else seed,
         }
         if norm is not None:
             arguments["global_grad_norm"] = norm.on(device)
-        call(self._op, work, arguments)
-        wrote(work.members)
+        _work.call(self._op, work, arguments)
+        if work.sharded:
+            wrote(work.members)
 
     # --- checkpoints and copies ---------------------------------------------------------------------------------------
 
@@ -439,13 +399,13 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         def after(_: Any) -> None:
             self.state.update(states)
-            self._settle_lr()
             if not self.capturable:
                 return
+            self._settle_lr()
             for i, (group, rate) in enumerate(zip(self.param_groups, rates, strict=True)):
                 loaded, is_shared = group["lr"], any(rate is other for other in rates[:i])
                 # What an op takes as it is may be in a CUDA graph.
-                if not is_shared and is_lr_on_device(rate, device_of(group)):
+                if not is_shared and _options.is_lr_on_device(rate, _options.device_of(group)):
                     with torch.no_grad():
                         rate.copy_(loaded.reshape(rate.shape))
                     group["lr"] = rate
@@ -490,7 +450,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         # Hooks (private by name in torch) stay behind, as in torch's own.
         return {
             name: value
-            for name, value in without_amp(self).items()
+            for name, value in _checkpoint.without_amp(self).items()
             if name not in _TRANSIENT and not (name.startswith("_optimizer_") and name.endswith("_hooks"))
         }
 

@@ -1,4 +1,4 @@
-"""Takes a saved optimizer state over for the parameters of an optimizer that exists.
+"""Takes a saved optimizer state over for the parameters of an optimizer that exists; and what a copy takes along.
 
 torch's ``load_state_dict`` casts floating state to the parameter's dtype, which would round the fp32 state of a 16-bit
 parameter. Here each tensor gets the dtype and the memory layout that the ops read it in.
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.kernels.reference import compute_dtype
+from ampctx.kernels.spec import SPECS
 from ampctx.optimizers._options import Group
-from ampctx.optimizers._work import EXTRAS
+from ampctx.optimizers._state import EXTRAS, State
 
-State = dict[str, Any]
 # State of the size of its parameter, in any of the optimizers, unless one keeps it in one element.
-SIZED = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", *EXTRAS.values()}
+SIZED = {*(state.key for spec in SPECS.values() for state in spec.states), *EXTRAS.values()}
 # State that is there as a whole, or not at all.
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -127,3 +127,16 @@ def _dtype(key: str, value: Tensor, p: Tensor) -> torch.dtype:
     if not value.is_floating_point():
         return value.dtype
     return p.dtype if key == "compensation" else compute_dtype(p)
+
+
+def without_amp(optimizer: Any) -> dict[str, Any]:
+    """The attributes of an optimizer that a copy or a pickle takes along.
+
+    Methods that an LR scheduler or amp replaced on the instance stay behind, and so does what amp has put on it and
+    marked with an attribute ``of_amp``: they lead to the original.
+    """
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if not (callable(value) and hasattr(type(optimizer), name)) and not getattr(value, "of_amp", False)
+    }

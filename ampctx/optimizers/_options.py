@@ -1,8 +1,9 @@
 """Checks of what an optimizer is told: numbers by name, as torch.optim words them, and parameters by place; and what
-the ops are told of lr and seed."""
+the ops are told of it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.kernels.foreach import move
 from ampctx.kernels.sharding import any_sharded, is_split
+from ampctx.kernels.spec import OpSpec
 
 Group = dict[str, Any]
 
@@ -102,6 +104,21 @@ def seed_of_call(seed: int, number: int) -> int:
     return (seed + number * 0xD1342543DE82EF95) % 2**63  # an int64, and seed itself for the first call
 
 
+def made_methods(spec: OpSpec) -> dict[str, Callable[..., dict[str, Any]]]:
+    """What each step asks for the numbers and the state of its op, as methods: compiled once, as that is faster than to
+    walk through the spec."""
+    numbers = [f"{number.name!r}: {number.source}" for number in spec.numbers]
+    numbers += [f"{name!r}: 0.0" for name in spec.factors]  # where no group asks for one
+    lists = [f"{s.name!r}: {s.key!r}" + (f" if group[{s.if_set!r}] else None" if s.if_set else "") for s in spec.sized]
+    source = (
+        f"def _op_options(self, group):\n    return {{{', '.join(numbers)}}}\n\n"
+        f"def _state_lists(self, group):\n    return {{{', '.join(lists)}}}\n"
+    )
+    made: dict[str, Any] = {}
+    exec(compile(source, f"<{__name__}, {spec.name}>", "exec"), {}, made)
+    return made
+
+
 def check_choice(name: str, value: Any, choices: tuple) -> Any:
     if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
         raise AmpValueError(f"{name} is {value!r}, expected {' or '.join(map(repr, choices))}")
@@ -143,3 +160,12 @@ def refuse_complex(of: str, name: str) -> None:
 def refuse_amsgrad(optimizer: str, amsgrad: bool) -> None:
     if amsgrad:
         raise AmpError(f"{optimizer} does not support the AMSGrad variant. FusedAdam does.")
+
+
+def split_grad_scaler(optimizer: str, kwargs: dict[str, Any]) -> Any:
+    """The GradScaler that apex's code gives to ``step``. It is not a named parameter: torch's GradScaler would pass
+    itself then, and warn."""
+    scaler = kwargs.pop("grad_scaler", None)
+    if kwargs:
+        raise AmpTypeError(f"{optimizer}.step() got an unexpected keyword argument {next(iter(kwargs))!r}")
+    return scaler

@@ -9,7 +9,7 @@ from torch import Tensor
 from ampctx._errors import AmpValueError
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import SavedGroup
-from ampctx.optimizers._options import Group, check_number
+from ampctx.optimizers._options import Group
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -30,48 +30,21 @@ class FusedAdagrad(FusedOptimizer):
     _op = "adagrad"
 
     def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-2,
-        eps: float = 1e-10,
-        weight_decay: float = 0.0,
-        set_grad_none: bool = True,
-        adagrad_w_mode: bool = False,
-        *,
-        maximize: bool = False,
-        write_back: str = "nearest",
-        seed: int = 0,
-        master_weights: bool | str = False,
-        capturable: bool = False,
-    ) -> None:
+        self, params: Any, lr: float | Tensor = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0,
+        set_grad_none: bool = True, adagrad_w_mode: bool = False, *, maximize: bool = False,
+        write_back: str = "nearest", seed: int = 0, master_weights: bool | str = False, capturable: bool = False,
+    ) -> None:  # fmt: skip
         self.adagrad_w_mode = 1 if adagrad_w_mode else 0
         # lr_decay is there for torch.optim.Adagrad, which looks for it in a checkpoint.
         defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "lr_decay": 0.0}
         super().__init__(
-            params,
-            defaults,
-            set_grad_none=set_grad_none,
-            maximize=maximize,
-            write_back=write_back,
-            seed=seed,
-            master_weights=master_weights,
-            capturable=capturable,
-        )
+            params, defaults, set_grad_none=set_grad_none, maximize=maximize, write_back=write_back, seed=seed,
+            master_weights=master_weights, capturable=capturable,
+        )  # fmt: skip
 
     def _check_options(self, group: Group) -> None:
         super()._check_options(group)
-        group["eps"] = check_number("eps", group["eps"])
         _refuse_lr_decay(group)
-
-    def _state_lists(self, group: Group) -> dict[str, str | None]:
-        return {"sums": "sum"}
-
-    def _op_options(self, group: Group) -> dict[str, Any]:
-        return {
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"],
-            "adagrad_w_mode": bool(self.adagrad_w_mode),
-        }
 
     def _adapt_checkpoint(self, group: SavedGroup) -> None:
         super()._adapt_checkpoint(group)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ampctx._errors import AmpError
 from ampctx.optimizers._base import FusedOptimizer
-from ampctx.optimizers._options import Group, check_betas, check_number
-from ampctx.optimizers._scaling import split_grad_scaler
+from ampctx.optimizers._options import split_grad_scaler
 
 
 class FusedAdam(FusedOptimizer):
@@ -31,42 +30,20 @@ class FusedAdam(FusedOptimizer):
     _op = "adam"
 
     def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        set_grad_none: bool = True,
-        capturable: bool = False,
-        master_weights: bool | str = False,
-        *,
-        maximize: bool = False,
-        write_back: str = "nearest",
-        seed: int = 0,
-    ) -> None:
+        self, params: Any, lr: float | Tensor = 1e-3, bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, adam_w_mode: bool = True,
+        weight_decay: float = 0.0, amsgrad: bool = False, set_grad_none: bool = True, capturable: bool = False,
+        master_weights: bool | str = False, *, maximize: bool = False, write_back: str = "nearest", seed: int = 0,
+    ) -> None:  # fmt: skip
         self.adam_w_mode = 1 if adam_w_mode else 0
         defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
+            "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "amsgrad": amsgrad,
-        }
+        }  # fmt: skip
         super().__init__(
-            params,
-            defaults,
-            set_grad_none=set_grad_none,
-            maximize=maximize,
-            write_back=write_back,
-            seed=seed,
-            master_weights=master_weights,
-            capturable=capturable,
-        )
+            params, defaults, set_grad_none=set_grad_none, maximize=maximize, write_back=write_back, seed=seed,
+            master_weights=master_weights, capturable=capturable,
+        )  # fmt: skip
 
     def step(
         self,
@@ -83,34 +60,11 @@ class FusedAdam(FusedOptimizer):
         Raises:
             AmpError: grads, output_params, scale or grad_norms, which apex refuses too.
         """
-        _refuse_old_arguments(grads=grads, output_params=output_params, scale=scale, grad_norms=grad_norms)
-        scaler = split_grad_scaler("FusedAdam", kwargs)
-        if scaler is not None:
+        if not grads is output_params is scale is grad_norms is None:
+            _refuse_old_arguments(grads=grads, output_params=output_params, scale=scale, grad_norms=grad_norms)
+        if kwargs and (scaler := split_grad_scaler("FusedAdam", kwargs)) is not None:
             return self._step_by(scaler, closure)
         return self._step(closure)
-
-    def _check_options(self, group: Group) -> None:
-        super()._check_options(group)
-        group["betas"] = check_betas(group["betas"])
-        group["eps"] = check_number("eps", group["eps"])
-
-    def _state_lists(self, group: Group) -> dict[str, str | None]:
-        return {
-            "exp_avgs": "exp_avg",
-            "exp_avg_sqs": "exp_avg_sq",
-            "max_exp_avg_sqs": "max_exp_avg_sq" if group["amsgrad"] else None,
-        }
-
-    def _op_options(self, group: Group) -> dict[str, Any]:
-        beta1, beta2 = group["betas"]
-        return {
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"],
-            "bias_correction": bool(group["bias_correction"]),
-            "adam_w_mode": bool(self.adam_w_mode),
-        }
 
 
 def _refuse_old_arguments(**given: Any) -> None:

@@ -13,9 +13,8 @@ from ampctx.kernels import foreach
 from ampctx.kernels.foreach import FoundInf, PerDevice
 from ampctx.kernels.reference_steps import LOW_PRECISION
 from ampctx.optimizers._base import FusedOptimizer
-from ampctx.optimizers._options import Group, check_betas, check_number, refuse_amsgrad
-from ampctx.optimizers._scaling import Scaling, split_grad_scaler
-from ampctx.optimizers._work import Work
+from ampctx.optimizers._options import Group, check_number, refuse_amsgrad, split_grad_scaler
+from ampctx.optimizers._work import Scaling, Work
 
 
 class FusedLAMB(FusedOptimizer):
@@ -38,76 +37,30 @@ class FusedLAMB(FusedOptimizer):
     """
 
     _op = "lamb"
-    _elementwise = False
 
     def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
-        amsgrad: bool = False,
-        adam_w_mode: bool = True,
-        grad_averaging: bool = True,
-        set_grad_none: bool = True,
-        max_grad_norm: float | None = 1.0,
-        use_nvlamb: bool = False,
-        *,
-        maximize: bool = False,
-        write_back: str = "nearest",
-        seed: int = 0,
-        master_weights: bool | str = False,
-        capturable: bool = False,
-    ) -> None:
+        self, params: Any, lr: float | Tensor = 1e-3, bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6, weight_decay: float = 0.01,
+        amsgrad: bool = False, adam_w_mode: bool = True, grad_averaging: bool = True, set_grad_none: bool = True,
+        max_grad_norm: float | None = 1.0, use_nvlamb: bool = False, *, maximize: bool = False,
+        write_back: str = "nearest", seed: int = 0, master_weights: bool | str = False, capturable: bool = False,
+    ) -> None:  # fmt: skip
         refuse_amsgrad(type(self).__name__, amsgrad)
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.use_nvlamb = use_nvlamb
         defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "max_grad_norm": max_grad_norm,
-        }
+            "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm,
+        }  # fmt: skip
         super().__init__(
-            params,
-            defaults,
-            set_grad_none=set_grad_none,
-            maximize=maximize,
-            write_back=write_back,
-            seed=seed,
-            master_weights=master_weights,
-            capturable=capturable,
-        )
+            params, defaults, set_grad_none=set_grad_none, maximize=maximize, write_back=write_back, seed=seed,
+            master_weights=master_weights, capturable=capturable,
+        )  # fmt: skip
 
     def _check_options(self, group: Group) -> None:
         super()._check_options(group)
-        group["betas"] = check_betas(group["betas"])
-        group["eps"] = check_number("eps", group["eps"])
         if group["max_grad_norm"] is not None:
             group["max_grad_norm"] = check_number("max_grad_norm", group["max_grad_norm"])
-
-    def _state_lists(self, group: Group) -> dict[str, str | None]:
-        return {"exp_avgs": "exp_avg", "exp_avg_sqs": "exp_avg_sq"}
-
-    def _op_options(self, group: Group) -> dict[str, Any]:
-        beta1, beta2 = group["betas"]
-        return {
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"],
-            "max_grad_norm": group["max_grad_norm"] or 0.0,
-            "bias_correction": bool(group["bias_correction"]),
-            "adam_w_mode": bool(self.adam_w_mode),
-            "grad_averaging": bool(group["grad_averaging"]),
-            "use_nvlamb": bool(self.use_nvlamb),
-            "global_grad_norm": 0.0,  # where no group scales gradients down
-        }
 
     def _global_norm(self, works: list[Work], scaling: Scaling) -> PerDevice | None:
         if not any(work.group["max_grad_norm"] for work in works):
@@ -143,47 +96,23 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     """
 
     def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        step: int = 0,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.01,
-        amsgrad: bool = False,
-        adam_w_mode: bool = True,
-        grad_averaging: bool = True,
-        max_grad_norm: float | None = 1.0,
-        use_nvlamb: bool = False,
-        reduced_precision_dtype: torch.dtype | None = None,
-        *,
-        maximize: bool = False,
-        write_back: str = "nearest",
+        self, params: Any, lr: float | Tensor = 1e-3, step: int = 0, bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6, weight_decay: float = 0.01,
+        amsgrad: bool = False, adam_w_mode: bool = True, grad_averaging: bool = True,
+        max_grad_norm: float | None = 1.0, use_nvlamb: bool = False,
+        reduced_precision_dtype: torch.dtype | None = None, *, maximize: bool = False, write_back: str = "nearest",
         seed: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if isinstance(step, bool) or not isinstance(step, int):
             raise AmpTypeError(f"step must be an int, the steps taken so far, got {type(step).__name__}")
         self._initial_step = int(check_number("step", step))
         self.write_back = write_back
         self.reduced_precision_dtype = reduced_precision_dtype
         super().__init__(
-            params,
-            lr=lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            adam_w_mode=adam_w_mode,
-            grad_averaging=grad_averaging,
-            max_grad_norm=max_grad_norm,
-            use_nvlamb=use_nvlamb,
-            maximize=maximize,
-            write_back=write_back,
-            seed=seed,
-            capturable=True,
-        )
+            params, lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay,
+            amsgrad=amsgrad, adam_w_mode=adam_w_mode, grad_averaging=grad_averaging, max_grad_norm=max_grad_norm,
+            use_nvlamb=use_nvlamb, maximize=maximize, write_back=write_back, seed=seed, capturable=True,
+        )  # fmt: skip
 
     @property
     def reduced_precision_dtype(self) -> torch.dtype | None:

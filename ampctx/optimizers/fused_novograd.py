@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from ampctx._errors import AmpValueError
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import SavedGroup
-from ampctx.optimizers._options import Group, check_betas, check_number, refuse_amsgrad
+from ampctx.optimizers._options import Group, refuse_amsgrad
 
 _NORM_TYPES = (2, 0)
 
@@ -37,76 +37,29 @@ class FusedNovoGrad(FusedOptimizer):
     """
 
     _op = "novograd"
-    _elementwise = False
-    _one_element: ClassVar[dict[str, str]] = {"steps": "step", "exp_avg_sqs": "exp_avg_sq"}
 
     def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        reg_inside_moment: bool = False,
-        grad_averaging: bool = True,
-        norm_type: int = 2,
-        init_zero: bool = False,
-        set_grad_none: bool = True,
-        *,
-        maximize: bool = False,
-        write_back: str = "nearest",
-        seed: int = 0,
-        master_weights: bool | str = False,
-        capturable: bool = False,
-    ) -> None:
+        self, params: Any, lr: float | Tensor = 1e-3, bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False,
+        reg_inside_moment: bool = False, grad_averaging: bool = True, norm_type: int = 2, init_zero: bool = False,
+        set_grad_none: bool = True, *, maximize: bool = False, write_back: str = "nearest", seed: int = 0,
+        master_weights: bool | str = False, capturable: bool = False,
+    ) -> None:  # fmt: skip
         refuse_amsgrad("FusedNovoGrad", amsgrad)
         self.moment_mode = 0 if reg_inside_moment else 1
         defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "norm_type": norm_type,
-            "init_zero": init_zero,
-        }
+            "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging, "norm_type": norm_type, "init_zero": init_zero,
+        }  # fmt: skip
         super().__init__(
-            params,
-            defaults,
-            set_grad_none=set_grad_none,
-            maximize=maximize,
-            write_back=write_back,
-            seed=seed,
-            master_weights=master_weights,
-            capturable=capturable,
-        )
+            params, defaults, set_grad_none=set_grad_none, maximize=maximize, write_back=write_back, seed=seed,
+            master_weights=master_weights, capturable=capturable,
+        )  # fmt: skip
 
     def _check_options(self, group: Group) -> None:
         super()._check_options(group)
-        group["betas"] = check_betas(group["betas"])
-        group["eps"] = check_number("eps", group["eps"])
         if group["norm_type"] not in _NORM_TYPES:
             raise AmpValueError(f"norm_type is {group['norm_type']!r}, expected 2 (L2) or 0 (largest magnitude)")
-
-    def _state_lists(self, group: Group) -> dict[str, str | None]:
-        return {"exp_avgs": "exp_avg"}
-
-    def _op_options(self, group: Group) -> dict[str, Any]:
-        beta1, beta2 = group["betas"]
-        return {
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"],
-            "bias_correction": bool(group["bias_correction"]),
-            "grad_averaging": bool(group["grad_averaging"]),
-            "reg_inside_moment": self.moment_mode == 0,
-            "inf_norm": group["norm_type"] == 0,
-            "init_zero": bool(group["init_zero"]),
-        }
 
     def _adapt_checkpoint(self, group: SavedGroup) -> None:
         """apex keeps the norms of a group in two tensors, of its fp16 and of its other parameters.

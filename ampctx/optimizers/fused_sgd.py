@@ -12,7 +12,7 @@ from ampctx._errors import AmpValueError
 from ampctx.kernels.foreach import Factor, PerDevice
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import SavedGroup
-from ampctx.optimizers._options import Group, check_number
+from ampctx.optimizers._options import Group
 
 
 class FusedSGD(FusedOptimizer):
@@ -36,44 +36,23 @@ class FusedSGD(FusedOptimizer):
     _op = "sgd"
 
     def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor | None = None,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        wd_after_momentum: bool = False,
-        materialize_master_grads: bool = True,
-        set_grad_none: bool = False,
-        *,
-        maximize: bool = False,
-        write_back: str = "nearest",
-        seed: int = 0,
-        master_weights: bool | str = False,
-        capturable: bool = False,
-    ) -> None:
+        self, params: Any, lr: float | Tensor | None = None, momentum: float = 0.0, dampening: float = 0.0,
+        weight_decay: float = 0.0, nesterov: bool = False, wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True, set_grad_none: bool = False, *, maximize: bool = False,
+        write_back: str = "nearest", seed: int = 0, master_weights: bool | str = False, capturable: bool = False,
+    ) -> None:  # fmt: skip
         self.wd_after_momentum = wd_after_momentum
         self.materialize_master_grads = materialize_master_grads
         self.most_recent_scale: float | Tensor = 1.0
         self.scale_set_by_backward = False
         defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
+            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
             "nesterov": nesterov,
-        }
+        }  # fmt: skip
         super().__init__(
-            params,
-            defaults,
-            set_grad_none=set_grad_none,
-            maximize=maximize,
-            write_back=write_back,
-            seed=seed,
-            master_weights=master_weights,
-            capturable=capturable,
-        )
+            params, defaults, set_grad_none=set_grad_none, maximize=maximize, write_back=write_back, seed=seed,
+            master_weights=master_weights, capturable=capturable,
+        )  # fmt: skip
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """``FusedOptimizer.step``, on gradients divided by ``most_recent_scale``."""
@@ -88,21 +67,8 @@ class FusedSGD(FusedOptimizer):
 
     def _check_options(self, group: Group) -> None:
         super()._check_options(group)
-        group["momentum"] = check_number("momentum", group["momentum"])
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise AmpValueError("Nesterov momentum requires a momentum and zero dampening")
-
-    def _state_lists(self, group: Group) -> dict[str, str | None]:
-        return {"momentum_buffers": "momentum_buffer" if group["momentum"] != 0 else None}
-
-    def _op_options(self, group: Group) -> dict[str, Any]:
-        return {
-            "momentum": group["momentum"],
-            "dampening": group["dampening"],
-            "weight_decay": group["weight_decay"],
-            "nesterov": bool(group["nesterov"]),
-            "wd_after_momentum": bool(self.wd_after_momentum),
-        }
 
     def _make_state(self, p: Tensor, state: dict[str, Any], needed: Iterable[str]) -> None:
         if "momentum_buffer" in needed and "momentum_buffer" not in state:

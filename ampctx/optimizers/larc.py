@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpTypeError
-from ampctx.kernels import reference_steps
-from ampctx.kernels import steps as optimizer_ops
+from ampctx.kernels import reference_steps, steps
 from ampctx.kernels.foreach import FoundInf, PerDevice
 from ampctx.kernels.grouping import buckets
 from ampctx.kernels.ops import factor
 from ampctx.masters.lazy_grads import declares
+from ampctx.optimizers._checkpoint import without_amp
 from ampctx.optimizers._options import Group, param_name, refuse_complex, refuse_sparse, refuse_split
-from ampctx.optimizers._scaling import on_device, taken_found_inf, taken_inv_scale, without_amp
+from ampctx.optimizers._work import on_device, taken_found_inf, taken_inv_scale
 
 
 class LARC:
@@ -161,23 +161,12 @@ class LARC:
             for device, fused, (g, p) in buckets(grads, params):
                 flag = clear.on(device) if found_inf is None else found_inf.on(device)
                 inv = inv_scale.on(device) if isinstance(inv_scale, PerDevice) else inv_scale
-                lr, maximize = on_device(group["lr"], device), bool(group.get("maximize", False))
+                given = {
+                    "grads": g, "params": p, "found_inf": flag, "inv_scale": inv, "lr": on_device(group["lr"], device),
+                    "trust_coefficient": self.trust_coefficient, "eps": self.eps, "weight_decay": decay,
+                    "clip": self.clip, "maximize": bool(group.get("maximize", False)),
+                }  # fmt: skip
                 if fused:
-                    optimizer_ops.larc(
-                        g, p, flag, inv, lr,
-                        trust_coefficient=self.trust_coefficient, eps=self.eps, weight_decay=decay, clip=self.clip,
-                        maximize=maximize,
-                    )  # fmt: skip
+                    steps.larc(**given)
                 else:
-                    reference_steps.larc(
-                        g,
-                        p,
-                        flag,
-                        factor(inv),
-                        factor(lr),
-                        self.trust_coefficient,
-                        self.eps,
-                        decay,
-                        self.clip,
-                        maximize,
-                    )
+                    reference_steps.run("larc", {**given, "inv_scale": factor(inv), "lr": factor(given["lr"])})

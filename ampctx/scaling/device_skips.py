@@ -51,7 +51,8 @@ class DeviceSkips:
         """Adds the outcome of a step: a 0-d flag, and those of the losses it came from. No host sync."""
         if self._skipped is None:
             self._skipped = torch.zeros_like(found_inf)
-        flag = move(found_inf, self._skipped.device)
+        device = self._skipped.device
+        flag = found_inf if found_inf.device == device else move(found_inf, device)
         self._skipped.add_(flag)
         if self._counts_in_a_row:
             if self._streak is None:
@@ -61,7 +62,7 @@ class DeviceSkips:
             if loss_id not in self._of_loss or self._of_loss[loss_id][0] is not scale:
                 self._of_loss[loss_id] = (scale, torch.zeros_like(self._skipped))
                 self._reported_of_loss[loss_id] = 0.0
-            self._of_loss[loss_id][1].add_(move(flag, self._skipped.device))
+            self._of_loss[loss_id][1].add_(flag if flag.device == device else move(flag, device))
 
     def decided_on_host(self, skipped: bool) -> None:
         """Goes on counting skips in a row after a decision that was not the device's. No host sync."""

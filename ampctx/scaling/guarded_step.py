@@ -10,7 +10,7 @@ amp and ``GradScaler`` have one ``GuardedStep`` for each optimizer, and call it 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -101,12 +101,12 @@ class Listeners(NamedTuple):
 
     skipped: with the number of skips at the last report and now, id, scale and its value for each loss that overflowed,
         and what is known of whose gradients did. None: nobody, and skips on the device are counted for a limit alone.
-    stepped: with the optimizer and the outcome of every step, where ``wanted``.
+    stepped: with the optimizer and the outcome of every step, while one of ``hooks`` has anything in it.
     """
 
     skipped: Callable[[int, int, list[tuple[int, LossScale, float]], Culprits], None] | None = None
     stepped: Callable[[Any, StepOutcome], None] | None = None
-    wanted: Callable[[], bool] = bool
+    hooks: tuple[Collection[Any], ...] = ()
 
 
 class GuardedStep:
@@ -213,7 +213,7 @@ class GuardedStep:
             grad_norm=known.grad_norm,
             culprits=lambda: later(epoch),
         )
-        listens = self._listeners.stepped is not None and self._listeners.wanted()
+        listens = self._listeners.stepped is not None and any(self._listeners.hooks)
         if listens and not is_capturing() and outcome.skipped:
             outcome.name(culprits())
         if flags and found_inf is not None and self._counts_on_device:
@@ -228,5 +228,5 @@ class GuardedStep:
         if is_capturing():
             return
         self.history.add(outcome)
-        if self._listeners.stepped is not None and self._listeners.wanted():
+        if self._listeners.stepped is not None and any(self._listeners.hooks):
             self._listeners.stepped(optimizer, outcome)

@@ -96,12 +96,12 @@ class StepHistory:
         self._gathered.clear()
         steps = list(self._read)[max(0, len(self._read) - n) :]
         losses = range(self._losses)
-        judged = sorted({i for step in steps for name, i in step if name == "overflowed"}.union(losses))
+        checked = sorted({i for step in steps for name, i in step if name == "overflowed"}.union(losses))
         nan = float("nan")
         return History(
             step=list(range(self._count - len(steps), self._count)),
             skipped=[any(step[k] for k in step if k[0] in ("overflowed", "found_inf")) for step in steps],
             grad_norm=[step.get(("grad_norm", 0), nan) for step in steps],
             scale={i: [step.get(("scale", i), nan) for step in steps] for i in losses},
-            overflowed={i: [bool(step.get(("overflowed", i), 0.0)) for step in steps] for i in judged},
+            overflowed={i: [bool(step.get(("overflowed", i), 0.0)) for step in steps] for i in checked},
         )

@@ -137,9 +137,9 @@ class LossScale:
         self.scale: Tensor | None = None
         self.growth_tracker: Tensor | None = None
         self.hysteresis_tracker: Tensor | None = None
-        # One at most. Told of each verdict on gradients of this loss by ``observer.judged(flag)``.
+        # One at most. Told of each check of this loss's gradients by ``observer.checked(flag)``.
         self.observer: Any = None
-        # Ranks whose verdicts are one; None: this rank alone.
+        # Ranks that agree on flags; None: this rank alone.
         self.process_group: Any = None
         self._copies: PerDevice | None = None
         self._inverse: PerDevice | None = None
@@ -225,9 +225,9 @@ class LossScale:
         return self._copies, self._inverse
 
     def tell(self, found_inf: Tensor) -> None:
-        """Hands a one-element flag, the verdict on gradients of this loss, to the observer. No host sync."""
+        """Hands the one-element flag of this loss's gradients to the observer. No host sync."""
         if self.observer is not None:
-            self.observer.judged(found_inf)
+            self.observer.checked(found_inf)
 
     def groups_with(self, of_meshes: Iterable[Any]) -> list[Any]:
         """The process groups whose ranks agree on flags: ``of_meshes``, those of the gradients' meshes, and the scale's

@@ -70,20 +70,19 @@ class LambStep {
 };
 
 template <class T>
-void lamb_as(const Context& context, const StepCall& call, const LambOptions& options, Factor global_grad_norm) {
+void lamb_as(const Context& context, const StepCall& call, const LambOptions& options) {
   Lamb<T> lamb(options);
-  lamb.clip = lamb_clip(lamb, static_cast<T>(global_grad_norm.value));
+  lamb.clip = lamb_clip(lamb, static_cast<T>(call.factors[0].value));
   const LambStep<T> step(call, lamb, advance_steps<T>(call));
-  if (!options.has_ratio()) return step.run_at_once(context, call.lists);
+  if (!has_ratio(options)) return step.run_at_once(context, call.lists);
   step.run_with_ratio(context, call.lists, static_cast<double*>(call.norms));
 }
 
 }  // namespace
 
-void lamb(const Context& context, const StepCall& call, const LambOptions& options, Factor global_grad_norm) {
+void lamb(const Context& context, const StepCall& call, const LambOptions& options) {
   if (call.found_inf.is_set()) return;
-  call.lists.computes_in_f64() ? lamb_as<double>(context, call, options, global_grad_norm)
-                               : lamb_as<float>(context, call, options, global_grad_norm);
+  call.lists.computes_in_f64() ? lamb_as<double>(context, call, options) : lamb_as<float>(context, call, options);
 }
 
 }  // namespace ampctx::cpu

@@ -33,8 +33,8 @@ std::vector<T> gradient_norms(const Context& context, const StepCall& call, bool
 }
 
 template <class T>
-void novograd_as(const Context& context, const StepCall& call, const NovoGradOptions& options,
-                 const PerTensor& exp_avg_sqs) {
+void novograd_as(const Context& context, const StepCall& call, const NovogradOptions& options) {
+  const PerTensor& exp_avg_sqs = call.one_element[0];
   const NovoGrad<T> novograd(options);
   TensorScalars<T>* const scalars = advance_steps<T>(call);
   const std::vector<T> norms = gradient_norms<T>(context, call, options.inf_norm);
@@ -48,16 +48,15 @@ void novograd_as(const Context& context, const StepCall& call, const NovoGradOpt
     scalars[number].denominator = denominator(novograd, scalars[number], n);
     ++number;
   }
-  update<T>(context, call, scalars, novograd, optimizer_loops<T>(simd()).steps.novograd);
+  update<T, NovoGrad<T>>(context, call, scalars, novograd, optimizer_loops<T>(simd()).steps);
 }
 
 }  // namespace
 
-void novograd(const Context& context, const StepCall& call, const NovoGradOptions& options,
-              const PerTensor& exp_avg_sqs) {
+void novograd(const Context& context, const StepCall& call, const NovogradOptions& options) {
   if (call.found_inf.is_set()) return;
-  call.lists.computes_in_f64() ? novograd_as<double>(context, call, options, exp_avg_sqs)
-                               : novograd_as<float>(context, call, options, exp_avg_sqs);
+  call.lists.computes_in_f64() ? novograd_as<double>(context, call, options)
+                               : novograd_as<float>(context, call, options);
 }
 
 }  // namespace ampctx::cpu

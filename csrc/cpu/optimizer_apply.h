@@ -161,6 +161,7 @@ void update(const Context& context, const StepCall& call, const TensorScalars<T>
   });
 }
 
+// `loops` are those of every functor.
 template <class T, class Optimizer>
 void step(const Context& context, const StepCall& call, const Optimizer& optimizer,
           const StepLoopsOf<T, Optimizer>& loops) {

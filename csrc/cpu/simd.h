@@ -3,13 +3,8 @@
 
 #include <stdint.h>
 
-#include "../functors/adagrad.h"
-#include "../functors/adam.h"
-#include "../functors/lamb.h"
-#include "../functors/larc.h"
-#include "../functors/novograd.h"
-#include "../functors/sgd.h"
 #include "../functors/write_back.h"
+#include "functors.h"
 
 namespace ampctx::cpu {
 
@@ -51,15 +46,14 @@ struct StepLoopsOf {
   MixedLoop<Optimizer> mixed[kDTypes][kDTypes];
 };
 
+template <class T, class Functors>
+struct LoopsOf;
+template <class T, class... Optimizers>
+struct LoopsOf<T, Functors<Optimizers...>> : StepLoopsOf<T, Optimizers>... {};
+
+// Those of every functor, each a base.
 template <class T>
-struct StepLoops {
-  StepLoopsOf<T, Adam<T, false>> adam;
-  StepLoopsOf<T, Adam<T, true>> amsgrad;
-  StepLoopsOf<T, Sgd<T, false>> sgd;
-  StepLoopsOf<T, Sgd<T, true>> momentum;
-  StepLoopsOf<T, Adagrad<T>> adagrad;
-  StepLoopsOf<T, NovoGrad<T>> novograd;
-};
+using StepLoops = LoopsOf<T, AllFunctors<T>>;
 
 // Parts of the steps that need more than one walk.
 template <class T>

@@ -136,10 +136,13 @@ constexpr StepLoopsOf<T, Optimizer> loops_of() {
   }
 }
 
+template <class T, class... Optimizers>
+constexpr StepLoops<T> step_loops(Functors<Optimizers...>) {
+  return {loops_of<T, Optimizers>()...};
+}
+
 template <class T>
-constexpr StepLoops<T> kStepLoops = {loops_of<T, Adam<T, false>>(), loops_of<T, Adam<T, true>>(),
-                                     loops_of<T, Sgd<T, false>>(),  loops_of<T, Sgd<T, true>>(),
-                                     loops_of<T, Adagrad<T>>(),     loops_of<T, NovoGrad<T>>()};
+constexpr StepLoops<T> kStepLoops = step_loops<T>(AllFunctors<T>{});
 template <class T>
 constexpr LayerLoops<T> kLayerLoops = {lamb_moments<T>, lamb_direction<T>, descend<T>, larc<T>};
 template <class T>

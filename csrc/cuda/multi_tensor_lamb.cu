@@ -96,13 +96,13 @@ int64_t launch_walk(const Context& context, const Table& table, const LambParame
 }
 
 template <bool extras>
-void launch_lamb(const Context& context, const StepCall& call, const LambOptions& options, Factor global_grad_norm) {
+void launch_lamb(const Context& context, const StepCall& call, const LambOptions& options) {
   const NormsWorkspace workspace(call, 2);
-  const LambParameters parameters{StepParameters(call), KernelFactor(global_grad_norm), Lamb<float>(options),
+  const LambParameters parameters{StepParameters(call), KernelFactor(call.factors[0]), Lamb<float>(options),
                                   workspace.norms, workspace.partial};
   const TensorScalars<float>* scalars = advance_steps(context, call);
   for_each_table<4 + extras>(context, call.lists, [&](const auto& table) {
-    if (options.has_ratio()) {
+    if (has_ratio(options)) {
       const int64_t share = launch_walk<Walk::moments, extras>(context, table, parameters, scalars);
       launch_layer_norms<L2Norm, 2>(context, table, share, call.found_inf, workspace.partial, workspace.norms);
       launch_walk<Walk::weights, extras>(context, table, parameters, scalars);
@@ -115,9 +115,8 @@ void launch_lamb(const Context& context, const StepCall& call, const LambOptions
 
 }  // namespace
 
-void lamb(const Context& context, const StepCall& call, const LambOptions& options, Factor global_grad_norm) {
-  has_extras(call.write_back) ? launch_lamb<true>(context, call, options, global_grad_norm)
-                              : launch_lamb<false>(context, call, options, global_grad_norm);
+void lamb(const Context& context, const StepCall& call, const LambOptions& options) {
+  has_extras(call.write_back) ? launch_lamb<true>(context, call, options) : launch_lamb<false>(context, call, options);
 }
 
 }  // namespace ampctx::cuda

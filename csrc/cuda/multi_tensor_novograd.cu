@@ -63,14 +63,13 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void novograd(const Context& context, const StepCall& call, const NovoGradOptions& options,
-              const PerTensor& exp_avg_sqs) {
+void novograd(const Context& context, const StepCall& call, const NovogradOptions& options) {
   const NovoGrad<float> optimizer(options);
   TensorScalars<float>* const scalars = advance_steps(context, call);
   const float* const norms =
       options.inf_norm ? gradient_norms<MaxNorm>(context, call) : gradient_norms<L2Norm>(context, call);
   int64_t first = 0;
-  for_each_table<2>(context, one_element_lists(call, {&call.steps, &exp_avg_sqs}), [&](const auto& table) {
+  for_each_table<2>(context, one_element_lists(call, {&call.steps, &call.one_element[0]}), [&](const auto& table) {
     constexpr auto kernel = &blend_norms_kernel<std::decay_t<decltype(table)>>;
     const int blocks = (table.count + kThreads - 1) / kThreads;
     AMPCTX_LAUNCH(kernel, blocks, kThreads, context.stream, table, call.found_inf, optimizer, first, norms, scalars);

@@ -142,9 +142,11 @@ void update(const Context& context, const StepCall& call, const TensorScalars<fl
                               : launch_step<false>(context, call, optimizer, scalars);
 }
 
-template <class Optimizer>
-void step(const Context& context, const StepCall& call, const Optimizer& optimizer) {
-  update(context, call, advance_steps(context, call), optimizer);
+// Of the functors the one for as many states.
+template <class Options, class... Optimizers>
+void step(const Context& context, const StepCall& call, const Options& options, Functors<Optimizers...>) {
+  const auto step_by = [&](const auto& optimizer) { update(context, call, advance_steps(context, call), optimizer); };
+  ((call.states() == Optimizers::kStates ? step_by(Optimizers(options)) : void()), ...);
 }
 
 }  // namespace ampctx::cuda

@@ -12,11 +12,6 @@
 
 namespace ampctx {
 
-struct AdagradOptions {
-  double eps, weight_decay;
-  bool adagrad_w_mode;
-};
-
 template <class T>
 struct Adagrad {
   static constexpr int kStates = 1;  // h

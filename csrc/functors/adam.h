@@ -14,11 +14,6 @@
 
 namespace ampctx {
 
-struct AdamOptions {
-  double beta1, beta2, eps, weight_decay;
-  bool adam_w_mode;
-};
-
 // m and v, and the direction they give: LAMB's too.
 template <class T>
 struct Moments {

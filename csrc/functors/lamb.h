@@ -14,12 +14,8 @@
 
 namespace ampctx {
 
-struct LambOptions {
-  double beta1, beta2, eps, weight_decay, max_grad_norm;
-  bool adam_w_mode, grad_averaging, use_nvlamb;
-
-  bool has_ratio() const { return use_nvlamb || weight_decay != 0; }
-};
+AMPCTX_FN bool has_ratio(const LambOptions& options) { return options.use_nvlamb || options.weight_decay != 0; }
+AMPCTX_FN int norms_for(const LambOptions& options) { return has_ratio(options) ? 2 : 0; }
 
 template <class T>
 struct Lamb {

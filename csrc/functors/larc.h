@@ -8,13 +8,9 @@
 #pragma once
 
 #include "host_device.h"
+#include "options.h"
 
 namespace ampctx {
-
-struct LarcOptions {
-  double trust_coefficient, eps, weight_decay;
-  bool clip, maximize;
-};
 
 template <class T>
 struct Larc {

@@ -14,10 +14,7 @@
 
 namespace ampctx {
 
-struct NovoGradOptions {
-  double beta1, beta2, eps, weight_decay;
-  bool grad_averaging, reg_inside_moment, inf_norm, init_zero;
-};
+AMPCTX_FN int norms_for(const NovogradOptions&) { return 1; }
 
 template <class T>
 struct NovoGrad {
@@ -25,7 +22,7 @@ struct NovoGrad {
   T beta1, of_g, beta2, of_norm, eps, weight_decay;
   bool reg_inside_moment, inf_norm, init_zero;
 
-  explicit NovoGrad(const NovoGradOptions& options)
+  explicit NovoGrad(const NovogradOptions& options)
       : beta1(static_cast<T>(options.beta1)),
         of_g(static_cast<T>(options.grad_averaging ? 1 - options.beta1 : 1)),
         beta2(static_cast<T>(options.beta2)),

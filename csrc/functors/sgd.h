@@ -13,11 +13,6 @@
 
 namespace ampctx {
 
-struct SgdOptions {
-  double momentum, dampening, weight_decay;
-  bool nesterov, wd_after_momentum;
-};
-
 template <class T, bool has_momentum>
 struct Sgd {
   static constexpr int kStates = has_momentum ? 1 : 0;  // b

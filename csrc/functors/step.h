@@ -8,6 +8,7 @@
 //   rc1 = 1 / (1 - beta1^t),  rsc2 = 1 / sqrt(1 - beta2^t),  both 1 without bias correction;  t counts this step too
 #pragma once
 
+#include "options.h"
 #include "random.h"
 
 namespace ampctx {

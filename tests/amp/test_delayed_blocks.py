@@ -68,6 +68,15 @@ def test_delayed_blocks_of_optimizers_that_share_parameters(session, level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_a_block_of_another_scale_goes_on_with_delayed_gradients(session, level):
+    model, optimizer = probe(session, level, loss_scale=8.0, n_losses=2)
+    session.loss_scales[1].set(32.0)
+    backward(session, model, optimizer, 3.0, delay_unscale=True)
+    backward(session, model, optimizer, 2.0, loss_id=1)
+    assert all(torch.equal(g, torch.full_like(g, 5.0)) for g in grads(optimizer))
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_delayed_block_that_reaches_nothing_loses_nothing(session, level):
     model, optimizer = probe(session, level, loss_scale=8.0)
     backward(session, model, optimizer, 3.0)
@@ -183,14 +192,14 @@ def test_a_window_dropped(session, level):
 def test_a_verdict_taken(session, level):
     """The next step is taken whatever it was, and the scale is left to the taker."""
     model, optimizer = probe(session, level, n_losses=2)
-    assert session._take_deferred(session.loss_scales[0]) is None
+    assert session._blocks.take_deferred(session.loss_scales[0]) is None
     overflow(session, model, optimizer, delay_overflow_check=True)
     assert overflowed(session._bindings[optimizer].flags.by_loss)
-    assert session._take_deferred(session.loss_scales[1]) is None
+    assert session._blocks.take_deferred(session.loss_scales[1]) is None
     assert overflowed(session._bindings[optimizer].flags.by_loss)
-    assert session._take_deferred(session.loss_scales[0]).item() == 1.0
+    assert session._blocks.take_deferred(session.loss_scales[0]).item() == 1.0
     assert not overflowed(session._bindings[optimizer].flags.by_loss)
-    assert session._take_deferred(session.loss_scales[0]) is None
+    assert session._blocks.take_deferred(session.loss_scales[0]) is None
     optimizer.zero_grad()
     backward(session, model, optimizer, 1.0)
     assert scale_value(session) == START

@@ -382,9 +382,9 @@ def test_an_optimizer_that_asks_for_a_grad_scaler(session):
 def test_reports_that_jump_over_a_power_of_two(session, caplog):
     prepare(session, OPTIMIZERS["FusedAdam"], "O1", verbosity=1)
     with caplog.at_level(logging.WARNING, "ampctx"):
-        session._report_skip(0, 9, [(0, session.loss_scales[0], 4.0)])
-        session._report_skip(9, 15, [(0, session.loss_scales[0], 2.0)])
-        session._report_skip(15, 17, [(0, session.loss_scales[0], 1.0)])
+        session._log.report(0, 9, [(0, session.loss_scales[0], 4.0)])
+        session._log.report(9, 15, [(0, session.loss_scales[0], 2.0)])
+        session._log.report(15, 17, [(0, session.loss_scales[0], 1.0)])
     skips = [m.rpartition(" ")[2] for m in caplog.messages if "reducing" in m]
     assert skips == ["4.0", "1.0"]
 

@@ -13,7 +13,7 @@ from torch import nn
 from ampctx import AmpTypeError, AmpValueError
 from ampctx.amp import AmpSession
 from ampctx.casts.autocast import Autocast
-from ampctx.casts.functions import FunctionCasts
+from ampctx.casts.functions import FunctionCasts, Shared
 
 HALF, BF16, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 KINDS = ["half", "float", "promote"]
@@ -437,6 +437,24 @@ def test_two_sessions_undone_in_any_order(library):
     b.dtype = None
     x = t()
     assert library.f(x)[0][0] is x
+
+
+def test_one_may_let_go_while_another_installs():
+    shared, undone = Shared(), []
+    first = shared.acquire("a", lambda: functools.partial(undone.append, "a"))
+
+    def install():
+        first()  # as of a session that is collected at this moment
+        return functools.partial(undone.append, "b")
+
+    second = shared.acquire("b", install)
+    assert (undone, "a" in shared, "b" in shared) == (["a"], False, True)
+    with pytest.raises(ZeroDivisionError):
+        shared.acquire("c", lambda: 1 / 0)
+    assert "c" not in shared
+    for _ in range(2):
+        second()
+    assert undone == ["a", "b"]
 
 
 def test_sigmoid_in_fp32_makes_bce_usable():

@@ -346,12 +346,14 @@ def library() -> Library:
         raise
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rule", machine_code.RULES)
 def test_hot_kernels_keep_the_rules(library, rule):
     broken = machine_code.broken(library)[rule]
     assert not broken, "\n".join(f"sm_{kernel.arch} {kernel.name}" for kernel in broken)
 
 
+@pytest.mark.full
 def test_every_row_has_its_kernels(library):
     for arch in library.archs:
         for row in machine_code.ROWS:
@@ -361,6 +363,7 @@ def test_every_row_has_its_kernels(library):
     assert {kernel.name.function for kernel in library.kernels} == set(machine_code.HOT)
 
 
+@pytest.mark.full
 def test_the_page_is_what_the_library_gives(library):
     written, now = machine_code.PAGE.read_text(), machine_code.page(library)
     of = machine_code.built_from

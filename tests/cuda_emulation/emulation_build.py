@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
+import importlib.util
 import os
 import subprocess
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -21,13 +23,28 @@ THREADS_ON_A_GPU = 256
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 
 
-def _sources() -> list[Path]:
+def _generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("ampctx_generate", ROOT / "csrc" / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def generate(folder: Path = FOLDER) -> tuple[Path, list[str]]:
+    """Writes what the build makes of ampctx/kernels/spec.py: where, and what a compiler is told to find it."""
+    generated = folder / "generated"
+    _generator().write(generated)
+    return generated, [f"-I{generated}", f"-I{ROOT}"]
+
+
+def _sources(generated: Path) -> list[Path]:
     csrc = ROOT / "csrc"
-    return [*sorted((csrc / "cuda").glob("*.cu")), csrc / "library.cpp", HERE / "hooks.cpp"]
+    cuda = sorted([*(csrc / "cuda").glob("*.cu"), *generated.glob("*.cu")])
+    return [*cuda, csrc / "library.cpp", HERE / "hooks.cpp"]
 
 
 def _digest(flags: tuple[str, ...], folders: Iterable[Path]) -> str:
-    digest = hashlib.sha256(repr((flags, torch.__version__)).encode())
+    digest = hashlib.sha256(repr((flags, torch.__version__, _generator().texts())).encode())
     for folder in (ROOT / "csrc", HERE, *folders):
         for path in sorted(folder.rglob("*")):
             if path.is_file() and path.suffix != ".pyc":
@@ -56,10 +73,11 @@ def _compile(library: Path, folder: Path, flags: tuple[str, ...], more: Sequence
     # _FORTIFY_SOURCE would take the jumps between fibers for a corrupt stack.
     options = ["-x", "c++", "-std=c++17", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-U_FORTIFY_SOURCE"]
     options += ["-ffp-contract=off", "-Wno-unknown-pragmas", "-DAMPCTX_CUDA_EMULATION", f"-I{HERE}"]
-    options += [flag for flag in flags if not flag.startswith("-Wl,")]
+    generated, includes = generate(folder)
+    options += [*includes, *(flag for flag in flags if not flag.startswith("-Wl,"))]
     linked = [flag for flag in flags if flag.startswith(("-Wl,", "-f"))]
     objects, commands = [], []
-    for source in [*_sources(), *more]:
+    for source in [*_sources(generated), *more]:
         objects.append(str(folder / f"{library.stem}_{source.parent.name}_{source.name}_{os.getpid()}.o"))
         commands.append([cxx, *options, *(["-O2"] if source in more else []), "-c", str(source), "-o", objects[-1]])
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -141,7 +141,6 @@ def test_parallel_examples_skip_an_overflow_of_one_rank_on_both(tmp_path):
         assert steps == 2 * (1351 // 64)
 
 
-@pytest.mark.full(but=2)
 @pytest.mark.parametrize(
     ("api", "level", "dtype"),
     [

@@ -10,7 +10,7 @@ import emulation_build
 import pytest
 from backends import COMPILED, CUDA, EMULATED, FULL_BLOCKS, REFERENCE, SHUFFLED
 
-from ampctx import ops
+from ampctx.kernels import ops
 
 # Many fibers are slow: these files alone run with FULL_BLOCKS.
 SUMS = [f"test_multi_tensor_{op}" for op in ("l2norm", "lamb", "larc", "novograd")] + ["test_sum_order"]

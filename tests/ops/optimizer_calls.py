@@ -42,6 +42,7 @@ AMSGRAD = Optimizer("amsgrad", "multi_tensor_adam", (*ADAM.states, "max_exp_avg_
 SGD = Optimizer("sgd", "multi_tensor_sgd", (), {"momentum": 0.0, **_SGD})
 MOMENTUM = Optimizer("momentum", "multi_tensor_sgd", ("momentum_buffers",), {"momentum": 0.9, **_SGD})
 ADAGRAD = Optimizer("adagrad", "multi_tensor_adagrad", ("sums",), {"eps": 1e-10, "adagrad_w_mode": False})
+LION = Optimizer("lion", "multi_tensor_lion", ("exp_avgs",), {"beta1": 0.9, "beta2": 0.99})
 _LAMB = {**_ADAM, "eps": 1e-6, "max_grad_norm": 1.0, "grad_averaging": True, "use_nvlamb": False}
 _LAMB |= {"global_grad_norm": torch.tensor(4.0)}
 LAMB = Optimizer("lamb", "multi_tensor_lamb", ADAM.states, _LAMB)
@@ -50,7 +51,7 @@ _NOVOGRAD = {"beta1": 0.9, "beta2": 0.98, "eps": 1e-8, "bias_correction": True, 
 _NOVOGRAD |= {"reg_inside_moment": False, "inf_norm": False, "init_zero": False}
 NOVOGRAD = Optimizer("novograd", "multi_tensor_novograd", ("exp_avgs",), _NOVOGRAD, ("exp_avg_sqs",))
 LARC = Optimizer("larc", "multi_tensor_larc", (), {"trust_coefficient": 0.02, "eps": 1e-8, "clip": True})
-ELEMENTWISE = (ADAM, AMSGRAD, SGD, MOMENTUM, ADAGRAD)
+ELEMENTWISE = (ADAM, AMSGRAD, SGD, MOMENTUM, ADAGRAD, LION)
 OPTIMIZERS = (*ELEMENTWISE, LAMB, LAMB_WITHOUT_RATIO, NOVOGRAD)  # LARC takes no step
 on_elementwise = pytest.mark.parametrize("optimizer", ELEMENTWISE, ids=lambda o: o.name)
 on_optimizers = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.name)

@@ -10,8 +10,9 @@ import torch
 from backends import COMPILED, EMULATED, _factor
 from optimizer_calls import OPTIMIZERS, argument_names, make_call
 
-from ampctx import ops, optimizer_ops
+from ampctx import optimizer_ops
 from ampctx._errors import AmpValueError
+from ampctx.kernels import ops
 
 SIZES = [3, 0, (2, 5), 5000]
 

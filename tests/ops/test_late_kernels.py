@@ -17,8 +17,8 @@ import torch
 from backends import EMULATED, Backend
 from optimizer_calls import OPTIMIZERS, make_call
 
-from ampctx import ops
 from ampctx._errors import ExtensionError
+from ampctx.kernels import ops
 from ampctx.kernels.extension import Extension, LateKernels
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
@@ -196,7 +196,7 @@ def test_threads_that_come_first_together_register_them_once(late):
 COMPILED_CALL = """
 import sys, torch
 sys.path[:0] = sys.argv[2:]
-from ampctx import ops
+from ampctx.kernels import ops
 from ampctx.kernels.extension import Extension, LateKernels
 from pathlib import Path
 import ctypes
@@ -229,7 +229,7 @@ def test_a_compiled_graph_may_come_first(emulation):
 IMPORT = """
 import torch, ampctx
 assert not torch.cuda.is_initialized()
-from ampctx import ops
+from ampctx.kernels import ops
 def kernel(): return torch._C._dispatch_has_kernel_for_dispatch_key("ampctx::multi_tensor_scale", "CUDA")
 assert not kernel()
 assert ops.extension.late is not None

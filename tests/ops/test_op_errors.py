@@ -20,7 +20,7 @@ from optimizer_calls import (
     on_optimizers,
 )
 
-from ampctx import ops
+from ampctx.kernels import ops
 
 
 def t(*shape, dtype=torch.float32, device="cpu"):

@@ -1,11 +1,17 @@
 """The ops as torch sees them: schemas, fake kernels, autograd, torch.compile, and the Python calls in front of them."""
 
+import ast
+import inspect
+from pathlib import Path
+
 import pytest
 import torch
 from backends import COMPILED, FLOATS, short
 from optimizer_calls import LARC, OPTIMIZERS, make_call
 
-from ampctx import ops, optimizer_ops
+from ampctx import optimizer_ops
+from ampctx.kernels import ops, steps
+from ampctx.kernels.spec import SPECS
 
 
 def tensors(dtype=torch.float32, seed=0, requires_grad=False):
@@ -54,6 +60,22 @@ def test_every_op_has_a_fallback_a_fake_kernel_and_a_compiled_kernel():
     for name in names:
         for key in ("CPU", "CompositeExplicitAutograd", "Meta"):
             assert torch._C._dispatch_has_kernel_for_dispatch_key(f"ampctx::{name}", key), f"{name}, {key}"
+
+
+def test_the_stub_has_the_signatures_of_the_made_calls():
+    stub = ast.parse(Path(steps.__file__).with_suffix(".pyi").read_text())
+    stubs = {node.name: ast.unparse(node.args) for node in stub.body if isinstance(node, ast.FunctionDef)}
+    del stubs["source"]
+    made = {name: ast.unparse(ast.parse(steps.source(spec)).body[0].args) for name, spec in SPECS.items()}
+    assert stubs == made
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_made_calls_are_documented(name):
+    call = getattr(optimizer_ops, name)
+    assert name in optimizer_ops.__all__
+    assert "No host sync" in inspect.getdoc(call).replace("\n", " ")
+    assert list(inspect.signature(call).parameters)[:2] == ["grads", "params"]
 
 
 def test_written_tensors_tell_autograd():

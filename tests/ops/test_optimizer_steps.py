@@ -133,10 +133,9 @@ def test_write_backs(backend, optimizer, dtypes, write_back):
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @on_elementwise
 def test_weight_decay_and_direction(backend, optimizer, weight_decay, maximize):
-    switch = {"adam_w_mode", "wd_after_momentum", "adagrad_w_mode"}.intersection(optimizer.options).pop()
-    for mode in (False, True):
-        options = {"weight_decay": weight_decay, "maximize": maximize, switch: mode}
-        call = make_call(backend, optimizer, SMALL, **options)
+    switches = {"adam_w_mode", "wd_after_momentum", "adagrad_w_mode"}.intersection(optimizer.options)
+    for modes in [dict.fromkeys(switches, mode) for mode in (False, True)] if switches else [{}]:
+        call = make_call(backend, optimizer, SMALL, weight_decay=weight_decay, maximize=maximize, **modes)
         call["params"][0][0] = float("inf")  # no decay of an infinite weight where there is none
         call["grads"][2][:3] = torch.tensor([0.0, -0.0, 0.0])
         expected = call.expected(times=2)

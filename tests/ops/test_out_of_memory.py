@@ -15,7 +15,8 @@ TESTS = Path(__file__).parents[1]
 # Little memory is left to the process. The call needs much for a workspace, and none before.
 CALLS = """
 import re, resource, sys, torch
-from ampctx import ops, optimizer_ops
+from ampctx import optimizer_ops
+from ampctx.kernels import ops
 
 weight = torch.empty(2**28, dtype=torch.bfloat16)  # memory that nothing touches
 weights, flag = [weight] * 1000, torch.zeros(())

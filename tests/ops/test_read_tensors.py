@@ -19,8 +19,9 @@ from backends import ALL_FLOATS, COMPILED, EMULATED, short
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampctx import foreach, ops
+from ampctx import foreach
 from ampctx.foreach import FoundInf
+from ampctx.kernels import ops
 from ampctx.masters.lazy_grads import MasterParam
 from ampctx.ops import ReadTensors
 

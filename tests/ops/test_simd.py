@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from emulation_build import generate
 
-from ampctx import ops
+from ampctx.kernels import ops
 
 DIGEST = """
 import hashlib, sys, torch
 sys.path.insert(0, sys.argv[1])
-from ampctx import ops
+from ampctx.kernels import ops
 from ampctx.kernels.reference_steps import WRITE_BACKS
 from backends import ALL_FLOATS, COMPILED
 from optimizer_calls import LARC, NOVOGRAD, OPTIMIZERS, make_call, takes
@@ -88,7 +89,8 @@ def test_inner_loops_share_no_function(tmp_path, name):
     """A function that several instruction sets define would be taken from any of them, and crash on older machines."""
     source = Path(__file__).parents[2] / f"csrc/cpu/{name}.cpp"
     cxx, out = os.environ.get("CXX", "g++"), tmp_path / "simd.o"
-    subprocess.run([cxx, "-std=c++17", "-O0", "-DAMPCTX_SIMD_NAME=x", "-c", str(source), "-o", str(out)], check=True)
+    command = [cxx, "-std=c++17", "-O0", "-DAMPCTX_SIMD_NAME=x", *generate()[1], "-c", str(source), "-o", str(out)]
+    subprocess.run(command, check=True)
     names = subprocess.run(["nm", "-C", "--defined-only", str(out)], check=True, capture_output=True, text=True).stdout
     shared = [line for line in names.splitlines() if line.split()[1] in "TWVu"]
     assert shared == []

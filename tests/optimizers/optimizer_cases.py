@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampctx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
+from ampctx.optimizers import (
+    FusedAdagrad,
+    FusedAdam,
+    FusedLAMB,
+    FusedLion,
+    FusedMixedPrecisionLamb,
+    FusedNovoGrad,
+    FusedSGD,
+)
 
 LOW = {"fp16": torch.float16, "bf16": torch.bfloat16}
 DTYPES = {"fp32": torch.float32, **LOW, "fp64": torch.float64}
@@ -22,6 +30,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "lamb": lambda p, **o: FusedLAMB(p, **{"lr": 0.01, **o}),
     "novograd": lambda p, **o: FusedNovoGrad(p, **{"lr": 0.01, "weight_decay": 0.1, **o}),
     "adagrad": lambda p, **o: FusedAdagrad(p, **{"lr": 0.01, "weight_decay": 0.1, **o}),
+    "lion": lambda p, **o: FusedLion(p, **{"lr": 0.01, "weight_decay": 0.1, **o}),
     "mixed-lamb": lambda p, **o: FusedMixedPrecisionLamb(p, **{"lr": 0.01, **o}),
 }
 # Dtypes of parameters, and how an optimizer keeps what they round off.
@@ -40,6 +49,7 @@ STATE = {
     "lamb": {"exp_avg", "exp_avg_sq"},
     "novograd": {"exp_avg", "exp_avg_sq"},
     "adagrad": {"sum"},
+    "lion": {"exp_avg"},
     "mixed-lamb": {"exp_avg", "exp_avg_sq"},
 }
 
@@ -182,6 +192,11 @@ class Formula:
         s["h"] = s.get("h", torch.zeros_like(p)) + g * g
         u = g / (s["h"].sqrt() + o["eps"])
         p -= o["lr"] * (u + wd * p if decoupled else u)
+
+    def lion(self, p: Tensor, g: Tensor, s: dict[str, Tensor]) -> None:
+        o, m, (beta1, beta2) = self.o, s.get("m", torch.zeros_like(p)), self.o.get("betas", (0.9, 0.99))
+        p -= o["lr"] * (torch.sign(beta1 * m + (1 - beta1) * g) + o.get("weight_decay", 0.0) * p)
+        s["m"] = beta2 * m + (1 - beta2) * g
 
     def novograd(self, p: Tensor, g: Tensor, s: dict[str, Tensor]) -> None:
         if p.numel() == 0:

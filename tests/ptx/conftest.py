@@ -9,7 +9,7 @@ import emulation_build
 import pytest
 from library import NAMESPACE, extract, functions
 
-from ampctx import ops
+from ampctx.kernels import ops
 
 
 @pytest.fixture(scope="session")

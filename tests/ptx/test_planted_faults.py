@@ -138,7 +138,7 @@ FAULTS = {
     "found_inf ignored": Fault(
         "adam", replace(r"@!?%p\d+ bra", "// "), f"{ANOTHER_RESULT}|reads memory that nobody has written"
     ),
-    "a missing guard": Fault("steps", replace(r"@!?%p\d+ bra", "// "), "not within a parameter|outside"),
+    "a missing guard": Fault("steps", replace(r"@!?%p\d+ bra", "// "), "not within a parameter|outside|misaligned"),
     "minus for plus": Fault("adam", replace_all(r"add\.rn\.f32", "sub.rn.f32"), ANOTHER_RESULT),
     "an operand twice": Fault(
         "adam", replace_all(r"mul\.rn\.f32(\s+%\w+), (%\w+), %\w+;", r"mul.rn.f32\1, \2, \2;"), ANOTHER_RESULT

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
 from backends import ALL_FLOATS, COMPILED, REFERENCE
 from optimizer_calls import ELEMENTWISE, LARC, OPTIMIZERS, WRITE_BACKS, make_call, takes
 
-from ampctx import ops
+from ampctx.kernels import ops
 
 SIZES = (0, 1, 2, 3, 7, 17, 513, 2047, 2048, 2049, 5000)
 NUMBERS = (0.0, -0.0, -1.0, 1.0, 2.0, 1e30, -1e300, 1e-300, float("nan"), float("inf"), -float("inf"), 1e19)

@@ -29,7 +29,7 @@ LEFT_OUT = "not 20k and not many and not test_cuda_kernels and not test_simd and
 BEYOND_THE_END = """
 import numpy, torch
 import ampctx
-from ampctx import ops
+from ampctx.kernels import ops
 assert ampctx.__file__.startswith({folder!r}), ampctx.__file__
 assert ops.extension.loaded
 claims_more = torch.from_numpy(numpy.lib.stride_tricks.as_strided(numpy.ones(90, dtype=numpy.float32), (100,)))

@@ -161,7 +161,17 @@ def test_word_that_arrives_late(session, make, name, monkeypatch):
     """Where the host is ahead of the device, the error is late by as much, counts what was skipped meanwhile, and does
     not come when a step has been taken since."""
     arrived = []
-    monkeypatch.setattr(device_skips._Copy, "has_arrived", lambda copy: bool(arrived))
+    made = device_skips._Copy.__init__
+
+    class Event:
+        def query(self):
+            return bool(arrived)
+
+    def late(copy, *args):
+        made(copy, *args)
+        copy.event = Event()
+
+    monkeypatch.setattr(device_skips._Copy, "__init__", late)
     loop = make(session, name, max_consecutive_skips=2)
     for _ in range(8):
         loop.iterate(0, POISON)

@@ -75,6 +75,7 @@ def test_it_holds_the_masters_under_the_models_keys(session, level):
     assert rounded == (level in WITH_MASTERS)
 
 
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize("level", LEVELS)
 def test_it_loads_in_plain_torch_without_this_library(session, level, tmp_path):
     torch.manual_seed(0)

@@ -12,10 +12,15 @@ from soak import Discrepancy, Run
 SCRIPT = Path(__file__).with_name("soak.py")
 
 
-@pytest.mark.parametrize("iterations", [60, pytest.param(300, marks=pytest.mark.full)])
-def test_iterations_lose_nothing(iterations):
-    arguments = ["--iterations", str(iterations), "--length", "30", "--resume-every", "5", "--seed", "1"]
-    result = subprocess.run([sys.executable, "-W", "error", SCRIPT, *arguments], capture_output=True, text=True)
+@pytest.mark.parametrize(
+    ("iterations", "length", "resume_every", "seed"),
+    [(80, 20, 2, 2), pytest.param(300, 30, 5, 1, marks=pytest.mark.full)],  # seeds with which each fault occurs
+)
+def test_iterations_lose_nothing(iterations, length, resume_every, seed):
+    arguments = ["--iterations", iterations, "--length", length, "--resume-every", resume_every, "--seed", seed]
+    result = subprocess.run(
+        [sys.executable, "-W", "error", SCRIPT, *map(str, arguments)], capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     counts = {kind: int(n) for kind, n in re.findall(r"^([a-z ]+): (\d+)$", result.stdout, re.MULTILINE)}
     assert counts["steps"] >= iterations

@@ -49,8 +49,8 @@ class LossScaler:
     sync where the scale lives on an accelerator, writing is not. What is written counts from the next ``scale_loss`` on
     and is not moved into the bounds.
 
-    ``_overflow_buf``, int32 of shape [1], holds the flag of the latest verdict, and ``update_scale`` goes by it. A
-    tensor that is assigned takes its place: verdicts are written into it from then on.
+    ``_overflow_buf``, int32 of shape [1], holds the flag of the latest check, and ``update_scale`` goes by it. A
+    tensor that is assigned takes its place: flags are written into it from then on.
 
     Args:
         loss_scale: "dynamic", or a number for a static scale.
@@ -108,10 +108,10 @@ class LossScaler:
 
     def _view(self, loss_scale: LossScale) -> None:
         self._of = loss_scale
-        # The flag of the latest verdict, until somebody reads or assigns _overflow_buf, which holds it from then on.
+        # The flag of the latest check, until somebody reads or assigns _overflow_buf, which holds it from then on.
         self._flag: Tensor | None = None
         self._buf: Tensor | None = None
-        # None: the latest verdict tells.
+        # None: the latest check tells.
         self._sticky: Any = False
         doors.set_view(loss_scale, self)
 
@@ -210,8 +210,8 @@ class LossScaler:
         flag = self._flag if self._buf is None else self._buf
         return flag is not None and flag.item() != 0
 
-    def judged(self, found_inf: Tensor) -> None:
-        """Takes a verdict of the session. No host sync."""
+    def checked(self, found_inf: Tensor) -> None:
+        """Takes the flag of a check in the session. No host sync."""
         self._sticky = None
         if self._buf is None:
             self._flag = found_inf
@@ -238,10 +238,10 @@ class LossScaler:
         """Moves the scale by the flag in ``_overflow_buf`` and returns whether that was an overflow. A host sync.
 
         What a block with ``delay_overflow_check`` has left to be decided is decided hereby, also about the next
-        ``optimizer.step()``: the caller has the verdict and skips the step, or does not. A static scale never tells of
+        ``optimizer.step()``: the caller has the flag and skips the step, or does not. A static scale never tells of
         an overflow.
         """
-        left = doors.take_verdict(self._of)
+        left = doors.take_deferred(self._of)
         if self._buf is None and left is not None:
             self._flag = left
         overflow = self.dynamic and (bool(self._sticky) or self._is_raised())

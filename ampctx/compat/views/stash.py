@@ -4,7 +4,7 @@ They show the ``OptimizerBinding`` that ``initialize`` ties to it. That one hold
 here keeps it alive; copies and pickles of the optimizer leave them behind.
 
 A loop that does by hand what ``scale_loss`` does, as copies of apex's did, goes through the same code: prepare opens a
-*window* (``compat.doors``), post closes it, and its verdict waits for ``scaler.update_scale()`` as that of a block
+*window* (``compat.doors``), post closes it, and its flag waits for ``scaler.update_scale()`` as that of a block
 with ``delay_overflow_check`` waits.
 """
 
@@ -221,7 +221,7 @@ def _stamp(optimizer: Any, binding: OptimizerBinding) -> None:
     # None of these refers to the optimizer, or it would hold itself.
     stash = AmpOptimizerState(binding)
     for scale in binding.loss_scales:
-        LossScaler.of(scale)  # there from the first verdict on
+        LossScaler.of(scale)  # there from the first check on
 
     def _lazy_init_maybe_master_weights() -> None:
         stash._lazy_init()

@@ -1,0 +1,140 @@
+"""The ``scale_loss`` blocks of one session: what their beginning and their end do to the optimizers that they name."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampctx._compiling import outside_of_graphs
+from ampctx.amp.binding import OptimizerBinding
+from ampctx.amp.threads import OwnThread
+from ampctx.casts.switch import CastSwitch
+from ampctx.kernels.foreach import Factor, FoundInf
+from ampctx.scaling.loss_scale import LossScale
+
+
+@dataclass(eq=False)
+class Block:
+    """A ``scale_loss`` block."""
+
+    bindings: list[OptimizerBinding]
+    loss_id: int
+    device: torch.device
+    delay_unscale: bool
+    delay_overflow_check: bool
+    scale: Factor = 1.0
+    inv_scale: Factor = 1.0
+    # Those that the block does not name, and whose models it may reach.
+    others: list[OptimizerBinding] = field(default_factory=list)
+    # With how many blocks were open before: an exception is for them as if this one had never begun.
+    opened: list[tuple[OptimizerBinding, int]] = field(default_factory=list)
+    committing: bool = False
+
+
+class Blocks:
+    """Begins and ends blocks of the optimizers in ``bindings``, which the session fills."""
+
+    def __init__(self, bindings: Mapping[Any, OptimizerBinding]) -> None:
+        self._bindings = bindings
+        # Overflow flags of exits that left the scale update to a later one.
+        self.deferred: MutableMapping[LossScale, Tensor] = weakref.WeakKeyDictionary()
+
+    @outside_of_graphs
+    @torch.no_grad()
+    def begin(self, block: Block, loss_scale: LossScale, thread: OwnThread, casts: CastSwitch) -> Factor:
+        """Makes ready for the backward of a block, in this thread. Returns the scale."""
+        thread.enter_block(bool(casts.undo) and casts.enabled)
+        bindings = block.bindings
+        fresh = all(binding.gradients.is_idle for binding in bindings)
+        # Both are taken now: a nested block may move the scale before this one ends.
+        block.scale, block.inv_scale = loss_scale.factors(block.device, fresh)
+        if len(self._bindings) > len(bindings):
+            block.others = self._take_over_elsewhere(bindings)
+        for binding in bindings:
+            block.opened.append((binding, binding.gradients.depth))
+            binding.begin(block.scale, block.inv_scale)
+        return block.scale
+
+    @outside_of_graphs
+    @torch.no_grad()
+    def end(self, block: Block, loss_scale: LossScale) -> None:
+        """Unscales and checks what the block's backward has left, or leaves that to a later block."""
+        bindings, nested = block.bindings, False
+        for binding in bindings:
+            binding.flags.scales_used[block.loss_id % len(binding.loss_scales)] = block.scale
+            binding.follow_groups()  # what joined or was unfrozen in the block has its gradients from here
+            nested |= binding.gradients.depth > 1
+        if block.delay_unscale and not nested and not self._share_parameters(bindings):
+            block.committing = True
+            for binding in reversed(bindings):
+                loss = block.loss_id % len(binding.loss_scales), loss_scale
+                binding.gradients.delay(block.inv_scale, loss)
+            return
+        found_inf, done = FoundInf(), set[int]() if len(bindings) > 1 else None
+        for binding in bindings:
+            binding.gradients.prepare(block.inv_scale, found_inf, done, binding.is_unchecked)
+        block.committing = True
+        for binding in bindings:
+            binding.gradients.commit(found_inf)
+        delay = block.delay_unscale or block.delay_overflow_check
+        self.conclude(bindings, loss_scale, block.loss_id, found_inf.joined(block.device), delay)
+
+    def _take_over_elsewhere(self, bindings: list[OptimizerBinding]) -> list[OptimizerBinding]:
+        """Bindings that a block does not name, and that must not take its scaled gradients for a plain backward's.
+
+        What a plain backward gave them before is taken over now; what the block sends them is dropped, as in apex.
+        """
+        others = [b for b in self._bindings.values() if b not in bindings and b.masters.pairs and b.gradients.is_idle]
+        for other in others:
+            other.refresh()
+        return others
+
+    def _share_parameters(self, bindings: list[OptimizerBinding]) -> bool:
+        """Whether a parameter of these bindings is another optimizer's too: it cannot wait for one of them alone."""
+        if len(self._bindings) < 2:
+            return False
+        owners: dict[int, int] = {}
+        for binding in self._bindings.values():
+            for p in binding.masters.params_without_master:
+                owners[id(p)] = owners.get(id(p), 0) + 1
+        return any(owners[id(p)] > 1 for binding in bindings for p in binding.masters.params_without_master)
+
+    def conclude(
+        self, bindings: list[OptimizerBinding], scale: LossScale, loss_id: int, found_inf: Tensor, delay: bool
+    ) -> None:
+        """Sets ``found_inf`` for the coming steps and updates the scale, or leaves that to a later block."""
+        if not scale.dynamic:
+            scale.tell(found_inf)
+            if not delay:
+                scale.update(torch.zeros_like(found_inf))
+            return
+        groups = [group for binding in bindings for group in binding.masters.groups]
+        if groups or scale.process_group is not None:
+            found_inf = scale.agreed(found_inf, groups)
+        for binding in bindings:
+            binding.flags.add(loss_id % len(binding.loss_scales), scale, found_inf, final=not delay)
+        if scale in self.deferred:
+            found_inf = torch.maximum(self.deferred[scale].to(found_inf.device), found_inf)
+        scale.tell(found_inf)
+        if delay:
+            self.deferred[scale] = found_inf
+        else:
+            self.deferred.pop(scale, None)
+            scale.update(found_inf)
+
+    def take_deferred(self, scale: LossScale) -> Tensor | None:
+        """The flag that blocks with ``delay_overflow_check`` have left for ``scale``, None if there is none.
+
+        Whoever takes it updates the scale and decides about the next steps: they are not skipped for it any more.
+        No host sync.
+        """
+        found_inf = self.deferred.pop(scale, None)
+        if found_inf is not None:
+            for binding in self._bindings.values():
+                binding.flags.drop_provisional(scale)
+        return found_inf

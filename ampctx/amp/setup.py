@@ -1,0 +1,110 @@
+"""What ``initialize`` checks, and does to models: undone as a whole when a part of it fails."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Container
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampctx._errors import AmpError, AmpTypeError
+from ampctx.amp.methods import is_bound
+from ampctx.amp.opt_level import PrecisionPolicy
+from ampctx.casts import casting
+from ampctx.casts.kept_modules import KeptModules
+from ampctx.casts.model_watch import refuse_replaced
+from ampctx.masters.params import MasterParams, watch_loading
+
+
+def as_list(value: Any, kind: str, accepts: Callable[[Any], bool]) -> list[Any]:
+    items = value if isinstance(value, list) else [value]
+    for item in items:
+        if not accepts(item):
+            raise AmpTypeError(
+                f"{kind}s must be either a single {kind} or a list of {kind}s. Got {type(item).__name__}"
+                + (" inside the list." if items is value else ".")
+            )
+    return items
+
+
+def refuse_fp16_optimizer(optimizers: Any) -> None:
+    """Says why a wrapper of apex's name, apex's own or a copy of it, cannot be initialized."""
+    for item in optimizers if isinstance(optimizers, list) else [optimizers]:
+        if any(base.__name__ == "FP16_Optimizer" for base in type(item).__mro__):
+            raise AmpTypeError(
+                f"An incoming optimizer is an instance of {type(item).__module__}.{type(item).__qualname__}. It keeps "
+                "fp32 masters and a loss scale of its own: give amp.initialize the optimizer inside, and step that."
+            )
+
+
+def is_optimizer(value: Any) -> bool:
+    """A torch optimizer, or a wrapper that offers what one offers (LARC)."""
+    return isinstance(value, torch.optim.Optimizer) or all(
+        hasattr(value, name) for name in ("param_groups", "state", "step", "zero_grad", "add_param_group")
+    )
+
+
+def check_optimizers(optimizers: list[Any], bound: Container[Any]) -> None:
+    """AmpError for one that is under amp already."""
+    for i, optimizer in enumerate(optimizers):
+        if optimizer in bound or optimizer in optimizers[:i]:
+            raise AmpError(
+                "A given optimizer should only be passed through amp.initialize once. Call amp.reset() first to "
+                "initialize it anew."
+            )
+        if is_bound(optimizer):
+            raise AmpError(
+                f"optimizers[{i}] ({type(optimizer).__name__}) is under amp in another AmpSession: call reset() of "
+                "that one first"
+            )
+
+
+def check_cudnn(models: list[nn.Module]) -> None:
+    on_cuda = any(p.is_cuda for m in models for p in m.parameters())
+    if on_cuda and not torch.backends.cudnn.enabled:
+        raise AmpError("Amp requires torch.backends.cudnn.enabled = True")
+
+
+def cast_models(
+    undo: ExitStack, policy: PrecisionPolicy, models: list[nn.Module], kept: KeptModules
+) -> dict[Tensor, Tensor]:
+    """Casts weights, inputs and outputs as the level says. Returns what the data of parameters was before."""
+    originals: dict[Tensor, Tensor] = {}
+    for model in models:
+        if policy.input_dtype is not None:
+            keep_bn = bool(policy.keep_batchnorm_fp32)
+            restore, data = casting.cast_model(model, policy.input_dtype, keep_bn, kept.modules)
+            undo.callback(restore)
+            originals.update(data)
+            undo.callback(casting.install_state_dict_upcast(model))
+        takes = torch.float32 if policy.casts_model and model in kept.modules else policy.input_dtype
+        undo.callback(casting.install_io_casts(model, takes, policy.output_dtype))
+    if policy.input_dtype not in (None, torch.float32):
+        for module in kept.entries:
+            if module not in models:
+                undo.callback(casting.install_io_casts(module, torch.float32, policy.input_dtype))
+    return originals
+
+
+def watch_models(undo: ExitStack, models: list[nn.Module], masters: list[MasterParams], have_masters: bool) -> None:
+    """Has masters follow what is loaded into a model, and refuses tensors in the place of those that are stepped."""
+    for model in models if have_masters else ():
+        undo.callback(watch_loading(model, masters))
+    for model in models if masters else ():
+        undo.callback(refuse_replaced(model, _stepped(masters)))
+
+
+def _stepped(masters: list[MasterParams]) -> Callable[[], list[Tensor]]:
+    """Parameters of the optimizers still alive."""
+    alive = weakref.WeakSet(masters)
+    return lambda: [p for m in alive for p in (*m.params_without_master, *m.model_of.values())]
+
+
+def finalizer(owner: Any, action: Callable[[], None]) -> Callable[[], None]:
+    """``action``, once: when it is called, or else when ``owner`` is gone, in the thread that lets go of it."""
+    finalizer = weakref.finalize(owner, action)
+    finalizer.atexit = False
+    return finalizer

@@ -1,0 +1,58 @@
+"""What the log says of skipped steps, in apex's words, and of whose gradients were not finite."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container
+
+import torch
+
+from ampctx.scaling.guarded_step import OUTSIDE_OF_BLOCKS
+from ampctx.scaling.loss_scale import LossScale
+from ampctx.scaling.outcome import Culprits, listed
+
+logger = logging.getLogger("ampctx")
+
+
+def is_rank_zero() -> bool:
+    dist = torch.distributed
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+class SkipLog:
+    """Reports skipped steps on rank 0. ``verbosity``: 0 is silent. ``deferred``: scales that a later block updates."""
+
+    def __init__(self, deferred: Container[LossScale]) -> None:
+        self.verbosity = 1
+        self._deferred = deferred
+        self._explained_skips = False
+
+    def warn(self, message: str) -> None:
+        if self.verbosity > 0 and is_rank_zero():
+            logger.warning(message)
+
+    def report(
+        self, before: int, skipped: int, overflowed: list[tuple[int, LossScale, float]], culprits: Culprits = ()
+    ) -> None:
+        if self.verbosity <= 0 or not is_rank_zero():
+            return
+        # Every skip while they are few, then at powers of two: a run that overflows for ever does not fill the log.
+        if skipped > 8 and skipped.bit_length() == before.bit_length():
+            return
+        for loss_id, scale, value in overflowed:
+            if loss_id == OUTSIDE_OF_BLOCKS or scale in self._deferred:
+                logger.warning("Gradient overflow.  Skipping step, the loss scale stays at %s for now", value)
+                continue
+            logger.warning(
+                "Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %s", loss_id, value
+            )
+        if culprits and (skipped > 8 or not self._explained_skips):
+            logger.warning("inf or nan in the gradient of %s", listed(culprits))
+        if not self._explained_skips:
+            self._explained_skips = True
+            logger.warning(
+                "A few skipped steps are normal: the loss scale starts high and falls until gradients fit. "
+                "Skips that go on for long point to inf or nan in the model or its input."
+            )
+        elif skipped > 8:
+            logger.warning("%d steps have been skipped so far", skipped)

@@ -1,0 +1,195 @@
+"""The optimizer ops, one declaration each. Needs Python alone: the build reads it without torch.
+
+From it come the op's schemas, checks and typed call, what a fused optimizer checks, keeps and hands over, and, by
+``csrc/generate.py``, what C++ has of it. By hand stay the arithmetic (``csrc/functors/<op>.h``, ``reference_steps``)
+and the class. LAMB and NovoGrad walk their elements more than once: their entry points are by hand, too, and so is the
+boxed function of LARC, which takes no step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Number:
+    """A hyperparameter, "float" or "bool". Without a ``default`` the typed call requires it.
+
+    ``of`` is where a fused optimizer has it, in terms of ``self`` and ``group``: ``group[name]`` where nothing is said.
+    Of those floats, the ``checked`` must be at least 0.
+    """
+
+    name: str
+    type: str = "float"
+    default: float | bool | None = None
+    of: str = ""
+    checked: bool = True
+
+    @property
+    def source(self) -> str:
+        of = self.of or f"group[{self.name!r}]"
+        return f"bool({of})" if self.type == "bool" else of
+
+
+@dataclass(frozen=True)
+class State:
+    """A list of the op, and its key in an optimizer's state. ``if_set``: stays empty unless the group has that set."""
+
+    name: str
+    key: str
+    if_set: str = ""
+    one_element: bool = False  # a 0-d fp32 tensor for each parameter
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """``functors``: those of C++ that step an element, one for each number of lists of state that a call may have.
+    ``factors``: further arguments that are a number or a one-element tensor."""
+
+    name: str
+    doc: str
+    numbers: tuple[Number, ...]
+    states: tuple[State, ...] = ()
+    functors: tuple[str, ...] = ()
+    factors: tuple[str, ...] = ()
+    elementwise: bool = True
+    takes_step: bool = True
+
+    @property
+    def op(self) -> str:
+        return f"multi_tensor_{self.name}"
+
+    @property
+    def sized(self) -> tuple[State, ...]:
+        """State of the parameters' size."""
+        return tuple(state for state in self.states if not state.one_element)
+
+    @property
+    def one_element(self) -> tuple[State, ...]:
+        steps = (State("steps", "step", one_element=True),) if self.takes_step else ()
+        return (*(state for state in self.states if state.one_element), *steps)
+
+    @property
+    def lists(self) -> tuple[str, ...]:
+        extras = ("extras",) if self.takes_step else ()
+        return ("grads", "params", *(s.name for s in self.sized), *extras, *(s.name for s in self.one_element))
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The arguments that are one tensor, after the lists."""
+        return ("found_inf", "inv_scale", "lr", *self.factors)
+
+    @property
+    def schema(self) -> str:
+        kept = "grads" if self.takes_step else "params"
+        letters = iter("abcdefgh")
+        lists = [f"Tensor[] {name}" if name == kept else f"Tensor({next(letters)}!)[] {name}" for name in self.lists]
+        end = ["bool maximize", "int write_back", "int seed"] if self.takes_step else []
+        numbers = [f"{number.type} {number.name}" for number in self.numbers]
+        return f"{self.op}({', '.join([*lists, *(f'Tensor {t}' for t in self.tensors), *numbers, *end])}) -> ()"
+
+
+BETAS = (Number("beta1", of="group['betas'][0]"), Number("beta2", of="group['betas'][1]"))
+EPS, WEIGHT_DECAY = Number("eps"), Number("weight_decay")
+NO_DECAY = Number("weight_decay", default=0.0)
+BIAS_CORRECTION = Number("bias_correction", "bool", True)
+ADAM_W_MODE = Number("adam_w_mode", "bool", True, of="self.adam_w_mode")
+GRAD_AVERAGING = Number("grad_averaging", "bool", True)
+EXP_AVG, EXP_AVG_SQ = State("exp_avgs", "exp_avg"), State("exp_avg_sqs", "exp_avg_sq")
+
+_ALL = (
+    OpSpec(
+        "adam",
+        """Adam; with decoupled weight decay in ``adam_w_mode``; AMSGrad where ``max_exp_avg_sqs`` is not empty.
+
+    m = beta1 m + (1 - beta1) g,  v = beta2 v + (1 - beta2) g^2,  u = (m / c1) / (sqrt(v / c2) + eps),
+    p -= lr (u + weight_decay p), with c = 1 - beta^step, or 1 without ``bias_correction``. Not in ``adam_w_mode``,
+    g + weight_decay p takes the place of g. No host sync.""",
+        (*BETAS, EPS, WEIGHT_DECAY, BIAS_CORRECTION, ADAM_W_MODE),
+        (EXP_AVG, EXP_AVG_SQ, State("max_exp_avg_sqs", "max_exp_avg_sq", if_set="amsgrad")),
+        ("Adam<T, false>", "Adam<T, true>"),
+    ),
+    OpSpec(
+        "sgd",
+        """SGD: b = momentum b + (1 - dampening) g, or g where the step count is 0; p -= lr b, or lr (g + momentum b)
+    with ``nesterov``. Without momentum ``momentum_buffers`` is empty. Weight decay adds weight_decay p to g, or with
+    ``wd_after_momentum`` to what lr multiplies. No host sync.""",
+        (
+            Number("momentum", default=0.0),
+            Number("dampening", default=0.0, checked=False),
+            NO_DECAY,
+            Number("nesterov", "bool", False),
+            Number("wd_after_momentum", "bool", False, of="self.wd_after_momentum"),
+        ),
+        (State("momentum_buffers", "momentum_buffer", if_set="momentum"),),
+        ("Sgd<T, false>", "Sgd<T, true>"),
+    ),
+    OpSpec(
+        "adagrad",
+        """Adagrad: h += g^2, p -= lr g / (sqrt(h) + eps); weight decay through g, or decoupled in ``adagrad_w_mode``.
+
+    No host sync.""",
+        (EPS, NO_DECAY, Number("adagrad_w_mode", "bool", False, of="self.adagrad_w_mode")),
+        (State("sums", "sum"),),
+        ("Adagrad<T>",),
+    ),
+    OpSpec(
+        "lion",
+        """Lion: u = sign(beta1 m + (1 - beta1) g), then m = beta2 m + (1 - beta2) g; p -= lr (u + weight_decay p). No
+    host sync.""",
+        (*BETAS, NO_DECAY),
+        (EXP_AVG,),
+        ("Lion<T>",),
+    ),
+    OpSpec(
+        "lamb",
+        """LAMB: Adam's direction u (with weight_decay p in it in ``adam_w_mode``), p -= lr ||p|| / ||u|| u.
+
+    The ratio is that of each tensor, 1 where a norm is 0, and without weight decay unless ``use_nvlamb``. Gradients are
+    first scaled down to ``max_grad_norm`` where ``global_grad_norm``, the norm of all unscaled gradients, is above it
+    (0: never). Without ``grad_averaging`` m = beta1 m + g. No host sync.""",
+        (
+            *(*BETAS, EPS, WEIGHT_DECAY),
+            Number("max_grad_norm", default=0.0, of="group['max_grad_norm'] or 0.0"),
+            *(BIAS_CORRECTION, ADAM_W_MODE, GRAD_AVERAGING),
+            Number("use_nvlamb", "bool", False, of="self.use_nvlamb"),
+        ),
+        (EXP_AVG, EXP_AVG_SQ),
+        factors=("global_grad_norm",),
+        elementwise=False,
+    ),
+    OpSpec(
+        "novograd",
+        """NovoGrad: ``exp_avg_sqs`` are one-element fp32 tensors n, the running norm of each gradient.
+
+    n = sqrt(beta2 n^2 + (1 - beta2) ||g||^2), or beta2 n + (1 - beta2) max|g| with ``inf_norm``; n is the norm itself
+    where the step count is 0, unless ``init_zero``. With d = n / sqrt(c2) + eps: m = beta1 m + (1 - beta1) g,
+    p -= lr (m / c1 / d + weight_decay p); or, with ``reg_inside_moment``, g / d + weight_decay p takes the place of g
+    and p -= lr m / c1. No host sync.""",
+        (
+            *(*BETAS, EPS, WEIGHT_DECAY, BIAS_CORRECTION, GRAD_AVERAGING),
+            Number("reg_inside_moment", "bool", False, of="self.moment_mode == 0"),
+            Number("inf_norm", "bool", False, of="group['norm_type'] == 0"),
+            Number("init_zero", "bool", False),
+        ),
+        (EXP_AVG, State("exp_avg_sqs", "exp_avg_sq", one_element=True)),
+        ("NovoGrad<T>",),
+        elementwise=False,
+    ),
+    OpSpec(
+        "larc",
+        """LARC, in place on the gradients, which are unscaled too: with a = trust_coefficient ||p|| / (||g|| +
+    weight_decay ||p|| + eps), or min(a / lr, 1) with ``clip``, g = a (g + weight_decay p), or with ``maximize``
+    a (g - weight_decay p). Tensors with a norm of 0 are unscaled alone. No host sync.""",
+        (
+            Number("trust_coefficient", default=0.02),
+            Number("eps", default=1e-8),
+            NO_DECAY,
+            Number("clip", "bool", True),
+            Number("maximize", "bool", False),
+        ),
+        elementwise=False,
+        takes_step=False,
+    ),
+)
+SPECS = {spec.name: spec for spec in _ALL}

@@ -1,0 +1,50 @@
+"""What a parameter has in ``optimizer.state``: made when it is first stepped, and how masters follow the model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampctx.kernels.reference import compute_dtype
+from ampctx.kernels.reference_steps import join, spacing
+
+State = dict[str, Any]
+# Where 16-bit parameters keep what goes with them, by destination.
+EXTRAS = {"copy": "master_param", "split": "remainder", "kahan": "compensation"}
+
+
+def make_state(p: Tensor, state: State, needed: Iterable[str], one_element: Collection[str], step: int) -> None:
+    """Makes what is needed and not there. ``step`` is how many steps a new parameter counts as taken."""
+    dtypes = {"remainder": torch.int16, "compensation": p.dtype, "master_param": torch.float32}
+    for key in needed:
+        if key in state:
+            continue
+        if key in one_element:
+            state[key] = torch.full((), float(step if key == "step" else 0), dtype=torch.float32, device=p.device)
+        else:
+            state[key] = torch.zeros_like(p, dtype=dtypes.get(key, compute_dtype(p)), requires_grad=False)
+        if key == "master_param":
+            state[key].copy_(p)
+
+
+def follow(p: Tensor, state: State, seen: dict[Tensor, int]) -> None:
+    """Where a weight is not its rounded master any more, somebody changed it: the master takes its value, and what
+    rounding left over is dropped. ``seen`` has the versions of weights that agree."""
+    # _version is private by name; nothing public tells that a tensor changed without reading it.
+    if seen.get(p) == p._version:
+        return
+    seen[p] = p._version
+    if "remainder" in state:
+        # Any 16 bits round to the weight beside them, but for those that make nan of a zero or an infinity.
+        made_nan = torch.isnan(join(p, state["remainder"])) & ~torch.isnan(p)
+        state["remainder"].masked_fill_(made_nan, 0)
+    if "compensation" in state:
+        # Rounding to nearest leaves half a place over at most.
+        left = state["compensation"]
+        left.masked_fill_(~(2 * left.float().abs() <= spacing(p.detach())), 0)
+    if "master_param" in state:
+        master = state["master_param"]
+        master.copy_(torch.where(master.to(p.dtype) == p, master, p.to(master.dtype)))

@@ -1,0 +1,35 @@
+"""Lion in one op call for each bucket of parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ampctx.optimizers._base import FusedOptimizer
+
+
+class FusedLion(FusedOptimizer):
+    """Lion (Chen et al. 2023): steps by the sign of an average of gradients, all of the size of lr.
+
+    ``ampctx.optimizer_ops.lion`` has the formula. State of each parameter: ``step`` and ``exp_avg``, fp32.
+
+    Args:
+        params: parameters or groups, on any mix of devices and dtypes.
+        lr: a number, or a one-element tensor; the paper takes a third to a tenth of AdamW's.
+        betas, weight_decay: of the formula; the decay is decoupled.
+        set_grad_none: whether ``zero_grad()`` makes gradients None.
+        maximize, write_back, seed, master_weights, capturable: see ``FusedOptimizer``.
+    """
+
+    _op = "lion"
+
+    def __init__(
+        self, params: Any, lr: float | Tensor = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0, set_grad_none: bool = True, *, maximize: bool = False, write_back: str = "nearest",
+        seed: int = 0, master_weights: bool | str = False, capturable: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, set_grad_none=set_grad_none,
+            maximize=maximize, write_back=write_back, seed=seed, master_weights=master_weights, capturable=capturable,
+        )  # fmt: skip

@@ -1,0 +1,113 @@
+"""Writes the headers and CUDA sources that ampctx/kernels/spec.py declares. Needs Python alone.
+
+options.h      a struct of numbers for each op, in the order of its schema
+functors.h     the functors of each op, and all that have loops on the CPU
+step_ops.h     AMPCTX_STEP_OPS(OP, with): OP(name, Options, with) for each op that takes a step, and its lists
+<op>.cu        the entry point of an element-wise op on CUDA: each is a compilation of its own
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+SPEC = Path(__file__).resolve().parent.parent / "ampctx" / "kernels" / "spec.py"
+_HEADER = "// Made from ampctx/kernels/spec.py by csrc/generate.py.\n#pragma once\n"
+
+
+def load_spec() -> ModuleType:
+    """The file without the package around it, which imports torch."""
+    name = "ampctx_spec"
+    spec = importlib.util.spec_from_file_location(name, SPEC)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _options(spec) -> str:
+    return f"{spec.name.capitalize()}Options"
+
+
+def _options_header(specs) -> str:
+    parts = [_HEADER, "namespace ampctx {\n"]
+    for spec in specs:
+        fields = [f"  {'double' if n.type == 'float' else 'bool'} {n.name};" for n in spec.numbers]
+        reads = ", ".join("in.number()" if n.type == "float" else "in.flag()" for n in spec.numbers)  # in this order
+        parts += [f"struct {_options(spec)} {{", *fields, "", "  template <class Arguments>"]
+        parts += [f"  static {_options(spec)} taken(Arguments& in) {{ return {{{reads}}}; }}", "};\n"]
+    return "\n".join([*parts, "}  // namespace ampctx\n"])
+
+
+def _functors_header(specs) -> str:
+    includes = [f'#include "csrc/functors/{spec.name}.h"' for spec in specs]
+    parts = [_HEADER, *includes, "", "namespace ampctx {\n", "template <class... Optimizers>", "struct Functors {};\n"]
+    for spec in specs:
+        if spec.elementwise:
+            parts += ["template <class T>"]
+            parts += [f"Functors<{', '.join(spec.functors)}> functors_of(const {_options(spec)}&);\n"]
+    every = ", ".join(functor for spec in specs for functor in spec.functors)
+    parts += ["template <class T>", f"using AllFunctors = Functors<{every}>;\n"]
+    return "\n".join([*parts, "}  // namespace ampctx\n"])
+
+
+def _array(of: str, name: str, items: list[str]) -> str:
+    return f"  static constexpr std::array<{of}, {len(items)}> {name} = {{{', '.join(items)}}};"
+
+
+def _step_ops_header(specs) -> str:
+    steps = [spec for spec in specs if spec.takes_step]
+    parts = [_HEADER, "#include <array>\n", '#include "functors.h"\n']
+    for macro, chosen in (("STEP_OPS", steps), ("ELEMENTWISE_OPS", [s for s in steps if s.elementwise])):
+        rows = " ".join(f"OP({spec.name}, {_options(spec)}, with)" for spec in chosen)
+        parts.append(f"#define AMPCTX_{macro}(OP, with) {rows}")
+    parts += ["\nnamespace ampctx {\n", "struct StateList {", "  const char* name;", "  bool is_optional;", "};\n"]
+    parts += ["template <class Options>", "struct StepOp;\n"]
+    for spec in steps:
+        numbers = {number.name for number in spec.numbers}
+        rule = "{options.beta1, options.beta2, options.bias_correction, 0}" if "bias_correction" in numbers else "{}"
+        argument = "options" if "bias_correction" in numbers else ""
+        sized = [f'StateList{{"{state.name}", {str(bool(state.if_set)).lower()}}}' for state in spec.sized]
+        parts += ["template <>", f"struct StepOp<{_options(spec)}> {{"]
+        parts += [f'  static constexpr const char* name = "{spec.op}";', _array("StateList", "states", sized)]
+        alone = [f'"{state.name}"' for state in spec.one_element if state.name != "steps"]
+        parts += [_array("const char*", "one_element", alone)]
+        parts += [_array("const char*", "factors", [f'"{factor}"' for factor in spec.factors])]
+        parts += [f"  static TensorRule rule(const {_options(spec)}& {argument}) {{ return {rule}; }}", "};\n"]
+    return "\n".join([*parts, "}  // namespace ampctx\n"])
+
+
+def _cuda_source(spec) -> str:
+    return f"""// Made from ampctx/kernels/spec.py by csrc/generate.py.
+#include "csrc/cuda/optimizer_apply.cuh"
+
+namespace ampctx::cuda {{
+
+void {spec.name}(const Context& context, const StepCall& call, const {_options(spec)}& options) {{
+  step(context, call, options, decltype(functors_of<float>(options)){{}});
+}}
+
+}}  // namespace ampctx::cuda
+"""
+
+
+def texts() -> dict[str, str]:
+    """Each file by its name."""
+    specs = list(load_spec().SPECS.values())
+    found = {"options.h": _options_header(specs), "functors.h": _functors_header(specs)}
+    found["step_ops.h"] = _step_ops_header(specs)
+    return found | {f"{spec.name}.cu": _cuda_source(spec) for spec in specs if spec.elementwise and spec.takes_step}
+
+
+def write(folder: Path) -> None:
+    """Writes the files into ``folder``, each at once, as several builds may; compilers look there and above csrc."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts().items():
+        path = folder / name
+        if not (path.exists() and path.read_text() == text):
+            unfinished = folder / f"{name}.{os.getpid()}"
+            unfinished.write_text(text)
+            os.replace(unfinished, path)
