@@ -13,7 +13,15 @@ import pytest
 import torch
 from optimizer_cases import LOW, Formula, give, gradients, parameters
 
-from ampctx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
+from ampctx.optimizers import (
+    FusedAdagrad,
+    FusedAdam,
+    FusedLAMB,
+    FusedLion,
+    FusedMixedPrecisionLamb,
+    FusedNovoGrad,
+    FusedSGD,
+)
 
 STEPS = 100
 
@@ -79,6 +87,9 @@ CASES = {
     "adagrad-decay": adagrad(weight_decay=0.1, eps=1e-5),
     "adagrad-maximize": adagrad(maximize=True),
     "adagrad-w": adagrad(twin=False, weight_decay=0.1, adagrad_w_mode=True),
+    "lion": Case(FusedLion, "lion"),
+    "lion-decay-betas": Case(FusedLion, "lion", {"weight_decay": 0.1, "betas": (0.5, 0.9)}),
+    "lion-maximize": Case(FusedLion, "lion", {"maximize": True}),
     "lamb": lamb(),
     "lamb-l2": lamb(weight_decay=0.1, adam_w_mode=False),
     "lamb-no-decay": lamb(weight_decay=0.0),
