@@ -66,6 +66,10 @@ FAULTS = [
         "larc decays upwards", "csrc/functors/larc.h",
         "(g + tensor.weight_decay * w)", "(g - tensor.weight_decay * w)", f"{OPS}larc.py {CPU}",
     ),
+    Fault(
+        "lion goes against the sign", "csrc/functors/lion.h",
+        "c > 0 ? 1 : c < 0 ? -1 : c;", "c > 0 ? -1 : c < 0 ? 1 : c;", f"{OPS}lion.py {CPU}",
+    ),
     Fault("axpby subtracts", "csrc/functors/axpby.h", "a * x + b * y;", "a * x - b * y;", f"{OPS}axpby.py {CPU}"),
     Fault("scale negates", "csrc/functors/scale.h", "return x * scale;", "return -x * scale;", f"{OPS}scale.py {CPU}"),
     Fault(
@@ -127,6 +131,11 @@ FAULTS = [
         "tests/compat/test_l0_multiple_models_optimizers_losses.py",
     ),
     Fault(
+        "joined flags are the last of them", "ampctx",
+        "result = here if result is None else torch.maximum(result, here)", "result = here",
+        f"{STEPS} {ROWS}outcome_of_each_step.py",
+    ),
+    Fault(
         "an overflow whose check was delayed does not move the scale", "ampctx",
         "found_inf = torch.maximum(self.deferred[scale].to(found_inf.device), found_inf)", "pass",
         f"{AMP}overflow.py {AMP}delayed_blocks.py {AMP}scale_loss.py {AMP}device_steps.py",
@@ -155,7 +164,8 @@ FAULTS = [
     ),
     Fault(
         "gradients that a skipped step left are not checked", "ampctx",
-        "if self.gradients.stepped and not before_closure and self.is_unchecked():", "if False:", f"{ROWS}endless_overflows.py",
+        "if self.gradients.stepped and not before_closure and self.is_unchecked():", "if False:",
+        f"{ROWS}endless_overflows.py",
     ),
     # --- gradients that are not unscaled, or lost -------------------------------------------------------------------
     Fault(
@@ -187,6 +197,16 @@ FAULTS = [
         "foreach.axpby(grads, totals, totals, found_inf, outcome.factor, 0.0,", f"{AMP}delayed_blocks.py {STEPS}",
     ),
     Fault(
+        "a nested block adds to what the block around it has stashed", "ampctx",
+        "self._stack[0].stash.update(block.outcome.stashed)", "self._stack[-2].stash.update(block.outcome.stashed)",
+        f"{AMP}nested_blocks.py",
+    ),
+    Fault(
+        "a nested block reads what the block around it has stashed", "ampctx",
+        "outer = self._stack[0] if block.nested else None", "outer = self._stack[-2] if block.nested else None",
+        f"{AMP}nested_blocks.py",
+    ),
+    Fault(
         "ranks add gradients up without dividing", "ampctx",
         "summed.div_(before)", "pass", f"{ROWS}average_hook.py",
     ),
@@ -206,8 +226,14 @@ FAULTS = [
         "delattr(target, name)", "pass", f"{ROWS}reset_leaves_nothing.py",
     ),
     # --- casts ------------------------------------------------------------------------------------------------------
-    Fault("softplus is not in the list of O1", "ampctx", "softmax.int softplus sum", "softmax.int sum", f"{AMP}cast_table.py"),
-    Fault("lstm is not in the list of O1", "ampctx", "lstm.data lstm.input", "lstm.data", f"{AMP}cast_table.py {AMP}autocast.py"),
+    Fault(
+        "softplus is not in the list of O1", "ampctx",
+        "softmax.int softplus sum", "softmax.int sum", f"{AMP}cast_table.py",
+    ),
+    Fault(
+        "lstm is not in the list of O1", "ampctx",
+        "lstm.data lstm.input", "lstm.data", f"{AMP}cast_table.py {AMP}autocast.py",
+    ),
     Fault(
         "a model's inputs stay fp32", "ampctx",
         "return map_floating(args, self.dtype), map_floating(kwargs, self.dtype)", "return args, kwargs",
@@ -235,6 +261,21 @@ FAULTS = [
     Fault(
         "masters do not follow a model that is loaded", "ampctx",
         "masters.model_changed()", "pass", f"{AMP}parameters.py {ROWS}models_that_change.py",
+    ),
+    # --- what an optimizer hands to its op --------------------------------------------------------------------------
+    Fault(
+        "the last of an op's numbers is not handed on", "ampctx",
+        "{number.source}\" for number in spec.numbers]", "{number.source}\" for number in spec.numbers[:-1]]",
+        "tests/optimizers/test_optimizer_formulas.py",
+    ),
+    Fault(
+        "an op's numbers are not checked", "ampctx",
+        'if number.type == "float" and number.checked and not number.of:', "if False:",
+        "tests/optimizers/test_optimizer_habits.py",
+    ),
+    Fault(
+        "a number that a checkpoint does not have is missing", "ampctx",
+        "group.saved.setdefault(name, default)", "pass", "tests/optimizers/test_optimizer_checkpoints.py",
     ),
     # --- the scale, and what is saved -------------------------------------------------------------------------------
     Fault(
@@ -280,6 +321,17 @@ FAULTS = [
     Fault(
         "an exception takes the gradients from before along", "ampctx",
         "p.grad = was_there.get(p)", "p.grad = None", f"{ROWS}exceptions_anywhere.py",
+    ),
+    Fault(
+        "a first_step may follow a first_step", "ampctx",
+        '"first_step": Row(_BETWEEN, Blocks.CLEAR, {READY: PERTURBED, SKIPPED: PERTURBED},',
+        '"first_step": Row(_BETWEEN, Blocks.CLEAR, dict.fromkeys(_BETWEEN_STEPS, PERTURBED),',
+        f"{AMP}perturbed_weights.py",
+    ),
+    Fault(
+        "reset leaves weights perturbed", "ampctx",
+        "self.take_first_step_back()\n            self.gradients.drop_incomplete()", "self.gradients.drop_incomplete()",
+        f"{AMP}perturbed_weights.py",
     ),
     Fault(
         "incomplete sums may be stepped", "ampctx",
