@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ampctx._compiling import outside_of_graphs
 from ampctx._errors import AmpError
-from ampctx._grad_mode import without_grad
 from ampctx.amp import closures, findings
 from ampctx.amp.methods import as_copied, replace, weak_method
 from ampctx.amp.phases import NOT_THE_USERS, PERTURBED, READY, RELEASED, STEPPING, TABLE, Step, refusal
@@ -169,7 +168,7 @@ class OptimizerBinding:
     # --- what changed outside of blocks -------------------------------------------------------------------------------
 
     @outside_of_graphs
-    @without_grad
+    @torch.no_grad()
     def refresh(self, settled: bool = False) -> None:
         """Brings masters and their gradients up to date with what happened outside scale_loss blocks. No host sync.
 

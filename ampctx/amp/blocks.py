@@ -64,11 +64,11 @@ class Blocks:
     @torch.no_grad()
     def end(self, block: Block, loss_scale: LossScale) -> None:
         """Unscales and checks what the block's backward has left, or leaves that to a later block."""
-        bindings, nested = block.bindings, False
+        bindings = block.bindings
         for binding in bindings:
             binding.flags.scales_used[block.loss_id % len(binding.loss_scales)] = block.scale
             binding.follow_groups()  # what joined or was unfrozen in the block has its gradients from here
-            nested |= binding.gradients.depth > 1
+        nested = any(binding.gradients.depth > 1 for binding in bindings)
         if block.delay_unscale and not nested and not self._share_parameters(bindings):
             block.committing = True
             for binding in reversed(bindings):

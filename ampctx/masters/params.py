@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ampctx._errors import AmpError
-from ampctx._grad_mode import without_grad
 from ampctx.casts.arguments import LOW_PRECISION, ModelHook, Undo
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.distributed import is_distributed
@@ -114,7 +113,7 @@ class MasterParams:
 
     # --- membership ---------------------------------------------------------------------------------------------------
 
-    @without_grad
+    @torch.no_grad()
     def add_params(
         self,
         optimizer: Any,
@@ -182,7 +181,7 @@ class MasterParams:
         alike = len(members) == len(self._members) and all(map(operator.is_, members, self._members))
         return alike and not any(p.requires_grad for p in self._frozen)
 
-    @without_grad
+    @torch.no_grad()
     def follow_groups(self, optimizer: Any, taken: Callable[[], Container[int]], drop_grads: bool) -> None:
         """Takes in what users have changed in the groups: parameters that were put in, taken out, put in the place of
         others, or unfrozen. A model's weight that has a master is replaced by that.
@@ -277,7 +276,7 @@ class MasterParams:
         self.model_of[master] = p
         _cast_state(optimizer, p, master, torch.float32)
 
-    @without_grad
+    @torch.no_grad()
     def add_unfrozen(self, optimizer: Any) -> None:
         """Gives masters to 16-bit parameters that were frozen when they came in and train now."""
         if unfrozen := {id(p) for p in self._frozen if p.requires_grad}:
@@ -288,7 +287,7 @@ class MasterParams:
                         self._give_master(optimizer, group, i, None)
             self._members = _members(optimizer)
 
-    @without_grad
+    @torch.no_grad()
     def restore_params(self, optimizer: Any) -> None:
         """Puts the model parameters back into the optimizer, in fp32 with the masters' values and gradients."""
         self.resync()
@@ -327,7 +326,7 @@ class MasterParams:
         for p, master in pairs:
             master.copy_(torch.where(master.to(p.dtype) == p, master, p.to(master.dtype)))
 
-    @without_grad
+    @torch.no_grad()
     def copy_to_model(self) -> None:
         """model = master, rounded to nearest even."""
         if self.pairs:
