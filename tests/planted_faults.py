@@ -312,7 +312,7 @@ FAULTS = [
     # --- waiting, exceptions, what is refused -----------------------------------------------------------------------
     Fault(
         "an update reads the flag on the host", "ampctx",
-        "found_inf = move(found_inf, scale.device)", "found_inf = move(found_inf, scale.device) * found_inf.item()",
+        "if found_inf.device != scale.device:", "if found_inf.item() and found_inf.device != scale.device:",
         f"{AMP}device_steps.py {AMP}loss_scale.py",
     ),
     Fault(
