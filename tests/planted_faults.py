@@ -269,6 +269,12 @@ FAULTS = [
         "tests/optimizers/test_optimizer_formulas.py",
     ),
     Fault(
+        "lion's decay is not handed on", "ampctx",
+        "(*BETAS, NO_DECAY),\n        (EXP_AVG,),",
+        '(*BETAS, Number("weight_decay", default=0.0, of="0.0")),\n        (EXP_AVG,),',
+        "tests/optimizers/test_optimizer_formulas.py -k lion",
+    ),
+    Fault(
         "an op's numbers are not checked", "ampctx",
         'if number.type == "float" and number.checked and not number.of:', "if False:",
         "tests/optimizers/test_optimizer_habits.py",
@@ -306,7 +312,7 @@ FAULTS = [
     # --- waiting, exceptions, what is refused -----------------------------------------------------------------------
     Fault(
         "an update reads the flag on the host", "ampctx",
-        "found_inf = move(found_inf, scale.device)", "found_inf = move(found_inf, scale.device) * found_inf.item()",
+        "if found_inf.device != scale.device:", "if found_inf.item() and found_inf.device != scale.device:",
         f"{AMP}device_steps.py {AMP}loss_scale.py",
     ),
     Fault(
