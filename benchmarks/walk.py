@@ -69,7 +69,7 @@ def walked(call: Callable[[], Any]) -> list[Entry]:
         if event != "call" or file is None or frame in depths or frame.f_code.co_name in _INLINE:
             return
         depths[frame] = depth_below(frame.f_back)
-        entries.append(Entry(depths[frame], file, frame.f_code.co_qualname))
+        entries.append(Entry(depths[frame], file, getattr(frame.f_code, "co_qualname", frame.f_code.co_name)))
 
     sys.setprofile(notice)
     try:
