@@ -1,6 +1,6 @@
 """The public name of ``ampctx.kernels.foreach``."""
 
-from ampctx.kernels.foreach import (
+from ampctx.kernels.foreach import (  # noqa: F401
     Factor,
     FoundInf,
     PerDevice,
@@ -13,17 +13,3 @@ from ampctx.kernels.foreach import (
     unscale_l2norm,
     unscale_l2norms,
 )
-
-__all__ = [
-    "Factor",
-    "FoundInf",
-    "PerDevice",
-    "axpby",
-    "joined_norm",
-    "l2norm",
-    "move",
-    "product",
-    "scale",
-    "unscale_l2norm",
-    "unscale_l2norms",
-]

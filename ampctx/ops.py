@@ -1,6 +1,6 @@
 """The public name of ``ampctx.kernels.ops``."""
 
-from ampctx.kernels.ops import (
+from ampctx.kernels.ops import (  # noqa: F401
     HeldTensors,
     ReadTensors,
     extension,
@@ -13,17 +13,3 @@ from ampctx.kernels.ops import (
     read_grads,
     update_scale,
 )
-
-__all__ = [
-    "HeldTensors",
-    "ReadTensors",
-    "extension",
-    "multi_tensor_axpby",
-    "multi_tensor_l2norm",
-    "multi_tensor_scale",
-    "multi_tensor_unscale_l2norm",
-    "read",
-    "read_along",
-    "read_grads",
-    "update_scale",
-]

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ampctx._compiling import outside_of_graphs
 from ampctx._errors import AmpError
-from ampctx._grad_mode import without_grad
 from ampctx.amp import closures, findings
 from ampctx.amp.methods import as_copied, replace, weak_method
 from ampctx.amp.phases import NOT_THE_USERS, PERTURBED, READY, RELEASED, STEPPING, TABLE, Step, refusal
@@ -169,7 +168,7 @@ class OptimizerBinding:
     # --- what changed outside of blocks -------------------------------------------------------------------------------
 
     @outside_of_graphs
-    @without_grad
+    @torch.no_grad()
     def refresh(self, settled: bool = False) -> None:
         """Brings masters and their gradients up to date with what happened outside scale_loss blocks. No host sync.
 
@@ -180,7 +179,7 @@ class OptimizerBinding:
     def _catch_up(self, settled: bool, gradients: bool = True) -> None:
         self.follow_groups()
         if self.masters.may_disagree:
-            self.masters.follow_model(settled)
+            self.masters.resync(settled)
         if gradients and self.gradients.may_have_outside_grads():
             self._collect_outside_grads()
 
@@ -232,7 +231,7 @@ class OptimizerBinding:
         # Gradients that an earlier step has left, where no block added to them. A closure may zero them first.
         if self.gradients.stepped and not before_closure and self.is_unchecked():
             found_inf = FoundInf()
-            if grads := [values_of(p.grad) for p in self.masters.own if p.grad is not None]:
+            if grads := [values_of(p.grad) for p in self.masters.params_without_master if p.grad is not None]:
                 foreach.l2norm(grads, found_inf)
                 self.flags.add(OUTSIDE_OF_BLOCKS, scale, found_inf.joined(grads[0].device))
         groups = self.masters.groups
@@ -265,7 +264,7 @@ class OptimizerBinding:
             self.gradients.drop_incomplete()
             with torch.no_grad():
                 self.gradients.collect_outside_grads()
-            self.masters.dissolve(self.optimizer)
+            self.masters.restore_params(self.optimizer)
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -389,7 +388,7 @@ class OptimizerBinding:
 
     def _known(self, lazy: ModelGrads | None) -> Known:
         """Scales, and the norm before clipping where somebody took it. ``lazy``: the lazy gradients. No host sync."""
-        own = self.masters.own
+        own = self.masters.params_without_master
         if lazy is None:
             stepped = itertools.chain((master for _, master in self.masters.pairs), own)
             norm = norm_before_clipping(grad for p in stepped if (grad := stored_grad(p)) is not None)
@@ -458,7 +457,7 @@ class OptimizerBinding:
         self.follow_groups()
         original(param_group)
         try:
-            self.masters.refuse_held(self.optimizer, self.optimizer.param_groups[-1])
+            self.masters.refuse_params_with_master(self.optimizer, self.optimizer.param_groups[-1])
             self.follow_groups()
         except BaseException:
             del self.optimizer.param_groups[-1]

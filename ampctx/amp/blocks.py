@@ -64,11 +64,11 @@ class Blocks:
     @torch.no_grad()
     def end(self, block: Block, loss_scale: LossScale) -> None:
         """Unscales and checks what the block's backward has left, or leaves that to a later block."""
-        bindings, nested = block.bindings, False
+        bindings = block.bindings
         for binding in bindings:
             binding.flags.scales_used[block.loss_id % len(binding.loss_scales)] = block.scale
             binding.follow_groups()  # what joined or was unfrozen in the block has its gradients from here
-            nested |= binding.gradients.depth > 1
+        nested = any(binding.gradients.depth > 1 for binding in bindings)
         if block.delay_unscale and not nested and not self._share_parameters(bindings):
             block.committing = True
             for binding in reversed(bindings):
@@ -100,9 +100,9 @@ class Blocks:
             return False
         owners: dict[int, int] = {}
         for binding in self._bindings.values():
-            for p in binding.masters.own:
+            for p in binding.masters.params_without_master:
                 owners[id(p)] = owners.get(id(p), 0) + 1
-        return any(owners[id(p)] > 1 for binding in bindings for p in binding.masters.own)
+        return any(owners[id(p)] > 1 for binding in bindings for p in binding.masters.params_without_master)
 
     def conclude(
         self, bindings: list[OptimizerBinding], scale: LossScale, loss_id: int, found_inf: Tensor, delay: bool

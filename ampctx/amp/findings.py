@@ -18,7 +18,7 @@ def culprits(binding: OptimizerBinding) -> Culprits:
     masters, lazy = binding.masters, binding.gradients.lazy
     grads = {} if lazy is None else lazy.grads
     of_masters = ((p, grads[m] if m in grads else stored_grad(m)) for p, m in masters.pairs)
-    found = itertools.chain(of_masters, ((p, p.grad) for p in masters.own))
+    found = itertools.chain(of_masters, ((p, p.grad) for p in masters.params_without_master))
     return culprits_among(((p, grad) for p, grad in found if grad is not None), binding.names_by_id)
 
 
@@ -35,6 +35,6 @@ def culprits_of(binding: OptimizerBinding, epoch: int, checked: ModelGrads | Non
             if id(master) in masters
         )
     if epoch == binding.steps.epoch:
-        own = ((p, p.grad) for p in binding.masters.own if p.grad is not None)
+        own = ((p, p.grad) for p in binding.masters.params_without_master if p.grad is not None)
         found += culprits_among(own, binding.names_by_id)
     return found or None

@@ -82,8 +82,8 @@ def _is_set(flag: Tensor) -> bool:
 
 
 def _saved_optimizer(binding: OptimizerBinding, loss_scales: list[LossScale], deferred: Deferred, grads: bool) -> State:
-    binding.masters.adopt_unfrozen(binding.optimizer)
-    binding.masters.follow_model()
+    binding.masters.add_unfrozen(binding.optimizer)
+    binding.masters.resync()
     params = _params(binding)
     state: State = {
         "params": len(params),
@@ -208,7 +208,7 @@ class _Loader:
         self._binding = binding
         _typed(state, Mapping, where)
         # Masters do not follow the model here: they are about to be set, and stay as they are if a check fails.
-        binding.masters.adopt_unfrozen(binding.optimizer)
+        binding.masters.add_unfrozen(binding.optimizer)
         self._params = params = _params(binding)
         self._model = [binding.masters.model_of.get(p, p) for p in params]
         if (n := _entry(state, "params", int, where)) != len(params):

@@ -219,7 +219,8 @@ class AmpSession(SessionState):
 
     def _with_masters(self) -> set[int]:
         """Ids of the model parameters that have a master."""
-        return {id(p) for optimizer, binding in self._bindings.items() for p in binding.masters.held(optimizer)}
+        bound = self._bindings.items()
+        return {id(p) for optimizer, binding in bound for p in binding.masters.model_params_with_master(optimizer)}
 
     def reset(self) -> None:
         """Undoes ``initialize``: weights back to fp32 (from the masters), optimizers, hooks and torch functions as they

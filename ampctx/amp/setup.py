@@ -100,7 +100,7 @@ def watch_models(undo: ExitStack, models: list[nn.Module], masters: list[MasterP
 def _stepped(masters: list[MasterParams]) -> Callable[[], list[Tensor]]:
     """Parameters of the optimizers still alive."""
     alive = weakref.WeakSet(masters)
-    return lambda: [p for m in alive for p in (*m.own, *m.model_of.values())]
+    return lambda: [p for m in alive for p in (*m.params_without_master, *m.model_of.values())]
 
 
 def finalizer(owner: Any, action: Callable[[], None]) -> Callable[[], None]:

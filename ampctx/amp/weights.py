@@ -21,8 +21,8 @@ def masters_of(bindings: Iterable[OptimizerBinding]) -> dict[Tensor, Tensor]:
     """Model parameter to the fp32 master that amp keeps of it, which has followed the model. No host sync."""
     result: dict[Tensor, Tensor] = {}
     for binding in bindings:
-        binding.masters.adopt_unfrozen(binding.optimizer)
-        binding.masters.follow_model()
+        binding.masters.add_unfrozen(binding.optimizer)
+        binding.masters.resync()
         result.update(binding.masters.pairs)
     return result
 

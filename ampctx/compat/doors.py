@@ -115,7 +115,7 @@ def will_skip(binding: OptimizerBinding) -> bool:
     return bool(overflowed(binding.flags.by_loss))
 
 
-def settle(binding: OptimizerBinding) -> None:
+def refresh(binding: OptimizerBinding) -> None:
     """Between blocks: masters and gradients follow what users have changed."""
     if binding.gradients.is_idle:
         binding.refresh()
@@ -236,13 +236,13 @@ __all__ = [
     "plain",
     "read_amp_entries",
     "read_grad_scaler_state",
+    "refresh",
     "resolve",
     "run_op",
     "session",
     "set_aside",
     "set_dtype",
     "set_view",
-    "settle",
     "strided_grad",
     "take_deferred",
     "to_amp_state",

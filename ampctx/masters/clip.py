@@ -130,9 +130,9 @@ def clip_grad_norm_(
 def _clip(
     found: list[Tensor], max_norm: float | Tensor, order: float, error_if_nonfinite: bool, use_foreach: bool | None
 ) -> Tensor:
-    waiting = lazy_grads.all_of(found) if order == 2.0 else []
-    untouched = {master for group in waiting for master in group.grads}
-    _, known = read_grads(found) if order == 2.0 and not waiting and not torch.compiler.is_compiling() else (None, None)
+    lazy = lazy_grads.all_of(found) if order == 2.0 else []
+    untouched = {master for group in lazy for master in group.grads}
+    _, known = read_grads(found) if order == 2.0 and not lazy and not torch.compiler.is_compiling() else (None, None)
     grads: Sequence[Tensor]
     if known is not None:
         grads = known
@@ -141,8 +141,8 @@ def _clip(
         strided = map(strided_grad, [p for p in found if p not in untouched])
         grads = [grad for grad in strided if grad is not None and grad.numel() > 0]
     norm = _total_norm(grads, order, use_foreach)
-    if waiting:
-        norm = joined_norm([group.norm() for group in waiting] + ([norm] if grads else []))
+    if lazy:
+        norm = joined_norm([group.norm() for group in lazy] + ([norm] if grads else []))
     if error_if_nonfinite and not torch.isfinite(norm):
         raise AmpError(
             f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be clipped. "
@@ -153,7 +153,7 @@ def _clip(
         _scale_down(grads, coefficient)
         if not torch.compiler.is_compiling():
             set_each(grads, "norm_before_clipping", norm)
-    for group in waiting:
+    for group in lazy:
         group.multiply(coefficient)
         group.clipped_from = norm
     return norm

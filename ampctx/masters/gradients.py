@@ -165,7 +165,7 @@ class BlockGradients:
 
     def _leaves(self) -> list[Tensor]:
         """The parameters that a backward writes gradients into."""
-        return [*(p for p, _ in self._masters.pairs), *self._masters.own]
+        return [*(p for p, _ in self._masters.pairs), *self._masters.params_without_master]
 
     def begin(self, scale: Factor, inv_scale: Factor) -> None:
         """Opens a block whose loss is multiplied by ``scale``. Where gradients are idle, ``collect_outside_grads``
@@ -173,7 +173,7 @@ class BlockGradients:
         if self.checked is not None:
             self.materialize()
         window = self._stack[-1] if self._stack else None
-        leaves = self._leaves() if self._stack else self._masters.own
+        leaves = self._leaves() if self._stack else self._masters.params_without_master
         grads = list(map(grad_of, leaves))
         present = {} if all_none(grads) else {p: g for p, g in zip(leaves, grads, strict=True) if g is not None}
         if not isinstance(window, Window):
@@ -268,7 +268,7 @@ class BlockGradients:
         # Of nested blocks the outermost has stashed the true gradients; those between them, scaled ones.
         outer = self._stack[0] if block.nested else None
         self._unscale_into_masters(inv_scale, found_inf, block.outcome, block.nested)
-        self._unscale_own(block, outer, inv_scale, found_inf, done, check_before)
+        self._unscale_params_without_master(block, outer, inv_scale, found_inf, done, check_before)
         if outer is not None:
             block.outcome.grads.update({p: block.stash.get(p) for p, _ in self._masters.pairs})
 
@@ -285,8 +285,7 @@ class BlockGradients:
 
     def _apply(self, outcome: _Outcome, found_inf: FoundInf) -> None:
         if outcome.added:
-            totals = [total for _, total in outcome.added]
-            grads = [grad for grad, _ in outcome.added]
+            grads, totals = map(list, zip(*outcome.added, strict=True))
             foreach.axpby(grads, totals, totals, found_inf, outcome.factor, 1.0, arg_to_check=0)
             forget_norm_before_clipping(totals)
         set_each(outcome.used, "grad", None)
@@ -295,7 +294,7 @@ class BlockGradients:
         if outcome.lazy is not None:
             self.checked = outcome.lazy
 
-    def _unscale_own(
+    def _unscale_params_without_master(
         self,
         block: Block,
         outer: Window | Block | None,
@@ -305,13 +304,15 @@ class BlockGradients:
         check_before: Callable[[], bool],
     ) -> None:
         """grad = grad * inv_scale + what was there, for the parameters without masters."""
-        own = [p for p in self._masters.own if id(p) not in done] if done else self._masters.own
+        params = self._masters.params_without_master
+        if done:
+            params = [p for p in params if id(p) not in done]
         if done is not None:
-            done.update(map(id, own))
+            done.update(map(id, params))
         if self._masters.has_sharded:
-            place_grads(own)
+            place_grads(params)
         if outer is None and not block.stash:
-            found, known = read_grads(own)
+            found, known = read_grads(params)
             grads: Sequence[Tensor] = known if known is not None else [grad for grad in found if grad is not None]
             are_whole = known is not None or (
                 set(map(layout_of, grads)) <= {torch.strided} and all(map(Tensor.is_contiguous, grads))
@@ -323,7 +324,7 @@ class BlockGradients:
                 return
         arrived, before, unseen = [], [], []
         alone: dict[int, Tensor] = {}
-        for p in own:
+        for p in params:
             new, old = p.grad, (block if outer is None else outer).stash.get(p)
             total = old
             if old is not None and (new is None or new.layout != torch.strided):
@@ -419,10 +420,9 @@ class BlockGradients:
     def pending(self) -> Pending:
         """The gradients that no step has used, not copied. Between blocks."""
         lazy = self.checked
-        masters = [(master, stored_grad(master)) for _, master in self._masters.pairs]
         return Pending(
             {p: p.grad for p in self._leaves() if p.grad is not None},
-            {master: grad for master, grad in masters if grad is not None},
+            {m: grad for _, m in self._masters.pairs if (grad := stored_grad(m)) is not None},
             Lazy(lazy.grads, lazy.inv_scale, lazy.norm()) if lazy is not None and lazy.masters else None,
             self.window,
         )

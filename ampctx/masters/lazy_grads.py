@@ -41,9 +41,9 @@ _PLACE: Any = operator.attrgetter("_place")
 
 
 class _Place:
-    """Where the gradients of masters wait that have this place in common."""
+    """What masters have in common whose lazy gradients belong together."""
 
-    waiting: weakref.ref[ModelGrads] | None = None
+    lazy: weakref.ref[ModelGrads] | None = None
 
 
 class MasterParam(nn.Parameter):
@@ -66,19 +66,19 @@ class MasterParam(nn.Parameter):
     def model_grads(self) -> ModelGrads | None:
         """What stands for this master's gradient, None where it is a tensor or there is none."""
         place = self.__dict__.get("_place")
-        waiting = None if place is None or place.waiting is None else place.waiting()
-        return waiting if waiting is not None and self in waiting.grads else None
+        lazy = None if place is None or place.lazy is None else place.lazy()
+        return lazy if lazy is not None and self in lazy.grads else None
 
     @property
     def grad(self) -> Tensor | None:
-        if (waiting := self.model_grads) is not None:
-            waiting.materialize()
+        if (lazy := self.model_grads) is not None:
+            lazy.materialize()
         return stored_grad(self)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if (waiting := self.model_grads) is not None:
-            waiting.materialize()
+        if (lazy := self.model_grads) is not None:
+            lazy.materialize()
         _GRAD.__set__(self, value)
 
     @grad.deleter
@@ -86,8 +86,8 @@ class MasterParam(nn.Parameter):
         self.grad = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if (waiting := self.model_grads) is not None:
-            waiting.materialize()
+        if (lazy := self.model_grads) is not None:
+            lazy.materialize()
         plain = nn.Parameter(self.data, self.requires_grad)
         plain.__dict__.update({name: value for name, value in vars(self).items() if name != "_place"})
         return plain.__reduce_ex__(protocol)
@@ -130,7 +130,7 @@ class ModelGrads:
         self._norm = total if norm is None else norm
         self._places = set(map(_PLACE, masters))
         for place in self._places:
-            place.waiting = weakref.ref(self)
+            place.lazy = weakref.ref(self)
 
     @property
     def grads(self) -> dict[Tensor, Tensor]:
@@ -186,8 +186,8 @@ class ModelGrads:
     def drop(self) -> None:
         """Forgets the gradients."""
         for place in self._places:
-            if place.waiting is not None and place.waiting() is self:
-                place.waiting = None
+            if place.lazy is not None and place.lazy() is self:
+                place.lazy = None
         self.masters, self.values, self._grads = [], [], {}
 
 
@@ -200,9 +200,9 @@ def all_of(params: Iterable[Tensor]) -> list[ModelGrads]:
     masters = [p for p in found if isinstance(p, MasterParam) and p.model_grads is not None]
     given = set(masters)
     complete = []
-    for waiting in filter(None, dict.fromkeys(master.model_grads for master in masters)):
-        if given.issuperset(waiting.grads) and waiting.is_alone():
-            complete.append(waiting)
+    for lazy in filter(None, dict.fromkeys(master.model_grads for master in masters)):
+        if given.issuperset(lazy.grads) and lazy.is_alone():
+            complete.append(lazy)
         else:
-            waiting.materialize()
+            lazy.materialize()
     return complete

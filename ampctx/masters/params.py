@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ampctx._errors import AmpError
-from ampctx._grad_mode import without_grad
 from ampctx.casts.arguments import LOW_PRECISION, ModelHook, Undo
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.distributed import is_distributed
@@ -55,8 +54,8 @@ def _write_counts(params: list[Tensor]) -> WriteCounts:
 class MasterParams:
     """The model parameters behind ``optimizer.param_groups`` and their masters.
 
-    ``pairs`` are (model parameter, master), ``model_of`` leads from a master to its parameter; ``own`` are the
-    parameters that the optimizer steps directly. All methods run under no_grad and none waits for the device.
+    ``pairs`` are (model parameter, master), ``model_of`` leads from a master to its parameter. The optimizer steps
+    ``params_without_master`` directly. All methods run under no_grad and none waits for the device.
 
     Args:
         optimizer: its groups are taken over as they are.
@@ -85,17 +84,17 @@ class MasterParams:
         self._like: MasterParam | None = None
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.model_of: dict[Tensor, Tensor] = {}
-        self.own: list[Tensor] = []
-        # The process groups of the meshes that ``own`` are spread over.
+        self.params_without_master: list[Tensor] = []
+        # The process groups of the meshes that ``params_without_master`` are spread over.
         self.groups: list[Any] = []
         self.has_sharded = False
-        # Own parameters that a cast has changed, with the dtype from before.
+        # Parameters without master that a cast has changed, with the dtype from before.
         self._cast: list[tuple[Tensor, torch.dtype]] = []
         # 16-bit parameters without requires_grad: they get a master when they are unfrozen.
         self._frozen: list[Tensor] = []
         # Pairs whose master was taken out of the groups, for as long as the optimizer has state for it.
         self._left: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = []
-        # Ids of own parameters that were 16-bit when they came in.
+        # Ids of parameters without master that were 16-bit when they came in.
         self._low: set[int] = set()
         # What the groups held when they were last looked at.
         self._members: list[Tensor] = []
@@ -107,15 +106,15 @@ class MasterParams:
         self.may_disagree = True
         try:
             for group in optimizer.param_groups:
-                self.adopt(optimizer, group, originals, taken)
+                self.add_params(optimizer, group, originals, taken)
         except BaseException:
-            self.dissolve(optimizer)
+            self.restore_params(optimizer)
             raise
 
     # --- membership ---------------------------------------------------------------------------------------------------
 
-    @without_grad
-    def adopt(
+    @torch.no_grad()
+    def add_params(
         self,
         optimizer: Any,
         group: Group,
@@ -132,7 +131,7 @@ class MasterParams:
                 continue
             original = (originals or {}).get(p)
             if not self.master_weights or p.dtype not in LOW_PRECISION:
-                self.own.append(p)
+                self.params_without_master.append(p)
                 if p.dtype in LOW_PRECISION:
                     self._low.add(id(p))
                 if original is not None:
@@ -148,16 +147,16 @@ class MasterParams:
             else:
                 self._frozen.append(p)
         self._members = _members(optimizer)
-        self.has_sharded = any(map(is_sharded, self.own))
-        self.groups = groups_of(self.own)
+        self.has_sharded = any(map(is_sharded, self.params_without_master))
+        self.groups = groups_of(self.params_without_master)
 
-    def held(self, optimizer: Any) -> list[Tensor]:
+    def model_params_with_master(self, optimizer: Any) -> list[Tensor]:
         """The model parameters whose masters are in the groups at this moment."""
         return [self.model_of[p] for p in _members(optimizer) if p in self.model_of]
 
-    def refuse_held(self, optimizer: Any, group: Group) -> None:
+    def refuse_params_with_master(self, optimizer: Any, group: Group) -> None:
         """AmpError where a parameter of the group has its master in the optimizer, which torch does not see."""
-        held = {id(p) for p in self.held(optimizer)}
+        held = {id(p) for p in self.model_params_with_master(optimizer)}
         for p in group["params"]:
             if id(p) in held:
                 raise AmpError(
@@ -182,7 +181,7 @@ class MasterParams:
         alike = len(members) == len(self._members) and all(map(operator.is_, members, self._members))
         return alike and not any(p.requires_grad for p in self._frozen)
 
-    @without_grad
+    @torch.no_grad()
     def follow_groups(self, optimizer: Any, taken: Callable[[], Container[int]], drop_grads: bool) -> None:
         """Takes in what users have changed in the groups: parameters that were put in, taken out, put in the place of
         others, or unfrozen. A model's weight that has a master is replaced by that.
@@ -191,7 +190,7 @@ class MasterParams:
         """
         members = _members(optimizer)
         if len(members) != len(self._members) or not all(map(operator.is_, members, self._members)):
-            known = {id(p) for p in (*self.model_of, *self.own, *self._frozen)}
+            known = {id(p) for p in (*self.model_of, *self.params_without_master, *self._frozen)}
             left = [(p(), master()) for p, master in self._left]
             pairs = self.pairs + [(p, master) for p, master in left if p is not None and master is not None]
             master_of = {id(p): master for p, master in pairs}
@@ -202,16 +201,16 @@ class MasterParams:
             back = [(p, master) for p, master in pairs if id(master) in held and master not in self.model_of]
             self._left = [(weakref.ref(p), weakref.ref(master)) for p, master in pairs if id(master) not in held]
             self.pairs = [(p, master) for p, master in pairs if id(master) in held]
-            self._follow(back)
+            self._resync(back)
             self.model_of = {master: p for p, master in self.pairs}
-            self.own = [p for p in self.own if id(p) in held]
+            self.params_without_master = [p for p in self.params_without_master if id(p) in held]
             self._frozen = [p for p in self._frozen if id(p) in held]
             known |= {id(master) for _, master in back}
             for group in optimizer.param_groups:
-                self.adopt(optimizer, group, taken=taken(), known=known)
+                self.add_params(optimizer, group, taken=taken(), known=known)
             if drop_grads:
                 self.drop_grads(joined)
-        self.adopt_unfrozen(optimizer)
+        self.add_unfrozen(optimizer)
 
     def check(self) -> None:
         """No host sync.
@@ -231,9 +230,9 @@ class MasterParams:
                         "also converts it: no model.float(), half() or to(...) afterwards; amp.reset() gives an fp32 "
                         "model back."
                     )
-        if set(map(dtype_of, self.own)).isdisjoint(LOW_PRECISION):
+        if set(map(dtype_of, self.params_without_master)).isdisjoint(LOW_PRECISION):
             return
-        for p in self.own:
+        for p in self.params_without_master:
             if p.dtype in LOW_PRECISION and id(p) not in self._low:
                 raise AmpError(
                     f"{self._name_of(p)} was converted to {p.dtype} after amp.initialize, and has no fp32 master "
@@ -277,8 +276,8 @@ class MasterParams:
         self.model_of[master] = p
         _cast_state(optimizer, p, master, torch.float32)
 
-    @without_grad
-    def adopt_unfrozen(self, optimizer: Any) -> None:
+    @torch.no_grad()
+    def add_unfrozen(self, optimizer: Any) -> None:
         """Gives masters to 16-bit parameters that were frozen when they came in and train now."""
         if unfrozen := {id(p) for p in self._frozen if p.requires_grad}:
             self._frozen = [p for p in self._frozen if id(p) not in unfrozen]
@@ -288,10 +287,10 @@ class MasterParams:
                         self._give_master(optimizer, group, i, None)
             self._members = _members(optimizer)
 
-    @without_grad
-    def dissolve(self, optimizer: Any) -> None:
+    @torch.no_grad()
+    def restore_params(self, optimizer: Any) -> None:
         """Puts the model parameters back into the optimizer, in fp32 with the masters' values and gradients."""
-        self.follow_model()
+        self.resync()
         for group in optimizer.param_groups:
             for i, master in enumerate(group["params"]):
                 if master in self.model_of:
@@ -302,7 +301,7 @@ class MasterParams:
                     _cast_state(optimizer, master, p, torch.float32)
         for p, former in self._cast:
             _cast_state(optimizer, p, p, self._state_dtype(former))
-        self.own += [p for p, _ in self.pairs]
+        self.params_without_master += [p for p, _ in self.pairs]
         self.pairs, self.model_of, self._cast = [], {}, []
 
     # --- values -------------------------------------------------------------------------------------------------------
@@ -312,22 +311,22 @@ class MasterParams:
         self.may_disagree = True
         self._written = _write_counts([])
 
-    def follow_model(self, settled: bool = False) -> None:
+    def resync(self, settled: bool = False) -> None:
         """Where a model weight is not the rounded master any more, the master takes the model's value.
 
         Does nothing until ``model_changed`` was called again, once the values are ``settled``.
         """
         if self.may_disagree:
-            self._follow(self.pairs)
+            self._resync(self.pairs)
             self.may_disagree = not settled
 
     @staticmethod
     @torch.no_grad()
-    def _follow(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    def _resync(pairs: list[tuple[Tensor, Tensor]]) -> None:
         for p, master in pairs:
             master.copy_(torch.where(master.to(p.dtype) == p, master, p.to(master.dtype)))
 
-    @without_grad
+    @torch.no_grad()
     def copy_to_model(self) -> None:
         """model = master, rounded to nearest even."""
         if self.pairs:

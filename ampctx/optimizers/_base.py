@@ -170,7 +170,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 f"{param_name(self.param_groups, g, i)} is float16: pass master_weights=True"
             )
 
-    def _settle_lr(self) -> None:
+    def _lr_to_tensor(self) -> None:
         """Makes a tensor of what was assigned to the lr of a group, of a capturable optimizer. The one before keeps its
         value: code that puts another lr there for a step puts that tensor back after it. No host sync.
 
@@ -240,7 +240,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self.capturable:
-            self._settle_lr()
+            self._lr_to_tensor()
         scaling = _work.scaling_of(self, self._grad_factor())
         # Every check first, so that an error leaves everything as it was.
         for group in self.param_groups:
@@ -401,7 +401,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.state.update(states)
             if not self.capturable:
                 return
-            self._settle_lr()
+            self._lr_to_tensor()
             for i, (group, rate) in enumerate(zip(self.param_groups, rates, strict=True)):
                 loaded, is_shared = group["lr"], any(rate is other for other in rates[:i])
                 # What an op takes as it is may be in a CUDA graph.

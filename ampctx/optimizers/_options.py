@@ -140,7 +140,8 @@ def refuse_split(optimizer: str, groups: list[Group], g: int) -> None:
         if is_split(p):
             raise AmpValueError(
                 f"{optimizer} goes by the norm of each parameter, and {param_name(groups, g, i)} is a DTensor of which "
-                "a rank has a part only: take FusedAdam, FusedSGD or FusedAdagrad, which step each element by itself"
+                "a rank has a part only: take FusedAdam, FusedSGD, FusedAdagrad or FusedLion, which step each element "
+                "by itself"
             )
 
 

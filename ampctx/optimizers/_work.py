@@ -147,14 +147,9 @@ def _targets(
 
 
 def works_of(
-    group: Group,
-    kind: Kind,
-    members: Members,
-    states: list[State],
-    sized: Mapping[str, str | None],
-    one_element: Mapping[str, str],
-    scaling: Scaling,
-) -> Iterator[Work]:
+    group: Group, kind: Kind, members: Members, states: list[State], sized: Mapping[str, str | None],
+    one_element: Mapping[str, str], scaling: Scaling,
+) -> Iterator[Work]:  # fmt: skip
     """The op calls that step ``members``, one for each device and combination of dtypes.
 
     Args:

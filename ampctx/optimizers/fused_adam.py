@@ -46,14 +46,9 @@ class FusedAdam(FusedOptimizer):
         )  # fmt: skip
 
     def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        grads: None = None,
-        output_params: None = None,
-        scale: None = None,
-        grad_norms: None = None,
-        **kwargs: Any,
-    ) -> Any:
+        self, closure: Callable[[], Any] | None = None, grads: None = None, output_params: None = None,
+        scale: None = None, grad_norms: None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         """``FusedOptimizer.step``. A ``grad_scaler``, as apex's code gives it, steps this optimizer after the closure,
         whose losses it has to have scaled; step hooks run twice then.
 

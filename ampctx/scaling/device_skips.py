@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx._grad_mode import without_grad
 from ampctx.kernels.foreach import move
 from ampctx.masters.lazy_grads import declares
 from ampctx.scaling.loss_scale import LossScale
@@ -163,7 +162,7 @@ def skips_by_itself(optimizer: Any, before_backward: bool = False) -> bool:
     )
 
 
-@without_grad
+@torch.no_grad()
 def set_up_momentum(optimizer: Any, before_backward: bool) -> bool:
     """False where torch's fused SGD cannot be trusted to skip its first step.
 

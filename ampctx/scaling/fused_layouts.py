@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpError
-from ampctx._grad_mode import without_grad
 from ampctx.kernels.reference import is_dense, same_layout
 
 
-@without_grad
+@torch.no_grad()
 def align_gradients(optimizer: Any) -> None:
     """Copies each gradient that lies in memory otherwise than its parameter into the parameter's layout, in the groups
     with ``fused``. No host sync.

@@ -335,8 +335,7 @@ class GradScaler(ScalerState):
         """Tells what became of a step. ``losses``: those that overflowed; None where the device has decided."""
         assert self._loss_scale is not None
         assert self._loss_scale.scale is not None
-        # A copy, which ``update`` leaves alone.
-        scale = self._loss_scale.scale.clone()
+        scale = self._loss_scale.scale_on(self._loss_scale.scale.device)
         known = Known({0: scale}, norm_before_clipping(grad for p in parameters if (grad := p.grad) is not None))
         if losses is None:
             found_inf = join_flags(state["found_inf_per_device"].values(), scale.device)

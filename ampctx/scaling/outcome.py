@@ -205,14 +205,14 @@ class StepOutcome:
         """Says whose gradients were not finite, where that is found out in time."""
         self._culprits = culprits
 
-    def settled(self) -> StepOutcome:
+    def resolve(self) -> StepOutcome:
         """Reads everything but scales and norm, and lets go of what it was read from. A host sync."""
         self._read()
         _ = self.culprits
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        self.settled()
+        self.resolve()
         _ = self.scales, self.grad_norm
         return self.__dict__.copy()
 

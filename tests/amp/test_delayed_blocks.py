@@ -213,7 +213,7 @@ class Recorder:
     def __init__(self):
         self.flags = []
 
-    def judged(self, found_inf):
+    def checked(self, found_inf):
         self.flags.append(found_inf.item())
 
 

@@ -126,7 +126,7 @@ def test_an_interrupt_between_two_optimizers_of_a_block(session, level, where, m
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(second, {"begin": "begin", "unscale": "_unscale_own"}[where], interrupt)
+        patch.setattr(second, {"begin": "begin", "unscale": "_unscale_params_without_master"}[where], interrupt)
         with (
             pytest.raises(KeyboardInterrupt),
             session.scale_loss(sum(m.loss(1.0) for m in models), optimizers) as scaled,

@@ -515,7 +515,7 @@ def _counts_too_far(call):
     [
         (ops, "multi_tensor_scale", _beyond, "memory around list"),
         (ops, "multi_tensor_scale", _unflagged, "inf at 0 is flagged"),
-        *((optimizer_ops, name, _stale, f"{name}, ") for name in ("adam", "sgd", "adagrad", "novograd")),
+        *((optimizer_ops, name, _stale, f"{name}, ") for name in ("adam", "sgd", "adagrad", "lion", "novograd")),
         (optimizer_ops, "lamb", _stale, "nvlamb, split"),
         (optimizer_ops, "adam", _counts_too_far, "numbers after an overflow"),
     ],

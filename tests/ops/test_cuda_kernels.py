@@ -174,6 +174,7 @@ LAUNCHES = {
     "sgd": (2, 5),
     "momentum": (2, 6),
     "adagrad": (2, 6),
+    "lion": (2, 6),
     "lamb": (4, 17),
     "novograd": (5, 13),
 }

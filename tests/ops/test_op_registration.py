@@ -63,7 +63,8 @@ def test_every_op_has_a_fallback_a_fake_kernel_and_a_compiled_kernel():
 
 
 def test_the_stub_has_the_signatures_of_the_made_calls():
-    stub = ast.parse(Path(steps.__file__).with_suffix(".pyi").read_text())
+    text = Path(steps.__file__).with_suffix(".pyi").read_text()
+    stub = ast.parse(text.replace(": Tensors", ": Sequence[Tensor]"))
     stubs = {node.name: ast.unparse(node.args) for node in stub.body if isinstance(node, ast.FunctionDef)}
     del stubs["source"]
     made = {name: ast.unparse(ast.parse(steps.source(spec)).body[0].args) for name, spec in SPECS.items()}

@@ -183,7 +183,7 @@ class AmpOptimizerState:
             raise AmpError(f"optimizer.{name}() was called inside a scale_loss block, which does that itself")
 
     def _lazy_init(self) -> None:
-        doors.settle(self._binding)
+        doors.refresh(self._binding)
 
     def _prepare(self) -> None:
         self._refuse_in_block("_prepare_amp_backward")

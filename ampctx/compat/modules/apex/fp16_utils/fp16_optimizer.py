@@ -141,9 +141,9 @@ class FP16_Optimizer:
         """Gives masters to parameters that train by now: unfrozen ones, and those of groups that came later."""
         groups = self.optimizer.param_groups
         for group in groups[self._taken :]:
-            self._masters.adopt(self.optimizer, group)
+            self._masters.add_params(self.optimizer, group)
         self._taken = len(groups)
-        self._masters.adopt_unfrozen(self.optimizer)
+        self._masters.add_unfrozen(self.optimizer)
 
     def _groups(self) -> Groups:
         return [group["params"] for group in self.optimizer.param_groups]
@@ -230,10 +230,10 @@ class FP16_Optimizer:
         """Unscales: gradients of 16-bit parameters into those of their masters, the others in place. Sets ``overflow``
         and moves the scale. Once for each step. A host sync for a dynamic scale."""
         self._take_in()
-        self._masters.follow_model(settled=True)
+        self._masters.resync(settled=True)
         # Copied: the model's gradients stay and go on adding up, where a scale_loss block of amp moves them.
         model_grads, master_grads = grads_of_pairs(self._masters.pairs)
-        own = [p.grad for p in self._masters.own if p.grad is not None]
+        own = [p.grad for p in self._masters.params_without_master if p.grad is not None]
         self.overflow = self._unscale([*model_grads, *own], [*master_grads, *own])
 
     def _unscale(self, grads: list[Tensor], into: list[Tensor]) -> bool:
@@ -355,7 +355,7 @@ class FP16_Optimizer:
                     )
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
         # From here on the masters are what counts, whatever the model's weights are.
-        self._masters.follow_model(settled=True)
+        self._masters.resync(settled=True)
         for group, values in zip(groups, saved, strict=True):
             for master, value in zip(group, values, strict=True):
                 master.copy_(value)
