@@ -3,6 +3,7 @@
 ``AmpSession()`` gives the same methods over a configuration of its own.
 """
 
+from ampctx.amp import former_names as _former_names  # noqa: F401
 from ampctx.amp.explain import CastCount, Explanation, OpCount, explain
 from ampctx.amp.opt_level import OPT_LEVELS, PrecisionPolicy
 from ampctx.amp.session import AmpSession

@@ -127,8 +127,9 @@ class OptimizerBinding:
             raise AmpError(f"{name} {why}")
 
     def move_on(self, event: str) -> None:
-        """Goes over to the phase that the event leads to."""
-        self.phase = TABLE[event].steps[self.phase]
+        """Goes over to the phase that the event leads to. What was released meanwhile stays so."""
+        if self.phase is not RELEASED:
+            self.phase = TABLE[event].steps[self.phase]
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -138,8 +139,9 @@ class OptimizerBinding:
             with self.casts.suspended() if self.casts.undo else nullcontext():
                 yield
         finally:
-            # An exception in a block of a closure takes a first_step back.
-            self.phase = READY if before is PERTURBED and self.way_back is None else before
+            # An exception in a block of a closure takes a first_step back, and a hook may release the optimizer.
+            if self.phase is STEPPING:
+                self.phase = READY if before is PERTURBED and self.way_back is None else before
 
     # --- blocks -------------------------------------------------------------------------------------------------------
 

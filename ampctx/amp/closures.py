@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ampctx.amp.phases import NOT_THE_USERS, SKIPPED
+from ampctx.scaling.device_skips import Flags
 from ampctx.scaling.guarded_step import Overflowed, overflowed
 from ampctx.scaling.undo import snapshot
 
@@ -85,8 +86,7 @@ def first_step(binding: OptimizerBinding, original: Callable, *args: Any, **kwar
     """SAM's step uphill, called by the user: the model goes along. Skipped where its gradients overflowed."""
     if binding.phase in NOT_THE_USERS:
         return original(*args, **kwargs)
-    losses = _begin(binding, "first_step")
-    if losses:
+    if losses := overflowed(_begin(binding, "first_step")):
         binding.skip(losses)
         binding.move_on("first_step skipped")
         _zero_if_asked(binding, args, kwargs)
@@ -111,11 +111,11 @@ def second_step(binding: OptimizerBinding, original: Callable, *args: Any, **kwa
     if binding.phase in NOT_THE_USERS:
         return original(*args, **kwargs)
     was_skipped = binding.phase is SKIPPED
-    losses = _begin(binding, "second_step")
+    flags = _begin(binding, "second_step")
     binding.move_on("second_step")
     if was_skipped:
         binding.gradients.drop_master_grads()  # this step has been counted as skipped
-    elif losses:
+    elif losses := overflowed(flags):
         binding.take_first_step_back()
         binding.skip(losses)
     else:
@@ -131,11 +131,11 @@ def second_step(binding: OptimizerBinding, original: Callable, *args: Any, **kwa
     return None
 
 
-def _begin(binding: OptimizerBinding, name: str) -> Overflowed:
+def _begin(binding: OptimizerBinding, name: str) -> Flags:
     binding.refuse(name, f"optimizer.{name}()")
     binding.steps.epoch += 1
     binding.check_gradients()
-    return overflowed(binding.take_flags())
+    return binding.take_flags()
 
 
 def _zero_if_asked(binding: OptimizerBinding, args: tuple, kwargs: dict) -> None:

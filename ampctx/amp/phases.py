@@ -2,7 +2,8 @@
 
 Two regions and a mark. ``masters.gradients.Phase`` tells what is in ``.grad``: IDLE, OPEN (blocks are open) or WINDOW
 (scaled gradients of delayed blocks). ``Step`` tells where the optimizer is. Gradients are *incomplete* where an
-exception came while they were added up. The binding looks an event up before it happens, and moves on by it after.
+exception came while they were added up. The binding looks up what it may have to refuse and where a step moves on to; a
+random walk in the tests holds the rest of the code to the table.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ READY, STEPPING, PERTURBED, SKIPPED, RELEASED = Step
 # Calls of the replaced methods are the optimizer's own then, or pass through.
 NOT_THE_USERS = (STEPPING, RELEASED)
 _BETWEEN_STEPS = {READY: READY, PERTURBED: PERTURBED, SKIPPED: SKIPPED}
-# A closure of a step may open blocks, too.
+# A closure and the hooks of a step may do what is done between steps.
 _STAYS = {**_BETWEEN_STEPS, STEPPING: STEPPING}
+_UNPERTURBED = {phase: phase for phase in _STAYS if phase is not PERTURBED}
 
 TABLE = {
     # scale_loss. A block inside of another one may begin on incomplete gradients.
@@ -80,10 +82,10 @@ TABLE = {
     "zero_grad": Row(_ANY, Blocks.CLEAR, _STAYS, Mark.ENDS),
     "master_params": Row(_ANY, Blocks.KEEP, _STAYS, Mark.STAYS),
     "add_param_group": Row(_ANY, Blocks.KEEP, _STAYS, Mark.STAYS),
-    "save": Row(_BETWEEN, Blocks.KEEP, {READY: READY, SKIPPED: SKIPPED}, Mark.STAYS),
-    "save gradients": Row(_BETWEEN, Blocks.KEEP, {READY: READY, SKIPPED: SKIPPED}, Mark.REFUSED),
-    "load": Row(_BETWEEN, Blocks.CLEAR, dict.fromkeys(_BETWEEN_STEPS, READY), Mark.ENDS),
-    "reset": Row(_BETWEEN, Blocks.CLEAR, dict.fromkeys(_BETWEEN_STEPS, RELEASED), Mark.ENDS),
+    "save": Row(_BETWEEN, Blocks.KEEP, _UNPERTURBED, Mark.STAYS),
+    "save gradients": Row(_BETWEEN, Blocks.KEEP, _UNPERTURBED, Mark.REFUSED),
+    "load": Row(_BETWEEN, Blocks.CLEAR, {**dict.fromkeys(_BETWEEN_STEPS, READY), STEPPING: STEPPING}, Mark.ENDS),
+    "reset": Row(_BETWEEN, Blocks.CLEAR, dict.fromkeys(_STAYS, RELEASED), Mark.ENDS),
 }
 
 # Why, to follow the name of the call.
@@ -100,7 +102,7 @@ _CLIMBS_AGAIN = (
 _STATE_PERTURBED = (
     "was called between first_step() and second_step(). The weights are perturbed. Save after second_step()."
 )
-_STATE_STEPPING = "was called while optimizer.step() runs. Call it after the step."
+_AFTER_RESET = "was called after amp.reset(), which has ended what amp did for the optimizer."
 
 
 def refusal(event: str, gradients: Phase, step: Step, incomplete: bool) -> str | None:
@@ -113,6 +115,6 @@ def refusal(event: str, gradients: Phase, step: Step, incomplete: bool) -> str |
         return _INCOMPLETE
     if step in row.steps:
         return None
-    if not of_state:
-        return _CLIMBS_AGAIN
-    return _STATE_PERTURBED if step is PERTURBED else _STATE_STEPPING
+    if step is RELEASED:
+        return _AFTER_RESET
+    return _STATE_PERTURBED if of_state else _CLIMBS_AGAIN

@@ -264,7 +264,7 @@ class AmpSession(SessionState):
         reduced. Zero gradients after a skipped step, too: where they are inf or nan still, the next one is skipped as
         well. An exception in the block leaves gradients as they were before it, those of blocks that ended inside it
         added, and takes back a ``first_step`` of SAM. Where it comes while they are added up at the end,
-        ``optimizer.step()`` raises until ``optimizer.zero_grad()``.
+        ``optimizer.step()`` and the next block raise until ``optimizer.zero_grad()``.
 
         Blocks of one session are open in one thread at a time; at O1 and O4 in that of ``initialize``.
 

@@ -216,7 +216,8 @@ class SessionState:
         Tensors are shared with the run, as in any ``state_dict()``: save, or copy, before the next step.
 
         Raises:
-            AmpError: ``masters`` or ``grads`` inside a scale_loss block.
+            AmpError: ``masters`` or ``grads`` inside a scale_loss block, or between SAM's ``first_step`` and
+                ``second_step``; ``grads`` after an exception has left sums half made.
         """
         result = OrderedDict() if destination is None else destination
         enabled = self.policy is not None and self.policy.enabled

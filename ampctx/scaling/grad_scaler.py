@@ -291,17 +291,17 @@ class GradScaler(ScalerState):
                     self.unscale_(optimizer)
                 result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
                 losses = state.pop("overflowed", None)
+            state.pop("interrupted", None)
+            state["stage"] = OptState.STEPPED
+            self._record(optimizer, state, steps, losses, parameters)
         except BaseException:
             state["interrupted"] = _Untouched(optimizer)
             raise
-        state.pop("interrupted", None)
-        state["stage"] = OptState.STEPPED
-        self._record(optimizer, state, steps, losses, parameters)
         return result
 
     @staticmethod
     def _refuse_joined(optimizer: Any, state: dict[str, Any]) -> None:
-        """Gradients of parameters that ``unscale_`` has not seen are multiplied by the scale, and not judged."""
+        """Gradients of parameters that ``unscale_`` has not seen are multiplied by the scale, and not checked."""
         if state.get("unscaled", set()).issuperset(map(id, _params(optimizer))):
             return
         for g, group in enumerate(optimizer.param_groups):

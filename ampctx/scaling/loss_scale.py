@@ -3,7 +3,7 @@
     found_inf:  scale = max(scale * backoff_factor, min_scale)                         a clean run starts again
     otherwise:  scale = min(scale * growth_factor, max_scale)  after growth_interval clean updates in a row
 
-The arithmetic is ``ops.update_scale``. This module owns the tensors; a count on the host tells when copies are stale.
+The arithmetic is ``ops.update_scale``. This module owns the tensors.
 """
 
 from __future__ import annotations

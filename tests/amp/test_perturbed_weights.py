@@ -3,6 +3,7 @@ model's own. Sums that an exception has left half made are never stepped."""
 
 import pytest
 import torch
+from host_reads import HostReads
 from torch import nn
 
 from ampctx import AmpError
@@ -167,3 +168,17 @@ def test_a_nested_block_goes_on_where_another_one_was_interrupted(training, monk
         training.backward()
     with pytest.raises(AmpError, match=r"optimizer.step\(\) was called after an exception"):
         training.optimizer.step()
+
+
+def test_second_step_after_a_skipped_first_step_reads_nothing(session):
+    training = Training(session, "O2")
+    session.reset()
+    session.initialize(training.model, training.optimizer, opt_level="O2", loss_scale="dynamic", verbosity=0)
+    training.backward(float("inf"))
+    training.optimizer.first_step(zero_grad=True)
+    training.backward()
+    with HostReads() as reads:
+        training.optimizer.second_step(zero_grad=True)
+    assert reads.count == 0
+    assert training.weights() == [1.0]
+    assert session.skipped_steps(training.optimizer) == 1

@@ -56,6 +56,10 @@ def adagrad(twin=True, **options):
     return Case(FusedAdagrad, "adagrad", options, with_torch)
 
 
+def lion(**options):
+    return Case(FusedLion, "lion", options)
+
+
 def lamb(**options):
     return Case(FusedLAMB, "lamb", options)
 
@@ -87,9 +91,10 @@ CASES = {
     "adagrad-decay": adagrad(weight_decay=0.1, eps=1e-5),
     "adagrad-maximize": adagrad(maximize=True),
     "adagrad-w": adagrad(twin=False, weight_decay=0.1, adagrad_w_mode=True),
-    "lion": Case(FusedLion, "lion"),
-    "lion-decay-betas": Case(FusedLion, "lion", {"weight_decay": 0.1, "betas": (0.5, 0.9)}),
-    "lion-maximize": Case(FusedLion, "lion", {"maximize": True}),
+    "lion": lion(),
+    "lion-decay": lion(weight_decay=0.1),
+    "lion-betas": lion(betas=(0.5, 0.8)),
+    "lion-maximize": lion(maximize=True, weight_decay=0.1),
     "lamb": lamb(),
     "lamb-l2": lamb(weight_decay=0.1, adam_w_mode=False),
     "lamb-no-decay": lamb(weight_decay=0.0),
@@ -148,7 +153,7 @@ def test_against_fp64(name):
 
 @pytest.mark.parametrize("dtype", LOW.values(), ids=LOW)
 @pytest.mark.parametrize(
-    "name", ["adamw-decay", "sgd-momentum", "adagrad-decay", "lion-decay-betas", "lamb", "novograd-decay"]
+    "name", ["adamw-decay", "sgd-momentum", "adagrad-decay", "lion-decay", "lamb", "novograd-decay"]
 )
 def test_masters_of_half_models_against_fp64(name, dtype):
     case, ours = CASES[name], parameters(dtype)
@@ -163,7 +168,7 @@ def test_masters_of_half_models_against_fp64(name, dtype):
 
 
 @pytest.mark.parametrize(
-    "name", ["adamw-amsgrad-maximize", "sgd-dampening", "adagrad-decay", "lion-decay-betas", "lamb", "novograd-inf"]
+    "name", ["adamw-amsgrad-maximize", "sgd-dampening", "adagrad-decay", "lion-decay", "lamb", "novograd-inf"]
 )
 def test_fp64_parameters_are_stepped_in_fp64(name):
     case, ours = CASES[name], parameters(torch.float64)
