@@ -1,6 +1,9 @@
 """The table of phases is what the code does: a random walk of a user's calls goes by it, whatever comes after what."""
 
+import ast
+import inspect
 import random
+import textwrap
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from probe import Probe
 
 from ampctx import AmpError, optimizers
 from ampctx.amp import AmpSession
+from ampctx.amp.binding import OptimizerBinding
 from ampctx.amp.phases import PERTURBED, READY, RELEASED, SKIPPED, STEPPING, TABLE, Blocks, Mark, Step
 from ampctx.masters.gradients import Phase
 
@@ -233,3 +237,19 @@ def test_the_table_names_every_phase():
         assert row.steps.get(STEPPING, STEPPING) in (STEPPING, RELEASED), name
     assert {row.blocks for row in TABLE.values()} == set(Blocks)
     assert {row.incomplete for row in TABLE.values()} == set(Mark)
+
+
+def test_a_binding_reassigns_two_attributes():
+    """What else changes has an object of its own: flags, steps, gradients, masters."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(OptimizerBinding)))
+    assigned = {
+        node.attr
+        for method in ast.walk(tree)
+        if isinstance(method, ast.FunctionDef) and method.name != "__init__"
+        for node in ast.walk(method)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
+    assert assigned == {"phase", "way_back"}
