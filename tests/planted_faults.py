@@ -317,7 +317,7 @@ FAULTS = [
     ),
     Fault(
         "a step on the device waits for the count of skips", "ampctx",
-        "self._on_device.poll()", "self._on_device.total()",
+        "self._on_device.poll()\n        self.outcome", "self._on_device.total()\n        self.outcome",
         f"{ROWS}endless_overflows.py {ROWS}outcome_of_each_step.py {AMP}history.py",
     ),
     Fault(
@@ -358,7 +358,7 @@ FAULTS = [
     ),
     Fault(
         "a run that is stuck goes on", "ampctx",
-        "if self._guard.limit is None or not self._guard.suspects():", "if True:", f"{ROWS}endless_overflows.py",
+        "if self._on_device.in_a_row < self._limit:", "if True:", f"{ROWS}endless_overflows.py",
     ),
 ]  # fmt: skip
 

@@ -12,7 +12,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +39,6 @@ from ampctx.scaling.guarded_step import (
     FoundInfFlags,
     GuardedStep,
     Known,
-    Listeners,
     Overflowed,
     overflowed,
 )
@@ -48,15 +47,6 @@ from ampctx.scaling.outcome import Culprits
 
 # What a step finds among the attributes of an optimizer that skips by itself.
 _OFFERED = ("found_inf", "model_params", "model_grads")
-
-
-class Reports(NamedTuple):
-    """What a binding tells its session about steps, and what it has to know for that."""
-
-    listeners: Listeners
-    names: ParameterNames
-    max_consecutive_skips: int | None
-    history_length: int
 
 
 class OptimizerBinding:
@@ -68,7 +58,8 @@ class OptimizerBinding:
         masters: MasterParams,
         loss_scales: list[LossScale],
         casts: CastSwitch,
-        reports: Reports,
+        steps: GuardedStep,
+        names: ParameterNames,
         taken: Callable[[], Container[int]],
         warn: Callable[[str], None],
     ) -> None:
@@ -76,14 +67,13 @@ class OptimizerBinding:
         self.gradients = BlockGradients(masters)
         self.loss_scales = loss_scales
         self.flags = FoundInfFlags()
-        limit, length = reports.max_consecutive_skips, reports.history_length
-        self.steps = GuardedStep(limit, length, len(loss_scales), reports.listeners)
+        self.steps = steps
         self.casts = casts
         self.phase: Step = READY
         # What takes a first_step back.
         self.way_back: Callable[[], None] | None = None
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
-        self._names_of = reports.names
+        self._names_of = names
         self._taken = taken
         self._warn = warn
         # What has been said already.

@@ -14,7 +14,7 @@ from ampctx._compiling import outside_of_graphs
 from ampctx.amp.binding import OptimizerBinding
 from ampctx.amp.threads import OwnThread
 from ampctx.casts.switch import CastSwitch
-from ampctx.kernels.foreach import Factor, FoundInf
+from ampctx.kernels.foreach import Factor, FoundInf, join_flags
 from ampctx.scaling.loss_scale import LossScale
 
 
@@ -82,7 +82,8 @@ class Blocks:
         for binding in bindings:
             binding.gradients.commit(found_inf)
         delay = block.delay_unscale or block.delay_overflow_check
-        self.conclude(bindings, loss_scale, block.loss_id, found_inf.joined(block.device), delay)
+        flag = join_flags(found_inf.per_device.values(), block.device)
+        self.conclude(bindings, loss_scale, block.loss_id, flag, delay)
 
     def _take_over_elsewhere(self, bindings: list[OptimizerBinding]) -> list[OptimizerBinding]:
         """Bindings that a block does not name, and that must not take its scaled gradients for a plain backward's.
@@ -120,7 +121,8 @@ class Blocks:
             binding.flags.add(loss_id % len(binding.loss_scales), scale, found_inf, final=not delay)
         if scale in self.deferred:
             found_inf = torch.maximum(self.deferred[scale].to(found_inf.device), found_inf)
-        scale.tell(found_inf)
+        if scale.observer is not None:
+            scale.tell(found_inf)
         if delay:
             self.deferred[scale] = found_inf
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
 from ampctx.amp import setup
-from ampctx.amp.binding import OptimizerBinding, Reports
+from ampctx.amp.binding import OptimizerBinding
 from ampctx.amp.blocks import Block
 from ampctx.amp.methods import weak_method
 from ampctx.amp.opt_level import PrecisionPolicy, banner, resolve
@@ -32,7 +33,7 @@ from ampctx.casts.switch import CastSwitch
 from ampctx.distributed import check_process_group
 from ampctx.kernels.foreach import PerDevice
 from ampctx.masters.params import MasterParams
-from ampctx.scaling.guarded_step import Listeners
+from ampctx.scaling.guarded_step import GuardedStep, Listeners
 from ampctx.scaling.history import DEFAULT_LENGTH, check_length
 from ampctx.scaling.loss_scale import LossScale
 from ampctx.scaling.stall import check_limit
@@ -169,12 +170,12 @@ class AmpSession(SessionState):
             scale.process_group = process_group
         limit, length = check_limit(max_consecutive_skips), check_length(history)
         listeners = Listeners(self._log.report, self._report_step, (self._step_hooks, self._skip_hooks))
-        reports = Reports(listeners, ParameterNames(model_list), limit, length)
+        steps = functools.partial(GuardedStep, limit, length, num_losses, listeners)
 
         if verbosity > 0 and is_rank_zero():
             # On stdout, where apex's banner went: log scrapers read it there.
             print("\n".join(banner(opt_level, policy)))
-        self._apply(policy, model_list, kept, optimizer_list, scales, reports)
+        self._apply(policy, model_list, kept, optimizer_list, scales, steps)
         self.policy, self.loss_scales, self.verbosity = policy, scales, verbosity
         return models if optimizers is None else (models, optimizers)
 
@@ -185,7 +186,7 @@ class AmpSession(SessionState):
         kept: KeptModules,
         optimizers: list[Any],
         scales: list[LossScale],
-        reports: Reports,
+        make_steps: Callable[[], GuardedStep],
     ) -> None:
         """Everything that changes an object; undone as a whole when a part of it fails."""
         bound: dict[Any, OptimizerBinding] = {}
@@ -199,7 +200,7 @@ class AmpSession(SessionState):
                 taken = self._with_masters() | {id(p) for b in bound.values() for p, _ in b.masters.pairs}
                 masters = MasterParams(optimizer, bool(policy.master_weights), originals, taken, names)
                 bound[optimizer] = OptimizerBinding(
-                    optimizer, masters, scales, self._casts, reports, self._with_masters, self._log.warn
+                    optimizer, masters, scales, self._casts, make_steps(), names, self._with_masters, self._log.warn
                 )
                 undo.callback(weak_method(bound[optimizer].release))
             setup.watch_models(undo, models, [b.masters for b in bound.values()], bool(policy.master_weights))

@@ -7,6 +7,7 @@ from collections.abc import Container
 
 import torch
 
+from ampctx.distributed import is_distributed
 from ampctx.scaling.guarded_step import OUTSIDE_OF_BLOCKS
 from ampctx.scaling.loss_scale import LossScale
 from ampctx.scaling.outcome import Culprits, listed
@@ -15,8 +16,7 @@ logger = logging.getLogger("ampctx")
 
 
 def is_rank_zero() -> bool:
-    dist = torch.distributed
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+    return not is_distributed() or torch.distributed.get_rank() == 0
 
 
 class SkipLog:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from itertools import repeat
 from typing import Any
 
@@ -28,15 +28,6 @@ version_of: Any = operator.attrgetter("_version")
 def set_each(objects: Iterable[Any], name: str, value: Any) -> None:
     """``setattr`` for each of them."""
     deque(map(setattr, objects, repeat(name), repeat(value)), maxlen=0)
-
-
-def same(some: Iterable[Any], others: Iterable[Any]) -> bool:
-    """Whether these are the same objects, as far as the shorter goes."""
-    return all(map(operator.is_, some, others))
-
-
-def all_distinct(items: Collection[Any]) -> bool:
-    return len(set(map(id, items))) == len(items)
 
 
 def all_none(items: Iterable[Any]) -> bool:

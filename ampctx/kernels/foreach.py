@@ -148,8 +148,8 @@ def _unscaled_norms(
     tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Factor, per_tensor: bool
 ) -> tuple[Tensor, list[tuple[Sequence[int], Tensor]]]:
     every = range(len(tensors))
-    if known := _known(tensors):
-        flag, factor = found_inf.on(known.device), _factor(inv_scale, known.device)
+    if (known := _known(tensors)) is not None:
+        flag, factor = found_inf.on(device := known.device), _factor(inv_scale, device)
         total, norms = ops.multi_tensor_unscale_l2norm(known, flag, factor, per_tensor)
         return total, [(every, norms)]
     totals: list[Tensor] = []

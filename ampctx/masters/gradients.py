@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ampctx.kernels import foreach
-from ampctx.kernels.each import all_distinct, all_none, all_there, grad_of, layout_of, set_each, stored_grad
+from ampctx.kernels.each import all_none, grad_of, layout_of, set_each, stored_grad
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, product
 from ampctx.kernels.ops import ReadTensors, fill_storages, read_grads
 from ampctx.kernels.sharding import place_grads, values_of
@@ -309,6 +309,8 @@ class BlockGradients:
             params = [p for p in params if id(p) not in done]
         if done is not None:
             done.update(map(id, params))
+        if not params:
+            return
         if self._masters.has_sharded:
             place_grads(params)
         if outer is None and not block.stash:
@@ -318,7 +320,7 @@ class BlockGradients:
                 set(map(layout_of, grads)) <= {torch.strided} and all(map(Tensor.is_contiguous, grads))
             )
             # Two parameters may hold one gradient.
-            if are_whole and all_distinct(grads):
+            if are_whole and len(set(map(id, grads))) == len(grads):
                 if grads and inv_scale != 1.0:
                     foreach.scale(grads, grads, found_inf, inv_scale)
                 return
@@ -361,9 +363,9 @@ class BlockGradients:
         if not pairs:
             return
         found, known = read_grads([p for p, _ in pairs])
-        if all_none(found):
+        if not (present := sum(map(operator.is_not, found, repeat(None)))):
             return
-        if not all_there(found):
+        if present < len(pairs):
             pairs = [pair for pair, grad in zip(pairs, found, strict=True) if grad is not None]
         grads = [grad for grad in found if grad is not None]
         masters = [master for _, master in pairs]
@@ -390,7 +392,7 @@ class BlockGradients:
         no views into memory that somebody may write to before the step."""
         return (
             self.checked is None
-            and all_none(map(stored_grad, masters))
+            and not any(map(operator.is_not, map(stored_grad, masters), repeat(None)))
             and (all(map(fills_its_storage, grads)) if known is None else fill_storages(known))
         )
 

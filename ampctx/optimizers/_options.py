@@ -115,7 +115,7 @@ def made_methods(spec: OpSpec) -> dict[str, Callable[..., dict[str, Any]]]:
         f"def _state_lists(self, group):\n    return {{{', '.join(lists)}}}\n"
     )
     made: dict[str, Any] = {}
-    exec(compile(source, f"<{__name__}, {spec.name}>", "exec"), {}, made)
+    exec(compile(source, f"<{__name__}.{spec.name}>", "exec"), {}, made)
     return made
 
 

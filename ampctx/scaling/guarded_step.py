@@ -21,7 +21,7 @@ from ampctx.scaling.device_skips import DeviceSkips, Flags, is_capturing
 from ampctx.scaling.history import StepHistory
 from ampctx.scaling.loss_scale import LossScale
 from ampctx.scaling.outcome import Culprits, StepOutcome, gathered
-from ampctx.scaling.stall import StallGuard
+from ampctx.scaling.stall import stall_error
 from ampctx.scaling.undo import with_wrapped
 
 # The loss id of gradients that no block has checked.
@@ -131,7 +131,9 @@ class GuardedStep:
         self._listeners = Listeners() if listeners is None else listeners
         self._counts_on_device = limit is not None or self._listeners.skipped is not None
         self._skipped_on_host = 0
-        scales: deque[tuple[int, float]] = deque(maxlen=16)
+        self._limit = limit
+        # Loss id and scale after a skip, as far as the host was told.
+        self._scales = scales = deque[tuple[int, float]](maxlen=16)
         tell = self._listeners.skipped
 
         def report(before: int, now: int, losses: list[tuple[int, LossScale, float]], culprits: Culprits = ()) -> None:
@@ -141,7 +143,6 @@ class GuardedStep:
 
         self._report = report
         self._on_device = DeviceSkips(report, in_a_row=limit is not None)
-        self._guard = StallGuard(limit, self._on_device, scales)
 
     def skipped_steps(self) -> int:
         """A host sync where the device decides."""
@@ -152,19 +153,21 @@ class GuardedStep:
     def overflowed_instead_of_device(self, flags: Callable[[], Flags]) -> Overflowed:
         """The losses that overflowed, once so many skips in a row are known that one more is too many; none before:
         the device decides then. No host sync until then."""
-        if self._guard.limit is None or not self._guard.suspects():
+        if self._limit is None:
             return []
-        found = overflowed(flags())
-        if not found:
-            self._guard.stepped()
+        self._on_device.poll()
+        if self._on_device.in_a_row < self._limit:
+            return []
+        if not (found := overflowed(flags())):
+            self._on_device.decided_on_host(skipped=False)
         return found
 
     # --- record -------------------------------------------------------------------------------------------------------
 
     def stepped(self, optimizer: Any, known: Known) -> None:
         """A step that the host has decided on, and that was taken."""
-        if self._guard.limit is not None:
-            self._guard.stepped()
+        if self._limit is not None:
+            self._on_device.decided_on_host(skipped=False)
         self.conclude(optimizer, StepOutcome(scales=known.scales, grad_norm=known.grad_norm), by_device=False)
 
     def skipped(self, optimizer: Any, losses: Overflowed, known: Known, culprits: Culprits) -> None:
@@ -183,10 +186,11 @@ class GuardedStep:
         outcome = StepOutcome(
             [loss_id for loss_id, _ in losses], scales=known.scales, grad_norm=known.grad_norm, culprits=culprits
         )
-        error = self._guard.skipped(optimizer, outcome)
+        if self._limit is not None:
+            self._on_device.decided_on_host(skipped=True)
         self.conclude(optimizer, outcome, by_device=False)
-        if error is not None:
-            raise error
+        if self._limit is not None and self._on_device.in_a_row > self._limit:
+            raise stall_error(type(optimizer).__name__, outcome, self._on_device.in_a_row, self._limit, self._scales)
 
     def left_to_device(
         self,
