@@ -39,7 +39,7 @@ STEPS = f"{AMP}device_steps.py {AMP}overflow.py {AMP}scale_loss.py"
 FAULTS = [
     # --- signs, in each functor -------------------------------------------------------------------------------------
     Fault(
-        "adam steps uphill", "csrc/functors/adam.h",
+        "adam adds its step", "csrc/functors/adam.h",
         "return w - lr * (adam.adam_w_mode", "return w + lr * (adam.adam_w_mode", f"{OPS}adam.py {CPU}",
     ),
     Fault(
