@@ -83,7 +83,7 @@ def _step_on_host(binding: OptimizerBinding, original: Callable, closure: Callab
 
 
 def first_step(binding: OptimizerBinding, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """SAM's step to the perturbed weights, called by the user: the model goes along. Skipped where its gradients overflowed."""
+    """SAM's step to perturbed weights, called by the user: the model goes along. Skipped after an overflow."""
     if binding.phase in NOT_THE_USERS:
         return original(*args, **kwargs)
     if losses := overflowed(_begin(binding, "first_step")):
