@@ -1,4 +1,6 @@
 """The public name of ``ampctx.kernels.steps``."""
 
-from ampctx.kernels.spec import SPECS  # noqa: F401
-from ampctx.kernels.steps import *  # noqa: F403  # noqa: F401
+from ampctx.kernels.spec import SPECS
+from ampctx.kernels.steps import *  # noqa: F403
+
+__all__ = [*SPECS]

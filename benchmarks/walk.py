@@ -2,7 +2,7 @@
 
     python benchmarks/walk.py                   counts, of every part of a step
     python benchmarks/walk.py step exit         the walks of these parts, in full
-    python benchmarks/walk.py --write           puts the walks of a step into docs/data_flow.md
+    python benchmarks/walk.py --write           puts the walks of a step into docs/data_flow.md; --check compares
 
 A function counts each time that it is entered, a generator once; comprehensions and lambdas belong to the function
 around them. What is counted is the third time around, when
@@ -144,6 +144,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", help="forward, entry, exit, step, GradScaler.step; none: counts alone")
     parser.add_argument("--write", action="store_true", help="write docs/data_flow.md")
+    parser.add_argument("--check", action="store_true", help="exit status 1 where docs/data_flow.md shows other walks")
     args = parser.parse_args(arguments)
     parts = parts_of_a_block() | parts_of_a_scaler()
     if unknown := set(args.parts) - parts.keys():
@@ -152,8 +153,11 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{name}\n{listing(parts[name])}\n")
     for name, entries in parts.items():
         print(f"{name}: {counts(entries)}")
+    page = written(PAGE.read_text(), {name: parts[name] for name in ("entry", "exit", "step")})
     if args.write:
-        PAGE.write_text(written(PAGE.read_text(), {name: parts[name] for name in ("entry", "exit", "step")}))
+        PAGE.write_text(page)
+    if args.check and page != PAGE.read_text():
+        sys.exit(f"{PAGE.name} shows other walks: python benchmarks/walk.py --write")
 
 
 if __name__ == "__main__":

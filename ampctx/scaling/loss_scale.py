@@ -184,13 +184,6 @@ class LossScale:
             self._copies = PerDevice(scale.clone())
         return self._copies.on(device)
 
-    def forget_copies(self) -> None:
-        """Makes the next ``scale_on`` and ``inv_scale`` start from the scale itself.
-
-        For the start of an iteration: a CUDA graph captured from there on reads the scale, and no copy of before.
-        """
-        self._copies = self._inverse = None
-
     def tensor(self, device: torch.device) -> Tensor:
         """The scale itself, which updates change in place; created on ``device`` where it is on none. No host sync."""
         return self._state(device)[0]
@@ -211,7 +204,8 @@ class LossScale:
     def factors(self, device: torch.device, fresh: bool) -> tuple[Factor, Factor]:
         """What a block multiplies its loss by, and its gradients at the end: copies that later updates leave alone.
 
-        ``fresh``: see ``forget_copies``. No host sync.
+        ``fresh``: they start from the scale itself. For the start of an iteration: a CUDA graph captured from there on
+        reads the scale, and no copy of before. No host sync.
         """
         if not self.dynamic and self.init_scale == 1.0:
             return 1.0, 1.0
