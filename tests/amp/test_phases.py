@@ -16,7 +16,7 @@ from ampctx.amp.phases import PERTURBED, READY, RELEASED, SKIPPED, STEPPING, TAB
 from ampctx.masters.gradients import Phase
 
 STEPS_OF_A_WALK = 150
-WALKS = 12
+WALKS = 7
 
 
 class SAM(torch.optim.SGD):
