@@ -91,9 +91,9 @@ def new_objects_alone():
 
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("rounds", [24, pytest.param(50, marks=pytest.mark.full)])
-def test_init_reset_rounds_leave_nothing(rounds, level, name):
-    session = AmpSession()
+@pytest.mark.full(but=6)
+def test_init_reset_rounds_leave_nothing(level, name):
+    session, rounds = AmpSession(), 50
     model = mlp()
     optimizer = MAKE[name](model.parameters())
     weights = {k: v.clone() for k, v in model.state_dict().items()}
