@@ -16,7 +16,7 @@ CUDA_TOOLS := $(VENV)/$(if $(CUOBJDUMP),built,cuda-tools).done
 PYTEST  := OMP_NUM_THREADS=1 AMPCTX_REQUIRE_EXTENSION=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile
 PIP     := $(PY) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-all test-faults test-ptx clients test-clients sanitize test-hard lint format docs bench machine-code abi-check gpu-check clean
+.PHONY: demo test test-all test-faults test-ptx clients test-clients sanitize test-hard lint format docs wheel test-wheel bench machine-code abi-check gpu-check clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/examples.done
@@ -71,6 +71,18 @@ docs: $(VENV)/docs.done
 	$(PY) -m sphinx -W --keep-going -n -q -b html -c docs . build/docs
 	@echo "build/docs/docs/index.html"
 
+# The source archive and the wheel, with the tag that auditwheel grants it, in dist. The wheel has the CUDA kernels;
+# AMPCTX_CUDA=0 leaves them out.
+wheel: $(VENV)/wheel.done
+	rm -rf dist
+	AMPCTX_KERNELS=1 AMPCTX_CUDA=$${AMPCTX_CUDA:-1} $(PY) -m build --quiet --no-isolation --sdist --wheel --outdir dist/unaudited
+	PATH="$(abspath $(VENV)/bin):$$PATH" $(PY) -m auditwheel repair --exclude libtorch.so --wheel-dir dist dist/unaudited/*.whl
+	mv dist/unaudited/*.tar.gz dist && rm -r dist/unaudited && ls dist
+
+# The wheel in an environment without a compiler: the demo and the tests of the ops.
+test-wheel: wheel $(VENV)/test.done
+	$(PY) .ci/wheel.py dist
+
 # Records all figures of docs/performance.md; about ten minutes on two idle cores.
 bench: $(VENV)/examples.done
 	$(PY) benchmarks/suite.py $(ARGS)
@@ -103,6 +115,7 @@ $(VENV)/torch.done: .ci/bootstrap.py
 # --no-build-isolation: the build needs setuptools alone, and an isolated one would fetch it every time.
 $(VENV)/built.done: $(VENV)/torch.done $(SOURCES)
 	$(PIP) 'setuptools>=77' wheel
+	$(PY) setup.py --quiet build_ext --inplace
 	$(PIP) --no-build-isolation --editable .
 	@touch $@
 

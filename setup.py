@@ -4,7 +4,10 @@ torch is not needed to build: csrc/torch_abi.h declares what is called, and the 
 so that the file binds to whichever torch is imported. csrc/generate.py writes what C++ has of ampctx/kernels/spec.py
 into the build folder. Environment:
 
-    AMPCTX_CUDA        auto (default: CUDA kernels when nvcc is found), 1 (nvcc must be there), 0 (no CUDA kernels)
+    AMPCTX_KERNELS     auto (default: none without a C++ compiler, or on other systems than Linux), 1 (they must build),
+                       0 (none). Without kernels the package is pure Python, and runs on plain torch
+    AMPCTX_CUDA        auto (default: CUDA kernels when nvcc is found, unless the torch installed here has no CUDA),
+                       1 (nvcc must be there), 0 (no CUDA kernels)
     AMPCTX_CUDA_ARCHS  compute capabilities, such as "80,90"; default: the first of each generation that nvcc knows,
                        from 75 up. PTX is added for those after the last, and for what compiles to other PTX
     CXX                the C++ compiler (default: g++)
@@ -17,11 +20,16 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import itertools
 import os
 import platform
 import re
 import shutil
+import site
 import subprocess
+import sys
+import sysconfig
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -51,18 +59,50 @@ if os.environ.get("AMPCTX_SANITIZE", "0") == "1":
 
 
 def run(command: list[str]) -> None:
-    print("+", *command, flush=True)
     result = subprocess.run(command, capture_output=True, text=True)
-    print(result.stdout + result.stderr, end="", flush=True)
+    output = result.stdout + result.stderr
     if result.returncode:
-        raise CompileError(f"{command[0]} failed:\n{result.stdout}{result.stderr}")
+        raise CompileError(f"{' '.join(command)}\nfailed:\n{output}")
+    if output.strip():
+        print("+", *command, output, flush=True)
 
 
-def find_cxx() -> str:
-    cxx = os.environ.get("CXX", "g++")
-    if not shutil.which(cxx):
-        raise CompileError(f"no C++ compiler: {cxx!r} was not found. Install g++ 11 or newer, or set CXX")
-    return cxx
+def choice(name: str) -> str:
+    """The value of an environment variable that is auto, 0 or 1."""
+    value = os.environ.get(name, "auto")
+    if value not in ("auto", "0", "1"):
+        raise CompileError(f"{name}={value!r}: expected auto, 0 or 1")
+    return value
+
+
+def why_no_kernels() -> str:
+    """Why to install ampctx without compiled kernels; nothing where they are to be built."""
+    wanted, cxx = choice("AMPCTX_KERNELS"), os.environ.get("CXX", "g++")
+    if wanted == "0":
+        return "AMPCTX_KERNELS=0"
+    if platform.system() != "Linux":
+        problem = f"they build on Linux, not on {platform.system()}"
+    elif not shutil.which(cxx):
+        problem = f"no C++ compiler: {cxx!r} was not found. Install g++ 11 or newer, or set CXX"
+    else:
+        return ""
+    if wanted == "1" or os.environ.get("AMPCTX_CUDA") == "1":
+        raise CompileError(f"the kernels of ampctx were asked for, and cannot be built: {problem}")
+    return problem
+
+
+def torch_without_cuda() -> str:
+    """The version of the installed torch if that has no CUDA, else nothing. Reads its version.py: an isolated build
+    cannot import torch, and nothing else needs to."""
+    base = {"base": sys.base_prefix, "platbase": sys.base_prefix}
+    places = [*sys.path, sysconfig.get_path("purelib"), sysconfig.get_path("purelib", vars=base)]
+    for place in [*places, site.getusersitepackages()]:
+        version = Path(place) / "torch" / "version.py"
+        if version.is_file():
+            text = version.read_text()
+            has_none = re.search(r"^cuda\b.*=\s*None", text, re.M)
+            return re.search(r"^__version__ = ['\"](.*)['\"]", text, re.M).group(1) if has_none else ""
+    return ""
 
 
 def generator() -> ModuleType:
@@ -93,9 +133,7 @@ class Nvcc:
 
     @classmethod
     def find(cls) -> Nvcc | None:
-        wanted = os.environ.get("AMPCTX_CUDA", "auto")
-        if wanted not in ("auto", "0", "1"):
-            raise CompileError(f"AMPCTX_CUDA={wanted!r}: expected auto, 0 or 1")
+        wanted = choice("AMPCTX_CUDA")
         if wanted == "0":
             return None
         home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
@@ -103,6 +141,9 @@ class Nvcc:
         found = next(filter(None, map(shutil.which, places)), None)
         if found is None and wanted == "1":
             raise CompileError(f"AMPCTX_CUDA=1, but nvcc was not found: tried {' and '.join(places)}. Set CUDA_HOME")
+        if found and wanted == "auto" and (version := torch_without_cuda()):
+            print(f"torch {version} has no CUDA: building CPU kernels only. AMPCTX_CUDA=1 builds CUDA kernels, too.")
+            return None
         return cls(found) if found else None
 
     def _ask(self, option: str) -> str:
@@ -168,6 +209,8 @@ def compile_all(cxx: str, nvcc: Nvcc | None, build: Path) -> list[str]:
         cuda = sorted([*(CSRC / "cuda").glob("*.cu"), *generated.glob("*.cu")])
         jobs = [(source, [nvcc.path, "-ccbin", cxx, *nvcc.flags(), *includes], "") for source in cuda] + jobs
 
+    count = itertools.count(1)
+
     def compile_one(job: tuple[Path, list[str], str]) -> str:
         source, command, variant = job
         out = build / f"{source.parent.name}_{source.stem}{variant and '_' + variant}.o"
@@ -175,8 +218,13 @@ def compile_all(cxx: str, nvcc: Nvcc | None, build: Path) -> list[str]:
         made_of.update(repr((command, nvcc and nvcc.version)).encode() + source.read_bytes())
         if not (out.exists() and record.exists() and record.read_text() == made_of.hexdigest()):
             record.unlink(missing_ok=True)
+            start = time.monotonic()
             run([*command, "-c", str(source), "-o", str(out)])
             record.write_text(made_of.hexdigest())
+            took = f"{time.monotonic() - start:.1f} s"
+            print(f"[{next(count)}/{len(jobs)}] {source} {variant}".ljust(50), took, flush=True)
+        else:
+            next(count)
         return str(out)
 
     build.mkdir(parents=True, exist_ok=True)
@@ -201,11 +249,9 @@ class BuildOps(build_ext):
         return fullname.replace(".", "/") + ".so"  # no Python tag: the library knows nothing of Python
 
     def build_extension(self, ext: Extension) -> None:
-        if platform.system() != "Linux":
-            raise CompileError(f"the kernels of ampctx build on Linux, not on {platform.system()}")
-        cxx, nvcc = find_cxx(), Nvcc.find()
-        # An editable install is given a new directory each time, and nothing that was compiled before would be found.
-        build = Path("build" if self.editable_mode else self.build_temp) / "ops"
+        cxx, nvcc = os.environ.get("CXX", "g++"), Nvcc.find()
+        # Not self.build_temp: an editable install is given a new one each time, and finds nothing compiled before.
+        build = Path("build/ops")
         link(cxx, nvcc, compile_all(cxx, nvcc, build), build, Path(self.get_ext_fullpath(ext.name)))
 
 
@@ -215,8 +261,10 @@ class AnyPythonWheel(bdist_wheel):
 
 
 if __name__ == "__main__":  # not where only source_digest is wanted
+    if problem := why_no_kernels():
+        print(f"ampctx is built without compiled kernels, and runs on plain torch: {problem}")
     sources = [str(path) for path in sorted(CSRC.rglob("*")) if path.suffix in (".cpp", ".cu", ".h", ".cuh")]
     setup(
-        ext_modules=[Extension("ampctx._ops", sources)],
+        ext_modules=[] if problem else [Extension("ampctx._ops", sources)],
         cmdclass={"build_ext": BuildOps, "bdist_wheel": AnyPythonWheel},
     )

@@ -4,23 +4,35 @@
 ``clip_grad_norm_`` clips without waiting for the device. ``python -m ampctx`` tells which kernels are in use.
 """
 
-from ampctx import amp, distributed, ops, optimizers
-from ampctx._errors import (
-    AmpAssertionError,
-    AmpError,
-    AmpIndexError,
-    AmpKeyError,
-    AmpNotImplementedError,
-    AmpStallError,
-    AmpTypeError,
-    AmpValueError,
-    ExtensionError,
-)
-from ampctx.amp import AmpSession, GradScaler
-from ampctx.masters.clip import clip_grad_norm_
-from ampctx.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
+from typing import TYPE_CHECKING
+
+from ampctx._torch_version import why_no_torch
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING or not (_problem := why_no_torch()):
+    from ampctx import amp, distributed, ops, optimizers
+    from ampctx._errors import (
+        AmpAssertionError,
+        AmpError,
+        AmpIndexError,
+        AmpKeyError,
+        AmpNotImplementedError,
+        AmpStallError,
+        AmpTypeError,
+        AmpValueError,
+        ExtensionError,
+    )
+    from ampctx.amp import AmpSession, GradScaler
+    from ampctx.masters.clip import clip_grad_norm_
+    from ampctx.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
+else:
+    # The import itself succeeds: `ampctx --help` and `ampctx --version` need no torch.
+    def __getattr__(name: str) -> None:
+        if name in __all__:
+            raise ImportError(_problem)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "AmpAssertionError",

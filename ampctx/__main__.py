@@ -1,7 +1,8 @@
 """``python -m ampctx`` and the ``ampctx`` command.
 
 ``info`` tells what is installed, which kernels are in use, and why; ``run`` runs a program written for apex; ``path``
-prints the directory that does the same through PYTHONPATH.
+prints the directory that does the same through PYTHONPATH. Without torch, ``--help`` and ``--version`` work, and the
+commands say in one line what to install.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import json
 import os
 import platform
 import sys
+import textwrap
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from ampctx import __version__
+from ampctx._torch_version import why_no_torch
 from ampctx.migrate import cli as migrate
 
 
@@ -60,25 +64,32 @@ def info() -> dict[str, Any]:
 
 
 def _lines(report: dict[str, Any]) -> list[str]:
+    """The report for people, in 80 columns."""
     extension = report["extension"]
     gpus = [f"{name} ({arch})" for name, arch in zip(report["gpus"], report["gpu_archs"], strict=True)]
     driver = report["driver_cuda"]
-    lines = [
-        f"ampctx     {report['ampctx']}",
-        f"python     {report['python']}",
-        f"torch      {report['torch']} (CUDA {report['torch_cuda'] or 'not built in'})",
-        f"driver     {f'serves CUDA {driver}' if driver else 'no NVIDIA driver'}",
-        f"GPUs       {', '.join(gpus) or 'none visible'}",
+    rows = [
+        ("ampctx", report["ampctx"]),
+        ("python", report["python"]),
+        ("torch", f"{report['torch']} (CUDA {report['torch_cuda'] or 'not built in'})"),
+        ("driver", f"serves CUDA {driver}" if driver else "no NVIDIA driver"),
+        ("GPUs", ", ".join(gpus) or "none visible"),
     ]
-    if not extension["loaded"]:
-        return [*lines, "extension  not loaded: the ops run on plain torch", f"           {extension['reason']}"]
-    lines.append(f"extension  loaded, kernels in use for {' and '.join(extension['backends'])}")
-    lines.append(f"CPU        {extension['simd_used']} (built: {', '.join(extension['simd'])})")
-    if extension["cuda"]:
-        lines.append(f"CUDA       built with {extension['cuda']} for {', '.join(extension['cuda_archs'])}")
-    if extension["reason"]:
-        lines.append(f"           not in use: {extension['reason']}")
-    return lines
+    if extension["loaded"]:
+        rows.append(("extension", f"loaded, kernels in use for {' and '.join(extension['backends'])}"))
+        rows.append(("CPU", f"{extension['simd_used']} (built: {', '.join(extension['simd'])})"))
+        if extension["cuda"]:
+            rows.append(("CUDA", f"built with {extension['cuda']} for {', '.join(extension['cuda_archs'])}"))
+        if extension["reason"]:
+            rows.append(("" if extension["cuda"] else "CUDA", f"not in use: {extension['reason']}"))
+    else:
+        rows.append(("extension", "not loaded: the ops run on plain torch"))
+        rows.append(("", extension["reason"]))
+    return [
+        line
+        for name, text in rows
+        for line in textwrap.wrap(text, 80, initial_indent=f"{name:11}", subsequent_indent=" " * 11)
+    ]
 
 
 def _run(parser: argparse.ArgumentParser, program: Sequence[str], module: bool) -> None:
@@ -92,7 +103,8 @@ def _run(parser: argparse.ArgumentParser, program: Sequence[str], module: bool) 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="ampctx", description="Mixed-precision training in apex.amp's words.")
+    parser = argparse.ArgumentParser(prog="ampctx", description="Mixed-precision training with apex.amp's API.")
+    parser.add_argument("--version", action="version", version=f"ampctx {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
     info_parser = commands.add_parser("info", help="versions, and which compiled kernels are in use (the default)")
     info_parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -109,6 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     migrate_parser = commands.add_parser("migrate", help="move code from apex's names to ampctx's, or to torch.amp")
     migrate.add_arguments(migrate_parser)
     arguments = parser.parse_args(argv)
+    if problem := why_no_torch():
+        print(problem, file=sys.stderr)
+        return 1
     if arguments.command == "migrate":
         return migrate.run(arguments)
     if arguments.command == "run":
@@ -121,10 +136,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     report = info()
     if getattr(arguments, "json", False):
-        print(json.dumps(report, indent=2))
+        _print(json.dumps(report, indent=2))
     else:
-        print("\n".join(_lines(report)))
+        _print("\n".join(_lines(report)))
     return 0
+
+
+def _print(text: str) -> None:
+    """To a reader that may have gone, as in ``ampctx info | head -1``."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # The interpreter flushes again at its end, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -1,16 +1,19 @@
 """How the compiled library is found, required and built."""
 
+import importlib.util
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
+import ampctx
 from ampctx._errors import ExtensionError
 from ampctx.kernels import cuda_support, extension, ops
 
@@ -198,8 +201,15 @@ def test_a_machine_without_a_driver_says_nothing(toolkit):
 # --- setup.py -------------------------------------------------------------------------------------------------------
 
 
-def build(folder, **environment):
-    """Builds the library from a copy of the sources."""
+def setup_py():
+    spec = importlib.util.spec_from_file_location("ampctx_setup", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def build(folder, *command, **environment):
+    """Builds the library from a copy of the sources, or runs another command of setup.py there."""
     folder.mkdir(exist_ok=True)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
@@ -207,7 +217,7 @@ def build(folder, **environment):
     (folder / "ampctx/kernels").mkdir(parents=True)
     shutil.copy(ROOT / "ampctx/kernels/spec.py", folder / "ampctx/kernels")
     shutil.copy(ROOT / "ampctx/__init__.py", folder / "ampctx")
-    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    command = [sys.executable, "setup.py", *(command or ("build_ext", "--inplace"))]
     variables = {**os.environ, "AMPCTX_CUDA": "0", **environment}
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
 
@@ -217,6 +227,8 @@ def test_build_without_cuda(tmp_path):
     result = build(tmp_path)
     assert result.returncode == 0, result.stderr
     assert "warning:" not in result.stdout
+    steps = re.findall(r"^\[(\d+)/(\d+)\] csrc/\S+ .* [\d.]+ s$", result.stdout, re.M)
+    assert steps == [(str(i + 1), str(len(steps))) for i in range(len(steps))], "a line for each compiled file"
     code = "import ctypes, sys, torch; f = ctypes.CDLL(sys.argv[1]).ampctx_build_info; f.restype = ctypes.c_char_p"
     command = [sys.executable, "-c", f"{code}; print(f().decode())", str(tmp_path / "ampctx/_ops.so")]
     info = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
@@ -225,7 +237,11 @@ def test_build_without_cuda(tmp_path):
 
 
 WRONG_BUILDS = {
-    "no-compiler": ({"CXX": "no-such-g++"}, "no C++ compiler: 'no-such-g++' was not found"),
+    "no-compiler": (
+        {"CXX": "no-such-g++", "AMPCTX_KERNELS": "1"},
+        "asked for, and cannot be built: no C++ compiler: 'no-such-g++' was not found. Install g++ 11 or newer",
+    ),
+    "kernels-value": ({"AMPCTX_KERNELS": "no"}, "AMPCTX_KERNELS='no': expected auto, 0 or 1"),
     "cuda-value": ({"AMPCTX_CUDA": "yes"}, "AMPCTX_CUDA='yes': expected auto, 0 or 1"),
 }
 
@@ -235,6 +251,44 @@ def test_a_build_that_cannot_work_says_why(tmp_path, environment, message):
     result = build(tmp_path, **environment)
     assert result.returncode != 0
     assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "why"),
+    [
+        ({"AMPCTX_KERNELS": "0"}, "AMPCTX_KERNELS=0"),
+        ({"CXX": "no-such-g++"}, "no C++ compiler: 'no-such-g++' was not found"),
+    ],
+    ids=["switched-off", "no-compiler"],
+)
+def test_a_build_without_kernels_is_pure_python(tmp_path, environment, why):
+    """As on macOS and Windows. What such an install does: test_the_import_without_a_library."""
+    result = build(tmp_path, "bdist_wheel", **environment)
+    assert result.returncode == 0, result.stderr
+    assert f"ampctx is built without compiled kernels, and runs on plain torch: {why}" in result.stdout
+    (wheel,) = (tmp_path / "dist").iterdir()
+    assert wheel.name == f"ampctx-{ampctx.__version__}-py3-none-any.whl"
+    assert not any(name.endswith(".so") for name in zipfile.ZipFile(wheel).namelist())
+
+
+def torch_in(folder, cuda):
+    (folder / "torch").mkdir(parents=True)
+    (folder / "torch/version.py").write_text(f"__version__ = '2.13.0+test'\ncuda: Optional[str] = {cuda!r}\n")
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+def test_no_cuda_kernels_for_a_torch_without_cuda(tmp_path, monkeypatch, capsys):
+    setup = setup_py()
+    monkeypatch.delenv("AMPCTX_CUDA", raising=False)
+    for cuda in (None, "13.0"):
+        torch_in(tmp_path / str(cuda), cuda)
+        monkeypatch.setattr(sys, "path", [str(tmp_path / str(cuda)), *sys.path])
+        assert (setup.Nvcc.find() is None) == (cuda is None)
+    said = "torch 2.13.0+test has no CUDA: building CPU kernels only. AMPCTX_CUDA=1 builds CUDA kernels, too.\n"
+    assert capsys.readouterr().out == said
+    monkeypatch.setenv("AMPCTX_CUDA", "1")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "None"), *sys.path])
+    assert setup.Nvcc.find() is not None
 
 
 def test_a_missing_nvcc_is_an_error_when_asked_for(tmp_path):

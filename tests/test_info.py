@@ -2,6 +2,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 import ampctx
 from ampctx.__main__ import info, main
 
@@ -38,3 +40,51 @@ def test_public_names_exist():
     for module in (ampctx, ampctx.amp):
         for name in module.__all__:
             assert hasattr(module, name), name
+
+
+def test_the_report_fits_80_columns_and_a_reader_may_leave():
+    command = f"{sys.executable} -m ampctx info"
+    result = subprocess.run(f"{command} | head -1", shell=True, capture_output=True, text=True)
+    assert (result.stdout, result.stderr) == (f"ampctx     {ampctx.__version__}\n", "")
+    full = subprocess.run(command, shell=True, capture_output=True, text=True, check=True).stdout
+    assert max(map(len, full.splitlines())) <= 80
+    # Nobody reads this pipe.
+    gone = "import os; r, w = os.pipe(); os.dup2(w, 1); os.close(r); from ampctx.__main__ import main; exit(main([]))"
+    result = subprocess.run([sys.executable, "-c", gone], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+NO_TORCH = "import sys; sys.modules['torch'] = None; "
+NEEDS = "ampctx needs PyTorch 2.11 to 2.15, and "
+
+
+def without_torch(code):
+    return subprocess.run([sys.executable, "-c", NO_TORCH + code], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("option", ["--help", "--version", "migrate --help"])
+def test_help_and_version_need_no_torch(option):
+    result = without_torch(f"from ampctx.__main__ import main; main({option.split()!r})")
+    assert result.returncode == 0, result.stderr
+    assert "ampctx" in result.stdout
+
+
+@pytest.mark.parametrize("command", [[], ["info"], ["migrate", "."], ["run", "train.py"], ["path"]])
+def test_a_command_without_torch_says_in_one_line_what_to_install(command):
+    result = without_torch(f"from ampctx.__main__ import main; sys.exit(main({command!r}))")
+    assert result.returncode == 1
+    assert result.stderr == NEEDS + "none is installed. Run: pip install torch\n"
+
+
+@pytest.mark.parametrize("statement", ["from ampctx import amp", "import ampctx; ampctx.GradScaler"])
+def test_the_library_without_torch_says_what_to_install(statement):
+    result = without_torch(statement)
+    assert f"ImportError: {NEEDS}none is installed. Run: pip install torch" in result.stderr
+
+
+def test_an_old_torch_is_named_with_the_range(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("__version__ = '2.5.1+cu124'\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from ampctx import amp"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert f"ImportError: {NEEDS}2.5.1+cu124 is installed. Run: pip install --upgrade torch" in result.stderr

@@ -358,8 +358,8 @@ def nvcc():
 @pytest.mark.skipif(nvcc() is None, reason="no nvcc")
 def test_the_build_has_the_cuda_kernels():
     """Where nvcc is, the library in use carries CUDA code and PTX of several generations, and imports without a GPU."""
-    if os.environ.get("AMPCTX_CUDA") == "0":
-        pytest.skip("built with AMPCTX_CUDA=0")
+    if os.environ.get("AMPCTX_CUDA") != "1" and not torch.version.cuda:
+        pytest.skip("for a torch without CUDA, kernels for CUDA are built with AMPCTX_CUDA=1 alone")
     assert ops.extension.build["cuda"], "built without nvcc though it is there: rebuild"
     archs = ops.extension.build["cuda_archs"]
     assert archs[-1].startswith("compute_")

@@ -1,0 +1,60 @@
+"""Installs the wheel in DIRECTORY into an environment without a compiler, and runs the demo and the tests of the ops.
+
+    .venv/bin/python .ci/wheel.py DIRECTORY          run by make test-wheel, after make wheel
+
+The environment sees the packages of the python that runs this script, torch among them, but not the checkout.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+WHERE = "import ampctx; print(ampctx.__file__); assert ampctx.ops.extension.loaded, ampctx.ops.extension.reason"
+
+
+def main() -> None:
+    wheels = list(Path(sys.argv[1]).glob("*.whl")) if len(sys.argv) == 2 else []
+    if len(wheels) != 1:
+        sys.exit(f"{__doc__}\nDIRECTORY must hold one wheel, found {[wheel.name for wheel in wheels]}")
+    with tempfile.TemporaryDirectory() as folder:
+        environment = Path(folder) / "environment"
+        venv.create(environment, with_pip=True)
+        python = str(environment / "bin" / "python")
+        # A .pth file is not read in a directory that another one names: an editable ampctx there stays unseen.
+        purelib = subprocess.run(
+            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+            check=True, capture_output=True, text=True,
+        ).stdout.strip()  # fmt: skip
+        (Path(purelib) / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        pip = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-deps", "--force-reinstall"]
+        subprocess.run([*pip, str(wheels[0].resolve())], check=True)
+        for name in ("tests", "examples", "pyproject.toml"):
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            copy(ROOT / name, Path(folder) / name)
+        # No compiler is found, neither by PATH nor by variables.
+        variables = {key: value for key, value in os.environ.items() if key not in ("CXX", "CUDA_HOME", "PYTHONPATH")}
+        variables |= {"PATH": str(environment / "bin"), "AMPCTX_REQUIRE_EXTENSION": "1", "OMP_NUM_THREADS": "1"}
+        # Emulated backends compile the kernels.
+        tests = [
+            "-m",
+            "pytest",
+            "-q",
+            "-n",
+            "auto",
+            "tests/ops",
+            "tests/optimizers",
+            "-k",
+            "(cpu or reference) and not emulated",
+        ]
+        for command in (["-c", WHERE], ["-m", "ampctx"], ["examples/digits.py", "--epochs", "2"], tests):
+            subprocess.run([python, *command], cwd=folder, env=variables, check=True)
+
+
+if __name__ == "__main__":
+    main()

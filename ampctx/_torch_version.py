@@ -1,0 +1,23 @@
+"""Which PyTorch ampctx runs on."""
+
+from __future__ import annotations
+
+from packaging.version import Version
+
+SUPPORTED = "2.11 to 2.15"
+_OLDEST = (2, 11)
+
+
+def why_no_torch() -> str:
+    """Why ampctx cannot be used with the torch that is installed, and the fix; nothing where it can."""
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        return f"ampctx needs PyTorch {SUPPORTED}, and none is installed. Run: pip install torch"
+    if Version(torch.__version__).release < _OLDEST:
+        return (
+            f"ampctx needs PyTorch {SUPPORTED}, and {torch.__version__} is installed. Run: pip install --upgrade torch"
+        )
+    return ""
