@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 import ampctx
 from ampctx import amp
@@ -201,7 +202,8 @@ def main() -> int:
     torch.set_num_threads(1)
     device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
     text = Text(device)
-    model, history, skipped = train(args, text, device)
+    with logging_redirect_tqdm():  # what amp logs goes above the bar
+        model, history, skipped = train(args, text, device)
     print("sample:", sample(model, text, args.context, prompt="The ", length=200, seed=args.seed), sep="\n")
     if args.plot:
         plot(history, args.opt_level, args.plot)

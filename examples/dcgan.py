@@ -20,6 +20,7 @@ from digits import load_digits
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ampctx import amp, optimizers
 
@@ -219,7 +220,8 @@ def main() -> int:
     torch.manual_seed(args.seed)
     generator = Generator(args.latent, args.width).to(device)
     untrained = sample(generator, 512, args.latent, args.seed)
-    history, skipped = train(args, generator, seen)
+    with logging_redirect_tqdm():  # what amp logs goes above the bar
+        history, skipped = train(args, generator, seen)
     samples = sample(generator, 512, args.latent, args.seed)
 
     draw_samples(samples, unseen, args.output_dir / "dcgan_samples.png")

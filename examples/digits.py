@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ampctx import amp, clip_grad_norm_, optimizers
 
@@ -279,18 +280,24 @@ def main() -> int:
         for option, path in (("--plot", args.plot), ("--checkpoint", args.checkpoint)):
             if path is not None and (path.is_dir() or not path.parent.is_dir()):
                 raise UserError(f"{option}: {path} cannot be written: it is a directory or lies in none")
-        history = train(args)
+        with logging_redirect_tqdm():  # what amp logs goes above the bar
+            history = train(args)
     except UserError as error:
         print(f"digits.py: error: {error}", file=sys.stderr)
         return 2
-    plot(history, args.opt_level, args.plot)
+    code = 0
+    try:
+        plot(history, args.opt_level, args.plot)
+        print(f"plot written to {args.plot}")
+    except OSError as error:
+        print(f"digits.py: error: --plot: {args.plot} cannot be written: {error.strerror}", file=sys.stderr)
+        code = 1
     skipped, scale = sum(history["skipped"]), history["loss_scale"][-1]
-    print(f"plot written to {args.plot}")
     print(
         f"test accuracy {history['accuracy'][-1]:.2f}% | loss scale {scale:g} | "
         f"skipped steps {skipped} of {len(history['skipped'])}"
     )
-    return 0
+    return code
 
 
 if __name__ == "__main__":

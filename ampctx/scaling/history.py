@@ -39,6 +39,16 @@ class History(NamedTuple):
     scale: dict[int, list[float]]
     overflowed: dict[int, list[bool]]
 
+    def __str__(self) -> str:
+        """The number of steps and of skips, and the latest norm and scales. ``repr`` shows the lists."""
+        if not self.step:
+            return "no steps"
+        scales = ", ".join(f"{values[-1]:g}" for values in self.scale.values())
+        return (
+            f"steps {self.step[0]} to {self.step[-1]}, {sum(self.skipped)} skipped; "
+            f"latest gradient norm {self.grad_norm[-1]:g}, loss scale {scales}"
+        )
+
 
 def check_length(history: Any) -> int:
     return check_count("history", history, 0)

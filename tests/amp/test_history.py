@@ -213,6 +213,16 @@ def test_reset_ends_it_and_initialize_begins_anew(session):
     assert session.history().step == [0]
 
 
+def test_its_text_is_a_summary(session):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    assert str(session.history()) == "no steps"
+    for bad in (False, True):
+        iterate(session, model, optimizer, bad)
+    assert str(session.history()) == "steps 0 to 1, 1 skipped; latest gradient norm inf, loss scale 65536"
+
+
 @pytest.mark.parametrize("options", [{"enabled": False}, {"optimizers": None, "num_losses": 2}], ids=str)
 def test_where_there_are_no_steps_there_are_empty_lists(session, options):
     assert session.history().step == []

@@ -132,6 +132,15 @@ def test_digits_trains_with(optimizer, server, tmp_path):
     assert accuracy >= 96.0
 
 
+def test_digits_keeps_its_result_where_the_plot_cannot_be_written(tmp_path):
+    done = digits("--epochs", 1, "--plot", "/dev/full", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "digits.py: error: --plot: /dev/full cannot be written: No space left on device"
+    )
+    assert last_line(done.stdout)[0] > 80
+
+
 def test_digits_reports_an_error_in_one_line(tmp_path):
     done = digits("--resume", "none.pt", cwd=tmp_path)
     assert done.returncode == 2
