@@ -37,6 +37,8 @@ class SessionState:
         self._bindings: MutableMapping[Any, OptimizerBinding] = weakref.WeakKeyDictionary()
         self._blocks = Blocks(self._bindings)
         self._log = SkipLog(self._blocks.deferred)
+        # Whether the latest state that was loaded had no masters, until it has been told whether that matters.
+        self._lacks_masters = False
         self._explained_masters = False
         self._step_hooks: OrderedDict[int, Callable[[Any, StepOutcome], None]] = OrderedDict()
         self._skip_hooks: OrderedDict[int, Callable[[Any, StepOutcome], None]] = OrderedDict()
@@ -292,13 +294,22 @@ class SessionState:
         if not state.keys().isdisjoint(formats.RUN_KEYS):
             assert self.policy is not None
             return run_state.loader(state, bindings, self.loss_scales, self._blocks.deferred, self.policy.opt_level)
-        if any(binding.masters.pairs for binding in bindings) and not self._explained_masters:
-            self._explained_masters = True
+        return self._tell_of_lost_masters
+
+    def _tell_of_lost_masters(self, may_wait: bool = True) -> None:
+        """Says so where neither the checkpoint of amp nor that of the model had fp32 masters. The model may be loaded
+        later: then the next block asks again, but does not wait for an accelerator."""
+        found = [binding.masters for binding in self._bindings.values() if binding.masters.pairs]
+        if not may_wait:
+            found = [masters for masters in found if all(master.is_cpu for _, master in masters.pairs)]
+        self._lacks_masters = may_wait and not self._explained_masters
+        if not self._explained_masters and any(masters.are_rounded() for masters in found):
+            self._lacks_masters, self._explained_masters = False, True
             logger.warning(
-                "The checkpoint of amp has no fp32 master weights: unless they are loaded otherwise, they start from "
-                "the model's 16-bit weights, without what was rounded off. amp.state_dict(masters=True) saves them."
+                "The checkpoint has no fp32 master weights, neither in the model's state nor in that of amp: they "
+                "start from the model's 16-bit weights, without what was rounded off. Save model.state_dict() of the "
+                "model that went through amp.initialize, which shows them."
             )
-        return lambda: None
 
     def _entries_of_grad_scaler(self, state: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
         if (n := len(self.loss_scales)) != 1:

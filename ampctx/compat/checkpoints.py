@@ -221,8 +221,9 @@ def _load_model(model: nn.Module, state: Mapping[str, Any], key: str) -> None:
 
 
 def _restoring_weights(model: nn.Module) -> Callable[[], None]:
-    """Copies every weight and buffer; returns what puts them back."""
-    former = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
+    """Copies every weight, master and buffer; returns what puts them back."""
+    tensors = (*model.parameters(), *model.buffers(), *doors.masters_of(model))
+    former = [(t, t.detach().clone()) for t in tensors]
 
     @torch.no_grad()
     def restore() -> None:

@@ -2,14 +2,15 @@
 
 With master weights, every trainable fp16 or bf16 parameter of the optimizer has a *master*: an fp32 tensor that takes
 its place in ``optimizer.param_groups``. The model weight is the rounded master. Where that does not hold after
-``initialize`` (a broadcast) or after ``load_state_dict``, the model weight wins, element by element.
+``initialize`` (a broadcast) or after ``load_state_dict``, the model weight wins, element by element. State dicts of the
+model lead past the rounding: they show masters, and fp32 values that are loaded set them (see the hooks at the end).
 """
 
 from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from itertools import compress, repeat
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from ampctx._errors import AmpError
 from ampctx.casts.arguments import LOW_PRECISION, ModelHook, Undo
+from ampctx.casts.casting import UpcastEntries
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.distributed import is_distributed
 from ampctx.kernels import foreach
@@ -49,6 +51,16 @@ WriteCounts = tuple[list[int], list[int], list[int]]
 
 def _write_counts(params: list[Tensor]) -> WriteCounts:
     return list(map(id, params)), list(map(version_of, params)), list(map(Tensor.data_ptr, params))
+
+
+# All that there are, of any session: what hooks of modules ask for the masters of their parameters.
+_ALIVE: weakref.WeakSet[MasterParams] = weakref.WeakSet()
+
+
+@torch.no_grad()
+def _resynced(p: Tensor, master: Tensor) -> Tensor:
+    """The master where the model weight is the rounded master, elsewhere the model weight."""
+    return torch.where(master.to(p.dtype) == p, master, p.to(master.dtype))
 
 
 class MasterParams:
@@ -84,6 +96,8 @@ class MasterParams:
         self._like: MasterParam | None = None
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.model_of: dict[Tensor, Tensor] = {}
+        # By the id of the parameter.
+        self._master_of: dict[int, Tensor] = {}
         self.params_without_master: list[Tensor] = []
         # The process groups of the meshes that ``params_without_master`` are spread over.
         self.groups: list[Any] = []
@@ -104,6 +118,9 @@ class MasterParams:
         self.dropped_grads: list[str] = []
         # Whether the model's weights may be others than the rounded masters.
         self.may_disagree = True
+        # Whether masters were set by themselves since the latest block, and whether weights were loaded into the model.
+        self.were_restored = self.were_loaded = False
+        _ALIVE.add(self)
         try:
             for group in optimizer.param_groups:
                 self.add_params(optimizer, group, originals, taken)
@@ -203,6 +220,7 @@ class MasterParams:
             self.pairs = [(p, master) for p, master in pairs if id(master) in held]
             self._resync(back)
             self.model_of = {master: p for p, master in self.pairs}
+            self._master_of = {id(p): master for p, master in self.pairs}
             self.params_without_master = [p for p in self.params_without_master if id(p) in held]
             self._frozen = [p for p in self._frozen if id(p) in held]
             known |= {id(master) for _, master in back}
@@ -274,6 +292,7 @@ class MasterParams:
         group["params"][i] = master
         self.pairs.append((p, master))
         self.model_of[master] = p
+        self._master_of[id(p)] = master
         _cast_state(optimizer, p, master, torch.float32)
 
     @torch.no_grad()
@@ -302,7 +321,7 @@ class MasterParams:
         for p, former in self._cast:
             _cast_state(optimizer, p, p, self._state_dtype(former))
         self.params_without_master += [p for p, _ in self.pairs]
-        self.pairs, self.model_of, self._cast = [], {}, []
+        self.pairs, self.model_of, self._master_of, self._cast = [], {}, {}, []
 
     # --- values -------------------------------------------------------------------------------------------------------
 
@@ -310,6 +329,10 @@ class MasterParams:
         """Notes that model weights may have changed behind the masters."""
         self.may_disagree = True
         self._written = _write_counts([])
+
+    def restored(self) -> None:
+        """Notes that masters were set to those of a checkpoint, and the model to what they round to."""
+        self.may_disagree = self.were_restored = True
 
     def resync(self, settled: bool = False) -> None:
         """Where a model weight is not the rounded master any more, the master takes the model's value.
@@ -319,12 +342,45 @@ class MasterParams:
         if self.may_disagree:
             self._resync(self.pairs)
             self.may_disagree = not settled
+            if settled:
+                self.were_restored = self.were_loaded = False
 
     @staticmethod
     @torch.no_grad()
     def _resync(pairs: list[tuple[Tensor, Tensor]]) -> None:
         for p, master in pairs:
-            master.copy_(torch.where(master.to(p.dtype) == p, master, p.to(master.dtype)))
+            master.copy_(_resynced(p, master))
+
+    def pairs_of(self, params: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Those of the model parameters that have a master here, with it."""
+        return [(p, self._master_of[id(p)]) for p in params if id(p) in self._master_of]
+
+    @torch.no_grad()
+    def take_loaded(self, p: Tensor, value: Any) -> None:
+        """Sets a master to the fp32 or fp64 ``value`` that was loaded into its model parameter, where that is the
+        rounded value. No host sync beside that of the copy to the device.
+
+        Masters that were restored by themselves keep what an up-cast 16-bit value does not have: checkpoints of before
+        hold such values beside the masters.
+        """
+        if not isinstance(value, Tensor) or value.dtype not in (torch.float32, torch.float64):
+            return
+        if value.shape != p.shape or value.is_meta or value.layout != torch.strided or is_sharded(value):
+            return
+        master = self._master_of[id(p)]
+        value = value.to(master.device, master.dtype)
+        taken = value.to(p.dtype) == p
+        if self.were_restored:
+            taken &= value != p
+        master.copy_(torch.where(taken, value, _resynced(p, master)))
+
+    def are_rounded(self) -> bool:
+        """Whether masters were loaded from weights that have nothing beyond 16 bits. Host syncs."""
+        if not self.were_loaded or not self.pairs:
+            return False
+        self.resync()
+        with torch.no_grad():
+            return all(torch.equal(master.to(p.dtype).to(master.dtype), master) for p, master in self.pairs)
 
     @torch.no_grad()
     def copy_to_model(self) -> None:
@@ -363,24 +419,66 @@ class MasterParams:
             master.grad = None
 
 
-class _MastersFollow(ModelHook):
-    """A load_state_dict hook that has the masters follow. A copy or pickle of the model does not carry it along."""
+# --- hooks of the model's modules -------------------------------------------------------------------------------------
 
-    def __init__(self, masters: list[MasterParams]) -> None:
-        self._masters = weakref.WeakSet(masters)
+
+def _masters_with(p: Tensor) -> list[MasterParams]:
+    return [masters for masters in list(_ALIVE) if masters.pairs_of([p])]
+
+
+def masters_of(model: nn.Module) -> list[Tensor]:
+    """The masters of the model's parameters, of any session."""
+    return [master for masters in list(_ALIVE) for _, master in masters.pairs_of(model.parameters())]
+
+
+class ShowMasters(UpcastEntries):
+    """Shows the masters of parameters that have one, in the place of their up-cast 16-bit values."""
+
+    def fp32_of(self, p: Tensor) -> Tensor | None:
+        masters = _masters_with(p)
+        # What ``resync`` would make of the master. Weights of an average that are swapped in count, too.
+        return _resynced(*masters[0].pairs_of([p])[0]) if masters else None
+
+
+class _MastersFollow(ModelHook):
+    """Hooks of load_state_dict that have masters follow. Those of a copy or pickle of the model find no masters."""
+
+    def __init__(self, _: Any = ()) -> None:
+        # Of modules that are being loaded: their parameters, and the dict that each is looked up in, with its prefix.
+        self._incoming: list[tuple[dict[str, Tensor], dict[str, Any], str]] = []
+
+    def before(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
+        own: dict[str, Tensor] = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        _model_changed(own.values())
+        if not metadata.get("assign_to_params_buffers"):
+            self._incoming.append((own, state_dict, prefix))
 
     def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
-        for masters in self._masters:
-            masters.model_changed()
+        # Not before torch has copied what fits, and the user's hooks have changed what does not.
+        incoming, self._incoming = self._incoming, []
+        for own, state_dict, prefix in incoming:
+            for name, p in own.items():
+                for masters in _masters_with(p):
+                    masters.take_loaded(p, state_dict.get(prefix + name))
+        # Those of modules too that were put into this one later, and have no hooks.
+        _model_changed(list(module.parameters()))
 
     def __reduce__(self) -> tuple:
-        return _MastersFollow, ([],)
+        return _MastersFollow, ()
 
 
-def watch_loading(model: nn.Module, masters: list[MasterParams]) -> Undo:
-    """Has masters follow the model after any ``load_state_dict`` of it or of a part of it."""
-    hook = _MastersFollow(masters)
+def _model_changed(params: Collection[Tensor]) -> None:
+    for masters in list(_ALIVE):
+        if masters.pairs_of(params):
+            masters.were_loaded = True
+            masters.model_changed()
+
+
+def watch_loading(model: nn.Module) -> Undo:
+    """Has masters follow the model after any ``load_state_dict`` of it or of a part of it: fp32 values set them."""
+    hook = _MastersFollow()
     handles = [m.register_load_state_dict_post_hook(hook) for m in model.modules()]
+    handles += [m.register_load_state_dict_pre_hook(hook.before) for m in model.modules()]
 
     def undo() -> None:
         for handle in handles:
