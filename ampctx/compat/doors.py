@@ -23,7 +23,8 @@ from ampctx.kernels.calling_form import Call, Number, TensorLists, foreach_facto
 from ampctx.kernels.grouping import buckets
 from ampctx.kernels.reference import compute_dtype
 from ampctx.masters.clip import strided_grad
-from ampctx.masters.params import MasterParams, masters_of
+from ampctx.masters.params import MasterParams
+from ampctx.masters.state_dicts import masters_of
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import SIZED
 from ampctx.optimizers._options import Group

@@ -2,25 +2,24 @@
 
 With master weights, every trainable fp16 or bf16 parameter of the optimizer has a *master*: an fp32 tensor that takes
 its place in ``optimizer.param_groups``. The model weight is the rounded master. Where that does not hold after
-``initialize`` (a broadcast) or after ``load_state_dict``, the model weight wins, element by element. State dicts of the
-model lead past the rounding: they show masters, and fp32 values that are loaded set them (see the hooks at the end).
+``initialize`` (a broadcast) or after ``load_state_dict``, the model weight wins, element by element. fp32 values that
+are loaded set the master itself, see ``state_dicts``.
 """
 
 from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from itertools import compress, repeat
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from ampctx._errors import AmpError
-from ampctx.casts.arguments import LOW_PRECISION, ModelHook, Undo
-from ampctx.casts.casting import UpcastEntries
+from ampctx.casts.arguments import LOW_PRECISION
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.distributed import is_distributed
 from ampctx.kernels import foreach
@@ -57,8 +56,12 @@ def _write_counts(params: list[Tensor]) -> WriteCounts:
 _ALIVE: weakref.WeakSet[MasterParams] = weakref.WeakSet()
 
 
+def alive() -> list[MasterParams]:
+    return list(_ALIVE)
+
+
 @torch.no_grad()
-def _resynced(p: Tensor, master: Tensor) -> Tensor:
+def resynced(p: Tensor, master: Tensor) -> Tensor:
     """The master where the model weight is the rounded master, elsewhere the model weight."""
     return torch.where(master.to(p.dtype) == p, master, p.to(master.dtype))
 
@@ -120,6 +123,8 @@ class MasterParams:
         self.may_disagree = True
         # Whether masters were set by themselves since the latest block, and whether weights were loaded into the model.
         self.were_restored = self.were_loaded = False
+        # In a process group, the versions of weights whose masters a load has set, by id.
+        self._loaded: dict[int, int] = {}
         _ALIVE.add(self)
         try:
             for group in optimizer.param_groups:
@@ -344,12 +349,24 @@ class MasterParams:
             self.may_disagree = not settled
             if settled:
                 self.were_restored = self.were_loaded = False
+                self._loaded = {}
+
+    @torch.no_grad()
+    def round_broadcast(self, optimizer: Any) -> None:
+        """Rounds masters that a load has set, where the weights were written again since: DistributedDataParallel has
+        sent them to ranks that may have loaded nothing, and know the rounded ones alone.
+
+        Not where state of the optimizer or masters were loaded, too, which every rank does.
+        """
+        for p, master in self.pairs if self._loaded and not self.were_restored else ():
+            if self._loaded.get(id(p), version_of(p)) != version_of(p) and not optimizer.state.get(master):
+                master.copy_(p)
 
     @staticmethod
     @torch.no_grad()
     def _resync(pairs: list[tuple[Tensor, Tensor]]) -> None:
         for p, master in pairs:
-            master.copy_(_resynced(p, master))
+            master.copy_(resynced(p, master))
 
     def pairs_of(self, params: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Those of the model parameters that have a master here, with it."""
@@ -372,7 +389,9 @@ class MasterParams:
         taken = value.to(p.dtype) == p
         if self.were_restored:
             taken &= value != p
-        master.copy_(torch.where(taken, value, _resynced(p, master)))
+        master.copy_(torch.where(taken, value, resynced(p, master)))
+        if is_distributed():
+            self._loaded[id(p)] = version_of(p)
 
     def are_rounded(self) -> bool:
         """Whether masters were loaded from weights that have nothing beyond 16 bits. Host syncs."""
@@ -417,71 +436,3 @@ class MasterParams:
         masters = [master for _, master in self.pairs]
         for master in compress(masters, map(operator.is_not, map(stored_grad, masters), repeat(None))):
             master.grad = None
-
-
-# --- hooks of the model's modules -------------------------------------------------------------------------------------
-
-
-def _masters_with(p: Tensor) -> list[MasterParams]:
-    return [masters for masters in list(_ALIVE) if masters.pairs_of([p])]
-
-
-def masters_of(model: nn.Module) -> list[Tensor]:
-    """The masters of the model's parameters, of any session."""
-    return [master for masters in list(_ALIVE) for _, master in masters.pairs_of(model.parameters())]
-
-
-class ShowMasters(UpcastEntries):
-    """Shows the masters of parameters that have one, in the place of their up-cast 16-bit values."""
-
-    def fp32_of(self, p: Tensor) -> Tensor | None:
-        masters = _masters_with(p)
-        # What ``resync`` would make of the master. Weights of an average that are swapped in count, too.
-        return _resynced(*masters[0].pairs_of([p])[0]) if masters else None
-
-
-class _MastersFollow(ModelHook):
-    """Hooks of load_state_dict that have masters follow. Those of a copy or pickle of the model find no masters."""
-
-    def __init__(self, _: Any = ()) -> None:
-        # Of modules that are being loaded: their parameters, and the dict that each is looked up in, with its prefix.
-        self._incoming: list[tuple[dict[str, Tensor], dict[str, Any], str]] = []
-
-    def before(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
-        own: dict[str, Tensor] = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-        _model_changed(own.values())
-        if not metadata.get("assign_to_params_buffers"):
-            self._incoming.append((own, state_dict, prefix))
-
-    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
-        # Not before torch has copied what fits, and the user's hooks have changed what does not.
-        incoming, self._incoming = self._incoming, []
-        for own, state_dict, prefix in incoming:
-            for name, p in own.items():
-                for masters in _masters_with(p):
-                    masters.take_loaded(p, state_dict.get(prefix + name))
-        # Those of modules too that were put into this one later, and have no hooks.
-        _model_changed(list(module.parameters()))
-
-    def __reduce__(self) -> tuple:
-        return _MastersFollow, ()
-
-
-def _model_changed(params: Collection[Tensor]) -> None:
-    for masters in list(_ALIVE):
-        if masters.pairs_of(params):
-            masters.were_loaded = True
-            masters.model_changed()
-
-
-def watch_loading(model: nn.Module) -> Undo:
-    """Has masters follow the model after any ``load_state_dict`` of it or of a part of it: fp32 values set them."""
-    hook = _MastersFollow()
-    handles = [m.register_load_state_dict_post_hook(hook) for m in model.modules()]
-    handles += [m.register_load_state_dict_pre_hook(hook.before) for m in model.modules()]
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return undo
