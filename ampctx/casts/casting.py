@@ -213,9 +213,9 @@ def install_io_casts(model: nn.Module, input_dtype: torch.dtype | None, output_d
 class UpcastEntries(ModelHook):
     """A state dict post-hook: the module's own 16-bit entries become fp32 copies. Children have a hook of their own."""
 
-    def fp32_of(self, p: Tensor) -> Tensor | None:
-        """The values to show for a 16-bit parameter, where there are better ones than its own."""
-        return None
+    def shown(self, value: Tensor, t: Tensor) -> Tensor:
+        """What becomes of the entry of a 16-bit parameter or buffer: a new tensor."""
+        return value.to(torch.float32)
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         for named in (module.named_parameters, module.named_buffers):
@@ -223,11 +223,7 @@ class UpcastEntries(ModelHook):
                 key = prefix + name
                 value = state_dict.get(key)
                 if isinstance(value, Tensor) and value.dtype in LOW_PRECISION:
-                    state_dict[key] = entry = value.to(torch.float32)
-                    # Of an entry that is the parameter, and not what some code of the user has made of it.
-                    if (better := self.fp32_of(t)) is not None and value.is_set_to(t):
-                        # Below autograd: under keep_vars the entry leads to the parameter.
-                        entry.detach().copy_(better)
+                    state_dict[key] = self.shown(value, t)
 
 
 # The name in pickles of models.

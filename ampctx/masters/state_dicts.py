@@ -28,10 +28,19 @@ def masters_of(model: nn.Module) -> list[Tensor]:
 class ShowMasters(UpcastEntries):
     """Shows the masters of parameters that have one, in the place of their up-cast 16-bit values."""
 
-    def fp32_of(self, p: Tensor) -> Tensor | None:
-        masters = _masters_with(p)
+    def shown(self, value: Tensor, t: Tensor) -> Tensor:
+        pair = next((pair for masters in alive() for pair in masters.pairs_of([t])), None)
+        # What some code of the user has made of the parameter is shown itself.
+        if pair is None or value.layout != t.layout or not value.is_set_to(t):
+            return super().shown(value, t)
         # What ``resync`` would make of the master. Weights of an average that are swapped in count, too.
-        return resynced(*masters[0].pairs_of([p])[0]) if masters else None
+        exact = resynced(*pair)
+        if not value.requires_grad:
+            return exact
+        # keep_vars: the entry leads to the parameter. Its values are set below autograd.
+        entry = super().shown(value, t)
+        entry.detach().copy_(exact)
+        return entry
 
 
 class _MastersFollow(ModelHook):
@@ -42,9 +51,10 @@ class _MastersFollow(ModelHook):
         self._incoming: list[tuple[dict[str, Tensor], dict[str, Any], str]] = []
 
     def before(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
-        own: dict[str, Tensor] = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        named = module.named_parameters(recurse=False, remove_duplicate=False)
+        own: dict[str, Tensor] = {name: p for name, p in named if _masters_with(p)}
         _model_changed(own.values())
-        if not metadata.get("assign_to_params_buffers"):
+        if own and not metadata.get("assign_to_params_buffers"):
             self._incoming.append((own, state_dict, prefix))
 
     def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
