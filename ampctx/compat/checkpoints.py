@@ -136,8 +136,8 @@ def checkpoint(model: Any = None, optimizer: Any = None, *, scaler: Any = amp, s
             "scaler".
 
     Returns:
-        ``{"model", "optimizer", "amp" or "scaler", "master params"}``: the model's weights in fp32 (at O2, O3 and O5
-        the rounded ones), and where amp keeps fp32 masters for the optimizer, these: a run resumes from it bit for bit.
+        ``{"model", "optimizer", "amp" or "scaler", "master params"}``: the model's weights in fp32 (at O2 and O5 the
+        masters), and where amp keeps fp32 masters for the optimizer, these: a run resumes from it bit for bit.
         Tensors are shared with the run, as in any ``state_dict()``: save, or copy, before the next step.
 
     Raises:
