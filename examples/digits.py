@@ -90,7 +90,7 @@ def save_checkpoint(path: Path, args, epoch, history, model, optimizer, schedule
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "schedule": schedule.state_dict(),
-        "amp": amp.state_dict(masters=True),
+        "amp": amp.state_dict(),
     }
     part = path.with_name(path.name + ".part")
     torch.save(checkpoint, part)

@@ -171,6 +171,7 @@ class OptimizerBinding:
     def _catch_up(self, settled: bool, gradients: bool = True) -> None:
         self.follow_groups()
         if self.masters.may_disagree:
+            self.masters.round_broadcast(self._optimizer())
             self.masters.resync(settled)
         if gradients and self.gradients.may_have_outside_grads():
             self._collect_outside_grads()

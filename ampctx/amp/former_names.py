@@ -9,7 +9,7 @@ from typing import Any
 from ampctx.amp.methods import StepOfCopy
 from ampctx.casts import casting, model_watch
 from ampctx.casts.autocast import ForwardHook
-from ampctx.masters import params
+from ampctx.masters import params, state_dicts
 from ampctx.scaling.grad_scaler import GradScaler
 from ampctx.scaling.history import History
 from ampctx.scaling.loss_scale import LossScale
@@ -22,7 +22,7 @@ _CONTENTS: dict[str, dict[str, Any]] = {
     "grad_scaler": {"GradScaler": GradScaler, "_fresh_optimizer_state": fresh_optimizer_state},
     "kept_modules": {"_WithoutCasts": ForwardHook},
     "loss_scale": {"LossScale": LossScale},
-    "master_params": {"_MastersFollow": params._MastersFollow},
+    "master_params": {"_MastersFollow": state_dicts._MastersFollow},
     "model_watch": {"_RefuseReplaced": model_watch._RefuseReplaced},
     "replaced_methods": {"StepOfCopy": StepOfCopy},
     "step_history": {"History": History},
@@ -32,3 +32,4 @@ for _name, _contents in _CONTENTS.items():
     _module = ModuleType(f"ampctx.amp.{_name}", __doc__)
     vars(_module).update(_contents)
     sys.modules.setdefault(_module.__name__, _module)
+vars(params).update(_CONTENTS["master_params"])

@@ -354,6 +354,7 @@ class _Loader:
             self._params[i].copy_(value)
         # Where both agree, no master follows what is in the model now.
         binding.masters.copy_to_model()
+        binding.masters.restored()
         device = self._params[0].device if self._params else torch.device("cpu")
         flags: Flags = {}
         for loss_id, overflowed in self._overflows.items():

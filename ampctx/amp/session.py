@@ -296,6 +296,8 @@ class AmpSession(SessionState):
             raise AmpTypeError(f"loss is {loss.dtype}, expected a floating type: backward needs a real loss")
         block = Block(self._bindings_of(optimizers), loss_id, loss.device, delay_unscale, delay_overflow_check)
         loss_scale = self._loss_scale(block.bindings, loss_id)
+        if self._lacks_masters:
+            self._tell_of_lost_masters(may_wait=False)
         try:
             scale = self._blocks.begin(block, loss_scale, self._thread, self._casts)
             with self._casts.suspended():

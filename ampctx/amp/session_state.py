@@ -37,6 +37,8 @@ class SessionState:
         self._bindings: MutableMapping[Any, OptimizerBinding] = weakref.WeakKeyDictionary()
         self._blocks = Blocks(self._bindings)
         self._log = SkipLog(self._blocks.deferred)
+        # Whether the latest state that was loaded had no masters, until it has been told whether that matters.
+        self._lacks_masters = False
         self._explained_masters = False
         self._step_hooks: OrderedDict[int, Callable[[Any, StepOutcome], None]] = OrderedDict()
         self._skip_hooks: OrderedDict[int, Callable[[Any, StepOutcome], None]] = OrderedDict()
@@ -165,10 +167,10 @@ class SessionState:
     def master_state_dict(self, model: nn.Module, *, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
         """``model.state_dict()`` with the fp32 masters in the places of 16-bit weights: to export, in plain torch.
 
-        Keys, order and hooks are those of ``model.state_dict()``, of a model in DistributedDataParallel too. Tensors
-        are copies; what several keys share there they share here. Masters that an optimizer keeps by itself
-        (``FusedAdam(master_weights=True)``) count as well, if it went through ``initialize``. Where there is no master,
-        the weight itself.
+        Keys, order and hooks are those of ``model.state_dict()``, of a model in DistributedDataParallel too. Here all
+        tensors are copies, and what several keys share in the model they share. Masters that an optimizer keeps by
+        itself (``FusedAdam(master_weights=True)``) count as well, if it went through ``initialize``. Where there is no
+        master, the weight itself.
 
         Args:
             model: what was given to ``initialize``, something around it or a part of it.
@@ -209,9 +211,11 @@ class SessionState:
 
         Args:
             destination: is filled and returned if given.
-            masters: add the fp32 masters and the overflows that are not dealt with yet. With the states of the model
-                and the optimizers a run resumes from it bit for bit, after ``optimizer.step()``. apex does not load it.
+            masters: add the fp32 masters, which ``model.state_dict()`` shows as well, and the overflows that are not
+                dealt with yet: to resume where they have a coming step skipped. apex does not load it.
             grads: add gradients, too: to resume between blocks whose gradients add up to one step. Implies ``masters``.
+
+        After ``optimizer.step()`` a run resumes bit for bit from this and the states of the model and the optimizers.
 
         Tensors are shared with the run, as in any ``state_dict()``: save, or copy, before the next step.
 
@@ -242,8 +246,8 @@ class SessionState:
         """Loads what ``state_dict`` gave, here or in apex. A bad checkpoint raises and changes nothing.
 
         One with masters sets the masters, and the model's weights to the rounded masters; gradients that are there are
-        dropped, or replaced by its own. Model, optimizers and amp may be loaded in any order. Without masters, they
-        follow the model's rounded weights, and a warning says so once.
+        dropped, or replaced by its own. Model, optimizers and amp may be loaded in any order. Without masters, they are
+        those of ``model.load_state_dict``; where that got 16-bit values alone, a warning says so once.
 
         Entries go to the scale of their number. More or fewer entries than ``num_losses`` are reported as a warning:
         scales without an entry stay as they are. A no-op when amp is not enabled.
@@ -292,13 +296,22 @@ class SessionState:
         if not state.keys().isdisjoint(formats.RUN_KEYS):
             assert self.policy is not None
             return run_state.loader(state, bindings, self.loss_scales, self._blocks.deferred, self.policy.opt_level)
-        if any(binding.masters.pairs for binding in bindings) and not self._explained_masters:
-            self._explained_masters = True
+        return self._tell_of_lost_masters
+
+    def _tell_of_lost_masters(self, may_wait: bool = True) -> None:
+        """Says so where neither the checkpoint of amp nor that of the model had fp32 masters. The model may be loaded
+        later: then the next block asks again, but does not wait for an accelerator."""
+        found = [binding.masters for binding in self._bindings.values() if binding.masters.pairs]
+        if not may_wait:
+            found = [masters for masters in found if all(master.is_cpu for _, master in masters.pairs)]
+        self._lacks_masters = may_wait and not self._explained_masters
+        if not self._explained_masters and any(masters.are_rounded() for masters in found):
+            self._lacks_masters, self._explained_masters = False, True
             logger.warning(
-                "The checkpoint of amp has no fp32 master weights: unless they are loaded otherwise, they start from "
-                "the model's 16-bit weights, without what was rounded off. amp.state_dict(masters=True) saves them."
+                "The checkpoint has no fp32 master weights, neither in the model's state nor in that of amp: they "
+                "start from the model's 16-bit weights, without what was rounded off. Save model.state_dict() of the "
+                "model that went through amp.initialize, which shows them."
             )
-        return lambda: None
 
     def _entries_of_grad_scaler(self, state: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
         if (n := len(self.loss_scales)) != 1:

@@ -16,7 +16,8 @@ from ampctx.amp.opt_level import PrecisionPolicy
 from ampctx.casts import casting
 from ampctx.casts.kept_modules import KeptModules
 from ampctx.casts.model_watch import refuse_replaced
-from ampctx.masters.params import MasterParams, watch_loading
+from ampctx.masters.params import MasterParams
+from ampctx.masters.state_dicts import ShowMasters, watch_loading
 
 
 def as_list(value: Any, kind: str, accepts: Callable[[Any], bool]) -> list[Any]:
@@ -79,7 +80,7 @@ def cast_models(
             restore, data = casting.cast_model(model, policy.input_dtype, keep_bn, kept.modules)
             undo.callback(restore)
             originals.update(data)
-            undo.callback(casting.install_state_dict_upcast(model))
+            undo.callback(casting.install_state_dict_upcast(model, ShowMasters))
         takes = torch.float32 if policy.casts_model and model in kept.modules else policy.input_dtype
         undo.callback(casting.install_io_casts(model, takes, policy.output_dtype))
     if policy.input_dtype not in (None, torch.float32):
@@ -92,7 +93,7 @@ def cast_models(
 def watch_models(undo: ExitStack, models: list[nn.Module], masters: list[MasterParams], have_masters: bool) -> None:
     """Has masters follow what is loaded into a model, and refuses tensors in the place of those that are stepped."""
     for model in models if have_masters else ():
-        undo.callback(watch_loading(model, masters))
+        undo.callback(watch_loading(model))
     for model in models if masters else ():
         undo.callback(refuse_replaced(model, _stepped(masters)))
 

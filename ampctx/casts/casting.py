@@ -210,27 +210,40 @@ def install_io_casts(model: nn.Module, input_dtype: torch.dtype | None, output_d
 # --- state dict -------------------------------------------------------------------------------------------------------
 
 
-class _UpcastEntries(ModelHook):
+class UpcastEntries(ModelHook):
     """A state dict post-hook: the module's own 16-bit entries become fp32 copies. Children have a hook of their own."""
+
+    def shown(self, value: Tensor, t: Tensor) -> Tensor:
+        """What becomes of the entry of a 16-bit parameter or buffer: a new tensor."""
+        return value.to(torch.float32)
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         for named in (module.named_parameters, module.named_buffers):
-            for name, _ in named(recurse=False, remove_duplicate=False):
+            for name, t in named(recurse=False, remove_duplicate=False):
                 key = prefix + name
                 value = state_dict.get(key)
                 if isinstance(value, Tensor) and value.dtype in LOW_PRECISION:
-                    state_dict[key] = value.to(torch.float32)
+                    state_dict[key] = self.shown(value, t)
 
 
-def install_state_dict_upcast(model: nn.Module) -> Undo:
+# The name in pickles of models.
+_UpcastEntries = UpcastEntries
+
+
+def install_state_dict_upcast(model: nn.Module, kind: type[UpcastEntries] = UpcastEntries) -> Undo:
     """Has ``state_dict()`` of the model and of any module in it show fp32 where weights are fp16 or bf16. No host sync.
 
     The fp32 entries are copies; entries that were not 16-bit still alias the model. Loading such a state dict works as
-    ever. A module that has the hook does not get a second one.
+    ever. A module that has such a hook does not get a second one. The user's hooks run after it, on what it shows.
     """
     with ExitStack() as stack:
         for module in model.modules():
-            # Module offers no public way to look for a hook, hence its private _state_dict_hooks. A test guards it.
-            if not any(isinstance(hook, _UpcastEntries) for hook in module._state_dict_hooks.values()):
-                stack.callback(module.register_state_dict_post_hook(_UpcastEntries()).remove)
+            # Module offers no public way to look for a hook, nor to run one first, hence its private _state_dict_hooks.
+            # Tests guard it.
+            if not any(isinstance(hook, kind) for hook in module._state_dict_hooks.values()):
+                handle = module.register_state_dict_post_hook(kind())
+                stack.callback(handle.remove)
+                hooks = module._state_dict_hooks
+                for former in [key for key in hooks if key != handle.id]:
+                    hooks[former] = hooks.pop(former)
         return stack.pop_all().close

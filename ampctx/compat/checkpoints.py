@@ -136,8 +136,8 @@ def checkpoint(model: Any = None, optimizer: Any = None, *, scaler: Any = amp, s
             "scaler".
 
     Returns:
-        ``{"model", "optimizer", "amp" or "scaler", "master params"}``: the model's weights in fp32 (at O2, O3 and O5
-        the rounded ones), and where amp keeps fp32 masters for the optimizer, these: a run resumes from it bit for bit.
+        ``{"model", "optimizer", "amp" or "scaler", "master params"}``: the model's weights in fp32 (at O2 and O5 the
+        masters), and where amp keeps fp32 masters for the optimizer, these: a run resumes from it bit for bit.
         Tensors are shared with the run, as in any ``state_dict()``: save, or copy, before the next step.
 
     Raises:
@@ -221,8 +221,9 @@ def _load_model(model: nn.Module, state: Mapping[str, Any], key: str) -> None:
 
 
 def _restoring_weights(model: nn.Module) -> Callable[[], None]:
-    """Copies every weight and buffer; returns what puts them back."""
-    former = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
+    """Copies every weight, master and buffer; returns what puts them back."""
+    tensors = (*model.parameters(), *model.buffers(), *doors.masters_of(model))
+    former = [(t, t.detach().clone()) for t in tensors]
 
     @torch.no_grad()
     def restore() -> None:

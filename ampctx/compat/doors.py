@@ -24,6 +24,7 @@ from ampctx.kernels.grouping import buckets
 from ampctx.kernels.reference import compute_dtype
 from ampctx.masters.clip import strided_grad
 from ampctx.masters.params import MasterParams
+from ampctx.masters.state_dicts import masters_of
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import SIZED
 from ampctx.optimizers._options import Group
@@ -231,6 +232,7 @@ __all__ = [
     "is_grad_scaler_state",
     "map_leaves",
     "masters_in",
+    "masters_of",
     "norms",
     "open_window",
     "plain",

@@ -2,7 +2,8 @@
 
 With master weights, every trainable fp16 or bf16 parameter of the optimizer has a *master*: an fp32 tensor that takes
 its place in ``optimizer.param_groups``. The model weight is the rounded master. Where that does not hold after
-``initialize`` (a broadcast) or after ``load_state_dict``, the model weight wins, element by element.
+``initialize`` (a broadcast) or after ``load_state_dict``, the model weight wins, element by element. fp32 values that
+are loaded set the master itself, see ``state_dicts``.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from itertools import compress, repeat
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from ampctx._errors import AmpError
-from ampctx.casts.arguments import LOW_PRECISION, ModelHook, Undo
+from ampctx.casts.arguments import LOW_PRECISION
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.distributed import is_distributed
 from ampctx.kernels import foreach
@@ -49,6 +50,20 @@ WriteCounts = tuple[list[int], list[int], list[int]]
 
 def _write_counts(params: list[Tensor]) -> WriteCounts:
     return list(map(id, params)), list(map(version_of, params)), list(map(Tensor.data_ptr, params))
+
+
+# All that there are, of any session: what hooks of modules ask for the masters of their parameters.
+_ALIVE: weakref.WeakSet[MasterParams] = weakref.WeakSet()
+
+
+def alive() -> list[MasterParams]:
+    return list(_ALIVE)
+
+
+@torch.no_grad()
+def resynced(p: Tensor, master: Tensor) -> Tensor:
+    """The master where the model weight is the rounded master, elsewhere the model weight."""
+    return torch.where(master.to(p.dtype) == p, master, p.to(master.dtype))
 
 
 class MasterParams:
@@ -84,6 +99,8 @@ class MasterParams:
         self._like: MasterParam | None = None
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.model_of: dict[Tensor, Tensor] = {}
+        # By the id of the parameter.
+        self._master_of: dict[int, Tensor] = {}
         self.params_without_master: list[Tensor] = []
         # The process groups of the meshes that ``params_without_master`` are spread over.
         self.groups: list[Any] = []
@@ -104,6 +121,11 @@ class MasterParams:
         self.dropped_grads: list[str] = []
         # Whether the model's weights may be others than the rounded masters.
         self.may_disagree = True
+        # Whether masters were set by themselves since the latest block, and whether weights were loaded into the model.
+        self.were_restored = self.were_loaded = False
+        # In a process group, the versions of weights whose masters a load has set, by id.
+        self._loaded: dict[int, int] = {}
+        _ALIVE.add(self)
         try:
             for group in optimizer.param_groups:
                 self.add_params(optimizer, group, originals, taken)
@@ -203,6 +225,7 @@ class MasterParams:
             self.pairs = [(p, master) for p, master in pairs if id(master) in held]
             self._resync(back)
             self.model_of = {master: p for p, master in self.pairs}
+            self._master_of = {id(p): master for p, master in self.pairs}
             self.params_without_master = [p for p in self.params_without_master if id(p) in held]
             self._frozen = [p for p in self._frozen if id(p) in held]
             known |= {id(master) for _, master in back}
@@ -274,6 +297,7 @@ class MasterParams:
         group["params"][i] = master
         self.pairs.append((p, master))
         self.model_of[master] = p
+        self._master_of[id(p)] = master
         _cast_state(optimizer, p, master, torch.float32)
 
     @torch.no_grad()
@@ -302,7 +326,7 @@ class MasterParams:
         for p, former in self._cast:
             _cast_state(optimizer, p, p, self._state_dtype(former))
         self.params_without_master += [p for p, _ in self.pairs]
-        self.pairs, self.model_of, self._cast = [], {}, []
+        self.pairs, self.model_of, self._master_of, self._cast = [], {}, {}, []
 
     # --- values -------------------------------------------------------------------------------------------------------
 
@@ -310,6 +334,10 @@ class MasterParams:
         """Notes that model weights may have changed behind the masters."""
         self.may_disagree = True
         self._written = _write_counts([])
+
+    def restored(self) -> None:
+        """Notes that masters were set to those of a checkpoint, and the model to what they round to."""
+        self.may_disagree = self.were_restored = True
 
     def resync(self, settled: bool = False) -> None:
         """Where a model weight is not the rounded master any more, the master takes the model's value.
@@ -319,12 +347,59 @@ class MasterParams:
         if self.may_disagree:
             self._resync(self.pairs)
             self.may_disagree = not settled
+            if settled:
+                self.were_restored = self.were_loaded = False
+                self._loaded = {}
+
+    @torch.no_grad()
+    def round_broadcast(self, optimizer: Any) -> None:
+        """Rounds masters that a load has set, where the weights were written again since: DistributedDataParallel has
+        sent them to ranks that may have loaded nothing, and know the rounded ones alone.
+
+        Not where state of the optimizer or masters were loaded, too, which every rank does.
+        """
+        for p, master in self.pairs if self._loaded and not self.were_restored else ():
+            if self._loaded.get(id(p), version_of(p)) != version_of(p) and not optimizer.state.get(master):
+                master.copy_(p)
 
     @staticmethod
     @torch.no_grad()
     def _resync(pairs: list[tuple[Tensor, Tensor]]) -> None:
         for p, master in pairs:
-            master.copy_(torch.where(master.to(p.dtype) == p, master, p.to(master.dtype)))
+            master.copy_(resynced(p, master))
+
+    def pairs_of(self, params: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Those of the model parameters that have a master here, with it."""
+        return [(p, self._master_of[id(p)]) for p in params if id(p) in self._master_of]
+
+    @torch.no_grad()
+    def take_loaded(self, p: Tensor, value: Any) -> None:
+        """Sets a master to the fp32 or fp64 ``value`` that was loaded into its model parameter, where that is the
+        rounded value. No host sync beside that of the copy to the device.
+
+        Masters that were restored by themselves keep what an up-cast 16-bit value does not have: checkpoints of before
+        hold such values beside the masters.
+        """
+        if not isinstance(value, Tensor) or value.dtype not in (torch.float32, torch.float64):
+            return
+        if value.shape != p.shape or value.is_meta or value.layout != torch.strided or is_sharded(value):
+            return
+        master = self._master_of[id(p)]
+        value = value.to(master.device, master.dtype)
+        taken = value.to(p.dtype) == p
+        if self.were_restored:
+            taken &= value != p
+        master.copy_(torch.where(taken, value, resynced(p, master)))
+        if is_distributed():
+            self._loaded[id(p)] = version_of(p)
+
+    def are_rounded(self) -> bool:
+        """Whether masters were loaded from weights that have nothing beyond 16 bits. Host syncs."""
+        if not self.were_loaded or not self.pairs:
+            return False
+        self.resync()
+        with torch.no_grad():
+            return all(torch.equal(master.to(p.dtype).to(master.dtype), master) for p, master in self.pairs)
 
     @torch.no_grad()
     def copy_to_model(self) -> None:
@@ -361,29 +436,3 @@ class MasterParams:
         masters = [master for _, master in self.pairs]
         for master in compress(masters, map(operator.is_not, map(stored_grad, masters), repeat(None))):
             master.grad = None
-
-
-class _MastersFollow(ModelHook):
-    """A load_state_dict hook that has the masters follow. A copy or pickle of the model does not carry it along."""
-
-    def __init__(self, masters: list[MasterParams]) -> None:
-        self._masters = weakref.WeakSet(masters)
-
-    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
-        for masters in self._masters:
-            masters.model_changed()
-
-    def __reduce__(self) -> tuple:
-        return _MastersFollow, ([],)
-
-
-def watch_loading(model: nn.Module, masters: list[MasterParams]) -> Undo:
-    """Has masters follow the model after any ``load_state_dict`` of it or of a part of it."""
-    hook = _MastersFollow(masters)
-    handles = [m.register_load_state_dict_post_hook(hook) for m in model.modules()]
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return undo

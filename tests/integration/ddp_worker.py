@@ -72,6 +72,30 @@ def one_parameter_in_a_bucket_view(level):
     return next(iter(amp.master_params(optimizer))).grad.unique().tolist()
 
 
+def loaded(level, ranks, resumed=False, wrapped_first=False, make=torch.optim.Adam):
+    """Weights that ``ranks`` load, wrapped afterwards: masters are equal, and exact where every rank loads."""
+    model = model_of(RANK)
+    optimizer = make(model.parameters(), lr=0.01)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+    source = model_of(7)
+    state = make(source.parameters(), lr=0.01)
+    source(batch(0, 0)).square().mean().backward()
+    state.step()
+    if wrapped_first:
+        DistributedDataParallel(model)
+    if RANK in ranks:
+        model.load_state_dict(source.state_dict())
+        if resumed:
+            optimizer.load_state_dict(state.state_dict())
+    wrapped = model if wrapped_first else DistributedDataParallel(model)
+    with amp.scale_loss(wrapped(batch(1, 0)).float().square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    masters = [p.detach() for p in amp.master_params(optimizer)]
+    exact = all(torch.equal(m, p) for m, p in zip(masters, source.parameters(), strict=True))
+    optimizer.step()
+    return [*fingerprint(optimizer, model), exact]
+
+
 SCENARIOS = {
     "seeds": lambda level: plain(level, seed=RANK),
     "no-sync": lambda level: plain(level, seed=0, blocks=3),
@@ -81,9 +105,17 @@ SCENARIOS = {
     "fused-bucket-views": lambda level: plain(level, seed=0, blocks=2, fused=True, gradient_as_bucket_view=True),
     "fused-overflow": lambda level: plain(level, seed=0, overflow=True, fused=True),
     "one-parameter": one_parameter_in_a_bucket_view,
+    "loaded-by-one": lambda level: loaded(level, ranks=[0]),
+    "loaded-by-all": lambda level: loaded(level, ranks=[0, 1], resumed=True),
+    "loaded-into-wrapped": lambda level: loaded(level, ranks=[0, 1], wrapped_first=True, make=torch.optim.SGD),
 }
 
-LEVELS = {"overflow": ("O1", "O2"), "fused-overflow": ("O1", "O2"), "one-parameter": ("O0", "O1", "O2")}
+LEVELS = {
+    **dict.fromkeys(("loaded-by-one", "loaded-by-all", "loaded-into-wrapped"), ("O0", "O2", "O5")),
+    "overflow": ("O1", "O2"),
+    "fused-overflow": ("O1", "O2"),
+    "one-parameter": ("O0", "O1", "O2"),
+}
 
 dist.init_process_group("gloo", init_method=f"file://{FILE}", rank=RANK, world_size=RANKS)
 results = {}

@@ -29,3 +29,13 @@ def test_an_overflow_on_one_rank_skips_the_step_on_both(ranks, level, scenario):
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_accumulation_into_a_bucket_of_one_gradient(ranks, level):
     assert [rank[f"one-parameter {level}"] for rank in ranks] == [[3.5], [3.5]]
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+@pytest.mark.parametrize(
+    ("scenario", "exact"), [("loaded-by-one", False), ("loaded-by-all", True), ("loaded-into-wrapped", True)]
+)
+def test_masters_are_equal_after_loading_and_exact_where_all_ranks_load(ranks, level, scenario, exact):
+    first, second = (rank[f"{scenario} {level}"] for rank in ranks)
+    assert first == second
+    assert first[-1] == (exact or level == "O0")
