@@ -7,6 +7,7 @@
 from ampctx import amp, distributed, ops, optimizers
 from ampctx._errors import (
     AmpAssertionError,
+    AmpAttributeError,
     AmpError,
     AmpIndexError,
     AmpKeyError,
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AmpAssertionError",
+    "AmpAttributeError",
     "AmpError",
     "AmpIndexError",
     "AmpKeyError",
