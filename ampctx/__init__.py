@@ -14,6 +14,7 @@ if TYPE_CHECKING or not (_problem := why_no_torch()):
     from ampctx import amp, distributed, ops, optimizers
     from ampctx._errors import (
         AmpAssertionError,
+        AmpAttributeError,
         AmpError,
         AmpIndexError,
         AmpKeyError,
@@ -36,6 +37,7 @@ else:
 
 __all__ = [
     "AmpAssertionError",
+    "AmpAttributeError",
     "AmpError",
     "AmpIndexError",
     "AmpKeyError",

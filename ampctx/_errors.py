@@ -32,6 +32,10 @@ class AmpKeyError(AmpError, KeyError):
     __str__ = RuntimeError.__str__
 
 
+class AmpAttributeError(AmpError, AttributeError):
+    """What a call returned was taken for something else."""
+
+
 class AmpAssertionError(AmpError, AssertionError):
     """A GradScaler call out of order, where torch.amp raises AssertionError."""
 

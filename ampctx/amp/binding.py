@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ampctx._compiling import outside_of_graphs
 from ampctx._errors import AmpError
-from ampctx.amp import closures, findings
+from ampctx.amp import closures, findings, mistakes
 from ampctx.amp.methods import as_copied, replace, weak_method
 from ampctx.amp.phases import NOT_THE_USERS, PERTURBED, READY, RELEASED, STEPPING, TABLE, Step, refusal
 from ampctx.casts.model_watch import ParameterNames
@@ -62,6 +62,7 @@ class OptimizerBinding:
         names: ParameterNames,
         taken: Callable[[], Container[int]],
         warn: Callable[[str], None],
+        loop: mistakes.Loop,
     ) -> None:
         self.masters = masters
         self.gradients = BlockGradients(masters)
@@ -69,6 +70,7 @@ class OptimizerBinding:
         self.flags = FoundInfFlags()
         self.steps = steps
         self.casts = casts
+        self.loop = loop
         self.phase: Step = READY
         # What takes a first_step back.
         self.way_back: Callable[[], None] | None = None
@@ -97,7 +99,7 @@ class OptimizerBinding:
             for name, method in methods.items():
                 self._replaced.callback(replace(optimizer, name, method))
             step = vars(optimizer)["step"]
-            step.refuse_grad_scaler = step.__func__.refuse_grad_scaler = weak_method(self._refuse_grad_scaler)
+            step.refuse_grad_scaler = step.__func__.refuse_grad_scaler = weak_method(self.refuse_grad_scaler)
         except BaseException:
             self.release()
             raise
@@ -141,6 +143,7 @@ class OptimizerBinding:
         self.refuse("enter" if is_idle or self.gradients.phase is Phase.WINDOW else "enter nested", "amp.scale_loss")
         self.steps.epoch += 1
         self._catch_up(settled=True, gradients=is_idle)
+        mistakes.block_begins(self, is_idle)
         self.masters.check()
         self.gradients.begin(scale, inv_scale)
 
@@ -236,6 +239,8 @@ class OptimizerBinding:
             default = scale, torch.zeros((), dtype=torch.float32, device=self._device())
             _, flag = flags.get(OUTSIDE_OF_BLOCKS, default)
             flags[OUTSIDE_OF_BLOCKS] = (scale, scale.agreed(flag, groups))
+        if not self.loop.blocks and not before_closure:
+            mistakes.tell_of_no_block(self)
 
     # --- checkpoints and the end --------------------------------------------------------------------------------------
 
@@ -267,6 +272,7 @@ class OptimizerBinding:
         self.refuse("step", "optimizer.step()")
         closure = args[0] if args else kwargs.pop("closure", None)
         args = args[1:]
+        mistakes.before_step(self, closure is not None)
         self.steps.epoch += 1
         if self.masters.pairs and "edits" not in self._warned:
             self._look_for_edits()
@@ -424,8 +430,9 @@ class OptimizerBinding:
             name = type(self.optimizer).__name__
             self._warn_once("no gradients", f"{name}.step() changes nothing: none of its parameters has a gradient")
 
-    def _refuse_grad_scaler(self) -> None:
+    def refuse_grad_scaler(self) -> None:
         """A scaler finds no gradients of masters: it would neither unscale nor check them."""
+        self.loop.has_scaler = True
         if self.masters.pairs:
             raise AmpError(
                 "a GradScaler was given an optimizer that is under amp with fp32 master weights: use scale_loss, which "
@@ -441,6 +448,7 @@ class OptimizerBinding:
         original(*args, **kwargs)
         self.gradients.drop_model_grads()
         self.gradients.forget()
+        self.loop.zeroed()
         if self.flags.of_failed_step:
             self.flags.clear()
 

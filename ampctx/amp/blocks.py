@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ampctx._compiling import outside_of_graphs
+from ampctx.amp import mistakes
 from ampctx.amp.binding import OptimizerBinding
 from ampctx.amp.threads import OwnThread
 from ampctx.casts.switch import CastSwitch
@@ -31,9 +32,12 @@ class Block:
     inv_scale: Factor = 1.0
     # Those that the block does not name, and whose models it may reach.
     others: list[OptimizerBinding] = field(default_factory=list)
+    elsewhere: list[mistakes.Elsewhere] = field(default_factory=list)
     # With how many blocks were open before: an exception is for them as if this one had never begun.
     opened: list[tuple[OptimizerBinding, int]] = field(default_factory=list)
     committing: bool = False
+    # The scaled loss tells when a backward goes through it.
+    watched: bool = False
 
 
 class Blocks:
@@ -55,6 +59,7 @@ class Blocks:
         block.scale, block.inv_scale = loss_scale.factors(block.device, fresh)
         if len(self._bindings) > len(bindings):
             block.others = self._take_over_elsewhere(bindings)
+            block.elsewhere = mistakes.others(self._bindings.values(), bindings, loss_scale)
         for binding in bindings:
             block.opened.append((binding, binding.gradients.depth))
             binding.begin(block.scale, block.inv_scale)
@@ -65,6 +70,7 @@ class Blocks:
     def end(self, block: Block, loss_scale: LossScale) -> None:
         """Unscales and checks what the block's backward has left, or leaves that to a later block."""
         bindings = block.bindings
+        mistakes.block_ends(block)
         for binding in bindings:
             binding.flags.scales_used[block.loss_id % len(binding.loss_scales)] = block.scale
             binding.follow_groups()  # what joined or was unfrozen in the block has its gradients from here

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ampctx.amp import mistakes
 from ampctx.amp.phases import NOT_THE_USERS, SKIPPED
 from ampctx.scaling.device_skips import Flags
 from ampctx.scaling.guarded_step import Overflowed, overflowed
@@ -133,6 +134,7 @@ def second_step(binding: OptimizerBinding, original: Callable, *args: Any, **kwa
 
 def _begin(binding: OptimizerBinding, name: str) -> Flags:
     binding.refuse(name, f"optimizer.{name}()")
+    mistakes.before_step(binding)
     binding.steps.epoch += 1
     binding.check_gradients()
     return binding.take_flags()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
-from ampctx.amp import setup
+from ampctx.amp import mistakes, setup
 from ampctx.amp.binding import OptimizerBinding
 from ampctx.amp.blocks import Block
 from ampctx.amp.methods import weak_method
@@ -140,7 +140,7 @@ class AmpSession(SessionState):
             raise AmpTypeError(f"enabled must be True or False, got {enabled!r}. Did you mean opt_level={enabled!r}?")
         if not enabled:
             self.policy, self.verbosity = resolve("O0", enabled=False, cast_model_type=False), verbosity
-            return models if optimizers is None else (models, optimizers)
+            return models if optimizers is None else mistakes.Initialized((models, optimizers))
         policy = resolve(
             opt_level,
             cast_model_type=cast_model_type,
@@ -158,6 +158,8 @@ class AmpSession(SessionState):
         model_list = setup.as_list(models, "model", lambda m: isinstance(m, nn.Module))
         check_process_group(process_group)
         self._thread.check("initialize", self._casts.enabled)
+        if not self.allow_incoming_model_not_fp32:
+            mistakes.refuse_models_under_amp(model_list, self)
         casting.check_models(model_list, self.allow_incoming_model_not_fp32)
         setup.check_optimizers(optimizer_list, self._bindings)
         setup.check_cudnn(model_list)
@@ -177,7 +179,7 @@ class AmpSession(SessionState):
             print("\n".join(banner(opt_level, policy)))
         self._apply(policy, model_list, kept, optimizer_list, scales, steps)
         self.policy, self.loss_scales, self.verbosity = policy, scales, verbosity
-        return models if optimizers is None else (models, optimizers)
+        return models if optimizers is None else mistakes.Initialized((models, optimizers))
 
     def _apply(
         self,
@@ -191,7 +193,9 @@ class AmpSession(SessionState):
         """Everything that changes an object; undone as a whole when a part of it fails."""
         bound: dict[Any, OptimizerBinding] = {}
         names = ParameterNames(models)
+        run = mistakes.Run(scales, self._log.warn)
         with ExitStack() as undo:
+            undo.callback(mistakes.note_models(models, self))
             originals = setup.cast_models(undo, policy, models, kept)
             if policy.ops_fp32:
                 # Run at the latest when nobody has the session any more.
@@ -200,7 +204,8 @@ class AmpSession(SessionState):
                 taken = self._with_masters() | {id(p) for b in bound.values() for p, _ in b.masters.pairs}
                 masters = MasterParams(optimizer, bool(policy.master_weights), originals, taken, names)
                 bound[optimizer] = OptimizerBinding(
-                    optimizer, masters, scales, self._casts, make_steps(), names, self._with_masters, self._log.warn
+                    *(optimizer, masters, scales, self._casts, make_steps(), names),
+                    *(self._with_masters, self._log.warn, run.loop()),
                 )
                 undo.callback(weak_method(bound[optimizer].release))
             setup.watch_models(undo, models, [b.masters for b in bound.values()], bool(policy.master_weights))
@@ -248,7 +253,6 @@ class AmpSession(SessionState):
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
-    @contextmanager
     def scale_loss(
         self,
         loss: Tensor,
@@ -257,7 +261,7 @@ class AmpSession(SessionState):
         model: Any = None,
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
-    ) -> Iterator[Tensor]:
+    ) -> AbstractContextManager[Tensor]:
         """Yields ``loss.float() * scale``; on exit the gradients of ``optimizers`` are unscaled and checked.
 
         Call ``backward()`` on what is yielded. After the block ``amp.master_params(optimizer)`` hold true gradients,
@@ -280,8 +284,19 @@ class AmpSession(SessionState):
             delay_overflow_check: leave the scale update to a later block; a step on non-finite gradients is skipped
                 still.
 
+        Raises:
+            AmpError, AmpTypeError, AmpIndexError, at its beginning: before ``initialize``, a loss that is no real
+                tensor, an optimizer that did not go through ``initialize``, a loss id that ``num_losses`` does not
+                cover. At its end: a block over other optimizers has left scaled gradients that were not zeroed.
+
         No host sync; with a ``process_group`` over gloo, the end of the block waits for the other ranks.
         """
+        args = loss, optimizers, loss_id, delay_unscale, delay_overflow_check
+        return mistakes.LossBlock(self._scaled_loss, args, {})
+
+    def _scaled_loss(
+        self, loss: Tensor, optimizers: Any, loss_id: int, delay_unscale: bool, delay_overflow_check: bool
+    ) -> Generator[Tensor, None, None]:
         if self.policy is None:
             raise AmpError(
                 "Invoked 'with amp.scale_loss', but internal Amp state has not been initialized. Call "
@@ -305,10 +320,15 @@ class AmpSession(SessionState):
                 try:
                     # By a call: an interrupt that came meanwhile is raised at its end, and not after the yield, where
                     # no ``with`` has begun yet that would clean up.
-                    yield torch.mul(wide, scale.on(loss.device)) if isinstance(scale, PerDevice) else wide
+                    if isinstance(scale, PerDevice):
+                        yield mistakes.watch_backward(block, torch.mul(wide, scale.on(loss.device)))
+                    else:
+                        yield wide
                 finally:
                     for other in block.others:
                         other.gradients.drop_model_grads()
+                    for elsewhere in block.elsewhere:
+                        elsewhere.note(block.bindings)
             self._blocks.end(block, loss_scale)
         except BaseException:
             # The last first: of optimizers that share a parameter, the first has stashed its gradient.

@@ -396,6 +396,10 @@ class BlockGradients:
             and (all(map(fills_its_storage, grads)) if known is None else fill_storages(known))
         )
 
+    def have_arrived(self) -> bool:
+        """Whether gradients have come in the open block, and none of a window are among them."""
+        return self.window is None and not all_none(map(grad_of, self._leaves()))
+
     def may_have_outside_grads(self) -> bool:
         """Whether ``collect_outside_grads`` has anything to do."""
         if self._stack:

@@ -1,0 +1,574 @@
+"""Mistakes in the training loop are said: an error where they cannot be meant, else one warning. Nothing else is."""
+
+import contextlib
+import copy
+import logging
+import pickle
+import threading
+
+import pytest
+import torch
+from host_reads import HostReads
+from models import LEVELS
+from probe import Probe, backward, grads, probe
+from torch import nn
+
+from ampctx import AmpAttributeError, AmpError, AmpTypeError, optimizers
+from ampctx.amp import AmpSession, GradScaler, mistakes
+
+SCALED = [("O0", 128.0), ("O1", "dynamic"), ("O4", 128.0)]
+X = torch.linspace(-1, 1, 32).reshape(8, 4)
+
+
+@pytest.fixture
+def said(caplog):
+    caplog.set_level(logging.WARNING, "ampctx")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+
+def loss_of(model):
+    return model(X).float().square().mean()
+
+
+def weights(*models):
+    return [p.detach().clone() for model in models for p in model.parameters()]
+
+
+def assert_equal(a, b):
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# --- a GradScaler around masters --------------------------------------------------------------------------------------
+
+AROUND = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
+    "fused": lambda params: torch.optim.Adam(params, lr=0.1, fused=True),
+    "FusedAdam": lambda params: optimizers.FusedAdam(params, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("kind", AROUND)
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale_"])
+def test_a_grad_scaler_of_torch_around_masters_is_refused_before_anything_is_stepped(session, level, kind, unscale):
+    model = net()
+    optimizer = AROUND[kind](model.parameters())
+    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the step
+    before, scaler = weights(model), torch.amp.GradScaler("cpu", init_scale=128.0)
+    scaler.scale(loss_of(model)).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+    with pytest.raises(AmpError, match="a GradScaler was given an optimizer that is under amp"):
+        scaler.step(optimizer)
+    assert_equal(weights(model), before)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_disabled_grad_scaler_passes(session, said, level):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.initialize(model, optimizer, opt_level=level, verbosity=1)
+    before, scaler = weights(model), torch.amp.GradScaler("cpu", enabled=False)
+    with session.scale_loss(scaler.scale(loss_of(model)), optimizer) as scaled:
+        scaled.backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert not torch.equal(weights(model)[0], before[0])
+    assert said() == []
+
+
+@pytest.mark.parametrize("kind", AROUND)
+@pytest.mark.parametrize("make", [torch.amp.GradScaler, GradScaler], ids=["torch", "ampctx"])
+def test_a_grad_scaler_at_O1_steps_as_without_amp_and_nothing_is_said(session, said, make, kind):
+    model = net()
+    optimizer = AROUND[kind](model.parameters())
+    session.initialize(model, optimizer, opt_level="O1", verbosity=1)
+    scaler = make("cpu", init_scale=128.0)
+    scaler.scale(loss_of(model)).backward()
+    expected = model[0].weight.grad / 128
+    scaler.unscale_(optimizer)
+    assert torch.equal(model[0].weight.grad, expected)
+    scaler.step(optimizer)
+    scaler.update()
+    assert said() == []
+
+
+def test_the_names_by_which_a_scaler_is_seen_among_the_callers():
+    """Private to torch: its file, and ``self`` of its methods."""
+    seen = []
+
+    class Watching(torch.optim.SGD):
+        def step(self, closure=None):
+            seen.append(mistakes._grad_scaler_calls())
+
+    class WatchingFused(Watching):
+        _step_supports_amp_scaling = True
+
+    class OfFramework(torch.amp.GradScaler):
+        pass
+
+    p = nn.Parameter(torch.ones(1))
+    for make in (torch.amp.GradScaler, OfFramework):
+        for kind in (Watching, WatchingFused):
+            optimizer = kind([p], lr=0.1)
+            for enabled in (True, False):
+                scaler = make("cpu", enabled=enabled)
+                scaler.scale(p.sum()).backward()
+                scaler.step(optimizer)
+                assert seen.pop() == enabled
+            optimizer.step()
+            assert not seen.pop()
+
+
+# --- a block over the wrong optimizer ---------------------------------------------------------------------------------
+
+
+def pair(session, level, scale, **kwargs):
+    models = [Probe(), Probe()]
+    both = [torch.optim.SGD(m.parameters(), lr=0.125) for m in models]
+    options = {"opt_level": level, "loss_scale": scale, "max_loss_scale": 4096.0, "verbosity": 0, **kwargs}
+    session.initialize(models, both, **options)
+    return models, both
+
+
+def reach_both(session, models, named, factor=1.0, **kwargs):
+    with session.scale_loss(sum(m.loss(factor) for m in models), named, **kwargs) as scaled:
+        scaled.backward()
+
+
+@pytest.mark.parametrize(("level", "scale"), SCALED)
+@pytest.mark.parametrize("raises", [False, True], ids=["", "raises"])
+@pytest.mark.parametrize("kind", ["step", "device", "sam"])
+def test_scaled_gradients_of_another_optimizers_block_are_not_stepped(session, level, scale, raises, kind):
+    class Sam(torch.optim.SGD):
+        def first_step(self):
+            self.step()
+
+        second_step = first_step
+
+    make = {"step": torch.optim.SGD, "device": optimizers.FusedSGD, "sam": Sam}[kind]
+    models = [Probe(), Probe()]
+    both = [make(m.parameters(), lr=0.125) for m in models]
+    session.initialize(models, both, opt_level=level, loss_scale=scale, max_loss_scale=4096.0, verbosity=0)
+    before = weights(*models)
+    with (
+        pytest.raises(MemoryError) if raises else contextlib.nullcontext(),
+        session.scale_loss(sum(m.loss(1.0) for m in models), both[0]) as scaled,
+    ):
+        scaled.backward()
+        if raises:
+            raise MemoryError
+    with pytest.raises(AmpError, match=r"a scale_loss block over other.*models\[1\].weight, models\[1\].norm.weight"):
+        both[1].first_step() if kind == "sam" else both[1].step()
+    assert_equal(weights(*models), before)
+    both[1].zero_grad()
+    reach_both(session, models, both)
+    both[1].step()
+    assert models[1].weight.eq(1.875).all()
+
+
+ZERO = {
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "optimizer-zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model": lambda model, optimizer: model.zero_grad(),
+    "model-zeros": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "data": lambda model, optimizer: [p.grad.data.zero_() for p in model.parameters() if p.grad is not None],
+}
+
+
+@pytest.mark.parametrize("zero", ZERO)
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_adversarial_loop_passes(session, said, level, zero):
+    """The discriminator gets scaled gradients from the generator's block, and zeroes them before its own."""
+    (d, g), (of_d, of_g) = pair(session, level, "dynamic", num_losses=3, verbosity=1)
+    for _ in range(3):
+        ZERO[zero](d, of_d)
+        for loss_id in (0, 1):
+            backward(session, d, of_d, 0.5, loss_id=loss_id)
+        assert all(torch.equal(grad, torch.ones_like(grad)) for grad in grads(of_d))
+        of_d.step()
+        ZERO[zero](g, of_g)
+        reach_both(session, (d, g), of_g, 0.5, loss_id=2)
+        of_g.step()
+    master = next(iter(session.master_params(of_d)))
+    assert torch.equal(master, torch.full_like(master, 2.0 - 3 * 0.125))
+    assert said() == []
+
+
+@pytest.mark.parametrize(("level", "scale"), SCALED)
+def test_scaled_gradients_of_another_optimizers_block_are_not_added_up(session, level, scale):
+    models, both = pair(session, level, scale)
+    reach_both(session, models, both[0])
+    left = models[1].weight.grad.clone()
+    with pytest.raises(AmpError, match="has left scaled gradients in .*this block would add its own to them"):
+        backward(session, models[1], both[1], 1.0)
+    assert torch.equal(models[1].weight.grad, left)
+    with pytest.raises(AmpError, match="has left scaled gradients"):
+        both[1].step()
+    with session.scale_loss(models[1].loss(1.0), both[1]) as scaled:
+        both[1].zero_grad()  # in the block is early enough
+        scaled.backward()
+    both[1].step()
+    assert models[1].weight.eq(1.875).all()
+
+
+@pytest.mark.parametrize(("level", "scale"), SCALED)
+def test_gradients_that_are_no_leftovers_of_another_block_pass(session, level, scale):
+    models, both = pair(session, level, scale)
+    # What a plain backward has left before the block, and the block does not touch.
+    models[1].loss(1.0).backward()
+    backward(session, models[0], both[0], 1.0)
+    both[1].step()
+    assert models[1].weight.eq(1.875).all()
+    models[1].zero_grad()
+    # A block of its own inside of the other one.
+    with session.scale_loss(models[0].loss(1.0), both[0]) as scaled:
+        backward(session, models[1], both[1], 1.0)
+        scaled.backward()
+    both[1].step()
+    assert models[1].weight.eq(1.75).all()
+    models[1].zero_grad()
+    # Unscaled by hand.
+    reach_both(session, models, both[0])
+    for p in models[1].parameters():
+        p.grad = torch.ones_like(p)
+    both[1].step()
+    assert models[1].weight.eq(1.625).all()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_nothing_is_wrong_with_a_block_over_fewer_optimizers_at_scale_1(session, level):
+    models, both = pair(session, level, 1.0)
+    reach_both(session, models, both[0])
+    both[1].step()
+    assert models[1].weight.eq(1.875).all()
+
+
+@pytest.mark.parametrize(("level", "scale"), SCALED)
+def test_a_parameter_of_two_optimizers_is_unscaled_for_both(session, level, scale):
+    shared, own = Probe(), Probe()
+    first = torch.optim.SGD(shared.parameters(), lr=0.125)
+    second = torch.optim.SGD([*shared.parameters(), *own.parameters()], lr=0.125)
+    options = {"opt_level": level, "loss_scale": scale, "max_loss_scale": 4096.0, "verbosity": 0}
+    session.initialize([shared, own], [first, second], **options)
+    backward(session, shared, first, 1.0)
+    first.step()
+    second.step()
+    assert shared.weight.eq(1.75).all()
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_next_to_masters_scaled_gradients_are_dropped_from_fp32_parameters_too(session, level):
+    models, both = pair(session, level, 128.0)
+    reach_both(session, models, both[0])
+    both[1].step()
+    assert all(torch.equal(p, q) for p, q in zip(Probe().parameters(), models[1].parameters(), strict=True))
+
+
+def test_a_closure_may_zero_what_another_block_has_left(session):
+    models, both = pair(session, "O1", 128.0)
+    reach_both(session, models, both[0])
+
+    def closure():
+        both[1].zero_grad()
+        backward(session, models[1], both[1], 1.0)
+        return 0.0
+
+    both[1].step(closure)
+    assert models[1].weight.eq(1.875).all()
+
+
+def test_blocks_over_several_optimizers_keep_no_gradient_alive_and_read_nothing(session):
+    models, both = pair(session, "O1", 128.0)
+    with HostReads() as reads:
+        reach_both(session, models, both[0])
+        models[1].zero_grad()
+        backward(session, models[1], both[1], 1.0)
+    assert reads.count == 0
+    reach_both(session, models, both[0])
+    alive = [reference() for reference, _ in session._bindings[both[1]].loop.left.values()]
+    assert len(alive) == 3
+    assert None not in alive
+    del alive
+    models[1].zero_grad()
+    assert all(reference() is None for reference, _ in session._bindings[both[1]].loop.left.values())
+
+
+# --- backward through the loss that is not scaled ---------------------------------------------------------------------
+
+PLAIN = "amp.scale_loss: gradients have come in the block, and no backward went through the scaled loss"
+
+
+@pytest.mark.parametrize(("level", "scale"), [*SCALED, ("O2", "dynamic"), ("O5", 128.0)])
+def test_a_backward_past_the_scaled_loss_is_said_once(session, said, level, scale):
+    model, optimizer = probe(session, level, loss_scale=scale, verbosity=1)
+    for _ in range(3):
+        loss = model.loss(1.0)
+        with session.scale_loss(loss, optimizer):
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [message.startswith(PLAIN) for message in said()] == [True]
+    assert "Call scaled_loss.backward(), not loss.backward()" in said()[0]
+
+
+def test_a_backward_past_the_scaled_loss_of_a_second_optimizer_is_said(session, said):
+    models, both = pair(session, "O1", "dynamic", verbosity=1)
+    backward(session, models[0], both[0], 1.0)
+    loss = models[1].loss(1.0)
+    with session.scale_loss(loss, both[1]):
+        loss.backward()
+    assert [message.startswith(PLAIN) for message in said()] == [True]
+
+
+def _by_grad(scaled, model):
+    for p, grad in zip(model.parameters(), torch.autograd.grad(scaled, list(model.parameters())), strict=True):
+        p.grad = grad
+
+
+def _in_a_thread(scaled, model):
+    thread = threading.Thread(target=scaled.backward)
+    thread.start()
+    thread.join()
+
+
+def _compiled(scaled, model):
+    # Private by name, and what switches compiled autograd on for a graph that is there.
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        scaled.backward()
+    assert model.weight.grad is not None
+
+
+BACKWARDS = {
+    "backward": lambda scaled, model: scaled.backward(),
+    "divided": lambda scaled, model: (scaled / 2 + scaled / 2).backward(),
+    "retain_graph": lambda scaled, model: scaled.backward(retain_graph=True),
+    "create_graph": lambda scaled, model: (scaled + 0 * scaled.square()).backward(create_graph=True),
+    "grad": _by_grad,
+    "thread": _in_a_thread,
+    "compiled": pytest.param(_compiled, marks=pytest.mark.full),
+    "none": lambda scaled, model: None,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+@pytest.mark.parametrize("how", BACKWARDS.values(), ids=BACKWARDS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_every_backward_through_the_scaled_loss_counts(session, said, level, how):
+    model, optimizer = probe(session, level, loss_scale="dynamic", verbosity=1)
+    with session.scale_loss(model.loss(1.0), optimizer) as scaled:
+        how(scaled, model)
+    assert said() == []
+
+
+def test_a_loss_without_grad_is_not_watched(session, said):
+    model, optimizer = probe(session, "O2", verbosity=1)
+    with session.scale_loss(torch.zeros(()), optimizer):
+        model.weight.grad = torch.ones_like(model.weight)
+    assert said() == []
+
+
+def test_the_scaled_loss_is_watched_until_a_backward_went_through_it(session, monkeypatch):
+    model, optimizer = probe(session, "O1")
+    hooks = []
+    register = torch.Tensor.register_hook
+    monkeypatch.setattr(torch.Tensor, "register_hook", lambda *args: hooks.append(args) or register(*args))
+    with session.scale_loss(model.loss(1.0), optimizer):
+        pass
+    for _ in range(3):
+        backward(session, model, optimizer, 1.0)
+    assert len(hooks) == 2
+
+
+# --- a forgotten scale_loss, a forgotten loss_id ----------------------------------------------------------------------
+
+NO_BLOCK = "SGD.step(): no scale_loss block has named this optimizer, and its loss scale is dynamic."
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_forgotten_scale_loss_is_said_once(session, said, level):
+    models, both = pair(session, level, "dynamic", verbosity=1)
+    for optimizer, model in zip(both, models, strict=True):
+        for _ in range(2):
+            model.loss(1.0).backward()
+            optimizer.step()
+    assert [message.startswith(NO_BLOCK) for message in said()] == [True]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_plain_backwards_pass_where_the_scale_is_static_or_blocks_are_there_too(session, said, level):
+    model, optimizer = probe(session, level, loss_scale=1.0, verbosity=1)
+    model.loss(1.0).backward()
+    optimizer.step()
+    session.reset()
+    model, optimizer = probe(session, level, loss_scale="dynamic", verbosity=1)
+    optimizer.step(lambda: backward(session, model, optimizer, 1.0))
+    optimizer.zero_grad()
+    model.loss(1.0).backward()
+    optimizer.step()
+    assert said() == []
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("delay", [False, True])
+def test_a_run_that_goes_on_from_saved_gradients_has_had_its_block(session, said, level, delay):
+    model, optimizer = probe(session, level)
+    backward(session, model, optimizer, 1.0, delay_unscale=delay)
+    saved = session.state_dict(grads=True)
+    resumed = AmpSession()
+    model, optimizer = probe(resumed, level, verbosity=1)
+    resumed.load_state_dict(saved)
+    optimizer.step()
+    assert model.weight.eq(1.875).all()
+    assert said() == []
+
+
+def run_losses(session, number, used, steps=mistakes.ENOUGH_STEPS, **kwargs):
+    models, both = pair(session, "O1", "dynamic", num_losses=number, verbosity=1, **kwargs)
+    for _ in range(steps):
+        for loss_id, (model, optimizer) in zip(used, zip(models, both, strict=True), strict=True):
+            backward(session, model, optimizer, 0.0, loss_id=loss_id)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_loss_ids_that_are_never_used_are_named_once(session, said):
+    run_losses(session, 3, (0, 0), steps=2 * mistakes.ENOUGH_STEPS)
+    (message,) = said()
+    assert message.startswith("amp.initialize(num_losses=3): after 100 steps of each optimizer no scale_loss block has")
+    assert "loss_id=1, 2." in message
+
+
+@pytest.mark.parametrize(
+    ("number", "used", "steps"), [(2, (0, 1), 100), (2, (-1, 0), 100), (1, (0, 0), 100), (2, (0, 0), 99)]
+)
+def test_nothing_is_said_of_loss_ids_that_are_used_or_may_be_still(session, said, number, used, steps):
+    run_losses(session, number, used, steps)
+    assert said() == []
+
+
+def test_loss_ids_wait_for_an_optimizer_that_steps_rarely(session, said):
+    models, both = pair(session, "O1", "dynamic", num_losses=2, verbosity=1)
+    for _ in range(mistakes.ENOUGH_STEPS):
+        backward(session, models[0], both[0], 0.0)
+        both[0].step()
+    assert said() == []
+
+
+# --- a missing with, a pair taken for the model -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_scale_loss_without_with_says_what_is_missing(session, enabled):
+    model = Probe()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    session.initialize(model, optimizer, opt_level="O1", enabled=enabled, verbosity=0)
+    scaled = session.scale_loss(model.loss(1.0), optimizer)
+    with pytest.raises(AmpError, match=r"write `with amp.scale_loss\(loss, optimizer\) as scaled_loss:`") as caught:
+        scaled.backward()
+    assert isinstance(caught.value, AttributeError)
+    assert not hasattr(scaled, "item")
+    for use in (lambda: scaled / 2, lambda: 2 * scaled, lambda: float(scaled)):
+        with pytest.raises(AmpTypeError, match="amp.scale_loss is a context manager"):
+            use()
+    with scaled as loss:
+        loss.backward()
+    assert all(torch.equal(grad, torch.ones_like(grad)) for grad in grads(optimizer))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_scale_loss_serves_an_exit_stack_and_a_decorator(session, level):
+    model, optimizer = probe(session, level, loss_scale=128.0)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(session.scale_loss(model.loss(1.0), optimizer)).backward()
+    loss = model.loss(1.0)
+
+    @session.scale_loss(loss, optimizer)
+    def decorated():
+        (128 * loss).backward(retain_graph=True)
+
+    decorated()
+    decorated()
+    assert all(torch.equal(grad, torch.full_like(grad, 3.0)) for grad in grads(optimizer))
+    block = session.scale_loss(model.loss(1.0), optimizer)
+    with block, pytest.raises((AttributeError, RuntimeError)), block:
+        pytest.fail("entered twice")
+    with pytest.raises(StopIteration), session.scale_loss(model.loss(1.0), optimizer):
+        raise StopIteration
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_pair_of_initialize_is_not_taken_for_the_model(session, enabled):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    result = session.initialize(model, optimizer, opt_level="O1", enabled=enabled, verbosity=0)
+    for use in (lambda: result(X), lambda: result.train(), lambda: result.parameters()):
+        with pytest.raises(AmpError, match=r"Write `model, optimizer = amp.initialize\(model, optimizer, ...\)`"):
+            use()
+    with pytest.raises(TypeError):
+        result(X)
+    with pytest.raises(AmpAttributeError, match="it has no 'train'"):
+        result.train()
+    assert not hasattr(result, "parameters")
+
+
+def test_the_pair_of_initialize_is_a_tuple(session):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    result = session.initialize(model, optimizer, opt_level="O0", verbosity=0)
+    first, second = result
+    assert first is model is result[0]
+    assert second is optimizer is result[-1]
+    assert isinstance(result, tuple)
+    assert result == (model, optimizer)
+    session.reset()
+    for copied in (copy.deepcopy(result), copy.copy(result), pickle.loads(pickle.dumps(result))):
+        assert type(copied) is tuple
+        assert len(copied) == 2
+    assert session.initialize(net(), opt_level="O0", verbosity=0).training
+
+
+# --- a second initialize ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_second_initialize_of_a_model_says_that_it_is_under_amp(session, level):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    again = torch.optim.SGD(net().parameters(), lr=0.1)
+    for given in (model, nn.Sequential(model), model[0]):
+        for with_optimizer in (optimizer, again, None):
+            with pytest.raises(AmpError, match="Found param .* expected fp32: the model is under amp already") as told:
+                session.initialize(given, with_optimizer, opt_level=level, verbosity=0)
+            assert "in this session" in str(told.value)
+            assert "Call amp.reset() first" in str(told.value)
+    with pytest.raises(AmpError, match="is under amp already, in another AmpSession.* Call reset.. of that one first"):
+        AmpSession().initialize(model, again, opt_level=level, verbosity=0)
+    session.reset()
+    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+
+def test_a_copy_of_a_model_is_not_taken_for_the_model(session):
+    model = session.initialize(net(), opt_level="O2", verbosity=0)
+    with pytest.raises(AmpError, match="remove .half"):
+        AmpSession().initialize(copy.deepcopy(model), opt_level="O2", verbosity=0)
+
+
+def test_an_initialize_that_fails_leaves_the_model_free(session):
+    model = net()
+    both = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    with pytest.raises(AmpError, match="is in two optimizers"):
+        session.initialize(model, both, opt_level="O2", verbosity=0)
+    assert model not in mistakes._under_amp
+    amp_model = session.initialize(model, opt_level="O2", verbosity=0)
+    assert amp_model in mistakes._under_amp
+    session.reset()
+    assert model not in mistakes._under_amp
