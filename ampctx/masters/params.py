@@ -25,7 +25,7 @@ from ampctx.kernels import foreach
 from ampctx.kernels.each import dtype_of, stored_grad, version_of
 from ampctx.kernels.foreach import FoundInf
 from ampctx.kernels.sharding import groups_of, is_sharded, steps_a_partition
-from ampctx.masters.lazy_grads import MasterParam, declares
+from ampctx.masters.lazy_grads import MasterParam, declares, has_grad
 
 Group = dict[str, Any]
 
@@ -49,6 +49,10 @@ WriteCounts = tuple[list[int], list[int], list[int]]
 
 def _write_counts(params: list[Tensor]) -> WriteCounts:
     return list(map(id, params)), list(map(version_of, params)), list(map(Tensor.data_ptr, params))
+
+
+# All that are alive, for who is given a model's parameters and looks for their gradients.
+ALIVE: weakref.WeakSet[MasterParams] = weakref.WeakSet()
 
 
 class MasterParams:
@@ -104,6 +108,8 @@ class MasterParams:
         self.dropped_grads: list[str] = []
         # Whether the model's weights may be others than the rounded masters.
         self.may_disagree = True
+        if master_weights:
+            ALIVE.add(self)
         try:
             for group in optimizer.param_groups:
                 self.add_params(optimizer, group, originals, taken)
@@ -162,6 +168,16 @@ class MasterParams:
                 raise AmpError(
                     f"{self._name_of(p)} is in the optimizer already, by its fp32 master weight: give each parameter "
                     "to one group"
+                )
+
+    def refuse_to_clip(self, without_grad: Container[int]) -> None:
+        """AmpError where a parameter whose id is given has a master, and that has its gradient."""
+        for p, master in self.pairs:
+            if id(p) in without_grad and has_grad(master):
+                raise AmpError(
+                    f"clip_grad_norm_: {self._name_of(p)} has no gradient, and clipping would not reach it. The "
+                    "scale_loss block has moved it, unscaled, to the fp32 master weight. Pass "
+                    "amp.master_params(optimizer) in the place of model.parameters()."
                 )
 
     def look_again(self) -> None:
