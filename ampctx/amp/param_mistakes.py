@@ -6,20 +6,18 @@ or reads the wrong ones walks over parameters, and the code that walks tells wha
 
 from __future__ import annotations
 
-import dis
 import functools
 import gc
-import inspect
 import sys
 from collections.abc import Iterator, Mapping
-from enum import Enum
-from types import CodeType, FrameType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
+from ampctx.amp.param_uses import Use, use_of
 from ampctx.casts.arguments import Undo
 from ampctx.casts.functions import replace_function, shared
 from ampctx.masters.gradients import Phase
@@ -29,57 +27,6 @@ if TYPE_CHECKING:
     from ampctx.amp.binding import OptimizerBinding
     from ampctx.amp.skip_log import SkipLog
     from ampctx.casts.model_watch import ParameterNames
-
-
-class Use(Enum):
-    """What code does with the parameters that a generator gives it."""
-
-    CLIPS = "clips their gradients"
-    CLIPS_BY_OURS = "clips them with ampctx, which refuses model parameters by itself where it cannot"
-    READS = "reads their gradients, in the loop"
-    OTHER = "something else in the loop, or it is torch's code or ours"
-    UNKNOWN = "keeps them, in a list say"
-
-
-# Generators of parameters, which are not who runs them.
-_GIVE_PARAMETERS = ("parameters", "named_parameters", "_named_members", "master_params")
-# Functions to Python 3.11 and earlier, or one expression of the function around it.
-_INLINE = ("<listcomp>", "<setcomp>", "<dictcomp>", "<lambda>")
-
-
-def use_of(frame: FrameType | None) -> Use:
-    """What the first function from this frame outwards does that is no generator or comprehension."""
-    reads = loops = False
-    while frame is not None:
-        code, module = frame.f_code, frame.f_globals.get("__name__") or ""
-        if code.co_name not in _GIVE_PARAMETERS:
-            is_loop, reads_there = _loop_at(code, frame.f_lasti)
-            reads, loops = reads or reads_there, loops or is_loop
-            if not (code.co_flags & inspect.CO_GENERATOR or code.co_name in _INLINE):
-                if module == "ampctx.masters.clip":
-                    return Use.CLIPS_BY_OURS
-                if module == "torch.nn.utils.clip_grad" or code.co_name.startswith("clip_grad"):
-                    return Use.CLIPS
-                if module.partition(".")[0] in ("torch", "ampctx"):
-                    return Use.OTHER
-                return Use.READS if reads else Use.OTHER if loops else Use.UNKNOWN
-        frame = frame.f_back
-    return Use.UNKNOWN
-
-
-@functools.lru_cache(maxsize=64)
-def _loop_at(code: CodeType, place: int) -> tuple[bool, bool]:
-    """Whether a loop asks its iterator for the next item at this place, and then reads ``.grad`` of something, and not
-    to zero it."""
-    instructions = list(dis.get_instructions(code))
-    # What runs may be past the instruction itself, in the cache that follows it.
-    here = max((i for i in instructions if i.offset <= place), key=lambda i: i.offset, default=None)
-    if here is None or here.opname != "FOR_ITER":
-        return False, False
-    body = [i for i in instructions if here.offset < i.offset < here.argval]
-    read = {i.argval for i in body if i.opname in ("LOAD_ATTR", "LOAD_METHOD")}
-    zeroes = "zero_" in read or any(i.opname == "STORE_ATTR" and i.argval == "grad" for i in body)
-    return True, "grad" in read and not zeroes
 
 
 class ParamMistakes:
@@ -204,7 +151,8 @@ class ParamMistakes:
             shapes = listed([str(tuple(p.shape)) for p in left], quote="")
             self._say(
                 "untrained",
-                f"{kind}.step(): {listed(untrained)} got gradients and are in no optimizer, so that they do not train. "
+                f"{kind}.step(): {listed(untrained)} got gradients and are in no optimizer, so that this step does "
+                "not train them. "
                 + (
                     f"{kind} has {len(left)} that no model has and that got none, of shape {shapes}: parameters were "
                     "replaced after the optimizer was made. "

@@ -57,6 +57,12 @@ def grad_norm(params):
     return total
 
 
+SCRIPT = """
+norms = []
+for i, (name, p) in enumerate(model.named_parameters()):
+    if p.grad is not None:
+        norms.append(p.grad.norm())
+"""
 CLIPS = {
     "a generator": lambda model: clip_grad_norm_(model.parameters(), 1.0),
     "some of them": lambda model: clip_grad_norm_((p for p in model.parameters() if p.requires_grad), 1.0),
@@ -66,12 +72,14 @@ CLIPS = {
 READS = {
     "a loop": lambda model: grad_norm(model.parameters()),
     "names": lambda model: {n: p.grad.norm() for n, p in model.named_parameters() if p.grad is not None},
+    "in a script": lambda model: exec(SCRIPT, {"model": model}),
     "a sum": lambda model: sum(p.grad.float().norm() for p in model.parameters() if p.grad is not None),
 }
 
 
 @pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
 @pytest.mark.parametrize(("level", "options"), [("O1", {}), ("O2", {}), ("O5", {"loss_scale": 128.0})])
+@pytest.mark.full(but=4)
 def test_clipping_scaled_gradients_is_said_once(session, said, level, options, clip):
     model, optimizer = start(session, level, **options)
     train(session, model, optimizer, in_block=lambda: clip(model), steps=3)
@@ -105,6 +113,7 @@ def test_clipping_between_delayed_blocks_is_said(session, said):
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("use", [*list(CLIPS.values())[:3], *READS.values()], ids=[*list(CLIPS)[:3], *READS])
+@pytest.mark.full(but=7)
 def test_gradients_that_are_in_masters_are_said_once(session, said, level, name, use):
     model, optimizer = start(session, level, MAKE[name])
     train(session, model, optimizer, after=lambda: use(model), steps=3)
@@ -133,6 +142,7 @@ def test_wrappers_and_parts_of_a_model_are_seen(session, said, wrap):
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("norm_type", [2.0, 1.0])
 @pytest.mark.parametrize("as_list", [True, False])
+@pytest.mark.full(but=4)
 def test_our_clipping_refuses_parameters_whose_gradients_are_in_masters(session, said, name, norm_type, as_list):
     model, optimizer = start(session, "O5", MAKE[name])
     params = list(model.parameters()) if as_list else model.parameters()
@@ -166,6 +176,7 @@ def right(session, model, optimizer):
 
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.full(but=3)
 def test_what_programs_do_with_weights_is_not_a_mistake(session, said, level, name):
     model, optimizer = start(session, level, MAKE[name])
 
@@ -175,6 +186,12 @@ def test_what_programs_do_with_weights_is_not_a_mistake(session, said, level, na
         clip_grad_value_(session.master_params(optimizer), 1.0)
         ampctx.clip_grad_norm_(session.master_params(optimizer), 1.0)
         assert grad_norm(session.master_params(optimizer)) > 0
+        masters = list(session.master_params(optimizer))
+        master_of = dict(zip(model.parameters(), masters, strict=True))
+        for p in model.parameters():
+            assert master_of[p].grad.shape == p.shape
+        for p, master in zip(model.parameters(), masters, strict=True):
+            assert master.grad.shape == p.shape
 
     def zero_by_hand():
         right(session, model, optimizer)
@@ -306,6 +323,7 @@ def replace_weight(model):
 
 @pytest.mark.parametrize("replace", [replace_layer, replace_weight])
 @pytest.mark.parametrize(("level", "when"), [("O1", "before"), ("O1", "after"), ("O2", "before"), ("O4", "after")])
+@pytest.mark.full(but=4)
 def test_replaced_parameters_are_named_after_the_first_step(session, said, level, when, replace):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
