@@ -69,7 +69,8 @@ class SessionState:
         """Yields the parameters that ``optimizer`` steps, in the order of its param groups.
 
         Under master weights these are the fp32 masters, else the model's own parameters. Clip their gradients after the
-        scale_loss block. Works on any object with ``param_groups``. No host sync.
+        scale_loss block: inside, gradients are scaled and masters have none, and who reads or clips them gets one
+        warning. Works on any object with ``param_groups``. No host sync.
         """
         binding = self._binding_of(optimizer)
         if binding is not None and binding.gradients.is_idle:
