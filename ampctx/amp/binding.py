@@ -80,6 +80,8 @@ class OptimizerBinding:
         self._warn = warn
         # What has been said already.
         self._warned: set[str] = set()
+        # Are called, and forgotten, when the gradients of the first step are there.
+        self.at_first_step: list[Callable[[OptimizerBinding], None]] = []
         methods = {
             "step": self._step,
             "zero_grad": self._zero_grad,
@@ -223,6 +225,8 @@ class OptimizerBinding:
         may differ in that.
         """
         self._catch_up(settled=True)
+        while self.at_first_step and not before_closure:
+            self.at_first_step.pop()(self)
         flags, scale = self.flags.by_loss, self.loss_scales[0]
         # Gradients that an earlier step has left, where no block added to them. A closure may zero them first.
         if self.gradients.stepped and not before_closure and self.is_unchecked():
@@ -377,10 +381,15 @@ class OptimizerBinding:
         self.gradients.stepped = True
         self.steps.stepped(self.optimizer, known)
 
+    def model_params(self) -> list[Tensor]:
+        """The parameters that the optimizer steps, those of the model in the places of their masters, in order."""
+        model_of = self.masters.model_of
+        return [model_of.get(p, p) for group in self.optimizer.param_groups for p in group["params"]]
+
     def names(self) -> list[str]:
         """What the parameters that the optimizer steps are called, in order."""
-        names, model_of = self.names_by_id(), self.masters.model_of
-        return [names[id(model_of.get(p, p))] for group in self.optimizer.param_groups for p in group["params"]]
+        names = self.names_by_id()
+        return [names[id(p)] for p in self.model_params()]
 
     def names_by_id(self) -> dict[int, str]:
         return self._names_of.of(self.optimizer, self.masters.model_of)

@@ -209,6 +209,7 @@ class AmpSession(SessionState):
                 )
                 undo.callback(weak_method(bound[optimizer].release))
             setup.watch_models(undo, models, [b.masters for b in bound.values()], bool(policy.master_weights))
+            undo.callback(finalizer(self, self._param_mistakes.watch(bound, names)))
             if policy.autocast_dtype is not None:
                 # What is refused in 16 bits may be asked for in fp32.
                 allow_banned = "binary_cross_entropy" in policy.ops_fp32

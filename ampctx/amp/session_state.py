@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -18,6 +19,7 @@ from ampctx.amp import weights as master_weights
 from ampctx.amp.binding import OptimizerBinding
 from ampctx.amp.blocks import Blocks
 from ampctx.amp.opt_level import PrecisionPolicy
+from ampctx.amp.param_mistakes import ParamMistakes
 from ampctx.amp.setup import is_optimizer
 from ampctx.amp.skip_log import SkipLog
 from ampctx.scaling import formats
@@ -39,6 +41,7 @@ class SessionState:
         self._log = SkipLog(self._blocks.deferred)
         # Whether the latest state that was loaded had no masters, until it has been told whether that matters.
         self._lacks_masters = False
+        self._param_mistakes = ParamMistakes(self._bindings, self._log)
         self._explained_masters = False
         self._step_hooks: OrderedDict[int, Callable[[Any, StepOutcome], None]] = OrderedDict()
         self._skip_hooks: OrderedDict[int, Callable[[Any, StepOutcome], None]] = OrderedDict()
@@ -68,11 +71,14 @@ class SessionState:
         """Yields the parameters that ``optimizer`` steps, in the order of its param groups.
 
         Under master weights these are the fp32 masters, else the model's own parameters. Clip their gradients after the
-        scale_loss block. Works on any object with ``param_groups``. No host sync.
+        scale_loss block: inside, gradients are scaled and masters have none, and who reads or clips them gets one
+        warning. Works on any object with ``param_groups``. No host sync.
         """
         binding = self._binding_of(optimizer)
         if binding is not None and binding.gradients.is_idle:
             binding.refresh()
+        elif binding is not None and not torch.compiler.is_compiling():
+            self._param_mistakes.masters_read(binding, sys._getframe(1))
         for group in optimizer.param_groups:
             yield from group["params"]
 

@@ -26,10 +26,15 @@ class ParameterNames:
     def __init__(self, models: Sequence[nn.Module] = ()) -> None:
         self._models = [weakref.ref(model) for model in models]
 
+    def by_model(self) -> list[dict[str, Tensor]]:
+        """Parameters by name, of each model."""
+        prefixes = [""] if len(self._models) == 1 else [f"models[{i}]." for i in range(len(self._models))]
+        models = zip(prefixes, (reference() for reference in self._models), strict=True)
+        return [{pre + name: p for name, p in model.named_parameters()} for pre, model in models if model is not None]
+
     def _of_models(self) -> Iterator[tuple[str, Tensor]]:
-        for i, model in enumerate(reference() for reference in self._models):
-            prefix = "" if len(self._models) == 1 else f"models[{i}]."
-            yield from () if model is None else ((prefix + name, p) for name, p in model.named_parameters())
+        for params in self.by_model():
+            yield from params.items()
 
     def __call__(self, p: Tensor) -> str:
         """The name in quotes, or what can be said of a parameter of none of the models."""

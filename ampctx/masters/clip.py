@@ -14,11 +14,11 @@ from torch import Tensor
 from ampctx._compiling import outside_of_graphs
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.kernels import foreach
-from ampctx.kernels.each import device_of, set_each
+from ampctx.kernels.each import device_of, set_each, stored_grad
 from ampctx.kernels.foreach import FoundInf, PerDevice, joined_norm, move
 from ampctx.kernels.ops import read_grads
 from ampctx.kernels.sharding import any_sharded, by_layout, local, norm_over_ranks, place_grads
-from ampctx.masters import lazy_grads
+from ampctx.masters import lazy_grads, params
 
 
 def strided_grad(parameter: Tensor) -> Tensor | None:
@@ -116,7 +116,8 @@ def clip_grad_norm_(
 
     Raises:
         AmpTypeError, AmpValueError: an argument that cannot be used, by name.
-        AmpError: a non-finite norm, with ``error_if_nonfinite``.
+        AmpError: a non-finite norm, with ``error_if_nonfinite``; a 16-bit model parameter whose gradient is in its fp32
+            master (after a ``scale_loss`` block at O2 or O5).
     """
     found = _checked_parameters(parameters)
     place_grads(found)
@@ -133,6 +134,11 @@ def _clip(
     lazy = lazy_grads.all_of(found) if order == 2.0 else []
     untouched = {master for group in lazy for master in group.grads}
     _, known = read_grads(found) if order == 2.0 and not lazy and not torch.compiler.is_compiling() else (None, None)
+    has_all = known is not None and len(known) == len(found)
+    if not (has_all or lazy or torch.compiler.is_compiling()) and params.ALIVE:
+        without = {id(p) for p in found if stored_grad(p) is None}
+        for masters in list(params.ALIVE) if without else ():
+            masters.refuse_to_clip(without)
     grads: Sequence[Tensor]
     if known is not None:
         grads = known

@@ -96,6 +96,11 @@ class MasterParam(nn.Parameter):
 ops.extension.read_types([MasterParam])
 
 
+def has_grad(p: Tensor) -> bool:
+    """Whether ``p.grad`` is a tensor, or would be if somebody read it. Makes none."""
+    return stored_grad(p) is not None or (isinstance(p, MasterParam) and p.model_grads is not None)
+
+
 class ModelGrads:
     """The 16-bit gradients of one backward that stand for the fp32 gradients of their masters.
 

@@ -26,7 +26,7 @@ from ampctx.kernels import foreach
 from ampctx.kernels.each import dtype_of, stored_grad, version_of
 from ampctx.kernels.foreach import FoundInf
 from ampctx.kernels.sharding import groups_of, is_sharded, steps_a_partition
-from ampctx.masters.lazy_grads import MasterParam, declares
+from ampctx.masters.lazy_grads import MasterParam, declares, has_grad
 
 Group = dict[str, Any]
 
@@ -52,12 +52,8 @@ def _write_counts(params: list[Tensor]) -> WriteCounts:
     return list(map(id, params)), list(map(version_of, params)), list(map(Tensor.data_ptr, params))
 
 
-# All that there are, of any session: what hooks of modules ask for the masters of their parameters.
-_ALIVE: weakref.WeakSet[MasterParams] = weakref.WeakSet()
-
-
-def alive() -> list[MasterParams]:
-    return list(_ALIVE)
+# Of every session: for code that is given model parameters and asks for their masters.
+ALIVE: weakref.WeakSet[MasterParams] = weakref.WeakSet()
 
 
 @torch.no_grad()
@@ -125,7 +121,8 @@ class MasterParams:
         self.were_restored = self.were_loaded = False
         # In a process group, the versions of weights whose masters a load has set, by id.
         self._loaded: dict[int, int] = {}
-        _ALIVE.add(self)
+        if master_weights:
+            ALIVE.add(self)
         try:
             for group in optimizer.param_groups:
                 self.add_params(optimizer, group, originals, taken)
@@ -184,6 +181,16 @@ class MasterParams:
                 raise AmpError(
                     f"{self._name_of(p)} is in the optimizer already, by its fp32 master weight: give each parameter "
                     "to one group"
+                )
+
+    def refuse_to_clip(self, without_grad: Container[int]) -> None:
+        """AmpError where a parameter whose id is given has a master, and that has its gradient."""
+        for p, master in self.pairs:
+            if id(p) in without_grad and has_grad(master):
+                raise AmpError(
+                    f"clip_grad_norm_: {self._name_of(p)} has no gradient, and clipping would not reach it. The "
+                    "scale_loss block has moved it, unscaled, to the fp32 master weight. Pass "
+                    "amp.master_params(optimizer) in the place of model.parameters()."
                 )
 
     def look_again(self) -> None:

@@ -13,23 +13,23 @@ from torch import Tensor, nn
 
 from ampctx.casts.arguments import ModelHook, Undo
 from ampctx.casts.casting import UpcastEntries
-from ampctx.masters.params import MasterParams, alive, resynced
+from ampctx.masters.params import ALIVE, MasterParams, resynced
 
 
 def _masters_with(p: Tensor) -> list[MasterParams]:
-    return [masters for masters in alive() if masters.pairs_of([p])]
+    return [masters for masters in list(ALIVE) if masters.pairs_of([p])]
 
 
 def masters_of(model: nn.Module) -> list[Tensor]:
     """The masters of the model's parameters, of any session."""
-    return [master for masters in alive() for _, master in masters.pairs_of(model.parameters())]
+    return [master for masters in list(ALIVE) for _, master in masters.pairs_of(model.parameters())]
 
 
 class ShowMasters(UpcastEntries):
     """Shows the masters of parameters that have one, in the place of their up-cast 16-bit values."""
 
     def shown(self, value: Tensor, t: Tensor) -> Tensor:
-        pair = next((pair for masters in alive() for pair in masters.pairs_of([t])), None)
+        pair = next((pair for masters in list(ALIVE) for pair in masters.pairs_of([t])), None)
         # What some code of the user has made of the parameter is shown itself.
         if pair is None or value.layout != t.layout or not value.is_set_to(t):
             return super().shown(value, t)
@@ -72,7 +72,7 @@ class _MastersFollow(ModelHook):
 
 
 def _model_changed(params: Collection[Tensor]) -> None:
-    for masters in alive():
+    for masters in list(ALIVE):
         if masters.pairs_of(params):
             masters.were_loaded = True
             masters.model_changed()
