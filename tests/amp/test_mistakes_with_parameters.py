@@ -101,6 +101,16 @@ def test_reading_gradients_by_master_params_in_a_block_is_said_once(session, sai
     assert reason in message
 
 
+def test_a_loop_over_masters_in_a_block_is_seen_where_it_stands(session, said):
+    model, optimizer = start(session, "O1")
+    with session.scale_loss(loss_of(model), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        norms = [p.grad.norm() for p in session.master_params(optimizer)]
+    assert len(norms) == len(list(model.parameters()))
+    [message] = said()
+    assert message.startswith("amp.master_params(optimizer): gradients were read inside a scale_loss block")
+
+
 def test_clipping_between_delayed_blocks_is_said(session, said):
     model, optimizer = start(session, "O1")
     with session.scale_loss(loss_of(model), optimizer, delay_unscale=True) as scaled_loss:
