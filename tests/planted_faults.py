@@ -260,7 +260,7 @@ FAULTS = [
     ),
     Fault(
         "masters do not follow a model that is loaded", "ampctx",
-        "masters.model_changed()", "pass", f"{AMP}parameters.py {ROWS}models_that_change.py",
+        "masters.model_changed()", "pass", f"{AMP}parameters.py {ROWS}export_of_masters.py",
     ),
     Fault(
         "a model's state dict holds rounded masters", "ampctx",

@@ -307,6 +307,23 @@ def test_copies_of_the_model_and_what_is_swapped_in_show_their_own_weights(sessi
     assert not any(m._load_state_dict_pre_hooks or m._state_dict_hooks for m in model.modules())
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("level", WITH_MASTERS)
+def test_a_model_that_was_moved_for_its_last_checkpoint_shows_the_masters(session, level):
+    model = tower().cuda()
+    optimizer = FusedAdam(model.parameters(), lr=0.01)
+    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with session.scale_loss(model(torch.randn(16, 4, device="cuda")).square().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    model.cpu()
+    state = model.state_dict()
+    assert {v.device.type for v in state.values()} == {"cpu"}
+    assert_identical(list(state.values()), [m.cpu() for m in masters_of(session, optimizer)])
+    model.cuda().load_state_dict(state)
+    assert_identical(list(model.state_dict().values()), [v.cuda() for v in state.values()])
+
+
 @pytest.mark.parametrize("level", WITH_MASTERS)
 def test_several_sessions_over_one_model_show_the_masters_of_each(session, level):
     model = tower()
