@@ -199,7 +199,7 @@ def _walk(seed, length):
         run.session.reset()
 
 
-@pytest.mark.parametrize("seed", (1, 2, 3))
+@pytest.mark.parametrize("seed", [1, 2, 3])
 def test_random_walks_of_saving_and_loading(seed):
     _walk(seed, 15)
 
