@@ -260,7 +260,19 @@ FAULTS = [
     ),
     Fault(
         "masters do not follow a model that is loaded", "ampctx",
-        "masters.model_changed()", "pass", f"{AMP}parameters.py {ROWS}models_that_change.py",
+        "masters.model_changed()", "pass", f"{AMP}parameters.py {ROWS}export_of_masters.py",
+    ),
+    Fault(
+        "a model's state dict holds rounded masters", "ampctx",
+        "exact = resynced(*pair)", "exact = value.float()", f"{ROWS}plain_checkpoints.py",
+    ),
+    Fault(
+        "fp32 values that are loaded do not set masters", "ampctx",
+        "masters.take_loaded(p, state_dict.get(prefix + name))", "pass", f"{ROWS}plain_checkpoints.py",
+    ),
+    Fault(
+        "one rank's masters have bits that another's lack", "ampctx",
+        "not optimizer.state.get(master):", "False:", "tests/integration/test_ddp.py",
     ),
     # --- what an optimizer hands to its op --------------------------------------------------------------------------
     Fault(

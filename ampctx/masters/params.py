@@ -58,7 +58,9 @@ ALIVE: weakref.WeakSet[MasterParams] = weakref.WeakSet()
 
 @torch.no_grad()
 def resynced(p: Tensor, master: Tensor) -> Tensor:
-    """The master where the model weight is the rounded master, elsewhere the model weight."""
+    """The master where the model weight is the rounded master, elsewhere the model weight. On the model's device, to
+    which the user may have moved it."""
+    master = master.to(p.device)
     return torch.where(master.to(p.dtype) == p, master, p.to(master.dtype))
 
 
@@ -392,7 +394,7 @@ class MasterParams:
         if value.shape != p.shape or value.is_meta or value.layout != torch.strided or is_sharded(value):
             return
         master = self._master_of[id(p)]
-        value = value.to(master.device, master.dtype)
+        value = value.to(p.device, master.dtype)
         taken = value.to(p.dtype) == p
         if self.were_restored:
             taken &= value != p

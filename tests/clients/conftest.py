@@ -19,6 +19,7 @@ CLIENTS = {
     "test_mmengine.py": "mmengine",
     "test_onnx.py": "onnxruntime",
     "test_recipes.py": "lightning",
+    "test_safetensors.py": "safetensors",
     "test_timm.py": "timm",
     "test_transformers.py": "transformers",
 }
