@@ -31,9 +31,11 @@ if TYPE_CHECKING:
     from ampctx.amp.blocks import Block
 
 # A GradScaler that is around an optimizer is there from its first step on.
-FIRST_STEPS = 3
+FIRST_STEPS = 2
 # By then a loop has used each of its losses.
 ENOUGH_STEPS = 100
+# So many gradients tell that a block has reached an optimizer; to mark all would take as long as to unscale them.
+MARKS = 16
 
 
 class Run:
@@ -109,8 +111,10 @@ def before_step(binding: OptimizerBinding, has_closure: bool = False) -> None:
     """
     loop = binding.loop
     loop.steps += 1
-    if loop.left and not has_closure and (names := _still_left(binding)):
-        _refuse_left(binding, names, "and this step would take them for true ones")
+    if loop.left and not has_closure:
+        binding.follow_groups()
+        if names := _still_left(binding):
+            _refuse_left(binding, names, "and this step would take them for true ones")
     if loop.steps <= FIRST_STEPS:
         if binding.masters.pairs and _grad_scaler_calls():
             binding.refuse_grad_scaler()
@@ -163,7 +167,7 @@ class Elsewhere:
         self._params = binding.masters.params_without_master
         self._grads = list(map(grad_of, self._params))
         grads = [] if all_none(self._grads) else self._grads
-        self._versions = [None if g is None else version_of(g) for g in grads] or self._grads
+        self._versions = [None if g is None or g.is_inference() else version_of(g) for g in grads] or self._grads
 
     def note(self, named: Iterable[OptimizerBinding]) -> None:
         """At the end of the block: which gradients it has sent here. They are held weakly; next to masters they are
@@ -176,7 +180,7 @@ class Elsewhere:
         unscaled = {id(p) for binding in named for p in binding.masters.params_without_master}
         left = {}
         for p, g, former, version in zip(self._params, grads, self._grads, self._versions, strict=True):
-            if g is None or id(p) in unscaled:
+            if g is None or g.is_inference() or id(p) in unscaled:
                 continue
             if former is None and self._drops:
                 p.grad = None
@@ -184,6 +188,8 @@ class Elsewhere:
                 left[id(g)] = weakref.ref(g), version_of(g)
             elif id(g) in loop.left:
                 left[id(g)] = loop.left[id(g)]
+            if len(left) == MARKS and not self._drops:
+                break
         loop.left = left
 
 

@@ -52,6 +52,7 @@ AROUND = {
 }
 
 
+@pytest.mark.full(but=6)
 @pytest.mark.parametrize("kind", AROUND)
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale_"])
@@ -143,6 +144,7 @@ def reach_both(session, models, named, factor=1.0, **kwargs):
         scaled.backward()
 
 
+@pytest.mark.full(but=6)
 @pytest.mark.parametrize(("level", "scale"), SCALED)
 @pytest.mark.parametrize("raises", [False, True], ids=["", "raises"])
 @pytest.mark.parametrize("kind", ["step", "device", "sam"])
@@ -183,6 +185,7 @@ ZERO = {
 }
 
 
+@pytest.mark.full(but=12)
 @pytest.mark.parametrize("zero", ZERO)
 @pytest.mark.parametrize("level", LEVELS)
 def test_an_adversarial_loop_passes(session, said, level, zero):

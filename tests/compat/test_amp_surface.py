@@ -174,7 +174,7 @@ def test_what_is_returned_has_the_shape_of_what_was_given(shape, enabled):
     else:
         assert result[0] is models
         assert result[1] is optimizers
-        assert type(result) is tuple
+        assert isinstance(result, tuple)
 
 
 _DEFAULTS = {
