@@ -275,6 +275,16 @@ def test_next_to_masters_scaled_gradients_are_dropped_from_fp32_parameters_too(s
     assert all(torch.equal(p, q) for p, q in zip(Probe().parameters(), models[1].parameters(), strict=True))
 
 
+def test_a_parameter_that_was_taken_out_holds_no_step_up(session):
+    models, both = pair(session, "O1", 128.0)
+    reach_both(session, models, both[0])
+    for p in [models[1].norm.weight, models[1].norm.bias]:
+        p.grad = None
+    both[1].param_groups[0]["params"].remove(models[1].weight)
+    both[1].step()
+    assert models[1].weight.eq(2).all()
+
+
 def test_a_closure_may_zero_what_another_block_has_left(session):
     models, both = pair(session, "O1", 128.0)
     reach_both(session, models, both[0])
