@@ -391,7 +391,7 @@ class _MastersFollow(ModelHook):
     def __init__(self, masters: list[MasterParams]) -> None:
         self._masters = weakref.WeakSet(masters)
 
-    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
+    def __call__(self, module: nn.Module, *args: Any) -> None:
         for masters in self._masters:
             masters.model_changed()
 
@@ -399,23 +399,17 @@ class _MastersFollow(ModelHook):
         return _MastersFollow, ([],)
 
 
-class _WritingFirst(ModelHook):
+class _WritingFirst(_MastersFollow):
     """A hook before ``state_dict`` and ``load_state_dict``: weights that are behind their masters are written."""
-
-    def __init__(self, masters: list[MasterParams]) -> None:
-        self._masters = weakref.WeakSet(masters)
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
         for masters in self._masters:
             masters.finish_writing()
 
-    def __reduce__(self) -> tuple:
-        return _WritingFirst, ([],)
-
 
 def watch_loading(model: nn.Module, masters: list[MasterParams]) -> Undo:
-    """Has masters follow the model after any ``load_state_dict`` of it or of a part of it. Weights that are behind their
-    masters are written before that, and before any ``state_dict``."""
+    """Has masters follow the model after any ``load_state_dict`` of it or of a part of it. Weights that are behind
+    their masters are written before that, and before any ``state_dict``."""
     after, before = _MastersFollow(masters), _WritingFirst(masters)
     handles = []
     for m in model.modules():

@@ -15,7 +15,7 @@ from ampctx import optimizers
 from ampctx.amp import AmpSession
 from ampctx.kernels import ops
 
-INTERRUPTS = 400
+INTERRUPTS = 800
 
 
 def steps(_):
