@@ -94,10 +94,16 @@ inline ListView view(const KnownList& list) {
 
 class KnownLists {
  public:
-  int64_t add(KnownList&& list) {
+  // For a list that is to come.
+  int64_t new_number() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    lists_.emplace(++last_, std::make_shared<const KnownList>(std::move(list)));
-    return last_;
+    return ++last_;
+  }
+
+  void put(int64_t number, KnownList&& list) {
+    auto kept = std::make_shared<const KnownList>(std::move(list));
+    const std::lock_guard<std::mutex> lock(mutex_);
+    lists_[number].swap(kept);  // what was there goes after the lock
   }
 
   // Null for a number that was never given, or was released. A call keeps what it has found.

@@ -143,8 +143,11 @@ void update_scale(StableIValue* stack, uint64_t, uint64_t) {
   backend.update_scale(Scope(backend, call.device).context, state, rule);
 }
 
+// By the number that is given, or by a new one in the place of 0.
 void hold_tensors(StableIValue* stack, uint64_t, uint64_t) {
-  const int64_t number = known_lists().add(to_tensor_list(stack[0]));
+  TensorList tensors = to_tensor_list(stack[0]);
+  const int64_t given = to_scalar<int64_t>(stack[1]), number = given ? given : known_lists().new_number();
+  known_lists().put(number, std::move(tensors));
   std::memcpy(&stack[0], &number, sizeof(number));
 }
 
@@ -212,16 +215,16 @@ AMPCTX_EXPORT int ampctx_register_cuda(const char* ns) {
 }
 #endif
 
-// Lets a list go that hold_tensors has kept, or that was read. A number that is not held is nothing.
-AMPCTX_EXPORT void ampctx_release_tensors(int64_t number) { ampctx::known_lists().release(number); }
-
 // python_lists.h: the GIL is held.
 AMPCTX_EXPORT int ampctx_use_python(PyObject* exchange, PyObject* types) {
   return ampctx::python_lists::use(exchange, types);
 }
-AMPCTX_EXPORT int64_t ampctx_read_tensors(PyObject* tensors) { return ampctx::python_lists::read_tensors(tensors); }
-AMPCTX_EXPORT int64_t ampctx_read_grads(PyObject* params, PyObject* grads, int with_params) {
-  return ampctx::python_lists::read_grads(params, grads, with_params != 0);
+AMPCTX_EXPORT PyObject* ampctx_new_list() { return ampctx::python_lists::new_list(); }
+AMPCTX_EXPORT int ampctx_read_tensors(PyObject* tensors, int64_t number) {
+  return ampctx::python_lists::read_tensors(tensors, number);
+}
+AMPCTX_EXPORT int ampctx_read_grads(PyObject* params, PyObject* grads, int with_params, int64_t number) {
+  return ampctx::python_lists::read_grads(params, grads, with_params != 0, number);
 }
 
 AMPCTX_EXPORT int ampctx_read_is_contiguous(int64_t number) { return ampctx::python_lists::is_contiguous(number); }

@@ -22,7 +22,13 @@ AMPCTX_PYTHON PyObject* PyObject_CallMethodObjArgs(PyObject* object, PyObject* n
 AMPCTX_PYTHON PyObject* PyObject_Type(PyObject* object);
 AMPCTX_PYTHON int PyObject_IsTrue(PyObject* object);
 AMPCTX_PYTHON PyObject* PyUnicode_InternFromString(const char* text);
+AMPCTX_PYTHON PyObject* PyTuple_Pack(ptrdiff_t count, ...);
+AMPCTX_PYTHON PyObject* PyLong_FromLongLong(long long value);
+AMPCTX_PYTHON PyObject* PyCapsule_New(void* pointer, const char* name, void (*destructor)(PyObject*));
 AMPCTX_PYTHON void* PyCapsule_GetPointer(PyObject* capsule, const char* name);
+AMPCTX_PYTHON extern PyObject* PyExc_TypeError;
+AMPCTX_PYTHON void PyErr_SetString(PyObject* type, const char* message);
+AMPCTX_PYTHON PyObject* PyErr_Occurred();  // borrowed
 AMPCTX_PYTHON void PyErr_Clear();
 AMPCTX_PYTHON void Py_IncRef(PyObject* object);
 AMPCTX_PYTHON void Py_DecRef(PyObject* object);
@@ -73,6 +79,11 @@ constexpr const char* kExchangeCapsule = "dlpack_exchange_api";
 class Reference {
  public:
   explicit Reference(PyObject* object) : object_(object) {}
+  // To what somebody else may let go.
+  static Reference to_borrowed(PyObject* object) {
+    if (object) Py_IncRef(object);
+    return Reference(object);
+  }
   Reference(const Reference&) = delete;
   Reference& operator=(const Reference&) = delete;
   ~Reference() {

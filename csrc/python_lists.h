@@ -2,9 +2,12 @@
 // makes objects of each.
 //
 // Taken are lists of one device and dtype whose tensors are plain ones, of the types that use() was given, and whose
-// elements each fill one block of memory. Anything else is 0, no number of a list: the caller goes through the
-// dispatcher then, and an op says what is wrong with a tensor. What was read holds until somebody changes a tensor; ops
-// are called at once with it, and somebody keeps the tensors until they return.
+// elements each fill one block of memory. Anything else is not read: the caller goes through the dispatcher then, and
+// an op says what is wrong with a tensor. What was read holds until somebody changes a tensor; ops are called at once
+// with it, and somebody keeps the tensors until they return.
+//
+// The functions that read give 1, or 0 for what is not read, or -1 with an exception set. Reading may run Python code,
+// of a property `grad` say, and that may change the lists.
 #pragma once
 
 #include "check.h"
@@ -49,6 +52,19 @@ inline int use(PyObject* exchange, PyObject* types) {
   return 0;
 }
 
+inline constexpr const char* kOwner = "ampctx list";
+
+// The number of a list that is to come, and a capsule that lets the list go: in C, because Python code that runs where
+// an object dies swallows an interrupt that comes then.
+inline PyObject* new_list() {
+  const int64_t number = known_lists().new_number();
+  const python_abi::Reference owner(PyCapsule_New(reinterpret_cast<void*>(number), kOwner, [](PyObject* capsule) {
+    known_lists().release(reinterpret_cast<int64_t>(PyCapsule_GetPointer(capsule, kOwner)));
+  }));
+  const python_abi::Reference as_python(PyLong_FromLongLong(number));
+  return owner.get() && as_python.get() ? PyTuple_Pack(2, as_python.get(), owner.get()) : nullptr;
+}
+
 inline bool to_torch(python_abi::DLDataType dtype, int32_t& code) {
   using namespace python_abi;
   if (dtype.lanes != 1) return false;
@@ -78,10 +94,10 @@ inline bool is_contiguous(const torch_abi::Layout& layout) {
 
 // Whether a tensor may be one that torch reads as the negative of what lies in memory, which DLPack does not tell. Such
 // views come from imaginary parts, whose elements lie two apart: of those that fill a block, one of one element alone.
+// True with an exception set where a mode of torch's that looks on raises.
 inline bool may_be_negated(PyObject* tensor, int64_t numel) {
   if (numel != 1) return false;
   const python_abi::Reference answer(PyObject_CallMethodObjArgs(tensor, python().is_neg, nullptr));
-  if (!answer.get()) PyErr_Clear();
   return !answer.get() || PyObject_IsTrue(answer.get()) != 0;
 }
 
@@ -93,6 +109,7 @@ class Reader {
  public:
   explicit Reader(size_t count) { list_.tensors.reserve(count); }
 
+  // False, with an exception set where Python code has raised.
   bool add(PyObject* tensor) {
     if (!is_plain(tensor)) return false;
     python_abi::DLTensor found;
@@ -122,7 +139,8 @@ class Reader {
   }
 
   const ReadList& list() const { return list_; }
-  int64_t number() { return known_lists().add(std::move(list_)); }
+  const ReadList::Entry& last() const { return list_.tensors.back(); }
+  void put(int64_t number) { known_lists().put(number, std::move(list_)); }
 
  private:
   static bool is_plain(PyObject* tensor) {
@@ -134,54 +152,69 @@ class Reader {
   ReadList list_{};
 };
 
-// A number for the list, 0 where it cannot be read.
-inline int64_t read_tensors(PyObject* tensors) {
+inline int type_error(const char* message) {
+  PyErr_SetString(PyExc_TypeError, message);
+  return -1;
+}
+
+inline int not_read() { return PyErr_Occurred() ? -1 : 0; }
+
+inline int read_tensors(PyObject* tensors, int64_t number) {
   const ptrdiff_t count = PyList_Size(tensors);
-  if (!python().exchange || count <= 0) return 0;
+  if (count < 0) return type_error("read: tensors is no list");
+  if (!python().exchange || count == 0) return 0;
   Reader reader(count);
   for (ptrdiff_t i = 0; i < count; ++i) {
-    if (!reader.add(PyList_GetItem(tensors, i))) return 0;
+    const auto tensor = python_abi::Reference::to_borrowed(PyList_GetItem(tensors, i));
+    if (!tensor.get()) return type_error("read: tensors became shorter while it was read");
+    if (!reader.add(tensor.get())) return not_read();
   }
-  return reader.number();
+  reader.put(number);
+  return 1;
+}
+
+// Whether element k in memory of a gradient is element k in memory of its parameter.
+inline bool lie_alike(const ReadList::Entry& grad, const ReadList::Entry& param) {
+  if (grad.numel != param.numel) return false;
+  return (grad.is_contiguous && param.is_contiguous) || same_strides(grad.layout, param.layout);
 }
 
 // Reads the gradients of parameters: those in `grads`, which has one for each of them or is empty. Empty, it gets the
 // `.grad` of each, None too, in any case, and those that are there are read. `with_params`: only where all are there,
-// and where parameters are of one dtype, on the device of the gradients and each laid out as its gradient. -1 with an
-// exception set where one of the attributes raises.
-inline int64_t read_grads(PyObject* params, PyObject* grads, bool with_params) {
-  const ptrdiff_t count = PyList_Size(params);
-  const bool are_given = PyList_Size(grads) > 0;
-  if (are_given && PyList_Size(grads) != count) return 0;
+// and where parameters are of one dtype, on the device of the gradients and each laid out as its gradient.
+inline int read_grads(PyObject* params, PyObject* grads, bool with_params, int64_t number) {
+  using python_abi::Reference;
+  constexpr const char* changed = "read_grads: a list changed its length while it was read";
+  const ptrdiff_t count = PyList_Size(params), given = count < 0 ? -1 : PyList_Size(grads);
+  if (given < 0) return type_error("read_grads: params or grads is no list");
+  if (given > 0 && given != count) return 0;
   Reader of_grads(count), of_params(count);
   bool can_be_read = python().exchange != nullptr;
   for (ptrdiff_t i = 0; i < count; ++i) {
-    PyObject *param = PyList_GetItem(params, i), *grad = nullptr;
-    if (are_given) {
-      grad = PyList_GetItem(grads, i);
-    } else {
-      const python_abi::Reference found(PyObject_GetAttr(param, python().grad));
-      if (!found.get() || PyList_Append(grads, found.get()) != 0) return -1;
-      grad = found.get();  // the list keeps it
-    }
+    const Reference param = Reference::to_borrowed(PyList_GetItem(params, i));
+    if (!param.get()) return type_error(changed);
+    // The list keeps a gradient that it gets.
+    const Reference grad = given ? Reference::to_borrowed(PyList_GetItem(grads, i))
+                                 : Reference(PyObject_GetAttr(param.get(), python().grad));
+    if (!grad.get()) return given ? type_error(changed) : -1;
+    if (!given && PyList_Append(grads, grad.get()) != 0) return -1;
     if (!can_be_read) continue;
-    if (grad == python().none) {
+    if (grad.get() == python().none) {
       can_be_read = !with_params;
     } else {
-      can_be_read = of_grads.add(grad) && (!with_params || of_params.add(param));
+      can_be_read = of_grads.add(grad.get());
+      // At once: the code of a later gradient may let this parameter go.
+      if (can_be_read && with_params) {
+        can_be_read = of_params.add(param.get()) && of_grads.list().device == of_params.list().device &&
+                      lie_alike(of_grads.last(), of_params.last());
+      }
+      if (!can_be_read && PyErr_Occurred()) return -1;
     }
   }
+  if (PyList_Size(params) != count || PyList_Size(grads) != count) return type_error(changed);
   if (!can_be_read || of_grads.list().tensors.empty()) return 0;
-  if (with_params) {
-    const ReadList &g = of_grads.list(), &p = of_params.list();
-    if (g.device != p.device) return 0;
-    for (size_t i = 0; i < g.tensors.size(); ++i) {
-      const ReadList::Entry &grad = g.tensors[i], &param = p.tensors[i];
-      if (grad.numel != param.numel) return 0;
-      if (!(grad.is_contiguous && param.is_contiguous) && !same_strides(grad.layout, param.layout)) return 0;
-    }
-  }
-  return of_grads.number();
+  of_grads.put(number);
+  return 1;
 }
 
 // Whether all tensors of a list that was read are contiguous.

@@ -147,7 +147,7 @@ FAULTS = [
     ),
     Fault(
         "a GradScaler's update goes by one optimizer", "ampctx",
-        "self._loss_scale.update(join_flags(flags, scale.device))", "self._loss_scale.update(flags[-1])",
+        "found_inf = join_flags(flags, scale.device)\n                #", "found_inf = flags[-1]\n                #",
         f"{AMP}grad_scaler.py {AMP}grad_scaler_parity.py",
     ),
     Fault(

@@ -133,9 +133,14 @@ class OptimizerBinding:
             with self.casts.suspended() if self.casts.undo else nullcontext():
                 yield
         finally:
-            # An exception in a block of a closure takes a first_step back, and a hook may release the optimizer.
-            if self.phase is STEPPING:
-                self.phase = READY if before is PERTURBED and self.way_back is None else before
+            self.leave_stepping(before)
+
+    def leave_stepping(self, before: Step) -> None:
+        """Back to the phase from before. Also for an interrupt that has ended ``stepping`` half way: steps would pass
+        unchecked from there on."""
+        # An exception in a block of a closure takes a first_step back, and a hook may release the optimizer.
+        if self.phase is STEPPING:
+            self.phase = READY if before is PERTURBED and self.way_back is None else before
 
     # --- blocks -------------------------------------------------------------------------------------------------------
 
@@ -158,9 +163,10 @@ class OptimizerBinding:
 
     def take_first_step_back(self) -> None:
         if self.way_back is not None:
-            restore, self.way_back = self.way_back, None
-            restore()
+            self.masters.begin_writing()
+            self.way_back()
             self.masters.copy_to_model()
+            self.way_back = None  # last: it can be taken again
 
     # --- what changed outside of blocks -------------------------------------------------------------------------------
 
@@ -174,6 +180,7 @@ class OptimizerBinding:
         self._catch_up(settled)
 
     def _catch_up(self, settled: bool, gradients: bool = True) -> None:
+        self.masters.finish_writing()
         self.follow_groups()
         if self.masters.may_disagree:
             self.masters.round_broadcast(self._optimizer())
@@ -185,6 +192,14 @@ class OptimizerBinding:
         """Unscales and checks what a plain backward has left, or delayed blocks."""
         window = self.gradients.window
         loss_id, scale = (OUTSIDE_OF_BLOCKS, self.loss_scales[0]) if window is None else window.loss
+        try:
+            self._collect(window, loss_id, scale)
+        except BaseException:
+            # They may be among the masters' gradients already, and nobody knows whether they are finite.
+            self.gradients.incomplete = True
+            raise
+
+    def _collect(self, window: Any, loss_id: int, scale: LossScale) -> None:
         found_inf = self.gradients.collect_outside_grads(self.is_unchecked)
         # A window ends at the same step on every rank, with gradients or without; its flag is agreed on at once.
         groups = [] if window is None else scale.groups_with(self.masters.groups)
@@ -282,22 +297,42 @@ class OptimizerBinding:
             self._look_for_edits()
         if closure is not None:
             return closures.step(self, original, closure, args, kwargs)
-        self.check_gradients()
-        if (checked := self.gradients.checked) is None or not checked.masters:
-            self._tell_of_no_gradients()
-        if self.is_left_to_device():
-            if losses := self.steps.overflowed_instead_of_device(self.take_flags):
+        self.flags.settle()
+        try:
+            self.check_gradients()
+            if (checked := self.gradients.checked) is None or not checked.masters:
+                self._tell_of_no_gradients()
+            if self.is_left_to_device():
+                if losses := self.steps.overflowed_instead_of_device(self.take_flags):
+                    return self.skip(losses)
+                return self.step_on_device(original, None, args, kwargs)
+            if losses := overflowed(self.take_flags()):
                 return self.skip(losses)
-            return self.step_on_device(original, None, args, kwargs)
-        if losses := overflowed(self.take_flags()):
-            return self.skip(losses)
-        with self.stepping():
-            try:
-                result = original(None, *args, **kwargs) if args else original(**kwargs)
-            finally:
-                # Of a step that raised, too: each weight of the model is its rounded master.
-                self.masters.copy_to_model()
-        self.let_through()
+            result = self.run(original, *((None, *args) if args else ()), **kwargs)
+            self.let_through()
+        except BaseException:
+            self.flags.give_back()
+            raise
+        return result
+
+    def run(self, original: Callable, *args: Any, writes_model: bool = False, **kwargs: Any) -> Any:
+        """The optimizer's own code. Each weight of the model is its rounded master then, after an exception too.
+
+        ``writes_model``: the optimizer writes the model's weights along with their masters.
+        """
+        masters, before = self.masters, self.phase
+        masters.begin_writing()
+        try:
+            with self.stepping():
+                result = original(*args, **kwargs)
+            if writes_model:
+                masters.mark_written()
+            else:
+                masters.copy_to_model()
+        except BaseException:
+            self.leave_stepping(before)
+            masters.copy_to_model()
+            raise
         return result
 
     def is_left_to_device(self, before_backward: bool = False) -> bool:
@@ -307,19 +342,14 @@ class OptimizerBinding:
 
     def step_on_device(self, original: Callable, evaluate: Callable | None, args: tuple, kwargs: dict) -> Any:
         """The step of an optimizer that skips by itself. No host sync."""
-        optimizer, masters, flags = self._optimizer(), self.masters, self.flags
+        optimizer, flags = self._optimizer(), self.flags
         attributes = vars(optimizer)
         former = {name: attributes[name] for name in _OFFERED if name in attributes}
         try:
             # Before a closure too, which some optimizer may not evaluate: it steps the gradients that are there then.
             self.offer(former.get("found_inf"))
-            try:
-                with self.stepping():
-                    result = original(evaluate, *args, **kwargs) if evaluate or args else original(**kwargs)
-            finally:
-                if not masters.lazy:
-                    masters.copy_to_model()  # after a skip too: each weight is its rounded master then as before
-            masters.mark_written()
+            given = (evaluate, *args) if evaluate or args else ()
+            result = self.run(original, *given, writes_model=self.masters.lazy, **kwargs)
             checked, reference = self.gradients.checked, weakref.ref(self)
 
             def later(epoch: int) -> Culprits | None:
@@ -364,14 +394,13 @@ class OptimizerBinding:
 
     def take_flags(self) -> Flags:
         """The flags of the losses since the last step, for the one decision that they are for."""
-        flags = self.flags.by_loss
-        self.flags.clear()
-        return flags
+        return self.flags.take()
 
     def skip(self, losses: Overflowed) -> None:
         culprits, known = findings.culprits(self), self._known(self.gradients.lazy)
         self.gradients.drop_master_grads()
         self.gradients.stepped = True
+        self.flags.settle()
         self.steps.skipped(self.optimizer, losses, known, culprits)
 
     def let_through(self) -> None:
@@ -379,6 +408,7 @@ class OptimizerBinding:
         known = self._known(None)
         self.gradients.drop_master_grads()
         self.gradients.stepped = True
+        self.flags.settle()
         self.steps.stepped(self.optimizer, known)
 
     def model_params(self) -> list[Tensor]:
@@ -453,13 +483,15 @@ class OptimizerBinding:
     def _zero_grad(self, original: Callable, *args: Any, **kwargs: Any) -> None:
         self.steps.epoch += 1
         if self.phase is not RELEASED:
+            self.masters.finish_writing()
             self.follow_groups()  # what was taken out may be another optimizer's now
         original(*args, **kwargs)
         self.gradients.drop_model_grads()
-        self.gradients.forget()
         self.loop.zeroed()
-        if self.flags.of_failed_step:
+        # What a block has found that an exception has ended goes with its gradients, too.
+        if self.flags.of_failed_step or self.gradients.incomplete:
             self.flags.clear()
+        self.gradients.forget()
 
     def _add_param_group(self, original: Callable, param_group: dict[str, Any]) -> None:
         if self.phase is RELEASED:

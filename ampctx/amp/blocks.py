@@ -91,6 +91,13 @@ class Blocks:
         flag = join_flags(found_inf.per_device.values(), block.device)
         self.conclude(bindings, loss_scale, block.loss_id, flag, delay)
 
+    @staticmethod
+    def abandon(block: Block) -> None:
+        """Ends a block that an exception has left, see ``BlockGradients.abandon``."""
+        # The last first: of optimizers that share a parameter, the first has stashed its gradient.
+        for binding, depth in reversed(block.opened):
+            binding.abandon(depth, block.committing)
+
     def _take_over_elsewhere(self, bindings: list[OptimizerBinding]) -> list[OptimizerBinding]:
         """Bindings that a block does not name, and that must not take its scaled gradients for a plain backward's.
 

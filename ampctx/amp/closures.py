@@ -66,19 +66,22 @@ def _step_on_host(binding: OptimizerBinding, original: Callable, closure: Callab
         found.extend(overflowed(binding.take_flags()))
         if found:
             raise _OverflowInClosure
+        binding.masters.begin_writing()
         return loss
 
-    restore = snapshot(binding.optimizer)
+    restore, before = snapshot(binding.optimizer), binding.phase
+    binding.masters.begin_writing()
     try:
         with binding.stepping():
             result = original(evaluate, *args, **kwargs)
+        binding.masters.copy_to_model()
     except BaseException as error:
+        binding.leave_stepping(before)
         restore()
         binding.masters.copy_to_model()
         if not isinstance(error, _OverflowInClosure):
             raise
         return binding.skip(found)
-    binding.masters.copy_to_model()
     binding.let_through()
     return result
 
@@ -92,17 +95,14 @@ def first_step(binding: OptimizerBinding, original: Callable, *args: Any, **kwar
         binding.move_on("first_step skipped")
         _zero_if_asked(binding, args, kwargs)
         return None
-    binding.way_back = restore = snapshot(binding.optimizer, wrapped_too=False)
+    binding.way_back = snapshot(binding.optimizer, wrapped_too=False)
     try:
-        with binding.stepping():
-            result = original(*args, **kwargs)
+        result = binding.run(original, *args, **kwargs)
+        binding.gradients.drop_master_grads()
     except BaseException:
-        binding.way_back = None
+        binding.take_first_step_back()
         binding.move_on("first_step raised")
-        restore()
         raise
-    binding.masters.copy_to_model()
-    binding.gradients.drop_master_grads()
     binding.move_on("first_step")
     return result
 
@@ -121,11 +121,7 @@ def second_step(binding: OptimizerBinding, original: Callable, *args: Any, **kwa
         binding.skip(losses)
     else:
         binding.way_back = None
-        try:
-            with binding.stepping():
-                result = original(*args, **kwargs)
-        finally:
-            binding.masters.copy_to_model()
+        result = binding.run(original, *args, **kwargs)
         binding.let_through()
         return result
     _zero_if_asked(binding, args, kwargs)

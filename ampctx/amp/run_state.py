@@ -350,6 +350,7 @@ class _Loader:
             scales[i].load_state_dict(entry)
         if self._scales:
             _defer(scales, self._deferred, deferred)
+        binding.masters.begin_writing()
         for i, value in self._masters.items():
             self._params[i].copy_(value)
         # Where both agree, no master follows what is in the model now.

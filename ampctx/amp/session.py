@@ -332,12 +332,14 @@ class AmpSession(SessionState):
                         elsewhere.note(block.bindings)
             self._blocks.end(block, loss_scale)
         except BaseException:
-            # The last first: of optimizers that share a parameter, the first has stashed its gradient.
-            for binding, depth in reversed(block.opened):
-                binding.abandon(depth, block.committing)
+            self._blocks.abandon(block)
             raise
         finally:
-            self._thread.leave_block()
+            try:
+                self._thread.leave_block()
+            except BaseException:
+                self._blocks.abandon(block)
+                raise
 
     def _bindings_of(self, optimizers: Any) -> list[OptimizerBinding]:
         if isinstance(optimizers, torch.optim.Optimizer) and (binding := self._bindings.get(optimizers)) is not None:

@@ -107,9 +107,11 @@ def master_model(model: nn.Module, bindings: list[OptimizerBinding]) -> nn.Modul
             module._forward_pre_hooks,
             module._forward_hooks,
             module._state_dict_hooks,
+            module._state_dict_pre_hooks,
+            module._load_state_dict_pre_hooks,
             module._load_state_dict_post_hooks,
         ):
             for key, hook in list(hooks.items()):
-                if isinstance(hook, ModelHook):
+                if isinstance(getattr(hook, "hook", hook), ModelHook):  # torch wraps those that come before loading
                     del hooks[key]
     return twin

@@ -378,8 +378,11 @@ def _paired_in_group(params: list[Tensor], values: Any, masters: MasterParams | 
 def _load_masters(session: AmpSession, optimizer: Any, pairs: list[tuple[Tensor, Tensor]]) -> None:
     if not pairs:
         return
+    masters = doors.masters_in(session, optimizer)
+    if masters is not None:
+        masters.begin_writing()
     for p, value in pairs:
         p.copy_(value)
     # Where both agree, no master follows what was loaded into the model before.
-    if (masters := doors.masters_in(session, optimizer)) is not None:
+    if masters is not None:
         masters.copy_to_model()

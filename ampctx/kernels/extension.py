@@ -59,12 +59,12 @@ class Extension:
     backends: tuple[str, ...] = ()
     build: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
-    # Lets a list go that the library knows by a number.
-    release_tensors: Callable[[int], None] = lambda number: None
-    # csrc/python_lists.h: a number for a list that was read, or 0.
+    # csrc/python_lists.h. A number for a list that is to come, and what lets that list go when it dies itself.
+    new_list: Callable[[], tuple[int, Any]] = lambda: (0, None)
+    # Whether the tensors were read; the number is that of a new list.
     read_types: Callable[[list[type]], None] = lambda types: None
-    read_tensors: Callable[[list[Tensor]], int] = lambda tensors: 0
-    read_grads: Callable[[list[Tensor], list[Any], bool], int] | None = None
+    read_tensors: Callable[[list[Tensor], int], int] = lambda tensors, number: 0
+    read_grads: Callable[[list[Tensor], list[Any], bool, int], int] | None = None
     read_is_contiguous: Callable[[int], int] = lambda number: False
     late: LateKernels | None = None
     # Where the kernels run on some devices of a type alone: the ops for these devices.
@@ -138,31 +138,33 @@ def _open(path: Path) -> ctypes.CDLL:
     except OSError as error:
         raise ExtensionError(f"{path} cannot be loaded ({error}): {BUILD_HINT}") from error
     library.ampctx_build_info.restype = ctypes.c_char_p
-    library.ampctx_release_tensors.argtypes = [ctypes.c_int64]
-    library.ampctx_release_tensors.restype = None
     library.ampctx_read_is_contiguous.argtypes = [ctypes.c_int64]
     library.ampctx_read_is_contiguous.restype = ctypes.c_int
     return library
 
 
 def _readers(path: Path, opened: ctypes.CDLL) -> dict[str, Any]:
-    """What reads lists of tensors as the interpreter has them; nothing where torch does not offer its side."""
+    """What owns lists, and what reads tensors as the interpreter has them where torch offers its side."""
+    library = ctypes.PyDLL(str(path))  # the same library, called with the GIL held
+    new_list = library.ampctx_new_list
+    new_list.argtypes, new_list.restype = [], ctypes.py_object
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     if exchange is None:
-        return {}
-    library = ctypes.PyDLL(str(path))  # the same library, called with the GIL held
+        return {"new_list": new_list}
     use, tensors, grads = library.ampctx_use_python, library.ampctx_read_tensors, library.ampctx_read_grads
     use.argtypes, use.restype = [ctypes.py_object, ctypes.py_object], ctypes.c_int
-    tensors.argtypes, tensors.restype = [ctypes.py_object], ctypes.c_int64
-    grads.argtypes, grads.restype = [ctypes.py_object, ctypes.py_object, ctypes.c_int], ctypes.c_int64
+    tensors.argtypes, tensors.restype = [ctypes.py_object, ctypes.c_int64], ctypes.c_int
+    grads.argtypes = [ctypes.py_object, ctypes.py_object, ctypes.c_int, ctypes.c_int64]
+    grads.restype = ctypes.c_int
     if use(exchange, [None, Tensor, torch.nn.Parameter]):
-        return {}
+        return {"new_list": new_list}
 
     def read_types(types: list[type]) -> None:
         use(exchange, [None, *types])
 
     is_contiguous = opened.ampctx_read_is_contiguous
     return {
+        "new_list": new_list,
         "read_types": read_types,
         "read_tensors": tensors,
         "read_grads": grads,
@@ -223,7 +225,7 @@ def load(namespace: str, define: Callable[[str], Any], path: Path = LIBRARY) -> 
         library = _open(path)
         _register_cpu(library, namespace)
         build = json.loads(library.ampctx_build_info())
-        found = Extension(True, ("cpu",), build, "", library.ampctx_release_tensors, **_readers(path, library))
+        found = Extension(True, ("cpu",), build, "", **_readers(path, library))
     except ExtensionError as error:
         if required:
             raise

@@ -81,7 +81,7 @@ def _tensor(value: float | Tensor) -> Tensor:
 
 def _known(tensors: Sequence[Tensor]) -> ops.ReadTensors | None:
     """All of them for one op call, where that is possible."""
-    return tensors if isinstance(tensors, ops.ReadTensors) else ops.read(list(tensors))
+    return tensors if isinstance(tensors, ops.ReadTensors) else ops.read(tensors)
 
 
 def scale(src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: FoundInf, factor: float | PerDevice) -> None:

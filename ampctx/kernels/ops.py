@@ -16,8 +16,7 @@ as torch's ``copy_`` rounds.
 from __future__ import annotations
 
 import re
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 from operator import attrgetter
 from types import SimpleNamespace
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx._errors import AmpValueError
+from ampctx._errors import AmpTypeError, AmpValueError
 from ampctx.kernels import extension as _extension
 from ampctx.kernels import reference as _reference
 from ampctx.kernels import reference_steps
@@ -58,7 +57,7 @@ def _held(schema: str) -> str:
 
 # Without a fallback: there is nothing to hold tensors for but the compiled kernels.
 _COMPILED_SCHEMAS = (
-    "hold_tensors(Tensor[] tensors) -> int",
+    "hold_tensors(Tensor[] tensors, int number=0) -> int",
     "fill_storages(Tensor[] tensors) -> bool",
     *map(_held, filter(_TENSOR_LIST.search, _SCHEMAS)),
 )
@@ -189,6 +188,19 @@ def factor(value: float | Tensor) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
 
 
+def _listed(tensors: Iterable[Tensor], name: str) -> list[Tensor]:
+    """A list of the caller's own: what was read lies where it lay only while somebody keeps the tensors."""
+    if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
+        raise AmpTypeError(f"{name} is a {type(tensors).__name__}, expected a list of tensors")
+    return list(tensors)
+
+
+def _check_types(tensors: Sequence[Any], name: str) -> None:
+    for i, t in enumerate(tensors):
+        if not isinstance(t, Tensor):
+            raise AmpTypeError(f"{name}[{i}] is a {type(t).__name__}, expected a tensor")
+
+
 def can_be_held(tensor: Tensor) -> bool:
     """Whether the dispatcher hands the tensor itself to an op, and no copy."""
     # _is_zerotensor is private; nothing public tells of these.
@@ -202,19 +214,23 @@ class HeldTensors(Sequence[Tensor]):
     themselves at every call, as at those of any list.
 
     Raises:
+        AmpTypeError: no list of tensors.
         AmpValueError: an empty list, or a tensor for which the dispatcher would leave a copy with the library, such as
             a view that negates.
         NotImplementedError: no kernel is compiled for the device of the tensors.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = list(tensors)
+        self.tensors = _listed(tensors, "HeldTensors: tensors")
         if not self.tensors:
             raise AmpValueError("HeldTensors: the list is empty, expected tensors of one device")
+        _check_types(self.tensors, "HeldTensors: tensors")
         if not all(map(can_be_held, self.tensors)):
             raise AmpValueError("HeldTensors: a tensor is a view that negates, or has no memory: give a clone() of it")
         extension.serves(self.tensors[0].device.type)  # registers what does
-        self._known_by(_ops.hold_tensors.default(self.tensors))
+        # The owner first: an interrupt leaves no list behind that nobody lets go.
+        self.number, self._owner = extension.new_list()
+        self.number = _ops.hold_tensors.default(self.tensors, self.number)
 
     def __len__(self) -> int:
         return len(self.tensors)
@@ -225,18 +241,12 @@ class HeldTensors(Sequence[Tensor]):
     def __getitem__(self, index: Any) -> Any:
         return self.tensors[index]
 
-    def _known_by(self, number: int) -> None:
-        self.number = number
-        # Not at the end of the process, where torch may be gone before.
-        weakref.finalize(self, extension.release_tensors, number).atexit = False
-
 
 class ReadTensors(HeldTensors):
     """A list as its tensors lie at this moment, for calls that are made at once: by ``read`` and ``read_grads``."""
 
-    def __init__(self, tensors: list[Tensor], number: int) -> None:
-        self.tensors = tensors
-        self._known_by(number)
+    def __init__(self, tensors: list[Tensor], number: int, owner: Any) -> None:
+        self.tensors, self.number, self._owner = tensors, number, owner
 
     @property
     def device(self) -> torch.device:
@@ -257,38 +267,60 @@ def _is_watched() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def read(tensors: list[Tensor]) -> ReadTensors | None:
+def read(tensors: Iterable[Tensor]) -> ReadTensors | None:
     """The tensors without a way through the dispatcher, which costs more than a small tensor's kernel.
 
     None where they are not plain tensors of one device and dtype that each fill a block of memory, where nothing is
     compiled, or under torch.compile and a TorchDispatchMode: the ops take the list itself then, or say what is wrong
-    with it.
+    with it. AmpTypeError for what is no list.
     """
-    return None if _is_watched() else _as_read(tensors, extension.read_tensors(tensors))
+    listed = _listed(tensors, "read: tensors")
+    if _is_watched():
+        return None
+    number, owner = extension.new_list()
+    return _as_read(listed, number, owner) if extension.read_tensors(listed, number) else None
 
 
-def read_grads(params: list[Tensor]) -> tuple[list[Tensor | None], ReadTensors | None]:
-    """The ``.grad`` of each parameter, and those that are there as ``read`` has them."""
+def read_grads(params: Iterable[Tensor]) -> tuple[list[Tensor | None], ReadTensors | None]:
+    """The ``.grad`` of each parameter, and those that are there as ``read`` has them.
+
+    Raises:
+        AmpTypeError: no list of tensors.
+        TypeError: the code of a ``.grad`` makes the list longer or shorter.
+    """
+    listed = params if type(params) is list else _listed(params, "read_grads: params")
     grads: list[Any] = []
-    if _is_watched() or extension.read_grads is None:
-        return list(map(grad_of, params)), None
-    number = extension.read_grads(params, grads, False)
-    return grads, _as_read(grads if all_there(grads) else [g for g in grads if g is not None], number)
+    try:
+        if _is_watched() or extension.read_grads is None:
+            return list(map(grad_of, listed)), None
+        number, owner = extension.new_list()
+        if not extension.read_grads(listed, grads, False, number):
+            return grads, None
+    except AttributeError:
+        _check_types(listed, "read_grads: params")
+        raise
+    # Not the list that the caller gets, who may change it.
+    present = list(grads) if all_there(grads) else [g for g in grads if g is not None]
+    return grads, _as_read(present, number, owner)
 
 
-def read_along(params: list[Tensor], grads: list[Tensor] | None = None) -> ReadTensors | None:
+def read_along(params: Iterable[Tensor], grads: Iterable[Tensor] | None = None) -> ReadTensors | None:
     """``read`` of the gradients, those in ``.grad`` unless others are given: where each parameter has one that lies in
-    memory as the parameter does, and the parameters are of one dtype, too."""
-    found: list[Any] = [] if grads is None else grads
+    memory as the parameter does, and the parameters are of one dtype, too. Raises as ``read_grads``."""
+    listed = params if type(params) is list else _listed(params, "read_along: params")
+    found: list[Any] = [] if grads is None else _listed(grads, "read_along: grads")
     if _is_watched() or extension.read_grads is None:
         return None
-    return _as_read(found, extension.read_grads(params, found, True))
+    number, owner = extension.new_list()
+    try:
+        return _as_read(found, number, owner) if extension.read_grads(listed, found, True, number) else None
+    except AttributeError:
+        _check_types(listed, "read_along: params")
+        raise
 
 
-def _as_read(tensors: list[Tensor], number: int) -> ReadTensors | None:
-    if not number:
-        return None
-    found = ReadTensors(tensors, number)
+def _as_read(tensors: list[Tensor], number: int, owner: Any) -> ReadTensors | None:
+    found = ReadTensors(tensors, number, owner)
     device = tensors[0].device.type
     # Where no kernel is compiled for a device, lists go to the fallback, which takes tensors.
     served = "cpu" in extension.backends if device == "cpu" else extension.serves(device)

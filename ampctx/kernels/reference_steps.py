@@ -81,6 +81,13 @@ def _mix64(x: Tensor) -> Tensor:
     return x ^ _shift(x, 31)
 
 
+def next_step(step: Tensor) -> Tensor:
+    """The count after a 0-d fp32 step count. From 2**24 on the next number that there is: step + 1 would be step."""
+    further = (step.view(torch.int32) + 1).view(torch.float32)
+    one_more = step.to(reference.widest(step.device)) + 1
+    return torch.where((step >= 2**24) & torch.isfinite(step), further.to(one_more.dtype), one_more)
+
+
 def _mix32(x: Tensor) -> Tensor:
     """lowbias32, the integer hash of C. Wellons' hash prospector, on int64 holding 32 unsigned bits."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _32_BITS
@@ -173,7 +180,7 @@ class _Place:
     def __init__(self, walk: _Walk, number, grad, param, extra, step, *state) -> None:
         self.walk, self.number, self.param, self.extra, self.step, self.state = walk, number, param, extra, step, state
         self.skip = walk.o.found_inf.reshape(()).to(param.device) != 0
-        self.taken = step.reshape(()).to(reference.widest(step.device)) + 1
+        self.taken = next_step(step.reshape(()))
         self.lr = walk.scalar(walk.o.lr, param)
         g = grad.reshape(param.shape).to(walk.dtype) * walk.scalar(walk.o.inv_scale, grad)
         self.g = -g if walk.o.maximize else g

@@ -473,7 +473,6 @@ class BlockGradients:
 
     def forget(self) -> None:
         """The stash is gone: the user has zeroed the gradients."""
-        self.incomplete = self.stepped = False
         self._drop_lazy()
         if self.window is not None:
             del self._stack[0]
@@ -481,6 +480,7 @@ class BlockGradients:
             block.stash.clear()
             if isinstance(block, Block) and block.copies is not None:
                 block.copies.clear()
+        self.incomplete = self.stepped = False
 
     def drop_model_grads(self) -> None:
         set_each([p for p, _ in self._masters.pairs], "grad", None)

@@ -115,6 +115,8 @@ class MasterParams:
         self._members: list[Tensor] = []
         # Of the 16-bit weights when they were made from their masters.
         self._written = _write_counts([])
+        # Whether the masters may have moved, and the 16-bit weights not yet.
+        self.are_ahead = False
         # Names of parameters that have joined with a gradient, which was dropped: for somebody to tell the user.
         self.dropped_grads: list[str] = []
         # Whether the model's weights may be others than the rounded masters.
@@ -351,8 +353,10 @@ class MasterParams:
     def resync(self, settled: bool = False) -> None:
         """Where a model weight is not the rounded master any more, the master takes the model's value.
 
-        Does nothing until ``model_changed`` was called again, once the values are ``settled``.
+        Does nothing until ``model_changed`` was called again, once the values are ``settled``. Weights that an
+        exception has left behind their masters are written first: their values are those from before the step.
         """
+        self.finish_writing()
         if self.may_disagree:
             self._resync(self.pairs)
             self.may_disagree = not settled
@@ -410,25 +414,43 @@ class MasterParams:
         with torch.no_grad():
             return all(torch.equal(master.to(p.dtype).to(master.dtype), master) for p, master in self.pairs)
 
+    def begin_writing(self) -> None:
+        """Notes that masters are about to move: until the weights are written, they are not to be believed."""
+        self.are_ahead = bool(self.pairs)
+
+    def finish_writing(self) -> None:
+        """Writes the weights that an exception has left behind their masters."""
+        if self.are_ahead:
+            self.copy_to_model()
+
     @torch.no_grad()
     def copy_to_model(self) -> None:
-        """model = master, rounded to nearest even."""
+        """model = master, rounded to nearest even. After an exception, too, which is raised then."""
         if self.pairs:
-            foreach.scale([master for _, master in self.pairs], [p for p, _ in self.pairs], FoundInf(), 1.0)
-            self.mark_written()
+            self.are_ahead = True
+            try:
+                foreach.scale([master for _, master in self.pairs], [p for p, _ in self.pairs], FoundInf(), 1.0)
+                self.mark_written()
+            except BaseException:
+                # Once more, in a way that takes no memory.
+                for p, master in self.pairs:
+                    p.copy_(master)
+                self.mark_written()
+                raise
 
     def mark_written(self) -> None:
         """Notes that the 16-bit weights are what their masters round to."""
         if self.pairs:
             self._written = _write_counts([p for p, _ in self.pairs])
+            self.are_ahead = False
 
     def overwritten(self) -> list[str]:
         """Names of weights that somebody has changed in place, past the masters, since they were made from them.
 
         Changes in place through ``.data`` cannot be seen. A host sync where there may be some.
         """
-        if self.may_disagree:
-            return []  # the masters are about to follow
+        if self.may_disagree or self.are_ahead:
+            return []  # one is about to follow the other
         now = _write_counts([p for p, _ in self.pairs])
         if now == self._written:
             return []

@@ -29,12 +29,13 @@ class ShowMasters(UpcastEntries):
     """Shows the masters of parameters that have one, in the place of their up-cast 16-bit values."""
 
     def shown(self, value: Tensor, t: Tensor) -> Tensor:
-        pair = next((pair for masters in list(ALIVE) for pair in masters.pairs_of([t])), None)
+        masters = next(iter(_masters_with(t)), None)
         # What some code of the user has made of the parameter is shown itself.
-        if pair is None or value.layout != t.layout or not value.is_set_to(t):
+        if masters is None or value.layout != t.layout or not value.is_set_to(t):
             return super().shown(value, t)
+        masters.finish_writing()
         # What ``resync`` would make of the master. Weights of an average that are swapped in count, too.
-        exact = resynced(*pair)
+        exact = resynced(*masters.pairs_of([t])[0])
         if not value.requires_grad:
             return exact
         # keep_vars: the entry leads to the parameter. Its values are set below autograd.
@@ -53,6 +54,8 @@ class _MastersFollow(ModelHook):
     def before(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
         named = module.named_parameters(recurse=False, remove_duplicate=False)
         own: dict[str, Tensor] = {name: p for name, p in named if _masters_with(p)}
+        for masters in [masters for p in own.values() for masters in _masters_with(p)]:
+            masters.finish_writing()
         _model_changed(own.values())
         if own and not metadata.get("assign_to_params_buffers"):
             self._incoming.append((own, state_dict, prefix))

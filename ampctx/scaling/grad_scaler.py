@@ -415,8 +415,12 @@ class GradScaler(ScalerState):
             states = self._per_optimizer_states.values()
             flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
             if flags:
-                self._loss_scale.update(join_flags(flags, scale.device))
-            elif not any(state["stage"] is OptState.STEPPED for state in states):
+                found_inf = join_flags(flags, scale.device)
+                # First: an exception must not leave flags that move the scale a second time.
+                self._per_optimizer_states = defaultdict(fresh_optimizer_state)
+                self._loss_scale.update(found_inf)
+                return
+            if not any(state["stage"] is OptState.STEPPED for state in states):
                 raise AmpAssertionError("No inf checks were recorded prior to update. Call step(optimizer) first.")
         else:
             if isinstance(new_scale, Tensor) and (

@@ -43,6 +43,8 @@ class FoundInfFlags:
         self.scales_used: dict[int, Factor] = {}
         # A step raised: the flags are for trying it again, and go with the gradients.
         self.of_failed_step = False
+        # What a step goes by that is under way.
+        self._taken: tuple[Flags, Flags] | None = None
 
     def add(self, loss_id: int, scale: LossScale, found_inf: Tensor, final: bool = True) -> None:
         """ORs a flag in. ``final``: nobody else decides about it, and ``drop_provisional`` leaves it. No host sync."""
@@ -71,7 +73,29 @@ class FoundInfFlags:
         self.by_loss, self.scales_used = by_loss, scales_used
 
     def clear(self) -> None:
+        self._taken = None
         self.by_loss, self._final, self.of_failed_step = {}, {}, False
+
+    def take(self) -> Flags:
+        """The flags since the last step, for the one decision that they are for."""
+        taken = self.by_loss, self._final
+        self.clear()
+        self._taken = taken
+        return taken[0]
+
+    def settle(self) -> None:
+        """Ends the step that has taken flags: their gradients have been used or dropped."""
+        self._taken = None
+
+    def give_back(self) -> None:
+        """A step raised before it was settled: its gradients are there still, and so are their flags."""
+        if self._taken is not None:
+            self.by_loss, self._final = (
+                {**flags, **now} for flags, now in zip(self._taken, (self.by_loss, self._final), strict=True)
+            )
+            self._taken = None
+        # Of a block that came before a step, too: the gradients are to be zeroed, and it goes with them.
+        self.of_failed_step = True
 
     def take_scales(self) -> dict[int, Factor]:
         scales, self.scales_used = self.scales_used, {}

@@ -250,6 +250,7 @@ class LossScale:
         if not self.dynamic:
             growth_tracker.add_(found_inf.reshape(()) == 0)
             return
+        self._copies = self._inverse = None  # first: an exception leaves none of before
         ops.update_scale(
             scale,
             growth_tracker,
@@ -262,7 +263,6 @@ class LossScale:
             min_scale=self.min_scale,
             max_scale=self.max_scale,
         )
-        self._copies = self._inverse = None
 
     # --- on the host ------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ TensorScalars<T>* advance_steps(const StepCall& call) {
   double known = std::numeric_limits<double>::quiet_NaN();  // the step count of `last`: powers are slow, most agree
   TensorScalars<T> last{};
   for (int64_t i = 0; i < call.lists.total_tensors; ++i) {
-    const double t = static_cast<double>(*call.steps[i]) + 1;
+    const double t = next_step(*call.steps[i]);
     *call.steps[i] = static_cast<float>(t);
     if (number == call.lists.size() || call.lists.index[number] != i) continue;
     if (t != known) last = tensor_scalars<T>(call.rule, t, number);

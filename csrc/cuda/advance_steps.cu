@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(kThreads)
   const int tensor = blockIdx.x * kThreads + threadIdx.x;
   if (tensor >= table.count || found_inf.is_set()) return;
   float* const step = static_cast<float*>(tensor_data(table, 0, tensor));
-  const double t = static_cast<double>(*step) + 1;
+  const double t = next_step(*step);
   *step = static_cast<float>(t);
   const int64_t number = first + table.offset[tensor];
   const bool has_elements = table.offset[tensor + 1] > table.offset[tensor];

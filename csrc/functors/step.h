@@ -32,6 +32,13 @@ AMPCTX_FN int64_t to_int64(double t) {
   return t >= -0x1p63 && t < 0x1p63 ? static_cast<int64_t>(t) : static_cast<int64_t>(1ull << 63);
 }
 
+// The step count after `step`. From 2^24 on it goes to the next number that fp32 has: step + 1 rounds to step, and the
+// random bits would be those of the step before. Bias corrections are 1 by then.
+AMPCTX_FN double next_step(float step) {
+  const bool is_counted = step < 0x1p24f || !(step <= 0x1.fffffep127f);
+  return is_counted ? static_cast<double>(step) + 1 : static_cast<double>(float_of(bits_of(step) + 1));
+}
+
 // `number` of the tensor among those of the call that have elements.
 template <class T>
 AMPCTX_FN TensorScalars<T> tensor_scalars(const TensorRule& rule, double t, int64_t number) {

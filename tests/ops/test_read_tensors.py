@@ -19,7 +19,7 @@ from backends import ALL_FLOATS, COMPILED, EMULATED, short
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampctx import foreach
+from ampctx import AmpTypeError, foreach
 from ampctx.foreach import FoundInf
 from ampctx.kernels import ops
 from ampctx.masters.lazy_grads import MasterParam
@@ -170,6 +170,133 @@ def test_an_error_of_an_attribute_is_raised():
 
     with pytest.raises(LookupError, match="not now"):
         ops.read_grads([nn.Parameter(torch.ones(3)), Strange(torch.ones(3))])
+
+
+# --- lists that are none, or change ----------------------------------------------------------------------------------
+
+
+class Sequel(list):
+    """A list whose items are those that it names."""
+
+    def __iter__(self):
+        return iter([*super().__iter__(), self.last])
+
+
+def with_grads(count=3):
+    params = [nn.Parameter(torch.ones(3)) for _ in range(count)]
+    for i, p in enumerate(params):
+        p.grad = torch.full((3,), float(i + 1))
+    return params
+
+
+@pytest.mark.parametrize("kind", [tuple, Sequel, iter])
+def test_anything_with_tensors_in_it_is_read_as_a_list_is(kind):
+    params = with_grads()
+
+    def listed(tensors):
+        made = kind(tensors)
+        if kind is Sequel:
+            del made[-1]
+            made.last = tensors[-1]
+        return made
+
+    grads = [p.grad for p in params]
+    all_of = ops.read(listed(grads)), ops.read_grads(listed(params))[1], ops.read_along(listed(params))
+    for known in (*all_of, ops.read_along(listed(params), listed(grads)), ops.HeldTensors(listed(grads))):
+        assert known is not None
+        assert all(map(operator.is_, known, grads))
+        assert len(known) == len(grads)
+        norm, _ = ops.multi_tensor_l2norm(known, torch.zeros(()))
+        assert norm == foreach.l2norm(grads, FoundInf())
+
+
+@pytest.mark.parametrize("wrong", [None, 3, torch.ones(3)], ids=["None", "int", "Tensor"])
+@pytest.mark.parametrize("entry", [ops.read, ops.read_grads, ops.read_along, ops.HeldTensors], ids=lambda f: f.__name__)
+def test_what_is_no_list_is_refused_by_name(entry, wrong):
+    with pytest.raises(AmpTypeError, match=rf"{entry.__name__}: \w+ is a {type(wrong).__name__}, expected a list"):
+        entry(wrong)
+
+
+def test_what_is_no_tensor_is_refused_by_name():
+    for entry in (ops.read_grads, ops.read_along):
+        with pytest.raises(AmpTypeError, match=rf"{entry.__name__}: params\[3\] is a float, expected a tensor"):
+            entry([*with_grads(), 3.0])
+    with pytest.raises(AmpTypeError, match=r"HeldTensors: tensors\[1\] is a float, expected a tensor"):
+        ops.HeldTensors([torch.ones(3), 3.0])
+
+
+@pytest.mark.parametrize("wrong", [None, (), 3, torch.ones(3)], ids=["None", "tuple", "int", "Tensor"])
+def test_the_library_itself_refuses_what_is_no_list(wrong):
+    """It would take the size of a tuple for a very large one."""
+    extension, number = ops.extension, ops.extension.new_list()[0]
+    with pytest.raises(TypeError, match="read: tensors is no list"):
+        extension.read_tensors(wrong, number)
+    with pytest.raises(TypeError, match="read_grads: params or grads is no list"):
+        extension.read_grads(wrong, [], False, number)
+    with pytest.raises(TypeError, match="read_grads: params or grads is no list"):
+        extension.read_grads(with_grads(), wrong, True, number)
+
+
+@pytest.mark.parametrize("change", ["clear", "pop", "append"])
+@pytest.mark.parametrize("entry", [ops.read_grads, ops.read_along], ids=lambda f: f.__name__)
+def test_a_list_that_changes_while_it_is_read_is_refused(entry, change):
+    class Changes(MasterParam):
+        @property
+        def grad(self):
+            getattr(params, change)(*([nn.Parameter(torch.ones(3))] if change == "append" else []))
+            gc.collect()
+            return torch.ones(3)
+
+    ops.extension.read_types([Changes])
+    changing = Changes(torch.ones(3))
+    params = [*with_grads(2), changing, *with_grads(2)]
+    del changing
+    with pytest.raises(TypeError, match="read_grads: a list changed its length while it was read"):
+        entry(params)
+
+
+def test_a_parameter_that_is_let_go_while_it_is_read_does_no_harm():
+    """Only its place in the list has kept it."""
+
+    class Leaves(MasterParam):
+        @property
+        def grad(self):
+            params[:] = with_grads(len(params))
+            return torch.ones(3)
+
+    ops.extension.read_types([Leaves])
+    params = [Leaves(torch.ones(3)) for _ in range(50)]
+    known = ops.read_along(params)
+    assert known is not None
+    assert [g.tolist()[0] for g in known] == [1.0, *map(float, range(2, 51))]
+
+
+def test_what_was_read_outlives_the_list_of_the_caller():
+    tensors, params = [torch.full((5000,), 2.0) for _ in range(4)], with_grads(3)
+    known, (grads, of_grads), (along) = ops.read(tensors), ops.read_grads(params), ops.read_along(params, tensors[:0])
+    norms = [foreach.l2norm(list(k), FoundInf()) for k in (known, of_grads, along)]
+    tensors.clear(), grads.clear()
+    for p in params:
+        p.grad = None
+    gc.collect()
+    others = [torch.full((5000,), 7.0) for _ in range(8)]
+    assert [ops.multi_tensor_l2norm(k, torch.zeros(()))[0] for k in (known, of_grads, along)] == norms
+    assert len(others) == 8
+
+
+def test_an_interrupt_while_a_tensor_is_looked_at_arrives():
+    class Interrupted(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is torch.Tensor.is_neg:
+                raise KeyboardInterrupt
+            return func(*args, **(kwargs or {}))
+
+    param = with_grads(1)[0]
+    param.data, param.grad = torch.ones(1), None
+    param.grad = torch.ones(1)
+    for entry in (ops.read_grads, ops.read_along, lambda params: ops.read([p.detach() for p in params])):
+        with pytest.raises(KeyboardInterrupt), Interrupted():
+            entry([param])
 
 
 def cases():

@@ -4,6 +4,7 @@ Plain SGD takes p to p - lr * g; fp32 gradients make of that any weight that is 
 """
 
 import ctypes
+import itertools
 import math
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from backends import FLOATS, NON_FINITE, short
 from optimizer_calls import ADAM, LOW, SGD, bits, make_call
 
-from ampctx.kernels.reference_steps import join, random_bits, split
+from ampctx.kernels.reference_steps import join, next_step, random_bits, split
 
 on_low = pytest.mark.parametrize("dtype", LOW, ids=short)
 
@@ -229,3 +230,33 @@ def test_nearest(backend, dtype):
     p = torch.zeros(3000, dtype=dtype, device=backend.device)
     sgd(backend, [p], [values], "nearest")
     assert torch.equal(p, values.to(dtype))
+
+
+@pytest.mark.parametrize("first", [2**24 - 3, 2**24, 2**25 - 4, 2.0**40])
+def test_random_bits_never_repeat_however_long_a_run_is(backend, first):
+    """fp32 counts to 2**24; from there on a step goes to the next number. Bits of before are those of the count."""
+    count, seen, counts = torch.full((), float(first), device=backend.device), set(), [float(first)]
+    for _ in range(8):
+        weights = torch.ones(64, device=backend.device, dtype=torch.bfloat16)
+        delta = torch.full((64,), 2.0**-8, device=backend.device)  # half way to the next
+        call = make_call(backend, SGD, [64], weight_decay=0.0, seed=3)
+        call.lists |= {"grads": [delta], "params": [weights], "steps": [count]}
+        call.options |= {"write_back": 4, "maximize": True}
+        expected = call.clone().expected(inv_scale=1.0, lr=1.0)
+        call.run(backend, inv_scale=1.0, lr=1.0)
+        call.assert_same(expected)
+        drawn = random_bits(3, torch.tensor(count.item()), 0, torch.arange(64))
+        assert torch.equal(weights.cpu() > 1, (drawn & 0xFFFF) >= 0x8000)
+        seen.add(tuple(weights.tolist()))
+        counts.append(count.item())
+    assert len(seen) == 8
+    steps = [b - a for a, b in itertools.pairwise(counts)]
+    assert all(step == 1 for step, b in zip(steps, counts[1:], strict=True) if b <= 2**24)
+    assert all(step > 0 for step in steps)
+
+
+def test_a_step_count_ends_at_inf():
+    counts = torch.tensor([0.0, 0.5, 2**24 - 1, 2**24, torch.finfo(torch.float32).max, math.inf, -math.inf])
+    expected = [1.0, 1.5, 2**24, 2**24 + 2, math.inf, math.inf, -math.inf]
+    assert [next_step(count).item() for count in counts] == expected
+    assert math.isnan(next_step(torch.tensor(math.nan)).item())

@@ -9,7 +9,7 @@
 #include <mutex>
 #include <unordered_set>
 
-#include "../../csrc/known_lists.h"
+#include "../../csrc/python_lists.h"
 #include "../cuda_emulation/emulation.h"
 #include "launch.h"
 
@@ -160,10 +160,10 @@ extern "C" int ampctx_register_emulated(const char* ns);
 
 // As ampctx/kernels/extension.py asks for them. Nothing is read past the dispatcher, so that every tensor is announced.
 AMPCTX_EXPORT int ampctx_register_cpu(const char* ns) { return ampctx_register_emulated(ns); }
-AMPCTX_EXPORT void ampctx_release_tensors(int64_t number) { known_lists().release(number); }
 AMPCTX_EXPORT int ampctx_use_python(void*, void*) { return 1; }
-AMPCTX_EXPORT int64_t ampctx_read_tensors(void*) { return 0; }
-AMPCTX_EXPORT int64_t ampctx_read_grads(void*, void*, int) { return 0; }
+AMPCTX_EXPORT PyObject* ampctx_new_list() { return python_lists::new_list(); }
+AMPCTX_EXPORT int ampctx_read_tensors(void*, int64_t) { return 0; }
+AMPCTX_EXPORT int ampctx_read_grads(void*, void*, int, int64_t) { return 0; }
 AMPCTX_EXPORT int ampctx_read_is_contiguous(int64_t) { return 0; }
 AMPCTX_EXPORT const char* ampctx_build_info() {
   return "{\"compiler\": \"PTX, interpreted\", \"cuda\": null, \"cuda_archs\": [], \"simd\": [], \"simd_used\": \"\"}";

@@ -258,17 +258,19 @@ class FP16_Optimizer:
         Raises:
             AmpError: a closure that overflows at the lowest scale, too.
         """
-        if closure is None:
-            if self.overflow:
-                logger.warning("Gradient overflow.  Skipping step, reducing loss scale to %s", self.loss_scale)
-                return None
-            result = self.optimizer.step()
-        else:
-            try:
-                result = self.optimizer.step(lambda: self._closure(closure))
-            finally:
-                self.first_closure_call_this_step = True
-        self._master_params_to_model_params()
+        if closure is None and self.overflow:
+            logger.warning("Gradient overflow.  Skipping step, reducing loss scale to %s", self.loss_scale)
+            return None
+        self._masters.begin_writing()
+        try:
+            given = () if closure is None else (lambda: self._closure(closure),)
+            result = self.optimizer.step(*given)
+            self._master_params_to_model_params()
+        except BaseException:
+            self._master_params_to_model_params()
+            raise
+        finally:
+            self.first_closure_call_this_step = True
         return result
 
     def _closure(self, closure: Callable[[], Any]) -> Any:
@@ -282,6 +284,7 @@ class FP16_Optimizer:
             with torch.enable_grad():
                 loss = closure()
             if not self.overflow:
+                self._masters.begin_writing()
                 return loss
             if self.loss_scale >= before:
                 raise AmpError(

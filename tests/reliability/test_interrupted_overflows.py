@@ -1,0 +1,256 @@
+"""An interrupt at any line of a block or a step that has met an overflow: after zero_grad() the next clean iteration
+steps, and the scale has fallen once at most. Whatever the line, each weight of the model is its rounded master."""
+
+import copy
+
+import pytest
+import torch
+from faults import Fault, fault_at_line, lines_of
+from torch import nn
+from torch.amp.grad_scaler import OptState
+
+from ampctx import optimizers
+from ampctx.amp import AmpSession, GradScaler
+from ampctx.kernels import foreach, grouping
+
+INIT = 2.0**16
+OPTIMIZERS = {
+    "plain": lambda params: torch.optim.SGD(params, lr=0.125, momentum=0.5),
+    "torch-fused": lambda params: torch.optim.Adam(params, lr=0.125, eps=1e-3, fused=True),
+    "ampctx": lambda params: optimizers.FusedAdam(params, lr=0.125, eps=1e-3),
+}
+
+
+class Training:
+    def __init__(self, level, kind):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        self.optimizer = OPTIMIZERS[kind](self.model.parameters())
+        self.session = AmpSession()
+        self.session.initialize(
+            self.model, self.optimizer, opt_level=level, loss_scale="dynamic", verbosity=0, max_consecutive_skips=20
+        )
+
+    def block(self, factor=2.0**-6, **kwargs):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+        loss = self.model(x).float().pow(4).mean() * factor
+        with self.session.scale_loss(loss, self.optimizer, **kwargs) as scaled:
+            scaled.backward()
+
+    def delayed(self, factor):
+        """Ends at the step: no block without ``delay_unscale`` comes."""
+        self.block(factor, delay_unscale=True)
+
+    def iterate(self):
+        self.optimizer.zero_grad()
+        self.block()
+        self.optimizer.step()
+
+    def scale(self):
+        return self.session.state_dict()["loss_scaler0"]["loss_scale"]
+
+    def masters(self):
+        return [p.detach().clone() for p in self.session.master_params(self.optimizer)]
+
+    def check_model(self):
+        """Before anything of amp's is called that might write the weights."""
+        model = [p.detach().clone() for p in self.model.parameters()]
+        masters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for p, master in zip(model, masters, strict=True):
+            assert torch.equal(p, master.detach().to(p.dtype))
+
+
+def goes_on(training, place, first_may_skip):
+    """A clean iteration after zero_grad() steps; the scale has fallen once at most. ``first_may_skip``: as it does for
+    a block from before, where nothing of what was interrupted has happened."""
+    training.check_model()
+    training.optimizer.zero_grad()
+    if first_may_skip:
+        training.iterate()
+    before = training.masters()
+    training.iterate()
+    assert training.scale() in (INIT, INIT / 2), place
+    assert not training.session.outcome(training.optimizer).skipped, place
+    after = training.masters()
+    assert not any(map(torch.equal, before, after)), place
+    assert all(t.isfinite().all() for t in after), place
+    training.check_model()
+
+
+CASES = [
+    # What overflows, and what is interrupted: what runs before it, and it.
+    ("block", lambda t: None, lambda t: t.block(float("inf")), False),
+    ("deferred", lambda t: t.block(float("inf"), delay_overflow_check=True), lambda t: t.block(), True),
+    ("skipped", lambda t: t.block(float("inf")), lambda t: t.optimizer.step(), True),
+    ("window", lambda t: t.delayed(float("inf")), lambda t: t.optimizer.step(), False),
+    ("taken", lambda t: t.block(), lambda t: t.optimizer.step(), False),
+]
+
+
+@pytest.mark.parametrize(
+    ("level", "kind", "every"),
+    [
+        pytest.param("O2", "ampctx", 25, id="O2-ampctx"),
+        *(
+            pytest.param(level, kind, 1, id=f"{level}-{kind}-every-line", marks=pytest.mark.full)
+            for level, kind in (("O2", "ampctx"), ("O2", "plain"), ("O1", "plain"), ("O2", "torch-fused"))
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    ("before", "work", "first_may_skip"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
+)
+def test_an_interrupt_at_any_line(level, kind, every, before, work, first_may_skip):
+    training = Training(level, kind)
+    before(training)
+    places = lines_of(lambda: work(training))
+    training.session.reset()
+    assert len(places) > 50
+    for place in places[::every]:
+        training = Training(level, kind)
+        before(training)
+        with pytest.raises(Fault), fault_at_line(place):
+            work(training)
+        goes_on(training, place, first_may_skip)
+        training.session.reset()
+
+
+# --- weights behind their masters -------------------------------------------------------------------------------------
+
+
+def interrupted_copy(kind, monkeypatch, times=1):
+    """A training whose step was interrupted between the masters' update and the copy of them."""
+    training, scale, left = Training("O2", kind), foreach.scale, times
+    training.block()
+    before = training.masters()
+
+    def raises(*args):
+        nonlocal left
+        if left == 0:
+            return scale(*args)
+        left -= 1
+        raise torch.OutOfMemoryError("out of memory")
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(foreach, "scale", raises)
+        training.optimizer.step()
+    assert left == 0
+    masters = [p for group in training.optimizer.param_groups for p in group["params"]]
+    assert not any(map(torch.equal, before, masters))
+    return training, [master.detach().clone() for master in masters]
+
+
+NEXT = {
+    "nothing": lambda t: None,
+    "state_dict": lambda t: t.model.state_dict(),
+    "deepcopy": lambda t: copy.deepcopy(t.model),
+    "block": lambda t: t.block(),
+    "step": lambda t: t.optimizer.step(),
+    "zero_grad": lambda t: t.optimizer.zero_grad(),
+    "amp.state_dict": lambda t: t.session.state_dict(masters=True, grads=True),
+    "master_state_dict": lambda t: t.session.master_state_dict(t.model),
+    "master_model": lambda t: t.session.master_model(t.model),
+    "master_params": lambda t: list(t.session.master_params(t.optimizer)),
+}
+
+
+@pytest.mark.parametrize("comes", NEXT)
+def test_weights_are_written_though_the_copy_was_interrupted(comes, monkeypatch):
+    training, masters = interrupted_copy("plain", monkeypatch)
+    NEXT[comes](training)
+    if comes != "step":
+        assert all(map(torch.equal, training.masters(), masters))
+    training.check_model()
+    training.session.reset()
+
+
+@pytest.mark.parametrize("comes", ["iterate", *(name for name in NEXT if name not in ("nothing", "deepcopy", "block"))])
+@pytest.mark.parametrize("kind", ["plain", "ampctx"])
+def test_weights_behind_their_masters_are_written_by_what_comes_next(kind, comes):
+    """As an interrupt leaves them that comes where nothing can be caught."""
+    training = Training("O2", kind)
+    masters = training.session._bindings[training.optimizer].masters
+    masters.begin_writing()
+    for _, master in masters.pairs:
+        master.data.mul_(1.5)
+    expected = [master.detach().clone() for _, master in masters.pairs]
+    {**NEXT, "iterate": lambda t: (t.optimizer.zero_grad(), t.block())}[comes](training)
+    training.check_model()
+    assert all(torch.equal(master, value) for (_, master), value in zip(masters.pairs, expected, strict=True))
+    training.session.reset()
+
+
+def test_what_is_loaded_after_an_interrupted_copy_counts():
+    """The rest of the weights are their rounded masters."""
+    training = Training("O2", "plain")
+    masters = training.session._bindings[training.optimizer].masters
+    masters.begin_writing()
+    for _, master in masters.pairs:
+        master.data.mul_(1.5)
+    expected = [master.detach().clone() for _, master in masters.pairs]
+    loaded = {"weight": torch.full((4, 4), 0.3).half(), "bias": torch.full((4,), 0.7).half()}
+    training.model[0].load_state_dict(loaded)
+    expected[:2] = loaded["weight"].float(), loaded["bias"].float()
+    assert all(map(torch.equal, training.masters(), expected))
+    training.check_model()
+    training.session.reset()
+
+
+def test_an_optimizer_that_writes_the_model_may_be_interrupted_between_both(monkeypatch):
+    """Without kernels: the master is written first, and then its weight."""
+    monkeypatch.setattr(grouping, "_has_kernel", lambda *_: False)
+    training = Training("O2", "ampctx")
+    training.block()
+    places = [p for p in lines_of(training.optimizer.step) if p[0] == "kernels/reference_steps.py"]
+    training.session.reset()
+    assert len(places) > 30
+    for place in places[::3]:
+        training = Training("O2", "ampctx")
+        training.block()
+        with pytest.raises(Fault), fault_at_line(place):
+            training.optimizer.step()
+        training.check_model()
+        training.session.reset()
+
+
+# --- GradScaler -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["step", "update"])
+def test_the_scale_of_a_grad_scaler_falls_once_for_an_overflow(place):
+    def make():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.125), GradScaler("cpu")
+
+        def backward(factor):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 4)).square().mean() * factor).backward()
+
+        return model, optimizer, scaler, backward
+
+    def work(optimizer, scaler):
+        if place == "update":
+            scaler.step(optimizer)
+            return scaler.update
+        return lambda: scaler.step(optimizer)
+
+    _, optimizer, scaler, backward = make()
+    backward(float("inf"))
+    places = lines_of(work(optimizer, scaler))
+    assert len(places) > 15
+    for at in places:
+        model, optimizer, scaler, backward = make()
+        backward(float("inf"))
+        call = work(optimizer, scaler)
+        with pytest.raises(Fault), fault_at_line(at):
+            call()
+        # As with torch's own, the next step is refused before.
+        if any(state["stage"] is OptState.STEPPED for state in scaler._per_optimizer_states.values()):
+            scaler.update()
+        before = model.weight.detach().clone()
+        backward(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() in (INIT, INIT / 2), at
+        assert not torch.equal(model.weight, before), at
