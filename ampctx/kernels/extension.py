@@ -65,6 +65,7 @@ class Extension:
     read_tensors: Callable[[list[Tensor]], int] = lambda tensors: 0
     read_grads: Callable[[list[Tensor], list[Any], bool], int] | None = None
     read_is_contiguous: Callable[[int], int] = lambda number: False
+    read_are_apart: Callable[[list[int]], bool] = lambda numbers: False
     late: LateKernels | None = None
     # Where the kernels run on some devices of a type alone: the ops for these devices.
     apart: dict[torch.device, Any] = field(default_factory=dict)
@@ -143,6 +144,8 @@ def _open(path: Path) -> ctypes.CDLL:
     library.ampctx_release_tensors.restype = None
     library.ampctx_read_is_contiguous.argtypes = [ctypes.c_int64]
     library.ampctx_read_is_contiguous.restype = ctypes.c_int
+    library.ampctx_read_are_apart.argtypes = [ctypes.POINTER(ctypes.c_int64), ctypes.c_int64]
+    library.ampctx_read_are_apart.restype = ctypes.c_int
     return library
 
 
@@ -162,12 +165,16 @@ def _readers(path: Path, opened: ctypes.CDLL) -> dict[str, Any]:
     def read_types(types: list[type]) -> None:
         use(exchange, [None, *types])
 
+    def are_apart(numbers: list[int]) -> bool:
+        return bool(opened.ampctx_read_are_apart((ctypes.c_int64 * len(numbers))(*numbers), len(numbers)))
+
     is_contiguous = opened.ampctx_read_is_contiguous
     return {
         "read_types": read_types,
         "read_tensors": tensors,
         "read_grads": grads,
         "read_is_contiguous": is_contiguous,
+        "read_are_apart": are_apart,
     }
 
 
