@@ -72,7 +72,10 @@ def _step_ops_header(specs) -> str:
         argument = "options" if "bias_correction" in numbers else ""
         sized = [f'StateList{{"{state.name}", {str(bool(state.if_set)).lower()}}}' for state in spec.sized]
         parts += ["template <>", f"struct StepOp<{_options(spec)}> {{"]
-        parts += [f'  static constexpr const char* name = "{spec.op}";', _array("StateList", "states", sized)]
+        names = {"name": spec.op, "unscaling_name": spec.unscaling_op}
+        names |= {f"held_{name}": f"{op}.held" for name, op in names.items()}
+        parts += [f'  static constexpr const char* {name} = "{op}";' for name, op in names.items()]
+        parts += [_array("StateList", "states", sized)]
         alone = [f'"{state.name}"' for state in spec.one_element if state.name != "steps"]
         parts += [_array("const char*", "one_element", alone)]
         parts += [_array("const char*", "factors", [f'"{factor}"' for factor in spec.factors])]

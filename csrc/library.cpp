@@ -184,9 +184,11 @@ int register_kernels(const char* ns) {
       {"fill_storages", fill_storages},
       {"multi_tensor_larc", multi_tensor_larc<backend, false>},
       {"multi_tensor_larc.held", multi_tensor_larc<backend, true>},
-#define AMPCTX_REGISTER(op, Options, backend)                            \
-  {"multi_tensor_" #op, step_op<backend, false, Options, &Backend::op>}, \
-      {"multi_tensor_" #op ".held", step_op<backend, true, Options, &Backend::op>},
+#define AMPCTX_REGISTER(op, Options, backend)                                                  \
+  {StepOp<Options>::name, step_op<backend, false, false, Options, &Backend::op>},              \
+      {StepOp<Options>::held_name, step_op<backend, true, false, Options, &Backend::op>},      \
+      {StepOp<Options>::unscaling_name, step_op<backend, false, true, Options, &Backend::op>}, \
+      {StepOp<Options>::held_unscaling_name, step_op<backend, true, true, Options, &Backend::op>},
       AMPCTX_STEP_OPS(AMPCTX_REGISTER, backend)
 #undef AMPCTX_REGISTER
   };
@@ -228,6 +230,9 @@ AMPCTX_EXPORT int ampctx_read_grads(PyObject* params, PyObject* grads, int with_
 }
 
 AMPCTX_EXPORT int ampctx_read_is_contiguous(int64_t number) { return ampctx::python_lists::is_contiguous(number); }
+AMPCTX_EXPORT int ampctx_read_are_apart(const int64_t* numbers, int64_t count) {
+  return ampctx::python_lists::are_apart(numbers, count);
+}
 
 AMPCTX_EXPORT const char* ampctx_build_info() {
   static const std::string info =

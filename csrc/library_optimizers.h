@@ -124,14 +124,16 @@ void run_step(const Backend& backend, const CallDevice& call, StepCall& step, in
   kernel(scope.context, step, options);
 }
 
-template <const Backend& backend, bool held, class Options, auto kernel>
+// Both ops of a step. `unscales`: the one that writes the gradients, too.
+template <const Backend& backend, bool held, bool unscales, class Options, auto kernel>
 void step_op(StableIValue* stack, uint64_t, uint64_t) {
   using Op = StepOp<Options>;
-  Arguments in(Op::name, stack, held);
-  std::vector<ListArgument> elementwise = {{"grads", in.list()}, {"params", in.list(), true}}, one_element;
+  constexpr const char* name = unscales ? Op::unscaling_name : Op::name;
+  Arguments in(name, stack, held);
+  std::vector<ListArgument> elementwise = {{"grads", in.list(), unscales}, {"params", in.list(), true}}, one_element;
   for (const StateList& state : Op::states) elementwise.push_back({state.name, in.list(), true, state.is_optional});
   const ListView extras = in.list();
-  for (const char* name : Op::one_element) one_element.push_back({name, in.list(), true});
+  for (const char* list : Op::one_element) one_element.push_back({list, in.list(), true});
   const ListView steps = in.list();
   const Tensor found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor();
   std::vector<Tensor> factors;
@@ -140,12 +142,13 @@ void step_op(StableIValue* stack, uint64_t, uint64_t) {
   const StoreArguments store(in);
 
   const CallDevice call = call_device(elementwise[0], found_inf);
-  StepCall step = check_step(Op::name, backend, call, elementwise, extras, steps, found_inf, inv_scale, lr, store);
+  StepCall step = check_step(name, backend, call, elementwise, extras, steps, found_inf, inv_scale, lr, store);
+  step.unscales = unscales;
   for (const ListArgument& argument : one_element) {
-    step.one_element.push_back(check_per_tensor(Op::name, argument, ListChecker(Op::name, call, elementwise[0]), call));
+    step.one_element.push_back(check_per_tensor(name, argument, ListChecker(name, call, elementwise[0]), call));
   }
   for (size_t i = 0; i < factors.size(); ++i) {
-    step.factors.push_back(check_factor(Op::name, Op::factors[i], factors[i], call, backend.has_device_pointers));
+    step.factors.push_back(check_factor(name, Op::factors[i], factors[i], call, backend.has_device_pointers));
   }
   step.rule = Op::rule(options);
   step.rule.seed = store.seed;

@@ -25,6 +25,7 @@ struct StepCall : OptimizerCall {
   std::vector<PerTensor> one_element;  // the op's other states of one element
   std::vector<Factor> factors;         // the op's own
   bool maximize;
+  bool unscales;  // whether the gradients become what the step computes with: times inv_scale, whatever the sign
   WriteBack write_back;
   TensorRule rule;  // what becomes of the step counts
   void* workspace;  // step_workspace bytes

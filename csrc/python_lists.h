@@ -225,4 +225,19 @@ inline bool is_contiguous(int64_t number) {
   return std::all_of(read->tensors.begin(), read->tensors.end(), [](const auto& entry) { return entry.is_contiguous; });
 }
 
+// Whether no two tensors of the lists that were read begin at one place. Those without elements begin nowhere.
+inline bool are_apart(const int64_t* numbers, int64_t count) {
+  std::vector<const void*> places;
+  for (int64_t i = 0; i < count; ++i) {
+    const KnownListPointer list = known_lists().find(numbers[i]);
+    const ReadList* read = list ? std::get_if<ReadList>(list.get()) : nullptr;
+    if (!read) return false;
+    for (const ReadList::Entry& entry : read->tensors) {
+      if (entry.numel > 0) places.push_back(entry.data);
+    }
+  }
+  std::sort(places.begin(), places.end());
+  return std::adjacent_find(places.begin(), places.end()) == places.end();
+}
+
 }  // namespace ampctx::python_lists

@@ -179,9 +179,8 @@ def _adam_capturable(
         lists["extras"], lists["params"] = lists["params"], lists.pop("masters")
     factor = call.tensor("inv_scale", inv_scale)
     with call.flag() as flag:
-        run_op("adam", call, lists, step, flag, inv_scale=factor, lr=call.factor("lr", lr), **options)
-        kept = torch.where(flag != 0, torch.ones_like(factor), factor)
-        foreach.scale(call["grads"], call["grads"], found_in(call.no_flag()), foreach.PerDevice(kept))
+        given = {"inv_scale": factor, "lr": call.factor("lr", lr), "unscale_grads": True, **options}
+        run_op("adam", call, lists, step, flag, **given)
 
 
 @torch.no_grad()

@@ -66,6 +66,7 @@ class Extension:
     read_tensors: Callable[[list[Tensor], int], int] = lambda tensors, number: 0
     read_grads: Callable[[list[Tensor], list[Any], bool, int], int] | None = None
     read_is_contiguous: Callable[[int], int] = lambda number: False
+    read_are_apart: Callable[[list[int]], bool] = lambda numbers: False
     late: LateKernels | None = None
     # Where the kernels run on some devices of a type alone: the ops for these devices.
     apart: dict[torch.device, Any] = field(default_factory=dict)
@@ -140,6 +141,8 @@ def _open(path: Path) -> ctypes.CDLL:
     library.ampctx_build_info.restype = ctypes.c_char_p
     library.ampctx_read_is_contiguous.argtypes = [ctypes.c_int64]
     library.ampctx_read_is_contiguous.restype = ctypes.c_int
+    library.ampctx_read_are_apart.argtypes = [ctypes.POINTER(ctypes.c_int64), ctypes.c_int64]
+    library.ampctx_read_are_apart.restype = ctypes.c_int
     return library
 
 
@@ -162,6 +165,9 @@ def _readers(path: Path, opened: ctypes.CDLL) -> dict[str, Any]:
     def read_types(types: list[type]) -> None:
         use(exchange, [None, *types])
 
+    def are_apart(numbers: list[int]) -> bool:
+        return bool(opened.ampctx_read_are_apart((ctypes.c_int64 * len(numbers))(*numbers), len(numbers)))
+
     is_contiguous = opened.ampctx_read_is_contiguous
     return {
         "new_list": new_list,
@@ -169,6 +175,7 @@ def _readers(path: Path, opened: ctypes.CDLL) -> dict[str, Any]:
         "read_tensors": tensors,
         "read_grads": grads,
         "read_is_contiguous": is_contiguous,
+        "read_are_apart": are_apart,
     }
 
 

@@ -16,8 +16,9 @@ as torch's ``copy_`` rounds.
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
@@ -44,7 +45,7 @@ _SCHEMAS = (
     "update_scale(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor(c!) hysteresis_tracker, Tensor found_inf,"
     " float growth_factor, float backoff_factor, int growth_interval, int hysteresis, float min_scale,"
     " float max_scale) -> ()",
-    *(spec.schema for spec in SPECS.values()),
+    *(schema for spec in SPECS.values() for schema in spec.schemas),
 )
 
 _TENSOR_LIST = re.compile(r"Tensor(\(\w!\))?\[\]")
@@ -325,6 +326,14 @@ def _as_read(tensors: list[Tensor], number: int, owner: Any) -> ReadTensors | No
     # Where no kernel is compiled for a device, lists go to the fallback, which takes tensors.
     served = "cpu" in extension.backends if device == "cpu" else extension.serves(device)
     return found if served else None
+
+
+def are_apart(lists: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether no two tensors of the lists begin at one place in memory. Empty ones begin nowhere. No host sync."""
+    if all(map(isinstance, lists, repeat(ReadTensors))):
+        return extension.read_are_apart([tensors.number for tensors in lists])  # type: ignore[attr-defined]
+    places = [t.data_ptr() for t in chain.from_iterable(lists) if t.numel()]
+    return len(set(places)) == len(places)
 
 
 def fill_storages(tensors: ReadTensors) -> bool:

@@ -172,6 +172,12 @@ def scalar(value: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
     return value.reshape(()).to(dtype).to(like.device)
 
 
+def overwrite(t: Tensor, new: Tensor) -> None:
+    """``t.copy_(new)``, where elements of ``t`` may be one place in memory, as those of an expanded tensor are, too."""
+    places = tuple(slice(None) if stride else slice(1) for stride in t.stride())
+    t[places].copy_(new[places])
+
+
 def multi_tensor_scale(src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: Tensor, scale: Tensor) -> None:
     """dst = src * scale."""
     for s, d in zip(src, dst, strict=True):

@@ -182,8 +182,8 @@ class _Place:
         self.skip = walk.o.found_inf.reshape(()).to(param.device) != 0
         self.taken = next_step(step.reshape(()))
         self.lr = walk.scalar(walk.o.lr, param)
-        g = grad.reshape(param.shape).to(walk.dtype) * walk.scalar(walk.o.inv_scale, grad)
-        self.g = -g if walk.o.maximize else g
+        self.grad, g = grad, grad.reshape(param.shape).to(walk.dtype) * walk.scalar(walk.o.inv_scale, grad)
+        self.unscaled, self.g = g, -g if walk.o.maximize else g
         self.w = _weight(param, extra, walk.o.write_back, walk.dtype)
 
     def read(self, i: int) -> Tensor:
@@ -215,6 +215,9 @@ class _Place:
             return drawn.as_strided(w.shape, self.param.stride()) if is_dense else drawn.reshape(w.shape)
 
         _store(w, self.param, self.extra, walk.o.write_back, bits, self.skip)
+        if walk.o.unscale_grads:
+            unscaled = self.unscaled.to(self.grad.dtype).reshape(self.grad.shape)
+            reference.overwrite(self.grad, torch.where(self.skip, self.grad, unscaled))
         _update(self.step, self.taken, self.skip)
 
 
@@ -343,7 +346,7 @@ def larc(o: Options) -> None:
 
 def run(op: str, given: dict[str, Any]) -> None:
     """An op by the name of its spec, on arguments by name: unchecked, factors as tensors, write backs as numbers."""
-    spec, o = SPECS[op], SimpleNamespace(**given)
+    spec, o = SPECS[op], SimpleNamespace(**{"unscale_grads": False, **given})
     if not spec.takes_step:
         return larc(o)
     states = [given[state.name] for state in spec.sized if given[state.name]]
@@ -388,11 +391,12 @@ def _check_one_element(op: str, name: str, tensors: Sequence[Tensor], grads: Seq
             raise RuntimeError(f"{where} is on {t.device}, grads[0] is on {grads[0].device}")
 
 
-def _checked(spec: OpSpec) -> Callable[..., None]:
+def _checked(spec: OpSpec, unscale_grads: bool = False) -> Callable[..., None]:
     """``run`` behind the checks of its arguments. What an op has of its own comes last."""
     numbers = [number.name for number in spec.numbers]
     end = ["maximize", "write_back", "seed"] if spec.takes_step else []
-    names, op = [*spec.lists, *spec.tensors, *numbers, *end], spec.op
+    names = [*spec.lists, *spec.tensors, *numbers, *end]
+    op = spec.unscaling_op if unscale_grads else spec.op
 
     def fallback(*arguments: Any) -> None:
         given = dict(zip(names, arguments, strict=True))
@@ -407,9 +411,10 @@ def _checked(spec: OpSpec) -> Callable[..., None]:
         for state in spec.one_element:
             if state.name != "steps":
                 _check_one_element(op, state.name, given[state.name], grads)
-        run(spec.name, given)
+        run(spec.name, {**given, "unscale_grads": unscale_grads})
 
     return fallback
 
 
 FALLBACKS = {spec.op: _checked(spec) for spec in SPECS.values()}
+FALLBACKS |= {spec.unscaling_op: _checked(spec, True) for spec in SPECS.values() if spec.takes_step}

@@ -60,6 +60,11 @@ class OpSpec:
         return f"multi_tensor_{self.name}"
 
     @property
+    def unscaling_op(self) -> str:
+        """The same step, of which the gradients keep what it computes with."""
+        return f"multi_tensor_unscaling_{self.name}"
+
+    @property
     def sized(self) -> tuple[State, ...]:
         """State of the parameters' size."""
         return tuple(state for state in self.states if not state.one_element)
@@ -80,13 +85,17 @@ class OpSpec:
         return ("found_inf", "inv_scale", "lr", *self.factors)
 
     @property
-    def schema(self) -> str:
-        kept = "grads" if self.takes_step else "params"
+    def schemas(self) -> tuple[str, ...]:
+        if not self.takes_step:
+            return (self._schema(self.op, kept="params"),)
+        return self._schema(self.op, kept="grads"), self._schema(self.unscaling_op)
+
+    def _schema(self, op: str, kept: str = "") -> str:
         letters = iter("abcdefgh")
         lists = [f"Tensor[] {name}" if name == kept else f"Tensor({next(letters)}!)[] {name}" for name in self.lists]
         end = ["bool maximize", "int write_back", "int seed"] if self.takes_step else []
         numbers = [f"{number.type} {number.name}" for number in self.numbers]
-        return f"{self.op}({', '.join([*lists, *(f'Tensor {t}' for t in self.tensors), *numbers, *end])}) -> ()"
+        return f"{op}({', '.join([*lists, *(f'Tensor {t}' for t in self.tensors), *numbers, *end])}) -> ()"
 
 
 BETAS = (Number("beta1", of="group['betas'][0]"), Number("beta2", of="group['betas'][1]"))

@@ -7,12 +7,14 @@ taken so far; a call that is not skipped advances them. ``extras`` depends on ``
 (``ampctx.kernels.reference_steps`` has the table) and is empty for "nearest" and "stochastic".
 
 Each call returns without a change, to the step counts too, where ``found_inf`` (one element, fp32 or int32) is not 0,
-as the kernel finds out on the device. Gradients are multiplied by ``inv_scale`` as they are read and stay as they are.
+as the kernel finds out on the device. Gradients are multiplied by ``inv_scale`` as they are read and stay as they are;
+with ``unscale_grads`` the same kernel stores what it computes with in them, rounded to their dtype (never the sign of
+``maximize``): that is another op, ``multi_tensor_unscaling_*``, whose schema says so.
 ``inv_scale`` and ``lr`` are floats or one-element tensors, fp32 on the device of the lists or on the CPU. ``seed``
 feeds the "stochastic" write back, whose random numbers depend on seed, step count and place alone. No host sync.
 
 Lists that stay the same from call to call may be held (``ampctx.ops.HeldTensors``). Autograd is told that ``params``
-and ``extras`` changed; the state of an optimizer is in nobody's graph.
+and ``extras`` changed, and gradients where they are written; the state of an optimizer is in nobody's graph.
 
 The calls are made of ``ampctx.kernels.spec``, as source that is compiled once, as dataclasses do: to go through the
 names of arguments at each call costs as much as a small op. ``steps.pyi`` has them for type checkers.
@@ -43,15 +45,17 @@ def source(spec: OpSpec) -> str:
     positional = [*(f"{name}: Sequence[Tensor]" for name in lists), "found_inf: Tensor"]
     positional += [f"{name}: Factor" for name in tensors[1:]]
     named = [f"{n.name}: {n.type}" + ("" if n.default is None else f" = {n.default!r}") for n in spec.numbers]
-    numbers, written = [number.name for number in spec.numbers], "grads"
+    numbers, op, written = [number.name for number in spec.numbers], f"_ops.{spec.op}", "wrote(grads)"
     if spec.takes_step:
         named += ["maximize: bool = False", 'write_back: str = "nearest"', "seed: int = 0"]
+        named += ["unscale_grads: bool = False"]
         numbers += ["maximize", "_CODES[write_back]", "seed"]
-        written = "params, extras"
+        op = f"_ops.{spec.unscaling_op} if unscale_grads else {op}"
+        written = "wrote(params, extras, *((grads,) if unscale_grads else ()))"
     scalars = ["found_inf", *(f"factor({name})" for name in tensors[1:])]
     return (
         f'def {spec.name}({", ".join(positional)}, *, {", ".join(named)}) -> None:\n    """{spec.doc}"""\n'
-        f"    call(_ops.{spec.op}, ({', '.join(lists)}), {', '.join([*scalars, *numbers])})\n    wrote({written})\n"
+        f"    call({op}, ({', '.join(lists)}), {', '.join([*scalars, *numbers])})\n    {written}\n"
     )
 
 

@@ -219,6 +219,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every parameter that has a gradient, where ``found_inf`` is 0 or absent. No host sync.
 
+        Where there is a ``grad_scale``, gradients in ``.grad`` are divided by it: for the step and for who reads them
+        after it, as torch's fused optimizers leave them. A step that is skipped leaves them as they are.
+
         Args:
             closure: evaluates the model, with gradients enabled.
 
@@ -252,8 +255,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         if works is None:
             self._plan, works = None, self._new_works(scaling)
         norm = self._global_norm(works, scaling)
-        for number, work in enumerate(works):
+        calls = _work.each_gradient_once(works) if scaling.unscales else works
+        for number, work in enumerate(calls):
             self._launch(work, number, scaling, norm)
+        if scaling.unscales:
+            _work.finish_unscaling(calls)
         if self._plan is None and _work.can_be_kept(works):
             self._plan = Plan(self, works, scaling)
         if self._plan is not None:
@@ -366,6 +372,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             "lr": _work.on_device(lr, device) if isinstance(lr, Tensor) else lr,
             "maximize": bool(group["maximize"]),
             "seed": _options.seed_of_call(seed, number) if number else seed,
+            "unscale_grads": scaling.unscales and not work.waiting,
         }
         if norm is not None:
             arguments["global_grad_norm"] = norm.on(device)

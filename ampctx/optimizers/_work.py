@@ -19,10 +19,10 @@ from ampctx.kernels import reference_steps, steps
 from ampctx.kernels.each import grad_of, version_of
 from ampctx.kernels.foreach import Factor, PerDevice, move, product
 from ampctx.kernels.grouping import buckets
-from ampctx.kernels.ops import HeldTensors, can_be_held, extension, factor, read_along
-from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, same_layout
+from ampctx.kernels.ops import HeldTensors, are_apart, can_be_held, extension, factor, read_along
+from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, overwrite, same_layout
 from ampctx.kernels.reference_steps import WRITE_BACKS
-from ampctx.kernels.sharding import any_sharded, local
+from ampctx.kernels.sharding import any_sharded, local, wrote
 from ampctx.masters.lazy_grads import MasterParam, ModelGrads
 from ampctx.optimizers._options import Group, check_one_element
 from ampctx.optimizers._state import EXTRAS, State
@@ -41,12 +41,15 @@ class Scaling(NamedTuple):
     inv_scale: what the gradients in ``.grad`` are to be multiplied by.
     models: fp32 master to the 16-bit weight that is written with it.
     pending: 16-bit gradients that stand for those of masters, with a factor of their own.
+    unscales: whether the gradients in ``.grad`` become what the step computes with, as torch's fused optimizers leave
+        them where they get a ``grad_scale``.
     """
 
     found_inf: PerDevice | None = None
     inv_scale: Factor = 1.0
     models: Mapping[Tensor, Tensor] = {}
     pending: ModelGrads | None = None
+    unscales: bool = False
 
 
 def scaling_of(optimizer: Any, grad_factor: Factor) -> Scaling:
@@ -57,6 +60,7 @@ def scaling_of(optimizer: Any, grad_factor: Factor) -> Scaling:
         product(taken_inv_scale(optimizer), grad_factor) if is_scaled else grad_factor,
         getattr(optimizer, "model_params", None) or {},
         getattr(optimizer, "model_grads", None),
+        is_scaled,
     )
 
 
@@ -121,6 +125,8 @@ class Work(NamedTuple):
     lists: dict[str, Any]
     keys: dict[str, str]
     sharded: bool = False  # whether there are DTensors among the members
+    # Of gradients that are to be unscaled, those that the op gets in another layout, and what it gets.
+    relaid: Sequence[tuple[Tensor, Tensor]] = ()
 
     @property
     def waiting(self) -> bool:
@@ -160,12 +166,17 @@ def works_of(
     destination = kind[0]
     # Parts of DTensors: their layout in memory is their own.
     params, extras = map(local, _targets(members.params, states, destination, scaling))
+    given = local(members.grads)
+    grads = [
+        grad if grad.is_contiguous() and p.is_contiguous() else _in_layout_of(p, grad)
+        for p, grad in zip(params, given, strict=True)
+    ]
+    relaid: Sequence[tuple[Tensor, Tensor]] = ()
+    if scaling.unscales and not kind[1]:
+        relaid = [(grad, copy) for grad, copy in zip(given, grads, strict=True) if copy is not grad]
     keys = {**{name: key for name, key in sized.items() if key is not None}, **one_element}
     compared = {
-        "grads": [
-            grad if grad.is_contiguous() and p.is_contiguous() else _in_layout_of(p, grad)
-            for p, grad in zip(params, local(members.grads), strict=True)
-        ],
+        "grads": grads,
         "params": params,
         **{name: [state[keys[name]] for state in states] for name in sized if name in keys},
         **({"extras": extras} if extras else {}),
@@ -179,7 +190,38 @@ def works_of(
     found = buckets(*compared.values(), along=[*along.values(), members.params], known_dtypes=_KNOWN_DTYPES)
     for device, fused, (*lists, stepped) in found:
         named = {**empty, **dict(zip(names, lists, strict=True))}
-        yield Work(group, kind, device, fused, stepped, named, keys, sharded)
+        yield Work(group, kind, device, fused, stepped, named, keys, sharded, relaid)
+        relaid = ()
+
+
+def each_gradient_once(works: list[Work]) -> list[Work]:
+    """The calls, with a copy of each gradient that a parameter before has, too: that one's call unscales it. No host
+    sync."""
+    is_traced = torch.compiler.is_compiling()  # without addresses
+    if not is_traced and are_apart([work.lists["grads"] for work in works if not work.waiting]):
+        return works
+    seen: set[Any] = set()
+
+    def once(grad: Tensor) -> Tensor:
+        place = grad if is_traced else grad.data_ptr()
+        is_first = place not in seen
+        seen.add(place)
+        return grad if is_first else grad.clone()
+
+    return [
+        work if work.waiting else work._replace(lists={**work.lists, "grads": list(map(once, work.lists["grads"]))})
+        for work in works
+    ]
+
+
+def finish_unscaling(works: Sequence[Work]) -> None:
+    """What the calls could not write: gradients in another layout than their parameter's, and the versions of DTensors
+    whose parts were written. A step that was skipped leaves the same bits. No host sync."""
+    for work in works:
+        for grad, copy in work.relaid:
+            overwrite(grad, copy)
+        if work.sharded and not work.waiting:
+            wrote([p.grad for p in work.members if p.grad is not None])
 
 
 def call(op: str, work: Work, arguments: dict[str, Any]) -> None:
@@ -212,7 +254,7 @@ class _Call:
     """A call of the step before. Its gradients are gone, what they were like is not."""
 
     def __init__(self, work: Work, state: Mapping[Tensor, Any], waiting: Sequence[Tensor]) -> None:
-        self.work = work._replace(lists={**work.lists, "grads": []})
+        self.work = work._replace(lists={**work.lists, "grads": []}, relaid=())
         # Whether its gradients are all that wait, in their order.
         self.takes_all = len(waiting) == len(work.members) and all(map(is_, waiting, work.members))
         self._states = [state[p] for p in work.members]

@@ -245,7 +245,8 @@ class GradScaler(ScalerState):
         One host read, whatever the number of devices. None for an optimizer with ``_step_supports_amp_scaling``, as
         torch's have with ``fused=True``: it finds ``grad_scale`` and ``found_inf`` (0.0 or 1.0) among its attributes.
         (Where it could not skip: groups that are not fused, the first step of torch's fused SGD with dampening, one
-        host read.) Without any gradient it changes nothing; a warning says so once.
+        host read.) Without any gradient it changes nothing; a warning says so once. Gradients in ``.grad`` are unscaled
+        after it, by such an optimizer's kernel; but where that one has skipped they are as they were.
 
         Returns:
             What ``optimizer.step`` returned; None for a step that was skipped.

@@ -50,6 +50,7 @@ class StepAccess {
       : call_(call),
         scalars_(scalars),
         weights_(optimizer_loops<T>(cpu::simd()).weights),
+        unscale_(arithmetic<T>(cpu::simd()).scale),
         access_(call.lists, cpu::simd()) {}
 
   // Weights and states that are of type T in memory.
@@ -75,8 +76,17 @@ class StepAccess {
     return at;
   }
 
+  // As they lie in memory; unscaled, where they are to become that, and stored.
   void read_gradients(StepBlock<T>& at, const Block& block, Buffers& buffers) const {
-    at.grad = access_.read(0, block, buffers.list[0]);
+    if (!call_.unscales) {
+      at.grad = access_.read(0, block, buffers.list[0]);
+      return;
+    }
+    T* const grad = access_.update(0, block, buffers.list[0]);
+    unscale_(grad, grad, block.size, static_cast<T>(call_.inv_scale.value));
+    access_.write(0, block, buffers.list[0]);
+    at.grad = grad;
+    at.grad_scale = call_.maximize ? -1 : 1;
   }
 
   void read_states(StepBlock<T>& at, const Block& block, Buffers& buffers) const {
@@ -115,10 +125,12 @@ class StepAccess {
   const StepCall& call_;
   const TensorScalars<T>* scalars_;
   const Weights<T>& weights_;
+  const decltype(Arithmetic<T>::scale) unscale_;
   const BlockAccess<T> access_;
 };
 
-// The loop that needs no pass of its own to convert gradients and copies; null where there is none.
+// The loop that needs no pass of its own to convert gradients and copies; null where there is none. Gradients that have
+// been unscaled are fp32.
 template <class Optimizer>
 MixedLoop<Optimizer> mixed_loop(const StepCall& call, const StepLoopsOf<float, Optimizer>& loops) {
   const TensorLists& lists = call.lists;
@@ -129,7 +141,8 @@ MixedLoop<Optimizer> mixed_loop(const StepCall& call, const StepLoopsOf<float, O
   if (!copies && call.write_back != WriteBack::nearest) return nullptr;
   const DType copy = copies ? lists.dtype[lists.depth - 1] : DType::f32;
   if (copies && copy == DType::f32) return nullptr;
-  return loops.mixed[static_cast<int>(lists.dtype[0])][static_cast<int>(copy)];
+  const DType grad = call.unscales ? DType::f32 : lists.dtype[0];
+  return loops.mixed[static_cast<int>(grad)][static_cast<int>(copy)];
 }
 
 template <class Optimizer>
@@ -145,9 +158,14 @@ void update(const Context& context, const StepCall& call, const TensorScalars<T>
   if (const MixedLoop<Optimizer> mixed = mixed_loop(call, loops)) {
     if constexpr (sizeof(T) == sizeof(float)) {
       return for_each_block(context, call.lists, [&](const Block& block) {
-        typename StepAccess<T>::Buffers unused;
-        StepBlock<T> at = access.open_in_place(block, unused);
-        mixed(at, access.memory(0, block), access.memory(call.lists.depth - 1, block), optimizer);
+        typename StepAccess<T>::Buffers buffers;
+        StepBlock<T> at = access.open_in_place(block, buffers);
+        const void* grad = access.memory(0, block);
+        if (call.unscales) {
+          access.read_gradients(at, block, buffers);
+          grad = at.grad;
+        }
+        mixed(at, grad, access.memory(call.lists.depth - 1, block), optimizer);
       });
     }
   }

@@ -10,12 +10,13 @@ namespace {
 
 enum class Walk { moments, weights, all };
 
-template <Walk walk, bool extras>
+template <Walk walk, bool extras, bool unscales>
 struct LambFunctor {
   static constexpr int kDepth = 4 + extras;
 
   Lamb<float> lamb;
-  float grad_scale, rate;
+  GradientScale<unscales> gradient;
+  float rate;
   WriteBack write_back;
   DType param, m, v;
   TensorScalars<float> tensor{};
@@ -27,7 +28,7 @@ struct LambFunctor {
     if constexpr (walk != Walk::weights) {
 #pragma unroll
       for (int k = 0; k < n; ++k) {
-        lamb_moments(lamb, value[0][k] * grad_scale, value[1][k], value[2][k], value[3][k]);
+        lamb_moments(lamb, gradient.of(value[0][k]), value[1][k], value[2][k], value[3][k]);
       }
       round_as_stored(m, value[2]);
       round_as_stored(v, value[3]);
@@ -55,47 +56,50 @@ struct LambParameters {
   float* partial;
 };
 
-// Lists: grads, params, exp_avgs, exp_avg_sqs, and extras where the write back has them.
-template <Walk walk, bool extras, class Table>
+// Lists: grads, params, exp_avgs, exp_avg_sqs, and extras where the write back has them. The walk that reads gradients
+// stores them, where that is asked for.
+template <Walk walk, bool extras, bool unscales, class Table>
 __global__ void __launch_bounds__(kThreads, 2) lamb_kernel(const __grid_constant__ Table table, int64_t share,
                                                            LambParameters call, const TensorScalars<float>* scalars) {
   if (call.step.found_inf.is_set()) return;
   constexpr unsigned grads = one_of_lists(0), params = one_of_lists(1), states = one_of_lists(2) | one_of_lists(3);
   constexpr unsigned extra = extras ? one_of_lists(4) : 0;
-  constexpr unsigned written = (walk == Walk::weights ? 0 : states) | (walk == Walk::moments ? 0 : params | extra);
+  constexpr unsigned written =
+      (walk == Walk::weights ? 0 : states | (unscales ? grads : 0)) | (walk == Walk::moments ? 0 : params | extra);
   const unsigned read =
       params | states | (walk == Walk::weights ? 0 : grads) | (reads_extras(call.step.write_back) ? extra : 0);
-  const float inv_scale = call.step.inv_scale.get(), lr = call.step.lr.get();
+  const float lr = call.step.lr.get();
   call.lamb.clip = lamb_clip(call.lamb, call.global_grad_norm.get());
-  LambFunctor<walk, extras> functor{call.lamb,
-                                    call.step.maximize ? -inv_scale : inv_scale,
-                                    lr,
-                                    call.step.write_back,
-                                    table.dtype[1],
-                                    table.dtype[2],
-                                    table.dtype[3]};
+  constexpr int at_once = unscales && extras && walk == Walk::all ? kVector / 4 : elements_at_once(4 + extras);
+  LambFunctor<walk, extras, unscales> functor{call.lamb,
+                                              {call.step.inv_scale.get(), call.step.maximize},
+                                              lr,
+                                              call.step.write_back,
+                                              table.dtype[1],
+                                              table.dtype[2],
+                                              table.dtype[3]};
   for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
     functor.tensor = scalars[tensor];
     if constexpr (walk == Walk::moments) functor.sum[0] = functor.sum[1] = 0;
     if constexpr (walk == Walk::weights) {
       functor.rate = lamb_rate(lr, call.norms[int64_t{2} * tensor], call.norms[int64_t{2} * tensor + 1]);
     }
-    for_each_element<functor.kDepth, written>(table, tensor, begin, size, read, functor);
+    for_each_element<functor.kDepth, written, at_once>(table, tensor, begin, size, read, functor);
     if constexpr (walk == Walk::moments) leave_piece<L2Norm>(table, share, tensor, functor.sum, call.partial);
   });
 }
 
 // Returns the share of a block.
-template <Walk walk, bool extras, class Table>
+template <Walk walk, bool extras, bool unscales, class Table>
 int64_t launch_walk(const Context& context, const Table& table, const LambParameters& parameters,
                     const TensorScalars<float>* scalars) {
-  constexpr auto kernel = &lamb_kernel<walk, extras, Table>;
+  constexpr auto kernel = &lamb_kernel<walk, extras, unscales, Table>;
   const Split grid = split(table.elements(), resident_blocks<kernel>(context.device));
   AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, parameters, scalars);
   return grid.share;
 }
 
-template <bool extras>
+template <bool extras, bool unscales>
 void launch_lamb(const Context& context, const StepCall& call, const LambOptions& options) {
   const NormsWorkspace workspace(call, 2);
   const LambParameters parameters{StepParameters(call), KernelFactor(call.factors[0]), Lamb<float>(options),
@@ -103,11 +107,11 @@ void launch_lamb(const Context& context, const StepCall& call, const LambOptions
   const TensorScalars<float>* scalars = advance_steps(context, call);
   for_each_table<4 + extras>(context, call.lists, [&](const auto& table) {
     if (has_ratio(options)) {
-      const int64_t share = launch_walk<Walk::moments, extras>(context, table, parameters, scalars);
+      const int64_t share = launch_walk<Walk::moments, extras, unscales>(context, table, parameters, scalars);
       launch_layer_norms<L2Norm, 2>(context, table, share, call.found_inf, workspace.partial, workspace.norms);
-      launch_walk<Walk::weights, extras>(context, table, parameters, scalars);
+      launch_walk<Walk::weights, extras, false>(context, table, parameters, scalars);
     } else {
-      launch_walk<Walk::all, extras>(context, table, parameters, scalars);
+      launch_walk<Walk::all, extras, unscales>(context, table, parameters, scalars);
     }
     scalars += table.count;
   });
@@ -116,7 +120,11 @@ void launch_lamb(const Context& context, const StepCall& call, const LambOptions
 }  // namespace
 
 void lamb(const Context& context, const StepCall& call, const LambOptions& options) {
-  has_extras(call.write_back) ? launch_lamb<true>(context, call, options) : launch_lamb<false>(context, call, options);
+  const auto launch = [&](auto unscales) {
+    has_extras(call.write_back) ? launch_lamb<true, unscales>(context, call, options)
+                                : launch_lamb<false, unscales>(context, call, options);
+  };
+  call.unscales ? launch(std::true_type{}) : launch(std::false_type{});
 }
 
 }  // namespace ampctx::cuda

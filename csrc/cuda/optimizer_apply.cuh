@@ -79,13 +79,31 @@ __device__ __forceinline__ void store_weights(WriteBack mode, DType param, Rando
   }
 }
 
+// How gradients are scaled. Kernels that store the unscaled ones (`unscales`) take the sign apart; they are others than
+// those that do not, as a gradient that is kept until it is stored takes registers.
+template <bool unscales>
+struct GradientScale {
+  float scale, sign;
+
+  __device__ GradientScale(float inv_scale, bool maximize)
+      : scale(maximize && !unscales ? -inv_scale : inv_scale), sign(maximize ? -1.0f : 1.0f) {}
+
+  // What the step computes with.
+  __device__ __forceinline__ float of(float& grad) const {
+    if constexpr (!unscales) return grad * scale;
+    grad *= scale;
+    return grad * sign;
+  }
+};
+
 // Lists: grads, params, the states of Optimizer, and extras where the write back has them.
-template <class Optimizer, bool extras>
+template <class Optimizer, bool extras, bool unscales>
 struct StepFunctor {
   static constexpr int kDepth = 2 + Optimizer::kStates + extras;
 
   Optimizer optimizer;
-  float grad_scale, lr;
+  GradientScale<unscales> gradient;
+  float lr;
   WriteBack write_back;
   DType param;
   TensorScalars<float> tensor{};
@@ -98,7 +116,7 @@ struct StepFunctor {
       float state[Optimizer::kStates + 1];  // not none
 #pragma unroll
       for (int s = 0; s < Optimizer::kStates; ++s) state[s] = value[2 + s][k];
-      value[1][k] = step_element(optimizer, tensor, lr, value[0][k] * grad_scale, value[1][k], state);
+      value[1][k] = step_element(optimizer, tensor, lr, gradient.of(value[0][k]), value[1][k], state);
 #pragma unroll
       for (int s = 0; s < Optimizer::kStates; ++s) value[2 + s][k] = state[s];
     }
@@ -106,27 +124,28 @@ struct StepFunctor {
   }
 };
 
-template <class Optimizer, bool extras, class Table>
+template <class Optimizer, bool extras, bool unscales, class Table>
 __global__ void __launch_bounds__(kThreads, 2)
     step_kernel(const __grid_constant__ Table table, int64_t share, StepParameters call, Optimizer optimizer,
                 const TensorScalars<float>* scalars) {
   if (call.found_inf.is_set()) return;
-  const float inv_scale = call.inv_scale.get();
-  StepFunctor<Optimizer, extras> functor{optimizer, call.maximize ? -inv_scale : inv_scale, call.lr.get(),
-                                         call.write_back, table.dtype[1]};
+  StepFunctor<Optimizer, extras, unscales> functor{
+      optimizer, {call.inv_scale.get(), call.maximize}, call.lr.get(), call.write_back, table.dtype[1]};
   constexpr int depth = functor.kDepth;
+  constexpr unsigned written = first_lists(depth) - (unscales ? 0 : one_of_lists(0));
+  constexpr int at_once = unscales && depth == 5 ? kVector / 4 : elements_at_once(depth);  // or registers spill
   const unsigned read = first_lists(extras && !reads_extras(call.write_back) ? depth - 1 : depth);
   for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
     functor.tensor = scalars[tensor];
-    for_each_element<depth, first_lists(depth) - one_of_lists(0)>(table, tensor, begin, size, read, functor);
+    for_each_element<depth, written, at_once>(table, tensor, begin, size, read, functor);
   });
 }
 
-template <bool extras, class Optimizer>
+template <bool extras, bool unscales, class Optimizer>
 void launch_step(const Context& context, const StepCall& call, const Optimizer& optimizer,
                  const TensorScalars<float>* scalars) {
   for_each_table<2 + Optimizer::kStates + extras>(context, call.lists, [&](const auto& table) {
-    constexpr auto kernel = &step_kernel<Optimizer, extras, std::decay_t<decltype(table)>>;
+    constexpr auto kernel = &step_kernel<Optimizer, extras, unscales, std::decay_t<decltype(table)>>;
     const Split grid = split(table.elements(), resident_blocks<kernel>(context.device));
     AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, StepParameters(call), optimizer,
                   scalars);
@@ -138,8 +157,11 @@ void launch_step(const Context& context, const StepCall& call, const Optimizer& 
 template <class Optimizer>
 void update(const Context& context, const StepCall& call, const TensorScalars<float>* scalars,
             const Optimizer& optimizer) {
-  has_extras(call.write_back) ? launch_step<true>(context, call, optimizer, scalars)
-                              : launch_step<false>(context, call, optimizer, scalars);
+  const auto launch = [&](auto unscales) {
+    has_extras(call.write_back) ? launch_step<true, unscales>(context, call, optimizer, scalars)
+                                : launch_step<false, unscales>(context, call, optimizer, scalars);
+  };
+  call.unscales ? launch(std::true_type{}) : launch(std::false_type{});
 }
 
 // Of the functors the one for as many states.

@@ -56,16 +56,18 @@ __device__ __forceinline__ void compute(const Table& table, unsigned read, const
   }
 }
 
-// functor(v, places) with v[list][k], k < 1, 4 or 8, element `places.of(k)` of the tensor, in the first `walked`
+// How many elements of each list are computed at a time: as many as there are registers for.
+__host__ __device__ constexpr int elements_at_once(int walked) { return walked < 4 ? kVector : kVector / 2; }
+
+// functor(v, places) with v[list][k], k < 1 or `at_once`, element `places.of(k)` of the tensor, in the first `walked`
 // lists of the table: reads those in the set `read` before, stores those in `written` after.
 //
 // Vectors begin at multiples of eight elements from the tensor's start, whatever its address: which thread gets which
 // elements, and so the order of a sum, depends on sizes and types alone.
-template <int walked, unsigned written, class Table, class Functor>
+template <int walked, unsigned written, int at_once = elements_at_once(walked), class Table, class Functor>
 __device__ __forceinline__ void for_each_element(const Table& table, int tensor, int64_t begin, int64_t size,
                                                  unsigned read, Functor& functor) {
-  constexpr int unroll = walked <= 2 ? 2 : 1;                  // more bytes under way where there is one list to read
-  constexpr int at_once = walked < 4 ? kVector : kVector / 2;  // or there are not registers enough
+  constexpr int unroll = walked <= 2 ? 2 : 1;  // more bytes under way where there is one list to read
   void* base[walked];
   bool aligned[walked], has_f32 = false;
 #pragma unroll

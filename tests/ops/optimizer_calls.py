@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -53,6 +53,7 @@ NOVOGRAD = Optimizer("novograd", "multi_tensor_novograd", ("exp_avgs",), _NOVOGR
 LARC = Optimizer("larc", "multi_tensor_larc", (), {"trust_coefficient": 0.02, "eps": 1e-8, "clip": True})
 ELEMENTWISE = (ADAM, AMSGRAD, SGD, MOMENTUM, ADAGRAD, LION)
 OPTIMIZERS = (*ELEMENTWISE, LAMB, LAMB_WITHOUT_RATIO, NOVOGRAD)  # LARC takes no step
+UNSCALING = tuple(replace(o, op=o.op.replace("tensor_", "tensor_unscaling_")) for o in OPTIMIZERS)
 on_elementwise = pytest.mark.parametrize("optimizer", ELEMENTWISE, ids=lambda o: o.name)
 on_optimizers = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.name)
 # Tensors that take several launches of each kernel, or are many for another reason.
@@ -122,9 +123,10 @@ class Call:
             self.assert_same(expected)
 
     def _has_norms(self) -> bool:
-        if self.op == LAMB.op:
+        op = self.op.replace("unscaling_", "")
+        if op == LAMB.op:
             return self.options["use_nvlamb"] or self.options["weight_decay"] != 0
-        return self.op in (NOVOGRAD.op, LARC.op)
+        return op in (NOVOGRAD.op, LARC.op)
 
 
 def assert_nearly_same(call: Call, expected: Call) -> None:

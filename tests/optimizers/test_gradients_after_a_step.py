@@ -1,0 +1,341 @@
+"""What a step leaves in ``.grad`` where a GradScaler has scaled: what torch's optimizers leave, unscaled gradients."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from host_reads import OpCalls
+from optimizer_cases import OPTIMIZERS, SHAPES, assert_same, give, gradients, make, parameters, params_of, snapshot
+from tape import Tape
+from torch import nn
+
+import ampctx
+from ampctx.foreach import FoundInf
+from ampctx.kernels import ops, steps
+from ampctx.masters.lazy_grads import MasterParam, ModelGrads
+from ampctx.optimizers import LARC, FusedAdam, FusedSGD
+
+SCALERS = {"torch": torch.amp.GradScaler, "ampctx": ampctx.GradScaler}
+on_scalers = pytest.mark.parametrize("scaler_type", SCALERS.values(), ids=SCALERS)
+on_optimizers = pytest.mark.parametrize("name", OPTIMIZERS)
+# As torch's optimizers have them.
+TORCHS = {
+    "adam": torch.optim.AdamW,
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
+    "adagrad": torch.optim.Adagrad,
+}
+
+
+@pytest.fixture(scope="module")
+def plain_torch():
+    namespace = "ampctx_gradients_after_a_step"
+    library = ops.define(namespace)
+    yield getattr(torch.ops, namespace)
+    del library
+
+
+@pytest.fixture(params=["compiled", "reference"])
+def backend(request, monkeypatch):
+    if request.param == "reference":
+        monkeypatch.setattr(steps, "_ops", request.getfixturevalue("plain_torch"))
+        monkeypatch.setattr(ops.extension, "read_grads", None)
+        monkeypatch.setattr("ampctx.optimizers._work.can_be_kept", lambda works: False)
+
+
+def scaled(scaler_type=ampctx.GradScaler, scale=64.0):
+    scaler = scaler_type("cpu", init_scale=scale)
+    scaler.scale(torch.ones(()))
+    return scaler
+
+
+def grads_of(optimizer):
+    return [p.grad.clone() for p in params_of(optimizer)]
+
+
+@pytest.mark.full(but=24)
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("kind", ["clean", "overflow", "unscaled", "unscaled-overflow"])
+@pytest.mark.parametrize("theirs", [torch.amp.GradScaler, ampctx.GradScaler], ids=SCALERS)
+@on_scalers
+@pytest.mark.parametrize("name", TORCHS)
+def test_gradients_are_those_that_torch_leaves(name, scaler_type, theirs, kind):
+    ours, torchs = OPTIMIZERS[name](parameters()), TORCHS[name](parameters(), lr=0.01, fused=True)
+    scalers = scaled(scaler_type), scaled(theirs)
+    for step in range(3):
+        for optimizer, scaler in zip((ours, torchs), scalers, strict=True):
+            params = params_of(optimizer)
+            grads = gradients(params, step, 64.0)
+            if "overflow" in kind and step == 1:
+                grads[0][0] = float("inf")
+            give(params, [torch.empty_like(p).copy_(g) for p, g in zip(params, grads, strict=True)])
+            if "unscaled" in kind:
+                scaler.unscale_(optimizer)
+                before = grads_of(optimizer)
+            scaler.step(optimizer)
+            if "unscaled" in kind:
+                assert_same(grads_of(optimizer), before)
+            scaler.update()
+        assert_same(grads_of(ours), grads_of(torchs))
+
+
+@pytest.mark.full(but=24)
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "masters", "split", "kahan"])
+@on_scalers
+@on_optimizers
+def test_of_every_optimizer_in_every_mode(name, scaler_type, mode):
+    """And twice in a row: the calls of the first step are kept for the second."""
+    optimizer, scaler = make(name, mode), scaled(scaler_type)
+    params = params_of(optimizer)
+    for step, bad in ((0, False), (1, False), (2, True)):
+        # In layouts of their own, some of them.
+        grads = gradients(params, step)
+        given = [g * (float("inf") if bad else 64) for g in grads]
+        kept = [g.clone() for g in given]
+        give(params, given)
+        with OpCalls() as calls:
+            scaler.step(optimizer)
+        assert calls.count == 0
+        assert_same(given, kept if bad else grads)
+        assert all(p.grad is g for p, g in zip(params, given, strict=True))
+        scaler.update()
+
+
+@on_optimizers
+def test_without_grad_scale_nothing_is_written(name):
+    optimizer = make(name, "fp32")
+    params = params_of(optimizer)
+    for step in range(2):
+        give(params, grads := gradients(params, step))
+        kept = [g.clone() for g in grads]
+        optimizer.found_inf = torch.tensor(0.0)
+        optimizer.step()
+        assert_same(grads, kept)
+        assert all(g._version == 0 for g in grads)
+
+
+def test_autograd_hears_of_gradients_that_were_written():
+    p = nn.Parameter(torch.ones(3))
+    optimizer, scaler = FusedSGD([p], lr=0.1), scaled()
+    (grad,) = torch.autograd.grad(p.square().sum(), p, create_graph=True)
+    later = grad.square().sum()
+    p.grad = grad
+    scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        later.backward()
+
+
+# --- gradients that are not each a tensor of its own, laid out as its parameter ---------------------------------------
+
+
+def own_layout(p, grad):
+    return grad
+
+
+def expanded(p, grad):
+    return grad.reshape(-1)[:1].reshape((1,) * grad.dim()).expand(grad.shape)
+
+
+def strided(p, grad):
+    return torch.stack([grad, torch.full_like(grad, 7.0)], -1)[..., 0]
+
+
+def transposed(p, grad):
+    return grad.movedim(0, -1).contiguous().movedim(-1, 0) if grad.dim() else grad
+
+
+def one_more(p, grad):
+    return torch.cat([torch.full((1,), 7.0), grad.flatten()])[1:].view(grad.shape)
+
+
+LAYOUTS = {f.__name__: f for f in (own_layout, expanded, strided, transposed, one_more)}
+
+
+@pytest.mark.full(but=16)
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("dense", [True, False], ids=["dense", "parameters-with-gaps"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("name", ["adam", "lamb", "novograd"])
+def test_gradients_in_any_layout(name, layout, dense):
+    shapes = [shape for shape in SHAPES if 0 not in shape]
+    pair = [parameters(shapes=shapes) for _ in range(2)]
+    if not dense:
+        pair = [[nn.Parameter(torch.stack([p.detach()] * 2, -1)[..., 0]) for p in params] for params in pair]
+    optimizer, plain = (OPTIMIZERS[name](params) for params in pair)
+    scaler = scaled()
+    for step in range(3):
+        grads = [layout(p, g) for p, g in zip(pair[0], gradients(pair[0], step, 64.0), strict=True)]
+        give(pair[0], grads)
+        give(pair[1], [g.contiguous() / 64 for g in grads])
+        scaler.step(optimizer)
+        scaler.update()
+        plain.step()
+        assert all(p.grad is g for p, g in zip(pair[0], grads, strict=True))
+        assert_same([g.contiguous() for g in grads], [p.grad for p in pair[1]])
+        rtol = 1e-6 if name == "lamb" else 0  # its norm is summed in another order
+        torch.testing.assert_close(snapshot(optimizer), snapshot(plain), rtol=rtol, atol=rtol)
+
+
+def test_what_lies_beside_a_gradient_stays():
+    flat = torch.arange(10.0) * 64
+    params = parameters(shapes=[(3,), (2, 2)])
+    give(params, [flat[1:4], flat[5:9].view(2, 2)])
+    scaled().step(FusedAdam(params))
+    assert flat.tolist() == [0, 1, 2, 3, 256, 5, 6, 7, 8, 576]
+
+
+@pytest.mark.full(but=16)
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("groups", [1, 2], ids=["one-call", "two-calls"])
+@pytest.mark.parametrize("share", [lambda g: g, lambda g: g.view(2, 6), lambda g: g.t()], ids=["same", "view", "other"])
+@on_optimizers
+def test_a_gradient_that_two_parameters_share_is_unscaled_once(name, share, groups):
+    pair = []
+    for shared in (True, False):
+        (first,), (empty,) = parameters(shapes=[(4, 3)]), parameters(shapes=[(0,)])
+        grad = torch.arange(12.0).reshape(4, 3) * (64 if shared else 1)
+        second = nn.Parameter(torch.ones_like(share(grad)))
+        give([first, second, empty], [grad, share(grad) if shared else share(grad).clone(), torch.ones(0)])
+        params = [first, second, empty]
+        pair.append(OPTIMIZERS[name]([{"params": params}] if groups == 1 else [{"params": [p]} for p in params]))
+    for _ in range(2):
+        give(params_of(pair[0])[:2], [grad := torch.arange(12.0).reshape(4, 3) * 64, share(grad)])
+        scaler = scaled()
+        scaler.step(pair[0])
+        pair[1].step()
+        assert_same([grad], [torch.arange(12.0).reshape(4, 3)])
+        assert_same(snapshot(pair[0]), snapshot(pair[1]))
+
+
+def test_gradients_are_not_kept_alive_by_their_copies():
+    p = nn.Parameter(torch.ones(4, 3))
+    optimizer = FusedAdam([p])
+    p.grad = torch.ones(3, 4).t()
+    alive = weakref.ref(p.grad)
+    scaled().step(optimizer)
+    p.grad = None
+    gc.collect()
+    assert alive() is None
+
+
+# --- what else a step may find ----------------------------------------------------------------------------------------
+
+
+def test_gradients_that_amp_keeps_for_masters_stay_as_they_are():
+    models = parameters(torch.bfloat16)
+    masters = [MasterParam(p.detach().float()) for p in models]
+    optimizer = FusedAdam(masters)
+    grads = {m: g * 256 for m, g in zip(masters[1:], gradients(models, 0)[1:], strict=True)}
+    kept = [g.clone() for g in grads.values()]
+    masters[0].grad = torch.full_like(masters[0], 8.0)
+    optimizer.model_grads = ModelGrads(list(grads), list(grads.values()), 1 / 64, FoundInf())
+    optimizer.grad_scale = torch.tensor(4.0)
+    for _ in range(2):
+        optimizer.step()
+    assert_same(list(grads.values()), kept)
+    assert all(g._version == 0 for g in grads.values())
+    assert_same([masters[0].grad], [torch.full_like(masters[0], 0.5)])
+
+
+def test_clipped_gradients_stay_clipped():
+    optimizer, scaler = make("lamb", "fp32"), scaled()
+    params = params_of(optimizer)
+    give(params, gradients(params, 0, 64.0))
+    scaler.unscale_(optimizer)
+    ampctx.clip_grad_norm_(params, 0.5)
+    before = grads_of(optimizer)
+    scaler.step(optimizer)
+    assert_same(grads_of(optimizer), before)
+
+
+def test_lambs_own_clipping_is_not_left_in_gradients():
+    optimizer = OPTIMIZERS["lamb"](parameters(), max_grad_norm=1e-3)
+    params = params_of(optimizer)
+    give(params, [g * 64 for g in gradients(params, 0)])
+    scaled().step(optimizer)
+    assert_same(grads_of(optimizer), gradients(params, 0))
+
+
+@on_scalers
+@pytest.mark.parametrize(
+    "make_inner", [lambda p: FusedSGD(p, lr=1.0), lambda p: torch.optim.SGD(p, lr=1.0, fused=True)]
+)
+def test_larc_leaves_what_it_has_adapted(make_inner, scaler_type):
+    pair = [parameters(), parameters()]
+    larc, plain = (LARC(make_inner(params)) for params in pair)
+    give(pair[0], [g * 64 for g in gradients(pair[0], 0)])
+    give(pair[1], gradients(pair[1], 0))
+    scaled(scaler_type).step(larc)
+    plain.step()
+    assert_same(grads_of(larc), grads_of(plain))
+
+
+@pytest.mark.parametrize("name", ["adam", "lamb", "novograd"])
+def test_a_captured_step_does_the_same(name):
+    params = parameters(shapes=[(3,), (5,)])
+    optimizer = OPTIMIZERS[name](params, capturable=True)
+    give(params, grads := [torch.ones(3), torch.ones(5)])
+    optimizer.step()  # makes the state
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(64.0), torch.tensor(0.0)
+    with Tape() as tape:
+        optimizer.step()
+    for scale, found_inf in ((64.0, 0.0), (3.0, 0.0), (3.0, 1.0)):
+        # Of a scale that is no power of two: the product with its reciprocal, rounded once.
+        optimizer.grad_scale.fill_(scale)
+        optimizer.found_inf.fill_(found_inf)
+        for g in grads:
+            g.fill_(7.0)
+        tape.replay()
+        want = 7.0 if found_inf else torch.tensor(7.0) * torch.tensor(scale).reciprocal()
+        assert_same(grads, [torch.full_like(g, want) for g in grads])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shares", [False, True], ids=["apart", "shared"])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_in_a_graph(compiler, shares):
+    torch.compiler.reset()
+    pair = [FusedAdam(parameters(shapes=[(4, 3), (4, 3)])) for _ in range(2)]
+    for optimizer, step in (
+        (pair[0], pair[0].step),
+        (pair[1], torch.compile(lambda: pair[1].step(), backend=compiler, fullgraph=True)),
+    ):
+        for number in range(2):
+            grads = gradients(params_of(optimizer), number, 64.0)
+            give(params_of(optimizer), grads[:1] * 2 if shares else grads)
+            optimizer.grad_scale = torch.tensor(64.0)
+            step()
+    assert_same(grads_of(pair[1]), grads_of(pair[0]))
+    assert_same(grads_of(pair[1])[:1], gradients(params_of(pair[0]), 1)[:1])
+    assert_same(snapshot(pair[1]), snapshot(pair[0]))
+
+
+@pytest.mark.full
+def test_parts_of_dtensors(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Shard
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        p = nn.Parameter(DTensor.from_local(torch.ones(4, 3), mesh, [Shard(0)]))
+        optimizer = FusedAdam([p])
+        for values, placement in (
+            (torch.full((4, 3), 64.0), Shard(0)),
+            (torch.full((3, 4), 64.0).t(), Shard(0)),
+            (torch.full((4, 3), 64.0), Partial()),
+        ):
+            p.grad = DTensor.from_local(values, mesh, [placement])
+            grad, version = p.grad, p.grad._version
+            scaled().step(optimizer)
+            assert_same([p.grad.to_local()], [torch.ones(4, 3)])
+            if placement != Partial():
+                assert p.grad is grad
+                assert grad._version > version
+    finally:
+        dist.destroy_process_group()
