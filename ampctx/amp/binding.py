@@ -366,13 +366,11 @@ class OptimizerBinding:
                 external="found_inf" in former,
             )
             self.gradients.drop_master_grads()
+            self._withdraw(former)
         except BaseException:
             flags.of_failed_step = True
+            self._withdraw(former)  # again, where an interrupt came on the way: a flag that stays skips all steps
             raise
-        finally:
-            for name in _OFFERED:
-                attributes.pop(name, None)
-            attributes.update(former)
         flags.clear()
         self.gradients.stepped = True
         self.steps.conclude(optimizer, outcome)
@@ -391,6 +389,13 @@ class OptimizerBinding:
         if self.masters.lazy:
             optimizer.model_params = self.masters.model_of
             optimizer.model_grads = self.gradients.lazy
+
+    def _withdraw(self, former: dict[str, Any]) -> None:
+        """Takes back what ``offer`` has set, in the place of ``former``."""
+        attributes = vars(self.optimizer)
+        for name in _OFFERED:
+            attributes.pop(name, None)
+        attributes.update(former)
 
     def take_flags(self) -> Flags:
         """The flags of the losses since the last step, for the one decision that they are for."""
