@@ -165,6 +165,7 @@ AMPCTX_EXPORT int ampctx_use_python(void*, void*) { return 1; }
 AMPCTX_EXPORT int64_t ampctx_read_tensors(void*) { return 0; }
 AMPCTX_EXPORT int64_t ampctx_read_grads(void*, void*, int) { return 0; }
 AMPCTX_EXPORT int ampctx_read_is_contiguous(int64_t) { return 0; }
+AMPCTX_EXPORT int ampctx_read_are_apart(const int64_t*, int64_t) { return 0; }
 AMPCTX_EXPORT const char* ampctx_build_info() {
   return "{\"compiler\": \"PTX, interpreted\", \"cuda\": null, \"cuda_archs\": [], \"simd\": [], \"simd_used\": \"\"}";
 }
