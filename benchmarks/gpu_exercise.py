@@ -170,6 +170,12 @@ class Exercise:
         self.intact(name, lists)
         return before, [x.flat() for x in lists]
 
+    def left(self, name: str, grads: TensorList, given: Tensor) -> None:
+        """Checks what a step has left of gradients."""
+        want = (given.float() * INV_SCALE).to(given.dtype) if self.unscales else given
+        self.checks.same(f"{name}, {'unscaled' if self.unscales else 'scaled'} gradients", grads.flat(), want)
+        self.intact(name, (grads,))
+
     def elementwise(self, name: str, write_back: str, extra: torch.dtype | None) -> None:
         """Two steps, beside the reference's over one tensor with all elements."""
         op, states, empty, options = ELEMENTWISE[name]
@@ -185,17 +191,19 @@ class Exercise:
             lists = (grads, params, *moments)
             getattr(optimizer_ops, op)(
                 *(x.tensors for x in lists), *left_out, extras[0].tensors if extras else [], steps, found_inf,
-                INV_SCALE, self.lr, write_back=write_back, seed=1, **options,
+                INV_SCALE, self.lr, write_back=write_back, seed=1, unscale_grads=self.unscales, **options,
             )  # fmt: skip
 
         # What a stochastic write back rounds is what a copy would hold.
         way, held = (write_back, extra) if write_back != "stochastic" else ("copy", torch.float32)
         for taken in (0.0, 1.0):
             what = f"{name}, {write_back}, step {taken + 1:.0f}"
+            g = grads.flat()
             (p, *state), after = self.stepped(what, [params, *moments, *extras], [counts], write_back, step)
+            self.left(what, grads, g)
             count = torch.full((), taken, device=self.device)
             rest = [state.pop()] if extras else [torch.zeros_like(p, dtype=held)] if held else []
-            lists = ([grads.flat()], [p], *([s] for s in state), *left_out, rest, [count])
+            lists = ([g], [p], *([s] for s in state), *left_out, rest, [count])
             given = dict(zip(SPECS[op].lists, lists, strict=True))
             given |= {"found_inf": self.flag(), "inv_scale": inv_scale, "lr": self.lr, "maximize": False, "seed": 1}
             numbers = {number.name: number.default for number in SPECS[op].numbers}
@@ -218,20 +226,21 @@ class Exercise:
             optimizer_ops.lamb(
                 grads.tensors, params.tensors, *(m.tensors for m in moments), extras[0].tensors if extras else [],
                 steps, found_inf, INV_SCALE, self.lr, torch.full_like(self.lr, 2.0), beta1=0.9, beta2=0.99, eps=0.0,
-                max_grad_norm=1.0, write_back=write_back, seed=1, **options,
+                max_grad_norm=1.0, write_back=write_back, seed=1, unscale_grads=self.unscales, **options,
             )  # fmt: skip
 
-        what = f"{name}, {write_back}"
+        what, g = f"{name}, {write_back}", grads.flat()
         before, after = self.stepped(what, [params, *moments, *extras], [counts], write_back, step)
+        self.left(what, grads, g)
         w = before[0].double()
-        u = grads.flat().double().sign() + options["weight_decay"] * w
+        u = g.double().sign() + options["weight_decay"] * w
         of_w, of_u = layout.norms(w), layout.norms(u)
         ratio = torch.where((of_w != 0) & (of_u != 0), of_w / of_u, 1.0)
         if name == "lamb without ratio":
             ratio = torch.ones_like(ratio)
         got = self.weights(after[0], after[-1] if extras else None, write_back)
         self.checks.close(what, got, w - LR * layout.spread(ratio) * u, **self.tolerance(write_back))
-        clipped = grads.flat().double() * INV_SCALE / 2
+        clipped = g.double() * INV_SCALE / 2
         self.checks.close(f"{what}, first moment", after[1], 0.1 * clipped, 1e-5, 1e-7)
         self.checks.same(f"{what}: counts", counts.clone(), torch.ones_like(counts))
 
@@ -247,12 +256,14 @@ class Exercise:
             optimizer_ops.novograd(
                 grads.tensors, params.tensors, moment.tensors, extras[0].tensors if extras else [], of_each, steps,
                 found_inf, INV_SCALE, self.lr, beta1=0.9, beta2=0.5, eps=1e-8, weight_decay=0.1, inf_norm=inf_norm,
-                write_back=write_back, seed=1,
+                write_back=write_back, seed=1, unscale_grads=self.unscales,
             )  # fmt: skip
 
+        given = grads.flat()
         what = f"novograd, {'inf' if inf_norm else 'l2'}, {write_back}"
         before, after = self.stepped(what, [params, moment, *extras], [counts, norms], write_back, step)
-        w, g = before[0].double(), grads.flat().double() * INV_SCALE
+        self.left(what, grads, given)
+        w, g = before[0].double(), given.double() * INV_SCALE
         n = layout.largest(g) if inf_norm else layout.norms(g)
         self.checks.close(f"{what}: norms", norms.clone(), n, 1e-5)
         self.checks.close(f"{what}: moment", after[1], 0.1 * g, 1e-5, 1e-7)
@@ -285,12 +296,14 @@ class Exercise:
         self.norms()
         self.overflows()
         for write_back, extra in write_backs(self.dtype):
-            for name in ELEMENTWISE:
-                self.elementwise(name, write_back, extra)
-            for name in LAMB:
-                self.lamb(name, write_back, extra)
-            for inf_norm in (False, True):
-                self.novograd(inf_norm, write_back, extra)
+            # Kernels of their own, with extras and without.
+            for self.unscales in (False, True) if write_back in ("nearest", "copy") else (False,):
+                for name in ELEMENTWISE:
+                    self.elementwise(name, write_back, extra)
+                for name in LAMB:
+                    self.lamb(name, write_back, extra)
+                for inf_norm in (False, True):
+                    self.novograd(inf_norm, write_back, extra)
         for clip in (False, True):
             self.larc(clip)
         self.checks.settle()
