@@ -124,10 +124,15 @@ class MasterParams:
     ) -> None:
         """Takes in the parameters of a group, putting masters into ``group["params"]`` where they are due.
 
-        ``known``: ids of tensors in the group that have been taken in before.
+        ``known``: ids of tensors in the group that have been taken in before. One that is there twice counts once.
         """
+        first: dict[int, int] = {}
         for i, p in enumerate(group["params"]):
             if id(p) in known:
+                continue
+            if first.setdefault(id(p), i) != i:
+                # What stands there now: the parameter, or its master.
+                group["params"][i] = group["params"][first[id(p)]]
                 continue
             original = (originals or {}).get(p)
             if not self.master_weights or p.dtype not in LOW_PRECISION:
@@ -282,9 +287,13 @@ class MasterParams:
         if unfrozen := {id(p) for p in self._frozen if p.requires_grad}:
             self._frozen = [p for p in self._frozen if id(p) not in unfrozen]
             for group in optimizer.param_groups:
+                given: dict[int, Tensor] = {}
                 for i, p in enumerate(group["params"]):
-                    if id(p) in unfrozen:
+                    if id(p) in given:
+                        group["params"][i] = given[id(p)]
+                    elif id(p) in unfrozen:
                         self._give_master(optimizer, group, i, None)
+                        given[id(p)] = group["params"][i]
             self._members = _members(optimizer)
 
     @torch.no_grad()
