@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping
 from itertools import compress, repeat
 from typing import Any
 
@@ -31,12 +31,19 @@ Group = dict[str, Any]
 
 
 def _cast_state(optimizer: Any, p: Tensor, key: Tensor, dtype: torch.dtype) -> None:
-    """Moves the optimizer's state of ``p`` to ``key``, its floating tensors of the parameter's shape in ``dtype``."""
-    if p in optimizer.state:
-        optimizer.state[key] = {
-            k: v.to(dtype) if isinstance(v, Tensor) and v.shape == p.shape and v.is_floating_point() else v
-            for k, v in optimizer.state.pop(p).items()
-        }
+    """Moves the optimizer's state of ``p`` to ``key``, its floating tensors of the parameter's shape in ``dtype``.
+
+    What is no dict goes along as it is: ``reset`` must not end half way.
+    """
+    states = optimizer.state
+    if isinstance(states, MutableMapping) and p in states:
+        state = states.pop(p)
+        if isinstance(state, Mapping):
+            state = {
+                k: v.to(dtype) if isinstance(v, Tensor) and v.shape == p.shape and v.is_floating_point() else v
+                for k, v in state.items()
+            }
+        states[key] = state
 
 
 def _members(optimizer: Any) -> list[Tensor]:

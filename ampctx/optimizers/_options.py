@@ -110,8 +110,13 @@ def check_flag(name: str, value: Any) -> bool:
 
 def check_betas(betas: Any) -> tuple[float, float]:
     """A pair of numbers from 0 to below 1, in a sequence of any kind: a list of OmegaConf, an array, a tensor."""
-    is_pair = hasattr(betas, "__len__") and hasattr(betas, "__getitem__") and not isinstance(betas, (str, bytes, Mapping))
-    if not is_pair or getattr(betas, "shape", (2,)) != (2,) or len(betas) != 2:
+    is_sequence = hasattr(betas, "__len__") and hasattr(betas, "__getitem__")
+    if (
+        not is_sequence
+        or isinstance(betas, (str, bytes, Mapping))
+        or getattr(betas, "shape", (2,)) != (2,)
+        or len(betas) != 2
+    ):
         raise AmpTypeError(f"betas must be a pair of numbers, got {betas!r}")
     first, second = (
         float(check_number(f"betas[{i}]", betas[i], below=1.0, title=f"beta parameter at index {i}")) for i in range(2)
