@@ -288,7 +288,7 @@ FAULTS = [
     ),
     Fault(
         "an op's numbers are not checked", "ampctx",
-        'if number.type == "float" and number.checked and not number.of:', "if False:",
+        'if number.type == "float" and not number.of:', "if False:",
         "tests/optimizers/test_optimizer_habits.py",
     ),
     Fault(

@@ -35,7 +35,7 @@ from ampctx.kernels.foreach import PerDevice
 from ampctx.masters.params import MasterParams
 from ampctx.scaling.guarded_step import GuardedStep, Listeners
 from ampctx.scaling.history import DEFAULT_LENGTH, check_length
-from ampctx.scaling.loss_scale import LossScale
+from ampctx.scaling.loss_scale import LossScale, check_loss_id
 from ampctx.scaling.stall import check_limit
 
 logger = logging.getLogger("ampctx")
@@ -242,15 +242,15 @@ class AmpSession(SessionState):
         for binding in self._bindings.values():
             binding.refuse("reset", "amp.reset()")
         self._thread.check("reset", self._casts.enabled)
-        for undo in reversed(self._casts.undo.values()):
-            undo()
-        self._undo.close()
-        self.policy, self.loss_scales = None, []
-        self._casts.undo.clear()
-        self._step_hooks.clear()
-        self._skip_hooks.clear()
-        self._bindings.clear()
-        self._blocks.deferred.clear()
+        with ExitStack() as stack:
+            # Whatever an undo raises, the others run, and the session is as it was made.
+            for forget in (self._casts.undo, self._step_hooks, self._skip_hooks, self._bindings, self._blocks.deferred):
+                stack.callback(forget.clear)
+            stack.callback(setattr, self, "loss_scales", [])
+            stack.callback(setattr, self, "policy", None)
+            stack.callback(self._undo.close)
+            for undo in self._casts.undo.values():
+                stack.callback(undo)
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
@@ -277,7 +277,7 @@ class AmpSession(SessionState):
         Args:
             loss: a tensor of any shape, of a floating dtype.
             optimizers: every optimizer whose parameters get gradients from this backward, alone or in a list or tuple.
-            loss_id: which of the ``num_losses`` scales to use.
+            loss_id: which of the ``num_losses`` scales to use, an int.
             model: unused, there for apex's signature.
             delay_unscale: set it on all but the last of several backward passes that make up one step. Gradients stay
                 scaled until the last, which unscales, checks and updates the scale once. Under
@@ -310,6 +310,7 @@ class AmpSession(SessionState):
             raise AmpTypeError(f"loss must be a tensor, got {type(loss).__name__}")
         if loss.is_complex():
             raise AmpTypeError(f"loss is {loss.dtype}, expected a floating type: backward needs a real loss")
+        loss_id = check_loss_id(loss_id)
         block = Block(self._bindings_of(optimizers), loss_id, loss.device, delay_unscale, delay_overflow_check)
         loss_scale = self._loss_scale(block.bindings, loss_id)
         if self._lacks_masters:

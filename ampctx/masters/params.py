@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping
 from itertools import compress, repeat
 from typing import Any
 
@@ -32,12 +32,19 @@ Group = dict[str, Any]
 
 
 def _cast_state(optimizer: Any, p: Tensor, key: Tensor, dtype: torch.dtype) -> None:
-    """Moves the optimizer's state of ``p`` to ``key``, its floating tensors of the parameter's shape in ``dtype``."""
-    if p in optimizer.state:
-        optimizer.state[key] = {
-            k: v.to(dtype) if isinstance(v, Tensor) and v.shape == p.shape and v.is_floating_point() else v
-            for k, v in optimizer.state.pop(p).items()
-        }
+    """Moves the optimizer's state of ``p`` to ``key``, its floating tensors of the parameter's shape in ``dtype``.
+
+    What is no dict goes along as it is: ``reset`` must not end half way.
+    """
+    states = optimizer.state
+    if isinstance(states, MutableMapping) and p in states:
+        state = states.pop(p)
+        if isinstance(state, Mapping):
+            state = {
+                k: v.to(dtype) if isinstance(v, Tensor) and v.shape == p.shape and v.is_floating_point() else v
+                for k, v in state.items()
+            }
+        states[key] = state
 
 
 def _members(optimizer: Any) -> list[Tensor]:
@@ -147,10 +154,15 @@ class MasterParams:
     ) -> None:
         """Takes in the parameters of a group, putting masters into ``group["params"]`` where they are due.
 
-        ``known``: ids of tensors in the group that have been taken in before.
+        ``known``: ids of tensors in the group that have been taken in before. One that is there twice counts once.
         """
+        first: dict[int, int] = {}
         for i, p in enumerate(group["params"]):
             if id(p) in known:
+                continue
+            if first.setdefault(id(p), i) != i:
+                # What stands there now: the parameter, or its master.
+                group["params"][i] = group["params"][first[id(p)]]
                 continue
             original = (originals or {}).get(p)
             if not self.master_weights or p.dtype not in LOW_PRECISION:
@@ -317,9 +329,13 @@ class MasterParams:
         if unfrozen := {id(p) for p in self._frozen if p.requires_grad}:
             self._frozen = [p for p in self._frozen if id(p) not in unfrozen]
             for group in optimizer.param_groups:
+                given: dict[int, Tensor] = {}
                 for i, p in enumerate(group["params"]):
-                    if id(p) in unfrozen:
+                    if id(p) in given:
+                        group["params"][i] = given[id(p)]
+                    elif id(p) in unfrozen:
                         self._give_master(optimizer, group, i, None)
+                        given[id(p)] = group["params"][i]
             self._members = _members(optimizer)
 
     @torch.no_grad()

@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ampctx._errors import AmpKeyError, AmpValueError
+from ampctx._errors import AmpError, AmpValueError
 from ampctx.kernels.each import version_of
 from ampctx.kernels.foreach import Factor, PerDevice, product
+from ampctx.kernels.reference import KERNEL_DTYPES
 from ampctx.kernels.reference_steps import LOW_PRECISION, join
 from ampctx.kernels.sharding import place_grads, wrote
 from ampctx.kernels.spec import SPECS
@@ -61,6 +62,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     _initial_step = 0
     # Whether each element is stepped by itself, so that a part of a parameter can be.
     _elementwise: bool
+    # The bools of a group.
+    _flags: ClassVar[tuple[str, ...]]
+    # Whether a group was given a parameter twice.
+    _has_repeats = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -68,6 +73,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             spec = SPECS[cls._op]
             cls._elementwise = spec.elementwise
             cls._one_element = {state.name: state.key for state in reversed(spec.one_element)}
+            numbers = [number.name for number in spec.numbers]
+            switches = [state.if_set for state in spec.states if state.if_set and state.if_set not in numbers]
+            flags = [number.name for number in spec.numbers if number.type == "bool" and not number.of]
+            cls._flags = ("maximize", *flags, *switches)
             for name, method in _options.made_methods(spec).items():
                 setattr(cls, name, method)
 
@@ -100,10 +109,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Raises on a number of a group that cannot be used; tensors among them (not lr) become numbers."""
         group["lr"] = _options.check_lr(group["lr"])
         for number in SPECS[self._op].numbers:
-            if number.type == "float" and number.checked and not number.of:
-                group[number.name] = _options.check_number(number.name, group[number.name])
+            if number.type == "float" and not number.of:
+                check = _options.check_number if number.checked else _options.check_finite
+                group[number.name] = check(number.name, group[number.name])
             if number.name == "beta1":
                 group["betas"] = _options.check_betas(group["betas"])
+        for name in self._flags:
+            group[name] = _options.check_flag(name, group[name])
         group["seed"] = _options.check_seed(group["seed"])
 
     def _state_lists(self, group: Group) -> dict[str, str | None]:
@@ -141,6 +153,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             del self.param_groups[g]
             raise
         group = self.param_groups[g]
+        # torch has warned. An op call that has it twice would write it from two places at once.
+        self._has_repeats |= len(set(group["params"])) != len(group["params"])
         if self.capturable:
             # Never the caller's tensor, nor that of the defaults, which other groups have too.
             group["lr"] = _options.lr_tensor(group).detach().clone()
@@ -148,12 +162,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _check_group(self, g: int) -> None:
         group = self.param_groups[g]
         self._check_given(group)
-        if len(set(group["params"])) != len(group["params"]):
-            # torch warns, and steps it twice; an op call would write it from two places at once.
-            raise AmpValueError(f"param_groups[{g}]['params'] holds a parameter twice")
         for i, p in enumerate(group["params"]):
-            if p.is_complex():
-                _options.refuse_complex(type(self).__name__, param_name(self.param_groups, g, i))
+            if p.dtype not in KERNEL_DTYPES:
+                _options.refuse_dtype(type(self).__name__, param_name(self.param_groups, g, i), p.dtype)
             self._check_param(g, i, p)
         if not self._elementwise:
             _options.refuse_split(type(self).__name__, self.param_groups, g)
@@ -246,9 +257,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._lr_to_tensor()
         scaling = _work.scaling_of(self, self._grad_factor())
         # Every check first, so that an error leaves everything as it was.
-        for group in self.param_groups:
+        for g, group in enumerate(self.param_groups):
             if isinstance(group["lr"], Tensor):
                 _options.check_one_element("lr", group["lr"])
+            try:
+                _options.check_between_steps(group, self._flags)
+            except AmpError as error:
+                raise _options.in_group(error, f"param_groups[{g}]") from None
         # A graph takes the lists themselves, as ops.read_along does not read for one.
         kept = None if torch.compiler.is_compiling() else self._plan
         works = None if kept is None else kept.works(self, scaling)
@@ -296,7 +311,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             _options.refuse_split(type(self).__name__, self.param_groups, g)
         place_grads(group["params"])
         strided, found = torch.strided, {}
-        for i, p in enumerate(group["params"]):
+        for i, p in _options.places(group["params"]) if self._has_repeats else enumerate(group["params"]):
             # Reading .grad of a master whose gradient waits would make a tensor of it.
             grad = pending.get(p)
             waiting = grad is not None
@@ -389,9 +404,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         group. Options come from the checkpoint, as in torch. May wait for the device.
 
         Raises:
-            ValueError, KeyError: torch's, for a checkpoint of other groups. AmpKeyError: one of two moments without the
-                other. AmpValueError: state of another size, or that the optimizer has no equal of. AmpValueError,
-                AmpTypeError: an option that cannot be used. Nothing has changed then.
+            ValueError, KeyError: torch's, for a checkpoint of other groups. AmpKeyError: a part of a state, that of
+                another optimizer or of no parameter, or a group without an option. AmpValueError: state of another
+                size or dtype, with numbers that cannot be (nan, squares below 0, a step that is no count), or that the
+                optimizer has no equal of. AmpValueError, AmpTypeError: an option that cannot be used. Each names group,
+                parameter and key. Nothing has changed then.
         """
         states: dict[Tensor, dict[str, Any]] = {}
         rates = [group["lr"] for group in self.param_groups]
@@ -429,19 +446,23 @@ class FusedOptimizer(torch.optim.Optimizer):
                 hook.remove()
 
     def _restored(self, groups: list[SavedGroup]) -> dict[Tensor, dict[str, Any]]:
-        result = {}
-        for group in groups:
+        result, names = {}, {}
+        spec, one_element = SPECS[self._op], set(self._one_element.values())
+        for g, group in enumerate(groups):
             self._adapt_checkpoint(group)
             # As __setstate__ would, which is too late for a check.
-            if "lr" not in group.saved:
-                raise AmpKeyError("a param group of the checkpoint has no 'lr'")
+            _checkpoint.check_options(spec, g, group.saved)
             for name, default in self.defaults.items():
                 group.saved.setdefault(name, default)
-            self._check_given(group.saved)
-            sized = [key for key in self._state_lists(group.saved).values() if key in _checkpoint.MOMENTS]
+            try:
+                self._check_given(group.saved)
+            except AmpError as error:
+                raise _options.in_group(error, f"param_groups[{g}] of the checkpoint") from None
             for p, name, state in group.states:
-                _checkpoint.check_complete(name, state, [*sized, *self._one_element.values()])
-                result[p] = _checkpoint.restored(p, name, state, self._one_element.values(), self._useless_state(p))
+                names[p] = name
+                _checkpoint.check_complete(spec, type(self).__name__, name, state, group.saved)
+                result[p] = _checkpoint.restored(p, name, state, one_element, self._useless_state(p))
+        _checkpoint.check_values(result, names)
         return result
 
     def _useless_state(self, p: Tensor) -> set[str]:

@@ -6,6 +6,7 @@ parameter. Here each tensor gets the dtype and the memory layout that the ops re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -14,14 +15,16 @@ from torch import Tensor
 
 from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.kernels.reference import compute_dtype
-from ampctx.kernels.spec import SPECS
+from ampctx.kernels.sharding import local
+from ampctx.kernels.spec import SPECS, OpSpec
 from ampctx.optimizers._options import Group
 from ampctx.optimizers._state import EXTRAS, State
 
-# State of the size of its parameter, in any of the optimizers, unless one keeps it in one element.
-SIZED = {*(state.key for spec in SPECS.values() for state in spec.states), *EXTRAS.values()}
-# State that is there as a whole, or not at all.
-MOMENTS = ("exp_avg", "exp_avg_sq")
+# What the optimizers keep, each some of it. Of the size of the parameter, unless one keeps it in one element.
+KEPT = {state.key for spec in SPECS.values() for state in spec.states}
+SIZED = {*KEPT, *EXTRAS.values()}
+# Sums and averages of squares, and norms: 0 or above. The others are averages of gradients.
+SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "sum"}
 
 
 class SavedGroup(NamedTuple):
@@ -35,17 +38,34 @@ def matched(
     checkpoint: Mapping[str, Any], groups: list[Group], name: Callable[[int, int], str]
 ) -> list[SavedGroup] | None:
     """The groups of a checkpoint, copied, with the states that belong to them. None where the checkpoint does not fit,
-    which is for torch to say."""
+    which is for torch to say.
+
+    Raises:
+        AmpKeyError, AmpTypeError, AmpValueError: an entry that is missing or of another kind, or leads elsewhere.
+    """
     saved_groups, states = checkpoint.get("param_groups"), checkpoint.get("state")
-    if not isinstance(saved_groups, list) or not isinstance(states, Mapping):
+    if not isinstance(saved_groups, list):
         return None
+    if "state" not in checkpoint:
+        raise AmpKeyError(f"the checkpoint has no 'state', only {_listed(checkpoint)}")
+    if not isinstance(states, Mapping):
+        raise AmpTypeError(f"the 'state' of the checkpoint is of type {type(states).__name__}, expected a dict")
+    for g, saved in enumerate(saved_groups):
+        where = f"param_groups[{g}] of the checkpoint"
+        if not isinstance(saved, Mapping):
+            raise AmpTypeError(f"{where} is of type {type(saved).__name__}, expected a dict")
+        if "params" not in saved:
+            raise AmpKeyError(f"{where} has no 'params', only {_listed(saved)}")
+        if not isinstance(saved["params"], (list, tuple)):
+            raise AmpTypeError(f"{where}: 'params' is of type {type(saved['params']).__name__}, expected a list")
     if [len(g["params"]) for g in saved_groups] != [len(g["params"]) for g in groups]:
         return None
+    _check_ids(saved_groups, groups, name)
     return [
         SavedGroup(
             dict(saved),
             [
-                (p, name(g, i), {k: v for k, v in states[key].items() if v is not None})
+                (p, name(g, i), _entries(states[key], name(g, i)))
                 for i, (key, p) in enumerate(zip(saved["params"], group["params"], strict=True))
                 if key in states
             ],
@@ -54,15 +74,48 @@ def matched(
     ]
 
 
+def _check_ids(saved_groups: list[Group], groups: list[Group], name: Callable[[int, int], str]) -> None:
+    """A number stands for one parameter: torch repeats it where a group has a parameter twice, and only there."""
+    stands_for: dict[Any, Tensor] = {}
+    for g, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
+        for i, (key, p) in enumerate(zip(saved["params"], group["params"], strict=True)):
+            if stands_for.setdefault(key, p) is not p:
+                raise AmpValueError(
+                    f"the checkpoint has {key!r} for {name(g, i)}, and for another parameter before it: one of them "
+                    "would get the state of the other"
+                )
+
+
+def _entries(state: Any, name: str) -> State:
+    if not isinstance(state, Mapping):
+        raise AmpTypeError(f"the state of {name} is of type {type(state).__name__}, expected a dict")
+    return {key: value for key, value in state.items() if value is not None}
+
+
+def _listed(entries: Mapping[Any, Any]) -> list[str]:
+    return sorted(map(str, entries))
+
+
 def _ids(groups: list[Group]) -> Iterator[Any]:
     for group in groups:
         yield from group["params"]
 
 
 def leftover(checkpoint: Mapping[str, Any]) -> dict[Any, Any]:
-    """State that belongs to no parameter: carried along as it is."""
+    """What the state holds besides that of parameters: carried along as it is.
+
+    Raises:
+        AmpKeyError: the state of a parameter that no group has, which would be lost.
+    """
     ids = set(_ids(checkpoint["param_groups"]))
-    return {k: v for k, v in checkpoint["state"].items() if k not in ids}
+    found = {key: value for key, value in checkpoint["state"].items() if key not in ids}
+    for key, value in found.items():
+        if isinstance(value, Mapping) and not KEPT.isdisjoint(value):
+            raise AmpKeyError(
+                f"the checkpoint has state for {key!r} ({type(key).__name__}), and no param group has a parameter of "
+                f"that name: {_listed(dict.fromkeys(ids))[:8]}"
+            )
+    return found
 
 
 def take_step_from_group(group: SavedGroup) -> None:
@@ -70,15 +123,48 @@ def take_step_from_group(group: SavedGroup) -> None:
     step = group.saved.pop("step", None)
     if step is not None:
         for _, _, state in group.states:
-            state.setdefault("step", step)
+            if state:
+                state.setdefault("step", step)
 
 
-def check_complete(name: str, state: State, keys: list[str]) -> None:
-    """Raises where the state has one of the moments among ``keys`` and not another, which would begin at 0 unseen."""
-    needed = [key for key in MOMENTS if key in keys]
-    missing = [key for key in needed if key not in state]
-    if 0 < len(missing) < len(needed):
-        raise AmpKeyError(f"the state of {name} has no {missing[0]!r}, only {sorted(map(str, state))}")
+def check_options(spec: OpSpec, g: int, saved: Group) -> None:
+    """AmpKeyError where a group lacks an option that all versions of torch, of apex and of ours save. Flags they do not
+    have are those of the optimizer that loads."""
+    numbers = [number.name for number in spec.numbers if number.type == "float" and not number.of]
+    betas = ["betas"] if any(number.name == "beta1" for number in spec.numbers) else []
+    for name in ("lr", *betas, *numbers):
+        if name not in saved:
+            raise AmpKeyError(
+                f"a param group of the checkpoint has no {name!r}: param_groups[{g}] has only {_listed(saved)}"
+            )
+
+
+def check_complete(spec: OpSpec, optimizer: str, name: str, state: State, group: Group) -> None:
+    """AmpKeyError on the state of another optimizer, or on a part of a state: the rest would begin at 0 unseen."""
+    known = {kept.key for kept in spec.states}
+    foreign = sorted(KEPT.intersection(state).difference(known))
+    if foreign:
+        raise AmpKeyError(
+            f"the state of {name} has {foreign[0]!r}, which {optimizer} does not keep: it is that of another "
+            "optimizer. Load it into one of the class that saved it, or begin without it"
+        )
+    if not state.keys() & {*known, "step"}:
+        return
+    for kept in spec.states:
+        # A buffer of SGD begins with the first step that has a momentum.
+        needed = kept.if_set != "momentum" and (not kept.if_set or group[kept.if_set])
+        if needed and kept.key not in state:
+            raise AmpKeyError(
+                f"the state of {name} has no {kept.key!r}, only {_listed(state)}: it would begin at 0 beside the rest"
+            )
+    if "step" in state or not any(number.name == "bias_correction" for number in spec.numbers):
+        return
+    # A count of 0 is right where all of the state is 0.
+    if any(isinstance(t, Tensor) and not t.is_meta and bool(t.any()) for t in state.values()):
+        raise AmpKeyError(
+            f"the state of {name} has no 'step', only {_listed(state)}: bias correction would begin anew. Put the "
+            "number of steps taken there, or into its param group as 'step'"
+        )
 
 
 def restored(p: Tensor, name: str, state: State, one_element: Collection[str], dropped: Collection[str]) -> State:
@@ -89,7 +175,7 @@ def restored(p: Tensor, name: str, state: State, one_element: Collection[str], d
         dropped: keys that have no use.
 
     Raises:
-        AmpValueError: a tensor of another size, or a number in its place; a negative step; by name.
+        AmpValueError: a tensor of another size or dtype, or a number in its place; by name.
         AmpTypeError: something else in the place of one number.
     """
     result: State = {}
@@ -97,30 +183,91 @@ def restored(p: Tensor, name: str, state: State, one_element: Collection[str], d
         if key in dropped:
             continue
         where = f"the state {key!r} of {name}"
+        if isinstance(value, Tensor) and value.is_meta and not p.is_meta:
+            raise AmpValueError(f"{where} is on the meta device, without values")
         if key in one_element:
             result[key] = _number(value, where, p)
-            # Of what was given, which is on the CPU most of the time.
-            if key == "step" and not value >= 0:
-                raise AmpValueError(f"{where} is {float(value)!r}, expected a count")
-        elif isinstance(value, Tensor) and value.shape == p.shape:
+            continue
+        if key in SIZED:
+            _check_sized(key, value, where, p)
+        if isinstance(value, Tensor) and value.shape == p.shape:
             result[key] = torch.empty_like(p, dtype=_dtype(key, value, p), requires_grad=False).copy_(value)
-        elif isinstance(value, Tensor) and (key in SIZED or (value.is_floating_point() and value.numel() > 1)):
+        elif isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 1:
             raise AmpValueError(f"{where} has shape {tuple(value.shape)}, the parameter has {tuple(p.shape)}")
-        elif key in SIZED:
-            raise AmpValueError(f"{where} is of type {type(value).__name__}, expected a tensor")
         else:
             result[key] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
     return result
+
+
+def _check_sized(key: str, value: Any, where: str, p: Tensor) -> None:
+    if not isinstance(value, Tensor):
+        raise AmpValueError(f"{where} is of type {type(value).__name__}, expected a tensor")
+    if value.shape != p.shape:
+        raise AmpValueError(f"{where} has shape {tuple(value.shape)}, the parameter has {tuple(p.shape)}")
+    if value.layout != torch.strided:
+        raise AmpValueError(f"{where} is of layout {value.layout}, expected torch.strided")
+    fits = value.dtype == torch.int16 if key == "remainder" else value.is_floating_point()
+    if not fits:
+        raise AmpValueError(
+            f"{where} is of {value.dtype}, expected {'torch.int16' if key == 'remainder' else 'a floating type'}"
+        )
+
+
+def check_values(states: Mapping[Tensor, State], names: Mapping[Tensor, str]) -> None:
+    """Raises on numbers that no run leaves in the state: nan, counts that are none, squares below 0. What is inf among
+    the squares is an overflow, with which a run goes on. One host sync for each device.
+
+    Raises:
+        AmpValueError: by name.
+    """
+    looked_at: dict[torch.device, list[tuple[str, Tensor, Tensor]]] = {}
+    for p, state in states.items():
+        for key in (*KEPT.intersection(state), *{"step"}.intersection(state)):
+            # Of a DTensor each rank looks at its part.
+            (value,) = local([state[key]])
+            if value.numel() and not value.is_meta:
+                looked_at.setdefault(value.device, []).append((key, p, value))
+    for found in looked_at.values():
+        wide = torch.float64 if any(value.dtype == torch.float64 for _, _, value in found) else torch.float32
+        ends = [torch.stack(torch.aminmax(value.detach())).to(wide) for _, _, value in found]
+        for (key, p, _), (low, high) in zip(found, torch.stack(ends).tolist(), strict=True):
+            where = f"the state {key!r} of {names[p]}"
+            if key == "step":
+                if not (0 <= low < math.inf and low == int(low)):
+                    raise AmpValueError(f"{where} is {low!r}, expected a count")
+            elif key in SQUARES:
+                if not low >= 0:
+                    raise AmpValueError(
+                        f"{where} has {low!r}, expected numbers >= 0: the file is damaged, or the run that saved it "
+                        "had diverged"
+                    )
+            elif not (math.isfinite(low) and math.isfinite(high)):
+                raise AmpValueError(
+                    f"{where} has {high if math.isfinite(low) else low!r}, expected finite numbers: the file is "
+                    "damaged, or the run that saved it had diverged"
+                )
 
 
 def _number(value: Any, where: str, p: Tensor) -> Tensor:
     if not isinstance(value, Tensor):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise AmpTypeError(f"{where} is of type {type(value).__name__}, expected a number")
-        return torch.tensor(float(value), dtype=torch.float32, device=p.device)
+        try:
+            return torch.tensor(float(value), dtype=torch.float32, device=p.device)
+        except OverflowError:
+            raise AmpValueError(f"{where} is beyond what a float holds, expected a count") from None
     if value.numel() != 1:
         raise AmpValueError(f"{where} has {value.numel()} elements, expected 1")
-    return value.to(device=p.device, dtype=torch.float32, copy=True).reshape(())
+    if value.is_complex() or value.dtype == torch.bool or value.layout != torch.strided:
+        raise AmpTypeError(f"{where} is a tensor of {value.dtype} and {value.layout}, expected a number")
+    return value.detach().to(device=p.device, dtype=torch.float32, copy=True).reshape(())
+
+
+def is_zero(value: Any) -> bool:
+    """Whether a count is 0. Other things than numbers are none, which ``restored`` says."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_meta and not value.any()
+    return isinstance(value, (int, float)) and value == 0
 
 
 def _dtype(key: str, value: Tensor, p: Tensor) -> torch.dtype:

@@ -3,8 +3,10 @@ the ops are told of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
+from operator import index
 from typing import Any
 
 import torch
@@ -59,39 +61,98 @@ def check_one_element(name: str, value: Tensor) -> None:
         raise AmpValueError(f"Tensor {name} must be 1-element: {name} has {value.numel()} elements")
 
 
-def check_number(name: str, value: Any, below: float | None = None, title: str | None = None) -> float:
+def plain(value: Any) -> Any:
+    """A number of numpy, or what an array or a tensor of no dimensions holds; any other value as it is."""
+    is_scalar = getattr(value, "shape", None) == () and callable(getattr(value, "item", None))
+    return value.item() if is_scalar else value
+
+
+def check_number(
+    name: str, value: Any, below: float | None = None, title: str | None = None, *, finite: bool = True
+) -> float:
     """A number >= 0, and less than ``below`` if that is given. A one-element tensor is read, which is a host sync."""
+    value = _real(name, value)
+    expected = "a number >= 0" + ("" if below is None else f" and < {below:g}")
+    if finite and value == math.inf and below is None:
+        expected += " and finite"
+    elif value >= 0.0 and (below is None or value < below):
+        return value
+    raise AmpValueError(f"Invalid {title or _TITLES.get(name, f'{name} value')}: {value} ({name}), expected {expected}")
+
+
+def _real(name: str, value: Any) -> float:
     if isinstance(value, Tensor):
         check_one_element(name, value)
         value = value.item()
+    value = plain(value)
     if not isinstance(value, Real):
         raise AmpTypeError(f"{name} must be a number, got {type(value).__name__}")
-    value = value if isinstance(value, int) else float(value)
-    expected = "a number >= 0" + ("" if below is None else f" and < {below:g}")
-    if not (value >= 0.0 and (below is None or value < below)):
-        raise AmpValueError(
-            f"Invalid {title or _TITLES.get(name, f'{name} value')}: {value} ({name}), expected {expected}"
-        )
+    return value if isinstance(value, int) else float(value)
+
+
+def check_finite(name: str, value: Any) -> float:
+    """A number of either sign. A one-element tensor is read, which is a host sync."""
+    value = _real(name, value)
+    if not math.isfinite(value):
+        raise AmpValueError(f"Invalid {name} value: {value} ({name}), expected a finite number")
     return value
 
 
+def check_flag(name: str, value: Any) -> bool:
+    """True or False, also as 1 or 0 of any kind of number. Text would be true whatever it says."""
+    if value is True or value is False:
+        return value
+    number = plain(value)
+    if isinstance(number, Real) and number in (0, 1):
+        return bool(number)
+    raise AmpTypeError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
+
+
 def check_betas(betas: Any) -> tuple[float, float]:
-    """A pair of numbers from 0 to below 1."""
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+    """A pair of numbers from 0 to below 1, in a sequence of any kind: a list of OmegaConf, an array, a tensor."""
+    is_sequence = hasattr(betas, "__len__") and hasattr(betas, "__getitem__")
+    if (
+        not is_sequence
+        or isinstance(betas, (str, bytes, Mapping))
+        or getattr(betas, "shape", (2,)) != (2,)
+        or len(betas) != 2
+    ):
         raise AmpTypeError(f"betas must be a pair of numbers, got {betas!r}")
     first, second = (
-        check_number(f"betas[{i}]", beta, below=1.0, title=f"beta parameter at index {i}")
-        for i, beta in enumerate(betas)
+        float(check_number(f"betas[{i}]", betas[i], below=1.0, title=f"beta parameter at index {i}")) for i in range(2)
     )
     return first, second
 
 
+def check_between_steps(group: Group, flags: Sequence[str]) -> None:
+    """What somebody may have put into a group since the step before: where the ops would take it for something else.
+
+    Raises:
+        AmpTypeError, AmpValueError: an option that cannot be used.
+    """
+    for name in flags:
+        value = group[name]
+        if value is not True and value is not False:
+            check_flag(name, value)
+    if "betas" in group:
+        betas = group["betas"]
+        if betas.__class__ is tuple and len(betas) == 2:
+            first, second = betas
+            if first.__class__ is float is second.__class__ and 0.0 <= first < 1.0 and 0.0 <= second < 1.0:
+                return
+        group["betas"] = check_betas(betas)
+
+
 def check_seed(seed: Any) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, int):
+    try:
+        number = None if isinstance(seed, (bool, Tensor)) else index(seed)
+    except TypeError:
+        number = None
+    if number is None:
         raise AmpTypeError(f"seed must be an int, got {type(seed).__name__}")
-    if not 0 <= seed < 2**62:
-        raise AmpValueError(f"seed is {seed}, expected 0 to 2**62 - 1")
-    return seed
+    if not 0 <= number < 2**62:
+        raise AmpValueError(f"seed is {number}, expected 0 to 2**62 - 1")
+    return number
 
 
 def seed_of_call(seed: int, number: int) -> int:
@@ -152,9 +213,30 @@ def refuse_sparse(of: str, name: str) -> None:
     )
 
 
-def refuse_complex(of: str, name: str) -> None:
+def places(params: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Each parameter once, with the first of its places."""
+    seen = set()
+    for i, p in enumerate(params):
+        if id(p) not in seen:
+            seen.add(id(p))
+            yield i, p
+
+
+def in_group(error: AmpError, where: str) -> AmpError:
+    """The error with the group that it is about."""
+    return type(error)(f"{where}: {error}")
+
+
+def refuse_dtype(of: str, name: str, dtype: torch.dtype) -> None:
+    """What is to be said about a parameter of none of ``KERNEL_DTYPES``."""
+    if dtype.is_complex:
+        raise AmpValueError(
+            f"{of} does not support complex parameters, and {name} is one: give torch.view_as_real of it to the "
+            "optimizer"
+        )
     raise AmpValueError(
-        f"{of} does not support complex parameters, and {name} is one: give torch.view_as_real of it to the optimizer"
+        f"{of} requires float32, float16, bfloat16 or float64 parameters, and {name} is {dtype}: leave it out. Of a "
+        "model with frozen, quantized weights give [p for p in model.parameters() if p.requires_grad]"
     )
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ampctx._errors import AmpError
+from ampctx._errors import AmpError, AmpValueError
 from ampctx.optimizers._base import FusedOptimizer
+from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._options import split_grad_scaler
 
 
@@ -44,6 +45,20 @@ class FusedAdam(FusedOptimizer):
             params, defaults, set_grad_none=set_grad_none, maximize=maximize, write_back=write_back, seed=seed,
             master_weights=master_weights, capturable=capturable,
         )  # fmt: skip
+
+    def _adapt_checkpoint(self, group: SavedGroup) -> None:
+        """torch's Adam tells in each group what is one option of the optimizer here."""
+        super()._adapt_checkpoint(group)
+        theirs = group.saved.get("decoupled_weight_decay")
+        if theirs is None:
+            return
+        if bool(theirs) != bool(self.adam_w_mode) and group.saved.get("weight_decay"):
+            raise AmpValueError(
+                f"the checkpoint was made with decoupled_weight_decay={theirs}, and FusedAdam has adam_w_mode="
+                f"{bool(self.adam_w_mode)}: its weight_decay would mean something else. Pass adam_w_mode={bool(theirs)}"
+                ", or delete 'decoupled_weight_decay' from its param groups"
+            )
+        group.saved["decoupled_weight_decay"] = bool(self.adam_w_mode)
 
     def step(
         self, closure: Callable[[], Any] | None = None, grads: None = None, output_params: None = None,

@@ -60,7 +60,7 @@ class FusedLAMB(FusedOptimizer):
     def _check_options(self, group: Group) -> None:
         super()._check_options(group)
         if group["max_grad_norm"] is not None:
-            group["max_grad_norm"] = check_number("max_grad_norm", group["max_grad_norm"])
+            group["max_grad_norm"] = check_number("max_grad_norm", group["max_grad_norm"], finite=False)
 
     def _global_norm(self, works: list[Work], scaling: Scaling) -> PerDevice | None:
         if not any(work.group["max_grad_norm"] for work in works):

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx._errors import AmpValueError
+from ampctx._errors import AmpTypeError, AmpValueError
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import SavedGroup
-from ampctx.optimizers._options import Group, refuse_amsgrad
+from ampctx.optimizers._options import Group, plain, refuse_amsgrad
 
 _NORM_TYPES = (2, 0)
 
@@ -58,8 +58,10 @@ class FusedNovoGrad(FusedOptimizer):
 
     def _check_options(self, group: Group) -> None:
         super()._check_options(group)
-        if group["norm_type"] not in _NORM_TYPES:
-            raise AmpValueError(f"norm_type is {group['norm_type']!r}, expected 2 (L2) or 0 (largest magnitude)")
+        norm_type = plain(group["norm_type"])
+        if not isinstance(norm_type, (int, float)) or isinstance(norm_type, bool) or norm_type not in _NORM_TYPES:
+            raise AmpValueError(f"norm_type is {norm_type!r}, expected 2 (L2) or 0 (largest magnitude)")
+        group["norm_type"] = int(norm_type)
 
     def _adapt_checkpoint(self, group: SavedGroup) -> None:
         """apex keeps the norms of a group in two tensors, of its fp16 and of its other parameters.
@@ -70,6 +72,8 @@ class FusedNovoGrad(FusedOptimizer):
         norms = group.saved.pop("exp_avg_sq", None)
         if norms is None:
             return
+        if not isinstance(norms, (list, tuple)) or len(norms) != 2 or not all(isinstance(t, Tensor) for t in norms):
+            raise AmpTypeError(f"exp_avg_sq of a param group is {norms!r:.80}, expected a list of 2 tensors")
         of_dtype: dict[bool, list[dict[str, Any]]] = defaultdict(list)
         alone = next((i == 0 for i, tensor in enumerate(norms) if tensor.numel() == len(group.states)), None)
         for p, _, state in group.states:

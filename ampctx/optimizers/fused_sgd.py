@@ -11,7 +11,7 @@ from torch import Tensor
 from ampctx._errors import AmpValueError
 from ampctx.kernels.foreach import Factor, PerDevice
 from ampctx.optimizers._base import FusedOptimizer
-from ampctx.optimizers._checkpoint import SavedGroup
+from ampctx.optimizers._checkpoint import SavedGroup, is_zero
 from ampctx.optimizers._options import Group
 
 
@@ -82,8 +82,8 @@ class FusedSGD(FusedOptimizer):
             # torch and apex do not count steps; a buffer that is there has begun. One that torch began after a first
             # step that was skipped here comes back with our count of 0.
             buffer = state.get("momentum_buffer")
-            if not isinstance(buffer, torch.Tensor):
+            if not isinstance(buffer, torch.Tensor) or buffer.is_meta:
                 continue
-            begun = "step" not in state or (torch.as_tensor(state["step"]).tolist() in (0, [0]) and buffer.any())
+            begun = "step" not in state or (is_zero(state["step"]) and buffer.any())
             if begun:
                 state["step"] = 1

@@ -14,9 +14,10 @@ from ampctx.kernels import reference_steps, steps
 from ampctx.kernels.foreach import FoundInf, PerDevice
 from ampctx.kernels.grouping import buckets
 from ampctx.kernels.ops import factor
+from ampctx.kernels.reference import KERNEL_DTYPES
 from ampctx.masters.lazy_grads import declares
 from ampctx.optimizers._checkpoint import without_amp
-from ampctx.optimizers._options import Group, param_name, refuse_complex, refuse_sparse, refuse_split
+from ampctx.optimizers._options import Group, check_flag, param_name, places, refuse_dtype, refuse_sparse, refuse_split
 from ampctx.optimizers._work import on_device, taken_found_inf, taken_inv_scale
 
 
@@ -60,6 +61,10 @@ class LARC:
     @property
     def _step_supports_amp_scaling(self) -> bool:
         return declares(self.optim, "_step_supports_amp_scaling")
+
+    @property
+    def _has_repeats(self) -> bool:
+        return getattr(self.optim, "_has_repeats", False)
 
     @property
     def state(self) -> Any:
@@ -141,14 +146,19 @@ class LARC:
         result = []
         for g, group in enumerate(self.param_groups):
             refuse_split("LARC", self.param_groups, g)
-            params = [p for p in group["params"] if p.grad is not None]
-            for i, p in enumerate(group["params"]):
-                if p.grad is not None:
-                    if p.grad.layout is not torch.strided:
-                        refuse_sparse("LARC", param_name(self.param_groups, g, i))
-                    if p.is_complex():
-                        refuse_complex("LARC", param_name(self.param_groups, g, i))
-            result.append(([p.grad for p in params], params))
+            check_flag("maximize", group.get("maximize", False))
+            grads, params = [], []
+            # A parameter that is there twice has one gradient.
+            for i, p in places(group["params"]):
+                if (grad := p.grad) is None:
+                    continue
+                if grad.layout is not torch.strided:
+                    refuse_sparse("LARC", param_name(self.param_groups, g, i))
+                if p.dtype not in KERNEL_DTYPES:
+                    refuse_dtype("LARC", param_name(self.param_groups, g, i), p.dtype)
+                grads.append(grad)
+                params.append(p)
+            result.append((grads, params))
         return result
 
     @torch.no_grad()

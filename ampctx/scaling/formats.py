@@ -16,7 +16,14 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
-from ampctx.scaling.loss_scale import check_backoff_factor, check_count, check_growth_factor, check_scale, required
+from ampctx.scaling.loss_scale import (
+    check_backoff_factor,
+    check_count,
+    check_growth_factor,
+    check_loss_id,
+    check_scale,
+    required,
+)
 
 KEY = "loss_scaler"
 # What amp.state_dict(masters=True) adds to the loss scales.
@@ -115,8 +122,8 @@ def only_amp_entry(state: Any, loss_id: int | None = None) -> dict[str, Any]:
     """The entry of a state in apex's format that has one, or entry ``loss_id``.
 
     Raises:
-        AmpKeyError: there is no such entry. AmpValueError: several, and no ``loss_id``. And what ``read_amp_entries``
-            raises.
+        AmpKeyError: there is no such entry. AmpTypeError: ``loss_id`` is no int. AmpValueError: several, and no
+            ``loss_id``. And what ``read_amp_entries`` raises.
     """
     entries = read_amp_entries(state)
     names = ", ".join(f"{KEY}{i}" for i in entries) or "none"
@@ -127,6 +134,7 @@ def only_amp_entry(state: Any, loss_id: int | None = None) -> dict[str, Any]:
                 "ampctx.compat.checkpoints.to_grad_scaler_state(state, loss_id=0)"
             )
         loss_id = next(iter(entries), 0)
+    loss_id = check_loss_id(loss_id)
     if loss_id not in entries:
         raise AmpKeyError(f'the state has no "{KEY}{loss_id}", it holds: {names}')
     return entries[loss_id]

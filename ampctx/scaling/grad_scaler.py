@@ -36,7 +36,9 @@ logger = logging.getLogger("ampctx")
 
 
 def _params(optimizer: Any) -> list[Any]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    found = [p for group in optimizer.param_groups for p in group["params"]]
+    # Ours step a parameter once that is in a group twice, and its gradient is to be unscaled once.
+    return list(dict.fromkeys(found)) if getattr(optimizer, "_has_repeats", False) else found
 
 
 def _gradients(optimizer: Any) -> list[tuple[Tensor, Tensor]]:

@@ -59,6 +59,18 @@ def check_count(name: str, value: Any, least: int) -> int:
     return number
 
 
+def check_loss_id(value: Any) -> int:
+    """The number of a loss scale: an int, numpy's included. True is 1 for Python, and no number here."""
+    if value.__class__ is int:
+        return value
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise AmpTypeError(
+            f"loss_id must be an int, got {value!r} of type {type(value).__name__}: the number of the loss, from 0 to "
+            "num_losses - 1"
+        )
+    return int(value)
+
+
 def check_growth_factor(value: Any) -> float:
     number = check_number("growth_factor", value)
     if not 1.0 < number < math.inf:

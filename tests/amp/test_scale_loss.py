@@ -9,6 +9,7 @@ from probe import START, Probe, backward, grads, overflow, probe
 from torch import nn
 
 from ampctx import AmpError, AmpIndexError, AmpTypeError, amp
+from ampctx.compat.checkpoints import to_grad_scaler_state
 
 
 @pytest.mark.parametrize("passes", [1, 2, 3])
@@ -253,3 +254,27 @@ def test_messages_go_to_the_logger_and_are_few(session, caplog):
     overflow(session, model, optimizer)
     optimizer.step()
     assert not caplog.records
+
+
+@pytest.mark.parametrize("loss_id", ["0", None, 1.0, True, [0], torch.tensor(1)], ids=repr)
+def test_a_loss_id_that_is_no_number_of_a_loss(session, loss_id):
+    model, optimizer = probe(session, "O1", n_losses=2)
+    with (
+        pytest.raises(AmpTypeError, match="loss_id must be an int, got .*from 0 to num_losses - 1"),
+        session.scale_loss(model.loss(1.0), optimizer, loss_id=loss_id),
+    ):
+        pytest.fail("the block was entered")
+    if loss_id is not None:  # the only one there is
+        with pytest.raises(AmpTypeError, match="loss_id must be an int"):
+            to_grad_scaler_state(session.state_dict(), loss_id=loss_id)
+    backward(session, model, optimizer, 1.0, loss_id=1)
+    optimizer.step()
+
+
+def test_an_integer_of_numpy_is_a_loss_id(session):
+    np = pytest.importorskip("numpy")
+    model, optimizer = probe(session, "O1", n_losses=2)
+    backward(session, model, optimizer, float("inf"), loss_id=np.int64(1))
+    optimizer.step()
+    assert set(session.outcome(optimizer).overflowed) == {1}
+    assert to_grad_scaler_state(session.state_dict(), loss_id=np.int64(1))["scale"] == START / 2

@@ -415,16 +415,6 @@ def test_complex_parameters_are_refused_by_name(name):
     assert len(optimizer.param_groups) == 1
 
 
-def test_a_parameter_that_comes_twice_is_refused():
-    """One op call would write it from two places at once."""
-    (p,) = parameters(shapes=[(3,)])
-    optimizer = FusedAdam(parameters())
-    message = r"param_groups\[1\]\['params'\] holds a parameter twice"
-    with pytest.warns(UserWarning, match="duplicate parameters"), pytest.raises(AmpValueError, match=message):
-        optimizer.add_param_group({"params": [p, p]})
-    assert len(optimizer.param_groups) == 1
-
-
 ERRORS = [
     (FusedAdam, {"lr": -1.0}, AmpValueError, r"Invalid learning rate: -1.0 \(lr\), expected a number >= 0"),
     (FusedAdam, {"lr": math.nan}, AmpValueError, "Invalid learning rate: nan"),

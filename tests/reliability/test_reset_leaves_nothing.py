@@ -1,6 +1,7 @@
 """Initialize many times, free everything, several configurations at once."""
 
 import gc
+import math
 import tracemalloc
 import weakref
 
@@ -215,3 +216,61 @@ def test_an_optimizer_is_in_one_session_at_a_time(level):
     second.initialize(model, optimizer, opt_level=level, verbosity=0)
     train(second, model, optimizer)
     second.reset()
+
+
+GARBAGE = {
+    "no dict": lambda state, p: state.__setitem__(p, [1.0, torch.ones(2)]),
+    "None": lambda state, p: state.__setitem__(p, None),
+    "a tensor": lambda state, p: state.__setitem__(p, torch.ones(3)),
+    "keys": lambda state, p: state.update({"note": 3, 7: None, (1, 2): {"x": torch.ones(1)}}),
+    "shapes": lambda state, p: state[p].update(
+        {"odd": torch.ones(2, 3, 4), 3: torch.ones(0), "m": torch.ones(1).int()}
+    ),
+    "values": lambda state, p: state[p].update({"exp_avg": "x", "f": print, "nan": float("nan")}),
+    "meta": lambda state, p: state[p].update({"exp_avg": torch.empty(p.shape, device="meta")}),
+    "sparse": lambda state, p: state[p].update({"exp_avg": torch.zeros(p.shape).to_sparse()}),
+}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+def test_reset_with_garbage_in_the_state_of_an_optimizer(make, level, garbage):
+    model, session = mlp(), AmpSession()
+    optimizer = make(model.parameters())
+    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(session, model, optimizer)
+    params = optimizer.param_groups[0]["params"]
+    GARBAGE[garbage](optimizer.state, params[0])
+    GARBAGE[garbage](optimizer.state, params[-1])
+    session.reset()
+    assert session.policy is None
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+    optimizer.state.clear()
+    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert all(math.isfinite(loss) for loss in train(session, model, optimizer))
+    session.reset()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_error_in_reset_leaves_no_session_that_is_half_there(level):
+    model, session = mlp(), AmpSession()
+    optimizer = FusedAdam(model.parameters(), lr=0.01)
+    before = surroundings()
+
+    def undo():
+        raise RuntimeError("of an observer")
+
+    session.observers.append(lambda bound: undo)
+    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(session, model, optimizer)
+    with pytest.raises(RuntimeError, match="of an observer"):
+        session.reset()
+    assert session.policy is None
+    assert surroundings() == before
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    session.observers.clear()
+    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    train(session, model, optimizer)
+    session.reset()

@@ -65,7 +65,8 @@ class FusedAdam(optimizers.FusedAdam):
 
     def _check_options(self, group: Group) -> None:
         super()._check_options(group)
-        group["max_grad_norm"] = check_option("max_grad_norm", group.get("max_grad_norm", self._max_grad_norm))
+        norm = group.get("max_grad_norm", self._max_grad_norm)
+        group["max_grad_norm"] = check_option("max_grad_norm", norm, finite=False)
 
     def _op_options(self, group: Group) -> dict[str, Any]:
         # Uncorrected, the op has the old formula, with an lr that holds both corrections.

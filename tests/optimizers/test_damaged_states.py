@@ -1,0 +1,449 @@
+"""A damaged or foreign optimizer state is refused by group, parameter and key, and changes nothing; what torch and apex
+save keeps loading."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+
+import pytest
+import torch
+from host_reads import HostReads
+from optimizer_cases import (
+    OPTIMIZERS,
+    STATE,
+    assert_same,
+    parameters,
+    params_of,
+    run,
+    snapshot,
+    with_masters,
+)
+from torch import nn
+
+from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
+from ampctx.optimizers import LARC, FusedAdagrad, FusedAdam, FusedLion, FusedNovoGrad, FusedSGD
+
+SHAPES = [(3, 5), (17,), (), (2, 3)]
+NAN, INF = math.nan, math.inf
+AVERAGES = {"exp_avg", "momentum_buffer"}
+
+
+def make(name):
+    return OPTIMIZERS[name](parameters(shapes=SHAPES))
+
+
+def trained(name, steps=3):
+    optimizer = make(name)
+    run(optimizer, steps)
+    return optimizer
+
+
+def filled(shape, value, at=0):
+    t = torch.ones(shape)
+    t.view(-1)[at] = value
+    return t
+
+
+def refused(optimizer, checkpoint, kind, message):
+    before, groups = snapshot(optimizer), [{**g, "params": list(g["params"])} for g in optimizer.param_groups]
+    kept = copy.deepcopy(checkpoint)
+    with pytest.raises(kind, match=message):
+        optimizer.load_state_dict(checkpoint)
+    assert_same(snapshot(optimizer), before)
+    assert repr(optimizer.param_groups) == repr(groups)
+    assert repr(checkpoint) == repr(kept)
+
+
+# --- states -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [None, "missing"], ids=str)
+@pytest.mark.parametrize("name", ["adam", "lamb", "mixed-lamb", "novograd"])
+def test_a_missing_step_count_would_restart_bias_correction(name, value):
+    checkpoint = trained(name).state_dict()
+    state = checkpoint["state"][1] = dict(checkpoint["state"][1], step=None)
+    if value == "missing":
+        del state["step"]
+    message = r"the state of param_groups\[0\]\['params'\]\[1\] has no 'step', only .*bias correction"
+    refused(trained(name, 1), checkpoint, AmpKeyError, message)
+
+
+# torch's SGD has None for a buffer until a parameter has a gradient.
+@pytest.mark.parametrize(
+    ("name", "key"), [(name, key) for name in OPTIMIZERS if name != "sgd" for key in sorted(STATE[name])]
+)
+def test_a_missing_part_of_a_state_would_begin_at_0(name, key):
+    checkpoint = trained(name).state_dict()
+    del checkpoint["state"][2][key]
+    message = rf"the state of param_groups\[0\]\['params'\]\[2\] has no '{key}', only"
+    refused(trained(name, 1), checkpoint, AmpKeyError, message)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (INF, AmpValueError),
+        (NAN, AmpValueError),
+        (-1, AmpValueError),
+        (2.5, AmpValueError),
+        (10**400, AmpValueError),
+        (torch.tensor(INF), AmpValueError),
+        (torch.tensor(-2.0), AmpValueError),
+        (torch.tensor([0.5]), AmpValueError),
+        (torch.tensor(1j), AmpTypeError),
+        (torch.tensor(True), AmpTypeError),
+        (torch.ones(2), AmpValueError),
+        (torch.tensor(1.0, device="meta"), AmpValueError),
+        (True, AmpTypeError),
+        ("3", AmpTypeError),
+        ([3], AmpTypeError),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("name", ["adam", "sgd", "adagrad"])
+def test_a_step_that_is_no_count(name, value, kind):
+    checkpoint = trained(name).state_dict()
+    checkpoint["state"][3]["step"] = value
+    refused(trained(name, 1), checkpoint, kind, r"the state 'step' of param_groups\[0\]\['params'\]\[3\] is|has 2")
+
+
+@pytest.mark.parametrize(("name", "key"), [(name, key) for name in OPTIMIZERS for key in sorted(STATE[name])])
+def test_numbers_that_no_run_leaves(name, key):
+    values = [NAN, INF, -INF] if key in AVERAGES else [NAN, -1e-3, -INF]
+    for value in values:
+        checkpoint = trained(name).state_dict()
+        shape = checkpoint["state"][1][key].shape
+        checkpoint["state"][1][key] = filled(shape, value, at=-1)
+        message = rf"the state '{key}' of param_groups\[0\]\['params'\]\[1\] has (nan|-?inf|-0.001\d*), expected"
+        refused(trained(name, 1), checkpoint, AmpValueError, message)
+
+
+def test_an_overflow_of_a_square_goes_on():
+    """What torch.optim.Adam leaves in fp16, or after one very large gradient."""
+    checkpoint = trained("adam").state_dict()
+    checkpoint["state"][0]["exp_avg_sq"] = filled((3, 5), INF).half()
+    optimizer = make("adam")
+    optimizer.load_state_dict(checkpoint)
+    assert optimizer.state[params_of(optimizer)[0]]["exp_avg_sq"][0, 0] == INF
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.ones(3, 5, dtype=torch.int64), "torch.int64, expected a floating type"),
+        (torch.ones(3, 5, dtype=torch.complex64), "torch.complex64, expected a floating type"),
+        (torch.ones(3, 5).to_sparse(), "layout torch.sparse_coo"),
+        (torch.ones(3, 5, device="meta"), "on the meta device, without values"),
+        (torch.ones(5, 3), r"shape \(5, 3\)"),
+        ([1.0], "type list, expected a tensor"),
+    ],
+    ids=["int", "complex", "sparse", "meta", "shape", "list"],
+)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_of_another_kind(name, value, message):
+    (key, *_) = sorted(STATE[name])
+    checkpoint = trained(name).state_dict()
+    checkpoint["state"][0][key] = value
+    where = rf"the state '{key}' of param_groups\[0\]\['params'\]\[0\]"
+    refused(trained(name, 1), checkpoint, AmpValueError, f"{where} (is|has).*{message}")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda r: r.float(),
+        lambda r: r.to(torch.int32),
+        lambda r: r.reshape(-1)[:-1],
+        lambda r: r.t(),
+        lambda r: r.tolist(),
+    ],
+    ids=["float", "int32", "shorter", "turned", "list"],
+)
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_a_remainder_of_another_kind(name, damage):
+    params = [nn.Parameter(torch.randn(3, 5).bfloat16())]
+    source = OPTIMIZERS[name](params, master_weights="split")
+    run(source, 2)
+    optimizer = OPTIMIZERS[name]([nn.Parameter(params[0].detach().clone())], master_weights="split")
+    run(optimizer, 1)
+    checkpoint = copy.deepcopy(source.state_dict())
+    checkpoint["state"][0]["remainder"] = damage(checkpoint["state"][0]["remainder"])
+    refused(optimizer, checkpoint, AmpValueError, r"the state 'remainder' of param_groups\[0\]\['params'\]\[0\]")
+
+
+FOREIGN = {
+    "adam": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "sgd": torch.optim.Adam,
+    "lamb": torch.optim.Adagrad,
+    "adagrad": torch.optim.Adam,
+    "novograd": torch.optim.Adam,
+    "lion": torch.optim.AdamW,
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_the_state_of_another_optimizer(name):
+    source = FOREIGN[name](parameters(shapes=SHAPES))
+    run(source, 2)
+    checkpoint = source.state_dict()
+    refused(trained(name, 1), checkpoint, AmpError, "has no|which Fused.* does not keep|elements, expected 1")
+    # With the options of its own class, it is the state that is foreign.
+    checkpoint["param_groups"] = make(name).state_dict()["param_groups"]
+    message = r"of param_groups\[0\]\['params'\]\[0\] has (no|\d+ elem|'.*' does not keep|'\w+', which Fused)"
+    refused(trained(name, 1), checkpoint, AmpError, message)
+
+
+def test_a_weight_decay_that_would_mean_something_else():
+    """torch.optim.Adam's is not decoupled, and FusedAdam's is unless it is told so."""
+    source = torch.optim.Adam(parameters(shapes=SHAPES), weight_decay=0.1)
+    run(source, 2)
+    message = "decoupled_weight_decay=False, and FusedAdam has adam_w_mode=True: .* Pass adam_w_mode=False"
+    refused(trained("adam", 1), source.state_dict(), AmpValueError, message)
+    FusedAdam(parameters(shapes=SHAPES), adam_w_mode=False).load_state_dict(source.state_dict())
+    decoupled = torch.optim.AdamW(parameters(shapes=SHAPES), weight_decay=0.1)
+    run(decoupled, 2)
+    FusedAdam(parameters(shapes=SHAPES)).load_state_dict(decoupled.state_dict())
+    # Without a weight decay it does not matter, nor later, when there is one.
+    plain = torch.optim.Adam(parameters(shapes=SHAPES))
+    run(plain, 2)
+    optimizer = FusedAdam(parameters(shapes=SHAPES))
+    optimizer.load_state_dict(plain.state_dict())
+    optimizer.param_groups[0]["weight_decay"] = 0.1
+    FusedAdam(parameters(shapes=SHAPES)).load_state_dict(optimizer.state_dict())
+
+
+# --- the form of a checkpoint -----------------------------------------------------------------------------------------
+
+
+def rename_states(checkpoint):
+    checkpoint["state"] = {str(key): value for key, value in checkpoint["state"].items()}
+
+
+def drop_params(checkpoint):
+    del checkpoint["param_groups"][0]["params"]
+
+
+def state_of_another(checkpoint):
+    checkpoint["param_groups"][0]["params"][1] = 0
+
+
+FORMS = {
+    "by text": (rename_states, AmpKeyError, r"state for '0' \(str\), and no param group has a parameter"),
+    "no params": (drop_params, AmpKeyError, r"param_groups\[0\] of the checkpoint has no 'params'"),
+    "one for two": (state_of_another, AmpValueError, r"has 0 for param_groups\[0\]\['params'\]\[1\], and for another"),
+    "params a number": (
+        lambda c: c["param_groups"][0].update(params=4),
+        AmpTypeError,
+        r"param_groups\[0\] of the checkpoint: 'params' is of type int",
+    ),
+    "group no dict": (lambda c: c.update(param_groups=[3]), AmpTypeError, r"param_groups\[0\] .* is of type int"),
+    "state a list": (lambda c: c.update(state=[]), AmpTypeError, "'state' of the checkpoint is of type list"),
+    "no state": (lambda c: c.pop("state"), AmpKeyError, "the checkpoint has no 'state'"),
+    "state of one": (
+        lambda c: c["state"].update({1: [1.0]}),
+        AmpTypeError,
+        r"the state of param_groups\[0\]\['params'\]\[1\] is of type list, expected a dict",
+    ),
+    "state of one gone": (lambda c: c["state"].update({1: None}), AmpTypeError, "is of type NoneType, expected a dict"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_checkpoint_of_another_form(form):
+    edit, kind, message = FORMS[form]
+    checkpoint = copy.deepcopy(trained("adam").state_dict())
+    edit(checkpoint)
+    refused(trained("adam", 1), checkpoint, kind, message)
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+NEEDED = {
+    "adam": ["lr", "betas", "eps", "weight_decay"],
+    "sgd": ["lr", "momentum", "dampening", "weight_decay"],
+    "adagrad": ["lr", "eps", "weight_decay"],
+    "lamb": ["lr", "betas", "eps", "weight_decay"],
+    "novograd": ["lr", "betas", "eps", "weight_decay"],
+    "lion": ["lr", "betas", "weight_decay"],
+}
+
+
+@pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in NEEDED.items() for key in keys])
+def test_a_group_without_an_option(name, key):
+    checkpoint = trained(name).state_dict()
+    del checkpoint["param_groups"][0][key]
+    refused(trained(name, 1), checkpoint, AmpKeyError, rf"no {key!r}: param_groups\[0\] has only")
+
+
+FLAGS = {
+    "adam": ["maximize", "bias_correction", "amsgrad"],
+    "sgd": ["maximize", "nesterov"],
+    "adagrad": ["maximize"],
+    "lamb": ["maximize", "bias_correction", "grad_averaging"],
+    "novograd": ["maximize", "bias_correction", "grad_averaging", "init_zero"],
+    "lion": ["maximize"],
+    "mixed-lamb": ["maximize", "bias_correction", "grad_averaging"],
+}
+EACH_FLAG = pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in FLAGS.items() for key in keys])
+NO_FLAGS = ["False", None, 0.5, [False], NAN, 2]
+
+
+@EACH_FLAG
+def test_a_flag_of_another_type(name, key):
+    for value in NO_FLAGS:
+        checkpoint = trained(name, 1).state_dict()
+        checkpoint["param_groups"][0][key] = value
+        message = rf"param_groups\[0\] of the checkpoint: {key} must be True or False, got {re.escape(repr(value))}"
+        refused(trained(name, 1), checkpoint, AmpTypeError, message)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("sgd", "dampening", NAN),
+        ("sgd", "dampening", INF),
+        ("sgd", "dampening", "0"),
+        ("sgd", "momentum", INF),
+        ("adam", "lr", INF),
+        ("adam", "eps", NAN),
+        ("adam", "weight_decay", INF),
+        ("adam", "betas", (0.9, NAN)),
+        ("adam", "betas", "ab"),
+        ("adam", "betas", {0: 0.9, 1: 0.9}),
+        ("adam", "seed", 1.0),
+        ("novograd", "norm_type", "2"),
+        ("novograd", "norm_type", True),
+        ("lamb", "max_grad_norm", NAN),
+    ],
+)
+def test_an_option_that_cannot_be_used(name, key, value):
+    checkpoint = trained(name, 1).state_dict()
+    checkpoint["param_groups"][0][key] = value
+    refused(trained(name, 1), checkpoint, AmpError, rf"param_groups\[0\] of the checkpoint: .*{key}")
+
+
+def test_no_bound_for_the_norm_of_the_gradients():
+    source = OPTIMIZERS["lamb"](parameters(shapes=SHAPES), max_grad_norm=INF)
+    run(source, 1)
+    make("lamb").load_state_dict(source.state_dict())
+
+
+@EACH_FLAG
+def test_a_flag_that_is_set_to_text_between_steps_is_refused_before_any_group_is_stepped(name, key):
+    first, second = parameters(shapes=[(3,), (4,)])
+    optimizer = OPTIMIZERS[name]([{"params": [first]}, {"params": [second]}])
+    run(optimizer, 2)
+    before = snapshot(optimizer)
+    optimizer.param_groups[1][key] = "False"
+    with pytest.raises(AmpTypeError, match=rf"param_groups\[1\]: {key} must be True or False, got 'False'"):
+        optimizer.step()
+    assert_same(snapshot(optimizer), before)
+    optimizer.param_groups[1][key] = 0
+    run(optimizer, 1)
+
+
+@pytest.mark.parametrize("betas", ["ab", 0.9, (0.9,), (0.9, NAN), (1.0, 0.9), None, (0.9, "0.99")], ids=repr)
+@pytest.mark.parametrize("name", ["adam", "lion", "novograd"])
+def test_betas_that_are_set_between_steps(name, betas):
+    optimizer = trained(name)
+    before = snapshot(optimizer)
+    optimizer.param_groups[0]["betas"] = betas
+    with pytest.raises(AmpError, match=r"param_groups\[0\]: .*beta"):
+        optimizer.step()
+    assert_same(snapshot(optimizer), before)
+    optimizer.param_groups[0]["betas"] = [0.5, 0.9]
+    run(optimizer, 1)
+
+
+def test_larc_refuses_a_flag_and_the_checkpoint_of_the_optimizer_in_it():
+    larc = LARC(FusedSGD(parameters(shapes=SHAPES), lr=0.1, momentum=0.9))
+    run(larc, 2)
+    checkpoint = copy.deepcopy(larc.state_dict())
+    checkpoint["state"][1]["momentum_buffer"] = filled((17,), NAN)
+    refused(larc, checkpoint, AmpValueError, "'momentum_buffer' of")
+    torchs = LARC(torch.optim.SGD(parameters(shapes=SHAPES), lr=0.1))
+    before, torchs.param_groups[0]["maximize"] = snapshot(torchs), "False"
+    with pytest.raises(AmpTypeError, match="maximize must be True or False"):
+        run(torchs, 1)
+    assert_same(snapshot(torchs), before)
+
+
+# --- what keeps loading -----------------------------------------------------------------------------------------------
+
+
+def test_parameters_that_were_never_stepped():
+    """No entry, an empty one, or torch's None."""
+    for name in OPTIMIZERS:
+        checkpoint = trained(name).state_dict()
+        del checkpoint["state"][0]
+        checkpoint["state"][1] = {}
+        checkpoint["state"][2] = {"momentum_buffer": None}
+        optimizer = make(name)
+        optimizer.load_state_dict(checkpoint)
+        assert [bool(optimizer.state.get(p)) for p in params_of(optimizer)] == [False, False, False, True]
+        run(optimizer, 1)
+
+
+def test_counts_that_others_do_not_keep():
+    """apex's FusedAdagrad and FusedSGD, and most implementations of Lion, have none."""
+    for make_one, key in ((FusedAdagrad, "sum"), (lambda p: FusedSGD(p, lr=0.1, momentum=0.9), "momentum_buffer")):
+        optimizer = make_one(parameters(shapes=SHAPES))
+        run(optimizer, 2)
+        checkpoint = optimizer.state_dict()
+        for state in checkpoint["state"].values():
+            del state["step"]
+        resumed = make_one(parameters(shapes=SHAPES))
+        resumed.load_state_dict(checkpoint)
+        for p, q in zip(params_of(optimizer), params_of(resumed), strict=True):
+            assert_same([resumed.state[q][key]], [optimizer.state[p][key]])
+    lion = FusedLion(parameters(shapes=SHAPES))
+    run(lion, 2)
+    checkpoint = lion.state_dict()
+    for state in checkpoint["state"].values():
+        del state["step"]
+    FusedLion(parameters(shapes=SHAPES)).load_state_dict(checkpoint)
+
+
+def test_a_momentum_that_came_late():
+    """A buffer begins with the next gradient where the momentum was 0 in all steps before."""
+    optimizer = FusedSGD(parameters(shapes=SHAPES), lr=0.1)
+    run(optimizer, 2)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    resumed = FusedSGD(parameters(shapes=SHAPES), lr=0.1)
+    resumed.load_state_dict(optimizer.state_dict())
+    run(resumed, 1)
+
+
+def test_flags_as_numbers():
+    checkpoint = trained("novograd").state_dict()
+    checkpoint["param_groups"][0].update(bias_correction=1, init_zero=0.0, maximize=torch.tensor(False))
+    optimizer = make("novograd")
+    optimizer.load_state_dict(checkpoint)
+    group = optimizer.param_groups[0]
+    assert [group[key] for key in ("bias_correction", "init_zero", "maximize")] == [True, False, False]
+    assert {type(group[key]) for key in ("bias_correction", "init_zero", "maximize")} == {bool}
+
+
+def test_novograds_norms_of_another_form():
+    optimizer = trained("novograd")
+    for norms in (torch.ones(4), [torch.ones(4)], [torch.zeros(0), 3], "norms"):
+        checkpoint = copy.deepcopy(optimizer.state_dict())
+        checkpoint["param_groups"][0]["exp_avg_sq"] = norms
+        refused(trained("novograd", 1), checkpoint, AmpTypeError, "exp_avg_sq of a param group is .*expected a list")
+    assert isinstance(optimizer, FusedNovoGrad)
+
+
+def test_loading_reads_no_tensor_by_itself():
+    """All that is looked at comes to the host together."""
+    for name in OPTIMIZERS:
+        for optimizer in (make(name), with_masters(name, parameters(torch.float16, shapes=SHAPES))):
+            run(optimizer, 2)
+            checkpoint = optimizer.state_dict()
+            if name == "sgd":  # which looks whether a buffer has begun
+                for state in checkpoint["state"].values():
+                    state["step"] = 2.0
+            with HostReads() as reads:
+                optimizer.load_state_dict(checkpoint)
+            assert reads.count == optimizer.capturable  # its lr is a tensor, and checked

@@ -1,0 +1,175 @@
+"""What an optimizer is given: parameters twice or of other dtypes, and numbers of other libraries than Python's."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+from optimizer_cases import OPTIMIZERS, assert_same, give, gradients, parameters, run, snapshot
+from torch import nn
+
+from ampctx import AmpSession
+from ampctx._errors import AmpTypeError, AmpValueError
+from ampctx.amp import GradScaler
+from ampctx.optimizers import LARC, FusedAdam, FusedNovoGrad, FusedSGD
+
+# --- parameters -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "in-larc"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_parameter_that_comes_twice_is_stepped_once(name, wrapped):
+    """torch warns. The group and the checkpoint have it twice, as torch's."""
+    once, twice = parameters(shapes=[(3,), (4,)]), parameters(shapes=[(3,), (4,)])
+    expected = OPTIMIZERS[name](once)
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        optimizer = OPTIMIZERS[name]([twice[0], twice[0], twice[1]])
+    stepping = [LARC(o) if wrapped else o for o in (expected, optimizer)]
+    for step in range(3):
+        for params, o in zip((once, twice), stepping, strict=True):
+            give(params, gradients(params, step))
+            o.step()
+    assert_same([p.detach() for p in twice], [p.detach() for p in once])
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    assert checkpoint["param_groups"][0]["params"] == [1, 1, 2]  # as torch.optim's
+    assert sorted(checkpoint["state"]) == [1, 2]
+    before = snapshot(optimizer)
+    optimizer.load_state_dict(checkpoint)
+    assert_same(snapshot(optimizer), before)
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_the_gradient_of_a_parameter_that_comes_twice_is_unscaled_once(name):
+    for level in ("O0", "O2", "O3", "unscale_"):
+        found = []
+        for times in (1, 2):
+            torch.manual_seed(0)
+            model = nn.Linear(3, 2, bias=False)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                optimizer = OPTIMIZERS[name]([model.weight] * times)
+            session, scaler = AmpSession(), GradScaler("cpu", init_scale=64.0)
+            if level != "unscale_":
+                session.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+                assert len({id(p) for p in session.master_params(optimizer)}) == 1
+            for _ in range(3):
+                loss = model(torch.ones(1, 3)).float().square().sum()
+                if level == "unscale_":
+                    scaler.scale(loss).backward()
+                    scaler.unscale_(optimizer)
+                    scaler.step(optimizer)
+                    scaler.update()
+                else:
+                    with session.scale_loss(loss, optimizer) as scaled:
+                        scaled.backward()
+                    optimizer.step()
+                optimizer.zero_grad()
+            session.reset()
+            found.append(model.weight.detach().clone())
+            assert len(optimizer.state) == 1
+        assert_same(found[:1], found[1:])
+
+
+ODD_DTYPES = [torch.int32, torch.int8, torch.bool, torch.float8_e4m3fn, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", ODD_DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parameters_of_other_dtypes_are_refused_by_name(name, dtype):
+    odd = nn.Parameter(torch.zeros(3).to(dtype), requires_grad=False)
+    message = r"param_groups\[0\]\['params'\]\[1\] is"
+    with pytest.raises(AmpValueError, match=message):
+        OPTIMIZERS[name]([*parameters(shapes=[(3,)]), odd])
+    optimizer = OPTIMIZERS[name](parameters(shapes=[(3,)]))
+    with pytest.raises(AmpValueError, match=r"param_groups\[0\]\['params'\]\[0\] \(odd\) is"):
+        OPTIMIZERS[name]([("odd", odd)])
+    with pytest.raises(AmpValueError, match=r"param_groups\[1\]\['params'\]\[0\] is"):
+        optimizer.add_param_group({"params": [odd]})
+    assert len(optimizer.param_groups) == 1
+    run(OPTIMIZERS[name](parameters(torch.float64, shapes=[(3,)])), 1)
+
+
+def test_larc_refuses_other_dtypes_before_anything_changes():
+    odd, plain = nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn)), parameters(shapes=[(3,)])[0]
+    larc = LARC(torch.optim.SGD([plain, odd], lr=0.1))
+    plain.grad, odd.grad = torch.ones(3), torch.ones(3).to(torch.float8_e4m3fn)
+    with pytest.raises(AmpValueError, match=r"LARC requires float32.*\['params'\]\[1\] is torch.float8_e4m3fn"):
+        larc.step()
+    assert torch.equal(plain.grad, torch.ones(3))
+
+
+# --- numbers of other libraries ---------------------------------------------------------------------------------------
+
+
+class Pair:
+    """As OmegaConf's ListConfig: a sequence that is no list."""
+
+    def __init__(self, *values):
+        self._values = values
+
+    def __len__(self):
+        return len(self._values)
+
+    def __getitem__(self, i):
+        return self._values[i]
+
+
+class Scalar:
+    """As numpy's scalars and arrays without dimensions: no number of Python's."""
+
+    shape = ()
+
+    def __init__(self, value):
+        self._value = value
+
+    def item(self):
+        return self._value
+
+
+def of_numpy():
+    np = pytest.importorskip("numpy")
+    return (np.array([0.75, 0.5]), np.array(0.25), np.float32, np.int64(3), np.bool_(True))
+
+
+NUMBERS = {
+    "sequence": lambda: (Pair(0.75, 0.5), Scalar(0.25), Scalar, 3, Scalar(True)),
+    "list": lambda: ([0.75, 0.5], 0.25, float, 3, 1),
+    "tensor": lambda: (torch.tensor([0.75, 0.5]), 0.25, torch.tensor, 3, torch.tensor(True)),
+    "tensors": lambda: ((torch.tensor(0.75), torch.tensor([0.5])), 0.25, torch.tensor, 3, True),
+    "numpy": of_numpy,
+}
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_numbers_of_other_libraries_become_plain_ones(kind):
+    betas, lr, scalar, seed, flag = NUMBERS[kind]()
+    adam = FusedAdam(
+        parameters(), lr=lr, betas=betas, eps=scalar(0.125), weight_decay=scalar(0.5), seed=seed, amsgrad=flag
+    )
+    sgd = FusedSGD(parameters(), lr=lr, momentum=scalar(0.5), dampening=scalar(-0.25), maximize=flag)
+    nova = FusedNovoGrad(parameters(), lr=lr, betas=betas, norm_type=Scalar(0))
+    for optimizer in (adam, sgd, nova):
+        run(optimizer, 1)
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        optimizer.load_state_dict(torch.load(file, weights_only=True))
+        for name, value in optimizer.param_groups[0].items():
+            assert name in ("params", "betas") or type(value) in (float, int, bool), name
+    group = adam.param_groups[0]
+    assert [group[k] for k in ("lr", "betas", "eps", "weight_decay", "seed", "amsgrad")] == [
+        *(0.25, (0.75, 0.5), 0.125, 0.5, 3, True)
+    ]
+    assert {type(beta) for beta in group["betas"]} == {float}
+    assert [sgd.param_groups[0][k] for k in ("momentum", "dampening", "maximize")] == [0.5, -0.25, True]
+
+
+@pytest.mark.parametrize(
+    "betas", ["ab", b"ab", {0: 0.9, 1: 0.9}, {0.9, 0.99}, (0.9,), Pair(0.9, "0.99"), torch.ones(2, 1), None], ids=repr
+)
+def test_no_pair_of_numbers(betas):
+    with pytest.raises(AmpTypeError, match=r"betas.* must be a (pair of numbers|number), got"):
+        FusedAdam(parameters(), betas=betas)
