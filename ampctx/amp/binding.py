@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -61,7 +61,6 @@ class OptimizerBinding:
         steps: GuardedStep,
         names: ParameterNames,
         taken: Callable[[], Container[int]],
-        warn: Callable[[str], None],
         loop: mistakes.Loop,
     ) -> None:
         self.masters = masters
@@ -77,9 +76,6 @@ class OptimizerBinding:
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
         self._names_of = names
         self._taken = taken
-        self._warn = warn
-        # What has been said already.
-        self._warned: set[str] = set()
         # Are called, and forgotten, when the gradients of the first step are there.
         self.at_first_step: list[Callable[[OptimizerBinding], None]] = []
         methods = {
@@ -222,7 +218,7 @@ class OptimizerBinding:
             # Gradients from before may be multiplied by a scale.
             drop = any(not scale.is_identity and scale.scale is not None for scale in self.loss_scales)
             self.masters.follow_groups(optimizer, self._taken, drop)
-            self._tell_of_dropped_grads()
+            mistakes.tell_of_dropped_grads(self)
 
     def _device(self) -> torch.device:
         params = (p for group in self.optimizer.param_groups for p in group["params"])
@@ -293,15 +289,15 @@ class OptimizerBinding:
         args = args[1:]
         mistakes.before_step(self, closure is not None)
         self.steps.epoch += 1
-        if self.masters.pairs and "edits" not in self._warned:
-            self._look_for_edits()
+        if self.masters.pairs:
+            mistakes.tell_of_edits(self)
         if closure is not None:
             return closures.step(self, original, closure, args, kwargs)
         self.flags.settle()
         try:
             self.check_gradients()
             if (checked := self.gradients.checked) is None or not checked.masters:
-                self._tell_of_no_gradients()
+                mistakes.tell_of_no_gradients(self)
             if self.is_left_to_device():
                 if losses := self.steps.overflowed_instead_of_device(self.take_flags):
                     return self.skip(losses)
@@ -440,39 +436,6 @@ class OptimizerBinding:
         else:
             norm = None if any(p.grad is not None for p in own) else lazy.norm()
         return Known(self.flags.take_scales(), norm)
-
-    # --- what the user is told ----------------------------------------------------------------------------------------
-
-    def _warn_once(self, key: str, message: str, names: Sequence[str] = ()) -> None:
-        if key not in self._warned:
-            self._warned.add(key)
-            self._warn(", ".join(names[:3]) + (" and others" if len(names) > 3 else "") + message)
-
-    def _look_for_edits(self) -> None:
-        """Says so when a step is about to overwrite what the user wrote into the model."""
-        if names := self.masters.overwritten():
-            self._warn_once(
-                "edits",
-                " changed in place, and the step writes a weight anew from its fp32 master. Change "
-                "amp.master_params(optimizer) instead, or load with model.load_state_dict, which the masters follow",
-                names,
-            )
-
-    def _tell_of_dropped_grads(self) -> None:
-        names, self.masters.dropped_grads = self.masters.dropped_grads, []
-        if names:
-            self._warn_once(
-                f"gradients of {names}",
-                " joined the optimizer with a gradient from before, multiplied by a loss scale that is not "
-                "known: it was dropped",
-                names,
-            )
-
-    def _tell_of_no_gradients(self) -> None:
-        params = (p for group in self.optimizer.param_groups for p in group["params"])
-        if all(stored_grad(p) is None for p in params):
-            name = type(self.optimizer).__name__
-            self._warn_once("no gradients", f"{name}.step() changes nothing: none of its parameters has a gradient")
 
     def refuse_grad_scaler(self) -> None:
         """A scaler finds no gradients of masters: it would neither unscale nor check them."""

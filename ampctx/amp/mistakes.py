@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 # Private by name: what ``contextlib.contextmanager`` returns, with all that it does for a generator. The decorator has
 # no place for a class of one's own.
@@ -29,6 +29,7 @@ from ampctx.scaling.loss_scale import LossScale
 if TYPE_CHECKING:
     from ampctx.amp.binding import OptimizerBinding
     from ampctx.amp.blocks import Block
+    from ampctx.amp.skip_log import SkipLog
 
 # A GradScaler that is around an optimizer is there from its first step on.
 FIRST_STEPS = 2
@@ -39,12 +40,11 @@ MARKS = 16
 
 
 class Run:
-    """The optimizers of one ``initialize``, and what was said of them. ``warn``: says it, once."""
+    """The optimizers of one ``initialize``. ``log``: where mistakes are said."""
 
-    def __init__(self, loss_scales: Sequence[LossScale], warn: Callable[[str], None]) -> None:
+    def __init__(self, loss_scales: Sequence[LossScale], log: SkipLog) -> None:
         self._loss_scales = loss_scales
-        self._warn = warn
-        self._said: set[str] = set()
+        self.log = log
         self._loops: weakref.WeakSet[Loop] = weakref.WeakSet()
 
     def loop(self) -> Loop:
@@ -53,18 +53,13 @@ class Run:
         self._loops.add(loop)
         return loop
 
-    def warn_once(self, key: str, message: str) -> None:
-        if key not in self._said:
-            self._said.add(key)
-            self._warn(message)
-
     def look_for_unused_losses(self) -> None:
         """A dynamic scale is created by the first block that uses it."""
         if len(self._loss_scales) == 1 or any(loop.steps < ENOUGH_STEPS for loop in self._loops):
             return
         unused = [str(i) for i, scale in enumerate(self._loss_scales) if scale.dynamic and scale.scale is None]
         if 0 < len(unused) < len(self._loss_scales):
-            self.warn_once(
+            self.log.warn_once(
                 "unused losses",
                 f"amp.initialize(num_losses={len(self._loss_scales)}): after {ENOUGH_STEPS} steps of each optimizer no "
                 f"scale_loss block has used loss_id={', '.join(unused)}. The losses share the other loss scales, and "
@@ -146,12 +141,45 @@ def tell_of_no_block(binding: OptimizerBinding) -> None:
     if _grad_scaler_calls():
         loop.has_scaler = True
         return
-    loop.run.warn_once(
+    loop.run.log.warn_once(
         "no block",
         f"{_named(binding)}: no scale_loss block has named this optimizer, and its loss scale is dynamic. Small "
         "gradients of a loss that is not scaled become 0 in 16 bits. Write "
         "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`.",
     )
+
+
+def tell_of_edits(binding: OptimizerBinding) -> None:
+    """Says so when a step is about to overwrite what the user wrote into the model."""
+    log, key = binding.loop.run.log, ("edits", id(binding))
+    if not log.has_said(key) and (names := binding.masters.overwritten()):
+        log.warn_once(
+            key,
+            f"{_listed(names)} changed in place, and the step writes a weight anew from its fp32 master. Change "
+            "amp.master_params(optimizer) instead, or load with model.load_state_dict, which the masters follow",
+        )
+
+
+def tell_of_dropped_grads(binding: OptimizerBinding) -> None:
+    names, binding.masters.dropped_grads = binding.masters.dropped_grads, []
+    if names:
+        binding.loop.run.log.warn_once(
+            ("dropped gradients", id(binding), *names),
+            f"{_listed(names)} joined the optimizer with a gradient from before, of a loss scale that is not "
+            "known: it was dropped",
+        )
+
+
+def tell_of_no_gradients(binding: OptimizerBinding) -> None:
+    params = (p for group in binding.optimizer.param_groups for p in group["params"])
+    if all(stored_grad(p) is None for p in params):
+        binding.loop.run.log.warn_once(
+            ("no gradients", id(binding)), f"{_named(binding)} changes nothing: none of its parameters has a gradient"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (" and others" if len(names) > 3 else "")
 
 
 # --- blocks over the wrong optimizer ----------------------------------------------------------------------------------
@@ -230,7 +258,7 @@ def _still_left(binding: OptimizerBinding) -> list[str]:
 def _refuse_left(binding: OptimizerBinding, names: list[str], why: str) -> NoReturn:
     raise AmpError(
         f"{_named(binding)}: a scale_loss block over other optimizers has left scaled gradients in "
-        f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''}, {why}. Name every optimizer whose "
+        f"{_listed(names)}, {why}. Name every optimizer whose "
         "parameters the backward reaches, amp.scale_loss(loss, [optimizer, ...]), or call zero_grad() of this one "
         "before its own backward."
     )
@@ -289,7 +317,7 @@ def _tell_of_plain_backward(block: Block) -> None:
     if loss_id in loop.proved or not any(b.gradients.have_arrived() for b in block.bindings):
         return
     loop.proved.add(loss_id)  # nothing more to say
-    loop.run.warn_once(
+    loop.run.log.warn_once(
         "plain backward",
         "amp.scale_loss: gradients have come in the block, and no backward went through the scaled loss that it gives. "
         "They are divided by the loss scale at its end, and far too small then. Call scaled_loss.backward(), not "

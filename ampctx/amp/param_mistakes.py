@@ -40,14 +40,11 @@ class ParamMistakes:
     def __init__(self, bindings: Mapping[Any, OptimizerBinding], log: SkipLog) -> None:
         self._bindings = bindings
         self._log = log
-        self._said: set[str] = set()
 
     def watch(self, bound: Mapping[Any, OptimizerBinding], names: ParameterNames) -> Undo:
         """Has walks over models' parameters and the first step of each optimizer looked at. The undo ends it."""
         for binding in bound.values():
             binding.at_first_step.append(functools.partial(self._look_for_untrained, names))
-        if not self._bindings:
-            self._said.clear()
         _watching.add(self)
         if not any(b.masters.master_weights or _scales(b) for b in bound.values()):
             return lambda: None  # a gradient is where a plain backward leaves it, at any time
@@ -55,23 +52,18 @@ class ParamMistakes:
         walks = functools.partial(replace_function, nn.Module, "_named_members", _looked_at)
         return shared.acquire((nn.Module, "_named_members"), walks)
 
-    def _say(self, key: str, message: str) -> None:
-        if key not in self._said:
-            self._said.add(key)
-            self._log.warn(message)
-
     # --- gradients that are not where they are looked for -------------------------------------------------------------
 
     def masters_read(self, binding: OptimizerBinding, frame: FrameType) -> None:
         """``frame`` asks for what ``binding`` steps. Fine before backward, and for the weights."""
-        if "scaled" in self._said or binding.gradients.is_idle or not (grads := _scaled_grads(binding)):
+        if self._log.has_said("scaled") or binding.gradients.is_idle or not (grads := _scaled_grads(binding)):
             return
         is_clipping = (use := use_of(frame, masters=True)) in (Use.CLIPS, Use.CLIPS_BY_OURS)
         in_block = binding.gradients.phase is Phase.OPEN and use is not Use.OTHER
         if not (is_clipping or in_block):
             return
         without = not grads.isdisjoint(id(p) for p, _ in binding.masters.pairs)
-        self._say(
+        self._log.warn_once(
             "scaled",
             "amp.master_params(optimizer): gradients were "
             + ("clipped " if is_clipping else "read ")
@@ -96,10 +88,10 @@ class ParamMistakes:
                 self._look_for_scaled(binding, module)
 
     def _look_for_scaled(self, binding: OptimizerBinding, module: nn.Module) -> None:
-        if "scaled" in self._said or not _scales(binding):
+        if self._log.has_said("scaled") or not _scales(binding):
             return
         if not _scaled_grads(binding).isdisjoint(map(id, module.parameters())):
-            self._say(
+            self._log.warn_once(
                 "scaled",
                 "model.parameters() were clipped inside a scale_loss block, or between blocks with delay_unscale=True. "
                 "Gradients are multiplied by the loss scale there, and unscaling after the clipping leaves next to "
@@ -107,11 +99,11 @@ class ParamMistakes:
             )
 
     def _look_for_none(self, binding: OptimizerBinding, module: nn.Module, use: Use) -> None:
-        if "none" in self._said or not (elsewhere := _grads_in_masters(binding)):
+        if self._log.has_said("none") or not (elsewhere := _grads_in_masters(binding)):
             return
         names = [name for name, p in module.named_parameters() if id(p) in elsewhere]
         if names:
-            self._say(
+            self._log.warn_once(
                 "none",
                 f"model.parameters(): {listed(names)} had grad None when gradients were "
                 + ("clipped" if use is Use.CLIPS else "read")
@@ -127,7 +119,7 @@ class ParamMistakes:
 
         Models of which no parameter is in any optimizer, such as a teacher, are none to train. No host sync.
         """
-        if "untrained" in self._said or self._log.verbosity <= 0:
+        if self._log.has_said("untrained") or self._log.verbosity <= 0:
             return
         models = names.by_model()
         stepped = {id(p) for b in self._bindings.values() for p in b.model_params()}
@@ -149,7 +141,7 @@ class ParamMistakes:
         if untrained:
             kind = type(binding.optimizer).__name__
             shapes = listed([str(tuple(p.shape)) for p in left], quote="")
-            self._say(
+            self._log.warn_once(
                 "untrained",
                 f"{kind}.step(): {listed(untrained)} got gradients and are in no optimizer, so that this step does "
                 "not train them. "

@@ -193,7 +193,7 @@ class AmpSession(SessionState):
         """Everything that changes an object; undone as a whole when a part of it fails."""
         bound: dict[Any, OptimizerBinding] = {}
         names = ParameterNames(models)
-        run = mistakes.Run(scales, self._log.warn)
+        run = mistakes.Run(scales, self._log)
         with ExitStack() as undo:
             undo.callback(mistakes.note_models(models, self))
             originals = setup.cast_models(undo, policy, models, kept)
@@ -205,7 +205,7 @@ class AmpSession(SessionState):
                 masters = MasterParams(optimizer, bool(policy.master_weights), originals, taken, names)
                 bound[optimizer] = OptimizerBinding(
                     *(optimizer, masters, scales, self._casts, make_steps(), names),
-                    *(self._with_masters, self._log.warn, run.loop()),
+                    *(self._with_masters, run.loop()),
                 )
                 undo.callback(weak_method(bound[optimizer].release))
             setup.watch_models(undo, models, [b.masters for b in bound.values()], bool(policy.master_weights))
@@ -246,6 +246,7 @@ class AmpSession(SessionState):
             # Whatever an undo raises, the others run, and the session is as it was made.
             for forget in (self._casts.undo, self._step_hooks, self._skip_hooks, self._bindings, self._blocks.deferred):
                 stack.callback(forget.clear)
+            stack.callback(self._log.forget)
             stack.callback(setattr, self, "loss_scales", [])
             stack.callback(setattr, self, "policy", None)
             stack.callback(self._undo.close)

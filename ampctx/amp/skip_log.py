@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container
+from collections.abc import Container, Hashable
 
 import torch
 
@@ -20,16 +20,31 @@ def is_rank_zero() -> bool:
 
 
 class SkipLog:
-    """Reports skipped steps on rank 0. ``verbosity``: 0 is silent. ``deferred``: scales that a later block updates."""
+    """Reports skipped steps, and what else the user is to know, on rank 0.
+
+    ``verbosity``: 0 is silent. ``deferred``: scales that a later block updates.
+    """
 
     def __init__(self, deferred: Container[LossScale]) -> None:
         self.verbosity = 1
         self._deferred = deferred
         self._explained_skips = False
+        self._said: set[Hashable] = set()
 
-    def warn(self, message: str) -> None:
+    def has_said(self, key: Hashable) -> bool:
+        return key in self._said
+
+    def warn_once(self, key: Hashable, message: str) -> None:
+        """Logs the first message of this key until ``forget``."""
+        if key in self._said:
+            return
+        self._said.add(key)
         if self.verbosity > 0 and is_rank_zero():
             logger.warning(message)
+
+    def forget(self) -> None:
+        """Has everything be said again: a new run begins."""
+        self._said.clear()
 
     def report(
         self, before: int, skipped: int, overflowed: list[tuple[int, LossScale, float]], culprits: Culprits = ()
