@@ -7,7 +7,7 @@ parameter. Here each tensor gets the dtype and the memory layout that the ops re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,8 +44,10 @@ def matched(
         AmpKeyError, AmpTypeError, AmpValueError: an entry that is missing or of another kind, or leads elsewhere.
     """
     saved_groups, states = checkpoint.get("param_groups"), checkpoint.get("state")
-    if not isinstance(saved_groups, list):
+    if "param_groups" not in checkpoint:
         return None
+    if not isinstance(saved_groups, (list, tuple)):
+        raise AmpTypeError(f"the 'param_groups' of the checkpoint is of type {type(saved_groups).__name__}, not a list")
     if "state" not in checkpoint:
         raise AmpKeyError(f"the checkpoint has no 'state', only {_listed(checkpoint)}")
     if not isinstance(states, Mapping):
@@ -74,7 +76,7 @@ def matched(
     ]
 
 
-def _check_ids(saved_groups: list[Group], groups: list[Group], name: Callable[[int, int], str]) -> None:
+def _check_ids(saved_groups: Sequence[Group], groups: list[Group], name: Callable[[int, int], str]) -> None:
     """A number stands for one parameter: torch repeats it where a group has a parameter twice, and only there."""
     stands_for: dict[Any, Tensor] = {}
     for g, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
@@ -190,7 +192,7 @@ def restored(p: Tensor, name: str, state: State, one_element: Collection[str], d
             continue
         if key in SIZED:
             _check_sized(key, value, where, p)
-        if isinstance(value, Tensor) and value.shape == p.shape:
+        if isinstance(value, Tensor) and value.shape == p.shape and value.layout == torch.strided:
             result[key] = torch.empty_like(p, dtype=_dtype(key, value, p), requires_grad=False).copy_(value)
         elif isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 1:
             raise AmpValueError(f"{where} has shape {tuple(value.shape)}, the parameter has {tuple(p.shape)}")

@@ -87,7 +87,11 @@ def _real(name: str, value: Any) -> float:
     value = plain(value)
     if not isinstance(value, Real):
         raise AmpTypeError(f"{name} must be a number, got {type(value).__name__}")
-    return value if isinstance(value, int) else float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise AmpValueError(f"{name} is beyond what a float holds") from None
+    return value if isinstance(value, int) else number
 
 
 def check_finite(name: str, value: Any) -> float:

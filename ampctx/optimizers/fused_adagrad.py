@@ -9,7 +9,7 @@ from torch import Tensor
 from ampctx._errors import AmpValueError
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import SavedGroup
-from ampctx.optimizers._options import Group
+from ampctx.optimizers._options import Group, check_number
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -52,7 +52,7 @@ class FusedAdagrad(FusedOptimizer):
 
 
 def _refuse_lr_decay(group: Group) -> None:
-    if group.get("lr_decay", 0) != 0:
+    if check_number("lr_decay", group.get("lr_decay", 0)) != 0:
         raise AmpValueError(
             f"lr_decay is {group['lr_decay']}, and FusedAdagrad has none: use an LR scheduler, or torch.optim.Adagrad"
         )

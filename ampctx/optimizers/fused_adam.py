@@ -10,7 +10,7 @@ from torch import Tensor
 from ampctx._errors import AmpError, AmpValueError
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import SavedGroup
-from ampctx.optimizers._options import split_grad_scaler
+from ampctx.optimizers._options import check_flag, split_grad_scaler
 
 
 class FusedAdam(FusedOptimizer):
@@ -52,11 +52,12 @@ class FusedAdam(FusedOptimizer):
         theirs = group.saved.get("decoupled_weight_decay")
         if theirs is None:
             return
-        if bool(theirs) != bool(self.adam_w_mode) and group.saved.get("weight_decay"):
+        theirs = check_flag("decoupled_weight_decay", theirs)
+        if theirs != bool(self.adam_w_mode) and group.saved.get("weight_decay"):
             raise AmpValueError(
                 f"the checkpoint was made with decoupled_weight_decay={theirs}, and FusedAdam has adam_w_mode="
-                f"{bool(self.adam_w_mode)}: its weight_decay would mean something else. Pass adam_w_mode={bool(theirs)}"
-                ", or delete 'decoupled_weight_decay' from its param groups"
+                f"{bool(self.adam_w_mode)}: its weight_decay would mean something else. Pass adam_w_mode={theirs}, "
+                "or delete 'decoupled_weight_decay' from its param groups"
             )
         group.saved["decoupled_weight_decay"] = bool(self.adam_w_mode)
 

@@ -240,6 +240,11 @@ FORMS = {
     ),
     "group no dict": (lambda c: c.update(param_groups=[3]), AmpTypeError, r"param_groups\[0\] .* is of type int"),
     "state a list": (lambda c: c.update(state=[]), AmpTypeError, "'state' of the checkpoint is of type list"),
+    "groups no list": (
+        lambda c: c.update(param_groups=3),
+        AmpTypeError,
+        "'param_groups' of the checkpoint is of type int",
+    ),
     "no state": (lambda c: c.pop("state"), AmpKeyError, "the checkpoint has no 'state'"),
     "state of one": (
         lambda c: c["state"].update({1: [1.0]}),
@@ -307,6 +312,7 @@ def test_a_flag_of_another_type(name, key):
         ("sgd", "dampening", "0"),
         ("sgd", "momentum", INF),
         ("adam", "lr", INF),
+        ("adam", "weight_decay", 10**400),
         ("adam", "eps", NAN),
         ("adam", "weight_decay", INF),
         ("adam", "betas", (0.9, NAN)),

@@ -167,9 +167,19 @@ def test_numbers_of_other_libraries_become_plain_ones(kind):
     assert [sgd.param_groups[0][k] for k in ("momentum", "dampening", "maximize")] == [0.5, -0.25, True]
 
 
-@pytest.mark.parametrize(
-    "betas", ["ab", b"ab", {0: 0.9, 1: 0.9}, {0.9, 0.99}, (0.9,), Pair(0.9, "0.99"), torch.ones(2, 1), None], ids=repr
-)
+NO_PAIRS = {
+    "text": "ab",
+    "bytes": b"ab",
+    "dict": {0: 0.9, 1: 0.9},
+    "set": {0.9, 0.99},
+    "one": (0.9,),
+    "text in a pair": Pair(0.9, "0.99"),
+    "column": torch.ones(2, 1),
+    "None": None,
+}
+
+
+@pytest.mark.parametrize("betas", NO_PAIRS.values(), ids=NO_PAIRS)
 def test_no_pair_of_numbers(betas):
     with pytest.raises(AmpTypeError, match=r"betas.* must be a (pair of numbers|number), got"):
         FusedAdam(parameters(), betas=betas)
