@@ -295,10 +295,10 @@ class OptimizerBinding:
         self.steps.epoch += 1
         if self.masters.pairs and "edits" not in self._warned:
             self._look_for_edits()
-        if closure is not None:
-            return closures.step(self, original, closure, args, kwargs)
         self.flags.settle()
         try:
+            if closure is not None:
+                return closures.step(self, original, closure, args, kwargs)
             self.check_gradients()
             if (checked := self.gradients.checked) is None or not checked.masters:
                 self._tell_of_no_gradients()
@@ -367,12 +367,12 @@ class OptimizerBinding:
             )
             self.gradients.drop_master_grads()
             self._withdraw(former)
+            flags.clear()
+            self.gradients.stepped = True
         except BaseException:
             flags.of_failed_step = True
             self._withdraw(former)  # again, where an interrupt came on the way: a flag that stays skips all steps
             raise
-        flags.clear()
-        self.gradients.stepped = True
         self.steps.conclude(optimizer, outcome)
         return result
 
