@@ -7,7 +7,7 @@ parameter. Here each tensor gets the dtype and the memory layout that the ops re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +44,7 @@ def matched(
         AmpKeyError, AmpTypeError, AmpValueError: an entry that is missing or of another kind, or leads elsewhere.
     """
     saved_groups, states = checkpoint.get("param_groups"), checkpoint.get("state")
-    if not isinstance(saved_groups, list):
+    if not isinstance(saved_groups, (list, tuple)):
         return None
     if "state" not in checkpoint:
         raise AmpKeyError(f"the checkpoint has no 'state', only {_listed(checkpoint)}")
@@ -74,7 +74,7 @@ def matched(
     ]
 
 
-def _check_ids(saved_groups: list[Group], groups: list[Group], name: Callable[[int, int], str]) -> None:
+def _check_ids(saved_groups: Sequence[Group], groups: list[Group], name: Callable[[int, int], str]) -> None:
     """A number stands for one parameter: torch repeats it where a group has a parameter twice, and only there."""
     stands_for: dict[Any, Tensor] = {}
     for g, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
@@ -96,7 +96,7 @@ def _listed(entries: Mapping[Any, Any]) -> list[str]:
     return sorted(map(str, entries))
 
 
-def _ids(groups: list[Group]) -> Iterator[Any]:
+def _ids(groups: Sequence[Group]) -> Iterator[Any]:
     for group in groups:
         yield from group["params"]
 
