@@ -291,10 +291,10 @@ class OptimizerBinding:
         self.steps.epoch += 1
         if self.masters.pairs:
             mistakes.tell_of_edits(self)
-        if closure is not None:
-            return closures.step(self, original, closure, args, kwargs)
         self.flags.settle()
         try:
+            if closure is not None:
+                return closures.step(self, original, closure, args, kwargs)
             self.check_gradients()
             if (checked := self.gradients.checked) is None or not checked.masters:
                 mistakes.tell_of_no_gradients(self)
@@ -363,12 +363,12 @@ class OptimizerBinding:
             )
             self.gradients.drop_master_grads()
             self._withdraw(former)
+            flags.clear()
+            self.gradients.stepped = True
         except BaseException:
             flags.of_failed_step = True
             self._withdraw(former)  # again, where an interrupt came on the way: a flag that stays skips all steps
             raise
-        flags.clear()
-        self.gradients.stepped = True
         self.steps.conclude(optimizer, outcome)
         return result
 

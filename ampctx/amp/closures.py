@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from ampctx.amp import mistakes
 from ampctx.amp.phases import NOT_THE_USERS, SKIPPED
-from ampctx.scaling.device_skips import Flags
 from ampctx.scaling.guarded_step import Overflowed, overflowed
 from ampctx.scaling.undo import snapshot
 
@@ -90,7 +89,7 @@ def first_step(binding: OptimizerBinding, original: Callable, *args: Any, **kwar
     """SAM's step to perturbed weights, called by the user: the model goes along. Skipped after an overflow."""
     if binding.phase in NOT_THE_USERS:
         return original(*args, **kwargs)
-    if losses := overflowed(_begin(binding, "first_step")):
+    if losses := _begin(binding, "first_step"):
         binding.skip(losses)
         binding.move_on("first_step skipped")
         _zero_if_asked(binding, args, kwargs)
@@ -112,11 +111,11 @@ def second_step(binding: OptimizerBinding, original: Callable, *args: Any, **kwa
     if binding.phase in NOT_THE_USERS:
         return original(*args, **kwargs)
     was_skipped = binding.phase is SKIPPED
-    flags = _begin(binding, "second_step")
+    losses = _begin(binding, "second_step")
     binding.move_on("second_step")
     if was_skipped:
         binding.gradients.drop_master_grads()  # this step has been counted as skipped
-    elif losses := overflowed(flags):
+    elif losses:
         binding.take_first_step_back()
         binding.skip(losses)
     else:
@@ -128,12 +127,18 @@ def second_step(binding: OptimizerBinding, original: Callable, *args: Any, **kwa
     return None
 
 
-def _begin(binding: OptimizerBinding, name: str) -> Flags:
+def _begin(binding: OptimizerBinding, name: str) -> Overflowed:
     binding.refuse(name, f"optimizer.{name}()")
     mistakes.before_step(binding)
     binding.steps.epoch += 1
-    binding.check_gradients()
-    return binding.take_flags()
+    binding.flags.settle()
+    try:
+        binding.check_gradients()
+        flags = binding.take_flags()
+        return [] if binding.phase is SKIPPED else overflowed(flags)
+    except BaseException:
+        binding.flags.give_back()
+        raise
 
 
 def _zero_if_asked(binding: OptimizerBinding, args: tuple, kwargs: dict) -> None:

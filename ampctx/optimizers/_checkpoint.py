@@ -98,7 +98,7 @@ def _listed(entries: Mapping[Any, Any]) -> list[str]:
     return sorted(map(str, entries))
 
 
-def _ids(groups: list[Group]) -> Iterator[Any]:
+def _ids(groups: Sequence[Group]) -> Iterator[Any]:
     for group in groups:
         yield from group["params"]
 

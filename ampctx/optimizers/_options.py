@@ -19,6 +19,8 @@ from ampctx.kernels.spec import OpSpec
 
 Group = dict[str, Any]
 
+# What the ops compute in.
+_LARGEST = torch.finfo(torch.float32).max
 _TITLES = {"lr": "learning rate", "eps": "epsilon value"}
 
 
@@ -73,8 +75,8 @@ def check_number(
     """A number >= 0, and less than ``below`` if that is given. A one-element tensor is read, which is a host sync."""
     value = _real(name, value)
     expected = "a number >= 0" + ("" if below is None else f" and < {below:g}")
-    if finite and value == math.inf and below is None:
-        expected += " and finite"
+    if finite and below is None and value > _LARGEST:
+        expected += " and finite" if value == math.inf else f" and <= {_LARGEST:g}"
     elif value >= 0.0 and (below is None or value < below):
         return value
     raise AmpValueError(f"Invalid {title or _TITLES.get(name, f'{name} value')}: {value} ({name}), expected {expected}")

@@ -453,3 +453,29 @@ def test_loading_reads_no_tensor_by_itself():
             with HostReads() as reads:
                 optimizer.load_state_dict(checkpoint)
             assert reads.count == optimizer.capturable  # its lr is a tensor, and checked
+
+
+@pytest.mark.parametrize("value", [1e39, 10**400], ids=["float", "int"])
+@pytest.mark.parametrize("capturable", [False, True])
+def test_an_lr_beyond_float32_is_refused_before_anything_changes(capturable, value):
+    checkpoint = FusedAdam(parameters(shapes=SHAPES), capturable=capturable).state_dict()
+    checkpoint["param_groups"][0]["lr"] = value
+    message = r"param_groups\[0\] of the checkpoint: Invalid learning rate: .* expected a number >= 0 and <= 3.4"
+    refused(FusedAdam(parameters(shapes=SHAPES), capturable=capturable), checkpoint, AmpValueError, message)
+
+
+def test_groups_in_a_tuple_are_those_of_a_list():
+    """torch takes them, and would round the state to the parameters' dtype."""
+    params = [nn.Parameter(torch.ones(4).bfloat16())]
+    optimizer = FusedAdam(params)
+    params[0].grad = torch.full((4,), 0.3).bfloat16()
+    optimizer.step()
+    checkpoint = copy.deepcopy(optimizer.state_dict())
+    expected = copy.deepcopy(checkpoint["state"][0])
+    checkpoint["param_groups"] = tuple(checkpoint["param_groups"])
+    optimizer.load_state_dict(checkpoint)
+    assert_same(optimizer.state_dict()["state"][0], expected)
+    checkpoint["state"][0]["exp_avg_sq"][1] = NAN
+    refused(
+        optimizer, checkpoint, AmpValueError, r"the state 'exp_avg_sq' of param_groups\[0\]\['params'\]\[0\] has nan"
+    )

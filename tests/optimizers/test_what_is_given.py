@@ -116,6 +116,9 @@ class Pair:
     def __getitem__(self, i):
         return self._values[i]
 
+    def __repr__(self):
+        return f"Pair{self._values}"  # the same in each process that tests are spread over
+
 
 class Scalar:
     """As numpy's scalars and arrays without dimensions: no number of Python's."""

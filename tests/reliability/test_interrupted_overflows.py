@@ -115,6 +115,26 @@ def test_an_interrupt_at_any_line(level, kind, every, before, work, first_may_sk
         training.session.reset()
 
 
+@pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.full), "ampctx"])
+def test_an_interrupted_step_with_a_closure_holds_no_later_one_up(kind):
+    """Whether the closure has met an overflow that nobody has decided about yet, or the step just did."""
+
+    def work(training):
+        training.optimizer.step(lambda: (training.optimizer.zero_grad(), training.block(float("inf"))))
+
+    training = Training("O2", kind)
+    files = ("amp/closures.py", "amp/binding.py", "scaling/guarded_step.py")
+    places = [place for place in lines_of(lambda: work(training)) if place[0] in files]
+    training.session.reset()
+    assert len(places) > 50
+    for place in places[len(places) // 2 :]:
+        training = Training("O2", kind)
+        with pytest.raises(Fault), fault_at_line(place):
+            work(training)
+        goes_on(training, place, first_may_skip=False)
+        training.session.reset()
+
+
 # --- weights behind their masters -------------------------------------------------------------------------------------
 
 
