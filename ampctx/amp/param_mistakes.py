@@ -66,7 +66,7 @@ class ParamMistakes:
         """``frame`` asks for what ``binding`` steps. Fine before backward, and for the weights."""
         if "scaled" in self._said or binding.gradients.is_idle or not (grads := _scaled_grads(binding)):
             return
-        is_clipping = (use := use_of(frame, masters=True)) in (Use.CLIPS, Use.CLIPS_BY_OURS)
+        is_clipping = (use := use_of(frame)) in (Use.CLIPS, Use.CLIPS_BY_OURS)
         in_block = binding.gradients.phase is Phase.OPEN and use is not Use.OTHER
         if not (is_clipping or in_block):
             return
