@@ -33,12 +33,15 @@ def _step_on_device(binding: OptimizerBinding, original: Callable, closure: Call
     former = vars(binding.optimizer).get("found_inf")
 
     def evaluate() -> Any:
+        # Such an optimizer has not moved yet, and a block must not write weights after the forward that it is for.
+        binding.masters.are_ahead = False
         with binding.casts.resumed():
             loss = closure()
         binding.check_gradients()
         if losses := binding.steps.overflowed_instead_of_device(binding.take_flags):
             binding.skip(losses)  # one too many in a row: raises
         binding.offer(former)
+        binding.masters.begin_writing()
         return loss
 
     return binding.step_on_device(original, evaluate, args, kwargs)

@@ -58,7 +58,7 @@ class ParamMistakes:
         """``frame`` asks for what ``binding`` steps. Fine before backward, and for the weights."""
         if self._log.has_said("scaled") or binding.gradients.is_idle or not (grads := _scaled_grads(binding)):
             return
-        is_clipping = (use := use_of(frame, masters=True)) in (Use.CLIPS, Use.CLIPS_BY_OURS)
+        is_clipping = (use := use_of(frame)) in (Use.CLIPS, Use.CLIPS_BY_OURS)
         in_block = binding.gradients.phase is Phase.OPEN and use is not Use.OTHER
         if not (is_clipping or in_block):
             return

@@ -1,6 +1,7 @@
-"""What code does with the parameters that it goes over, by the names in it: a walk over weights is none over gradients.
+"""What code does with the parameters that it goes over, from its frame: a walk over weights is none over gradients.
 
-Where the names leave a doubt, the walk counts as one over weights: a correct program must not be warned.
+Where the code leaves a doubt, the walk counts as one over weights: a correct program must not be warned. The function
+around a walk may have a ``.grad`` of something else, of inputs say, or ``torch.autograd.grad``.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import itertools
 from enum import Enum
 from types import CodeType, FrameType
 
@@ -17,7 +19,7 @@ class Use(Enum):
 
     CLIPS = "clips their gradients"
     CLIPS_BY_OURS = "clips them with ampctx, which refuses model parameters by itself where it cannot"
-    READS = "reads .grad, perhaps of them"
+    READS = "reads their gradients, in the loop over them"
     OTHER = "something else, or it is torch's code or ours"
 
 
@@ -27,16 +29,13 @@ _GIVE_PARAMETERS = ("parameters", "named_parameters", "_named_members", "master_
 _INLINE = ("<listcomp>", "<setcomp>", "<dictcomp>", "<lambda>")
 
 
-def use_of(frame: FrameType | None, masters: bool = False) -> Use:
-    """What the first function from this frame outwards does that is no generator or comprehension.
-
-    ``masters``: it goes over masters. In code over a model's parameters, ``master_params`` has the gradients.
-    """
+def use_of(frame: FrameType | None) -> Use:
+    """What the first function from this frame outwards does that is no generator or comprehension."""
     reads = False
     while frame is not None:
         code, module = frame.f_code, frame.f_globals.get("__name__") or ""
         if code.co_name not in _GIVE_PARAMETERS:
-            reads = reads or (_reads_grads(code) and (masters or "master_params" not in code.co_names))
+            reads = reads or _reads_grads(code, frame.f_lasti)
             if not (code.co_flags & inspect.CO_GENERATOR or code.co_name in _INLINE):
                 if module == "ampctx.masters.clip":
                     return Use.CLIPS_BY_OURS
@@ -50,8 +49,34 @@ def use_of(frame: FrameType | None, masters: bool = False) -> Use:
 
 
 @functools.lru_cache(maxsize=64)
-def _reads_grads(code: CodeType) -> bool:
-    """Whether there is a ``.grad`` in the code, for more than zeroing."""
-    if "grad" not in code.co_names or "zero_" in code.co_names:
+def _reads_grads(code: CodeType, place: int) -> bool:
+    """Whether a loop asks its iterator for the next item here, and reads that one's ``.grad`` for more than zeroing."""
+    if "grad" not in code.co_names:
         return False
-    return not any(step.opname == "STORE_ATTR" and step.argval == "grad" for step in dis.get_instructions(code))
+    steps = list(dis.get_instructions(code))
+    # What runs may be past the instruction itself, in the cache that follows it.
+    at = max((i for i, step in enumerate(steps) if step.offset <= place), default=-1)
+    if at < 0 or steps[at].opname != "FOR_ITER":
+        return False
+    end = steps[at].argval
+    body = list(itertools.takewhile(lambda step: step.offset < end, steps[at + 1 :]))
+    if body and body[0].opname.startswith("UNPACK") and "zip" in code.co_names:
+        return False  # the gradient may be that of the other item, a master
+    items = {name for step in itertools.takewhile(_takes_item, body) for name in _stored(step)}
+    pairs = list(itertools.pairwise(body))
+    reads = any(step.argval == "grad" and not items.isdisjoint(_names(before)[-1:]) for before, step in pairs)
+    return reads and not any((s.opname, s.argval) == ("STORE_ATTR", "grad") or s.argval == "zero_" for s in body)
+
+
+def _takes_item(step: dis.Instruction) -> bool:
+    return step.opname.startswith(("STORE_FAST", "STORE_NAME", "STORE_DEREF", "STORE_GLOBAL", "UNPACK"))
+
+
+def _names(step: dis.Instruction) -> tuple[str, ...]:
+    """The variables of an instruction: two, where Python has made one instruction of two."""
+    names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+    return tuple(name for name in names if isinstance(name, str))
+
+
+def _stored(step: dis.Instruction) -> tuple[str, ...]:
+    return _names(step)[:1] if "LOAD" in step.opname else _names(step)

@@ -173,6 +173,32 @@ def test_report_names_the_loss(session, caplog):
     assert session.skipped_steps(optimizer) == 1
 
 
+@pytest.mark.parametrize("zero", ["in the model", "after forward"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedLAMB", "torch-fused-Adam"])
+def test_blocks_in_a_closure_leave_the_weights_of_their_forward_alone(session, name, level, zero):
+    """Whether nothing between the beginning of the step and the forward has written them or not."""
+    models = []
+    for with_closure in (True, False):
+        model, optimizer = prepare(session, OPTIMIZERS[name], level)
+
+        def evaluate(model=model, optimizer=optimizer):
+            if zero == "in the model":
+                model.zero_grad()
+            loss = loss_of(model)
+            if zero == "after forward":
+                optimizer.zero_grad()
+            with session.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(evaluate) if with_closure else (evaluate(), optimizer.step())
+        models.append(snapshot(optimizer, model))
+        session.reset()
+    assert_unchanged(*models)
+
+
 @every_optimizer
 @every_level
 def test_closure(session, make, level):

@@ -63,6 +63,16 @@ for i, (name, p) in enumerate(model.named_parameters()):
     if p.grad is not None:
         norms.append(p.grad.norm())
 """
+
+
+def norm_beside_a_gradient_penalty(model):
+    x = torch.ones(1, requires_grad=True)
+    total = torch.autograd.grad(x, x)[0]
+    for i, (_name, p) in enumerate(model.named_parameters()):
+        total = total + i * (0.0 if p.grad is None else p.grad.norm())
+    return total
+
+
 CLIPS = {
     "a generator": lambda model: clip_grad_norm_(model.parameters(), 1.0),
     "some of them": lambda model: clip_grad_norm_((p for p in model.parameters() if p.requires_grad), 1.0),
@@ -72,6 +82,7 @@ CLIPS = {
 READS = {
     "a loop": lambda model: grad_norm(model.parameters()),
     "names": lambda model: {n: p.grad.norm() for n, p in model.named_parameters() if p.grad is not None},
+    "beside other gradients": lambda model: norm_beside_a_gradient_penalty(model),
     "in a script": lambda model: exec(SCRIPT, {"model": model}),
     "a sum": lambda model: sum(p.grad.float().norm() for p in model.parameters() if p.grad is not None),
 }
@@ -214,6 +225,48 @@ def test_what_programs_do_with_weights_is_not_a_mistake(session, said, level, na
         model.zero_grad()
 
     train(session, model, optimizer, lambda: right(session, model, optimizer), clip, zero_by_hand)
+    assert said() == []
+
+
+def of_inputs(model, masters):
+    """A gradient of something else in the function that goes over weights."""
+    inputs = torch.randn(2, 3, requires_grad=True)
+    for x, scale in [(inputs, 2.0)]:
+        (x * scale).sum().backward()
+        x.grad.sign()
+    return [p.detach().norm() for p in model.parameters()], sum(p.numel() for _, p in model.named_parameters())
+
+
+def by_autograd(model, masters):
+    inputs = torch.randn(2, 3, requires_grad=True)
+    (found,) = torch.autograd.grad(inputs.pow(2).sum(), inputs)
+    for p in model.parameters():
+        found = found.norm() + p.detach().float().norm()
+
+
+def of_masters(model, masters):
+    norms = []
+    for p in masters:
+        norms.append(0.0 if p.grad is None else p.grad.norm())
+    for _, p in model.named_parameters():
+        norms.append(p.detach().float().norm())
+
+
+class Logger:
+    grad = 0.0
+
+    def __call__(self, model, masters):
+        for p in model.parameters():
+            assert self.grad < p.numel()
+
+
+@pytest.mark.parametrize(
+    "walk", [of_inputs, by_autograd, of_masters, Logger()], ids=lambda f: getattr(f, "__name__", "")
+)
+def test_other_gradients_beside_a_walk_over_weights_are_not_taken_for_theirs(session, said, walk):
+    model, optimizer = start(session, "O5")
+    masters = [p for group in optimizer.param_groups for p in group["params"]]
+    train(session, model, optimizer, *[lambda: walk(model, masters)] * 3)
     assert said() == []
 
 
