@@ -16,6 +16,9 @@ CUDA_TOOLS := $(VENV)/$(if $(CUOBJDUMP),built,cuda-tools).done
 PYTEST  := OMP_NUM_THREADS=1 AMPCTX_REQUIRE_EXTENSION=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile
 PIP     := $(PY) -m pip install --quiet --disable-pip-version-check
 
+# Targets about the CUDA kernels build them for a torch without CUDA, too.
+machine-code test-ptx test-wheel wheel: export AMPCTX_CUDA := $(or $(AMPCTX_CUDA),$(if $(shell command -v nvcc),1,auto))
+
 .PHONY: demo test test-all test-faults test-ptx clients test-clients sanitize test-hard lint format docs wheel test-wheel bench machine-code abi-check gpu-check clean
 .DELETE_ON_ERROR:
 
@@ -71,11 +74,11 @@ docs: $(VENV)/docs.done
 	$(PY) -m sphinx -W --keep-going -n -q -b html -c docs . build/docs
 	@echo "build/docs/docs/index.html"
 
-# The source archive and the wheel, with the tag that auditwheel grants it, in dist. The wheel has the CUDA kernels;
-# AMPCTX_CUDA=0 leaves them out.
+# The source archive and the wheel, with the tag that auditwheel grants it, in dist. Where nvcc is, the wheel has the
+# CUDA kernels; AMPCTX_CUDA=0 leaves them out.
 wheel: $(VENV)/wheel.done
 	rm -rf dist
-	AMPCTX_KERNELS=1 AMPCTX_CUDA=$${AMPCTX_CUDA:-1} $(PY) -m build --quiet --no-isolation --sdist --wheel --outdir dist/unaudited
+	AMPCTX_KERNELS=1 $(PY) -m build --quiet --no-isolation --sdist --wheel --outdir dist/unaudited
 	PATH="$(abspath $(VENV)/bin):$$PATH" $(PY) -m auditwheel repair --exclude libtorch.so --wheel-dir dist dist/unaudited/*.whl
 	mv dist/unaudited/*.tar.gz dist && rm -r dist/unaudited && ls dist
 

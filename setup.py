@@ -52,6 +52,9 @@ SIMD = {"baseline": ()}
 if platform.machine() in ("x86_64", "AMD64"):
     SIMD |= {"avx2": ("-march=x86-64-v3",), "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512")}
 
+# Sources that take nvcc longest.
+LONGEST = ("multi_tensor_lamb", "adam", "multi_tensor_novograd", "sgd", "adagrad", "lion")
+
 SANITIZE_FLAGS = ()
 if os.environ.get("AMPCTX_SANITIZE", "0") == "1":
     SANITIZE_FLAGS = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined,float-cast-overflow")
@@ -205,8 +208,9 @@ def compile_all(cxx: str, nvcc: Nvcc | None, build: Path) -> list[str]:
             ]
         else:
             jobs.append((source, [cxx, *cxx_flags, *x86, *(info if source.name == "library.cpp" else [])], ""))
-    if nvcc:  # these take longest: first, so that no core waits for the last of them
+    if nvcc:  # the longest first, so that no core waits for the last of them
         cuda = sorted([*(CSRC / "cuda").glob("*.cu"), *generated.glob("*.cu")])
+        cuda.sort(key=lambda source: LONGEST.index(source.stem) if source.stem in LONGEST else len(LONGEST))
         jobs = [(source, [nvcc.path, "-ccbin", cxx, *nvcc.flags(), *includes], "") for source in cuda] + jobs
 
     count = itertools.count(1)

@@ -189,8 +189,9 @@ int64_t launch_part(const TensorLists& lists, int64_t first, const Launch& launc
   return next;
 }
 
-// Calls launch(table) for the lists, or for successive parts of them.
-template <int depth, class Launch>
+// Calls launch(table) for the lists, or for successive parts of them. `every_size`: with the smallest kind of table that
+// fits; without, in the largest or the smallest: kernels that few programs need are compiled for three kinds, not five.
+template <int depth, bool every_size = true, class Launch>
 void for_each_table(const Context& context, const TensorLists& lists, const Launch& launch) {
   int64_t first = 0;
   const auto fits = [&](int64_t capacity) { return lists.size() - first <= capacity; };
@@ -211,6 +212,8 @@ void for_each_table(const Context& context, const TensorLists& lists, const Laun
   while (first < lists.size()) {
     if (!has_many || fits(SmallTable<depth>::kCapacity)) {
       first = launch_part<SmallTable<depth>>(lists, first, launch);
+    } else if constexpr (kHasManyParameters && !every_size) {
+      first = launch_part<LargeTable<depth>>(lists, first, launch);
     } else if constexpr (kHasManyParameters) {
       using Table8K = TableIn<depth, 8192>;
       using Table16K = TableIn<depth, 16384>;

@@ -105,7 +105,7 @@ void launch_lamb(const Context& context, const StepCall& call, const LambOptions
   const LambParameters parameters{StepParameters(call), KernelFactor(call.factors[0]), Lamb<float>(options),
                                   workspace.norms, workspace.partial};
   const TensorScalars<float>* scalars = advance_steps(context, call);
-  for_each_table<4 + extras>(context, call.lists, [&](const auto& table) {
+  for_each_table<4 + extras, !unscales>(context, call.lists, [&](const auto& table) {
     if (has_ratio(options)) {
       const int64_t share = launch_walk<Walk::moments, extras, unscales>(context, table, parameters, scalars);
       launch_layer_norms<L2Norm, 2>(context, table, share, call.found_inf, workspace.partial, workspace.norms);
