@@ -264,7 +264,7 @@ FAULTS = [
     ),
     Fault(
         "a model's state dict holds rounded masters", "ampctx",
-        "exact = resynced(*pair)", "exact = value.float()", f"{ROWS}plain_checkpoints.py",
+        "exact = resynced(*masters.pairs_of([t])[0])", "exact = value.float()", f"{ROWS}plain_checkpoints.py",
     ),
     Fault(
         "fp32 values that are loaded do not set masters", "ampctx",
