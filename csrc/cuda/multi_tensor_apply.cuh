@@ -189,8 +189,9 @@ int64_t launch_part(const TensorLists& lists, int64_t first, const Launch& launc
   return next;
 }
 
-// Calls launch(table) for the lists, or for successive parts of them. `every_size`: with the smallest kind of table that
-// fits; without, in the largest or the smallest: kernels that few programs need are compiled for three kinds, not five.
+// Calls launch(table) for the lists, or for successive parts of them. `every_size`: with the smallest kind of table
+// that fits; without, in the largest or the smallest: kernels that few programs need are compiled for three kinds, not
+// five.
 template <int depth, bool every_size = true, class Launch>
 void for_each_table(const Context& context, const TensorLists& lists, const Launch& launch) {
   int64_t first = 0;
