@@ -14,6 +14,7 @@ import pytest
 import torch
 from host_reads import HostReads
 from resumed_runs import LEVELS, OPTIMIZERS, Case, Run
+from test_resume_exactly import assert_identical
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -31,23 +32,6 @@ def saved_and_read(content):
     torch.save(content, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
-
-
-def assert_identical(a, b, where=""):
-    """The same keys, dtypes, numbers and bits."""
-    if isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype, where
-        assert torch.equal(a, b), where
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_identical(a[key], b[key], f"{where}[{key!r}]")
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b), where
-        for i, pair in enumerate(zip(a, b, strict=True)):
-            assert_identical(*pair, f"{where}[{i}]")
-    else:
-        assert a == b, where
 
 
 @pytest.fixture
