@@ -287,9 +287,9 @@ class AmpSession(SessionState):
                 still.
 
         Raises:
-            AmpError, AmpTypeError, AmpIndexError, at its beginning: before ``initialize``, a loss that is no real
-                tensor, an optimizer that did not go through ``initialize``, a loss id that ``num_losses`` does not
-                cover. At its end: a block over other optimizers has left scaled gradients that were not zeroed.
+            AmpError, AmpTypeError, AmpIndexError: the block begins before ``initialize``, with a loss that is no real
+                tensor, with an optimizer that did not go through ``initialize``, or with a loss id that ``num_losses``
+                does not cover. Or it ends where a block over other optimizers has left scaled gradients.
 
         No host sync; with a ``process_group`` over gloo, the end of the block waits for the other ranks.
         """

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ampctx import AmpSession, clip_grad_norm_
-from ampctx.optimizers import LARC, FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from ampctx.optimizers import LARC, FusedAdagrad, FusedAdam, FusedLAMB, FusedLion, FusedNovoGrad, FusedSGD
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 # eps: fp16 weights at O3 keep 16-bit state in torch's optimizers.
@@ -25,6 +25,7 @@ OPTIMIZERS = {
     "FusedLAMB": lambda p: FusedLAMB(p, lr=0.01, max_grad_norm=1.0),
     "FusedNovoGrad": lambda p: FusedNovoGrad(p, lr=0.01, weight_decay=0.1),
     "FusedAdagrad": lambda p: FusedAdagrad(p, lr=0.02),
+    "FusedLion": lambda p: FusedLion(p, lr=0.001),
     "LARC": lambda p: LARC(torch.optim.SGD(p, lr=0.05, momentum=0.9)),
     "Adam-fused": lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-3, fused=True),
     "AdamW-foreach": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-3, amsgrad=True, foreach=True),
