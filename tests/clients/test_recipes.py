@@ -185,7 +185,7 @@ def test_accelerate_does_what_the_loop_does(level, options):
     trained = recipe("accelerate")["train"](
         model, sgd(model), loader, lambda model, batch: loss_of(model(batch[0]), batch[1]), level, **given
     )
-    assert_trained(trained.state_dict(), expected(level, data, **given), exact=options == "plain")
+    assert_trained(weights(trained), expected(level, data, **given), exact=options == "plain")
 
 
 @pytest.mark.parametrize(("make", "told"), [(sgd, True), (lambda m: FusedAdam(m.parameters(), lr=LR), False)])
