@@ -89,7 +89,14 @@ def test_parameters_of_other_dtypes_are_refused_by_name(name, dtype):
     with pytest.raises(AmpValueError, match=r"param_groups\[1\]\['params'\]\[0\] is"):
         optimizer.add_param_group({"params": [odd]})
     assert len(optimizer.param_groups) == 1
-    run(OPTIMIZERS[name](parameters(torch.float64, shapes=[(3,)])), 1)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parameters_of_float64_are_stepped(name):
+    params = parameters(torch.float64, shapes=[(3,)])
+    before = [p.detach().clone() for p in params]
+    run(OPTIMIZERS[name](params), 1)
+    assert not torch.equal(params[0], before[0])
 
 
 def test_larc_refuses_other_dtypes_before_anything_changes():
