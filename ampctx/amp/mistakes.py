@@ -108,7 +108,7 @@ def before_step(binding: OptimizerBinding, has_closure: bool = False) -> None:
     loop.steps += 1
     if loop.left and not has_closure:
         binding.follow_groups()
-        if names := _still_left(binding):
+        if names := _still_left(binding, _untouched(binding)):
             _refuse_left(binding, names, "and this step would take them for true ones")
     if loop.steps <= FIRST_STEPS:
         if binding.masters.pairs and _grad_scaler_calls():
@@ -234,8 +234,8 @@ def others(
     ]
 
 
-def _still_left(binding: OptimizerBinding) -> list[str]:
-    """Names of the parameters that hold such gradients, untouched. A host sync where there are some."""
+def _untouched(binding: OptimizerBinding) -> list[tuple[Tensor, Tensor]]:
+    """Parameters that hold such gradients as the block left them, with these. No host sync."""
     loop, found = binding.loop, []
     for p in binding.masters.params_without_master:
         g = p.grad
@@ -245,11 +245,17 @@ def _still_left(binding: OptimizerBinding) -> list[str]:
                 found.append((p, g))
     if not found:
         loop.left = {}
+    return found
+
+
+def _still_left(binding: OptimizerBinding, found: Iterable[tuple[Tensor, Tensor]]) -> list[str]:
+    """Names of those that are not zero. A host sync where there are some."""
+    found = list(found)
     if not found or is_capturing():
         return []
     if not any(torch.count_nonzero(values_of(g).to_dense()).item() for _, g in found):
-        loop.counts_versions = False
-        loop.zeroed()
+        binding.loop.counts_versions = False
+        binding.loop.zeroed()
         return []
     names = binding.names_by_id()
     return [names[id(p)] for p, _ in found]
@@ -258,8 +264,8 @@ def _still_left(binding: OptimizerBinding) -> list[str]:
 def _refuse_left(binding: OptimizerBinding, names: list[str], why: str) -> NoReturn:
     raise AmpError(
         f"{_named(binding)}: a scale_loss block over other optimizers has left scaled gradients in "
-        f"{_listed(names)}, {why}. Name every optimizer whose "
-        "parameters the backward reaches, amp.scale_loss(loss, [optimizer, ...]), or call zero_grad() of this one "
+        f"{_listed(names)}, {why}. Name every optimizer whose parameters the backward reaches, "
+        "amp.scale_loss(loss, [optimizer, ...]), or call zero_grad() of this one "
         "before its own backward."
     )
 
@@ -269,7 +275,7 @@ def block_begins(binding: OptimizerBinding, is_first: bool) -> None:
     loop = binding.loop
     loop.blocks += 1
     if is_first:
-        loop.left_before_block = bool(loop.left) and bool(_still_left(binding))
+        loop.left_before_block = bool(loop.left) and bool(_untouched(binding))
 
 
 def block_ends(block: Block) -> None:
@@ -279,15 +285,14 @@ def block_ends(block: Block) -> None:
         AmpError: they would be added to scaled ones.
     """
     for binding in block.bindings:
+        # Here and not at the beginning: zero_grad() in the block is right, and asks the device nothing.
         if binding.loop.left_before_block and binding.gradients.depth == 1:
-            _refuse_left(binding, _names_of_stash(binding), "and this block would add its own to them")
+            stash = binding.gradients.stash
+            found = ((p, stash[p]) for p in binding.masters.params_without_master if p in stash)
+            if names := _still_left(binding, found):
+                _refuse_left(binding, names, "and this block would add its own to them")
     if block.watched:
         _tell_of_plain_backward(block)
-
-
-def _names_of_stash(binding: OptimizerBinding) -> list[str]:
-    names = binding.names_by_id()
-    return [names[id(p)] for p in binding.masters.params_without_master if p in binding.gradients.stash]
 
 
 # --- backward through the loss that is not scaled ---------------------------------------------------------------------

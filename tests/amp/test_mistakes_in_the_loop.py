@@ -585,3 +585,22 @@ def test_an_initialize_that_fails_leaves_the_model_free(session):
     assert amp_model in mistakes._under_amp
     session.reset()
     assert model not in mistakes._under_amp
+
+
+def test_zero_grad_in_the_block_asks_the_device_nothing(session, said):
+    """As in a GAN whose discriminator zeroes what the generator's block has left there."""
+    models = [nn.Linear(4, 4), nn.Linear(4, 1)]
+    opts = [optimizers.FusedAdam(m.parameters(), lr=0.01) for m in models]
+    session.initialize(models, opts, opt_level="O1", verbosity=0)
+    x = torch.randn(8, 4)
+    for _ in range(2):
+        with session.scale_loss(models[1](models[0](x)).float().square().mean(), opts[0]) as scaled_loss:
+            scaled_loss.backward()
+        with HostReads() as reads, session.scale_loss(models[1](x).float().square().mean(), opts[1]) as scaled:
+            opts[1].zero_grad()
+            scaled.backward()
+        assert reads.count == 0
+        for optimizer in opts:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert said() == []
