@@ -344,7 +344,7 @@ def test_examples_table_names_tests_that_exist():
 
 def test_examples_table_and_readme_have_every_example():
     scripts = {path.name for path in (ROOT / "examples").glob("*.py")}
-    readme, page = ((ROOT / path).read_text() for path in ("examples/README.md", "docs/examples.md"))
+    readme, page = ((ROOT / path).read_text() for path in ("examples/README.md", "docs/coverage.md"))
     assert {name for name in scripts if f"examples/{name}" in readme} == scripts
     # Longer programs, of no section of their own.
     assert {name for name in scripts if f"../examples/{name}" in page} == scripts - {
