@@ -26,6 +26,14 @@ import torch
 import ampctx
 
 ROOT = Path(__file__).resolve().parents[1]
+# What `make bench` writes.
+WRITTEN = (
+    "benchmarks/results",
+    "benchmarks/GOALS.md",
+    "docs/benchmarks.md",
+    "docs/performance.md",
+    "docs/_static/tail.png",
+)
 WARMUP_ROUNDS = 3
 AGAINST = ("torch-fused", "torch-default", "apex", "te")
 
@@ -231,8 +239,7 @@ def commit() -> str | None:
         command = ["git", "-C", str(ROOT), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
-    written = (":(exclude)benchmarks/results", ":(exclude)docs/performance.md")
-    changed = git("status", "--porcelain", "--", ".", *written)
+    changed = git("status", "--porcelain", "--", ".", *(f":(exclude){path}" for path in WRITTEN))
     return git("rev-parse", "HEAD") + ("-dirty" if changed else "") or None
 
 

@@ -1,6 +1,8 @@
 """Draws the reports of benchmarks/results: peers' times by ampctx's, host time per tensor, memory of whole iterations.
 
-python benchmarks/plot.py [--results FOLDER] [--output FILE.png]
+    python benchmarks/plot.py [--results FOLDER] [--output FILE.png] [--tail FILE.png]
+
+``--tail`` draws the picture of docs/performance.md: six bars, to be read at the width of a phone.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from report import RESULTS, reports
+from report import RESULTS, bars, reports
 
 
 def ratios(axes: Axes, found: dict[str, dict[str, Any]]) -> None:
@@ -86,16 +88,48 @@ def draw(folder: Path, output: Path) -> None:
     figure.savefig(output, dpi=110)
 
 
+def described(found: dict[str, dict[str, Any]]) -> str:
+    """The figures of the bars, as the picture carries them."""
+    return "; ".join(f"{label}: {of['q1']} {of['median']} {of['q3']}" for label, of in bars(found)).replace("\n", ", ")
+
+
+def draw_tail(folder: Path, output: Path) -> None:
+    """Raises ValueError where the folder lacks the reports of the bars."""
+    found = reports(folder, "tail")
+    drawn = bars(found)
+    if not drawn:
+        raise ValueError(f"{folder} has none of the tails that the picture shows")
+    figure = Figure(figsize=(4.0, 3.6), layout="constrained")
+    axes = figure.subplots()
+    places = range(len(drawn))
+    medians = [of["median"] for _, of in drawn]
+    whiskers = ([of["median"] - of["q1"] for _, of in drawn], [of["q3"] - of["median"] for _, of in drawn])
+    axes.barh(places, medians, xerr=whiskers, color="#4477aa", ecolor="#222222", height=0.7)
+    for place, (_, of) in zip(places, drawn, strict=True):
+        axes.text(0.06, place, f"{of['median']:.2f}x", va="center", color="white", fontweight="bold", fontsize=11)
+    axes.set_yticks(places, [label for label, _ in drawn], fontsize=10)
+    axes.axvline(1.0, color="#222222", lw=1.2, ls="--")
+    axes.invert_yaxis()
+    axes.tick_params(axis="x", labelsize=10)
+    axes.set_xlabel("above 1: ampctx is faster", fontsize=10)
+    figure.suptitle("Step time after backward on a CPU,\ntorch's fused AdamW / ampctx's FusedAdam", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(output, dpi=200, facecolor="white", metadata={"Description": described(found), "Software": None})
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER")
     parser.add_argument("--output", type=Path, default=RESULTS / "bench.png", metavar="FILE.png")
+    parser.add_argument("--tail", type=Path, metavar="FILE.png", help="draw the picture of docs/performance.md there")
     args = parser.parse_args(arguments)
     try:
         draw(args.results, args.output)
+        if args.tail:
+            draw_tail(args.results, args.tail)
     except ValueError as error:
         parser.error(f"--results: {error}")
-    print(f"wrote {args.output}")
+    print("wrote", *(str(path) for path in (args.output, args.tail) if path))
 
 
 if __name__ == "__main__":

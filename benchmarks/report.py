@@ -1,22 +1,22 @@
-"""Writes the tables of docs/performance.md from the reports in benchmarks/results.
+"""Writes the measured figures of the docs from the reports in benchmarks/results.
 
     python benchmarks/report.py
 
-Only what lies between the marks of the page is written; the text around it is the page's own.
+``PAGES`` lists the pages and the parts of each. Only text between the marks of a part is written.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "performance.md"
+TAIL_PNG = "_static/tail.png"  # below docs/
 MARKED = re.compile(r"(<!-- ([a-z]+): python benchmarks/report.py -->\n).*?(<!-- end of \2 -->)", re.S)
 
 Reports = dict[str, dict[str, Any]]
@@ -42,7 +42,7 @@ class Goal:
 
 
 def _tail_goal(name: str, level: str, model: str, clip: bool, side: str, at_least: float) -> Goal:
-    what = f"{level} tail{' with clipping' if clip else ''}, {model}, {side}"
+    what = f"step after backward at {level}{', clipped' if clip else ''}, {model}, {side}"
     file = f"tail-cpu-{model}-{level}-FusedAdam{'-clip' if clip else ''}"
     return Goal(name, what, file, "tail", side, at_least)
 
@@ -78,8 +78,8 @@ def _head(*cells: str) -> list[str]:
     return [_row(*cells), _row(*("---" for _ in cells))]
 
 
-def _link(name: str) -> str:
-    return f"[{name}](../benchmarks/results/{name}.json)"
+def _link(name: str, folder: str = "../benchmarks/results") -> str:
+    return f"[{name}]({folder}/{name}.json)"
 
 
 def _spread(of: dict[str, Any], digits: int = 2) -> str:
@@ -87,7 +87,7 @@ def _spread(of: dict[str, Any], digits: int = 2) -> str:
 
 
 def verdict(goal: Goal, found: Reports) -> tuple[str, str, str]:
-    """What was asked, what was measured, and whether that is enough."""
+    """The goal, the measured value, and whether that reaches the goal."""
     asked = f"at most {goal.at_most:g} us" if goal.at_least is None else f"at least {goal.at_least:g}"
     case = found.get(goal.file, {"cases": {}})["cases"].get(goal.case)
     if case is None or goal.side not in case["sides"]:
@@ -102,16 +102,24 @@ def verdict(goal: Goal, found: Reports) -> tuple[str, str, str]:
     return asked, _spread(side["over_ampctx"]), missed or "reached"
 
 
+def _commit(report: dict[str, Any]) -> str:
+    commit, dash, dirty = (report["commit"] or "unknown").partition("-")
+    return commit[:12] + dash + dirty
+
+
 def goals(found: Reports) -> Iterator[str]:
-    yield from _head("goal", "of", "asked", "measured (quartiles)", "", "runs", "from")
+    yield from _head("goal", "compared", "goal value", "measured (quartiles)", "", "runs", "from")
     for goal in GOALS:
         asked, measured, enough = verdict(goal, found)
         runs = found.get(goal.file, {}).get("runs", "")
-        yield _row(goal.name, goal.what, asked, measured, enough, runs, _link(goal.file) if enough else goal.file)
+        source = _link(goal.file, "results") if enough else goal.file
+        yield _row(goal.name, goal.what, asked, measured, enough, runs, source)
 
 
 def cases(found: Reports, kind: str) -> Iterator[str]:
-    yield from _head("report", "case", "side", "ms (quartiles)", "time by ampctx's (quartiles)", "of the floor")
+    yield from _head(
+        "report", "case", "side", "ms (quartiles)", "time by ampctx's (quartiles)", "of the bandwidth bound"
+    )
     for name, report in found.items():
         if report["benchmark"] != kind:
             continue
@@ -139,7 +147,9 @@ def host(found: Reports) -> Iterator[str]:
 
 
 def loop(found: Reports) -> Iterator[str]:
-    yield from _head("report", "level", "side", "ms (quartiles)", "time by ampctx's (quartiles)", "peak MB", "held MB")
+    yield from _head(
+        "report", "level", "side", "ms (quartiles)", "time by ampctx's (quartiles)", "peak MB", "MB between steps"
+    )
     for name, report in found.items():
         if report["benchmark"] != "loop":
             continue
@@ -160,38 +170,158 @@ def machines(found: Reports) -> Iterator[str]:
         speed = ", ".join(f"{of['median']:.1f}" for of in speeds.values())
         shown = f"torch {versions['torch']}, Python {versions['python']}"
         load = f"load {machine['load_before']}"
-        commit, dash, dirty = (report["commit"] or "unknown").partition("-")
-        yield _row(_link(name), f"{where}, {load}", shown, speed, commit[:12] + dash + dirty, f"`{report['command']}`")
+        yield _row(_link(name), f"{where}, {load}", shown, speed, _commit(report), f"`{report['command']}`")
 
 
-PARTS = {
-    "goals": goals,
-    "tails": lambda found: cases(found, "tail"),
-    "ops": lambda found: cases(found, "ops"),
-    "host": host,
-    "loop": loop,
-    "machines": machines,
+# --- docs/performance.md ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Group:
+    """Comparisons that docs/performance.md sums up: cases and sides, by patterns that match all of a name."""
+
+    what: str
+    file: str
+    case: str
+    side: str
+
+    def ratios(self, found: Reports) -> list[float]:
+        return [
+            side["over_ampctx"]["median"]
+            for name, report in found.items()
+            if re.fullmatch(self.file, name)
+            for case, of_case in report["cases"].items()
+            if re.fullmatch(self.case, case)
+            for who, side in of_case["sides"].items()
+            if re.fullmatch(self.side, f"{who}: {side['what']}")
+        ]
+
+
+GROUPS = (
+    Group("the step after backward", "tail-cpu-.*", "tail", "torch.*"),
+    Group("the same step against torch's `fused=True` optimizers", "tail-cpu-.*", "tail", r"torch-fused: torch\.opt.*"),
+    Group("whole iterations of a small GPT, against autocast", "loop-cpu-.*", "O.*", "autocast.*"),
+    Group("whole iterations at O0, against fp32", "loop-cpu-.*", "O0", "fp32.*"),
+    Group("casts of tensor lists", "ops-cpu-.*", "cast .*", "torch: .*"),
+    Group("scaling 5,000 small tensors", "ops-cpu-tiny5000", "scale", "torch: .*"),
+    Group("an O2 block and step over 161 one-element tensors", "host-cpu-O2", "161 tensors", "torch.*"),
+)
+# The bars of docs/_static/tail.png: label, level, model.
+BARS = tuple(
+    (f"{title}\n{level}", f"tail-cpu-{model}-{level}-FusedAdam")
+    for title, model in (("ResNet-50", "resnet50"), ("5,000 small tensors", "tiny5000"))
+    for level in ("O1", "O2", "O5")
+)
+
+
+def _bar(found: Reports, name: str) -> dict[str, Any]:
+    return found[name]["cases"]["tail"]["sides"]["torch-fused"]["over_ampctx"]
+
+
+def bars(found: Reports) -> list[tuple[str, dict[str, Any]]]:
+    """Label and ratio of every bar that has a report."""
+    return [(label, _bar(found, name)) for label, name in BARS if name in found]
+
+
+def picture(found: Reports) -> Iterator[str]:
+    """The picture that plot.py draws, its figures as the text for those who cannot see it, machine and command."""
+    drawn = [(label.replace("\n", " at "), name) for label, name in BARS if name in found]
+    values = ", ".join(f"{label} {_bar(found, name)['median']:.2f}" for label, name in drawn)
+    yield f"![Step time after backward, torch's fused AdamW by ampctx's FusedAdam: {values}]({TAIL_PNG})"
+    if drawn:
+        report = found[drawn[0][1]]
+        machine, versions = report["machine"], report["versions"]
+        yield ""
+        yield (
+            f"*Median and quartiles of {report['rounds']} rounds, without clipping. {machine['cpu']},"
+            f" {machine['cores']} cores, torch {versions['torch']}, commit {_commit(report)}:"
+            f" `{report['command'].partition(' --against')[0]}` for the first bar.*"
+        )
+
+
+def _figure(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}"
+
+
+def _word(low: float, high: float) -> str:
+    """Level is within 5%."""
+    if low >= 0.95 and high <= 1.05:
+        return "Level"
+    return "Faster" if low > 1 else "Slower" if high < 1 else "Faster or slower"
+
+
+def gains(found: Reports) -> Iterator[str]:
+    """Every group, under the word that its ratios have earned."""
+    told: dict[str, list[str]] = {}
+    for group in GROUPS:
+        ratios = [round(ratio, 2) for ratio in group.ratios(found)]
+        if not ratios:
+            told.setdefault("Not recorded", []).append(group.what)
+            continue
+        low, high = min(ratios), max(ratios)
+        shown = f"{_figure(low)}" if low == high else f"{_figure(low)} to {_figure(high)} in {len(ratios)} comparisons"
+        told.setdefault(_word(low, high), []).append(f"{group.what} ({shown})")
+    for word in ("Faster", "Level", "Faster or slower", "Slower", "Not recorded"):
+        if word in told:
+            yield f"- **{word}:** {', '.join(told[word])}."
+    missed = sum(verdict(goal, found)[2].startswith("missed") for goal in GOALS)
+    yield f"- **Goals:** [{missed} of {len(GOALS)} are missed](../benchmarks/GOALS.md)."
+    yield "- **GPU:** not measured."
+
+
+def levels(found: Reports) -> Iterator[str]:
+    yield from _head("level", "ms per iteration", "times fp32 torch", "peak MB", "MB between steps")
+    for name, report in found.items():
+        if re.fullmatch("loop-cpu-.*", name):
+            for level, case in report["cases"].items():
+                side = case["sides"]["ampctx"]
+                slower = 1 / case["sides"]["fp32, torch-fused"]["over_ampctx"]["median"]
+                memory = (f"{side[key]:.1f}" for key in ("peak_MB", "held_MB"))
+                yield _row(level, f"{side['ms']['median']:.0f}", f"{slower:.1f}", *memory)
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+PAGES: dict[Path, dict[str, Callable[[Reports], Iterator[str]]]] = {
+    ROOT / "docs" / "performance.md": {"gains": gains, "picture": picture, "levels": levels},
+    ROOT / "docs" / "benchmarks.md": {
+        "tails": lambda found: cases(found, "tail"),
+        "ops": lambda found: cases(found, "ops"),
+        "host": host,
+        "loop": loop,
+        "machines": machines,
+    },
+    ROOT / "benchmarks" / "GOALS.md": {"goals": goals},
 }
 
 
-def replaced(page: str, found: Reports) -> str:
-    """``page`` with every part between its marks as the reports have it.
+def replaced(path: Path, page: str, found: Reports) -> str:
+    """``page``, the text of ``path``, with every part between its marks as the reports have it.
 
     Raises:
         ValueError: the page lacks the marks of a part.
     """
+    parts = PAGES[path]
     marked = [match[2] for match in MARKED.finditer(page)]
-    if sorted(marked) != sorted(PARTS):
-        raise ValueError(f"the page has marks for {', '.join(marked) or 'nothing'}; expected {', '.join(PARTS)}")
+    if sorted(marked) != sorted(parts):
+        raise ValueError(f"{path.name} has marks for {', '.join(marked) or 'nothing'}; expected {', '.join(parts)}")
 
     def fill(match: re.Match[str]) -> str:
-        return f"{match[1]}\n" + "\n".join(PARTS[match[2]](found)) + f"\n\n{match[3]}"
+        return f"{match[1]}\n" + "\n".join(parts[match[2]](found)) + f"\n\n{match[3]}"
 
     return MARKED.sub(fill, page)
 
 
+def by_hand(page: str) -> str:
+    """``page`` without what is written between marks."""
+    return MARKED.sub("", page)
+
+
 def main() -> None:
-    PAGE.write_text(replaced(PAGE.read_text(), reports(RESULTS)))
+    found = reports(RESULTS)
+    for path in PAGES:
+        path.write_text(replaced(path, path.read_text(), found))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python benchmarks/suite.py [--device cpu|cuda] [--runs 3] [--rounds 11] [--output benchmarks/results]
 
-The commands that the goals of docs/performance.md are read from run ``--runs`` times, the whole list through before it
+The commands that the goals of benchmarks/GOALS.md are read from run ``--runs`` times, the whole list through before it
 starts again; of each case the run with the median ratio is kept, and the ratios of all runs with it.
 """
 

@@ -1,8 +1,9 @@
-"""What is made of the benchmarks' reports: comparisons, the page of the docs, the plot."""
+"""What is made of the benchmarks' reports: comparisons, the pages of the docs, the plots."""
 
 from __future__ import annotations
 
 import json
+import re
 
 import compare
 import measuring
@@ -10,6 +11,7 @@ import plot
 import pytest
 import report
 import suite
+from PIL import Image
 
 
 def a_report(ours, theirs, case="tail", **more):
@@ -148,25 +150,62 @@ def test_compare_refuses(write, tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
-# --- the page and the plot --------------------------------------------------------------------------------------------
+# --- the pages and the plots ------------------------------------------------------------------------------------------
 
 
-def test_the_page_has_the_figures_of_the_reports():
-    page = report.PAGE.read_text()
-    assert page == report.replaced(page, report.reports(report.RESULTS)), "run: python benchmarks/report.py"
+PERFORMANCE = report.ROOT / "docs" / "performance.md"
+GOALS = report.ROOT / "benchmarks" / "GOALS.md"
+
+
+@pytest.mark.parametrize("page", report.PAGES, ids=lambda page: page.name)
+def test_pages_have_the_figures_of_the_reports(page):
+    text = page.read_text()
+    assert text == report.replaced(page, text, report.reports(report.RESULTS)), "run: python benchmarks/report.py"
 
 
 def test_text_between_the_tables_is_kept():
-    page = report.PAGE.read_text().replace("<!-- end of goals -->", "<!-- end of goals -->\nBy hand.")
-    emptied = report.replaced(page, {})
+    text = GOALS.read_text().replace("<!-- end of goals -->", "<!-- end of goals -->\nBy hand.")
+    emptied = report.replaced(GOALS, text, {})
     assert "<!-- end of goals -->\nBy hand." in emptied
     assert emptied.count("not recorded") == len(report.GOALS)
-    assert report.replaced(emptied, report.reports(report.RESULTS)) == page
+    assert report.replaced(GOALS, emptied, report.reports(report.RESULTS)) == text
 
 
 def test_a_page_without_marks_is_refused():
-    with pytest.raises(ValueError, match="the page has marks for nothing; expected goals, tails"):
-        report.replaced("# Performance\n", {})
+    with pytest.raises(ValueError, match="performance.md has marks for nothing; expected gains, picture, levels"):
+        report.replaced(PERFORMANCE, "# Performance\n", {})
+
+
+def test_measured_figures_are_not_written_by_hand():
+    """What is measured changes with `make bench`, so all of it stands where report.py writes."""
+    for page in (PERFORMANCE, GOALS):
+        assert re.findall(r"\d+\.\d+|\d+ ?%|\d+ ms", report.by_hand(page.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    ("theirs", "told"),
+    [
+        pytest.param([2.0, 3.0], "- **Faster:** the step after backward (2.00 to 3.00 in 2 comparisons).", id="faster"),
+        pytest.param([0.96, 1.04], "- **Level:** the step after backward (0.96 to 1.04 in 2 comparisons).", id="level"),
+        pytest.param([0.5, 0.5], "- **Slower:** the step after backward (0.50).", id="slower"),
+        pytest.param([0.5, 2.0], "- **Faster or slower:** the step after backward (0.50 to 2.00 in", id="both"),
+    ],
+)
+def test_gains_are_called_what_they_are(theirs, told):
+    found = {f"tail-cpu-{i}": a_report([1.0, 1.0], [ratio, ratio]) for i, ratio in enumerate(theirs)}
+    found["tail-cuda-0"] = a_report([1.0, 1.0], [9.0, 9.0])
+    lines = list(report.gains(found))
+    assert lines[0].startswith(told)
+    assert lines[1].startswith("- **Not recorded:** the same step against torch's `fused=True` optimizers,")
+
+
+def test_gains_count_the_goals_that_are_missed():
+    told = "- **Goals:** [{} of " + str(len(report.GOALS)) + " are missed](../benchmarks/GOALS.md)."
+    assert told.format(0) in report.gains({})
+    missed = {"tail-cpu-resnet50-O1-FusedAdam": a_report([1.0, 1.0], [1.1, 1.1])}
+    assert told.format(1) in report.gains(missed)
+    reached = {"tail-cpu-resnet50-O1-FusedAdam": a_report([1.0, 1.0], [9.0, 9.0])}
+    assert told.format(0) in report.gains(reached)
 
 
 def test_goals_say_by_how_much_they_are_missed():
@@ -198,6 +237,11 @@ def test_committed_figures_are_those_the_suite_writes():
         assert found["benchmark"] == entries[name].script
 
 
+def test_what_the_suite_writes_leaves_a_commit_clean():
+    assert {str(page.relative_to(report.ROOT)) for page in report.PAGES} < set(measuring.WRITTEN)
+    assert f"docs/{report.TAIL_PNG}" in measuring.WRITTEN
+
+
 def test_the_plot_is_a_png(tmp_path, write, capsys):
     write("tail-a.json", BASE)
     host = a_report([1.0, 1.0], [2.0, 2.0], case="8 tensors")
@@ -216,3 +260,22 @@ def test_the_plot_needs_reports(tmp_path, capsys):
     with pytest.raises(SystemExit):
         plot.main(["--results", str(tmp_path)])
     assert "has no report of a benchmark" in capsys.readouterr().err
+
+
+def test_the_picture_of_the_tails_shows_the_figures_of_the_reports():
+    found = report.reports(report.RESULTS)
+    assert len(report.bars(found)) == len(report.BARS) == 6
+    with Image.open(report.ROOT / "docs" / report.TAIL_PNG) as picture:
+        assert picture.text["Description"] == plot.described(found), "run: make bench, or plot.py --tail"
+
+
+def test_the_picture_of_the_tails_is_drawn_from_the_reports_at_hand(tmp_path, write, capsys):
+    write(f"{report.BARS[0][1]}.json", BASE)
+    arguments = ["--results", str(tmp_path), "--output", str(tmp_path / "all.png"), "--tail", str(tmp_path / "t.png")]
+    plot.main(arguments)
+    with Image.open(tmp_path / "t.png") as picture:
+        assert picture.text["Description"] == "ResNet-50, O1: 2.0 2.0 2.0"
+    (tmp_path / f"{report.BARS[0][1]}.json").rename(tmp_path / "tail-other.json")
+    with pytest.raises(SystemExit):
+        plot.main(arguments)
+    assert "has none of the tails that the picture shows" in capsys.readouterr().err

@@ -1,0 +1,310 @@
+"""Each heading of docs/errors.md is a message, and what the page calls its cause raises or logs it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ampctx
+from ampctx import amp
+
+PAGE = (Path(__file__).resolve().parent.parent / "docs" / "errors.md").read_text()
+HEADINGS = re.findall(r"^## (.*)$", PAGE, flags=re.M)
+# No message, or one of a device or an installation; where the other tests have them.
+ELSEWHERE = {
+    "The loss scale goes to 0, or the loss is nan",  # the page's own program
+    "are unsafe to autocast",  # of torch on CUDA; that of ampctx is below
+    "ampctx runs on plain torch on CUDA, slower",  # test_extension.py
+    "ampctx: out of memory",  # ops/test_out_of_memory.py
+    "No module named 'apex', cannot import name 'amp' from 'apex', No module named 'amp_C'",  # of Python
+}
+X = torch.ones(8, 4)
+
+
+@pytest.fixture(autouse=True)
+def no_session():
+    amp.reset()
+    yield
+    amp.reset()
+
+
+def training(level: str = "O1", model: nn.Module | None = None, **options):
+    model = model or nn.Linear(4, 2)
+    return amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, **options)
+
+
+def backward(model, optimizer, factor=1.0):
+    with amp.scale_loss(factor * model(X).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
+def scaler_on_fp16_model(scaler):
+    model = nn.Linear(4, 2).half()
+    scaler.scale(model(X.half()).float().sum()).backward()
+    scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def fp32_tensor_meets_fp16():
+    torch.bmm(torch.ones(2, 2, 2).half(), torch.ones(2, 2, 2))
+
+
+def forward_goes_around_casts():
+    training("O2")[0].forward(X)
+
+
+def layer_called_from_outside():
+    training("O2", nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))[0][0](X)
+
+
+def scaled_model_and_optimizer(scaler, of_the_model=True):
+    model, other = nn.Linear(4, 2), nn.Linear(4, 2)
+    scaler.scale(model(X).sum()).backward()
+    return torch.optim.SGD((model if of_the_model else other).parameters(), lr=0.1)
+
+
+def optimizer_of_another_model():
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.step(scaled_model_and_optimizer(scaler, of_the_model=False))
+
+
+def update_without_step():
+    scaler = torch.amp.GradScaler("cpu")
+    scaled_model_and_optimizer(scaler)
+    scaler.update()
+
+
+def repeated(name, scaler):
+    optimizer = scaled_model_and_optimizer(scaler)
+    getattr(scaler, name)(optimizer)
+    getattr(scaler, name)(optimizer)
+
+
+def unscaled_after_the_step(scaler):
+    optimizer = scaled_model_and_optimizer(scaler)
+    scaler.step(optimizer)
+    scaler.unscale_(optimizer)
+
+
+def loss_not_scaled(scaler):
+    model = nn.Linear(4, 2)
+    model(X).sum().backward()
+    scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def overflow():
+    model, optimizer = training("O2")
+    backward(model, optimizer, 1e4)
+    optimizer.step()
+
+
+def no_initialize():
+    model = nn.Linear(4, 2)
+    backward(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def wrapped_too_early():
+    amp.initialize(nn.DataParallel(nn.Linear(4, 2)), opt_level="O2")
+
+
+def initialized_twice():
+    _, optimizer = training("O4")
+    amp.initialize(nn.Linear(4, 2), optimizer, opt_level="O4")
+
+
+def model_initialized_twice():
+    amp.initialize(training("O2")[0], opt_level="O2")
+
+
+def optimizer_made_anew():
+    model, _ = training()
+    backward(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def block_names_one_of_two():
+    left, right = nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (left, right)]
+    [left, right], optimizers = amp.initialize([left, right], optimizers, opt_level="O1")
+    backward(nn.Sequential(left, right), optimizers[0])
+    optimizers[1].step()
+
+
+def backward_of_the_loss_itself():
+    model, optimizer = training("O2")
+    loss = model(X).sum()
+    with amp.scale_loss(loss, optimizer):
+        loss.backward()
+
+
+def no_block():
+    model, optimizer = training()
+    model(X).sum().backward()
+    optimizer.step()
+
+
+def loss_id_forgotten():
+    model, optimizer = training(num_losses=2)
+    for _ in range(101):
+        backward(model, optimizer)
+        optimizer.step()
+
+
+def no_with():
+    model, optimizer = training()
+    amp.scale_loss(model(X).sum(), optimizer).backward()
+
+
+def pair_called():
+    training()(X)
+
+
+def pair_trained():
+    training().train()
+
+
+def sigmoid_in_16_bits():
+    nn.BCELoss()(torch.sigmoid(training("O1", nn.Linear(4, 1))[0](X)), torch.ones(8, 1))
+
+
+def scheduler_after_a_skip(scaler):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    scaler.scale(model(X * float("inf")).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    schedule.step()
+
+
+def scaler_over_masters():
+    model, optimizer = training("O2")
+    scaler = ampctx.GradScaler("cpu")
+    scaler.scale(model(X).sum()).backward()
+    scaler.unscale_(optimizer)
+
+
+def clipped_in_the_block():
+    model, optimizer = training()
+    with amp.scale_loss(model(X).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def clipped_after_the_block(clip):
+    model, optimizer = training("O5")
+    backward(model, optimizer)
+    clip(model.parameters(), 1.0)
+
+
+def layer_replaced():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[1] = nn.Linear(4, 2)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O4")
+    backward(model, optimizer)
+    optimizer.step()
+
+
+def state_of_a_disabled_scaler():
+    state = torch.amp.GradScaler("cpu", enabled=False).state_dict()
+    ampctx.GradScaler("cpu").load_state_dict(state)
+
+
+def zero_for_the_letter():
+    training("02")
+
+
+SCALERS = (lambda: torch.amp.GradScaler("cpu"), lambda: ampctx.GradScaler("cpu"))
+CASES: list[tuple[str, Callable[[], object]]] = [
+    *(("Attempting to unscale FP16 gradients", lambda s=s: scaler_on_fp16_model(s())) for s in SCALERS),
+    ("expected scalar type Half but found Float", fp32_tensor_meets_fp16),
+    ("mat1 and mat2 must have the same dtype", forward_goes_around_casts),
+    ("mat1 and mat2 must have the same dtype", layer_called_from_outside),
+    ("No inf checks were recorded for this optimizer", optimizer_of_another_model),
+    ("No inf checks were recorded prior to update.", update_without_step),
+    *(
+        case
+        for s in SCALERS
+        for case in (
+            (
+                "unscale_() has already been called on this optimizer since the last update()",
+                lambda s=s: repeated("unscale_", s()),
+            ),
+            ("step() has already been called since the last update().", lambda s=s: repeated("step", s())),
+            ("unscale_() is being called after step().", lambda s=s: unscaled_after_the_step(s())),
+            ("Attempted step but _scale is None", lambda s=s: loss_not_scaled(s())),
+        )
+    ),
+    ("Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to", overflow),
+    ("Invoked 'with amp.scale_loss', but internal Amp state has not been initialized", no_initialize),
+    (
+        "Found param with type torch.HalfTensor, expected fp32",
+        lambda: amp.initialize(nn.Linear(4, 2).half(), opt_level="O2"),
+    ),
+    ("the model is under amp already", model_initialized_twice),
+    ("Incoming model is an instance of torch.nn.parallel", wrapped_too_early),
+    ("A given optimizer should only be passed through amp.initialize once", initialized_twice),
+    ("did not go through amp.initialize", optimizer_made_anew),
+    ("has left scaled gradients in", block_names_one_of_two),
+    ("no backward went through the scaled loss", backward_of_the_loss_itself),
+    ("no scale_loss block has named this optimizer", no_block),
+    ("no scale_loss block has used loss_id", loss_id_forgotten),
+    ("amp.scale_loss is a context manager", no_with),
+    ("amp.initialize returned a pair, the model and the optimizer", pair_called),
+    ("amp.initialize returned a pair, the model and the optimizer", pair_trained),
+    ("binary_cross_entropy got a 16-bit argument", sigmoid_in_16_bits),
+    ("Detected call of lr_scheduler.step() before optimizer.step()", lambda: scheduler_after_a_skip(SCALERS[0]())),
+    ("a GradScaler was given an optimizer that is under amp with fp32 master weights", scaler_over_masters),
+    ("model.parameters() were clipped inside a scale_loss block", clipped_in_the_block),
+    (
+        "had grad None when gradients were clipped after a scale_loss block",
+        lambda: clipped_after_the_block(nn.utils.clip_grad_norm_),
+    ),
+    (
+        "has no gradient, and clipping would not reach it",
+        lambda: clipped_after_the_block(ampctx.clip_grad_norm_),
+    ),
+    ("got gradients and are in no optimizer", layer_replaced),
+    ("The source state dict is empty", state_of_a_disabled_scaler),
+    ("GradScaler is enabled, but CUDA is not available", lambda: torch.amp.GradScaler("cuda")),
+    ("Unexpected optimization level '02'", zero_for_the_letter),
+]
+
+
+def told(cause: Callable[[], object], caplog) -> str:
+    """All that the cause raises, warns of and logs, on one line; names of parameters and backticks left out."""
+    with warnings.catch_warnings(record=True) as warned, caplog.at_level(logging.INFO):
+        warnings.simplefilter("always")
+        try:
+            cause()
+            raised = ""
+        except Exception as error:
+            raised = str(error)
+    texts = [raised, *(str(warning.message) for warning in warned), *(r.getMessage() for r in caplog.records)]
+    words = " ".join(" ".join(texts).split()).replace("`", "")
+    return words.replace("Found param weight with", "Found param with")
+
+
+@pytest.mark.parametrize(
+    ("message", "cause"), CASES, ids=[f"{i}-{message[:40]}" for i, (message, _) in enumerate(CASES)]
+)
+def test_the_cause_tells_the_message(message, cause, caplog):
+    assert message in PAGE
+    if "CUDA is not available" in message and torch.cuda.is_available():
+        pytest.skip("CUDA is available")
+    assert message in told(cause, caplog)
+
+
+def test_the_scaler_of_ampctx_does_not_cause_the_schedulers_warning(caplog):
+    assert "lr_scheduler" not in told(lambda: scheduler_after_a_skip(ampctx.GradScaler("cpu")), caplog)
+
+
+def test_every_heading_has_its_cause():
+    assert {message for message, _ in CASES} | ELSEWHERE >= set(HEADINGS)
+    assert set(HEADINGS) > ELSEWHERE
