@@ -236,6 +236,6 @@ def test_the_docs_have_the_arguments_of_initialize():
     of_the_level = {row[0] for row in rows_of("Defaults of the levels")}
     parameters = list(inspect.signature(amp.initialize).parameters.values())[2:]  # without models and optimizers
     assert {row[0] for row in rows} == {p.name for p in parameters}
-    documented = {name: None if default == "level" else eval(default.replace("\\", "")) for name, default, _ in rows}
+    documented = {name: None if default == "level" else eval(default) for name, default, _ in rows}
     assert documented == {p.name: p.default for p in parameters}
     assert of_the_level >= {name for name, default, _ in rows if default == "level"}
