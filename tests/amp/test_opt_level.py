@@ -1,11 +1,14 @@
 import dataclasses
+import inspect
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from ampctx import AmpError, AmpTypeError, AmpValueError
+from ampctx import AmpError, AmpTypeError, AmpValueError, amp
 from ampctx.amp.opt_level import BRIEFS, OPT_LEVELS, PrecisionPolicy, banner, resolve
 
 HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
@@ -207,3 +210,32 @@ def test_banner_begins_with_the_brief(level):
     # An empty line follows at all levels but O3, as in apex.
     assert lines[1] == ("Defaults for this optimization level are:" if level == "O3" else "")
     assert ("patch_torch_functions_type : torch.bfloat16" in lines) is (level == "O4")
+
+
+# --- docs/options.md --------------------------------------------------------------------------------------------------
+
+
+def rows_of(heading):
+    page = (Path(__file__).parents[2] / "docs" / "options.md").read_text()
+    table = re.search(rf"^## {heading}$.*?^(\|.*?)\n\n", page, re.S | re.M).group(1)
+    return [[cell.strip(" `") for cell in line.strip("|").split(" | ")] for line in table.splitlines()]
+
+
+def test_the_docs_have_the_defaults_of_the_levels():
+    (_, *levels), _, *rows = rows_of("Defaults of the levels")
+    properties = {"inputs cast to": "input_dtype", "outputs cast to": "output_dtype"}
+    for option, *cells in rows:
+        values = [getattr(OPT_LEVELS[level], properties.get(option, option)) for level in levels]
+        assert cells == [str(v).removeprefix("torch.") for v in values], option
+    assert levels == list(OPT_LEVELS)
+    assert len(rows) == 8
+
+
+def test_the_docs_have_the_arguments_of_initialize():
+    _, _, *rows = rows_of("Arguments")
+    of_the_level = {row[0] for row in rows_of("Defaults of the levels")}
+    parameters = list(inspect.signature(amp.initialize).parameters.values())[2:]  # without models and optimizers
+    assert {row[0] for row in rows} == {p.name for p in parameters}
+    documented = {name: None if default == "level" else eval(default) for name, default, _ in rows}
+    assert documented == {p.name: p.default for p in parameters}
+    assert of_the_level >= {name for name, default, _ in rows if default == "level"}
