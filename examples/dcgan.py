@@ -161,9 +161,11 @@ def draw_losses(history: dict[str, list], opt_level: str, path: Path) -> None:
     figure = Figure(figsize=(9, 6), dpi=120, layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     step = range(1, len(history["loss"]) + 1)
-    for i, color in enumerate(("tab:blue", "tab:green", "tab:orange")):
-        top.plot(step, [losses[i] for losses in history["loss"]], color=color, label=NAMES[i])
-        bottom.step(step, [scales[i] for scales in history["loss_scale"]], where="post", color=color)
+    # Scales that are equal lie on each other: the narrower lines leave the wider ones to be seen.
+    for i, (color, width) in enumerate((("tab:blue", 5), ("tab:green", 3), ("tab:orange", 1.2))):
+        top.plot(step, [losses[i] for losses in history["loss"]], color=color, label=NAMES[i], linewidth=0.8)
+        scales = [scales[i] for scales in history["loss_scale"]]
+        bottom.step(step, scales, where="post", color=color, linewidth=width, solid_joinstyle="miter")
     top.set(ylabel="loss", title=f"DCGAN at {opt_level}")
     top.legend()
     bottom.set_yscale("log", base=2)

@@ -104,3 +104,25 @@ def test_api_page_has_every_public_name(module):
     names = [name for name in module.__all__ if not isinstance(getattr(module, name), ModuleType)]
     assert names
     assert [name for name in names if not re.search(rf"\b{name}\b", page)] == []
+
+
+SHOWN = [
+    pytest.param(f"{NAMES[page]}-shown-{i}", code, text, id=f"{NAMES[page]}-{i}")
+    for page in PAGES
+    if page.parent.name == "guide"
+    for i, (code, text) in enumerate(
+        re.findall(r"```python\n([^`]*)```\n+```text\n(.*?)```", page.read_text(), flags=re.S)
+    )
+]
+
+
+@pytest.mark.parametrize(("name", "code", "text"), SHOWN)
+def test_a_guide_shows_what_its_program_prints(run_block, name, code, text):
+    status, printed = run_block(name, code)
+    assert status == 0, printed
+    number = re.compile(r"\d[\d.,]*")
+    assert number.sub("#", printed).split() == number.sub("#", text).split()
+    shown = [float(n.strip(".,").replace(",", "")) for n in number.findall(text)]
+    found = [float(n.strip(".,").replace(",", "")) for n in number.findall(printed)]
+    # Kernels of other CPUs round otherwise.
+    assert found == pytest.approx(shown, rel=0.02)
