@@ -85,7 +85,7 @@ def refused(name: str) -> type:
     """A class that stands for something of apex that is not served. Calling it raises what ``refusal(name)`` says."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise AmpNotImplementedError(refusal(name) or f"{name} is not served by ampctx")
+        raise AmpNotImplementedError(refusal(name) or f"{name} is not supported by ampctx")
 
     module, _, attribute = name.rpartition(".")
     return _Refused(attribute, (), {"__init__": __init__, "__module__": module, "__doc__": refusal(name)})

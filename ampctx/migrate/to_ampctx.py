@@ -134,8 +134,8 @@ def _moves(parsed: Parsed, use: Use | None, row: Row, only: str) -> bool:
     if root != "torch":
         return True
     # Code of ours has apex's signature, torch's has its own.
-    if row.entry.status != "served" or use is None:
-        return row.entry.status == "served"
+    if row.entry.status != "supported" or use is None:
+        return row.entry.status == "supported"
     return use.call is not None and not row.rest and _fits(target, use.call)
 
 

@@ -43,12 +43,12 @@ class FusedAdam(optimizers.FusedAdam):
     ) -> None:
         if eps_inside_sqrt:
             raise AmpNotImplementedError(
-                "apex.contrib.optimizers.FusedAdam(eps_inside_sqrt=True) is not served by ampctx: leave it out, which "
+                "apex.contrib.optimizers.FusedAdam(eps_inside_sqrt=True) is not supported by ampctx: leave it out, which "
                 "adds eps to the root"
             )
         if amp_scale_adjustment != 1.0:
             raise AmpNotImplementedError(
-                "apex.contrib.optimizers.FusedAdam(amp_scale_adjustment=...) is not served by ampctx: pass the product "
+                "apex.contrib.optimizers.FusedAdam(amp_scale_adjustment=...) is not supported by ampctx: pass the product "
                 "as scale to step()"
             )
         # Before the base class, which checks the options with it.
