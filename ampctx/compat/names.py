@@ -114,7 +114,9 @@ AMP: dict[str, Name] = {
     ),
     "apex.amp.frontend": _SUPPORTED,
     "apex.amp.frontend.Properties": _SUPPORTED,
-    "apex.amp.frontend.opt_levels": Name("supported", None, "Callables, as in apex; ampctx.amp.OPT_LEVELS has policies."),
+    "apex.amp.frontend.opt_levels": Name(
+        "supported", None, "Callables, as in apex; ampctx.amp.OPT_LEVELS has policies."
+    ),
     **_all("apex.amp.frontend", "O0 O1 O2 O3 O4 O5 warn_or_err maybe_print", _SUPPORTED),
     "apex.amp.handle": _SUPPORTED,
     "apex.amp.handle.AmpHandle": Name("adapted", None, "The cache is torch's; nothing is printed per cast."),
@@ -180,7 +182,9 @@ AMP: dict[str, Name] = {
 }
 
 
-def _below(prefix: str, names: str, status: Literal["supported", "adapted", "refused"], note: str = "") -> dict[str, Name]:
+def _below(
+    prefix: str, names: str, status: Literal["supported", "adapted", "refused"], note: str = ""
+) -> dict[str, Name]:
     """Entries for ``prefix`` names without a target."""
     return {f"{prefix}.{name}": Name(status, None, note) for name in names.split()}
 
@@ -268,12 +272,14 @@ for _module in ("apex.contrib.optimizers", "apex.contrib.optimizers.fused_adam")
     OPTIMIZERS[f"{_module}.FusedAdam"] = Name(
         "adapted",
         None,
-        "eps and the decay as of old; eps_inside_sqrt is refused. ampctx.optimizers.FusedAdam, for new code, adds eps "
-        "and decays as AdamW does, has other positional arguments, and its step takes none of the old ones.",
+        "Keeps the old eps and weight decay; eps_inside_sqrt raises. For new code: ampctx.optimizers.FusedAdam, with "
+        "AdamW's eps and decay, other positional arguments, and a step without the old arguments.",
     )
 for _module in ("apex.contrib.optimizers", "apex.contrib.optimizers.fused_sgd"):
     OPTIMIZERS[f"{_module}.FusedSGD"] = Name(
-        "supported", None, "For new code: ampctx.optimizers.FusedSGD, whose step takes no grads, output_params and scale."
+        "supported",
+        None,
+        "For new code: ampctx.optimizers.FusedSGD, whose step takes no grads, output_params and scale.",
     )
 for _module in ("apex.contrib.optimizers", "apex.contrib.optimizers.fused_lamb"):
     OPTIMIZERS[f"{_module}.FusedLAMB"] = Name(
@@ -295,7 +301,7 @@ KERNELS: dict[str, Name] = {
     "apex.multi_tensor_apply.MultiTensorApply": Name("supported", f"{_MTA}.MultiTensorApply"),
     "apex.multi_tensor_apply.multi_tensor_applier": Name("supported", f"{_MTA}.multi_tensor_applier"),
     "apex.multi_tensor_apply.multi_tensor_applier_l2norm": Name(
-        "adapted", None, f"{_MTA}.multi_tensor_applier, with chunks of its own"
+        "adapted", None, f"{_MTA}.multi_tensor_applier, with its own chunk size"
     ),
     "apex.multi_tensor_apply.multi_tensor_apply.MultiTensorApply": Name("supported", f"{_MTA}.MultiTensorApply"),
     "amp_C.multi_tensor_scale": Name("supported", f"{_MTA}.multi_tensor_scale"),
@@ -325,12 +331,13 @@ KERNELS: dict[str, Name] = {
 _DDP = Name(
     "adapted",
     None,
-    "torch.nn.parallel.DistributedDataParallel(model, device_ids=[rank]); delay_allreduce=True is "
-    "find_unused_parameters=True, disable_allreduce() is no_sync(). message_size sets the bucket size; trigger "
-    "parameters, streams, communicators and retain_allreduce_buffers have no effect. A model without gradients is "
-    "refused.",
+    "Wraps torch's DistributedDataParallel: delay_allreduce=True sets find_unused_parameters=True, message_size the "
+    "bucket size, disable_allreduce() is no_sync(). Trigger parameters, streams, communicators and "
+    "retain_allreduce_buffers have no effect. A model without trainable parameters raises.",
 )
-_SYNC_BATCH_NORM = Name("supported", None, "torch.nn.SyncBatchNorm, without channel_last, fuse_relu and z")
+_SYNC_BATCH_NORM = Name(
+    "supported", None, "For new code: torch.nn.SyncBatchNorm; it lacks channel_last, fuse_relu and z."
+)
 
 PARALLEL: dict[str, Name] = {
     "apex.parallel": Name("supported"),
@@ -350,7 +357,7 @@ PARALLEL: dict[str, Name] = {
         )
     },
     "apex.parallel.distributed.split_half_float_double": Name(
-        "adapted", None, "tensors of other types come in lists of their own; apex left them out"
+        "adapted", None, "Puts tensors of other types into lists of their own; apex drops them."
     ),
     "apex.parallel.ReduceOp": Name("supported", "torch.distributed.ReduceOp"),
     "apex.parallel.SyncBatchNorm": _SYNC_BATCH_NORM,
@@ -359,12 +366,14 @@ PARALLEL: dict[str, Name] = {
     "apex.parallel.convert_syncbn_model": Name(
         "adapted",
         None,
-        "parameters stay the same objects, so that optimizers made before go on; apex copied them. For new code: "
-        "torch.nn.SyncBatchNorm.convert_sync_batchnorm, which makes modules of torch's class and has no channel_last.",
+        "Keeps the parameter objects, so that earlier optimizers still step them; apex copied them. For new code: "
+        "torch.nn.SyncBatchNorm.convert_sync_batchnorm, which creates torch's class and has no channel_last.",
     ),
     "apex.parallel.create_syncbn_process_group": Name("supported", None, "torch.distributed.new_subgroups(group_size)"),
     "apex.parallel.LARC.LARC": Name("supported", "ampctx.optimizers.LARC"),
-    "apex.parallel.multiproc": Name("supported", None, "torchrun, which tells ranks in the environment, not in arguments"),
+    "apex.parallel.multiproc": Name(
+        "supported", None, "For new code: torchrun, which passes ranks in the environment, not as arguments."
+    ),
 }
 
 LAYERS: dict[str, Name] = {
@@ -411,12 +420,16 @@ LAYERS: dict[str, Name] = {
         f"{module}.{name}": entry
         for module in ("apex.fused_dense", "apex.fused_dense.fused_dense")
         for name, entry in {
-            "FusedDense": Name("adapted", None, "torch.nn.Linear; parameters have initial values, apex set none"),
+            "FusedDense": Name(
+                "adapted",
+                None,
+                "Initializes its parameters; apex left them uninitialized. For new code: torch.nn.Linear.",
+            ),
             "FusedDenseGeluDense": Name(
                 "adapted",
                 None,
-                "torch.nn.Linear, torch.nn.GELU(approximate='tanh'), torch.nn.Linear; "
-                "parameters have initial values, apex set none",
+                "Initializes its parameters; apex left them uninitialized. "
+                "For new code: torch.nn.Linear, torch.nn.GELU(approximate='tanh'), torch.nn.Linear.",
             ),
             "FusedDenseFunc": Name("supported", None, "torch.nn.functional.linear"),
             "DenseNoBiasFunc": Name("supported", None, "torch.nn.functional.linear"),
@@ -477,8 +490,8 @@ for _prefix in ("apex.fp16_utils", "apex.fp16_utils.loss_scaler"):
         f"{_prefix}.DynamicLossScaler": Name(
             "adapted",
             None,
-            "has_overflow looks at all gradients with one host sync. For new code: ampctx.GradScaler, which is used in "
-            "other words.",
+            "has_overflow checks all gradients with one host sync. For new code: ampctx.GradScaler, with different "
+            "calls.",
         ),
     }
     FP16_UTILS |= _below(
@@ -496,7 +509,7 @@ for _prefix in ("apex.fp16_utils.FP16_Optimizer", "apex.fp16_utils.fp16_optimize
     FP16_UTILS[_prefix] = Name(
         "adapted",
         None,
-        "Any device; bf16 parameters get masters, others are stepped as they are; what was printed is logged "
+        "Any device; bf16 parameters get masters, others are stepped directly; logs where apex printed "
         '(logger "ampctx"). New code: ampctx.amp.initialize(opt_level="O2").',
     )
     FP16_UTILS |= _below(
@@ -520,7 +533,7 @@ for _prefix in ("apex.fp16_utils.FP16_Optimizer", "apex.fp16_utils.fp16_optimize
 
 
 def _refused(note: str, still_in_apex: bool = False) -> Name:
-    beside = " An NVIDIA apex that has it may be installed beside ampctx: the module is then that one's."
+    beside = " If an NVIDIA apex with this module is installed too, the module comes from there."
     return Name("refused", None, f"Use {note}.{beside if still_in_apex else ''}")
 
 
@@ -537,7 +550,7 @@ ON_OPTIMIZERS: dict[str, Name] = {
         "optimizer",
         "_lazy_init_maybe_master_weights _amp_lazy_init",
         "adapted",
-        "initialize has made the masters; takes in what happened to the model since.",
+        "initialize already creates the masters. This call syncs them with later changes to the model.",
     ),
 }
 
@@ -552,7 +565,7 @@ REFUSED: dict[str, Name] = {
             "GRU": "torch.nn.GRU",
             "ReLU": "torch.nn.RNN with nonlinearity='relu'",
             "Tanh": "torch.nn.RNN with nonlinearity='tanh'",
-            "mLSTM": "torch.nn.LSTM: torch has no multiplicative one",
+            "mLSTM": "torch.nn.LSTM; torch has no multiplicative LSTM",
         }.items()
     },
     "apex.pyprof": _refused("torch.profiler, or torch.cuda.nvtx with Nsight Systems"),
@@ -564,7 +577,7 @@ REFUSED: dict[str, Name] = {
     "apex.transformer.functional": _refused("torch.nn.functional.softmax and scaled_dot_product_attention", True),
     "apex.transformer.layers": _refused("torch.nn.LayerNorm, or apex.normalization", True),
     "apex.transformer.amp.GradScaler": _refused(
-        "ampctx.GradScaler; that all ranks of a model agree on an overflow is then yours to see to", True
+        "ampctx.GradScaler with process_group, so that all ranks of the model agree on an overflow", True
     ),
     "apex.parallel.sync_batchnorm_kernel": _refused("apex.parallel.SyncBatchNorm"),
     "apex.parallel.optimized_sync_batchnorm_kernel": _refused("apex.parallel.SyncBatchNorm"),
@@ -572,9 +585,9 @@ REFUSED: dict[str, Name] = {
         f"apex.contrib.{module}": _refused(replacement, True)
         for module, replacement in {
             "bottleneck": "torchvision.models.resnet.Bottleneck",
-            "conv_bias_relu": "torch.nn.Conv2d and torch.nn.ReLU, which torch.compile joins",
+            "conv_bias_relu": "torch.nn.Conv2d and torch.nn.ReLU, which torch.compile fuses",
             "cudnn_gbn": "torch.nn.SyncBatchNorm with a process group",
-            "fmha": "torch.nn.functional.scaled_dot_product_attention, with nested tensors where lengths differ",
+            "fmha": "torch.nn.functional.scaled_dot_product_attention, with nested tensors if lengths differ",
             "focal_loss": "torchvision.ops.sigmoid_focal_loss",
             "gpu_direct_storage": "torch.cuda.gds.GdsFile",
             "group_norm": "torch.nn.GroupNorm, which takes channels_last input",

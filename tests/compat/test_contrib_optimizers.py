@@ -329,7 +329,10 @@ def test_bad_arguments_of_step_are_refused_by_name(old, new, arguments, error, m
     ("options", "message"),
     [
         ({"eps_inside_sqrt": True}, "eps_inside_sqrt=True.* is not supported by ampctx: leave it out"),
-        ({"amp_scale_adjustment": 2.0}, "amp_scale_adjustment=.* is not supported by ampctx: pass the product as scale"),
+        (
+            {"amp_scale_adjustment": 2.0},
+            "amp_scale_adjustment=.* is not supported by ampctx: pass the product as scale",
+        ),
         ({"max_grad_norm": -1.0}, "max_grad_norm"),
     ],
     ids=["eps", "adjustment", "norm"],
