@@ -1,7 +1,7 @@
-"""Everything that exists only because apex existed: its module names, its private names, its checkpoints.
+"""apex compatibility: apex's module names, private names and checkpoints.
 
-Nothing else in ampctx imports this package, but for the ``ampctx`` command and ``ampctx.migrate``, which reads the
-table of names. ``doors`` is the one way from here to what ordinary users of the core do not need.
+Only the ``ampctx`` command and ``ampctx.migrate`` import this package. ``doors`` is its only import of private core
+names.
 """
 
 from ampctx.compat.install import install_apex, uninstall_apex

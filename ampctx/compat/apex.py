@@ -1,4 +1,4 @@
-"""``import ampctx.compat.apex`` makes apex's module names importable: ``install_apex()`` in the form of an import."""
+"""``import ampctx.compat.apex`` calls ``install_apex()``, which makes apex's module names importable."""
 
 from ampctx.compat.install import install_apex
 

@@ -1,4 +1,4 @@
-"""Which entry of a training checkpoint is which part of it: by its name, and by what it looks like."""
+"""Finds the parts of a training checkpoint by entry name and form."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
         "optimizer", "optimizers", "optimizer_state_dict", "optimizer_state", "optimizer_states", "optim",
         "optim_state_dict", "optim_state", "opt",
     ),
-    # A dot leads into an entry: mmengine keeps the scale beside the optimizer's groups, mmcv in its notes.
+    # A dot leads into an entry: mmengine keeps the scale in the optimizer's entry, mmcv under meta.
     "loss_scale": (
         "amp", "amp_state_dict", "amp_state", "apex_amp", "amp_scaling_state", "native_amp_scaling_state",
         "MixedPrecision", "MixedPrecisionPlugin", "NativeMixedPrecisionPlugin", "ApexMixedPrecisionPlugin",
@@ -34,16 +34,16 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "masters": ("master params", "master_params", "masters"),
 }
 # fmt: on
-# What else may be under a name: the scaler of the data, or the object that FP16_Optimizer saves, read with its part.
+# Names with other uses: a data scaler, or an FP16_Optimizer object, which is read with its optimizer.
 _SHARED = ("scaler", "scaler_state_dict", "scaler_state", "optimizer.loss_scaler")
 _log = logging.getLogger("ampctx")
 
 
 def read(checkpoint: Any) -> Mapping[str, Any]:
-    """The entries of a checkpoint: a dict, the path of one, or the state dict of a model alone.
+    """The entries of a checkpoint: a dict, a path, or a model's state dict.
 
     Raises:
-        AmpTypeError: something else. AmpError: a file that needs other classes.
+        AmpTypeError: the checkpoint is neither. AmpError: the file needs other classes.
     """
     if isinstance(checkpoint, (str, os.PathLike)):
         return read(load_file(checkpoint))
@@ -70,7 +70,7 @@ def is_tensors(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(v, Tensor) or is_tensors(v) for v in value)
 
 
-# What one item of a part looks like, and in words.
+# The test for one item of a part, and its description.
 _LOOKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "model": (_is_model_state, "the state dict of a model"),
     "optimizer": (_is_optimizer_state, "the state dict of an optimizer"),
@@ -80,7 +80,7 @@ _LOOKS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 class Parts:
-    """The entries of a checkpoint by part. ``found`` notes which were used."""
+    """The entries of a checkpoint by part. ``found`` records the keys that were used."""
 
     def __init__(self, content: Mapping[str, Any], keys: Mapping[str, str | Sequence[str]]) -> None:
         if unknown := keys.keys() - LAYOUTS.keys():
@@ -90,7 +90,7 @@ class Parts:
         self._used: set[str] = set()
 
     def _at(self, key: str) -> Any:
-        """The entry, or what a dotted key leads to; None where there is nothing."""
+        """The entry of a key or dotted key, or None."""
         if key in self.content:
             return self.content[key]
         value: Any = self.content
@@ -104,7 +104,7 @@ class Parts:
         return looks(value) or (several and all(map(looks, value)))
 
     def get(self, part: str) -> Any:
-        """The entry of a part, a list where it is several; None where the checkpoint has none."""
+        """The entry of a part (a list if it has several), or None."""
         if part in self.keys:
             return self._named(part, self.keys[part])
         fitting = [key for key in LAYOUTS[part] if self._fits(part, self._at(key))]
@@ -122,20 +122,20 @@ class Parts:
         return self._at(fitting[0])
 
     def _check_unfit(self, part: str) -> None:
-        """Raises on an entry of another kind under a name of the part, which would go unused unseen."""
+        """Raises if an entry has a name of the part but another form: it would be ignored in silence."""
         for key in LAYOUTS[part]:
             value = self._at(key)
             if value is None or key in _SHARED or self._fits(part, value):
                 continue
             if part == "loss_scale" and isinstance(value, (bool, int, float, str)):
-                continue  # whether or how amp was used
+                continue  # an option such as amp=True
             if part == "loss_scale" and isinstance(value, Mapping) and not value:
-                _log.warning("the checkpoint's %r is empty, as a scaler that is disabled saves: not loaded", key)
+                _log.warning("the checkpoint's %r is empty, as a disabled scaler saves it. Not loaded.", key)
                 continue
             has = f" with {', '.join(map(repr, value)) or 'no entries'}" if isinstance(value, Mapping) else ""
             raise AmpTypeError(
-                f"the checkpoint's {key!r} is not {_LOOKS[part][1]}, but of type {type(value).__name__}{has}; the "
-                f"entry that is meant can be named with keys={{{part!r}: ...}}"
+                f"the checkpoint's {key!r} is not {_LOOKS[part][1]}, but of type {type(value).__name__}{has}. "
+                f"Name the right entry with keys={{{part!r}: ...}}."
             )
 
     def _named(self, part: str, named: str | Sequence[str]) -> Any:
@@ -155,18 +155,18 @@ class Parts:
         return values[0] if isinstance(named, str) else values
 
     def states(self, part: str, given: list[Any]) -> list[Any]:
-        """A state for each of what was given.
+        """One state for each given object.
 
         Raises:
-            AmpKeyError: there is none. AmpValueError: another number of them.
+            AmpKeyError: the checkpoint has none. AmpValueError: the number differs.
         """
         if not given:
             return []
         value = self.get(part)
         if value is None:
             raise AmpKeyError(
-                f"the checkpoint has no {part} under a name that is known here, it has {self._there()}: name the entry "
-                f"with keys={{{part!r}: ...}}"
+                f"the checkpoint has no {part} under a known name, it has {self._there()}. Name the entry with "
+                f"keys={{{part!r}: ...}}."
             )
         states = list(value) if isinstance(value, (list, tuple)) else [value]
         if len(states) != len(given):

@@ -1,9 +1,9 @@
-"""Whole training checkpoints, as scripts around apex and torch.amp lay them out: read into a run, and written.
+"""Reads and writes whole training checkpoints in the layouts of apex and torch.amp scripts.
 
     {"model": ..., "optimizer": ..., "amp": amp.state_dict(), "master params": [...], "epoch": ...}
 
-Which entry is which part is told by its name and by what it looks like; ``keys`` says it where that does not do.
-The formats of the loss scales alone: ``to_amp_state``, ``to_grad_scaler_state``.
+Entries are recognized by name and form; ``keys`` names unusual ones. ``to_amp_state`` and ``to_grad_scaler_state``
+convert loss scales alone.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from ampctx.compat.optimizer_checks import check_container, check_contents
 
 
 class Loaded(NamedTuple):
-    """What ``load_checkpoint`` did.
+    """The result of ``load_checkpoint``.
 
-    ``found``: for each part that was loaded ("model", "optimizer", "loss_scale", "masters") the key it came from.
-    ``unused``: the other entries of the checkpoint: epochs, LR schedulers, random states.
+    ``found``: the key of each loaded part ("model", "optimizer", "loss_scale", "masters").
+    ``unused``: the checkpoint's other entries, such as epochs, LR schedulers and random states.
     """
 
     found: dict[str, str]
@@ -55,41 +55,37 @@ def load_checkpoint(
     scaler: Any = amp,
     keys: Mapping[str, str | Sequence[str]] | None = None,
 ) -> Loaded:
-    """Loads a training checkpoint of apex, torch.amp or ampctx into a running session: after ``amp.initialize``.
+    """Loads a training checkpoint of apex, torch.amp or ampctx. Call it after ``amp.initialize``.
 
-    First the model (fp32 masters follow its weights), then the optimizer, whose state stays in fp32, then the loss
-    scales; then fp32 masters, where the checkpoint has any, replace those that followed, and model weights are these
-    masters rounded. When something does not fit, an error says what, and everything is as it was (but for the extra
-    state of a module that has ``set_extra_state``).
+    Loads the model, the optimizer (its state stays fp32), the loss scales and the fp32 masters, which override the
+    model's rounded weights. On an error nothing has changed, except the state of modules with ``set_extra_state``.
 
     Args:
-        checkpoint: a dict, or the path of a file, which is read with ``weights_only=True`` to the CPU (scaler objects
-            of apex's FP16_Optimizer are understood without apex). A state dict of a model alone will do too.
-        model: the model or a list of models. Every key has to fit; "module." (DistributedDataParallel) and "_orig_mod."
-            (torch.compile) in front of all names may be there or not, on either side.
-        optimizer: the optimizer or a list of them, of ``ampctx.optimizers``, torch or others. A checkpoint of apex's
-            optimizer of the same name loads into ours; steps that apex counted by group go to the parameters for
-            torch's. What ``FP16_Optimizer.state_dict()`` of apex gave, in any version, is taken apart.
-        scaler: what takes the loss scales: ``ampctx.amp``, an ``AmpSession``, or a GradScaler of torch or of ours. They
-            go with the optimizer: without one, or with None here, they are among what was not used.
-        keys: the entries to use for "model", "optimizer", "loss_scale" or "masters", where their names are unusual or
-            several could be meant: a key, one within an entry ("meta.scale"), or for a list of models a list of keys.
+        checkpoint: a dict, a model's state dict, or a path, which is read to the CPU with ``weights_only=True``.
+        model: a model or a list of them. A "module." or "_orig_mod." prefix of all names may differ.
+        optimizer: an optimizer or a list of them, of ampctx, torch or others. Reads apex's optimizer of the same name,
+            and ``FP16_Optimizer.state_dict()`` of any version.
+        scaler: receives the loss scales: ``ampctx.amp`` (default), an ``AmpSession``, or a GradScaler. With None, or
+            without an optimizer, they stay in ``unused``.
+        keys: the entries for "model", "optimizer", "loss_scale" or "masters", if names are unusual or ambiguous: a key,
+            a dotted key ("meta.scale"), or a list of keys for several models.
 
     Returns:
-        ``Loaded(found, unused)``. A checkpoint need not have loss scales or masters: ``found`` tells.
+        ``Loaded(found, unused)``. Loss scales and masters are optional: see ``found``.
 
     Raises:
-        AmpKeyError: the checkpoint has no model or no optimizer, and one was given.
-        AmpValueError: several entries could be meant; lists, masters or parameter groups of another number or shape.
-        AmpTypeError: an entry is something else than ``keys``, or a name that one part alone has ("amp", "master
-            params"), says. None, and for loss scales an option such as ``True``, is no entry; an empty loss scale, as
-            one that is disabled saves, is logged and left.
-        AmpKeyError, AmpTypeError, AmpValueError: an optimizer's state that is not made as torch makes them, or lacks an
-            option or one of two moments; an option, count or tensor in it that cannot be used: by name.
-        AmpError: torch's reason why the model's state does not fit; a file that needs other classes; and whatever the
-            optimizer's and the scaler's ``load_state_dict`` raise.
+        AmpKeyError: the checkpoint lacks the given model or optimizer, or an optimizer state lacks an option or moment.
+        AmpValueError: ambiguous entries; a number, size or shape that differs; an invalid value in an optimizer state.
+        AmpTypeError: an entry of the wrong form. (None and options such as ``amp=True`` are skipped; an empty loss
+            scale is logged and skipped.)
+        AmpError: the model state does not fit; the file needs other classes; or ``load_state_dict`` raised it.
 
-    Waits for the device.
+    Host sync: yes.
+
+    Example::
+
+        loaded = load_checkpoint("checkpoint.pt", model, optimizer)
+        epoch = loaded.unused["epoch"]
     """
     parts = Parts(read(checkpoint), keys or {})
     models, optimizers = _as_list(model), _as_list(optimizer)
@@ -129,27 +125,27 @@ def checkpoint(model: Any = None, optimizer: Any = None, *, scaler: Any = amp, s
     """A training checkpoint that ``load_checkpoint``, apex's scripts and plain torch read (``weights_only=True``).
 
     Args:
-        model, optimizer: one, or a list of them, whose states become a list. None is left out.
-        scaler: where the loss scales come from: ``ampctx.amp``, an ``AmpSession``, or a GradScaler of torch or of ours.
-            None, or one that is disabled: none are written.
-        scaler_format: "apex" writes ``amp.state_dict()`` to "amp"; "torch", for one loss scale, a GradScaler's state to
-            "scaler".
+        model, optimizer: one, or a list of them, which becomes a list of states. None is left out.
+        scaler: the source of the loss scales: ``ampctx.amp`` (default), an ``AmpSession``, or a GradScaler. None or a
+            disabled one writes none.
+        scaler_format: "apex" writes ``amp.state_dict()`` as "amp"; "torch" writes a GradScaler state as "scaler" and
+            needs a single loss scale.
 
     Returns:
-        ``{"model", "optimizer", "amp" or "scaler", "master params"}``: the model's weights in fp32 (at O2 and O5 the
-        masters), and where amp keeps fp32 masters for the optimizer, these: a run resumes from it bit for bit.
-        Tensors are shared with the run, as in any ``state_dict()``: save, or copy, before the next step.
+        ``{"model", "optimizer", "amp" or "scaler", "master params"}``. Model weights are fp32 (at O2 and O5 the
+        masters); "master params" is there if amp keeps masters. A run resumes from it bit for bit. Tensors are shared
+        with the run: save or copy them before the next step.
 
     Raises:
-        AmpValueError: another ``scaler_format``; "torch" with several loss scales.
+        AmpValueError: an unknown ``scaler_format``, or "torch" with several loss scales.
 
-    Waits for the device.
+    Host sync: yes.
     """
     if scaler_format not in ("apex", "torch"):
         raise AmpValueError(f'scaler_format is {scaler_format!r}, expected "apex" or "torch"')
     result: dict[str, Any] = {}
     optimizers = _as_list(optimizer)
-    # Before the model's weights are read: it settles what was loaded into them.
+    # Before reading the model's weights: this syncs masters with weights that were loaded into it.
     session = _session(scaler)
     masters = [[p.detach() for p in session.master_params(o)] for o in optimizers]
     if model is not None:
@@ -174,7 +170,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _entry(parts: Parts, part: str, several: Sequence[Any], i: int) -> str:
-    """How messages call one of the states of a part."""
+    """The name of a state in messages."""
     return f"the checkpoint's {parts.found[part]!r}" + (f"[{i}]" if len(several) > 1 else "")
 
 
@@ -188,7 +184,7 @@ _WRAPPERS = ("module.", "_orig_mod.")
 
 
 def _wrapped_in(names: Iterable[str]) -> str:
-    """The names of wrappers that all names begin with: "", "module.", "module._orig_mod." ..."""
+    """The wrapper prefix of all names: "", "module.", "module._orig_mod." ..."""
     names, prefix = list(names), ""
     while names and (step := next((w for w in _WRAPPERS if all(n.startswith(prefix + w) for n in names)), None)):
         prefix += step
@@ -206,7 +202,7 @@ def _load_model(model: nn.Module, state: Mapping[str, Any], key: str) -> None:
     theirs = _wrapped_in(state)
     if own != theirs:
         renamed = OrderedDict((own + name[len(theirs) :], value) for name, value in state.items())
-        # The versions of modules, by which these read older formats: torch carries them on an attribute of the dict.
+        # torch keeps the modules' format versions in this attribute of the dict.
         metadata = getattr(state, "_metadata", None)
         if metadata is not None:
             cut = len(theirs)
@@ -221,7 +217,7 @@ def _load_model(model: nn.Module, state: Mapping[str, Any], key: str) -> None:
 
 
 def _restoring_weights(model: nn.Module) -> Callable[[], None]:
-    """Copies every weight, master and buffer; returns what puts them back."""
+    """Copies every weight, master and buffer; returns a function that restores them."""
     tensors = (*model.parameters(), *model.buffers(), *doors.masters_of(model))
     former = [(t, t.detach().clone()) for t in tensors]
 
@@ -241,7 +237,7 @@ def _inside(optimizer: Any) -> Any:
 
 
 def _check_groups(saved: list[fp16.Saved], optimizers: list[Any]) -> None:
-    """Raises on groups of another number or size before anything is loaded; torch does so for the last of several."""
+    """Checks the groups of all optimizers before loading any; torch checks each as it loads."""
     for i, (s, optimizer) in enumerate(zip(saved, optimizers, strict=True)):
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         theirs = [len(group["params"]) for group in s.state["param_groups"]]
@@ -255,7 +251,7 @@ def _check_groups(saved: list[fp16.Saved], optimizers: list[Any]) -> None:
 
 
 def _adapted(optimizer: Any, state: Mapping[str, Any], flat: bool) -> Mapping[str, Any]:
-    """The state in the form that the optimizer's own ``load_state_dict`` takes."""
+    """The state in the form of the optimizer's ``load_state_dict``."""
     if flat:
         state = fp16.unflattened(state, optimizer.param_groups)
     check_contents(optimizer, _inside(optimizer), state)
@@ -265,7 +261,7 @@ def _adapted(optimizer: Any, state: Mapping[str, Any], flat: bool) -> Mapping[st
     for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
         if not group.get("bias_correction", True) and "bias_correction" not in own:
             name = type(_inside(optimizer)).__name__
-            raise AmpValueError(f"the checkpoint's optimizer had bias_correction=False, and {name} always corrects")
+            raise AmpValueError(f"the checkpoint's optimizer had bias_correction=False, which {name} does not support")
         result["param_groups"].append({k: v for k, v in group.items() if k != "step" or "step" in own})
         for key in group["params"]:
             if key in state["state"] and "step" in group:
@@ -275,7 +271,7 @@ def _adapted(optimizer: Any, state: Mapping[str, Any], flat: bool) -> Mapping[st
 
 
 def _restoring_optimizer(optimizer: Any) -> Callable[[], None]:
-    # load_state_dict replaces state tensors, and changes at most those in the groups (an lr) in place.
+    # load_state_dict replaces state tensors; only tensors in groups, such as lr, may change in place.
     state = optimizer.state_dict()
     former = {**state, "param_groups": copy.deepcopy(state["param_groups"])}
     return lambda: optimizer.load_state_dict(former)
@@ -285,18 +281,18 @@ def _restoring_optimizer(optimizer: Any) -> Callable[[], None]:
 
 
 def _scales_of(parts: Parts, saved: list[fp16.Saved]) -> Any:
-    """The state of the loss scales; None where there is none."""
+    """The state of the loss scales, or None."""
     state = parts.get("loss_scale")
     entries = [s.scale for s in saved if s.scale is not None]
     if state is None and entries:
         parts.found["loss_scale"] = parts.found["optimizer"]
-        # FP16_Optimizer keeps a scale for each optimizer, amp one for each loss.
+        # FP16_Optimizer keeps a scale per optimizer, amp one per loss.
         return {f"loss_scaler{i}": entry for i, entry in enumerate(entries)}
     return state
 
 
 def _scale_loader(scaler: Any, state: Any) -> Callable[[], None]:
-    """What loads the state, which is checked now as far as it can be without the scaler."""
+    """A function that loads the state, which is checked now."""
     if is_grad_scaler_state(state):
         read_grad_scaler_state(state)
     else:
@@ -316,7 +312,7 @@ def _session(scaler: Any) -> AmpSession:
 def _masters_of(
     parts: Parts, saved: list[fp16.Saved], optimizers: list[Any], session: AmpSession
 ) -> list[list[tuple[Tensor, Tensor]]]:
-    """For each optimizer the parameters that it steps with their values in the checkpoint; [] where it has none."""
+    """For each optimizer, its parameters paired with the checkpoint's masters; [] without any."""
     if not optimizers:
         return []
     if (entry := parts.get("masters")) is not None:
@@ -359,7 +355,7 @@ def _paired(params: list[Tensor], values: Sequence[Tensor], where: str) -> list[
 
 
 def _paired_in_group(params: list[Tensor], values: Any, masters: MasterParams | None) -> list[tuple[Tensor, Tensor]]:
-    """The parameters of a group with what FP16_Optimizer saved of them: all, or those that were fp16."""
+    """A group's parameters paired with FP16_Optimizer's masters: of all, or of the fp16 ones."""
     if isinstance(values, Tensor):
         return _paired(params, fp16.split(values, params, "fp32_groups_flat"), "fp32_groups_flat")
     if len(values) == len(params):
@@ -368,8 +364,8 @@ def _paired_in_group(params: list[Tensor], values: Any, masters: MasterParams | 
     if len(values) != len(with_master):
         raise AmpValueError(
             f"FP16_Optimizer saved {len(values)} masters, of the {len(params)} parameters of a group, and "
-            f"{len(with_master)} have one here: resume at opt_level='O2', or take the masters out of the checkpoint, "
-            "and the model's weights count"
+            f"{len(with_master)} have one here. Resume at opt_level='O2', or delete the masters from the checkpoint "
+            "to use the model's weights."
         )
     return _paired(with_master, values, "fp32_from_fp16")
 
@@ -383,6 +379,6 @@ def _load_masters(session: AmpSession, optimizer: Any, pairs: list[tuple[Tensor,
         masters.begin_writing()
     for p, value in pairs:
         p.copy_(value)
-    # Where both agree, no master follows what was loaded into the model before.
+    # Now both agree, so no master syncs with the weights loaded before.
     if masters is not None:
         masters.copy_to_model()

@@ -1,6 +1,6 @@
-"""What compat needs of the core and no ordinary user does. The one file here that imports more than public names.
+"""The private core names that compat uses. No other file of compat imports private names.
 
-When the core changes, this file follows, and the rest of compat stays as it is.
+When the core changes, only this file follows.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from ampctx.scaling.guarded_step import OUTSIDE_OF_BLOCKS, overflowed
 from ampctx.scaling.loss_scale import DYNAMIC, LossScale, check_bounds, check_count, check_scale
 from ampctx.scaling.loss_scale import check_number as check_real
 
-# apex.amp is one session, whose state its modules show.
+# apex.amp is one session; its modules show that session's state.
 session: AmpSession = _default_session
 
 # --- casts: apex.amp.handle -------------------------------------------------------------------------------------------
 
 
 def active_casts() -> Autocast | None:
-    """The latest casts that are on in the default session."""
+    """The latest active casts of the default session."""
     return session._casts.current
 
 
 def end_casts(autocast: Autocast) -> None:
-    """Takes casts out of the default session before its reset would."""
+    """Ends casts of the default session before its reset."""
     if autocast in session._casts.undo:
         session._casts.undo[autocast]()
 
@@ -66,7 +66,7 @@ def end_casts(autocast: Autocast) -> None:
 
 
 def view_of(scale: LossScale) -> Any:
-    """The ``LossScaler`` that is told of each check for ``scale`` (``checked``); None without one."""
+    """The ``LossScaler`` notified of each inf/nan check of ``scale``, or None."""
     return scale.observer
 
 
@@ -75,12 +75,12 @@ def set_view(scale: LossScale, view: Any) -> None:
 
 
 def is_deferred(scale: LossScale) -> bool:
-    """Whether a block with ``delay_overflow_check`` has left the flag of ``scale`` to its next update."""
+    """Whether a ``delay_overflow_check`` block left the ``found_inf`` flag of ``scale`` to its next update."""
     return scale in session._blocks.deferred
 
 
 def take_deferred(scale: LossScale) -> Tensor | None:
-    """That flag, which ``LossScaler.update_scale`` decides by; the next step does not wait for it any more."""
+    """Takes that flag for ``LossScaler.update_scale``; the next step no longer waits for it."""
     return session._blocks.take_deferred(scale)
 
 
@@ -88,9 +88,9 @@ def take_deferred(scale: LossScale) -> Tensor | None:
 
 
 def watch_optimizers(tell: Callable[[Mapping[Any, OptimizerBinding]], Undo]) -> bool:
-    """Has the default session call ``tell`` for what it has bound, now and at each ``initialize``; reset undoes it.
+    """Calls ``tell`` with the default session's bindings, now and at each ``initialize``, until reset.
 
-    False where it did so already.
+    Returns False if it was registered already.
     """
     if tell in session.observers:
         return False
@@ -100,47 +100,47 @@ def watch_optimizers(tell: Callable[[Mapping[Any, OptimizerBinding]], Undo]) -> 
 
 
 def unwatch_optimizers(tell: Callable[[Mapping[Any, OptimizerBinding]], Undo]) -> list[Any]:
-    """Ends that. Returns the optimizers that are bound."""
+    """Unregisters ``tell``. Returns the bound optimizers."""
     session.observers.remove(tell)
     return list(session._bindings)
 
 
 def masters_in(session: AmpSession, optimizer: Any) -> MasterParams | None:
-    """The masters that a session keeps for an optimizer; None where it keeps none."""
+    """The session's masters for an optimizer, or None."""
     binding = session._binding_of(optimizer)
     return binding.masters if binding is not None and binding.masters.pairs else None
 
 
 def will_skip(binding: OptimizerBinding) -> bool:
-    """Whether the next step will be skipped, as far as is known. A host sync."""
+    """Whether the next step will be skipped, by the checks so far. A host sync."""
     return bool(overflowed(binding.flags.by_loss))
 
 
 def refresh(binding: OptimizerBinding) -> None:
-    """Between blocks: masters and gradients follow what users have changed."""
+    """Between blocks: syncs masters and gradients with the user's changes."""
     if binding.gradients.is_idle:
         binding.refresh()
 
 
-# --- windows: loops that do by hand what scale_loss does, through apex's prepare and post -----------------------------
+# --- accumulation windows: loops that call apex's prepare and post instead of scale_loss ------------------------------
 
 
 def in_block(binding: OptimizerBinding) -> bool:
     return binding.gradients.depth > 0
 
 
-def set_aside(binding: OptimizerBinding) -> Mapping[Tensor, Tensor]:
-    """The gradients from before the block or the window."""
+def stashed_grads(binding: OptimizerBinding) -> Mapping[Tensor, Tensor]:
+    """The gradients stashed when the block or accumulation window opened."""
     return binding.gradients.stash
 
 
 def window(binding: OptimizerBinding) -> Any:
-    """Stands for the scaled gradients between blocks; None where there are none."""
+    """The open accumulation window of scaled gradients, or None. Compare by identity only."""
     return binding.gradients.window
 
 
 def open_window(binding: OptimizerBinding, inv_scale: Factor) -> Any:
-    """Sets aside what is in ``.grad``. What comes is scaled, by the first loss scale until somebody says otherwise."""
+    """Stashes ``.grad``. New gradients count as scaled by the first loss scale until ``close_window``."""
     with torch.no_grad():
         binding.begin(1.0, 1.0)
         binding.gradients.delay(inv_scale, (0, binding.loss_scales[0]))
@@ -148,17 +148,17 @@ def open_window(binding: OptimizerBinding, inv_scale: Factor) -> Any:
 
 
 def drop_window(binding: OptimizerBinding) -> None:
-    """As if it had never been opened."""
+    """Discards the window and restores the stash."""
     binding.gradients.drop_window()
 
 
 def declare_scaled(binding: OptimizerBinding, inv_scale: Factor) -> None:
-    """What is in ``.grad`` is scaled by the first loss scale: a window around it, for a step or a block to end."""
+    """Opens a window around ``.grad``, scaled by the first loss scale. A step or block closes it."""
     binding.gradients.declare_scaled(inv_scale, (0, binding.loss_scales[0]))
 
 
 def close_window(binding: OptimizerBinding, inv_scale: Factor) -> FoundInf:
-    """Unscales what is in the window; without one, what is in ``.grad``. Whether it held inf or nan."""
+    """Unscales the window's gradients, or ``.grad`` without one. Returns its ``found_inf`` flag."""
     found_inf = FoundInf()
     if binding.gradients.window is None:
         declare_scaled(binding, inv_scale)
@@ -167,7 +167,7 @@ def close_window(binding: OptimizerBinding, inv_scale: Factor) -> FoundInf:
 
 
 def conclude(binding: OptimizerBinding, scale: LossScale, found_inf: Tensor) -> None:
-    """A flag for ``scale`` that waits for its update, as that of a block with ``delay_overflow_check``."""
+    """Leaves a ``found_inf`` flag to the next update of ``scale``, as a ``delay_overflow_check`` block does."""
     loss_id = binding.loss_scales.index(scale) if scale in binding.loss_scales else OUTSIDE_OF_BLOCKS
     session._blocks.conclude([binding], scale, loss_id, found_inf, delay=True)
 
@@ -184,7 +184,7 @@ def run_op(
 ) -> None:
     """``ampctx.optimizer_ops``'s ``op``, once for each combination of dtypes and layouts in ``lists``.
 
-    Lists by the names of the op's arguments: of the parameters' size, of one-element tensors, and those left ``empty``.
+    Lists are keyed by the op's arguments: of parameter size, of one-element tensors, and ``empty`` ones.
     """
     kind = ("copy" if "extras" in lists else "nearest", False)
     for device, fused, rows in buckets(*lists.values(), along=list(one_element.values())):
@@ -242,9 +242,9 @@ __all__ = [
     "resolve",
     "run_op",
     "session",
-    "set_aside",
     "set_dtype",
     "set_view",
+    "stashed_grads",
     "strided_grad",
     "take_deferred",
     "to_amp_state",

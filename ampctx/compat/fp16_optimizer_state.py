@@ -24,10 +24,10 @@ Group = dict[str, Any]
 
 
 class _SavedScaler:
-    """Stands for the scaler objects in files: their attributes, and none of their code."""
+    """Replaces the scaler objects in files: keeps their attributes, runs none of their code."""
 
 
-# Classes whose objects are attributes and nothing else, by the names that files have for them.
+# Classes that hold attributes only, by their names in files.
 _HARMLESS: list[Any] = [
     argparse.Namespace,
     (_SavedScaler, "apex.amp.scaler.LossScaler"),
@@ -47,7 +47,7 @@ def load_file(path: str | os.PathLike[str]) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise AmpError(
-            f"{os.fspath(path)} holds objects of classes that are not loaded without being asked for: "
+            f"{os.fspath(path)} holds objects of classes that are not loaded by default: "
             f"{_reason(error)} If you trust the file, call torch.load(path, map_location='cpu', weights_only=False), "
             "after ampctx.compat.install_apex() where classes of apex are in it, and pass the dict."
         ) from error
@@ -72,7 +72,7 @@ class Saved(NamedTuple):
 
 
 def taken_apart(state: Mapping[str, Any]) -> Saved:
-    """The state of an optimizer, or that of an ``FP16_Optimizer`` around one."""
+    """Splits the state of an optimizer, or of an ``FP16_Optimizer`` around one, into its parts."""
     if "optimizer_state_dict" not in state:
         return Saved(state)
     names = ("fp32_from_fp16", "fp32_groups", "fp32_groups_flat")

@@ -1,7 +1,7 @@
-"""Makes ``apex``, ``amp_C`` and ``apex_C`` importable, and takes that back.
+"""Makes ``apex``, ``amp_C`` and ``apex_C`` importable, and undoes it.
 
-The modules are files of their own in ``modules/``, under the names that apex gave them. An apex that is installed
-beside ampctx keeps what ampctx does not serve: its directories come second in the ``__path__`` of each package.
+The modules are files in ``modules/`` under apex's names. Modules that ampctx lacks come from an installed apex: its
+directories come second in the ``__path__`` of each package.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from ampctx.compat.distribution import ApexDistribution
 from ampctx.compat.names import NAMES, refusal
 
 MODULES = Path(__file__).resolve().parent / "modules"
-SERVED = ("apex", "amp_C", "apex_C")
+ROOTS = ("apex", "amp_C", "apex_C")
 
 
 class _ServedFinder(DistributionFinder):
-    """First in ``sys.meta_path``: the names in ``SERVED`` are ours, whatever else is installed under them."""
+    """First in ``sys.meta_path``: finds ampctx's modules for the names in ``ROOTS``, before an installed apex."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in SERVED:
+        if fullname not in ROOTS:
             return None
         return importlib.machinery.PathFinder.find_spec(fullname, [str(MODULES)])
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
-        """The metadata of apex, for a search by that name or for everything that is installed."""
+        """The metadata of apex, in a search by its name or for all distributions."""
         name = None if context is None else context.name
         return [ApexDistribution()] if name is None or name.lower() == "apex" else []
 
 
 class _RefusedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Last in ``sys.meta_path``: modules of apex that nobody serves here can be imported, and say so when called."""
+    """Last in ``sys.meta_path``: unsupported apex modules can be imported; calls into them raise."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -51,7 +51,7 @@ class _RefusedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return None
         parent, _, name = fullname.rpartition(".")
         above = sys.modules.get(parent)
-        # A class that a package of ours refuses is no module: one of its name would take its place on the package.
+        # A refused class is no module: a module of its name would replace it on the package.
         if above is not None and name in dir(above):
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
@@ -69,10 +69,10 @@ class _RefusedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _Refused(type):
-    """Type of the classes that stand for something of apex that is not served.
+    """Type of the placeholder classes for unsupported apex names.
 
-    What is looked up on one is refused too: it may stand for a module, as after ``from apex.transformer import utils``,
-    or for an autograd function, whose ``apply`` is the call.
+    Their attributes are placeholders too: the name may be a module, as in ``from apex.transformer import utils``, or an
+    autograd function, whose ``apply`` is the call.
     """
 
     def __getattr__(cls, attribute: str) -> Any:
@@ -82,10 +82,10 @@ class _Refused(type):
 
 
 def refused(name: str) -> type:
-    """A class that stands for something of apex that is not served. Calling it raises what ``refusal(name)`` says."""
+    """A placeholder for an unsupported apex name. Calling it raises AmpNotImplementedError with ``refusal(name)``."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise AmpNotImplementedError(refusal(name) or f"{name} is not served by ampctx")
+        raise AmpNotImplementedError(refusal(name) or f"{name} is not supported by ampctx")
 
     module, _, attribute = name.rpartition(".")
     return _Refused(attribute, (), {"__init__": __init__, "__module__": module, "__doc__": refusal(name)})
@@ -96,27 +96,32 @@ _at_uninstall: list[Callable[[], None]] = []
 
 
 def is_ours(module: ModuleType) -> bool:
-    """Whether a module of apex's name is one of those that ``install_apex`` serves."""
+    """Whether a module with an apex name comes from ``install_apex``."""
     spec = getattr(module, "__spec__", None)
     origin = getattr(spec, "origin", None) or ""
     return isinstance(getattr(spec, "loader", None), _RefusedFinder) or Path(origin).is_relative_to(MODULES)
 
 
 def install_apex() -> None:
-    """Makes the module names of apex importable in this process: ``apex``, ``amp_C``, ``apex_C`` and all below.
+    """Makes ``apex``, ``amp_C``, ``apex_C`` and their submodules importable in this process.
 
-    To be called before the first ``import apex``. Calling it again changes nothing. Imports none of the modules itself.
+    Call it before the first ``import apex``. It imports none of these modules. Further calls do nothing.
 
     Raises:
-        AmpError: another apex has been imported already.
+        AmpError: another apex is already imported.
+
+    Example::
+
+        ampctx.compat.install_apex()
+        from apex import amp
     """
     if _finders:
         return
-    for name in SERVED:
+    for name in ROOTS:
         module = sys.modules.get(name)
         if module is not None and not is_ours(module):
             raise AmpError(
-                f"{name} has been imported already, from {getattr(module, '__file__', None)}. Call "
+                f"{name} is already imported, from {getattr(module, '__file__', None)}. Call "
                 "ampctx.compat.install_apex() before anything imports apex, or start the program with 'ampctx run'."
             )
     _finders.extend([_ServedFinder(), _RefusedFinder()])
@@ -126,14 +131,14 @@ def install_apex() -> None:
 
 
 def at_uninstall(action: Callable[[], None]) -> None:
-    """Has ``uninstall_apex`` call ``action``: for modules that have tied themselves to something outside of them."""
+    """Registers ``action`` for ``uninstall_apex``, for modules with effects outside themselves."""
     _at_uninstall.append(action)
 
 
 def uninstall_apex() -> None:
-    """Takes ``install_apex`` back: the names, the modules under them, and what they have put on optimizers.
+    """Undoes ``install_apex``: removes the modules, and apex's attributes from optimizers.
 
-    Whoever holds on to a module can go on using it.
+    References to the modules stay usable.
     """
     while _at_uninstall:
         _at_uninstall.pop()()
@@ -141,10 +146,10 @@ def uninstall_apex() -> None:
         if finder in sys.meta_path:
             sys.meta_path.remove(finder)
     _finders.clear()
-    ours = [n for n, m in sys.modules.items() if n.split(".")[0] in SERVED and m is not None]
-    # Also modules of an installed apex: they are children of our packages.
+    ours = [n for n, m in sys.modules.items() if n.split(".")[0] in ROOTS and m is not None]
+    # Also modules of an installed apex: they are children of ampctx's packages.
     for name in ours:
         del sys.modules[name]
 
 
-__all__ = ["MODULES", "NAMES", "SERVED", "at_uninstall", "install_apex", "is_ours", "refused", "uninstall_apex"]
+__all__ = ["MODULES", "NAMES", "ROOTS", "at_uninstall", "install_apex", "is_ours", "refused", "uninstall_apex"]

@@ -1,6 +1,6 @@
-"""Every name of apex: whether it is served here, and where ampctx has it. Data only.
+"""Every apex name: whether ampctx supports it, and its name in ampctx or torch. Data only.
 
-The refusing modules, the migration tool and the table in docs/from_apex.md all read this.
+``compat.install``, ``ampctx migrate`` and docs/apex_names.md read this table.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from typing import Literal, NamedTuple
 
 
 class Name(NamedTuple):
-    """What became of a name of apex.
+    """One apex name.
 
-    ``status``: "served" as apex had it; "adapted" with a difference that ``note`` tells; "refused" with the replacement
-    in ``note``. ``target``: its name in ampctx or torch, for code that leaves apex's names behind: the same object, or
-    a function of torch of the same meaning where the arguments fit it. None where only apex's own name leads to it;
-    where something newer does a like work in another way, ``note`` tells it.
+    ``status``: "supported" works as in apex; "adapted" differs as ``note`` says; "refused" raises, and ``note`` names
+    the replacement. ``target``: the same object, or an equivalent torch function, under its ampctx or torch name. None
+    if only the apex name reaches it; ``note`` may then name a newer alternative.
     """
 
-    status: Literal["served", "adapted", "refused"]
+    status: Literal["supported", "adapted", "refused"]
     target: str | None = None
     note: str = ""
 
@@ -34,24 +33,24 @@ _FUNCTIONS = """
     float_function promote_function register_half_function register_bfloat16_function register_float_function
     register_promote_function
 """
-_SERVED = Name("served")
+_SUPPORTED = Name("supported")
 # apex's private state: a view on the default session of ampctx.amp.
-_VIEW = Name("served", None, "A live view on the session of ampctx.amp.")
-_BY_TORCH = Name("refused", None, "torch's autocast casts here, and no function of torch is replaced.")
-_BY_INITIALIZE = Name("refused", None, "Call ampctx.amp.initialize, which does this as a part of its work.")
+_VIEW = Name("supported", None, "A live view on the session of ampctx.amp.")
+_BY_TORCH = Name("refused", None, "torch.autocast casts instead; ampctx replaces no torch function.")
+_BY_INITIALIZE = Name("refused", None, "Call ampctx.amp.initialize, which includes this.")
 
 AMP: dict[str, Name] = {
-    **{f"apex.amp.{name}": Name("served", f"ampctx.amp.{name}") for name in _FUNCTIONS.split()},
+    **{f"apex.amp.{name}": Name("supported", f"ampctx.amp.{name}") for name in _FUNCTIONS.split()},
     **{
-        f"apex.amp.amp.{name}": Name("served", f"ampctx.amp.{name}")
+        f"apex.amp.amp.{name}": Name("supported", f"ampctx.amp.{name}")
         for name in _FUNCTIONS.split()
         if "function" in name or name in ("initialize", "state_dict", "load_state_dict")
     },
     **{
-        f"apex.amp.frontend.{n}": Name("served", f"ampctx.amp.{n}")
+        f"apex.amp.frontend.{n}": Name("supported", f"ampctx.amp.{n}")
         for n in ("initialize", "state_dict", "load_state_dict")
     },
-    **{f"apex.amp.handle.{n}": Name("served", f"ampctx.amp.{n}") for n in ("scale_loss", "disable_casts")},
+    **{f"apex.amp.handle.{n}": Name("supported", f"ampctx.amp.{n}") for n in ("scale_loss", "disable_casts")},
     "apex.amp.init": Name("adapted", None, "Casts are torch's autocast; caching and verbose have no effect."),
     "apex.amp.amp.init": Name("adapted", None, "As apex.amp.init."),
     "apex.amp.amp._DECORATOR_HANDLE": _VIEW,
@@ -64,15 +63,15 @@ AMP: dict[str, Name] = {
         _VIEW,
     ),
     "apex.amp._amp_state.hard_override": Name(
-        "adapted", None, "For warn_or_err and assignments to opt_properties. initialize raises all the same."
+        "adapted", None, "Affects warn_or_err and assignments to opt_properties; initialize still raises."
     ),
-    "apex.amp._amp_state.master_params": Name("served", "ampctx.amp.master_params"),
-    **_all("apex.amp._amp_state", "maybe_print warn_or_err", _SERVED),
-    "apex.amp._initialize": _SERVED,
-    **_all("apex.amp._initialize", "to_type applier", _SERVED),
+    "apex.amp._amp_state.master_params": Name("supported", "ampctx.amp.master_params"),
+    **_all("apex.amp._amp_state", "maybe_print warn_or_err", _SUPPORTED),
+    "apex.amp._initialize": _SUPPORTED,
+    **_all("apex.amp._initialize", "to_type applier", _SUPPORTED),
     **_all("apex.amp._initialize", "_initialize check_models check_optimizers check_params_fp32", _BY_INITIALIZE),
     "apex.amp._initialize.O2StateDictHook": _BY_INITIALIZE,
-    "apex.amp._process_optimizer": _SERVED,
+    "apex.amp._process_optimizer": _SUPPORTED,
     "apex.amp._process_optimizer.AmpOptimizerState": _VIEW,
     **_all(
         "apex.amp._process_optimizer.AmpOptimizerState",
@@ -81,10 +80,10 @@ AMP: dict[str, Name] = {
         fp32_from_fp16_groups fp32_from_fp32_groups all_fp16_grad_stash all_fp32_from_fp32_grad_stash
         all_fp32_grad_stash params_have_scaled_gradients multi_tensor_scale multi_tensor_l2norm dummy_overflow_buf
         """,
-        Name("served", None, "Computed when it is read. bfloat16 counts as fp16."),
+        Name("supported", None, "Computed on each read. bfloat16 counts as fp16."),
     ),
     "apex.amp._process_optimizer.AmpOptimizerState.lazy_init_called": Name(
-        "adapted", None, "True from initialize on, which makes the masters."
+        "adapted", None, "True after initialize, which creates the masters."
     ),
     "apex.amp._process_optimizer.AmpOptimizerState.already_patched": Name(
         "adapted", None, "Whether the next step will be skipped: a host sync. Assigning it does not change the step."
@@ -98,29 +97,31 @@ AMP: dict[str, Name] = {
         post_backward_with_master_weights post_backward_no_master_weights
         post_backward_with_master_weights_FusedSGD post_backward_no_master_weights_FusedSGD
         """,
-        Name("served", None, "Calls the method that amp has put on the optimizer."),
+        Name("supported", None, "Calls the method that amp adds to the optimizer."),
     ),
     "apex.amp._process_optimizer.post_backward_models_are_masters": Name(
         "refused", None, "Call optimizer._post_amp_backward(scaler), which unscales all gradients of the optimizer."
     ),
     "apex.amp._process_optimizer._process_optimizer": _BY_INITIALIZE,
-    "apex.amp.compat": _SERVED,
+    "apex.amp.compat": _SUPPORTED,
     **_all(
         "apex.amp.compat",
         """
         variable_is_tensor tensor_is_variable tensor_is_float_tensor is_tensor_like is_floating_point scalar_python_val
         filter_attrs
         """,
-        _SERVED,
+        _SUPPORTED,
     ),
-    "apex.amp.frontend": _SERVED,
-    "apex.amp.frontend.Properties": _SERVED,
-    "apex.amp.frontend.opt_levels": Name("served", None, "Callables, as in apex; ampctx.amp.OPT_LEVELS has policies."),
-    **_all("apex.amp.frontend", "O0 O1 O2 O3 O4 O5 warn_or_err maybe_print", _SERVED),
-    "apex.amp.handle": _SERVED,
+    "apex.amp.frontend": _SUPPORTED,
+    "apex.amp.frontend.Properties": _SUPPORTED,
+    "apex.amp.frontend.opt_levels": Name(
+        "supported", None, "Callables, as in apex; ampctx.amp.OPT_LEVELS has policies."
+    ),
+    **_all("apex.amp.frontend", "O0 O1 O2 O3 O4 O5 warn_or_err maybe_print", _SUPPORTED),
+    "apex.amp.handle": _SUPPORTED,
     "apex.amp.handle.AmpHandle": Name("adapted", None, "The cache is torch's; nothing is printed per cast."),
     "apex.amp.handle.AmpHandle.scale_loss": Name(
-        "refused", None, "Call ampctx.amp.scale_loss, as apex said here, too."
+        "refused", None, "Call ampctx.amp.scale_loss; apex refused this call too."
     ),
     **_all(
         "apex.amp.handle.AmpHandle",
@@ -128,17 +129,17 @@ AMP: dict[str, Name] = {
         is_active _is_active _disable_casts wrap_optimizer _clear_cache _save_func _deactivate has_cache cache
         remove_cache verbose _all_wrappers _default_scaler _enable_caching _verbose _cache
         """,
-        _SERVED,
+        _SUPPORTED,
     ),
-    "apex.amp.handle.NoOpHandle": _SERVED,
-    "apex.amp.lists": Name("adapted", None, "Data to look at: changing a list is refused, register functions instead."),
-    **_all("apex.amp.lists", "functional_overrides torch_overrides tensor_overrides", _SERVED),
-    "apex.amp.opt": _SERVED,
-    "apex.amp.opt.OptimWrapper": Name("adapted", None, "Unscales gradients, where apex multiplied the weights."),
-    "apex.amp.rnn_compat": _SERVED,
-    **_all("apex.amp.rnn_compat", "has_old_rnns RNN_NAMES", _SERVED),
+    "apex.amp.handle.NoOpHandle": _SUPPORTED,
+    "apex.amp.lists": Name("adapted", None, "Read-only: changing a list raises. Register functions instead."),
+    **_all("apex.amp.lists", "functional_overrides torch_overrides tensor_overrides", _SUPPORTED),
+    "apex.amp.opt": _SUPPORTED,
+    "apex.amp.opt.OptimWrapper": Name("adapted", None, "Unscales gradients; apex multiplied the weights."),
+    "apex.amp.rnn_compat": _SUPPORTED,
+    **_all("apex.amp.rnn_compat", "has_old_rnns RNN_NAMES", _SUPPORTED),
     **_all("apex.amp.rnn_compat", "VariableFunctionsShim whitelist_rnn_cells", _BY_TORCH),
-    "apex.amp.scaler": _SERVED,
+    "apex.amp.scaler": _SUPPORTED,
     "apex.amp.scaler.LossScaler": Name(
         "adapted", None, "scale_factor has its effect, the scale stays above 0, and _scale_seq_len is a threshold."
     ),
@@ -152,8 +153,8 @@ AMP: dict[str, Name] = {
         """,
         _VIEW,
     ),
-    **_all("apex.amp.scaler", "scale_check_overflow_python axpby_check_overflow_python", _SERVED),
-    "apex.amp.utils": _SERVED,
+    **_all("apex.amp.scaler", "scale_check_overflow_python axpby_check_overflow_python", _SUPPORTED),
+    "apex.amp.utils": _SUPPORTED,
     **_all(
         "apex.amp.utils",
         """
@@ -161,11 +162,11 @@ AMP: dict[str, Name] = {
         maybe_half maybe_bfloat16 maybe_float casted_args cached_cast verbosify as_inplace has_func get_func set_func
         set_func_save
         """,
-        _SERVED,
+        _SUPPORTED,
     ),
     **_all("apex.amp.utils", "synthesize_flattened_rnn_weights new_synthesize_flattened_rnn_weights", _BY_TORCH),
-    "apex.amp.wrap": _SERVED,
-    **_all("apex.amp.wrap", "make_cast_wrapper make_promote_wrapper", _SERVED),
+    "apex.amp.wrap": _SUPPORTED,
+    **_all("apex.amp.wrap", "make_cast_wrapper make_promote_wrapper", _SUPPORTED),
     **_all(
         "apex.amp.wrap",
         """
@@ -175,14 +176,16 @@ AMP: dict[str, Name] = {
     ),
     "apex.amp.wrap.disable_casts": Name("refused", None, "Call the function inside ampctx.amp.disable_casts()."),
     "apex.DeprecatedFeatureWarning": Name("adapted", None, "ampctx itself never warns with it."),
-    "apex.deprecated_warning": _SERVED,
-    "apex.check_cudnn_version_and_warn": _SERVED,
-    "apex.RankInfoFormatter": Name("adapted", None, "Importing apex leaves logging as it is."),
+    "apex.deprecated_warning": _SUPPORTED,
+    "apex.check_cudnn_version_and_warn": _SUPPORTED,
+    "apex.RankInfoFormatter": Name("adapted", None, "Importing apex does not change logging."),
 }
 
 
-def _below(prefix: str, names: str, status: Literal["served", "adapted", "refused"], note: str = "") -> dict[str, Name]:
-    """Entries for names in ``prefix`` that apex's own name alone leads to."""
+def _below(
+    prefix: str, names: str, status: Literal["supported", "adapted", "refused"], note: str = ""
+) -> dict[str, Name]:
+    """Entries for ``prefix`` names without a target."""
     return {f"{prefix}.{name}": Name(status, None, note) for name in names.split()}
 
 
@@ -220,43 +223,43 @@ _SHARDED = Name(
     "ampctx.optimizers.",
 )
 _OLD_FP16_OPTIMIZER = Name(
-    "served", None, "A static scale skips on overflow, too, as in apex; step() takes no closure."
+    "supported", None, "A static scale skips on overflow, too, as in apex; step() takes no closure."
 )
 
 OPTIMIZERS: dict[str, Name] = {
-    "apex.optimizers": Name("served", "ampctx.optimizers"),
-    **{f"apex.optimizers.{name}": Name("served", f"ampctx.optimizers.{name}") for name in _FUSED},
+    "apex.optimizers": Name("supported", "ampctx.optimizers"),
+    **{f"apex.optimizers.{name}": Name("supported", f"ampctx.optimizers.{name}") for name in _FUSED},
     **{
-        f"apex.optimizers.{module}.{name}": Name("served", f"ampctx.optimizers.{name}")
+        f"apex.optimizers.{module}.{name}": Name("supported", f"ampctx.optimizers.{name}")
         for name, module in _FUSED.items()
     },
-    **{f"apex.optimizers.{module}": Name("served", "ampctx.optimizers") for module in _FUSED.values()},
+    **{f"apex.optimizers.{module}": Name("supported", "ampctx.optimizers") for module in _FUSED.values()},
     "apex.optimizers.FP16_Optimizer": _OLD_FP16_OPTIMIZER,
-    "apex.optimizers.fp16_optimizer": Name("served"),
+    "apex.optimizers.fp16_optimizer": Name("supported"),
     "apex.optimizers.fp16_optimizer.FP16_Optimizer": _OLD_FP16_OPTIMIZER,
     "apex.optimizers.FusedLARS": _LARS,
     "apex.optimizers.fused_lars": _LARS,
 }
 for _name in _FUSED:
     _prefix = f"apex.optimizers.{_name}"
-    OPTIMIZERS.update(_below(_prefix, _FUSED_ATTRIBUTES[_name], "served"))
-    OPTIMIZERS.update(_below(_prefix, "set_grad_none", "served"))
+    OPTIMIZERS.update(_below(_prefix, _FUSED_ATTRIBUTES[_name], "supported"))
+    OPTIMIZERS.update(_below(_prefix, "set_grad_none", "supported"))
     OPTIMIZERS.update(_below(_prefix, "_dummy_overflow_buf", "adapted", "A flag that stays 0; nothing reads it."))
     OPTIMIZERS.update(_below(_prefix, _FUSED_KERNELS[_name], "refused", "Call the function of amp_C."))
-    OPTIMIZERS[f"{_prefix}.zero_grad"] = Name("served", f"ampctx.optimizers.{_name}.zero_grad")
-    OPTIMIZERS[f"{_prefix}.step"] = Name("served", f"ampctx.optimizers.{_name}.step")
+    OPTIMIZERS[f"{_prefix}.zero_grad"] = Name("supported", f"ampctx.optimizers.{_name}.zero_grad")
+    OPTIMIZERS[f"{_prefix}.step"] = Name("supported", f"ampctx.optimizers.{_name}.step")
 
 OPTIMIZERS |= {
-    "apex.contrib": Name("served"),
-    "apex.contrib.optimizers": Name("served"),
+    "apex.contrib": Name("supported"),
+    "apex.contrib.optimizers": Name("supported"),
     "apex.contrib.optimizers.FP16_Optimizer": _OLD_FP16_OPTIMIZER,
-    "apex.contrib.optimizers.fp16_optimizer": Name("served"),
+    "apex.contrib.optimizers.fp16_optimizer": Name("supported"),
     "apex.contrib.optimizers.fp16_optimizer.FP16_Optimizer": _OLD_FP16_OPTIMIZER,
     **_below(
         "apex.contrib.optimizers.FP16_Optimizer",
         "optimizer fp16_groups fp32_groups loss_scale dynamic_loss_scale cur_scale cur_iter last_overflow_iter "
         "scale_factor scale_window verbose state param_groups zero_grad backward step state_dict load_state_dict",
-        "served",
+        "supported",
     ),
     **_below(
         "apex.contrib.optimizers.FP16_Optimizer",
@@ -269,12 +272,14 @@ for _module in ("apex.contrib.optimizers", "apex.contrib.optimizers.fused_adam")
     OPTIMIZERS[f"{_module}.FusedAdam"] = Name(
         "adapted",
         None,
-        "eps and the decay as of old; eps_inside_sqrt is refused. ampctx.optimizers.FusedAdam, for new code, adds eps "
-        "and decays as AdamW does, has other positional arguments, and its step takes none of the old ones.",
+        "Keeps the old eps and weight decay; eps_inside_sqrt raises. For new code: ampctx.optimizers.FusedAdam, with "
+        "AdamW's eps and decay, other positional arguments, and a step without the old arguments.",
     )
 for _module in ("apex.contrib.optimizers", "apex.contrib.optimizers.fused_sgd"):
     OPTIMIZERS[f"{_module}.FusedSGD"] = Name(
-        "served", None, "For new code: ampctx.optimizers.FusedSGD, whose step takes no grads, output_params and scale."
+        "supported",
+        None,
+        "For new code: ampctx.optimizers.FusedSGD, whose step takes no grads, output_params and scale.",
     )
 for _module in ("apex.contrib.optimizers", "apex.contrib.optimizers.fused_lamb"):
     OPTIMIZERS[f"{_module}.FusedLAMB"] = Name(
@@ -282,65 +287,66 @@ for _module in ("apex.contrib.optimizers", "apex.contrib.optimizers.fused_lamb")
         None,
         "max_grad_norm is against the norm of all groups together. For new code: ampctx.optimizers.FusedLAMB.",
     )
-OPTIMIZERS |= _below("apex.contrib.optimizers", "fused_adam fused_sgd fused_lamb", "served")
+OPTIMIZERS |= _below("apex.contrib.optimizers", "fused_adam fused_sgd fused_lamb", "supported")
 for _name in ("DistributedFusedAdam", "DistributedFusedLAMB", "distributed_fused_adam", "distributed_fused_lamb"):
     OPTIMIZERS[f"apex.contrib.optimizers.{_name}"] = _SHARDED
 for _name in ("distributed_fused_adam_v2", "distributed_fused_adam_v3"):
     OPTIMIZERS[f"apex.contrib.optimizers.{_name}"] = _SHARDED
 
 _MTA = "ampctx.multi_tensor_apply"
-_NORM_FLAG = "The flag tells of inf and nan elements, not of a sum of squares beyond the range of fp32."
-_ANY_FLAG = "Any flag but 0 skips the step, not 1 alone."
-_NO_CLIP = "A max_grad_norm of 0 leaves the gradients as they are; apex makes them 0."
+_NORM_FLAG = "The flag reports inf and nan elements, not a sum of squares that overflows fp32."
+_ANY_FLAG = "Any non-zero flag skips the step; apex skips on 1 only."
+_NO_CLIP = "max_grad_norm=0 leaves gradients unchanged; apex sets them to 0."
 KERNELS: dict[str, Name] = {
-    "apex.multi_tensor_apply.MultiTensorApply": Name("served", f"{_MTA}.MultiTensorApply"),
-    "apex.multi_tensor_apply.multi_tensor_applier": Name("served", f"{_MTA}.multi_tensor_applier"),
+    "apex.multi_tensor_apply.MultiTensorApply": Name("supported", f"{_MTA}.MultiTensorApply"),
+    "apex.multi_tensor_apply.multi_tensor_applier": Name("supported", f"{_MTA}.multi_tensor_applier"),
     "apex.multi_tensor_apply.multi_tensor_applier_l2norm": Name(
-        "adapted", None, f"{_MTA}.multi_tensor_applier, with chunks of its own"
+        "adapted", None, f"{_MTA}.multi_tensor_applier, with its own chunk size"
     ),
-    "apex.multi_tensor_apply.multi_tensor_apply.MultiTensorApply": Name("served", f"{_MTA}.MultiTensorApply"),
-    "amp_C.multi_tensor_scale": Name("served", f"{_MTA}.multi_tensor_scale"),
-    "amp_C.multi_tensor_axpby": Name("served", f"{_MTA}.multi_tensor_axpby"),
+    "apex.multi_tensor_apply.multi_tensor_apply.MultiTensorApply": Name("supported", f"{_MTA}.MultiTensorApply"),
+    "amp_C.multi_tensor_scale": Name("supported", f"{_MTA}.multi_tensor_scale"),
+    "amp_C.multi_tensor_axpby": Name("supported", f"{_MTA}.multi_tensor_axpby"),
     "amp_C.multi_tensor_l2norm": Name("adapted", f"{_MTA}.multi_tensor_l2norm", _NORM_FLAG),
     "amp_C.multi_tensor_l2norm_mp": Name("adapted", note=_NORM_FLAG),
     "amp_C.multi_tensor_l2norm_scale": Name("adapted", note=_NORM_FLAG),
     "amp_C.multi_tensor_unscale_l2norm": Name("adapted", f"{_MTA}.multi_tensor_unscale_l2norm", _NORM_FLAG),
-    "amp_C.multi_tensor_sgd": Name("served"),
-    "amp_C.multi_tensor_adam": Name("served"),
+    "amp_C.multi_tensor_sgd": Name("supported"),
+    "amp_C.multi_tensor_adam": Name("supported"),
     "amp_C.multi_tensor_adam_capturable": Name("adapted", note=_ANY_FLAG),
     "amp_C.multi_tensor_adam_capturable_master": Name("adapted", note=_ANY_FLAG),
-    "amp_C.multi_tensor_adagrad": Name("served"),
+    "amp_C.multi_tensor_adagrad": Name("supported"),
     "amp_C.multi_tensor_novograd": Name(
-        "adapted", note="The infinity norm sees nan; the flag tells of inf and nan elements of the gradients."
+        "adapted", note="The infinity norm sees nan; the flag reports inf and nan gradient elements."
     ),
     "amp_C.multi_tensor_lamb": Name("adapted", note=_NO_CLIP),
     "amp_C.multi_tensor_lamb_mp": Name("adapted", note=_NO_CLIP),
     "amp_C.multi_tensor_lamb_stage1_cuda": Name("adapted", note=_NO_CLIP),
-    "amp_C.multi_tensor_lamb_stage2_cuda": Name("served"),
-    "amp_C.multi_tensor_lars": Name("served"),
-    "amp_C.update_scale_hysteresis": Name("served"),
-    "apex_C.flatten": Name("served"),
-    "apex_C.unflatten": Name("served"),
+    "amp_C.multi_tensor_lamb_stage2_cuda": Name("supported"),
+    "amp_C.multi_tensor_lars": Name("supported"),
+    "amp_C.update_scale_hysteresis": Name("supported"),
+    "apex_C.flatten": Name("supported"),
+    "apex_C.unflatten": Name("supported"),
 }
 
 _DDP = Name(
     "adapted",
     None,
-    "torch.nn.parallel.DistributedDataParallel(model, device_ids=[rank]); delay_allreduce=True is "
-    "find_unused_parameters=True, disable_allreduce() is no_sync(). message_size sets the bucket size; trigger "
-    "parameters, streams, communicators and retain_allreduce_buffers have no effect. A model without gradients is "
-    "refused.",
+    "Wraps torch's DistributedDataParallel: delay_allreduce=True sets find_unused_parameters=True, message_size the "
+    "bucket size, disable_allreduce() is no_sync(). Trigger parameters, streams, communicators and "
+    "retain_allreduce_buffers have no effect. A model without trainable parameters raises.",
 )
-_SYNC_BATCH_NORM = Name("served", None, "torch.nn.SyncBatchNorm, without channel_last, fuse_relu and z")
+_SYNC_BATCH_NORM = Name(
+    "supported", None, "For new code: torch.nn.SyncBatchNorm; it lacks channel_last, fuse_relu and z."
+)
 
 PARALLEL: dict[str, Name] = {
-    "apex.parallel": Name("served"),
+    "apex.parallel": Name("supported"),
     "apex.parallel.DistributedDataParallel": _DDP,
     "apex.parallel.distributed.DistributedDataParallel": _DDP,
-    "apex.parallel.Reducer": Name("served"),
-    "apex.parallel.distributed.Reducer": Name("served"),
+    "apex.parallel.Reducer": Name("supported"),
+    "apex.parallel.distributed.Reducer": Name("supported"),
     **{
-        f"apex.parallel.distributed.{name}": Name("served")
+        f"apex.parallel.distributed.{name}": Name("supported")
         for name in (
             "flatten",
             "unflatten",
@@ -351,37 +357,39 @@ PARALLEL: dict[str, Name] = {
         )
     },
     "apex.parallel.distributed.split_half_float_double": Name(
-        "adapted", None, "tensors of other types come in lists of their own; apex left them out"
+        "adapted", None, "Puts tensors of other types into lists of their own; apex drops them."
     ),
-    "apex.parallel.ReduceOp": Name("served", "torch.distributed.ReduceOp"),
+    "apex.parallel.ReduceOp": Name("supported", "torch.distributed.ReduceOp"),
     "apex.parallel.SyncBatchNorm": _SYNC_BATCH_NORM,
     "apex.parallel.sync_batchnorm.SyncBatchNorm": _SYNC_BATCH_NORM,
     "apex.parallel.optimized_sync_batchnorm.SyncBatchNorm": _SYNC_BATCH_NORM,
     "apex.parallel.convert_syncbn_model": Name(
         "adapted",
         None,
-        "parameters stay the same objects, so that optimizers made before go on; apex copied them. For new code: "
-        "torch.nn.SyncBatchNorm.convert_sync_batchnorm, which makes modules of torch's class and has no channel_last.",
+        "Keeps the parameter objects, so that earlier optimizers still step them; apex copied them. For new code: "
+        "torch.nn.SyncBatchNorm.convert_sync_batchnorm, which creates torch's class and has no channel_last.",
     ),
-    "apex.parallel.create_syncbn_process_group": Name("served", None, "torch.distributed.new_subgroups(group_size)"),
-    "apex.parallel.LARC.LARC": Name("served", "ampctx.optimizers.LARC"),
-    "apex.parallel.multiproc": Name("served", None, "torchrun, which tells ranks in the environment, not in arguments"),
+    "apex.parallel.create_syncbn_process_group": Name("supported", None, "torch.distributed.new_subgroups(group_size)"),
+    "apex.parallel.LARC.LARC": Name("supported", "ampctx.optimizers.LARC"),
+    "apex.parallel.multiproc": Name(
+        "supported", None, "For new code: torchrun, which passes ranks in the environment, not as arguments."
+    ),
 }
 
 LAYERS: dict[str, Name] = {
-    "apex.normalization": Name("served"),
+    "apex.normalization": Name("supported"),
     **{
         f"apex.normalization{module}.{name}": entry
         for module in ("", ".fused_layer_norm")
         for name, entry in {
-            "FusedLayerNorm": Name("served", None, "torch.nn.LayerNorm, whose output is fp32 under autocast"),
-            "FusedRMSNorm": Name("served", None, "torch.nn.RMSNorm, with eps=1e-5 where none is given"),
-            "MixedFusedLayerNorm": Name("served", None, "torch.nn.LayerNorm, and .to(weight.dtype)"),
-            "MixedFusedRMSNorm": Name("served", None, "torch.nn.RMSNorm with eps=1e-5, and .to(weight.dtype)"),
+            "FusedLayerNorm": Name("supported", None, "torch.nn.LayerNorm, whose output is fp32 under autocast"),
+            "FusedRMSNorm": Name("supported", None, "torch.nn.RMSNorm, with eps=1e-5 where none is given"),
+            "MixedFusedLayerNorm": Name("supported", None, "torch.nn.LayerNorm, and .to(weight.dtype)"),
+            "MixedFusedRMSNorm": Name("supported", None, "torch.nn.RMSNorm with eps=1e-5, and .to(weight.dtype)"),
         }.items()
     },
     **{
-        f"apex.normalization.fused_layer_norm.{name}": Name("served", None, f"torch.nn.functional.{target}")
+        f"apex.normalization.fused_layer_norm.{name}": Name("supported", None, f"torch.nn.functional.{target}")
         for target, names in {
             "layer_norm": (
                 "fused_layer_norm",
@@ -404,7 +412,7 @@ LAYERS: dict[str, Name] = {
         for name in names
     },
     **{
-        f"{module}.{name}": Name("served", None, "torch.nn.Linear and torch.nn.ReLU or Sigmoid")
+        f"{module}.{name}": Name("supported", None, "torch.nn.Linear and torch.nn.ReLU or Sigmoid")
         for module in ("apex.mlp", "apex.mlp.mlp")
         for name in ("MLP", "MlpFunction", "mlp_function")
     },
@@ -412,26 +420,30 @@ LAYERS: dict[str, Name] = {
         f"{module}.{name}": entry
         for module in ("apex.fused_dense", "apex.fused_dense.fused_dense")
         for name, entry in {
-            "FusedDense": Name("adapted", None, "torch.nn.Linear; parameters have initial values, apex set none"),
+            "FusedDense": Name(
+                "adapted",
+                None,
+                "Initializes its parameters; apex left them uninitialized. For new code: torch.nn.Linear.",
+            ),
             "FusedDenseGeluDense": Name(
                 "adapted",
                 None,
-                "torch.nn.Linear, torch.nn.GELU(approximate='tanh'), torch.nn.Linear; "
-                "parameters have initial values, apex set none",
+                "Initializes its parameters; apex left them uninitialized. "
+                "For new code: torch.nn.Linear, torch.nn.GELU(approximate='tanh'), torch.nn.Linear.",
             ),
-            "FusedDenseFunc": Name("served", None, "torch.nn.functional.linear"),
-            "DenseNoBiasFunc": Name("served", None, "torch.nn.functional.linear"),
-            "FusedDenseGeluDenseFunc": Name("served", None, "torch.nn.functional.linear and gelu"),
-            "_fused_dense": Name("served", "torch.nn.functional.linear"),
-            "_dense_no_bias": Name("served", "torch.nn.functional.linear"),
-            "_fused_dense_gelu_dense": Name("served", None, "torch.nn.functional.linear and gelu"),
+            "FusedDenseFunc": Name("supported", None, "torch.nn.functional.linear"),
+            "DenseNoBiasFunc": Name("supported", None, "torch.nn.functional.linear"),
+            "FusedDenseGeluDenseFunc": Name("supported", None, "torch.nn.functional.linear and gelu"),
+            "_fused_dense": Name("supported", "torch.nn.functional.linear"),
+            "_dense_no_bias": Name("supported", "torch.nn.functional.linear"),
+            "_fused_dense_gelu_dense": Name("supported", None, "torch.nn.functional.linear and gelu"),
         }.items()
     },
-    "apex.contrib.clip_grad.clip_grad_norm_": Name("served", "ampctx.clip_grad_norm_"),
-    "apex.contrib.clip_grad.clip_grad.clip_grad_norm_": Name("served", "ampctx.clip_grad_norm_"),
+    "apex.contrib.clip_grad.clip_grad_norm_": Name("supported", "ampctx.clip_grad_norm_"),
+    "apex.contrib.clip_grad.clip_grad.clip_grad_norm_": Name("supported", "ampctx.clip_grad_norm_"),
     **{
         f"apex.contrib.xentropy{module}.SoftmaxCrossEntropyLoss": Name(
-            "served",
+            "supported",
             None,
             "torch.nn.functional.cross_entropy(logits.float(), labels, reduction='none', ignore_index=padding_idx, "
             "label_smoothing=smoothing)",
@@ -439,7 +451,7 @@ LAYERS: dict[str, Name] = {
         for module in ("", ".softmax_xentropy")
     },
     **{
-        f"apex.contrib.layer_norm.{name}": Name("served", None, "torch.nn.LayerNorm, and .to(weight.dtype)")
+        f"apex.contrib.layer_norm.{name}": Name("supported", None, "torch.nn.LayerNorm, and .to(weight.dtype)")
         for name in (
             "FastLayerNorm",
             "layer_norm.FastLayerNorm",
@@ -450,23 +462,23 @@ LAYERS: dict[str, Name] = {
 }
 
 FP16_UTILS: dict[str, Name] = {
-    "apex.fp16_utils": Name("served"),
-    **_below("apex.fp16_utils", "fp16util fp16_optimizer loss_scaler", "served"),
+    "apex.fp16_utils": Name("supported"),
+    **_below("apex.fp16_utils", "fp16util fp16_optimizer loss_scaler", "supported"),
 }
 _NO_WARNING = "Without a deprecation warning."
 for _prefix in ("apex.fp16_utils", "apex.fp16_utils.fp16util"):
     FP16_UTILS |= _below(
-        _prefix, "tofp16 BN_convert_float network_to_half convert_module master_params_to_model_params", "served"
+        _prefix, "tofp16 BN_convert_float network_to_half convert_module master_params_to_model_params", "supported"
     )
-    FP16_UTILS |= _below(_prefix, "to_python_float", "served")
+    FP16_UTILS |= _below(_prefix, "to_python_float", "supported")
     FP16_UTILS |= {
-        f"{_prefix}.clip_grad_norm": Name("served", "ampctx.clip_grad_norm_"),
+        f"{_prefix}.clip_grad_norm": Name("supported", "ampctx.clip_grad_norm_"),
         f"{_prefix}.FP16Model": Name("adapted", None, _NO_WARNING),
         f"{_prefix}.convert_network": Name(
-            "adapted", None, "Affine batch norms are in fp32 afterwards, whatever they were in."
+            "adapted", None, "Casts affine batch norms to fp32, whatever their dtype was."
         ),
         f"{_prefix}.prep_param_lists": Name(
-            "adapted", None, "A flat master may be of parameters of several dtypes; its gradient starts as zeros."
+            "adapted", None, "One flat master may hold parameters of several dtypes; its gradient starts as zeros."
         ),
         f"{_prefix}.model_grads_to_master_grads": Name(
             "adapted", None, "In a flat master, a parameter without a gradient counts as zeros."
@@ -478,26 +490,26 @@ for _prefix in ("apex.fp16_utils", "apex.fp16_utils.loss_scaler"):
         f"{_prefix}.DynamicLossScaler": Name(
             "adapted",
             None,
-            "has_overflow looks at all gradients with one host sync. For new code: ampctx.GradScaler, which is used in "
-            "other words.",
+            "has_overflow checks all gradients with one host sync. For new code: ampctx.GradScaler, with different "
+            "calls.",
         ),
     }
     FP16_UTILS |= _below(
         f"{_prefix}.LossScaler",
         "cur_scale loss_scale has_overflow update_scale scale_gradient backward _has_inf_or_nan",
-        "served",
+        "supported",
     )
     FP16_UTILS |= _below(
         f"{_prefix}.DynamicLossScaler",
         "cur_scale cur_iter last_overflow_iter scale_factor scale_window loss_scale has_overflow update_scale "
         "scale_gradient backward _has_inf_or_nan",
-        "served",
+        "supported",
     )
 for _prefix in ("apex.fp16_utils.FP16_Optimizer", "apex.fp16_utils.fp16_optimizer.FP16_Optimizer"):
     FP16_UTILS[_prefix] = Name(
         "adapted",
         None,
-        "Any device; bf16 parameters get masters, others are stepped as they are; what was printed is logged "
+        "Any device; bf16 parameters get masters, others are stepped directly; logs where apex printed "
         '(logger "ampctx"). New code: ampctx.amp.initialize(opt_level="O2").',
     )
     FP16_UTILS |= _below(
@@ -505,40 +517,40 @@ for _prefix in ("apex.fp16_utils.FP16_Optimizer", "apex.fp16_utils.fp16_optimize
         "optimizer loss_scaler loss_scale overflow first_closure_call_this_step dynamic_loss_scale verbose state "
         "param_groups clip_grad_norm zero_grad backward step clip_master_grads state_dict load_state_dict "
         "_master_params_to_model_params",
-        "served",
+        "supported",
     )
     FP16_UTILS |= _below(
         _prefix,
         "fp16_groups fp32_from_fp16_groups fp32_from_fp32_groups all_fp16_params all_fp32_from_fp16_params "
         "all_fp32_from_fp32_params",
         "adapted",
-        "Made anew with each access, from optimizer.param_groups.",
+        "Rebuilt from optimizer.param_groups on each access.",
     )
     FP16_UTILS |= _below(
-        _prefix, "update_master_grads", "adapted", "A parameter without a gradient leaves its master without one."
+        _prefix, "update_master_grads", "adapted", "A parameter without a gradient gives its master none."
     )
     FP16_UTILS |= _below(_prefix, "inspect_master_grad_data", "adapted", "Logs where apex printed.")
 
 
 def _refused(note: str, still_in_apex: bool = False) -> Name:
-    beside = " An NVIDIA apex that has it may be installed beside ampctx: the module is then that one's."
+    beside = " If an NVIDIA apex with this module is installed too, the module comes from there."
     return Name("refused", None, f"Use {note}.{beside if still_in_apex else ''}")
 
 
 # What apex puts on optimizers.
 ON_OPTIMIZERS: dict[str, Name] = {
-    **_below("optimizer", "_amp_stash", "served", "A live view: the names of AmpOptimizerState."),
+    **_below("optimizer", "_amp_stash", "supported", "A live view: the names of AmpOptimizerState."),
     **_below(
         "optimizer",
         "_prepare_amp_backward _post_amp_backward _master_params_to_model_params",
-        "served",
-        "From amp.initialize to amp.reset.",
+        "supported",
+        "Exists from amp.initialize to amp.reset.",
     ),
     **_below(
         "optimizer",
         "_lazy_init_maybe_master_weights _amp_lazy_init",
         "adapted",
-        "initialize has made the masters; takes in what happened to the model since.",
+        "initialize already creates the masters. This call syncs them with later changes to the model.",
     ),
 }
 
@@ -553,7 +565,7 @@ REFUSED: dict[str, Name] = {
             "GRU": "torch.nn.GRU",
             "ReLU": "torch.nn.RNN with nonlinearity='relu'",
             "Tanh": "torch.nn.RNN with nonlinearity='tanh'",
-            "mLSTM": "torch.nn.LSTM: torch has no multiplicative one",
+            "mLSTM": "torch.nn.LSTM; torch has no multiplicative LSTM",
         }.items()
     },
     "apex.pyprof": _refused("torch.profiler, or torch.cuda.nvtx with Nsight Systems"),
@@ -565,7 +577,7 @@ REFUSED: dict[str, Name] = {
     "apex.transformer.functional": _refused("torch.nn.functional.softmax and scaled_dot_product_attention", True),
     "apex.transformer.layers": _refused("torch.nn.LayerNorm, or apex.normalization", True),
     "apex.transformer.amp.GradScaler": _refused(
-        "ampctx.GradScaler; that all ranks of a model agree on an overflow is then yours to see to", True
+        "ampctx.GradScaler with process_group, so that all ranks of the model agree on an overflow", True
     ),
     "apex.parallel.sync_batchnorm_kernel": _refused("apex.parallel.SyncBatchNorm"),
     "apex.parallel.optimized_sync_batchnorm_kernel": _refused("apex.parallel.SyncBatchNorm"),
@@ -573,9 +585,9 @@ REFUSED: dict[str, Name] = {
         f"apex.contrib.{module}": _refused(replacement, True)
         for module, replacement in {
             "bottleneck": "torchvision.models.resnet.Bottleneck",
-            "conv_bias_relu": "torch.nn.Conv2d and torch.nn.ReLU, which torch.compile joins",
+            "conv_bias_relu": "torch.nn.Conv2d and torch.nn.ReLU, which torch.compile fuses",
             "cudnn_gbn": "torch.nn.SyncBatchNorm with a process group",
-            "fmha": "torch.nn.functional.scaled_dot_product_attention, with nested tensors where lengths differ",
+            "fmha": "torch.nn.functional.scaled_dot_product_attention, with nested tensors if lengths differ",
             "focal_loss": "torchvision.ops.sigmoid_focal_loss",
             "gpu_direct_storage": "torch.cuda.gds.GdsFile",
             "group_norm": "torch.nn.GroupNorm, which takes channels_last input",
@@ -599,7 +611,7 @@ NAMES: Mapping[str, Name] = MappingProxyType(
 
 
 def lookup(name: str) -> Name | None:
-    """The entry of a name, or of the refused module that it is in."""
+    """The entry of ``name``, or of the refused module that contains it."""
     while name:
         entry = NAMES.get(name)
         if entry is not None:
@@ -609,8 +621,8 @@ def lookup(name: str) -> Name | None:
 
 
 def refusal(name: str) -> str | None:
-    """What to say to somebody who calls ``name``; None where it is not refused."""
+    """The error text for a call of ``name``; None unless it is refused."""
     entry = lookup(name)
     if entry is None or entry.status != "refused":
         return None
-    return f"{name} is not served by ampctx. {entry.note}"
+    return f"{name} is not supported by ampctx. {entry.note}"

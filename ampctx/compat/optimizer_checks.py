@@ -1,4 +1,4 @@
-"""What can be said against a saved optimizer state before anything of it is loaded."""
+"""Checks of a saved optimizer state before loading."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 from ampctx import AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.compat.doors import SIZED, FusedOptimizer, plain
 
-# Options that each of torch's optimizers which has them reads in its step, and has had from the beginning.
+# Options that torch's optimizers have had since their first version and read in step.
 _REQUIRED = frozenset({"lr", "betas", "eps", "weight_decay", "momentum", "dampening", "lr_decay", "alpha", "rho"})
-# Those of torch whose state is two moments together.
+# torch optimizers whose state needs both moments.
 _TWO_MOMENTS = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.SparseAdam)
 
 
 def check_container(state: Any, where: str) -> None:
-    """Raises where a state is not made as ``torch.optim.Optimizer.state_dict`` makes it.
+    """Checks the layout of ``torch.optim.Optimizer.state_dict()``.
 
     Raises:
-        AmpTypeError, AmpKeyError, AmpValueError: by the name of the entry, below ``where``.
+        AmpTypeError, AmpKeyError, AmpValueError: an entry has the wrong form. The message names it, below ``where``.
     """
     if not isinstance(state, Mapping):
         raise AmpTypeError(f"{where} is of type {type(state).__name__}, expected a dict")
@@ -54,13 +54,13 @@ def check_container(state: Any, where: str) -> None:
 
 
 def check_contents(optimizer: Any, inside: Any, state: Mapping[str, Any]) -> None:
-    """Raises on options and states that the optimizer would trip over in a later step.
+    """Checks options and states that would fail in a later step.
 
-    ``inside``: the optimizer itself, where ``optimizer`` is LARC around it. Its groups have the sizes of the state's.
+    ``inside``: the optimizer inside LARC, else ``optimizer``. Its groups have the sizes of the state's.
 
     Raises:
-        AmpKeyError: an option, or one of two moments, that is not there. AmpTypeError, AmpValueError: one that cannot
-            be used; a tensor of another size than its parameter.
+        AmpKeyError: an option or moment is missing. AmpTypeError, AmpValueError: one is invalid, or a tensor's size
+            differs from its parameter's.
     """
     ours = isinstance(inside, FusedOptimizer)
     for g, (group, own) in enumerate(zip(state["param_groups"], optimizer.param_groups, strict=True)):
@@ -78,7 +78,7 @@ def _check_options(group: Mapping[str, Any], own: Mapping[str, Any], where: str,
     for name in sorted(own.keys() & ({"lr"} if ours else _REQUIRED)):
         if name not in group:
             raise AmpKeyError(f"{where} of the checkpoint has no {name!r}")
-        # Ours check their options themselves.
+        # ampctx's optimizers check their options themselves.
         if not ours and not _is_like(group[name], own[name]):
             raise AmpTypeError(f"{where}[{name!r}] of the checkpoint is {group[name]!r}, expected {_like(own[name])}")
     if group.get("step") is not None:

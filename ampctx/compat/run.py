@@ -1,4 +1,4 @@
-"""``ampctx run script.py args...``: runs a program with apex's module names, in this process and its children."""
+"""``ampctx run script.py args...``: runs a program whose apex imports resolve to ampctx, child processes included."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ STARTUP = Path(__file__).resolve().parent / "startup"
 
 
 def pass_on_to_children() -> None:
-    """Sets AMPCTX_APEX and PYTHONPATH so that Python processes started from here have the apex names as well."""
+    """Sets AMPCTX_APEX and PYTHONPATH, so that Python child processes can import apex too."""
     os.environ["AMPCTX_APEX"] = "1"
     former = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(STARTUP), *(p for p in former if p and p != str(STARTUP))])
 
 
 def run(program: Sequence[str], module: bool = False) -> None:
-    """Runs ``program``, a script or (``module``) a module's name and its arguments, as ``python`` would.
+    """Runs ``program`` as ``python`` would: a script, or with ``module`` a module name, then its arguments.
 
-    ``sys.argv``, ``sys.path[0]`` and ``__main__`` are the program's; its exceptions and its exit code go through. The
-    script "-" is what comes from stdin.
+    Sets ``sys.argv``, ``sys.path[0]`` and ``__main__``. Exceptions and the exit code pass through. "-" reads stdin.
 
     Raises:
-        SystemExit: there is no such module, or nothing to run in it or in a directory; with one line that says so.
+        SystemExit: the module or directory cannot be run; with a one-line message.
     """
     name = program[0]
     install_apex()
@@ -52,10 +51,10 @@ def run(program: Sequence[str], module: bool = False) -> None:
 
 
 def _check_module(name: str) -> None:
-    """Exits where there is no module of that name; errors of its packages go through."""
+    """Exits if the module does not exist; errors in its packages pass through."""
     parts = name.split(".")
     for n in range(1, len(parts) + 1):
-        # find_spec imports the packages around a name: each is asked for before that.
+        # find_spec imports the parent packages, so check these first.
         found = ".".join(parts[:n])
         if not all(parts[:n]) or importlib.util.find_spec(found) is None:
             sys.exit(f"ampctx run: No module named {found if all(parts[:n]) else name}")
@@ -71,7 +70,7 @@ def _is_package(name: str) -> bool:
 
 
 def _run_stdin() -> None:
-    """Runs what comes from stdin as ``__main__``, which has no file."""
+    """Runs stdin as ``__main__``."""
     main = types.ModuleType("__main__")
     vars(main)["__builtins__"] = builtins
     sys.modules["__main__"] = main

@@ -1,6 +1,6 @@
-"""The table of names in docs/from_apex.md, from ``names.py``.
+"""Generates the table in docs/apex_names.md from ``names.py``.
 
-python -m ampctx.compat.table docs/from_apex.md    # writes it anew, between its two marks
+python -m ampctx.compat.table docs/apex_names.md    # rewrites the table between its two marks
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ampctx.compat.names import NAMES, Name
 
-BEGIN = "<!-- the table: python -m ampctx.compat.table docs/from_apex.md -->"
+BEGIN = "<!-- the table: python -m ampctx.compat.table docs/apex_names.md -->"
 END = "<!-- end of the table -->"
 
 
@@ -21,11 +21,11 @@ def _owner(name: str) -> str:
 
 
 def _target(name: str, entry: Name) -> str:
-    """Where the name is, in a form that several names of one owner can have in common."""
+    """The target in a form that neighbouring rows can share, so that they become one row."""
     if entry.target is None:
         return ""
     owner, _, last = entry.target.rpartition(".")
-    return f"the same in `{owner}`" if last == name.rpartition(".")[2] else f"`{entry.target}`"
+    return f"same name in `{owner}`" if last == name.rpartition(".")[2] else f"`{entry.target}`"
 
 
 def _rows() -> Iterator[str]:
@@ -41,16 +41,16 @@ def _rows() -> Iterator[str]:
 
 
 def markdown() -> str:
-    """Marks and table."""
-    head = ["| in | names | status | elsewhere | note |", "| --- | --- | --- | --- | --- |"]
+    """The table between its marks."""
+    head = ["| Module or class | Names | Status | In ampctx or torch | Note |", "| --- | --- | --- | --- | --- |"]
     return "\n".join([BEGIN, "", *head, *_rows(), "", END])
 
 
 def replaced(page: str) -> str:
-    """``page`` with the table between the marks as it should be.
+    """Returns ``page`` with a fresh table between its marks.
 
     Raises:
-        ValueError: the page lacks one of the marks.
+        ValueError: ``page`` lacks a mark.
     """
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)

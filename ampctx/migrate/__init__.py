@@ -1,4 +1,4 @@
-"""``ampctx migrate`` (extra ``ampctx[migrate]``): moves code from apex's names to ampctx's, or an O1 loop to torch.amp.
+"""``ampctx migrate``: rewrites apex imports to ampctx, or an O1 loop to torch.amp. Needs libcst.
 
-Only ``cli`` and ``report`` can be imported without libcst.
+``cli`` and ``report`` can be imported without libcst.
 """

@@ -1,6 +1,6 @@
-"""What a file has of apex: imports, where their names are used, strings that import, private attributes.
+"""Finds apex in a file: imports, uses of their names, imports by string, private attributes.
 
-Names are resolved through libcst's scopes, so that a local variable called ``amp`` is not taken for the module.
+Names are resolved through libcst's scopes: a local variable called ``amp`` is not the module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from libcst import metadata as meta
 from ampctx.migrate import report, targets
 from ampctx.migrate.report import Finding, Status
 
-# What apex puts on optimizers. They are there while its names are installed.
+# Attributes that apex adds to optimizers.
 PRIVATE_ATTRIBUTES = frozenset(
     {
         "_amp_stash",
@@ -26,13 +26,13 @@ PRIVATE_ATTRIBUTES = frozenset(
         "_prepare_amp_backward",
     }
 )
-# A file without any of these words is not parsed.
+# Files without any of these words are not parsed.
 MENTION = re.compile(rb"\b(?:apex|amp_C|apex_C|%s)\b" % "|".join(sorted(PRIVATE_ATTRIBUTES)).encode())
 
 _APEX_NAME = re.compile(r"(?:apex|amp_C|apex_C)(?:\.\w+)*\Z")
 _IMPORTERS = {"import_module", "__import__", "find_spec", "importorskip"}
 _ATTRIBUTE_FUNCTIONS = {"getattr", "hasattr", "setattr", "delattr"}
-# Installs apex's names where it stands.
+# Statements that make apex names importable.
 _COVERS = re.compile(r"import ampctx\.compat\.apex\b|from ampctx\.compat import apex\b|(?:\w+\.)*install_apex\(\)")
 
 Statement = cst.BaseStatement | cst.BaseSmallStatement
@@ -41,22 +41,22 @@ Block = cst.Module | cst.IndentedBlock | cst.SimpleStatementSuite
 
 @dataclass(eq=False, repr=False)
 class Use:
-    """One place where a name that came with an import of apex is used. ``name``: in apex, with all attributes."""
+    """One use of a name imported from apex. ``name``: its full apex name, with all attributes."""
 
     root: cst.Name
     chain: cst.Name | cst.Attribute
     name: str
     context: meta.ExpressionContext
     call: cst.Call | None
-    # The local name may be something else than apex's: another assignment reaches this place.
+    # Another assignment of the local name also reaches this place.
     uncertain: bool
 
 
 @dataclass(eq=False, repr=False)
 class Binding:
-    """A local name that an import of apex makes. ``target``: what it stands for; "apex" for a plain ``import apex.x``.
+    """A local name bound by an apex import. ``target``: its apex name; "apex" for a plain ``import apex.x``.
 
-    ``alias`` is None for a star import; ``plain`` is an import without ``as``, that binds a root.
+    ``alias`` is None for a star import. ``plain``: an import without ``as``, which binds the root package.
     """
 
     statement: cst.Import | cst.ImportFrom
@@ -69,13 +69,13 @@ class Binding:
 
     @property
     def imported(self) -> str:
-        """The name that the import mentions."""
+        """The name in the import statement."""
         return dotted(self.alias.name) if self.plain and self.alias is not None else self.target
 
 
 @dataclass(eq=False, repr=False)
 class Import:
-    """An ``importlib.import_module("apex.amp")`` or the like. ``name`` is None where it is computed."""
+    """An ``importlib.import_module("apex.amp")`` or the like. ``name`` is None if it is computed."""
 
     node: cst.BaseExpression
     name: str | None
@@ -85,7 +85,7 @@ class Parsed:
     """A file as text and as a tree.
 
     Raises:
-        libcst.ParserSyntaxError: it is not Python.
+        libcst.ParserSyntaxError: the text is not Python.
     """
 
     def __init__(self, path: str, text: str) -> None:
@@ -110,7 +110,7 @@ class Parsed:
     # --- places in the text ------------------------------------------------------------------------------------------
 
     def span(self, node: cst.CSTNode) -> tuple[int, int]:
-        """First and last offset of a node in the text, without the white space around it."""
+        """Start and end offset of a node, without surrounding white space."""
         place = self._positions[node]
         start, end = (self.starts[p.line - 1] + p.column for p in (place.start, place.end))
         return start, start + len(self.text[start:end].rstrip())
@@ -126,7 +126,7 @@ class Parsed:
         return max(start for start in self.starts if start <= offset)
 
     def line_end(self, offset: int) -> int:
-        """The end of the line, before its newline."""
+        """The end offset of the line, without its newline."""
         match = re.compile(r"\r\n?|\n|\Z").search(self.text, offset)
         assert match is not None
         return match.start()
@@ -154,7 +154,7 @@ class Parsed:
             node = parent
 
     def blocks(self, node: cst.CSTNode) -> list[tuple[Block, int]]:
-        """The blocks around a node and which of their statements it is in, innermost first."""
+        """The enclosing blocks, innermost first, each with the index of the statement that holds the node."""
         found: list[tuple[Block, int]] = []
         for parent in self.ancestors(node):
             if isinstance(parent, Block):
@@ -163,18 +163,18 @@ class Parsed:
         return found
 
     def function(self, node: cst.CSTNode) -> cst.CSTNode:
-        """The function, lambda or class around a node, else the module."""
+        """The enclosing function, lambda or class, else the module."""
         kinds = (cst.FunctionDef, cst.Lambda, cst.ClassDef, cst.Module)
         return next(a for a in self.ancestors(node) if isinstance(a, kinds))
 
     def assignments(self, name: cst.Name) -> set[meta.BaseAssignment]:
-        """Everything that a name may stand for. Empty for a name that is no variable, or made by a star import."""
+        """All assignments a name may refer to. Empty for non-variables and names from a star import."""
         scope = self.scopes.get(name)
         if scope is None:
             return set()
         found = {a for a in scope[name.value] if not isinstance(a, meta.BuiltinAssignment)}
         if isinstance(scope, meta.ClassScope) and any(a.scope is scope for a in found):
-            # Until a class assigns a name, it is the one outside.
+            # Until the class body assigns it, the name refers to the enclosing scope.
             found |= set(scope.parent[name.value])
         return found
 
@@ -203,7 +203,7 @@ class Parsed:
                     yield Binding(node, alias, local, f"{module}.{name}", False, self._scope(node, alias))
 
     def _scope(self, statement: cst.CSTNode, alias: cst.ImportAlias | None) -> meta.Scope:
-        """Where the name of an import goes: a ``global`` statement may send it elsewhere."""
+        """The scope an import binds in; a ``global`` statement may change it."""
         scope = self.scopes[statement if alias is None else alias]
         assert scope is not None
         if alias is not None:
@@ -254,7 +254,7 @@ class Parsed:
                 self.strings.append((node, value))
 
     def _is_key_of_modules(self, node: cst.CSTNode) -> bool:
-        """Whether a string is looked up in ``sys.modules``, in whatever way."""
+        """Whether the string is a key for ``sys.modules``."""
         for parent in self.ancestors(node):
             if isinstance(parent, cst.BaseSmallStatement | cst.BaseCompoundStatement):
                 return False
@@ -273,7 +273,7 @@ class Parsed:
                     self.private.append((key, str(key.evaluated_value)))
 
     def covering(self) -> list[tuple[Block, int]]:
-        """The statements that install apex's names already."""
+        """Existing statements that make apex names importable."""
         found = []
         for node in self.nodes:
             if isinstance(node, cst.Import | cst.ImportFrom | cst.Expr) and _COVERS.match(self.source(node)):
@@ -282,7 +282,7 @@ class Parsed:
 
 
 def dotted(node: cst.CSTNode) -> str:
-    """``a.b.c`` for such an expression; only what can be told of another one."""
+    """The dotted form of an attribute chain; parts that are no plain names become ""."""
     if isinstance(node, cst.Name):
         return node.value
     if isinstance(node, cst.Attribute):

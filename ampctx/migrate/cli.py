@@ -1,4 +1,4 @@
-"""``ampctx migrate``: the command line, and one file after the other."""
+"""``ampctx migrate``: its command line, and the loop over files."""
 
 from __future__ import annotations
 
@@ -22,30 +22,36 @@ _NOTEBOOK_IMPORT = re.compile(r"\b(?:import|from)\s+(apex|amp_C|apex_C)\b")
 
 EPILOG = """\
 exit codes:
-  0  nothing is left to do (with the plain command: to be done by a person)
-  1  something needs a person; with --check, also: something would be changed
-  2  wrong usage, or a file that could not be read, parsed or written (the others are done)
+  0  nothing needs manual work; with --check: nothing to change either
+  1  an apex name needs manual work; with --check: or a file would change
+  2  wrong usage, or a file that could not be read, parsed or written (the other files are still processed)
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = "Moves code from apex's names to ampctx's. Prints a diff and a report; changes nothing."
+    parser.description = "Rewrite apex imports to ampctx. Prints a diff; --write applies it."
     parser.epilog = EPILOG
-    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a file, or a directory with *.py below it")
-    parser.add_argument("--to", choices=["ampctx", "torch"], default="ampctx", help="torch: O1 loops become torch.amp")
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a file, or a directory to search for *.py")
+    parser.add_argument(
+        "--to", choices=["ampctx", "torch"], default="ampctx", help="torch: rewrite O1 loops to torch.amp"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--write", action="store_true", help="change the files, each in one step")
-    mode.add_argument("--check", action="store_true", help="print no diff; exit with 1 if anything is left to do")
+    mode.add_argument("--write", action="store_true", help="apply the changes; each file is replaced atomically")
+    mode.add_argument(
+        "--check",
+        action="store_true",
+        help="print no diff; exit with 1 if a file would change or a name needs manual work",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The exit code, after everything has been done and printed."""
+    """Runs the command and returns its exit code."""
     try:
         import libcst  # noqa: F401
     except ImportError as error:
-        print(f"ampctx migrate needs libcst ({error}): pip install 'ampctx[migrate]'", file=sys.stderr)
+        print(f"ampctx migrate: needs libcst ({error}). Install it: pip install libcst", file=sys.stderr)
         return 2
     results = migrate(arguments.paths, arguments.to)
     if arguments.write:
@@ -64,9 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def migrate(paths: Sequence[Path], to: str) -> list[FileResult]:
-    """What is to be done, file by file. Writes nothing."""
+    """Plans the changes, file by file. Writes nothing."""
     missing = [path for path in paths if not path.exists()]
-    results = [FileResult(str(path), error="there is no such file or directory") for path in missing]
+    results = [FileResult(str(path), error="no such file or directory") for path in missing]
     parsed: list[tuple[FileResult, Parsed]] = []
     for path in files.find([path for path in paths if path not in missing]):
         result = FileResult(str(path))
@@ -80,14 +86,14 @@ def migrate(paths: Sequence[Path], to: str) -> list[FileResult]:
         edits, result.findings = to_ampctx.plan(tree) if to == "ampctx" else to_torch.plan(tree, helper)
         after = report.apply(result.before, edits)
         if reason := _not_python(after):
-            result.error = f"the result would not be Python ({reason}), so the file is left as it is"
+            result.fail(f"the result would not be Python ({reason}). The file stays as it is; please report this")
         else:
             result.edits, result.after = edits, after
     return results
 
 
 def _read(path: Path, result: FileResult) -> Parsed | None:
-    """The tree of a file that mentions apex. What keeps a file from being read is in the result."""
+    """The tree of a file that mentions apex, else None. Errors go into ``result``."""
     import libcst
 
     from ampctx.migrate.analysis import MENTION, Parsed
@@ -101,7 +107,7 @@ def _read(path: Path, result: FileResult) -> Parsed | None:
             return None
         text = files.decode(data).text
         with warnings.catch_warnings():
-            # Of strings in the file, such as one with an invalid escape.
+            # The file may have strings with invalid escapes.
             warnings.simplefilter("ignore")
             tree = Parsed(result.path, text)
     except libcst.ParserSyntaxError as error:
@@ -115,7 +121,7 @@ def _read(path: Path, result: FileResult) -> Parsed | None:
 
 
 def _notebook(path: str, text: str) -> list[Finding]:
-    message = "a notebook: see to its cells by hand"
+    message = "a notebook: edit its cells by hand"
     found = []
     for match in _NOTEBOOK_IMPORT.finditer(text):
         starts = report.line_starts(text[: match.start()])
@@ -126,10 +132,10 @@ def _notebook(path: str, text: str) -> list[Finding]:
 
 
 def _not_python(text: str) -> str | None:
-    """Why a text is not Python, None if it is."""
+    """The error of a text that is not Python, else None."""
     try:
         with warnings.catch_warnings():
-            # Of what the file had before.
+            # The file may have strings with invalid escapes.
             warnings.simplefilter("ignore")
             ast.parse(text)
     except (SyntaxError, ValueError, RecursionError) as error:
@@ -144,7 +150,7 @@ def _write(result: FileResult) -> None:
     try:
         form = files.decode(path.read_bytes())
         if form.text != result.before:
-            raise OSError("the file has changed in the meantime")
+            raise OSError("the file changed while ampctx migrate was running")
         files.write(path, form.encode(result.after))
     except (OSError, SyntaxError, UnicodeError) as error:
-        result.error = f"cannot be written: {error}"
+        result.fail(f"cannot be written: {error}")

@@ -1,4 +1,4 @@
-"""Which files there are to look at, and reading and writing them without changing more than was asked for."""
+"""Finds, reads and writes source files. Encoding, newlines, BOM and mode bits stay."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SKIPPED = {"build", "node_modules", "__pycache__"}
 
 @dataclass(frozen=True)
 class Text:
-    """The text of a Python file, and what it takes to write it back: newlines are left as they are."""
+    """The text of a Python file, with its encoding and BOM. Newlines stay as in the file."""
 
     text: str
     encoding: str
@@ -28,10 +28,10 @@ class Text:
 
 
 def find(paths: Sequence[Path]) -> Iterator[Path]:
-    """The files among ``paths`` and the ``*.py`` and ``*.ipynb`` below the directories, each once, in order.
+    """Yields the files in ``paths``, and ``*.py`` and ``*.ipynb`` below its directories: each once, in order.
 
-    Hidden directories, virtual environments, ``build``, ``node_modules`` and ``__pycache__`` are left out below a
-    directory, and links to directories are not followed.
+    Skips hidden directories, virtual environments, ``build``, ``node_modules``, ``__pycache__`` and links to
+    directories.
     """
     seen: set[Path] = set()
     for path in paths:
@@ -51,17 +51,17 @@ def _below(directory: Path) -> Iterator[Path]:
         )
         for name in sorted(files):
             file = Path(root, name)
-            # A link that leads nowhere, or to itself, is no file.
+            # Skips dangling and circular links.
             if file.suffix in (".py", ".ipynb") and file.is_file():
                 yield file
 
 
 def decode(data: bytes) -> Text:
-    """The text of a file in the encoding that it declares (PEP 263).
+    """Decodes a source file by its declared encoding (PEP 263).
 
     Raises:
         SyntaxError: the encoding is unknown, or contradicts the byte order mark.
-        UnicodeDecodeError: the bytes are no text in it.
+        UnicodeDecodeError: the bytes are not valid in that encoding.
     """
     bom = codecs.BOM_UTF8 if data.startswith(codecs.BOM_UTF8) else b""
     encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
@@ -71,7 +71,11 @@ def decode(data: bytes) -> Text:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Replaces the content of a file in one step, mode bits kept. A link goes on leading to the file behind it."""
+    """Replaces a file atomically, keeping its mode bits. Writes through symbolic links.
+
+    Raises:
+        OSError: nothing was written, and no temporary file is left.
+    """
     target = path.resolve()
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     temporary = Path(name)

@@ -1,4 +1,4 @@
-"""What flows where in a training loop: from the batch to the loss, from outputs to later lines, to gradients."""
+"""Data flow in a training loop: from batch to loss, from outputs to later lines, into gradients."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ampctx.migrate.analysis import Block, Parsed, dotted
 from ampctx.migrate.imports import indent_of
 from ampctx.migrate.report import Edit
 
-# Calls that no cast changes anything about: they move, read or reshape.
+# Calls that casts do not affect: they move, read or reshape.
 _MOVERS = re.compile(
     "to|cuda|cpu|float|double|long|int|bool|view|reshape|unsqueeze|squeeze|permute|transpose|t|contiguous|size|dim|numel|"
     "item|requires_grad_|detach|keys|values|items|get|next|len|range|enumerate|isinstance|time|perf_counter|zero_grad|"
     "train|eval|print|update|randn|rand|randint|randperm|zeros|ones|full|empty|tensor|arange|from_numpy|manual_seed"
 )
-# Methods after which no 16-bit tensor is left, and those that give one again; attributes and functions likewise.
+# Methods whose result is never 16-bit, and methods that pass a 16-bit tensor on; attributes and functions likewise.
 _FINAL = re.compile(
     "item|float|double|long|int|bool|tolist|numpy|size|dim|numel|argmax|argmin|eq|ne|gt|lt|ge|le|isnan|isfinite|isinf"
 )
@@ -36,7 +36,7 @@ _PASSING_CALLS = re.compile(r"torch\.(max|min|topk|softmax|sigmoid|sum|mean|abs)
 
 
 class NotUnderstood(Exception):
-    """Why a loop is left as it is."""
+    """Why a loop is not rewritten."""
 
 
 def refuse(parsed: Parsed, node: cst.CSTNode, reason: str) -> NotUnderstood:
@@ -44,7 +44,7 @@ def refuse(parsed: Parsed, node: cst.CSTNode, reason: str) -> NotUnderstood:
 
 
 def below(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """A node and all in it."""
+    """A node and all its descendants."""
     stack = [node]
     while stack:
         current = stack.pop()
@@ -57,7 +57,7 @@ def contains(parsed: Parsed, statement: cst.CSTNode, node: cst.CSTNode) -> bool:
 
 
 def names(parsed: Parsed, node: cst.CSTNode) -> Iterator[cst.Name]:
-    """The variables in a node: no attributes, no keywords."""
+    """The variables in a node, without attributes and keywords."""
     return (n for n in below(node) if isinstance(n, cst.Name) and parsed.scopes.get(n) is not None)
 
 
@@ -74,15 +74,15 @@ def calls(node: cst.CSTNode) -> Iterator[cst.Call]:
 
 
 def simple_statement(parsed: Parsed, small: cst.CSTNode, what: str) -> cst.SimpleStatementLine:
-    """The line of a statement that is alone on it."""
+    """The line of a statement. Refuses if it holds other statements."""
     line = parsed.parents[small]
     if not isinstance(line, cst.SimpleStatementLine) or len(line.body) != 1:
-        raise refuse(parsed, small, f"{what} is no statement on a line of its own")
+        raise refuse(parsed, small, f"{what} is not a statement on its own line")
     return line
 
 
 def is_plain(node: cst.CSTNode, logic: bool = False) -> bool:
-    """Variables, attributes, numbers and arithmetic; with ``logic`` comparisons and ``len`` too."""
+    """Only variables, attributes, numbers and arithmetic; with ``logic`` also comparisons and ``len``."""
     if isinstance(node, cst.Name | cst.Integer | cst.Float):
         return True
     if isinstance(node, cst.Attribute):
@@ -105,12 +105,12 @@ def is_plain(node: cst.CSTNode, logic: bool = False) -> bool:
 
 
 class Forward:
-    """The statements of a block, ``first`` to ``last``, that compute the loss and are to run with casts.
+    """The statements of a block, ``first`` to ``last``, that compute the loss and go into ``autocast``.
 
-    ``outputs``: variables that may hold 16-bit tensors after them. The loss itself is left out: it is a number.
+    ``outputs``: variables that may hold 16-bit tensors afterwards, without the loss.
 
     Raises:
-        NotUnderstood: the loss does not come from a call of the model in this block.
+        NotUnderstood: the loss does not come from a model call in this block.
     """
 
     def __init__(self, parsed: Parsed, suite: Block, index: int, loss: cst.BaseExpression, model: str) -> None:
@@ -123,7 +123,7 @@ class Forward:
                 needed |= loads(parsed, body[i])
         made = [i for i in leading if (stores(parsed, body[i]) | _grown(body[i])) & losses]
         if not made or not any(dotted(c.func) == model for i in leading for c in calls(body[i])):
-            raise refuse(parsed, loss, f"no call of {model}(...) in this block is seen to lead to the loss")
+            raise refuse(parsed, loss, f"found no call of {model}(...) in this block that leads to the loss")
         self.first = min(i for i in leading if _computes(body[i]))
         self.last = max(leading)
         self.statements = [body[i] for i in range(self.first, self.last + 1)]
@@ -135,7 +135,7 @@ class Forward:
 
 
 def _grown(statement: cst.CSTNode) -> set[str]:
-    """``losses`` of a statement ``losses.append(...)``."""
+    """``losses`` in a statement ``losses.append(...)``."""
     if not isinstance(statement, cst.SimpleStatementLine):
         return set()
     found = (s.value.func for s in statement.body if isinstance(s, cst.Expr) and isinstance(s.value, cst.Call))
@@ -143,7 +143,7 @@ def _grown(statement: cst.CSTNode) -> set[str]:
 
 
 def _computes(statement: cst.CSTNode) -> bool:
-    """Whether anything happens that casts may change."""
+    """Whether casts may change the result of a statement."""
     if any(isinstance(n, cst.MatrixMultiply | cst.MatrixMultiplyAssign) for n in below(statement)):
         return True
     return any(not _MOVERS.fullmatch(_last(c.func)) for c in calls(statement))
@@ -156,23 +156,23 @@ def _last(function: cst.BaseExpression) -> str:
 
 
 def check_inside(parsed: Parsed, statements: Sequence[cst.CSTNode], optimizer: str) -> None:
-    """What must not run inside ``autocast``."""
+    """Refuses statements that must not run inside ``autocast``."""
     for node in (n for statement in statements for n in below(statement)):
         if isinstance(node, cst.Yield | cst.Await):
-            raise refuse(parsed, node, "the forward is interrupted by yield or await")
+            raise refuse(parsed, node, "yield or await interrupts the forward")
         if isinstance(node, cst.FunctionDef | cst.Lambda | cst.ClassDef):
-            raise refuse(parsed, node, "a function is made in the forward, which may run without its casts")
+            raise refuse(parsed, node, "the forward defines a function, which may later run without casts")
         if (
             isinstance(node, cst.Name)
             and node.value == optimizer
             and parsed.scopes.get(node)
             and not is_zero_grad(parsed, node)
         ):
-            raise refuse(parsed, node, f"{optimizer} is used within the forward")
+            raise refuse(parsed, node, f"the forward uses {optimizer}")
 
 
 def check_outputs(parsed: Parsed, forward: Forward, scope: meta.Scope, block: cst.With) -> None:
-    """Refuses where a 16-bit output of the forward meets code that apex's casts made fit, and nothing does now."""
+    """Refuses if a 16-bit output reaches code outside ``autocast``, which apex's casts would have converted."""
     pending, seen = set(forward.outputs), set(forward.outputs)
     while pending:
         local = pending.pop()
@@ -188,8 +188,8 @@ def check_outputs(parsed: Parsed, forward: Forward, scope: meta.Scope, block: cs
             further = _goes_to(parsed, node)
             if further is None:
                 reason = (
-                    f"{local} may be in 16 bits here, where apex cast it to what was needed and torch's autocast has "
-                    f"ended: hand on {local}.float()"
+                    f"{local} may be in 16 bits here, after torch's autocast has ended; apex cast it as needed. Pass "
+                    f"{local}.float()"
                 )
                 raise refuse(parsed, node, reason)
             pending |= further - seen
@@ -197,7 +197,7 @@ def check_outputs(parsed: Parsed, forward: Forward, scope: meta.Scope, block: cs
 
 
 def _goes_to(parsed: Parsed, node: cst.CSTNode) -> set[str] | None:
-    """The variables that get what a value becomes; None where that is not seen."""
+    """The variables that receive a value; None if it cannot be traced."""
     while True:
         child, node = node, parsed.parents[node]
         if isinstance(node, cst.Attribute):
@@ -239,7 +239,7 @@ def _goes_to(parsed: Parsed, node: cst.CSTNode) -> set[str] | None:
 
 
 def readers(parsed: Parsed, model: str, optimizer: str) -> Iterator[cst.CSTNode]:
-    """Everything in the file that reads gradients, or gets the model or optimizer and so may do it."""
+    """Nodes that read gradients, or receive the model or optimizer and so may read them."""
     for node in parsed.nodes:
         if is_certain(node) and (isinstance(node, cst.Attribute) or parsed.scopes.get(node) is not None):
             yield node
@@ -256,7 +256,7 @@ def readers(parsed: Parsed, model: str, optimizer: str) -> Iterator[cst.CSTNode]
 
 
 def unknown_calls(statement: cst.CSTNode) -> Iterator[cst.Call]:
-    """Calls that may do something with gradients that they got from elsewhere."""
+    """Calls that may read gradients they hold from elsewhere."""
     return (c for c in calls(statement) if not (_MOVERS.fullmatch(_last(c.func)) or _LOGGING.fullmatch(_last(c.func))))
 
 
@@ -274,7 +274,7 @@ def is_zero_grad(parsed: Parsed, node: cst.CSTNode) -> bool:
 
 
 def wrapped(parsed: Parsed, first: cst.CSTNode, last: cst.CSTNode, header: str) -> list[Edit]:
-    """Edits that put the lines from one statement to another below ``header``. Lines within a string stay."""
+    """Edits that indent the lines from ``first`` to ``last`` below ``header``. Lines inside strings stay."""
     start, end = parsed.line_start(parsed.span(first)[0]), parsed.span(last)[1]
     indent, newline = indent_of(parsed, first), parsed.tree.default_newline
     unit = "\t" if "\t" in indent else parsed.tree.default_indent

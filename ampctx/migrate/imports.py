@@ -1,4 +1,4 @@
-"""Edits of import statements: other modules and names, lists that are split, lines that are added."""
+"""Edits of import statements: change modules and names, split lists, add lines."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ampctx.migrate.report import Edit
 
 @dataclass(frozen=True)
 class Keep:
-    """The import stays."""
+    """Keep the import."""
 
 
 @dataclass(frozen=True)
 class Remove:
-    """The import goes."""
+    """Remove the import."""
 
 
 @dataclass(frozen=True)
 class New:
-    """``from module import name``, under the local name of before; ``import name`` where ``module`` is empty."""
+    """Import ``name`` from ``module`` under the same local name; ``import name`` if ``module`` is empty."""
 
     module: str
     name: str
@@ -39,8 +39,8 @@ def rewrite(
     choices: dict[cst.ImportAlias, Choice],
     extra: list[str],
 ) -> list[Edit]:
-    """Edits of one import statement. ``extra``: statements that come after it. Comments are kept, except of a statement
-    that goes as a whole."""
+    """Edits of one import statement. ``extra``: statements to add after it. Keeps comments, unless the whole statement
+    is removed."""
     assert not isinstance(statement.names, cst.ImportStar)
     aliases = list(statement.names)
     if all(isinstance(c, Keep) for c in choices.values()) and not extra:
@@ -71,7 +71,7 @@ def _edit_import(
 def _edit_from(
     parsed: Parsed, statement: cst.ImportFrom, aliases: list[cst.ImportAlias], choices: dict[cst.ImportAlias, Choice]
 ) -> tuple[list[Edit], list[str]]:
-    # The statement goes to the module that most of its names go to; the others leave it for statements of their own.
+    # The statement takes the module of most of its names. The other names get statements of their own.
     modules = {a: c.module for a in aliases if isinstance(c := choices.get(a, Keep()), New)}
     destinations: dict[cst.ImportAlias, str | None] = {
         a: modules.get(a) for a in aliases if not isinstance(choices.get(a), Remove)
@@ -100,7 +100,7 @@ def _edit_from(
 
 
 def _names(alias: cst.ImportAlias) -> tuple[str, str]:
-    """What an alias imports, and as what."""
+    """The imported name and its local name."""
     assert isinstance(alias.name, cst.Name)
     local = alias.asname.name if alias.asname is not None else alias.name
     assert isinstance(local, cst.Name)
@@ -110,7 +110,7 @@ def _names(alias: cst.ImportAlias) -> tuple[str, str]:
 def _without(
     parsed: Parsed, aliases: list[cst.ImportAlias], gone: list[cst.ImportAlias]
 ) -> tuple[list[Edit], dict[cst.ImportAlias, str]]:
-    """Edits that take aliases out of a list of which some stay, and the comments that went with them."""
+    """Edits that remove some aliases of a list, and the comments removed with each."""
     spans = {a: parsed.span(a) for a in aliases}
     edits: list[Edit] = []
     comments: dict[cst.ImportAlias, str] = {}
@@ -149,7 +149,7 @@ def _append(parsed: Parsed, statement: cst.CSTNode, added: list[str]) -> list[Ed
 
 
 def _replace_whole(parsed: Parsed, statement: cst.CSTNode, extra: list[str]) -> Edit:
-    """Another statement in the place of one, or none where the block has others."""
+    """Replaces a statement by ``extra``, by ``pass`` if the block would be empty, or by nothing."""
     start, end = parsed.span(statement)
     line = parsed.parents[statement]
     alone = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
@@ -166,7 +166,7 @@ def _replace_whole(parsed: Parsed, statement: cst.CSTNode, extra: list[str]) -> 
 
 
 def indent_of(parsed: Parsed, node: cst.CSTNode) -> str:
-    """The white space at the beginning of the line of a node."""
+    """The indentation of a node's line."""
     start = parsed.line_start(parsed.span(node)[0])
     match = re.compile(r"[ \t\f]*").match(parsed.text, start)
     assert match is not None
@@ -174,7 +174,7 @@ def indent_of(parsed: Parsed, node: cst.CSTNode) -> str:
 
 
 def insert_before(parsed: Parsed, block: Block, index: int, text: str) -> Edit:
-    """A line before a statement of a block. In a block that stands on one line, a statement without the comment."""
+    """Inserts a line before a statement; in a one-line block, a statement without the comment."""
     if not block.body:
         return Edit(len(parsed.text), len(parsed.text), text + parsed.tree.default_newline)
     statement = block.body[index]

@@ -1,4 +1,4 @@
-"""One O1 training loop: what has to hold for it to be written in torch.amp's words, and the edits that do it."""
+"""One O1 training loop: the conditions for rewriting it to torch.amp, and the edits."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _INITIALIZE = ["models", "optimizers", "enabled", "opt_level"]
 
 
 class Loop:
-    """An O1 loop that is understood.
+    """An O1 loop and its ``edits``.
 
     Raises:
-        NotUnderstood: it is not; with the reason, and the line.
+        NotUnderstood: the loop cannot be rewritten; with the line and the reason.
     """
 
     def __init__(self, parsed: Parsed, uses: dict[str, list[Use]]) -> None:
@@ -52,23 +52,23 @@ class Loop:
         return found[0].call
 
     def _bound(self, call: cst.Call, names: list[str], what: str) -> dict[str, cst.BaseExpression]:
-        """The arguments of a call by the names of the parameters."""
+        """The arguments of a call by parameter name."""
         given: dict[str, cst.BaseExpression] = {}
         for i, argument in enumerate(call.args):
             if argument.star or (argument.keyword is None and i >= len(names)):
-                raise self._refuse(call, f"arguments of {what} that cannot be told apart")
+                raise self._refuse(call, f"cannot match the arguments of {what} to its parameters")
             given[names[i] if argument.keyword is None else argument.keyword.value] = argument.value
         return given
 
     def _fresh(self, *wanted: str) -> str:
-        """A name that the file does not have."""
+        """The first of these names that the file does not use."""
         for name in wanted:
             if not re.search(rf"\b{name}\b", self._parsed.text):
                 return name
         raise NotUnderstood(f"the names {', '.join(wanted)} are all taken")
 
     def _of_loop(self, name: cst.Name, local: str) -> bool:
-        """Whether a name is the variable ``local`` of the scope of the loop."""
+        """Whether a name is the variable ``local`` in the loop's scope."""
         return name.value == local and any(a.scope is self._scope for a in self._parsed.assignments(name))
 
     def _names(self, local: str) -> list[cst.Name]:
@@ -81,7 +81,7 @@ class Loop:
         given = self._bound(call, _INITIALIZE, "amp.initialize")
         model, optimizer = given.pop("models", None), given.pop("optimizers", None)
         if not isinstance(model, cst.Name) or not isinstance(optimizer, cst.Name):
-            raise self._refuse(call, "amp.initialize of something else than one model and one optimizer in variables")
+            raise self._refuse(call, "amp.initialize is not called with one model variable and one optimizer variable")
         self.model, self.optimizer = model.value, optimizer.value
         statement = parsed.parents[call]
         targets = [dotted(t.target) for t in statement.targets] if isinstance(statement, cst.Assign) else []
@@ -89,7 +89,7 @@ class Loop:
             targets = [dotted(e.value) for e in statement.targets[0].target.elements]
             targets *= len(statement.targets)
         if not isinstance(statement, cst.Expr) and targets != [self.model, self.optimizer]:
-            raise self._refuse(call, f"the result of amp.initialize does not go back to {self.model}, {self.optimizer}")
+            raise self._refuse(call, f"amp.initialize is not assigned back to {self.model}, {self.optimizer}")
         self._initialize = flow.simple_statement(parsed, statement, "amp.initialize")
         scope = parsed.scopes[call]
         assert scope is not None
@@ -117,7 +117,7 @@ class Loop:
         parsed, item = self._parsed, self._parsed.parents[call]
         block = parsed.parents[item]
         if not isinstance(item, cst.WithItem) or not isinstance(block, cst.With) or len(block.items) != 1:
-            raise self._refuse(call, "amp.scale_loss is not the one context of a with statement")
+            raise self._refuse(call, "amp.scale_loss is not the only context of a with statement")
         if parsed.function(block) is not parsed.function(self._initialize):
             raise self._refuse(call, "amp.scale_loss is in another function than amp.initialize")
         given = self._bound(call, ["loss", "optimizers", "loss_id", "model", "delay_unscale"], "amp.scale_loss")
@@ -125,7 +125,7 @@ class Loop:
         if isinstance(optimizer, cst.List) and len(optimizer.elements) == 1:
             optimizer = optimizer.elements[0].value
         if not isinstance(optimizer, cst.Name) or not self._of_loop(optimizer, self.optimizer):
-            raise self._refuse(call, f"amp.scale_loss is for something else than {self.optimizer}")
+            raise self._refuse(call, f"amp.scale_loss is not called for {self.optimizer} alone")
         for name, value in given.items():
             if name == "model":
                 continue
@@ -135,14 +135,14 @@ class Loop:
             ):
                 raise self._refuse(call, f"{name}={parsed.source(value)}")
         if loss is None or not flow.is_plain(loss):
-            raise self._refuse(call, "the loss is not a variable, nor simple arithmetic of one")
+            raise self._refuse(call, "the loss is neither a variable nor simple arithmetic")
         self._check_body(block, item)
         self._block, self._loss = block, loss
         if self._path_from_initialize(block) is None:
             raise self._refuse(call, "amp.scale_loss does not follow amp.initialize in the same block or a loop in it")
         self._suite, self._index = parsed.blocks(block)[0]
         if not isinstance(self._suite, cst.IndentedBlock | cst.Module):
-            raise self._refuse(call, "a block on one line")
+            raise self._refuse(call, "the block is on one line")
 
     def _check_body(self, block: cst.With, item: cst.WithItem) -> None:
         name = item.asname.name if item.asname is not None else None
@@ -161,7 +161,7 @@ class Loop:
         self._arguments = self._parsed.arguments(backward) or ()
 
     def _path_from_initialize(self, node: cst.CSTNode) -> list[cst.CSTNode] | None:
-        """The statements around ``node`` up to the block of amp.initialize, if it is further down there."""
+        """The statements between ``node`` and the block of amp.initialize; None if it does not come after it there."""
         suite, first = self._parsed.blocks(self._initialize)[0]
         path: list[cst.CSTNode] = []
         for block, index in self._parsed.blocks(node):
@@ -174,7 +174,7 @@ class Loop:
         return None
 
     def _check_scope(self) -> None:
-        """What must not be anywhere in the file, and that ``torch`` is torch."""
+        """Refuses statements that rule out a rewrite anywhere in the file, and a ``torch`` that is not the package."""
         parsed = self._parsed
         if not any(
             isinstance(small, cst.Import) and any(a.asname is None and dotted(a.name) == "torch" for a in small.names)
@@ -182,22 +182,22 @@ class Loop:
             if isinstance(line, cst.SimpleStatementLine)
             for small in line.body
         ):
-            raise NotUnderstood("there is no 'import torch' at the top of the file")
+            raise NotUnderstood("the file has no 'import torch' at its top level")
         if hidden(parsed, {"torch"}):
-            raise NotUnderstood("torch is a variable somewhere in the file")
+            raise NotUnderstood("the file uses torch as a variable")
         for node in parsed.nodes:
             inside = self._block in list(parsed.ancestors(node))
             if isinstance(node, cst.Attribute) and node.attr.value == "backward" and not inside:
-                raise self._refuse(node, "another backward")
+                raise self._refuse(node, "a second backward")
             if isinstance(node, cst.Attribute) and dotted(node).endswith("autograd.grad"):
                 raise self._refuse(node, "torch.autograd.grad would see a scaled loss")
         for name in self._names(self.optimizer):
             if parsed.function(name) is not parsed.function(self._initialize):
-                raise self._refuse(name, f"{self.optimizer} is used in another function, which may be a closure of it")
+                raise self._refuse(name, f"another function uses {self.optimizer} and may be its closure")
             if isinstance(parsed.parents[name], cst.Assign | cst.AnnAssign | cst.NamedExpr) and (
                 parsed.contexts.get(name) is meta.ExpressionContext.LOAD
             ):
-                raise self._refuse(name, f"{self.optimizer} gets another name, under which it may be stepped")
+                raise self._refuse(name, f"{self.optimizer} gets a second name, which may call step()")
         for name in self._names(self.model):
             parent = parsed.parents[name]
             attribute = parent.attr.value if isinstance(parent, cst.Attribute) and parent.value is name else ""
@@ -219,11 +219,11 @@ class Loop:
                 raise self._refuse(name, f"{self.optimizer} is assigned again")
         if len(steps) != 1:
             raise self._refuse(
-                steps[1] if steps else self._block, f"{len(steps)} calls of {self.optimizer}.step() in sight"
+                steps[1] if steps else self._block, f"found {len(steps)} calls of {self.optimizer}.step(), expected one"
             )
         step = steps[0]
         if not isinstance(step, cst.Call) or step.args or not isinstance(parsed.parents[step], cst.Expr):
-            raise self._refuse(step, f"{self.optimizer}.step with a closure, or whose result is used")
+            raise self._refuse(step, f"{self.optimizer}.step takes a closure, or its result is used")
         self._step = flow.simple_statement(parsed, parsed.parents[step], f"{self.optimizer}.step()")
         (suite, index), *outer = parsed.blocks(self._step)
         self._step_suite, self._step_index = suite, index
@@ -238,10 +238,11 @@ class Loop:
                 or parsed.parents[owner] is not self._suite
             ):
                 raise self._refuse(
-                    step, f"{self.optimizer}.step() is not in the block of amp.scale_loss, nor in an if there"
+                    step,
+                    f"{self.optimizer}.step() is neither in the block that holds amp.scale_loss nor in an if there",
                 )
             if not flow.is_plain(owner.test, logic=True):
-                raise self._refuse(owner, f"{self.optimizer}.step() under a condition that calls something")
+                raise self._refuse(owner, f"the condition around {self.optimizer}.step() calls a function")
             place = outer[0]
         if place[1] <= self._index:
             raise self._refuse(step, f"{self.optimizer}.step() comes before amp.scale_loss")
@@ -262,7 +263,7 @@ class Loop:
         self._replace(self._block, [*(c.rstrip() for c in comments), line])
 
     def _read_gradients(self) -> None:
-        """Gradients are scaled now between the backward and the step: whoever reads them there gets unscale_ before."""
+        """Gradients are now scaled between backward and step: inserts ``unscale_`` before the first reader."""
         parsed, suite = self._parsed, self._suite
         between: list[cst.CSTNode] = [suite.body[i] for i in range(self._index + 1, self._owner_index)]
         reading = list(self._step_suite.body[: self._step_index]) if self.conditional else between
@@ -278,17 +279,17 @@ class Loop:
             statement = next((s for s in reading if flow.contains(parsed, s, node)), None)
             if statement is not None:
                 if flow.is_zero_grad(parsed, node):
-                    raise self._refuse(node, "gradients are set to zero between backward and step")
+                    raise self._refuse(node, "gradients are zeroed between backward and step")
                 if unscaled is None or parsed.span(statement) < parsed.span(unscaled):
                     unscaled = statement
             elif flow.is_certain(node) or (self.conditional and any(flow.contains(parsed, s, node) for s in between)):
-                raise self._refuse(node, "gradients are read, or may be, where they are scaled now")
+                raise self._refuse(node, "gradients are read, or may be, where they are now scaled")
             elif flow.is_zero_grad(parsed, node):
                 continue
             elif any(flow.contains(parsed, s, node) for s in adding_up):
-                raise self._refuse(node, "gradients may be read where they are scaled now, until the step")
+                raise self._refuse(node, "gradients may be read before the step, where they are now scaled")
             elif any(flow.contains(parsed, s, node) for s in after):
-                # Somebody may look at gradients after the step: a fused optimizer leaves them scaled.
+                # Code after the step may read gradients, which a fused optimizer leaves scaled.
                 unscaled = unscaled or self._step
         for use in self._uses["master_params"]:
             self._write_master_params(use)
@@ -300,7 +301,7 @@ class Loop:
             self.edits.insert(0, Edit(start, start, f"{self.scaler}.unscale_({self.optimizer}){newline}"))
 
     def _check_zeroed(self) -> None:
-        """Unscaled gradients of one step and scaled ones of the next must not be added up."""
+        """Unscaled gradients of one step must not add to scaled ones of the next."""
 
         def is_ours(node: cst.BaseExpression) -> bool:
             return isinstance(node, cst.Name) and any(self._of_loop(node, n) for n in (self.model, self.optimizer))
@@ -308,17 +309,19 @@ class Loop:
         if self._scales and not paths.is_zeroed(self._parsed, self._block, self._step, is_ours):
             raise self._refuse(
                 self._step,
-                f"it is not seen that gradients are zero again, {self.optimizer}.zero_grad() on no condition, between "
-                "this step and the next backward: unscaled ones and scaled ones would be added up",
+                f"found no unconditional {self.optimizer}.zero_grad() between this step and the next backward: "
+                "unscaled gradients would add to scaled ones",
             )
 
     def _write_master_params(self, use: Use) -> None:
         assert use.call is not None
         given = self._bound(use.call, ["optimizer"], "amp.master_params")
         if [self._parsed.source(v) for v in given.values()] != [self.optimizer]:
-            raise self._refuse(use.call, f"amp.master_params of something else than {self.optimizer}")
+            raise self._refuse(use.call, f"amp.master_params is not called for {self.optimizer}")
         if self._path_from_initialize(use.call) is None:
-            raise self._refuse(use.call, "amp.master_params is called where amp.initialize is not in sight")
+            raise self._refuse(
+                use.call, "amp.master_params does not follow amp.initialize in the same block or a loop in it"
+            )
         text = f'[p for group in {self.optimizer}.param_groups for p in group["params"]]'
         self.edits.append(Edit(*self._parsed.span(use.call), text))
 
@@ -331,5 +334,5 @@ class Loop:
                 if self._path_from_initialize(use.call) is None:
                     raise self._refuse(use.call, f"amp.{name} is called where amp.initialize may not have run")
                 if len(use.call.args) != (name == "load_state_dict"):
-                    raise self._refuse(use.call, f"amp.{name} with other arguments than torch's")
+                    raise self._refuse(use.call, f"amp.{name} has arguments that torch's lacks")
                 self.edits.append(Edit(*self._parsed.span(use.chain), f"{self.scaler}.{name}"))

@@ -1,4 +1,4 @@
-"""From the options of ``amp.initialize`` to those of ``torch.autocast`` and ``torch.amp.GradScaler``."""
+"""Translates options of ``amp.initialize`` to ``torch.autocast`` and ``torch.amp.GradScaler``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import libcst as cst
 from ampctx.migrate import flow
 from ampctx.migrate.analysis import Parsed
 
-# Options that change nothing when they are left out with these values.
+# Values at which an option can be dropped.
 _DEFAULTS: dict[str, list[object]] = {
     "opt_level": ["O1"],
     "num_losses": [1],
@@ -27,8 +27,7 @@ _DEFAULTS: dict[str, list[object]] = {
 
 
 class Options(NamedTuple):
-    """More arguments for ``autocast`` and ``GradScaler``. ``static``: a fixed scale other than 1, of which torch has
-    none."""
+    """Extra arguments for ``autocast`` and ``GradScaler``. ``static``: a fixed scale other than 1; torch has none."""
 
     autocast: list[str]
     scaler: list[str]
@@ -39,7 +38,7 @@ def read(parsed: Parsed, call: cst.Call, given: dict[str, cst.BaseExpression]) -
     """The options of a call.
 
     Raises:
-        NotUnderstood: one is no literal, or torch has nothing for it.
+        NotUnderstood: an option is not a literal, or torch has no equivalent.
     """
     values: dict[str, object] = {}
     for name, expression in given.items():
@@ -50,9 +49,9 @@ def read(parsed: Parsed, call: cst.Call, given: dict[str, cst.BaseExpression]) -
     enabled, scale = values.pop("enabled", True), values.pop("loss_scale", None)
     for name, value in values.items():
         if value not in _DEFAULTS.get(name, []):
-            raise flow.refuse(parsed, call, f"torch.amp has nothing for {name}={value!r}")
+            raise flow.refuse(parsed, call, f"torch.amp has no equivalent of {name}={value!r}")
     if not isinstance(enabled, bool):
-        raise flow.refuse(parsed, call, f"torch.amp has nothing for enabled={enabled!r}")
+        raise flow.refuse(parsed, call, f"torch.amp has no equivalent of enabled={enabled!r}")
     off = ["enabled=False"]
     if not enabled:
         return Options(off, off, False)
@@ -60,15 +59,15 @@ def read(parsed: Parsed, call: cst.Call, given: dict[str, cst.BaseExpression]) -
         return Options([], [], False)
     number = _number(scale)
     if number is None:
-        raise flow.refuse(parsed, call, f"torch.amp has nothing for loss_scale={scale!r}")
+        raise flow.refuse(parsed, call, f"torch.amp has no equivalent of loss_scale={scale!r}")
     if number == 1.0:
         return Options([], off, False)
-    # No growth in the life of a program.
+    # A growth interval no run reaches.
     return Options([], [f"init_scale={number!r}", "growth_interval=2**31 - 1"], True)
 
 
 def _number(scale: object) -> float | None:
-    """A scale as a number, as apex reads it."""
+    """A scale as apex reads it; None if it is no positive finite number."""
     try:
         number = float(scale) if isinstance(scale, int | float | str) and not isinstance(scale, bool) else math.nan
     except ValueError:

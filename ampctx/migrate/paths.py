@@ -1,4 +1,4 @@
-"""Ways through a training loop: a scaler has to see ``unscale_``, ``step`` and ``update`` together."""
+"""Control flow in a training loop: a scaler must see ``unscale_``, ``step`` and ``update`` together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEAVING = (cst.Continue, cst.Break, cst.Return, cst.Raise)
 
 
 def jumps(node: cst.CSTNode, in_loop: bool = False) -> Iterator[cst.CSTNode]:
-    """What leaves ``node`` for another place than the statement after it. ``in_loop``: of a loop that is in it."""
+    """Statements that jump out of ``node``. ``in_loop``: inside a loop within it, whose own jumps do not count."""
     if isinstance(node, cst.FunctionDef | cst.Lambda | cst.ClassDef):
         return
     if isinstance(node, _LEAVING) and not (in_loop and isinstance(node, cst.Continue | cst.Break)):
@@ -24,17 +24,17 @@ def jumps(node: cst.CSTNode, in_loop: bool = False) -> Iterator[cst.CSTNode]:
 
 
 def check_reached(parsed: Parsed, statements: Sequence[cst.CSTNode], step: cst.CSTNode) -> None:
-    """Refuses where ``unscale_``, before ``statements``, may be left without the ``step`` and ``update`` after them."""
+    """Refuses if control may leave ``statements`` after ``unscale_`` and before ``step`` and ``update``."""
     for node in (n for statement in statements for n in jumps(statement)):
         word = type(node).__name__.lower()
         raise flow.refuse(
-            parsed, node, f"{word} between scaler.unscale_, which gradients need here, and scaler.step and update"
+            parsed, node, f"{word} between scaler.unscale_, which this loop needs, and scaler.step and update"
         )
     for node in parsed.ancestors(step):
         if isinstance(node, cst.FunctionDef):
             return
         if isinstance(node, cst.With) and any(dotted(c.func).endswith("suppress") for c in _contexts(node)):
-            raise flow.refuse(parsed, node, "errors between scaler.unscale_ and scaler.step are suppressed")
+            raise flow.refuse(parsed, node, "the loop suppresses exceptions between scaler.unscale_ and scaler.step")
 
 
 def _contexts(block: cst.With) -> Iterator[cst.Call]:
@@ -44,10 +44,10 @@ def _contexts(block: cst.With) -> Iterator[cst.Call]:
 def is_zeroed(
     parsed: Parsed, backward: cst.CSTNode, step: cst.CSTNode, is_ours: Callable[[cst.BaseExpression], bool]
 ) -> bool:
-    """Whether gradients are certainly set to zero between ``step`` and the next ``backward``.
+    """Whether gradients are certainly zeroed between ``step`` and the next ``backward``.
 
-    Either after the step, before anything that could leave the way there; or before the backward. Both up to the
-    innermost loop, where the next round begins. ``is_ours``: tells the optimizer and the model.
+    Looks after the step, up to the first jump, and before the backward, both within the innermost loop. ``is_ours``:
+    recognizes the optimizer and the model.
     """
     for suite, index in _up_to_loop(parsed, step):
         for statement in suite.body[index + 1 :]:
@@ -70,7 +70,7 @@ def _up_to_loop(parsed: Parsed, node: cst.CSTNode) -> Iterator[tuple[flow.Block,
 
 
 def _zeroes(statement: cst.CSTNode, is_ours: Callable[[cst.BaseExpression], bool]) -> bool:
-    """Whether a statement is ``zero_grad()`` of what it is about, on no condition."""
+    """Whether a statement is an unconditional ``zero_grad()`` of the model or optimizer."""
     for small in statement.body if isinstance(statement, cst.SimpleStatementLine) else []:
         function = small.value.func if isinstance(small, cst.Expr) and isinstance(small.value, cst.Call) else None
         if isinstance(function, cst.Attribute) and function.attr.value == "zero_grad" and is_ours(function.value):

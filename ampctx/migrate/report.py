@@ -1,4 +1,4 @@
-"""What the tool found, and how it says so: findings, the report in words, the JSON object."""
+"""Findings, and how ``ampctx migrate`` prints them: diff, text report, JSON."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+# As in the JSON, which scripts read. The text report prints the words of _SHOWN.
 Status = Literal["served", "adapted", "person"]
+_SHOWN: dict[Status, str] = {"served": "moved", "adapted": "adapted", "person": "manual"}
 
 _NEWLINE = re.compile(r"\r\n?|\n")
 _LINKS = [
-    ("apex.optimizers", "docs/from_apex.md#optimizers"),
-    ("apex.parallel.LARC", "docs/from_apex.md#optimizers"),
-    ("", "docs/from_apex.md#what-differs-on-purpose"),
+    ("apex.optimizers", "docs/apex_differences.md#optimizers"),
+    ("apex.parallel.LARC", "docs/apex_differences.md#optimizers"),
+    ("apex.amp", "docs/apex_differences.md#training-loop"),
+    ("", "docs/apex_names.md"),
 ]
 
 
 def link(name: str) -> str:
-    """The part of the documentation that tells about a name of apex."""
+    """The documentation page, and its section, for an apex name."""
     return next(target for prefix, target in _LINKS if name.startswith(prefix))
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One place where a file uses something of apex.
+    """One use of an apex name.
 
-    ``line`` and ``column`` count from 1. ``arguments``: the source of each argument of a call, None where nothing is
-    called.
+    ``line`` and ``column`` count from 1. ``arguments``: the source of each argument; None if the name is not called.
     """
 
     file: str
@@ -65,13 +67,17 @@ class FileResult:
     def changed(self) -> bool:
         return self.after != self.before
 
+    def fail(self, reason: str) -> None:
+        """Records that the file stays as it is: no edits, and no findings, which would claim them."""
+        self.error, self.after, self.edits, self.findings = reason, self.before, [], []
+
 
 def line_starts(text: str) -> list[int]:
     return [0, *(match.end() for match in _NEWLINE.finditer(text))]
 
 
 def apply(text: str, edits: Sequence[Edit]) -> str:
-    """``text`` with all edits; those at one place in the order given. They must not overlap."""
+    """Returns ``text`` with all edits applied. They must not overlap; edits at one offset keep their order."""
     parts, end = [], 0
     for edit in sorted(edits, key=lambda e: (e.start, e.end)):
         assert edit.start >= end, f"edits overlap at {edit.start}"
@@ -81,7 +87,7 @@ def apply(text: str, edits: Sequence[Edit]) -> str:
 
 
 def diff(result: FileResult) -> str:
-    """A unified diff of a file, that ``patch`` and ``git apply`` take."""
+    """A unified diff that ``patch`` and ``git apply`` accept."""
 
     def lines(text: str) -> list[str]:
         starts = line_starts(text)
@@ -94,11 +100,18 @@ def diff(result: FileResult) -> str:
 
 def summary(results: Sequence[FileResult], written: bool) -> str:
     counts = counted(results)
-    changed = "changed" if written else "to change"
-    return (
-        f"{counts['files']} files looked at, {counts['changed']} {changed}; names of apex: {counts['served']} served, "
-        f"{counts['adapted']} adapted, {counts['person']} for a person; {counts['errors']} files could not be read"
-    )
+    statuses = ", ".join(f"{counts[status]} {shown}" for status, shown in _SHOWN.items())
+    parts = [f"{_files(counts['files'])} scanned, {counts['changed']} {'changed' if written else 'to change'}."]
+    parts.append(f"apex names: {statuses}.")
+    if counts["errors"]:
+        parts.append(f"{_files(counts['errors'])} with errors.")
+    if counts["changed"] and not written:
+        parts.append("Run with --write to apply.")
+    return " ".join(parts)
+
+
+def _files(count: int) -> str:
+    return f"{count} file{'' if count == 1 else 's'}"
 
 
 def counted(results: Sequence[FileResult]) -> dict[str, int]:
@@ -106,19 +119,19 @@ def counted(results: Sequence[FileResult]) -> dict[str, int]:
     return {
         "files": len(results),
         "changed": sum(result.changed for result in results),
-        **{status: statuses[status] for status in ("served", "adapted", "person")},
+        **{status: statuses[status] for status in _SHOWN},
         "errors": sum(result.error is not None for result in results),
     }
 
 
 def words(results: Sequence[FileResult], written: bool) -> str:
-    """The report: a line for each finding, one for each file that failed, and the summary."""
+    """The text report: a line per finding, a line per file that failed, and the summary."""
     out = []
     for result in results:
         for f in result.findings:
             call = f.name if f.arguments is None else f"{f.name}({', '.join(f.arguments)})"
-            # A call over several lines becomes one.
-            out.append(f"{f.file}:{f.line}:{f.column}: {f.status}: {' '.join(call.split())}")
+            # Joins the lines of a call.
+            out.append(f"{f.file}:{f.line}:{f.column}: {_SHOWN[f.status]}: {' '.join(call.split())}")
             if f.message:
                 out.append(f"    {f.message}" + (f" ({f.link})" if f.status == "person" else ""))
         if result.error is not None:

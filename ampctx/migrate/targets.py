@@ -1,4 +1,4 @@
-"""From a name of apex to its row in the table, and from a row's target to something that can be imported."""
+"""Maps an apex name to its row in the table, and a row's target to an import."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ APEX_ROOTS = ("apex", "amp_C", "apex_C")
 
 
 class Row(NamedTuple):
-    """What the table says of a name that code uses: ``apex.amp._amp_state.loss_scalers`` has ``apex.amp._amp_state``'s.
+    """The table row of a name: ``apex.amp._amp_state.x`` without a row of its own has ``apex.amp._amp_state``'s.
 
-    ``rest``: what follows the name of the row. ``entry`` is None for a module that has rows below it, and for a name
-    that the table does not know.
+    ``rest``: the part after the row's name. ``entry`` is None for a module with rows below it and for unknown names.
     """
 
     name: str
@@ -36,13 +35,13 @@ class Row(NamedTuple):
 def row(name: str) -> Row:
     module, _, last = name.rpartition(".")
     if last.startswith("__") and _has_rows_below(module):
-        # apex.__file__ and the like: the module itself is looked at.
+        # apex.__file__ and the like ask about the module itself.
         return Row(module, f".{last}", names.NAMES.get(module), is_module=True)
     prefix, rest = name, ""
     while prefix:
         entry = names.NAMES.get(prefix)
         if entry is not None and not (rest and entry.status != "refused" and _lacks(prefix, entry, rest)):
-            # A class may have rows below it as well, for its attributes.
+            # A class may have rows for its attributes.
             return Row(prefix, rest, entry, is_module=not rest and entry.target is not None and is_module(entry.target))
         if not rest and _has_rows_below(prefix):
             return Row(prefix, rest, None, is_module=True)
@@ -56,7 +55,7 @@ def _has_rows_below(name: str) -> bool:
 
 
 def _lacks(name: str, entry: Name, rest: str) -> bool:
-    """Whether a row is one of a module whose names have rows of their own, and this one has none."""
+    """Whether the row is a module that has no such name: names in modules have rows of their own."""
     if entry.target is not None and is_module(entry.target):
         return locate(f"{entry.target}{rest}") is None
     if not _has_rows_below(name):
@@ -66,7 +65,7 @@ def _lacks(name: str, entry: Name, rest: str) -> bool:
 
 
 class Place(NamedTuple):
-    """Where a target is: ``path`` is what to take of ``module``, "" for the module itself."""
+    """Where a target is: attribute ``path`` of ``module``; "" is the module itself."""
 
     module: str
     path: str
@@ -75,7 +74,7 @@ class Place(NamedTuple):
 
 @functools.cache
 def locate(target: str) -> Place | None:
-    """What a target leads to, None if there is nothing of that name.
+    """Resolves a target; None if it does not exist.
 
     Attributes come before sub-modules: ``ampctx.amp.master_params`` is the function.
     """
@@ -98,7 +97,7 @@ def locate(target: str) -> Place | None:
 def _imported(name: str) -> ModuleType | None:
     try:
         with warnings.catch_warnings():
-            # Of a module of torch that is on its way out.
+            # torch may deprecate the module.
             warnings.simplefilter("ignore")
             return importlib.import_module(name)
     except ImportError:
@@ -111,7 +110,7 @@ def is_module(target: str) -> bool:
 
 
 def module_target(module: str) -> str | None:
-    """The module that stands for one of apex: the table's, or that of the same name which its rows lead to."""
+    """The module that replaces an apex module: from its row, else the module of that name that its rows point to."""
     if module == "apex":
         return "ampctx"
     entry = names.NAMES.get(module)
@@ -128,7 +127,7 @@ def module_target(module: str) -> str | None:
 
 
 def fits(target: str, positional: int, keywords: list[str]) -> bool:
-    """Whether a callable takes as many positional arguments and these keywords."""
+    """Whether a callable accepts these arguments."""
     place = locate(target)
     if place is None or not callable(place.value):
         return False

@@ -1,8 +1,7 @@
-"""From apex's names to ampctx's, as the table ``ampctx.compat.names`` tells. What code means does not change.
+"""Rewrites apex names to ampctx's, by the table in ``ampctx.compat.names``. The code keeps its meaning.
 
-A local name that an import makes is moved as a whole or stays as a whole. It is moved by another import if that leaves
-all uses as they are, else by writing out the new name at each use. One with a use that only apex's name leads to stays,
-below an ``import ampctx.compat.apex``.
+An imported name moves with all its uses, or not at all. It moves by a new import if no use has to change, else each use
+gets the full new name. If one use has no public ampctx name, the apex import stays below ``import ampctx.compat.apex``.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ from ampctx.migrate.report import Edit, Finding, Status
 from ampctx.migrate.targets import Row
 
 COVER = "import ampctx.compat.apex"
-_COVER_LINE = f"{COVER}  # serves the apex names below, so it stays above them"
-_KEPT = "stays an apex name, which import ampctx.compat.apex serves"
+_COVER_LINE = f"{COVER}  # makes the apex imports below work: keep it above them"
+_KEPT = "keeps its apex name; import ampctx.compat.apex makes it importable"
 
 
 @dataclass
 class _Decision:
-    """What becomes of the local name of an import. ``written_out``: its uses get the full new name."""
+    """The fate of an imported name. ``written_out``: its uses get the full new name."""
 
     choice: Choice
     written_out: bool = False
     roots: set[str] = field(default_factory=set)
-    # Kept, and served under apex's name.
+    # Kept, and needs import ampctx.compat.apex.
     covered: bool = False
 
 
 def plan(parsed: Parsed, only: str = "", gone: Collection[Binding] = ()) -> tuple[list[Edit], list[Finding]]:
-    """The edits of a file and what was found in it.
+    """The edits and findings of a file.
 
-    ``only``: a root that targets must have, "torch". ``gone``: imports whose uses the caller replaces.
+    ``only``: accept targets of this root package only ("torch"). ``gone``: imports whose uses the caller replaces.
     """
     decisions = _decide_all(parsed, only) | {binding: _Decision(Remove()) for binding in gone}
     edits: list[Edit] = []
@@ -70,7 +69,7 @@ def plan(parsed: Parsed, only: str = "", gone: Collection[Binding] = ()) -> tupl
     return edits, sorted(findings, key=lambda f: (f.line, f.column))
 
 
-# --- what becomes of a name -------------------------------------------------------------------------------------------
+# --- decisions --------------------------------------------------------------------------------------------------------
 
 
 def _decide_all(parsed: Parsed, only: str) -> dict[Binding, _Decision]:
@@ -88,12 +87,12 @@ def _decide(parsed: Parsed, binding: Binding, group: list[Binding], only: str) -
     own = targets.row(binding.target)
     uses = {use: use for b in group for use in b.uses}.keys() if binding.plain else binding.uses
     rows = {use: targets.row(use.name) for use in uses}
-    if binding.plain and not _is_served(targets.row(binding.imported)):
+    if binding.plain and not _is_supported(targets.row(binding.imported)):
         return _kept(targets.row(binding.imported), list(rows.values()))
     if binding.alias is None or not all(_moves(parsed, use, row, only) for use, row in rows.items()):
         return _kept(own, list(rows.values()))
     if own.is_module and not rows:
-        # Somebody may import it from this file, for names that only apex has.
+        # Other files may import it from this one, for names that only apex has.
         return _kept(own, [])
     if not own.is_module and not _moves(parsed, None, own, only):
         return _kept(own, [])
@@ -111,16 +110,16 @@ def _decide(parsed: Parsed, binding: Binding, group: list[Binding], only: str) -
 
 
 def _kept(own: Row, rows: list[Row]) -> _Decision:
-    """Served under apex's name, unless nothing of it can be served: then an apex beside ampctx may still do it."""
-    return _Decision(Keep(), covered=any(_is_served(row) for row in rows or [own]))
+    """Keeps the import. It needs ``import ampctx.compat.apex`` unless ampctx supports none of its names."""
+    return _Decision(Keep(), covered=any(_is_supported(row) for row in rows or [own]))
 
 
-def _is_served(row: Row) -> bool:
+def _is_supported(row: Row) -> bool:
     return row.is_known and not (row.entry is not None and row.entry.status == "refused")
 
 
 def _moves(parsed: Parsed, use: Use | None, row: Row, only: str) -> bool:
-    """Whether a use can go without apex's name."""
+    """Whether a use has a public name outside apex."""
     if row.entry is None or row.is_module:
         return use is not None and row.is_module and _is_tested(parsed, use)
     target = row.entry.target
@@ -133,9 +132,9 @@ def _moves(parsed: Parsed, use: Use | None, row: Row, only: str) -> bool:
         return False
     if root != "torch":
         return True
-    # Code of ours has apex's signature, torch's has its own.
-    if row.entry.status != "served" or use is None:
-        return row.entry.status == "served"
+    # ampctx has apex's signatures, torch has its own.
+    if row.entry.status != "supported" or use is None:
+        return row.entry.status == "supported"
     return use.call is not None and not row.rest and _fits(target, use.call)
 
 
@@ -147,7 +146,7 @@ def _fits(target: str, call: cst.Call) -> bool:
 
 
 def _is_tested(parsed: Parsed, use: Use) -> bool:
-    """``amp is None`` and the like: all that is asked is whether there is a module."""
+    """``amp is None`` and the like, which only test that the module exists."""
     parent = parsed.parents[use.chain]
     if isinstance(parent, cst.Comparison):
         operators = [c.operator for c in parent.comparisons]
@@ -157,7 +156,7 @@ def _is_tested(parsed: Parsed, use: Use) -> bool:
 
 
 def _by_import(binding: Binding, own: Row, rows: dict[Use, Row], only: str) -> New | None:
-    """Another import under the same local name that leaves all uses as they are."""
+    """A new import under the same local name that needs no change at the uses."""
     if own.is_module:
         target = targets.module_target(binding.target)
         if target is None or (only and target.split(".")[0] != only):
@@ -185,7 +184,7 @@ def _assigned_only_by(parsed: Parsed, binding: Binding, group: list[Binding]) ->
 
 
 def hidden(parsed: Parsed, roots: set[str]) -> bool:
-    """Whether one of these names means something else than the package somewhere in the file."""
+    """Whether the file uses one of these package names for anything else."""
     for scope in {id(s): s for s in parsed.scopes.values() if s is not None}.values():
         for root in roots:
             for assignment in scope[root]:
@@ -199,7 +198,7 @@ def hidden(parsed: Parsed, roots: set[str]) -> bool:
 
 
 def _has_import(parsed: Parsed, root: str, binding: Binding) -> bool:
-    """Whether ``import root`` has run by the time that the names of an import are used."""
+    """Whether ``import root`` runs before the names of ``binding`` are used."""
     start = parsed.span(binding.statement)[0]
     for node in parsed.tree.body:
         for small in node.body if isinstance(node, cst.SimpleStatementLine) else []:
@@ -221,11 +220,11 @@ def _written_out(parsed: Parsed, use: Use) -> Edit:
 
 
 def _target(row: Row) -> str:
-    """The new name; "" if there is none."""
+    """The new name, or ""."""
     return (row.entry.target if row.entry is not None else targets.module_target(row.name)) or ""
 
 
-# --- what is found ----------------------------------------------------------------------------------------------------
+# --- findings -------------------------------------------------------------------------------------------------------
 
 
 def _findings(parsed: Parsed, binding: Binding, decision: _Decision, only: str) -> Iterator[Finding]:
@@ -233,7 +232,7 @@ def _findings(parsed: Parsed, binding: Binding, decision: _Decision, only: str) 
         row = targets.row(use.name)
         status, message = verdict(row, decision.choice, only)
         yield parsed.finding(use.chain, use.name, status, message, use.call)
-    if not binding.uses or (binding.plain and not _is_served(targets.row(binding.imported))):
+    if not binding.uses or (binding.plain and not _is_supported(targets.row(binding.imported))):
         name = f"{binding.target}.*" if binding.alias is None else binding.imported
         status, message = verdict(targets.row(binding.imported), decision.choice, only)
         yield parsed.finding(binding.alias or binding.statement, name, status, message)
@@ -241,36 +240,38 @@ def _findings(parsed: Parsed, binding: Binding, decision: _Decision, only: str) 
 
 def verdict(row: Row, choice: Choice, only: str = "") -> tuple[Status, str]:
     if not row.is_known:
-        return "person", f"{row.name} is no name of apex that ampctx knows"
+        return "person", f"{row.name}: no apex name that ampctx knows. Check the spelling, or report it"
     note = row.entry.note if row.entry is not None else ""
     if row.entry is not None and row.entry.status == "refused":
-        return "person", note or "ampctx has nothing in its place"
+        return "person", note or "ampctx has no replacement"
     if not isinstance(choice, Keep):
         return ("adapted", note) if row.entry is not None and row.entry.status == "adapted" else ("served", note)
     if only:
-        return "person", f"has no counterpart in {only} that takes its place as it stands; --to ampctx moves it. {note}"
+        return "person", f"{only} has no drop-in replacement. --to ampctx moves it. {note}"
     return "adapted", f"{_KEPT}. {note}"
 
 
 def _other_findings(parsed: Parsed, needy: list[cst.CSTNode], only: str) -> Iterator[Finding]:
-    """Imports by string and private attributes. Statements that need apex's names are added to ``needy``."""
+    """Findings for imports by string and private attributes. Adds statements that need apex names to ``needy``."""
     for found in parsed.imports:
         row = targets.row(found.name) if found.name else None
         if row is None:
-            yield parsed.finding(found.node, "apex", "person", "imports a module of apex whose name is computed")
+            yield parsed.finding(
+                found.node, "apex", "person", "imports an apex module by a computed name. Edit it by hand"
+            )
         else:
             status, message = verdict(row, Keep(), only)
             yield parsed.finding(found.node, found.name or row.name, status, message)
             if status == "adapted":
                 needy.append(found.node)
     for node, value in parsed.strings:
-        yield parsed.finding(node, value, "person", "a string that names a module of apex: see what is done with it")
+        yield parsed.finding(node, value, "person", "a string that names an apex module. Check how the program uses it")
     for attribute, name in parsed.private:
         if only:
-            message = "private state of apex, which torch.amp has not"
+            message = "private apex state; torch.amp has none"
             yield parsed.finding(attribute, name, "person", message)
         else:
-            message = "private state of apex, which is there where ampctx.compat.apex is imported"
+            message = "private apex state; import ampctx.compat.apex provides it"
             yield parsed.finding(attribute, name, "adapted", message)
 
 
@@ -278,9 +279,9 @@ def _other_findings(parsed: Parsed, needy: list[cst.CSTNode], only: str) -> Iter
 
 
 def _cover(parsed: Parsed, needy: list[cst.CSTNode]) -> list[Edit]:
-    """Edits that bring apex's names in before each of these statements, in the block where it stands.
+    """Edits that insert ``import ampctx.compat.apex`` before each of these statements.
 
-    In the block, and not at the top: an import in a function or below ``try`` shall not be needed earlier than it was.
+    In the same block, not at the top: a guarded import stays guarded.
     """
     covers: list[tuple[Block, int]] = parsed.covering()
     edits = []
@@ -292,12 +293,12 @@ def _cover(parsed: Parsed, needy: list[cst.CSTNode]) -> list[Edit]:
         edits.append(insert_before(parsed, *blocks[0], _COVER_LINE))
     if parsed.private and not any(block is parsed.tree for block, _ in covers):
         index = _head(parsed)
-        edits = [insert_before(parsed, parsed.tree, index, f"{COVER}  # serves the private attributes of apex")]
+        edits = [insert_before(parsed, parsed.tree, index, f"{COVER}  # adds apex's private attributes to optimizers")]
     return edits
 
 
 def _head(parsed: Parsed) -> int:
-    """The first statement of a file after its docstring and ``from __future__``."""
+    """The index of the first statement after the docstring and ``from __future__``."""
     for index, statement in enumerate(parsed.tree.body):
         small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
         is_docstring = index == 0 and isinstance(small, cst.Expr) and isinstance(small.value, cst.BaseString)

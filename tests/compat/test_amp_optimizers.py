@@ -383,7 +383,7 @@ def test_post_takes_a_loss_scaler():
         optimizer._post_amp_backward(128.0)
 
 
-SERVED = [n.rpartition(".")[2] for n, e in AMP.items() if "the method that amp has put" in e.note]
+SERVED = [n.rpartition(".")[2] for n, e in AMP.items() if "the method that amp adds" in e.note]
 
 
 @pytest.mark.parametrize("name", SERVED)

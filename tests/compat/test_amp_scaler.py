@@ -131,7 +131,7 @@ def test_attributes_can_be_written():
     assert (scaler.update_scale(), scaler.loss_scale(), scaler.dynamic) == (False, 16.0, False)
     with pytest.raises(AmpValueError, match="loss_scale is 0.0"):
         scaler._loss_scale = 0.0
-    with pytest.raises(AmpTypeError, match="_overflow_buf must be a tensor of one element"):
+    with pytest.raises(AmpTypeError, match="_overflow_buf must be a one-element tensor"):
         scaler._overflow_buf = torch.zeros(2)
     with pytest.raises(AmpValueError, match="min_loss_scale is 32.0 and max_loss_scale is 16.0"):
         scaler._min_loss_scale = 32.0

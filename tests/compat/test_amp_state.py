@@ -160,7 +160,7 @@ def test_scalers_can_be_added_and_taken_away():
 
 def test_nothing_but_scalers_goes_in():
     probe()
-    with pytest.raises(AmpTypeError, match="loss_scalers holds apex.amp.scaler.LossScaler objects alone"):
+    with pytest.raises(AmpTypeError, match="loss_scalers takes apex.amp.scaler.LossScaler objects only"):
         _amp_state.loss_scalers[0] = 128.0
 
 

@@ -141,7 +141,7 @@ def test_every_row_of_the_stash_exists(level):
 @pytest.mark.parametrize("name", [n for n, entry in AMP.items() if entry.status == "refused" and "AmpHandle" not in n])
 def test_refused_names_say_so_when_called(name):
     helper = _resolve(name)
-    with pytest.raises(NotImplementedError, match=f"{name} is not served by ampctx. .*[a-z]"):
+    with pytest.raises(NotImplementedError, match=f"{name} is not supported by ampctx. .*[a-z]"):
         helper(None)
 
 

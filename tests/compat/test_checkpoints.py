@@ -367,7 +367,7 @@ def test_masters_of_fp16_optimizer_need_their_parameters():
     amp.reset()
     model, optimizer = start("O1", seed=1)
     before = everything(model, optimizer)
-    message = r"saved 4 masters, of the 6 parameters of a group, and 0 have one here: resume at opt_level='O2'"
+    message = r"saved 4 masters, of the 6 parameters of a group, and 0 have one here. Resume at opt_level='O2'"
     with pytest.raises(AmpValueError, match=message):
         load_checkpoint(content, model, optimizer)
     assert_same(everything(model, optimizer), before)
@@ -606,7 +606,7 @@ def test_torchs_optimizer_cannot_leave_out_the_bias_correction():
     model = mlp()
     state = FusedAdam(model.parameters(), bias_correction=False).state_dict()
     state["param_groups"][0]["step"] = 3
-    with pytest.raises(AmpValueError, match="had bias_correction=False, and AdamW always corrects"):
+    with pytest.raises(AmpValueError, match="had bias_correction=False, which AdamW does not support"):
         load_checkpoint({"optimizer": state}, None, torch.optim.AdamW(model.parameters()))
 
 
@@ -724,7 +724,11 @@ def put(*path, value):
 
 
 BAD = {
-    "no-model": (drop("model"), AmpKeyError, "has no model under a name .* it has 'optimizer', 'amp', 'master params'"),
+    "no-model": (
+        drop("model"),
+        AmpKeyError,
+        "has no model under a known name, it has 'optimizer', 'amp', 'master params'",
+    ),
     "no-optimizer": (drop("optimizer"), AmpKeyError, r"has no optimizer under .* keys=\{'optimizer': ...\}"),
     "two-models": (put("model", value=[{"a": torch.ones(1)}] * 2), AmpValueError, r"state of 2 model\(s\), and 1 were"),
     "missing-key": (drop("model", "0.bias"), AmpError, "'model' does not fit the model.*Missing key.*0.bias"),
@@ -761,7 +765,11 @@ BAD = {
     "masters-string": (put("master params", 1, value="x"), AmpTypeError, "'master params' is not a list of tensors"),
     "foreign-masters": (put("masters", value={"node": 1}), AmpTypeError, "'masters' is not a list of .* with 'node'"),
     "foreign-amp": (put("amp", value={"level": 1}), AmpTypeError, "'amp' is not the state of amp .* dict with 'level'"),
-    "foreign-grad-scaler": (put("grad_scaler", value=[1]), AmpTypeError, "'grad_scaler' is not .* of type list; the"),
+    "foreign-grad-scaler": (
+        put("grad_scaler", value=[1]),
+        AmpTypeError,
+        "'grad_scaler' is not .* of type list. Name the right entry with keys=",
+    ),
     "no-groups": (drop("optimizer", "param_groups"), AmpTypeError, "'optimizer' is not the state .* dict with 'state'"),
     "groups-string": (
         put("optimizer", "param_groups", value="x"),
@@ -872,7 +880,7 @@ def test_an_empty_amp_state_is_logged(caplog):
     loaded = load_checkpoint({"model": saved_model, "optimizer": saved_optimizer, "amp": {}}, model, optimizer)
     assert loaded.unused == {"amp": {}}
     assert [r.getMessage() for r in caplog.records] == [
-        "the checkpoint's 'amp' is empty, as a scaler that is disabled saves: not loaded"
+        "the checkpoint's 'amp' is empty, as a disabled scaler saves it. Not loaded."
     ]
 
 

@@ -105,7 +105,7 @@ def test_lamb_is_that_of_ampctx():
 )
 def test_refused_classes_are_imported_and_say_so_when_called(module, name, replacement):
     cls = getattr(importlib.import_module(module), name)
-    with pytest.raises(NotImplementedError, match=rf"{name} is not served by ampctx\. Use .*{replacement}"):
+    with pytest.raises(NotImplementedError, match=rf"{name} is not supported by ampctx\. Use .*{replacement}"):
         cls(params_of(), lr=0.1)
 
 
@@ -328,8 +328,11 @@ def test_bad_arguments_of_step_are_refused_by_name(old, new, arguments, error, m
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"eps_inside_sqrt": True}, "eps_inside_sqrt=True.* is not served by ampctx: leave it out"),
-        ({"amp_scale_adjustment": 2.0}, "amp_scale_adjustment=.* is not served by ampctx: pass the product as scale"),
+        ({"eps_inside_sqrt": True}, "eps_inside_sqrt=True.* is not supported by ampctx: leave it out"),
+        (
+            {"amp_scale_adjustment": 2.0},
+            "amp_scale_adjustment=.* is not supported by ampctx: pass the product as scale",
+        ),
         ({"max_grad_norm": -1.0}, "max_grad_norm"),
     ],
     ids=["eps", "adjustment", "norm"],

@@ -12,12 +12,12 @@ from ampctx.compat.install import refused
 from ampctx.compat.names import NAMES, lookup, refusal
 from ampctx.migrate.targets import locate
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "from_apex.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "apex_names.md"
 
 
 def test_the_page_has_the_table():
     page = PAGE.read_text()
-    assert page == table.replaced(page), "run: python -m ampctx.compat.table docs/from_apex.md"
+    assert page == table.replaced(page), "run: python -m ampctx.compat.table docs/apex_names.md"
 
 
 def test_the_table_has_every_name():
@@ -115,7 +115,7 @@ def test_a_name_below_a_refused_module_is_refused():
     assert refusal("apex.contrib.fmha.fmha.FMHAFun") == refusal("apex.contrib.fmha").replace(
         "apex.contrib.fmha", "apex.contrib.fmha.fmha.FMHAFun", 1
     )
-    with pytest.raises(NotImplementedError, match="apex.contrib.fmha.FMHA is not served by ampctx"):
+    with pytest.raises(NotImplementedError, match="apex.contrib.fmha.FMHA is not supported by ampctx"):
         refused("apex.contrib.fmha.FMHA")(3)
 
 

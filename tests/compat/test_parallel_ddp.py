@@ -117,7 +117,7 @@ def test_nothing_is_printed_but_what_torch_says_of_its_flag(two):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shared_param": True}, "shared_param is no option any more"),
+        ({"shared_param": True}, "shared_param is no longer an option"),
         ({"delay_allreduce": True, "allreduce_trigger_params": []}, "allreduce_trigger_params may only be given with"),
         ({"delay_allreduce": True, "num_allreduce_streams": 2}, "num_allreduce_streams may only be above 1 with"),
     ],

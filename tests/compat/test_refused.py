@@ -31,14 +31,14 @@ def test_a_refused_module_can_be_imported_and_its_members_refuse(name, capsys):
     module = importlib.import_module(name)
     with pytest.raises(AmpNotImplementedError) as error:
         module.Anything(1, key=2)
-    assert str(error.value) == f"{name}.Anything is not served by ampctx. {REFUSED[name].note}"
+    assert str(error.value) == f"{name}.Anything is not supported by ampctx. {REFUSED[name].note}"
     assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("name", ["LSTM", "GRU", "ReLU", "Tanh", "mLSTM"])
 @pytest.mark.parametrize("module", ["apex.RNN", "apex.RNN.models"])
 def test_rnns_name_their_replacement(module, name):
-    with pytest.raises(AmpNotImplementedError, match=rf"{module}.{name} is not served by ampctx. Use torch.nn."):
+    with pytest.raises(AmpNotImplementedError, match=rf"{module}.{name} is not supported by ampctx. Use torch.nn."):
         getattr(importlib.import_module(module), name)(10, 20, 2)
 
 
@@ -52,7 +52,7 @@ def test_attention():
     from apex.contrib.multihead_attn import SelfMultiheadAttn
     from apex.contrib.multihead_attn.self_multihead_attn import SelfMultiheadAttn as InSubmodule
 
-    message = r"SelfMultiheadAttn is not served by ampctx. Use torch.nn.MultiheadAttention, or"
+    message = r"SelfMultiheadAttn is not supported by ampctx. Use torch.nn.MultiheadAttention, or"
     with pytest.raises(AmpNotImplementedError, match=f"apex.contrib.multihead_attn.{message}"):
         SelfMultiheadAttn(64, 4, dropout=0.1)
     with pytest.raises(AmpNotImplementedError, match=f"apex.contrib.multihead_attn.self_multihead_attn.{message}"):
@@ -71,7 +71,7 @@ def test_a_submodule_taken_from_its_package_refuses_at_the_call():
 def test_an_autograd_function_refuses_at_apply():
     from apex.contrib.fmha import FMHAFun
 
-    with pytest.raises(AmpNotImplementedError, match="apex.contrib.fmha.FMHAFun.apply is not served by ampctx"):
+    with pytest.raises(AmpNotImplementedError, match="apex.contrib.fmha.FMHAFun.apply is not supported by ampctx"):
         FMHAFun.apply(None)
 
 
@@ -97,7 +97,7 @@ def test_lazily_found_from_the_package():
     import apex
 
     with pytest.raises(
-        AmpNotImplementedError, match="apex.pyprof.nvtx.init is not served by ampctx. Use torch.profile"
+        AmpNotImplementedError, match="apex.pyprof.nvtx.init is not supported by ampctx. Use torch.profile"
     ):
         apex.pyprof.nvtx.init()
 

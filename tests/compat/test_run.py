@@ -231,7 +231,7 @@ def test_an_apex_that_was_imported_before_is_named(program, newer_apex):
     code = "import apex\nimport ampctx.compat.apex"
     done = python(program(code), cwd=ROOT, PYTHONPATH=os.pathsep.join([str(newer_apex), str(ROOT)]))
     assert done.returncode == 1
-    assert f"apex has been imported already, from {newer_apex / 'apex' / '__init__.py'}" in done.stderr
+    assert f"apex is already imported, from {newer_apex / 'apex' / '__init__.py'}" in done.stderr
 
 
 INSTALLING = """

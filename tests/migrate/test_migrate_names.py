@@ -13,14 +13,14 @@ pytest.importorskip("libcst")
 
 # Stand-ins for rows of each kind; a row that the table has itself comes first.
 ROWS = {
-    "apex.amp._amp_state": Name("served"),
-    "apex.parallel.convert_syncbn_model": Name("served", "torch.nn.SyncBatchNorm.convert_sync_batchnorm"),
+    "apex.amp._amp_state": Name("supported"),
+    "apex.parallel.convert_syncbn_model": Name("supported", "torch.nn.SyncBatchNorm.convert_sync_batchnorm"),
     "apex.parallel.DistributedDataParallel": Name("adapted", None, "runs over torch's."),
-    "apex.parallel.LARC.LARC": Name("served", "ampctx.optimizers.LARC"),
-    "apex.multi_tensor_apply.multi_tensor_applier": Name("served", "ampctx.multi_tensor_applier"),
+    "apex.parallel.LARC.LARC": Name("supported", "ampctx.optimizers.LARC"),
+    "apex.multi_tensor_apply.multi_tensor_applier": Name("supported", "ampctx.multi_tensor_applier"),
     "apex.normalization.FusedLayerNorm": Name("adapted", "torch.nn.LayerNorm", "has no memory_efficient."),
-    "apex.fp16_utils.FP16_Optimizer": Name("served"),
-    "amp_C.kept_kernel": Name("served"),
+    "apex.fp16_utils.FP16_Optimizer": Name("supported"),
+    "amp_C.kept_kernel": Name("supported"),
     "apex.contrib": Name("refused", None, "Use torch."),
     "apex.moved.fine": Name("adapted", "ampctx.foreach.scale", "takes lists."),
 }
@@ -43,7 +43,7 @@ FIXED = {
         "amp_C.kept_kernel",
     )
 }
-SHIM = "import ampctx.compat.apex  # serves the apex names below, so it stays above them\n"
+SHIM = "import ampctx.compat.apex  # makes the apex imports below work: keep it above them\n"
 
 MOVED = {
     "from import": ("from apex import amp\namp.initialize(m)\n", "from ampctx import amp\namp.initialize(m)\n"),
@@ -284,7 +284,7 @@ def test_names_that_are_installed_already_need_nothing(tmp_path, install):
 )
 def test_private_attributes_need_apex_names(tmp_path, use):
     result = migrated(tmp_path, f'"""Doc."""\nfrom __future__ import annotations\nimport os\n{use}\n')
-    line = "import ampctx.compat.apex  # serves the private attributes of apex"
+    line = "import ampctx.compat.apex  # adds apex's private attributes to optimizers"
     assert result.after.splitlines()[1:4] == ["from __future__ import annotations", line, "import os"]
     assert [f.status for f in result.findings] == ["adapted"]
 
@@ -332,13 +332,13 @@ def test_names_whose_successors_differ_stay(tmp_path, monkeypatch, before):
 
 PERSON = {
     "refused module": ("from apex.contrib.foo import Bar\nBar(1)\n", "apex.contrib.foo.Bar", r"Use torch\."),
-    "unknown name": ("from apex import amp\namp.nothing()\n", "apex.amp.nothing", "no name of apex that ampctx knows"),
+    "unknown name": ("from apex import amp\namp.nothing()\n", "apex.amp.nothing", "no apex name that ampctx knows"),
     "refused beside others": (
         "import apex.contrib.x\nimport ampctx.compat.apex\n",
         "apex.contrib.x",
         r"Use torch\.",
     ),
-    "unknown import": ("import apex.nothing\n", "apex.nothing", "no name of apex that ampctx knows"),
+    "unknown import": ("import apex.nothing\n", "apex.nothing", "no apex name that ampctx knows"),
     "refused import by string": ('__import__("apex.contrib.x")\n', "apex.contrib.x", r"Use torch\."),
     "computed import": ('import_module("apex." + x)\n', "apex", "computed"),
     "string in other hands": ('patch("apex.amp.scale_loss")\n', "apex.amp.scale_loss", "a string that names"),

@@ -314,10 +314,13 @@ def test_they_train_as_before(tmp_path):
 
 
 LEFT = {
-    "O2": ([('"O1"', '"O2"')], "line 11: torch.amp has nothing for opt_level='O2'"),
+    "O2": ([('"O1"', '"O2"')], "line 11: torch.amp has no equivalent of opt_level='O2'"),
     "level in a variable": ([('"O1"', "level")], "opt_level of amp.initialize is not a literal"),
-    "bounds of the scale": ([("verbosity=0", "min_loss_scale=1.0")], "torch.amp has nothing for min_loss_scale=1.0"),
-    "several losses": ([("verbosity=0", "num_losses=2")], "torch.amp has nothing for num_losses=2"),
+    "bounds of the scale": (
+        [("verbosity=0", "min_loss_scale=1.0")],
+        "torch.amp has no equivalent of min_loss_scale=1.0",
+    ),
+    "several losses": ([("verbosity=0", "num_losses=2")], "torch.amp has no equivalent of num_losses=2"),
     "strange scale": ([("verbosity=0", 'loss_scale="fast"')], "loss_scale='fast'"),
     "enabled is no bool": ([("verbosity=0", "enabled=1")], "enabled=1"),
     "scale of nan": ([("verbosity=0", 'loss_scale="nan"')], "loss_scale='nan'"),
@@ -325,12 +328,12 @@ LEFT = {
         [("for i in", "scaler = grad_scaler = amp_grad_scaler = 1\nfor i in")],
         "the names scaler, grad_scaler, amp_grad_scaler are all taken",
     ),
-    "unknown arguments": ([("verbosity=0", "**options")], "arguments of amp.initialize that cannot be told apart"),
+    "unknown arguments": ([("verbosity=0", "**options")], "cannot match the arguments of amp.initialize"),
     "several optimizers": (
         [("initialize(model, optimizer,", "initialize(model, [optimizer, other],")],
-        "something else than one model and one optimizer",
+        "not called with one model variable and one optimizer variable",
     ),
-    "other result": ([("model, optimizer = amp", "net, optimizer = amp")], "does not go back to model, optimizer"),
+    "other result": ([("model, optimizer = amp", "net, optimizer = amp")], "not assigned back to model, optimizer"),
     "initialize twice": (
         [("for i in", "model, optimizer = amp.initialize(model, optimizer)\nfor i in")],
         "line 12: a second call of amp.initialize",
@@ -346,15 +349,15 @@ LEFT = {
     ),
     "delay_unscale": ([("(loss, optimizer) as", "(loss, optimizer, delay_unscale=True) as")], "delay_unscale=True"),
     "loss_id": ([("(loss, optimizer) as", "(loss, optimizer, loss_id=1) as")], "loss_id=1"),
-    "two contexts": ([("with amp.", "with open(f), amp.")], "is not the one context of a with statement"),
+    "two contexts": ([("with amp.", "with open(f), amp.")], "is not the only context of a with statement"),
     "not with": (
         [("with amp.scale_loss(loss, optimizer) as", "block = amp.scale_loss(loss, optimizer)\n    with block as")],
-        "is not the one context",
+        "is not the only context",
     ),
-    "loss is a call": ([("scale_loss(loss,", "scale_loss(loss.mean(),")], "the loss is not a variable"),
+    "loss is a call": ([("scale_loss(loss,", "scale_loss(loss.mean(),")], "the loss is neither a variable"),
     "other optimizer": (
         [("scale_loss(loss, optimizer)", "scale_loss(loss, other)")],
-        "for something else than optimizer",
+        "not called for optimizer alone",
     ),
     "more in the block": (
         [("        scaled_loss.backward()", "        scaled_loss.backward()\n        print(1)")],
@@ -366,7 +369,7 @@ LEFT = {
     ),
     "another backward": (
         [("    optimizer.step()", "    penalty.backward()\n    optimizer.step()")],
-        "another backward",
+        "a second backward",
     ),
     "autograd.grad": (
         [("    optimizer.step()", "    torch.autograd.grad(loss, x)\n    optimizer.step()")],
@@ -377,19 +380,19 @@ LEFT = {
             ("    output = model(x)\n", ""),
             ("    loss = criterion(\n        output, y\n    )", "    loss = compute(model, x, y)"),
         ],
-        r"no call of model\(...\) in this block is seen to lead to the loss",
+        r"found no call of model\(...\) in this block that leads to the loss",
     ),
     "loss from outside of the loop": (
         [("for i in range(8):", "output = model(x)\nfor i in range(8):"), ("    output = model(x)\n", "")],
         r"no call of model\(...\)",
     ),
-    "no step": ([("    optimizer.step()\n", "")], r"0 calls of optimizer.step\(\) in sight"),
+    "no step": ([("    optimizer.step()\n", "")], r"found 0 calls of optimizer.step\(\), expected one"),
     "two steps": ([("    optimizer.step()", "    optimizer.step()\n    optimizer.step()")], "2 calls"),
-    "closure": ([("optimizer.step()", "optimizer.step(closure)")], "with a closure"),
-    "result of the step": ([("    optimizer.step()", "    r = optimizer.step()")], "whose result is used"),
+    "closure": ([("optimizer.step()", "optimizer.step(closure)")], "takes a closure"),
+    "result of the step": ([("    optimizer.step()", "    r = optimizer.step()")], "its result is used"),
     "step on one line with others": (
         [("    optimizer.step()", "    optimizer.step(); y = y")],
-        "no statement on a line of its own",
+        "not a statement on its own line",
     ),
     "step before": (
         [
@@ -400,7 +403,7 @@ LEFT = {
     ),
     "step on a condition that calls": (
         [("    optimizer.step()", "    if ready():\n        optimizer.step()")],
-        "under a condition that calls something",
+        r"the condition around optimizer.step\(\) calls a function",
     ),
     "step in an else": (
         [("    optimizer.step()", "    if i:\n        pass\n    else:\n        optimizer.step()")],
@@ -413,14 +416,14 @@ LEFT = {
     ),
     "step in a function": (
         [("    optimizer.step()", "    step()"), ("for i in", "def step():\n    optimizer.step()\nfor i in")],
-        "optimizer is used in another function",
+        "another function uses optimizer",
     ),
     "optimizer assigned again": ([("for i in", "optimizer = other\nfor i in")], "optimizer is assigned again"),
-    "optimizer in the forward": ([("criterion(\n", "criterion(optimizer,\n")], "optimizer is used within the forward"),
-    "function in the forward": ([("criterion(\n", "(lambda a, b: a.sum())(\n")], "a function is made in the forward"),
+    "optimizer in the forward": ([("criterion(\n", "criterion(optimizer,\n")], "the forward uses optimizer"),
+    "function in the forward": ([("criterion(\n", "(lambda a, b: a.sum())(\n")], "the forward defines a function"),
     "output goes into a call": (
         [("print(loss.item())", "print(accuracy(output, y))")],
-        r"line 23: output may be in 16 bits here.*hand on output.float\(\)",
+        r"line 23: output may be in 16 bits here.*Pass output.float\(\)",
     ),
     "output goes into a matmul": (
         [("print(loss.item())", "z = output.detach()\n    z = z @ w")],
@@ -429,19 +432,19 @@ LEFT = {
     "output is kept": ([("print(loss.item())", "outputs.append(output)")], "output may be in 16 bits"),
     "zero_grad before the step": (
         [("    optimizer.step()", "    optimizer.zero_grad()\n    optimizer.step()")],
-        "gradients are set to zero between backward and step",
+        "gradients are zeroed between backward and step",
     ),
     "gradients read after the step": (
         [("print(loss.item())", "print(model[0].weight.grad)")],
-        "where they are scaled now",
+        "where they are now scaled",
     ),
     "gradients read while they add up": (
         [("    optimizer.step()", "    log(model)\n    if i % 2:\n        optimizer.step()")],
-        "where they are scaled now",
+        "where they are now scaled",
     ),
     "gradients read by other names while they add up": (
         [("    optimizer.step()", "    log(weights)\n    if i % 2:\n        optimizer.step()")],
-        "where they are scaled now",
+        "where they are now scaled",
     ),
     "checkpoint in a function": (
         [("for i in", "def save():\n    return amp.state_dict()\nfor i in")],
@@ -451,32 +454,38 @@ LEFT = {
         [("model, optimizer = amp", "amp.load_state_dict(s)\nmodel, optimizer = amp")],
         "may not have run",
     ),
-    "checkpoint with a destination": ([("print(loss.item())", "amp.state_dict({})")], "other arguments than torch's"),
-    "masters of another": ([("print(loss.item())", "list(amp.master_params(other))")], "something else than optimizer"),
+    "checkpoint with a destination": (
+        [("print(loss.item())", "amp.state_dict({})")],
+        "has arguments that torch's lacks",
+    ),
+    "masters of another": ([("print(loss.item())", "list(amp.master_params(other))")], "not called for optimizer"),
     "private name": (
         [("print(loss.item())", "amp._amp_state")],
-        "line 23 uses apex.amp._amp_state, which torch.amp has not",
+        "line 23 uses apex.amp._amp_state, which torch.amp lacks",
     ),
-    "private attribute": ([("print(loss.item())", "optimizer._amp_stash")], "line 23 reaches for more of apex"),
+    "private attribute": (
+        [("print(loss.item())", "optimizer._amp_stash")],
+        "line 23 uses private or dynamically imported apex names",
+    ),
     "casts of functions": (
         [("criterion = ", "criterion = amp.float_function("), ("EntropyLoss()", "EntropyLoss())")],
         "float_function",
     ),
     "other names of apex": (
         [("from apex import amp", "from apex import amp\nfrom apex.optimizers import FusedAdam")],
-        "line 4 uses apex.optimizers.FusedAdam, which has to go first",
+        "line 4 uses apex.optimizers.FusedAdam, which must go first",
     ),
     "star": ([("from apex import amp", "from apex import amp\nfrom apex.amp import *")], "imports everything"),
     "module on a condition": (
         [("from apex import amp", "try:\n    from apex import amp\nexcept ImportError:\n    amp = None")],
-        "amp in line 14 is not apex's in all cases",
+        "amp in line 14 may be something other than apex's",
     ),
     "autocast already": (
         [("    output = model(x)", "    with torch.autocast('cpu'):\n        output = model(x)")],
-        "uses autocast",
+        "already uses autocast",
     ),
     "no import torch": ([("import torch\n", "import torch as t\n"), ("torch.", "t.")], "no 'import torch'"),
-    "torch is a variable": ([("for i in", "def f(torch):\n    pass\nfor i in")], "torch is a variable"),
+    "torch is a variable": ([("for i in", "def f(torch):\n    pass\nfor i in")], "uses torch as a variable"),
     "below a condition": (
         [("model, optimizer = amp", "if fp16:\n    model, optimizer = amp")],
         "does not follow amp.initialize in the same block",
@@ -491,10 +500,13 @@ LEFT = {
         "in another function than amp.initialize",
     ),
     "no initialize": ([(INITIALIZE, "pass")], "amp.initialize is not called in this file"),
-    "never zero": ([("    optimizer.zero_grad()\n", "")], r"line \d+: it is not seen that gradients are zero again"),
+    "never zero": (
+        [("    optimizer.zero_grad()\n", "")],
+        r"line \d+: found no unconditional optimizer.zero_grad\(\) between",
+    ),
     "zero before the loop": (
         [("    optimizer.zero_grad()\n", ""), ("for i in", "optimizer.zero_grad()\nfor i in")],
-        "not seen that gradients are zero",
+        "found no unconditional optimizer.zero_grad",
     ),
     "zero once in an outer loop": (
         [
@@ -503,30 +515,33 @@ LEFT = {
                 "for j in y:\n  optimizer.zero_grad()\n  for i in y:\n",
             ),
         ],
-        "not seen that gradients are zero",
+        "found no unconditional optimizer.zero_grad",
     ),
     "zero on a condition": (
         [("    optimizer.zero_grad()", "    if i % 3 == 0:\n        optimizer.zero_grad()")],
-        "not seen that gradients are zero",
+        "found no unconditional optimizer.zero_grad",
     ),
     "zero on another condition than the step": (
         [
             ("    optimizer.zero_grad()\n", ""),
             (STEP, "    if i % 2:\n        optimizer.step()\n    if i % 4:\n        optimizer.zero_grad()"),
         ],
-        "not seen that gradients are zero",
+        "found no unconditional optimizer.zero_grad",
     ),
-    "zero of another": ([("    optimizer.zero_grad()", "    other.zero_grad()")], "not seen that gradients are zero"),
+    "zero of another": (
+        [("    optimizer.zero_grad()", "    other.zero_grad()")],
+        "found no unconditional optimizer.zero_grad",
+    ),
     "zero as a part of an expression": (
         [("    optimizer.zero_grad()", "    i and optimizer.zero_grad()")],
-        "not seen that gradients are zero",
+        "found no unconditional optimizer.zero_grad",
     ),
     "continue before the zero": (
         [
             ("    optimizer.zero_grad()\n", ""),
             (STEP, "    optimizer.step()\n    if i:\n        continue\n    optimizer.zero_grad()"),
         ],
-        "not seen that gradients are zero",
+        "found no unconditional optimizer.zero_grad",
     ),
     "continue between unscale_ and step": (
         before_step(f"{CLIP}    if norm > 9:\n        continue"),
@@ -569,11 +584,11 @@ LEFT = {
             (STEP, f"  {CLIP}      optimizer.step()"),
             ("    print(loss.item())", "      print(loss.item())"),
         ],
-        "errors between scaler.unscale_ and scaler.step are suppressed",
+        "suppresses exceptions between scaler.unscale_ and scaler.step",
     ),
     "another name for the optimizer": (
         [("for i in", "opt = optimizer\nfor i in")],
-        "line 12: optimizer gets another name",
+        "line 12: optimizer gets a second name",
     ),
     "the model moves": ([("for i in", "model.cuda()\nfor i in")], "model may move to another device"),
     "gradients read after the step, while they add up": (
@@ -581,7 +596,7 @@ LEFT = {
             ("    optimizer.zero_grad()\n", ""),
             (STEP, "    if i % 2:\n        optimizer.step()\n        optimizer.zero_grad()\n    log(model)"),
         ],
-        "gradients may be read where they are scaled now, until the step",
+        "gradients may be read before the step, where they are now scaled",
     ),
 }
 
@@ -596,7 +611,7 @@ def test_what_is_not_understood_is_left_with_a_reason(tmp_path, replacements, re
     for finding in found:
         assert finding.status == "person"
         assert pytest.raises(Exception, match=reason).matches(Exception(finding.message)), finding.message
-        assert finding.link == "docs/from_apex.md#what-differs-on-purpose"
+        assert finding.link == "docs/apex_differences.md#training-loop"
 
 
 def test_a_loop_whose_amp_is_used_in_another_file_is_left(tmp_path):
@@ -604,7 +619,7 @@ def test_a_loop_whose_amp_is_used_in_another_file_is_left(tmp_path):
     (tmp_path / "tools.py").write_text("from apex import amp\ndef save():\n    return amp.state_dict()\n")
     train = next(r for r in cli.migrate([tmp_path], "torch") if r.path.endswith("train.py"))
     assert not train.changed
-    assert all("tools.py:3 uses amp as well" in f.message for f in train.findings)
+    assert all("tools.py:3 also uses amp" in f.message for f in train.findings)
     (alone,) = cli.migrate([tmp_path / "train.py"], "torch")
     assert alone.changed
 
@@ -619,7 +634,7 @@ def test_names_without_a_loop(tmp_path):
     result = migrated(tmp_path, "from apex.optimizers import FusedAdam\nFusedAdam(p)\n", "torch")
     assert not result.changed
     (finding,) = result.findings
-    assert (finding.status, finding.link) == ("person", "docs/from_apex.md#optimizers")
+    assert (finding.status, finding.link) == ("person", "docs/apex_differences.md#optimizers")
     assert "--to ampctx moves it" in finding.message
 
 
@@ -640,7 +655,7 @@ def test_in_a_function_with_tabs_and_crlf(tmp_path):
 
 def test_old_checkpoints_are_read_by_what_the_report_names(tmp_path):
     result = torch_of(tmp_path, formed(FORMS["checkpoint"][0]))
-    assert "ampctx.GradScaler reads" in result.findings[-1].message
+    assert "use ampctx.GradScaler, which also reads apex's format" in result.findings[-1].message
     state = {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 3}}
     scaler = GradScaler("cpu")
     scaler.load_state_dict(state)

@@ -45,7 +45,7 @@ from ampctx.multi_tensor_apply import (
 def multi_tensor_l2norm_mp(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor: bool | None = False
 ) -> tuple[Tensor, Tensor]:
-    """``multi_tensor_l2norm``. Where the flag is set apex leaves the result to chance; here it is the norm."""
+    """``multi_tensor_l2norm``. Returns the norm even if the flag is set; apex's result is undefined then."""
     return norms("multi_tensor_l2norm_mp", noop_flag, tensor_lists, 1.0, per_tensor)
 
 
@@ -148,7 +148,7 @@ _installed: ModuleType | None = None
 
 
 def _load_installed() -> ModuleType | None:
-    """The first compiled amp_C on sys.path. ``sys.modules["amp_C"]`` stays what it is."""
+    """The first compiled amp_C on sys.path. ``sys.modules["amp_C"]`` does not change."""
     for entry in sys.path:
         spec = PathFinder.find_spec("amp_C", [entry])
         if spec is None or not isinstance(spec.loader, ExtensionFileLoader):
@@ -158,7 +158,7 @@ def _load_installed() -> ModuleType | None:
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
         finally:
-            # Extensions that are initialised in one phase put themselves there.
+            # Extensions with single-phase initialization add themselves there.
             if ours is None:
                 sys.modules.pop("amp_C", None)
             else:
@@ -180,7 +180,7 @@ def __getattr__(name: str) -> Any:
                 f"{missing}: ampctx does not serve it, and the amp_C of the installed apex cannot be loaded: {error}"
             ) from error
     if _installed is None:
-        raise AttributeError(f"{missing}: ampctx does not serve it, and no apex with a compiled amp_C is installed")
+        raise AttributeError(f"{missing}: ampctx does not support it, and no apex with a compiled amp_C is installed")
     if not hasattr(_installed, name):
         raise AttributeError(
             f"{missing}: ampctx does not serve it, nor does the amp_C of the installed apex, {_installed.__file__}"

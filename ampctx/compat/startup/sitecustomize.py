@@ -1,8 +1,8 @@
-"""Run by Python at its start where this directory is on PYTHONPATH: with AMPCTX_APEX=1 the apex names lead to ampctx.
+"""Python runs this file at startup if its directory is on PYTHONPATH. With AMPCTX_APEX=1, apex imports get ampctx.
 
     AMPCTX_APEX=1 PYTHONPATH="$(ampctx path)" python train.py
 
-Child processes inherit both variables. Nothing is imported before a program asks for apex.
+Child processes inherit both variables. ampctx is imported only when the program imports apex.
 """
 
 import importlib.machinery
@@ -12,7 +12,7 @@ import sys
 
 
 class _OnDemand:
-    """Installs the apex names when one of them is first looked for: ampctx imports torch, which takes its time."""
+    """Installs the apex names on the first apex import, because importing ampctx and torch is slow."""
 
     @staticmethod
     def find_spec(fullname, path=None, target=None):
@@ -26,7 +26,7 @@ class _OnDemand:
 
     @staticmethod
     def find_distributions(context=None):
-        """For ``importlib.metadata``: some programs ask for the version of apex before they import it."""
+        """For programs that check apex's version before they import it."""
         if getattr(context, "name", None) != "apex":
             return []
         from ampctx.compat.distribution import ApexDistribution
@@ -35,7 +35,7 @@ class _OnDemand:
 
 
 def _run_hidden_one():
-    """Runs the sitecustomize that this file hides, if there is one."""
+    """Runs the sitecustomize that this file shadows, if any."""
     here = os.path.dirname(os.path.realpath(__file__))
     others = [p for p in sys.path if os.path.realpath(p or ".") != here]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)

@@ -1,4 +1,4 @@
-"""apex.amp's private state as views on the default session: what its modules in ``compat/modules`` give their names to.
+"""apex.amp's private state as views on the default session. The modules in ``compat/modules`` re-export it.
 
-Each class says by ``__module__`` where apex has it, which is what pickles name.
+Each class has apex's ``__module__``, so that pickles name it as apex does.
 """

@@ -1,4 +1,4 @@
-"""apex's lists of the parameters of an optimizer, by param group. bfloat16 counts as fp16."""
+"""apex's lists of an optimizer's parameters, by param group. bfloat16 counts as fp16."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def fp32_from_fp16_groups(groups: Groups, model_of: ModelOf) -> Groups:
 
 
 def fp32_from_fp32_groups(groups: Groups, model_of: ModelOf) -> Groups:
-    """The trainable parameters that are stepped as they are."""
+    """The trainable parameters without a master."""
     return [[p for p in group if p not in model_of and p.requires_grad] for group in groups]
 
 

@@ -1,4 +1,4 @@
-"""The handles on casts op by op of apex.amp.handle."""
+"""apex.amp.handle: handles on autocast."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ampctx.compat.views.wrapped import OptimWrapper
 
 
 class AmpHandle:
-    """A handle on the casts that ``amp.init``, or an ``initialize`` with O1 or O4, switched on.
+    """A handle on the casts of ``amp.init``, or of ``initialize`` at O1 or O4.
 
-    One that is built by hand is a handle on no casts. torch's autocast keeps the cache of cast weights, for the forward
-    of an initialized model only, so that ``cache`` is empty and ``enable_caching`` has no effect.
+    A handle built directly controls no casts. torch's autocast caches cast weights, so ``cache`` is empty and
+    ``enable_caching`` has no effect.
 
     Args:
-        loss_scale: of the ``LossScaler`` that ``_default_scaler`` is.
-        enable_caching: what ``has_cache`` says.
-        verbose: what ``verbose`` says; casts are not printed.
+        loss_scale: for the ``LossScaler`` in ``_default_scaler``.
+        enable_caching: the value of ``has_cache``.
+        verbose: the value of ``verbose``; casts are not printed.
     """
 
     __module__ = "apex.amp.handle"
@@ -40,7 +40,7 @@ class AmpHandle:
 
     @classmethod
     def _over(cls, autocast: Autocast, **options: Any) -> AmpHandle:
-        """The handle on an ``Autocast`` of the session."""
+        """A handle on an ``Autocast`` of the session."""
         handle = cls(**options)
         handle._autocast = autocast
         return handle
@@ -49,7 +49,7 @@ class AmpHandle:
         return self._autocast is autocast
 
     def is_active(self) -> bool:
-        """Whether ops are cast here and now. No host sync."""
+        """Whether ops are cast now. No host sync."""
         return self._autocast is not None and self._autocast.active
 
     @property
@@ -68,12 +68,12 @@ class AmpHandle:
             yield
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
-        """The optimizer behind the interface of before ``amp.initialize``."""
+        """Wraps the optimizer in apex's interface from before ``amp.initialize``."""
         self._default_scaler = None
         return OptimWrapper(optimizer, self, num_loss)
 
     def scale_loss(self, loss: Tensor, optimizer: Any) -> AbstractContextManager:
-        """Raises AmpError: apex had taken this form out already."""
+        """Raises AmpError: apex had already removed this form."""
         raise AmpError(
             "The old Amp API is no longer supported.  Call model, optimizer = amp.initialize(model, optimizer, "
             'opt_level="O1") and use "with amp.scale_loss(loss, optimizer) as scaled_loss:".'
@@ -84,11 +84,11 @@ class AmpHandle:
         torch.clear_autocast_cache()
 
     def _save_func(self, mod: Any, fn: str, func: Callable) -> None:
-        """Notes ``func`` for ``_deactivate`` to put back as ``mod.fn``."""
+        """Records ``func``, which ``_deactivate`` restores as ``mod.fn``."""
         self._all_wrappers.append((mod, fn, func))
 
     def _deactivate(self) -> None:
-        """Switches the casts off for good and puts back what was noted, the latest first."""
+        """Ends the casts and restores recorded functions, latest first."""
         while self._all_wrappers:
             setattr(*self._all_wrappers.pop())
         if self._autocast is not None:
@@ -111,7 +111,7 @@ class AmpHandle:
 
 
 class NoOpHandle:
-    """What ``amp.init(enabled=False)`` returns."""
+    """The handle of ``amp.init(enabled=False)``."""
 
     __module__ = "apex.amp.handle"
 

@@ -1,4 +1,4 @@
-"""What apex.amp says, or raises."""
+"""apex.amp's warnings and prints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def warn_or_err(msg: str) -> None:
 
 
 def maybe_print(msg: str, rank0: bool = False) -> None:
-    """Prints when verbosity > 0, with ``rank0`` on rank 0 alone where there are several."""
+    """Prints if verbosity > 0; with ``rank0`` only on rank 0."""
     dist = torch.distributed
     elsewhere = rank0 and dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
     if session.verbosity > 0 and not elsewhere:

@@ -11,7 +11,7 @@ from ampctx.amp import OPT_LEVELS, PrecisionPolicy
 from ampctx.compat.doors import BRIEFS, resolve
 from ampctx.compat.views import messages
 
-# What apex's Properties() had before a level was laid over it, and cast_model_outputs, which was no option there.
+# apex's defaults of Properties() before a level applies, plus cast_model_outputs, which apex had not as an option.
 _BARE: Mapping[str, Any] = {
     "enabled": False,
     "opt_level": None,
@@ -23,12 +23,12 @@ _BARE: Mapping[str, Any] = {
     "loss_scale": 1.0,
     "cast_model_outputs": None,
 }
-# Options that hard_override forces on a level that does not take them.
+# Options that hard_override forces on a level that rejects them.
 _FORCED = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights")
 
 
 class LiveOptions(MutableMapping):
-    """The ``policy`` of a session as a dict; what is assigned goes into the policy, unchecked."""
+    """A session's ``policy`` as a dict. Assignments change the policy, unchecked."""
 
     def __init__(self, session: AmpSession) -> None:
         self._session = session

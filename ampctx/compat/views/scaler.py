@@ -37,30 +37,29 @@ def axpby_check_overflow_python(
 
 
 def _present(*lists: Iterable[Tensor | None]) -> list[list[Any]]:
-    """The lists without the places where one of them has None."""
+    """The lists without positions where one of them has None."""
     rows = [row for row in zip(*lists, strict=True) if all(t is not None for t in row)]
     return [list(column) for column in zip(*rows, strict=True)] if rows else [[] for _ in lists]
 
 
 class LossScaler:
-    """apex's view of a loss scale: ``_amp_state.loss_scalers`` are those of the session; one built by hand has its own.
+    """A loss scale with apex's interface: one of the session's (``_amp_state.loss_scalers``), or a scale of its own.
 
-    The private names of apex are properties: reading ``_loss_scale``, ``_unskipped`` and ``_has_overflow`` is a host
-    sync where the scale lives on an accelerator, writing is not. What is written counts from the next ``scale_loss`` on
-    and is not moved into the bounds.
+    Reading ``_loss_scale``, ``_unskipped`` and ``_has_overflow`` is a host sync if the scale is on an accelerator;
+    writing is not. A written value counts from the next ``scale_loss`` on and is not clamped to the bounds.
 
-    ``_overflow_buf``, int32 of shape [1], holds the flag of the latest check, and ``update_scale`` goes by it. A
-    tensor that is assigned takes its place: flags are written into it from then on.
+    ``_overflow_buf``, int32 of shape [1], holds the latest ``found_inf`` flag for ``update_scale``. An assigned
+    tensor replaces it and receives later flags.
 
     Args:
         loss_scale: "dynamic", or a number for a static scale.
-        init_scale: where a dynamic scale starts, moved into its bounds.
-        scale_factor: what it is divided by after an overflow, and multiplied by after a clean run. (apex ignored it.)
-        scale_window: the length of a clean run.
-        min_loss_scale, max_loss_scale: bounds of what a dynamic scale is moved to, None for no bound.
+        init_scale: initial value of a dynamic scale, clamped to its bounds.
+        scale_factor: divides the scale after an overflow and multiplies it on growth. (apex ignored it.)
+        scale_window: clean steps before growth (torch's ``growth_interval``).
+        min_loss_scale, max_loss_scale: bounds of a dynamic scale; None for no bound.
 
     Raises:
-        AmpTypeError, AmpValueError: an argument that cannot be used.
+        AmpTypeError, AmpValueError: an argument is invalid.
     """
 
     # Checkpoints name the class by its module.
@@ -108,10 +107,10 @@ class LossScaler:
 
     def _view(self, loss_scale: LossScale) -> None:
         self._of = loss_scale
-        # The flag of the latest check, until somebody reads or assigns _overflow_buf, which holds it from then on.
+        # The latest found_inf flag, until _overflow_buf is first read or assigned and takes over.
         self._flag: Tensor | None = None
         self._buf: Tensor | None = None
-        # None: the latest check tells.
+        # None: the latest check decides.
         self._sticky: Any = False
         doors.set_view(loss_scale, self)
 
@@ -183,7 +182,7 @@ class LossScaler:
     @_overflow_buf.setter
     def _overflow_buf(self, value: Tensor) -> None:
         if not isinstance(value, Tensor) or value.numel() != 1:
-            raise AmpTypeError("_overflow_buf must be a tensor of one element, int32 for the kernels")
+            raise AmpTypeError("_overflow_buf must be a one-element tensor; the kernels need int32")
         self._buf, self._flag = value, None
 
     @property
@@ -211,7 +210,7 @@ class LossScaler:
         return flag is not None and flag.item() != 0
 
     def checked(self, found_inf: Tensor) -> None:
-        """Takes the flag of a check in the session. No host sync."""
+        """Receives the session's ``found_inf`` flag. No host sync."""
         self._sticky = None
         if self._buf is None:
             self._flag = found_inf
@@ -219,7 +218,7 @@ class LossScaler:
             self._buf.copy_((found_inf.detach() != 0).reshape(self._buf.shape), non_blocking=True)
 
     def _raise(self, found_inf: FoundInf) -> None:
-        """ORs the flag of an unscaling into what is there. No host sync."""
+        """ORs a ``found_inf`` flag into the current one. No host sync."""
         flag = found_inf.joined(next(iter(found_inf.per_device), self._device()))
         if self._buf is not None:
             self._buf.logical_or_(flag.reshape(self._buf.shape).to(self._buf.device))
@@ -227,7 +226,7 @@ class LossScaler:
             self._flag = flag if self._flag is None else torch.maximum(self._flag, flag.to(self._flag.device))
 
     def clear_overflow_state(self) -> None:
-        """No overflow as of now. No host sync."""
+        """Clears the flag. No host sync."""
         self._sticky = False
         if self._buf is None:
             self._flag = None
@@ -235,11 +234,10 @@ class LossScaler:
             self._buf.zero_()
 
     def update_scale(self) -> bool:
-        """Moves the scale by the flag in ``_overflow_buf`` and returns whether that was an overflow. A host sync.
+        """Updates the scale by the flag in ``_overflow_buf`` and returns whether it was an overflow. A host sync.
 
-        What a block with ``delay_overflow_check`` has left to be decided is decided hereby, also about the next
-        ``optimizer.step()``: the caller has the flag and skips the step, or does not. A static scale never tells of
-        an overflow.
+        After a ``delay_overflow_check`` block, the caller decides about the skip: the next ``optimizer.step()`` runs.
+        A static scale never reports an overflow.
         """
         left = doors.take_deferred(self._of)
         if self._buf is None and left is not None:
@@ -265,10 +263,9 @@ class LossScaler:
         models_are_masters: bool = False,
         scale_override: float | None = None,
     ) -> None:
-        """``master = model / scale``, the scale being ``scale_override`` if given; raises the flag on inf and nan.
+        """``master = model / scale``, or / ``scale_override``; sets the flag on inf and nan. Skips pairs with None.
 
-        Does nothing after an overflow, and where a static scale of 1 leaves nothing to do. Pairs with None are left
-        out.
+        Does nothing after an overflow, or if the static scale is 1 and the lists are the same.
         """
         identity = self._of.is_identity if scale_override is None else not self.dynamic and scale_override == 1.0
         if self._has_overflow or (identity and models_are_masters):
@@ -281,7 +278,7 @@ class LossScaler:
         self._raise(found_inf)
 
     def unscale_python(self, model_grads: Iterable[Tensor], master_grads: Iterable[Tensor], scale: float) -> None:
-        """``master = model / scale`` pair by pair, until one overflows. A host sync for each where dynamic."""
+        """``master = model / scale`` pair by pair until one overflows. A host sync each if dynamic."""
         with torch.no_grad():
             for model, master in zip(*_present(model_grads, master_grads), strict=True):
                 self._has_overflow = scale_check_overflow_python(model, master, 1.0 / scale, self.dynamic)
@@ -295,7 +292,7 @@ class LossScaler:
         master_grads: Iterable[Tensor],
         scale_override: tuple[float, float, float] | None = None,
     ) -> None:
-        """``master = model / scale + stashed``; ``scale_override`` tells the scales of model, stashed and master."""
+        """``master = model / scale + stashed``; ``scale_override`` has the scales of model, stashed and master."""
         if self._has_overflow:
             return
         model, stashed, master = _present(model_grads, stashed_master_grads, master_grads)
@@ -316,7 +313,7 @@ class LossScaler:
         a: float,
         b: float,
     ) -> None:
-        """``master = a * model + b * stashed`` one by one, until one overflows. A host sync for each where dynamic."""
+        """``master = a * model + b * stashed`` one by one until one overflows. A host sync each if dynamic."""
         rows = zip(*_present(model_grads, stashed_master_grads, master_grads), strict=True)
         with torch.no_grad():
             for model, stashed, master in rows:
@@ -329,13 +326,13 @@ class LossScaler:
     _SAVED = ("dynamic", "_loss_scale", "_min_loss_scale", "_max_loss_scale", "_scale_seq_len", "_unskipped")
 
     def __getstate__(self) -> dict[str, Any]:
-        """The attributes that apex's own had, in numbers. A host sync."""
+        """apex's attributes as numbers. A host sync."""
         own = {k: v for k, v in vars(self).items() if k not in ("_of", "_flag", "_buf", "_sticky")}
         saved = {name: getattr(self, name) for name in self._SAVED}
         return {**own, **saved, "_has_overflow": bool(self._has_overflow), "_scale_factor": self._of.growth_factor}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also from a pickle of apex's, whose first versions had fewer attributes. The copy has a scale of its own."""
+        """Also reads apex's pickles, early ones included. The copy has its own scale."""
         state = {k: v for k, v in state.items() if k != "_overflow_buf"}
         defaults = {"_min_loss_scale": None, "_max_loss_scale": 2.0**24, "_scale_seq_len": 2000, "_unskipped": 0}
         saved = {name: state.pop(name, defaults[name]) if name in defaults else state.pop(name) for name in self._SAVED}

@@ -1,11 +1,10 @@
-"""The private methods and the stash that apex put on an optimizer.
+"""The private methods and the stash that apex adds to an optimizer.
 
-They show the ``OptimizerBinding`` that ``initialize`` ties to it. That one holds the optimizer weakly, so that nothing
-here keeps it alive; copies and pickles of the optimizer leave them behind.
+They are views on its ``OptimizerBinding``, which holds the optimizer weakly. Copies and pickles of the optimizer drop
+them.
 
-A loop that does by hand what ``scale_loss`` does, as copies of apex's did, goes through the same code: prepare opens a
-*window* (``compat.doors``), post closes it, and its flag waits for ``scaler.update_scale()`` as that of a block
-with ``delay_overflow_check`` waits.
+Loops that re-implement ``scale_loss`` use the same code: prepare opens an accumulation window (``compat.doors``), post
+closes it, and its ``found_inf`` flag waits for ``scaler.update_scale()``, as with ``delay_overflow_check``.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ def _of_dtype(low: bool) -> _Params:
     return lambda stash: [p for p in flat(stash._groups()) if (p.dtype in LOW_PRECISION) == low]
 
 
-def _set_aside(params: _Params) -> _Params:
-    return lambda stash: [doors.set_aside(stash._binding).get(p) for p in params(stash)]
+def _stashed(params: _Params) -> _Params:
+    return lambda stash: [doors.stashed_grads(stash._binding).get(p) for p in params(stash)]
 
 
 _Lists = dict[str, _Params]
@@ -64,28 +63,28 @@ _WITH_MASTERS: _Lists = {
     "all_fp16_params": _flat(_fp16_groups),
     "all_fp32_from_fp16_params": _flat(_fp32_from_fp16_groups),
     "all_fp32_from_fp32_params": _flat(_fp32_from_fp32_groups),
-    "all_fp16_grad_stash": _set_aside(_flat(_fp16_groups)),
-    "all_fp32_from_fp32_grad_stash": _set_aside(_flat(_fp32_from_fp32_groups)),
+    "all_fp16_grad_stash": _stashed(_flat(_fp16_groups)),
+    "all_fp32_from_fp32_grad_stash": _stashed(_flat(_fp32_from_fp32_groups)),
 }
 _WITHOUT: _Lists = {
     "all_fp16_params": _of_dtype(True),
     "all_fp32_params": _of_dtype(False),
-    "all_fp16_grad_stash": _set_aside(_of_dtype(True)),
-    "all_fp32_grad_stash": _set_aside(_of_dtype(False)),
+    "all_fp16_grad_stash": _stashed(_of_dtype(True)),
+    "all_fp32_grad_stash": _stashed(_of_dtype(False)),
 }
 
 
 class AmpOptimizerState:
-    """``optimizer._amp_stash``: apex's lists of parameters, computed from the optimizer's groups when they are read.
+    """``optimizer._amp_stash``: apex's parameter lists, computed from the optimizer's groups on each read.
 
-    A list is a new one each time, of the parameters themselves; bfloat16 counts as fp16. With master weights these are
-    ``_WITH_MASTERS``, else ``_WITHOUT``; they cannot be assigned. Other names are free.
+    Each read gives a new list of the same parameters; bfloat16 counts as fp16. ``_WITH_MASTERS`` or ``_WITHOUT`` names
+    the lists; assigning one raises. Other names can be set freely.
 
-    ``lazy_init_called``: True, masters are there from ``initialize`` on.
-    ``params_have_scaled_gradients``: whether delayed blocks have left scaled gradients. A loop that delays by hand
-    assigns True after its backward.
-    ``already_patched``: whether the next step will be skipped, as far as is known: a host sync. What is assigned is
-    shown, too, and has no effect on the step.
+    ``lazy_init_called``: True, because ``initialize`` creates masters.
+    ``params_have_scaled_gradients``: whether delayed blocks left scaled gradients. A loop that delays by itself assigns
+    True after its backward.
+    ``already_patched``: whether the next step will be skipped, by the checks so far. A host sync. An assigned value is
+    read back, but does not change the step.
     ``multi_tensor_scale``, ``multi_tensor_l2norm``, ``dummy_overflow_buf``: for ``multi_tensor_applier``.
     """
 
@@ -97,7 +96,7 @@ class AmpOptimizerState:
     def __init__(self, binding: OptimizerBinding | None = None) -> None:
         self._of = binding
         self._patched = False
-        # The window that prepare has opened.
+        # The accumulation window that prepare opened.
         self._prepared: weakref.ref[Any] | None = None
         self.lazy_init_called = binding is not None
 
@@ -155,7 +154,9 @@ class AmpOptimizerState:
     @params_have_scaled_gradients.setter
     def params_have_scaled_gradients(self, value: bool) -> None:
         if doors.in_block(self._binding):
-            raise AmpError("params_have_scaled_gradients was assigned inside a scale_loss block: leave the block first")
+            raise AmpError(
+                "params_have_scaled_gradients was assigned inside a scale_loss block. Assign it after the block."
+            )
         if value:
             doors.declare_scaled(self._binding, self._assumed_inv_scale())
         elif doors.window(self._binding) is not None:
@@ -166,10 +167,10 @@ class AmpOptimizerState:
         """Between prepare and post."""
         return self._prepared is not None and self._prepared() is doors.window(self._binding) is not None
 
-    # --- what the methods on the optimizer do -------------------------------------------------------------------------
+    # --- the methods on the optimizer ---------------------------------------------------------------------------------
 
     def _assumed_inv_scale(self) -> Factor:
-        """1 / scale of the first loss: what a step divides by that nobody has told otherwise."""
+        """1 / scale of the first loss: the default divisor of a step."""
         return self._inv_scale(self._binding.loss_scales[0])
 
     def _inv_scale(self, scale: LossScale) -> Factor:
@@ -180,7 +181,7 @@ class AmpOptimizerState:
 
     def _refuse_in_block(self, name: str) -> None:
         if doors.in_block(self._binding):
-            raise AmpError(f"optimizer.{name}() was called inside a scale_loss block, which does that itself")
+            raise AmpError(f"optimizer.{name}() was called inside a scale_loss block, which calls it already")
 
     def _lazy_init(self) -> None:
         doors.refresh(self._binding)
@@ -188,7 +189,7 @@ class AmpOptimizerState:
     def _prepare(self) -> None:
         self._refuse_in_block("_prepare_amp_backward")
         if self._is_prepared():
-            doors.drop_window(self._binding)  # an exception came before post
+            doors.drop_window(self._binding)  # an exception interrupted the window
         if doors.window(self._binding) is None:
             self._prepared = weakref.ref(doors.open_window(self._binding, self._assumed_inv_scale()))
 
@@ -206,7 +207,7 @@ class AmpOptimizerState:
         doors.conclude(self._binding, scale, found_inf.joined(device))
 
 
-# What apex set on every optimizer, and the last one under master weights alone.
+# The attributes that apex sets on optimizers; the last one only with master weights.
 _STAMPS = (
     "_amp_stash",
     "_lazy_init_maybe_master_weights",
@@ -218,7 +219,7 @@ _STAMPS = (
 
 
 def _stamp(optimizer: Any, binding: OptimizerBinding) -> None:
-    # None of these refers to the optimizer, or it would hold itself.
+    # None of these may refer to the optimizer: a reference cycle would keep it alive.
     stash = AmpOptimizerState(binding)
     for scale in binding.loss_scales:
         LossScaler.of(scale)  # there from the first check on
@@ -246,7 +247,7 @@ def _stamp(optimizer: Any, binding: OptimizerBinding) -> None:
         _post_amp_backward,
         *([_master_params_to_model_params] if binding.masters.master_weights else []),
     ]
-    for name, value in zip(_STAMPS, values):  # noqa: B905 - the last is there under master weights alone
+    for name, value in zip(_STAMPS, values):  # noqa: B905 - the last needs master weights
         value.of_amp = True
         setattr(optimizer, name, value)
 
@@ -260,7 +261,7 @@ def _unstamp(optimizers: Iterable[Any]) -> None:
 
 
 def stamp(bound: Mapping[Any, OptimizerBinding]) -> Undo:
-    """Puts apex's names on optimizers. The undo takes them off; it may be called more than once."""
+    """Sets apex's attributes on optimizers. The undo removes them and may run more than once."""
     for optimizer, binding in bound.items():
         _stamp(optimizer, binding)
     references = [weakref.ref(optimizer) for optimizer in bound]

@@ -1,4 +1,4 @@
-"""``_amp_state`` of apex: what it kept in globals, as a view on the default session of ``ampctx.amp``."""
+"""apex's ``_amp_state`` as a view on the default session of ``ampctx.amp``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from ampctx.compat.views.scaler import LossScaler
 
 
 class _LossScalers(MutableSequence):
-    """The ``loss_scales`` of the session, each shown as a ``LossScaler``. Optimizers share the list, so that what is
-    assigned here is what they use."""
+    """The session's ``loss_scales`` as ``LossScaler`` views. Optimizers share the list and use assigned scalers."""
 
     def _scales(self, scalers: Iterable[Any]) -> list[LossScale]:
         scales = [getattr(scaler, "_of", None) for scaler in scalers]
         if not all(isinstance(scale, LossScale) for scale in scales):
-            raise AmpTypeError("loss_scalers holds apex.amp.scaler.LossScaler objects alone")
+            raise AmpTypeError("loss_scalers takes apex.amp.scaler.LossScaler objects only")
         return scales  # type: ignore[return-value]
 
     def __getitem__(self, i: Any) -> Any:
@@ -49,7 +48,7 @@ class _LossScalers(MutableSequence):
 
 
 def _bound(name: str) -> property:
-    """A bound of the loss scales, None where there is none."""
+    """A bound of the loss scales, or None."""
     absent = f"_amp_state has no {name}: amp is not initialized"
 
     def get(self: AmpState) -> float | None:
@@ -67,9 +66,9 @@ def _bound(name: str) -> property:
 
 
 class AmpState:
-    """What ``amp.initialize`` has set up, and what clients set for it to find.
+    """apex's global state: the results of ``amp.initialize``, and settings that clients assign.
 
-    ``hard_override``: whether ``warn_or_err`` and assignments to ``opt_properties`` print in place of raising.
+    ``hard_override``: whether ``warn_or_err`` and assignments to ``opt_properties`` print instead of raising.
     Attributes of other names can be set freely.
     """
 

@@ -1,4 +1,4 @@
-"""The optimizer of the interface before ``amp.initialize``, as ``handle.wrap_optimizer`` gives it."""
+"""``handle.wrap_optimizer``: apex's interface from before ``amp.initialize``."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ampctx.compat.views.scaler import LossScaler
 
 
 class OptimWrapper:
-    """An optimizer whose losses are scaled while the handle's casts are on.
+    """An optimizer with loss scaling while the handle's casts are on.
 
-    Unlike apex's, ``scale_loss`` unscales gradients (apex multiplied the weights), and an exception in it leaves them
-    as they were. What is not here is asked of the optimizer.
+    Unlike apex, ``scale_loss`` unscales gradients (apex multiplied the weights) and restores them on an exception.
+    Other attributes come from the optimizer.
 
     Args:
-        optimizer: any optimizer, stepped as it is.
+        optimizer: any optimizer.
         amp_handle: an ``AmpHandle`` or ``NoOpHandle``.
-        num_loss: how many ``scale_loss`` blocks precede a step, each with a dynamic ``LossScaler`` of its own.
+        num_loss: number of ``scale_loss`` blocks per step; each has its own dynamic ``LossScaler``.
     """
 
     __module__ = "apex.amp.opt"
@@ -38,7 +38,7 @@ class OptimWrapper:
 
     @contextmanager
     def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
-        """Yields the scaled loss; on exit gradients are unscaled and added to those of the losses before. A host sync.
+        """Yields the scaled loss; on exit unscales gradients and adds earlier losses' gradients. A host sync.
 
         Raises:
             IndexError: more blocks than ``num_loss`` without a step.
@@ -71,7 +71,7 @@ class OptimWrapper:
         return self._loss_scaler[self._loss_idx]
 
     def step(self, closure: Any = None) -> Any:
-        """Steps the optimizer with casts off, or skips the step after an overflow.
+        """Steps the optimizer with casts off; skips after an overflow.
 
         Raises:
             AmpNotImplementedError: a closure while casts are on.
@@ -80,7 +80,7 @@ class OptimWrapper:
             return self._optimizer.step(closure=closure)
         if closure is not None:
             raise AmpNotImplementedError(
-                "OptimWrapper.step takes no closure: run forward and backward before it, or use amp.initialize"
+                "OptimWrapper.step takes no closure. Run forward and backward before it, or use amp.initialize."
             )
         self._loss_idx = 0
         skip, self._skip_next = any(self._skip_next), [False] * self._num_loss

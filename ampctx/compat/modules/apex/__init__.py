@@ -22,7 +22,7 @@ def _rank() -> int:
 
 
 class DeprecatedFeatureWarning(FutureWarning):
-    """What ``deprecated_warning`` warns with. ampctx deprecates nothing of apex."""
+    """The category of ``deprecated_warning``. ampctx deprecates no apex name."""
 
 
 def deprecated_warning(msg: str) -> None:
@@ -32,7 +32,7 @@ def deprecated_warning(msg: str) -> None:
 
 
 def check_cudnn_version_and_warn(global_option: str, required_cudnn_version: int) -> bool:
-    """Whether cuDNN is there in that version, such as 8500; warns where it is not."""
+    """Whether cuDNN has at least this version, such as 8500; warns if not."""
     version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     if version is not None and version >= required_cudnn_version:
         return True
@@ -50,7 +50,7 @@ class RankInfoFormatter(logging.Formatter):
 
 
 def __getattr__(name: str) -> Any:
-    # Sub-modules that apex imported eagerly, and those of an apex that is installed as well.
+    # Submodules that apex imported eagerly, and those of an installed apex.
     if not name.startswith("_"):
         try:
             return importlib.import_module(f"{__name__}.{name}")

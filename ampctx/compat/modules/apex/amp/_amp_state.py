@@ -1,4 +1,4 @@
-"""apex.amp._amp_state: what apex kept in globals.
+"""apex.amp._amp_state: apex's global state.
 
 ``_amp_state``, the instance, takes the place of this module among the attributes of ``apex.amp``, as in apex.
 """

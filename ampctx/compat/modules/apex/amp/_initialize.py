@@ -1,4 +1,4 @@
-"""apex.amp._initialize: the casters, which clients put around a wrapped model's forward."""
+"""apex.amp._initialize: the casters, which clients wrap around a model's forward."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .scaler import LossScaler
 
 
 def to_type(dtype: torch.dtype, t: Any) -> Any:
-    """A floating tensor in ``dtype``, other tensors as they are; of anything else ``t.to(dtype)``."""
+    """Casts floating tensors to ``dtype``, returns other tensors unchanged, and calls ``t.to(dtype)`` of the rest."""
     return t if isinstance(t, torch.Tensor) and not t.is_floating_point() else t.to(dtype)
 
 
 def applier(value: Any, fn: Callable[[Any], Any]) -> Any:
-    """``fn`` of the tensors, and of objects with a ``to`` method, in a nest of containers, which keep their types."""
+    """Applies ``fn`` to tensors and objects with a ``to`` method in nested containers, which keep their types."""
     return map_leaves(value, fn)
 
 

@@ -1,4 +1,4 @@
-"""apex.amp._process_optimizer: apex's functions of an optimizer, which call what ``views.stash`` has put on it."""
+"""apex.amp._process_optimizer: functions that call the methods ``views.stash`` adds to an optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""apex.amp.amp: the function decorators, and ``init``, which casts op by op without an ``initialize``."""
+"""apex.amp.amp: the function decorators, and ``init``, which switches on casts without ``initialize``."""
 
 from __future__ import annotations
 

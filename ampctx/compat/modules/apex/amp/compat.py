@@ -1,4 +1,4 @@
-"""apex.amp.compat: what apex asked about the torch of its time."""
+"""apex.amp.compat: tests for old torch versions."""
 
 from __future__ import annotations
 

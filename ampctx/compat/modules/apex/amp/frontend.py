@@ -1,4 +1,4 @@
-"""apex.amp.frontend: ``initialize`` and the options that it works out."""
+"""apex.amp.frontend: ``initialize`` and its options."""
 
 from collections import OrderedDict
 

@@ -1,4 +1,4 @@
-"""apex.amp.handle: ``scale_loss``, and the handles on casts op by op."""
+"""apex.amp.handle: ``scale_loss``, and the handles on autocast."""
 
 from ampctx.amp import disable_casts, master_params, scale_loss
 from ampctx.compat.views.handle import AmpHandle, NoOpHandle

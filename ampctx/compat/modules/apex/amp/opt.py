@@ -1,4 +1,4 @@
-"""apex.amp.opt: the optimizer of the interface before ``amp.initialize``."""
+"""apex.amp.opt: the optimizer wrapper from before ``amp.initialize``."""
 
 from ampctx.amp import master_params
 from ampctx.compat.views.messages import maybe_print

@@ -1,4 +1,4 @@
-"""apex.amp.rnn_compat: torch's autocast casts recurrent layers, so that nothing of torch is replaced for them."""
+"""apex.amp.rnn_compat: torch's autocast casts recurrent layers, so no torch function is replaced."""
 
 from __future__ import annotations
 

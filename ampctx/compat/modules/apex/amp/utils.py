@@ -1,4 +1,4 @@
-"""apex.amp.utils: small helpers around casts. Dtypes decide here, on any device; apex went by type strings."""
+"""apex.amp.utils: cast helpers. They test dtypes, on any device; apex tested type strings."""
 
 from __future__ import annotations
 

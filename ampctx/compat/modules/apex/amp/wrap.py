@@ -1,4 +1,4 @@
-"""apex.amp.wrap: wrappers that cast while a handle is active. What replaced functions of torch is refused."""
+"""apex.amp.wrap: wrappers that cast while a handle is active. Functions that patched torch raise."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def _dynamic_scaler(arguments: Mapping[str, Any] | None) -> LossScaler:
 
 
 def _read(saved: Any, *names: str, default: Any = None) -> Any:
-    """The first of ``names`` that a dict has as an entry, or an object as an attribute."""
+    """The first of ``names`` that is a key of a dict or an attribute of an object."""
     for name in names:
         if isinstance(saved, Mapping) and name in saved:
             return saved[name]
@@ -138,7 +138,7 @@ class FP16_Optimizer:
     # --- what it steps ------------------------------------------------------------------------------------------------
 
     def _take_in(self) -> None:
-        """Gives masters to parameters that train by now: unfrozen ones, and those of groups that came later."""
+        """Adds masters for parameters that were unfrozen or added in new groups."""
         groups = self.optimizer.param_groups
         for group in groups[self._taken :]:
             self._masters.add_params(self.optimizer, group)
@@ -160,7 +160,7 @@ class FP16_Optimizer:
 
     @property
     def fp32_from_fp32_groups(self) -> Groups:
-        """The trainable parameters that are stepped as they are, by param group."""
+        """The trainable parameters without a master, by param group."""
         return lists.fp32_from_fp32_groups(self._groups(), self._masters.model_of)
 
     @property
@@ -193,7 +193,7 @@ class FP16_Optimizer:
 
     @property
     def loss_scale(self) -> float:
-        """The scale. Reading a dynamic one is a host sync on an accelerator; it may be assigned."""
+        """The scale; can be assigned. Reading a dynamic scale on an accelerator is a host sync."""
         return self.loss_scaler.loss_scale()
 
     @loss_scale.setter
@@ -237,7 +237,7 @@ class FP16_Optimizer:
         self.overflow = self._unscale([*model_grads, *own], [*master_grads, *own])
 
     def _unscale(self, grads: list[Tensor], into: list[Tensor]) -> bool:
-        """``into = grads / scale``; moves the scale, and tells whether the step has to be skipped."""
+        """``into = grads / scale``; updates the scale and returns whether to skip the step."""
         self.loss_scaler.clear_overflow_state()
         self.loss_scaler.unscale(grads, into, None)
         return bool(self.loss_scaler.update_scale())
@@ -294,13 +294,13 @@ class FP16_Optimizer:
             logger.warning("Gradient overflow in a closure.  Running it again, loss scale %s", self.loss_scale)
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
-        """Clips the gradients of all that is stepped by their norm together; returns it, -1 after an overflow."""
+        """Clips all stepped gradients by their joint norm. Returns the norm, or -1 after an overflow."""
         if self.overflow:
             return -1
         return self.clip_grad_norm(lists.flat(self._groups()), max_norm, norm_type)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
-        """The gradients of all that is stepped, by param group; None after an overflow."""
+        """All stepped gradients by param group; None after an overflow."""
         if self.overflow:
             logger.warning("inspect_master_grad_data() after an overflow: the gradients are not valid, returning None")
             return None
@@ -342,7 +342,7 @@ class FP16_Optimizer:
 
     @torch.no_grad()
     def _load_masters(self, state_dict: Mapping[str, Any], key: str, groups: Groups) -> None:
-        """Loads the optimizer, and ``state_dict[key]`` into ``groups``; nothing where one of them does not fit."""
+        """Loads the optimizer and ``state_dict[key]`` into ``groups``, or nothing if one does not fit."""
         saved = state_dict[key]
         if [len(group) for group in saved] != [len(group) for group in groups]:
             raise AmpValueError(

@@ -1,4 +1,4 @@
-"""The loss scalers of before apex.amp: plain numbers, moved by whoever calls ``update_scale``."""
+"""apex's loss scalers from before apex.amp: plain numbers that ``update_scale`` changes."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from .optimized_sync_batchnorm import SyncBatchNorm
 
 
 def flatten(bucket: Sequence[Tensor]) -> Tensor:
-    """All elements in one 1-d tensor. The tensors have one type."""
+    """All elements in one 1-d tensor. The tensors share a type."""
     return torch.cat([t.reshape(-1) for t in bucket])
 
 
@@ -29,7 +29,7 @@ def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> tuple[Tensor, ...]
 
 @torch.no_grad()
 def apply_flat_dist_call(bucket: Sequence[Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
-    """``call(flat, *extra_args)`` on the tensors as one, in place. ``dist.all_reduce`` becomes an average."""
+    """Runs ``call(flat, *extra_args)`` on the joined tensors, in place. ``dist.all_reduce`` averages."""
     coalesced = flatten(bucket)
     call(coalesced, *(extra_args or ()))
     if call is dist.all_reduce:
@@ -39,7 +39,7 @@ def apply_flat_dist_call(bucket: Sequence[Tensor], call: Callable[..., Any], ext
 
 
 def split_half_float_double(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Lists of one dtype each: fp16, fp32, fp64, then whatever else there is (apex dropped those, bf16 among them)."""
+    """Lists by dtype: fp16, fp32, fp64, then other dtypes, such as bf16, which apex dropped."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {torch.float16: [], torch.float32: [], torch.float64: []}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
@@ -47,7 +47,7 @@ def split_half_float_double(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def split_by_type(tensors: Iterable[Tensor]) -> "OrderedDict[str, list[Tensor]]":
-    """Lists of one ``tensor.type()`` each, in the order of arrival."""
+    """Lists by ``tensor.type()``, in order of arrival."""
     buckets: OrderedDict[str, list[Tensor]] = OrderedDict()
     for tensor in tensors:
         buckets.setdefault(tensor.type(), []).append(tensor)
@@ -61,7 +61,7 @@ def flat_dist_call(tensors: Iterable[Tensor], call: Callable[..., Any], extra_ar
 
 
 def extract_tensors(maybe_tensor: Any, tensor_list: list[Tensor]) -> None:
-    """Appends the tensors of nested iterables to ``tensor_list``; what is neither is left out."""
+    """Appends the tensors in nested iterables to ``tensor_list``; skips other objects."""
     if isinstance(maybe_tensor, Tensor):
         tensor_list.append(maybe_tensor)
     elif isinstance(maybe_tensor, Iterable) and not isinstance(maybe_tensor, str):
@@ -160,7 +160,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         prof: bool = False,
     ) -> None:
         if shared_param is not None:
-            raise AmpValueError("shared_param is no option any more: leave it out, shared parameters need none")
+            raise AmpValueError("shared_param is no longer an option. Leave it out; shared parameters work without it.")
         if delay_allreduce and allreduce_trigger_params is not None:
             raise AmpValueError("allreduce_trigger_params may only be given with delay_allreduce=False")
         if delay_allreduce and num_allreduce_streams > 1:
@@ -204,11 +204,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._set_averaging()
 
     def enable_allreduce(self) -> None:
-        """Takes ``disable_allreduce`` back, from the next forward on."""
+        """Undoes ``disable_allreduce`` from the next forward on."""
         self.require_backward_grad_sync = True
 
     def disable_allreduce(self) -> None:
-        """Gradients stay each rank's own, from the next forward on; as torch's ``no_sync``."""
+        """Skips gradient averaging from the next forward on, as torch's ``no_sync``."""
         self.require_backward_grad_sync = False
 
 

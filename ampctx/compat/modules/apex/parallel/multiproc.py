@@ -24,7 +24,7 @@ def _with_option(arguments: Sequence[str], option: str, value: int) -> list[str]
 
 
 def _world_size(arguments: list[str]) -> int:
-    """The number of processes; takes ``--nproc N`` out of ``arguments``."""
+    """The number of processes; removes ``--nproc N`` from ``arguments``."""
     world_size = max(torch.cuda.device_count(), 1)
     if arguments[:1] == ["--nproc"]:
         world_size = int(arguments[1])
@@ -35,7 +35,7 @@ def _world_size(arguments: list[str]) -> int:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """0 when all have ended with 0, else the exit code of the first that failed; the others are ended then."""
+    """0 if all exit with 0, else the first failing exit code, after terminating the others."""
     while True:
         codes = [process.poll() for process in processes]
         failed = [code for code in codes if code]

@@ -1,4 +1,4 @@
-"""apex.contrib.optimizers: the fused optimizers of before ``apex.optimizers``, and the wrapper that went with them."""
+"""apex.contrib.optimizers: the fused optimizers from before ``apex.optimizers``, and their FP16_Optimizer."""
 
 import importlib
 from pkgutil import extend_path

@@ -1,4 +1,4 @@
-"""The arguments that ``step`` of the old fused optimizers took, from when a wrapper held the gradients."""
+"""The ``step`` arguments of the old fused optimizers, whose wrapper held the gradients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _by_group(name: str, given: Any, groups: list[dict[str, Any]]) -> Lists:
 
 
 def _factor(scale: float, most: float, norm: Any, grads: list[Tensor]) -> Factor:
-    """What gradients are multiplied by: 1 / scale, and less where their norm is above ``most`` (0: no bound)."""
+    """The factor for gradients: 1 / scale, smaller if their norm exceeds ``most`` (0: no bound)."""
     if not most or not grads:
         return 1.0 / scale
     # A norm that is given is that of the scaled gradients, too.

@@ -1,4 +1,4 @@
-"""apex.contrib.optimizers.FP16_Optimizer: that of fp16_utils with the calls of the one for old fused optimizers."""
+"""apex.contrib.optimizers.FP16_Optimizer: the wrapper of the old fused optimizers, over that of fp16_utils."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ class FP16_Optimizer(fp16_optimizer.FP16_Optimizer):
 
     @property
     def fp16_groups(self) -> Groups:
-        """The model's parameters by param group, those that are stepped as they are among them."""
+        """All parameters of the model by param group, with and without masters."""
         return [[self._masters.model_of.get(p, p) for p in group] for group in self._groups()]
 
     @property
     def fp32_groups(self) -> Groups:
-        """What is stepped, in the same order."""
+        """The stepped parameters, in the same order."""
         return self._groups()
 
     def zero_grad(self, set_grads_to_None: bool = True, *, set_to_none: bool | None = None) -> None:
@@ -115,7 +115,7 @@ class FP16_Optimizer(fp16_optimizer.FP16_Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """In apex's format: numbers of the scale, and "fp32_groups", what is stepped by group."""
+        """In apex's format: the scale's numbers, and "fp32_groups", the stepped parameters by group."""
         result: dict[str, Any] = {"dynamic_loss_scale": self.dynamic_loss_scale}
         for name in self._scale_names(self.dynamic_loss_scale):
             result[name] = getattr(self, name)

@@ -20,7 +20,7 @@ class FusedAdam(optimizers.FusedAdam):
     take the ``step`` of the first of them.
 
     Args:
-        eps_inside_sqrt: not served.
+        eps_inside_sqrt: not supported.
         max_grad_norm: of each group; gradients are scaled down to this norm. 0: they are not.
         use_mt: nothing, all parameters go into one call.
         amp_scale_adjustment: 1 alone.
@@ -43,13 +43,13 @@ class FusedAdam(optimizers.FusedAdam):
     ) -> None:
         if eps_inside_sqrt:
             raise AmpNotImplementedError(
-                "apex.contrib.optimizers.FusedAdam(eps_inside_sqrt=True) is not served by ampctx: leave it out, which "
-                "adds eps to the root"
+                "apex.contrib.optimizers.FusedAdam(eps_inside_sqrt=True) is not supported by ampctx: leave it out. "
+                "eps is then added to the root"
             )
         if amp_scale_adjustment != 1.0:
             raise AmpNotImplementedError(
-                "apex.contrib.optimizers.FusedAdam(amp_scale_adjustment=...) is not served by ampctx: pass the product "
-                "as scale to step()"
+                "apex.contrib.optimizers.FusedAdam(amp_scale_adjustment=...) is not supported by ampctx: pass the "
+                "product as scale to step()"
             )
         # Before the base class, which checks the options with it.
         self._max_grad_norm = max_grad_norm

@@ -1,4 +1,4 @@
-"""apex.contrib.optimizers.FusedLAMB: ``ampctx.optimizers.FusedLAMB``, whose arguments begin with the old ones."""
+"""apex.contrib.optimizers.FusedLAMB: ``ampctx.optimizers.FusedLAMB``, whose first arguments are the old ones."""
 
 from ampctx.optimizers import FusedLAMB
 

@@ -11,7 +11,7 @@ from ._old_step import old_step
 
 
 class FusedSGD(optimizers.FusedSGD):
-    """SGD whose ``step`` takes the old arguments; without them it steps what is in ``.grad``."""
+    """SGD whose ``step`` takes the old arguments; without them it uses ``.grad``."""
 
     def step(
         self,
