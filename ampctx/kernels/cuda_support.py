@@ -1,8 +1,8 @@
-"""Whether the compiled CUDA kernels run with a driver and on a GPU, and what helps where they do not.
+"""Decides whether the compiled CUDA kernels run on a driver and a GPU; if not, says why and how to fix it.
 
 A kernel is in the library as machine code for some architectures (``sm_90``) and as PTX (``compute_90``), which the
-driver compiles for any newer GPU. The driver must be at least of the major version of the CUDA that built the library;
-to read PTX, of its minor version, too.
+driver compiles for any newer GPU. The driver must support the major version of the CUDA that built the library, and
+for PTX its minor version too.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 Version = tuple[int, int]
 
-_FIRST_DRIVER = {12: "525", 13: "580"}  # of each major version of CUDA
-_OLDEST_ARCH = {12: 70, 13: 75}  # of GPUs that nvcc compiles for and the kernels are written for
+_FIRST_DRIVER = {12: "525", 13: "580"}  # first driver of each CUDA major version
+_OLDEST_ARCH = {12: 70, 13: 75}  # oldest GPU that both nvcc and the kernels support
 _INTEGRATED = {72, 87, 101}  # Xavier, Orin and Thor do not run code for other GPUs of their generation
 
 
 def driver_version() -> Version | None:
-    """The newest CUDA that the driver serves; None without a driver. Does not initialize CUDA."""
+    """The newest CUDA version that the driver supports; None without a driver. Does not initialize CUDA."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -30,9 +30,9 @@ def driver_version() -> Version | None:
 
 
 def why_not(driver: Version | None, toolkit: Version, archs: Sequence[str], gpu: Version | None) -> str:
-    """Why kernels that CUDA ``toolkit`` built for ``archs`` do not run with a driver on a GPU; nothing where they do.
+    """Why kernels built by CUDA ``toolkit`` for ``archs`` do not run on ``driver`` and ``gpu``; "" if they do.
 
-    ``gpu`` is the compute capability. Nothing is said about what is not known (None).
+    ``gpu`` is the compute capability. An unknown driver or GPU (None) is not checked.
     """
     if driver is not None and driver[0] < toolkit[0]:
         number = _FIRST_DRIVER.get(toolkit[0])
@@ -63,7 +63,7 @@ def why_not(driver: Version | None, toolkit: Version, archs: Sequence[str], gpu:
 
 
 def _has_machine_code(archs: Sequence[str], gpu: Version) -> bool:
-    """Code for an architecture runs on the same and on later ones of its generation."""
+    """Machine code runs on its own architecture and on later ones of the same generation."""
     arch = _number(gpu)
     if arch in _INTEGRATED:
         return arch_name(gpu) in archs

@@ -1,9 +1,9 @@
-"""The optimizer ops, one declaration each. Needs Python alone: the build reads it without torch.
+"""One declaration per optimizer op. Must not import torch, because the build reads this file without it.
 
-From it come the op's schemas, checks and typed call, what a fused optimizer checks, keeps and hands over, and, by
-``csrc/generate.py``, what C++ has of it. By hand stay the arithmetic (``csrc/functors/<op>.h``, ``reference_steps``)
-and the class. LAMB and NovoGrad walk their elements more than once: their entry points are by hand, too, and so is the
-boxed function of LARC, which takes no step.
+Schemas, fakes, checks and typed calls come from it, and the state keys and numbers of the optimizer classes.
+``csrc/generate.py`` writes the C++ side. Written by hand: the arithmetic (``csrc/functors/<op>.h``,
+``reference_steps``), the class, the entry points of LAMB and NovoGrad (which walk elements more than once), and the
+boxed function of LARC (which takes no step).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Number:
-    """A hyperparameter, "float" or "bool". Without a ``default`` the typed call requires it.
+    """A hyperparameter, "float" or "bool". Without ``default`` the typed call requires it.
 
-    ``of`` is where a fused optimizer has it, in terms of ``self`` and ``group``: ``group[name]`` where nothing is said.
-    Of those floats, the ``checked`` must be at least 0.
+    ``of``: the expression in ``self`` and ``group`` that gives a fused optimizer its value; default ``group[name]``.
+    ``checked``: a float must be at least 0.
     """
 
     name: str
@@ -33,18 +33,21 @@ class Number:
 
 @dataclass(frozen=True)
 class State:
-    """A list of the op, and its key in an optimizer's state. ``if_set``: stays empty unless the group has that set."""
+    """A state list and its key in the optimizer's state. ``if_set``: empty unless ``group[if_set]`` is true."""
 
     name: str
     key: str
     if_set: str = ""
-    one_element: bool = False  # a 0-d fp32 tensor for each parameter
+    one_element: bool = False  # one 0-d fp32 tensor per parameter
 
 
 @dataclass(frozen=True)
 class OpSpec:
-    """``functors``: those of C++ that step an element, one for each number of lists of state that a call may have.
-    ``factors``: further arguments that are a number or a one-element tensor."""
+    """An optimizer op.
+
+    ``functors``: the C++ functors that step an element, one per possible number of state lists.
+    ``factors``: more arguments that are a number or a one-element tensor.
+    """
 
     name: str
     doc: str
@@ -61,12 +64,12 @@ class OpSpec:
 
     @property
     def unscaling_op(self) -> str:
-        """The same step, of which the gradients keep what it computes with."""
+        """The same step, which also stores the unscaled gradients."""
         return f"multi_tensor_unscaling_{self.name}"
 
     @property
     def sized(self) -> tuple[State, ...]:
-        """State of the parameters' size."""
+        """State lists with tensors of the parameters' size."""
         return tuple(state for state in self.states if not state.one_element)
 
     @property
@@ -81,7 +84,7 @@ class OpSpec:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The arguments that are one tensor, after the lists."""
+        """The single-tensor arguments, which follow the lists."""
         return ("found_inf", "inv_scale", "lr", *self.factors)
 
     @property
