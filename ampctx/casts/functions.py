@@ -45,7 +45,7 @@ _MISSING = object()
 
 def replace_function(owner: Any, name: str, cast: Callable[[Any], Any]) -> Undo:
     """Replaces ``owner.name`` by ``cast(function)``. The undo restores the original."""
-    # On a class, the attribute itself rather than what it binds to.
+    # On a class, take the attribute itself and not the bound method.
     static = inspect.getattr_static(owner, name, None) if isinstance(owner, type) else None
     replacement = cast(static if isinstance(static, (staticmethod, classmethod)) else getattr(owner, name))
     former = vars(owner).get(name, _MISSING) if hasattr(owner, "__dict__") else getattr(owner, name)

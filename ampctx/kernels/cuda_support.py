@@ -39,8 +39,8 @@ def why_not(driver: Version | None, toolkit: Version, archs: Sequence[str], gpu:
         newer = f"driver {number} or newer" if number else "a newer driver"
         rebuild = f", or rebuild with CUDA {driver[0]}" if driver[0] in _FIRST_DRIVER else ""
         return (
-            f"the CUDA kernels were built with CUDA {dotted(toolkit)}, which needs {newer}, and this driver serves"
-            f" CUDA {dotted(driver)}: update the driver{rebuild}"
+            f"the CUDA kernels were built with CUDA {dotted(toolkit)}, which needs {newer}, and this driver supports"
+            f" CUDA {dotted(driver)}. Update the driver{rebuild}"
         )
     if gpu is None or _has_machine_code(archs, gpu):
         return ""
@@ -50,16 +50,16 @@ def why_not(driver: Version | None, toolkit: Version, archs: Sequence[str], gpu:
         if driver is None or driver >= toolkit:
             return ""
         return (
-            f"{built}, for which the driver must compile PTX of CUDA {dotted(toolkit)}. This driver serves CUDA"
-            f" {dotted(driver)}: update the driver, or rebuild with AMPCTX_CUDA_ARCHS={arch}"
+            f"{built}, for which the driver must compile PTX of CUDA {dotted(toolkit)}. This driver supports CUDA"
+            f" {dotted(driver)}. Update the driver, or rebuild with AMPCTX_CUDA_ARCHS={arch}"
         )
     if arch >= _OLDEST_ARCH.get(toolkit[0], arch):
-        return f"{built}: rebuild with AMPCTX_CUDA_ARCHS={arch}"
+        return f"{built}. Rebuild with AMPCTX_CUDA_ARCHS={arch}"
     if arch >= _OLDEST_ARCH[12]:
         return (
-            f"{built}, which CUDA {toolkit[0]} does not compile for: rebuild with CUDA 12 and AMPCTX_CUDA_ARCHS={arch}"
+            f"{built}, which CUDA {toolkit[0]} does not compile for. Rebuild with CUDA 12 and AMPCTX_CUDA_ARCHS={arch}"
         )
-    return f"{built}: there are no kernels for GPUs older than sm_{_OLDEST_ARCH[12]}"
+    return f"{built}. ampctx has no kernels for GPUs older than sm_{_OLDEST_ARCH[12]}"
 
 
 def _has_machine_code(archs: Sequence[str], gpu: Version) -> bool:
