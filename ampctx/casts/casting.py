@@ -119,7 +119,7 @@ def cast_model(
     model: nn.Module,
     dtype: torch.dtype,
     keep_batchnorm_fp32: bool,
-    kept: Collection[nn.Module] = (),
+    keep_fp32: Collection[nn.Module] = (),
     keep_statistics_fp32: bool = True,
 ) -> tuple[Undo, dict[Tensor, Tensor]]:
     """Casts every floating parameter, buffer and gradient of a model in place. No host sync.
@@ -132,7 +132,7 @@ def cast_model(
             materialize.
         dtype: the floating dtype to cast to.
         keep_batchnorm_fp32: batch norms, and instance norms with statistics, stay in fp32. Other norms are cast.
-        kept: ``keep_fp32`` modules, whose parameters and buffers stay in fp32.
+        keep_fp32: modules whose parameters and buffers stay in fp32.
         keep_statistics_fp32: False keeps only affine batch norms in fp32, as apex does.
 
     Returns:
@@ -142,7 +142,7 @@ def cast_model(
         AmpError: the cast would need a DTensor in another dtype. Nothing has been cast then.
     """
     originals: dict[Tensor, Tensor] = {}
-    parametrizations = [m for m in model.modules() if isinstance(m, ParametrizationList) and m not in kept]
+    parametrizations = [m for m in model.modules() if isinstance(m, ParametrizationList) and m not in keep_fp32]
     in_fp32 = {id(m) for parametrization in parametrizations for m in parametrization.modules()}
     # Weak, so that the undo does not keep the model alive.
     model_ref = weakref.ref(model)
@@ -151,7 +151,7 @@ def cast_model(
         for module in model.modules():
             # Layers that stay in fp32 are cast too: the incoming model may be fp64, or 16-bit if that is allowed.
             is_norm = keep_batchnorm_fp32 and (keep_statistics_fp32 or isinstance(module, _BatchNorm))
-            stays_fp32 = module in kept or id(module) in in_fp32 or (is_norm and _stays_fp32(module))
+            stays_fp32 = module in keep_fp32 or id(module) in in_fp32 or (is_norm and _stays_fp32(module))
             for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 stays = stays_fp32 or (is_norm and keep_statistics_fp32 and _is_statistic(module, t))
                 to = torch.float32 if stays else dtype

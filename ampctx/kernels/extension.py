@@ -181,7 +181,7 @@ def _readers(path: Path, opened: ctypes.CDLL) -> dict[str, Any]:
 
 def _register_cpu(library: ctypes.CDLL, namespace: str) -> None:
     if code := library.ampctx_register_cpu(namespace.encode()):
-        raise ExtensionError(f"torch refused the CPU kernels (code {code}): is another copy of ampctx loaded?")
+        raise ExtensionError(f"torch refused the CPU kernels (code {code}). Import one copy of ampctx only.")
 
 
 def _why_no_cuda(library: ctypes.CDLL, build: dict[str, Any]) -> str:
@@ -208,7 +208,7 @@ def _late_cuda(
 
     def register(name: str) -> None:
         if code := library.ampctx_register_cuda(name.encode()):
-            raise ExtensionError(f"torch refused the CUDA kernels (code {code}): is another copy of ampctx loaded?")
+            raise ExtensionError(f"torch refused the CUDA kernels (code {code}). Import one copy of ampctx only.")
 
     return LateKernels(namespace, "cuda", problems, register, define, required)
 
