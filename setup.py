@@ -1,19 +1,19 @@
-"""Builds ampctx/_ops.so: the CPU kernels with g++, and the CUDA kernels with nvcc where it is found.
+"""Builds ampctx/_ops.so: the CPU kernels with g++, and the CUDA kernels with nvcc if it is found.
 
-torch is not needed to build: csrc/torch_abi.h declares what is called, and the link goes against an empty libtorch.so,
-so that the file binds to whichever torch is imported. csrc/generate.py writes what C++ has of ampctx/kernels/spec.py
-into the build folder. Environment:
+The build does not need torch. csrc/torch_abi.h declares the functions of torch that the library calls, and the link
+uses an empty libtorch.so, so the file binds to the torch that the program imports. csrc/generate.py writes C++ headers
+from ampctx/kernels/spec.py into the build folder. Environment:
 
-    AMPCTX_KERNELS     auto (default: none without a C++ compiler, or on other systems than Linux), 1 (they must build),
-                       0 (none). Without kernels the package is pure Python, and runs on plain torch
-    AMPCTX_CUDA        auto (default: CUDA kernels when nvcc is found, unless the torch installed here has no CUDA),
-                       1 (nvcc must be there), 0 (no CUDA kernels)
-    AMPCTX_CUDA_ARCHS  compute capabilities, such as "80,90"; default: the first of each generation that nvcc knows,
-                       from 75 up. PTX is added for those after the last, and for what compiles to other PTX
+    AMPCTX_KERNELS     auto (default: kernels on Linux with a C++ compiler), 1 (kernels must build), 0 (no kernels).
+                       Without kernels the package is pure Python and runs on plain torch
+    AMPCTX_CUDA        auto (default: CUDA kernels if nvcc is found, unless the installed torch has no CUDA),
+                       1 (nvcc must be found), 0 (no CUDA kernels)
+    AMPCTX_CUDA_ARCHS  compute capabilities, such as "80,90". Default: the first of each generation that nvcc knows,
+                       from 75 up. PTX is added for later GPUs
     CXX                the C++ compiler (default: g++)
-    CUDA_HOME          where CUDA is; default: the nvcc on PATH, then /usr/local/cuda
-    AMPCTX_SANITIZE    1: the CPU kernels with AddressSanitizer and UBSan, which end the process at the first report.
-                       Such a library loads only with both runtimes preloaded: tests/reliability/sanitize.py
+    CUDA_HOME          the CUDA toolkit. Default: the nvcc on PATH, then /usr/local/cuda
+    AMPCTX_SANITIZE    1: builds the CPU kernels with AddressSanitizer and UBSan, which end the process at the first
+                       report. The library then loads only with both runtimes preloaded: tests/reliability/sanitize.py
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ CSRC = Path("csrc")
 OLDEST_ARCH = 75
 COMMON_FLAGS = ("-O3", "-std=c++17")
 CXX_FLAGS = (*COMMON_FLAGS, "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
-# Same bits on every instruction set: no contraction to FMA. Nothing here reads errno or floating-point exceptions.
+# No FMA, so that every instruction set gives the same bits. No code reads errno or floating-point exceptions.
 CXX_FLAGS += ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-# One object of each of SIMD_SOURCES for each. Jump threading makes branches of selects that would vectorize.
+# Each of SIMD_SOURCES compiles once per instruction set. Jump threading would turn vectorizable selects into branches.
 SIMD_SOURCES = ("simd.cpp", "simd_optimizers.cpp")
 SIMD_FLAGS = ("-fno-thread-jumps",)
 SIMD = {"baseline": ()}
 if platform.machine() in ("x86_64", "AMD64"):
     SIMD |= {"avx2": ("-march=x86-64-v3",), "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512")}
 
-# Sources that take nvcc longest.
+# The sources that nvcc compiles slowest.
 LONGEST = ("multi_tensor_lamb", "adam", "multi_tensor_novograd", "sgd", "adagrad", "lion")
 
 SANITIZE_FLAGS = ()
@@ -71,7 +71,7 @@ def run(command: list[str]) -> None:
 
 
 def choice(name: str) -> str:
-    """The value of an environment variable that is auto, 0 or 1."""
+    """The value of an environment variable: auto, 0 or 1."""
     value = os.environ.get(name, "auto")
     if value not in ("auto", "0", "1"):
         raise CompileError(f"{name}={value!r}: expected auto, 0 or 1")
@@ -79,24 +79,24 @@ def choice(name: str) -> str:
 
 
 def why_no_kernels() -> str:
-    """Why to install ampctx without compiled kernels; nothing where they are to be built."""
+    """Why this build has no compiled kernels, or ""."""
     wanted, cxx = choice("AMPCTX_KERNELS"), os.environ.get("CXX", "g++")
     if wanted == "0":
         return "AMPCTX_KERNELS=0"
     if platform.system() != "Linux":
-        problem = f"they build on Linux, not on {platform.system()}"
+        problem = f"they build on Linux only, and this is {platform.system()}"
     elif not shutil.which(cxx):
         problem = f"no C++ compiler: {cxx!r} was not found. Install g++ 11 or newer, or set CXX"
     else:
         return ""
     if wanted == "1" or os.environ.get("AMPCTX_CUDA") == "1":
-        raise CompileError(f"the kernels of ampctx were asked for, and cannot be built: {problem}")
+        raise CompileError(f"the kernels of ampctx were asked for, but cannot be built: {problem}")
     return problem
 
 
 def torch_without_cuda() -> str:
-    """The version of the installed torch if that has no CUDA, else nothing. Reads its version.py: an isolated build
-    cannot import torch, and nothing else needs to."""
+    """The version of the installed torch if it has no CUDA, or "". Reads torch/version.py: an isolated build cannot
+    import torch."""
     base = {"base": sys.base_prefix, "platbase": sys.base_prefix}
     places = [*sys.path, sysconfig.get_path("purelib"), sysconfig.get_path("purelib", vars=base)]
     for place in [*places, site.getusersitepackages()]:
@@ -117,7 +117,7 @@ def generator() -> ModuleType:
 
 
 class Nvcc:
-    """The CUDA compiler: where it is, what it can do."""
+    """The CUDA compiler, its version and its architectures."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -145,7 +145,8 @@ class Nvcc:
         if found is None and wanted == "1":
             raise CompileError(f"AMPCTX_CUDA=1, but nvcc was not found: tried {' and '.join(places)}. Set CUDA_HOME")
         if found and wanted == "auto" and (version := torch_without_cuda()):
-            print(f"torch {version} has no CUDA: building CPU kernels only. AMPCTX_CUDA=1 builds CUDA kernels, too.")
+            hint = "Set AMPCTX_CUDA=1 to build CUDA kernels too."
+            print(f"torch {version} has no CUDA: building CPU kernels only. {hint}")
             return None
         return cls(found) if found else None
 
@@ -154,9 +155,9 @@ class Nvcc:
 
     @property
     def groups(self) -> list[list[str]]:
-        """Targets that share one PTX, that of the first: nothing in csrc is for one of them alone, and nvcc 13 writes
-        the same for each but for the header, with one compiler below 100 and another from there on. The last target of
-        a group is the PTX itself: for later GPUs, and so that `make test-ptx` runs what all code was made from."""
+        """Targets that share the PTX of the first one. csrc has no code for single architectures, and nvcc 13 writes
+        one PTX for all below 100, and one for all from 100 on. The last target of a group is the PTX itself, for later
+        GPUs and for `make test-ptx`."""
         older, newer = ([a for a in self.archs if (a >= 100) == is_newer] for is_newer in (False, True))
         return [[*(f"sm_{arch}" for arch in group), f"compute_{group[0]}"] for group in (older, newer) if group]
 
@@ -174,7 +175,7 @@ class Nvcc:
 
 
 def source_digest(folder: Path = CSRC) -> str:
-    """What tells the sources of one build from those of another, with what is made of the specs."""
+    """A hash of the sources and of the C++ made from the specs."""
     digest = hashlib.sha256(repr(generator().texts()).encode())
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
@@ -182,9 +183,9 @@ def source_digest(folder: Path = CSRC) -> str:
 
 
 def compile_all(cxx: str, nvcc: Nvcc | None, build: Path) -> list[str]:
-    """Compiles what was made of other sources or by another command, in parallel; returns the object files.
+    """Compiles changed sources in parallel; returns all object files.
 
-    Sources are told apart by content: their times say nothing where a tree was copied or unpacked.
+    Compares contents, because file times mean nothing after a tree was copied or unpacked.
     """
     headers = hashlib.sha256(Path(__file__).read_bytes())
     generated = build / "generated"
@@ -208,7 +209,7 @@ def compile_all(cxx: str, nvcc: Nvcc | None, build: Path) -> list[str]:
             ]
         else:
             jobs.append((source, [cxx, *cxx_flags, *x86, *(info if source.name == "library.cpp" else [])], ""))
-    if nvcc:  # the longest first, so that no core waits for the last of them
+    if nvcc:  # slowest first, so that all cores finish together
         cuda = sorted([*(CSRC / "cuda").glob("*.cu"), *generated.glob("*.cu")])
         cuda.sort(key=lambda source: LONGEST.index(source.stem) if source.stem in LONGEST else len(LONGEST))
         jobs = [(source, [nvcc.path, "-ccbin", cxx, *nvcc.flags(), *includes], "") for source in cuda] + jobs
@@ -237,11 +238,11 @@ def compile_all(cxx: str, nvcc: Nvcc | None, build: Path) -> list[str]:
 
 
 def link(cxx: str, nvcc: Nvcc | None, objects: list[str], build: Path, out: Path) -> None:
-    """Links against an empty libtorch.so; the real one is found by that name in the process that imported torch."""
+    """Links against an empty libtorch.so. At run time the loader finds the one that the process imported."""
     (build / "stub.c").write_text("")
     run([cxx, "-shared", "-x", "c", str(build / "stub.c"), "-Wl,-soname,libtorch.so", "-o", str(build / "libtorch.so")])
     out.parent.mkdir(parents=True, exist_ok=True)
-    linker = [nvcc.path, "-ccbin", cxx] if nvcc else [cxx]  # nvcc adds its static runtime, and knows where that is
+    linker = [nvcc.path, "-ccbin", cxx] if nvcc else [cxx]  # nvcc adds its static runtime
     strip = [] if SANITIZE_FLAGS else ["-s"]
     options = [*strip, "--exclude-libs=ALL", "--no-as-needed", "-ltorch", "--as-needed"]
     flags = [f"-L{build}"] + [word for option in options for word in ("-Xlinker", option)]
@@ -250,11 +251,11 @@ def link(cxx: str, nvcc: Nvcc | None, objects: list[str], build: Path, out: Path
 
 class BuildOps(build_ext):
     def get_ext_filename(self, fullname: str) -> str:
-        return fullname.replace(".", "/") + ".so"  # no Python tag: the library knows nothing of Python
+        return fullname.replace(".", "/") + ".so"  # no Python tag: the library fits every Python
 
     def build_extension(self, ext: Extension) -> None:
         cxx, nvcc = os.environ.get("CXX", "g++"), Nvcc.find()
-        # Not self.build_temp: an editable install is given a new one each time, and finds nothing compiled before.
+        # An editable install gets a new self.build_temp each time, without the objects compiled before.
         build = Path("build/ops")
         link(cxx, nvcc, compile_all(cxx, nvcc, build), build, Path(self.get_ext_fullpath(ext.name)))
 
@@ -264,9 +265,9 @@ class AnyPythonWheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-if __name__ == "__main__":  # not where only source_digest is wanted
+if __name__ == "__main__":  # others import source_digest
     if problem := why_no_kernels():
-        print(f"ampctx is built without compiled kernels, and runs on plain torch: {problem}")
+        print(f"ampctx is built without compiled kernels and will run on plain torch: {problem}")
     sources = [str(path) for path in sorted(CSRC.rglob("*")) if path.suffix in (".cpp", ".cu", ".h", ".cuh")]
     setup(
         ext_modules=[] if problem else [Extension("ampctx._ops", sources)],

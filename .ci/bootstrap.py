@@ -2,9 +2,8 @@
 
     python3 .ci/bootstrap.py VENV REQUIREMENT        e.g.  .venv torch==2.13.0
 
-A torch that serves (2.11 or newer) is kept: the one in VENV, or the one of the python that runs this script, which VENV
-then sees. Otherwise REQUIREMENT is installed. On a machine without an NVIDIA driver its CPU build is taken, and what
-would pull the CUDA packages is never installed.
+Keeps a torch of 2.11 or newer: the one in VENV, or that of the python that runs this script, which VENV then sees.
+Otherwise it installs REQUIREMENT; without an NVIDIA driver its CPU build, and never the CUDA packages.
 """
 
 import json
@@ -19,7 +18,7 @@ PROBE = f"import torch, sys; sys.exit(tuple(int(n) for n in torch.__version__.sp
 
 
 def serves(python: str) -> bool:
-    """Whether this python imports a torch that is new enough."""
+    """Whether this python can import a new enough torch."""
     return subprocess.run([python, "-c", PROBE], stderr=subprocess.DEVNULL).returncode == 0
 
 
@@ -28,8 +27,7 @@ def has_gpu() -> bool:
 
 
 def pulls_cuda(python: str, requirement: str) -> bool:
-    """Whether the configured package source would install CUDA packages along with torch; resolves, installs
-    nothing."""
+    """Whether the configured package source would install CUDA packages with torch. Installs nothing."""
     command = [python, "-m", "pip", "install", "--quiet", "--dry-run", "--report", "-", requirement]
     report = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     names = [item["metadata"]["name"].lower() for item in report["install"]]
@@ -46,17 +44,18 @@ def install_torch(python: str, requirement: str) -> None:
     uv = [python, "-m", "uv", "pip", "install", "--python", python, "--torch-backend=cpu", requirement]
     if subprocess.run(uv).returncode:
         sys.exit(
-            f"The CPU build of {requirement} could not be installed. Install any torch >= 2.11 into {python}'s "
-            "environment yourself (pytorch.org shows the command), then run make again."
+            f"make: the CPU build of {requirement} could not be installed. Install any torch >= 2.11 for {python} "
+            "(pytorch.org shows the command), then run make again."
         )
 
 
 def main() -> None:
     if len(sys.argv) != 3:
         sys.exit(__doc__)
-    if sys.version_info < (3, 10):  # noqa: UP036 - this script is what tells an older python so
+    if sys.version_info < (3, 10):  # noqa: UP036 - this script reports an older python
         sys.exit(
-            f"ampctx needs Python 3.10 or newer, this is {sys.version.split()[0]}: run make with PYTHON=python3.12, say"
+            f"ampctx needs Python 3.10 or newer, and this is {sys.version.split()[0]}. Run make with a newer one, for "
+            "example PYTHON=python3.12."
         )
     target, requirement = Path(sys.argv[1]), sys.argv[2]
     python = str(target.absolute() / "bin" / "python")
@@ -68,7 +67,10 @@ def main() -> None:
         print(f"installing {requirement}")
         install_torch(python, requirement)
     if not serves(python):
-        sys.exit(f"{requirement} is installed, and `import torch` fails or is older than 2.11 in {target}")
+        sys.exit(
+            f"make: {requirement} is installed in {target}, but `import torch` fails there or is older than 2.11. "
+            f"Delete {target} and run make again."
+        )
 
 
 if __name__ == "__main__":

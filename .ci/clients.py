@@ -2,9 +2,9 @@
 
     .venv/bin/python .ci/clients.py DIRECTORY
 
-DIRECTORY/packages gets what the extra test-clients of pyproject.toml lists, without dependencies: the list is complete,
-and torchvision alone would pull the torch of the package registry, which comes with CUDA. DIRECTORY/sources gets the
-source archive of pytorch-ignite, whose own tests are run as well.
+DIRECTORY/packages gets the extra test-clients of pyproject.toml. pip installs no dependencies: the list is complete,
+and torchvision would pull a torch with CUDA. DIRECTORY/sources gets the source archive of pytorch-ignite, whose own
+tests run too.
 """
 
 import shutil

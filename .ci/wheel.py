@@ -26,7 +26,7 @@ def main() -> None:
         environment = Path(folder) / "environment"
         venv.create(environment, with_pip=True)
         python = str(environment / "bin" / "python")
-        # A .pth file is not read in a directory that another one names: an editable ampctx there stays unseen.
+        # Python reads no .pth file in a directory that another .pth adds, so an editable ampctx there stays hidden.
         purelib = subprocess.run(
             [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
             check=True, capture_output=True, text=True,
@@ -37,10 +37,10 @@ def main() -> None:
         for name in ("tests", "examples", "pyproject.toml"):
             copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
             copy(ROOT / name, Path(folder) / name)
-        # No compiler is found, neither by PATH nor by variables.
+        # Hide every compiler, on PATH and in variables.
         variables = {key: value for key, value in os.environ.items() if key not in ("CXX", "CUDA_HOME", "PYTHONPATH")}
         variables |= {"PATH": str(environment / "bin"), "AMPCTX_REQUIRE_EXTENSION": "1", "OMP_NUM_THREADS": "1"}
-        # Emulated backends compile the kernels.
+        # Emulated backends would need a compiler.
         tests = [
             "-m",
             "pytest",

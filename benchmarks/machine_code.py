@@ -196,34 +196,32 @@ def digest() -> str:
 INTRO = """\
 # Machine code
 
-What nvcc makes of the kernels that walk the elements of tensors, read from the built library with cuobjdump.
-`{command}` writes this page (`benchmarks/machine_code.py`); no figure is by hand.
-**Nothing here was measured on a GPU.**
+What nvcc makes of the hot kernels: those that walk the elements of tensors. `{command}` reads it from the built
+library with cuobjdump and writes this page (`benchmarks/machine_code.py`). **Nothing here was measured on a GPU.**
 
 - Library: nvcc {compiler} for {archs}
 - Sources: sha256 `{digest}` of `csrc/*.h`, `csrc/cuda`, `csrc/functors` and what `csrc/generate.py` writes
 
-These rules are for all {count} hot kernels of each architecture, with every kind of table. `{command} ARGS=--check`
-fails where a rule is broken or this page is stale.
+All {count} hot kernels of each architecture must keep these rules, with every kind of table. `{command} ARGS=--check`
+fails if one breaks a rule, or if this page is stale.
 
 {rules}
 
-How to read the tables. In a cell with two parts, `a / b`, the first is with the smallest table in the kernel's
-parameters, the second with the table in device memory.
+Columns of the tables. In a cell `a / b`, `a` is the kernel with the smallest table in its parameters, `b` the kernel
+with its table in device memory.
 
-- spills, stack, shared: instructions that spill registers or read them back (`STL`, `LDL`), bytes of stack of a thread,
-  bytes of static shared memory of a block.
-- blocks: how many of {threads} threads one multiprocessor (SM) holds at once. Threads, shared memory and registers
-  limit them; a warp gets registers in units of 256. The limits of each architecture are those of the
+- spills, stack, shared: spill instructions (`STL`, `LDL`), bytes of stack per thread, bytes of static shared memory
+  per block.
+- blocks: blocks of {threads} threads that one multiprocessor (SM) holds at once. Threads, shared memory and registers
+  limit them; a warp gets registers in units of 256. The limits of each architecture come from the
   [CUDA Programming Guide](https://docs.nvidia.com/cuda/cuda-programming-guide/05-appendices/compute-capabilities.html)
-  and of `cuda_occupancy.h` in the toolkit.
-- loads, stores: how many of which width in bits are in the hot loop. That is the innermost loop with {wide}-bit loads;
-  of several, the one with most. Narrow ones are for lists whose alignment differs.
-- KB in flight: of one SM, its resident threads times the bytes that a thread has asked for when it first needs some of
-  them. They are counted from the start of the hot loop to the first instruction that names a register which one of
-  these loads fills. Ways through the loop with narrower loads do not count; the cell has the least and the most of the
-  others. Lists of 16 bits give the least, lists that are all fp32 the most. A `;` separates several hot loops.
-- parameters: bytes of a launch, with each kind of table."""
+  and the toolkit's `cuda_occupancy.h`.
+- loads, stores: accesses in the hot loop, by width in bits. The hot loop is the innermost loop with {wide}-bit loads;
+  if there are several, the one with most. Narrow accesses serve lists whose alignment differs.
+- KB in flight, per SM: resident threads times the bytes that a thread requests before it first uses a loaded register.
+  The count starts at the top of the hot loop, on the paths with wide loads. `a to b`: 16-bit lists request the least,
+  fp32 lists the most. `;` separates several hot loops.
+- parameters: bytes per launch, for each kind of table."""
 
 
 def page(library: Library) -> str:

@@ -1,8 +1,8 @@
-// What torch calls: one boxed function per op and backend (those of the optimizers are in library_optimizers.h), and
-// their registration, which _extension.py asks for.
+// One boxed function per op and backend (those of the optimizers are in library_optimizers.h), and their registration,
+// which ampctx/kernels/extension.py calls.
 //
-// The schemas are in ampctx/kernels/ops.py. A boxed function takes its arguments off the stack, checks them, puts the
-// results on the stack; errors are C++ exceptions that torch turns into RuntimeError (error.h).
+// The schemas are in ampctx/kernels/ops.py. A boxed function takes its arguments off the stack, checks them, and puts
+// the results on the stack. torch turns its C++ exceptions into RuntimeError (error.h).
 #include <cmath>
 #include <limits>
 
@@ -111,7 +111,7 @@ void multi_tensor_l2norm(StableIValue* stack, uint64_t, uint64_t) {
   stack[1] = each.release();
 }
 
-// With what is refused here, the scale would become 0, inf or nan, or a tracker something else than was asked for.
+// Refuses a rule that could make the scale 0, inf or nan, or overflow a tracker.
 void check_scale_rule(const char* op, const ScaleRule& rule) {
   constexpr float largest = std::numeric_limits<float>::max(), smallest = std::numeric_limits<float>::min();
   const double growth = rule.growth_factor, backoff = rule.backoff_factor;
@@ -143,7 +143,7 @@ void update_scale(StableIValue* stack, uint64_t, uint64_t) {
   backend.update_scale(Scope(backend, call.device).context, state, rule);
 }
 
-// By the number that is given, or by a new one in the place of 0.
+// Stores a list under the given number, or under a new one if that is 0.
 void hold_tensors(StableIValue* stack, uint64_t, uint64_t) {
   TensorList tensors = to_tensor_list(stack[0]);
   const int64_t given = to_scalar<int64_t>(stack[1]), number = given ? given : known_lists().new_number();
@@ -151,7 +151,7 @@ void hold_tensors(StableIValue* stack, uint64_t, uint64_t) {
   std::memcpy(&stack[0], &number, sizeof(number));
 }
 
-// Whether each tensor, contiguous or dense, has its storage for itself, as far as the size tells.
+// Whether each tensor is contiguous or dense and fills its storage.
 void fill_storages(StableIValue* stack, uint64_t, uint64_t) {
   const TensorList tensors = to_tensor_list(stack[0]);
   const bool fill = holds_for_all(static_cast<int64_t>(tensors.size()), [&](int64_t begin, int64_t end) {
@@ -207,7 +207,7 @@ int register_kernels(const char* ns) {
 AMPCTX_EXPORT int ampctx_register_emulated(const char* ns) { return ampctx::register_kernels<ampctx::kEmulated>(ns); }
 #else
 
-// Registers the kernels of one backend for the ops of namespace `ns`; 0, or a code that says what torch refused.
+// Registers the kernels of one backend for the ops of namespace `ns`. Returns 0, or a code for what torch refused.
 AMPCTX_EXPORT int ampctx_register_cpu(const char* ns) { return ampctx::register_kernels<ampctx::kCpu>(ns); }
 
 #ifdef AMPCTX_WITH_CUDA
@@ -217,7 +217,7 @@ AMPCTX_EXPORT int ampctx_register_cuda(const char* ns) {
 }
 #endif
 
-// python_lists.h: the GIL is held.
+// These need the GIL (python_lists.h).
 AMPCTX_EXPORT int ampctx_use_python(PyObject* exchange, PyObject* types) {
   return ampctx::python_lists::use(exchange, types);
 }

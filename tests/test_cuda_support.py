@@ -73,46 +73,46 @@ ORIN_WITHOUT_PTX = ["sm_75", "sm_80", "sm_90", "sm_100", "compute_100"]
 WORDS = {
     "old-driver": (
         ((12, 8), CUDA_13_0, DEFAULT_13_0, None),
-        "the CUDA kernels were built with CUDA 13.0, which needs driver 580 or newer, and this driver serves CUDA 12.8:"
-        " update the driver, or rebuild with CUDA 12",
+        "the CUDA kernels were built with CUDA 13.0, which needs driver 580 or newer, and this driver supports CUDA"
+        " 12.8. Update the driver, or rebuild with CUDA 12",
     ),
     "older-driver": (
         ((11, 8), CUDA_12_8, DEFAULT_12_8, None),
-        "the CUDA kernels were built with CUDA 12.8, which needs driver 525 or newer, and this driver serves CUDA 11.8:"
-        " update the driver",
+        "the CUDA kernels were built with CUDA 12.8, which needs driver 525 or newer, and this driver supports CUDA"
+        " 11.8. Update the driver",
     ),
     "driver-before-a-future-cuda": (
         ((13, 5), (14, 1), ONLY_90, None),
-        "the CUDA kernels were built with CUDA 14.1, which needs a newer driver, and this driver serves CUDA 13.5:"
-        " update the driver, or rebuild with CUDA 13",
+        "the CUDA kernels were built with CUDA 14.1, which needs a newer driver, and this driver supports CUDA 13.5."
+        " Update the driver, or rebuild with CUDA 13",
     ),
     "older-gpu": (
         (CUDA_13_0, CUDA_13_0, ONLY_90, (8, 0)),
-        "the CUDA kernels were built for sm_90, compute_90, and this GPU is sm_80: rebuild with AMPCTX_CUDA_ARCHS=80",
+        "the CUDA kernels were built for sm_90, compute_90, and this GPU is sm_80. Rebuild with AMPCTX_CUDA_ARCHS=80",
     ),
     "integrated-gpu": (
         (CUDA_13_0, CUDA_13_0, ORIN_WITHOUT_PTX, (8, 7)),
-        "the CUDA kernels were built for sm_75, sm_80, sm_90, sm_100, compute_100, and this GPU is sm_87: rebuild with"
+        "the CUDA kernels were built for sm_75, sm_80, sm_90, sm_100, compute_100, and this GPU is sm_87. Rebuild with"
         " AMPCTX_CUDA_ARCHS=87",
     ),
     "ptx-newer-than-the-driver": (
         (CUDA_13_0, (13, 2), ONLY_90, (12, 0)),
         "the CUDA kernels were built for sm_90, compute_90, and this GPU is sm_120, for which the driver must compile"
-        " PTX of CUDA 13.2. This driver serves CUDA 13.0: update the driver, or rebuild with AMPCTX_CUDA_ARCHS=120",
+        " PTX of CUDA 13.2. This driver supports CUDA 13.0. Update the driver, or rebuild with AMPCTX_CUDA_ARCHS=120",
     ),
     "gpu-that-cuda-12-compiles-for": (
         (CUDA_13_0, CUDA_12_8, ONLY_80, (7, 0)),
-        "the CUDA kernels were built for sm_80, compute_80, and this GPU is sm_70: rebuild with AMPCTX_CUDA_ARCHS=70",
+        "the CUDA kernels were built for sm_80, compute_80, and this GPU is sm_70. Rebuild with AMPCTX_CUDA_ARCHS=70",
     ),
     "gpu-that-cuda-13-dropped": (
         (CUDA_13_0, CUDA_13_0, ONLY_90, (7, 0)),
-        "the CUDA kernels were built for sm_90, compute_90, and this GPU is sm_70, which CUDA 13 does not compile for:"
-        " rebuild with CUDA 12 and AMPCTX_CUDA_ARCHS=70",
+        "the CUDA kernels were built for sm_90, compute_90, and this GPU is sm_70, which CUDA 13 does not compile for."
+        " Rebuild with CUDA 12 and AMPCTX_CUDA_ARCHS=70",
     ),
     "gpu-without-kernels": (
         (CUDA_12_8, CUDA_12_8, ONLY_90, (6, 1)),
-        "the CUDA kernels were built for sm_90, compute_90, and this GPU is sm_61: there are no kernels for GPUs older"
-        " than sm_70",
+        "the CUDA kernels were built for sm_90, compute_90, and this GPU is sm_61. ampctx has no kernels for GPUs"
+        " older than sm_70",
     ),
 }
 

@@ -90,7 +90,7 @@ def test_a_required_cuda_backend_on_a_torch_without_it(monkeypatch):
         pytest.skip("this torch has CUDA")
     result = load_elsewhere(extension.LIBRARY, "cuda")
     assert result.returncode == 1
-    assert "ExtensionError: AMPCTX_REQUIRE_EXTENSION=cuda, and the CUDA kernels do not serve" in result.stderr
+    assert "ExtensionError: AMPCTX_REQUIRE_EXTENSION=cuda, but the CUDA kernels cannot run" in result.stderr
     assert "this torch was built without CUDA" in result.stderr
 
 
@@ -174,7 +174,7 @@ def test_a_driver_that_is_too_old_for_required_kernels_is_an_error(tmp_path, too
     result = import_with_driver(tmp_path, 11080, "cuda")
     assert result.returncode == 1
     reason = f"the CUDA kernels were built with CUDA {toolkit}, which needs"
-    required = "ExtensionError: AMPCTX_REQUIRE_EXTENSION=cuda, and the CUDA kernels do not serve"
+    required = "ExtensionError: AMPCTX_REQUIRE_EXTENSION=cuda, but the CUDA kernels cannot run"
     assert f"{required}: {reason}" in result.stderr
     assert import_with_driver(tmp_path, 11080, "cpu").stderr == ""
 
@@ -239,7 +239,7 @@ def test_build_without_cuda(tmp_path):
 WRONG_BUILDS = {
     "no-compiler": (
         {"CXX": "no-such-g++", "AMPCTX_KERNELS": "1"},
-        "asked for, and cannot be built: no C++ compiler: 'no-such-g++' was not found. Install g++ 11 or newer",
+        "asked for, but cannot be built: no C++ compiler: 'no-such-g++' was not found. Install g++ 11 or newer",
     ),
     "kernels-value": ({"AMPCTX_KERNELS": "no"}, "AMPCTX_KERNELS='no': expected auto, 0 or 1"),
     "cuda-value": ({"AMPCTX_CUDA": "yes"}, "AMPCTX_CUDA='yes': expected auto, 0 or 1"),
@@ -265,7 +265,7 @@ def test_a_build_without_kernels_is_pure_python(tmp_path, environment, why):
     """As on macOS and Windows. What such an install does: test_the_import_without_a_library."""
     result = build(tmp_path, "bdist_wheel", **environment)
     assert result.returncode == 0, result.stderr
-    assert f"ampctx is built without compiled kernels, and runs on plain torch: {why}" in result.stdout
+    assert f"ampctx is built without compiled kernels and will run on plain torch: {why}" in result.stdout
     (wheel,) = (tmp_path / "dist").iterdir()
     assert wheel.name == f"ampctx-{ampctx.__version__}-py3-none-any.whl"
     assert not any(name.endswith(".so") for name in zipfile.ZipFile(wheel).namelist())
@@ -284,7 +284,7 @@ def test_no_cuda_kernels_for_a_torch_without_cuda(tmp_path, monkeypatch, capsys)
         torch_in(tmp_path / str(cuda), cuda)
         monkeypatch.setattr(sys, "path", [str(tmp_path / str(cuda)), *sys.path])
         assert (setup.Nvcc.find() is None) == (cuda is None)
-    said = "torch 2.13.0+test has no CUDA: building CPU kernels only. AMPCTX_CUDA=1 builds CUDA kernels, too.\n"
+    said = "torch 2.13.0+test has no CUDA: building CPU kernels only. Set AMPCTX_CUDA=1 to build CUDA kernels too.\n"
     assert capsys.readouterr().out == said
     monkeypatch.setenv("AMPCTX_CUDA", "1")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "None"), *sys.path])

@@ -1,4 +1,4 @@
-"""What all casts share: one walk over nested values, the rules by which arguments are cast, autocast off."""
+"""Shared by all casts: the walk over nested values, the rules for arguments, and switching autocast off."""
 
 from __future__ import annotations
 
@@ -18,39 +18,41 @@ from ampctx._errors import AmpTypeError
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 Undo = Callable[[], None]
-# What becomes of the floating arguments of an op or function: "half", the 16-bit type; "float", fp32 for 16-bit ones;
-# "promote", the widest type among them.
+# How floating arguments are cast: "half" to the 16-bit dtype, "float" from 16 bits to fp32, "promote" to the widest
+# dtype among them.
 Rule = Literal["half", "float", "promote"]
 
 
 class ModelHook:
-    """A hook that amp puts on the user's modules."""
+    """Base of the hooks that amp registers on the user's modules."""
 
 
 # --- the walk ---------------------------------------------------------------------------------------------------------
 
 
 def map_leaves(value: Any, fn: Callable[[Any], Any], objects: bool = True) -> Any:
-    """``value`` with ``fn`` of every tensor in it; the very same object where nothing changed.
+    """Applies ``fn`` to every tensor in a nested value. Returns the same object if nothing changed.
 
-    Goes through mappings, dataclasses, tuples (named ones too), lists, deques and sets of any subclass, and keeps the
-    types. Other objects with a ``to`` method go to ``fn`` as well. All else passes through, modules and iterators among
-    it. Without ``objects``, for the arguments of a call, it goes through dicts, lists and tuples alone: any other
-    object may be the ``self`` of a method, which has to stay itself.
+    Walks mappings, dataclasses, tuples, lists, deques, sets and their subclasses, and keeps their classes. Other
+    objects with a ``to`` method go to ``fn`` too. The rest passes through unchanged, such as modules and iterators.
+
+    Args:
+        objects: False walks dicts, lists and tuples only. Use it for the arguments of a call: any other object may be
+            the ``self`` of a method and must not be copied.
 
     Raises:
-        AmpTypeError: a container that can be neither copied nor rebuilt from its elements.
+        AmpTypeError: a container can be neither copied nor rebuilt from its elements.
     """
     return _mapped(value, fn, objects)[0]
 
 
-# What most arguments are that hold no tensors; what is not asked for its ``to``.
+# Common arguments without tensors, to skip early; and objects whose ``to`` is not called.
 _SCALARS = (type(None), bool, int, float, str)
 _NOT_ASKED = (str, bytes, int, float, type, nn.Module)
 
 
 def _mapped(value: Any, fn: Callable[[Any], Any], objects: bool) -> tuple[Any, bool]:
-    """``map_leaves``, and whether that is another object: dynamo cannot tell by ``is`` of tuples."""
+    """``map_leaves``, and whether the result is a new object. dynamo cannot compare tuples by ``is``."""
     if isinstance(value, Tensor):
         mapped = fn(value)
         return mapped, mapped is not value
@@ -78,7 +80,7 @@ def _mapped(value: Any, fn: Callable[[Any], Any], objects: bool) -> tuple[Any, b
 
 
 def _rebuilt(value: Any, parts: Any, changed: Sequence[Any]) -> Any:
-    """A container like ``value`` with all of ``parts`` in it, those of the names ``changed`` being new."""
+    """A container like ``value`` that holds ``parts``, of which ``changed`` are new."""
     kind = type(value)
     if kind is type(parts):
         return parts
@@ -87,13 +89,13 @@ def _rebuilt(value: Any, parts: Any, changed: Sequence[Any]) -> Any:
             return value._make(parts) if hasattr(value, "_make") else kind(parts)
         if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
             return kind(parts)
-        # A copy keeps attributes, default factories, and maxlen of a deque.
+        # A copy keeps attributes, default factories and a deque's maxlen.
         result = copy.copy(value)
         if isinstance(parts, list):
             result.clear()
             result.update(parts) if isinstance(result, set) else result.extend(parts)
         elif isinstance(value, Mapping):
-            # One by one, for what a subclass does on assignment. Dynamo (2.13) copies them without what is in them.
+            # One by one, because a subclass may override assignment. Dynamo (2.13) copies mappings without their items.
             for name in parts if torch.compiler.is_compiling() else changed:
                 result[name] = parts[name]
         else:
@@ -102,13 +104,13 @@ def _rebuilt(value: Any, parts: Any, changed: Sequence[Any]) -> Any:
         return result
     except Exception as error:
         raise AmpTypeError(
-            f"cannot rebuild a {kind.__module__}.{kind.__qualname__} with tensors of another type ({error}). Give the "
+            f"cannot rebuild a {kind.__module__}.{kind.__qualname__} with tensors of another dtype: {error}. Give the "
             "class a method to(dtype) that returns the cast object, or make it work with copy.copy."
         ) from error
 
 
 def map_arguments(args: tuple, kwargs: dict[str, Any], fn: Callable[[Tensor], Tensor]) -> tuple[tuple, dict[str, Any]]:
-    """``fn`` of the tensors among the arguments of a call. Not one walk of both, which costs more."""
+    """Applies ``fn`` to the tensors among the arguments of a call. Two walks cost less than one walk of a pair."""
     return _mapped(args, fn, False)[0], _mapped(kwargs, fn, False)[0] if kwargs else kwargs
 
 
@@ -123,17 +125,17 @@ def tensors_in(args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
     return found
 
 
-# --- what becomes of a leaf, and of arguments -------------------------------------------------------------------------
+# --- casts of one leaf, and of arguments ------------------------------------------------------------------------------
 
 
 def to_dtype(dtype: torch.dtype, leaf: Any) -> Any:
-    """``leaf.to(dtype)``, but for integers and what has that type already."""
+    """``leaf.to(dtype)``. Integer tensors and those of that dtype stay the same object."""
     t = leaf.data if isinstance(leaf, PackedSequence) else leaf
     return leaf if isinstance(t, Tensor) and (t.dtype == dtype or not t.is_floating_point()) else leaf.to(dtype)
 
 
 def widen(leaf: Any) -> Any:
-    """fp32 in the place of 16 bits."""
+    """Casts fp16 and bf16 to fp32, and asks other objects for ``leaf.to(torch.float32)``."""
     if isinstance(leaf, (Tensor, PackedSequence)):
         dtype = leaf.dtype if isinstance(leaf, Tensor) else leaf.data.dtype
         return leaf.float() if dtype in LOW_PRECISION else leaf
@@ -141,12 +143,12 @@ def widen(leaf: Any) -> Any:
 
 
 def map_floating(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with every floating tensor in it cast to ``dtype``, and every object asked for ``value.to(dtype)``."""
+    """Casts every floating tensor in ``value`` to ``dtype``, and other objects by their ``to(dtype)``."""
     return _mapped(value, functools.partial(to_dtype, dtype), True)[0]
 
 
 def leaf_cast(rule: Rule, args: tuple, kwargs: dict[str, Any], low: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """What ``rule`` makes of a tensor among the arguments of a call. ``low``: what "half" stands for."""
+    """The cast that ``rule`` applies to each tensor argument of a call. ``low``: the dtype for "half"."""
     if rule == "float":
         return widen
     if rule == "promote" and (dtypes := {t.dtype for t in tensors_in(args, kwargs) if t.is_floating_point()}):
@@ -155,7 +157,7 @@ def leaf_cast(rule: Rule, args: tuple, kwargs: dict[str, Any], low: torch.dtype)
 
 
 def names_dtype(args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether the caller chose the type to compute in, which then stands."""
+    """Whether the caller passed a dtype, which casts must not override."""
     return torch.dtype in map(type, (*args, *kwargs.values()))
 
 
@@ -163,19 +165,19 @@ def names_dtype(args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 def autocast_off() -> AbstractContextManager:
-    """torch's autocast off on the CPU and on the machine's accelerator, where it is on."""
+    """Switches torch's autocast off on the CPU and on the machine's accelerator."""
     accelerator = torch.accelerator.current_accelerator()
     return autocast_off_on(["cpu"] if accelerator is None else ["cpu", accelerator.type])
 
 
 @contextmanager
 def autocast_off_on(device_types: Sequence[str]) -> Iterator[None]:
-    """torch's autocast off for each of the types, where it is on."""
+    """Switches torch's autocast off for each device type."""
     if not device_types:
         yield
         return
     first, *others = device_types
-    # No ExitStack, which dynamo cannot trace.
+    # dynamo cannot trace an ExitStack.
     off = torch.autocast(first, enabled=False) if torch.is_autocast_enabled(first) else nullcontext()
     with off, autocast_off_on(others):
         yield

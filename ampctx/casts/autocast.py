@@ -1,19 +1,17 @@
 """O1 and O4: casts op by op, through torch's own autocast.
 
 ``Autocast.enable`` switches autocast on for the calling thread, so that a loss computed outside the model is cast too.
-Three things are added to what torch does:
+It adds three things to torch's autocast:
 
-- The cache of cast weights is on only during a forward of an initialized model and cleared before and after it, so that
-  it can neither outlive a change of a weight nor hold memory. Hooks on the model see to that; they also switch casts on
-  where the forward runs in another thread, since autocast's state belongs to a thread.
-- Ops that torch's CPU autocast leaves alone get kernels here, so that one cast table holds on every device. They are
-  registered in the dispatcher rather than patched over Python functions, which reaches ops inside ops too (the
-  log_softmax in cross_entropy), and works under torch.compile. They are there while an ``Autocast`` is enabled, for
-  every autocast region on the CPU: what activation checkpointing recomputes in backward has to match the forward.
-- ``binary_cross_entropy`` refuses 16-bit input on every device, and takes fp32 on every device.
+- Hooks on the model switch the cache of cast weights on for a forward only, and clear it before and after. The cache
+  cannot outlive a change of a weight, nor hold memory. The hooks also switch casts on in other threads, because
+  autocast's state belongs to a thread.
+- Ops that torch's CPU autocast leaves alone get kernels, so one cast table holds on every device. Dispatcher kernels
+  also reach ops inside ops (the log_softmax in cross_entropy) and work under torch.compile. While an ``Autocast`` is
+  enabled they serve every autocast region on the CPU, because activation checkpointing must recompute the same values.
+- ``binary_cross_entropy`` refuses 16-bit input and takes fp32 on every device.
 
-A deep copy of the model keeps casting like the original until the undo; a pickled one is a plain model where it is
-loaded.
+A deep copy of the model keeps its casts until the undo. A pickle loads as a plain model.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from ampctx.casts.functions import call_cast, cast_function, replace_function, s
 logger = logging.getLogger("ampctx")
 
 
-# Those that are enabled, the latest last. Global, as the function that is guarded is.
+# The enabled objects, the latest last. Global, because the guarded torch function is global.
 _enabled: list[Autocast] = []
 
 
@@ -55,10 +53,10 @@ def _call_bce(fn: Callable, args: tuple, kwargs: dict[str, Any], autocast: Autoc
         raise AmpNotImplementedError(
             "binary_cross_entropy got a 16-bit argument while casts are active. A sigmoid in 16 bits rounds to "
             "0 or 1, where the gradient of the loss does not fit 16 bits. Use nn.BCEWithLogitsLoss or "
-            "binary_cross_entropy_with_logits on what goes into the sigmoid; or have the sigmoid in fp32 "
-            "with amp.register_float_function(torch, 'sigmoid') before amp.initialize."
+            "binary_cross_entropy_with_logits on the input of the sigmoid, or compute the sigmoid in fp32: call "
+            "amp.register_float_function(torch, 'sigmoid') before amp.initialize."
         )
-    # torch's CUDA autocast refuses fp32 arguments as well, for which there is no reason.
+    # torch's CUDA autocast refuses fp32 arguments too, without need.
     return call_cast("float", fn, args, kwargs)
 
 
@@ -71,11 +69,11 @@ def _guard_bce() -> Undo:
 
 
 class _Ambient(threading.local):
-    """What autocast is set to in this thread outside any block: what the latest enabled ``Autocast`` asks for."""
+    """This thread's autocast state outside any block, as the latest enabled ``Autocast`` sets it."""
 
     def __init__(self) -> None:
         self.entries: list[Autocast] = []
-        # In a ``suspended()`` block of any of them.
+        # Inside a ``suspended()`` block of any entry.
         self.suspended = False
         self._before: dict[str, tuple[bool, torch.dtype]] = {}
         self._cache_before = True
@@ -92,8 +90,8 @@ class _Ambient(threading.local):
     def remove(self, autocast: Autocast) -> None:
         if autocast not in self.entries:
             logger.warning(
-                "O1/O4 casts are being undone in another thread than the one that switched them on, where torch's "
-                "autocast stays on. Call amp.reset() in the thread that called amp.initialize."
+                "O1/O4 casts are being undone in another thread than the one that switched them on. In that thread "
+                "torch's autocast stays on. Call amp.reset() in the thread that called amp.initialize."
             )
             return
         self.entries.remove(autocast)
@@ -110,28 +108,28 @@ class _Ambient(threading.local):
         torch.clear_autocast_cache()
 
 
-# Global, as torch's autocast state of a thread is: sessions may come and go in any order.
+# Global, like torch's autocast state. Sessions may start and end in any order.
 _ambient = _Ambient()
 
 
 def _nesting() -> int:
-    """How many ``torch.autocast`` blocks this thread is in; one that is ``suspended()`` counts."""
+    """How many ``torch.autocast`` blocks this thread is in. A ``suspended()`` block counts as one."""
     up, down = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
-    # Both in one go: an interrupt between two lines would leave this thread in a block for good.
+    # One expression, because an interrupt between two lines would leave the count wrong for good.
     _, depth = map(type(up).__call__, (up, down))
     return depth + _ambient.suspended
 
 
 def _call_all(functions: Sequence[functools.partial]) -> None:
-    deque(map(functools.partial.__call__, functions), maxlen=0)  # in one go
+    deque(map(functools.partial.__call__, functions), maxlen=0)  # one call, which an interrupt cannot split
 
 
 class _ThreadState(threading.local):
-    """What one ``Autocast`` knows about a thread."""
+    """The state of one ``Autocast`` in a thread."""
 
     def __init__(self) -> None:
         self.home = False  # enable() was called here
-        # What to go back to: one entry per forward, and one per suspended() block.
+        # State to restore: one entry per forward, and one per suspended() block.
         self.forwards: list[tuple[dict[str, tuple[bool, torch.dtype]], bool]] = []
         self.suspensions: tuple[dict[str, tuple[bool, torch.dtype]], ...] = ()
         # One entry per forward of a module that runs without casts.
@@ -140,7 +138,7 @@ class _ThreadState(threading.local):
 
 def _is_running(module: nn.Module | None) -> bool:
     """Whether a method of ``module`` is on this thread's stack."""
-    frame = sys._getframe()  # the one way to tell
+    frame = sys._getframe()
     while module is not None and frame is not None:
         if frame.f_locals.get("self") is module:
             return True
@@ -149,9 +147,9 @@ def _is_running(module: nn.Module | None) -> bool:
 
 
 class ForwardHook(ModelHook):
-    """Has an ``Autocast`` act before or after a module's forward: ``act(autocast, module, *what the hook is given)``.
+    """Calls ``act(autocast, module, *hook arguments)`` before or after a module's forward.
 
-    It refers to the ``Autocast`` weakly. Copies of the model share it; a pickle carries an empty one.
+    Holds the ``Autocast`` weakly. Copies of the model share the hook; a pickle carries an empty one.
     """
 
     def __init__(self, autocast: Autocast | None, act: Callable[..., Any] | None) -> None:
@@ -178,11 +176,11 @@ class Autocast:
     """Casts of O1 and O4 for some models and the code around them.
 
     Args:
-        models: their forwards get the cache of cast weights. Held weakly. Their parameters and buffers tell which
-            device types are meant ("cpu" if there are none).
+        models: their forwards use the cache of cast weights. Held weakly. Casts apply to the device types of their
+            parameters and buffers ("cpu" if there are none).
         dtype: float16 or bfloat16.
-        device_types: further device types.
-        allow_banned: compute binary_cross_entropy of 16-bit arguments in fp32 in place of refusing it.
+        device_types: more device types.
+        allow_banned: compute binary_cross_entropy of 16-bit arguments in fp32 instead of refusing it.
     """
 
     def __init__(
@@ -204,15 +202,15 @@ class Autocast:
 
     @property
     def enabled(self) -> bool:
-        """Between ``enable`` and its undo."""
+        """Whether ``enable`` was called and not undone."""
         return self._enabled
 
     @property
     def active(self) -> bool:
-        """Whether ops on the models' devices are cast here and now. No host sync.
+        """Whether ops on the models' devices are cast in this thread right now. No host sync.
 
-        While enabled it can be set: False switches casts off in this thread and for forwards in others, True switches
-        them on again. For blocks of code there is ``suspended``, which cannot be forgotten.
+        While enabled you can set it: False switches casts off in this thread and for forwards in others, True switches
+        them on again. For a block of code use ``suspended``.
         """
         return self._enabled and any(torch.is_autocast_enabled(d) for d in self.device_types)
 
@@ -228,13 +226,13 @@ class Autocast:
         torch.clear_autocast_cache()
 
     def enable(self) -> Undo:
-        """Switches casts on in this thread. The undo restores what was there, and has to run in the same thread.
+        """Switches casts on in this thread. The undo restores the previous state and must run in the same thread.
 
         Raises:
-            AmpError: it is enabled already.
+            AmpError: it is already enabled.
         """
         if self._enabled:
-            raise AmpError("this Autocast is enabled already: undo that first")
+            raise AmpError("Autocast.enable: this Autocast is enabled already. Call the first undo before.")
         with ExitStack() as stack:
             stack.callback(self._disabled)
             _enabled.append(self)
@@ -243,7 +241,7 @@ class Autocast:
             if "cpu" in self.device_types:
                 stack.callback(shared.acquire(install_kernels, install_kernels))
             for model in [m for m in (ref() for ref in self._models) if m is not None]:
-                # First in and always out, so that begin and end come in pairs.
+                # begin runs first and end always, so that they come in pairs.
                 begin, end = ForwardHook(self, Autocast._begin_forward), ForwardHook(self, Autocast._end_forward)
                 stack.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
                 stack.callback(model.register_forward_hook(end, always_call=True).remove)
@@ -255,23 +253,23 @@ class Autocast:
         self._enabled = self._paused = self._thread.home = False
 
     def _wanted(self, device_type: str) -> tuple[bool, torch.dtype]:
-        """What a forward that starts now is to run under: on where only the thread is the reason for being off."""
+        """The autocast state for a forward that starts now. It is on if only the other thread had it off."""
         nesting, home = _nesting(), self._thread.home
         own = device_type in self.device_types
         on = torch.is_autocast_enabled(device_type) or (
             own and self._enabled and not self._paused and not home and nesting == 0
         )
-        # The user's own torch.autocast block may have chosen another type.
+        # The user's own torch.autocast block may have chosen another dtype.
         keeps_dtype = not own or (home and nesting > 0)
         return on, torch.get_autocast_dtype(device_type) if keeps_dtype else self.dtype
 
     def begin_uncast(self, module: nn.Module, *given: Any) -> tuple:
-        """Switches casts off in this thread for a forward of ``module``, until ``end_uncast``; widens its arguments."""
+        """Switches casts off in this thread until ``end_uncast``, and returns the forward's arguments in fp32."""
         if not torch.compiler.is_compiling():
             self._end_interrupted()
         before = [torch.is_autocast_enabled(d) for d in self.device_types]
         self._thread.uncast.append((weakref.ref(module), before))
-        # Not through torch.autocast: leaving that clears the cache of cast weights.
+        # Exiting torch.autocast would clear the cache of cast weights.
         for d in self.device_types:
             torch.set_autocast_enabled(d, False)
         return tuple(map_leaves(values, widen) for values in given)
@@ -282,7 +280,7 @@ class Autocast:
                 torch.set_autocast_enabled(d, on)
 
     def _end_interrupted(self) -> None:
-        # torch calls no hooks where KeyboardInterrupt ends a forward.
+        # torch calls no hooks if KeyboardInterrupt ends a forward.
         while self._thread.uncast and not _is_running(self._thread.uncast[-1][0]()):
             self.end_uncast()
 
@@ -297,10 +295,10 @@ class Autocast:
             on, dtype = self._wanted(d)
             torch.set_autocast_enabled(d, on)
             torch.set_autocast_dtype(d, dtype)
-        # In a torch.autocast block of the user's it is the user who decides about the cache as well.
+        # In the user's own torch.autocast block the user decides about the cache too.
         users = self._thread.home and not self._thread.suspensions and _nesting() > 0
         torch.set_autocast_cache_enabled(not users or torch.is_autocast_cache_enabled())
-        # Cleared here too: an interrupt may have left an earlier forward without its end.
+        # An interrupt may have left an earlier forward without its end, so clear here too.
         torch.clear_autocast_cache()
 
     def _end_forward(self, *_: Any) -> None:
@@ -315,7 +313,7 @@ class Autocast:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """A context without casts in this thread. May nest; always restores what was before. No host sync."""
+        """A context without casts in this thread. May nest. Always restores the previous state. No host sync."""
         if not self._enabled:
             yield
             return
@@ -333,9 +331,8 @@ class Autocast:
             undo.append(call(torch.set_autocast_enabled, d, torch.is_autocast_enabled(d)))
             undo.append(call(torch.set_autocast_dtype, d, torch.get_autocast_dtype(d)))
         undo.append(call(torch.clear_autocast_cache))  # weights may have been stepped inside
-        # Not through torch.autocast: that costs more, twice in each iteration, and an interrupt that comes while it is
-        # being entered or left keeps it from restoring what was there. One that comes in one of these two restores
-        # finds the other.
+        # torch.autocast costs more, twice per iteration, and an interrupt during its entry or exit leaves the wrong
+        # state. Here an interrupt in one of the two restores still reaches the other.
         try:
             try:
                 thread.suspensions, _ambient.suspended = (*outer, wanted), True
@@ -349,7 +346,7 @@ class Autocast:
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
-        """Within ``suspended``: as it was before the innermost of those blocks. Elsewhere it changes nothing."""
+        """A context with the state from before the innermost ``suspended`` block. Outside of one it does nothing."""
         thread = self._thread
         outer = thread.suspensions
         if not outer:

@@ -1,7 +1,7 @@
-"""Casting a model as a whole: its weights, its inputs and outputs, and what its state dict shows.
+"""Casts a whole model: weights, inputs and outputs, and the entries of its state dict.
 
-Everything here is installed by a function that returns its undo. Hooks are objects of top-level classes and hold no
-module, so that a deep copy or a pickle of the model carries working hooks over its own weights.
+Each function that installs something returns its undo. Hooks are objects of top-level classes and hold no module, so
+the hooks of a deep copy or a pickle work on its own weights.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Their names have an underscore, but they are the classes that all of torch's batch norms share (SyncBatchNorm and lazy
-# ones included), and these with instance norms. A list of the public ones would miss subclasses written by users. Tests
-# guard them.
+# Private names: the base class of all batch norms (SyncBatchNorm and lazy ones too), and that of batch and instance
+# norms. A list of public classes would miss users' subclasses. Tests guard them.
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
@@ -30,8 +29,8 @@ from ampctx.kernels.sharding import is_fully_sharded, is_sharded
 
 
 def _wrapper_name(model: nn.Module) -> str | None:
-    """The public name of the parallel wrapper that ``model`` is, None if it is not one."""
-    # An instance can exist only where its module was imported already; importing it here would be slow for everybody.
+    """The public name of the parallel wrapper if ``model`` is one, or None."""
+    # Importing these modules is slow. If the program did not, no instance can exist.
     for module, names in (
         ("torch.nn.parallel", ("DistributedDataParallel", "DataParallel")),
         ("torch.distributed.fsdp", ("FullyShardedDataParallel",)),
@@ -44,17 +43,18 @@ def _wrapper_name(model: nn.Module) -> str | None:
 
 
 def check_models(models: Sequence[nn.Module], allow_16bit: bool) -> None:
-    """Refuses models that ``initialize`` cannot take. CPU and CUDA tensors are fine. No host sync.
+    """Refuses models that ``initialize`` cannot take. No host sync.
 
     Raises:
-        AmpError: a model is a parallel wrapper, or (unless ``allow_16bit``) holds fp16 or bf16 parameters or buffers.
+        AmpError: a model is a parallel wrapper, or holds fp16 or bf16 parameters or buffers without ``allow_16bit``.
     """
     for model in models:
         wrapper = _wrapper_name(model)
         if wrapper is not None:
             raise AmpError(
                 f"Incoming model is an instance of {wrapper}. Parallel wrappers should only be applied to "
-                "what amp.initialize returns, since they record the parameters' dtypes: give it the model inside."
+                "the model that amp.initialize returns, because they record the dtypes of its parameters. Call "
+                "amp.initialize on the inner model, then wrap it."
             )
         if allow_16bit:
             continue
@@ -64,8 +64,8 @@ def check_models(models: Sequence[nn.Module], allow_16bit: bool) -> None:
                     type_name = str(t.dtype) if is_lazy(t) else t.type()
                     raise AmpError(
                         f"Found {kind} {name} with type {type_name}, expected fp32. amp.initialize casts the model "
-                        "itself: remove .half() or .bfloat16(), or call model.float() first. A session whose "
-                        "allow_incoming_model_not_fp32 is True takes it as it is."
+                        "itself. Remove .half() or .bfloat16(), or call model.float() first. To keep 16-bit weights, "
+                        "set session.allow_incoming_model_not_fp32 = True."
                     )
 
 
@@ -73,19 +73,19 @@ def check_models(models: Sequence[nn.Module], allow_16bit: bool) -> None:
 
 
 def _stays_fp32(module: nn.Module) -> bool:
-    """Affine batch norms, as in apex, and affine instance norms with statistics: kernels take both in one type."""
+    """Affine batch norms, as in apex, and affine instance norms with statistics: their kernels need one dtype."""
     if not isinstance(module, _NormBase) or module.affine is not True:
         return False
     return isinstance(module, _BatchNorm) or module.running_mean is not None
 
 
 def _is_statistic(module: nn.Module, t: Tensor) -> bool:
-    """Running statistics, which in 16 bits hardly move."""
+    """Running statistics, whose small updates would vanish in 16 bits."""
     return isinstance(module, _NormBase) and (t is module.running_mean or t is module.running_var)
 
 
 def set_dtype(t: Tensor, dtype: torch.dtype) -> None:
-    """Casts in place through ``.data``: the object, its ties and the optimizers that hold it stay valid."""
+    """Casts in place through ``.data``, so that tied weights and optimizers keep the same object."""
     if t.dtype != dtype:
         t.data = t.data.to(dtype)
     if isinstance(t, nn.Parameter) and t.grad is not None and t.grad.dtype != dtype:
@@ -93,13 +93,13 @@ def set_dtype(t: Tensor, dtype: torch.dtype) -> None:
 
 
 def _refuse_sharded(t: Tensor, dtype: torch.dtype) -> None:
-    """A DTensor whose ``.data`` is assigned says one dtype, and what lies on the ranks has another."""
+    """Refuses DTensors: after an assignment to ``.data`` their dtype would differ from that of their parts."""
     if is_sharded(t):
         raise AmpError(
             f"the model holds a DTensor of {t.dtype}, shape {tuple(t.shape)}, which cannot be cast to {dtype} in "
-            "place. Under fully_shard leave the parameters in fp32, which makes them the masters, have it cast them "
-            "with MixedPrecisionPolicy(param_dtype=torch.float16), or bfloat16, and take opt_level='O0' with "
-            "loss_scale='dynamic'. With tensor parallelism alone take O1 or O4."
+            "place. Under fully_shard keep the parameters in fp32: they are the masters. Let fully_shard cast them "
+            "with MixedPrecisionPolicy(param_dtype=torch.float16), or bfloat16, and use opt_level='O0' with "
+            "loss_scale='dynamic'. With tensor parallelism alone use O1 or O4."
         )
 
 
@@ -119,40 +119,39 @@ def cast_model(
     model: nn.Module,
     dtype: torch.dtype,
     keep_batchnorm_fp32: bool,
-    kept: Collection[nn.Module] = (),
+    keep_fp32: Collection[nn.Module] = (),
     keep_statistics_fp32: bool = True,
 ) -> tuple[Undo, dict[Tensor, Tensor]]:
-    """Casts every floating parameter and buffer, and the gradients that are there, in place. No host sync.
+    """Casts every floating parameter, buffer and gradient of a model in place. No host sync.
+
+    Parametrizations (``torch.nn.utils.parametrize``) compute in fp32, because matrix exponentials and power iterations
+    need it. Their result is cast.
 
     Args:
-        model: any module. Complex, integer and bool tensors stay as they are; lazy parameters take the dtype when they
+        model: any module. Complex, integer and bool tensors do not change. Lazy parameters take the dtype when they
             materialize.
-        dtype: the floating type to cast to.
-        keep_batchnorm_fp32: running statistics, and parameters that go with them, are in fp32: those of batch norms,
-            and of instance norms that keep statistics. All other norms are cast.
-        keep_statistics_fp32: False: of affine batch norms alone, as in apex.
-        kept: ``keep_fp32`` modules, whose own parameters and buffers are in fp32.
-
-    What ``torch.nn.utils.parametrize`` makes a weight from stays in fp32, and the weight is cast on its way out:
-    matrix exponentials and power iterations are not to be had in 16 bits.
+        dtype: the floating dtype to cast to.
+        keep_batchnorm_fp32: batch norms, and instance norms with statistics, stay in fp32. Other norms are cast.
+        keep_fp32: modules whose parameters and buffers stay in fp32.
+        keep_statistics_fp32: False keeps only affine batch norms in fp32, as apex does.
 
     Returns:
-        What casts current values back to the original types, and the original data of each parameter that was cast.
+        The undo, which casts current values back to the original dtypes, and each cast parameter's original data.
 
     Raises:
-        AmpError: a DTensor that would be cast. Nothing has been cast then.
+        AmpError: the cast would need a DTensor in another dtype. Nothing has been cast then.
     """
     originals: dict[Tensor, Tensor] = {}
-    parametrizations = [m for m in model.modules() if isinstance(m, ParametrizationList) and m not in kept]
+    parametrizations = [m for m in model.modules() if isinstance(m, ParametrizationList) and m not in keep_fp32]
     in_fp32 = {id(m) for parametrization in parametrizations for m in parametrization.modules()}
-    # Weak, so that the undo does not keep a model alive that nobody uses any more.
+    # Weak, so that the undo does not keep the model alive.
     model_ref = weakref.ref(model)
     with ExitStack() as stack:
         stack.callback(_flatten_rnns, model_ref)
         for module in model.modules():
-            # What stays fp32 is made so: an incoming model may be fp64, or 16-bit where that is allowed.
+            # Layers that stay in fp32 are cast too: the incoming model may be fp64, or 16-bit if that is allowed.
             is_norm = keep_batchnorm_fp32 and (keep_statistics_fp32 or isinstance(module, _BatchNorm))
-            stays_fp32 = module in kept or id(module) in in_fp32 or (is_norm and _stays_fp32(module))
+            stays_fp32 = module in keep_fp32 or id(module) in in_fp32 or (is_norm and _stays_fp32(module))
             for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 stays = stays_fp32 or (is_norm and keep_statistics_fp32 and _is_statistic(module, t))
                 to = torch.float32 if stays else dtype
@@ -193,10 +192,10 @@ class _CastOutputs(ModelHook):
 
 
 def install_io_casts(model: nn.Module, input_dtype: torch.dtype | None, output_dtype: torch.dtype | None) -> Undo:
-    """Casts what goes into ``model(...)`` and what comes out of it; None leaves that side alone. No host sync.
+    """Casts inputs and outputs of ``model(...)``; None leaves that side alone. No host sync.
 
-    Hooks on the module itself, not on what is in it. Hooks that the user registered earlier see inputs before the cast
-    and outputs after it. Those of fully_shard have the last word, with its own MixedPrecisionPolicy.
+    The hooks are on ``model`` only, not on its children. Hooks that the user registered earlier see inputs before the
+    cast and outputs after it. fully_shard's hooks run last and apply its MixedPrecisionPolicy.
     """
     with ExitStack() as stack:
         if input_dtype is not None:
@@ -211,10 +210,10 @@ def install_io_casts(model: nn.Module, input_dtype: torch.dtype | None, output_d
 
 
 class UpcastEntries(ModelHook):
-    """A state dict post-hook: the module's own 16-bit entries become fp32 copies. Children have a hook of their own."""
+    """A state dict post-hook: fp32 copies for the module's own 16-bit entries. Children have their own hook."""
 
     def shown(self, value: Tensor, t: Tensor) -> Tensor:
-        """What becomes of the entry of a 16-bit parameter or buffer: a new tensor."""
+        """The entry to show for a 16-bit parameter or buffer ``t``: a new tensor."""
         return value.to(torch.float32)
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
@@ -226,20 +225,19 @@ class UpcastEntries(ModelHook):
                     state_dict[key] = self.shown(value, t)
 
 
-# The name in pickles of models.
+# The class name in pickled models.
 _UpcastEntries = UpcastEntries
 
 
 def install_state_dict_upcast(model: nn.Module, kind: type[UpcastEntries] = UpcastEntries) -> Undo:
-    """Has ``state_dict()`` of the model and of any module in it show fp32 where weights are fp16 or bf16. No host sync.
+    """Makes ``state_dict()`` of the model and its modules show fp16 and bf16 weights in fp32. No host sync.
 
-    The fp32 entries are copies; entries that were not 16-bit still alias the model. Loading such a state dict works as
-    ever. A module that has such a hook does not get a second one. The user's hooks run after it, on what it shows.
+    The fp32 entries are copies; other entries alias the model. Such a state dict loads as usual. A module gets one hook
+    at most, and the user's hooks run after it.
     """
     with ExitStack() as stack:
         for module in model.modules():
-            # Module offers no public way to look for a hook, nor to run one first, hence its private _state_dict_hooks.
-            # Tests guard it.
+            # Private _state_dict_hooks: torch has no public way to find a hook or to run one first. Tests guard it.
             if not any(isinstance(hook, kind) for hook in module._state_dict_hooks.values()):
                 handle = module.register_state_dict_post_hook(kind())
                 stack.callback(handle.remove)

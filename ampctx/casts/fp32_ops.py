@@ -1,4 +1,4 @@
-"""``ops_fp32``: function casts of torch's own functions, in place at every opt level wherever torch has them."""
+"""``ops_fp32``: torch functions that compute in fp32 at every opt level."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NAMESPACES: dict[str, Any] = {
     "torch.special": torch.special,
     "torch.fft": torch.fft,
 }
-# Operators that are methods under names of their own.
+# The special methods of operators.
 _OPERATORS = {
     "add": ("__add__", "__radd__"),
     "sub": ("__sub__", "__rsub__"),
@@ -36,7 +36,7 @@ _OPERATORS = {
     "pow": ("__pow__", "__rpow__"),
     "matmul": ("__matmul__", "__rmatmul__"),
 }
-# They write into tensors that they are given, which would be copies.
+# These write into their arguments, which would be fp32 copies.
 _WRITE_ARGUMENTS = ("batch_norm", "instance_norm", "embedding", "embedding_bag")
 
 # --- names ------------------------------------------------------------------------------------------------------------
@@ -48,13 +48,13 @@ def _is_of_torch(fn: Callable) -> bool:
 
 @functools.lru_cache(maxsize=1)
 def _overridable() -> frozenset[Callable]:
-    # torch lists what it finds under its names at the first call: where a session runs then, amp's own functions too.
+    # torch caches what it finds at the first call. During a session that includes amp's wrappers, hence unwrap.
     found = (fn for functions in get_overridable_functions().values() for fn in functions)
     return frozenset(inspect.unwrap(fn, stop=_is_of_torch) for fn in found)
 
 
 def _function(namespace: Any, name: str) -> Callable | None:
-    """torch's own function behind a name, below what amp or others have put around it."""
+    """torch's own function behind a name, without wrappers of amp or others."""
     fn = getattr(namespace, name, None)
     if not callable(fn):
         return None
@@ -63,10 +63,10 @@ def _function(namespace: Any, name: str) -> Callable | None:
 
 
 def op_names(ops_fp32: Sequence[str | Callable]) -> tuple[str, ...]:
-    """The plain names of functions that are given by name, with or without a namespace, or themselves.
+    """The plain names of torch functions, given by name (with or without namespace) or as functions.
 
     Raises:
-        AmpValueError: no function of torch, or one that works in place.
+        AmpValueError: an entry is not a torch function, or writes into its arguments.
     """
     return tuple(dict.fromkeys(_name(op) for op in ops_fp32))
 
@@ -84,26 +84,26 @@ def _name(op: str | Callable) -> str:
     if name.endswith("_") and _function(Tensor, name) is not None:
         raise AmpValueError(
             f"ops_fp32: {given} works in place, and a 16-bit tensor cannot become fp32. Name {name.strip('_')!r}, and "
-            "call that in the model"
+            "call that in the model."
         )
     known = dict.fromkeys(n for space in _NAMESPACES.values() for n in vars(space) if _function(space, n) is not None)
     if name not in known or not any(_function(space, name) for space in spaces):
         near = difflib.get_close_matches(name, known)
         raise AmpValueError(
             f"ops_fp32: {given} is no function of {', '.join(_NAMESPACES)}. "
-            + (f"Near it are {', '.join(map(repr, near))}. " if near else "")
-            + ("" if isinstance(op, str) else "For functions of your own there is amp.float_function")
+            + (f"Similar names: {', '.join(map(repr, near))}. " if near else "")
+            + ("" if isinstance(op, str) else "For your own functions use amp.float_function.")
         )
     if name in _WRITE_ARGUMENTS:
         raise AmpValueError(
-            f"ops_fp32: {given} may write into tensors that it is given, which would be copies in fp32. Keep the "
-            "modules that call it, by keep_fp32"
+            f"ops_fp32: {given} may write into its arguments, which would be fp32 copies, so the writes would be lost. "
+            "Name the modules that call it in keep_fp32."
         )
     return name
 
 
 def _name_of(fn: Callable) -> str:
-    """The name that torch has a function of its own under, or else the function's."""
+    """torch's name for the function, or else its own ``__name__``."""
     names = [n for space in (*_NAMESPACES.values(), Tensor) for n in dir(space) if _function(space, n) == fn]
     own = getattr(fn, "__name__", repr(fn))
     plain = [next((op for op, methods in _OPERATORS.items() if n in methods), n) for n in names]
@@ -114,8 +114,10 @@ def _name_of(fn: Callable) -> str:
 
 
 def _call_in_fp32(fn: Callable, args: tuple, kwargs: dict[str, Any], _: bool) -> Any:
-    """``fn`` with fp32 in the place of 16-bit arguments. Where autocast is on, the result stays as it is; elsewhere
-    fp32 in it becomes the widest 16-bit type among the arguments."""
+    """Calls ``fn`` with 16-bit arguments cast to fp32.
+
+    With autocast off, fp32 results are cast back to the widest 16-bit dtype among the arguments.
+    """
     if writes := "out" in kwargs:
         fn = functools.partial(fn, out=kwargs.pop("out"))
     if names_dtype(args, kwargs):
@@ -141,20 +143,20 @@ def _call_in_fp32(fn: Callable, args: tuple, kwargs: dict[str, Any], _: bool) ->
 
 
 def _in_fp32(place: tuple[Any, str], fn: Callable) -> Callable:
-    # Somebody may have wrapped the result, and hold it when nobody wants fp32 any more.
+    # Other code may still hold the wrapper after the last user is gone, so it asks ``shared`` at each call.
     replacement = cast_function(fn, lambda: True if place in shared else None, _call_in_fp32)
     if not isinstance(fn, types.MethodDescriptorType):
-        # dynamo puts calls of it into its graph, as calls of torch's functions; those of a method it puts there by
-        # name. The original, too: what is a function of torch dynamo looks up once, maybe while that is replaced.
+        # dynamo then puts calls into its graph, as it does for torch's functions. (It records methods by name.) The
+        # original needs it too: dynamo looks up torch's functions once, maybe while one is replaced.
         torch.compiler.allow_in_graph(replacement)
         torch.compiler.allow_in_graph(fn)
     return replacement
 
 
 def install_fp32_ops(names: Iterable[str]) -> Undo:
-    """Has functions of torch compute in fp32 wherever Python code calls them, by function, method or operator.
+    """Makes torch functions compute in fp32 wherever Python calls them, as function, method or operator.
 
-    What torch calls inside of a compiled function of its own belongs to that function. No host sync.
+    Calls inside torch's own compiled functions are not affected. No host sync.
 
     Args:
         names: from ``op_names``.

@@ -1,4 +1,4 @@
-"""Functions that cast their arguments: the user's own, and functions of others that are replaced on their owners."""
+"""Functions that cast their arguments: decorated ones, and functions replaced on their module or class."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ampctx.casts.arguments import Rule, Undo, autocast_off, leaf_cast, map_argu
 
 
 def cast_function(fn: Callable, active: Callable[[], Any], call: Callable[[Callable, tuple, dict, Any], Any]) -> Any:
-    """``fn`` under its own name, called through ``call(fn, args, kwargs, now)`` unless ``now = active()`` is None."""
+    """Wraps ``fn``: ``call(fn, args, kwargs, active())``, or ``fn`` itself while ``active()`` is None."""
 
-    # Only a plain function's __dict__ is copied: that of a callable object is its state.
+    # Copy the __dict__ of plain functions only; that of a callable object is its state.
     @functools.wraps(fn, updated=("__dict__",) if isinstance(fn, types.FunctionType) else ())
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         now = active()
@@ -32,7 +32,7 @@ def cast_function(fn: Callable, active: Callable[[], Any], call: Callable[[Calla
 
 
 def call_cast(rule: Rule, fn: Callable, args: tuple, kwargs: dict[str, Any], low: torch.dtype = torch.float16) -> Any:
-    """``fn`` of arguments cast by ``rule``. What is to compute in fp32 finds autocast off."""
+    """Calls ``fn`` with arguments cast by ``rule``; with autocast off for "float"."""
     args, kwargs = map_arguments(args, kwargs, leaf_cast(rule, args, kwargs, low))
     if rule != "float":
         return fn(*args, **kwargs)
@@ -44,15 +44,15 @@ _MISSING = object()
 
 
 def replace_function(owner: Any, name: str, cast: Callable[[Any], Any]) -> Undo:
-    """Puts ``cast(function)`` in the place of a function. The undo puts back what was there."""
-    # On a class, the attribute itself rather than what it binds to.
+    """Replaces ``owner.name`` by ``cast(function)``. The undo restores the original."""
+    # On a class, take the attribute itself and not the bound method.
     static = inspect.getattr_static(owner, name, None) if isinstance(owner, type) else None
     replacement = cast(static if isinstance(static, (staticmethod, classmethod)) else getattr(owner, name))
     former = vars(owner).get(name, _MISSING) if hasattr(owner, "__dict__") else getattr(owner, name)
     setattr(owner, name, replacement)
 
     def undo() -> None:
-        # Somebody may have wrapped the replacement since; it then stays where it is and passes through.
+        # Other code may have wrapped the replacement. Then it stays, and calls the original.
         if inspect.getattr_static(owner, name, None) is not replacement:
             return
         if former is _MISSING:
@@ -64,10 +64,10 @@ def replace_function(owner: Any, name: str, cast: Callable[[Any], Any]) -> Undo:
 
 
 class Shared:
-    """What is installed once for all who want it, and taken away with the last of them."""
+    """Reference-counted installations: installed for the first user, undone after the last."""
 
     def __init__(self) -> None:
-        # Reentrant: a session that is collected while another one installs lets go in the same thread.
+        # Reentrant: collecting a session may release in the same thread while another one installs.
         self._lock = threading.RLock()
         self._users: Counter[Hashable] = Counter()
         self._undo: dict[Hashable, Undo] = {}
@@ -92,23 +92,23 @@ class Shared:
                     self._undo.pop(key)()
 
 
-# Global, as torch's functions and its dispatcher are.
+# Global, like torch's functions and its dispatcher.
 shared = Shared()
 
 # --- functions that the user names ------------------------------------------------------------------------------------
 
 
 class FunctionCasts:
-    """The user's own functions under O1 and O4, by decorator or by name. One per session.
+    """Casts of the user's own functions under O1 and O4, by decorator or by name. One per session.
 
-    While ``active()`` gives a 16-bit type, the floating tensors among a function's arguments (also in lists, tuples and
-    dicts) are cast:
+    While ``active()`` gives a 16-bit dtype, a call casts the floating tensors among its arguments, in lists, tuples and
+    dicts too:
 
-    - "half": to that type. Autocast stays on inside, so that fp32 weights of a method's module follow.
-    - "float": 16-bit ones to fp32; fp64 stays. Autocast is off inside.
-    - "promote": to the widest type among them.
+    - "half": to that dtype. Autocast stays on inside, so a method's module casts its fp32 weights too.
+    - "float": fp16 and bf16 to fp32; fp64 stays. Autocast is off inside.
+    - "promote": to the widest dtype among them.
 
-    Otherwise the function is called as if it were not wrapped. Gradients flow through the casts.
+    Otherwise a call passes through. Gradients flow through the casts.
     """
 
     def __init__(self, active: Callable[[], torch.dtype | None]) -> None:
@@ -117,10 +117,10 @@ class FunctionCasts:
         self._installed = Shared()
 
     def decorate(self, kind: Rule, fn: Any) -> Any:
-        """``fn`` with casts: a function, builtin, method of any kind, ``Function.apply`` or torch.ops packet.
+        """Wraps ``fn`` with casts: a function, builtin, method, ``Function.apply`` or torch.ops packet.
 
         Raises:
-            AmpTypeError: ``fn`` cannot be called.
+            AmpTypeError: ``fn`` is not callable.
         """
         if isinstance(fn, (staticmethod, classmethod)):
             return type(fn)(self.decorate(kind, fn.__func__))
@@ -129,10 +129,10 @@ class FunctionCasts:
         return cast_function(fn, self._active, functools.partial(call_cast, kind))
 
     def register(self, kind: Rule, module: Any, name: str) -> None:
-        """Queues ``module.name`` for ``install``, now and at every later one. ``module`` is a module, class or object.
+        """Queues ``module.name`` for every later ``install``. ``module`` is a module, class or object.
 
         Raises:
-            AmpValueError: there is no such function.
+            AmpValueError: ``module`` has no such function.
         """
         if not callable(getattr(module, name, None)):
             raise AmpValueError(f"No function named {name} in module {module}.")
@@ -140,7 +140,7 @@ class FunctionCasts:
             self._queue.append((kind, module, name))
 
     def install(self) -> Undo:
-        """Replaces what is queued and not in place yet, in that order. The undo puts the originals back."""
+        """Replaces the queued functions that are not replaced yet, in order. The undo restores the originals."""
         with ExitStack() as stack:
             for kind, module, name in self._queue:
                 replace = functools.partial(replace_function, module, name, functools.partial(self.decorate, kind))

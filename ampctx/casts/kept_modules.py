@@ -1,4 +1,4 @@
-"""``keep_fp32`` modules: which they are, and their forwards at O1 and O4."""
+"""``keep_fp32`` modules: finds them, and runs their forwards without casts at O1 and O4."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ampctx.casts.autocast import Autocast, ForwardHook
 
 @dataclass(frozen=True)
 class KeptModules:
-    """What ``keep_fp32`` of ``amp.initialize`` stands for in the models.
+    """The ``keep_fp32`` modules of the models.
 
-    ``modules``: all of them, with everything inside. ``entries``: those that other modules call, each of which casts
-    its inputs to fp32 and its result to the type around it. ``described``: the argument in words.
+    ``modules``: all of them and their children. ``entries``: those that other modules call. Each casts its inputs to
+    fp32 and its output to the surrounding dtype. ``described``: the argument in words.
     """
 
     modules: frozenset[nn.Module]
@@ -29,15 +29,17 @@ class KeptModules:
 
 
 def find_kept(models: Sequence[nn.Module], keep_fp32: Sequence[str | type[nn.Module] | nn.Module]) -> KeptModules:
-    """The modules that are named by patterns, are of classes or are themselves in ``keep_fp32``. No host sync.
+    """Finds the ``keep_fp32`` modules. No host sync.
 
-    A pattern is matched against the names of ``named_modules()``, those of all models; ``"head.*"`` means ``head`` too.
+    Args:
+        models: the models to search.
+        keep_fp32: patterns for the names of ``named_modules()`` (``"head.*"`` matches ``head`` too), module classes, or
+            modules.
 
     Raises:
-        AmpValueError: an entry that stands for no module; a parameter or buffer, tied or of a shared module, that
-            belongs to modules inside and outside of those.
+        AmpValueError: an entry matches no module, or a parameter or buffer is shared by modules inside and outside.
     """
-    # All names of shared modules. A compiled model holds the user's one as _orig_mod, which is no name of the user's.
+    # All names of shared modules. torch.compile adds "_orig_mod", which users do not write.
     named = [
         (".".join(part for part in name.split(".") if part != "_orig_mod"), module)
         for model in models
@@ -51,7 +53,7 @@ def find_kept(models: Sequence[nn.Module], keep_fp32: Sequence[str | type[nn.Mod
             raise AmpValueError(_nothing_found(entry, named))
         matched |= found
         described.append(_described(entry, named))
-    # It computes with the weights of its out_proj, which it never calls.
+    # MultiheadAttention reads the weights of its out_proj and never calls it.
     matched |= {m for _, m in named if isinstance(m, nn.MultiheadAttention) and not matched.isdisjoint(m.children())}
 
     modules: dict[nn.Module, None] = {}
@@ -72,15 +74,15 @@ def find_kept(models: Sequence[nn.Module], keep_fp32: Sequence[str | type[nn.Mod
         for name, child in module.named_children():
             visit(child, f"{prefix}.{name}" if prefix else name, inside)
 
-    # A model that is inside of another one goes by its place there.
+    # A model inside another one is visited there.
     inner = {m for model in models for m in model.modules() if m is not model}
     for model in [m for m in models if m not in inner] if matched else []:
         visit(model, "", False)
     for t, name in names_inside.items():
         if t in names_outside:
             raise AmpValueError(
-                f'keep_fp32 covers "{name}", which is "{names_outside[t]}", too, in a module that is not kept: one '
-                "tensor cannot have two types. Keep both modules, or neither"
+                f'keep_fp32 covers "{name}", which is also "{names_outside[t]}" in a module outside keep_fp32. One '
+                "tensor cannot have two dtypes. Name both modules, or neither."
             )
     entries = dict.fromkeys(entry for module in outermost for entry in _called(module))
     return KeptModules(frozenset(modules), tuple(entries), tuple(described))
@@ -88,7 +90,7 @@ def find_kept(models: Sequence[nn.Module], keep_fp32: Sequence[str | type[nn.Mod
 
 def _stands_for(entry: str | type[nn.Module] | nn.Module, name: str, module: nn.Module) -> bool:
     if isinstance(entry, str):
-        # Empty is the name of the model itself, and more likely a slip.
+        # "" is the name of the model itself, and more likely a slip.
         return entry != "" and (fnmatchcase(name, entry) or (name != "" and fnmatchcase(name + ".", entry)))
     return isinstance(module, entry) if isinstance(entry, type) else module is entry
 
@@ -106,18 +108,20 @@ def _nothing_found(entry: str | type[nn.Module] | nn.Module, named: Sequence[tup
         near = difflib.get_close_matches(wanted, names) or [n for n in names if wanted and (wanted in n or n in wanted)]
         return (
             f"keep_fp32: no module of the models has a name that matches {entry!r}. "
-            + (f"Near it are {', '.join(map(repr, near[:3]))}. " if near else "")
-            + "Patterns are matched against the names in model.named_modules(), not those of parameters"
+            + (f"Similar names: {', '.join(map(repr, near[:3]))}. " if near else "")
+            + "Patterns match the names in model.named_modules(), not those of parameters."
         )
     if isinstance(entry, type):
         classes = dict.fromkeys(type(module).__name__ for _, module in named)
         near = difflib.get_close_matches(entry.__name__, classes) or list(classes)[:8]
-        return f"keep_fp32: no module of the models is a {entry.__name__}. Classes there are {', '.join(near)}"
-    return f"keep_fp32: a {type(entry).__name__} that is given is no module of the models, nor one inside of them"
+        return f"keep_fp32: no module of the models is a {entry.__name__}. Their classes include {', '.join(near)}."
+    return (
+        f"keep_fp32: the {type(entry).__name__} you passed is not a module of the models. Pass one of model.modules()."
+    )
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """``module``, or where it has no forward, as ModuleList, what it holds."""
+    """``module``, or its children if it has no forward, like a ModuleList."""
     if type(module).forward is not nn.Module.forward:
         yield module
     else:
@@ -129,10 +133,10 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def install_without_casts(modules: Iterable[nn.Module], autocast: Autocast) -> Undo:
-    """Forwards of ``modules`` run without the casts of ``autocast``, on inputs that are not 16-bit. No host sync."""
+    """Makes forwards of ``modules`` run without the casts of ``autocast``, on fp32 inputs. No host sync."""
     with ExitStack() as stack:
         for module in modules:
-            # First in, first out and always out: inside of what an Autocast does around a model's forward.
+            # Runs inside the hooks that an Autocast has around a model's forward; the end always runs.
             begin, end = ForwardHook(autocast, Autocast.begin_uncast), ForwardHook(autocast, Autocast.end_uncast)
             stack.callback(module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(end, prepend=True, always_call=True).remove)

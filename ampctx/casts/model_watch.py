@@ -1,4 +1,4 @@
-"""What users do to a model under amp: names for messages, and new tensors that the optimizer does not know."""
+"""Parameter names for messages, and a guard against ``load_state_dict(assign=True)`` under amp."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch import Tensor, nn
 from ampctx._errors import AmpError
 from ampctx.casts.arguments import Undo
 
-# How the name of a parameter begins that no model has.
+# Prefix of the names of parameters that are in no model.
 PLACE = "param_groups["
 
 
 class ParameterNames:
-    """What models and optimizers call parameters. Keeps no model alive.
+    """Names of parameters in models and optimizers. Holds the models weakly.
 
     Args:
-        models: where names come from. With several, those of ``models[i]`` start with "models[i].".
+        models: the models to search. With several, names of ``models[i]`` start with "models[i].".
     """
 
     def __init__(self, models: Sequence[nn.Module] = ()) -> None:
         self._models = [weakref.ref(model) for model in models]
 
     def by_model(self) -> list[dict[str, Tensor]]:
-        """Parameters by name, of each model."""
+        """For each model, its parameters by name."""
         prefixes = [""] if len(self._models) == 1 else [f"models[{i}]." for i in range(len(self._models))]
         models = zip(prefixes, (reference() for reference in self._models), strict=True)
         return [{pre + name: p for name, p in model.named_parameters()} for pre, model in models if model is not None]
@@ -37,12 +37,12 @@ class ParameterNames:
             yield from params.items()
 
     def __call__(self, p: Tensor) -> str:
-        """The name in quotes, or what can be said of a parameter of none of the models."""
+        """The name in quotes, or the shape if no model has the parameter."""
         name = next((name for name, candidate in self._of_models() if candidate is p), None)
         return f"a parameter of shape {tuple(p.shape)}" if name is None else f'"{name}"'
 
     def of(self, optimizer: Any, model_of: Mapping[Tensor, Tensor] | None = None) -> dict[int, str]:
-        """Names by the id of the parameter. ``model_of`` leads from masters to the parameters of the model."""
+        """Names by the id of the parameter. ``model_of`` maps masters to model parameters."""
         names: dict[int, str] = {}
         for g, group in enumerate([] if optimizer is None else optimizer.param_groups):
             given = group.get("param_names")
@@ -54,9 +54,9 @@ class ParameterNames:
 
 
 class _RefuseReplaced:
-    """A load_state_dict hook. A copy or pickle of the model does not carry it along.
+    """A load_state_dict post-hook. ``assign=True`` replaces parameters that the optimizer would go on stepping.
 
-    ``assign=True`` puts new parameters into the module, and the optimizer goes on with the old ones.
+    A copy or pickle of the model carries an empty one.
     """
 
     def __init__(self, stepped: Callable[[], Iterable[Tensor]], before: dict[str, int]) -> None:
@@ -71,8 +71,8 @@ class _RefuseReplaced:
                 setattr(module, replaced[id(p)], p)
             raise AmpError(
                 f'load_state_dict(assign=True) would put a new tensor in the place of "{replaced[id(stepped[0])]}" of '
-                f"a {type(module).__name__}, and the optimizer would go on with the old one, which stays. Load without "
-                "assign, or before the optimizer is made and amp.initialize is called."
+                f"a {type(module).__name__}. The optimizer steps the old tensor, so that one was put back. Load "
+                "without assign=True, or load before you make the optimizer and call amp.initialize."
             )
 
     def __reduce__(self) -> tuple:
@@ -80,7 +80,7 @@ class _RefuseReplaced:
 
 
 def refuse_replaced(model: nn.Module, stepped: Callable[[], Iterable[Tensor]]) -> Undo:
-    """Has ``load_state_dict(assign=True)`` raise where it replaces a parameter that is ``stepped``, and put it back."""
+    """Makes ``load_state_dict(assign=True)`` put back a parameter that an optimizer steps, and raise AmpError."""
     with ExitStack() as stack:
         for module in model.modules():
             if before := {name: id(p) for name, p in module.named_parameters(recurse=False)}:

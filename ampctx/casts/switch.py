@@ -1,4 +1,4 @@
-"""Which casts op by op are on. ``disable_casts``, steps and closures switch them off and on again."""
+"""The switch of a session's op casts. ``disable_casts``, steps and closures switch them off and on again."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from ampctx.casts.autocast import Autocast
 
 
 class CastSwitch:
-    """The casts of one session that were switched on since the last reset, and what switches each off. The latest
-    counts."""
+    """One session's ``Autocast`` objects since the last reset, each with its undo. The latest one counts."""
 
     def __init__(self) -> None:
         self.undo: dict[Autocast, Undo] = {}
@@ -22,7 +21,7 @@ class CastSwitch:
 
     @property
     def current(self) -> Autocast | None:
-        """The casts that count: the latest that are on, or else the latest."""
+        """The latest enabled ``Autocast``, or else the latest."""
         if not self.undo:
             return None
         autocasts = list(self.undo)
@@ -33,16 +32,16 @@ class CastSwitch:
         return any(autocast.enabled for autocast in self.undo)
 
     def active_dtype(self) -> torch.dtype | None:
-        """The 16-bit type that ops are cast to right now, None when they are not."""
+        """The 16-bit dtype that ops are cast to right now, or None."""
         autocast = self.current
         return autocast.dtype if autocast is not None and autocast.active else None
 
     def suspended(self) -> AbstractContextManager:
-        """Casts are off. May nest."""
+        """A context without casts. May nest."""
         if not self.undo:
             return nullcontext()
         return nullcontext() if (autocast := self.current) is None else autocast.suspended()
 
     def resumed(self) -> AbstractContextManager:
-        """They are on again."""
+        """Within ``suspended``: a context with casts again."""
         return nullcontext() if (autocast := self.current) is None else autocast.resumed()

@@ -1,8 +1,8 @@
-"""The cast table of O1 and O4, as data: the rule of each aten overload, after the list of torch's CUDA autocast.
+"""The cast table of O1 and O4: the rule of each aten overload, taken from torch's CUDA autocast.
 
-torch's own kernels serve these on CUDA, and about half of them on the CPU; ``cpu.py`` serves the rest there. Ops that
-are not in the table follow their inputs and torch's type promotion. On the CPU torch's autocast also computes some ops
-in fp32 that CUDA leaves in 16 bits (linalg, fft, padding, 3-d pooling), and that stays.
+torch's own kernels apply it on CUDA, and on the CPU for about half of the ops; ``cpu.py`` adds the rest. Ops outside
+the table follow their inputs and torch's type promotion. On the CPU, torch's autocast also computes some ops in fp32
+that CUDA leaves in 16 bits (linalg, fft, padding, 3-d pooling).
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 from ampctx.casts.arguments import Rule
 
 NAMES: dict[Rule, str] = {
-    # Matrix products and convolutions, whose sums are accumulated in fp32; then recurrent layers: on CUDA these become
-    # one cuDNN op, which is in torch's list. Left alone, the CPU casts the weights and no more.
+    # Matrix products and convolutions, which accumulate in fp32. Recurrent layers: on CUDA torch lists their one cuDNN
+    # op; without these entries the CPU would cast only their weights.
     "half": """
         addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d
         conv_transpose2d.input conv_transpose3d.input convolution einsum gru_cell linalg_multi_dot linalg_vecdot
         linear lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention
         gru.data gru.input lstm.data lstm.input rnn_relu.data rnn_relu.input rnn_tanh.data rnn_tanh.input
     """,
-    # Exponentials and powers, which leave the range of fp16; sums, norms and losses, which lose digits.
+    # Exponentials and powers leave the range of fp16; sums, norms and losses lose digits.
     "float": """
         acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss cosine_similarity cumprod cumsum
         dist erfinv exp expm1 frobenius_norm.dim group_norm hinge_embedding_loss huber_loss kl_div l1_loss
@@ -31,7 +31,7 @@ NAMES: dict[Rule, str] = {
         _upsample_nearest_exact3d upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d
         upsample_nearest2d upsample_nearest3d upsample_trilinear3d
     """,
-    # Ops that refuse a mixture of types.
+    # Ops that refuse mixed dtypes.
     "promote": """
         addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot
     """,

@@ -1,1 +1,1 @@
-"""Ops over lists of tensors: compiled kernels, their reference in plain torch, and the calls that reach them."""
+"""Ops over lists of tensors: compiled kernels, their plain-torch reference, and the Python calls."""

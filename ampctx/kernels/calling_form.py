@@ -1,4 +1,4 @@
-"""What apex's calling form gives a function, checked and made ready for the ops: a flag, lists of tensors, numbers."""
+"""Checks the arguments of apex's multi_tensor calls (flag, lists, numbers) and prepares them for the ops."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Number: TypeAlias = float | Tensor
 
 
 class Call:
-    """One call: ``lists`` by name, on one ``device`` (that of the flag where the lists are empty).
+    """The checked arguments of one call: ``lists`` by name, all on ``device`` (the flag's if the lists are empty).
 
-    Tensors at one index agree in number of elements; dtypes and memory layouts may be any mix.
+    Tensors at one index have equally many elements. Dtypes and memory layouts may differ.
 
     Args:
-        names: of the lists, for messages. The last ``optional`` of them may be missing.
+        names: the lists' names, for messages. The caller may omit the last ``optional`` lists.
 
     Raises:
-        AmpTypeError, AmpValueError: with the names of function and list, and the index.
+        AmpTypeError, AmpValueError: an argument does not fit. The message names function, list and index.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class Call:
 
     @contextmanager
     def flag(self) -> Iterator[Tensor]:
-        """The flag as a 0-d tensor on the device of the lists; what is written into it arrives in the caller's.
+        """Yields the flag as a 0-d tensor on the device of the lists, and copies it back to the caller's at the end.
 
-        Waits only where the one is on the CPU and the other is not.
+        Host sync only if one of the two devices is the CPU and the other is not.
         """
         if self._flag.device == self.device:
             yield self._flag
@@ -110,16 +110,16 @@ class Call:
         self._flag.copy_(move(here, self._flag.device))
 
     def no_flag(self) -> Tensor:
-        """For ops that have to run whatever the flag says."""
+        """A cleared flag, for ops that run even if the caller's flag is set."""
         return torch.zeros((), dtype=torch.float32, device=self.device)
 
     def number(self, name: str, value: Number) -> float:
-        """``value`` as a float. That of a tensor is read, which waits for its device."""
+        """``value`` as a float. Host sync for a tensor on a GPU."""
         self._check_number(name, value)
         return float(value)
 
     def factor(self, name: str, value: Number) -> Number:
-        """``value`` as the ops take factors: a float, or a 0-d tensor. A tensor is not read."""
+        """``value`` as a float or a 0-d tensor, as the ops take factors. No host sync."""
         self._check_number(name, value)
         if not isinstance(value, Tensor):
             return float(value)
@@ -129,14 +129,14 @@ class Call:
         return move(value, self.device).float()
 
     def tensor(self, name: str, value: Number) -> Tensor:
-        """``value`` as a 0-d fp32 tensor on the device of the lists. A tensor is not read."""
+        """``value`` as a 0-d fp32 tensor on the device of the lists. No host sync."""
         value = self.factor(name, value)
         if isinstance(value, Tensor):
             return move(value, self.device).float()
         return torch.full((), value, dtype=torch.float32, device=self.device)
 
     def vector(self, name: str, value: Tensor) -> Tensor:
-        """``value``, checked to be an fp32 tensor of one number for each index, on the device of the lists."""
+        """Checks that ``value`` is an fp32 tensor with one element per index, on the device of the lists."""
         if not isinstance(value, Tensor):
             raise AmpTypeError(f"{self.op}: {name} must be a tensor, got {type(value).__name__}")
         if value.dtype != torch.float32:
@@ -162,14 +162,14 @@ class Call:
 
 
 def found_in(flag: Tensor) -> FoundInf:
-    """``flag`` (0-d) as the functions of ``ampctx.foreach`` take it, for tensors on its device."""
+    """Wraps a 0-d ``flag`` for the functions of ``ampctx.foreach``."""
     found = FoundInf()
     found.per_device[flag.device] = flag
     return found
 
 
 def foreach_factor(value: Number) -> float | PerDevice:
-    """A factor as the functions of ``ampctx.foreach`` take it."""
+    """Wraps a factor for the functions of ``ampctx.foreach``."""
     return PerDevice(value) if isinstance(value, Tensor) else value
 
 
@@ -177,7 +177,7 @@ def foreach_factor(value: Number) -> float | PerDevice:
 def norms(
     op: str, noop_flag: Tensor, tensor_lists: TensorLists, inv_scale: Number, per_tensor: bool | None
 ) -> tuple[Tensor, Tensor]:
-    """A norm function of apex: of ``tensor_lists = [tensors]`` times ``inv_scale``, ``[1]``, and of each or ``[0]``."""
+    """The norm of ``tensor_lists = [tensors]`` times ``inv_scale``, shape ``[1]``; and each tensor's, or none."""
     call = Call(op, noop_flag, tensor_lists, ("tensors",))
     factor = foreach_factor(call.factor("inv_scale", inv_scale))
     if not call.length:

@@ -1,8 +1,8 @@
-"""Whether the compiled CUDA kernels run with a driver and on a GPU, and what helps where they do not.
+"""Decides whether the compiled CUDA kernels run on a driver and a GPU; if not, says why and how to fix it.
 
 A kernel is in the library as machine code for some architectures (``sm_90``) and as PTX (``compute_90``), which the
-driver compiles for any newer GPU. The driver must be at least of the major version of the CUDA that built the library;
-to read PTX, of its minor version, too.
+driver compiles for any newer GPU. The driver must support the major version of the CUDA that built the library, and
+for PTX its minor version too.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 Version = tuple[int, int]
 
-_FIRST_DRIVER = {12: "525", 13: "580"}  # of each major version of CUDA
-_OLDEST_ARCH = {12: 70, 13: 75}  # of GPUs that nvcc compiles for and the kernels are written for
+_FIRST_DRIVER = {12: "525", 13: "580"}  # first driver of each CUDA major version
+_OLDEST_ARCH = {12: 70, 13: 75}  # oldest GPU that both nvcc and the kernels support
 _INTEGRATED = {72, 87, 101}  # Xavier, Orin and Thor do not run code for other GPUs of their generation
 
 
 def driver_version() -> Version | None:
-    """The newest CUDA that the driver serves; None without a driver. Does not initialize CUDA."""
+    """The newest CUDA version that the driver supports; None without a driver. Does not initialize CUDA."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -30,17 +30,17 @@ def driver_version() -> Version | None:
 
 
 def why_not(driver: Version | None, toolkit: Version, archs: Sequence[str], gpu: Version | None) -> str:
-    """Why kernels that CUDA ``toolkit`` built for ``archs`` do not run with a driver on a GPU; nothing where they do.
+    """Why kernels built by CUDA ``toolkit`` for ``archs`` do not run on ``driver`` and ``gpu``; "" if they do.
 
-    ``gpu`` is the compute capability. Nothing is said about what is not known (None).
+    ``gpu`` is the compute capability. An unknown driver or GPU (None) is not checked.
     """
     if driver is not None and driver[0] < toolkit[0]:
         number = _FIRST_DRIVER.get(toolkit[0])
         newer = f"driver {number} or newer" if number else "a newer driver"
         rebuild = f", or rebuild with CUDA {driver[0]}" if driver[0] in _FIRST_DRIVER else ""
         return (
-            f"the CUDA kernels were built with CUDA {dotted(toolkit)}, which needs {newer}, and this driver serves"
-            f" CUDA {dotted(driver)}: update the driver{rebuild}"
+            f"the CUDA kernels were built with CUDA {dotted(toolkit)}, which needs {newer}, and this driver supports"
+            f" CUDA {dotted(driver)}. Update the driver{rebuild}"
         )
     if gpu is None or _has_machine_code(archs, gpu):
         return ""
@@ -50,20 +50,20 @@ def why_not(driver: Version | None, toolkit: Version, archs: Sequence[str], gpu:
         if driver is None or driver >= toolkit:
             return ""
         return (
-            f"{built}, for which the driver must compile PTX of CUDA {dotted(toolkit)}. This driver serves CUDA"
-            f" {dotted(driver)}: update the driver, or rebuild with AMPCTX_CUDA_ARCHS={arch}"
+            f"{built}, for which the driver must compile PTX of CUDA {dotted(toolkit)}. This driver supports CUDA"
+            f" {dotted(driver)}. Update the driver, or rebuild with AMPCTX_CUDA_ARCHS={arch}"
         )
     if arch >= _OLDEST_ARCH.get(toolkit[0], arch):
-        return f"{built}: rebuild with AMPCTX_CUDA_ARCHS={arch}"
+        return f"{built}. Rebuild with AMPCTX_CUDA_ARCHS={arch}"
     if arch >= _OLDEST_ARCH[12]:
         return (
-            f"{built}, which CUDA {toolkit[0]} does not compile for: rebuild with CUDA 12 and AMPCTX_CUDA_ARCHS={arch}"
+            f"{built}, which CUDA {toolkit[0]} does not compile for. Rebuild with CUDA 12 and AMPCTX_CUDA_ARCHS={arch}"
         )
-    return f"{built}: there are no kernels for GPUs older than sm_{_OLDEST_ARCH[12]}"
+    return f"{built}. ampctx has no kernels for GPUs older than sm_{_OLDEST_ARCH[12]}"
 
 
 def _has_machine_code(archs: Sequence[str], gpu: Version) -> bool:
-    """Code for an architecture runs on the same and on later ones of its generation."""
+    """Machine code runs on its own architecture and on later ones of the same generation."""
     arch = _number(gpu)
     if arch in _INTEGRATED:
         return arch_name(gpu) in archs

@@ -1,7 +1,7 @@
-"""Passes over thousands of tensors inside the interpreter: functions in C for ``map``, and what is often asked of them.
+"""Fast tensor loops: ``map`` over C functions avoids one Python line per tensor.
 
-A line of Python for each tensor costs more than the kernels take for a small one. Dicts with tensors for keys are left
-alone, too: torch hashes tensors in Python.
+Such a line costs more than the kernel of a small tensor. For the same reason avoid dicts with tensor keys: torch hashes
+tensors in Python.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 from torch import Tensor
 
 grad_of: Any = operator.attrgetter("grad")
-_of_tensor: Any = Tensor  # whose attributes are descriptors
-# The attribute itself, below a property of the same name.
+_of_tensor: Any = Tensor
+# Bypasses the property ``grad`` of a subclass.
 stored_grad: Any = _of_tensor.grad.__get__
 dtype_of: Any = _of_tensor.dtype.__get__
 device_of: Any = _of_tensor.device.__get__
 layout_of: Any = _of_tensor.layout.__get__
-# Private by name; nothing public tells that a tensor changed without reading it.
+# Private name. torch has no public way to see a write without reading the tensor.
 version_of: Any = operator.attrgetter("_version")
 
 
 def set_each(objects: Iterable[Any], name: str, value: Any) -> None:
-    """``setattr`` for each of them."""
+    """``setattr(object, name, value)`` for each object."""
     deque(map(setattr, objects, repeat(name), repeat(value)), maxlen=0)
 
 
@@ -35,5 +35,5 @@ def all_none(items: Iterable[Any]) -> bool:
 
 
 def all_there(items: Iterable[Any]) -> bool:
-    """Whether none of them is None."""
+    """Whether no item is None."""
     return all(map(operator.is_not, items, repeat(None)))

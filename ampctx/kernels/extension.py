@@ -1,11 +1,10 @@
-"""Loads the compiled ops once, and says which backends serve and why.
+"""Loads the compiled ops once, and says which backends have kernels and why others have none.
 
-The library speaks to torch through torch's C shim (csrc/torch_abi.h), so the file has no tie to a Python or torch
-version: it is opened with ctypes after torch, and its kernels are registered by an explicit call that returns an error
-code.
+The library calls torch through torch's C shim (csrc/torch_abi.h), so one file fits every Python and torch version.
+ctypes opens it after torch; an explicit call registers its kernels and returns an error code.
 
-The CUDA kernels are registered when the first CUDA tensor comes (``LateKernels``). Only the GPUs tell whether they run,
-and to ask a GPU initializes CUDA. An import must not do that: afterwards the process cannot fork.
+CUDA kernels are registered at the first CUDA tensor (``LateKernels``). Whether they run depends on the GPUs, and asking
+for these initializes CUDA. An import must not do that, because the process could not fork afterwards.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ if sys.platform != "linux":
 
 @dataclass(frozen=True)
 class LateKernels:
-    """Kernels that are registered when the first tensor of their device type comes."""
+    """Kernels to register at the first tensor of their device type."""
 
     namespace: str
     device_type: str
-    # Why the kernels do not run on a device, or nothing.
+    # For each device, why the kernels do not run there, or "".
     problems: Callable[[], dict[torch.device, str]]
-    # Registers them for the ops of a namespace.
+    # Registers the kernels for the ops of a namespace.
     register: Callable[[str], None]
     # Defines the ops in a namespace.
     define: Callable[[str], Any]
@@ -50,37 +49,37 @@ class LateKernels:
 
 @dataclass
 class Extension:
-    """What was found: ``backends`` are the device types with compiled kernels, ``reason`` why one is missing.
+    """The loaded library: ``backends`` lists device types with compiled kernels, ``reason`` says why one is missing.
 
-    A device type with ``late`` kernels is among them until something is known to speak against it.
+    ``backends`` includes the device type of ``late`` kernels until ``decide`` finds that they do not run.
     """
 
     loaded: bool
     backends: tuple[str, ...] = ()
     build: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
-    # csrc/python_lists.h. A number for a list that is to come, and what lets that list go when it dies itself.
+    # Functions of csrc/python_lists.h. ``new_list`` gives a handle: its number, and an owner that frees the list.
     new_list: Callable[[], tuple[int, Any]] = lambda: (0, None)
-    # Whether the tensors were read; the number is that of a new list.
+    # ``read_tensors`` and ``read_grads`` return whether they read the tensors into the handle ``number``.
     read_types: Callable[[list[type]], None] = lambda types: None
     read_tensors: Callable[[list[Tensor], int], int] = lambda tensors, number: 0
     read_grads: Callable[[list[Tensor], list[Any], bool, int], int] | None = None
     read_is_contiguous: Callable[[int], int] = lambda number: False
     read_are_apart: Callable[[list[int]], bool] = lambda numbers: False
     late: LateKernels | None = None
-    # Where the kernels run on some devices of a type alone: the ops for these devices.
+    # If the kernels run on only some GPUs: the ops for those.
     apart: dict[torch.device, Any] = field(default_factory=dict)
     _definitions: list[Any] = field(default_factory=list, repr=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False)
 
     def serves(self, device_type: str) -> bool:
-        """Whether compiled kernels serve all devices of this type."""
+        """Whether all devices of this type have compiled kernels."""
         if self.late is not None and self.late.device_type == device_type:
             self.decide()
         return device_type in self.backends
 
     def decide(self) -> None:
-        """Registers the late kernels for the devices where they run: all, some or none. Warns of the others."""
+        """Registers the late kernels for the devices where they run, and warns about the others."""
         with self._lock:
             late = self.late
             if late is None:
@@ -111,7 +110,7 @@ class Extension:
         self.apart = dict.fromkeys(devices, getattr(torch.ops, namespace))
 
     def kernel_for(self, name: str, args: Sequence[Any]) -> Any:
-        """What a call that came to the fallback belongs to instead, or None."""
+        """The kernel that should serve a call that reached the fallback, or None."""
         late = self.late
         if late is None and not self.apart:
             return None
@@ -119,12 +118,13 @@ class Extension:
         devices = {t.device for tensors in lists for t in tensors if isinstance(t, Tensor)}
         if late is not None and any(device.type == late.device_type for device in devices):
             self.decide()
-            return getattr(getattr(torch.ops, late.namespace), name).default  # comes here again where no kernel serves
+            # Without a registered kernel this call reaches the fallback again.
+            return getattr(getattr(torch.ops, late.namespace), name).default
         ops = next((self.apart[device] for device in devices if device in self.apart), None)
         return ops and getattr(ops, name).default
 
 
-_REQUIRED = "AMPCTX_REQUIRE_EXTENSION=cuda, and the CUDA kernels do not serve: {}"
+_REQUIRED = "AMPCTX_REQUIRE_EXTENSION=cuda, but the CUDA kernels cannot run: {}"
 
 
 def _warn(where: str, reason: str) -> None:
@@ -147,7 +147,7 @@ def _open(path: Path) -> ctypes.CDLL:
 
 
 def _readers(path: Path, opened: ctypes.CDLL) -> dict[str, Any]:
-    """What owns lists, and what reads tensors as the interpreter has them where torch offers its side."""
+    """The functions that own and read lists of tensors. The readers need torch's DLPack exchange."""
     library = ctypes.PyDLL(str(path))  # the same library, called with the GIL held
     new_list = library.ampctx_new_list
     new_list.argtypes, new_list.restype = [], ctypes.py_object
@@ -181,11 +181,11 @@ def _readers(path: Path, opened: ctypes.CDLL) -> dict[str, Any]:
 
 def _register_cpu(library: ctypes.CDLL, namespace: str) -> None:
     if code := library.ampctx_register_cpu(namespace.encode()):
-        raise ExtensionError(f"torch refused the CPU kernels (code {code}): is another copy of ampctx loaded?")
+        raise ExtensionError(f"torch refused the CPU kernels (code {code}). Import one copy of ampctx only.")
 
 
 def _why_no_cuda(library: ctypes.CDLL, build: dict[str, Any]) -> str:
-    """What speaks against the CUDA kernels without a look at the GPUs."""
+    """Why the CUDA kernels cannot run, as far as that is known without asking the GPUs; "" if nothing is."""
     if not torch.version.cuda:
         return "this torch was built without CUDA"
     if not hasattr(library, "ampctx_register_cuda"):
@@ -208,7 +208,7 @@ def _late_cuda(
 
     def register(name: str) -> None:
         if code := library.ampctx_register_cuda(name.encode()):
-            raise ExtensionError(f"torch refused the CUDA kernels (code {code}): is another copy of ampctx loaded?")
+            raise ExtensionError(f"torch refused the CUDA kernels (code {code}). Import one copy of ampctx only.")
 
     return LateKernels(namespace, "cuda", problems, register, define, required)
 
@@ -221,11 +221,10 @@ def _required() -> str:
 
 
 def load(namespace: str, define: Callable[[str], Any], path: Path = LIBRARY) -> Extension:
-    """Registers the compiled kernels for the ops of ``namespace``, which must be defined already. ``define`` defines
-    the same ops in another namespace.
+    """Registers the compiled kernels for the ops of ``namespace``, which must be defined already.
 
-    A missing or unusable library is reported once as a RuntimeWarning, or raised as ExtensionError when the environment
-    variable AMPCTX_REQUIRE_EXTENSION is 1 or cpu (the CPU kernels) or cuda (both).
+    ``define`` defines the same ops in another namespace. A missing or unusable library gives one RuntimeWarning. It
+    raises ExtensionError if the environment variable AMPCTX_REQUIRE_EXTENSION is 1 or cpu (CPU kernels) or cuda (both).
     """
     required = _required()
     try:

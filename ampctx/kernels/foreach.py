@@ -1,7 +1,7 @@
-"""The ops over lists of any mix of devices, dtypes and layouts: one op call per bucket, plain torch for what no kernel
-takes. Of a DTensor they see the part that lies on this rank: flags and norms are those of parts, to be joined.
+"""The ops over lists that mix devices, dtypes and layouts: one op call per bucket, plain torch where no kernel fits.
 
-``FoundInf`` is the flag that goes with it: one element per device, joined where it is read.
+The ops see this rank's part of a DTensor: the caller joins flags and norms over the ranks. ``FoundInf`` holds one flag
+per device and joins them when it is read.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ampctx.kernels.sharding import wrote
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``. Waits for a copy to the CPU alone: one still under way would be read too early."""
+    """``tensor`` on ``device``. Host sync only for copies to the CPU, which must be complete before they are read."""
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 class PerDevice:
-    """A one-element tensor, copied to other devices when first asked for there. No host sync."""
+    """A one-element tensor that is copied to each other device at its first use there. No host sync."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
@@ -35,7 +35,7 @@ class PerDevice:
 
 
 def join_flags(flags: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The maximum of one-element flags, 0-d on ``device``; 0.0 where there is none. No host sync."""
+    """The maximum of one-element flags, 0-d on ``device``; 0.0 without flags. No host sync."""
     result = None
     for flag in flags:
         here = (flag if flag.device == device else move(flag, device)).reshape(())
@@ -44,7 +44,7 @@ def join_flags(flags: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 class FoundInf:
-    """Whether any of several calls met inf or nan: a 0-d fp32 flag on each device that took part."""
+    """Whether any of several calls found inf or nan: one 0-d fp32 flag per device."""
 
     def __init__(self) -> None:
         self.per_device: dict[torch.device, Tensor] = {}
@@ -63,7 +63,7 @@ Factor = float | PerDevice
 
 
 def product(a: Factor, b: Factor) -> Factor:
-    """``a * b``, on the device of ``a`` where both are tensors. No host sync."""
+    """``a * b``, on the device of ``a`` if both are tensors. No host sync."""
     if isinstance(a, PerDevice):
         if isinstance(b, PerDevice):
             return PerDevice(a.value * move(b.value, a.value.device))
@@ -80,7 +80,7 @@ def _tensor(value: float | Tensor) -> Tensor:
 
 
 def _known(tensors: Sequence[Tensor]) -> ops.ReadTensors | None:
-    """All of them for one op call, where that is possible."""
+    """A handle for all tensors, if one op call can take them."""
     return tensors if isinstance(tensors, ops.ReadTensors) else ops.read(tensors)
 
 
@@ -118,14 +118,14 @@ def l2norm(tensors: Sequence[Tensor], found_inf: FoundInf) -> Tensor:
 
 
 def unscale_l2norm(tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Factor) -> Tensor:
-    """``l2norm`` of the tensors times ``inv_scale``; they are left as they are. No host sync."""
+    """``l2norm`` of the tensors times ``inv_scale``. Does not change them. No host sync."""
     return _unscaled_norms(tensors, found_inf, inv_scale, False)[0]
 
 
 def unscale_l2norms_of(
     tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Factor
 ) -> tuple[Tensor, list[tuple[Sequence[int], Tensor]]]:
-    """``unscale_l2norm``, and the norms of the tensors as the ops give them: places in the list and ``[len(places)]``.
+    """``unscale_l2norm``, and each tensor's norm. One group per op call: places in the list, norms ``[len(places)]``.
 
     No host sync.
     """
@@ -166,7 +166,7 @@ def _unscaled_norms(
 
 
 def joined_norm(norms: Sequence[Tensor]) -> Tensor:
-    """The L2 norm of what has these L2 norms, 0-d like the first of them; ``tensor(0.)`` of nothing. No host sync."""
+    """Joins the L2 norms of parts, 0-d on the device of the first; ``tensor(0.)`` without parts. No host sync."""
     if not norms:
         return torch.zeros(())
     if len(norms) == 1:

@@ -14,22 +14,21 @@ from ampctx.kernels.sharding import local
 
 
 class Bucket(NamedTuple):
-    """Tensors that can go into one op call (``fused``), or that need plain torch, tensor by tensor."""
+    """Tensors for one op call (``fused``), or for plain torch, one at a time."""
 
     device: torch.device
     fused: bool
     lists: list[list[Any]]
 
 
-# What the tensors at one index have in common with others: their devices, dtypes, and which are contiguous.
+# The tensors at one index: their devices, their dtypes, and which are contiguous.
 _Kind = tuple[tuple[torch.device, ...], tuple[torch.dtype, ...], tuple[bool, ...]]
 
 
 def _common_kind(lists: Sequence[Sequence[Tensor]]) -> _Kind | None:
-    """The kind of every index, where they are all the same and contiguous.
+    """The kind that all indices share, if there is one and all tensors are contiguous.
 
-    This runs for every gradient of every step: nothing in it makes an object per tensor that stays, which would set
-    the garbage collector off.
+    This runs for every gradient of every step, so it keeps no object per tensor: that would trigger garbage collection.
     """
     devices: list[torch.device] = []
     dtypes: list[torch.dtype] = []
@@ -67,7 +66,7 @@ def _is_contiguous(t: Tensor) -> bool:
 
 
 def _agree(row: tuple[Tensor, ...]) -> bool:
-    """Whether tensors that are not all contiguous can be walked in memory order together."""
+    """Whether a kernel can walk tensors together in memory order, though not all are contiguous."""
     if any(t.layout is not torch.strided for t in row):
         return False
     return is_dense(row[0]) and all(same_layout(t, row[0]) for t in row[1:])
@@ -80,13 +79,12 @@ def buckets(
 ) -> list[Bucket]:
     """Splits parallel lists by the device and dtypes at each index, in order of first appearance.
 
-    All lists must be equally long. The device of a bucket is that of the first list's tensors. In the place of DTensors
-    stand their parts on this rank.
+    All lists must be equally long. A bucket's device is that of its first list. DTensors become this rank's parts.
 
     Args:
-        along: more lists, which are split with the others and come after them in a bucket, but have no say in where an
-            index goes: those whose tensors have another size.
-        known_dtypes: the dtypes that the kernels in question take.
+        along: more lists to split the same way, such as tensors of another size. They follow the others in a bucket and
+            do not decide where an index goes.
+        known_dtypes: the dtypes that the kernels take.
     """
     lists = tuple(map(local, lists))
     every = (*lists, *along)

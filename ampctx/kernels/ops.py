@@ -1,16 +1,14 @@
 """The ops of ``torch.ops.ampctx``: schema, docstring, typed call and fake kernel of each.
 
-An op takes lists of tensors of one device; within a list all tensors have one dtype (fp32, fp16 or bf16, and fp64 on
-the CPU), and tensors at the same index agree in number of elements and memory layout (contiguous, or any dense layout
-that all share). Tensors may be empty, lists may be empty. Anything else (a tensor whose storage was freed, too) is a
-RuntimeError that names list and index, and changes nothing; ``ampctx.foreach`` has the same arithmetic for lists of any
-mix. A tensor may be the one at the same index of another list; other overlap of memory is neither served nor looked
-for. No op waits for the device.
+An op takes lists of tensors on one device. A list has one dtype (fp32, fp16 or bf16, and fp64 on the CPU). Tensors at
+one index have equally many elements and the same memory layout (contiguous, or any dense layout that all share).
+Tensors and lists may be empty. Anything else, such as a tensor whose storage was freed, raises a RuntimeError that
+names list and index, and changes nothing. ``ampctx.foreach`` has the same arithmetic for mixed lists. One tensor may
+stand at the same index of two lists; any other overlap of memory gives undefined results. No op waits for the device.
 
-``found_inf`` is a one-element fp32 or int32 tensor on the device of the lists. An op writes 1 into it when it meets inf
-or nan in its input and never clears it. Factors are floats or one-element tensors, on the device of the lists (fp32) or
-on the CPU. Arithmetic is fp32, or fp64 where an fp64 tensor takes part, rounded on the store
-as torch's ``copy_`` rounds.
+``found_inf`` is a one-element fp32 or int32 tensor on the device of the lists. An op writes 1 into it when it finds inf
+or nan in its input, and never clears it. Factors are floats or one-element tensors, on the device of the lists (fp32)
+or on the CPU. Arithmetic is fp32 (fp64 if any tensor is), rounded on the store as torch's ``copy_`` rounds.
 """
 
 from __future__ import annotations
@@ -50,20 +48,20 @@ _SCHEMAS = (
 _TENSOR_LIST = re.compile(r"Tensor(\(\w!\))?\[\]")
 
 
-def _held(schema: str) -> str:
-    """The overload of an op that takes numbers of known lists in the place of lists."""
+def _handle_overload(schema: str) -> str:
+    """The overload of an op that takes tensor-list handles (numbers) instead of lists."""
     return re.sub(_TENSOR_LIST, "int", schema.replace("(", ".held(", 1))
 
 
-# Without a fallback: there is nothing to hold tensors for but the compiled kernels.
+# These have no fallback: only compiled kernels use handles.
 _COMPILED_SCHEMAS = (
     "hold_tensors(Tensor[] tensors, int number=0) -> int",
     "fill_storages(Tensor[] tensors) -> bool",
-    *map(_held, filter(_TENSOR_LIST.search, _SCHEMAS)),
+    *map(_handle_overload, filter(_TENSOR_LIST.search, _SCHEMAS)),
 )
 
 
-# --- what serves where no compiled kernel does: the reference behind the kernels' own checks -------------------------
+# --- fallbacks: the reference behind the kernels' own checks ----------------------------------------------------------
 
 
 def _check(op, found_inf, lists, **factors):
@@ -113,8 +111,10 @@ _FALLBACKS = {
 
 
 def _check_fake(tensors: Sequence[Tensor], scalars: Sequence[Tensor] = ()) -> None:
-    """A call with a tensor of the meta device comes here too, where nothing is computed, and must not pass for one
-    that was made. ``scalars`` may be on the CPU."""
+    """Refuses mixed devices. Calls with a meta tensor come here too, and must not silently do nothing.
+
+    ``scalars`` may be on the CPU.
+    """
     devices = {t.device for t in tensors}
     if len(devices) > 1 or any(t.device.type != "cpu" and t.device not in devices for t in scalars if devices):
         found = sorted({str(t.device) for t in (*tensors, *scalars)})
@@ -152,7 +152,7 @@ _FAKES = {
 
 
 def _routed(name: str, found: Callable[[], _extension.Extension]) -> Callable[..., Any]:
-    """The fallback of an op, for calls that do not belong to a kernel of ``found()``."""
+    """Calls the kernel that ``found()`` has for the arguments, or else the fallback."""
     fallback: Any = _FALLBACKS[name]
 
     def route(*args: Any) -> Any:
@@ -162,8 +162,10 @@ def _routed(name: str, found: Callable[[], _extension.Extension]) -> Callable[..
 
 
 def define(namespace: str, found: Callable[[], _extension.Extension] | None = None) -> torch.library.Library:
-    """Defines every op in ``namespace`` with its fallback and fake kernel. The ops live as long as the returned
-    object. ``found()``, where given, has kernels that fallbacks hand calls to."""
+    """Defines every op in ``namespace`` with its fallback and fake kernel, for as long as the returned object lives.
+
+    ``found()`` gives the kernels that fallbacks hand calls on to.
+    """
     library = torch.library.Library(namespace, "DEF")
     for schema in _SCHEMAS:
         name = schema.partition("(")[0]
@@ -184,12 +186,12 @@ _ops = torch.ops.ampctx
 
 
 def factor(value: float | Tensor) -> Tensor:
-    """A factor as the ops take it: a tensor as it is, a number in fp64 on the CPU."""
+    """A factor as the ops take it: tensors unchanged, numbers as fp64 on the CPU."""
     return value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
 
 
 def _listed(tensors: Iterable[Tensor], name: str) -> list[Tensor]:
-    """A list of the caller's own: what was read lies where it lay only while somebody keeps the tensors."""
+    """A copy of the list. It keeps the tensors alive, so that addresses read from them stay valid."""
     if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
         raise AmpTypeError(f"{name} is a {type(tensors).__name__}, expected a list of tensors")
     return list(tensors)
@@ -202,33 +204,38 @@ def _check_types(tensors: Sequence[Any], name: str) -> None:
 
 
 def can_be_held(tensor: Tensor) -> bool:
-    """Whether the dispatcher hands the tensor itself to an op, and no copy."""
-    # _is_zerotensor is private; nothing public tells of these.
+    """Whether torch's dispatcher hands an op the tensor itself and not a copy."""
+    # _is_zerotensor is private; torch has no public name for it.
     return not (tensor.is_neg() or tensor._is_zerotensor())
 
 
 class HeldTensors(Sequence[Tensor]):
-    """A list of tensors, not empty and on one device, that the compiled ops keep: a call with it hands over a number.
+    """A tensor-list handle: the compiled ops keep the list, and a call passes a number instead of the tensors.
 
-    For lists that many calls have in common; the ops take it for any of their lists. They look at the tensors
-    themselves at every call, as at those of any list.
+    Use it for a list that many calls share; every op takes it in place of any list. Each call still checks dtype, size,
+    layout and memory of the tensors. No host sync.
+
+    Args:
+        tensors: one or more tensors on one device.
 
     Raises:
-        AmpTypeError: no list of tensors.
-        AmpValueError: an empty list, or a tensor for which the dispatcher would leave a copy with the library, such as
-            a view that negates.
-        NotImplementedError: no kernel is compiled for the device of the tensors.
+        AmpTypeError: ``tensors`` is not a list of tensors.
+        AmpValueError: the list is empty, or torch's dispatcher would copy a tensor, such as a negating view.
+        NotImplementedError: the device of the tensors has no compiled kernels.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = _listed(tensors, "HeldTensors: tensors")
         if not self.tensors:
-            raise AmpValueError("HeldTensors: the list is empty, expected tensors of one device")
+            raise AmpValueError("HeldTensors: the list is empty. Pass one or more tensors of one device.")
         _check_types(self.tensors, "HeldTensors: tensors")
         if not all(map(can_be_held, self.tensors)):
-            raise AmpValueError("HeldTensors: a tensor is a view that negates, or has no memory: give a clone() of it")
-        extension.serves(self.tensors[0].device.type)  # registers what does
-        # The owner first: an interrupt leaves no list behind that nobody lets go.
+            raise AmpValueError(
+                "HeldTensors: a tensor is a negating view or has no memory, so torch would hand over a copy. "
+                "Pass its clone()."
+            )
+        extension.serves(self.tensors[0].device.type)  # registers late kernels
+        # The owner comes first, so that an interrupt cannot leak the list.
         self.number, self._owner = extension.new_list()
         self.number = _ops.hold_tensors.default(self.tensors, self.number)
 
@@ -243,7 +250,7 @@ class HeldTensors(Sequence[Tensor]):
 
 
 class ReadTensors(HeldTensors):
-    """A list as its tensors lie at this moment, for calls that are made at once: by ``read`` and ``read_grads``."""
+    """A handle from ``read`` or ``read_grads``, valid for calls made at once, before any tensor changes."""
 
     def __init__(self, tensors: list[Tensor], number: int, owner: Any) -> None:
         self.tensors, self.number, self._owner = tensors, number, owner
@@ -262,17 +269,20 @@ class ReadTensors(HeldTensors):
 
 
 def _is_watched() -> bool:
-    """Whether somebody looks at the ops that are called, with the tensors that they are given."""
-    # Private; nothing public tells of a TorchDispatchMode.
+    """Whether torch.compile or a TorchDispatchMode must see the tensors of each op call."""
+    # Private; torch has no public test for a TorchDispatchMode.
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def read(tensors: Iterable[Tensor]) -> ReadTensors | None:
-    """The tensors without a way through the dispatcher, which costs more than a small tensor's kernel.
+    """A handle for tensors used at once. It avoids the dispatcher, which costs more than a small tensor's kernel.
 
-    None where they are not plain tensors of one device and dtype that each fill a block of memory, where nothing is
-    compiled, or under torch.compile and a TorchDispatchMode: the ops take the list itself then, or say what is wrong
-    with it. AmpTypeError for what is no list.
+    Returns:
+        None if the tensors are not plain, dense and of one device and dtype, if nothing is compiled, or under
+        torch.compile or a TorchDispatchMode. Then pass the list itself: the op takes it or says what is wrong.
+
+    Raises:
+        AmpTypeError: ``tensors`` is not a list.
     """
     listed = _listed(tensors, "read: tensors")
     if _is_watched():
@@ -282,11 +292,11 @@ def read(tensors: Iterable[Tensor]) -> ReadTensors | None:
 
 
 def read_grads(params: Iterable[Tensor]) -> tuple[list[Tensor | None], ReadTensors | None]:
-    """The ``.grad`` of each parameter, and those that are there as ``read`` has them.
+    """The ``.grad`` of each parameter, and a handle for those that are not None, or None as from ``read``.
 
     Raises:
-        AmpTypeError: no list of tensors.
-        TypeError: the code of a ``.grad`` makes the list longer or shorter.
+        AmpTypeError: ``params`` is not a list of tensors.
+        TypeError: a ``.grad`` property changed the length of the list.
     """
     listed = params if type(params) is list else _listed(params, "read_grads: params")
     grads: list[Any] = []
@@ -299,14 +309,17 @@ def read_grads(params: Iterable[Tensor]) -> tuple[list[Tensor | None], ReadTenso
     except AttributeError:
         _check_types(listed, "read_grads: params")
         raise
-    # Not the list that the caller gets, who may change it.
+    # A copy, because the caller may change ``grads``.
     present = list(grads) if all_there(grads) else [g for g in grads if g is not None]
     return grads, _as_read(present, number, owner)
 
 
 def read_along(params: Iterable[Tensor], grads: Iterable[Tensor] | None = None) -> ReadTensors | None:
-    """``read`` of the gradients, those in ``.grad`` unless others are given: where each parameter has one that lies in
-    memory as the parameter does, and the parameters are of one dtype, too. Raises as ``read_grads``."""
+    """A handle for the gradients (default: each ``.grad``), or None as from ``read``.
+
+    Also None if a gradient is missing or laid out differently from its parameter, or if the parameters mix dtypes.
+    Raises as ``read_grads``.
+    """
     listed = params if type(params) is list else _listed(params, "read_along: params")
     found: list[Any] = [] if grads is None else _listed(grads, "read_along: grads")
     if _is_watched() or extension.read_grads is None:
@@ -322,13 +335,13 @@ def read_along(params: Iterable[Tensor], grads: Iterable[Tensor] | None = None) 
 def _as_read(tensors: list[Tensor], number: int, owner: Any) -> ReadTensors | None:
     found = ReadTensors(tensors, number, owner)
     device = tensors[0].device.type
-    # Where no kernel is compiled for a device, lists go to the fallback, which takes tensors.
+    # Without compiled kernels for the device the fallback runs, which takes tensors only.
     served = "cpu" in extension.backends if device == "cpu" else extension.serves(device)
     return found if served else None
 
 
 def are_apart(lists: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether no two tensors of the lists begin at one place in memory. Empty ones begin nowhere. No host sync."""
+    """Whether no two non-empty tensors of the lists begin at the same address. No host sync."""
     if all(map(isinstance, lists, repeat(ReadTensors))):
         return extension.read_are_apart([tensors.number for tensors in lists])  # type: ignore[attr-defined]
     places = [t.data_ptr() for t in chain.from_iterable(lists) if t.numel()]
@@ -336,8 +349,7 @@ def are_apart(lists: Sequence[Sequence[Tensor]]) -> bool:
 
 
 def fill_storages(tensors: ReadTensors) -> bool:
-    """Whether the storage of each is of its own size, so that no other tensor has a part in it beside the tensor. (One
-    that shares all of it may.) No host sync."""
+    """Whether each tensor fills its storage, so that no other tensor uses memory next to it. No host sync."""
     return _ops.fill_storages.default(tensors.tensors)
 
 
@@ -346,7 +358,7 @@ _number_of = attrgetter("number")
 
 
 def call(op: Any, lists: Sequence[Sequence[Tensor]], *others: Any) -> Any:
-    """An op of ``torch.ops.ampctx``, by its overload for lists: where the library knows one, it gets to know all."""
+    """Calls an op of ``torch.ops.ampctx``. If one list is a handle, the others become handles too."""
     try:
         if not any(map(isinstance, lists, repeat(HeldTensors))):
             return op.default(*lists, *others)
@@ -358,23 +370,27 @@ def call(op: Any, lists: Sequence[Sequence[Tensor]], *others: Any) -> Any:
 
 
 def raise_out_of_memory(error: RuntimeError) -> None:
-    """Raises torch.OutOfMemoryError if memory is what a kernel lacks. C++ without torch's headers cannot throw it."""
+    """Raises torch.OutOfMemoryError for a kernel's own error: C++ without torch's headers cannot throw it."""
     if str(error).startswith("ampctx: out of memory: "):  # csrc/error.h
         raise torch.OutOfMemoryError(str(error)) from None
 
 
 def wrote(*lists: Sequence[Tensor]) -> None:
-    """Tells autograd that the tensors changed; a C++ op outside autograd does not do so by itself."""
+    """Tells autograd that the tensors changed, which a C++ op outside autograd does not do by itself."""
     if not torch.compiler.is_compiling():
         for tensors in lists:
             torch.autograd.graph.increment_version(tensors.tensors if isinstance(tensors, HeldTensors) else tensors)
 
 
 def multi_tensor_scale(src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: Tensor, scale: float | Tensor) -> None:
-    """``dst[i] = src[i] * scale``; ``found_inf`` becomes 1 if an element of ``src`` is inf or nan.
+    """Computes ``dst[i] = src[i] * scale``, and sets ``found_inf`` if an element of ``src`` is inf or nan.
 
-    ``dst`` may be ``src``. Inf and nan are carried over. A finite value that becomes inf because the type of ``dst`` is
-    narrower is not flagged. No host sync.
+    Inf and nan are copied. A finite value that overflows the dtype of ``dst`` does not set ``found_inf``. No host sync.
+
+    Args:
+        src, dst: lists of tensors, fp32, fp16 or bf16 (fp64 on the CPU). ``dst`` may be ``src``.
+        found_inf: one element, fp32 or int32, on the device of the lists.
+        scale: a number or a one-element tensor, fp32 on the device of the lists or on the CPU.
     """
     call(_ops.multi_tensor_scale, (src, dst), found_inf, factor(scale))
     wrote(dst)
@@ -384,9 +400,15 @@ def multi_tensor_axpby(
     x: Sequence[Tensor], y: Sequence[Tensor], out: Sequence[Tensor], found_inf: Tensor, a: float | Tensor,
     b: float | Tensor, arg_to_check: int = -1,
 ) -> None:  # fmt: skip
-    """``out[i] = a * x[i] + b * y[i]``, with the finite check on ``x`` (0), ``y`` (1) or both (-1, the default).
+    """Computes ``out[i] = a * x[i] + b * y[i]``, and sets ``found_inf`` if a checked input has inf or nan.
 
-    ``out`` may be ``x`` or ``y``. No host sync.
+    No host sync.
+
+    Args:
+        x, y, out: lists of tensors, fp32, fp16 or bf16 (fp64 on the CPU). ``out`` may be ``x`` or ``y``.
+        found_inf: one element, fp32 or int32, on the device of the lists.
+        a, b: numbers or one-element tensors, fp32 on the device of the lists or on the CPU.
+        arg_to_check: check ``x`` (0), ``y`` (1) or both (-1).
     """
     call(_ops.multi_tensor_axpby, (x, y, out), found_inf, factor(a), factor(b), arg_to_check)
     wrote(out)
@@ -395,12 +417,13 @@ def multi_tensor_axpby(
 def multi_tensor_l2norm(
     tensors: Sequence[Tensor], found_inf: Tensor, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """``(sqrt(sum of squares of everything), the same of each tensor)``.
+    """Computes the L2 norm of all tensors together and, with ``per_tensor``, of each.
 
-    The first is 0-d, the second has one element per tensor, or none unless ``per_tensor``; both fp32 (fp64 for fp64
-    input). ``found_inf`` tells of inf and nan elements alone: a sum of squares that leaves the fp32 range is an
-    infinite norm and not an infinite gradient. The order of summation is fixed, so two calls agree to the last bit. No
-    host sync.
+    Only an inf or nan element sets ``found_inf``. A sum of squares beyond the fp32 range gives an infinite norm without
+    the flag. The order of summation is fixed, so two calls agree to the last bit. No host sync.
+
+    Returns:
+        The total norm, 0-d, and one norm per tensor (none without ``per_tensor``). Both are fp32 (fp64 for fp64 input).
     """
     return call(_ops.multi_tensor_l2norm, (tensors,), found_inf, per_tensor)
 
@@ -408,7 +431,7 @@ def multi_tensor_l2norm(
 def multi_tensor_unscale_l2norm(
     tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: float | Tensor, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """``multi_tensor_l2norm`` of ``t * inv_scale``, in one read; the tensors are left as they are. No host sync."""
+    """Computes ``multi_tensor_l2norm`` of ``t * inv_scale`` in one read. Does not change the tensors. No host sync."""
     return call(_ops.multi_tensor_unscale_l2norm, (tensors,), found_inf, factor(inv_scale), per_tensor)
 
 
@@ -417,17 +440,18 @@ def update_scale(
     growth_factor: float = 2.0, backoff_factor: float = 0.5, growth_interval: int = 2000, hysteresis: int = 1,
     min_scale: float = 0.0, max_scale: float = float("inf"),
 ) -> None:  # fmt: skip
-    """The loss-scale rule, in place on one-element tensors of one device: fp32 ``scale``, int32 trackers.
+    """Updates the loss scale in place, on one-element tensors of one device: fp32 ``scale``, int32 trackers.
 
-    With ``found_inf`` != 0: the hysteresis tracker falls by one, and once it is 0 the scale becomes
-    ``max(scale * backoff_factor, min_scale)``; the growth tracker restarts. Otherwise the hysteresis tracker is
-    refilled, and after ``growth_interval`` clean updates in a row the scale becomes ``min(scale * growth_factor,
-    max_scale)``. The scale never becomes 0 (its floor is the smallest normal fp32) nor inf. ``hysteresis=1`` is the
-    rule of torch.amp; a higher value that of Megatron's and apex's update_scale_hysteresis. The growth tracker stops at
-    the largest int32. No host sync.
+    If ``found_inf`` is not 0, the growth tracker restarts and the hysteresis tracker falls by one. Once that is 0, the
+    scale becomes ``max(scale * backoff_factor, min_scale)``. Otherwise the hysteresis tracker is refilled, and after
+    ``growth_interval`` clean updates in a row the scale becomes ``min(scale * growth_factor, max_scale)``.
 
-    Raises RuntimeError for a rule that would not keep to that: a growth factor below 1, a backoff factor above 1 or not
-    above 0, bounds that are nan or beyond fp32, a hysteresis that int32 does not hold.
+    The scale stays between the smallest normal fp32 and the largest fp32. ``hysteresis=1`` is torch.amp's rule; higher
+    values follow Megatron's and apex's update_scale_hysteresis. No host sync.
+
+    Raises:
+        RuntimeError: ``growth_factor`` < 1, ``backoff_factor`` outside (0, 1], a bound that is nan or beyond fp32, or
+            ``hysteresis`` beyond int32.
     """
     state = (scale, growth_tracker, hysteresis_tracker)
     call(

@@ -1,7 +1,7 @@
-"""Every op in a few lines of plain torch: the fallback where no kernel serves, and the oracle of the tests.
+"""Every op in a few lines of plain torch: the fallback where no kernel runs, and the oracle of the tests.
 
-The functions take any device, dtype and layout, one tensor at a time, and never wait for the device. ``check_lists``
-makes the same checks as the compiled kernels (csrc/check.h), so that the fallback refuses what they refuse.
+The functions take any device, dtype and layout, and never wait for the device. ``check_lists`` makes the same checks as
+the compiled kernels (csrc/check.h), so the fallback refuses the same calls.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
-    """The type arithmetic runs in: fp64 when one of the tensors is fp64, else fp32."""
+    """The dtype of arithmetic: fp64 if any tensor is fp64, else fp32."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """fp64 where every device of the type has it: none of MPS has, nor have all of XPU."""
+    """fp64 on the CPU and on CUDA; fp32 elsewhere, because MPS and some XPUs lack fp64."""
     return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
 
 
@@ -35,7 +35,7 @@ def is_dense(t: Tensor) -> bool:
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
-    """Whether element k in memory of ``a`` is element k in memory of ``b``."""
+    """Whether ``a`` and ``b`` have the same elements in the same order in memory."""
     if a.is_contiguous() and b.is_contiguous():
         return a.numel() == b.numel()
     if a.shape != b.shape or not is_dense(a):
@@ -47,7 +47,7 @@ _ALLOWED = (KERNEL_DTYPES, "float32, float16, bfloat16 or float64")
 
 
 def _has_memory(t: Tensor) -> bool:
-    """Whether a dense tensor lies within its storage. FSDP, for one, frees that between uses of a parameter."""
+    """Whether a dense tensor lies within its storage. FSDP frees the storage of a parameter between uses."""
     return (t.storage_offset() + t.numel()) * t.element_size() <= t.untyped_storage().nbytes()
 
 
@@ -59,9 +59,9 @@ def check_lists(
     lists: Mapping[str, Sequence[Tensor]],
     allowed: Mapping[str, tuple[tuple[torch.dtype, ...], str]] | None = None,
 ) -> None:
-    """Raises RuntimeError naming list and index where the lists cannot go into one kernel call.
+    """Raises RuntimeError, naming list and index, if one kernel call cannot take the lists.
 
-    ``allowed``: the dtypes of a list that takes others than the kernels' floating ones, and their names.
+    ``allowed``: for lists with other dtypes than ``KERNEL_DTYPES``, these dtypes and their names.
     """
     (first_name, first), *others = lists.items()
     for name, tensors in others:
@@ -92,12 +92,12 @@ def check_lists(
 
 
 def require_one_element(tensor: Tensor, where: str, dtypes: tuple[torch.dtype, ...], suffix: str = "") -> None:
-    """Raises RuntimeError where ``tensor``, ``where`` in messages, is not one element of one of the dtypes."""
-    if tensor is None:  # which torch lets through as an undefined tensor
+    """Raises RuntimeError unless ``tensor`` is one element of one of the dtypes. ``where`` names it in messages."""
+    if tensor is None:  # torch passes it as an undefined tensor
         raise RuntimeError(f"{where} is None, expected a tensor")
     if tensor.numel() != 1:
         raise RuntimeError(f"{where} has {tensor.numel()} elements, expected 1")
-    if tensor.layout != torch.strided:  # no kernel is asked then: torch sends the call here
+    if tensor.layout != torch.strided:  # torch sends such calls to the fallback
         raise RuntimeError(f"{where} is not a strided tensor")
     if tensor.dtype not in dtypes:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -107,7 +107,7 @@ def require_one_element(tensor: Tensor, where: str, dtypes: tuple[torch.dtype, .
 
 
 def check_scalars(op: str, found_inf: Tensor, lists: dict[str, Sequence[Tensor]], **factors: Tensor) -> None:
-    """Raises RuntimeError where ``found_inf`` or a factor cannot go with the lists. Part of every op's checks."""
+    """Raises RuntimeError if ``found_inf`` or a factor does not fit the lists. Part of every op's checks."""
     first_name, first = next(iter(lists.items()))
     require_one_element(found_inf, f"{op}: found_inf", (torch.float32, torch.int32))
     decided_by, device = (f"{first_name}[0]", first[0].device) if first else ("found_inf", found_inf.device)
@@ -124,7 +124,7 @@ def check_scalars(op: str, found_inf: Tensor, lists: dict[str, Sequence[Tensor]]
 
 
 def check_scale_state(scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, found_inf: Tensor) -> None:
-    """Raises RuntimeError where a tensor cannot take part in update_scale."""
+    """Raises RuntimeError if a tensor does not fit update_scale."""
     flags = (torch.float32, torch.int32)
     for name, tensor, dtypes in (
         ("scale", scale, (torch.float32,)),
@@ -145,7 +145,7 @@ def check_scale_rule(
     min_scale: float,
     max_scale: float,
 ) -> None:
-    """Raises RuntimeError where the scale would become 0, inf or nan, or a tracker not what was asked for."""
+    """Raises RuntimeError if the rule could make the scale 0, inf or nan, or overflow a tracker."""
     fp32, int32 = torch.finfo(torch.float32), torch.iinfo(torch.int32)
     if not 1 <= growth_factor < float("inf"):
         raise RuntimeError("update_scale: growth_factor is not a finite number of at least 1")
@@ -160,7 +160,7 @@ def check_scale_rule(
 
 
 def raise_flag(found_inf: Tensor, *tensors: Tensor) -> None:
-    """``found_inf`` (one element) becomes 1 where a tensor holds inf or nan, and stays what it was elsewhere."""
+    """Sets ``found_inf`` (one element) to 1 if a tensor holds inf or nan; never clears it."""
     for t in tensors:
         bad = (~torch.isfinite(t)).any().to(device=found_inf.device, dtype=found_inf.dtype)
         found_inf.copy_(torch.where(bad != 0, torch.ones_like(found_inf), found_inf))
@@ -168,12 +168,12 @@ def raise_flag(found_inf: Tensor, *tensors: Tensor) -> None:
 
 def scalar(value: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
     """A one-element tensor as a 0-d one of ``dtype`` on the device of ``like``."""
-    # To the type first: a number comes in fp64 on the CPU, and the device may not have that.
+    # Cast before moving: numbers are fp64 on the CPU, and the device may not support fp64.
     return value.reshape(()).to(dtype).to(like.device)
 
 
 def overwrite(t: Tensor, new: Tensor) -> None:
-    """``t.copy_(new)``, where elements of ``t`` may be one place in memory, as those of an expanded tensor are, too."""
+    """``t.copy_(new)`` that also works for expanded tensors, whose elements share memory."""
     places = tuple(slice(None) if stride else slice(1) for stride in t.stride())
     t[places].copy_(new[places])
 
@@ -201,7 +201,7 @@ def multi_tensor_axpby(
 def multi_tensor_unscale_l2norm(
     tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor, per_tensor: bool
 ) -> tuple[Tensor, Tensor]:
-    """sqrt(sum((t * inv_scale)**2)) over all tensors and, if asked for, of each."""
+    """sqrt(sum((t * inv_scale)**2)) over all tensors and, with ``per_tensor``, of each."""
     dtype = compute_dtype(*tensors)
     device = tensors[0].device if tensors else found_inf.device
     norms = []
@@ -216,7 +216,7 @@ def multi_tensor_unscale_l2norm(
 
 
 def multi_tensor_l2norm(tensors: Sequence[Tensor], found_inf: Tensor, per_tensor: bool) -> tuple[Tensor, Tensor]:
-    """sqrt(sum(t**2)) over all tensors and, if asked for, of each."""
+    """sqrt(sum(t**2)) over all tensors and, with ``per_tensor``, of each."""
     return multi_tensor_unscale_l2norm(tensors, found_inf, torch.ones(()), per_tensor)
 
 
@@ -232,7 +232,7 @@ def update_scale(
     clean_steps = torch.where(overflow, torch.zeros_like(growth_tracker), growth_tracker).long() + ~overflow
     grow = ~overflow & (clean_steps.reshape(()) >= growth_interval)
 
-    # Products in fp64, as torch.amp takes them, where the device has the type.
+    # Products in fp64 as in torch.amp, if the device supports it.
     wide = scale.to(widest(scale.device))
     grown = (wide * growth_factor).float()
     smaller = (wide * backoff_factor).float().clamp(min=max(min_scale, torch.finfo(torch.float32).tiny))

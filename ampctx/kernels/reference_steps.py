@@ -1,16 +1,16 @@
-"""The optimizer ops in plain torch: the fallback where no kernel serves, and the oracle of the tests.
+"""The optimizer ops in plain torch: the fallback where no kernel runs, and the oracle of the tests.
 
-The arithmetic is that of csrc/functors, operation by operation, so that element-wise optimizers agree with the kernels
-to the last bit; sums (the norms of the layer-wise ones) agree to rounding. Nothing waits for the device: where
-``found_inf`` is set, every tensor keeps its value by a select.
+The arithmetic follows csrc/functors operation by operation, so element-wise optimizers agree with the kernels to the
+last bit. Norms (of layer-wise optimizers) agree to rounding. Nothing waits for the device: if ``found_inf`` is set, a
+select keeps every value.
 
-How an update goes back into 16 bits is its *write back*, and says what ``extras`` holds:
+The *write back* says how an update goes back into 16 bits, and what ``extras`` holds:
 
     nearest     params rounded to nearest even                                        no extras
-    copy        the same, and extras[i] = params[i] in the type of extras[i]          model weights
+    copy        the same, and extras[i] = params[i] in the dtype of extras[i]         model weights
     split       params[i] (bf16) and extras[i] (int16) are the halves of an fp32      remainders
-    kahan       params[i] + extras[i] is the weight, extras[i] what rounding left     compensations, in params' type
-    stochastic  params rounded up or down with the odds of the distance               no extras
+    kahan       params[i] + extras[i] is the weight; extras[i] is the rounding error  compensations, in params' dtype
+    stochastic  params rounded up or down at random; the nearer value is likelier     no extras
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ _32_BITS = 0xFFFFFFFF
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """The bf16 half of an fp32 tensor, rounded to nearest (ties away from zero), and the int16 rest of its bits. Of a
-    nan: the quiet one of its sign, and 0."""
+    """Splits an fp32 tensor into bf16, rounded to nearest (ties away from zero), and the int16 remainder of its bits.
+
+    A nan becomes the quiet nan of its sign and 0.
+    """
     bits = master.view(torch.int32)
     # The largest nans would round up to zero with the other sign.
     bits = torch.where(torch.isnan(master), (bits & -0x80000000) | 0x7FC00000, bits)
@@ -49,14 +51,14 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(high: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 tensor that ``split`` took apart, every bit of it (of a nan, that it is one)."""
+    """Undoes ``split``, bit for bit; a nan comes back as a quiet nan."""
     return ((high.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)
 
 
 def spacing(p: Tensor) -> Tensor:
-    """From 16-bit numbers to their neighbours away from zero, fp32; nan for inf and nan."""
+    """The distance from 16-bit numbers to their neighbours away from zero, fp32; nan for inf and nan."""
     magnitude = p.view(torch.int16) & 0x7FFF
-    # Two bit patterns that differ in the last bit alone are neighbours between the same powers of two.
+    # Bit patterns that differ only in the last bit are neighbours between the same powers of two.
     odd, even = (bits.view(p.dtype).float() for bits in (magnitude | 1, magnitude & ~1))
     return odd - even
 
@@ -82,7 +84,7 @@ def _mix64(x: Tensor) -> Tensor:
 
 
 def next_step(step: Tensor) -> Tensor:
-    """The count after a 0-d fp32 step count. From 2**24 on the next number that there is: step + 1 would be step."""
+    """The next step count (0-d fp32). From 2**24 on the next fp32 number, because step + 1 would round to step."""
     further = (step.view(torch.int32) + 1).view(torch.float32)
     one_more = step.to(reference.widest(step.device)) + 1
     return torch.where((step >= 2**24) & torch.isfinite(step), further.to(one_more.dtype), one_more)
@@ -96,8 +98,10 @@ def _mix32(x: Tensor) -> Tensor:
 
 
 def random_bits(seed: int, step: Tensor, tensor: int, place: Tensor) -> Tensor:
-    """32 random bits for each place (int64): a function of the seed, the step count, the number of the tensor among
-    those of the call that have elements, and the element's place in memory, and of nothing else."""
+    """32 random bits for each place (int64).
+
+    They depend only on seed, step count, ``tensor`` (its index among the call's non-empty tensors) and place in memory.
+    """
     key = _mix64(step.reshape(()).long() * _GOLDEN + _wrapped(seed))
     key = _mix64(key + _wrapped(_GOLDEN * (tensor + 1)))
     low = ((place & _32_BITS) * 0x9E3779B1 + (key & _32_BITS) + _shift(place, 32)) & _32_BITS
@@ -105,13 +109,15 @@ def random_bits(seed: int, step: Tensor, tensor: int, place: Tensor) -> Tensor:
 
 
 def round_stochastically(w: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
-    """fp32 ``w`` as a number of the 16-bit ``dtype``, still fp32: up with the odds of the distance. Non-finite values
-    stay."""
+    """Rounds fp32 ``w`` at random to a value of the 16-bit ``dtype``; the nearer value is likelier. Returns fp32.
+
+    Non-finite values stay.
+    """
     dropped = 16 if dtype == torch.bfloat16 else 13
     mask = (1 << dropped) - 1
     raw = w.view(torch.int32)
     result = ((raw + (bits & mask).int()) & ~mask).view(torch.float32)
-    if dtype == torch.float16:  # below 2**-14 the spacing is 2**-24 whatever the size
+    if dtype == torch.float16:  # subnormals, below 2**-14, are 2**-24 apart
         units = w.abs() * 2.0**24
         whole = units.floor()
         up = (bits >> 8).float() * 2.0**-24 < units - whole
@@ -120,7 +126,7 @@ def round_stochastically(w: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
 
 
 def _weight(p: Tensor, extra: Tensor | None, write_back: int, dtype: torch.dtype) -> Tensor:
-    """What the update starts from."""
+    """The weight before the update."""
     if write_back == SPLIT:
         assert extra is not None
         return join(p, extra.reshape(p.shape)).to(dtype)
@@ -131,14 +137,14 @@ def _weight(p: Tensor, extra: Tensor | None, write_back: int, dtype: torch.dtype
 
 
 def _store(w: Tensor, p: Tensor, extra: Tensor | None, write_back: int, bits: Callable[[], Tensor], skip: Tensor):
-    """Writes the updated weight, where ``skip`` is not set."""
+    """Writes the updated weight unless ``skip`` is set."""
     if write_back == SPLIT:
         new, rest = split(w.float())
     elif write_back == STOCHASTIC and p.dtype in LOW_PRECISION:
         new, rest = round_stochastically(w.float(), p.dtype, bits()).to(p.dtype), None
     elif write_back == KAHAN:
         new = w.to(p.dtype)
-        # Beyond the range of p nothing is left over: w - inf would be inf, and the next weight inf - inf.
+        # If p overflowed, store 0: the error would be inf, and the next weight inf - inf.
         rest = torch.where(torch.isfinite(new), w - new.to(w.dtype), 0.0).to(p.dtype)
     else:
         new, rest = w.to(p.dtype), w if write_back == COPY else None
@@ -157,7 +163,7 @@ Options = SimpleNamespace  # the arguments of a call by name
 
 
 class _Walk:
-    """One op call, tensor by tensor: what every optimizer does around its own arithmetic."""
+    """One op call, tensor by tensor: the part that all optimizers share."""
 
     def __init__(self, o: Options, states: Sequence[Sequence[Tensor]]) -> None:
         self.o = o
@@ -175,7 +181,7 @@ class _Walk:
 
 
 class _Place:
-    """One tensor of a call: gradient, weight, step count (already advanced) and rates, in the type of arithmetic."""
+    """One tensor of a call: gradient, weight, advanced step count and rates, in the dtype of arithmetic."""
 
     def __init__(self, walk: _Walk, number, grad, param, extra, step, *state) -> None:
         self.walk, self.number, self.param, self.extra, self.step, self.state = walk, number, param, extra, step, state
@@ -187,17 +193,17 @@ class _Place:
         self.w = _weight(param, extra, walk.o.write_back, walk.dtype)
 
     def read(self, i: int) -> Tensor:
-        """A piece of state. Tensors at one index agree in elements and layout, and may differ in shape."""
+        """State ``i`` in the shape of the parameter, which may differ from its own."""
         return self.state[i].reshape(self.param.shape).to(self.walk.dtype)
 
     def write(self, i: int, value: Tensor) -> Tensor:
-        """Stores a piece of state; what was stored, in the type of arithmetic."""
+        """Stores state ``i``. Returns the stored value in the dtype of arithmetic."""
         stored = value.to(self.state[i].dtype)
         _update(self.state[i], stored, self.skip)
         return stored.to(self.walk.dtype)
 
     def correction(self, beta: float) -> Tensor:
-        """1 - beta**step, in fp64 or without what fp32 would cancel."""
+        """1 - beta**step, in fp64, or by expm1, which avoids fp32 cancellation."""
         if self.taken.dtype == torch.float64:
             return 1 - torch.full_like(self.taken, beta) ** self.taken
         return -torch.expm1(self.taken * math.log(beta)) if beta > 0 else torch.ones_like(self.taken)
@@ -208,7 +214,7 @@ class _Place:
     def finish(self, w: Tensor) -> None:
         walk = self.walk
 
-        def bits() -> Tensor:  # the elements are counted as they lie in memory, where they fill it
+        def bits() -> Tensor:  # a dense tensor counts its elements in memory order
             place = torch.arange(w.numel(), device=w.device)
             drawn = random_bits(walk.o.seed, self.taken, self.number, place)
             is_dense = reference.is_dense(self.param)
@@ -240,7 +246,7 @@ def adam(p: _Place, o: Options) -> Tensor:
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """Rounded correctly, as the kernels' is: torch's own fp32 root on the CPU may be off by the last bit."""
+    """A correctly rounded root, as in the kernels. torch's fp32 root on the CPU may be off by one bit."""
     return x.to(reference.widest(x.device)).sqrt().to(x.dtype)
 
 
@@ -256,7 +262,7 @@ def _adam_direction(p: _Place, o: Options, m: Tensor, v: Tensor) -> Tensor:
 
 
 def sgd(p: _Place, o: Options) -> Tensor:
-    """SGD with momentum as torch defines it: the first step sets the buffer to the gradient."""
+    """SGD with torch's momentum: the first step sets the buffer to the gradient."""
     g = p.g
     if o.weight_decay != 0 and not o.wd_after_momentum:
         g = g + o.weight_decay * p.w
@@ -287,7 +293,7 @@ def lion(p: _Place, o: Options) -> Tensor:
 
 
 def _norm(x: Tensor, order: float = 2.0) -> Tensor:
-    """From fp64, rounded once: where the kernels' sums are exact, the norm is theirs to the last bit."""
+    """Computed in fp64 and rounded once, so it equals the kernels' norm if their sums are exact."""
     return torch.linalg.vector_norm(x.to(reference.widest(x.device)), order).to(x.dtype)
 
 
@@ -311,7 +317,7 @@ def lamb(p: _Place, o: Options) -> Tensor:
 
 
 def novograd(p: _Place, o: Options) -> Tensor:
-    """NovoGrad (Ginsburg et al. 2019): the second moment is one number for each tensor, kept as a norm."""
+    """NovoGrad (Ginsburg et al. 2019): the second moment is one number per tensor, stored as a norm."""
     norm = _norm(p.g, float("inf") if o.inf_norm else 2.0) if p.g.numel() else 0 * _one(p)
     former = p.cast(p.state[1]).reshape(())
     blended = o.beta2 * former + (1 - o.beta2) * norm
@@ -329,7 +335,7 @@ def novograd(p: _Place, o: Options) -> Tensor:
 
 
 def larc(o: Options) -> None:
-    """LARC (You et al. 2017): each gradient scaled by trust_coefficient * ||w|| / ||g||, in place, unscaled too."""
+    """LARC (You et al. 2017): unscales each gradient and scales it by trust_coefficient * ||w|| / ||g||, in place."""
     decay = -o.weight_decay if o.maximize else o.weight_decay
     dtype = compute_dtype(*o.grads, *o.params)
     for grad, param in zip(o.grads, o.params, strict=True):
@@ -345,7 +351,7 @@ def larc(o: Options) -> None:
 
 
 def run(op: str, given: dict[str, Any]) -> None:
-    """An op by the name of its spec, on arguments by name: unchecked, factors as tensors, write backs as numbers."""
+    """Runs the op of a spec without checks. Arguments by name: factors as tensors, ``write_back`` as its number."""
     spec, o = SPECS[op], SimpleNamespace(**{"unscale_grads": False, **given})
     if not spec.takes_step:
         return larc(o)
@@ -392,7 +398,7 @@ def _check_one_element(op: str, name: str, tensors: Sequence[Tensor], grads: Seq
 
 
 def _checked(spec: OpSpec, unscale_grads: bool = False) -> Callable[..., None]:
-    """``run`` behind the checks of its arguments. What an op has of its own comes last."""
+    """The fallback of an op: checks the arguments, then calls ``run``."""
     numbers = [number.name for number in spec.numbers]
     end = ["maximize", "write_back", "seed"] if spec.takes_step else []
     names = [*spec.lists, *spec.tensors, *numbers, *end]

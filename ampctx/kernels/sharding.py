@@ -1,7 +1,7 @@
-"""DTensors: tensors whose elements lie on the ranks of a device mesh, as fully_shard and tensor parallelism leave them.
+"""DTensors: tensors spread over the ranks of a device mesh by fully_shard or tensor parallelism.
 
-The ops work on the part that lies on this rank. Flags and norms of parts are joined over the mesh by those who need
-them; every rank takes part then, as in each operation on a DTensor.
+The ops work on this rank's part. The caller joins flags and norms over the mesh with collectives, in which every rank
+must take part.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ampctx.kernels.each import grad_of
 
 
 def _dtensor() -> type | None:
-    """The class, where a program has imported it: before that there are none, and to import it takes long."""
+    """The DTensor class if the program imported it. Importing it here would be slow, and before that none can exist."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
 def is_sharded(t: Tensor) -> bool:
-    """Whether a tensor is a DTensor, one that is the same on all ranks included."""
+    """Whether a tensor is a DTensor, a replicated one too."""
     kind = _dtensor()
     return kind is not None and isinstance(t, kind)
 
@@ -36,7 +36,7 @@ def is_fully_sharded(module: torch.nn.Module) -> bool:
 
 
 def steps_a_partition(optimizer: Any) -> bool:
-    """Whether it is a ZeroRedundancyOptimizer, whose rank steps those of its parameters that it was built with."""
+    """Whether ``optimizer`` is a ZeroRedundancyOptimizer, which steps only a part of its parameters on each rank."""
     kind = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
     return kind is not None and isinstance(optimizer, kind)
 
@@ -49,24 +49,23 @@ def any_sharded(tensors: Iterable[Tensor]) -> bool:
 @torch.no_grad()
 def _part(t: Any) -> Tensor:
     part = t.to_local()
-    # The result of a collective that is under way, on some paths of torch: ``wait`` gives the tensor itself.
+    # On some paths torch returns a pending collective; ``wait`` gives the tensor.
     return part.wait() if hasattr(part, "wait") else part
 
 
 def local(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The tensors, with the part that lies on this rank in the place of each DTensor; the memory is the same."""
+    """Replaces each DTensor by this rank's part, which shares its memory."""
     return [_part(t) if is_sharded(t) else t for t in tensors] if any_sharded(tensors) else tensors
 
 
 def wrote(tensors: Sequence[Tensor]) -> None:
-    """Tells autograd that DTensors changed whose parts were written to."""
+    """Tells autograd that DTensors changed, after a write to their parts."""
     if any_sharded(tensors):
         torch.autograd.graph.increment_version([t for t in tensors if is_sharded(t)])
 
 
 def place_grads(params: Sequence[Tensor]) -> None:
-    """Lays out each gradient as its parameter, ``p.grad`` replaced: sums that are still to be made over the ranks are
-    made, as an optimizer of torch would have it."""
+    """Redistributes each ``p.grad`` to the placements of ``p``, as torch's optimizers do. Completes pending sums."""
     if not any_sharded(params):
         return
     kind: Any = _dtensor()
@@ -77,13 +76,13 @@ def place_grads(params: Sequence[Tensor]) -> None:
 
 
 def is_split(t: Tensor) -> bool:
-    """Whether this rank may have a part of the elements only."""
+    """Whether this rank may hold only some of the elements."""
     kind: Any = _dtensor()
     return kind is not None and isinstance(t, kind) and not all(p.is_replicate() for p in t.placements)
 
 
 def groups_of(tensors: Iterable[Tensor]) -> list[Any]:
-    """The process groups of the meshes that DTensors among these are spread over, one for each dimension that is."""
+    """The process groups of the DTensors' meshes, one per mesh dimension with several ranks."""
     tensors = list(tensors)
     if not any_sharded(tensors):
         return []
@@ -92,7 +91,7 @@ def groups_of(tensors: Iterable[Tensor]) -> list[Any]:
 
 
 def by_layout(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Tensors that lie on the same ranks in the same manner together; those that are no DTensors first."""
+    """Groups tensors by mesh and placements; plain tensors come first."""
     found: dict[Any, list[Tensor]] = {None: []}
     for t in tensors:
         key = (t.device_mesh, t.placements) if is_sharded(t) else None  # type: ignore[attr-defined]
@@ -101,11 +100,12 @@ def by_layout(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def norm_over_ranks(norm: Tensor, like: Any, order: float) -> Tensor:
-    """The norm of what lies on all ranks as ``like`` does, from that of this rank's part. An all_reduce for each
-    dimension of the mesh along which tensors are split.
+    """Joins the norms of the ranks' parts; ``like`` is one of the tensors.
+
+    One all_reduce per mesh dimension along which the tensors are split.
 
     Raises:
-        AmpValueError: an order that is not above 0, where a tensor is split.
+        AmpValueError: the tensors are split and ``order`` is not above 0.
     """
     split = (
         []
@@ -125,6 +125,6 @@ def norm_over_ranks(norm: Tensor, like: Any, order: float) -> Tensor:
 
 
 def values_of(grad: Tensor) -> Tensor:
-    """The elements that a gradient stores: of a sparse one, duplicates summed; of a DTensor, those on this rank."""
+    """The stored elements: of a sparse gradient with duplicates summed, of a DTensor those on this rank."""
     grad = local([grad.detach()])[0]
     return grad.coalesce().values() if grad.layout == torch.sparse_coo else grad

@@ -1,9 +1,9 @@
-"""The optimizer ops, one declaration each. Needs Python alone: the build reads it without torch.
+"""One declaration per optimizer op. Must not import torch, because the build reads this file without it.
 
-From it come the op's schemas, checks and typed call, what a fused optimizer checks, keeps and hands over, and, by
-``csrc/generate.py``, what C++ has of it. By hand stay the arithmetic (``csrc/functors/<op>.h``, ``reference_steps``)
-and the class. LAMB and NovoGrad walk their elements more than once: their entry points are by hand, too, and so is the
-boxed function of LARC, which takes no step.
+Schemas, fakes, checks and typed calls come from it, and the state keys and numbers of the optimizer classes.
+``csrc/generate.py`` writes the C++ side. Written by hand: the arithmetic (``csrc/functors/<op>.h``,
+``reference_steps``), the class, the entry points of LAMB and NovoGrad (which walk elements more than once), and the
+boxed function of LARC (which takes no step).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Number:
-    """A hyperparameter, "float" or "bool". Without a ``default`` the typed call requires it.
+    """A hyperparameter, "float" or "bool". Without ``default`` the typed call requires it.
 
-    ``of`` is where a fused optimizer has it, in terms of ``self`` and ``group``: ``group[name]`` where nothing is said.
-    Of those floats, the ``checked`` must be at least 0.
+    ``of``: the expression in ``self`` and ``group`` that gives a fused optimizer its value; default ``group[name]``.
+    ``checked``: a float must be at least 0.
     """
 
     name: str
@@ -33,18 +33,21 @@ class Number:
 
 @dataclass(frozen=True)
 class State:
-    """A list of the op, and its key in an optimizer's state. ``if_set``: stays empty unless the group has that set."""
+    """A state list and its key in the optimizer's state. ``if_set``: empty unless ``group[if_set]`` is true."""
 
     name: str
     key: str
     if_set: str = ""
-    one_element: bool = False  # a 0-d fp32 tensor for each parameter
+    one_element: bool = False  # one 0-d fp32 tensor per parameter
 
 
 @dataclass(frozen=True)
 class OpSpec:
-    """``functors``: those of C++ that step an element, one for each number of lists of state that a call may have.
-    ``factors``: further arguments that are a number or a one-element tensor."""
+    """An optimizer op.
+
+    ``functors``: the C++ functors that step an element, one per possible number of state lists.
+    ``factors``: more arguments that are a number or a one-element tensor.
+    """
 
     name: str
     doc: str
@@ -61,12 +64,12 @@ class OpSpec:
 
     @property
     def unscaling_op(self) -> str:
-        """The same step, of which the gradients keep what it computes with."""
+        """The same step, which also stores the unscaled gradients."""
         return f"multi_tensor_unscaling_{self.name}"
 
     @property
     def sized(self) -> tuple[State, ...]:
-        """State of the parameters' size."""
+        """State lists with tensors of the parameters' size."""
         return tuple(state for state in self.states if not state.one_element)
 
     @property
@@ -81,18 +84,19 @@ class OpSpec:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The arguments that are one tensor, after the lists."""
+        """The single-tensor arguments, which follow the lists."""
         return ("found_inf", "inv_scale", "lr", *self.factors)
 
     @property
     def schemas(self) -> tuple[str, ...]:
         if not self.takes_step:
-            return (self._schema(self.op, kept="params"),)
-        return self._schema(self.op, kept="grads"), self._schema(self.unscaling_op)
+            return (self._schema(self.op, reads="params"),)
+        return self._schema(self.op, reads="grads"), self._schema(self.unscaling_op)
 
-    def _schema(self, op: str, kept: str = "") -> str:
+    def _schema(self, op: str, reads: str = "") -> str:
+        """``reads``: the list that the op does not write."""
         letters = iter("abcdefgh")
-        lists = [f"Tensor[] {name}" if name == kept else f"Tensor({next(letters)}!)[] {name}" for name in self.lists]
+        lists = [f"Tensor[] {name}" if name == reads else f"Tensor({next(letters)}!)[] {name}" for name in self.lists]
         end = ["bool maximize", "int write_back", "int seed"] if self.takes_step else []
         numbers = [f"{number.type} {number.name}" for number in self.numbers]
         return f"{op}({', '.join([*lists, *(f'Tensor {t}' for t in self.tensors), *numbers, *end])}) -> ()"
@@ -112,17 +116,18 @@ _ALL = (
         """Adam; with decoupled weight decay in ``adam_w_mode``; AMSGrad where ``max_exp_avg_sqs`` is not empty.
 
     m = beta1 m + (1 - beta1) g,  v = beta2 v + (1 - beta2) g^2,  u = (m / c1) / (sqrt(v / c2) + eps),
-    p -= lr (u + weight_decay p), with c = 1 - beta^step, or 1 without ``bias_correction``. Not in ``adam_w_mode``,
-    g + weight_decay p takes the place of g. No host sync.""",
+    p -= lr (u + weight_decay p), with c = 1 - beta^step, or 1 without ``bias_correction``. Without ``adam_w_mode``
+    weight decay adds weight_decay p to g instead. No host sync.""",
         (*BETAS, EPS, WEIGHT_DECAY, BIAS_CORRECTION, ADAM_W_MODE),
         (EXP_AVG, EXP_AVG_SQ, State("max_exp_avg_sqs", "max_exp_avg_sq", if_set="amsgrad")),
         ("Adam<T, false>", "Adam<T, true>"),
     ),
     OpSpec(
         "sgd",
-        """SGD: b = momentum b + (1 - dampening) g, or g where the step count is 0; p -= lr b, or lr (g + momentum b)
-    with ``nesterov``. Without momentum ``momentum_buffers`` is empty. Weight decay adds weight_decay p to g, or with
-    ``wd_after_momentum`` to what lr multiplies. No host sync.""",
+        """SGD: p -= lr b, or p -= lr (g + momentum b) with ``nesterov``.
+
+    b = momentum b + (1 - dampening) g; at step count 0, b = g. Without momentum ``momentum_buffers`` is empty. Weight
+    decay adds weight_decay p to g, or with ``wd_after_momentum`` to the factor of lr. No host sync.""",
         (
             Number("momentum", default=0.0),
             Number("dampening", default=0.0, checked=False),
@@ -152,11 +157,11 @@ _ALL = (
     ),
     OpSpec(
         "lamb",
-        """LAMB: Adam's direction u (with weight_decay p in it in ``adam_w_mode``), p -= lr ||p|| / ||u|| u.
+        """LAMB: p -= lr ||p|| / ||u|| u, with Adam's direction u (plus weight_decay p in ``adam_w_mode``).
 
-    The ratio is that of each tensor, 1 where a norm is 0, and without weight decay unless ``use_nvlamb``. Gradients are
-    first scaled down to ``max_grad_norm`` where ``global_grad_norm``, the norm of all unscaled gradients, is above it
-    (0: never). Without ``grad_averaging`` m = beta1 m + g. No host sync.""",
+    The ratio is per tensor. It is 1 if a norm is 0, and without weight decay unless ``use_nvlamb``. Gradients are first
+    scaled down to ``max_grad_norm`` if ``global_grad_norm``, the norm of all unscaled gradients, exceeds it (0: never).
+    Without ``grad_averaging``, m = beta1 m + g. No host sync.""",
         (
             *(*BETAS, EPS, WEIGHT_DECAY),
             Number("max_grad_norm", default=0.0, of="group['max_grad_norm'] or 0.0"),
@@ -171,10 +176,10 @@ _ALL = (
         "novograd",
         """NovoGrad: ``exp_avg_sqs`` are one-element fp32 tensors n, the running norm of each gradient.
 
-    n = sqrt(beta2 n^2 + (1 - beta2) ||g||^2), or beta2 n + (1 - beta2) max|g| with ``inf_norm``; n is the norm itself
-    where the step count is 0, unless ``init_zero``. With d = n / sqrt(c2) + eps: m = beta1 m + (1 - beta1) g,
-    p -= lr (m / c1 / d + weight_decay p); or, with ``reg_inside_moment``, g / d + weight_decay p takes the place of g
-    and p -= lr m / c1. No host sync.""",
+    n = sqrt(beta2 n^2 + (1 - beta2) ||g||^2), or beta2 n + (1 - beta2) max|g| with ``inf_norm``. At step count 0, n is
+    the norm itself unless ``init_zero``. With d = n / sqrt(c2) + eps: m = beta1 m + (1 - beta1) g,
+    p -= lr (m / c1 / d + weight_decay p). With ``reg_inside_moment``, g / d + weight_decay p replaces g, and
+    p -= lr m / c1. No host sync.""",
         (
             *(*BETAS, EPS, WEIGHT_DECAY, BIAS_CORRECTION, GRAD_AVERAGING),
             Number("reg_inside_moment", "bool", False, of="self.moment_mode == 0"),
@@ -187,9 +192,10 @@ _ALL = (
     ),
     OpSpec(
         "larc",
-        """LARC, in place on the gradients, which are unscaled too: with a = trust_coefficient ||p|| / (||g|| +
-    weight_decay ||p|| + eps), or min(a / lr, 1) with ``clip``, g = a (g + weight_decay p), or with ``maximize``
-    a (g - weight_decay p). Tensors with a norm of 0 are unscaled alone. No host sync.""",
+        """LARC: unscales the gradients and rewrites them in place, g = a (g + weight_decay p).
+
+    a = trust_coefficient ||p|| / (||g|| + weight_decay ||p|| + eps), or min(a / lr, 1) with ``clip``. With
+    ``maximize``, g = a (g - weight_decay p). If a norm is 0, the gradient is only unscaled. No host sync.""",
         (
             Number("trust_coefficient", default=0.02),
             Number("eps", default=1e-8),

@@ -1,23 +1,22 @@
-"""The optimizer ops of ``torch.ops.ampctx``, typed: one step of many tensors in one call.
+"""Typed optimizer ops of ``torch.ops.ampctx``: one call steps many tensors.
 
-All lists hold one entry for each parameter. ``grads``, ``params`` and the state of their size agree in device, number
-of elements and memory layout at each index, and in dtype within a list: fp32, fp16, bf16, and fp64 on the CPU.
-Arithmetic is fp32 (fp64 where an fp64 tensor takes part). ``steps`` are one-element fp32 tensors, the number of steps
-taken so far; a call that is not skipped advances them. ``extras`` depends on ``write_back``
-(``ampctx.kernels.reference_steps`` has the table) and is empty for "nearest" and "stochastic".
+Every list has one entry per parameter. ``grads``, ``params`` and state of their size agree at each index in device,
+number of elements and memory layout. A list has one dtype: fp32, fp16, bf16, or fp64 on the CPU. Arithmetic is fp32
+(fp64 if any tensor is). ``steps`` are one-element fp32 tensors that count the steps so far. ``extras`` depends on
+``write_back`` (table: ``ampctx.kernels.reference_steps``) and is empty for "nearest" and "stochastic".
 
-Each call returns without a change, to the step counts too, where ``found_inf`` (one element, fp32 or int32) is not 0,
-as the kernel finds out on the device. Gradients are multiplied by ``inv_scale`` as they are read and stay as they are;
-with ``unscale_grads`` the same kernel stores what it computes with in them, rounded to their dtype (never the sign of
-``maximize``): that is another op, ``multi_tensor_unscaling_*``, whose schema says so.
-``inv_scale`` and ``lr`` are floats or one-element tensors, fp32 on the device of the lists or on the CPU. ``seed``
-feeds the "stochastic" write back, whose random numbers depend on seed, step count and place alone. No host sync.
+If ``found_inf`` (one element, fp32 or int32) is not 0, the call changes nothing, not even step counts. The kernel reads
+the flag on the device. ``inv_scale`` and ``lr`` are floats or one-element tensors, fp32 on the device of the lists or
+on the CPU. The kernel multiplies gradients by ``inv_scale`` as it reads them. It stores the result only with
+``unscale_grads``, rounded to the gradient's dtype and without the sign of ``maximize``. That is a separate op,
+``multi_tensor_unscaling_*``, whose schema declares the write. ``seed`` feeds the "stochastic" write back, whose random
+numbers depend only on seed, step count and place. No host sync.
 
-Lists that stay the same from call to call may be held (``ampctx.ops.HeldTensors``). Autograd is told that ``params``
-and ``extras`` changed, and gradients where they are written; the state of an optimizer is in nobody's graph.
+For lists that many calls share, pass a tensor-list handle (``ampctx.ops.HeldTensors``). Autograd learns that ``params``
+and ``extras`` changed, and gradients if they are written. It does not learn of state, which is in no graph.
 
-The calls are made of ``ampctx.kernels.spec``, as source that is compiled once, as dataclasses do: to go through the
-names of arguments at each call costs as much as a small op. ``steps.pyi`` has them for type checkers.
+``ampctx.kernels.spec`` gives the calls as source, compiled once like a dataclass: resolving argument names at each call
+would cost as much as a small op. ``steps.pyi`` declares them for type checkers.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ __all__ = sorted(SPECS)
 
 
 def source(spec: OpSpec) -> str:
-    """The typed call of an op."""
+    """The source of an op's typed call."""
     lists, tensors = spec.lists, spec.tensors
     positional = [*(f"{name}: Sequence[Tensor]" for name in lists), "found_inf: Tensor"]
     positional += [f"{name}: Factor" for name in tensors[1:]]

@@ -1,8 +1,8 @@
 // Runs a function over the blocks of tensor lists, in one parallel region per call.
 //
 // Threads get equal shares of the elements of all tensors laid end to end, so that neither one huge tensor nor
-// thousands of tiny ones leave a thread idle. Tensors are cut into blocks of kBlock elements counted from their own
-// start: which blocks there are, and so every result, does not depend on the number of threads.
+// thousands of tiny ones leave a thread idle. Each tensor is cut into blocks of kBlock elements from its own start, so
+// blocks and results do not depend on the number of threads.
 #pragma once
 
 #include <algorithm>
@@ -15,14 +15,14 @@
 
 namespace ampctx::cpu {
 
-constexpr int64_t kBlock = 2048;   // elements: what three lists need in fp32 stays in a 32 KB cache
-constexpr int64_t kGrain = 32768;  // elements below which a second thread costs more than it does
+constexpr int64_t kBlock = 2048;   // elements: three fp32 lists fit a 32 KB cache
+constexpr int64_t kGrain = 32768;  // elements below which a second thread does not pay
 
 struct Block {
   int64_t tensor;
   int64_t begin;  // element of the tensor
   int64_t size;
-  int64_t number;  // of all blocks of the call, in order
+  int64_t number;  // among all blocks of the call
 };
 
 inline int64_t block_count(int64_t elements) { return (elements + kBlock - 1) / kBlock; }
@@ -92,7 +92,7 @@ const Arithmetic<T>& arithmetic(const Simd& simd) {
   }
 }
 
-// Blocks in the type of the arithmetic, T: in place where the memory holds T, else through a buffer.
+// Gives blocks in T, the type of the arithmetic: in place if the memory holds T, else through a buffer.
 template <class T>
 class BlockAccess {
  public:
@@ -110,10 +110,10 @@ class BlockAccess {
     return buffer.data;
   }
 
-  // The block, to be changed in place and stored by write().
+  // A block to change in place and store by write().
   T* update(int list, const Block& block, Buffer& buffer) const { return const_cast<T*>(read(list, block, buffer)); }
 
-  // Where to compute what write() then stores.
+  // The memory to fill before write() stores it.
   T* target(int list, const Block& block, Buffer& buffer) const {
     return store_[static_cast<int>(lists_.dtype[list])] ? buffer.data : static_cast<T*>(memory(list, block));
   }
@@ -133,7 +133,8 @@ class BlockAccess {
   const Convert* store_;
 };
 
-// Joins, in order, what the blocks of each tensor left in partial[count * block.number ...]: function(tensor, totals).
+// Joins the partial results of each tensor's blocks, partial[count * block.number ...], in order, and calls
+// function(tensor, totals).
 template <int count, class Function, class Join = std::plus<double>>
 void for_each_total(const TensorLists& lists, const double* partial, const Function& function, const Join& join = {}) {
   for (int64_t tensor = 0; tensor < lists.size(); ++tensor) {
@@ -145,7 +146,7 @@ void for_each_total(const TensorLists& lists, const double* partial, const Funct
   }
 }
 
-// found_inf, gathered over the threads and written once.
+// Collects found_inf over the threads and writes it once.
 class NonfiniteSeen {
  public:
   void note(bool finite) {

@@ -1,4 +1,4 @@
-// out = a * x + b * y on the CPU. Read by gradient accumulation: stashed gradients plus new ones.
+// out = a * x + b * y on the CPU. Gradient accumulation uses it: stashed gradients plus new ones.
 #include "multi_tensor_apply.h"
 
 namespace ampctx::cpu {

@@ -1,7 +1,7 @@
-// sqrt(sum((x * inv_scale)^2)) on the CPU, of all tensors and of each. Read by gradient clipping and by layer-wise
-// optimizers.
+// sqrt(sum((x * inv_scale)^2)) on the CPU, of all tensors and of each. Gradient clipping and layer-wise optimizers use
+// it.
 //
-// Each block gives one partial sum; the partial sums of a tensor, then those of the tensors, are added in order in
+// Each block gives one partial sum. The sums of a tensor's blocks, then those of the tensors, are added in order, in
 // fp64.
 #include <cmath>
 

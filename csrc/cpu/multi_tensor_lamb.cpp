@@ -1,7 +1,7 @@
 // LAMB on the CPU: functors/lamb.h.
 //
-// One walk stores m and v and leaves each block's part of ||w||^2 and ||u||^2; with the rate of each tensor known, a
-// second one makes u again, of what was stored, and takes the step. One walk does both where no ratio is asked for.
+// The first walk stores m and v, and each block's part of ||w||^2 and ||u||^2. With each tensor's rate known, the
+// second walk recomputes u from the stored m and v, and takes the step. Without a trust ratio one walk does both.
 #include <cmath>
 
 #include "optimizer_apply.h"
@@ -46,7 +46,7 @@ class LambStep {
     typename BlockAccess<T>::Buffer u;
   };
 
-  // The block with m and v as they are stored, the weight still that of before.
+  // The block with updated m and v, as stored, and the old weight.
   StepBlock<T> move_moments(const Block& block, Buffers& buffers) const {
     StepBlock<T> at = access_.open(block, buffers);
     access_.read_gradients(at, block, buffers);

@@ -6,7 +6,7 @@
 namespace ampctx::cpu {
 namespace {
 
-// Of the unscaled gradients, for each tensor with elements.
+// The norms of the unscaled gradients, one per non-empty tensor.
 template <class T>
 std::vector<T> gradient_norms(const Context& context, const StepCall& call, bool inf_norm) {
   const BlockAccess<T> access(call.lists, simd());

@@ -1,4 +1,4 @@
-// dst = src * scale on the CPU. Read by the unscale step of the loss-scale loop and by the master-to-model copy.
+// dst = src * scale on the CPU. Unscaling of gradients and the master-to-model copy use it.
 #include "multi_tensor_apply.h"
 
 namespace ampctx::cpu {

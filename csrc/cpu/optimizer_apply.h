@@ -1,5 +1,5 @@
-// Runs one step of an optimizer over the blocks of tensor lists: step counts, weights out of their parts, the
-// optimizer's own loop, weights back into their parts.
+// Runs one step of an optimizer over the blocks of tensor lists: advances step counts, loads weights from params and
+// extras, runs the optimizer's loop, stores weights into params and extras.
 #pragma once
 
 #include <limits>
@@ -18,12 +18,12 @@ const OptimizerLoops::Of<T>& optimizer_loops(const Simd& simd) {
   }
 }
 
-// Advances the step counts and fills the workspace, which has a place for each tensor with elements.
+// Advances the step counts and fills the workspace, one entry per non-empty tensor.
 template <class T>
 TensorScalars<T>* advance_steps(const StepCall& call) {
   TensorScalars<T>* scalars = static_cast<TensorScalars<T>*>(call.workspace);
   int64_t number = 0;
-  double known = std::numeric_limits<double>::quiet_NaN();  // the step count of `last`: powers are slow, most agree
+  double known = std::numeric_limits<double>::quiet_NaN();  // the count of `last`: powers are slow, most counts agree
   TensorScalars<T> last{};
   for (int64_t i = 0; i < call.lists.total_tensors; ++i) {
     const double t = next_step(*call.steps[i]);
@@ -38,7 +38,7 @@ TensorScalars<T>* advance_steps(const StepCall& call) {
   return scalars;
 }
 
-// The lists of a step, block by block: weights out of their parts, and back.
+// Loads and stores the lists of a step, block by block.
 template <class T>
 class StepAccess {
  public:
@@ -53,7 +53,7 @@ class StepAccess {
         unscale_(arithmetic<T>(cpu::simd()).scale),
         access_(call.lists, cpu::simd()) {}
 
-  // Weights and states that are of type T in memory.
+  // For weights and states whose memory holds T.
   StepBlock<T> open_in_place(const Block& block, Buffers& unused) const {
     StepBlock<T> at = begin(block);
     at.weight = access_.update(1, block, unused.list[1]);
@@ -61,7 +61,7 @@ class StepAccess {
     return at;
   }
 
-  // Weights and states.
+  // For weights and states of any type.
   StepBlock<T> open(const Block& block, Buffers& buffers) const {
     StepBlock<T> at = begin(block);
     at.weight = access_.update(1, block, buffers.list[1]);
@@ -76,7 +76,7 @@ class StepAccess {
     return at;
   }
 
-  // As they lie in memory; unscaled, where they are to become that, and stored.
+  // Reads the gradients. An unscaling op also unscales and stores them.
   void read_gradients(StepBlock<T>& at, const Block& block, Buffers& buffers) const {
     if (!call_.unscales) {
       at.grad = access_.read(0, block, buffers.list[0]);
@@ -129,8 +129,7 @@ class StepAccess {
   const BlockAccess<T> access_;
 };
 
-// The loop that needs no pass of its own to convert gradients and copies; null where there is none. Gradients that have
-// been unscaled are fp32.
+// The loop that converts gradients and copies on the way, or null. Gradients that were unscaled are fp32.
 template <class Optimizer>
 MixedLoop<Optimizer> mixed_loop(const StepCall& call, const StepLoopsOf<float, Optimizer>& loops) {
   const TensorLists& lists = call.lists;
@@ -150,7 +149,7 @@ MixedLoop<Optimizer> mixed_loop(const StepCall&, const StepLoopsOf<double, Optim
   return nullptr;
 }
 
-// The step itself, with the scalars of advance_steps(). `loops` are some of those of simd_optimizers.cpp.
+// The step itself, with the scalars of advance_steps(). `loops` come from simd_optimizers.cpp.
 template <class T, class Optimizer>
 void update(const Context& context, const StepCall& call, const TensorScalars<T>* scalars, const Optimizer& optimizer,
             const StepLoopsOf<T, Optimizer>& loops) {
@@ -179,7 +178,7 @@ void update(const Context& context, const StepCall& call, const TensorScalars<T>
   });
 }
 
-// `loops` are those of every functor.
+// Skips the step if found_inf is set. `loops` come from simd_optimizers.cpp.
 template <class T, class Optimizer>
 void step(const Context& context, const StepCall& call, const Optimizer& optimizer,
           const StepLoopsOf<T, Optimizer>& loops) {

@@ -1,4 +1,4 @@
-// The CPU's inner loops of the ops that are no optimizers. setup.py compiles this file once per instruction set.
+// The CPU's inner loops of all ops but optimizers. setup.py compiles this file once per instruction set.
 #include "simd.h"
 #include "../functors/axpby.h"
 #include "../functors/l2norm.h"
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kLanes = 16;
 
-// A mask as wide as a value: loops over values and masks of one width vectorize.
+// A mask as wide as a value, because loops over values and masks of one width vectorize.
 template <class T>
 struct Bits;
 template <>
@@ -73,7 +73,7 @@ bool axpby(const T* x, const T* y, T* out, int64_t n, T a, T b, int arg_to_check
   return axpby_checking<-1>(x, y, out, n, a, b);
 }
 
-// kLanes sums, in as many vectors as the instruction set needs for them.
+// kLanes partial sums, in as many vectors as the instruction set needs.
 template <class T>
 class SumOfSquares {
  public:

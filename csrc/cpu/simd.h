@@ -14,7 +14,7 @@ struct Arithmetic {
   bool (*scale)(const T* x, T* out, int64_t n, T scale);
   bool (*axpby)(const T* x, const T* y, T* out, int64_t n, T a, T b, int arg_to_check);
   bool (*l2norm)(const T* x, int64_t n, T inv_scale, double* sum_of_squares);
-  // max|x * inv_scale|, nan where there is one; says nothing of what is finite.
+  // max|x * inv_scale|, or nan if an element is nan. Does no finite check.
   void (*max_norm)(const T* x, int64_t n, T inv_scale, double* largest);
 };
 
@@ -23,11 +23,11 @@ constexpr int kMaxStates = 3;
 template <class T>
 struct StepBlock {
   const T* grad;
-  T* weight;  // updated, as are the states
+  T* weight;  // updated, like the states
   T* state[kMaxStates];
-  T* extra;  // what goes with the weight, null where nothing does; not for the optimizer
+  T* extra;  // the write back's extra or null; optimizers do not touch it
   int64_t n;
-  T grad_scale;  // 1 / the loss scale, and its sign says whether to maximize
+  T grad_scale;  // 1 / loss scale, negative to maximize
   T lr;
   TensorScalars<T> tensor;
 };
@@ -35,14 +35,14 @@ struct StepBlock {
 template <class T, class Optimizer>
 using StepLoop = void (*)(const StepBlock<T>& block, const Optimizer& optimizer);
 
-// The same with gradients, and copies of the weights, as they lie in memory; weights and states are fp32.
+// The same with gradients and copies of weights in their memory type. Weights and states are fp32.
 template <class Optimizer>
 using MixedLoop = void (*)(const StepBlock<float>& block, const void* grad, void* copy, const Optimizer& optimizer);
 
 template <class T, class Optimizer>
 struct StepLoopsOf {
   StepLoop<T, Optimizer> plain;
-  // By the types of gradients and copies, f32 for no copies; null for what is plain or has another type.
+  // Indexed by the types of gradients and copies (f32: no copies). Null if `plain` serves, or for other types.
   MixedLoop<Optimizer> mixed[kDTypes][kDTypes];
 };
 
@@ -51,20 +51,20 @@ struct LoopsOf;
 template <class T, class... Optimizers>
 struct LoopsOf<T, Functors<Optimizers...>> : StepLoopsOf<T, Optimizers>... {};
 
-// Those of every functor, each a base.
+// The loops of every functor, each a base class.
 template <class T>
 using StepLoops = LoopsOf<T, AllFunctors<T>>;
 
 // Parts of the steps that need more than one walk.
 template <class T>
 struct LayerLoops {
-  StepLoop<T, Lamb<T>> lamb_moments;  // leaves the weight as it is
+  StepLoop<T, Lamb<T>> lamb_moments;  // does not change the weight
   void (*lamb_direction)(const StepBlock<T>& block, const Lamb<T>& lamb, T* u);
   void (*descend)(T* weight, const T* u, int64_t n, T rate);  // weight -= rate u
   void (*larc)(T* grad, const T* weight, int64_t n, T inv_scale, const LarcRate<T>& tensor);
 };
 
-// functors/write_back.h over a block: weights out of params and extras, and back, in place.
+// functors/write_back.h over a block, in place: makes weights from params and extras, and back.
 template <class T>
 struct Weights {
   void (*load)(WriteBack mode, T* weight, const T* extra, int64_t n);
@@ -89,10 +89,10 @@ struct Simd {
   const char* name;
   Arithmetic<float> f32;
   Arithmetic<double> f64;
-  // From the type in memory to the type of the arithmetic, and back; null where they are the same. [arithmetic][memory]
+  // Convert between memory type and arithmetic type, [arithmetic][memory]. Null if they are the same.
   Convert load[2][kDTypes];
   Convert store[2][kDTypes];
-  // What converts on the way, in fp32 arithmetic, by the types in memory; null for fp32 alone and for other types.
+  // Loops in fp32 arithmetic that convert on the way, by memory types. Null if all are fp32, or for other types.
   bool (*scale_mixed[kDTypes][kDTypes])(const void* x, void* out, int64_t n, float factor);
   bool (*l2norm_mixed[kDTypes])(const void* x, int64_t n, float inv_scale, double* sum_of_squares);
   const OptimizerLoops& optimizers;
@@ -101,7 +101,7 @@ struct Simd {
 // The best for this machine, capped by the environment variable AMPCTX_SIMD (baseline, avx2 or avx512).
 const Simd& simd();
 
-// For the build information: the name of simd(), and all that are built in as JSON strings.
+// For the build information: the name of simd(), and those of all that are built in, as JSON strings.
 const char* simd_used();
 const char* simd_built();
 

@@ -1,5 +1,5 @@
-// Blocks of elements from their types in memory to that of the arithmetic, and back. For the files that setup.py
-// compiles once per instruction set: everything is static.
+// Converts blocks of elements between memory types and the type of the arithmetic. Everything is static, because
+// setup.py compiles the files that include this once per instruction set.
 #pragma once
 
 #include "../functors/convert.h"
@@ -11,7 +11,7 @@
 namespace ampctx::cpu {
 namespace {
 
-// Types as they lie in memory. fp64 goes to 16 bits by way of fp32, as torch's copy_ does.
+// Memory types. fp64 goes to 16 bits through fp32, as in torch's copy_.
 struct Half {
   uint16_t bits;
 };
@@ -70,8 +70,8 @@ void store<Half, float>(const void* from, void* to, int64_t n) {
 }
 #endif
 
-// Calls function(i, size) for strips of n elements, short enough for conversions to run while other units are busy with
-// the strip before.
+// Calls function(i, size) for strips of n elements. Strips are short, so that the CPU converts one while it computes
+// the one before.
 constexpr int64_t kStrip = 64;
 
 template <class Function>

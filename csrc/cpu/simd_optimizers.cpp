@@ -1,4 +1,4 @@
-// The CPU's inner loops of the optimizers. Compiled once per instruction set, as simd.cpp is, and under the same rules.
+// The CPU's inner loops of the optimizers. Compiled once per instruction set, with the rules of simd.cpp.
 #include "simd.h"
 #include "simd_convert.h"
 #include "simd_table.h"

@@ -1,4 +1,4 @@
-// Which of the compiled inner loops this machine runs.
+// Chooses the compiled inner loops for this machine.
 #include <cstdlib>
 #include <string>
 
@@ -15,7 +15,7 @@ extern const Simd simd_avx512;
 
 namespace {
 
-// Null when AMPCTX_SIMD is none of the known names.
+// Null if AMPCTX_SIMD has an unknown name.
 const Simd* choose() {
   const char* variable = std::getenv("AMPCTX_SIMD");
   const std::string cap = variable ? variable : "";

@@ -350,7 +350,7 @@ def test_a_tied_weight_is_kept_with_both_its_modules(session, level):
     ids = torch.arange(7)
     model = Tied()
     with pytest.raises(
-        AmpValueError, match=r'^keep_fp32 covers "out.weight", which is "embed.weight", too, in a module'
+        AmpValueError, match=r'^keep_fp32 covers "out.weight", which is also "embed.weight" in a module'
     ):
         session.initialize(model, opt_level=level, verbosity=0, keep_fp32="out")
     assert model.body.weight.dtype == FLOAT
@@ -374,7 +374,7 @@ def test_a_shared_module_is_kept_by_any_of_its_names(session, level):
     assert seen.types == (FLOAT, FLOAT)
     session.reset()
     inside = nn.Sequential(nn.Sequential(model[0], nn.ReLU()), model[0])
-    with pytest.raises(AmpValueError, match=r'covers "0.0.weight", which is "1.weight"'):
+    with pytest.raises(AmpValueError, match=r'covers "0.0.weight", which is also "1.weight"'):
         session.initialize(inside, opt_level=level, verbosity=0, keep_fp32="0")
 
 
@@ -708,24 +708,24 @@ def test_compiled_models_compute_the_same(session, level, when):
 @pytest.mark.parametrize(
     ("kwargs", "error", "match"),
     [
-        ({"keep_fp32": "haed.*"}, AmpValueError, r"^keep_fp32: no module .* matches 'haed.\*'. Near it are 'head"),
+        ({"keep_fp32": "haed.*"}, AmpValueError, r"^keep_fp32: no module .* matches 'haed.\*'. Similar names: 'head"),
         (
             {"keep_fp32": ["norm", "head.weight"]},
             AmpValueError,
-            r"matches 'head.weight'. Near it are 'head.*not those of",
+            r"matches 'head.weight'. Similar names: 'head.*not those of",
         ),
-        ({"keep_fp32": ""}, AmpValueError, r"matches ''. Patterns are"),
+        ({"keep_fp32": ""}, AmpValueError, r"matches ''. Patterns match"),
         (
             {"keep_fp32": nn.BatchNorm1d},
             AmpValueError,
-            r"is a BatchNorm1d. Classes there are Net, Linear, LayerNorm, Seq",
+            r"is a BatchNorm1d. Their classes include Net, Linear, LayerNorm, Seq",
         ),
-        ({"keep_fp32": [nn.Conv2d]}, AmpValueError, r"is a Conv2d. Classes there are Net, Linear"),
-        ({"keep_fp32": nn.Linear(1, 1)}, AmpValueError, r"a Linear that is given is no module of the models"),
+        ({"keep_fp32": [nn.Conv2d]}, AmpValueError, r"is a Conv2d. Their classes include Net, Linear"),
+        ({"keep_fp32": nn.Linear(1, 1)}, AmpValueError, r"the Linear you passed is not a module of the models"),
         ({"keep_fp32": True}, AmpTypeError, r"keep_fp32 is True, expected a pattern of module names, a module class"),
         ({"keep_fp32": ["head", 3]}, AmpTypeError, r"keep_fp32 has 3 in it"),
         ({"keep_fp32": torch.Tensor}, AmpTypeError, r"keep_fp32 is <class 'torch.Tensor'>"),
-        ({"ops_fp32": "sofmax"}, AmpValueError, r"^ops_fp32: 'sofmax' is no function .*Near it are 'softmax'"),
+        ({"ops_fp32": "sofmax"}, AmpValueError, r"^ops_fp32: 'sofmax' is no function .*Similar names: 'softmax'"),
         ({"ops_fp32": ["torch.linalg.softmax"]}, AmpValueError, r"'torch.linalg.softmax' is no function"),
         ({"ops_fp32": "no.such.softmax"}, AmpValueError, r"'no.such.softmax' is no function"),
         ({"ops_fp32": "exp_"}, AmpValueError, r"'exp_' works in place.*Name 'exp'"),

@@ -107,7 +107,7 @@ def test_autograd_is_told_of_weights():
     "tensor", [torch.ones(3, dtype=torch.complex64).conj().imag, torch._efficientzerotensor(3)], ids=["negated", "zero"]
 )
 def test_what_the_dispatcher_copies_is_not_held(tensor):
-    with pytest.raises(AmpValueError, match=r"give a clone\(\) of it"):
+    with pytest.raises(AmpValueError, match=r"would hand over a copy. Pass its clone\(\)"):
         ops.HeldTensors([torch.ones(3), tensor])
     ops.HeldTensors([torch.ones(3), tensor.clone()])
 

@@ -163,7 +163,7 @@ def test_each_device_has_what_runs_there(late, emulation, good, bad):
 def test_required_kernels_that_do_not_run_are_an_error_in_each_call(late, problems):
     backend, _, _ = late(problems, "cuda")
     for _ in range(2):
-        with pytest.raises(ExtensionError, match=f"AMPCTX_REQUIRE_EXTENSION=cuda, .* do not serve: {PROBLEM}"):
+        with pytest.raises(ExtensionError, match=f"AMPCTX_REQUIRE_EXTENSION=cuda, .* cannot run: {PROBLEM}"):
             scaled(backend)
 
 
