@@ -316,7 +316,7 @@ def test_blocks_over_several_optimizers_keep_no_gradient_alive_and_read_nothing(
 
 # --- backward through the loss that is not scaled ---------------------------------------------------------------------
 
-PLAIN = "amp.scale_loss: gradients have come in the block, and no backward went through the scaled loss"
+PLAIN = "amp.scale_loss: gradients have arrived in the block, and no backward went through the scaled loss"
 
 
 @pytest.mark.parametrize(("level", "scale"), [*SCALED, ("O2", "dynamic"), ("O5", 128.0)])
