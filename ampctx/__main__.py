@@ -27,7 +27,7 @@ def info() -> dict[str, Any]:
     import torch
 
     with warnings.catch_warnings():
-        # The report contains what the import would warn about.
+        # The import may warn about the extension. The report says the same.
         warnings.simplefilter("ignore", RuntimeWarning)
         import ampctx
         from ampctx.kernels import cuda_support

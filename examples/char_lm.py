@@ -114,7 +114,7 @@ def sample(model: nn.Module, text: Text, context: int, prompt: str, length: int,
 def train(
     args: argparse.Namespace, text: Text, device: torch.device
 ) -> tuple[nn.Module, list[tuple[int, float, float]], int]:
-    """The trained model; (step, training, held-out bits per char) at each evaluation; the number of skipped steps."""
+    """Trains. Returns the model, (step, training, held-out bits per char) of each evaluation, and skipped steps."""
     torch.manual_seed(args.seed)
     model = GPT(len(text.alphabet), args.context, args.width, args.layers, heads=args.width // 32).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.05)

@@ -359,9 +359,9 @@ class Initialized(tuple):
 
     __slots__ = ()
 
-    def _refusal(self, what: str) -> str:
+    def _refusal(self, use: str) -> str:
         return (
-            f"amp.initialize returned a pair, the model and the optimizer, and {what}. Write "
+            f"amp.initialize returned a pair, the model and the optimizer, and {use}. Write "
             "`model, optimizer = amp.initialize(model, optimizer, ...)`. "
             "See docs/errors.md#ampinitialize-returned-a-pair-the-model-and-the-optimizer."
         )

@@ -23,7 +23,7 @@ class Step(Enum):
 
 
 class Blocks(Enum):
-    """What an event does to the stack of open blocks. The lowest entry may be an accumulation window."""
+    """How an event changes the stack of open blocks. The lowest entry may be an accumulation window."""
 
     KEEP = "nothing"
     PUSH = "a block begins"
@@ -34,7 +34,7 @@ class Blocks(Enum):
 
 
 class Mark(Enum):
-    """What incomplete gradients mean for an event."""
+    """How an event treats incomplete gradients."""
 
     REFUSED = "it is refused"
     STAYS = "they stay incomplete"

@@ -355,7 +355,7 @@ class _Loader:
         binding.masters.begin_writing()
         for i, value in self._masters.items():
             self._params[i].copy_(value)
-        # Makes both agree, so that no resync takes over the model's former values.
+        # Makes both agree, so that no resync uses the model's former values.
         binding.masters.copy_to_model()
         binding.masters.restored()
         device = self._params[0].device if self._params else torch.device("cpu")

@@ -41,7 +41,7 @@ class SkipLog:
             logger.warning(message)
 
     def forget(self) -> None:
-        """Forgets what was logged: a new run begins, and logs every warning again."""
+        """Forgets the logged warnings, so that a new run logs them again."""
         self._said.clear()
 
     def report(

@@ -35,7 +35,7 @@ def _kept_by_optimizers(bindings: Iterable[OptimizerBinding]) -> dict[Tensor, Te
         for group, shown in zip(groups, getattr(binding.optimizer, "param_groups_master", ()), strict=False):
             for p, master in zip(group["params"], shown["params"], strict=True):
                 if master is not None and p.dtype in LOW_PRECISION:
-                    # Where the model was changed, the next step would take over its value.
+                    # Where the model was changed, use its value, as the next step would.
                     result[p] = torch.where(master.to(p.dtype) == p, master, p.to(master.dtype))
     return result
 

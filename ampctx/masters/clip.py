@@ -79,8 +79,8 @@ def _checked_norm_type(norm_type: float | str) -> float:
 
 
 def norm_before_clipping(grads: Iterable[Tensor]) -> Tensor | None:
-    """Takes the norm that ``clip_grad_norm_`` has stored on the first dense gradient. None if it was not called since
-    the last take. No host sync."""
+    """Removes and returns the norm that ``clip_grad_norm_`` has stored on the first dense gradient, None without one.
+    No host sync."""
     first = next((grad for grad in grads if grad.layout == torch.strided and grad.numel() > 0), None)
     return None if first is None else first.__dict__.pop("norm_before_clipping", None)
 
