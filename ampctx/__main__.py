@@ -106,19 +106,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ampctx", description="Run apex.amp training scripts on current PyTorch.")
     parser.add_argument("--version", action="version", version=f"ampctx {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
-    info_parser = commands.add_parser("info", help="show versions and the compiled kernels in use (the default)")
+    info_parser = commands.add_parser("info", help="show versions and which compiled kernels are in use (the default)")
     info_parser.add_argument("--json", action="store_true", help="print one JSON object")
     run_parser = commands.add_parser(
         "run",
         usage="ampctx run [-h] (script.py | directory | - | -m module) ...",
-        help="run a program written for apex: 'from apex import amp' imports ampctx",
+        help="run a program written for apex; its apex imports resolve to ampctx",
     )
-    run_parser.add_argument("-m", dest="module", action="store_true", help="run a module, as in python -m")
+    run_parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
     run_parser.add_argument(
-        "program", nargs=argparse.REMAINDER, help="a script (-: stdin) or the name of a module, and its arguments"
+        "program", nargs=argparse.REMAINDER, help="a script (- for stdin) or a module name, then its arguments"
     )
     commands.add_parser("path", help="print the directory to add to PYTHONPATH for AMPCTX_APEX=1")
-    migrate_parser = commands.add_parser("migrate", help="rewrite apex imports to ampctx, or to torch.amp")
+    migrate_parser = commands.add_parser("migrate", help="rewrite apex imports to ampctx, or O1 loops to torch.amp")
     migrate.add_arguments(migrate_parser)
     arguments = parser.parse_args(argv)
     if problem := why_no_torch():

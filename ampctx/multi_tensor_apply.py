@@ -1,8 +1,8 @@
 """apex's calling form of the ops: ``multi_tensor_applier(op, noop_flag, [list, list], *args)``.
 
-Pass the functions of this module as ``op``.
+Pass the functions of this module as ``op``. They share these arguments and errors.
 
-Args of all functions:
+Args:
     chunk_size: ignored; it tuned apex's kernels.
     noop_flag: an int32 or fp32 tensor of one or more elements. Its first element becomes 1 if an input holds inf or
         nan. It may be on another device than the lists; if one of the two is the CPU, that is a host sync.
@@ -11,7 +11,7 @@ Args of all functions:
         else in row-major order.
     factors: numbers, or one-element tensors, which the host does not read.
 
-Raises, in all functions:
+Raises:
     AmpTypeError, AmpValueError: an invalid flag, list or tensor, with the names of function and list, and the index.
 """
 
