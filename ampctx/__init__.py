@@ -1,7 +1,7 @@
-"""ampctx: apex.amp's mixed-precision interface on today's PyTorch, over compiled multi-tensor kernels.
+"""ampctx runs apex.amp training scripts on current PyTorch, with compiled multi-tensor kernels.
 
-``amp`` has the functions of apex.amp, ``optimizers`` those of apex, ``GradScaler`` the interface of torch.amp,
-``clip_grad_norm_`` clips without waiting for the device. ``python -m ampctx`` tells which kernels are in use.
+``amp`` has the functions of apex.amp, ``optimizers`` the fused optimizers of apex, ``GradScaler`` the interface of
+torch.amp. ``clip_grad_norm_`` clips without a host sync. ``python -m ampctx`` shows which kernels are in use.
 """
 
 from typing import TYPE_CHECKING

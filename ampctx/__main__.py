@@ -1,8 +1,8 @@
 """``python -m ampctx`` and the ``ampctx`` command.
 
-``info`` tells what is installed, which kernels are in use, and why; ``run`` runs a program written for apex; ``path``
-prints the directory that does the same through PYTHONPATH. Without torch, ``--help`` and ``--version`` work, and the
-commands say in one line what to install.
+``info`` shows versions and the kernels in use. ``run`` runs a program written for apex. ``path`` prints the directory
+that does the same through PYTHONPATH. ``migrate`` rewrites imports. Without torch, ``--help`` and ``--version`` work;
+the commands print one line that says what to install.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from ampctx.migrate import cli as migrate
 
 
 def info() -> dict[str, Any]:
-    """Versions, and what the compiled extension offers on this machine. Reads no device memory."""
+    """Collects versions and the compiled extension's state on this machine. No host sync."""
     import torch
 
     with warnings.catch_warnings():
-        # What the import would warn of is in the report itself.
+        # The import may warn about the extension. The report says the same.
         warnings.simplefilter("ignore", RuntimeWarning)
         import ampctx
         from ampctx.kernels import cuda_support
         from ampctx.kernels import extension as _extension
 
         extension = ampctx.ops.extension
-        # Where the driver is too old for torch, there is a count, and whatever else is asked raises.
+        # With a driver too old for torch, device_count() works and every other call raises.
         gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
         problem = ""
         if gpus:
@@ -42,7 +42,7 @@ def info() -> dict[str, Any]:
                 extension.serves("cuda")  # looks at the GPUs
             except ampctx.AmpError as error:  # AMPCTX_REQUIRE_EXTENSION=cuda
                 problem = str(error)
-    # Until a GPU is there, nobody knows whether its kernels serve.
+    # Without a GPU, it is unknown whether the CUDA kernels would run.
     backends = [name for name in extension.backends if extension.late is None or name != "cuda"]
     driver = cuda_support.driver_version()
     return {
@@ -64,7 +64,7 @@ def info() -> dict[str, Any]:
 
 
 def _lines(report: dict[str, Any]) -> list[str]:
-    """The report for people, in 80 columns."""
+    """The report as text, in 80 columns."""
     extension = report["extension"]
     gpus = [f"{name} ({arch})" for name, arch in zip(report["gpus"], report["gpu_archs"], strict=True)]
     driver = report["driver_cuda"]
@@ -103,7 +103,7 @@ def _run(parser: argparse.ArgumentParser, program: Sequence[str], module: bool) 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="ampctx", description="Mixed-precision training with apex.amp's API.")
+    parser = argparse.ArgumentParser(prog="ampctx", description="Run apex.amp training scripts on current PyTorch.")
     parser.add_argument("--version", action="version", version=f"ampctx {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
     info_parser = commands.add_parser("info", help="show versions and which compiled kernels are in use (the default)")
@@ -143,11 +143,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print(text: str) -> None:
-    """To a reader that may have gone, as in ``ampctx info | head -1``."""
+    """Prints, even if the reader has gone, as in ``ampctx info | head -1``."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        # The interpreter flushes again at its end, and would complain.
+        # Otherwise the interpreter's flush at exit would raise.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

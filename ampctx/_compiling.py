@@ -1,4 +1,4 @@
-"""What torch.compile is to leave out of its graphs."""
+"""Keeps functions out of the graphs of torch.compile."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ F = TypeVar("F", bound=Callable)
 
 
 def outside_of_graphs(fn: F) -> F:
-    """Decorator: in code that torch.compile sees, a call of ``fn`` ends the graph and runs as it is.
-
-    With ``fullgraph=True`` it is torch's error, which says so.
-    """
+    """Decorates ``fn``: in compiled code a call breaks the graph and runs uncompiled. ``fullgraph=True`` makes that
+    torch's error."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -24,6 +22,6 @@ def outside_of_graphs(fn: F) -> F:
             return call(fn, args, kwargs)
         return fn(*args, **kwargs)
 
-    # Code of its own: dynamo gives up on code that it has compiled for many different functions.
+    # Its own code object: dynamo gives up on a code object that it has compiled for many functions.
     wrapper.__code__ = wrapper.__code__.replace(co_name=getattr(fn, "__name__", "wrapper"))
     return cast(F, functools.wraps(fn)(wrapper))

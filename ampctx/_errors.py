@@ -1,7 +1,4 @@
-"""The errors ampctx raises on purpose.
-
-Each kind also derives from the built-in that a caller of apex.amp or torch.amp would catch in the same place.
-"""
+"""The errors of ampctx. Each also derives from the built-in error that apex.amp or torch.amp raises in its place."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Any
 
 
 class AmpError(RuntimeError):
-    """Something was asked for in the wrong order or in a state that cannot serve it."""
+    """A call in the wrong order, or in a state that does not allow it. The base of all errors of ampctx."""
 
 
 class AmpTypeError(AmpError, TypeError):
@@ -18,7 +15,7 @@ class AmpTypeError(AmpError, TypeError):
 
 
 class AmpValueError(AmpError, ValueError):
-    """An argument has the right type and a value that cannot be used."""
+    """An argument has the right type and an invalid value."""
 
 
 class AmpIndexError(AmpError, IndexError):
@@ -26,14 +23,14 @@ class AmpIndexError(AmpError, IndexError):
 
 
 class AmpKeyError(AmpError, KeyError):
-    """A checkpoint lacks a key, or carries one that has no place here."""
+    """A checkpoint lacks a key, or has an unknown one."""
 
-    # KeyError shows the repr of its argument; the message is meant to be read.
+    # KeyError would show the repr of the message.
     __str__ = RuntimeError.__str__
 
 
 class AmpAttributeError(AmpError, AttributeError):
-    """What a call returned was taken for something else."""
+    """A return value was used in the wrong way, such as the pair of ``amp.initialize`` as a model."""
 
 
 class AmpAssertionError(AmpError, AssertionError):
@@ -45,11 +42,11 @@ class AmpNotImplementedError(AmpError, NotImplementedError):
 
 
 class AmpStallError(AmpError):
-    """More steps in a row were skipped than ``max_consecutive_skips`` allows. Nothing was changed by any of them.
+    """More steps in a row were skipped than ``max_consecutive_skips`` allows. None of them changed a weight.
 
     Attributes:
-        outcome: the ``StepOutcome`` of the latest.
-        scale_history: pairs of loss id and scale after a skip, the latest 16 at most, as far as they were known.
+        outcome: the ``StepOutcome`` of the latest step.
+        scale_history: (loss id, scale after a skip) of the latest skips, at most 16.
     """
 
     def __init__(self, message: str, *, outcome: Any = None, scale_history: Sequence[tuple[int, float]] = ()) -> None:
@@ -59,4 +56,4 @@ class AmpStallError(AmpError):
 
 
 class ExtensionError(AmpError, ImportError):
-    """The compiled extension was required and cannot serve."""
+    """``AMPCTX_REQUIRE_EXTENSION`` requires the compiled extension, and it is missing or unusable."""

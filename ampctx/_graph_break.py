@@ -1,4 +1,5 @@
-"""Imported where code is being compiled, and no earlier: it takes all of torch's compiler along."""
+"""The graph break of ``outside_of_graphs``. Imported only while code is compiled: it imports all of torch's
+compiler."""
 
 from __future__ import annotations
 

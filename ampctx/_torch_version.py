@@ -1,4 +1,4 @@
-"""Which PyTorch ampctx runs on."""
+"""The versions of PyTorch that ampctx supports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _OLDEST = (2, 11)
 
 
 def why_no_torch() -> str:
-    """Why ampctx cannot be used with the torch that is installed, and the fix; nothing where it can."""
+    """Why ampctx cannot run with the installed torch, and the fix. "" if it can."""
     try:
         import torch
     except ModuleNotFoundError as error:

@@ -1,6 +1,6 @@
-"""What the ranks of a process group do together: agree on overflow, and average gradients without overflow.
+"""Lets the ranks of a process group agree on overflows, and average gradients without overflow.
 
-``average_hook`` is for DistributedDataParallel's ``register_comm_hook``. The rest is behind ``process_group=`` of
+``average_hook`` is for DistributedDataParallel's ``register_comm_hook``. The rest implements ``process_group=`` of
 ``amp.initialize`` and ``GradScaler``.
 """
 
@@ -21,29 +21,29 @@ def is_distributed() -> bool:
 
 
 def check_process_group(process_group: Any) -> None:
-    """Nothing for None and for a group that this rank is in; AmpTypeError, AmpValueError or AmpError otherwise."""
+    """Accepts None and a group that includes this rank. Raises AmpTypeError, AmpValueError or AmpError otherwise."""
     if process_group is None:
         return
     dist = torch.distributed
     if not dist.is_available():
-        raise AmpError("process_group was given, and this torch was built without torch.distributed")
+        raise AmpError("process_group was given, and this torch was built without torch.distributed. Leave it out.")
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
         raise AmpValueError(
-            "process_group does not contain this rank: dist.new_group gives such a value on the ranks that it leaves "
-            "out. Pass the group that this rank shares its scale with, or None."
+            "process_group does not contain this rank. dist.new_group returns such a value on ranks outside of the "
+            "group. Pass the group that this rank shares its scale with, or None."
         )
     if not isinstance(process_group, dist.ProcessGroup):
         raise AmpTypeError(
             f"process_group must be a torch.distributed.ProcessGroup, got {type(process_group).__name__}. "
-            "dist.new_group(ranks), mesh.get_group(dim) and, after dist.init_process_group, dist.group.WORLD are such."
+            "Pass dist.new_group(ranks), mesh.get_group(dim) or, after dist.init_process_group, dist.group.WORLD."
         )
 
 
 def maximum_over_ranks(flag: Tensor, groups: Iterable[Any]) -> Tensor:
-    """The maximum of a flag over the ranks of each process group in turn, in a new tensor: an all_reduce for each, in
-    which every rank has to take part.
+    """The maximum of a flag over the ranks of all groups, as a new tensor. One all_reduce for each group; every rank
+    must take part.
 
-    No host sync on CUDA with NCCL: the current stream waits. A backend on the host (gloo) waits for the other ranks.
+    No host sync on CUDA with NCCL: the current stream waits. With a host backend (gloo) the host waits for the others.
     """
     joined = flag.detach().clone()
     for group in groups:
@@ -52,23 +52,26 @@ def maximum_over_ranks(flag: Tensor, groups: Iterable[Any]) -> Tensor:
 
 
 def average_hook(predivide: float | None = None, dtype: torch.dtype | None = None) -> Callable[[Any, Any], Any]:
-    """A communication hook for DistributedDataParallel that chooses where the division by the number of ranks goes.
+    """Makes a DistributedDataParallel hook that averages gradients with a chosen division and dtype. No host sync.
 
-    ``ddp.register_comm_hook(process_group, average_hook(...))``: gradients are divided by ``predivide``, summed over
-    the ranks, and multiplied by ``predivide / ranks``. The process group is the one given to DistributedDataParallel,
-    None for the default one.
+    The hook divides gradients by ``predivide``, sums them over the ranks, and multiplies by ``predivide / ranks``.
+
+    Example::
+
+        ddp.register_comm_hook(None, average_hook(dtype=torch.float32))  # None: the default process group
 
     Args:
-        predivide: > 0. None: the number of ranks, with which a sum of finite gradients cannot overflow, as in torch
-            without a hook. Smaller numbers keep more of tiny 16-bit gradients; 1 divides after the sum alone.
-        dtype: a floating type to divide and sum in, such as torch.float32 for 16-bit gradients: nothing overflows or
-            underflows on the way, for twice the traffic. None: that of the gradients.
+        predivide: a number > 0. None, the default: the number of ranks, as in torch without a hook. Then a sum of
+            finite gradients cannot overflow. Smaller numbers keep more of tiny 16-bit gradients; 1 divides only after
+            the sum.
+        dtype: a floating dtype for division and sum. torch.float32 avoids overflow and underflow of 16-bit gradients,
+            for twice the traffic. None, the default: the dtype of the gradients.
 
     Returns:
-        A hook in torch's form, ``hook(process_group, bucket) -> Future[Tensor]``. No host sync.
+        The hook, ``hook(process_group, bucket) -> Future[Tensor]``.
 
     Raises:
-        AmpTypeError, AmpValueError: an argument that cannot be used, by name.
+        AmpTypeError, AmpValueError: an invalid argument, by name.
     """
     if predivide is not None:
         if isinstance(predivide, bool) or not isinstance(predivide, (int, float)):
@@ -81,13 +84,13 @@ def average_hook(predivide: float | None = None, dtype: torch.dtype | None = Non
         if not dtype.is_floating_point:
             raise AmpValueError(f"dtype is {dtype}, expected a floating type")
 
-    # Without annotations: torch compares those of a hook with its own classes.
+    # No annotations: torch compares the annotations of a hook with its own classes.
     def average(process_group, bucket):
         group = torch.distributed.group.WORLD if process_group is None else process_group
         ranks = group.size()
         before = float(ranks if predivide is None else predivide)
         gradients = bucket.buffer()
-        # Complex gradients keep their type: a real one does not hold them.
+        # Complex gradients keep their dtype: a real one cannot hold them.
         summed = gradients if dtype is None or gradients.is_complex() else gradients.to(dtype)
         summed.div_(before)
         future = torch.distributed.all_reduce(summed, group=group, async_op=True).get_future()

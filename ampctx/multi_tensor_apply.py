@@ -1,15 +1,18 @@
 """apex's calling form of the ops: ``multi_tensor_applier(op, noop_flag, [list, list], *args)``.
 
-The functions here go in as ``op``. ``chunk_size`` steered apex's kernels; it is taken and has no effect on any result.
-``noop_flag``, an int32 or fp32 tensor of one or more elements, becomes 1 (the first element) when an input holds inf or
-nan. It may be on another device than the lists; where one of the two is the CPU, that is a wait. ``tensor_lists`` are
-lists of fp32, fp16, bf16 and fp64 tensors on one device, in any mix of dtypes and memory layouts; tensors at one index
-have the same number of elements, and belong together by index where they have one shape, else in row-major order. Empty
-tensors and empty lists are fine. Factors are numbers or one-element tensors, which are not read by the host.
+Pass the functions of this module as ``op``. They share these arguments and errors.
 
-Raises, all of them:
-    AmpTypeError, AmpValueError: for another flag, number of lists, length of a list, number of elements, device, dtype
-        or type of an item, with the names of function and list, and the index.
+Args:
+    chunk_size: ignored; it tuned apex's kernels.
+    noop_flag: an int32 or fp32 tensor of one or more elements. Its first element becomes 1 if an input holds inf or
+        nan. It may be on another device than the lists; if one of the two is the CPU, that is a host sync.
+    tensor_lists: lists of fp32, fp16, bf16 and fp64 tensors on one device, in any mix of dtypes and layouts, or empty.
+        Tensors at one index have the same number of elements. Elements correspond by index if the shapes are equal,
+        else in row-major order.
+    factors: numbers, or one-element tensors, which the host does not read.
+
+Raises:
+    AmpTypeError, AmpValueError: an invalid flag, list or tensor, with the names of function and list, and the index.
 """
 
 from __future__ import annotations
@@ -32,9 +35,9 @@ class MultiTensorApply:
         AmpTypeError, AmpValueError: ``chunk_size`` is no int > 0.
     """
 
-    # Asked by code that has a slow path for a missing extension; the ops serve with and without one.
+    # Code with a slow path for a missing extension reads this. Our ops always work.
     available = True
-    # What else apex kept here about its extension: whether it told that it is missing, and the ImportError.
+    # apex's other attributes about a missing extension: whether it has warned, and the ImportError.
     warned = False
     import_err: ImportError | None = None
 
@@ -46,10 +49,10 @@ class MultiTensorApply:
         self.chunk_size = chunk_size
 
     def check_avail(self) -> None:
-        """Passes: apex raised here where its extension was missing."""
+        """Does nothing. apex raises here if its extension is missing."""
 
     def __call__(self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: TensorLists, *args: Any) -> Any:
-        """What ``op`` returns."""
+        """Calls ``op`` and returns its result."""
         return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
 
 
@@ -58,7 +61,7 @@ multi_tensor_applier = MultiTensorApply(2048 * 32)
 
 @torch.no_grad()
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, scale: Number) -> None:
-    """``dst[i] = src[i] * scale`` for ``tensor_lists = [src, dst]``; ``dst`` may be ``src``. The flag watches ``src``.
+    """``dst[i] = src[i] * scale`` for ``tensor_lists = [src, dst]``; ``dst`` may be ``src``. The flag checks ``src``.
 
     No host sync.
     """
@@ -77,7 +80,7 @@ def multi_tensor_axpby(
     b: Number,
     arg_to_check: int,
 ) -> None:
-    """``out[i] = a * x[i] + b * y[i]`` for ``tensor_lists = [x, y, out]``; the flag watches x (0), y (1) or both (-1).
+    """``out[i] = a * x[i] + b * y[i]`` for ``tensor_lists = [x, y, out]``. The flag checks x (0), y (1) or both (-1).
 
     ``out`` may be ``x`` or ``y``. No host sync.
     """
@@ -91,10 +94,10 @@ def multi_tensor_axpby(
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: TensorLists, per_tensor: bool | None = False
 ) -> tuple[Tensor, Tensor]:
-    """``(norm of everything [1], norms of each [n] or empty [0])`` for ``tensor_lists = [tensors]``.
+    """``(total norm [1], norms of each tensor [n] or empty [0])`` for ``tensor_lists = [tensors]``. No host sync.
 
-    Both fp32, or fp64 for fp64 tensors. The flag tells of inf and nan elements alone, not of a sum of squares
-    beyond the range of fp32. No host sync.
+    Both are fp32, or fp64 for fp64 tensors. The flag reports inf and nan elements, not an overflow of the sum of
+    squares.
     """
     return norms("multi_tensor_l2norm", noop_flag, tensor_lists, 1.0, per_tensor)
 
@@ -106,5 +109,5 @@ def multi_tensor_unscale_l2norm(
     inv_scale: Number,
     per_tensor: bool | None = False,
 ) -> tuple[Tensor, Tensor]:
-    """``multi_tensor_l2norm`` of ``t * inv_scale``; the tensors are left as they are. No host sync."""
+    """``multi_tensor_l2norm`` of ``t * inv_scale``, without changing the tensors. No host sync."""
     return norms("multi_tensor_unscale_l2norm", noop_flag, tensor_lists, inv_scale, per_tensor)

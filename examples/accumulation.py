@@ -1,12 +1,12 @@
-"""Adds up the gradients of several micro-batches for one step, and compares with one large batch.
+"""Accumulates the gradients of several micro-batches for one step, and compares with one large batch.
 
     python examples/accumulation.py                     # apex's interface, at O2: delay_unscale on all but the last
     python examples/accumulation.py --opt-level O5
     python examples/accumulation.py --api torch         # torch.autocast and GradScaler: step and update once
     python examples/accumulation.py --micro-batches 16
 
-Both trainings see the same samples in the same order, so that their weights differ by rounding alone. The model has a
-LayerNorm: the statistics of a BatchNorm are those of its micro-batch, and no accumulation makes up for that.
+Both runs see the same samples in the same order, so their weights differ only by rounding. The model has a LayerNorm: a
+BatchNorm would use the statistics of each micro-batch, and accumulation cannot correct that.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ def train_apex(model: nn.Module, x: Tensor, y: Tensor, micro_batches: int, opt_l
     for i, (inputs, targets) in enumerate(zip(x.split(size), y.split(size), strict=True), start=1):
         loss = F.cross_entropy(model(inputs), targets) / micro_batches
         if i % micro_batches != 0:
-            # Gradients stay scaled and add up. Under DistributedDataParallel, do this in a model.no_sync() block.
+            # Gradients stay scaled and add up. With DistributedDataParallel, do this inside model.no_sync().
             with amp.scale_loss(loss, optimizer, delay_unscale=True) as scaled_loss:
                 scaled_loss.backward()
         else:
-            # The last one unscales the sum, checks it and updates the loss scale.
+            # The last block unscales the sum, checks it and updates the loss scale.
             with amp.scale_loss(loss, optimizer) as scaled_loss:
                 scaled_loss.backward()
             torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), MAX_NORM)
             optimizer.step()
             optimizer.zero_grad()
     updates = amp.state_dict()["loss_scaler0"]["unskipped"]
-    amp.reset()  # so that another model can be trained; the weights become those that were stepped, in fp32
+    amp.reset()  # lets the program train another model; the weights return to fp32, from the masters
     return updates
 
 
@@ -54,7 +54,7 @@ def train_torch(model: nn.Module, x: Tensor, y: Tensor, micro_batches: int, devi
     for i, (inputs, targets) in enumerate(zip(x.split(size), y.split(size), strict=True), start=1):
         with torch.autocast(device, dtype=torch.float16):
             loss = F.cross_entropy(model(inputs), targets) / micro_batches
-        # Gradients stay scaled and add up, so the scale must not change before the last of them is there.
+        # Gradients stay scaled and add up, so the scale must not change before the last micro-batch.
         scaler.scale(loss).backward()
         if i % micro_batches == 0:
             scaler.unscale_(optimizer)
@@ -66,7 +66,7 @@ def train_torch(model: nn.Module, x: Tensor, y: Tensor, micro_batches: int, devi
 
 
 def rings(count: int, device: str) -> tuple[Tensor, Tensor]:
-    """Points of the plane, and in which of four rings around the origin they lie."""
+    """Points in the plane, and the index of their ring (of four) around the origin."""
     label = torch.randint(4, (count,), device=device)
     radius = (label + 0.7 * torch.rand(count, device=device)) / 4
     angle = 6.2832 * torch.rand(count, device=device)
@@ -84,7 +84,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--api", default="apex", choices=["apex", "torch"], help="default apex")
     parser.add_argument("--opt-level", choices=list(amp.OPT_LEVELS), help="with --api apex; default O2")
     parser.add_argument(
-        "--micro-batches", type=int, choices=[1, 2, 4, 8, 16, 32, 64], default=4, help=f"of {BATCH} samples; default 4"
+        "--micro-batches", type=int, choices=[1, 2, 4, 8, 16, 32, 64], default=4, help=f"per {BATCH} samples; default 4"
     )
     parser.add_argument("--steps", type=positive, default=60, help="default 60")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
@@ -98,7 +98,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    torch.set_num_threads(1)  # operations this small lose by more
+    torch.set_num_threads(1)  # more threads slow down ops this small
     torch.manual_seed(0)
     start = nn.Sequential(nn.Linear(2, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
     start = start.to(args.device)

@@ -1,10 +1,10 @@
-"""A training program as it was written for apex, with no line changed for ampctx. It has no ``import ampctx``.
+"""A training program for apex, unchanged: it has no ``import ampctx``.
 
     ampctx run examples/apex_digits.py
     ampctx run examples/apex_digits.py --opt-level O1 --loss-scale 1024
     torchrun --nproc-per-node 2 -m ampctx run examples/apex_digits.py --sync-bn
 
-Without ``ampctx run`` it stops at its first line: apex removed amp in May 2025. Model and data are those of digits.py.
+Without ``ampctx run`` the import of apex.amp fails: apex removed it in May 2025. Model and data are those of digits.py.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def main():
     model = model.to(device)
     optimizer = FusedAdam(model.parameters(), lr=args.lr, weight_decay=5e-4)
 
-    # What --keep-batchnorm-fp32 and --loss-scale leave at None, the opt level decides.
+    # If --keep-batchnorm-fp32 or --loss-scale is None, the opt level decides.
     model, optimizer = amp.initialize(
         model,
         optimizer,

@@ -4,7 +4,7 @@
     python examples/char_lm.py --opt-level O2       # fp16 model, fp32 master weights, dynamic loss scale
     python examples/char_lm.py --plot char_lm.png   # and draw the loss
 
-The text is Python's own language reference, ``pydoc_data.topics`` of the standard library; its last tenth is held out.
+The text is Python's language reference, ``pydoc_data.topics`` of the standard library. Its last tenth is held out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ampctx import amp
 
 
 class Text:
-    """The text as character codes: training and held-out part, and the alphabet both are written in."""
+    """The text as character codes: the training part, the held-out part, and the alphabet of both."""
 
     def __init__(self, device: torch.device) -> None:
         text = "\n".join(topics[name] for name in sorted(topics))
@@ -39,7 +39,7 @@ class Text:
         self.train, self.test = codes[: -len(codes) // 10], codes[-len(codes) // 10 :]
 
     def batch(self, size: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """``size`` random pieces of the training part, (size, length), and the character that follows each position."""
+        """``size`` random pieces of the training part, (size, length), and the next character at each position."""
         starts = torch.randint(len(self.train) - length, (size, 1), generator=generator).to(self.train.device)
         positions = starts + torch.arange(length, device=self.train.device)
         return self.train[positions], self.train[positions + 1]
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """(batch, time) character codes -> (batch, time, alphabet) scores of the next character."""
+    """Maps (batch, time) character codes to (batch, time, alphabet) scores of the next character."""
 
     def __init__(self, alphabet: int, context: int, width: int, layers: int, heads: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def loss_of(model: nn.Module, codes: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def bits_per_char(model: nn.Module, codes: Tensor, context: int, pieces: int = 256) -> float:
-    """Over ``pieces`` stretches of ``context`` characters, evenly spread over ``codes``."""
+    """Bits per character over ``pieces`` pieces of ``context`` characters, evenly spread over ``codes``."""
     starts = torch.linspace(0, len(codes) - context - 1, pieces).long().to(codes.device)
     positions = starts[:, None] + torch.arange(context, device=codes.device)
     losses = [loss_of(model, codes[p], codes[p + 1]) for p in positions.split(32)]
@@ -114,7 +114,7 @@ def sample(model: nn.Module, text: Text, context: int, prompt: str, length: int,
 def train(
     args: argparse.Namespace, text: Text, device: torch.device
 ) -> tuple[nn.Module, list[tuple[int, float, float]], int]:
-    """The trained model; (step, training, held-out bits per char) at each evaluation; the number of skipped steps."""
+    """Trains. Returns the model, (step, training, held-out bits per char) of each evaluation, and skipped steps."""
     torch.manual_seed(args.seed)
     model = GPT(len(text.alphabet), args.context, args.width, args.layers, heads=args.width // 32).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.05)
@@ -123,14 +123,15 @@ def train(
     history = [(0, float("nan"), bits_per_char(model, text.test, args.context))]
     since_last = []
 
-    for step in tqdm(range(1, args.steps + 1), unit="step", disable=args.no_progress or None):
+    bar = tqdm(range(1, args.steps + 1), unit="step", disable=args.no_progress or None)
+    for step in bar:
         warmup = min(1.0, step / (0.1 * args.steps))
         for group in optimizer.param_groups:
             group["lr"] = args.lr * warmup * (1 - 0.95 * step / args.steps)
 
         for micro in range(args.accumulate):
             loss = loss_of(model, *text.batch(args.batch_size, args.context, generator))
-            # Gradients of the first micro-batches stay scaled and add up; the last one unscales and checks the sum.
+            # Gradients of the first micro-batches stay scaled and add up. The last block unscales and checks the sum.
             more = micro < args.accumulate - 1
             with amp.scale_loss(loss / args.accumulate, optimizer, delay_unscale=more) as scaled_loss:
                 scaled_loss.backward()
@@ -143,7 +144,7 @@ def train(
             train_bits = torch.stack(since_last).mean().item() / math.log(2)
             history.append((step, train_bits, bits_per_char(model, text.test, args.context)))
             since_last.clear()
-            tqdm.write(f"step {step:5d}: bits per char {train_bits:.3f} training, {history[-1][2]:.3f} held out")
+            bar.set_postfix(training=f"{train_bits:.3f}", held_out=f"{history[-1][2]:.3f}")
     return model, history, amp.skipped_steps(optimizer)
 
 
@@ -173,9 +174,9 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--opt-level", default="O5", choices=["O0", "O1", "O2", "O3", "O4", "O5"], help="default O5")
     parser.add_argument("--steps", type=positive, default=800, help="optimizer steps; default 800")
-    parser.add_argument("--batch-size", type=positive, default=8, help="of one micro-batch; default 8")
+    parser.add_argument("--batch-size", type=positive, default=8, help="samples per micro-batch; default 8")
     parser.add_argument("--accumulate", type=positive, default=2, help="micro-batches per step; default 2")
-    parser.add_argument("--context", type=positive, default=64, help="characters the model looks back on; default 64")
+    parser.add_argument("--context", type=positive, default=64, help="characters that the model sees; default 64")
     parser.add_argument("--width", type=positive, default=128, help="a multiple of 32; default 128")
     parser.add_argument("--layers", type=positive, default=2, help="default 2")
     parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate; default 0.003")
@@ -184,8 +185,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the loss into this PNG")
-    parser.add_argument("--verbosity", type=int, default=1, help="0 keeps amp quiet")
-    parser.add_argument("--no-progress", action="store_true", help="no progress bar")
+    parser.add_argument("--verbosity", type=int, default=1, help="0 silences amp; default 1")
+    parser.add_argument("--no-progress", action="store_true", help="hide the progress bar")
     args = parser.parse_args()
     if args.width % 32:
         parser.error(f"--width: {args.width} is not a multiple of 32, the width of one attention head")
@@ -198,11 +199,11 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
-    # Operations this small gain little from a second thread, and lose much where the cores are busy.
+    # Ops this small gain little from a second thread, and lose much on busy cores.
     torch.set_num_threads(1)
     device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
     text = Text(device)
-    with logging_redirect_tqdm():  # what amp logs goes above the bar
+    with logging_redirect_tqdm():  # prints amp's log above the bar
         model, history, skipped = train(args, text, device)
     print("sample:", sample(model, text, args.context, prompt="The ", length=200, seed=args.seed), sep="\n")
     if args.plot:

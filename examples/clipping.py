@@ -1,12 +1,12 @@
-"""Clips unscaled gradients, by their norm or by value, in both interfaces of ampctx.
+"""Clips unscaled gradients by norm or by value, with both interfaces of ampctx.
 
     python examples/clipping.py                                 # by norm, apex's interface, at O2
     python examples/clipping.py --clip value                    # each element, into -0.02 .. 0.02
     python examples/clipping.py --api torch                     # torch.autocast and GradScaler
-    python examples/clipping.py --threshold inf                 # no clipping: what the outliers do then
+    python examples/clipping.py --threshold inf                 # no clipping, to see the effect of outliers
 
-A small net learns a curve from noisy samples. One sample in 250 is far off, and its gradient is what is clipped away.
-A threshold is meant for true gradients: those that the loss scale has multiplied would all be above it.
+A small net learns a curve from noisy samples. One sample in 250 is an outlier, and clipping limits its gradient. The
+threshold is for unscaled gradients: scaled ones would all be above it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def train_apex(
         loss = F.mse_loss(model(x), y)
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
-        # Here, after the block, and not over model.parameters(): under O2 and O5 step() reads the gradients of fp32
-        # masters. Clipping hides no overflow: the block has seen it, and step() will skip.
+        # After the block, and not model.parameters(): at O2 and O5 step() reads the gradients of the fp32 masters.
+        # Clipping hides no overflow: the block has checked the gradients, and step() will skip.
         clip(amp.master_params(optimizer))
         optimizer.step()
     return amp.state_dict()["loss_scaler0"]["loss_scale"], amp.skipped_steps(optimizer)
@@ -52,7 +52,7 @@ def train_torch(
         with torch.autocast(device, dtype=torch.float16):
             loss = F.mse_loss(model(x), y)
         scaler.scale(loss).backward()
-        # Once per step, after the last backward. step() then knows that it has not to unscale any more.
+        # Once per step, after the last backward. step() then does not unscale again.
         scaler.unscale_(optimizer)
         clip(model.parameters())
         scaler.step(optimizer)
@@ -62,7 +62,7 @@ def train_torch(
 
 
 class Clipping:
-    """Clips as a loop does, and keeps the size of the finite gradients before and after."""
+    """Clips gradients, and records the size of finite ones before and after."""
 
     def __init__(self, kind: str, threshold: float) -> None:
         self.kind, self.threshold = kind, threshold
@@ -73,7 +73,7 @@ class Clipping:
         params = list(params)
         before = self.size(params)
         if self.kind == "norm":
-            torch.nn.utils.clip_grad_norm_(params, self.threshold)  # ampctx.clip_grad_norm_ does not wait for a GPU
+            torch.nn.utils.clip_grad_norm_(params, self.threshold)  # ampctx.clip_grad_norm_ needs no host sync
         else:
             torch.nn.utils.clip_grad_value_(params, self.threshold)
         if before < float("inf"):
@@ -81,7 +81,7 @@ class Clipping:
             self.after.append(self.size(params))
 
     def size(self, params: list[Tensor]) -> float:
-        """The norm of all gradients together, or their largest element."""
+        """The norm of all gradients together, or their largest magnitude."""
         norm_type = 2.0 if self.kind == "norm" else float("inf")
         return torch.nn.utils.get_total_norm([p.grad for p in params], norm_type).item()
 
@@ -125,7 +125,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    torch.set_num_threads(1)  # operations this small lose by more
+    torch.set_num_threads(1)  # more threads slow down ops this small
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)).to(args.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

@@ -1,11 +1,11 @@
-"""Custom autograd functions in mixed precision: torch's custom_fwd and custom_bwd, and apex's registered functions.
+"""Uses custom autograd functions in mixed precision: torch's custom_fwd and custom_bwd, apex's registered functions.
 
-    python examples/custom_functions.py                     # O1: amp casts op by op, in fp16
+    python examples/custom_functions.py                     # O1: amp casts each op, in fp16
     python examples/custom_functions.py --opt-level O4      # in bf16; O0, O2, O3 and O5 too
 
-A net of custom functions learns the UCI handwritten digits three times: with ``MatMul``, written with custom_fwd, under
-amp and under torch.autocast; and under amp with ``ForeignMatMul``, as somebody wrote it who never thought of 16 bits.
-Before that a table shows what registering does to functions that are not yours to edit.
+A net of custom functions learns the UCI handwritten digits three times: with ``MatMul``, which uses custom_fwd, under
+torch.autocast and under amp; and under amp with ``ForeignMatMul``, which was written without mixed precision in mind. A
+table shows the effect of registering functions that you cannot edit.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch.amp import custom_bwd, custom_fwd
 from ampctx import GradScaler, amp, optimizers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# The types in which the custom functions computed lately.
+# The dtypes of the latest computations of the custom functions.
 seen: dict[str, torch.dtype] = {}
 
 # --- custom autograd functions ----------------------------------------------------------------------------------------
 
 
 class MatMul(torch.autograd.Function):
-    """Several inputs, and an op that autocast casts: forward runs under autocast as it is, backward as forward did."""
+    """Several inputs, and an op that autocast casts. custom_bwd runs backward with the autocast state of forward."""
 
     @staticmethod
     @custom_fwd(device_type=DEVICE)
@@ -50,7 +50,7 @@ class MatMul(torch.autograd.Function):
 
 
 class LogSumExp(torch.autograd.Function):
-    """(N, classes) scores -> (N,). Must be in fp32, as exp goes beyond the range of fp16 at 11.1."""
+    """(N, classes) scores -> (N,). Needs fp32, because exp overflows fp16 from 11.1 on."""
 
     @staticmethod
     @custom_fwd(device_type=DEVICE, cast_inputs=torch.float32)
@@ -71,7 +71,7 @@ class LogSumExp(torch.autograd.Function):
 
 
 class ForeignMatMul(torch.autograd.Function):
-    """Without the decorators. Under autocast its output is 16-bit and what it saved fp32: backward multiplies both."""
+    """Has no decorators. Under autocast its output is 16-bit and its saved tensors are fp32: backward mixes both."""
 
     @staticmethod
     def forward(ctx, a: Tensor, b: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def between(x: Tensor, y: Tensor) -> Tensor:
 
 
 def register_functions() -> None:
-    """The same for functions that are somebody else's. Before amp.initialize; amp.reset() puts them back."""
+    """Registers functions of other libraries. Call it before amp.initialize; amp.reset() restores them."""
     amp.register_half_function(ForeignMatMul, "apply")
     amp.register_half_function(F, "silu")
     amp.register_float_function(torch, "square")
@@ -123,7 +123,7 @@ def outcome_of(call: Callable[[], Tensor]) -> str:
 
 
 def print_table(low_dtype: torch.dtype) -> None:
-    """What becomes of functions with casts and without, which amp.disable_casts() switches off."""
+    """Prints the results of functions with casts, and without them under amp.disable_casts()."""
     x = torch.full((2,), 300.0, device=DEVICE)
     low = x.to(low_dtype)
     rows: list[tuple[str, str, Callable[[], Tensor]]] = [
@@ -167,7 +167,7 @@ def batches(args: argparse.Namespace, images: Tensor, labels: Tensor) -> list[tu
 
 
 def train_with_amp(args: argparse.Namespace, matmul: Callable, data: list[tuple[Tensor, Tensor]]) -> nn.Module:
-    """Call amp.reset() when done with the model."""
+    """Trains under amp. Call amp.reset() after using the model."""
     torch.manual_seed(0)
     model = Net(matmul).to(DEVICE)
     optimizer = optimizers.FusedAdam(model.parameters(), lr=0.005)
@@ -213,14 +213,14 @@ def positive(text: str) -> int:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--opt-level", default="O1", choices=["O0", "O1", "O2", "O3", "O4", "O5"], help="default O1")
-    parser.add_argument("--epochs", type=positive, default=6, help="of each of the three; default 6")
-    parser.add_argument("--verbosity", type=int, default=0, help="1: amp prints its options; default 0")
+    parser.add_argument("--epochs", type=positive, default=6, help="per training run; default 6")
+    parser.add_argument("--verbosity", type=int, default=0, help="1 prints amp's options; default 0")
     return parser.parse_args()
 
 
 def main() -> int:
     args = parse_args()
-    # Operations this small gain little from a second thread, and lose much where the cores are busy.
+    # Ops this small gain little from a second thread, and lose much on busy cores.
     torch.set_num_threads(1)
     images, labels, test_images, test_labels = load_digits(torch.device(DEVICE))
     data = batches(args, images, labels)
@@ -242,7 +242,7 @@ def main() -> int:
     amp.reset()
 
     register_functions()
-    # Not ForeignMatMul.apply itself: amp.initialize replaces that attribute, and what was taken from it before stays.
+    # A lambda looks up ForeignMatMul.apply at each call, because amp.initialize replaces that attribute.
     model = train_with_amp(args, lambda a, b: ForeignMatMul.apply(a, b), data)
     results.append(accuracy(model, test_images, test_labels))
     print_table(low_dtype)

@@ -4,8 +4,8 @@
     python examples/dcgan.py --opt-level O1         # ops in fp16 by torch's autocast; O0, O3, O4 and O5 too
     python examples/dcgan.py --steps 2000           # better samples
 
-It draws a sheet of samples beside real digits (dcgan_samples.png), and losses and loss scales over time
-(dcgan_losses.png). How far the samples are from digits that it has never seen, it measures.
+It draws samples beside real digits (dcgan_samples.png), and losses and loss scales over time (dcgan_losses.png). It
+measures the distance of the samples to held-out digits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ampctx import amp, optimizers
 
-# The three losses, each with a loss scale of its own.
+# The three losses. Each has its own loss scale.
 D_REAL, D_FAKE, G_FAKE = range(3)
 NAMES = ("discriminator, digits", "discriminator, samples", "generator")
 
@@ -32,7 +32,7 @@ NAMES = ("discriminator, digits", "discriminator, samples", "generator")
 
 
 class Generator(nn.Sequential):
-    """(N, latent) normal noise -> (N, 1, 8, 8) images in [-1, 1]."""
+    """Maps (N, latent) normal noise to (N, 1, 8, 8) images in [-1, 1]."""
 
     def __init__(self, latent: int, width: int) -> None:
         super().__init__(
@@ -47,7 +47,7 @@ class Generator(nn.Sequential):
 
 
 class Discriminator(nn.Sequential):
-    """(N, 1, 8, 8) images -> (N,) logits: above 0 means a digit."""
+    """Maps (N, 1, 8, 8) images to (N,) logits: above 0 means a real digit."""
 
     def __init__(self, width: int) -> None:
         super().__init__(
@@ -55,7 +55,7 @@ class Discriminator(nn.Sequential):
             nn.LeakyReLU(0.2),
             nn.Conv2d(width, 2 * width, 4, stride=2, padding=1, bias=False),  # 2x2
             *(nn.BatchNorm2d(2 * width), nn.LeakyReLU(0.2)),
-            nn.Conv2d(2 * width, 1, 2),  # no sigmoid behind it, which rounds to 0 or 1 in 16 bits
+            nn.Conv2d(2 * width, 1, 2),  # no sigmoid: in 16 bits it rounds to 0 or 1
             nn.Flatten(0),
         )
 
@@ -64,7 +64,7 @@ class Discriminator(nn.Sequential):
 
 
 def train(args: argparse.Namespace, generator: nn.Module, digits: Tensor) -> tuple[dict[str, list], list[int]]:
-    """The losses and the loss scales at every step; the skipped steps of the discriminator and of the generator."""
+    """Trains both models. Returns losses and loss scales of every step, and skipped steps of both optimizers."""
     device = digits.device
     discriminator = Discriminator(args.width).to(device)
     d_optimizer = optimizers.FusedAdam(discriminator.parameters(), lr=args.lr, betas=(0.5, 0.999))
@@ -83,7 +83,7 @@ def train(args: argparse.Namespace, generator: nn.Module, digits: Tensor) -> tup
         real = digits[torch.randint(len(digits), (args.batch_size,), generator=choose).to(device)]
         fake = generator(torch.randn(args.batch_size, args.latent, generator=choose).to(device))
 
-        # Two losses of one optimizer: their gradients add up, each unscaled by its own scale.
+        # Two losses of one optimizer: each block unscales by its own scale, and the gradients add up.
         d_optimizer.zero_grad()
         d_real = to_label(discriminator(real), 1.0)
         with amp.scale_loss(d_real, d_optimizer, loss_id=D_REAL) as scaled_loss:
@@ -93,14 +93,14 @@ def train(args: argparse.Namespace, generator: nn.Module, digits: Tensor) -> tup
             scaled_loss.backward()
         d_optimizer.step()
 
-        # This backward reaches the discriminator, too. What it leaves there, d_optimizer.zero_grad() drops.
+        # This backward reaches the discriminator, too. d_optimizer.zero_grad() drops the gradients there.
         g_optimizer.zero_grad()
         g_fake = to_label(discriminator(fake), 1.0)
         with amp.scale_loss(g_fake, g_optimizer, loss_id=G_FAKE) as scaled_loss:
             scaled_loss.backward()
         g_optimizer.step()
 
-        # Reading these waits for the device at every step: right for a plot, not for a fast loop.
+        # A host sync at every step: fine for a plot, too slow for a real loop.
         history["loss"].append([d_real.item(), d_fake.item(), g_fake.item()])
         history["loss_scale"].append([scale["loss_scale"] for scale in amp.state_dict().values()])
     return history, [amp.skipped_steps(optimizer) for optimizer in (d_optimizer, g_optimizer)]
@@ -112,7 +112,7 @@ def to_label(logits: Tensor, label: float) -> Tensor:
 
 @torch.no_grad()
 def sample(generator: nn.Module, count: int, latent: int, seed: int) -> Tensor:
-    """``count`` images in fp32, from noise of their own."""
+    """``count`` generated images in fp32."""
     noise = torch.randn(count, latent, generator=torch.Generator().manual_seed(seed))
     generator.eval()
     images = generator(noise.to(next(generator.parameters()).device)).float()
@@ -120,11 +120,11 @@ def sample(generator: nn.Module, count: int, latent: int, seed: int) -> Tensor:
     return images
 
 
-# --- what it has learned ----------------------------------------------------------------------------------------------
+# --- evaluation -------------------------------------------------------------------------------------------------------
 
 
 def frechet_distance(some: Tensor, others: Tensor) -> float:
-    """Between the two sets of images, as normal distributions over their 64 pixels: in means and in covariances."""
+    """The Frechet distance of two sets of images, as normal distributions over their 64 pixels."""
     a, b = (t.flatten(1).double().cpu() for t in (some, others))
     cov_a, cov_b = a.T.cov(), b.T.cov()
     root = torch.linalg.eigvals(cov_a @ cov_b).real.clamp(min=0).sqrt().sum()
@@ -132,13 +132,13 @@ def frechet_distance(some: Tensor, others: Tensor) -> float:
 
 
 def digits_drawn(samples: Tensor, images: Tensor, labels: Tensor) -> int:
-    """How many of the ten digits make up a fiftieth of the samples at least, each taken for its nearest image."""
+    """The number of digits with at least 2% of the samples. A sample counts as the digit of its nearest image."""
     nearest = torch.cdist(samples.flatten(1), images.flatten(1)).argmin(dim=1)
     return int((labels[nearest].bincount(minlength=10) * 50 >= len(samples)).sum())
 
 
 def shuffle_pixels(images: Tensor, seed: int) -> Tensor:
-    """Noise that has the right values at every pixel, each taken from an image of its own."""
+    """Noise with realistic pixel values: each pixel comes from another image."""
     order = torch.rand(images.flatten(1).shape, generator=torch.Generator().manual_seed(seed)).argsort(dim=0)
     return images.flatten(1).gather(0, order.to(images.device)).view_as(images)
 
@@ -147,7 +147,7 @@ def shuffle_pixels(images: Tensor, seed: int) -> Tensor:
 
 
 def draw_samples(samples: Tensor, digits: Tensor, path: Path) -> None:
-    """Samples on the left, digits on the right, eight rows of eight each."""
+    """Draws 64 samples on the left and 64 digits on the right."""
     figure = Figure(figsize=(9, 4.8), dpi=120, layout="constrained")
     for axis, images, title in zip(figure.subplots(1, 2), (samples, digits), ("samples", "digits"), strict=True):
         sheet = F.pad(images[:64].float().cpu(), (1, 1, 1, 1), value=-1).view(8, 8, 10, 10).transpose(1, 2)
@@ -189,18 +189,18 @@ def positive(text: str) -> int:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--opt-level", default="O2", choices=["O0", "O1", "O2", "O3", "O4", "O5"], help="default O2")
-    parser.add_argument("--steps", type=positive, default=400, help="of each optimizer; default 400")
+    parser.add_argument("--steps", type=positive, default=400, help="per optimizer; default 400")
     parser.add_argument("--batch-size", type=positive, default=32, help="at least 2; default 32")
-    parser.add_argument("--latent", type=positive, default=16, help="numbers that make a sample; default 16")
+    parser.add_argument("--latent", type=positive, default=16, help="size of the noise vector; default 16")
     parser.add_argument("--width", type=positive, default=16, help="channels of the narrowest layers; default 16")
-    parser.add_argument("--lr", type=float, default=0.003, help="of both optimizers; default 0.003")
+    parser.add_argument("--lr", type=float, default=0.003, help="for both optimizers; default 0.003")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--output-dir", type=Path, default=Path(), metavar="DIR", help="where the pictures go; default here"
+        "--output-dir", type=Path, default=Path(), metavar="DIR", help="folder for the pictures; default: this one"
     )
-    parser.add_argument("--verbosity", type=int, default=1, help="0 keeps amp quiet")
-    parser.add_argument("--no-progress", action="store_true", help="no progress bar")
+    parser.add_argument("--verbosity", type=int, default=1, help="0 silences amp; default 1")
+    parser.add_argument("--no-progress", action="store_true", help="hide the progress bar")
     args = parser.parse_args()
     if args.batch_size < 2:
         parser.error("--batch-size: batch norm needs at least 2")
@@ -215,14 +215,14 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
-    # Operations this small gain little from a second thread, and lose much where the cores are busy.
+    # Ops this small gain little from a second thread, and lose much on busy cores.
     torch.set_num_threads(1)
     device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
     seen, labels, unseen, _ = load_digits(device)
     torch.manual_seed(args.seed)
     generator = Generator(args.latent, args.width).to(device)
     untrained = sample(generator, 512, args.latent, args.seed)
-    with logging_redirect_tqdm():  # what amp logs goes above the bar
+    with logging_redirect_tqdm():  # prints amp's log above the bar
         history, skipped = train(args, generator, seen)
     samples = sample(generator, 512, args.latent, args.seed)
 

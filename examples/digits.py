@@ -3,9 +3,9 @@
     python examples/digits.py                                   # O2: fp16 model, fp32 batch norm and master weights
     python examples/digits.py --opt-level O0                    # the same training in fp32
     python examples/digits.py --optimizer FusedLAMB             # any optimizer of ampctx.optimizers, or torch's SGD
-    python examples/digits.py --first-loss-scale 16777216       # far too high: watch overflows being skipped
-    python examples/digits.py --checkpoint digits.pt            # saved after every epoch ...
-    python examples/digits.py --resume digits.pt --epochs 40    # ... and taken up again
+    python examples/digits.py --first-loss-scale 16777216       # far too high: the first steps overflow and are skipped
+    python examples/digits.py --checkpoint digits.pt            # saves after every epoch ...
+    python examples/digits.py --resume digits.pt --epochs 40    # ... and resumes
 
 It prints the test accuracy and draws loss, loss scale and skipped steps over time (digits.png).
 """
@@ -43,14 +43,14 @@ DEFAULT_LOSS_SCALE = {"O0": 1.0, "O1": "dynamic", "O2": "dynamic", "O3": 1.0, "O
 
 
 class UserError(Exception):
-    """Something the user can put right: one line on stderr and exit code 2."""
+    """An error that the user can fix: prints one line on stderr, with exit code 2."""
 
 
 # --- data and model ---------------------------------------------------------------------------------------------------
 
 
 def load_digits(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images (N, 1, 8, 8) in [-1, 1] and labels (N,), training then test. Every fourth image of a class is held out."""
+    """Images (N, 1, 8, 8) in [-1, 1] and labels (N,): training, then test. Every fourth of a class is for test."""
     with gzip.open(DATA, "rt") as file:
         table = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.float32))
     images, labels = table[:, :64].reshape(-1, 1, 8, 8) / 8 - 1, table[:, 64].long()
@@ -80,7 +80,7 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def save_checkpoint(path: Path, args, epoch, history, model, optimizer, schedule) -> None:
-    """Writes beside ``path`` and renames, so that a crash in the middle leaves the previous checkpoint whole."""
+    """Writes a temporary file and renames it, so that a crash leaves the previous checkpoint intact."""
     checkpoint = {
         "format": CHECKPOINT_FORMAT,
         "opt_level": args.opt_level,
@@ -102,7 +102,7 @@ def read_checkpoint(path: Path, args: argparse.Namespace, device: torch.device) 
         checkpoint = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError:
         raise UserError(f"--resume: there is no checkpoint at {path}") from None
-    except Exception as error:  # torch.load reports a damaged file in many ways; each means the same to the user
+    except Exception as error:  # torch.load raises many kinds of errors for a damaged file
         reason = str(error).partition("\n")[0]
         raise UserError(
             f"--resume: {path} cannot be read as a checkpoint ({type(error).__name__}: {reason})"
@@ -124,7 +124,7 @@ def read_checkpoint(path: Path, args: argparse.Namespace, device: torch.device) 
 
 
 def load_checkpoint(checkpoint: dict, model, optimizer, schedule) -> None:
-    """After ``amp.initialize``, in any order. The masters are with amp: the model holds only their rounded copy."""
+    """Loads after ``amp.initialize``, in any order. The model's state dict contains the fp32 masters."""
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
     schedule.load_state_dict(checkpoint["schedule"])
@@ -161,7 +161,7 @@ def train(args: argparse.Namespace) -> dict[str, list]:
 
     done = len(history["loss"])
     total = done + (args.epochs - first_epoch) * steps
-    # disable=None shows the bar on a terminal only
+    # disable=None shows the bar only on a terminal
     with tqdm(initial=done, total=total, unit="step", disable=args.no_progress or None) as bar:
         for epoch in range(first_epoch, args.epochs):
             order = torch.randperm(len(images), generator=torch.Generator().manual_seed(args.seed + epoch)).to(device)
@@ -175,7 +175,7 @@ def train(args: argparse.Namespace) -> dict[str, list]:
                 optimizer.zero_grad()
                 losses.append(loss.detach())
                 bar.update()
-            # Read once per epoch: no step waits for the device.
+            # Read once per epoch, so that no step needs a host sync.
             latest = amp.history(last=steps)
             history["loss"] += torch.stack(losses).tolist()
             history["loss_scale"] += latest.scale[0]
@@ -253,20 +253,20 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--optimizer", default="FusedSGD", choices=list(OPTIMIZERS), help="default FusedSGD")
     parser.add_argument("--epochs", type=positive(int), default=25, help="in all, also when resuming; default 25")
     parser.add_argument("--batch-size", type=positive(int), default=16, help="default 16")
-    parser.add_argument("--lr", type=positive(float), help="of the first epoch; default: one that suits the optimizer")
+    parser.add_argument("--lr", type=positive(float), help="in the first epoch; the default depends on the optimizer")
     parser.add_argument("--max-norm", type=positive(float), default=2.0, help="gradient norm to clip at; default 2")
-    parser.add_argument("--loss-scale", type=loss_scale, help='a number or "dynamic"; default: that of the opt level')
-    parser.add_argument("--first-loss-scale", type=positive(float), help="where a dynamic loss scale starts")
+    parser.add_argument("--loss-scale", type=loss_scale, help='a number or "dynamic"; default: of the opt level')
+    parser.add_argument("--first-loss-scale", type=positive(float), help="first value of a dynamic loss scale")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--checkpoint", type=Path, metavar="PATH", help="written after every epoch")
-    parser.add_argument("--resume", type=Path, metavar="PATH", help="checkpoint to go on from")
+    parser.add_argument("--checkpoint", type=Path, metavar="PATH", help="file to write after every epoch")
+    parser.add_argument("--resume", type=Path, metavar="PATH", help="checkpoint to resume from")
     parser.add_argument(
-        "--output-dir", type=Path, default=Path(), metavar="DIR", help="where the plot goes; default here"
+        "--output-dir", type=Path, default=Path(), metavar="DIR", help="folder for the plot; default: this one"
     )
     parser.add_argument("--plot", type=Path, metavar="PATH", help="default digits.png in --output-dir")
-    parser.add_argument("--verbosity", type=int, default=1, help="0 keeps amp quiet")
-    parser.add_argument("--no-progress", action="store_true", help="no progress bar")
+    parser.add_argument("--verbosity", type=int, default=1, help="0 silences amp; default 1")
+    parser.add_argument("--no-progress", action="store_true", help="hide the progress bar")
     args = parser.parse_args()
     args.plot = args.plot or args.output_dir / "digits.png"
     if args.first_loss_scale and (args.loss_scale or DEFAULT_LOSS_SCALE[args.opt_level]) != "dynamic":
@@ -280,7 +280,7 @@ def main() -> int:
         for option, path in (("--plot", args.plot), ("--checkpoint", args.checkpoint)):
             if path is not None and (path.is_dir() or not path.parent.is_dir()):
                 raise UserError(f"{option}: {path} cannot be written: it is a directory or lies in none")
-        with logging_redirect_tqdm():  # what amp logs goes above the bar
+        with logging_redirect_tqdm():  # prints amp's log above the bar
             history = train(args)
     except UserError as error:
         print(f"digits.py: error: {error}", file=sys.stderr)

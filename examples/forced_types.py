@@ -1,11 +1,11 @@
-"""Forces layers and functions to fp32, in the same words at every opt level.
+"""Keeps layers and functions in fp32, with the same arguments at every opt level.
 
     python examples/forced_types.py                             # trains at each of O0 to O5
-    python examples/forced_types.py --opt-level O2 --without keep_fp32      # what becomes of it otherwise
+    python examples/forced_types.py --opt-level O2 --without keep_fp32      # fails without it
     python examples/forced_types.py --opt-level O2 --without ops_fp32
 
-The net reads the UCI handwritten digits as images of 0 to 255, row by row. Two things in it do not work in 16 bits: the
-sums of squares in ``RMSNorm`` go beyond the range of fp16, and torch has no cdist for 16-bit types.
+The net reads the UCI handwritten digits as images of 0 to 255, row by row. Two of its ops fail in 16 bits: the sums of
+squares in ``RMSNorm`` overflow fp16, and torch has no cdist for 16-bit types.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ampctx import amp, optimizers
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
-# Modules by the pattern of their names and by their class, functions by their names.
+# Modules by name pattern and by class; functions by name.
 FORCED = {"keep_fp32": ["head.*", nn.LayerNorm], "ops_fp32": {"softmax", "cdist"}}
 
 
@@ -29,7 +29,7 @@ FORCED = {"keep_fp32": ["head.*", nn.LayerNorm], "ops_fp32": {"softmax", "cdist"
 
 
 class RMSNorm(nn.LayerNorm):
-    """By root mean squares. Written by hand, as in many models, which cast to fp32 and back in there: this does not."""
+    """Normalizes by root mean squares. Many models write this by hand and cast to fp32 inside; this one does not."""
 
     computed_in: torch.dtype | None = None
 
@@ -40,7 +40,7 @@ class RMSNorm(nn.LayerNorm):
 
 
 class Net(nn.Module):
-    """(N, 1, 8, 8) images -> (N, 10) scores: how near an image is to a prototype of each digit."""
+    """Maps (N, 1, 8, 8) images to (N, 10) scores: the negative distance to a prototype of each digit."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def train(args: argparse.Namespace, level: str, images: Tensor, labels: Tensor) 
 
 
 def types_inside(model: Net, images: Tensor) -> str:
-    """The types that ``body``, ``norm`` and ``head`` compute in."""
+    """The dtypes that ``body``, ``norm`` and ``head`` compute in."""
     found = {}
     layers = {"body": model.body, "head": model.head[0]}
     hooks = [
@@ -102,11 +102,11 @@ def positive(text: str) -> int:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--opt-level", nargs="+", default=LEVELS, choices=LEVELS, help="one or several; default: all")
+    parser.add_argument("--opt-level", nargs="+", default=LEVELS, choices=LEVELS, help="one or several; default all")
     parser.add_argument("--without", nargs="+", default=[], choices=list(FORCED), help="leave out one or both")
     parser.add_argument("--epochs", type=positive, default=4, help="default 4")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--verbosity", type=int, default=0, help="1: amp prints its options; default 0")
+    parser.add_argument("--verbosity", type=int, default=0, help="1 prints amp's options; default 0")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: cuda was asked for and torch finds no CUDA device here; use --device cpu")
@@ -115,7 +115,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
-    # Operations this small gain little from a second thread, and lose much where the cores are busy.
+    # Ops this small gain little from a second thread, and lose much on busy cores.
     torch.set_num_threads(1)
     device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
     images, labels, test_images, test_labels = load_digits(device)

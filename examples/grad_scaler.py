@@ -1,12 +1,11 @@
-"""Every public method of GradScaler, in one loop that has a use for each of them.
+"""Uses every public method of GradScaler in one training loop.
 
     python examples/grad_scaler.py                          # fp16 under autocast
     python examples/grad_scaler.py --scaler torch           # the same loop with torch.amp.GradScaler: the same numbers
     python examples/grad_scaler.py --dtype bfloat16         # needs no scaling: a disabled scaler, in the same loop
 
-A net learns a function in two stages. The first begins with a scale far too low and looks for a good one in large
-steps; it is interrupted, saved and taken up again. The second has a loss of another size, which is known
-beforehand.
+A net learns a function in two stages. The first starts with a scale far too low and finds a good one in large steps. In
+the middle the program saves and loads the scaler. The second stage has a loss 1024 times as large.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ def report(step: int, scaler: torch.amp.GradScaler, why: str) -> None:
 
 
 def train(args: argparse.Namespace) -> tuple[list[float], list[float], int]:
-    """The losses and the scale at each step, and how many steps were skipped."""
+    """Trains the net. Returns the loss and the scale of each step, and the number of skipped steps."""
     dtype = getattr(torch, args.dtype)
     model = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)).to(args.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    # bf16 has the range of fp32. A disabled scaler passes everything through, so that the loop stays as it is.
+    # bf16 has the range of fp32 and needs no scaling. A disabled scaler passes everything through: same loop.
     scaler = SCALERS[args.scaler](args.device, init_scale=2.0**4, enabled=dtype == torch.float16)
     if scaler.is_enabled():
-        # Quickly up, and back by as much.
+        # Grow fast, and fall back by the same factor.
         scaler.set_growth_factor(8.0)
         scaler.set_backoff_factor(0.125)
         scaler.set_growth_interval(4)
@@ -52,7 +51,7 @@ def train(args: argparse.Namespace) -> tuple[list[float], list[float], int]:
             scaler.set_growth_interval(2000)
             report(step, scaler, "found, now the usual rule")
         if step == args.steps // 2:
-            # After update(), with the states of model and optimizer. The one of a disabled scaler is empty.
+            # Save after update(), with the states of model and optimizer. The state of a disabled scaler is empty.
             file = io.BytesIO()
             torch.save({"scaler": scaler.state_dict()}, file)
             file.seek(0)
@@ -61,24 +60,24 @@ def train(args: argparse.Namespace) -> tuple[list[float], list[float], int]:
             if scaler.is_enabled():
                 report(step, scaler, "saved and loaded")
 
-        size = 1024.0 if step >= 3 * args.steps // 4 else 1.0  # of the loss in the second stage, and in the first
+        size = 1024.0 if step >= 3 * args.steps // 4 else 1.0  # the factor of the loss: second stage, first stage
         x = 4 * torch.rand(64, 1, device=args.device) - 2
         optimizer.zero_grad()
         with torch.autocast(args.device, dtype=dtype):
             output = model(x)
             fit = F.mse_loss(output, torch.sin(3 * x)) * size
             small = output.square().mean() * 1e-6 * size
-        # One tensor, or any number of them.
+        # scale() takes one tensor or several.
         torch.autograd.backward(scaler.scale([fit, small]))
-        # True gradients from here on, to clip or to look at.
+        # From here on gradients are unscaled, to clip or read.
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        # What optimizer.step() returns, or None where it was skipped.
+        # Returns the result of optimizer.step(), or None if it was skipped.
         scaler.step(optimizer)
 
         scale = scaler.get_scale()
         if step + 1 == 3 * args.steps // 4 and scaler.is_enabled():
-            # The loss is about to become 1024 times as large. Without this, ten skipped steps would find out.
+            # The next loss is 1024 times as large. Otherwise ten skipped steps would lower the scale.
             scaler.update(new_scale=scale / 1024)
             report(step + 1, scaler, "set by hand")
         else:
@@ -111,7 +110,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    torch.set_num_threads(1)  # operations this small lose by more
+    torch.set_num_threads(1)  # more threads slow down ops this small
     torch.manual_seed(0)
     losses, scales, skipped = train(args)
     last = 3 * args.steps // 4 - 1

@@ -1,12 +1,12 @@
-"""Adds the norm of the gradients to the loss (a double backward), in both interfaces of ampctx.
+"""Adds the norm of the gradients to the loss (a double backward), with both interfaces of ampctx.
 
     python examples/gradient_penalty.py                     # apex's interface, at O2
     python examples/gradient_penalty.py --opt-level O1
     python examples/gradient_penalty.py --api torch         # torch.autocast and GradScaler
     python examples/gradient_penalty.py --weight 0          # no penalty, to compare with
 
-The penalty is made of gradients that nobody owns: torch.autograd.grad returns them, so they are scaled and unscaled by
-hand. The double backward goes through a BatchNorm in training mode. wgan_gp.py has the penalty of a GAN.
+torch.autograd.grad returns the gradients of the penalty. No optimizer unscales them, so the program scales and unscales
+them itself. The double backward goes through a BatchNorm in training mode. wgan_gp.py has the penalty of a GAN.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def train_apex(model: nn.Module, data: Batches, weight: float, opt_level: str) -
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
 
-        # Small gradients would be rounded to 0 in fp16, so this backward is scaled, too. Reading the scale waits for
-        # the device. A backward of your own belongs outside of O1's casts.
+        # In fp16 small gradients would round to 0, so scale this backward, too. Reading the scale is a host sync. Call
+        # torch.autograd.grad without the casts of O1.
         scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
         with amp.disable_casts():
-            # The parameters of the model, which this graph has seen, and not amp.master_params.
+            # model.parameters(), because the graph does not contain amp.master_params.
             scaled_grads = torch.autograd.grad(loss * scale, list(model.parameters()), create_graph=True)
-        # Those of an fp16 model are fp16: divide and square them in fp32.
+        # Gradients of an fp16 model are fp16: divide and square them in fp32.
         grad_norm = norm_of([grad.float() / scale for grad in scaled_grads])
 
         with amp.scale_loss(loss + weight * grad_norm, optimizer) as scaled_loss:
@@ -62,11 +62,11 @@ def train_torch(model: nn.Module, data: Batches, weight: float, device: str) -> 
             loss = F.cross_entropy(model(x), y)
 
         scaled_grads = torch.autograd.grad(scaler.scale(loss), list(model.parameters()), create_graph=True)
-        # No optimizer owns these gradients, so unscale_ has nothing to do with them.
+        # unscale_ does not see these gradients, because they are in no .grad.
         inv_scale = 1.0 / scaler.get_scale()
         grads = [grad * inv_scale for grad in scaled_grads]
 
-        # The penalty is part of the forward pass.
+        # The penalty belongs to the forward pass, under autocast.
         with torch.autocast(device, dtype=torch.float16):
             grad_norm = norm_of(grads)
             loss = loss + weight * grad_norm
@@ -79,7 +79,7 @@ def train_torch(model: nn.Module, data: Batches, weight: float, device: str) -> 
 
 
 def moons(count: int, device: str) -> tuple[Tensor, Tensor]:
-    """Points on two half circles that reach into each other, and which of the two it is."""
+    """Points on two interleaved half circles, and the index of their circle."""
     label = torch.randint(2, (count,), device=device)
     angle = 3.1416 * torch.rand(count, device=device)
     side = 1.0 - 2.0 * label
@@ -97,7 +97,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--api", default="apex", choices=["apex", "torch"], help="default apex")
     parser.add_argument("--opt-level", choices=list(amp.OPT_LEVELS), help="with --api apex; default O2")
-    parser.add_argument("--weight", type=float, default=0.5, help="of the penalty; default 0.5")
+    parser.add_argument("--weight", type=float, default=0.5, help="weight of the penalty; default 0.5")
     parser.add_argument("--steps", type=positive, default=200, help="default 200")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     args = parser.parse_args()
@@ -112,7 +112,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    torch.set_num_threads(1)  # operations this small lose by more
+    torch.set_num_threads(1)  # more threads slow down ops this small
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(2, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2)

@@ -1,13 +1,13 @@
-"""Trains a small net on the UCI handwritten digits over several processes or several threads, in mixed precision.
+"""Trains a small net on the UCI handwritten digits with several processes or threads, in mixed precision.
 
     torchrun --nproc-per-node 2 examples/parallel.py               # DistributedDataParallel: gloo on CPUs, nccl on GPUs
     torchrun --nproc-per-node 2 examples/parallel.py --api amp torch    # then again with torch.autocast and GradScaler
-    torchrun --nproc-per-node 2 examples/parallel.py --overflow-at 5    # on one rank: both skip that step
+    torchrun --nproc-per-node 2 examples/parallel.py --overflow-at 5    # one rank overflows, both skip that step
     python examples/parallel.py                                    # nn.DataParallel; on a CPU, threads
     python examples/parallel.py --api amp torch
 
-nn.DataParallel runs a replica of the model in a thread for each GPU. Where there is no GPU it calls the model in the
-thread that called it, so the threads here are then those of ``Threads`` below.
+nn.DataParallel runs a replica of the model in one thread for each GPU. Without a GPU it uses only the
+calling thread, so this program then uses the class ``Threads`` below.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
-# DistributedDataParallel imports it too, but where there is a default group already, which then is the default of its
-# functions' arguments: the group outlives destroy_process_group, and its threads do. One of gloo's that gives back a
-# tensor while Python shuts down ends the process with SIGABRT.
+# Import this before the default process group exists. DistributedDataParallel imports it later, and default arguments
+# would then keep the group alive after destroy_process_group. A gloo thread that frees a tensor while Python shuts down
+# ends the process with SIGABRT.
 import torch.distributed.nn
 import torch.nn.functional as F
 from digits import accuracy, load_digits
@@ -34,23 +34,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampctx import GradScaler, amp, optimizers
 
-# Started by torchrun, which sets these for each process.
+# torchrun sets these variables for each process.
 DISTRIBUTED = "RANK" in os.environ
 RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 AUTOCAST_DTYPE = {"O0": None, "O1": torch.float16, "O4": torch.bfloat16}
 
-# --- models and what runs them in parallel ----------------------------------------------------------------------------
+# --- models and parallel wrappers -------------------------------------------------------------------------------------
 
 
 def make_model() -> nn.Module:
-    # No batch norm: threads that share one would write into the same running statistics.
+    # No batch norm: the threads would write to the same running statistics.
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.LayerNorm(128), nn.GELU(), nn.Linear(128, 10))
 
 
 class WithAutocast(nn.Module):
-    """A model that takes torch's autocast along to whatever thread calls it. ``dtype`` None: no autocast.
+    """Runs a model under torch's autocast in every thread that calls it. ``dtype`` None: no autocast.
 
-    amp.initialize does as much for the models it gets: at O1 and O4 their forwards are cast in every thread.
+    amp.initialize does the same for its models at O1 and O4.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype | None) -> None:
@@ -63,7 +63,7 @@ class WithAutocast(nn.Module):
 
 
 class Threads(nn.Module):
-    """What nn.DataParallel does over GPUs, on a CPU: every thread takes its share of the batch through the model."""
+    """nn.DataParallel for a CPU: every thread runs the model on its share of the batch."""
 
     def __init__(self, module: nn.Module, count: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Threads(nn.Module):
         self.workers = [ThreadPoolExecutor(1, thread_name_prefix=f"worker{i}") for i in range(count)]
 
     def forward(self, images: Tensor) -> Tensor:
-        grad_enabled = torch.is_grad_enabled()  # belongs to a thread, too
+        grad_enabled = torch.is_grad_enabled()  # a setting of the thread, too
 
         def run(share: Tensor) -> Tensor:
             with torch.set_grad_enabled(grad_enabled):
@@ -83,7 +83,7 @@ class Threads(nn.Module):
 
 
 def in_parallel(model: nn.Module, device: torch.device, threads: int) -> nn.Module:
-    """After amp.initialize, which refuses a model that is wrapped."""
+    """Wraps a model. Call it after amp.initialize, which refuses wrapped models."""
     if DISTRIBUTED:
         return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
     return nn.DataParallel(model) if device.type == "cuda" else Threads(model, threads)
@@ -93,27 +93,27 @@ def in_parallel(model: nn.Module, device: torch.device, threads: int) -> nn.Modu
 
 
 def batches(args: argparse.Namespace, images: Tensor, labels: Tensor) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """For each step of this rank its micro-batches."""
+    """The micro-batches of each step of this rank."""
     for epoch in range(args.epochs):
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch)).to(images.device)
         mine, size = order[RANK::WORLD_SIZE], args.batch_size * args.accumulate
-        # As many steps as every rank has images for: all have to take part in each.
+        # Only steps for which every rank has images: all ranks must take part in each step.
         for indices in mine[: len(order) // (size * WORLD_SIZE) * size].split(size):
             yield [(images[i], labels[i]) for i in indices.split(args.batch_size)]
 
 
 def overflow_in(args: argparse.Namespace, step: int) -> float:
-    """What the loss is multiplied by: inf on the last rank in the step of --overflow-at."""
+    """The factor of the loss: inf on the last rank at step --overflow-at, else 1."""
     return float("inf") if step == args.overflow_at and RANK == WORLD_SIZE - 1 else 1.0
 
 
 def without_sync(model: nn.Module, more: bool) -> contextlib.AbstractContextManager:
-    """DistributedDataParallel averages the gradients of the last micro-batch, which are the sums of all."""
+    """Skips DistributedDataParallel's reduction for all but the last micro-batch, which reduces the sums."""
     return model.no_sync() if more and isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
 
 
 def train_with_amp(args: argparse.Namespace, device: torch.device, data) -> tuple[nn.Module, float, int]:
-    """The model as it was wrapped, the loss scale and the number of skipped steps."""
+    """Trains with amp. Returns the wrapped model, the loss scale and the number of skipped steps."""
     model = make_model().to(device)
     optimizer = optimizers.FusedAdam(model.parameters(), lr=0.005)
     model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=args.verbosity)
@@ -132,7 +132,7 @@ def train_with_amp(args: argparse.Namespace, device: torch.device, data) -> tupl
 
 
 def train_with_autocast(args: argparse.Namespace, device: torch.device, data) -> tuple[nn.Module, float, int]:
-    """The same with torch's interface."""
+    """Trains with torch's interface. Returns the same."""
     model = make_model().to(device)
     optimizer = optimizers.FusedAdam(model.parameters(), lr=0.005)
     model = in_parallel(WithAutocast(model, AUTOCAST_DTYPE[args.opt_level]), device, args.threads)
@@ -156,7 +156,7 @@ def train_with_autocast(args: argparse.Namespace, device: torch.device, data) ->
 
 
 def linear_layers_of(call: Callable[[], object]) -> tuple[set[str], set[torch.dtype]]:
-    """In which threads, and in which types, linear layers run during ``call()``."""
+    """The threads and the dtypes of linear layers during ``call()``."""
     threads, dtypes = set(), set()
 
     def look(module: nn.Module, args: tuple, output: Tensor) -> None:
@@ -170,7 +170,7 @@ def linear_layers_of(call: Callable[[], object]) -> tuple[set[str], set[torch.dt
 
 
 def same_on_all_ranks(numbers: Tensor) -> bool:
-    """Whether every rank gave these very numbers."""
+    """Whether every rank has the same numbers."""
     everyone = [torch.empty_like(numbers) for _ in range(WORLD_SIZE)]
     dist.all_gather(everyone, numbers)
     return all(torch.equal(numbers, others) for others in everyone)
@@ -193,7 +193,7 @@ def report_threads(args: argparse.Namespace, api: str, model: nn.Module, images:
 
 
 def run(api: str, args: argparse.Namespace, device: torch.device, data, images: Tensor, labels: Tensor) -> bool:
-    """Trains and prints what came of it on rank 0; False if ranks differ in that."""
+    """Trains, and prints the result on rank 0. Returns False if ranks differ."""
     torch.manual_seed(0)
     train = train_with_amp if api == "amp" else train_with_autocast
     model, scale, skipped = train(args, device, data)
@@ -225,18 +225,18 @@ def positive(text: str) -> int:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--api", nargs="+", default=["amp"], choices=["amp", "torch"], help="apex's words (default), torch's, or both"
+        "--api", nargs="+", default=["amp"], choices=["amp", "torch"], help="apex's API (default), torch's, or both"
     )
     parser.add_argument(
         "--opt-level", default="O1", choices=["O0", "O1", "O2", "O3", "O4", "O5"], help="default O1; torch: O0, O1, O4"
     )
     parser.add_argument("--epochs", type=positive, default=6, help="default 6")
-    parser.add_argument("--batch-size", type=positive, default=16, help="of a micro-batch of a process; default 16")
+    parser.add_argument("--batch-size", type=positive, default=16, help="micro-batch of each process; default 16")
     parser.add_argument("--accumulate", type=positive, default=1, help="micro-batches per step; default 1")
     parser.add_argument("--threads", type=positive, default=2, help="on a CPU without torchrun; default 2")
-    parser.add_argument("--overflow-at", type=int, metavar="STEP", help="from 0: an infinite loss there, on one rank")
+    parser.add_argument("--overflow-at", type=int, metavar="STEP", help="step, from 0, with an infinite loss on a rank")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--verbosity", type=int, default=1, help="0 keeps amp quiet")
+    parser.add_argument("--verbosity", type=int, default=1, help="0 silences amp; default 1")
     args = parser.parse_args()
     if "torch" in args.api and args.opt_level not in AUTOCAST_DTYPE:
         parser.error(f"--opt-level: torch.autocast casts op by op, as O1 and O4 do; {args.opt_level} is for --api amp")
@@ -255,7 +255,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
-    # Operations this small gain little from a second thread, and lose much where the cores are busy.
+    # Ops this small gain little from a second thread, and lose much on busy cores.
     torch.set_num_threads(1)
     use_cuda = args.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if use_cuda else torch.device("cpu")

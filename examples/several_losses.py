@@ -1,12 +1,12 @@
-"""Two losses that share two models and their graph, with one or two optimizers, in both interfaces of ampctx.
+"""Trains two models with two losses over one graph, one or two optimizers, with both interfaces of ampctx.
 
     python examples/several_losses.py                               # apex's interface, at O2; a loss scale per loss
-    python examples/several_losses.py --models 1 --optimizers 2     # all four shapes that amp.initialize takes
+    python examples/several_losses.py --models 1 --optimizers 2     # amp.initialize takes all four combinations
     python examples/several_losses.py --scales shared               # one loss scale, delay_unscale on the first loss
     python examples/several_losses.py --api torch                   # torch.autocast and GradScaler
 
-Both losses are 0 where the first model gives 8/19 and the second 1/19 of the target. The second loss weighs a hundred
-times as much, so that its gradients overflow at scales which suit those of the first.
+Both losses are 0 if the first model gives 8/19 and the second 1/19 of the target. The second loss has a factor of 100,
+so its gradients overflow at loss scales that are fine for the first.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def losses_of(outputs: list[Tensor], target: Tensor) -> list[Tensor]:
 
 
 def initialize(models: list[nn.Module], optimizers: list[Optimizer], **options) -> None:
-    """What goes in alone comes out alone, a list comes out as a list: the same objects, ready for mixed precision."""
+    """Passes one object or a list, and gets the same objects back in the same shape."""
     match len(models), len(optimizers):
         case 1, 1:
             models[0], optimizers[0] = amp.initialize(models[0], optimizers[0], **options)
@@ -68,16 +68,17 @@ def train_apex(
         for optimizer in optimizers:
             optimizer.zero_grad()
         losses = losses_of(outputs_of(models, x), target)
-        # Each block gets all the optimizers whose parameters its backward reaches. retain_graph has nothing to do with
-        # amp: the second backward goes through the same graph.
+        # Name all optimizers whose parameters the backward reaches. retain_graph is not about amp: the second backward
+        # uses the same graph.
         if shared:
-            # One scale: gradients of the first loss stay scaled, the last block unscales the sum.
+            # One scale: gradients of the first loss stay scaled, and the last block unscales the sum.
             with amp.scale_loss(losses[0], optimizers, delay_unscale=True) as scaled_loss:
                 scaled_loss.backward(retain_graph=True)
             with amp.scale_loss(losses[1], optimizers) as scaled_loss:
                 scaled_loss.backward()
         else:
-            # A scale for each: unscaled one by one, the gradients add up. An overflow lowers the scale of its own loss.
+            # A scale for each loss: each block unscales, and the gradients add up. An overflow lowers only its own
+            # scale.
             with amp.scale_loss(losses[0], optimizers, loss_id=0) as scaled_loss:
                 scaled_loss.backward(retain_graph=True)
             with amp.scale_loss(losses[1], optimizers, loss_id=1) as scaled_loss:
@@ -96,10 +97,10 @@ def train_torch(models: list[nn.Module], optimizers: list[Optimizer], data: Batc
             losses = losses_of(outputs_of(models, x), target)
         scaler.scale(losses[0]).backward(retain_graph=True)
         scaler.scale(losses[1]).backward()
-        # Unscale those whose gradients you want to look at or change; step does it for the others.
+        # Unscale only to read or change gradients. step() unscales the others.
         scaler.unscale_(optimizers[0])
         torch.nn.utils.clip_grad_norm_(optimizers[0].param_groups[0]["params"], 1e4)
-        # Each decides by itself whether to skip. update comes once, after all of them.
+        # Each optimizer skips by itself. Call update() once, after all steps.
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
@@ -133,7 +134,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    torch.set_num_threads(1)  # operations this small lose by more
+    torch.set_num_threads(1)  # more threads slow down ops this small
     torch.manual_seed(0)
     parts = [nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1)).to(args.device) for _ in range(2)]
     models = parts if args.models == 2 else [Two(parts)]

@@ -1,10 +1,10 @@
-"""Typical mixed-precision training, in both interfaces of ampctx: a small conv net on handwritten digits.
+"""Trains a small conv net on handwritten digits in mixed precision, with both interfaces of ampctx.
 
     python examples/typical_training.py                     # apex's: amp.initialize and amp.scale_loss, at O2
     python examples/typical_training.py --opt-level O1      # any of O0 to O5
     python examples/typical_training.py --api torch         # torch's: torch.autocast and GradScaler
 
-The two functions below are the whole difference. Data and model are those of digits.py.
+Only the two training functions below differ. Data and model are those of digits.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 def train_apex(
     model: nn.Module, optimizer: torch.optim.Optimizer, data: Batches, opt_level: str
 ) -> tuple[list[Tensor], float, int]:
-    # Once, when the model is on its device and the optimizer is there.
+    # Once, after the model is on its device and the optimizer exists.
     model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
     losses = []
     for images, labels in data:
@@ -34,7 +34,7 @@ def train_apex(
         loss = F.cross_entropy(model(images), labels)
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
-        # The gradients are unscaled here. If one of them is inf or nan, step() changes nothing.
+        # The gradients are unscaled here. If one is inf or nan, step() changes nothing.
         optimizer.step()
         losses.append(loss.detach())
     return losses, amp.state_dict()["loss_scaler0"]["loss_scale"], amp.skipped_steps(optimizer)
@@ -51,7 +51,7 @@ def train_torch(
         with torch.autocast(device, dtype=torch.float16):
             loss = F.cross_entropy(model(images), labels)
         scaler.scale(loss).backward()
-        # Unscales the gradients, and steps if none of them is inf or nan.
+        # Unscales the gradients, and steps if none is inf or nan.
         scaler.step(optimizer)
         scaler.update()
         losses.append(loss.detach())
@@ -60,7 +60,7 @@ def train_torch(
 
 
 def batches(images: Tensor, labels: Tensor, size: int, epochs: int) -> Batches:
-    """Whole batches, shuffled anew in each epoch."""
+    """Full batches, shuffled again in each epoch."""
     for _ in range(epochs):
         order = torch.randperm(len(images), device=images.device)
         for batch in order[: len(order) // size * size].split(size):
@@ -89,7 +89,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    torch.set_num_threads(1)  # operations this small lose by more
+    torch.set_num_threads(1)  # more threads slow down ops this small
     torch.manual_seed(0)
     images, labels, test_images, test_labels = load_digits(torch.device(args.device))
     model = make_model().to(args.device)

@@ -1,12 +1,12 @@
-"""A Wasserstein GAN with gradient penalty learns eight clusters on a circle, in both interfaces of ampctx.
+"""Trains a Wasserstein GAN with gradient penalty on eight clusters, with both interfaces of ampctx.
 
     python examples/wgan_gp.py                          # apex's interface, at O1; a loss scale for each of two losses
     python examples/wgan_gp.py --opt-level O2
     python examples/wgan_gp.py --api torch              # torch.autocast, and a GradScaler for each of two losses
-    python examples/wgan_gp.py --plot wgan_gp.png       # draw what it has learned
+    python examples/wgan_gp.py --plot wgan_gp.png       # draw real and generated points
 
-The generator has BatchNorm. The critic has not: the penalty is about its gradient at each sample by itself, and
-BatchNorm would make that depend on the other samples. LayerNorm does not.
+The generator has BatchNorm. The critic has LayerNorm: the penalty needs its gradient at each sample alone, and with
+BatchNorm that gradient would depend on the other samples.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ampctx import amp
 
 LATENT = 8
 BATCH = 64
-CRITIC_STEPS = 3  # for each step of the generator
+CRITIC_STEPS = 3  # per step of the generator
 PENALTY = 1.0
 
 
@@ -50,8 +50,8 @@ def train_apex(
                 fake = generator(torch.randn(BATCH, LATENT, device=device))
             mixed = mixture(real, fake)
             score = critic(mixed)
-            # A backward of your own: scaled by hand, as small gradients of fp16 would be rounded to 0, and outside of
-            # O1's casts. Reading the scale waits for the device.
+            # Scale this backward by hand, because small fp16 gradients would round to 0, and run it without the casts
+            # of O1. Reading the scale is a host sync.
             scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
             with amp.disable_casts():
                 (scaled_grad,) = torch.autograd.grad(score.sum() * scale, mixed, create_graph=True)
@@ -61,7 +61,7 @@ def train_apex(
                 scaled_loss.backward()
             c_optimizer.step()
 
-        critic.requires_grad_(False)  # this backward goes through the critic, and is not for its parameters
+        critic.requires_grad_(False)  # this backward goes through the critic, but must not train it
         loss = -critic(generator(torch.randn(BATCH, LATENT, device=device))).mean()
         g_optimizer.zero_grad()
         with amp.scale_loss(loss, g_optimizer, loss_id=1) as scaled_loss:
@@ -76,8 +76,7 @@ def train_torch(
 ) -> list[float]:
     g_optimizer, c_optimizer = optimizers
     device = next(critic.parameters()).device
-    # The losses have steps of their own, so each can have a scale of its own. One scaler for both is updated after each
-    # of the steps.
+    # Each loss has its own steps, so each gets its own scaler. A shared scaler would need an update after each step.
     c_scaler, g_scaler = (ampctx.GradScaler(device.type) for _ in range(2))
     for _ in range(steps):
         for _ in range(CRITIC_STEPS):
@@ -108,13 +107,13 @@ def train_torch(
 
 
 def circle(count: int, device: torch.device) -> Tensor:
-    """Points of eight clusters on the unit circle."""
+    """Points from eight clusters on the unit circle."""
     angle = torch.randint(8, (count, 1), device=device) * (torch.pi / 4)
     return torch.cat((angle.cos(), angle.sin()), dim=1) + 0.05 * torch.randn(count, 2, device=device)
 
 
 def energy_distance(a: Tensor, b: Tensor) -> float:
-    """Between the distributions that these samples are of; 0 if they are one."""
+    """The energy distance of two samples; 0 in expectation if their distributions are equal."""
     return (2 * torch.cdist(a, b).mean() - torch.cdist(a, a).mean() - torch.cdist(b, b).mean()).item()
 
 
@@ -146,7 +145,7 @@ def positive(text: str) -> int:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--api", default="apex", choices=["apex", "torch"], help="default apex")
-    # Without O3: there Adam keeps its averages in fp16, where squares of gradients and its eps are 0.
+    # No O3: there torch's Adam keeps its averages in fp16, where squared gradients and eps become 0.
     parser.add_argument("--opt-level", choices=["O0", "O1", "O2", "O4", "O5"], help="with --api apex; default O1")
     parser.add_argument("--steps", type=positive, default=100, help="default 100")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw real and generated points into this PNG")
@@ -163,7 +162,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    torch.set_num_threads(1)  # operations this small lose by more
+    torch.set_num_threads(1)  # more threads slow down ops this small
     torch.manual_seed(0)
     generator, critic = make_generator().to(args.device), make_critic().to(args.device)
     optimizers = [torch.optim.Adam(m.parameters(), lr=2e-3, betas=(0.5, 0.9)) for m in (generator, critic)]

@@ -348,7 +348,7 @@ FAULTS = [
     ),
     Fault(
         "reset leaves weights perturbed", "ampctx",
-        "self.take_first_step_back()\n            self.gradients.drop_incomplete()", "self.gradients.drop_incomplete()",
+        "self.undo_first_step()\n            self.gradients.drop_incomplete()", "self.gradients.drop_incomplete()",
         f"{AMP}perturbed_weights.py",
     ),
     Fault(

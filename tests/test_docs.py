@@ -1,8 +1,9 @@
 """Every Python block of README and docs runs as it stands; what is shown exists, links lead somewhere.
 
-The API page has every public name.
+The API page has every public name. Pages that messages of ampctx name exist, with their headings.
 """
 
+import ast
 import json
 import re
 import subprocess
@@ -88,6 +89,45 @@ def test_links_lead_somewhere(page):
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
         assert (page.parent / target).exists(), f"{NAMES[page]} links to {target}"
+
+
+MESSAGES = sorted((ROOT / "ampctx").rglob("*.py"))
+
+
+def named_in(source: str) -> list[str]:
+    """The pages, with their anchors, that string literals name."""
+    literals = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    return [
+        page for text in literals if isinstance(text, str) for page in re.findall(r"docs/[\w/]+\.md(?:#[\w-]+)?", text)
+    ]
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors that a git host gives the headings of a page."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_pages_that_messages_name_exist():
+    named = {name for path in MESSAGES for name in named_in(path.read_text())}
+    assert len(named) > 10
+    lost = []
+    for name in sorted(named):
+        page, _, anchor = name.partition("#")
+        if not (ROOT / page).exists() or (anchor and anchor not in anchors_of(ROOT / page)):
+            lost.append(name)
+    assert lost == []
+
+
+def test_a_page_that_a_message_names_is_found_across_lines():
+    assert named_in(
+        'raise ValueError(f"{x} is wrong. See docs/errors.md"\n "#no-such-heading. And docs/guide/clip.md.")'
+    ) == [
+        "docs/errors.md#no-such-heading",
+        "docs/guide/clip.md",
+    ]
+    assert "ampscale_loss-is-a-context-manager" in anchors_of(ROOT / "docs" / "errors.md")
 
 
 def test_make_targets_that_are_shown_exist():

@@ -190,7 +190,7 @@ def test_error_if_nonfinite_reads_once():
     ("given", "kind", "message"),
     [
         (([torch.ones(1), "p"], 1.0), AmpTypeError, r"parameters\[1\] must be a tensor, got str"),
-        ((nn.Linear(1, 1), 1.0), AmpTypeError, r"got Linear: pass model.parameters\(\)"),
+        ((nn.Linear(1, 1), 1.0), AmpTypeError, r"got Linear. Pass amp.master_params\(optimizer\) or"),
         (([], "1"), AmpTypeError, "max_norm must be a number or a one-element tensor, got str"),
         (([], True), AmpTypeError, "max_norm must be a number .* got bool"),
         (([], -1.0), AmpValueError, "max_norm is -1.0, expected a number >= 0"),

@@ -1,6 +1,6 @@
 """``from ampctx import amp``: apex.amp's functions, bound to one default session.
 
-``AmpSession()`` gives the same methods over a configuration of its own.
+``AmpSession()`` has the same methods, for a second configuration in one process.
 """
 
 from ampctx.amp import former_names as _former_names  # noqa: F401

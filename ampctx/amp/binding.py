@@ -1,8 +1,8 @@
-"""What ``initialize`` ties to an optimizer.
+"""``OptimizerBinding``: one optimizer under amp.
 
-``step``, ``zero_grad``, ``add_param_group`` and ``__reduce_ex__`` (of copies and pickles) are replaced on the instance,
-so the object stays the user's own; so are ``first_step`` and ``second_step`` of optimizers in the manner of SAM.
-``phases.TABLE`` tells which of them may be called when. Steps with a closure and those of SAM are in ``closures``.
+``initialize`` replaces ``step``, ``zero_grad``, ``add_param_group`` and ``__reduce_ex__`` (for copies and pickles) on
+the instance, so that the user's object stays the same. It also replaces ``first_step`` and ``second_step`` of SAM
+optimizers. ``phases.TABLE`` says which calls are allowed in which state. Closures and SAM are in ``closures``.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from ampctx.scaling.guarded_step import (
 from ampctx.scaling.loss_scale import LossScale
 from ampctx.scaling.outcome import Culprits
 
-# What a step finds among the attributes of an optimizer that skips by itself.
+# Attributes that a step sets on an optimizer that skips by itself.
 _OFFERED = ("found_inf", "model_params", "model_grads")
 
 
 class OptimizerBinding:
-    """One optimizer under amp: its masters, its gradients, its ``found_inf`` flags, its steps, its replaced methods."""
+    """One optimizer under amp: masters, gradients, ``found_inf`` flags, steps and replaced methods."""
 
     def __init__(
         self,
@@ -71,12 +71,12 @@ class OptimizerBinding:
         self.casts = casts
         self.loop = loop
         self.phase: Step = READY
-        # What takes a first_step back.
-        self.way_back: Callable[[], None] | None = None
+        # Between SAM's two steps: restores the unperturbed weights.
+        self.restore_unperturbed: Callable[[], None] | None = None
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
         self._names_of = names
         self._taken = taken
-        # Are called, and forgotten, when the gradients of the first step are there.
+        # Called once, when the gradients of the first step have arrived.
         self.at_first_step: list[Callable[[OptimizerBinding], None]] = []
         methods = {
             "step": self._step,
@@ -87,8 +87,8 @@ class OptimizerBinding:
         if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
             methods["first_step"] = functools.partial(closures.first_step, self)
             methods["second_step"] = functools.partial(closures.second_step, self)
-        # What the optimizer itself has under these names; those of its class, also as an LR scheduler wraps them, are
-        # None.
+        # Methods that the optimizer instance had. None for those of its class, even if an LR scheduler has wrapped
+        # them.
         self._formers = {
             name: None if hasattr(type(optimizer), name) else vars(optimizer).get(name) for name in methods
         }
@@ -109,21 +109,21 @@ class OptimizerBinding:
     # --- phases -------------------------------------------------------------------------------------------------------
 
     def refuse(self, event: str, name: str) -> None:
-        """Raises AmpError where ``phases.TABLE`` has no such event now. ``name``: what was called."""
+        """Raises AmpError if ``phases.TABLE`` does not allow the event now. ``name``: the call, for the message."""
         gradients = self.gradients
         if self.phase is READY and gradients.is_idle and not gradients.incomplete:
-            return  # where the table refuses nothing
+            return  # the table allows every event in this state
         if (why := refusal(event, gradients.phase, self.phase, gradients.incomplete)) is not None:
             raise AmpError(f"{name} {why}")
 
     def move_on(self, event: str) -> None:
-        """Goes over to the phase that the event leads to. What was released meanwhile stays so."""
+        """Moves to the state that follows the event. RELEASED stays RELEASED."""
         if self.phase is not RELEASED:
             self.phase = TABLE[event].steps[self.phase]
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """For the optimizer's own code: casts are off, and its calls of its methods are not the user's."""
+        """Runs the optimizer's own code with casts off. Its calls of replaced methods pass through."""
         before, self.phase = self.phase, STEPPING
         try:
             with self.casts.suspended() if self.casts.undo else nullcontext():
@@ -132,72 +132,72 @@ class OptimizerBinding:
             self.leave_stepping(before)
 
     def leave_stepping(self, before: Step) -> None:
-        """Back to the phase from before. Also for an interrupt that has ended ``stepping`` half way: steps would pass
-        unchecked from there on."""
-        # An exception in a block of a closure takes a first_step back, and a hook may release the optimizer.
+        """Returns to the state ``before``. An interrupt may end ``stepping`` halfway: without this, later steps would
+        pass unchecked."""
+        # An exception in a block of a closure undoes first_step, and a hook may release the optimizer.
         if self.phase is STEPPING:
-            self.phase = READY if before is PERTURBED and self.way_back is None else before
+            self.phase = READY if before is PERTURBED and self.restore_unperturbed is None else before
 
     # --- blocks -------------------------------------------------------------------------------------------------------
 
     def begin(self, scale: Factor, inv_scale: Factor) -> None:
-        """Makes ready for the backward of a scale_loss block. Under no_grad."""
+        """Prepares the backward of a scale_loss block. Under no_grad."""
         is_idle = self.gradients.is_idle
         self.refuse("enter" if is_idle or self.gradients.phase is Phase.WINDOW else "enter nested", "amp.scale_loss")
         self.steps.epoch += 1
-        self._catch_up(settled=True, gradients=is_idle)
+        self._catch_up(weights_final=True, gradients=is_idle)
         mistakes.block_begins(self, is_idle)
         self.masters.check()
         self.gradients.begin(scale, inv_scale)
 
     def abandon(self, depth: int, committing: bool) -> None:
-        """Ends a block that raised, see ``BlockGradients.abandon``. The weights go back to where they were before a
-        ``first_step``, which the step that this block was for had begun with."""
+        """Ends a block that raised, see ``BlockGradients.abandon``. Also undoes SAM's ``first_step``: the step that it
+        began cannot be completed."""
         self.gradients.abandon(depth, committing)
-        self.take_first_step_back()
+        self.undo_first_step()
         self.move_on("exit raised")
 
-    def take_first_step_back(self) -> None:
-        if self.way_back is not None:
+    def undo_first_step(self) -> None:
+        if self.restore_unperturbed is not None:
             self.masters.begin_writing()
-            self.way_back()
+            self.restore_unperturbed()
             self.masters.copy_to_model()
-            self.way_back = None  # last: it can be taken again
+            self.restore_unperturbed = None  # last: after an exception it can run again
 
-    # --- what changed outside of blocks -------------------------------------------------------------------------------
+    # --- changes outside of blocks ------------------------------------------------------------------------------------
 
     @outside_of_graphs
     @torch.no_grad()
-    def refresh(self, settled: bool = False) -> None:
-        """Brings masters and their gradients up to date with what happened outside scale_loss blocks. No host sync.
+    def refresh(self, weights_final: bool = False) -> None:
+        """Updates masters and their gradients after changes outside scale_loss blocks. No host sync.
 
-        ``settled``: the model's weights are what they should be; before the first block a broadcast may still come.
+        ``weights_final``: no broadcast of the model's weights can still come. Before the first block one may.
         """
-        self._catch_up(settled)
+        self._catch_up(weights_final)
 
-    def _catch_up(self, settled: bool, gradients: bool = True) -> None:
+    def _catch_up(self, weights_final: bool, gradients: bool = True) -> None:
         self.masters.finish_writing()
         self.follow_groups()
         if self.masters.may_disagree:
             self.masters.round_broadcast(self._optimizer())
-            self.masters.resync(settled)
+            self.masters.resync(weights_final)
         if gradients and self.gradients.may_have_outside_grads():
             self._collect_outside_grads()
 
     def _collect_outside_grads(self) -> None:
-        """Unscales and checks what a plain backward has left, or delayed blocks."""
+        """Unscales and checks gradients of a plain backward or of delayed blocks."""
         window = self.gradients.window
         loss_id, scale = (OUTSIDE_OF_BLOCKS, self.loss_scales[0]) if window is None else window.loss
         try:
             self._collect(window, loss_id, scale)
         except BaseException:
-            # They may be among the masters' gradients already, and nobody knows whether they are finite.
+            # Masters may have some of these gradients already, and they may be non-finite.
             self.gradients.incomplete = True
             raise
 
     def _collect(self, window: Any, loss_id: int, scale: LossScale) -> None:
         found_inf = self.gradients.collect_outside_grads(self.is_unchecked)
-        # A window ends at the same step on every rank, with gradients or without; its flag is agreed on at once.
+        # A window ends at the same step on every rank, with or without gradients, so ranks agree on its flag here.
         groups = [] if window is None else scale.groups_with(self.masters.groups)
         if not found_inf.per_device and not groups:
             return
@@ -212,10 +212,10 @@ class OptimizerBinding:
             scale.update(flag)
 
     def follow_groups(self) -> None:
-        """Takes in what users have changed in the optimizer's groups. No host sync."""
+        """Follows the user's changes of the optimizer's groups. No host sync."""
         optimizer = self._optimizer()
         if not self.masters.agrees_with(optimizer):
-            # Gradients from before may be multiplied by a scale.
+            # Gradients from before may be scaled.
             drop = any(not scale.is_identity and scale.scale is not None for scale in self.loss_scales)
             self.masters.follow_groups(optimizer, self._taken, drop)
             mistakes.tell_of_dropped_grads(self)
@@ -225,21 +225,21 @@ class OptimizerBinding:
         return next((p.device for p in params), torch.device("cpu"))
 
     def is_unchecked(self) -> bool:
-        """Whether no block has checked gradients of parameters without masters, where gradients are checked."""
+        """Whether gradients of parameters without masters still need a check: a scale is dynamic, no block did it."""
         return not self.flags.are_of_blocks and any(scale.dynamic for scale in self.loss_scales)
 
     @torch.no_grad()
     def check_gradients(self, before_closure: bool = False) -> None:
         """``refresh`` before a step; ranks of a process group or a mesh agree on gradients that no block has checked.
 
-        Flags of blocks are agreed on already. A step without any takes part whether there are gradients or not: ranks
-        may differ in that.
+        Ranks have agreed on the flags of blocks. A step without such flags always takes part, with or without
+        gradients, because ranks may differ in that.
         """
-        self._catch_up(settled=True)
+        self._catch_up(weights_final=True)
         while self.at_first_step and not before_closure:
             self.at_first_step.pop()(self)
         flags, scale = self.flags.by_loss, self.loss_scales[0]
-        # Gradients that an earlier step has left, where no block added to them. A closure may zero them first.
+        # Gradients that an earlier step has left and no block has added to. A closure may zero them first.
         if self.gradients.stepped and not before_closure and self.is_unchecked():
             found_inf = FoundInf()
             if grads := [values_of(p.grad) for p in self.masters.params_without_master if p.grad is not None]:
@@ -260,20 +260,20 @@ class OptimizerBinding:
     # --- checkpoints and the end --------------------------------------------------------------------------------------
 
     def restore(self, pending: Pending, flags: Flags, scales_used: dict[int, Factor], stepped: bool) -> None:
-        """Takes over gradients, flags and scales of a checkpoint, in the place of all that is there. Between blocks."""
+        """Replaces gradients, flags and scales by those of a checkpoint. Between blocks."""
         self.steps.epoch += 1
         self.gradients.restore(pending)
         self.gradients.stepped = stepped
         self.flags.replace(flags, scales_used)
-        self.way_back = None
+        self.restore_unperturbed = None
         self.move_on("load")
 
     def release(self) -> None:
-        """Gives the optimizer back as it was, its parameters in fp32."""
+        """Restores the optimizer as it was, with its parameters in fp32."""
         self.move_on("reset")
         self._replaced.close()
         if self.optimizer is not None:
-            self.take_first_step_back()
+            self.undo_first_step()
             self.gradients.drop_incomplete()
             with torch.no_grad():
                 self.gradients.collect_outside_grads()
@@ -291,7 +291,7 @@ class OptimizerBinding:
         self.steps.epoch += 1
         if self.masters.pairs:
             mistakes.tell_of_edits(self)
-        self.flags.settle()
+        self.flags.forget_taken()
         try:
             if closure is not None:
                 return closures.step(self, original, closure, args, kwargs)
@@ -312,7 +312,7 @@ class OptimizerBinding:
         return result
 
     def run(self, original: Callable, *args: Any, writes_model: bool = False, **kwargs: Any) -> Any:
-        """The optimizer's own code. Each weight of the model is its rounded master then, after an exception too.
+        """Runs the optimizer's own code. Afterwards, also after an exception, model weights are the rounded masters.
 
         ``writes_model``: the optimizer writes the model's weights along with their masters.
         """
@@ -342,7 +342,7 @@ class OptimizerBinding:
         attributes = vars(optimizer)
         former = {name: attributes[name] for name in _OFFERED if name in attributes}
         try:
-            # Before a closure too, which some optimizer may not evaluate: it steps the gradients that are there then.
+            # Also before a closure. An optimizer that does not evaluate it steps the gradients that are there.
             self.offer(former.get("found_inf"))
             given = (evaluate, *args) if evaluate or args else ()
             result = self.run(original, *given, writes_model=self.masters.lazy, **kwargs)
@@ -362,23 +362,23 @@ class OptimizerBinding:
                 external="found_inf" in former,
             )
             self.gradients.drop_master_grads()
-            self._withdraw(former)
+            self._restore_attributes(former)
             flags.clear()
             self.gradients.stepped = True
         except BaseException:
             flags.of_failed_step = True
-            self._withdraw(former)  # again, where an interrupt came on the way: a flag that stays skips all steps
+            self._restore_attributes(former)  # again, after an interrupt: a flag that stays would skip all steps
             raise
         self.steps.conclude(optimizer, outcome)
         return result
 
     def offer(self, found_inf: Tensor | float | None) -> None:
-        """Sets what the optimizer looks for among its attributes, the flag joined with one that is there already."""
+        """Sets the attributes that the optimizer reads. Joins the flag with one that is there already."""
         optimizer = self._optimizer()
         if any(group.get("fused") for group in optimizer.param_groups):
             align_gradients(optimizer)
         flags = [flag for _, flag in self.flags.by_loss.values()]
-        if found_inf is not None:  # 0-d, and 0 or 1: torch's kernels on the CPU compare with 1
+        if found_inf is not None:  # 0-d, and 0 or 1, because torch's CPU kernels compare with 1
             flags.append(torch.as_tensor(found_inf).detach().reshape(()).ne(0).float())
         if flags:
             optimizer.found_inf = join_flags(flags, flags[0].device)
@@ -386,39 +386,39 @@ class OptimizerBinding:
             optimizer.model_params = self.masters.model_of
             optimizer.model_grads = self.gradients.lazy
 
-    def _withdraw(self, former: dict[str, Any]) -> None:
-        """Takes back what ``offer`` has set, in the place of ``former``."""
+    def _restore_attributes(self, former: dict[str, Any]) -> None:
+        """Removes the attributes that ``offer`` has set, and puts ``former`` back."""
         attributes = vars(self.optimizer)
         for name in _OFFERED:
             attributes.pop(name, None)
         attributes.update(former)
 
     def take_flags(self) -> Flags:
-        """The flags of the losses since the last step, for the one decision that they are for."""
+        """Takes the flags of all losses since the last step, to decide about this step."""
         return self.flags.take()
 
     def skip(self, losses: Overflowed) -> None:
         culprits, known = findings.culprits(self), self._known(self.gradients.lazy)
         self.gradients.drop_master_grads()
         self.gradients.stepped = True
-        self.flags.settle()
+        self.flags.forget_taken()
         self.steps.skipped(self.optimizer, losses, known, culprits)
 
     def let_through(self) -> None:
-        """Notes a step that the host has decided on, and that was taken."""
+        """Records a step that the host decided on and that ran."""
         known = self._known(None)
         self.gradients.drop_master_grads()
         self.gradients.stepped = True
-        self.flags.settle()
+        self.flags.forget_taken()
         self.steps.stepped(self.optimizer, known)
 
     def model_params(self) -> list[Tensor]:
-        """The parameters that the optimizer steps, those of the model in the places of their masters, in order."""
+        """The parameters that the optimizer steps, in order, with model parameters in the places of their masters."""
         model_of = self.masters.model_of
         return [model_of.get(p, p) for group in self.optimizer.param_groups for p in group["params"]]
 
     def names(self) -> list[str]:
-        """What the parameters that the optimizer steps are called, in order."""
+        """The names of the parameters that the optimizer steps, in order."""
         names = self.names_by_id()
         return [names[id(p)] for p in self.model_params()]
 
@@ -426,24 +426,26 @@ class OptimizerBinding:
         return self._names_of.of(self.optimizer, self.masters.model_of)
 
     def _known(self, lazy: ModelGrads | None) -> Known:
-        """Scales, and the norm before clipping where somebody took it. ``lazy``: the lazy gradients. No host sync."""
-        own = self.masters.params_without_master
+        """Scales, and the norm before clipping if a clip computed it. ``lazy``: the lazy gradients. No host sync."""
+        without_master = self.masters.params_without_master
         if lazy is None:
-            stepped = itertools.chain((master for _, master in self.masters.pairs), own)
+            stepped = itertools.chain((master for _, master in self.masters.pairs), without_master)
             norm = norm_before_clipping(grad for p in stepped if (grad := stored_grad(p)) is not None)
         elif lazy.clipped_from is not None:
             norm = lazy.clipped_from
         else:
-            norm = None if any(p.grad is not None for p in own) else lazy.norm()
+            norm = None if any(p.grad is not None for p in without_master) else lazy.norm()
         return Known(self.flags.take_scales(), norm)
 
     def refuse_grad_scaler(self) -> None:
-        """A scaler finds no gradients of masters: it would neither unscale nor check them."""
+        """Raises if there are masters: a scaler would neither unscale nor check their gradients."""
         self.loop.has_scaler = True
         if self.masters.pairs:
             raise AmpError(
-                "a GradScaler was given an optimizer that is under amp with fp32 master weights: use scale_loss, which "
-                "scales the loss and skips steps by itself, or opt_level O0, O1 or O4"
+                "a GradScaler was given an optimizer that is under amp with fp32 master weights. It would not unscale "
+                "their gradients. Remove the scaler and use amp.scale_loss, which also skips steps; or use opt_level "
+                "O0, O1 or O4. See docs/errors.md"
+                "#a-gradscaler-was-given-an-optimizer-that-is-under-amp-with-fp32-master-weights."
             )
 
     # --- the other replaced methods -----------------------------------------------------------------------------------
@@ -452,11 +454,11 @@ class OptimizerBinding:
         self.steps.epoch += 1
         if self.phase is not RELEASED:
             self.masters.finish_writing()
-            self.follow_groups()  # what was taken out may be another optimizer's now
+            self.follow_groups()  # a parameter that was removed may belong to another optimizer now
         original(*args, **kwargs)
         self.gradients.drop_model_grads()
         self.loop.zeroed()
-        # What a block has found that an exception has ended goes with its gradients, too.
+        # The flags of an interrupted block or step go with its gradients.
         if self.flags.of_failed_step or self.gradients.incomplete:
             self.flags.clear()
         self.gradients.forget()
@@ -471,7 +473,7 @@ class OptimizerBinding:
             self.follow_groups()
         except BaseException:
             del self.optimizer.param_groups[-1]
-            # Some of the group may have been taken in.
+            # Some parameters of the group may have been added.
             self.masters.look_again()
             raise
 

@@ -1,4 +1,4 @@
-"""The ``scale_loss`` blocks of one session: what their beginning and their end do to the optimizers that they name."""
+"""The ``scale_loss`` blocks of one session: prepares the optimizers they name, then unscales and checks gradients."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ class Block:
     delay_overflow_check: bool
     scale: Factor = 1.0
     inv_scale: Factor = 1.0
-    # Those that the block does not name, and whose models it may reach.
+    # Optimizers that the block does not name. Its backward may reach their models.
     others: list[OptimizerBinding] = field(default_factory=list)
     elsewhere: list[mistakes.Elsewhere] = field(default_factory=list)
-    # With how many blocks were open before: an exception is for them as if this one had never begun.
+    # With the number of blocks open before this one, for ``abandon``.
     opened: list[tuple[OptimizerBinding, int]] = field(default_factory=list)
     committing: bool = False
-    # The scaled loss tells when a backward goes through it.
+    # The scaled loss has a hook that notes its first backward.
     watched: bool = False
 
 
 class Blocks:
-    """Begins and ends blocks of the optimizers in ``bindings``, which the session fills."""
+    """Begins and ends blocks of the optimizers in ``bindings``. The session fills that mapping."""
 
     def __init__(self, bindings: Mapping[Any, OptimizerBinding]) -> None:
         self._bindings = bindings
-        # Overflow flags of exits that left the scale update to a later one.
+        # Overflow flags of blocks that left the scale update to a later block.
         self.deferred: MutableMapping[LossScale, Tensor] = weakref.WeakKeyDictionary()
 
     @outside_of_graphs
     @torch.no_grad()
     def begin(self, block: Block, loss_scale: LossScale, thread: OwnThread, casts: CastSwitch) -> Factor:
-        """Makes ready for the backward of a block, in this thread. Returns the scale."""
+        """Prepares the backward of a block in this thread. Returns the scale."""
         thread.enter_block(bool(casts.undo) and casts.enabled)
         bindings = block.bindings
         fresh = all(binding.gradients.is_idle for binding in bindings)
-        # Both are taken now: a nested block may move the scale before this one ends.
+        # Read both now: a nested block may change the scale before this one ends.
         block.scale, block.inv_scale = loss_scale.factors(block.device, fresh)
         if len(self._bindings) > len(bindings):
             block.others = self._take_over_elsewhere(bindings)
@@ -68,12 +68,12 @@ class Blocks:
     @outside_of_graphs
     @torch.no_grad()
     def end(self, block: Block, loss_scale: LossScale) -> None:
-        """Unscales and checks what the block's backward has left, or leaves that to a later block."""
+        """Unscales and checks the gradients of the block's backward, or leaves them to a later block."""
         bindings = block.bindings
         mistakes.block_ends(block)
         for binding in bindings:
             binding.flags.scales_used[block.loss_id % len(binding.loss_scales)] = block.scale
-            binding.follow_groups()  # what joined or was unfrozen in the block has its gradients from here
+            binding.follow_groups()  # parameters that joined or were unfrozen in the block got gradients in it
         nested = any(binding.gradients.depth > 1 for binding in bindings)
         if block.delay_unscale and not nested and not self._share_parameters(bindings):
             block.committing = True
@@ -93,15 +93,15 @@ class Blocks:
 
     @staticmethod
     def abandon(block: Block) -> None:
-        """Ends a block that an exception has left, see ``BlockGradients.abandon``."""
-        # The last first: of optimizers that share a parameter, the first has stashed its gradient.
+        """Ends a block that raised, see ``BlockGradients.abandon``."""
+        # In reverse: of optimizers that share a parameter, the first one has stashed its gradient.
         for binding, depth in reversed(block.opened):
             binding.abandon(depth, block.committing)
 
     def _take_over_elsewhere(self, bindings: list[OptimizerBinding]) -> list[OptimizerBinding]:
-        """Bindings that a block does not name, and that must not take its scaled gradients for a plain backward's.
+        """Collects plain gradients of the bindings that a block does not name, and returns these bindings.
 
-        What a plain backward gave them before is taken over now; what the block sends them is dropped, as in apex.
+        Otherwise they would treat the block's scaled gradients as plain ones. The block drops those, as in apex.
         """
         others = [b for b in self._bindings.values() if b not in bindings and b.masters.pairs and b.gradients.is_idle]
         for other in others:
@@ -109,7 +109,8 @@ class Blocks:
         return others
 
     def _share_parameters(self, bindings: list[OptimizerBinding]) -> bool:
-        """Whether a parameter of these bindings is another optimizer's too: it cannot wait for one of them alone."""
+        """Whether another optimizer has a parameter of these bindings, too. Such gradients cannot stay scaled for one
+        of them only."""
         if len(self._bindings) < 2:
             return False
         owners: dict[int, int] = {}
@@ -121,7 +122,7 @@ class Blocks:
     def conclude(
         self, bindings: list[OptimizerBinding], scale: LossScale, loss_id: int, found_inf: Tensor, delay: bool
     ) -> None:
-        """Sets ``found_inf`` for the coming steps and updates the scale, or leaves that to a later block."""
+        """Sets ``found_inf`` for the next steps and updates the scale, or leaves the update to a later block."""
         if not scale.dynamic:
             scale.tell(found_inf)
             if not delay:
@@ -143,10 +144,9 @@ class Blocks:
             scale.update(found_inf)
 
     def take_deferred(self, scale: LossScale) -> Tensor | None:
-        """The flag that blocks with ``delay_overflow_check`` have left for ``scale``, None if there is none.
+        """Takes the flag that blocks with ``delay_overflow_check`` have left for ``scale``, None if there is none.
 
-        Whoever takes it updates the scale and decides about the next steps: they are not skipped for it any more.
-        No host sync.
+        The caller must update the scale and decide about the next steps: this flag no longer skips them. No host sync.
         """
         found_inf = self.deferred.pop(scale, None)
         if found_inf is not None:

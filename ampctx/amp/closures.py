@@ -1,7 +1,7 @@
 """Steps that evaluate the model: ``optimizer.step(closure)``, and the two steps of SAM.
 
-An optimizer with a closure may move before an evaluation overflows. Everything is put back then, and the step counts as
-skipped.
+An optimizer may have moved by the time an evaluation of its closure overflows. amp then restores weights and optimizer
+state, and the step counts as skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _OverflowInClosure(Exception):
 
 
 def step(binding: OptimizerBinding, original: Callable, closure: Callable, args: tuple, kwargs: dict) -> Any:
-    """``optimizer.step(closure)``, by whoever decides."""
+    """``optimizer.step(closure)``. The device or the host decides about the skip."""
     if binding.is_left_to_device(before_backward=True):
         return _step_on_device(binding, original, closure, args, kwargs)
     return _step_on_host(binding, original, closure, args, kwargs)
@@ -33,13 +33,13 @@ def _step_on_device(binding: OptimizerBinding, original: Callable, closure: Call
     former = vars(binding.optimizer).get("found_inf")
 
     def evaluate() -> Any:
-        # Such an optimizer has not moved yet, and a block must not write weights after the forward that it is for.
+        # This optimizer has not moved yet. A block must not write weights after the forward that it belongs to.
         binding.masters.are_ahead = False
         with binding.casts.resumed():
             loss = closure()
         binding.check_gradients()
         if losses := binding.steps.overflowed_instead_of_device(binding.take_flags):
-            binding.skip(losses)  # one too many in a row: raises
+            binding.skip(losses)  # raises AmpStallError: one skip too many in a row
         binding.offer(former)
         binding.masters.begin_writing()
         return loss
@@ -48,8 +48,8 @@ def _step_on_device(binding: OptimizerBinding, original: Callable, closure: Call
 
 
 def _step_on_host(binding: OptimizerBinding, original: Callable, closure: Callable, args: tuple, kwargs: dict) -> Any:
-    """For an optimizer that may evaluate the closure more than once, and move in between."""
-    binding.check_gradients(before_closure=True)  # gradients from before are part of the step, as in SAM
+    """For an optimizer that may evaluate the closure several times, and move in between."""
+    binding.check_gradients(before_closure=True)  # the step uses gradients from before the closure, as SAM does
     if losses := overflowed(binding.take_flags()):
         return binding.skip(losses)
     found: Overflowed = []
@@ -59,7 +59,7 @@ def _step_on_host(binding: OptimizerBinding, original: Callable, closure: Callab
         nonlocal evaluated
         binding.masters.copy_to_model()
         if evaluated:
-            # The optimizer has read them. A closure may zero gradients through the model, which has none of these.
+            # The optimizer has used these. A closure may zero gradients through the model, which does not reach them.
             binding.gradients.drop_master_grads()
         evaluated = True
         with binding.casts.resumed():
@@ -89,7 +89,8 @@ def _step_on_host(binding: OptimizerBinding, original: Callable, closure: Callab
 
 
 def first_step(binding: OptimizerBinding, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """SAM's step to perturbed weights, called by the user: the model goes along. Skipped after an overflow."""
+    """SAM's step to perturbed weights, called by the user. Also writes the model's weights. Skipped after an
+    overflow."""
     if binding.phase in NOT_THE_USERS:
         return original(*args, **kwargs)
     if losses := _begin(binding, "first_step"):
@@ -97,12 +98,12 @@ def first_step(binding: OptimizerBinding, original: Callable, *args: Any, **kwar
         binding.move_on("first_step skipped")
         _zero_if_asked(binding, args, kwargs)
         return None
-    binding.way_back = snapshot(binding.optimizer, wrapped_too=False)
+    binding.restore_unperturbed = snapshot(binding.optimizer, wrapped_too=False)
     try:
         result = binding.run(original, *args, **kwargs)
         binding.gradients.drop_master_grads()
     except BaseException:
-        binding.take_first_step_back()
+        binding.undo_first_step()
         binding.move_on("first_step raised")
         raise
     binding.move_on("first_step")
@@ -110,19 +111,20 @@ def first_step(binding: OptimizerBinding, original: Callable, *args: Any, **kwar
 
 
 def second_step(binding: OptimizerBinding, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """SAM's way back and its step. After an overflow in either backward the weights are those from before both."""
+    """SAM's second step: restores the unperturbed weights and steps them. After an overflow in either backward the
+    weights stay the unperturbed ones."""
     if binding.phase in NOT_THE_USERS:
         return original(*args, **kwargs)
     was_skipped = binding.phase is SKIPPED
     losses = _begin(binding, "second_step")
     binding.move_on("second_step")
     if was_skipped:
-        binding.gradients.drop_master_grads()  # this step has been counted as skipped
+        binding.gradients.drop_master_grads()  # first_step has counted the skip
     elif losses:
-        binding.take_first_step_back()
+        binding.undo_first_step()
         binding.skip(losses)
     else:
-        binding.way_back = None
+        binding.restore_unperturbed = None
         result = binding.run(original, *args, **kwargs)
         binding.let_through()
         return result
@@ -134,7 +136,7 @@ def _begin(binding: OptimizerBinding, name: str) -> Overflowed:
     binding.refuse(name, f"optimizer.{name}()")
     mistakes.before_step(binding)
     binding.steps.epoch += 1
-    binding.flags.settle()
+    binding.flags.forget_taken()
     try:
         binding.check_gradients()
         flags = binding.take_flags()
@@ -145,6 +147,6 @@ def _begin(binding: OptimizerBinding, name: str) -> Overflowed:
 
 
 def _zero_if_asked(binding: OptimizerBinding, args: tuple, kwargs: dict) -> None:
-    """SAM's ``first_step(zero_grad=True)``."""
+    """Handles SAM's ``first_step(zero_grad=True)``."""
     if args[0] if args else kwargs.get("zero_grad", False):
         binding.optimizer.zero_grad()

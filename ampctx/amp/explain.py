@@ -1,7 +1,7 @@
-"""``amp.explain``: which op of a forward ran in which types, what was cast, and what keeps tensor cores idle.
+"""``amp.explain``: the dtypes of every op in a forward, its casts, and products that cannot use tensor cores.
 
-The ops are those that reach torch's kernels, after autocast has had its say. A ``TorchDispatchMode`` sees them there;
-``TorchFunctionMode`` would see the calls of the user, before the casts.
+A ``TorchDispatchMode`` records the ops that reach torch's kernels, after autocast. A ``TorchFunctionMode`` would see
+the user's calls, before the casts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-# Its module has an underscore, and yet it is where torch's notes on extending PyTorch send everybody. A test guards it.
+# torch's notes on extending PyTorch import it from this private module. A test guards it.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampctx._errors import AmpError, AmpTypeError
@@ -26,18 +26,18 @@ from ampctx.casts.arguments import LOW_PRECISION
 
 # Ops that compute nothing, besides those that return views.
 _BOOKKEEPING = frozenset({"empty_like", "new_empty", "new_empty_strided", "unsafe_view"})
-# What tensor cores are for: matrix products (of their last two tensors), convolutions, attention, recurrent layers.
+# Ops for tensor cores: matrix products (of their last two tensors), convolutions, attention, recurrent layers.
 _MATRIX_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "matmul"})
 _CONVOLUTIONS = frozenset({"convolution", "convolution_overrideable"})
 _ATTENTION = "scaled_dot_product"
 _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu", "mkldnn_rnn_layer", "cudnn_rnn"})
 _PRODUCTS = _MATRIX_PRODUCTS | _CONVOLUTIONS | _RECURRENT | {"mv", "addmv", "mkldnn_linear"}
-# How many places a hint names.
+# The number of places that a hint names.
 _NAMED = 3
 
 
 class OpCount(NamedTuple):
-    """A row of the table: ``calls`` of ``op`` had operands of these types, such as "float16" or "float16+float32"."""
+    """A row of the table: ``calls`` of ``op`` had operands of ``dtype``, such as "float16" or "float16+float32"."""
 
     op: str
     dtype: str
@@ -45,7 +45,7 @@ class OpCount(NamedTuple):
 
 
 class CastCount(NamedTuple):
-    """Casts from one floating type to another. ``bytes`` counts what they read and what they write."""
+    """Casts from one floating dtype to another. ``bytes``: bytes read plus bytes written."""
 
     source: str
     target: str
@@ -55,12 +55,12 @@ class CastCount(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """What ``amp.explain`` found. ``print`` shows it as a table; the fields are for programs.
+    """The result of ``amp.explain``. ``print`` shows it as a table; programs use the fields.
 
     Attributes:
-        rows: calls of each op in each type, in the order of the first call.
-        casts: casts, the most bytes first.
-        hints: sentences on what may cost speed; empty where nothing was found.
+        rows: the calls of each op in each dtype, in the order of the first call.
+        casts: the casts, the most bytes first.
+        hints: sentences on possible costs of speed; empty if there are none.
     """
 
     rows: list[OpCount]
@@ -69,16 +69,16 @@ class Explanation:
 
     @property
     def cast_count(self) -> int:
-        """How many casts there were."""
+        """The number of casts."""
         return sum(cast.calls for cast in self.casts)
 
     @property
     def cast_bytes(self) -> int:
-        """How many bytes the casts read and wrote."""
+        """The bytes that the casts read and wrote."""
         return sum(cast.bytes for cast in self.casts)
 
     def calls(self, op: str, dtype: str | None = None) -> int:
-        """How often ``op`` ran, in ``dtype`` or in any."""
+        """Counts the calls of ``op``, in ``dtype`` or in any."""
         return sum(row.calls for row in self.rows if row.op == op and dtype in (None, row.dtype))
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class Explanation:
             lines += ["", "hints", *(f"- {hint}" for hint in self.hints)]
         return "\n".join(lines)
 
-    __repr__ = __str__  # what an interactive session shows
+    __repr__ = __str__  # interactive sessions show the repr
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
@@ -108,45 +108,44 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
 
 
 def explain(model: nn.Module, /, *args: Any, **kwargs: Any) -> Explanation:
-    """Runs ``model(*args, **kwargs)`` once and tells which op ran in which types. Prints nothing: print the result.
+    """Runs ``model(*args, **kwargs)`` once and returns the dtypes of its ops. Print the result.
 
-    The forward runs as it would here and now: at the opt level of ``amp.initialize``, in train or eval mode, under a
-    ``torch.autocast``, ``torch.no_grad`` or ``amp.disable_casts`` block around the call, on any device. There is no
-    backward; its ops run in the types of those of the forward. Code that ``torch.compile`` made runs op by op. What
-    DistributedDataParallel or DataParallel wraps is run without them, so that one rank may ask alone.
+    The forward runs with the current settings: opt level, train or eval mode, and any ``torch.autocast``,
+    ``torch.no_grad`` or ``amp.disable_casts`` block around the call. There is no backward; its ops would use the dtypes
+    of the forward. Compiled code runs op by op. One rank may call it alone: DistributedDataParallel and DataParallel
+    are bypassed.
 
-    Nothing is left behind, also where the forward raises: weights, buffers (running statistics), gradients, tensors
-    given as arguments, random number generators (torch's, Python's, NumPy's), and attributes of the model's modules
-    with the lists, dicts and sets among them are what they were. The cache of cast weights is empty afterwards.
+    Nothing changes, even if the forward raises: ``explain`` restores weights, buffers, gradients, tensor arguments,
+    random number generators (torch, Python, NumPy) and attributes of the modules. It empties autocast's weight cache.
 
     Args:
-        model: any module, of ``amp.initialize`` or not. For the loss too, give a module that computes it.
-        *args, **kwargs: what the model takes: tensors of any dtype and shape, or anything else.
+        model: any module, with or without ``amp.initialize``. To include the loss, pass a module that computes it.
+        *args, **kwargs: the arguments of the model: tensors of any dtype and shape, or other objects.
 
     Returns:
-        Ops that have floating or complex tensors among their arguments, under torch's names for its kernels
-        (``addmm`` for a linear layer), views left out; casts; and hints: 16-bit products with dimensions that are
-        no multiples of 8, weights that are cast more than once, products left in fp32, ops in fp64.
+        An ``Explanation``: ops with floating or complex arguments under the names of torch's kernels (``addmm`` for a
+        linear layer), without views; casts; and hints on 16-bit products with dimensions that are no multiples of 8,
+        weights cast more than once, products in fp32, ops in fp64.
 
     Raises:
         AmpTypeError: ``model`` is no module.
-        AmpError: it has lazy parameters that no forward has made yet.
+        AmpError: a lazy parameter has no values before the first forward.
 
-    No host sync but those of the forward itself, and of saving generators.
+    Host syncs: those of the forward, and of saving the generators.
     """
     if not isinstance(model, nn.Module):
         raise AmpTypeError(
-            f"explain: model must be a torch.nn.Module, got {type(model).__name__}. To explain a function, a loss say, "
-            "call it in the forward of a module"
+            f"explain: model must be a torch.nn.Module, got {type(model).__name__}. To explain a function, such as a "
+            "loss, call it in the forward of a module."
         )
     while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         model = model.module
     lazy = next((n for n, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)), None)
     if lazy is not None:
-        raise AmpError(f"explain: {lazy} of the model is not initialized yet: run one forward first")
+        raise AmpError(f"explain: {lazy} of the model is not initialized yet: run one forward first.")
     recorder = _Recorder()
     with ExitStack() as stack:
-        # Compiled code would run unseen, and what is met for the first time under a mode is never compiled again.
+        # A mode does not see compiled code, and torch never compiles code again that it first met under a mode.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_generators_restored(model, (args, kwargs)))
         stack.enter_context(_modules_restored(model))
@@ -161,7 +160,7 @@ def explain(model: nn.Module, /, *args: Any, **kwargs: Any) -> Explanation:
     return recorder.explanation()
 
 
-# --- as it was before -------------------------------------------------------------------------------------------------
+# --- restoring state --------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -183,11 +182,11 @@ def _generators_restored(model: nn.Module, batch: Any) -> Iterator[None]:
 
 @contextmanager
 def _modules_restored(model: nn.Module) -> Iterator[None]:
-    """Puts attributes of modules back, and what was in their lists, dicts and sets."""
+    """Restores attributes of modules, and the contents of their lists, dicts and sets."""
     before = []
     for module in model.modules():
         attributes = dict(vars(module))
-        # Which parameters a module has at the moment is the business of what shards them.
+        # Not _parameters: the code that shards them replaces entries.
         containers = [v for k, v in attributes.items() if k != "_parameters" and isinstance(v, (list, dict, set))]
         contents = [(v, dict(v) if isinstance(v, dict) else list(v)) for v in containers]
         before.append((vars(module), attributes, contents))
@@ -199,7 +198,7 @@ def _modules_restored(model: nn.Module) -> Iterator[None]:
             for name in state.keys() - attributes.keys():
                 del state[name]
             for value, content in contents:
-                # Unchanged ones are let be: some subclasses cannot be written to.
+                # Leave unchanged ones alone: some subclasses cannot be written to.
                 if not _same_elements(value, content):
                     value.clear()
                     value.extend(content) if isinstance(value, list) else value.update(content)
@@ -214,7 +213,7 @@ def _same_elements(a: Any, b: Any) -> bool:
 
 @contextmanager
 def _tensors_restored(model: nn.Module, batch: Any, recorder: _Recorder) -> Iterator[None]:
-    """Puts weights, gradients and arguments back, where the forward writes to them from copies made just before."""
+    """Restores weights, gradients and arguments. The recorder copies a tensor just before an op first writes to it."""
     parameters = list(model.parameters())
     grads = [p.grad for p in parameters]
     forms = []
@@ -246,8 +245,8 @@ def _layout(t: Tensor) -> tuple[Any, ...]:
 
 @contextmanager
 def _sharding_restored(model: nn.Module) -> Iterator[None]:
-    """Shards again what ``fully_shard`` had sharded: what has no backward stays whole, and is stale after a step."""
-    # An instance can exist only where its module was imported already.
+    """Reshards ``fully_shard`` units: without a backward they stay unsharded, and are stale after a step."""
+    # If there is an instance, its module has been imported.
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     units = [m for m in model.modules() if isinstance(m, kind)]
     before = [list(map(id, unit.parameters())) for unit in units]
@@ -261,10 +260,10 @@ def _sharding_restored(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _buffers_lent(model: nn.Module) -> Iterator[None]:
-    """Has the forward work on copies of the buffers.
+    """Runs the forward on copies of the buffers.
 
-    Running statistics are written to behind the back of their version counter, and of the op's schema. Old values
-    written back would count, and make a graph that holds the statistics refuse its backward.
+    Kernels write running statistics without changing their version counter, and without saying so in the op's schema.
+    Restoring the values would count as a write, and a graph that holds the statistics would refuse its backward.
     """
     places = [(m, n, b) for m in model.modules() for n, b in m.named_buffers(recurse=False, remove_duplicate=False)]
     copies = {id(b): b.detach().clone() for _, _, b in places}
@@ -279,7 +278,7 @@ def _buffers_lent(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _no_cached_casts() -> Iterator[None]:
-    """Casts from before would be missing in the count; those of lent buffers must not stay."""
+    """Empties autocast's cache: earlier casts would be missing in the count, and casts of copies must not stay."""
     torch.clear_autocast_cache()
     try:
         yield
@@ -289,13 +288,13 @@ def _no_cached_casts() -> Iterator[None]:
 
 @contextmanager
 def _paths(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
-    """Tells the recorder which module runs, by hooks."""
-    # Hooks would keep these off their fast path.
+    """Tells the recorder which module runs, with hooks."""
+    # With hooks these would not take their fast path.
     fused = [m for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer) and not m.training]
     unwatched = {inner for module in fused for inner in module.modules()}
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            if module not in unwatched and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+            if module not in unwatched and not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
                 enter, leave = recorder.hooks(name)
                 stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
                 stack.callback(module.register_forward_hook(leave, always_call=True).remove)
@@ -316,7 +315,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _storage(t: Tensor) -> torch.UntypedStorage | None:
-    """The memory of a tensor that has its own: not a wrapper around others, not nested or sparse, not empty."""
+    """The storage of a plain tensor. None for tensor wrappers and for nested, sparse or empty tensors."""
     if type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ or t.is_nested or t.layout is not torch.strided:
         return None
     storage = t.untyped_storage()
@@ -336,7 +335,7 @@ def _sizes(t: Tensor) -> str:
 
 
 class _Call(NamedTuple):
-    """Where an op ran, and how: ``detail`` is what a hint tells of it."""
+    """An op and its module. ``detail``: the text that a hint adds."""
 
     op: str
     path: str
@@ -348,12 +347,12 @@ class _Call(NamedTuple):
 
 
 class _Recorder(TorchDispatchMode):
-    # torch refuses flex_attention and the like under a mode that does not say so.
+    # Without it torch refuses flex_attention and similar ops under a mode.
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
-        # Memory to be copied before an op first writes to it, by address; what was copied, and the copy.
+        # Storages, by address, to copy before an op first writes to them; and (storage, copy) pairs.
         self.watched: dict[int, torch.UntypedStorage] = {}
         self.before: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         self._path: list[str] = []
@@ -379,7 +378,7 @@ class _Recorder(TorchDispatchMode):
             self._path.append(name)
 
         def leave(*_: Any) -> None:
-            # Where another hook raised before ``enter``, there is nothing to leave.
+            # If another hook raised before ``enter``, there is nothing to leave.
             if self._path[-1:] == [name]:
                 self._path.pop()
 
@@ -387,9 +386,9 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Mapping | None = None) -> Any:
         kwargs = kwargs or {}
-        if hasattr(func, "decompose"):  # else a higher-order operator, which counts as one op
-            # In inference mode, ops that torch makes of others arrive in one piece. Of a few there is a second version
-            # in Python, which is not what runs.
+        if hasattr(func, "decompose"):  # else a higher-order operator: counts as one op
+            # In inference mode composite ops arrive undecomposed. A few have a second, Python decomposition
+            # (py_kernels), which is not the one that runs.
             if torch.is_inference_mode_enabled() and not func.py_kernels:
                 with self:
                     result = func.decompose(*args, **kwargs)
@@ -402,7 +401,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _keep_what_is_written(self, func: Any, args: tuple, kwargs: Mapping) -> None:
-        # _schema is private by name; nothing public tells what an op writes to before it does.
+        # _schema is private; nothing public says which arguments an op writes to.
         for i, argument in enumerate(func._schema.arguments):
             if not argument.is_write:
                 continue
@@ -414,7 +413,7 @@ class _Recorder(TorchDispatchMode):
 
     def _record(self, op: str, args: tuple, kwargs: Mapping, result: Any) -> None:
         operands = [t for t in _tensors((args, kwargs)) if _is_real(t.dtype)]
-        asks = result is not None and not _tensors(result)  # for a size, a number
+        asks = result is not None and not _tensors(result)  # returns a size or a number
         if not operands or asks or op in _BOOKKEEPING:
             return
         if op in ("to_copy", "copy_"):
@@ -478,7 +477,7 @@ def _listed(calls: Mapping[Any, int]) -> str:
 
 
 def _misfit(op: str, args: tuple) -> str:
-    """The shapes of a product with a dimension that tensor cores have no tile for, "" where all fit."""
+    """The shapes of a product with a dimension that tensor cores have no tile for, "" if all fit."""
     if any(t.is_nested for t in _tensors(args)):
         return ""
     if op in _MATRIX_PRODUCTS:

@@ -1,4 +1,4 @@
-"""Whose gradients were not finite in a step of a binding."""
+"""Finds the parameters whose gradients were not finite in a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def culprits(binding: OptimizerBinding) -> Culprits:
-    """Of the gradients as they are now, without making one of lazy ones."""
+    """The parameters with non-finite gradients now. Lazy gradients stay lazy."""
     masters, lazy = binding.masters, binding.gradients.lazy
     grads = {} if lazy is None else lazy.grads
     of_masters = ((p, grads[m] if m in grads else stored_grad(m)) for p, m in masters.pairs)
@@ -23,7 +23,7 @@ def culprits(binding: OptimizerBinding) -> Culprits:
 
 
 def culprits_of(binding: OptimizerBinding, epoch: int, checked: ModelGrads | None) -> Culprits | None:
-    """What is still known of the gradients of a step that was skipped on the device."""
+    """The parameters with non-finite gradients of a step that the device skipped, as far as they are still known."""
     if binding.masters.pairs and checked is None:
         return None
     found: Culprits = ()
@@ -35,6 +35,6 @@ def culprits_of(binding: OptimizerBinding, epoch: int, checked: ModelGrads | Non
             if id(master) in masters
         )
     if epoch == binding.steps.epoch:
-        own = ((p, p.grad) for p in binding.masters.params_without_master if p.grad is not None)
-        found += culprits_among(own, binding.names_by_id)
+        others = ((p, p.grad) for p in binding.masters.params_without_master if p.grad is not None)
+        found += culprits_among(others, binding.names_by_id)
     return found or None

@@ -1,4 +1,4 @@
-"""Where pickles of earlier versions look for the classes in them: modules of these names, with nothing but that."""
+"""Modules under their former names, so that pickles of earlier versions find their classes."""
 
 from __future__ import annotations
 

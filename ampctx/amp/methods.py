@@ -1,7 +1,7 @@
-"""Methods of an optimizer in the place of its own: the only code that puts them there.
+"""Replaces methods of an optimizer on the instance.
 
-A replacement holds the optimizer weakly and offers ``__func__``: LR schedulers wrap ``optimizer.step.__func__``, before
-or after.
+A replacement refers to the optimizer weakly. It has ``__func__``, because LR schedulers wrap
+``optimizer.step.__func__``, before amp or after it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ampctx._errors import AmpError
 
 
 def replace(optimizer: Any, name: str, method: Callable) -> Callable[[], None]:
-    """Puts ``method(original, *args)`` in place of ``optimizer.name``; returns what takes it back.
+    """Puts ``method(original, *args)`` in place of ``optimizer.name``; returns the undo.
 
-    Nothing here refers to the optimizer strongly, or it would hold itself through its own method.
+    Nothing here refers to the optimizer strongly: its own method would keep it alive.
     """
     former = vars(optimizer).get(name)
     of_class: Any = getattr(type(optimizer), name, None)
-    # A wrapper may leave the method to the optimizer inside.
+    # The class of a wrapper may lack the method: __getattr__ gives that of the optimizer inside.
     bound = former if former is not None or of_class is not None else getattr(optimizer, name)
     template: Any = of_class if bound is None else bound
     optimizer_ref = weakref.ref(optimizer)
@@ -38,7 +38,7 @@ def replace(optimizer: Any, name: str, method: Callable) -> Callable[[], None]:
         return (in_graph if torch.compiler.is_compiling() else method)(original, *args, **kwargs)
 
     def as_function(_self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Not through replacement, which would hold itself.
+        # Not through ``replacement``, which would refer to itself.
         return (in_graph if torch.compiler.is_compiling() else method)(original, *args, **kwargs)
 
     replacement.__func__ = as_function  # type: ignore[attr-defined]
@@ -47,7 +47,7 @@ def replace(optimizer: Any, name: str, method: Callable) -> Callable[[], None]:
 
     def undo() -> None:
         target = optimizer_ref()
-        # Somebody (an LR scheduler) may have wrapped the replacement; it then stays and passes through.
+        # If an LR scheduler has wrapped the replacement, it stays and passes through.
         if target is not None and name in vars(target) and vars(target)[name] is replacement_ref():
             if former is None:
                 delattr(target, name)
@@ -65,9 +65,9 @@ class StepOfCopy:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise AmpError(
-            f"this {self.optimizer} is a copy of one under amp: it holds copies of the fp32 master weights, which no "
-            "model follows. Its state_dict() can be loaded; to train a copy of the model, give it an optimizer and an "
-            "AmpSession of its own"
+            f"{self.optimizer}.step(): this {self.optimizer} is a copy of one under amp. It steps copies of the fp32 "
+            "master weights, and no model follows them. Use the copy for its state_dict() only. To train a copy of the "
+            "model, give it its own optimizer and AmpSession."
         )
 
     @property
@@ -76,28 +76,28 @@ class StepOfCopy:
 
 
 def as_copied(reduced: tuple, formers: dict[str, Any], of_masters: Any) -> tuple:
-    """What a copy or pickle of an optimizer is made of, without the replaced methods, which are about the original.
+    """The ``__reduce_ex__`` value of an optimizer without the replaced methods, which belong to the original.
 
-    ``of_masters``: the optimizer, where it has masters. The copy would step copies of them, which no model follows: it
-    is for its ``state_dict()``, and its ``step`` says so.
+    ``of_masters``: the optimizer if it has masters, else None. No model follows the masters of a copy, so its ``step``
+    raises.
     """
     function, arguments, state, *rest = reduced
     if isinstance(state, dict):
-        own = {name: former for name, former in formers.items() if name in state and former is not None}
-        state = {key: value for key, value in state.items() if key not in formers} | own
+        kept = {name: former for name, former in formers.items() if name in state and former is not None}
+        state = {key: value for key, value in state.items() if key not in formers} | kept
         if of_masters is not None:
             state["step"] = StepOfCopy(type(of_masters).__name__)
     return function, arguments, state, *rest
 
 
 def is_bound(optimizer: Any) -> bool:
-    """Whether some session has the optimizer."""
+    """Whether the optimizer is under amp in any session."""
     return "__reduce_ex__" in vars(optimizer)
 
 
 def weak_method(method: Any) -> Callable[..., Any]:
-    """``method``, for as long as its object lives; then None."""
-    # No WeakMethod, which dynamo cannot call.
+    """Calls ``method`` while its object is alive; returns None afterwards."""
+    # dynamo cannot call a WeakMethod.
     reference, function = weakref.ref(method.__self__), method.__func__
 
     def call(*args: Any) -> Any:

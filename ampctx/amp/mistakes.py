@@ -1,7 +1,7 @@
-"""Mistakes in the training loop, told by what they leave behind: an error where it cannot be meant, else one warning.
+"""Detects mistakes in the training loop: an error if the call cannot be meant, else one warning a run.
 
-Nothing here waits for the device, but on the way to an error. What costs more than a look at an attribute is done in
-the first steps and blocks alone, or where gradients were sent to an optimizer that the block does not name.
+No host sync except on the way to an error. Checks that cost more than reading an attribute run in the first steps and
+blocks only, or when a block has sent gradients to an optimizer that it does not name.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import inspect
 import weakref
 from collections.abc import Iterable, Sequence
 
-# Private by name: what ``contextlib.contextmanager`` returns, with all that it does for a generator. The decorator has
-# no place for a class of one's own.
+# Private in contextlib: the class that ``contextmanager`` returns. The decorator cannot be given a subclass of it.
 from contextlib import _GeneratorContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -31,16 +30,16 @@ if TYPE_CHECKING:
     from ampctx.amp.blocks import Block
     from ampctx.amp.skip_log import SkipLog
 
-# A GradScaler that is around an optimizer is there from its first step on.
+# A loop that uses a GradScaler uses it from the first step.
 FIRST_STEPS = 2
-# By then a loop has used each of its losses.
+# After so many steps a loop has used each of its losses.
 ENOUGH_STEPS = 100
-# So many gradients tell that a block has reached an optimizer; to mark all would take as long as to unscale them.
+# This many gradients show that a block has reached an optimizer. Marking all would cost as much as unscaling them.
 MARKS = 16
 
 
 class Run:
-    """The optimizers of one ``initialize``. ``log``: where mistakes are said."""
+    """The optimizers of one ``initialize``. ``log`` takes the warnings."""
 
     def __init__(self, loss_scales: Sequence[LossScale], log: SkipLog) -> None:
         self._loss_scales = loss_scales
@@ -48,13 +47,13 @@ class Run:
         self._loops: weakref.WeakSet[Loop] = weakref.WeakSet()
 
     def loop(self) -> Loop:
-        """For one optimizer more."""
+        """A new ``Loop``, for one more optimizer."""
         loop = Loop(self)
         self._loops.add(loop)
         return loop
 
     def look_for_unused_losses(self) -> None:
-        """A dynamic scale is created by the first block that uses it."""
+        """Warns about loss ids without a scale: the first block that uses a dynamic scale creates it."""
         if len(self._loss_scales) == 1 or any(loop.steps < ENOUGH_STEPS for loop in self._loops):
             return
         unused = [str(i) for i, scale in enumerate(self._loss_scales) if scale.dynamic and scale.scale is None]
@@ -62,29 +61,29 @@ class Run:
             self.log.warn_once(
                 "unused losses",
                 f"amp.initialize(num_losses={len(self._loss_scales)}): after {ENOUGH_STEPS} steps of each optimizer no "
-                f"scale_loss block has used loss_id={', '.join(unused)}. The losses share the other loss scales, and "
-                "an overflow of one lowers the scale of all. Give each loss its own "
-                "amp.scale_loss(..., loss_id=i), or pass the number of losses that there are.",
+                f"scale_loss block has used loss_id={', '.join(unused)}. Losses then share a loss scale, and an "
+                "overflow of one lowers it for all. Pass amp.scale_loss(..., loss_id=i) for each loss, or lower "
+                "num_losses. See docs/errors.md#no-scale_loss-block-has-used-loss_id.",
             )
 
 
 class Loop:
-    """What the loop has done with one optimizer so far, as far as mistakes are told by it."""
+    """The state of one optimizer's training loop that mistakes show in."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.steps = 0
-        # Blocks that have named it.
+        # Blocks that have named the optimizer.
         self.blocks = 0
-        # A GradScaler scales for it.
+        # A GradScaler scales for the optimizer.
         self.has_scaler = False
         # Loss ids whose scaled loss a backward went through.
         self.proved: set[int] = set()
         # By id, the scaled gradients that blocks over other optimizers have left in its parameters, and their versions.
         self.left: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        # They were there when a block began, which adds to them unless they are zeroed in it.
+        # ``left`` was not empty when a block began. The block adds to these gradients unless the user zeroes them.
         self.left_before_block = False
-        # False where gradients are zeroed past their versions, through ``.data``: ``left`` could not tell.
+        # False if the loop zeroes gradients through ``.data``: versions do not count that, and ``left`` would be wrong.
         self.counts_versions = True
 
     def zeroed(self) -> None:
@@ -99,17 +98,17 @@ def _named(binding: OptimizerBinding) -> str:
 
 
 def before_step(binding: OptimizerBinding, has_closure: bool = False) -> None:
-    """Before anything of a step of the user's. ``has_closure``: which may zero gradients first.
+    """Checks at the start of a step that the user calls. ``has_closure``: a closure may zero gradients first.
 
     Raises:
-        AmpError: an enabled GradScaler steps an optimizer with masters; scaled gradients would be stepped.
+        AmpError: an enabled GradScaler steps an optimizer with masters, or scaled gradients of another block are left.
     """
     loop = binding.loop
     loop.steps += 1
     if loop.left and not has_closure:
         binding.follow_groups()
         if names := _still_left(binding, _untouched(binding)):
-            _refuse_left(binding, names, "and this step would take them for true ones")
+            _refuse_left(binding, names, "and this step would use them as unscaled ones")
     if loop.steps <= FIRST_STEPS:
         if binding.masters.pairs and _grad_scaler_calls():
             binding.refuse_grad_scaler()
@@ -118,8 +117,8 @@ def before_step(binding: OptimizerBinding, has_closure: bool = False) -> None:
 
 
 def _grad_scaler_calls() -> bool:
-    """Whether an enabled scaler of torch is among the callers. It tells the optimizer nothing that could be asked for:
-    the one sign is its frame, whose names a test guards."""
+    """Whether an enabled scaler of torch is among the callers. It leaves no attribute on the optimizer, so its frame is
+    the only sign. A test guards the names in that frame."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
@@ -131,7 +130,7 @@ def _grad_scaler_calls() -> bool:
 
 
 def tell_of_no_block(binding: OptimizerBinding) -> None:
-    """Before a step, with gradients as it takes them: says so where a dynamic scale was never used for them."""
+    """Warns before a step with gradients if its dynamic loss scale was never used."""
     loop, checked = binding.loop, binding.gradients.checked
     if loop.has_scaler or binding.flags.are_of_blocks or not any(scale.dynamic for scale in binding.loss_scales):
         return
@@ -143,20 +142,22 @@ def tell_of_no_block(binding: OptimizerBinding) -> None:
         return
     loop.run.log.warn_once(
         "no block",
-        f"{_named(binding)}: no scale_loss block has named this optimizer, and its loss scale is dynamic. Small "
-        "gradients of a loss that is not scaled become 0 in 16 bits. Write "
-        "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`.",
+        f"{_named(binding)}: no scale_loss block has named this optimizer, and its loss scale is dynamic. Without "
+        "scaling, small gradients become 0 in 16 bits. Write "
+        "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`. "
+        "See docs/errors.md#no-scale_loss-block-has-named-this-optimizer.",
     )
 
 
 def tell_of_edits(binding: OptimizerBinding) -> None:
-    """Says so when a step is about to overwrite what the user wrote into the model."""
+    """Warns when a step is about to overwrite weights that the user has changed in the model."""
     log, key = binding.loop.run.log, ("edits", id(binding))
     if not log.has_said(key) and (names := binding.masters.overwritten()):
         log.warn_once(
             key,
-            f"{_listed(names)} changed in place, and the step writes a weight anew from its fp32 master. Change "
-            "amp.master_params(optimizer) instead, or load with model.load_state_dict, which the masters follow",
+            f"{_named(binding)}: {_listed(names)} {'was' if len(names) == 1 else 'were'} changed in place. This step "
+            "overwrites the change from the fp32 master weight. Change amp.master_params(optimizer), or use "
+            "model.load_state_dict(), which sets the masters, too.",
         )
 
 
@@ -165,8 +166,8 @@ def tell_of_dropped_grads(binding: OptimizerBinding) -> None:
     if names:
         binding.loop.run.log.warn_once(
             ("dropped gradients", id(binding), *names),
-            f"{_listed(names)} joined the optimizer with a gradient from before, of a loss scale that is not "
-            "known: it was dropped",
+            f"{_named(binding)}: {_listed(names)} joined the optimizer with a gradient from before. Its loss scale is "
+            "unknown, so ampctx dropped the gradient. Add parameters before their backward.",
         )
 
 
@@ -174,7 +175,9 @@ def tell_of_no_gradients(binding: OptimizerBinding) -> None:
     params = (p for group in binding.optimizer.param_groups for p in group["params"])
     if all(stored_grad(p) is None for p in params):
         binding.loop.run.log.warn_once(
-            ("no gradients", id(binding)), f"{_named(binding)} changes nothing: none of its parameters has a gradient"
+            ("no gradients", id(binding)),
+            f"{_named(binding)} changes nothing: none of its parameters has a gradient. The loss does not reach them, "
+            "or zero_grad() ran after backward(). See docs/errors.md#no-inf-checks-were-recorded-for-this-optimizer.",
         )
 
 
@@ -198,11 +201,11 @@ class Elsewhere:
         self._versions = [None if g is None or g.is_inference() else version_of(g) for g in grads] or self._grads
 
     def note(self, named: Iterable[OptimizerBinding]) -> None:
-        """At the end of the block: which gradients it has sent here. They are held weakly; next to masters they are
-        dropped, as those of the 16-bit weights are."""
+        """Records, at the end of the block, the gradients that it has sent here, by weak reference. If the optimizer
+        has masters it drops them, as the block drops those of 16-bit weights."""
         loop = self._loop
         grads = list(map(grad_of, self._params))
-        # A block of this optimizer inside of the other one has gradients of its own.
+        # A block of this optimizer inside the other one has its own gradients.
         if all_none(grads) or loop.blocks != self._blocks:
             return
         unscaled = {id(p) for binding in named for p in binding.masters.params_without_master}
@@ -224,7 +227,7 @@ class Elsewhere:
 def others(
     bindings: Iterable[OptimizerBinding], named: Sequence[OptimizerBinding], scale: LossScale
 ) -> list[Elsewhere]:
-    """The optimizers that a block must not send scaled gradients to, and how they are when it begins."""
+    """The optimizers that a block must not send scaled gradients to, with their gradients when it begins."""
     if scale.is_identity:
         return []
     return [
@@ -235,7 +238,7 @@ def others(
 
 
 def _untouched(binding: OptimizerBinding) -> list[tuple[Tensor, Tensor]]:
-    """Parameters that hold such gradients as the block left them, with these. No host sync."""
+    """(parameter, gradient) of the scaled gradients that are unchanged since a block left them. No host sync."""
     loop, found = binding.loop, []
     for p in binding.masters.params_without_master:
         g = p.grad
@@ -249,7 +252,7 @@ def _untouched(binding: OptimizerBinding) -> list[tuple[Tensor, Tensor]]:
 
 
 def _still_left(binding: OptimizerBinding, found: Iterable[tuple[Tensor, Tensor]]) -> list[str]:
-    """Names of those that are not zero. A host sync where there are some."""
+    """Names of the parameters whose gradients are not zero. A host sync if there are any gradients."""
     found = list(found)
     if not found or is_capturing():
         return []
@@ -264,14 +267,14 @@ def _still_left(binding: OptimizerBinding, found: Iterable[tuple[Tensor, Tensor]
 def _refuse_left(binding: OptimizerBinding, names: list[str], why: str) -> NoReturn:
     raise AmpError(
         f"{_named(binding)}: a scale_loss block over other optimizers has left scaled gradients in "
-        f"{_listed(names)}, {why}. Name every optimizer whose parameters the backward reaches, "
-        "amp.scale_loss(loss, [optimizer, ...]), or call zero_grad() of this one "
-        "before its own backward."
+        f"{_listed(names)}, {why}. Name every optimizer that the backward reaches: amp.scale_loss(loss, [optimizer, "
+        "...]). Or call zero_grad() of this optimizer before its own backward. "
+        "See docs/errors.md#has-left-scaled-gradients-in."
     )
 
 
 def block_begins(binding: OptimizerBinding, is_first: bool) -> None:
-    """``is_first``: gradients are true ones, no other block is open around this one."""
+    """Notes that a block names the optimizer. ``is_first``: gradients are unscaled, and no other block is open."""
     loop = binding.loop
     loop.blocks += 1
     if is_first:
@@ -279,13 +282,13 @@ def block_begins(binding: OptimizerBinding, is_first: bool) -> None:
 
 
 def block_ends(block: Block) -> None:
-    """Before the gradients of a block are unscaled.
+    """Checks before the end of a block unscales its gradients.
 
     Raises:
-        AmpError: they would be added to scaled ones.
+        AmpError: the block would add them to scaled gradients.
     """
     for binding in block.bindings:
-        # Here and not at the beginning: zero_grad() in the block is right, and asks the device nothing.
+        # Not at the beginning: zero_grad() inside the block is right, and needs no host sync.
         if binding.loop.left_before_block and binding.gradients.depth == 1:
             stash = binding.gradients.stash
             found = ((p, stash[p]) for p in binding.masters.params_without_master if p in stash)
@@ -299,7 +302,7 @@ def block_ends(block: Block) -> None:
 
 
 def watch_backward(block: Block, scaled: Tensor) -> Tensor:
-    """The scaled loss; until a backward has gone through one of this loss once, it tells of that."""
+    """The scaled loss. Until the first backward through this loss id, a hook notes that backward."""
     if not block.bindings or not scaled.requires_grad or torch.compiler.is_compiling():
         return scaled
     proved, loss_id = block.bindings[0].loop.proved, _loss_of(block)
@@ -324,41 +327,43 @@ def _tell_of_plain_backward(block: Block) -> None:
     loop.proved.add(loss_id)  # nothing more to say
     loop.run.log.warn_once(
         "plain backward",
-        "amp.scale_loss: gradients have come in the block, and no backward went through the scaled loss that it gives. "
-        "They are divided by the loss scale at its end, and far too small then. Call scaled_loss.backward(), not "
-        "loss.backward().",
+        "amp.scale_loss: gradients have arrived in the block, and no backward went through the scaled loss. The end "
+        "of the block divides them by the loss scale, which makes them far too small. Call scaled_loss.backward(), "
+        "not loss.backward(). See docs/errors.md#no-backward-went-through-the-scaled-loss.",
     )
 
 
-# --- what is returned, and taken for something else -------------------------------------------------------------------
+# --- return values used in the wrong way ------------------------------------------------------------------------------
 
 _NO_WITH = (
     "amp.scale_loss is a context manager: write `with amp.scale_loss(loss, optimizer) as scaled_loss:` and call "
     "scaled_loss.backward() in it"
 )
+_SEE_WITH = "See docs/errors.md#ampscale_loss-is-a-context-manager."
 
 
 class LossBlock(_GeneratorContextManager):
-    """What ``scale_loss`` returns, for one ``with``. It is no loss, and says so when it is taken for one."""
+    """What ``scale_loss`` returns, for one ``with``. Using it as a loss raises an error that names the fix."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AmpAttributeError(f"{_NO_WITH}. What it returns has no {name!r}.")
+        raise AmpAttributeError(f"{_NO_WITH}. A block has no {name!r}. {_SEE_WITH}")
 
     def _no_number(self, *_: Any) -> NoReturn:
-        raise AmpTypeError(f"{_NO_WITH}. What it returns is no number.")
+        raise AmpTypeError(f"{_NO_WITH}. A block is no number. {_SEE_WITH}")
 
     __add__ = __radd__ = __mul__ = __rmul__ = __truediv__ = __sub__ = __float__ = _no_number
 
 
 class Initialized(tuple):
-    """``(models, optimizers)``, a tuple to everybody; one that is taken for the model says so."""
+    """The tuple ``(models, optimizers)``. Using it as the model raises an error that names the fix."""
 
     __slots__ = ()
 
-    def _refusal(self, what: str) -> str:
+    def _refusal(self, use: str) -> str:
         return (
-            f"amp.initialize returned a pair, the model and the optimizer, and {what}. Write "
-            "`model, optimizer = amp.initialize(model, optimizer, ...)`."
+            f"amp.initialize returned a pair, the model and the optimizer, and {use}. Write "
+            "`model, optimizer = amp.initialize(model, optimizer, ...)`. "
+            "See docs/errors.md#ampinitialize-returned-a-pair-the-model-and-the-optimizer."
         )
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -373,12 +378,12 @@ class Initialized(tuple):
 
 # --- a second initialize ----------------------------------------------------------------------------------------------
 
-# The models that sessions have cast or watch, until reset.
+# The models of all sessions, until reset.
 _under_amp: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 def note_models(models: Iterable[nn.Module], session: Any) -> Undo:
-    """These are under amp, until the undo."""
+    """Marks models as under amp, until the undo."""
     references = [weakref.ref(model) for model in models]
     _under_amp.update((model, weakref.ref(session)) for model in models)
 
@@ -391,13 +396,13 @@ def note_models(models: Iterable[nn.Module], session: Any) -> Undo:
 
 
 def refuse_models_under_amp(models: Iterable[nn.Module], session: Any) -> None:
-    """AmpError where a model holds 16-bit tensors because a session has cast them."""
+    """Raises AmpError if a model holds 16-bit tensors because a session has cast them."""
     for model in models:
         for kind, tensors in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
             low = {id(t): name for name, t in tensors if t.dtype in LOW_PRECISION}
             for other, owner in list(_under_amp.items()) if low else ():
-                held = other.parameters() if kind == "param" else other.buffers()
-                if (t := next((t for t in held if id(t) in low), None)) is None:
+                found = other.parameters() if kind == "param" else other.buffers()
+                if (t := next((t for t in found if id(t) in low), None)) is None:
                     continue
                 where, whose = (
                     ("in this session", "amp.reset()")
@@ -406,7 +411,8 @@ def refuse_models_under_amp(models: Iterable[nn.Module], session: Any) -> None:
                 )
                 raise AmpError(
                     f"Found {kind} {low[id(t)]} with type {t.type()}, expected fp32: the model is under amp already, "
-                    f"{where}, which made its weights 16-bit ones. Call {whose} first, and give all models and "
-                    "optimizers that train together to one amp.initialize; a parameter that comes later joins by "
-                    "optimizer.add_param_group."
+                    f"{where}, which cast its weights to 16 bits. Call {whose} first. Pass all models and optimizers "
+                    "that train together to one amp.initialize, and add later parameters with "
+                    "optimizer.add_param_group(). See "
+                    "docs/errors.md#found-param-with-type-torchhalftensor-expected-fp32."
                 )

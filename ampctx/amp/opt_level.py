@@ -1,6 +1,6 @@
-"""Opt levels: what O0 to O5 mean, and how the arguments of ``initialize`` change them.
+"""The opt levels O0 to O5, and the arguments of ``initialize`` that override them.
 
-A ``PrecisionPolicy`` is a value: frozen, complete, and checked before anything is touched.
+A ``PrecisionPolicy`` is frozen and complete. ``resolve`` checks it before ``initialize`` changes anything.
 """
 
 from __future__ import annotations
@@ -19,7 +19,20 @@ from ampctx._errors import AmpTypeError, AmpValueError
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """What one ``initialize`` call does. Fields are named after its arguments; None: the option does not apply."""
+    """The options of one ``initialize`` call, named after its arguments. None: the option does not apply.
+
+    Attributes:
+        enabled: False if amp does nothing.
+        opt_level: "O0" to "O5".
+        cast_model_type: dtype of the model's weights and inputs. False or None casts nothing.
+        patch_torch_functions: whether autocast casts each op (O1, O4).
+        patch_torch_functions_type: the 16-bit dtype of these casts.
+        keep_batchnorm_fp32: whether BatchNorm stays in fp32 when the model is cast.
+        master_weights: whether the optimizer steps fp32 copies of 16-bit weights.
+        loss_scale: "dynamic" or a number.
+        cast_model_outputs: dtype of the model's floating outputs.
+        keep_fp32, ops_fp32: modules and functions that compute in fp32.
+    """
 
     enabled: bool
     opt_level: str
@@ -30,28 +43,28 @@ class PrecisionPolicy:
     master_weights: bool | None
     loss_scale: float | Literal["dynamic"]
     cast_model_outputs: torch.dtype | None = None
-    # As given; in the policy of a session, in words.
+    # As passed. The policy of a session holds their names.
     keep_fp32: tuple[Any, ...] = ()
     ops_fp32: tuple[Any, ...] = ()
 
     @property
     def casts_model(self) -> bool:
-        """Whether weights and inputs of the model are cast as a whole."""
+        """Whether ``initialize`` casts the whole model: weights and inputs."""
         return isinstance(self.cast_model_type, torch.dtype)
 
     @property
     def input_dtype(self) -> torch.dtype | None:
-        """Dtype of the model's weights and inputs, None to leave them."""
+        """The dtype of the model's weights and inputs. None leaves them."""
         return self.cast_model_type if isinstance(self.cast_model_type, torch.dtype) else None
 
     @property
     def output_dtype(self) -> torch.dtype | None:
-        """Dtype of the model's outputs, None to leave them."""
+        """The dtype of the model's floating outputs. None leaves them."""
         return self.cast_model_outputs or (torch.float32 if self.casts_model else None)
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """The 16-bit type that ops are cast to one by one, None where they are not."""
+        """The 16-bit dtype that autocast casts each op to. None without autocast."""
         return self.patch_torch_functions_type if self.patch_torch_functions else None
 
 
@@ -66,7 +79,7 @@ OPT_LEVELS: Mapping[str, PrecisionPolicy] = MappingProxyType(
     }
 )
 
-# Log scrapers match these, two spaces included.
+# apex's lines, byte for byte: log scrapers match them, two spaces included.
 BRIEFS: Mapping[str, str] = MappingProxyType(
     {
         "O0": "O0:  Pure FP32 training.",
@@ -80,40 +93,41 @@ BRIEFS: Mapping[str, str] = MappingProxyType(
 
 
 def resolve(opt_level: str = "O1", **overrides: Any) -> PrecisionPolicy:
-    """The policy of a level with arguments of ``initialize`` laid over it; None overrides nothing. No host sync.
+    """Applies overrides to the policy of an opt level. None overrides nothing. No host sync.
 
     Args:
         opt_level: "O0" to "O5".
-        enabled, patch_torch_functions, keep_batchnorm_fp32, master_weights: a bool, 0 or 1, or the strings "True" and
-        "False".
-        cast_model_type: a floating dtype, or False to cast nothing. O1 and O4 take False and float32 only.
-        patch_torch_functions_type: float16 at O1, bfloat16 at O4, nothing elsewhere.
+        enabled, patch_torch_functions, keep_batchnorm_fp32, master_weights: a bool, 0 or 1, "True" or "False".
+        cast_model_type: a floating dtype, or False to cast nothing. O1 and O4 accept False and float32 only.
+        patch_torch_functions_type: float16 at O1, bfloat16 at O4, None elsewhere.
         loss_scale: "dynamic", or a finite number above 0 (also as a string or a one-element tensor).
         cast_model_outputs: a floating dtype.
         keep_fp32: patterns of module names, module classes, modules, or one of these.
-        ops_fp32: names of functions of torch, such functions, or one of these.
+        ops_fp32: names of torch functions, such functions, or one of these.
+
+    Returns:
+        The checked ``PrecisionPolicy``.
 
     Raises:
-        AmpValueError: an unknown level, or a value that the level or the option does not take. (apex raised
-            AssertionError for keep_batchnorm_fp32, RuntimeError for most of the others; AmpValueError is a RuntimeError
-            and a ValueError.)
+        AmpValueError: an unknown level, or a value that the level or the option does not accept. It is a RuntimeError
+            and a ValueError; apex raised RuntimeError, and AssertionError for keep_batchnorm_fp32.
         AmpTypeError: a value of the wrong type, or an option that does not exist.
     """
     if not isinstance(opt_level, str) or opt_level not in OPT_LEVELS:
         raise AmpValueError(
             f"Unexpected optimization level {opt_level!r}. Expected one of {', '.join(map(repr, OPT_LEVELS))}: the "
-            "letter O with a digit, not the number zero with a digit."
+            "letter O and a digit, not the number zero and a digit. See docs/levels.md."
         )
     policy = OPT_LEVELS[opt_level]
     unknown = overrides.keys() - _CHECKS.keys()
     if unknown:
-        raise AmpTypeError(f"unknown option {sorted(unknown)[0]!r}. Options are {', '.join(_CHECKS)}")
+        raise AmpTypeError(f"unknown option {sorted(unknown)[0]!r}. Options are {', '.join(_CHECKS)}.")
     given = {name: _CHECKS[name](policy, name, value) for name, value in overrides.items() if value is not None}
     return replace(policy, **given)
 
 
 def banner(opt_level: str, policy: PrecisionPolicy) -> list[str]:
-    """The lines that apex prints at ``initialize``: the level's defaults, then the options in force."""
+    """The lines that apex prints in ``initialize``: the level's defaults, then the options in effect."""
     lines = [f"Selected optimization level {BRIEFS[opt_level]}"]
     if opt_level != "O3":
         lines.append("")
@@ -128,7 +142,7 @@ def banner(opt_level: str, policy: PrecisionPolicy) -> list[str]:
 
 
 def _option_lines(policy: PrecisionPolicy) -> list[str]:
-    # apex has no cast_model_outputs line, and the type line in its ROCm branch alone, where O4 comes from.
+    # apex prints no cast_model_outputs line. Only its ROCm branch, where O4 comes from, prints the type line.
     left_out = {"cast_model_outputs", *(() if policy.opt_level == "O4" else ("patch_torch_functions_type",))}
     left_out |= {name for name in ("keep_fp32", "ops_fp32") if not getattr(policy, name)}
     return [f"{f.name:22} : {getattr(policy, f.name)}" for f in fields(policy) if f.name not in left_out]
@@ -146,14 +160,14 @@ def _bool(level: PrecisionPolicy, name: str, value: Any) -> bool:
         return value == "True"
     if isinstance(value, (bool, int)) and value in (0, 1):
         return bool(value)
-    raise AmpValueError(f"{name} is {value!r}, expected True, False, the string 'True' or 'False', or None")
+    raise AmpValueError(f"{name} is {value!r}, expected True, False, the string 'True' or 'False', or None.")
 
 
 def _not_with_casts_by_op(level: PrecisionPolicy, name: str, value: Any) -> bool:
     if _casts_by_op(level):
         raise AmpValueError(
-            f"{name}={value!r} has no meaning at {level.opt_level}, where weights stay fp32 and casts happen around "
-            f"each op. Leave it at None, or take {'O2' if level.opt_level == 'O1' else 'O5'}."
+            f"{name}={value!r} has no meaning at {level.opt_level}, where weights stay fp32 and autocast casts each "
+            f"op. Leave it at None, or use {'O2' if level.opt_level == 'O1' else 'O5'}. See docs/levels.md."
         )
     return _bool(level, name, value)
 
@@ -161,7 +175,7 @@ def _not_with_casts_by_op(level: PrecisionPolicy, name: str, value: Any) -> bool
 def _patch(level: PrecisionPolicy, name: str, value: Any) -> bool:
     value = _bool(level, name, value)
     if value and not _casts_by_op(level):
-        raise AmpValueError(f"{name}=True is for opt_level O1 and O4, and this is {level.opt_level}. Take one of them.")
+        raise AmpValueError(f"{name}=True is for opt_level O1 and O4, and this is {level.opt_level}. Use O1 or O4.")
     return value
 
 
@@ -171,14 +185,14 @@ def _patch_type(level: PrecisionPolicy, name: str, value: Any) -> torch.dtype:
         raise AmpValueError(f"{name} is for opt_level O1 and O4, and this is {level.opt_level}. Leave it at None.")
     if value != expected:
         raise AmpValueError(
-            f"{name} is {value!r}, and {level.opt_level} casts to {expected}. Take O1 for float16, O4 for bfloat16."
+            f"{name} is {value!r}, and {level.opt_level} casts to {expected}. Use O1 for float16, O4 for bfloat16."
         )
     return value
 
 
 def _floating_dtype(level: PrecisionPolicy, name: str, value: Any) -> torch.dtype:
     if not isinstance(value, torch.dtype) or not value.is_floating_point:
-        raise AmpTypeError(f"{name} is {value!r}, expected a floating torch.dtype such as torch.float16, or None")
+        raise AmpTypeError(f"{name} is {value!r}, expected a floating torch.dtype such as torch.float16, or None.")
     return value
 
 
@@ -187,21 +201,21 @@ def _cast_model_type(level: PrecisionPolicy, name: str, value: Any) -> torch.dty
         return False
     if _casts_by_op(level) and value is not torch.float32:
         raise AmpValueError(
-            f"{name} is {value!r}, and at {level.opt_level} weights stay fp32: casts happen around each op. To cast "
-            "the model take O2, O3 or O5."
+            f"{name} is {value!r}, and at {level.opt_level} weights stay fp32: autocast casts each op. To cast the "
+            "model use O2, O3 or O5. See docs/levels.md."
         )
     return _floating_dtype(level, name, value)
 
 
 def _one_or_several(name: str, value: Any, accepts: Callable[[Any], bool], expected: str) -> tuple[Any, ...]:
-    # One first: a Sequential can be iterated over.
+    # Check for a single entry first: a Sequential is iterable.
     single = accepts(value)
     entries = (value,) if single else tuple(value) if isinstance(value, Iterable) else None
     if entries is None:
-        raise AmpTypeError(f"{name} is {value!r}, expected {expected}, or several in a list, tuple or set")
+        raise AmpTypeError(f"{name} is {value!r}, expected {expected}, or several in a list, tuple or set.")
     for entry in entries:
         if not accepts(entry):
-            raise AmpTypeError(f"{name} has {entry!r} in it, expected {expected}")
+            raise AmpTypeError(f"{name} has {entry!r} in it, expected {expected}.")
     return entries
 
 
@@ -216,7 +230,7 @@ def _ops_fp32(level: PrecisionPolicy, name: str, value: Any) -> tuple[Any, ...]:
     def accepts(entry: Any) -> bool:
         return isinstance(entry, str) or (callable(entry) and not isinstance(entry, (type, nn.Module)))
 
-    return _one_or_several(name, value, accepts, "the name of a function of torch, or such a function")
+    return _one_or_several(name, value, accepts, "the name of a torch function, or such a function")
 
 
 def _loss_scale(level: PrecisionPolicy, name: str, value: Any) -> float | Literal["dynamic"]:

@@ -1,7 +1,8 @@
-"""Mistakes with parameters and gradients that ruin a run in silence. Each is said once a run, with what to do.
+"""Warns, once a run, about uses of parameters and gradients that silently ruin training.
 
-Gradients are scaled in a ``scale_loss`` block, and after it those of 16-bit parameters lie in their masters. Who clips
-or reads the wrong ones walks over parameters, and the code that walks tells what for. A walk over weights is fine.
+Gradients are scaled inside a ``scale_loss`` block. After it those of 16-bit parameters are in their masters. Code that
+clips or reads the wrong ones iterates over parameters, so the frames of such iterations are checked. Iterating over
+weights is fine.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ if TYPE_CHECKING:
 
 
 class ParamMistakes:
-    """Looks out for the optimizers of one session.
+    """The checks for the optimizers of one session.
 
     Args:
-        bindings: those under amp, by optimizer.
-        log: where it is said.
+        bindings: the optimizers under amp.
+        log: takes the warnings.
     """
 
     def __init__(self, bindings: Mapping[Any, OptimizerBinding], log: SkipLog) -> None:
@@ -42,20 +43,20 @@ class ParamMistakes:
         self._log = log
 
     def watch(self, bound: Mapping[Any, OptimizerBinding], names: ParameterNames) -> Undo:
-        """Has walks over models' parameters and the first step of each optimizer looked at. The undo ends it."""
+        """Starts to check iterations over models' parameters and the first step of each optimizer. Returns the undo."""
         for binding in bound.values():
             binding.at_first_step.append(functools.partial(self._look_for_untrained, names))
         _watching.add(self)
         if not any(b.masters.master_weights or _scales(b) for b in bound.values()):
-            return lambda: None  # a gradient is where a plain backward leaves it, at any time
-        # Private by name: what all walks over parameters, of any module, come to, and what dynamo has no rule about.
+            return lambda: None  # gradients are always in ``.grad`` of the parameters, unscaled
+        # Private in torch: every iteration over parameters of any module calls it, and dynamo has no rule about it.
         walks = functools.partial(replace_function, nn.Module, "_named_members", _looked_at)
         return shared.acquire((nn.Module, "_named_members"), walks)
 
-    # --- gradients that are not where they are looked for -------------------------------------------------------------
+    # --- gradients read or clipped in the wrong place -----------------------------------------------------------------
 
     def masters_read(self, binding: OptimizerBinding, frame: FrameType) -> None:
-        """``frame`` asks for what ``binding`` steps. Fine before backward, and for the weights."""
+        """Checks a ``frame`` that iterates over ``amp.master_params``. Fine before backward, and for the weights."""
         if self._log.has_said("scaled") or binding.gradients.is_idle or not (grads := _scaled_grads(binding)):
             return
         is_clipping = (use := use_of(frame)) in (Use.CLIPS, Use.CLIPS_BY_OURS)
@@ -74,11 +75,12 @@ class ParamMistakes:
                 else "They are multiplied by the loss scale there. "
             )
             + ("Clip" if is_clipping else "Read and clip")
-            + " them after the block that unscales.",
+            + " them after the block that unscales. "
+            "See docs/errors.md#modelparameters-were-clipped-inside-a-scale_loss-block.",
         )
 
     def walked(self, module: nn.Module, frame: FrameType) -> None:
-        """``frame`` goes over the parameters of ``module``."""
+        """Checks a ``frame`` that iterates over the parameters of ``module``."""
         if not self._bindings or (use := use_of(frame)) is Use.OTHER:
             return
         for binding in self._bindings.values():
@@ -94,8 +96,9 @@ class ParamMistakes:
             self._log.warn_once(
                 "scaled",
                 "model.parameters() were clipped inside a scale_loss block, or between blocks with delay_unscale=True. "
-                "Gradients are multiplied by the loss scale there, and unscaling after the clipping leaves next to "
-                "nothing of them. Clip amp.master_params(optimizer) after the block that unscales.",
+                "Gradients are multiplied by the loss scale there. Unscaling after clipping makes them almost 0. Clip "
+                "amp.master_params(optimizer) after the block that unscales. "
+                "See docs/errors.md#modelparameters-were-clipped-inside-a-scale_loss-block.",
             )
 
     def _look_for_none(self, binding: OptimizerBinding, module: nn.Module, use: Use) -> None:
@@ -108,16 +111,17 @@ class ParamMistakes:
                 f"model.parameters(): {listed(names)} had grad None when gradients were "
                 + ("clipped" if use is Use.CLIPS else "read")
                 + " after a scale_loss block. The block moves gradients of 16-bit parameters, unscaled, to their fp32 "
-                + ("masters, so that clipping changes nothing. Clip" if use is Use.CLIPS else "masters. Read")
-                + " those of amp.master_params(optimizer), between the block and optimizer.step().",
+                + ("masters, so clipping here changes nothing. Clip" if use is Use.CLIPS else "masters. Read")
+                + " those of amp.master_params(optimizer), between the block and optimizer.step(). See "
+                "docs/errors.md#had-grad-none-when-gradients-were-clipped-after-a-scale_loss-block.",
             )
 
-    # --- parameters that nobody steps ---------------------------------------------------------------------------------
+    # --- parameters in no optimizer -----------------------------------------------------------------------------------
 
     def _look_for_untrained(self, names: ParameterNames, binding: OptimizerBinding) -> None:
-        """Says which parameters of the models have gradients and are in no optimizer: replaced ones, say.
+        """Warns about model parameters that have gradients and are in no optimizer, such as replaced ones.
 
-        Models of which no parameter is in any optimizer, such as a teacher, are none to train. No host sync.
+        A model without any parameter in an optimizer, such as a teacher, is not checked. No host sync.
         """
         if self._log.has_said("untrained") or self._log.verbosity <= 0:
             return
@@ -125,12 +129,12 @@ class ParamMistakes:
         stepped = {id(p) for b in self._bindings.values() for p in b.model_params()}
         if not any(map(has_grad, (p for model in models for p in model.values() if id(p) not in stepped))):
             return
-        # Unusual, and worth a look at every optimizer that there is.
+        # Rare, so looking at every live optimizer is cheap enough.
         stepped |= _in_any_optimizer()
         of_models = {id(p) for model in models for p in model.values()}
         groups = binding.optimizer.param_groups
-        own = zip(binding.model_params(), (p for g in groups for p in g["params"]), strict=True)
-        left = [p for p, q in own if id(p) not in of_models and p.requires_grad and not has_grad(q)]
+        both = zip(binding.model_params(), (p for g in groups for p in g["params"]), strict=True)
+        left = [p for p, q in both if id(p) not in of_models and p.requires_grad and not has_grad(q)]
         untrained = [
             name
             for model in models
@@ -152,12 +156,13 @@ class ParamMistakes:
                     else ""
                 )
                 + "Make the optimizer after the last change of the model, call optimizer.add_param_group(...) for new "
-                "parameters, or set requires_grad_(False) for those that are not to train.",
+                "parameters, or set requires_grad_(False) on parameters that should not train. "
+                "See docs/errors.md#got-gradients-and-are-in-no-optimizer.",
             )
 
 
 def listed(names: list[str], quote: str = '"') -> str:
-    """The first three, and how many more there are."""
+    """The first three names, and the number of others."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(f"{quote}{name}{quote}" for name in names[:3]) + more
 
@@ -167,8 +172,7 @@ def _scales(binding: OptimizerBinding) -> bool:
 
 
 def _scaled_grads(binding: OptimizerBinding) -> set[int]:
-    """Ids of parameters that a backward of an open block, or of a delayed one, has given gradients, where the optimizer
-    does not step them as they are."""
+    """Ids of parameters with gradients of an open or a delayed block, if these are scaled or still in 16 bits."""
     masters = binding.masters
     in_16_bits = [p for p, _ in masters.pairs]
     leaves = (*in_16_bits, *masters.params_without_master) if _scales(binding) else in_16_bits
@@ -176,7 +180,7 @@ def _scaled_grads(binding: OptimizerBinding) -> set[int]:
 
 
 def _grads_in_masters(binding: OptimizerBinding) -> set[int]:
-    """Ids of 16-bit parameters without gradient whose master has one, or had it until the latest step."""
+    """Ids of 16-bit parameters without gradient whose master has one, or had one until the latest step."""
     without = [(p, master) for p, master in binding.masters.pairs if not has_grad(p)]
     if without and not binding.gradients.stepped:
         return {id(p) for p, master in without if has_grad(master)}
@@ -184,22 +188,22 @@ def _grads_in_masters(binding: OptimizerBinding) -> set[int]:
 
 
 def _in_any_optimizer() -> set[int]:
-    """Ids of parameters of every optimizer that is alive, under amp or not."""
+    """Ids of the parameters of every live optimizer, under amp or not."""
     alive = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
     ids = {id(p) for o in alive for group in getattr(o, "param_groups", ()) for p in group["params"]}
     return ids.union(*({id(p) for p in b.model_params()} for m in list(_watching) for b in m._bindings.values()))
 
 
-# Sessions whose models' walks are looked at.
+# Sessions that check iterations over parameters.
 _watching: WeakSet[ParamMistakes] = WeakSet()
 
 
 def _looked_at(original: Any) -> Any:
-    """``original``, which goes over the parameters or buffers of a module."""
+    """Wraps ``Module._named_members``, which iterates over the parameters or buffers of a module."""
 
     @functools.wraps(original)
     def named_members(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        # A generator, as the original: its frame's caller is who takes the first item.
+        # A generator like the original: the caller of its frame is the code that takes the first item.
         if not torch.compiler.is_compiling():
             for mistakes in list(_watching):
                 mistakes.walked(module, sys._getframe(1))

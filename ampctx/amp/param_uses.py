@@ -1,7 +1,7 @@
-"""What code does with the parameters that it goes over, from its frame: a walk over weights is none over gradients.
+"""Finds out, from its frame, whether code that iterates over parameters clips or reads their gradients.
 
-Where the code leaves a doubt, the walk counts as one over weights: a correct program must not be warned. The function
-around a walk may have a ``.grad`` of something else, of inputs say, or ``torch.autograd.grad``.
+In doubt the loop counts as one over weights, because a correct program must not get a warning. The function around the
+loop may read ``.grad`` of something else, such as inputs, or call ``torch.autograd.grad``.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from types import CodeType, FrameType
 
 
 class Use(Enum):
-    """What code does with the parameters that a generator gives it."""
+    """How code uses the parameters that it iterates over."""
 
     CLIPS = "clips their gradients"
-    CLIPS_BY_OURS = "clips them with ampctx, which refuses model parameters by itself where it cannot"
-    READS = "reads their gradients, in the loop over them"
-    OTHER = "something else, or it is torch's code or ours"
+    CLIPS_BY_OURS = "clips them with ampctx.clip_grad_norm_, which refuses model parameters by itself"
+    READS = "reads their gradients in the loop"
+    OTHER = "anything else, and all code of torch or ampctx"
 
 
-# Generators of parameters, which are not who runs them.
+# Generators of parameters: their caller is the code to look at.
 _GIVE_PARAMETERS = ("parameters", "named_parameters", "_named_members", "master_params")
-# Functions to Python 3.11 and earlier, or one expression of the function around it.
+# Functions of their own in Python 3.11 and earlier; later part of the function around them.
 _INLINE = ("<listcomp>", "<setcomp>", "<dictcomp>", "<lambda>")
 
 
 def use_of(frame: FrameType | None) -> Use:
-    """What the first function from this frame outwards does that is no generator or comprehension."""
+    """The use in the first function, from this frame outwards, that is no generator or comprehension."""
     reads = False
     while frame is not None:
         code, module = frame.f_code, frame.f_globals.get("__name__") or ""
@@ -50,18 +50,18 @@ def use_of(frame: FrameType | None) -> Use:
 
 @functools.lru_cache(maxsize=64)
 def _reads_grads(code: CodeType, place: int) -> bool:
-    """Whether a loop asks its iterator for the next item here, and reads that one's ``.grad`` for more than zeroing."""
+    """Whether a loop fetches its next item here, and reads its ``.grad`` for more than zeroing."""
     if "grad" not in code.co_names:
         return False
     steps = list(dis.get_instructions(code))
-    # What runs may be past the instruction itself, in the cache that follows it.
+    # ``place`` may be past the instruction, in the inline cache that follows it.
     at = max((i for i, step in enumerate(steps) if step.offset <= place), default=-1)
     if at < 0 or steps[at].opname != "FOR_ITER":
         return False
     end = steps[at].argval
     body = list(itertools.takewhile(lambda step: step.offset < end, steps[at + 1 :]))
     if body and body[0].opname.startswith("UNPACK") and "zip" in code.co_names:
-        return False  # the gradient may be that of the other item, a master
+        return False  # the gradient may belong to the other item, such as a master
     items = {name for step in itertools.takewhile(_takes_item, body) for name in _stored(step)}
     pairs = list(itertools.pairwise(body))
     reads = any(step.argval == "grad" and not items.isdisjoint(_names(before)[-1:]) for before, step in pairs)
@@ -73,7 +73,7 @@ def _takes_item(step: dis.Instruction) -> bool:
 
 
 def _names(step: dis.Instruction) -> tuple[str, ...]:
-    """The variables of an instruction: two, where Python has made one instruction of two."""
+    """The variables of an instruction. Two if Python has merged two instructions into one."""
     names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
     return tuple(name for name in names if isinstance(name, str))
 

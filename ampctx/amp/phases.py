@@ -1,9 +1,9 @@
-"""The life of one optimizer under amp, as a table: what may happen when, and what it leads to.
+"""The states of one optimizer under amp, as a table: which calls are allowed in each, and the state that follows.
 
-Two regions and a mark. ``masters.gradients.Phase`` tells what is in ``.grad``: IDLE, OPEN (blocks are open) or WINDOW
-(scaled gradients of delayed blocks). ``Step`` tells where the optimizer is. Gradients are *incomplete* where an
-exception came while they were added up. The binding looks up what it may have to refuse and where a step moves on to; a
-random walk in the tests holds the rest of the code to the table.
+Two states and a mark. ``masters.gradients.Phase`` is the state of ``.grad``: IDLE, OPEN (blocks are open) or WINDOW
+(scaled gradients of delayed blocks). ``Step`` is the state of the optimizer. Gradients are *incomplete* after an
+exception that came while a block added them up. The binding looks up refusals and next states here. A random walk in
+the tests holds the rest of the code to the table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Step(Enum):
 
 
 class Blocks(Enum):
-    """What an event does to the stack of open blocks, whose lowest may be a window."""
+    """How an event changes the stack of open blocks. The lowest entry may be an accumulation window."""
 
     KEEP = "nothing"
     PUSH = "a block begins"
@@ -34,7 +34,7 @@ class Blocks(Enum):
 
 
 class Mark(Enum):
-    """What incomplete gradients mean for an event."""
+    """How an event treats incomplete gradients."""
 
     REFUSED = "it is refused"
     STAYS = "they stay incomplete"
@@ -43,7 +43,7 @@ class Mark(Enum):
 
 
 class Row(NamedTuple):
-    """An event. ``gradients``, ``steps``: where it may happen, and is not refused. ``steps`` leads to what follows."""
+    """An event. ``gradients`` and the keys of ``steps``: the states that allow it. ``steps`` maps to the next state."""
 
     gradients: tuple[Phase, ...]
     blocks: Blocks
@@ -56,29 +56,29 @@ _BETWEEN = (Phase.IDLE, Phase.WINDOW)
 _OPEN = (Phase.OPEN,)
 
 READY, STEPPING, PERTURBED, SKIPPED, RELEASED = Step
-# Calls of the replaced methods are the optimizer's own then, or pass through.
+# In these states a call of a replaced method is the optimizer's own, or passes through.
 NOT_THE_USERS = (STEPPING, RELEASED)
 _BETWEEN_STEPS = {READY: READY, PERTURBED: PERTURBED, SKIPPED: SKIPPED}
-# A closure and the hooks of a step may do what is done between steps.
+# A closure and the hooks of a step may call everything that is allowed between steps.
 _STAYS = {**_BETWEEN_STEPS, STEPPING: STEPPING}
 _UNPERTURBED = {phase: phase for phase in _STAYS if phase is not PERTURBED}
 
 TABLE = {
-    # scale_loss. A block inside of another one may begin on incomplete gradients.
+    # scale_loss. A block inside another one may begin on incomplete gradients.
     "enter": Row(_BETWEEN, Blocks.PUSH, _STAYS, Mark.REFUSED),
     "enter nested": Row(_OPEN, Blocks.PUSH, _STAYS, Mark.STAYS),
     "exit": Row(_OPEN, Blocks.POP, _STAYS, Mark.STAYS),
     "exit delayed": Row(_OPEN, Blocks.DELAY, _STAYS, Mark.STAYS),
     "exit raised": Row(_OPEN, Blocks.UNDO, {**_STAYS, PERTURBED: READY}, Mark.STAYS),
-    # An exception while gradients are added up: an interrupt, say, or memory that is not there.
+    # An exception while gradients are added up, such as KeyboardInterrupt or out of memory.
     "exit interrupted": Row(_OPEN, Blocks.UNDO, {**_STAYS, PERTURBED: READY}, Mark.BEGINS),
-    # Steps, whether they are taken or skipped.
+    # Steps that ran, and skipped ones.
     "step": Row(_BETWEEN, Blocks.CLEAR, _BETWEEN_STEPS, Mark.REFUSED),
     "first_step": Row(_BETWEEN, Blocks.CLEAR, {READY: PERTURBED, SKIPPED: PERTURBED}, Mark.REFUSED),
     "first_step skipped": Row(_BETWEEN, Blocks.CLEAR, {READY: SKIPPED, SKIPPED: SKIPPED}, Mark.REFUSED),
     "first_step raised": Row(_BETWEEN, Blocks.CLEAR, {READY: READY, SKIPPED: READY}, Mark.REFUSED),
     "second_step": Row(_BETWEEN, Blocks.CLEAR, dict.fromkeys(_BETWEEN_STEPS, READY), Mark.REFUSED),
-    # What else a user calls.
+    # Other calls of the user.
     "zero_grad": Row(_ANY, Blocks.CLEAR, _STAYS, Mark.ENDS),
     "master_params": Row(_ANY, Blocks.KEEP, _STAYS, Mark.STAYS),
     "add_param_group": Row(_ANY, Blocks.KEEP, _STAYS, Mark.STAYS),
@@ -88,25 +88,30 @@ TABLE = {
     "reset": Row(_BETWEEN, Blocks.CLEAR, dict.fromkeys(_STAYS, RELEASED), Mark.ENDS),
 }
 
-# Why, to follow the name of the call.
-_IN_BLOCK = "was called inside a scale_loss block, where gradients are scaled: leave the block first"
-_STATE_IN_BLOCK = "was called inside a scale_loss block: leave the block first"
-_INCOMPLETE = (
-    "was called after an exception at the end of a scale_loss block, which came while gradients were being added up: "
-    "call optimizer.zero_grad() and start this step's gradients anew"
+# Messages, to follow the name of the call.
+_IN_BLOCK = (
+    "was called inside a scale_loss block. Gradients are still scaled there. Move the call after the block. "
+    "See docs/tutorial.md."
 )
-_CLIMBS_AGAIN = (
-    "was called a second time. The weights are perturbed by the first one, and where they came from would be "
-    "forgotten. Call optimizer.second_step() first: after optimizer.zero_grad() it only takes the weights back."
+_STATE_IN_BLOCK = (
+    "was called inside a scale_loss block. The state of a step is incomplete there. Leave the block first."
+)
+_INCOMPLETE = (
+    "was called after an exception at the end of a scale_loss block, so gradients are incomplete. Call "
+    "optimizer.zero_grad() and repeat this step's backward passes."
+)
+_PERTURBED_TWICE = (
+    "was called a second time. The weights are perturbed already, and the original ones would be lost. Call "
+    "optimizer.second_step() first; after optimizer.zero_grad() it only restores the weights."
 )
 _STATE_PERTURBED = (
-    "was called between first_step() and second_step(). The weights are perturbed. Save after second_step()."
+    "was called between first_step() and second_step(). The weights are perturbed there. Save after second_step()."
 )
-_AFTER_RESET = "was called after amp.reset(), which has ended what amp did for the optimizer."
+_AFTER_RESET = "was called after amp.reset(), so amp no longer handles this optimizer. Call amp.initialize again."
 
 
 def refusal(event: str, gradients: Phase, step: Step, incomplete: bool) -> str | None:
-    """Why an event is refused where things are so; None: it is not."""
+    """Why an event is refused in these states, None if it is allowed."""
     row = TABLE[event]
     of_state = event in ("save", "save gradients", "load", "reset")
     if gradients not in row.gradients:
@@ -117,4 +122,4 @@ def refusal(event: str, gradients: Phase, step: Step, incomplete: bool) -> str |
         return None
     if step is RELEASED:
         return _AFTER_RESET
-    return _STATE_PERTURBED if of_state else _CLIMBS_AGAIN
+    return _STATE_PERTURBED if of_state else _PERTURBED_TWICE

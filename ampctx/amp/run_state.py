@@ -1,16 +1,16 @@
-"""What of a run, besides the model's and the optimizers' state, makes it go on bit for bit: read, checked, put back.
+"""Saves, checks and loads the state of amp that a bit-for-bit resume needs besides model and optimizers.
 
     {"loss_scaler0": ..., "opt_level": "O2", "deferred": {loss id: overflowed}, "optimizers": [one, ...]}
 
     {"params": how many, "names": [one for each], "masters": {i: fp32 tensor}, "overflows": {loss id: overflowed},
-     "scales": {loss id: what the loss was multiplied by},
-     "loss_scales": [...],      only of an optimizer that an earlier initialize took in
-     "gradients": {...}}        only where they were asked for
+     "scales": {loss id: the factor of the loss},
+     "loss_scales": [...],      only for an optimizer of an earlier initialize
+     "gradients": {...}}        only with grads=True
 
-``i`` is the place of a parameter among all of the optimizer, as in its own state dict. Tensors are those of the run;
-numbers and plain dicts besides, which ``torch.load(weights_only=True)`` reads.
+``i`` is the index of a parameter in the optimizer, as in its own state dict. Tensors are those of the run. The rest is
+numbers and plain dicts, so that ``torch.load(weights_only=True)`` reads it.
 
-Not part of it, since nothing that is computed depends on it: counts of skipped steps.
+Counts of skipped steps are not saved: no result depends on them.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ State = dict[str, Any]
 def saved(
     bindings: list[OptimizerBinding], loss_scales: list[LossScale], deferred: Deferred, opt_level: str, grads: bool
 ) -> State:
-    """What is added to the loss scales' entries. Nothing changes, but that masters follow a model that was loaded.
+    """The entries besides those of the loss scales. Changes nothing, except that it resyncs masters from the model.
 
     Raises:
-        AmpError: inside a scale_loss block, between ``first_step`` and ``second_step``; with ``grads``, after an
-            exception has left sums half made.
+        AmpError: inside a scale_loss block, or between ``first_step`` and ``second_step``; with ``grads``, incomplete
+            gradients after an exception.
 
     Host sync: reads flags.
     """
@@ -61,7 +61,7 @@ def saved(
 
 
 def drops_gradients(binding: OptimizerBinding) -> bool:
-    """Whether there are gradients, as far as can be told, that the coming step is to use."""
+    """Whether there seem to be gradients that the next step uses."""
     pending = binding.gradients.pending()
     if pending.masters or pending.lazy is not None or pending.window is not None:
         return True
@@ -123,7 +123,7 @@ def _saved_gradients(binding: OptimizerBinding, params: list[Tensor]) -> State:
     if (window := pending.window) is not None:
         factor = window.inv_scale
         loss_id, scale = window.loss
-        # Of the scale as it is now: a block that goes on with the window does not rescale it.
+        # None if this is the current scale: the next block of the window then does not rescale it.
         current = scale.is_identity or (scale.scale is not None and factor is scale.inv_scale())
         state["window"] = {
             "loss_id": loss_id,
@@ -152,29 +152,30 @@ def loader(
     deferred: Deferred,
     opt_level: str,
 ) -> Callable[[], None]:
-    """Checks what ``saved`` gave against the run; returns what puts it into place, after the loss scales' entries.
+    """Checks the result of ``saved`` against the run. Returns the function that loads it, after the loss scales.
 
-    The model's weights become the rounded masters. Gradients that are there make way for those of the checkpoint, or
-    are dropped where it has none.
+    Loading sets the model's weights to the rounded masters. It replaces gradients by those of the checkpoint, or drops
+    them if it has none.
 
     Raises:
-        AmpError: inside a scale_loss block. AmpKeyError, AmpTypeError, AmpValueError: what does not fit, by its key.
-            Nothing has been changed then.
+        AmpError: inside a scale_loss block. AmpKeyError, AmpTypeError, AmpValueError: an entry that does not fit, by
+            its key. Nothing has changed then.
     """
     for binding in bindings:
         binding.refuse("load", "amp.load_state_dict")
     if (theirs := _entry(state, "opt_level", str, "state_dict")) != opt_level:
         raise AmpValueError(
-            f'state_dict["opt_level"] is {theirs!r}, and amp.initialize was given opt_level={opt_level!r}. To go on at '
-            'another level load the model, the optimizer and the loss scales (the "loss_scaler..." entries) alone'
+            f'state_dict["opt_level"] is {theirs!r}, and amp.initialize was given opt_level={opt_level!r}. To continue '
+            'at another level, load only the model, the optimizer and the loss scales (the "loss_scaler..." entries).'
         )
     if (n := len(read_amp_entries(state))) != len(loss_scales):
-        raise AmpValueError(f"state_dict has {n} loss scales, and num_losses={len(loss_scales)} was given")
+        raise AmpValueError(f"state_dict has {n} loss scales, and num_losses={len(loss_scales)} was given.")
     flags = _flags(state, "deferred", "state_dict", range(len(loss_scales)))
     optimizers = _entry(state, "optimizers", list, "state_dict")
     if len(optimizers) != len(bindings):
         raise AmpValueError(
-            f'state_dict["optimizers"] has {len(optimizers)} entries, and {len(bindings)} optimizers are under amp'
+            f'state_dict["optimizers"] has {len(optimizers)} entries, and {len(bindings)} optimizers are under amp. '
+            "Pass the optimizers of the run that was saved to amp.initialize."
         )
     loaders = [
         _Loader(entry, binding, f'state_dict["optimizers"][{i}]', binding.loss_scales is not loss_scales)
@@ -202,12 +203,12 @@ def _flag(value: bool, scale: LossScale, device: torch.device) -> Tensor:
 
 
 class _Loader:
-    """The state of one optimizer, checked by its constructor and put into place by ``load``."""
+    """The state of one optimizer: the constructor checks it, ``load`` loads it."""
 
     def __init__(self, state: Any, binding: OptimizerBinding, where: str, own_scales: bool) -> None:
         self._binding = binding
         _typed(state, Mapping, where)
-        # Masters do not follow the model here: they are about to be set, and stay as they are if a check fails.
+        # No resync from the model: ``load`` sets the masters, and they must not change if a check fails.
         binding.masters.add_unfrozen(binding.optimizer)
         self._params = params = _params(binding)
         self._model = [binding.masters.model_of.get(p, p) for p in params]
@@ -234,16 +235,16 @@ class _Loader:
     # --- checks -------------------------------------------------------------------------------------------------------
 
     def _check_names(self, state: Mapping[str, Any], where: str) -> None:
-        """Masters go by their place, and shapes do not tell when another parameter has come to be there."""
+        """Compares names: masters are saved by index, and shapes alone do not show a changed order."""
         if "names" not in state:
             return
         here, there = self._binding.names(), _entry(state, "names", list, where)
         for i, (name, saved) in enumerate(zip(here, there, strict=False)):
             if name != saved and not any(str(n).startswith(PLACE) for n in (name, saved)):
                 raise AmpValueError(
-                    f'{where}["names"][{i}] is {saved!r}, and that parameter is {name!r} here: give models and '
-                    "optimizers to amp.initialize in the order of the run that was saved. Where parameters were "
-                    f'renamed and nothing else, delete {where}["names"]'
+                    f'{where}["names"][{i}] is {saved!r}, and that parameter is {name!r} here. Pass models and '
+                    "optimizers to amp.initialize in the order of the run that was saved. If parameters were only "
+                    f'renamed, delete {where}["names"].'
                 )
 
     def _checked_scales_used(self, state: Mapping[str, Any], where: str) -> dict[int, float]:
@@ -263,19 +264,20 @@ class _Loader:
         here = {i for i, p in enumerate(self._params) if p in self._binding.masters.model_of}
         if more := sorted(saved.keys() - here):
             raise AmpValueError(
-                f"{where_masters}[{more[0]}] is a master weight, and that parameter has none here: it is frozen, or is "
-                "not a 16-bit one. keep_fp32 of amp.initialize has to be that of the run that was saved"
+                f"{where_masters}[{more[0]}] is a master weight, and that parameter has none here. It is frozen, or "
+                "not in 16 bits. Pass amp.initialize the same keep_fp32 as in the run that was saved, and unfreeze the "
+                "same parameters."
             )
         if missing := sorted(here - saved.keys()):
             raise AmpKeyError(
                 f"{where_masters} has no {missing[0]}, the master weight of a parameter of shape "
-                f"{tuple(self._params[missing[0]].shape)}. Where it was frozen when the checkpoint was made, load "
-                "first and unfreeze it then. keep_fp32 of amp.initialize has to be that of the run that was saved"
+                f"{tuple(self._params[missing[0]].shape)}. If it was frozen in the run that was saved, load first and "
+                "unfreeze it then. Pass amp.initialize the same keep_fp32 as in that run."
             )
         return saved
 
     def _tensors(self, state: Any, like: list[Tensor], where: str, dense: bool = False) -> dict[int, Tensor]:
-        """Tensors by place, of the shapes and dtypes of ``like``; sparse ones are for gradients, unless ``dense``."""
+        """Checks tensors by index against the shapes and dtypes of ``like``. ``dense``: refuse sparse ones."""
         _typed(state, Mapping, where)
         for i, value in state.items():
             if not _is_place(i, len(like)):
@@ -288,7 +290,7 @@ class _Loader:
                 )
             if value.is_meta or value.layout not in ((torch.strided,) if dense else (torch.strided, torch.sparse_coo)):
                 kind = "on the meta device, without values" if value.is_meta else f"of layout {value.layout}"
-                raise AmpValueError(f"{where}[{i}] is {kind}: a dense tensor is expected")
+                raise AmpValueError(f"{where}[{i}] is {kind}, expected a dense tensor")
         return dict(state)
 
     def _checked_gradients(self, state: Any, where: str) -> State:
@@ -309,11 +311,11 @@ class _Loader:
                 )
             inv_scale = _number_in(waiting, "inv_scale", (float, Tensor), inside)
             norm = _number_in(waiting, "norm", Tensor, inside)
-            # Clipping has multiplied both by the same number, which is 0 or nan where the norm was not finite.
+            # Clipping multiplies both by one number, which is 0 or nan if the norm was not finite.
             if inv_scale < 0 or (not (inv_scale > 0 and inv_scale < math.inf) and math.isfinite(norm) and norm != 0):
                 raise AmpValueError(f'{inside}["inv_scale"] is {inv_scale} for gradients with a norm of {norm}')
         _entry(state, "left", bool, where)
-        # Without it gradients that are scaled would pass for unscaled ones.
+        # Required: without it, scaled gradients would count as unscaled.
         if (window := _entry(state, "window", (Mapping, type(None)), where)) is not None:
             self._check_window(window, f'{where}["window"]')
         return result
@@ -353,13 +355,13 @@ class _Loader:
         binding.masters.begin_writing()
         for i, value in self._masters.items():
             self._params[i].copy_(value)
-        # Where both agree, no master follows what is in the model now.
+        # Makes both agree, so that no resync uses the model's former values.
         binding.masters.copy_to_model()
         binding.masters.restored()
         device = self._params[0].device if self._params else torch.device("cpu")
         flags: Flags = {}
         for loss_id, overflowed in self._overflows.items():
-            scale = scales[max(loss_id, 0)]  # OUTSIDE_OF_BLOCKS goes with the first
+            scale = scales[max(loss_id, 0)]  # OUTSIDE_OF_BLOCKS uses the first scale
             flags[loss_id] = (scale, _flag(overflowed, scale, device))
         stepped = self._gradients is not None and self._gradients["left"]
         binding.restore(self._pending(), flags, dict(self._scales_used), stepped)
@@ -438,7 +440,7 @@ def _is_place(i: Any, n: int) -> bool:
 
 
 def _number_in(state: Mapping[str, Any], key: str, kind: type | tuple[type, ...], where: str) -> float:
-    """The value of a float or a 0-d fp32 tensor. A host sync."""
+    """The value of a float or a 0-d fp32 tensor. Host sync."""
     value = _entry(state, key, kind, where)
     if isinstance(value, Tensor):
         fits = value.dim() == 0 and value.dtype == torch.float32 and value.layout == torch.strided

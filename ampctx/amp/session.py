@@ -1,4 +1,4 @@
-"""AmpSession: one configuration of mixed-precision training. ``ampctx.amp`` is the bound methods of a default one."""
+"""AmpSession: one configuration of mixed-precision training. ``ampctx.amp`` binds the methods of a default session."""
 
 from __future__ import annotations
 
@@ -42,16 +42,17 @@ logger = logging.getLogger("ampctx")
 
 
 class AmpSession(SessionState):
-    """Mixed-precision training in apex.amp's words. Several sessions can live side by side.
+    """Mixed-precision training with apex.amp's API. Several sessions can exist side by side.
 
-    ``allow_incoming_model_not_fp32``: set it to take models that hold fp16 or bf16 weights already.
+    Attributes:
+        allow_incoming_model_not_fp32: set it to True to accept models that hold fp16 or bf16 weights already.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.allow_incoming_model_not_fp32 = False
-        # Called at the end of a successful ``initialize`` with the optimizers that it bound. Each returns an undo, for
-        # ``reset`` to run before anything else of that call is undone.
+        # ``initialize`` calls these last, with the optimizers that it bound. Each returns an undo, which ``reset`` runs
+        # before the other undos of that call.
         self.observers: list[Callable[[Mapping[Any, OptimizerBinding]], Undo]] = []
         self._casts = CastSwitch()
         self._function_casts = FunctionCasts(self._casts.active_dtype)
@@ -84,57 +85,57 @@ class AmpSession(SessionState):
         ops_fp32: Any = None,
         history: int = DEFAULT_LENGTH,
     ) -> Any:
-        """Makes models and optimizers ready for mixed-precision training, in place.
+        """Prepares models and optimizers for mixed-precision training, in place. No host sync.
+
+        Example::
+
+            model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
 
         Args:
-            models: a module or a list of modules, fp32, on any device. Wrap in DistributedDataParallel afterwards;
-                apply ``fully_shard`` and tensor parallelism before, for O0, O1 and O4.
+            models: a module or a list of modules, fp32, on any device. Wrap them in DistributedDataParallel afterwards.
+                Apply ``fully_shard`` or tensor parallelism before; these work at O0, O1 and O4.
             optimizers: an optimizer, a list of optimizers (may be empty), or None.
-            enabled: False returns the arguments untouched, and every other call becomes a no-op.
-            opt_level: "O0" fp32, "O1" fp16 autocast, "O2" fp16 model with fp32 masters, "O3" fp16; "O4" and "O5" are O1
-                and O2 in bf16. The level sets what follows; an argument that is not None overrides it.
-            cast_model_type: dtype of the model's weights and inputs; False casts nothing.
-            patch_torch_functions: cast per op through torch's autocast (O1 and O4 only).
-            keep_batchnorm_fp32: keep BatchNorm and running statistics in fp32 when the model is cast. Also "True" or
-                "False".
-            master_weights: step fp32 copies of 16-bit weights.
+            enabled: False returns the arguments unchanged and turns every other call into a no-op.
+            opt_level: "O0" fp32, "O1" fp16 autocast (default), "O2" fp16 model with fp32 masters, "O3" fp16; "O4" and
+                "O5" are O1 and O2 in bf16. The level sets the options below. An argument that is not None overrides it.
+            cast_model_type: dtype of the model's weights and inputs. False casts nothing.
+            patch_torch_functions: cast each op through torch's autocast (O1 and O4 only).
+            keep_batchnorm_fp32: keep BatchNorm and its running statistics in fp32 when the model is cast. A bool, or
+                "True" or "False".
+            master_weights: step fp32 copies of the 16-bit weights.
             loss_scale: "dynamic" or a number, also as a string.
             cast_model_outputs: floating dtype of the model's outputs.
-            num_losses: how many loss scales to keep; ``scale_loss(..., loss_id=i)`` picks one.
-            verbosity: 0 is silent; from 1 the options are printed and skipped steps logged, on rank 0.
-            min_loss_scale, max_loss_scale: bounds of a dynamic scale. None: no bound (it reaches neither 0 nor inf).
+            num_losses: the number of loss scales, 1 by default. ``scale_loss(..., loss_id=i)`` picks one.
+            verbosity: 0 is silent. From 1, the default, rank 0 prints the options and logs skipped steps.
+            min_loss_scale, max_loss_scale: bounds of a dynamic scale. None: no bound; it still never reaches 0 or inf.
             patch_torch_functions_type: float16 (O1) or bfloat16 (O4).
-            max_consecutive_skips: how many steps of an optimizer may be skipped in a row, at least 1; None: any number.
-                ``optimizer.step()`` raises AmpStallError when one more is. An optimizer that skips on the device raises
-                later, by as many steps as the host is ahead of the device: word of a skip is never waited for.
-            process_group: a ``torch.distributed.ProcessGroup`` whose ranks skip steps and move dynamic scales together:
-                those of tensor, pipeline, expert or sharded parallelism, which hold different gradients. Each exit of
-                a ``scale_loss`` block, and each step on gradients that no block has checked, is an all_reduce of one
-                number in which every rank has to take part: without one of them the others raise when the group's
-                timeout has passed, and refuse to step. None: each rank for itself, which is enough where
-                DistributedDataParallel makes gradients equal. The ranks of the mesh of DTensor parameters agree in the
-                same way, with a group or without.
-            keep_fp32: modules that stay in fp32 with all that is in them and compute in fp32, at every level: patterns
-                (``fnmatch``) of their names in ``named_modules()``, ``"head.*"`` meaning ``head`` too; module classes;
-                modules. One, or several in a list. Called by modules that are not kept, they take 16-bit inputs as fp32
-                and, at O2, O3 and O5, return the model's 16-bit type; one that is itself in ``models`` returns what
-                models return.
-            ops_fp32: functions of torch that compute in fp32 at every level, until ``reset``, wherever Python code
-                calls them as functions, methods or operators: names (``"softmax"``, ``"torch.linalg.norm"``) or the
-                functions. One, or several in a list or set. 16-bit arguments become fp32. Where autocast is on (O1,
-                O4) the result stays fp32, elsewhere it goes back to the widest 16-bit type among the arguments.
-            history: how many steps of each optimizer ``amp.history`` keeps, the latest ones. 0: none.
+            max_consecutive_skips: the number of steps of an optimizer that may be skipped in a row, at least 1. One
+                more raises AmpStallError in ``optimizer.step()``. An optimizer that skips on the device raises a few
+                steps later, because the host does not wait for the device. None, the default: any number.
+            process_group: a ``torch.distributed.ProcessGroup`` whose ranks skip steps and change dynamic scales
+                together. Needed if ranks hold different gradients: tensor, pipeline, expert or sharded parallelism.
+                Each end of a ``scale_loss`` block, and each step on gradients that no block has checked, is an
+                all_reduce of one number, and every rank must take part. If one is missing, the others raise after the
+                group's timeout and refuse to step. None: each rank decides alone, which is enough with
+                DistributedDataParallel. Ranks of a DTensor mesh always agree, with or without a group.
+            keep_fp32: modules that stay and compute in fp32 at every level, with everything in them. One entry or a
+                list: a module, a module class, or a pattern (``fnmatch``) of names in ``named_modules()``; ``"head.*"``
+                includes ``head``. Other modules may call them with 16-bit inputs. At O2, O3 and O5 their outputs are
+                rounded to the model's 16-bit type, unless the module itself is in ``models``.
+            ops_fp32: torch functions that compute in fp32 at every level, until ``reset``: names (``"softmax"``,
+                ``"torch.linalg.norm"``) or functions, one or several in a list or set. Applies to calls from Python as
+                functions, methods or operators. At O1 and O4 the result stays fp32; elsewhere it returns to the widest
+                16-bit type among the arguments.
+            history: the number of latest steps that ``amp.history`` keeps for each optimizer. 0: none.
 
         Returns:
-            ``models`` if ``optimizers`` is None, else ``(models, optimizers)``: the same objects in the shapes given.
+            ``models`` if ``optimizers`` is None, else ``(models, optimizers)``: the same objects in the same shapes.
 
         Raises:
-            AmpTypeError, AmpValueError, AmpError: a bad argument, a model that is wrapped or holds 16-bit weights, or
-                DTensors that would be cast, an optimizer that was initialized before, a ``keep_fp32`` that no module
-                answers to or that divides a tied weight, an unknown function in ``ops_fp32``. Nothing has been changed
+            AmpTypeError, AmpValueError, AmpError: an invalid argument; a model that is wrapped, holds 16-bit weights or
+                holds DTensors that the level would cast; an optimizer that is under amp already; a ``keep_fp32`` that
+                matches no module or splits a tied weight; an unknown function in ``ops_fp32``. Nothing has changed
                 then.
-
-        No host sync.
         """
         if isinstance(enabled, str):
             raise AmpTypeError(f"enabled must be True or False, got {enabled!r}. Did you mean opt_level={enabled!r}?")
@@ -175,7 +176,7 @@ class AmpSession(SessionState):
         steps = functools.partial(GuardedStep, limit, length, num_losses, listeners)
 
         if verbosity > 0 and is_rank_zero():
-            # On stdout, where apex's banner went: log scrapers read it there.
+            # On stdout like apex's banner: log scrapers read it there.
             print("\n".join(banner(opt_level, policy)))
         self._apply(policy, model_list, kept, optimizer_list, scales, steps)
         self.policy, self.loss_scales, self.verbosity = policy, scales, verbosity
@@ -190,7 +191,7 @@ class AmpSession(SessionState):
         scales: list[LossScale],
         make_steps: Callable[[], GuardedStep],
     ) -> None:
-        """Everything that changes an object; undone as a whole when a part of it fails."""
+        """Makes all changes of ``initialize``, and undoes them all if one fails."""
         bound: dict[Any, OptimizerBinding] = {}
         names = ParameterNames(models)
         run = mistakes.Run(scales, self._log)
@@ -198,7 +199,7 @@ class AmpSession(SessionState):
             undo.callback(mistakes.note_models(models, self))
             originals = setup.cast_models(undo, policy, models, kept)
             if policy.ops_fp32:
-                # Run at the latest when nobody has the session any more.
+                # Runs at the latest when the session is garbage-collected.
                 undo.callback(finalizer(self, install_fp32_ops(policy.ops_fp32)))
             for optimizer in optimizers:
                 taken = self._with_masters() | {id(p) for b in bound.values() for p, _ in b.masters.pairs}
@@ -211,12 +212,12 @@ class AmpSession(SessionState):
             setup.watch_models(undo, models, [b.masters for b in bound.values()], bool(policy.master_weights))
             undo.callback(finalizer(self, self._param_mistakes.watch(bound, names)))
             if policy.autocast_dtype is not None:
-                # What is refused in 16 bits may be asked for in fp32.
+                # ops_fp32 makes an op safe that autocast refuses in 16 bits.
                 allow_banned = "binary_cross_entropy" in policy.ops_fp32
                 autocast = Autocast(models, policy.autocast_dtype, allow_banned=allow_banned)
                 for module in kept.entries if self.allow_incoming_model_not_fp32 else ():
                     undo.callback(casting.cast_model(module, torch.float32, False, kept.modules)[0])
-                # First, so that what cast_ops does around a model's forward is around this.
+                # First, so that the hooks of cast_ops run around these.
                 undo.callback(install_without_casts(kept.entries, autocast))
                 undo.callback(self.cast_ops(autocast))
             for observe in self.observers:
@@ -230,11 +231,10 @@ class AmpSession(SessionState):
         return {id(p) for optimizer, binding in bound for p in binding.masters.model_params_with_master(optimizer)}
 
     def reset(self) -> None:
-        """Undoes ``initialize``: weights back to fp32 (from the masters), optimizers, hooks and torch functions as they
-        were.
+        """Undoes ``initialize``: weights return to fp32 (from the masters), and amp leaves optimizers and models.
 
-        Optimizer state is kept, hooks of ``on_step`` and ``on_skip`` are gone. The session can be initialized again
-        afterwards. Call it in the thread that called ``initialize``, where torch's autocast was switched on.
+        Optimizer state stays; hooks of ``on_step`` and ``on_skip`` are removed. The session can be initialized again.
+        Call it in the thread that called ``initialize``, because torch's autocast belongs to that thread. No host sync.
 
         Raises:
             AmpError: called inside a scale_loss block.
@@ -243,7 +243,7 @@ class AmpSession(SessionState):
             binding.refuse("reset", "amp.reset()")
         self._thread.check("reset", self._casts.enabled)
         with ExitStack() as stack:
-            # Whatever an undo raises, the others run, and the session is as it was made.
+            # If an undo raises, the others still run, and the session is empty again.
             for forget in (self._casts.undo, self._step_hooks, self._skip_hooks, self._bindings, self._blocks.deferred):
                 stack.callback(forget.clear)
             stack.callback(self._log.forget)
@@ -264,34 +264,38 @@ class AmpSession(SessionState):
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
     ) -> AbstractContextManager[Tensor]:
-        """Yields ``loss.float() * scale``; on exit the gradients of ``optimizers`` are unscaled and checked.
+        """Scales a loss for backward. The end of the block unscales the gradients and checks them for inf and nan.
 
-        Call ``backward()`` on what is yielded. After the block ``amp.master_params(optimizer)`` hold true gradients,
-        added to those of earlier blocks; if one was inf or nan, the next ``optimizer.step()`` is skipped and the scale
-        reduced. Zero gradients after a skipped step, too: where they are inf or nan still, the next one is skipped as
-        well. An exception in the block leaves gradients as they were before it, those of blocks that ended inside it
-        added, and takes back a ``first_step`` of SAM. Where it comes while they are added up at the end,
-        ``optimizer.step()`` and the next block raise until ``optimizer.zero_grad()``.
+        Example::
 
-        Blocks of one session are open in one thread at a time; at O1 and O4 in that of ``initialize``.
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+
+        After the block ``amp.master_params(optimizer)`` hold unscaled gradients, added to those of earlier blocks. If
+        one is inf or nan, the next ``optimizer.step()`` is skipped and a dynamic scale falls. Call ``zero_grad()``
+        after a skipped step as well: gradients that are still inf or nan skip the next one, too.
+
+        An exception in the block restores the gradients from before it, and undoes SAM's ``first_step``. If it comes
+        while the block adds gradients up, ``optimizer.step()`` and the next block raise until
+        ``optimizer.zero_grad()``. Use the blocks of a session in one thread: at O1 and O4 in that of ``initialize``.
 
         Args:
-            loss: a tensor of any shape, of a floating dtype.
-            optimizers: every optimizer whose parameters get gradients from this backward, alone or in a list or tuple.
-            loss_id: which of the ``num_losses`` scales to use, an int.
-            model: unused, there for apex's signature.
-            delay_unscale: set it on all but the last of several backward passes that make up one step. Gradients stay
-                scaled until the last, which unscales, checks and updates the scale once. Under
-                DistributedDataParallel put these blocks into ``no_sync``.
-            delay_overflow_check: leave the scale update to a later block; a step on non-finite gradients is skipped
-                still.
+            loss: a tensor of any shape, of a floating dtype. The block yields it as fp32 (fp64 stays), times the scale.
+            optimizers: every optimizer whose parameters this backward reaches: one, a list or a tuple.
+            loss_id: which of the ``num_losses`` scales to use, an int, 0 by default.
+            model: unused, for apex's signature.
+            delay_unscale: set it on all but the last of several backward passes for one step. Gradients stay scaled
+                until the last block, which unscales, checks and updates the scale once. With DistributedDataParallel
+                put the delayed blocks into ``no_sync``.
+            delay_overflow_check: leave the scale update to a later block. A step on non-finite gradients is still
+                skipped.
 
         Raises:
-            AmpError, AmpTypeError, AmpIndexError: the block begins before ``initialize``, with a loss that is no real
-                tensor, with an optimizer that did not go through ``initialize``, or with a loss id that ``num_losses``
-                does not cover. Or it ends where a block over other optimizers has left scaled gradients.
+            AmpError, AmpTypeError, AmpIndexError: ``initialize`` was not called; the loss is no real tensor; an
+                optimizer did not go through ``initialize``; ``num_losses`` does not cover the loss id. At the end:
+                another block has left scaled gradients in an optimizer.
 
-        No host sync; with a ``process_group`` over gloo, the end of the block waits for the other ranks.
+        No host sync. With a ``process_group`` over gloo, the end of the block waits for the other ranks.
         """
         args = loss, optimizers, loss_id, delay_unscale, delay_overflow_check
         return mistakes.LossBlock(self._scaled_loss, args, {})
@@ -302,15 +306,18 @@ class AmpSession(SessionState):
         if self.policy is None:
             raise AmpError(
                 "Invoked 'with amp.scale_loss', but internal Amp state has not been initialized. Call "
-                "model, optimizer = amp.initialize(model, optimizer, opt_level=...) first."
+                "model, optimizer = amp.initialize(model, optimizer, opt_level=...) first, in this process. See "
+                "docs/errors.md#invoked-with-ampscale_loss-but-internal-amp-state-has-not-been-initialized."
             )
         if not self.policy.enabled:
             yield loss
             return
         if not isinstance(loss, Tensor):
-            raise AmpTypeError(f"loss must be a tensor, got {type(loss).__name__}")
+            raise AmpTypeError(f"scale_loss: loss must be a tensor, got {type(loss).__name__}")
         if loss.is_complex():
-            raise AmpTypeError(f"loss is {loss.dtype}, expected a floating type: backward needs a real loss")
+            raise AmpTypeError(
+                f"scale_loss: loss is {loss.dtype}, expected a floating type. Backward needs a real loss."
+            )
         loss_id = check_loss_id(loss_id)
         block = Block(self._bindings_of(optimizers), loss_id, loss.device, delay_unscale, delay_overflow_check)
         loss_scale = self._loss_scale(block.bindings, loss_id)
@@ -321,8 +328,8 @@ class AmpSession(SessionState):
             with self._casts.suspended():
                 wide = loss if loss.dtype == torch.float64 else loss.float()
                 try:
-                    # By a call: an interrupt that came meanwhile is raised at its end, and not after the yield, where
-                    # no ``with`` has begun yet that would clean up.
+                    # A call, so that a pending interrupt is raised here. After the yield the ``with`` statement has
+                    # not begun yet, and would not clean up.
                     if isinstance(scale, PerDevice):
                         yield mistakes.watch_backward(block, torch.mul(wide, scale.on(loss.device)))
                     else:
@@ -349,73 +356,76 @@ class AmpSession(SessionState):
         given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
         found = [self._binding_of(optimizer) for optimizer in given]
         bindings = list(dict.fromkeys(binding for binding in found if binding is not None))
-        # Where gradients are neither scaled nor copied, apex let anything pass.
+        # Like apex, accept any optimizer if gradients are neither scaled nor copied.
         assert self.policy is not None
         scales = [scale for binding in bindings for scale in binding.loss_scales] or self.loss_scales
         if None in found and (self.policy.master_weights or not all(scale.is_identity for scale in scales)):
             i = found.index(None)
             raise AmpError(
-                f"scale_loss: optimizers[{i}] ({type(given[i]).__name__}) did not go through amp.initialize: pass it "
-                "there together with its model."
+                f"scale_loss: optimizers[{i}] ({type(given[i]).__name__}) did not go through amp.initialize. Pass it "
+                "there together with its model. See docs/errors.md#did-not-go-through-ampinitialize."
             )
         return bindings
 
     def _loss_scale(self, bindings: list[OptimizerBinding], loss_id: int) -> LossScale:
-        # An optimizer keeps the scales of the initialize call that it came from.
+        # An optimizer keeps the scales of its own initialize call.
         scales = bindings[0].loss_scales if bindings else self.loss_scales
         if not -len(scales) <= loss_id < len(scales):
-            raise AmpIndexError(f"loss_id is {loss_id}, and num_losses={len(scales)} was given to amp.initialize")
+            raise AmpIndexError(
+                f"scale_loss: loss_id is {loss_id}, and num_losses={len(scales)} was given to amp.initialize. Pass the "
+                "number of losses there."
+            )
         return scales[loss_id]
 
     # --- casts -------------------------------------------------------------------------------------------------------
 
     def cast_ops(self, autocast: Autocast) -> Undo:
-        """Switches casts op by op on, those of functions that the user registered among them.
+        """Switches on the casts per op, including those of registered functions.
 
-        The undo may be called more than once; ``reset`` calls it, too.
+        Returns the undo, which may be called more than once; ``reset`` calls it, too.
         """
         with ExitStack() as stack:
             stack.callback(autocast.enable())
-            # After what enable() puts in place, so that a function registered by the user gets its casts first.
+            # After enable(), so that the casts of a registered function run first.
             stack.callback(self._function_casts.install())
-            # Run at the latest when nobody has the session any more.
+            # Runs at the latest when the session is garbage-collected.
             undo = finalizer(self, stack.pop_all().close)
         self._thread.claim_casts()
         self._casts.add(autocast, undo)
         return undo
 
     def disable_casts(self) -> AbstractContextManager:
-        """A context in which O1's and O4's casts are off. May nest; a no-op at other levels."""
+        """Switches off the casts of O1 and O4 inside a ``with`` block. May nest; a no-op at other levels."""
         return self._casts.suspended()
 
     def half_function(self, fn: Callable) -> Callable:
-        """Decorator: under O1/O4 ``fn`` gets its floating arguments in the level's 16-bit type."""
+        """Decorates ``fn``: at O1 and O4 its floating arguments become the level's 16-bit type."""
         return self._function_casts.decorate("half", fn)
 
     def bfloat16_function(self, fn: Callable) -> Callable:
-        """The same as ``half_function``: the level decides which 16-bit type is meant."""
+        """Same as ``half_function``: the level decides between fp16 (O1) and bf16 (O4)."""
         return self._function_casts.decorate("half", fn)
 
     def float_function(self, fn: Callable) -> Callable:
-        """Decorator: under O1/O4 ``fn`` gets its 16-bit arguments in fp32, autocast off inside."""
+        """Decorates ``fn``: at O1 and O4 its 16-bit arguments become fp32, and autocast is off inside."""
         return self._function_casts.decorate("float", fn)
 
     def promote_function(self, fn: Callable) -> Callable:
-        """Decorator: under O1/O4 ``fn`` gets its floating arguments in the widest type among them."""
+        """Decorates ``fn``: at O1 and O4 its floating arguments become the widest type among them."""
         return self._function_casts.decorate("promote", fn)
 
     def register_half_function(self, module: Any, name: str) -> None:
-        """``module.name`` becomes a half function at the next O1/O4 ``initialize``, until ``reset``."""
+        """Makes ``module.name`` a ``half_function`` from the next O1 or O4 ``initialize`` until ``reset``."""
         self._function_casts.register("half", module, name)
 
     def register_bfloat16_function(self, module: Any, name: str) -> None:
-        """The same as ``register_half_function``."""
+        """Same as ``register_half_function``."""
         self._function_casts.register("half", module, name)
 
     def register_float_function(self, module: Any, name: str) -> None:
-        """``module.name`` becomes a float function at the next O1/O4 ``initialize``, until ``reset``."""
+        """Makes ``module.name`` a ``float_function`` from the next O1 or O4 ``initialize`` until ``reset``."""
         self._function_casts.register("float", module, name)
 
     def register_promote_function(self, module: Any, name: str) -> None:
-        """``module.name`` becomes a promote function at the next O1/O4 ``initialize``, until ``reset``."""
+        """Makes ``module.name`` a ``promote_function`` from the next O1 or O4 ``initialize`` until ``reset``."""
         self._function_casts.register("promote", module, name)

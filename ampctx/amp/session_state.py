@@ -1,4 +1,4 @@
-"""What a session holds and what its users read of it: masters, outcomes, histories, checkpoints."""
+"""The state of a session, and the methods that read it: masters, outcomes, histories, checkpoints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SessionState:
         self._bindings: MutableMapping[Any, OptimizerBinding] = weakref.WeakKeyDictionary()
         self._blocks = Blocks(self._bindings)
         self._log = SkipLog(self._blocks.deferred)
-        # Whether the latest state that was loaded had no masters, until it has been told whether that matters.
+        # The latest loaded state had no masters, and a warning about that may still be due.
         self._lacks_masters = False
         self._param_mistakes = ParamMistakes(self._bindings, self._log)
         self._explained_masters = False
@@ -48,7 +48,7 @@ class SessionState:
 
     @property
     def verbosity(self) -> int:
-        """0 is silent; from 1 skipped steps are logged, on rank 0."""
+        """0 is silent. From 1, rank 0 logs skipped steps."""
         return self._log.verbosity
 
     @verbosity.setter
@@ -57,22 +57,29 @@ class SessionState:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise AmpError(
-            "an AmpSession cannot be copied or pickled: it belongs to models and optimizers of this process. Make one "
-            "for the copies, initialize it, and load state_dict(masters=True) of this one into it"
+            "an AmpSession cannot be copied or pickled, because it belongs to models and optimizers of this process. "
+            "Make a new AmpSession for the copies, call its initialize(), and load state_dict(masters=True) of this "
+            "one into it."
         )
 
     def _binding_of(self, optimizer: Any) -> OptimizerBinding | None:
         known = isinstance(optimizer, torch.optim.Optimizer) or is_optimizer(optimizer)
         return self._bindings.get(optimizer) if known else None
 
-    # --- what users read ---------------------------------------------------------------------------------------------
+    # --- reading -----------------------------------------------------------------------------------------------------
 
     def master_params(self, optimizer: Any) -> Iterator[Tensor]:
-        """Yields the parameters that ``optimizer`` steps, in the order of its param groups.
+        """Yields the parameters that ``optimizer`` steps, in the order of its param groups. No host sync.
 
-        Under master weights these are the fp32 masters, else the model's own parameters. Clip their gradients after the
-        scale_loss block: inside, gradients are scaled and masters have none, and who reads or clips them gets one
-        warning. Works on any object with ``param_groups``. No host sync.
+        With master weights these are the fp32 masters, else the model's own parameters. Clip or read their gradients
+        after the ``scale_loss`` block. Inside it, gradients are scaled and masters have none; ampctx warns once.
+
+        Example::
+
+            torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+
+        Args:
+            optimizer: any object with ``param_groups``.
         """
         binding = self._binding_of(optimizer)
         if binding is not None and binding.gradients.is_idle:
@@ -83,18 +90,23 @@ class SessionState:
             yield from group["params"]
 
     def skipped_steps(self, optimizer: Any) -> int:
-        """How many steps of ``optimizer`` were skipped because gradients overflowed.
+        """Counts the steps of ``optimizer`` that were skipped because gradients overflowed.
 
-        A host sync for an optimizer that skips on the device (those of ``ampctx.optimizers``, torch's fused ones).
+        Host sync if the optimizer skips on the device: those of ``ampctx.optimizers``, and torch's with ``fused=True``.
         """
         binding = self._binding_of(optimizer)
         return 0 if binding is None else binding.steps.skipped_steps()
 
     def outcome(self, optimizer: Any) -> StepOutcome | None:
-        """What became of the latest ``optimizer.step()``; None before the first.
+        """Returns the outcome of the latest ``optimizer.step()``: whether it ran or was skipped. None before the first.
 
-        ``outcome.stepped`` gates what goes with a step: an LR scheduler, an EMA, a counter. Nothing is skipped when amp
-        is not enabled: stepped then, always. No host sync; reading an attribute may be one, see ``StepOutcome``.
+        With ``enabled=False`` every step counts as stepped. No host sync, but reading an attribute may be one, see
+        ``StepOutcome``.
+
+        Example::
+
+            if amp.outcome(optimizer).stepped:
+                scheduler.step()
 
         Raises:
             AmpError: the optimizer did not go through ``amp.initialize``.
@@ -104,30 +116,30 @@ class SessionState:
         return self._watched(optimizer, "outcome").steps.outcome
 
     def history(self, optimizer: Any = None, last: int | None = None) -> History:
-        """The latest steps as plain lists: loss scales, skips and gradient norms, for plots and logs.
+        """Returns the latest steps as plain lists: loss scales, skips and gradient norms, for plots and logs.
+
+        The history starts with ``initialize``, ends with ``reset``, and is not part of ``state_dict``. It does not
+        include replays of a CUDA graph. One host sync here; steps leave their numbers on the device.
 
         Args:
-            optimizer: may be left out where only one went through ``amp.initialize``.
-            last: how many steps at most. None: all that are kept, ``history`` of ``amp.initialize``.
+            optimizer: optional if only one went through ``amp.initialize``.
+            last: the largest number of steps to return. None: all that ``initialize(history=...)`` keeps.
 
         Returns:
-            A ``History``: ``step``, ``skipped`` and ``grad_norm`` are lists with an element for each step, ``scale``
-            and ``overflowed`` such lists by loss id. Lists of no elements when amp is not initialized or not enabled.
-
-        It begins anew with ``initialize``, ends with ``reset``, and is not part of ``state_dict``. Replays of a CUDA
-        graph are not seen. A host sync, the only one: steps leave their numbers on the device.
+            A ``History``. Its lists ``step``, ``skipped`` and ``grad_norm`` have one element a step; ``scale`` and
+            ``overflowed`` hold such a list for each loss id. Empty lists if amp is not initialized or not enabled.
 
         Raises:
             AmpError: the optimizer did not go through ``amp.initialize``, or several did and none is given.
-            AmpTypeError, AmpValueError: ``last`` is no int of at least 0.
+            AmpTypeError, AmpValueError: ``last`` is not an int >= 0.
         """
         if self.policy is None or not self.policy.enabled:
             return StepHistory(0).lists(last)
         if optimizer is None:
             if len(self._bindings) > 1:
                 raise AmpError(
-                    f"amp.history: {len(self._bindings)} optimizers went through amp.initialize: give the one that is "
-                    "meant"
+                    f"amp.history: {len(self._bindings)} optimizers went through amp.initialize. Pass one of them: "
+                    "amp.history(optimizer)."
                 )
             optimizer = next(iter(self._bindings), None)
             if optimizer is None:
@@ -138,30 +150,42 @@ class SessionState:
         binding = self._binding_of(optimizer)
         if binding is None:
             raise AmpError(
-                f"amp.{name}: this {type(optimizer).__name__} did not go through amp.initialize, which watches its "
-                "steps"
+                f"amp.{name}: this {type(optimizer).__name__} did not go through amp.initialize, so amp does not see "
+                "its steps. Pass it there together with its model. See docs/errors.md#did-not-go-through-ampinitialize."
             )
         return binding
 
     def on_step(self, fn: Callable[[Any, StepOutcome], None]) -> RemovableHandle:
-        """Calls ``fn(optimizer, outcome)`` at the end of every step of every optimizer that was taken.
+        """Calls ``fn(optimizer, outcome)`` at the end of every step that ran, for every optimizer.
 
-        In the order of the steps, before ``optimizer.step()`` returns, on the thread that called it. Hooks make the
-        step of an optimizer that skips on the device wait for it; one that raises does so out of a step that is
-        complete. They are not called while a CUDA graph is captured or replayed, nor when amp is not enabled.
+        The call comes before ``optimizer.step()`` returns, in the same thread. If ``fn`` raises, the step is complete.
+        Host sync at each step of an optimizer that skips on the device. CUDA graph capture and replay call no hooks,
+        nor does ``enabled=False``.
 
         Returns:
-            A handle whose ``remove()`` ends it. ``reset`` does so, too.
+            A handle. Its ``remove()``, or ``reset``, removes the hook.
+
+        Raises:
+            AmpTypeError: ``fn`` is not callable.
         """
         return self._add_hook(self._step_hooks, fn)
 
     def on_skip(self, fn: Callable[[Any, StepOutcome], None]) -> RemovableHandle:
-        """As ``on_step``, for the steps that are skipped. ``outcome.culprits`` is known there, with every optimizer."""
+        """Calls ``fn(optimizer, outcome)`` at the end of every skipped step, like ``on_step``.
+
+        ``outcome.culprits``, the parameters with non-finite gradients, is known in the hook with every optimizer.
+
+        Returns:
+            A handle. Its ``remove()``, or ``reset``, removes the hook.
+
+        Raises:
+            AmpTypeError: ``fn`` is not callable.
+        """
         return self._add_hook(self._skip_hooks, fn)
 
     def _add_hook(self, hooks: OrderedDict, fn: Any) -> RemovableHandle:
         if not callable(fn):
-            raise AmpTypeError(f"a hook must be callable with (optimizer, outcome), got {type(fn).__name__}")
+            raise AmpTypeError(f"a hook must be callable with (optimizer, outcome), got {type(fn).__name__}.")
         handle = RemovableHandle(hooks)
         hooks[handle.id] = fn
         return handle
@@ -171,37 +195,41 @@ class SessionState:
             fn(optimizer, outcome)
 
     def master_state_dict(self, model: nn.Module, *, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-        """``model.state_dict()`` with the fp32 masters in the places of 16-bit weights: to export, in plain torch.
+        """Exports ``model.state_dict()`` with fp32 masters in place of 16-bit weights, for plain torch. No host sync.
 
-        Keys, order and hooks are those of ``model.state_dict()``, of a model in DistributedDataParallel too. Here all
-        tensors are copies, and what several keys share in the model they share. Masters that an optimizer keeps by
-        itself (``FusedAdam(master_weights=True)``) count as well, if it went through ``initialize``. Where there is no
-        master, the weight itself.
+        Keys, order and hooks are those of ``model.state_dict()``. All tensors are copies; keys that share a tensor
+        share its copy. Includes masters in the optimizer's state (``FusedAdam(master_weights=True)``) if it went
+        through ``initialize``. A weight without master is exported itself.
 
         Args:
-            model: what was given to ``initialize``, something around it or a part of it.
-            dtype: of the floating entries, buffers included. With float32, float64 entries stay.
+            model: a model that went through ``initialize``, a wrapper around it or a part of it.
+            dtype: of the floating entries, buffers included; float32 by default. With float32, float64 entries stay.
+
+        Returns:
+            The state dict.
 
         Raises:
-            AmpTypeError: no module, or another dtype than float16, bfloat16, float32, float64.
-
-        No host sync.
+            AmpTypeError: ``model`` is no module, or ``dtype`` is not float16, bfloat16, float32 or float64.
         """
         return master_weights.master_state_dict(model, list(self._bindings.values()), dtype)
 
     def master_model(self, model: nn.Module) -> nn.Module:
-        """The model with the fp32 masters for weights: to feed a moving average, or to evaluate in fp32.
+        """Copies the modules of ``model`` over the live fp32 masters, to average weights or evaluate in fp32.
 
-        A copy of the modules that holds the live masters themselves (and the model's own weights where there is no
-        master, and its buffers), without amp's casts. ``torch.optim.swa_utils.AveragedModel`` of it is in fp32; give it
-        to ``update_parameters`` after each step. Do not train it. It holds until the next ``add_param_group``,
-        unfreezing or ``reset``. After ``model.load_state_dict`` masters follow at the next block, step or call of this.
+        The copy has no casts of amp. It shares the masters, the model's buffers, and weights without master. Pass it
+        to ``torch.optim.swa_utils.AveragedModel`` and to ``update_parameters`` after each step. Do not train it. Make
+        it again after ``add_param_group``, unfreezing or ``reset``. Loading into the model updates it at the next
+        block, step or call of this. No host sync.
+
+        Args:
+            model: a model that went through ``initialize``, or a part of it.
+
+        Returns:
+            The copy, an ``nn.Module`` of the same class.
 
         Raises:
-            AmpTypeError: no module.
-            AmpError: an optimizer keeps masters by itself.
-
-        No host sync.
+            AmpTypeError: ``model`` is no module.
+            AmpError: a master is in the optimizer's own state (its option ``master_weights``).
         """
         return master_weights.master_model(model, list(self._bindings.values()))
 
@@ -210,24 +238,21 @@ class SessionState:
     def state_dict(
         self, destination: dict[str, Any] | None = None, *, masters: bool = False, grads: bool = False
     ) -> dict[str, Any]:
-        """The loss scales of the latest ``initialize``, in apex's format; or all that amp knows of the run.
+        """Returns the loss scales in apex's format, on request with masters and gradients. Host sync.
 
-        ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``. Empty when amp is not initialized or not
-        enabled. Host sync: reads the scales.
+        ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``; empty if amp is not initialized or not
+        enabled. After ``optimizer.step()``, this and the states of model and optimizers resume a run bit for bit.
+        Tensors are shared with the run, as in any ``state_dict()``: save or copy them before the next step.
 
         Args:
-            destination: is filled and returned if given.
-            masters: add the fp32 masters, which ``model.state_dict()`` shows as well, and the overflows that are not
-                dealt with yet: to resume where they have a coming step skipped. apex does not load it.
-            grads: add gradients, too: to resume between blocks whose gradients add up to one step. Implies ``masters``.
-
-        After ``optimizer.step()`` a run resumes bit for bit from this and the states of the model and the optimizers.
-
-        Tensors are shared with the run, as in any ``state_dict()``: save, or copy, before the next step.
+            destination: a dict to fill and return. None, the default: a new one.
+            masters: add the fp32 masters, and overflows that will skip a later step. apex cannot load these entries.
+                ``model.state_dict()`` holds the masters, too.
+            grads: add gradients, to resume between blocks whose gradients add up for one step. Implies ``masters``.
 
         Raises:
             AmpError: ``masters`` or ``grads`` inside a scale_loss block, or between SAM's ``first_step`` and
-                ``second_step``; ``grads`` after an exception has left sums half made.
+                ``second_step``; ``grads`` with incomplete gradients after an exception.
         """
         result = OrderedDict() if destination is None else destination
         enabled = self.policy is not None and self.policy.enabled
@@ -243,36 +268,37 @@ class SessionState:
         state = run_state.saved(bindings, self.loss_scales, self._blocks.deferred, self.policy.opt_level, grads)
         if not grads and any(map(run_state.drops_gradients, bindings)):
             logger.warning(
-                "amp.state_dict(masters=True): there are gradients that no step has used, and they are not part of it. "
-                "Save after optimizer.step(), or with grads=True."
+                "amp.state_dict(masters=True): there are gradients that no step has used. The state does not contain "
+                "them. Save after optimizer.step(), or pass grads=True."
             )
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what ``state_dict`` gave, here or in apex. A bad checkpoint raises and changes nothing.
+        """Loads a ``state_dict()`` of ampctx or apex. An invalid one raises and changes nothing. May be a host sync.
 
-        One with masters sets the masters, and the model's weights to the rounded masters; gradients that are there are
-        dropped, or replaced by its own. Model, optimizers and amp may be loaded in any order. Without masters, they are
-        those of ``model.load_state_dict``; where that got 16-bit values alone, a warning says so once.
+        A state with masters sets the masters, and the model's weights to the rounded masters. It drops gradients, or
+        replaces them by its own. Load model, optimizers and amp in any order. Without masters in the state, they come
+        from ``model.load_state_dict``; if that loaded only 16-bit values, ampctx warns once.
 
-        Entries go to the scale of their number. More or fewer entries than ``num_losses`` are reported as a warning:
-        scales without an entry stay as they are. A no-op when amp is not enabled.
+        A number of entries other than ``num_losses`` gives a warning; scales without an entry stay. A static scale
+        takes the loaded value and keeps it, as in apex, with a warning. A no-op with ``enabled=False``.
 
-        With one loss scale, the state of a GradScaler (torch's or ours) is taken as well: its scale and its count of
-        clean steps. Its growth factors and interval are not, as they are not part of apex's format: a warning names
-        those that differ. The {} of a disabled GradScaler holds nothing and is reported like a state without entries.
+        With one loss scale, the state of a GradScaler (torch's or ours) loads, too: its scale and its count of clean
+        steps. apex's format has no growth factors and intervals; a warning names those that differ.
 
-        A static scale takes the value, too, and stays there, as in apex; a warning says so. May wait for the device.
+        Args:
+            state_dict: a dict of ``amp.state_dict()``, or of one GradScaler.
 
         Raises:
             AmpKeyError: a key that is not ``loss_scaler<number>``, or a missing one.
             AmpTypeError, AmpValueError: an entry that is not a dict, or a value out of range; the state of a GradScaler
-                for several scales; of a state with masters an entry that does not fit the run.
+                for several scales; in a state with masters, an entry that does not fit the run.
             AmpError: before ``initialize``; a state with masters inside a scale_loss block.
         """
         if self.policy is None:
             raise AmpError(
-                "amp.load_state_dict was called before amp.initialize: the scales to load into do not exist yet"
+                "amp.load_state_dict was called before amp.initialize. The loss scales do not exist yet. Call "
+                "amp.initialize first, with the options of the run that was saved."
             )
         if not self.policy.enabled:
             return
@@ -290,14 +316,14 @@ class SessionState:
                 continue
             if not scale.dynamic and entries[i]["loss_scale"] != scale.value():
                 logger.warning(
-                    "loss scaler %d is static: it goes from %s to the checkpoint's %s, and stays there",
+                    "amp.load_state_dict: loss scaler %d is static. It goes from %s to the checkpoint's %s and stays.",
                     *(i, scale.value(), entries[i]["loss_scale"]),
                 )
             scale.load_state_dict(entries[i])
         load_run()
 
     def _run_loader(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """What loads the part of a state that is not about loss scales, which is checked now."""
+        """Checks the part of a state besides the loss scales. Returns the function that loads it."""
         bindings = list(self._bindings.values())
         if not state.keys().isdisjoint(formats.RUN_KEYS):
             assert self.policy is not None
@@ -305,8 +331,8 @@ class SessionState:
         return self._tell_of_lost_masters
 
     def _tell_of_lost_masters(self, may_wait: bool = True) -> None:
-        """Says so where neither the checkpoint of amp nor that of the model had fp32 masters. The model may be loaded
-        later: then the next block asks again, but does not wait for an accelerator."""
+        """Warns if neither amp's checkpoint nor the model's had fp32 masters. The model may be loaded later, so the
+        next block checks again, without a host sync."""
         found = [binding.masters for binding in self._bindings.values() if binding.masters.pairs]
         if not may_wait:
             found = [masters for masters in found if all(master.is_cpu for _, master in masters.pairs)]
@@ -314,16 +340,17 @@ class SessionState:
         if not self._explained_masters and any(masters.are_rounded() for masters in found):
             self._lacks_masters, self._explained_masters = False, True
             logger.warning(
-                "The checkpoint has no fp32 master weights, neither in the model's state nor in that of amp: they "
-                "start from the model's 16-bit weights, without what was rounded off. Save model.state_dict() of the "
-                "model that went through amp.initialize, which shows them."
+                "amp.load_state_dict: the checkpoint has no fp32 master weights, neither in the model's state nor in "
+                "amp's. They start from the rounded 16-bit weights. Save model.state_dict() of the model that went "
+                "through amp.initialize: it contains the masters."
             )
 
     def _entries_of_grad_scaler(self, state: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
         if (n := len(self.loss_scales)) != 1:
             raise AmpValueError(
-                f"the state of a GradScaler holds one loss scale, and num_losses={n} was given to amp.initialize. To "
-                f"start all of them from it: ampctx.compat.checkpoints.to_amp_state(state, num_losses={n})"
+                f"amp.load_state_dict: the state of a GradScaler holds one loss scale, and num_losses={n} was given to "
+                "amp.initialize. To start all of them from it, load "
+                f"ampctx.compat.checkpoints.to_amp_state(state, num_losses={n})."
             )
         saved = formats.read_grad_scaler_state(state)
         ours = self.loss_scales[0]
@@ -333,5 +360,5 @@ class SessionState:
             if (there := getattr(saved, name)) != (here := getattr(ours, name))
         ]
         if left_out and ours.dynamic:
-            logger.warning("not taken over from the state of a GradScaler: %s", ", ".join(left_out))
+            logger.warning("amp.load_state_dict: not loaded from the state of a GradScaler: %s.", ", ".join(left_out))
         return formats.read_amp_entries(formats.to_amp_state(state))

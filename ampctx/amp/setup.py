@@ -1,4 +1,4 @@
-"""What ``initialize`` checks, and does to models: undone as a whole when a part of it fails."""
+"""The checks of ``initialize``, and its changes of models. If one part fails, ``initialize`` undoes them all."""
 
 from __future__ import annotations
 
@@ -32,34 +32,36 @@ def as_list(value: Any, kind: str, accepts: Callable[[Any], bool]) -> list[Any]:
 
 
 def refuse_fp16_optimizer(optimizers: Any) -> None:
-    """Says why a wrapper of apex's name, apex's own or a copy of it, cannot be initialized."""
+    """Raises AmpTypeError for apex's FP16_Optimizer, or a copy of that class."""
     for item in optimizers if isinstance(optimizers, list) else [optimizers]:
         if any(base.__name__ == "FP16_Optimizer" for base in type(item).__mro__):
             raise AmpTypeError(
                 f"An incoming optimizer is an instance of {type(item).__module__}.{type(item).__qualname__}. It keeps "
-                "fp32 masters and a loss scale of its own: give amp.initialize the optimizer inside, and step that."
+                "fp32 masters and a loss scale of its own. Pass the optimizer inside it to amp.initialize, and step "
+                "that one."
             )
 
 
 def is_optimizer(value: Any) -> bool:
-    """A torch optimizer, or a wrapper that offers what one offers (LARC)."""
+    """Whether ``value`` is a torch optimizer, or a wrapper with the methods of one (LARC)."""
     return isinstance(value, torch.optim.Optimizer) or all(
         hasattr(value, name) for name in ("param_groups", "state", "step", "zero_grad", "add_param_group")
     )
 
 
 def check_optimizers(optimizers: list[Any], bound: Container[Any]) -> None:
-    """AmpError for one that is under amp already."""
+    """Raises AmpError for an optimizer that is under amp already."""
     for i, optimizer in enumerate(optimizers):
         if optimizer in bound or optimizer in optimizers[:i]:
             raise AmpError(
                 "A given optimizer should only be passed through amp.initialize once. Call amp.reset() first to "
-                "initialize it anew."
+                "initialize it again. "
+                "See docs/errors.md#a-given-optimizer-should-only-be-passed-through-ampinitialize-once."
             )
         if is_bound(optimizer):
             raise AmpError(
-                f"optimizers[{i}] ({type(optimizer).__name__}) is under amp in another AmpSession: call reset() of "
-                "that one first"
+                f"optimizers[{i}] ({type(optimizer).__name__}) is under amp in another AmpSession. Call reset() of "
+                "that session first."
             )
 
 
@@ -72,7 +74,7 @@ def check_cudnn(models: list[nn.Module]) -> None:
 def cast_models(
     undo: ExitStack, policy: PrecisionPolicy, models: list[nn.Module], kept: KeptModules
 ) -> dict[Tensor, Tensor]:
-    """Casts weights, inputs and outputs as the level says. Returns what the data of parameters was before."""
+    """Casts weights, inputs and outputs as the level says. Returns the former data of the parameters."""
     originals: dict[Tensor, Tensor] = {}
     for model in models:
         if policy.input_dtype is not None:
@@ -91,7 +93,7 @@ def cast_models(
 
 
 def watch_models(undo: ExitStack, models: list[nn.Module], masters: list[MasterParams], have_masters: bool) -> None:
-    """Has masters follow what is loaded into a model, and refuses tensors in the place of those that are stepped."""
+    """Loads values into masters along with the model, and refuses to replace tensors that an optimizer steps."""
     for model in models if have_masters else ():
         undo.callback(watch_loading(model))
     for model in models if masters else ():
@@ -105,7 +107,7 @@ def _stepped(masters: list[MasterParams]) -> Callable[[], list[Tensor]]:
 
 
 def finalizer(owner: Any, action: Callable[[], None]) -> Callable[[], None]:
-    """``action``, once: when it is called, or else when ``owner`` is gone, in the thread that lets go of it."""
+    """Runs ``action`` once: when called, or when ``owner`` is gone, in the thread that drops the last reference."""
     finalizer = weakref.finalize(owner, action)
     finalizer.atexit = False
     return finalizer

@@ -1,4 +1,4 @@
-"""What the log says of skipped steps, in apex's words, and of whose gradients were not finite."""
+"""Logs skipped steps with apex's line, and names the parameters with non-finite gradients in records of its own."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ def is_rank_zero() -> bool:
 
 
 class SkipLog:
-    """Reports skipped steps, and what else the user is to know, on rank 0.
-
-    ``verbosity``: 0 is silent. ``deferred``: scales that a later block updates.
-    """
+    """Logs skipped steps and warnings, on rank 0. ``verbosity``: 0 is silent. ``deferred``: scales that a later block
+    updates."""
 
     def __init__(self, deferred: Container[LossScale]) -> None:
         self.verbosity = 1
@@ -43,7 +41,7 @@ class SkipLog:
             logger.warning(message)
 
     def forget(self) -> None:
-        """Has everything be said again: a new run begins."""
+        """Forgets the logged warnings, so that a new run logs them again."""
         self._said.clear()
 
     def report(
@@ -51,7 +49,7 @@ class SkipLog:
     ) -> None:
         if self.verbosity <= 0 or not is_rank_zero():
             return
-        # Every skip while they are few, then at powers of two: a run that overflows for ever does not fill the log.
+        # The first eight skips, then powers of two: a run that overflows forever does not fill the log.
         if skipped > 8 and skipped.bit_length() == before.bit_length():
             return
         for loss_id, scale, value in overflowed:
@@ -62,12 +60,13 @@ class SkipLog:
                 "Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %s", loss_id, value
             )
         if culprits and (skipped > 8 or not self._explained_skips):
-            logger.warning("inf or nan in the gradient of %s", listed(culprits))
+            logger.warning("ampctx: non-finite gradients: %s", listed(culprits))
         if not self._explained_skips:
             self._explained_skips = True
             logger.warning(
-                "A few skipped steps are normal: the loss scale starts high and falls until gradients fit. "
-                "Skips that go on for long point to inf or nan in the model or its input."
+                "ampctx: a few skipped steps are normal. The loss scale starts high and falls until gradients fit. "
+                "If skips go on, look for inf or nan in the model or its input. "
+                "See docs/errors.md#the-loss-scale-goes-to-0-or-the-loss-is-nan."
             )
         elif skipped > 8:
-            logger.warning("%d steps have been skipped so far", skipped)
+            logger.warning("ampctx: %d steps skipped so far", skipped)

@@ -1,1 +1,1 @@
-"""fp32 master params, their gradients in and between ``scale_loss`` blocks, and clipping."""
+"""fp32 master weights, their gradients in and between ``scale_loss`` blocks, and clipping."""

@@ -1,4 +1,4 @@
-"""Clipping by the norm of all gradients together, without waiting for the device."""
+"""Clips gradients by their total norm, without a host sync."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from ampctx.masters import lazy_grads, params
 
 
 def strided_grad(parameter: Tensor) -> Tensor | None:
-    """The tensor that holds the numbers of ``parameter.grad``, for reading and writing; None without a gradient.
+    """The tensor with the values of ``parameter.grad``, for reading and writing; None without a gradient.
 
-    A sparse gradient is coalesced first, ``parameter.grad`` replaced by the result: the sum of duplicate entries is
-    what an optimizer applies, and what may overflow.
+    Coalesces a sparse gradient first and stores it in ``parameter.grad``: an optimizer applies the sum of duplicate
+    entries, and that sum may overflow.
     """
     grad = parameter.grad
     if grad is None or grad.layout == torch.strided:
@@ -40,15 +40,19 @@ def _checked_parameters(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
         return [parameters]
     if not isinstance(parameters, Iterable):
         raise AmpTypeError(
-            f"parameters must be a tensor or an iterable of tensors, got {type(parameters).__name__}: pass "
-            "model.parameters() or amp.master_params(optimizer)"
+            f"parameters must be a tensor or an iterable of tensors, got {type(parameters).__name__}. Pass "
+            "amp.master_params(optimizer) or model.parameters()."
         )
     found = list(parameters)
     for i, is_tensor in enumerate(map(isinstance, found, repeat(Tensor))):
         if not is_tensor:
             raise AmpTypeError(f"parameters[{i}] must be a tensor, got {type(found[i]).__name__}")
     if not found and isinstance(parameters, Generator):
-        warnings.warn("`parameters` is an empty generator: nothing is clipped. Was it used up before?", stacklevel=4)
+        warnings.warn(
+            "`parameters` is an empty generator, so nothing was clipped. A generator can be used once only: pass a new "
+            "one, or a list.",
+            stacklevel=4,
+        )
     return found
 
 
@@ -75,14 +79,14 @@ def _checked_norm_type(norm_type: float | str) -> float:
 
 
 def norm_before_clipping(grads: Iterable[Tensor]) -> Tensor | None:
-    """The norm that ``clip_grad_norm_`` has returned for these gradients since this was last asked, by the first that
-    is not sparse; None where it was not called. No host sync."""
+    """Removes and returns the norm that ``clip_grad_norm_`` has stored on the first dense gradient, None without one.
+    No host sync."""
     first = next((grad for grad in grads if grad.layout == torch.strided and grad.numel() > 0), None)
     return None if first is None else first.__dict__.pop("norm_before_clipping", None)
 
 
 def forget_norm_before_clipping(grads: Iterable[Tensor]) -> None:
-    """For gradients that have changed since they were clipped."""
+    """Drops the stored norm of gradients that have changed since they were clipped."""
     for grad in grads:
         grad.__dict__.pop("norm_before_clipping", None)
 
@@ -95,34 +99,39 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Scales all gradients, in place, by ``min(max_norm / (norm + 1e-6), 1)``; returns their norm before that.
+    """Scales all gradients in place by ``min(max_norm / (norm + 1e-6), 1)``. Returns the norm before. No host sync.
 
-    As ``torch.nn.utils.clip_grad_norm_``, and for sparse gradients too (coalesced first). The compiled ops take the L2
-    norm in fp32, or fp64 where the gradients are: that of 16-bit gradients does not overflow. Gradients of fp32 masters
-    that wait in 16 bits for an optimizer of ampctx.optimizers are not touched: their norm is known from the finite
-    check, and the step multiplies them. The norm of DTensors is that of the whole tensors, as a plain
-    tensor, and every rank of their mesh has to take part.
+    Like ``torch.nn.utils.clip_grad_norm_``, and for sparse gradients, too (it coalesces them). The compiled ops compute
+    the L2 norm in fp32, or fp64 for fp64 gradients, so that 16-bit gradients do not overflow. With an optimizer of
+    ``ampctx.optimizers`` at O2 and O5, gradients stay in 16 bits until the step: clipping then only changes the factor
+    that the step multiplies them by. The norm of DTensors is that of the whole tensors; every rank of their mesh must
+    call this.
+
+    Example::
+
+        norm = ampctx.clip_grad_norm_(amp.master_params(optimizer), max_norm=1.0)
 
     Args:
         parameters: a tensor or an iterable of tensors with or without ``.grad``, on any mix of devices and dtypes, such
             as ``amp.master_params(optimizer)``.
-        max_norm: a number >= 0, or a one-element tensor, whose value is not looked at.
-        norm_type: the order of the norm, any that ``torch.linalg.vector_norm`` takes; 'inf' is the largest magnitude.
-        error_if_nonfinite: raise when the norm is inf or nan, before any gradient changes. That is a host sync.
-        foreach: for other orders than 2, as in torch; the compiled ops need no such choice.
+        max_norm: a number >= 0, or a one-element tensor, whose value is not checked.
+        norm_type: the order of the norm, 2 by default, as in ``torch.linalg.vector_norm``. 'inf' is the largest
+            magnitude.
+        error_if_nonfinite: raise if the norm is inf or nan, before any gradient changes. Host sync.
+        foreach: for other orders than 2, as in torch. The compiled ops ignore it.
 
     Returns:
-        A 0-d tensor on the device of the first gradient with elements; ``tensor(0.)`` when there is none. No host sync.
+        The norm, a 0-d tensor on the device of the first non-empty gradient; ``tensor(0.)`` if there is none.
 
     Raises:
-        AmpTypeError, AmpValueError: an argument that cannot be used, by name.
+        AmpTypeError, AmpValueError: an invalid argument, by name.
         AmpError: a non-finite norm, with ``error_if_nonfinite``; a 16-bit model parameter whose gradient is in its fp32
             master (after a ``scale_loss`` block at O2 or O5).
     """
     found = _checked_parameters(parameters)
     place_grads(found)
     max_norm, order = _checked_max_norm(max_norm), _checked_norm_type(norm_type)
-    # Gradients of masters that wait are kept in ways that dynamo cannot follow.
+    # dynamo cannot trace lazy gradients.
     leaves = torch.compiler.is_compiling() and any(isinstance(p, lazy_grads.MasterParam) for p in found)
     clip = _clip_outside_of_graphs if leaves else _clip
     return clip(found, max_norm, order, error_if_nonfinite, foreach)
@@ -152,7 +161,7 @@ def _clip(
     if error_if_nonfinite and not torch.isfinite(norm):
         raise AmpError(
             f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be clipped. "
-            "Skip the step, or pass error_if_nonfinite=False to scale by it all the same."
+            "Skip the step, or pass error_if_nonfinite=False to scale by the non-finite norm anyway."
         )
     coefficient = _coefficient(max_norm, norm)
     if grads:
@@ -178,7 +187,7 @@ def _total_norm(grads: Sequence[Tensor], order: float, use_foreach: bool | None)
         return joined_norm([norm_over_ranks(foreach.l2norm(g, FoundInf()), g[0], order) for g in groups])
     norms = []
     for group in groups:
-        # torch refuses the infinity norm of nothing, which may be this rank's part.
+        # This rank's part may be empty, and torch refuses the infinity norm of an empty tensor.
         parts = [part for part in local(group) if part.numel() > 0]
         norm = torch.nn.utils.get_total_norm(parts, order, foreach=use_foreach)
         norms.append(norm_over_ranks(norm, group[0], order))
@@ -192,7 +201,7 @@ def _coefficient(max_norm: float | Tensor, norm: Tensor) -> Tensor:
 
 
 def _scale_down(grads: Sequence[Tensor], coefficient: Tensor) -> None:
-    # The ops take an fp64 factor on the CPU alone.
+    # The ops accept an fp64 factor only on the CPU.
     if {device.type for device in set(map(device_of, grads))} != {"cpu"}:
         coefficient = coefficient.float()
     foreach.scale(grads, grads, FoundInf(), PerDevice(coefficient))

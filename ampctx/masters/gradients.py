@@ -1,18 +1,19 @@
-"""Keeps the gradients of one scale_loss block apart from those that were there, and unscales them when it ends.
+"""Separates the gradients of a scale_loss block from earlier ones, and unscales them when the block ends.
 
-``begin`` stashes what is in ``.grad``, so that the coming backward's gradients can be told from it. Then one of:
+``begin`` stashes ``.grad``, so that only the block's backward writes there. Then one of:
 
-- ``prepare`` and ``commit``: what arrived is unscaled into what the optimizer steps, and the stash is added. If a
-  master has no gradient yet and the optimizer reads 16-bit gradients, these stay lazy: they are checked for inf and
-  nan, and ``step`` unscales them.
-- ``delay``: what arrived stays in ``.grad``, scaled, and further blocks add to it through autograd, as a gradient that
-  DistributedDataParallel reduces with the last of them must. The *accumulation window* ends with the next ``commit``.
-- ``abandon``: as if the block had never begun.
+- ``prepare`` and ``commit`` unscale the new gradients into the parameters that the optimizer steps, and add the stash.
+  If a master has no gradient yet and the optimizer reads 16-bit gradients, these stay lazy: ``prepare`` only checks
+  them for inf and nan, and ``step`` unscales them.
+- ``delay`` leaves the new gradients in ``.grad``, scaled. Autograd adds those of later blocks, because
+  DistributedDataParallel must reduce the sum with the last of them. This *accumulation window* ends with the next
+  ``commit``.
+- ``abandon`` restores the state from before the block.
 
-Open blocks are a stack, and a window is the lowest of it. ``prepare`` changes nothing that ``abandon`` cannot put back.
-Where an exception comes in the middle of ``commit``, sums are *incomplete* until the user zeroes them.
+Open blocks are a stack; a window is its lowest entry. ``abandon`` can undo everything that ``prepare`` does. After an
+exception in the middle of ``commit``, sums are *incomplete* until the user zeroes them.
 
-Call all of this under no_grad. None of it waits for the device.
+Call everything under no_grad. No host sync.
 """
 
 from __future__ import annotations
@@ -41,23 +42,23 @@ Grads = dict[Tensor, Tensor]
 
 
 class Phase(Enum):
-    """What is in ``.grad`` of the parameters that a backward writes to."""
+    """The state of ``.grad`` of the parameters that a backward writes to."""
 
-    IDLE = "true gradients, or none"
-    OPEN = "those of a block that is open"
-    WINDOW = "scaled gradients, which delayed blocks have left"
+    IDLE = "unscaled gradients, or none"
+    OPEN = "gradients of an open block"
+    WINDOW = "scaled gradients of delayed blocks"
 
 
 @dataclass(eq=False)
 class _Outcome:
-    """What the end of a block makes, before it takes effect."""
+    """The results of ``prepare``, before ``commit`` applies them."""
 
-    # Parameters whose gradients have done their work.
+    # Parameters whose gradients are used up.
     used: list[Tensor] = field(default_factory=list)
-    # What becomes the ``.grad`` of these tensors, and what the outermost block stashes.
+    # The new ``.grad`` of these tensors, and the new stash of the outermost block.
     grads: dict[Tensor, Tensor | None] = field(default_factory=dict)
     stashed: Grads = field(default_factory=dict)
-    # Gradients, and the fp32 sums that they are to be added to in place.
+    # (gradient, fp32 sum to add it to in place).
     added: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     factor: Factor = 1.0
     lazy: ModelGrads | None = None
@@ -65,10 +66,10 @@ class _Outcome:
 
 @dataclass(eq=False)
 class Block:
-    """A block that is open.
+    """An open block.
 
-    stash: the gradients from before. Those of the outermost block are true ones, those of nested blocks scaled.
-    copies: of the scaled gradients in the window that the block goes on with, if there is one.
+    stash: the gradients from before: unscaled in the outermost block, scaled in nested ones.
+    copies: of the scaled gradients in the window that the block continues, if there is one.
     nested: whether another block is open around it.
     """
 
@@ -80,9 +81,10 @@ class Block:
 
 @dataclass(eq=False)
 class Window:
-    """An accumulation window: ``.grad`` of ``scaled`` holds what delayed blocks have left for a later one.
+    """An accumulation window: ``.grad`` of ``scaled`` holds scaled gradients of delayed blocks.
 
-    stash: the true gradients from before. inv_scale: what unscales. loss: that of the latest block, for the caller.
+    stash: the unscaled gradients from before. inv_scale: the factor that unscales. loss: the latest block's, for the
+    caller.
     """
 
     stash: Grads
@@ -92,7 +94,7 @@ class Window:
 
 
 class Lazy(NamedTuple):
-    """What a ``ModelGrads`` holds."""
+    """The contents of a ``ModelGrads``."""
 
     grads: Grads
     inv_scale: Factor
@@ -100,10 +102,10 @@ class Lazy(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """The gradients that no step has used, between blocks, as they lie.
+    """The gradients that no step has used, between blocks.
 
-    model: ``.grad`` of the parameters that a backward writes to. masters: fp32 ``.grad`` of masters, by master.
-    lazy: 16-bit gradients that stand for those of masters, by master.
+    model: ``.grad`` of the parameters that a backward writes to. masters: fp32 ``.grad``, by master. lazy: 16-bit
+    gradients in place of those of masters, by master.
     """
 
     model: Grads
@@ -120,13 +122,13 @@ class BlockGradients:
 
     def __init__(self, masters: MasterParams) -> None:
         self._masters = masters
-        # A window, if there is one, comes first.
+        # If there is a window, it is the first entry.
         self._stack: list[Window | Block] = []
-        # What has checked the gradients of the masters in 16 bits, even where they have become tensors since.
+        # The latest lazy gradients with their check, even if they have been materialized since.
         self.checked: ModelGrads | None = None
-        # An exception came while gradients were being added up: what is there is neither the old sum nor the new one.
+        # An exception came while gradients were added up: ``.grad`` holds neither the old sum nor the new one.
         self.incomplete = False
-        # A step since gradients were zeroed: one that was skipped may have left inf or nan in ``.grad``.
+        # There was a step since gradients were zeroed. A skipped one may have left inf or nan in ``.grad``.
         self.stepped = False
 
     @property
@@ -137,30 +139,30 @@ class BlockGradients:
 
     @property
     def window(self) -> Window | None:
-        """The accumulation window, if there is one: below the blocks that are open, or alone."""
+        """The accumulation window or None. It may be below open blocks."""
         lowest = self._stack[0] if self._stack else None
         return lowest if isinstance(lowest, Window) else None
 
     @property
     def depth(self) -> int:
-        """How many blocks are open."""
+        """The number of open blocks."""
         return len(self._stack) - (self.window is not None)
 
     @property
     def stash(self) -> Grads:
-        """The gradients from before the innermost block, or else the window."""
+        """The gradients from before the innermost block, or from before the window."""
         return self._stack[-1].stash if self._stack else {}
 
     @property
     def lazy(self) -> ModelGrads | None:
-        """16-bit gradients that stand for those of the masters, if they still do, all alone."""
+        """The lazy 16-bit gradients of the masters. None if there are none, or if a master has another gradient."""
         if self.checked is not None and not self.checked.is_alone():
             self.checked.materialize()
         return self.checked if self.checked is not None and self.checked.masters else None
 
     @property
     def is_idle(self) -> bool:
-        """Neither in a block nor with delayed gradients: what is in ``.grad`` is not scaled."""
+        """Whether no block is open and no gradients are delayed, so that ``.grad`` is unscaled."""
         return not self._stack
 
     def _leaves(self) -> list[Tensor]:
@@ -168,8 +170,8 @@ class BlockGradients:
         return [*(p for p, _ in self._masters.pairs), *self._masters.params_without_master]
 
     def begin(self, scale: Factor, inv_scale: Factor) -> None:
-        """Opens a block whose loss is multiplied by ``scale``. Where gradients are idle, ``collect_outside_grads``
-        comes before: no parameter with a master has a gradient then."""
+        """Opens a block whose loss is multiplied by ``scale``. If gradients are idle, call ``collect_outside_grads``
+        first: no parameter with a master may have a gradient."""
         if self.checked is not None:
             self.materialize()
         window = self._stack[-1] if self._stack else None
@@ -177,22 +179,22 @@ class BlockGradients:
         grads = list(map(grad_of, leaves))
         present = {} if all_none(grads) else {p: g for p, g in zip(leaves, grads, strict=True) if g is not None}
         if not isinstance(window, Window):
-            # On record before anything changes, so that abandon() can put it back.
+            # Recorded before anything changes, so that abandon() can restore it.
             stash = {p: g if owns_its_memory(g) else g.clone() for p, g in present.items()}
             self._stack.append(Block(stash, nested=window is not None))
             set_each(present, "grad", None)
             return
         for p in window.scaled:
-            if p.grad is None:  # zeroed through the model
+            if p.grad is None:  # the user has zeroed it through the model
                 window.stash.pop(p, None)
-        # Copies, because the coming backward adds to the gradients of the window in place.
+        # Copies, because the block's backward adds to the gradients of the window in place.
         self._stack.append(Block(window.stash, {p: g.clone() for p, g in present.items()}))
         if window.inv_scale is not inv_scale:
             self._rescale(present, product(scale, window.inv_scale))
 
     @staticmethod
     def _rescale(grads: Grads, factor: Factor) -> None:
-        """The gradients of a window go over to the scale of the block that adds to them."""
+        """Rescales the gradients of a window to the scale of the block that adds to them."""
         dense = [g for g in grads.values() if g.layout == torch.strided]
         foreach.scale(dense, dense, FoundInf(), factor)
         for p, g in grads.items():
@@ -200,10 +202,10 @@ class BlockGradients:
                 p.grad = g * (factor.on(g.device) if isinstance(factor, PerDevice) else factor)
 
     def abandon(self, depth: int, committing: bool = False) -> None:
-        """Ends the block that began, or was about to, with ``depth`` blocks open, as if it had never begun.
+        """Restores the state from before the block that began, or was about to, with ``depth`` blocks open.
 
-        Those that began inside it and are open still, in generators say, end with it.
-        ``committing``: ``commit`` or ``delay`` may have begun, here or for another optimizer of the block.
+        Also ends blocks inside it that are still open, such as those of generators. ``committing``: ``commit`` or
+        ``delay`` may have begun, here or for another optimizer of the block.
         """
         self.incomplete |= committing
         while self.depth > depth:
@@ -218,13 +220,13 @@ class BlockGradients:
             self._stack.pop()
 
     def delay(self, inv_scale: Factor, loss: Any) -> None:
-        """Ends the outermost block and leaves its gradients scaled for a later one."""
+        """Ends the outermost block, and leaves its gradients scaled for a later block."""
         scaled = [p for p in self._leaves() if p.grad is not None]
         self._stack[:] = [Window(self._stack[-1].stash, inv_scale, scaled, loss)]
 
     def declare_scaled(self, inv_scale: Factor, loss: Any) -> None:
-        """What is in ``.grad`` is scaled, says a caller who runs backward outside of blocks: part of the window, or a
-        window of its own. Between blocks."""
+        """Treats ``.grad`` as scaled: part of the window, or a new one. For a caller that runs backward outside of
+        blocks. Between blocks."""
         self.materialize()
         scaled = [p for p in self._leaves() if p.grad is not None]
         if self.window is None:
@@ -233,7 +235,7 @@ class BlockGradients:
             self.window.scaled = scaled
 
     def drop_window(self) -> None:
-        """Ends a window as if it had never begun. Between blocks."""
+        """Restores the gradients from before the window. Between blocks."""
         if self._stack:
             for p in self._leaves():
                 p.grad = self.stash.get(p)
@@ -241,7 +243,7 @@ class BlockGradients:
 
     @torch.no_grad()
     def close_window(self, inv_scale: Factor, found_inf: FoundInf, check_before: Callable[[], bool] = bool) -> None:
-        """Between blocks: unscales and adds what is in a window that no block ends."""
+        """Unscales and adds the gradients of a window that no block ends. Between blocks."""
         self._stack.append(Block(self.stash))
         try:
             self.prepare(inv_scale, found_inf, None, check_before)
@@ -258,14 +260,14 @@ class BlockGradients:
         done: set[int] | None = None,
         check_before: Callable[[], bool] = bool,
     ) -> None:
-        """Unscales what arrived. The block is still open.
+        """Unscales the new gradients. The block stays open.
 
-        ``done``: ids of parameters that other optimizers of the block have dealt with; extended. ``check_before``:
-        whether nobody has checked what was there, and it counts like what arrived. A skipped step may have left it.
+        ``done``: ids of parameters that other optimizers of the block have unscaled; extended. ``check_before``:
+        whether the gradients from before need a check, too, because a skipped step may have left them.
         """
         block = self._stack[-1]
         assert isinstance(block, Block)
-        # Of nested blocks the outermost has stashed the true gradients; those between them, scaled ones.
+        # The outermost block has stashed the unscaled gradients; nested ones have stashed scaled gradients.
         outer = self._stack[0] if block.nested else None
         self._unscale_into_masters(inv_scale, found_inf, block.outcome, block.nested)
         self._unscale_params_without_master(block, outer, inv_scale, found_inf, done, check_before)
@@ -273,7 +275,7 @@ class BlockGradients:
             block.outcome.grads.update({p: block.stash.get(p) for p, _ in self._masters.pairs})
 
     def commit(self, found_inf: FoundInf) -> None:
-        """Ends the block with what ``prepare`` has made, added to what was there."""
+        """Ends the block: adds the results of ``prepare`` to the gradients from before."""
         block = self._stack[-1]
         assert isinstance(block, Block)
         self._apply(block.outcome, found_inf)
@@ -303,7 +305,7 @@ class BlockGradients:
         done: set[int] | None,
         check_before: Callable[[], bool],
     ) -> None:
-        """grad = grad * inv_scale + what was there, for the parameters without masters."""
+        """grad = grad * inv_scale + stash, for the parameters without masters."""
         params = self._masters.params_without_master
         if done:
             params = [p for p in params if id(p) not in done]
@@ -357,7 +359,7 @@ class BlockGradients:
     def _unscale_into_masters(
         self, factor: Factor, found_inf: FoundInf, outcome: _Outcome, nested: bool = False
     ) -> None:
-        """master.grad += model.grad * factor; the model's gradient has done its work then and is freed."""
+        """master.grad += model.grad * factor, then frees the model's gradient."""
         outcome.factor = factor
         pairs = self._masters.pairs
         if not pairs:
@@ -382,14 +384,14 @@ class BlockGradients:
             else:
                 outcome.added.append((grad, dense_grad(master)))
         if fresh:
-            # The layout of the gradient, so that the kernels can walk both in memory order.
+            # In the layout of the gradient, so that the kernels can read both in memory order.
             wide = [torch.empty_like(grad, dtype=master.dtype, requires_grad=False) for master, grad in fresh]
             foreach.scale([grad for _, grad in fresh], wide, found_inf, factor)
             outcome.grads.update(zip([master for master, _ in fresh], wide, strict=True))
 
     def _may_be_lazy(self, masters: list[Tensor], grads: list[Tensor], known: ReadTensors | None) -> bool:
-        """Whether these gradients may stay in 16 bits: the optimizer reads such, nothing is to be added, and they are
-        no views into memory that somebody may write to before the step."""
+        """Whether these gradients may stay in 16 bits: no master has a gradient to add to, and they are no views into
+        memory that other code may write to before the step."""
         return (
             self.checked is None
             and not any(map(operator.is_not, map(stored_grad, masters), repeat(None)))
@@ -397,7 +399,7 @@ class BlockGradients:
         )
 
     def have_arrived(self) -> bool:
-        """Whether gradients have come in the open block, and none of a window are among them."""
+        """Whether gradients have arrived in the open block. False with a window: they cannot be told apart."""
         return self.window is None and not all_none(map(grad_of, self._leaves()))
 
     def may_have_outside_grads(self) -> bool:
@@ -407,9 +409,9 @@ class BlockGradients:
         return any(map(operator.is_not, map(grad_of, [p for p, _ in self._masters.pairs]), repeat(None)))
 
     def collect_outside_grads(self, check_before: Callable[[], bool] = bool) -> FoundInf:
-        """Between blocks: takes over gradients of a plain backward, and ends a window that no block has ended.
+        """Collects gradients of a plain backward, and ends a window that no block has ended. Between blocks.
 
-        Returns the flags of what was checked on the way.
+        Returns the flags of the checked gradients.
         """
         found_inf, outcome = FoundInf(), _Outcome()
         if (window := self.window) is not None:
@@ -424,7 +426,7 @@ class BlockGradients:
         return found_inf
 
     def pending(self) -> Pending:
-        """The gradients that no step has used, not copied. Between blocks."""
+        """The gradients that no step has used, without copies. Between blocks."""
         lazy = self.checked
         return Pending(
             {p: p.grad for p in self._leaves() if p.grad is not None},
@@ -435,7 +437,7 @@ class BlockGradients:
 
     @torch.no_grad()
     def restore(self, pending: Pending) -> None:
-        """Puts these gradients in the place of all that are there. Between blocks."""
+        """Replaces all gradients by these. Between blocks."""
         self._drop_lazy()
         self.incomplete = False
         for p in self._leaves():
@@ -448,7 +450,7 @@ class BlockGradients:
         self._stack[:] = [] if pending.window is None else [pending.window]
 
     def materialize(self) -> None:
-        """Lazy gradients become ``master.grad``."""
+        """Turns lazy gradients into ``master.grad``."""
         if self.checked is not None:
             self.checked.materialize()
             self.checked = None
@@ -459,12 +461,12 @@ class BlockGradients:
             self.checked = None
 
     def drop_master_grads(self) -> None:
-        """Lazy ones, too."""
+        """Drops the gradients of the masters, lazy ones included."""
         self._drop_lazy()
         self._masters.drop_master_grads()
 
     def drop_incomplete(self) -> None:
-        """Sums that an exception has left half made are worth nothing, and nobody is left to refuse them."""
+        """Drops the incomplete sums of an exception: after ``reset`` no check would refuse them."""
         if self.incomplete:
             for p in self._leaves():
                 p.grad = None
@@ -472,7 +474,7 @@ class BlockGradients:
             self.forget()
 
     def forget(self) -> None:
-        """The stash is gone: the user has zeroed the gradients."""
+        """Drops the stash: the user has zeroed the gradients."""
         self._drop_lazy()
         if self.window is not None:
             del self._stack[0]

@@ -1,11 +1,11 @@
-"""Master weights whose fp32 gradients are made when somebody reads them, and not before.
+"""Lazy gradients: fp32 gradients of masters that are created only when code reads them.
 
-After a backward the gradients lie in 16 bits beside the model's weights, multiplied by the loss scale. ``ModelGrads``
-keeps them there: one read has checked them and taken their norm, clipping multiplies one number, and an optimizer that
-knows the class reads them as they are. ``MasterParam.grad`` turns them into fp32 for everybody else.
+After a backward the gradients are in 16 bits beside the model's weights, scaled. ``ModelGrads`` keeps them there. One
+read checks them and computes their norm, clipping multiplies one number, and an optimizer that knows the class reads
+them directly. For all other code ``MasterParam.grad`` turns them into fp32.
 
-An optimizer with ``_step_supports_model_params = True`` is stepped with two attributes set: ``model_params``, a dict
-from master to the 16-bit weight to write with it, and ``model_grads``, a ``ModelGrads`` or None.
+amp sets two attributes while it steps an optimizer with ``_step_supports_model_params = True``: ``model_params``, a
+dict from master to the 16-bit weight to write with it, and ``model_grads``, a ``ModelGrads`` or None.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, product
 
 
 def declares(optimizer: Any, name: str) -> bool:
-    """Whether an optimizer says by itself, in its class or its attributes, that its step does what ``name`` stands for.
+    """Whether the optimizer's own class or attributes set the flag ``name`` to true.
 
-    A wrapper that passes unknown names on to another optimizer says what is true of that one; what is set on the
-    wrapper would not reach it.
+    A wrapper that forwards unknown names would report the flag of the optimizer inside, which attributes set on the
+    wrapper do not reach.
     """
     places = (getattr(optimizer, "__dict__", {}), *map(vars, type(optimizer).__mro__))
     return any(name in place for place in places) and bool(getattr(optimizer, name))
 
 
-# The attribute itself, below the property of the same name; ``stored_grad`` reads it.
+# torch's attribute, below the property of the same name; ``stored_grad`` reads it.
 _GRAD: Any = torch.Tensor.grad
 _PLACE: Any = operator.attrgetter("_place")
 
 
 class _Place:
-    """What masters have in common whose lazy gradients belong together."""
+    """Shared by the masters whose lazy gradients belong together."""
 
     lazy: weakref.ref[ModelGrads] | None = None
 
 
 class MasterParam(nn.Parameter):
-    """An fp32 master weight. Reading ``grad`` makes the gradients of all masters that wait with this one. No host sync.
+    """An fp32 master weight. Reading ``grad`` materializes the lazy gradients of its whole group. No host sync.
 
-    A parameter otherwise. A copy has no gradient, as that of any parameter; a pickle is a plain parameter.
+    Otherwise a parameter. A copy has no gradient, like that of any parameter; a pickle is a plain parameter.
 
     Args:
-        like: a master that the gradients of this one may wait with.
+        like: a master of the same group of lazy gradients.
     """
 
     _place: _Place
@@ -64,7 +64,7 @@ class MasterParam(nn.Parameter):
 
     @property
     def model_grads(self) -> ModelGrads | None:
-        """What stands for this master's gradient, None where it is a tensor or there is none."""
+        """The lazy gradients that include this master's. None if its gradient is a tensor or missing."""
         place = self.__dict__.get("_place")
         lazy = None if place is None or place.lazy is None else place.lazy()
         return lazy if lazy is not None and self in lazy.grads else None
@@ -97,21 +97,21 @@ ops.extension.read_types([MasterParam])
 
 
 def has_grad(p: Tensor) -> bool:
-    """Whether ``p.grad`` is a tensor, or would be if somebody read it. Makes none."""
+    """Whether ``p.grad`` would give a tensor. Lazy gradients stay lazy."""
     return stored_grad(p) is not None or (isinstance(p, MasterParam) and p.model_grads is not None)
 
 
 class ModelGrads:
-    """The 16-bit gradients of one backward that stand for the fp32 gradients of their masters.
+    """Lazy gradients: the 16-bit gradients of one backward, in place of the fp32 gradients of the masters.
 
     Args:
         masters: ``MasterParam``s.
-        values: the gradient of each, which is kept and not changed; strided, on any mix of devices.
-        inv_scale: what the gradients are to be multiplied by.
-        found_inf: raised where a gradient holds inf or nan.
-        norm: of the unscaled gradients, where a checkpoint has it; ``found_inf`` stays as it is then.
+        values: the gradient of each, not changed; strided, on any mix of devices.
+        inv_scale: the factor that unscales the gradients.
+        found_inf: set if a gradient holds inf or nan.
+        norm: of the unscaled gradients, from a checkpoint. ``found_inf`` then stays as it is.
 
-    One read of the gradients, no host sync.
+    Reads the gradients once. No host sync.
     """
 
     def __init__(
@@ -126,9 +126,9 @@ class ModelGrads:
         self._grads: dict[Tensor, Tensor] | None = None
         self.inv_scale = inv_scale
         self._lock = threading.Lock()
-        # What clipping was told, before it multiplied.
+        # The norm before clipping.
         self.clipped_from: Tensor | None = None
-        # Of each gradient, to tell later which were not finite: that read tells it on the way.
+        # The same read gives the norm of each gradient, to name the non-finite ones later.
         self._ids = list(map(id, masters))
         flags = found_inf if norm is None else FoundInf()
         total, self._norms = foreach.unscale_l2norms_of(values, flags, inv_scale)
@@ -139,7 +139,7 @@ class ModelGrads:
 
     @property
     def grads(self) -> dict[Tensor, Tensor]:
-        """By master."""
+        """The gradients by master."""
         if self._grads is None:
             self._grads = dict(zip(self.masters, self.values, strict=True))
         return self._grads
@@ -149,7 +149,7 @@ class ModelGrads:
         return self._norm
 
     def not_finite(self) -> set[int]:
-        """The ids of the masters whose gradients had a norm that is not finite when they came. A host sync."""
+        """The ids of the masters whose gradients had a non-finite norm when they arrived. Host sync."""
         return {
             self._ids[place]
             for places, norms in self._norms
@@ -158,20 +158,20 @@ class ModelGrads:
         }
 
     def multiply(self, coefficient: Tensor) -> None:
-        """Multiplies the gradients by a one-element tensor, when they are read. No host sync."""
+        """Multiplies the factor of the gradients by a one-element tensor. No host sync."""
         coefficient = coefficient.reshape(()).float()
         self.inv_scale = product(self.inv_scale, PerDevice(coefficient))
         self._norm = self._norm * foreach.move(coefficient, self._norm.device)
 
     @torch.no_grad()
     def materialize(self) -> None:
-        """``master.grad`` becomes an fp32 tensor, unscaled, for every master. No host sync.
+        """Creates the unscaled fp32 ``master.grad`` of every master. No host sync.
 
-        A gradient that autograd has written into a master meanwhile, past the property, is added.
+        Adds a gradient that autograd has meanwhile written into a master, which bypasses the property.
         """
         with self._lock:
             masters, grads = self.masters, self.values
-            # The layout of the gradient, so that the kernels can walk both in memory order.
+            # In the layout of the gradient, so that the kernels can read both in memory order.
             wide = [
                 torch.empty_like(g, dtype=m.dtype, requires_grad=False) for m, g in zip(masters, grads, strict=True)
             ]
@@ -185,7 +185,7 @@ class ModelGrads:
                 _GRAD.__set__(master, grad if there is None else grad + there)
 
     def is_alone(self) -> bool:
-        """Whether no master has a gradient besides."""
+        """Whether no master has another gradient."""
         return not any(map(operator.is_not, map(stored_grad, self.masters), repeat(None)))
 
     def drop(self) -> None:
@@ -197,8 +197,7 @@ class ModelGrads:
 
 
 def all_of(params: Iterable[Tensor]) -> list[ModelGrads]:
-    """The gradients that wait for masters among ``params``, where all of their masters are, and have no others;
-    the rest become tensors."""
+    """The lazy gradients whose masters are all in ``params`` and have no other gradients. Materializes the rest."""
     found = list(params)
     if not torch.compiler.is_compiling() and MasterParam not in set(map(type, found)):
         return []

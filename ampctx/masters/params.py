@@ -1,9 +1,9 @@
-"""The parameters of one optimizer: which are stepped as they are, and which through an fp32 master.
+"""The parameters of one optimizer, and their fp32 masters.
 
 With master weights, every trainable fp16 or bf16 parameter of the optimizer has a *master*: an fp32 tensor that takes
-its place in ``optimizer.param_groups``. The model weight is the rounded master. Where that does not hold after
-``initialize`` (a broadcast) or after ``load_state_dict``, the model weight wins, element by element. fp32 values that
-are loaded set the master itself, see ``state_dicts``.
+its place in ``optimizer.param_groups``. The model weight is the rounded master. If they differ after a broadcast or
+after ``load_state_dict``, the master takes the model's value, element by element. Loaded fp32 values set the master
+itself, see ``state_dicts``.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Group = dict[str, Any]
 
 
 def _cast_state(optimizer: Any, p: Tensor, key: Tensor, dtype: torch.dtype) -> None:
-    """Moves the optimizer's state of ``p`` to ``key``, its floating tensors of the parameter's shape in ``dtype``.
+    """Moves the optimizer's state of ``p`` to ``key``. Casts floating tensors of the parameter's shape to ``dtype``.
 
-    What is no dict goes along as it is: ``reset`` must not end half way.
+    State that is no dict moves unchanged, because ``reset`` must not stop halfway.
     """
     states = optimizer.state
     if isinstance(states, MutableMapping) and p in states:
@@ -51,7 +51,7 @@ def _members(optimizer: Any) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-# Of each tensor its id, its version and its address: what tells whether somebody has written to it since.
+# The id, version and address of each tensor, to detect later writes.
 WriteCounts = tuple[list[int], list[int], list[int]]
 
 
@@ -59,14 +59,13 @@ def _write_counts(params: list[Tensor]) -> WriteCounts:
     return list(map(id, params)), list(map(version_of, params)), list(map(Tensor.data_ptr, params))
 
 
-# Of every session: for code that is given model parameters and asks for their masters.
+# The masters of all sessions, to look up the master of a model parameter.
 ALIVE: weakref.WeakSet[MasterParams] = weakref.WeakSet()
 
 
 @torch.no_grad()
 def resynced(p: Tensor, master: Tensor) -> Tensor:
-    """The master where the model weight is the rounded master, elsewhere the model weight. On the model's device, to
-    which the user may have moved it."""
+    """The master where the model weight is the rounded master, elsewhere the model weight. On the model's device."""
     master = master.to(p.device)
     return torch.where(master.to(p.dtype) == p, master, p.to(master.dtype))
 
@@ -74,15 +73,15 @@ def resynced(p: Tensor, master: Tensor) -> Tensor:
 class MasterParams:
     """The model parameters behind ``optimizer.param_groups`` and their masters.
 
-    ``pairs`` are (model parameter, master), ``model_of`` leads from a master to its parameter. The optimizer steps
-    ``params_without_master`` directly. All methods run under no_grad and none waits for the device.
+    ``pairs`` are (model parameter, master); ``model_of`` maps a master to its parameter. The optimizer steps
+    ``params_without_master`` directly. All methods run under no_grad. No host sync unless a method says so.
 
     Args:
-        optimizer: its groups are taken over as they are.
+        optimizer: masters replace 16-bit parameters in its groups.
         master_weights: whether 16-bit parameters get masters.
-        originals: what the data of parameters was before a cast; their masters start from that.
+        originals: the data of parameters before a cast; their masters start from it.
         taken: ids of parameters that have a master in another optimizer.
-        name_of: what to call a parameter in messages.
+        name_of: gives the name of a parameter, for messages.
 
     Raises:
         AmpError: a 16-bit parameter without values (of a lazy module), or with a master already.
@@ -98,37 +97,37 @@ class MasterParams:
     ) -> None:
         self.master_weights = master_weights
         self._name_of = name_of or ParameterNames()
-        # Whether the optimizer reads 16-bit gradients itself, so that those of the masters can wait for a reader.
+        # Whether the optimizer reads 16-bit gradients, so that those of the masters can stay lazy.
         self.lazy = declares(optimizer, "_step_supports_model_params")
-        # Of the masters whose gradients may wait together.
+        # A master of the group whose lazy gradients belong together.
         self._like: MasterParam | None = None
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.model_of: dict[Tensor, Tensor] = {}
         # By the id of the parameter.
         self._master_of: dict[int, Tensor] = {}
         self.params_without_master: list[Tensor] = []
-        # The process groups of the meshes that ``params_without_master`` are spread over.
+        # The process groups of the meshes of ``params_without_master``.
         self.groups: list[Any] = []
         self.has_sharded = False
-        # Parameters without master that a cast has changed, with the dtype from before.
+        # Parameters without master that ``initialize`` has cast, with their former dtype.
         self._cast: list[tuple[Tensor, torch.dtype]] = []
         # 16-bit parameters without requires_grad: they get a master when they are unfrozen.
         self._frozen: list[Tensor] = []
-        # Pairs whose master was taken out of the groups, for as long as the optimizer has state for it.
+        # Pairs that left the groups, while the optimizer keeps state for the master.
         self._left: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = []
-        # Ids of parameters without master that were 16-bit when they came in.
+        # Ids of parameters without master that were 16-bit when they were added.
         self._low: set[int] = set()
-        # What the groups held when they were last looked at.
+        # The members of the groups at the last look.
         self._members: list[Tensor] = []
-        # Of the 16-bit weights when they were made from their masters.
+        # The write counts of the 16-bit weights when they were last written from their masters.
         self._written = _write_counts([])
-        # Whether the masters may have moved, and the 16-bit weights not yet.
+        # The masters may have moved, and the 16-bit weights not yet.
         self.are_ahead = False
-        # Names of parameters that have joined with a gradient, which was dropped: for somebody to tell the user.
+        # Names of parameters whose gradient was dropped when they joined, for a warning.
         self.dropped_grads: list[str] = []
-        # Whether the model's weights may be others than the rounded masters.
+        # The model's weights may differ from the rounded masters.
         self.may_disagree = True
-        # Whether masters were set by themselves since the latest block, and whether weights were loaded into the model.
+        # Since the latest block, masters were loaded directly; weights were loaded into the model.
         self.were_restored = self.were_loaded = False
         # In a process group, the versions of weights whose masters a load has set, by id.
         self._loaded: dict[int, int] = {}
@@ -152,16 +151,17 @@ class MasterParams:
         taken: Container[int] = (),
         known: Container[int] = (),
     ) -> None:
-        """Takes in the parameters of a group, putting masters into ``group["params"]`` where they are due.
+        """Adds the parameters of a group. Puts masters into ``group["params"]`` in place of 16-bit parameters.
 
-        ``known``: ids of tensors in the group that have been taken in before. One that is there twice counts once.
+        ``known``: ids of tensors in the group that were added before. A parameter that is in the group twice counts
+        once.
         """
         first: dict[int, int] = {}
         for i, p in enumerate(group["params"]):
             if id(p) in known:
                 continue
             if first.setdefault(id(p), i) != i:
-                # What stands there now: the parameter, or its master.
+                # The first entry: the parameter, or now its master.
                 group["params"][i] = group["params"][first[id(p)]]
                 continue
             original = (originals or {}).get(p)
@@ -174,8 +174,8 @@ class MasterParams:
                     _cast_state(optimizer, p, p, self._state_dtype(p.dtype))
             elif id(p) in taken:
                 raise AmpError(
-                    f"a parameter of shape {tuple(p.shape)} is in two optimizers, and only one of them can keep the "
-                    "fp32 master weight it is rounded from. Give each parameter to one optimizer."
+                    f"a parameter of shape {tuple(p.shape)} is in two optimizers, and only one of them can keep its "
+                    "fp32 master weight. Pass each parameter to one optimizer."
                 )
             elif p.requires_grad:
                 self._give_master(optimizer, group, i, original)
@@ -186,52 +186,53 @@ class MasterParams:
         self.groups = groups_of(self.params_without_master)
 
     def model_params_with_master(self, optimizer: Any) -> list[Tensor]:
-        """The model parameters whose masters are in the groups at this moment."""
+        """The model parameters whose masters are in the groups now."""
         return [self.model_of[p] for p in _members(optimizer) if p in self.model_of]
 
     def refuse_params_with_master(self, optimizer: Any, group: Group) -> None:
-        """AmpError where a parameter of the group has its master in the optimizer, which torch does not see."""
-        held = {id(p) for p in self.model_params_with_master(optimizer)}
+        """Raises AmpError if a parameter of the group has its master in the optimizer, which torch does not see."""
+        have_master = {id(p) for p in self.model_params_with_master(optimizer)}
         for p in group["params"]:
-            if id(p) in held:
+            if id(p) in have_master:
                 raise AmpError(
-                    f"{self._name_of(p)} is in the optimizer already, by its fp32 master weight: give each parameter "
-                    "to one group"
+                    f"add_param_group: {self._name_of(p)} is in the optimizer already, by its fp32 master weight. Put "
+                    "each parameter into one group."
                 )
 
     def refuse_to_clip(self, without_grad: Container[int]) -> None:
-        """AmpError where a parameter whose id is given has a master, and that has its gradient."""
+        """Raises AmpError if a parameter with one of these ids has a master, and the master has the gradient."""
         for p, master in self.pairs:
             if id(p) in without_grad and has_grad(master):
                 raise AmpError(
                     f"clip_grad_norm_: {self._name_of(p)} has no gradient, and clipping would not reach it. The "
                     "scale_loss block has moved it, unscaled, to the fp32 master weight. Pass "
-                    "amp.master_params(optimizer) in the place of model.parameters()."
+                    "amp.master_params(optimizer) instead of model.parameters(). See "
+                    "docs/errors.md#had-grad-none-when-gradients-were-clipped-after-a-scale_loss-block."
                 )
 
     def look_again(self) -> None:
-        """Has the next ``follow_groups`` take in the groups in any case."""
+        """Makes the next ``follow_groups`` look at the groups again in any case."""
         self._members = []
 
     def drop_grads(self, params: Iterable[Tensor]) -> None:
-        """Parameters that join lose the gradients of before, from blocks whose scale nobody has kept."""
+        """Drops the earlier gradients of parameters that join: the scale of these gradients is unknown."""
         for p in params:
             if p.grad is not None:
                 p.grad = None
                 self.dropped_grads.append(self._name_of(p))
 
     def agrees_with(self, optimizer: Any) -> bool:
-        """Whether the groups hold what they held when they were last looked at, and nothing was unfrozen."""
+        """Whether the groups have the same members as at the last look, and nothing was unfrozen."""
         members = [p for group in optimizer.param_groups for p in group["params"]]
         alike = len(members) == len(self._members) and all(map(operator.is_, members, self._members))
         return alike and not any(p.requires_grad for p in self._frozen)
 
     @torch.no_grad()
     def follow_groups(self, optimizer: Any, taken: Callable[[], Container[int]], drop_grads: bool) -> None:
-        """Takes in what users have changed in the groups: parameters that were put in, taken out, put in the place of
-        others, or unfrozen. A model's weight that has a master is replaced by that.
+        """Follows the user's changes of the groups: added, removed, replaced and unfrozen parameters. Replaces a model
+        weight that has a master by its master.
 
-        ``drop_grads``: new ones come without their gradients.
+        ``drop_grads``: drop the gradients of new parameters.
         """
         members = _members(optimizer)
         if len(members) != len(self._members) or not all(map(operator.is_, members, self._members)):
@@ -242,15 +243,15 @@ class MasterParams:
             joined = [p for p in members if id(p) not in known and id(p) not in master_of]
             for group in optimizer.param_groups:
                 group["params"][:] = [master_of.get(id(p), p) for p in group["params"]]
-            held = {id(p) for p in _members(optimizer)}
-            back = [(p, master) for p, master in pairs if id(master) in held and master not in self.model_of]
-            self._left = [(weakref.ref(p), weakref.ref(master)) for p, master in pairs if id(master) not in held]
-            self.pairs = [(p, master) for p, master in pairs if id(master) in held]
+            there = {id(p) for p in _members(optimizer)}
+            back = [(p, master) for p, master in pairs if id(master) in there and master not in self.model_of]
+            self._left = [(weakref.ref(p), weakref.ref(master)) for p, master in pairs if id(master) not in there]
+            self.pairs = [(p, master) for p, master in pairs if id(master) in there]
             self._resync(back)
             self.model_of = {master: p for p, master in self.pairs}
             self._master_of = {id(p): master for p, master in self.pairs}
-            self.params_without_master = [p for p in self.params_without_master if id(p) in held]
-            self._frozen = [p for p in self._frozen if id(p) in held]
+            self.params_without_master = [p for p in self.params_without_master if id(p) in there]
+            self._frozen = [p for p in self._frozen if id(p) in there]
             known |= {id(master) for _, master in back}
             for group in optimizer.param_groups:
                 self.add_params(optimizer, group, taken=taken(), known=known)
@@ -259,22 +260,22 @@ class MasterParams:
         self.add_unfrozen(optimizer)
 
     def check(self) -> None:
-        """No host sync.
+        """Checks dtypes and devices. No host sync.
 
         Raises:
-            AmpError: a weight was converted or moved since it came in.
+            AmpError: a weight was converted or moved since it was added.
         """
         params, masters = [p for p, _ in self.pairs], [master for _, master in self.pairs]
-        # Numbers, of which -1 is the CPU: to make an object of each device takes several times as long.
+        # get_device gives numbers (-1 is the CPU). Creating device objects takes several times as long.
         moved = any(map(operator.ne, map(Tensor.get_device, params), map(Tensor.get_device, masters)))
         if moved or not set(map(dtype_of, params)) <= set(LOW_PRECISION):
             for p, master in self.pairs:
                 if p.dtype not in LOW_PRECISION or p.device != master.device:
                     raise AmpError(
-                        f"{self._name_of(p)} is {p.dtype} on {p.device} now, and its fp32 master weight on "
-                        f"{master.device} is kept for a 16-bit weight there. Move a model before amp.initialize, which "
-                        "also converts it: no model.float(), half() or to(...) afterwards; amp.reset() gives an fp32 "
-                        "model back."
+                        f"{self._name_of(p)} is {p.dtype} on {p.device} now, but its fp32 master weight on "
+                        f"{master.device} needs a 16-bit weight on that device. Move the model before amp.initialize, "
+                        "and do not call model.float(), half() or to(...) afterwards. amp.reset() restores an fp32 "
+                        "model."
                     )
         if set(map(dtype_of, self.params_without_master)).isdisjoint(LOW_PRECISION):
             return
@@ -282,37 +283,37 @@ class MasterParams:
             if p.dtype in LOW_PRECISION and id(p) not in self._low:
                 raise AmpError(
                     f"{self._name_of(p)} was converted to {p.dtype} after amp.initialize, and has no fp32 master "
-                    'weight: leave out model.half() or bfloat16() and choose opt_level="O2" or "O5"'
+                    'weight. Remove model.half() or bfloat16(), and choose opt_level="O2" or "O5".'
                 )
 
     def _state_dtype(self, of_param: torch.dtype) -> torch.dtype:
-        """What the optimizer keeps its state in: those that read 16-bit gradients have it in fp32 at least."""
+        """The dtype of the optimizer's state: at least fp32 for optimizers that read 16-bit gradients."""
         return torch.promote_types(of_param, torch.float32) if self.lazy else of_param
 
     def _give_master(self, optimizer: Any, group: Group, i: int, original: Tensor | None) -> None:
         p = group["params"][i]
         if is_lazy(p):
             raise AmpError(
-                "a parameter of a lazy module has no values yet, and its fp32 master weight cannot be made: run one "
-                "forward before amp.initialize"
+                "a parameter of a lazy module has no values yet, so it can have no fp32 master weight: run one "
+                "forward before amp.initialize."
             )
         if steps_a_partition(optimizer):
             raise AmpError(
-                f"{self._name_of(p)} is {p.dtype}, and ZeroRedundancyOptimizer goes on stepping it in the place of an "
-                "fp32 master weight: take O1 or O4, or O5 with master_weights=False and "
+                f"{self._name_of(p)} is {p.dtype}, and ZeroRedundancyOptimizer would step it instead of its fp32 "
+                "master weight. Use O1 or O4; or O5 with master_weights=False and "
                 "ZeroRedundancyOptimizer(..., optimizer_class=ampctx.optimizers.FusedAdam, master_weights=True), "
-                "which keeps the masters in its state"
+                "which keeps the masters in its state."
             )
         if is_sharded(p):
             raise AmpError(
-                f"{self._name_of(p)} is a DTensor of {p.dtype}, and fp32 master weights are kept for plain tensors: "
-                "leave the parameters in fp32, which makes them the masters, and have fully_shard cast them with "
-                "MixedPrecisionPolicy(param_dtype=torch.float16), or bfloat16, and take opt_level='O0' with "
-                "loss_scale='dynamic'. With tensor parallelism alone take O1 or O4."
+                f"{self._name_of(p)} is a DTensor of {p.dtype}, and amp keeps fp32 master weights only for plain "
+                "tensors. Leave the parameters in fp32, which makes them the masters. Pass fully_shard "
+                "MixedPrecisionPolicy(param_dtype=torch.float16), or bfloat16, and use opt_level='O0' with "
+                "loss_scale='dynamic'. With tensor parallelism alone use O1 or O4."
             )
-        # In a process group every rank starts from the rounded weight: what a broadcast makes equal is the model.
+        # In a process group every rank starts from the rounded weight, because a broadcast makes only the model equal.
         source = p if original is None or is_distributed() else original
-        # A copy even of fp32 data: state dicts taken before initialize alias the original.
+        # A copy even of fp32 data: state dicts from before initialize share the original.
         master = source.detach().to(torch.float32, copy=True).requires_grad_()
         if self.lazy:
             master = MasterParam(master.detach(), like=self._like)
@@ -325,7 +326,7 @@ class MasterParams:
 
     @torch.no_grad()
     def add_unfrozen(self, optimizer: Any) -> None:
-        """Gives masters to 16-bit parameters that were frozen when they came in and train now."""
+        """Gives masters to 16-bit parameters that were frozen when they were added, and train now."""
         if unfrozen := {id(p) for p in self._frozen if p.requires_grad}:
             self._frozen = [p for p in self._frozen if id(p) not in unfrozen]
             for group in optimizer.param_groups:
@@ -363,29 +364,29 @@ class MasterParams:
         self._written = _write_counts([])
 
     def restored(self) -> None:
-        """Notes that masters were set to those of a checkpoint, and the model to what they round to."""
+        """Notes that a checkpoint has set the masters, and the model to the rounded masters."""
         self.may_disagree = self.were_restored = True
 
-    def resync(self, settled: bool = False) -> None:
-        """Where a model weight is not the rounded master any more, the master takes the model's value.
+    def resync(self, weights_final: bool = False) -> None:
+        """Resyncs masters from the model: where a weight is not the rounded master, the master takes its value.
 
-        Does nothing until ``model_changed`` was called again, once the values are ``settled``. Weights that an
-        exception has left behind their masters are written first: their values are those from before the step.
+        After a call with ``weights_final``, does nothing until ``model_changed``. First writes weights that an
+        exception has left behind their masters.
         """
         self.finish_writing()
         if self.may_disagree:
             self._resync(self.pairs)
-            self.may_disagree = not settled
-            if settled:
+            self.may_disagree = not weights_final
+            if weights_final:
                 self.were_restored = self.were_loaded = False
                 self._loaded = {}
 
     @torch.no_grad()
     def round_broadcast(self, optimizer: Any) -> None:
-        """Rounds masters that a load has set, where the weights were written again since: DistributedDataParallel has
-        sent them to ranks that may have loaded nothing, and know the rounded ones alone.
+        """Rounds masters that a load has set if a broadcast has written their weights since. Ranks that loaded nothing
+        know only the rounded weights.
 
-        Not where state of the optimizer or masters were loaded, too, which every rank does.
+        Not if optimizer state or masters were loaded, too: every rank loads those.
         """
         for p, master in self.pairs if self._loaded and not self.were_restored else ():
             if self._loaded.get(id(p), version_of(p)) != version_of(p) and not optimizer.state.get(master):
@@ -398,16 +399,16 @@ class MasterParams:
             master.copy_(resynced(p, master))
 
     def pairs_of(self, params: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Those of the model parameters that have a master here, with it."""
+        """(parameter, master) for those of the model parameters that have a master here."""
         return [(p, self._master_of[id(p)]) for p in params if id(p) in self._master_of]
 
     @torch.no_grad()
     def take_loaded(self, p: Tensor, value: Any) -> None:
-        """Sets a master to the fp32 or fp64 ``value`` that was loaded into its model parameter, where that is the
-        rounded value. No host sync beside that of the copy to the device.
+        """Sets a master to the fp32 or fp64 ``value`` that was loaded into its model parameter, where the parameter is
+        the rounded value. Host sync: only a copy to the device.
 
-        Masters that were restored by themselves keep what an up-cast 16-bit value does not have: checkpoints of before
-        hold such values beside the masters.
+        Masters that amp.load_state_dict has set stay where ``value`` is an up-cast 16-bit value: earlier versions saved
+        such values beside the masters.
         """
         if not isinstance(value, Tensor) or value.dtype not in (torch.float32, torch.float64):
             return
@@ -423,7 +424,7 @@ class MasterParams:
             self._loaded[id(p)] = version_of(p)
 
     def are_rounded(self) -> bool:
-        """Whether masters were loaded from weights that have nothing beyond 16 bits. Host syncs."""
+        """Whether masters were loaded from weights with only 16 bits of precision. Host syncs."""
         if not self.were_loaded or not self.pairs:
             return False
         self.resync()
@@ -431,7 +432,7 @@ class MasterParams:
             return all(torch.equal(master.to(p.dtype).to(master.dtype), master) for p, master in self.pairs)
 
     def begin_writing(self) -> None:
-        """Notes that masters are about to move: until the weights are written, they are not to be believed."""
+        """Notes that masters are about to move. The model's weights are out of date until they are written."""
         self.are_ahead = bool(self.pairs)
 
     def finish_writing(self) -> None:
@@ -441,32 +442,32 @@ class MasterParams:
 
     @torch.no_grad()
     def copy_to_model(self) -> None:
-        """model = master, rounded to nearest even. After an exception, too, which is raised then."""
+        """model = master, rounded to nearest even. If a kernel raises, writes the weights without it and re-raises."""
         if self.pairs:
             self.are_ahead = True
             try:
                 foreach.scale([master for _, master in self.pairs], [p for p, _ in self.pairs], FoundInf(), 1.0)
                 self.mark_written()
             except BaseException:
-                # Once more, in a way that takes no memory.
+                # Again, in a way that needs no memory.
                 for p, master in self.pairs:
                     p.copy_(master)
                 self.mark_written()
                 raise
 
     def mark_written(self) -> None:
-        """Notes that the 16-bit weights are what their masters round to."""
+        """Notes that the 16-bit weights are the rounded masters."""
         if self.pairs:
             self._written = _write_counts([p for p, _ in self.pairs])
             self.are_ahead = False
 
     def overwritten(self) -> list[str]:
-        """Names of weights that somebody has changed in place, past the masters, since they were made from them.
+        """Names of weights that were changed in place since they were last written from their masters.
 
-        Changes in place through ``.data`` cannot be seen. A host sync where there may be some.
+        Cannot detect changes through ``.data``. Host sync if versions have changed.
         """
         if self.may_disagree or self.are_ahead:
-            return []  # one is about to follow the other
+            return []  # a resync or a write is due
         now = _write_counts([p for p, _ in self.pairs])
         if now == self._written:
             return []
@@ -479,7 +480,7 @@ class MasterParams:
             return [self._name_of(p) for p, master in pairs if not torch.equal(master.to(p.dtype), p)]
 
     def drop_master_grads(self) -> None:
-        """Of the gradients of masters, those that are tensors become None."""
+        """Sets ``grad`` of masters to None. Lazy gradients stay."""
         masters = [master for _, master in self.pairs]
         for master in compress(masters, map(operator.is_not, map(stored_grad, masters), repeat(None))):
             master.grad = None

@@ -1,7 +1,7 @@
-"""State dicts of models with masters: they show the masters, and fp32 values that are loaded set them.
+"""State dicts of models with masters: ``state_dict()`` shows the masters, and loaded fp32 values set them.
 
-The hooks on modules belong to no session. Which masters there are is looked up by the parameter, so a copy or a pickle
-of a model, whose parameters have none, shows and loads its own weights.
+The hooks belong to no session: they look up masters by parameter. A copy or pickle of a model has none, so it shows and
+loads its own weights.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ def masters_of(model: nn.Module) -> list[Tensor]:
 
 
 class ShowMasters(UpcastEntries):
-    """Shows the masters of parameters that have one, in the place of their up-cast 16-bit values."""
+    """Shows masters in place of up-cast 16-bit values."""
 
     def shown(self, value: Tensor, t: Tensor) -> Tensor:
         masters = next(iter(_masters_with(t)), None)
-        # What some code of the user has made of the parameter is shown itself.
+        # Values that the user's code has made from the parameter are shown themselves.
         if masters is None or value.layout != t.layout or not value.is_set_to(t):
             return super().shown(value, t)
         masters.finish_writing()
-        # What ``resync`` would make of the master. Weights of an average that are swapped in count, too.
+        # Resynced, so that weights swapped in (of an average, say) count as well.
         exact = resynced(*masters.pairs_of([t])[0])
         if not value.requires_grad:
             return exact
-        # keep_vars: the entry leads to the parameter. Its values are set below autograd.
+        # keep_vars: the entry must stay connected to the parameter, so set its values without autograd.
         entry = super().shown(value, t)
         entry.detach().copy_(exact)
         return entry
 
 
 class _MastersFollow(ModelHook):
-    """Hooks of load_state_dict that have masters follow. Those of a copy or pickle of the model find no masters."""
+    """Hooks of load_state_dict that load values into masters. In a copy or pickle of the model they find none."""
 
     def __init__(self, _: Any = ()) -> None:
-        # Of modules that are being loaded: their parameters, and the dict that each is looked up in, with its prefix.
+        # For each module being loaded: its parameters, the state dict and the prefix.
         self._incoming: list[tuple[dict[str, Tensor], dict[str, Any], str]] = []
 
     def before(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
@@ -61,13 +61,13 @@ class _MastersFollow(ModelHook):
             self._incoming.append((own, state_dict, prefix))
 
     def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
-        # Not before torch has copied what fits, and the user's hooks have changed what does not.
+        # After torch has copied the values, and the user's hooks have changed the state dict.
         incoming, self._incoming = self._incoming, []
         for own, state_dict, prefix in incoming:
             for name, p in own.items():
                 for masters in _masters_with(p):
                     masters.take_loaded(p, state_dict.get(prefix + name))
-        # Those of modules too that were put into this one later, and have no hooks.
+        # Includes modules that were added later and have no hooks.
         _model_changed(list(module.parameters()))
 
     def __reduce__(self) -> tuple:
@@ -82,7 +82,7 @@ def _model_changed(params: Collection[Tensor]) -> None:
 
 
 def watch_loading(model: nn.Module) -> Undo:
-    """Has masters follow the model after any ``load_state_dict`` of it or of a part of it: fp32 values set them."""
+    """Loads fp32 values into masters after any ``load_state_dict`` of the model or of a part of it."""
     hook = _MastersFollow()
     handles = [m.register_load_state_dict_post_hook(hook) for m in model.modules()]
     handles += [m.register_load_state_dict_pre_hook(hook.before) for m in model.modules()]

@@ -1,4 +1,4 @@
-"""Gradients as they are to be added up: which are written to in place, and sums of sparse ones."""
+"""Helpers to add up gradients: which may be written in place, and sums of sparse ones."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def fills_its_storage(t: Tensor) -> bool:
 
 
 def owns_its_memory(t: Tensor) -> bool:
-    """False for what may be a view into a gradient bucket, which the next backward overwrites."""
+    """False if ``t`` may be a view into a gradient bucket: the next backward would overwrite it."""
     return not is_distributed() and fills_its_storage(t)
 
 
 def dense_grad(master: Tensor) -> Tensor:
-    """The gradient of a master that has one, made dense where it was sparse."""
+    """The gradient of a master. Converts a sparse one to dense."""
     assert master.grad is not None
     if master.grad.layout != torch.strided:
         master.grad = master.grad.to_dense()
@@ -28,13 +28,13 @@ def dense_grad(master: Tensor) -> Tensor:
 
 
 def writable(t: Tensor) -> Tensor:
-    """``t``, or a copy where its elements share memory (an expanded gradient)."""
+    """``t``, or a copy if its elements share memory (an expanded gradient)."""
     return t if t.is_contiguous() or reference.is_dense(t) else t.contiguous()
 
 
 def add_sparse(new: Tensor, old: Tensor | None, factor: Factor, found_inf: FoundInf) -> Tensor:
-    """``new * factor + old`` in fp32 or wider for a sparse gradient; complex stays as it is. Duplicates are summed
-    before the finite check."""
+    """``new * factor + old`` for a sparse gradient, in fp32 or wider; complex keeps its type. Sums duplicates before
+    the finite check."""
     new = new.coalesce()
     values = new.values()
     reference.raise_flag(found_inf.on(values.device), values)

@@ -1,6 +1,6 @@
-"""The optimizers of apex, and LARC: each step one op call for each bucket of parameters, without a host sync.
+"""The fused optimizers of apex, and LARC. A step calls one op for each bucket of parameters, without a host sync.
 
-docs/optimizers.md tells how they are used.
+docs/optimizers.md shows how to use them.
 """
 
 from ampctx.optimizers.fused_adagrad import FusedAdagrad

@@ -1,9 +1,9 @@
-"""What the fused optimizers share: a step is one op call for each (group, device, dtypes, write back).
+"""The base of the fused optimizers. A step calls the op once for each (group, device, dtypes, write back).
 
-A step reads nothing of the device. What amp leaves on the optimizer for it, and the calls: ``ampctx.optimizers._work``.
+A step needs no host sync. The attributes that amp sets, and the op calls, are in ``ampctx.optimizers._work``.
 
-A 16-bit parameter with a master of its own keeps it in ``state[p]``, made at the first step, so that a broadcast of
-the model's weights before is seen: ``master_param``, or ``remainder``, the 16 bits that a bf16 weight lacks.
+With ``master_weights``, ``state[p]`` of a 16-bit parameter holds ``master_param``, or ``remainder``: the 16 bits that a
+bf16 weight lacks of fp32. The first step creates it, so that it includes an earlier broadcast of the weights.
 """
 
 from __future__ import annotations
@@ -27,44 +27,44 @@ from ampctx.optimizers._options import Group, param_name
 from ampctx.optimizers._state import EXTRAS, State, follow, make_state
 from ampctx.optimizers._work import Kind, Members, Plan, Scaling, Work
 
-# Attributes that exist around a step, or that a copy makes anew.
+# Attributes that exist only around a step, or that a copy creates again.
 _TRANSIENT = ("found_inf", "grad_scale", "model_params", "model_grads", "_zero_flags", "_seen", "_plan")
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """Base of the fused optimizers: options, state, masters, scaling, checkpoints, and the calls of the op.
+    """Base of the fused optimizers: options, state, masters, scaling, checkpoints and op calls.
 
-    A subclass names its op (``_op``), whose spec has the state that goes into it and the numbers that it takes. Of
-    DTensors each rank steps its part; state of their size is a DTensor, too.
+    A subclass names its op (``_op``); the op's spec defines state and options. Each rank steps its part of a DTensor;
+    state of that size is a DTensor, too. Steps need no host sync.
 
     Args:
-        params, defaults: as for torch.optim.Optimizer; ``defaults`` holds lr and weight_decay among others.
-        set_grad_none: what ``zero_grad()`` does.
-        maximize: go up the gradient. In each group.
-        write_back: how 16-bit parameters without masters are stored: "nearest"; "stochastic", up or down with the odds
-            of the distance; "kahan", nearest, with what rounding left kept for the next step.
-        seed: of the "stochastic" write back. In each group, and so in checkpoints.
-        master_weights: fp32 masters of 16-bit parameters. "split", for bf16, keeps 16 bits that make the weight an fp32
-            number. fp32 parameters are stepped as they are.
-        capturable: each group's lr is an fp32 tensor of its own on the device of its parameters, so that a CUDA graph
-            of a step sees it change. LR schedulers and ``load_state_dict`` fill it. A value that is assigned to
-            ``group["lr"]`` takes its place: a number in a new tensor, at the next step.
+        params, defaults: as for torch.optim.Optimizer. ``defaults`` includes lr and weight_decay.
+        set_grad_none: whether ``zero_grad()`` sets gradients to None instead of 0.
+        maximize: step along the gradient instead of against it. A group option.
+        write_back: rounding of 16-bit parameters without masters: "nearest" (default); "stochastic", up or down with
+            probability by distance; "kahan", nearest, with the rounding error kept for the next step.
+        seed: for "stochastic", an int, 0 by default. A group option, so checkpoints contain it.
+        master_weights: True keeps fp32 masters of 16-bit parameters. "split", for bf16, keeps the 16 bits that the
+            weight lacks of fp32 instead. False, the default, keeps none. fp32 parameters need none.
+        capturable: makes each group's lr an fp32 tensor on the device of its parameters, so that a captured CUDA graph
+            reads changes. LR schedulers and ``load_state_dict`` fill it. A number assigned to ``group["lr"]`` becomes a
+            new tensor at the next step.
 
     Raises:
-        AmpValueError, AmpTypeError: an argument that cannot be used, or a parameter, by name.
+        AmpValueError, AmpTypeError: an invalid argument or parameter, by name.
     """
 
     _step_supports_amp_scaling = True
     _step_supports_model_params = True
     _op: str
-    # The op's lists of one-element state, and where it is kept.
+    # The op's lists of one-element state -> the key in the state.
     _one_element: ClassVar[dict[str, str]]
     _initial_step = 0
-    # Whether each element is stepped by itself, so that a part of a parameter can be.
+    # Whether elements are independent, so that the op can step a shard.
     _elementwise: bool
-    # The bools of a group.
+    # The bool options of a group.
     _flags: ClassVar[tuple[str, ...]]
-    # Whether a group was given a parameter twice.
+    # Whether a group has a parameter twice.
     _has_repeats = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -89,24 +89,24 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.master_weights = _options.check_choice("master_weights", master_weights, (False, True, "split"))
         self.capturable = capturable
         self._zero_flags: dict[torch.device, Tensor] = {}
-        # The version of each model weight that agreed with its entry of EXTRAS.
+        # The version of each weight when it agreed with its entry of EXTRAS.
         self._seen: dict[Tensor, int] = {}
-        # The op calls of the latest step.
+        # The op calls of the latest step, kept for the next one.
         self._plan: Plan | None = None
         if write_back != "nearest" and self._may_keep_masters():
             raise AmpValueError(
-                f"write_back={write_back!r} is for 16-bit parameters without masters, which are rounded to nearest: "
-                "leave it out, or leave the masters out"
+                f"write_back={write_back!r} is for 16-bit parameters without masters. With masters, weights are "
+                "rounded to nearest. Leave out write_back, or the masters."
             )
         defaults = {**defaults, "maximize": maximize, "seed": seed}
         if defaults["lr"] is not None:
             self._check_options(defaults)
         super().__init__(params, defaults)
 
-    # --- what a subclass, or the spec of its op, says -----------------------------------------------------------------
+    # --- definitions by a subclass or by the spec of its op -----------------------------------------------------------
 
     def _check_options(self, group: Group) -> None:
-        """Raises on a number of a group that cannot be used; tensors among them (not lr) become numbers."""
+        """Checks the options of a group. Tensors among them, except lr, become numbers."""
         group["lr"] = _options.check_lr(group["lr"])
         for number in SPECS[self._op].numbers:
             if number.type == "float" and not number.of:
@@ -119,11 +119,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         group["seed"] = _options.check_seed(group["seed"])
 
     def _state_lists(self, group: Group) -> dict[str, str | None]:
-        """The op's lists of state of the parameters' size, and where it is kept; None for a list that stays empty."""
+        """The op's lists of state of the parameters' size -> the key in the state; None for an empty list."""
         raise NotImplementedError
 
     def _op_options(self, group: Group) -> dict[str, Any]:
-        """The op's numbers, but for those that all optimizers have."""
+        """The op's numbers, except those of all optimizers."""
         raise NotImplementedError
 
     def _may_keep_masters(self) -> bool:
@@ -134,17 +134,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         return bool(self.master_weights)
 
     def _global_norm(self, works: list[Work], scaling: Scaling) -> PerDevice | None:
-        """The norm of all gradients, for an op that takes it; None where it does not matter."""
+        """The norm of all gradients for an op that needs it, else None."""
         return None
 
     def _grad_factor(self) -> Factor:
-        """A further factor of the gradients in ``.grad``."""
+        """An additional factor for the gradients in ``.grad``."""
         return 1.0
 
     # --- groups -------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: Group) -> None:
-        """As torch's. Raises on options and parameters that cannot be used, and adds nothing then."""
+        """Adds a param group, as in torch. Invalid options or parameters raise, and nothing is added. May be a host
+        sync: reads tensors among the options."""
         super().add_param_group(param_group)
         g = len(self.param_groups) - 1
         try:
@@ -153,10 +154,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             del self.param_groups[g]
             raise
         group = self.param_groups[g]
-        # torch has warned. An op call that has it twice would write it from two places at once.
+        # torch has warned. One op call with the parameter twice would write it twice in parallel.
         self._has_repeats |= len(set(group["params"])) != len(group["params"])
         if self.capturable:
-            # Never the caller's tensor, nor that of the defaults, which other groups have too.
+            # A copy: the caller, or other groups, may use the same tensor.
             group["lr"] = _options.lr_tensor(group).detach().clone()
 
     def _check_group(self, g: int) -> None:
@@ -171,22 +172,22 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _check_given(self, group: Group) -> None:
         if group["lr"] is None:
-            raise AmpValueError("parameter group didn't specify a value of required optimization parameter lr")
+            raise AmpValueError("parameter group didn't specify a value of required optimization parameter lr.")
         self._check_options(group)
 
     def _check_param(self, g: int, i: int, p: Tensor) -> None:
         if p.dtype == torch.float16 and self.master_weights == "split":
             raise AmpValueError(
                 "master_weights='split' keeps the 16 bits that bfloat16 lacks of float32, and "
-                f"{param_name(self.param_groups, g, i)} is float16: pass master_weights=True"
+                f"{param_name(self.param_groups, g, i)} is float16: pass master_weights=True."
             )
 
     def _lr_to_tensor(self) -> None:
-        """Makes a tensor of what was assigned to the lr of a group, of a capturable optimizer. The one before keeps its
-        value: code that puts another lr there for a step puts that tensor back after it. No host sync.
+        """Turns numbers assigned to a group's lr into tensors, with capturable. The former tensor keeps its value, as
+        code that changes lr for one step puts that tensor back. No host sync.
 
         Raises:
-            AmpValueError, AmpTypeError: an lr that cannot be used. Nothing has changed then.
+            AmpValueError, AmpTypeError: an invalid lr. Nothing has changed then.
         """
         rates = [_options.lr_tensor(group) for group in self.param_groups]
         for group, rate in zip(self.param_groups, rates, strict=True):
@@ -196,7 +197,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def _dummy_overflow_buf(self) -> Tensor:
-        """A flag that is 0, int32 of shape (1,), on the device of the first parameter: apex's name."""
+        """apex's name for a flag of 0, int32 of shape (1,), on the device of the first parameter."""
         first = next((p for group in self.param_groups for p in group["params"]), None)
         return self._zero_flag(torch.device("cpu") if first is None else first.device)
 
@@ -207,8 +208,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups_master(self) -> list[dict[str, list[Tensor | None]]]:
-        """For each group, ``{"params": [...]}`` with the fp32 weights: the master (of "split" a copy), or the parameter
-        itself where it is not a 16-bit one. None where there is no master, or none yet."""
+        """The fp32 weights: ``{"params": [...]}`` for each group, with the master (for "split" a copy), or the
+        parameter itself if it is not in 16 bits. None for a parameter without master, or before the first step."""
         return [{"params": [self._master_of(p) for p in group["params"]]} for group in self.param_groups]
 
     def _master_of(self, p: Tensor) -> Tensor | None:
@@ -222,33 +223,33 @@ class FusedOptimizer(torch.optim.Optimizer):
         return state.get("master_param")
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """As torch's; without an argument, gradients become None or 0 as ``set_grad_none`` says."""
+        """Sets gradients to None or 0, by default as ``set_grad_none`` says. No host sync."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of every parameter that has a gradient, where ``found_inf`` is 0 or absent. No host sync.
+        """Steps every parameter with a gradient, unless the attribute ``found_inf`` is set and not 0. No host sync.
 
-        Where there is a ``grad_scale``, gradients in ``.grad`` are divided by it: for the step and for who reads them
-        after it, as torch's fused optimizers leave them. A step that is skipped leaves them as they are.
+        With an attribute ``grad_scale``, divides the gradients in ``.grad`` by it, in place, like torch's fused
+        optimizers. A skipped step leaves them unchanged.
 
         Args:
-            closure: evaluates the model, with gradients enabled.
+            closure: evaluates the model, with gradients enabled. None by default.
 
         Returns:
-            What the closure returned, else None.
+            The result of the closure, else None.
 
         Raises:
             AmpError: a sparse gradient, by the parameter's name.
-            AmpValueError: an fp16 parameter under "split", or an lr, ``found_inf`` or ``grad_scale`` of several
+            AmpValueError: an fp16 parameter with "split", or an lr, ``found_inf`` or ``grad_scale`` of several
                 elements. Nothing has changed then.
         """
         return self._step(closure)
 
     @torch.no_grad()
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        """``step`` below the hooks, which torch puts around the ``step`` of every class that has instances."""
+        """``step`` without the hooks, which torch wraps around the ``step`` of each class."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -264,7 +265,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 _options.check_between_steps(group, self._flags)
             except AmpError as error:
                 raise _options.in_group(error, f"param_groups[{g}]") from None
-        # A graph takes the lists themselves, as ops.read_along does not read for one.
+        # ops.read_along does not work in graphs, so these always make new lists.
         kept = None if torch.compiler.is_compiling() else self._plan
         works = None if kept is None else kept.works(self, scaling)
         if works is None:
@@ -295,7 +296,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return works
 
     def _step_by(self, scaler: Any, closure: Callable[[], Any] | None) -> Any:
-        """``scaler.step(self)``, after the closure: a scaler checks gradients first, and those are the closure's."""
+        """``scaler.step(self)`` after the closure, so that the scaler checks the closure's gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -304,23 +305,23 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _members(self, g: int, scaling: Scaling) -> dict[Kind, Members]:
-        """What a group has to step, after every check of its parameters."""
+        """The parameters of a group with gradients, by kind, after all checks."""
         group = self.param_groups[g]
-        pending = {} if scaling.pending is None else scaling.pending.grads
+        lazy_grads = {} if scaling.lazy is None else scaling.lazy.grads
         if not self._elementwise:
             _options.refuse_split(type(self).__name__, self.param_groups, g)
         place_grads(group["params"])
         strided, found = torch.strided, {}
         for i, p in _options.places(group["params"]) if self._has_repeats else enumerate(group["params"]):
-            # Reading .grad of a master whose gradient waits would make a tensor of it.
-            grad = pending.get(p)
-            waiting = grad is not None
+            # Reading .grad of a master would materialize its lazy gradient.
+            grad = lazy_grads.get(p)
+            is_lazy = grad is not None
             if grad is None and (grad := p.grad) is None:
                 continue
             if grad.layout is not strided:
                 _options.refuse_sparse(type(self).__name__, param_name(self.param_groups, g, i))
             self._check_param(g, i, p)
-            kind = (self._destination(p, scaling), waiting)
+            kind = (self._destination(p, scaling), is_lazy)
             if kind not in found:
                 found[kind] = Members([], [])
             found[kind].params.append(p)
@@ -328,7 +329,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return found
 
     def _destination(self, p: Tensor, scaling: Scaling) -> str:
-        """Where the result of a parameter's step goes, see ``Kind``."""
+        """The destination of a parameter's new value, see ``Kind``."""
         if p in scaling.models:
             return "model"
         if p.dtype not in LOW_PRECISION:
@@ -338,13 +339,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self.write_back
 
     def _write_backs(self) -> tuple[Any, ...]:
-        """What ``_destination`` goes by, besides the parameter and its model weight."""
+        """The settings that ``_destination`` depends on, besides the parameter and its model weight."""
         return self.write_back, self.master_weights
 
     def _states(self, lists: Mapping[str, str | None], destination: str, params: list[Tensor]) -> list[State]:
-        """The states of parameters, made where they are not there yet; masters after the model's weights."""
+        """The states of parameters. Creates missing entries, and resyncs masters from the weights."""
         sized = [key for key in lists.values() if key is not None]
-        # In an order of their own, and not in that of a set: it is that of checkpoints.
+        # A dict keeps the order, which is the order in checkpoints.
         needed = dict.fromkeys([*self._one_element.values(), *sized])
         if destination in EXTRAS:
             needed[EXTRAS[destination]] = None
@@ -361,11 +362,11 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def masters_follow_model(self) -> None:
-        """Has masters, and the compensations of "kahan", follow the model's weights where these changed, element by
-        element. No host sync.
+        """Resyncs masters, and the compensations of "kahan", from changed model weights, element by element. No host
+        sync.
 
-        ``step`` does so by itself after a change that autograd can see (``load_state_dict``, ``p.copy_()`` under
-        no_grad); call this after one through ``p.data`` or another library.
+        ``step`` does this after changes that bump the version counter (``load_state_dict``, ``p.copy_()`` under
+        no_grad). Call it after a change through ``p.data`` or by another library.
         """
         self._seen, self._plan = {}, None
         for group in self.param_groups:
@@ -377,8 +378,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _launch(self, work: Work, number: int, scaling: Scaling, norm: PerDevice | None) -> None:
         group, device = work.group, work.device
         inv_scale: Any = scaling.inv_scale
-        if work.kind[1] and scaling.pending is not None:
-            inv_scale = product(scaling.pending.inv_scale, inv_scale)
+        if work.kind[1] and scaling.lazy is not None:
+            inv_scale = product(scaling.lazy.inv_scale, inv_scale)
         found_inf, lr, seed = scaling.found_inf, group["lr"], group["seed"]
         arguments = {
             **self._op_options(group),
@@ -387,7 +388,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             "lr": _work.on_device(lr, device) if isinstance(lr, Tensor) else lr,
             "maximize": bool(group["maximize"]),
             "seed": _options.seed_of_call(seed, number) if number else seed,
-            "unscale_grads": scaling.unscales and not work.waiting,
+            "unscale_grads": scaling.unscales and not work.is_lazy,
         }
         if norm is not None:
             arguments["global_grad_norm"] = norm.on(device)
@@ -398,17 +399,21 @@ class FusedOptimizer(torch.optim.Optimizer):
     # --- checkpoints and copies ---------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, with the state kept in fp32 whatever the dtype of the parameters, and copied.
+        """Loads a checkpoint of this class, of the same optimizer of torch.optim, or of apex. May be a host sync.
 
-        Takes checkpoints of this class, of torch.optim's optimizer of the same name, and of apex, which counts steps by
-        group. Options come from the checkpoint, as in torch. May wait for the device.
+        Copies the state and keeps it in fp32 for all parameter dtypes. Options come from the checkpoint, as in torch.
+
+        Args:
+            state_dict: the dict to load.
 
         Raises:
-            ValueError, KeyError: torch's, for a checkpoint of other groups. AmpKeyError: a part of a state, that of
-                another optimizer or of no parameter, or a group without an option. AmpValueError: state of another
-                size or dtype, with numbers that cannot be (nan, squares below 0, a step that is no count), or that the
-                optimizer has no equal of. AmpValueError, AmpTypeError: an option that cannot be used. Each names group,
-                parameter and key. Nothing has changed then.
+            ValueError, KeyError: torch's, for a checkpoint of other groups.
+            AmpKeyError: a partial state, state of another optimizer or of no parameter, or a group without an option.
+            AmpValueError: state of another size or dtype, or with invalid values (nan, squares below 0, a step that is
+                no count).
+            AmpValueError, AmpTypeError: an invalid option.
+
+        All errors name group, parameter and key. Nothing has changed then.
         """
         states: dict[Tensor, dict[str, Any]] = {}
         rates = [group["lr"] for group in self.param_groups]
@@ -428,13 +433,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._lr_to_tensor()
             for i, (group, rate) in enumerate(zip(self.param_groups, rates, strict=True)):
                 loaded, is_shared = group["lr"], any(rate is other for other in rates[:i])
-                # What an op takes as it is may be in a CUDA graph.
+                # A CUDA graph may read this tensor, so fill it.
                 if not is_shared and _options.is_lr_on_device(rate, _options.device_of(group)):
                     with torch.no_grad():
                         rate.copy_(loaded.reshape(rate.shape))
                     group["lr"] = rate
 
-        # The last hook before torch's own work, and the first after it: the user's see whole checkpoints and states.
+        # The last hook before torch's own work and the first after it, so that the user's hooks see complete states.
         hooks = [
             self.register_load_state_dict_pre_hook(before),
             self.register_load_state_dict_post_hook(after, prepend=True),
@@ -450,7 +455,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         spec, one_element = SPECS[self._op], set(self._one_element.values())
         for g, group in enumerate(groups):
             self._adapt_checkpoint(group)
-            # As __setstate__ would, which is too late for a check.
+            # Adds defaults here, because __setstate__ runs after the checks.
             _checkpoint.check_options(spec, g, group.saved)
             for name, default in self.defaults.items():
                 group.saved.setdefault(name, default)
@@ -466,16 +471,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         return result
 
     def _useless_state(self, p: Tensor) -> set[str]:
-        """What a checkpoint may hold for ``p`` that this optimizer never reads."""
+        """The state keys of a checkpoint that this optimizer never reads for ``p``."""
         used = self._destination(p, Scaling())
         return {key for write_back, key in EXTRAS.items() if write_back != used}
 
     def _adapt_checkpoint(self, group: SavedGroup) -> None:
-        """Puts what other optimizers save elsewhere where it belongs here."""
+        """Converts the layout of other optimizers' checkpoints."""
         _checkpoint.take_step_from_group(group)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Hooks (private by name in torch) stay behind, as in torch's own.
+        # Without hooks (private in torch), as torch's own optimizers.
         return {
             name: value
             for name, value in _checkpoint.without_amp(self).items()
@@ -484,10 +489,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # A CUDA graph may hold the flags that are there.
+        # A CUDA graph may read the existing flags, so keep them.
         self.__dict__.setdefault("_zero_flags", {})
         self._seen, self._plan = {}, None
-        # torch puts it into the defaults of every optimizer; here it would come into later groups and checkpoints.
+        # torch adds this default to every optimizer. Later groups and checkpoints must not get it.
         self.defaults.pop("differentiable", None)
         for group in self.param_groups:
             for name, default in self.defaults.items():

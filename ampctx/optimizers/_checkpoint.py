@@ -1,7 +1,7 @@
-"""Takes a saved optimizer state over for the parameters of an optimizer that exists; and what a copy takes along.
+"""Loads saved optimizer state into an existing optimizer, and selects the attributes for copies.
 
 torch's ``load_state_dict`` casts floating state to the parameter's dtype, which would round the fp32 state of a 16-bit
-parameter. Here each tensor gets the dtype and the memory layout that the ops read it in.
+parameter. This module gives each tensor the dtype and memory layout that the ops need.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ampctx.kernels.spec import SPECS, OpSpec
 from ampctx.optimizers._options import Group
 from ampctx.optimizers._state import EXTRAS, State
 
-# What the optimizers keep, each some of it. Of the size of the parameter, unless one keeps it in one element.
+# The state keys of all optimizers. Of the parameter's size, unless an optimizer keeps one element.
 KEPT = {state.key for spec in SPECS.values() for state in spec.states}
 SIZED = {*KEPT, *EXTRAS.values()}
 # Sums and averages of squares, and norms: 0 or above. The others are averages of gradients.
@@ -28,7 +28,7 @@ SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "sum"}
 
 
 class SavedGroup(NamedTuple):
-    """One param group of a checkpoint beside the one it is for; ``states`` are (parameter, its name, its state)."""
+    """One param group of a checkpoint. ``states``: (parameter of the optimizer, its name, its saved state)."""
 
     saved: Group
     states: list[tuple[Tensor, str, State]]
@@ -37,11 +37,10 @@ class SavedGroup(NamedTuple):
 def matched(
     checkpoint: Mapping[str, Any], groups: list[Group], name: Callable[[int, int], str]
 ) -> list[SavedGroup] | None:
-    """The groups of a checkpoint, copied, with the states that belong to them. None where the checkpoint does not fit,
-    which is for torch to say.
+    """Copies the groups of a checkpoint, with their states. None if groups do not fit: torch raises then.
 
     Raises:
-        AmpKeyError, AmpTypeError, AmpValueError: an entry that is missing or of another kind, or leads elsewhere.
+        AmpKeyError, AmpTypeError, AmpValueError: a missing entry, an entry of the wrong type, or an ambiguous id.
     """
     saved_groups, states = checkpoint.get("param_groups"), checkpoint.get("state")
     if "param_groups" not in checkpoint:
@@ -77,14 +76,14 @@ def matched(
 
 
 def _check_ids(saved_groups: Sequence[Group], groups: list[Group], name: Callable[[int, int], str]) -> None:
-    """A number stands for one parameter: torch repeats it where a group has a parameter twice, and only there."""
+    """Checks that each id stands for one parameter. torch repeats an id only if a group has a parameter twice."""
     stands_for: dict[Any, Tensor] = {}
     for g, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
         for i, (key, p) in enumerate(zip(saved["params"], group["params"], strict=True)):
             if stands_for.setdefault(key, p) is not p:
                 raise AmpValueError(
-                    f"the checkpoint has {key!r} for {name(g, i)}, and for another parameter before it: one of them "
-                    "would get the state of the other"
+                    f"the checkpoint has {key!r} for {name(g, i)}, and for another parameter before it. One of them "
+                    "would get the state of the other. Save the optimizer's state_dict() again."
                 )
 
 
@@ -104,10 +103,10 @@ def _ids(groups: Sequence[Group]) -> Iterator[Any]:
 
 
 def leftover(checkpoint: Mapping[str, Any]) -> dict[Any, Any]:
-    """What the state holds besides that of parameters: carried along as it is.
+    """The entries of the state that belong to no parameter, unchanged.
 
     Raises:
-        AmpKeyError: the state of a parameter that no group has, which would be lost.
+        AmpKeyError: state of a parameter that no group has. It would be lost.
     """
     ids = set(_ids(checkpoint["param_groups"]))
     found = {key: value for key, value in checkpoint["state"].items() if key not in ids}
@@ -115,13 +114,13 @@ def leftover(checkpoint: Mapping[str, Any]) -> dict[Any, Any]:
         if isinstance(value, Mapping) and not KEPT.isdisjoint(value):
             raise AmpKeyError(
                 f"the checkpoint has state for {key!r} ({type(key).__name__}), and no param group has a parameter of "
-                f"that name: {_listed(dict.fromkeys(ids))[:8]}"
+                f"that name: {_listed(dict.fromkeys(ids))[:8]}. This state would be lost."
             )
     return found
 
 
 def take_step_from_group(group: SavedGroup) -> None:
-    """apex counts the steps of a group; here each parameter counts its own."""
+    """Moves apex's step count of a group to its parameters: here each parameter has its own count."""
     step = group.saved.pop("step", None)
     if step is not None:
         for _, _, state in group.states:
@@ -130,8 +129,8 @@ def take_step_from_group(group: SavedGroup) -> None:
 
 
 def check_options(spec: OpSpec, g: int, saved: Group) -> None:
-    """AmpKeyError where a group lacks an option that all versions of torch, of apex and of ours save. Flags they do not
-    have are those of the optimizer that loads."""
+    """Raises AmpKeyError if a group lacks an option that all versions of torch, apex and ampctx save. Missing flags
+    keep the values of the loading optimizer."""
     numbers = [number.name for number in spec.numbers if number.type == "float" and not number.of]
     betas = ["betas"] if any(number.name == "beta1" for number in spec.numbers) else []
     for name in ("lr", *betas, *numbers):
@@ -142,43 +141,43 @@ def check_options(spec: OpSpec, g: int, saved: Group) -> None:
 
 
 def check_complete(spec: OpSpec, optimizer: str, name: str, state: State, group: Group) -> None:
-    """AmpKeyError on the state of another optimizer, or on a part of a state: the rest would begin at 0 unseen."""
+    """Raises AmpKeyError for the state of another optimizer, or a partial state: the rest would silently start at 0."""
     known = {kept.key for kept in spec.states}
     foreign = sorted(KEPT.intersection(state).difference(known))
     if foreign:
         raise AmpKeyError(
-            f"the state of {name} has {foreign[0]!r}, which {optimizer} does not keep: it is that of another "
-            "optimizer. Load it into one of the class that saved it, or begin without it"
+            f"the state of {name} has {foreign[0]!r}, which {optimizer} does not keep. It is the state of another "
+            "optimizer. Load it into the class that saved it, or start without it."
         )
     if not state.keys() & {*known, "step"}:
         return
     for kept in spec.states:
-        # A buffer of SGD begins with the first step that has a momentum.
+        # SGD has a buffer only after a first step with momentum.
         needed = kept.if_set != "momentum" and (not kept.if_set or group[kept.if_set])
         if needed and kept.key not in state:
             raise AmpKeyError(
-                f"the state of {name} has no {kept.key!r}, only {_listed(state)}: it would begin at 0 beside the rest"
+                f"the state of {name} has no {kept.key!r}, only {_listed(state)}. It would start at 0 beside the rest."
             )
     if "step" in state or not any(number.name == "bias_correction" for number in spec.numbers):
         return
-    # A count of 0 is right where all of the state is 0.
+    # A count of 0 is right if all of the state is 0.
     if any(isinstance(t, Tensor) and not t.is_meta and bool(t.any()) for t in state.values()):
         raise AmpKeyError(
-            f"the state of {name} has no 'step', only {_listed(state)}: bias correction would begin anew. Put the "
-            "number of steps taken there, or into its param group as 'step'"
+            f"the state of {name} has no 'step', only {_listed(state)}. Bias correction would start again. Put the "
+            "number of steps there, or into its param group as 'step'."
         )
 
 
 def restored(p: Tensor, name: str, state: State, one_element: Collection[str], dropped: Collection[str]) -> State:
-    """A copy of ``state`` for parameter ``p``, on its device; tensors of its size in its layout, in the state's dtype.
+    """Copies ``state`` for parameter ``p`` to its device, with tensors of its size in its layout and the state's dtype.
 
     Args:
-        one_element: keys that hold one number, which become 0-d fp32 tensors.
-        dropped: keys that have no use.
+        one_element: keys of one number, which become 0-d fp32 tensors.
+        dropped: keys to leave out.
 
     Raises:
-        AmpValueError: a tensor of another size or dtype, or a number in its place; by name.
-        AmpTypeError: something else in the place of one number.
+        AmpValueError: a tensor of another size or dtype, or a number instead of a tensor; by name.
+        AmpTypeError: no number for a key of ``one_element``.
     """
     result: State = {}
     for key, value in state.items():
@@ -216,16 +215,16 @@ def _check_sized(key: str, value: Any, where: str, p: Tensor) -> None:
 
 
 def check_values(states: Mapping[Tensor, State], names: Mapping[Tensor, str]) -> None:
-    """Raises on numbers that no run leaves in the state: nan, counts that are none, squares below 0. What is inf among
-    the squares is an overflow, with which a run goes on. One host sync for each device.
+    """Checks for values that no run produces: nan, invalid counts, squares below 0. inf in a square is an overflow and
+    allowed. One host sync for each device.
 
     Raises:
-        AmpValueError: by name.
+        AmpValueError: an invalid value, by name.
     """
     looked_at: dict[torch.device, list[tuple[str, Tensor, Tensor]]] = {}
     for p, state in states.items():
         for key in (*KEPT.intersection(state), *{"step"}.intersection(state)):
-            # Of a DTensor each rank looks at its part.
+            # Each rank checks its part of a DTensor.
             (value,) = local([state[key]])
             if value.numel() and not value.is_meta:
                 looked_at.setdefault(value.device, []).append((key, p, value))
@@ -257,7 +256,7 @@ def _number(value: Any, where: str, p: Tensor) -> Tensor:
         try:
             return torch.tensor(float(value), dtype=torch.float32, device=p.device)
         except OverflowError:
-            raise AmpValueError(f"{where} is beyond what a float holds, expected a count") from None
+            raise AmpValueError(f"{where} is too large for a float, expected a count") from None
     if value.numel() != 1:
         raise AmpValueError(f"{where} has {value.numel()} elements, expected 1")
     if value.is_complex() or value.dtype == torch.bool or value.layout != torch.strided:
@@ -266,7 +265,7 @@ def _number(value: Any, where: str, p: Tensor) -> Tensor:
 
 
 def is_zero(value: Any) -> bool:
-    """Whether a count is 0. Other things than numbers are none, which ``restored`` says."""
+    """Whether a count is 0. False for values that are no numbers: ``restored`` raises for them."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_meta and not value.any()
     return isinstance(value, (int, float)) and value == 0
@@ -279,10 +278,10 @@ def _dtype(key: str, value: Tensor, p: Tensor) -> torch.dtype:
 
 
 def without_amp(optimizer: Any) -> dict[str, Any]:
-    """The attributes of an optimizer that a copy or a pickle takes along.
+    """The attributes of an optimizer for a copy or a pickle.
 
-    Methods that an LR scheduler or amp replaced on the instance stay behind, and so does what amp has put on it and
-    marked with an attribute ``of_amp``: they lead to the original.
+    Without methods that an LR scheduler or amp has replaced on the instance, and without objects that amp has marked
+    with an attribute ``of_amp``: these refer to the original.
     """
     return {
         name: value

@@ -1,5 +1,4 @@
-"""Checks of what an optimizer is told: numbers by name, as torch.optim words them, and parameters by place; and what
-the ops are told of it."""
+"""Checks the options of an optimizer, with torch.optim's messages, and passes them to the ops."""
 
 from __future__ import annotations
 
@@ -19,13 +18,13 @@ from ampctx.kernels.spec import OpSpec
 
 Group = dict[str, Any]
 
-# What the ops compute in.
+# The ops compute in fp32.
 _LARGEST = torch.finfo(torch.float32).max
 _TITLES = {"lr": "learning rate", "eps": "epsilon value"}
 
 
 def check_lr(lr: Any) -> float | Tensor:
-    """A number >= 0, or a one-element tensor holding one: reading it is a host sync."""
+    """A number >= 0, or a one-element tensor with one, which is read: host sync."""
     if isinstance(lr, Tensor):
         check_one_element("lr", lr)
         check_number("lr", lr.item())
@@ -34,20 +33,20 @@ def check_lr(lr: Any) -> float | Tensor:
 
 
 def device_of(group: Group) -> torch.device:
-    """Where a group's lr belongs, where it is a tensor."""
+    """The device for a tensor lr of a group."""
     return group["params"][0].device if group["params"] else torch.device("cpu")
 
 
 def is_lr_on_device(lr: Any, device: torch.device) -> bool:
-    """Whether the ops read this lr where it is, and a CUDA graph, too."""
+    """Whether the ops, and a CUDA graph, can read this lr without a copy."""
     return isinstance(lr, Tensor) and (lr.dtype, lr.device, lr.numel()) == (torch.float32, device, 1)
 
 
 def lr_tensor(group: Group) -> Tensor:
-    """The lr of a group as the ops read it on the device: itself if they can. Waits for a copy to the CPU alone.
+    """The lr of a group as a tensor for the ops: itself if possible. Host sync only to copy it to the CPU.
 
     Raises:
-        AmpValueError, AmpTypeError: a tensor of several elements, or what is no number >= 0.
+        AmpValueError, AmpTypeError: a tensor of several elements, or no number >= 0.
     """
     lr, device = group["lr"], device_of(group)
     if is_lr_on_device(lr, device):
@@ -64,7 +63,7 @@ def check_one_element(name: str, value: Tensor) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A number of numpy, or what an array or a tensor of no dimensions holds; any other value as it is."""
+    """The Python number of a numpy scalar or of a 0-d array or tensor; other values unchanged."""
     is_scalar = getattr(value, "shape", None) == () and callable(getattr(value, "item", None))
     return value.item() if is_scalar else value
 
@@ -72,7 +71,7 @@ def plain(value: Any) -> Any:
 def check_number(
     name: str, value: Any, below: float | None = None, title: str | None = None, *, finite: bool = True
 ) -> float:
-    """A number >= 0, and less than ``below`` if that is given. A one-element tensor is read, which is a host sync."""
+    """A number >= 0, and less than ``below`` if given. Reads a one-element tensor: host sync."""
     value = _real(name, value)
     expected = "a number >= 0" + ("" if below is None else f" and < {below:g}")
     if finite and below is None and value > _LARGEST:
@@ -92,12 +91,12 @@ def _real(name: str, value: Any) -> float:
     try:
         number = float(value)
     except OverflowError:
-        raise AmpValueError(f"{name} is beyond what a float holds") from None
+        raise AmpValueError(f"{name} is too large for a float") from None
     return value if isinstance(value, int) else number
 
 
 def check_finite(name: str, value: Any) -> float:
-    """A number of either sign. A one-element tensor is read, which is a host sync."""
+    """A finite number of either sign. Reads a one-element tensor: host sync."""
     value = _real(name, value)
     if not math.isfinite(value):
         raise AmpValueError(f"Invalid {name} value: {value} ({name}), expected a finite number")
@@ -105,7 +104,7 @@ def check_finite(name: str, value: Any) -> float:
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """True or False, also as 1 or 0 of any kind of number. Text would be true whatever it says."""
+    """True or False, also as 1 or 0 of any number type. No text: "False" would be true."""
     if value is True or value is False:
         return value
     number = plain(value)
@@ -115,7 +114,7 @@ def check_flag(name: str, value: Any) -> bool:
 
 
 def check_betas(betas: Any) -> tuple[float, float]:
-    """A pair of numbers from 0 to below 1, in a sequence of any kind: a list of OmegaConf, an array, a tensor."""
+    """A pair of numbers >= 0 and < 1, in any sequence: a list of OmegaConf, an array, a tensor."""
     is_sequence = hasattr(betas, "__len__") and hasattr(betas, "__getitem__")
     if (
         not is_sequence
@@ -131,10 +130,10 @@ def check_betas(betas: Any) -> tuple[float, float]:
 
 
 def check_between_steps(group: Group, flags: Sequence[str]) -> None:
-    """What somebody may have put into a group since the step before: where the ops would take it for something else.
+    """Checks options that user code may have changed since the last step, and that the ops would misread.
 
     Raises:
-        AmpTypeError, AmpValueError: an option that cannot be used.
+        AmpTypeError, AmpValueError: an invalid option.
     """
     for name in flags:
         value = group[name]
@@ -162,20 +161,20 @@ def check_seed(seed: Any) -> int:
 
 
 def seed_of_call(seed: int, number: int) -> int:
-    """The seed of a step's op call of this number: two calls of one step would draw the same numbers.
+    """The seed of op call ``number`` of a step. With one seed all calls would draw the same random numbers.
 
-    ``seed + number`` would be the seed of another group now and then. The multiplier (of Steele and Vigna's 64-bit
-    congruential generators) keeps calls far apart, and is not that of the step count in csrc/functors/random.h, with
-    which a call would draw what its neighbour draws a step later.
+    ``seed + number`` could equal the seed of another group. The multiplier (of Steele and Vigna's 64-bit congruential
+    generators) keeps calls far apart. It must differ from the multiplier of the step count in csrc/functors/random.h:
+    otherwise a call would draw the numbers that its neighbour draws a step later.
     """
-    return (seed + number * 0xD1342543DE82EF95) % 2**63  # an int64, and seed itself for the first call
+    return (seed + number * 0xD1342543DE82EF95) % 2**63  # fits int64; the first call uses seed itself
 
 
 def made_methods(spec: OpSpec) -> dict[str, Callable[..., dict[str, Any]]]:
-    """What each step asks for the numbers and the state of its op, as methods: compiled once, as that is faster than to
-    walk through the spec."""
+    """The methods ``_op_options`` and ``_state_lists``, compiled once from the spec: faster than reading it each
+    step."""
     numbers = [f"{number.name!r}: {number.source}" for number in spec.numbers]
-    numbers += [f"{name!r}: 0.0" for name in spec.factors]  # where no group asks for one
+    numbers += [f"{name!r}: 0.0" for name in spec.factors]  # if no group needs the factor
     lists = [f"{s.name!r}: {s.key!r}" + (f" if group[{s.if_set!r}] else None" if s.if_set else "") for s in spec.sized]
     source = (
         f"def _op_options(self, group):\n    return {{{', '.join(numbers)}}}\n\n"
@@ -193,34 +192,33 @@ def check_choice(name: str, value: Any, choices: tuple) -> Any:
 
 
 def param_name(groups: list[Group], g: int, i: int) -> str:
-    """How errors call a parameter."""
+    """The name of a parameter in errors."""
     names = groups[g].get("param_names")
     return f"param_groups[{g}]['params'][{i}]" + (f" ({names[i]})" if names else "")
 
 
 def refuse_split(optimizer: str, groups: list[Group], g: int) -> None:
-    """AmpValueError where a group has a parameter of which each rank has a part: its norm is not known here."""
+    """Raises AmpValueError for a parameter that is sharded over ranks: no rank knows its norm."""
     params = groups[g]["params"]
     if not any_sharded(params):
         return
     for i, p in enumerate(params):
         if is_split(p):
             raise AmpValueError(
-                f"{optimizer} goes by the norm of each parameter, and {param_name(groups, g, i)} is a DTensor of which "
-                "a rank has a part only: take FusedAdam, FusedSGD, FusedAdagrad or FusedLion, which step each element "
-                "by itself"
+                f"{optimizer} needs the norm of each parameter, and {param_name(groups, g, i)} is a DTensor sharded "
+                "over ranks. Use FusedAdam, FusedSGD, FusedAdagrad or FusedLion, which step each element by itself."
             )
 
 
 def refuse_sparse(of: str, name: str) -> None:
     raise AmpError(
-        f"{of} does not support sparse gradients, and {name} has one: build its layer with sparse=False, or give the "
-        "parameter to torch.optim.SparseAdam or torch.optim.SGD"
+        f"{of} does not support sparse gradients, and {name} has one. Build its layer with sparse=False, or pass the "
+        "parameter to torch.optim.SparseAdam or torch.optim.SGD."
     )
 
 
 def places(params: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """Each parameter once, with the first of its places."""
+    """Each parameter once, with its first place."""
     seen = set()
     for i, p in enumerate(params):
         if id(p) not in seen:
@@ -229,31 +227,31 @@ def places(params: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
 
 
 def in_group(error: AmpError, where: str) -> AmpError:
-    """The error with the group that it is about."""
+    """The error with the name of its group in front."""
     return type(error)(f"{where}: {error}")
 
 
 def refuse_dtype(of: str, name: str, dtype: torch.dtype) -> None:
-    """What is to be said about a parameter of none of ``KERNEL_DTYPES``."""
+    """Raises AmpValueError for a parameter whose dtype is not in ``KERNEL_DTYPES``."""
     if dtype.is_complex:
         raise AmpValueError(
-            f"{of} does not support complex parameters, and {name} is one: give torch.view_as_real of it to the "
-            "optimizer"
+            f"{of} does not support complex parameters, and {name} is one. Pass torch.view_as_real(parameter) to the "
+            "optimizer."
         )
     raise AmpValueError(
-        f"{of} requires float32, float16, bfloat16 or float64 parameters, and {name} is {dtype}: leave it out. Of a "
-        "model with frozen, quantized weights give [p for p in model.parameters() if p.requires_grad]"
+        f"{of} requires float32, float16, bfloat16 or float64 parameters, and {name} is {dtype}. Leave it out. If the "
+        "model has frozen, quantized weights, pass [p for p in model.parameters() if p.requires_grad]."
     )
 
 
 def refuse_amsgrad(optimizer: str, amsgrad: bool) -> None:
     if amsgrad:
-        raise AmpError(f"{optimizer} does not support the AMSGrad variant. FusedAdam does.")
+        raise AmpError(f"{optimizer} does not support the AMSGrad variant. Use FusedAdam, which does.")
 
 
 def split_grad_scaler(optimizer: str, kwargs: dict[str, Any]) -> Any:
-    """The GradScaler that apex's code gives to ``step``. It is not a named parameter: torch's GradScaler would pass
-    itself then, and warn."""
+    """Takes the GradScaler that code for apex passes to ``step``. With a named parameter, torch's GradScaler would pass
+    itself and warn."""
     scaler = kwargs.pop("grad_scaler", None)
     if kwargs:
         raise AmpTypeError(f"{optimizer}.step() got an unexpected keyword argument {next(iter(kwargs))!r}")

@@ -1,4 +1,4 @@
-"""What a parameter has in ``optimizer.state``: made when it is first stepped, and how masters follow the model."""
+"""The entries of ``optimizer.state``: creates them at a parameter's first step, and resyncs masters from the model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ampctx.kernels.reference import compute_dtype
 from ampctx.kernels.reference_steps import join, spacing
 
 State = dict[str, Any]
-# Where 16-bit parameters keep what goes with them, by destination.
+# The state key of the extra precision of 16-bit parameters, by destination.
 EXTRAS = {"copy": "master_param", "split": "remainder", "kahan": "compensation"}
 
 
 def make_state(p: Tensor, state: State, needed: Iterable[str], one_element: Collection[str], step: int) -> None:
-    """Makes what is needed and not there. ``step`` is how many steps a new parameter counts as taken."""
+    """Creates missing entries. ``step``: the step count of a new parameter."""
     dtypes = {"remainder": torch.int16, "compensation": p.dtype, "master_param": torch.float32}
     for key in needed:
         if key in state:
@@ -31,18 +31,18 @@ def make_state(p: Tensor, state: State, needed: Iterable[str], one_element: Coll
 
 
 def follow(p: Tensor, state: State, seen: dict[Tensor, int]) -> None:
-    """Where a weight is not its rounded master any more, somebody changed it: the master takes its value, and what
-    rounding left over is dropped. ``seen`` has the versions of weights that agree."""
-    # _version is private by name; nothing public tells that a tensor changed without reading it.
+    """Resyncs from a weight that was changed: where it is not the rounded master, the master takes its value, and the
+    compensation is dropped. ``seen``: the versions of weights that agree."""
+    # _version is private; nothing public shows a write to a tensor without reading it.
     if seen.get(p) == p._version:
         return
     seen[p] = p._version
     if "remainder" in state:
-        # Any 16 bits round to the weight beside them, but for those that make nan of a zero or an infinity.
+        # Any 16 bits fit the weight, except those that turn a zero or an infinity into nan.
         made_nan = torch.isnan(join(p, state["remainder"])) & ~torch.isnan(p)
         state["remainder"].masked_fill_(made_nan, 0)
     if "compensation" in state:
-        # Rounding to nearest leaves half a place over at most.
+        # Rounding to nearest leaves at most half a unit in the last place.
         left = state["compensation"]
         left.masked_fill_(~(2 * left.float().abs() <= spacing(p.detach())), 0)
     if "master_param" in state:

@@ -1,8 +1,7 @@
-"""The op calls of a step: what amp leaves on the optimizer for it, the calls that step its parameters, and how they
-are kept for the next step.
+"""The op calls of a step: reads amp's attributes, makes the calls, and keeps them for the next step.
 
-Between two steps the gradients are new and the rest is not. To make the calls anew takes a dozen passes over the
-parameters in Python; to see that they still hold takes a few in C (``map`` over ``operator``, ``ops.read_along``).
+Between two steps only the gradients are new. Making the calls takes a dozen passes over the parameters in Python;
+checking that the kept ones are still valid takes a few in C (``map`` over ``operator``, ``ops.read_along``).
 """
 
 from __future__ import annotations
@@ -31,29 +30,28 @@ _KNOWN_DTYPES = (*KERNEL_DTYPES, torch.int16)
 _FACTORS = ("inv_scale", "lr", "global_grad_norm")
 
 
-# --- what amp leaves --------------------------------------------------------------------------------------------------
+# --- attributes that amp sets -----------------------------------------------------------------------------------------
 
 
 class Scaling(NamedTuple):
-    """What one step finds.
+    """The attributes that one step reads.
 
-    found_inf: one element; where it is not 0, the op leaves everything as it is. None: nobody looked.
-    inv_scale: what the gradients in ``.grad`` are to be multiplied by.
-    models: fp32 master to the 16-bit weight that is written with it.
-    pending: 16-bit gradients that stand for those of masters, with a factor of their own.
-    unscales: whether the gradients in ``.grad`` become what the step computes with, as torch's fused optimizers leave
-        them where they get a ``grad_scale``.
+    found_inf: one element. If it is not 0, the op changes nothing. None: no check ran.
+    inv_scale: the factor for the gradients in ``.grad``.
+    models: fp32 master -> the 16-bit weight to write with it.
+    lazy: 16-bit gradients in place of those of masters, with their own factor.
+    unscales: write the unscaled gradients back to ``.grad``, as torch's fused optimizers do with a ``grad_scale``.
     """
 
     found_inf: PerDevice | None = None
     inv_scale: Factor = 1.0
     models: Mapping[Tensor, Tensor] = {}
-    pending: ModelGrads | None = None
+    lazy: ModelGrads | None = None
     unscales: bool = False
 
 
 def scaling_of(optimizer: Any, grad_factor: Factor) -> Scaling:
-    """Reads ``found_inf``, ``grad_scale``, ``model_params`` and ``model_grads``, which exist around a step only."""
+    """Reads ``found_inf``, ``grad_scale``, ``model_params`` and ``model_grads``, which exist only around a step."""
     is_scaled = getattr(optimizer, "grad_scale", None) is not None
     return Scaling(
         taken_found_inf(optimizer),
@@ -65,7 +63,7 @@ def scaling_of(optimizer: Any, grad_factor: Factor) -> Scaling:
 
 
 def on_device(value: float | Tensor, device: torch.device) -> float | Tensor:
-    """A factor as an op on ``device`` takes it: a number, or a tensor on the CPU or on ``device``. No host sync."""
+    """A factor for an op on ``device``: a number, or a tensor on the CPU or on ``device``. No host sync."""
     if not isinstance(value, Tensor):
         return value
     if value.device.type == "cpu":
@@ -74,7 +72,7 @@ def on_device(value: float | Tensor, device: torch.device) -> float | Tensor:
 
 
 def taken_inv_scale(optimizer: Any) -> Factor:
-    """What gradients are to be multiplied by: 1 / ``optimizer.grad_scale``, 1 without one. No host sync."""
+    """The factor for gradients: 1 / ``optimizer.grad_scale``, or 1 without one. No host sync."""
     scale = getattr(optimizer, "grad_scale", None)
     if scale is None:
         return 1.0
@@ -85,7 +83,7 @@ def taken_inv_scale(optimizer: Any) -> Factor:
 
 
 def taken_found_inf(optimizer: Any) -> PerDevice | None:
-    """``optimizer.found_inf`` in a type that the ops take, None without one. No host sync."""
+    """``optimizer.found_inf`` in a type that the ops accept, None without one. No host sync."""
     flag = getattr(optimizer, "found_inf", None)
     if flag is None:
         return None
@@ -100,21 +98,20 @@ def taken_found_inf(optimizer: Any) -> PerDevice | None:
 
 
 class Members(NamedTuple):
-    """Parameters of a group that take part in a step, and their gradients."""
+    """The parameters of a group with gradients, and these gradients."""
 
     params: list[Tensor]
     grads: list[Tensor]
 
 
-# A destination (a write back, or "model": that of the model weight which amp keeps for a master), and whether the
-# gradients are those of ``model_grads``.
+# The destination (a write back, or "model" for the model weight of amp's master), and whether the gradients are lazy.
 Kind = tuple[str, bool]
 
 
 class Work(NamedTuple):
-    """One op call that steps ``members``. Not ``fused``: for plain torch, tensor by tensor.
+    """One op call that steps ``members``. Without ``fused`` plain torch steps them one by one.
 
-    ``lists`` by the names of the op's arguments, ``keys`` where those that are state are found in the members' state.
+    ``lists``: by the names of the op's arguments. ``keys``: for lists of state, the key in the members' state.
     """
 
     group: Group
@@ -124,17 +121,17 @@ class Work(NamedTuple):
     members: list[Tensor]
     lists: dict[str, Any]
     keys: dict[str, str]
-    sharded: bool = False  # whether there are DTensors among the members
-    # Of gradients that are to be unscaled, those that the op gets in another layout, and what it gets.
+    sharded: bool = False  # whether some members are DTensors
+    # (gradient, its copy in another layout for the op), for gradients to unscale.
     relaid: Sequence[tuple[Tensor, Tensor]] = ()
 
     @property
-    def waiting(self) -> bool:
+    def is_lazy(self) -> bool:
         return self.kind[1]
 
 
 def _in_layout_of(p: Tensor, grad: Tensor) -> Tensor:
-    """``grad``, or a copy that the kernels can walk together with ``p``."""
+    """``grad``, or a copy in the layout of ``p`` for the kernels."""
     if same_layout(grad, p) or not is_dense(p):
         return grad
     return torch.empty_like(p, dtype=grad.dtype, requires_grad=False).copy_(grad)
@@ -159,12 +156,12 @@ def works_of(
     """The op calls that step ``members``, one for each device and combination of dtypes.
 
     Args:
-        states: of the members.
-        sized: the op's lists of state of the parameters' size, and under which key that is; None for an empty list.
-        one_element: the same for state of one element.
+        states: the members' states.
+        sized: the op's lists of state of the parameters' size -> the key in the state; None for an empty list.
+        one_element: the same for one-element state.
     """
     destination = kind[0]
-    # Parts of DTensors: their layout in memory is their own.
+    # Local parts of DTensors, which may have another layout.
     params, extras = map(local, _targets(members.params, states, destination, scaling))
     given = local(members.grads)
     grads = [
@@ -195,10 +192,9 @@ def works_of(
 
 
 def each_gradient_once(works: list[Work]) -> list[Work]:
-    """The calls, with a copy of each gradient that a parameter before has, too: that one's call unscales it. No host
-    sync."""
-    is_traced = torch.compiler.is_compiling()  # without addresses
-    if not is_traced and are_apart([work.lists["grads"] for work in works if not work.waiting]):
+    """Copies gradients that an earlier parameter shares, so that only one call unscales each. No host sync."""
+    is_traced = torch.compiler.is_compiling()  # tensors have no addresses
+    if not is_traced and are_apart([work.lists["grads"] for work in works if not work.is_lazy]):
         return works
     seen: set[Any] = set()
 
@@ -209,23 +205,23 @@ def each_gradient_once(works: list[Work]) -> list[Work]:
         return grad if is_first else grad.clone()
 
     return [
-        work if work.waiting else work._replace(lists={**work.lists, "grads": list(map(once, work.lists["grads"]))})
+        work if work.is_lazy else work._replace(lists={**work.lists, "grads": list(map(once, work.lists["grads"]))})
         for work in works
     ]
 
 
 def finish_unscaling(works: Sequence[Work]) -> None:
-    """What the calls could not write: gradients in another layout than their parameter's, and the versions of DTensors
-    whose parts were written. A step that was skipped leaves the same bits. No host sync."""
+    """Writes back unscaled gradients in another layout than their parameter's, and bumps the versions of DTensors whose
+    parts were written. After a skipped step the values are the same. No host sync."""
     for work in works:
         for grad, copy in work.relaid:
             overwrite(grad, copy)
-        if work.sharded and not work.waiting:
+        if work.sharded and not work.is_lazy:
             wrote([p.grad for p in work.members if p.grad is not None])
 
 
 def call(op: str, work: Work, arguments: dict[str, Any]) -> None:
-    """``ampctx.optimizer_ops``'s ``op`` on the lists of ``work``, or its reference where no kernel takes them."""
+    """Calls ``op`` of ``ampctx.optimizer_ops`` on the lists of ``work``, or its reference if no kernel accepts them."""
     write_back = "copy" if work.kind[0] == "model" else work.kind[0]
     if work.fused:
         getattr(steps, op)(**work.lists, **arguments, write_back=write_back)
@@ -235,15 +231,15 @@ def call(op: str, work: Work, arguments: dict[str, Any]) -> None:
         reference_steps.run(op, {**work.lists, **arguments, **tensors, "write_back": code})
 
 
-# --- calls that are kept ----------------------------------------------------------------------------------------------
+# --- kept calls -------------------------------------------------------------------------------------------------------
 
-# Others may stand for tensors that the dispatcher puts in their place.
+# Other tensor types may be wrappers that the dispatcher unwraps.
 _PLAIN = {Tensor, nn.Parameter, MasterParam}
 _params_of = itemgetter("params")
 
 
 def _held(work: Work) -> dict[str, Any]:
-    """The lists of a call, held where a compiled kernel takes just these tensors."""
+    """The lists of a call, as tensor-list handles if a compiled kernel accepts these tensors."""
     lists = work.lists.values()
     if not all(set(map(type, tensors)) <= _PLAIN and all(map(can_be_held, tensors)) for tensors in lists):
         return work.lists
@@ -251,27 +247,27 @@ def _held(work: Work) -> dict[str, Any]:
 
 
 class _Call:
-    """A call of the step before. Its gradients are gone, what they were like is not."""
+    """A call of the previous step, without its gradients but with their dtype and strides."""
 
-    def __init__(self, work: Work, state: Mapping[Tensor, Any], waiting: Sequence[Tensor]) -> None:
+    def __init__(self, work: Work, state: Mapping[Tensor, Any], lazy_masters: Sequence[Tensor]) -> None:
         self.work = work._replace(lists={**work.lists, "grads": []}, relaid=())
-        # Whether its gradients are all that wait, in their order.
-        self.takes_all = len(waiting) == len(work.members) and all(map(is_, waiting, work.members))
+        # Whether the call has all lazy gradients, in their order.
+        self.takes_all = len(lazy_masters) == len(work.members) and all(map(is_, lazy_masters, work.members))
         self._states = [state[p] for p in work.members]
-        # What of their state the call has, and how it is found there.
+        # (getter of a state entry, the call's list of it).
         self._state = [(itemgetter(key), work.lists[name]) for name, key in work.keys.items()]
         self._dtypes = work.lists["grads"][0].dtype, work.members[0].dtype
         self._strides = None if all(map(Tensor.is_contiguous, work.members)) else list(map(Tensor.stride, work.members))
-        # Asked for when the call is made again.
+        # Made when the call is first repeated.
         self._held: dict[str, Any] | None = None
 
     def renewed(self, grads: list[Any] | None) -> Work | None:
-        """The call with other gradients, those in ``.grad`` where None are given; None where it does not hold."""
+        """The call with new gradients, from ``.grad`` if ``grads`` is None. None if the call is no longer valid."""
         members = self.work.members
         read = read_along(members, grads)
         if read is None or (read.tensors[0].dtype, members[0].dtype) != self._dtypes:
             return None
-        # The parameters lie as the gradients do; the state may still lie as they did before.
+        # Parameters and gradients have one layout now. The state may still have the former one.
         if (None if read.are_contiguous else list(map(Tensor.stride, members))) != self._strides:
             return None
         try:
@@ -286,30 +282,28 @@ class _Call:
 
 
 def can_be_kept(works: Sequence[Work]) -> bool:
-    """Whether compiled kernels make all of these calls on the CPU, and in no graph. On a GPU, lists that are kept would
-    keep the memory of state that somebody moves elsewhere to make room; the parts of DTensors are found anew at each
-    step."""
+    """Whether compiled kernels run all of these calls on the CPU, outside of graphs. On a GPU kept lists would hold the
+    memory of state that a program offloads. The local parts of DTensors are new at each step."""
     if torch.compiler.is_compiling() or "cpu" not in extension.backends:
         return False
     return all(work.fused and work.device.type == "cpu" and not work.sharded for work in works)
 
 
 class Plan:
-    """The calls that one step of ``optimizer`` has made and that can be kept. Made after it; keeps no gradient, but the
-    state."""
+    """The calls of one step of ``optimizer``, for the next one. Refers to state, not to gradients."""
 
     def __init__(self, optimizer: Any, works: Sequence[Work], scaling: Scaling) -> None:
         self._told, self._objects = self._told_by(optimizer, scaling), list(self._objects_of(optimizer, scaling))
-        waiting = [] if scaling.pending is None else scaling.pending.masters
-        self._calls = [_Call(work, optimizer.state, waiting) for work in works]
+        lazy_masters = [] if scaling.lazy is None else scaling.lazy.masters
+        self._calls = [_Call(work, optimizer.state, lazy_masters) for work in works]
         stepped = {p for work in works for p in work.members}
         self._idle = [p for group in optimizer.param_groups for p in group["params"] if p not in stepped]
-        # What is kept beside these 16-bit weights follows what somebody writes into them.
+        # 16-bit weights whose masters, remainders or compensations must follow later writes.
         self._followed = [p for work in works if work.kind[0] in EXTRAS for p in work.members]
         self._versions = list(map(version_of, self._followed))
 
     def works(self, optimizer: Any, scaling: Scaling) -> list[Work] | None:
-        """The calls of a step now; None where something has changed. No host sync."""
+        """The calls of a new step, None if something has changed. No host sync."""
         if (
             self._told != self._told_by(optimizer, scaling)
             or not all(map(is_, self._objects, self._objects_of(optimizer, scaling)))
@@ -317,11 +311,11 @@ class Plan:
             or not all(map(is_, map(grad_of, self._idle), repeat(None)))
         ):
             return None
-        found, waiting = [], scaling.pending
+        found, lazy = [], scaling.lazy
         for kept in self._calls:
             grads = None
-            if kept.work.kind[1] and waiting is not None:
-                every = waiting.values if kept.takes_all else map(waiting.grads.__getitem__, kept.work.members)
+            if kept.work.kind[1] and lazy is not None:
+                every = lazy.values if kept.takes_all else map(lazy.grads.__getitem__, kept.work.members)
                 grads = list(every)
             if (work := kept.renewed(grads)) is None:
                 return None
@@ -329,22 +323,21 @@ class Plan:
         return found
 
     def stepped(self, seen: dict[Tensor, int]) -> None:
-        """Notes that a step has been taken: the versions of 16-bit weights that something is kept beside."""
+        """Records, after a step, the versions of the 16-bit weights."""
         self._versions = list(map(version_of, self._followed))
         seen.update(zip(self._followed, self._versions, strict=True))
 
     @staticmethod
     def _told_by(optimizer: Any, scaling: Scaling) -> list[Any]:
-        """What decides about where results go, besides models and dtypes, and about which state there is; and how many
-        of each kind there are of the objects."""
-        groups, waiting = optimizer.param_groups, scaling.pending
-        counts = len(optimizer.state), len(scaling.models), 0 if waiting is None else len(waiting.masters)
+        """The settings that decide about write backs and state, and the numbers of objects of each kind."""
+        groups, lazy = optimizer.param_groups, scaling.lazy
+        counts = len(optimizer.state), len(scaling.models), 0 if lazy is None else len(lazy.masters)
         lists, sizes = map(optimizer._state_lists, groups), map(len, map(_params_of, groups))
         return [*optimizer._write_backs(), *lists, *sizes, *counts]
 
     @staticmethod
     def _objects_of(optimizer: Any, scaling: Scaling) -> Iterator[Any]:
-        """What must be the same objects, in this order."""
+        """The objects that must stay the same, in order."""
         groups, state, models = optimizer.param_groups, optimizer.state, scaling.models
-        waiting = () if scaling.pending is None else scaling.pending.masters
-        return chain(groups, *map(_params_of, groups), state, state.values(), models, models.values(), waiting)
+        masters = () if scaling.lazy is None else scaling.lazy.masters
+        return chain(groups, *map(_params_of, groups), state, state.values(), models, models.values(), masters)

@@ -1,4 +1,4 @@
-"""Adagrad in one op call for each bucket of parameters."""
+"""Adagrad with one op call for each bucket of parameters."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ampctx.optimizers._options import Group, check_number
 
 
 class FusedAdagrad(FusedOptimizer):
-    """Adagrad (Duchi et al. 2011), without a decay of lr.
+    """Implements Adagrad (Duchi et al. 2011), without lr decay. No host sync in ``step``.
 
     ``ampctx.optimizer_ops.adagrad`` has the formula. State of each parameter: ``step`` and ``sum``, fp32. Checkpoints
-    are those of torch.optim.Adagrad with lr_decay=0.
+    have the format of torch.optim.Adagrad with lr_decay=0.
 
     Args:
         params: parameters or groups, on any mix of devices and dtypes.
-        lr: a number, or a one-element tensor.
+        lr: a number >= 0, or a one-element tensor.
         eps, weight_decay: as in torch.optim.Adagrad.
-        set_grad_none: whether ``zero_grad()`` makes gradients None.
-        adagrad_w_mode: decoupled weight decay.
+        set_grad_none: whether ``zero_grad()`` sets gradients to None.
+        adagrad_w_mode: use decoupled weight decay.
         maximize, write_back, seed, master_weights, capturable: see ``FusedOptimizer``.
     """
 
@@ -35,7 +35,7 @@ class FusedAdagrad(FusedOptimizer):
         write_back: str = "nearest", seed: int = 0, master_weights: bool | str = False, capturable: bool = False,
     ) -> None:  # fmt: skip
         self.adagrad_w_mode = 1 if adagrad_w_mode else 0
-        # lr_decay is there for torch.optim.Adagrad, which looks for it in a checkpoint.
+        # torch.optim.Adagrad needs lr_decay in a checkpoint.
         defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "lr_decay": 0.0}
         super().__init__(
             params, defaults, set_grad_none=set_grad_none, maximize=maximize, write_back=write_back, seed=seed,
@@ -54,5 +54,5 @@ class FusedAdagrad(FusedOptimizer):
 def _refuse_lr_decay(group: Group) -> None:
     if check_number("lr_decay", group.get("lr_decay", 0)) != 0:
         raise AmpValueError(
-            f"lr_decay is {group['lr_decay']}, and FusedAdagrad has none: use an LR scheduler, or torch.optim.Adagrad"
+            f"lr_decay is {group['lr_decay']}, and FusedAdagrad has none: use an LR scheduler, or torch.optim.Adagrad."
         )

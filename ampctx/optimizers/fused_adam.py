@@ -1,4 +1,4 @@
-"""Adam and AdamW in one op call for each bucket of parameters."""
+"""Adam and AdamW with one op call for each bucket of parameters."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from ampctx.optimizers._options import check_flag, split_grad_scaler
 
 
 class FusedAdam(FusedOptimizer):
-    """Adam (Kingma and Ba 2015), or AdamW (Loshchilov and Hutter 2019) in ``adam_w_mode``, which is the default.
+    """Implements AdamW (Loshchilov and Hutter 2019), or Adam (Kingma and Ba 2015) with ``adam_w_mode=False``. No host
+    sync in ``step``.
 
-    ``ampctx.optimizer_ops.adam`` has the formula. State of each parameter: ``step``, ``exp_avg``, ``exp_avg_sq`` and
-    with ``amsgrad`` ``max_exp_avg_sq``, fp32. Checkpoints are those of torch.optim.Adam and AdamW.
+    ``ampctx.optimizer_ops.adam`` has the formula. State of each parameter: ``step``, ``exp_avg``, ``exp_avg_sq`` and,
+    with ``amsgrad``, ``max_exp_avg_sq``; fp32. Checkpoints have the format of torch.optim.Adam and AdamW.
 
     Args:
         params: parameters or groups, on any mix of devices and dtypes.
-        lr: a number, or a one-element tensor.
+        lr: a number >= 0, or a one-element tensor.
         bias_correction, betas, eps, weight_decay, amsgrad: as in torch.optim.Adam.
-        adam_w_mode: decoupled weight decay; False adds weight_decay * p to the gradient.
-        set_grad_none: whether ``zero_grad()`` makes gradients None.
+        adam_w_mode: use decoupled weight decay. False adds weight_decay * p to the gradient.
+        set_grad_none: whether ``zero_grad()`` sets gradients to None.
         capturable, master_weights, maximize, write_back, seed: see ``FusedOptimizer``.
     """
 
@@ -47,7 +48,7 @@ class FusedAdam(FusedOptimizer):
         )  # fmt: skip
 
     def _adapt_checkpoint(self, group: SavedGroup) -> None:
-        """torch's Adam tells in each group what is one option of the optimizer here."""
+        """Compares ``decoupled_weight_decay`` of torch's Adam, a group option, with ``adam_w_mode``."""
         super()._adapt_checkpoint(group)
         theirs = group.saved.get("decoupled_weight_decay")
         if theirs is None:
@@ -56,8 +57,8 @@ class FusedAdam(FusedOptimizer):
         if theirs != bool(self.adam_w_mode) and group.saved.get("weight_decay"):
             raise AmpValueError(
                 f"the checkpoint was made with decoupled_weight_decay={theirs}, and FusedAdam has adam_w_mode="
-                f"{bool(self.adam_w_mode)}: its weight_decay would mean something else. Pass adam_w_mode={theirs}, "
-                "or delete 'decoupled_weight_decay' from its param groups"
+                f"{bool(self.adam_w_mode)}. Its weight_decay would have another meaning. Pass adam_w_mode={theirs}, or "
+                "delete 'decoupled_weight_decay' from its param groups."
             )
         group.saved["decoupled_weight_decay"] = bool(self.adam_w_mode)
 
@@ -65,11 +66,13 @@ class FusedAdam(FusedOptimizer):
         self, closure: Callable[[], Any] | None = None, grads: None = None, output_params: None = None,
         scale: None = None, grad_norms: None = None, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """``FusedOptimizer.step``. A ``grad_scaler``, as apex's code gives it, steps this optimizer after the closure,
-        whose losses it has to have scaled; step hooks run twice then.
+        """Steps like ``FusedOptimizer.step``. No host sync.
+
+        With ``grad_scaler=``, as in code for apex, the scaler steps this optimizer after the closure. The closure must
+        scale its loss with that scaler. Step hooks then run twice.
 
         Raises:
-            AmpError: grads, output_params, scale or grad_norms, which apex refuses too.
+            AmpError: grads, output_params, scale or grad_norms was passed; apex refuses them, too.
         """
         if not grads is output_params is scale is grad_norms is None:
             _refuse_old_arguments(grads=grads, output_params=output_params, scale=scale, grad_norms=grad_norms)
@@ -79,7 +82,7 @@ class FusedAdam(FusedOptimizer):
 
 
 def _refuse_old_arguments(**given: Any) -> None:
-    """apex's ``step`` took over what an outer wrapper did; these arguments are of before that."""
+    """Raises for arguments of old versions of apex, which a wrapper used."""
     advice = {
         "grads": "put the gradients into .grad of the parameters",
         "output_params": "build the optimizer over the 16-bit parameters with master_weights=True",
@@ -88,4 +91,4 @@ def _refuse_old_arguments(**given: Any) -> None:
     }
     for name, value in given.items():
         if value is not None:
-            raise AmpError(f"step() does not take {name} any more: {advice[name]}")
+            raise AmpError(f"step() does not take {name} any more: {advice[name]}.")

@@ -1,4 +1,4 @@
-"""LAMB in one op call for each bucket of parameters, after one pass for the norm of all gradients."""
+"""LAMB with one op call for each bucket of parameters, after one pass for the norm of all gradients."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from ampctx.optimizers._work import Scaling, Work
 
 
 class FusedLAMB(FusedOptimizer):
-    """LAMB (You et al. 2020): Adam's direction, in each parameter scaled by ||p|| / ||direction||.
+    """Implements LAMB (You et al. 2020): Adam's direction, scaled for each parameter by ||p|| / ||direction||. No host
+    sync in ``step``.
 
-    ``ampctx.optimizer_ops.lamb`` has the formula. Gradients are scaled down first where the norm of all of them, over
-    all groups, is above ``max_grad_norm``. State of each parameter: ``step``, ``exp_avg``, ``exp_avg_sq``, fp32.
+    ``ampctx.optimizer_ops.lamb`` has the formula. If the norm of all gradients, over all groups, is above
+    ``max_grad_norm``, it scales them down first. State of each parameter: ``step``, ``exp_avg``, ``exp_avg_sq``; fp32.
 
     Args:
         params: parameters or groups, on any mix of devices and dtypes.
-        lr: a number, or a one-element tensor.
+        lr: a number >= 0, or a one-element tensor.
         bias_correction, betas, eps, weight_decay: as in Adam.
         amsgrad: not supported.
-        adam_w_mode: decoupled weight decay; False adds weight_decay * p to the gradient.
+        adam_w_mode: use decoupled weight decay. False adds weight_decay * p to the gradient.
         grad_averaging: False adds the whole gradient to beta1 * exp_avg.
-        set_grad_none: whether ``zero_grad()`` makes gradients None.
-        max_grad_norm: of each group; 0 or None: gradients are not scaled down.
-        use_nvlamb: scale by the ratio of norms where there is no weight decay, too.
+        set_grad_none: whether ``zero_grad()`` sets gradients to None.
+        max_grad_norm: the bound, a group option. 0 or None: no bound.
+        use_nvlamb: scale by the ratio of norms without weight decay, too.
         maximize, write_back, seed, master_weights, capturable: see ``FusedOptimizer``.
     """
 
@@ -66,33 +67,33 @@ class FusedLAMB(FusedOptimizer):
         if not any(work.group["max_grad_norm"] for work in works):
             return None
         norms = []
-        grads = [grad for work in works if not work.waiting for grad in work.lists["grads"]]
+        grads = [grad for work in works if not work.is_lazy for grad in work.lists["grads"]]
         if grads:
             norms.append(foreach.unscale_l2norm(grads, FoundInf(), scaling.inv_scale))
-        waiting = [grad for work in works if work.waiting for grad in work.lists["grads"]]
-        if waiting and scaling.pending is not None:
-            # Its norm is there already, unless some of its masters are somebody else's, or a further scale is there.
-            if len(waiting) == len(scaling.pending.masters) and scaling.inv_scale == 1.0:
-                norms.append(scaling.pending.norm())
+        lazy_grads = [grad for work in works if work.is_lazy for grad in work.lists["grads"]]
+        if lazy_grads and scaling.lazy is not None:
+            # Their norm is known, unless other optimizers step some of the masters, or there is another scale.
+            if len(lazy_grads) == len(scaling.lazy.masters) and scaling.inv_scale == 1.0:
+                norms.append(scaling.lazy.norm())
             else:
-                inv_scale = foreach.product(scaling.pending.inv_scale, scaling.inv_scale)
-                norms.append(foreach.unscale_l2norm(waiting, FoundInf(), inv_scale))
+                inv_scale = foreach.product(scaling.lazy.inv_scale, scaling.inv_scale)
+                norms.append(foreach.unscale_l2norm(lazy_grads, FoundInf(), inv_scale))
         total = foreach.joined_norm(norms)
-        # The ops take an fp64 norm on the CPU alone.
+        # The ops accept an fp64 norm only on the CPU.
         return PerDevice(total if all(work.device.type == "cpu" for work in works) else total.float())
 
 
 class FusedMixedPrecisionLamb(FusedLAMB):
-    """LAMB with lr, step counts and scaling on the device, and fp32 masters of the parameters of one dtype.
+    """Implements LAMB with lr and step counts on the device, and fp32 masters for the parameters of one dtype.
 
-    ``FusedLAMB`` with ``capturable=True`` and masters for the parameters of ``reduced_precision_dtype``; others are
-    stepped as they are. Arguments that are not told of here are those of FusedLAMB.
+    This is ``FusedLAMB`` with ``capturable=True`` and masters for the parameters of ``reduced_precision_dtype``. All
+    other arguments are those of FusedLAMB.
 
     Args:
-        lr: a number or a one-element tensor; in each group a tensor of its own.
-        step: how many steps new parameters count as taken.
-        reduced_precision_dtype: torch.float16 or torch.bfloat16. May be set later, before the first step; masters of a
-            checkpoint that was loaded before are kept for it.
+        lr: a number >= 0 or a one-element tensor. Each group gets its own tensor.
+        step: the step count of new parameters, an int >= 0.
+        reduced_precision_dtype: torch.float16 or torch.bfloat16. You may set it later, before the first step; masters
+            of a checkpoint that was loaded before stay.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         seed: int = 0,
     ) -> None:  # fmt: skip
         if isinstance(step, bool) or not isinstance(step, int):
-            raise AmpTypeError(f"step must be an int, the steps taken so far, got {type(step).__name__}")
+            raise AmpTypeError(f"step must be an int, the number of steps so far, got {type(step).__name__}")
         self._initial_step = int(check_number("step", step))
         self.write_back = write_back
         self.reduced_precision_dtype = reduced_precision_dtype
@@ -127,12 +128,15 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     @property
     def param_groups_full_precision(self) -> list[dict[str, list[Tensor | None]]]:
-        """apex's name of ``param_groups_master``."""
+        """apex's name for ``param_groups_master``."""
         return self.param_groups_master
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """``FusedOptimizer.step``. A ``grad_scaler``, as apex's code gives it, steps this optimizer after the closure,
-        whose losses it has to have scaled; step hooks run twice then."""
+        """Steps like ``FusedOptimizer.step``. No host sync.
+
+        With ``grad_scaler=``, as in code for apex, the scaler steps this optimizer after the closure. The closure must
+        scale its loss with that scaler. Step hooks then run twice.
+        """
         scaler = split_grad_scaler("FusedMixedPrecisionLamb", kwargs)
         if scaler is not None:
             return self._step_by(scaler, closure)
@@ -148,6 +152,6 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         return *super()._write_backs(), self.reduced_precision_dtype
 
     def _useless_state(self, p: Tensor) -> set[str]:
-        # A dtype that is set after loading may ask for them.
+        # A dtype set after loading may need them.
         kept = {"master_param"} if self.reduced_precision_dtype is None and p.dtype in LOW_PRECISION else set()
         return super()._useless_state(p) - kept

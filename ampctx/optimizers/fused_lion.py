@@ -1,4 +1,4 @@
-"""Lion in one op call for each bucket of parameters."""
+"""Lion with one op call for each bucket of parameters."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from ampctx.optimizers._base import FusedOptimizer
 
 
 class FusedLion(FusedOptimizer):
-    """Lion (Chen et al. 2023): steps by the sign of an average of gradients, all of the size of lr.
+    """Implements Lion (Chen et al. 2023): each element moves by lr, in the direction of the sign of averaged gradients.
+    No host sync in ``step``.
 
-    ``ampctx.optimizer_ops.lion`` has the formula. State of each parameter: ``step`` and ``exp_avg``, fp32.
+    ``ampctx.optimizer_ops.lion`` has the formula. State of each parameter: ``step`` and ``exp_avg``; fp32.
 
     Args:
         params: parameters or groups, on any mix of devices and dtypes.
-        lr: a number, or a one-element tensor; the paper takes a third to a tenth of AdamW's.
-        betas, weight_decay: of the formula; the decay is decoupled.
-        set_grad_none: whether ``zero_grad()`` makes gradients None.
+        lr: a number >= 0, or a one-element tensor. The paper uses a third to a tenth of AdamW's.
+        betas, weight_decay: of the formula. The decay is decoupled.
+        set_grad_none: whether ``zero_grad()`` sets gradients to None.
         maximize, write_back, seed, master_weights, capturable: see ``FusedOptimizer``.
     """
 

@@ -1,4 +1,4 @@
-"""NovoGrad in one op call for each bucket of parameters."""
+"""NovoGrad with one op call for each bucket of parameters."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ _NORM_TYPES = (2, 0)
 
 
 class FusedNovoGrad(FusedOptimizer):
-    """NovoGrad (Ginsburg et al. 2019): the second moment is the running norm of a parameter's gradient.
+    """Implements NovoGrad (Ginsburg et al. 2019): the second moment is the running norm of a parameter's gradient. No
+    host sync in ``step``.
 
-    ``ampctx.optimizer_ops.novograd`` has the formula. State of each parameter: ``step``, ``exp_avg`` (fp64 for an fp64
-    parameter) and the 0-d ``exp_avg_sq``, which is the norm itself and not its square; fp32.
+    ``ampctx.optimizer_ops.novograd`` has the formula. State of each parameter, fp32: ``step``, ``exp_avg`` (fp64 for an
+    fp64 parameter) and the 0-d ``exp_avg_sq``, which is the norm itself, not its square.
 
     Args:
         params: parameters or groups, on any mix of devices and dtypes.
-        lr: a number, or a one-element tensor.
+        lr: a number >= 0, or a one-element tensor.
         bias_correction, betas, eps: as in Adam.
         weight_decay: decoupled, unless ``reg_inside_moment``.
         amsgrad: not supported.
-        reg_inside_moment: normalise the gradient and add the decay before they enter ``exp_avg``.
+        reg_inside_moment: normalise the gradient and add the decay before averaging in ``exp_avg``.
         grad_averaging: False adds the whole gradient to beta1 * exp_avg.
         norm_type: 2 for the L2 norm, 0 for the largest magnitude.
-        init_zero: the running norm starts at 0 and not at the first norm.
-        set_grad_none: whether ``zero_grad()`` makes gradients None.
+        init_zero: start the running norm at 0 instead of the first norm.
+        set_grad_none: whether ``zero_grad()`` sets gradients to None.
         maximize, write_back, seed, master_weights, capturable: see ``FusedOptimizer``.
     """
 
@@ -64,9 +65,9 @@ class FusedNovoGrad(FusedOptimizer):
         group["norm_type"] = int(norm_type)
 
     def _adapt_checkpoint(self, group: SavedGroup) -> None:
-        """apex keeps the norms of a group in two tensors, of its fp16 and of its other parameters.
+        """Splits apex's norms, two tensors a group: for its fp16 parameters and for the others.
 
-        Where one is empty (under amp's masters), the other has them all in order, whatever the dtypes are now.
+        If one is empty (with amp's masters), the other has all norms in order, for any dtypes now.
         """
         super()._adapt_checkpoint(group)
         norms = group.saved.pop("exp_avg_sq", None)
@@ -81,8 +82,8 @@ class FusedNovoGrad(FusedOptimizer):
         for tensor, states in zip(norms, (of_dtype[True], of_dtype[False]), strict=True):
             if tensor.numel() != len(states):
                 raise AmpValueError(
-                    f"exp_avg_sq of a param group holds {tensor.numel()} norms for {len(states)} parameters: load it "
-                    "into parameters of the dtypes it was saved with"
+                    f"exp_avg_sq of a param group holds {tensor.numel()} norms for {len(states)} parameters. Load it "
+                    "into parameters of the dtypes that it was saved with."
                 )
             for state, norm in zip(states, tensor.reshape(-1).unbind(), strict=True):
                 state["exp_avg_sq"] = norm

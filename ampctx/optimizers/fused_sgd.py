@@ -1,4 +1,4 @@
-"""SGD with momentum in one op call for each bucket of parameters."""
+"""SGD with momentum, with one op call for each bucket of parameters."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from ampctx.optimizers._options import Group
 
 
 class FusedSGD(FusedOptimizer):
-    """SGD with momentum, as torch.optim.SGD defines it.
+    """Implements SGD with momentum, as torch.optim.SGD defines it. No host sync in ``step``.
 
-    ``ampctx.optimizer_ops.sgd`` has the formula. State of each parameter: ``step`` and, with momentum,
-    ``momentum_buffer``, fp32; ``step`` counts from where the buffer began. Checkpoints are those of torch.optim.SGD.
+    ``ampctx.optimizer_ops.sgd`` has the formula. State of each parameter, fp32: ``step`` and, with momentum,
+    ``momentum_buffer``. ``step`` counts from the first step of the buffer. Checkpoints have the format of
+    torch.optim.SGD. The attribute ``most_recent_scale`` divides the gradients of the next step, which resets it to 1.
 
     Args:
         params: parameters or groups, on any mix of devices and dtypes.
-        lr: a number, or a one-element tensor; required, here or in each group.
+        lr: a number >= 0, or a one-element tensor. Required, here or in each group.
         momentum, dampening, weight_decay, nesterov: as in torch.optim.SGD.
-        wd_after_momentum: add weight_decay * p to what lr multiplies and not to the gradient.
-        materialize_master_grads: apex's, kept as an attribute; ampctx.amp decides by itself.
-        set_grad_none: whether ``zero_grad()`` makes gradients None, here False by default.
+        wd_after_momentum: add weight_decay * p after the momentum instead of to the gradient.
+        materialize_master_grads: apex's option, kept as an attribute. It has no effect.
+        set_grad_none: whether ``zero_grad()`` sets gradients to None. False by default.
         maximize, write_back, seed, master_weights, capturable: see ``FusedOptimizer``.
-
-    ``most_recent_scale`` divides the gradients of the next step, which sets it to 1 again.
     """
 
     _op = "sgd"
@@ -55,7 +54,7 @@ class FusedSGD(FusedOptimizer):
         )  # fmt: skip
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """``FusedOptimizer.step``, on gradients divided by ``most_recent_scale``."""
+        """Steps like ``FusedOptimizer.step``, with gradients divided by ``most_recent_scale``. No host sync."""
         loss = self._step(closure)
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
@@ -68,19 +67,19 @@ class FusedSGD(FusedOptimizer):
     def _check_options(self, group: Group) -> None:
         super()._check_options(group)
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
-            raise AmpValueError("Nesterov momentum requires a momentum and zero dampening")
+            raise AmpValueError("Nesterov momentum requires a momentum and zero dampening.")
 
     def _make_state(self, p: Tensor, state: dict[str, Any], needed: Iterable[str]) -> None:
         if "momentum_buffer" in needed and "momentum_buffer" not in state:
-            # The op begins a buffer with the gradient where the count is 0.
+            # At a count of 0 the op starts the buffer with the gradient.
             state.pop("step", None)
         super()._make_state(p, state, needed)
 
     def _adapt_checkpoint(self, group: SavedGroup) -> None:
         super()._adapt_checkpoint(group)
         for _, _, state in group.states:
-            # torch and apex do not count steps; a buffer that is there has begun. One that torch began after a first
-            # step that was skipped here comes back with our count of 0.
+            # torch and apex do not count steps: an existing buffer has started. If our first step was skipped and torch
+            # then started the buffer, the checkpoint has our count of 0.
             buffer = state.get("momentum_buffer")
             if not isinstance(buffer, torch.Tensor) or buffer.is_meta:
                 continue

@@ -1,4 +1,4 @@
-"""LARC around any optimizer: each parameter's learning rate follows the norms of its weight and gradient."""
+"""LARC, a wrapper for any optimizer: scales each gradient by the norms of the parameter and its gradient."""
 
 from __future__ import annotations
 
@@ -22,27 +22,28 @@ from ampctx.optimizers._work import on_device, taken_found_inf, taken_inv_scale
 
 
 class LARC:
-    """LARC (You, Gitman, Ginsburg 2017) in front of ``optimizer``, as apex.parallel.LARC.
+    """Wraps an optimizer with LARC (You, Gitman, Ginsburg 2017), like apex.parallel.LARC. No host sync of its own.
 
-    Before each step, where the norms of weight p and gradient g are not 0: g = a (g + weight_decay p), with
+    Before each step, if the norms of weight p and gradient g are not 0: g = a (g + weight_decay p), with
     a = trust_coefficient ||p|| / (||g|| + weight_decay ||p|| + eps), or with ``clip`` min(a / lr, 1). The wrapped
-    optimizer then steps with a weight decay of 0. In a group with ``maximize``, g = a (g - weight_decay p), so that
-    the weights decay there, too. No host sync of its own.
+    optimizer then steps with a weight decay of 0. In a group with ``maximize``, g = a (g - weight_decay p).
 
-    LARC is a plain object, not a torch.optim.Optimizer: LR schedulers are for ``optim``. torch.amp's and ampctx's
-    GradScaler step it as they step the optimizer in it: where that one unscales and skips on the device, LARC does the
-    unscaling. The unscaled gradient goes back into the type of ``p.grad``: that of a 16-bit parameter may underflow
-    there, which loss scaling is to prevent, so keep fp32 parameters (amp's O1 and O2 do) where losses are scaled.
+    LARC is not a torch.optim.Optimizer: pass ``larc.optim`` to LR schedulers. GradScaler of torch and ampctx step it
+    like the wrapped optimizer. LARC stores the unscaled gradient in the dtype of ``p.grad``, so a 16-bit gradient may
+    underflow. With loss scaling keep fp32 parameters, as amp's O1 and O2 do.
 
     Args:
-        optimizer: any optimizer, kept as ``optim``. Its gradients are changed in place.
-        trust_coefficient, eps: of the formula.
-        clip: True keeps the rate at lr or below, False makes it a * lr.
+        optimizer: any optimizer, stored as ``optim``. LARC changes its gradients in place.
+        trust_coefficient, eps: of the formula; 0.02 and 1e-8 by default.
+        clip: True, the default, keeps the rate at lr or below. False makes it a * lr.
+
+    Raises:
+        AmpTypeError: ``optimizer`` is no optimizer.
     """
 
     def __init__(self, optimizer: Any, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8) -> None:
         if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "step")):
-            raise AmpTypeError(f"optimizer must be an optimizer to wrap, got {type(optimizer).__name__}")
+            raise AmpTypeError(f"LARC: optimizer must be an optimizer to wrap, got {type(optimizer).__name__}")
         # Set around a step by a GradScaler, or by ampctx.amp.
         self.found_inf: Tensor
         self.optim = optimizer
@@ -79,7 +80,7 @@ class LARC:
         self.optim.param_groups = value
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the wrapped optimizer; LARC has no state."""
+        """Returns the state dict of the wrapped optimizer. LARC has no state."""
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -97,14 +98,14 @@ class LARC:
         """Adapts the gradients and steps the wrapped optimizer. No host sync of its own.
 
         Args:
-            closure: goes to the wrapped optimizer, and gradients are adapted after each evaluation.
+            closure: passed to the wrapped optimizer. LARC adapts the gradients after each evaluation.
 
         Returns:
-            What the wrapped optimizer's ``step`` returned.
+            The result of the wrapped optimizer's ``step``.
 
         Raises:
-            AmpError, AmpValueError: a sparse gradient, a complex parameter, a DTensor of which this rank has a part, by
-                name. Nothing has changed then.
+            AmpError, AmpValueError: a sparse gradient, a complex parameter or a sharded DTensor, by name. Nothing has
+                changed then.
         """
         decays = [group.get("weight_decay", 0) for group in self.param_groups]
         with self._without_weight_decay(), self._own_flag_kept():
@@ -132,7 +133,7 @@ class LARC:
 
     @contextmanager
     def _own_flag_kept(self) -> Iterator[None]:
-        """Takes back the ``found_inf`` that ``_adapt`` hands to the wrapped optimizer; one of its own is put back."""
+        """Removes the ``found_inf`` that ``_adapt`` sets on the wrapped optimizer, and restores an earlier one."""
         attributes = vars(self.optim)
         own = {"found_inf": attributes["found_inf"]} if "found_inf" in attributes else {}
         try:
@@ -142,13 +143,13 @@ class LARC:
             attributes.update(own)
 
     def _gradients(self) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """The gradients of each group and their parameters, after every check that a step makes."""
+        """The gradients and parameters of each group, after all checks of a step."""
         result = []
         for g, group in enumerate(self.param_groups):
             refuse_split("LARC", self.param_groups, g)
             check_flag("maximize", group.get("maximize", False))
             grads, params = [], []
-            # A parameter that is there twice has one gradient.
+            # A parameter that is in a group twice has one gradient.
             for i, p in places(group["params"]):
                 if (grad := p.grad) is None:
                     continue

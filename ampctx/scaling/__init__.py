@@ -1,1 +1,1 @@
-"""Loss scales, steps that an overflow skips, what became of them, and ``GradScaler``."""
+"""Loss scales, skipped steps and their outcomes, and ``GradScaler``."""

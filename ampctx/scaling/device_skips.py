@@ -1,6 +1,6 @@
-"""Steps that the device skips by itself: counted there, told on the host when word has arrived.
+"""Counts the steps that the device skips by itself, and reports them on the host without a host sync.
 
-Counts are copied to the host without waiting, one copy under way at a time; they only grow, so that none is missed.
+Asynchronous copies bring the counts to the host, one at a time. Counts only grow, so none is missed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Flags = dict[int, tuple[LossScale, Tensor]]
 
 
 class DeviceSkips:
-    """The skips of one optimizer that decides on the device.
+    """The skips of one optimizer that skips on the device.
 
     Args:
-        report: called with the number of skipped steps at the last report and now, and for each loss that overflowed
-            in between, its id, its scale and the value of the scale.
+        report: called with the number of skipped steps at the last report, the number now, and a list of (loss id,
+            scale, value of the scale) of the losses that overflowed in between.
         in_a_row: whether to count skips in a row, too.
 
-    ``in_a_row`` is their number, as far as is known: with ``poll`` word of the device arrives.
+    The attribute ``in_a_row`` is the number of skips in a row that the host knows of. ``poll`` updates it.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class DeviceSkips:
         self.in_a_row = 0
         self._counts_in_a_row = in_a_row
         self._streak: Tensor | None = None
-        # 0-d fp32 on the device of the flags: exact to 2**24 skips.
+        # 0-d fp32 on the device of the flags: exact up to 2**24 skips.
         self._skipped: Tensor | None = None
         self._of_loss: dict[int, tuple[LossScale, Tensor]] = {}
         self._reported = 0
@@ -47,7 +47,7 @@ class DeviceSkips:
         self._copy: _Copy | None = None
 
     def count(self, found_inf: Tensor, flags: Flags) -> None:
-        """Adds the outcome of a step: a 0-d flag, and those of the losses it came from. No host sync."""
+        """Counts a step by its 0-d flag and the flags of its losses. No host sync."""
         if self._skipped is None:
             self._skipped = torch.zeros_like(found_inf)
         device = self._skipped.device
@@ -64,14 +64,14 @@ class DeviceSkips:
             self._of_loss[loss_id][1].add_(flag if flag.device == device else move(flag, device))
 
     def decided_on_host(self, skipped: bool) -> None:
-        """Goes on counting skips in a row after a decision that was not the device's. No host sync."""
-        self._copy = None  # what is under way does not know of it
+        """Counts a decision of the host in the skips in a row. No host sync."""
+        self._copy = None  # the pending copy does not include this step
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         if self._streak is not None:
             self._streak.fill_(self.in_a_row)
 
     def poll(self) -> None:
-        """Reports what has arrived, and asks for news. No host sync."""
+        """Reports counts that have arrived, and starts the next copy. No host sync."""
         if self._skipped is None or is_capturing():
             return
         if self._copy is None:
@@ -81,7 +81,7 @@ class DeviceSkips:
             self._tell(copy)
 
     def total(self) -> int:
-        """How many steps were skipped. A host sync."""
+        """The number of skipped steps. Host sync."""
         if self._skipped is None:
             return 0
         self._copy = None
@@ -95,7 +95,7 @@ class DeviceSkips:
         assert self._skipped is not None
         device = self._skipped.device
         of_loss = list(self._of_loss.items())
-        # Not by scale_on, which keeps its copy: a graph captured from here on would go on with that one.
+        # Not with scale_on, which keeps its copy: a CUDA graph captured later would read that copy.
         scales = [
             move(scale.tensor(device) if scale.scale is None else scale.scale, device) for _, (scale, _) in of_loss
         ]
@@ -123,7 +123,7 @@ class _Copy:
 
     def __init__(self, tensor: Tensor, losses: list[tuple[int, LossScale]]) -> None:
         self.losses = losses
-        # None where the copy is made when it is asked for.
+        # None if the copy is synchronous.
         self.event = None
         if tensor.device.type == "cuda":
             self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -135,26 +135,26 @@ class _Copy:
 
 
 def is_capturing() -> bool:
-    """Whether what runs goes into a CUDA graph, where nothing can be read."""
+    """Whether a CUDA graph is being captured, so that nothing can be read."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache
 def asks_for_grad_scaler(step: Callable) -> bool:
-    """A protocol that torch has deprecated: such a step asks a GradScaler for the flag. Not for methods of an object,
-    which would be kept alive."""
+    """Whether ``step`` takes ``grad_scaler``, a protocol that torch has deprecated. Do not pass bound methods: the
+    cache would keep their object alive."""
     return "grad_scaler" in inspect.signature(step).parameters
 
 
 def skips_by_itself(optimizer: Any, before_backward: bool = False) -> bool:
     """Whether the optimizer's kernels skip by ``found_inf``, as torch's do with ``fused=True`` in every group.
 
-    ``before_backward``: which parameters have a gradient is not known yet, a closure is still to run.
+    ``before_backward``: a closure will run first, so it is unknown which parameters have gradients.
     """
     return (
         declares(optimizer, "_step_supports_amp_scaling")
         and all(group.get("fused", True) for group in optimizer.param_groups)
-        # What LARC wraps counts.
+        # For LARC, the optimizer inside decides.
         and (
             not isinstance(getattr(optimizer, "optim", optimizer), torch.optim.SGD)
             or set_up_momentum(getattr(optimizer, "optim", optimizer), before_backward)
@@ -164,11 +164,11 @@ def skips_by_itself(optimizer: Any, before_backward: bool = False) -> bool:
 
 @torch.no_grad()
 def set_up_momentum(optimizer: Any, before_backward: bool) -> bool:
-    """False where torch's fused SGD cannot be trusted to skip its first step.
+    """Creates momentum buffers of zeros. False if torch's fused SGD cannot skip its first step.
 
     torch (2.13) leaves the momentum buffers of a skipped first step uninitialized. Buffers of zeros give the same
-    steps, as long as there is no dampening. With dampening the host has to look at the flag of the first step.
-    ``before_backward``: which parameters have a gradient is not known yet, a closure is still to run.
+    steps without dampening. With dampening the host must read the flag of the first step.
+    ``before_backward``: a closure will run first, so it is unknown which parameters have gradients.
     """
     for group in optimizer.param_groups:
         if group["momentum"] == 0:

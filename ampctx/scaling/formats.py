@@ -1,12 +1,12 @@
-"""How a loss scale is saved: the formats of apex and of torch, checked, and one turned into the other.
+"""The checkpoint formats of loss scales, of apex and torch: checks and conversions.
 
     amp.state_dict()           {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, "loss_scaler1": ...}
     GradScaler.state_dict()    {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000,
                                 "_growth_tracker": 0}
     FP16_Optimizer             the scaler itself, an object, at "loss_scaler"; or its "cur_scale" and "cur_iter"
 
-apex's amp has had one format since it saves anything (August 2019); before, there was FP16_Optimizer. A number may be a
-tensor or array of one element, which some programs put in its place. Nothing here reads or changes a ``LossScale``.
+apex's amp has used one format since it first saved its state (August 2019); FP16_Optimizer is older. Numbers may be
+tensors or arrays of one element, as some programs save them. Nothing here reads or changes a ``LossScale``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ampctx.scaling.loss_scale import (
 )
 
 KEY = "loss_scaler"
-# What amp.state_dict(masters=True) adds to the loss scales.
+# The entries that amp.state_dict(masters=True) adds to the loss scales.
 RUN_KEYS = ("opt_level", "optimizers", "deferred")
 # The attributes of the scaler objects that FP16_Optimizer saved.
 _OF_OBJECTS = ("_loss_scale", "_unskipped", "cur_scale", "cur_iter", "last_overflow_iter", "scale_window")
@@ -48,25 +48,26 @@ def is_amp_state(state: Any) -> bool:
 
 
 def is_grad_scaler_state(state: Any) -> bool:
-    """Whether ``state`` looks like a GradScaler's: a dict with "scale" or "_growth_tracker". A disabled one's is {}."""
+    """Whether ``state`` looks like a GradScaler's: a dict with "scale" or "_growth_tracker". Not {} of a disabled
+    one."""
     return isinstance(state, Mapping) and ("scale" in state or "_growth_tracker" in state)
 
 
 def plain(value: Any) -> Any:
-    """The number in a tensor or array of one element; anything else as it is. A host sync for an accelerator's."""
+    """The number in a tensor or array of one element; other values unchanged. Host sync for an accelerator's tensor."""
     size = getattr(value, "numel", None) or getattr(value, "size", None)
     size = size() if callable(size) else size
     return value.item() if size == 1 and hasattr(value, "item") else value
 
 
 def read_amp_entries(state: Any) -> dict[int, dict[str, Any]]:
-    """The entries of apex's format by number, as plain numbers: "loss_scale", "unskipped", "hysteresis" where given.
+    """Checks a state in apex's format. Returns its entries by number: "loss_scale", "unskipped", "hysteresis" if given.
 
-    ``RUN_KEYS`` are passed over.
+    Ignores ``RUN_KEYS``.
 
     Raises:
         AmpKeyError: a key that is not ``loss_scaler<number>``, or an entry without "loss_scale" or "unskipped".
-        AmpTypeError, AmpValueError: no dict, an entry that is none, or a value out of range.
+        AmpTypeError, AmpValueError: the state or an entry is no dict, or a value is out of range.
     """
     if not isinstance(state, Mapping):
         raise AmpTypeError(f"state_dict must be a dict, got {type(state).__name__}")
@@ -97,17 +98,18 @@ def _read_amp_entry(entry: Any) -> dict[str, Any]:
 
 
 def read_grad_scaler_state(state: Any) -> GradScalerState:
-    """The entries of a GradScaler's state as plain numbers. Entries besides the five are not looked at.
+    """Checks a GradScaler's state. Returns its five entries as plain numbers, and ignores others.
 
     Raises:
         AmpError: an empty dict, as a disabled scaler saves. AmpKeyError: a missing key.
-        AmpTypeError, AmpValueError: no dict, or an entry that cannot be used, by name.
+        AmpTypeError, AmpValueError: no dict, or an invalid entry, by name.
     """
     if not isinstance(state, Mapping):
         raise AmpTypeError(f"state_dict must be a dict, got {type(state).__name__}")
     if len(state) == 0:
         raise AmpError(
-            "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
+            "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler. "
+            "Load it only `if state:`. See docs/errors.md#the-source-state-dict-is-empty."
         )
     return GradScalerState(
         check_scale("scale", plain(required(state, "scale"))),
@@ -119,40 +121,40 @@ def read_grad_scaler_state(state: Any) -> GradScalerState:
 
 
 def only_amp_entry(state: Any, loss_id: int | None = None) -> dict[str, Any]:
-    """The entry of a state in apex's format that has one, or entry ``loss_id``.
+    """The only entry of a state in apex's format, or entry ``loss_id``.
 
     Raises:
-        AmpKeyError: there is no such entry. AmpTypeError: ``loss_id`` is no int. AmpValueError: several, and no
-            ``loss_id``. And what ``read_amp_entries`` raises.
+        AmpKeyError: there is no such entry. AmpTypeError: ``loss_id`` is no int. AmpValueError: several entries and no
+            ``loss_id``. Also the errors of ``read_amp_entries``.
     """
     entries = read_amp_entries(state)
     names = ", ".join(f"{KEY}{i}" for i in entries) or "none"
     if loss_id is None:
         if len(entries) > 1:
             raise AmpValueError(
-                f"the state holds {len(entries)} loss scales ({names}), and a GradScaler has one: choose with "
-                "ampctx.compat.checkpoints.to_grad_scaler_state(state, loss_id=0)"
+                f"the state holds {len(entries)} loss scales ({names}), and a GradScaler has one. Choose one with "
+                "ampctx.compat.checkpoints.to_grad_scaler_state(state, loss_id=0)."
             )
         loss_id = next(iter(entries), 0)
     loss_id = check_loss_id(loss_id)
     if loss_id not in entries:
-        raise AmpKeyError(f'the state has no "{KEY}{loss_id}", it holds: {names}')
+        raise AmpKeyError(f'the state has no "{KEY}{loss_id}", only: {names}')
     return entries[loss_id]
 
 
 def to_grad_scaler_state(amp_state: Mapping[str, Any], loss_id: int | None = None) -> dict[str, Any]:
-    """A state that ``torch.amp.GradScaler`` and ``ampctx.GradScaler`` load, from one in apex's format.
+    """Converts apex's format into a state for ``torch.amp.GradScaler`` and ``ampctx.GradScaler``. No host sync.
 
     Args:
-        amp_state: what ``amp.state_dict()`` gave, here or in apex.
-        loss_id: which of its loss scales. May be left out where there is one.
+        amp_state: a dict of ``amp.state_dict()``, of ampctx or apex.
+        loss_id: which of its loss scales, an int. Optional if there is one.
 
     Returns:
-        Scale and counter with the settings by which apex and ``ampctx.amp`` move a scale: growth by 2 after 2000 clean
-        steps, backoff by 0.5. They are torch's defaults too.
+        Scale and counter, with the growth settings of apex and ``ampctx.amp``: growth by 2 after 2000 clean steps,
+        backoff by 0.5. torch has the same defaults.
 
     Raises:
-        AmpKeyError, AmpTypeError, AmpValueError: a state that cannot be used, or that has several scales, by name.
+        AmpKeyError, AmpTypeError, AmpValueError: an invalid state, by name; several scales and no ``loss_id``.
     """
     entry = only_amp_entry(amp_state, loss_id)
     return {
@@ -165,18 +167,18 @@ def to_grad_scaler_state(amp_state: Mapping[str, Any], loss_id: int | None = Non
 
 
 def to_amp_state(grad_scaler_state: Mapping[str, Any], num_losses: int = 1) -> dict[str, Any]:
-    """A state that ``amp.load_state_dict`` takes, here and in apex, from one of a GradScaler.
+    """Converts a GradScaler's state into one for ``amp.load_state_dict`` of ampctx or apex. No host sync.
 
     Args:
-        grad_scaler_state: what ``state_dict()`` of torch's GradScaler or of ours gave.
-        num_losses: how many entries to write, alike.
+        grad_scaler_state: a dict of ``GradScaler.state_dict()``, of torch or ampctx.
+        num_losses: the number of equal entries to write, an int >= 1.
 
     Returns:
-        ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}``. Growth settings have no place in it.
+        ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}``. The format has no growth settings.
 
     Raises:
-        AmpError: an empty dict, as a disabled scaler saves. AmpKeyError, AmpTypeError, AmpValueError: an entry that is
-            missing or cannot be used, by name.
+        AmpError: an empty dict, as a disabled scaler saves. AmpKeyError, AmpTypeError, AmpValueError: a missing or
+            invalid entry, by name.
     """
     state = read_grad_scaler_state(grad_scaler_state)
     count = check_count("num_losses", num_losses, 1)
@@ -184,13 +186,13 @@ def to_amp_state(grad_scaler_state: Mapping[str, Any], num_losses: int = 1) -> d
 
 
 def fp16_optimizer_entry(state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The entry in apex's format for what ``FP16_Optimizer.state_dict()`` of apex holds; None where it has no scale.
+    """Converts a ``FP16_Optimizer.state_dict()`` of apex into an entry of apex's amp. None if it has no scale.
 
-    Its versions: ``fp16_utils`` saves the scaler object at "loss_scaler" (since February 2019 that of amp, before a
-    static or dynamic one of its own), ``contrib.optimizers`` the numbers.
+    ``fp16_utils`` saves the scaler object at "loss_scaler": since February 2019 amp's, before that its own static or
+    dynamic one. ``contrib.optimizers`` saves numbers.
 
     Raises:
-        AmpTypeError, AmpValueError: a value that cannot be used, by name.
+        AmpTypeError, AmpValueError: an invalid value, by name.
     """
     scaler = state.get("loss_scaler", state)
     values = (
@@ -202,7 +204,7 @@ def fp16_optimizer_entry(state: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     unskipped = 0
     if "scale_window" in values:
-        # Iterations are counted, skipped ones too, and growth does not reset anything: a new window begins.
+        # It counts all iterations, skipped ones included, and growth resets no counter: each window starts at 0.
         window = check_count("scale_window", plain(values["scale_window"]), 1)
         last = check_count("last_overflow_iter", plain(required(values, "last_overflow_iter")), -1)
         unskipped = (check_count("cur_iter", plain(required(values, "cur_iter")), 0) - last - 1) % window

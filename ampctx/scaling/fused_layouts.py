@@ -1,9 +1,8 @@
-"""Gradients as torch's fused optimizers need them.
+"""Lays out gradients as torch's fused optimizers need them.
 
-They walk parameter, gradient and state in memory order, all alike, and (torch 2.13) do not look whether the layouts
-agree: a channels_last gradient of a contiguous parameter, as compiled autograd and hooks may leave it, is applied to
-the wrong elements, and a parameter with gaps is stepped beside its elements. Those of ampctx.optimizers see to it by
-themselves.
+These optimizers read parameter, gradient and state in memory order, and (torch 2.13) do not check that the layouts
+agree. A channels_last gradient of a contiguous parameter, as compiled autograd and hooks may leave it, would update the
+wrong elements. A parameter with gaps would be written between its elements. ampctx.optimizers handle this themselves.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ from ampctx.kernels.reference import is_dense, same_layout
 
 @torch.no_grad()
 def align_gradients(optimizer: Any) -> None:
-    """Copies each gradient that lies in memory otherwise than its parameter into the parameter's layout, in the groups
-    with ``fused``. No host sync.
+    """Copies gradients into the layout of their parameters where these differ, in groups with ``fused``. No host sync.
 
     Raises:
-        AmpError: a parameter whose elements do not fill one block of memory, by its place. Nothing has changed then.
+        AmpError: a parameter whose elements do not fill one block of memory, by name. Nothing has changed then.
     """
     others: list[tuple[Tensor, Tensor]] = []
     for g, group in enumerate(optimizer.param_groups):
@@ -36,8 +34,8 @@ def align_gradients(optimizer: Any) -> None:
             if not is_dense(p):
                 raise AmpError(
                     f"{type(optimizer).__name__} with fused=True steps the wrong memory of "
-                    f"param_groups[{g}]['params'][{i}], whose elements do not fill one block of memory: make the "
-                    "parameter contiguous, or pass fused=False"
+                    f"param_groups[{g}]['params'][{i}], whose elements do not fill one block of memory. Make the "
+                    "parameter contiguous, or pass fused=False."
                 )
             if not same_layout(grad, p):
                 others.append((p, grad))

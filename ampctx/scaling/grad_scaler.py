@@ -1,7 +1,7 @@
 """torch.amp's GradScaler over ``LossScale`` and the compiled ops, with bounds and hysteresis for the scale.
 
-An optimizer is READY, UNSCALED after ``unscale_`` and STEPPED after ``step``; ``update`` makes it READY again.
-Every method is written here, or in ``scaler_state`` those about what the scaler holds between iterations.
+An optimizer is READY, UNSCALED after ``unscale_`` and STEPPED after ``step``; ``update`` makes it READY again. Getters,
+setters and checkpoints are in ``scaler_state``.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ logger = logging.getLogger("ampctx")
 
 def _params(optimizer: Any) -> list[Any]:
     found = [p for group in optimizer.param_groups for p in group["params"]]
-    # Ours step a parameter once that is in a group twice, and its gradient is to be unscaled once.
+    # Our optimizers step a parameter once even if a group has it twice. Its gradient must be unscaled once.
     return list(dict.fromkeys(found)) if getattr(optimizer, "_has_repeats", False) else found
 
 
 def _gradients(optimizer: Any) -> list[tuple[Tensor, Tensor]]:
-    """(parameter, gradient) of those that have one."""
+    """(parameter, gradient) of the parameters with a gradient."""
     return [(p, grad) for p in _params(optimizer) if (grad := p.grad) is not None]
 
 
@@ -51,7 +51,7 @@ def _culprits(optimizer: Any) -> Culprits:
 
 
 class _Untouched:
-    """Whether the gradients of an optimizer are still those of when this was made: none replaced, none written to."""
+    """Tells whether the gradients of an optimizer were replaced or written to since this was made."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._grads = [(weakref.ref(grad), grad._version) for _, grad in _gradients(optimizer)]
@@ -67,43 +67,53 @@ class _Untouched:
 class GradScaler(ScalerState):
     """Scales losses, unscales gradients, skips steps on non-finite gradients and adapts the scale.
 
-    Same calls, errors and checkpoints as ``torch.amp.GradScaler``; a state_dict of either loads into the other. What
-    differs: the scale has bounds and hysteresis and never reaches 0 or inf; bf16, complex and sparse gradients unscale
-    on every device; flags of several devices are joined by their maximum, so an optimizer sees 0.0 or 1.0; a step
-    without any gradient changes nothing, where torch raises in ``step`` or ``update``.
+    Same calls, errors and checkpoints as ``torch.amp.GradScaler``; each loads the other's state_dict. Differences: the
+    scale has bounds and hysteresis, and never reaches 0 or inf. bf16, complex and sparse gradients unscale on every
+    device. ``found_inf`` is 0.0 or 1.0 with several devices, too. A step without any gradient changes nothing; torch
+    raises in ``step`` or ``update``.
+
+    Example::
+
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
 
     Args:
-        device: device type of the model, "cuda" by default. Without CUDA that is a warning and a disabled scaler.
-        init_scale: the first scale.
-        growth_factor: > 1.
-        backoff_factor: between 0 and 1.
-        growth_interval: clean updates in a row before the scale grows.
-        enabled: False turns every method into a pass-through; the other arguments are not looked at then.
+        device: device type of the model, "cuda" by default. Without CUDA a warning, and the scaler is disabled.
+        init_scale: the first scale, 2**16 by default.
+        growth_factor: > 1, 2 by default.
+        backoff_factor: between 0 and 1, 0.5 by default.
+        growth_interval: clean updates in a row before the scale grows, 2000 by default.
+        enabled: False turns every method into a pass-through, and ignores the other arguments.
         min_scale, max_scale: bounds of the scale, 0 and inf by default.
         hysteresis: overflows in a row before the scale falls, 1 by default.
-        max_consecutive_skips: how many steps of an optimizer may be skipped in a row, at least 1; ``step`` raises
-            AmpStallError when one more is, after the skip. Optimizers that skip on the device raise later, by as many
-            steps as the host is ahead of the device. None, by default: any number.
-        process_group: a ``torch.distributed.ProcessGroup`` whose ranks skip steps and move the scale together, where
-            they hold different gradients. The check of each optimizer, in ``unscale_`` or else ``step``, is then an
-            all_reduce of one number in which every rank has to take part, with gradients or without. A scaler with a
-            group cannot be pickled. The ranks of the mesh of DTensor parameters agree in any case.
-        history: how many steps of each optimizer ``history()`` keeps, the latest ones. 0: none.
+        max_consecutive_skips: the number of steps of an optimizer that may be skipped in a row, at least 1. After one
+            more skip ``step`` raises AmpStallError. An optimizer that skips on the device raises a few steps later,
+            because the host does not wait for the device. None, the default: any number.
+        process_group: a ``torch.distributed.ProcessGroup`` whose ranks skip steps and change the scale together. Needed
+            if ranks hold different gradients. The check of each optimizer, in ``unscale_`` or ``step``, is then an
+            all_reduce of one number, and every rank must take part, with or without gradients. A scaler with a group
+            cannot be pickled. Ranks of a DTensor mesh always agree.
+        history: the number of latest steps that ``history()`` keeps for each optimizer. 0: none.
 
     Raises:
-        AmpTypeError, AmpValueError, AmpError: an argument that cannot be used, by name.
+        AmpTypeError, AmpValueError, AmpError: an invalid argument, by name.
     """
 
     # --- scale ------------------------------------------------------------------------------------------------------
 
     def scale(self, outputs: Any) -> Any:
-        """``outputs`` times the scale: a tensor, or lists, tuples and iterables of them, nested. No host sync.
+        """Multiplies ``outputs`` by the scale. No host sync.
 
-        Lists and tuples keep their type, other iterables become iterators. The scale is created on the device of the
-        first tensor. A disabled scaler returns ``outputs`` itself.
+        Args:
+            outputs: a tensor of any shape, or lists, tuples and iterables of tensors, nested.
+
+        Returns:
+            The products. Lists and tuples keep their type, other iterables become iterators. A disabled scaler returns
+            ``outputs`` itself.
 
         Raises:
-            AmpValueError: something that is neither a tensor nor an iterable of tensors.
+            AmpValueError: ``outputs`` has an element that is neither a tensor nor an iterable of tensors.
         """
         if not self._enabled:
             return outputs
@@ -111,7 +121,7 @@ class GradScaler(ScalerState):
         return self._scaled(outputs, [])
 
     def _scaled(self, value: Any, found: list[PerDevice]) -> Any:
-        """``found`` holds the scale, once a first tensor has told its device."""
+        """``found`` holds the scale after the first tensor: the scale is created on its device."""
         if isinstance(value, Tensor):
             if not found:
                 if self._scale is None:
@@ -129,24 +139,31 @@ class GradScaler(ScalerState):
     # --- unscale ----------------------------------------------------------------------------------------------------
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divides the gradients of ``optimizer`` by the scale, in place, and looks for inf and nan. No host sync.
+        """Divides the gradients of ``optimizer`` by the scale in place, and checks for inf and nan. No host sync.
 
-        Optional: ``step`` does it where it was not done. Call it once per step, after the last backward, to clip or
-        read true gradients. A sparse gradient is coalesced, ``.grad`` replaced by the result.
+        Optional: ``step`` unscales otherwise. Call it once per step, after the last backward, to clip or read unscaled
+        gradients. Coalesces sparse gradients, and stores the result in ``.grad``.
+
+        Args:
+            optimizer: any torch optimizer with fp32, bf16, fp64 or complex gradients.
 
         Raises:
-            AmpError: called twice, or after ``step``, in one iteration; an optimizer that is under amp with masters (at
-                O2 and O5), where scale_loss scales.
+            AmpError: called twice, or after ``step``, in one iteration; an optimizer under amp with masters (O2, O5),
+                where scale_loss scales.
             AmpAssertionError: ``scale`` was never called.
-            AmpValueError: an fp16 gradient. Nothing is unscaled then.
+            AmpValueError: an fp16 gradient. Nothing has changed then.
         """
         if not self._enabled:
             return
         scale, state = self._begun("unscale_", optimizer)
         if state["stage"] is OptState.UNSCALED:
-            raise AmpError("unscale_() has already been called on this optimizer since the last update().")
+            raise AmpError(
+                "unscale_() has already been called on this optimizer since the last update(). Call unscale_, step "
+                "and update once per step, after the last backward. See docs/errors.md"
+                "#unscale_-has-already-been-called-on-this-optimizer-since-the-last-update."
+            )
         if state["stage"] is OptState.STEPPED:
-            raise AmpError("unscale_() is being called after step().")
+            raise AmpError("unscale_() is being called after step(). Call it before step(), after the last backward.")
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
         flags = self._unscale_grads_(optimizer, scale.reciprocal(), found_inf, False)
         parameters = _params(optimizer)
@@ -155,13 +172,13 @@ class GradScaler(ScalerState):
         state["stage"] = OptState.UNSCALED
 
     def _begun(self, funcname: str, optimizer: Any) -> tuple[Tensor, dict[str, Any]]:
-        """The scale, and the state of an optimizer that may be unscaled and stepped."""
-        # One that steps masters under amp says so in an attribute of its step.
+        """Checks that the optimizer may be unscaled or stepped. Returns the scale and the optimizer's state."""
+        # amp marks the step of an optimizer with masters.
         if (refuse := getattr(getattr(optimizer, "step", None), "refuse_grad_scaler", None)) is not None:
             refuse()
         scale, _ = self._check_scale_growth_tracker(funcname)
         state = self._per_optimizer_states[id(optimizer)]
-        # A step raised. With the same gradients it is tried again; others are scaled, and not checked.
+        # A step raised. The same gradients are for a second try; new ones are scaled and not checked.
         if (untouched := state.get("interrupted")) is not None and not untouched(optimizer):
             state = self._per_optimizer_states[id(optimizer)] = fresh_optimizer_state()
         return scale, state
@@ -170,9 +187,10 @@ class GradScaler(ScalerState):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """``grad *= inv_scale``; a flag for each device with gradients, starting from ``found_inf``. No host sync.
+        """``grad *= inv_scale``. Returns a flag for each device with gradients, starting from ``found_inf``. No host
+        sync.
 
-        Frameworks replace or extend this method, with these four arguments in this order.
+        Frameworks override this method, so its four arguments and their order must stay.
         """
         parameters = _params(optimizer)
         grads, flags = self._grads(optimizer, parameters, any_sharded(parameters), allow_fp16), FoundInf()
@@ -194,7 +212,7 @@ class GradScaler(ScalerState):
 
     @staticmethod
     def _refuse(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> None:
-        """Says by name what is no tensor, or has an fp16 gradient."""
+        """Raises for the first parameter that is no tensor or has an fp16 gradient."""
         for g, group in enumerate(optimizer.param_groups):
             for i, p in enumerate(group["params"]):
                 where = f"param_groups[{g}]['params'][{i}]"
@@ -202,19 +220,20 @@ class GradScaler(ScalerState):
                     raise AmpAssertionError(f"{where} must be a tensor, got {type(p).__name__}")
                 if p.grad is not None and p.grad.dtype == torch.float16 and not allow_fp16:
                     raise AmpValueError(
-                        f"Attempting to unscale FP16 gradients. {where} of shape {tuple(p.shape)} has one: keep the "
+                        f"Attempting to unscale FP16 gradients. {where} of shape {tuple(p.shape)} has one. Keep the "
                         "parameters in fp32 and run the forward under autocast, or let "
-                        "amp.initialize(model, optimizer, opt_level='O2') keep fp32 masters of them."
+                        "amp.initialize(model, optimizer, opt_level='O2') keep fp32 masters of them. "
+                        "See docs/errors.md#attempting-to-unscale-fp16-gradients."
                     )
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-        """Looks for inf and nan in the gradients, fp16 too, and leaves their values alone. No host sync."""
+        """Checks the gradients, fp16 included, for inf and nan without changing them. No host sync."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         assert self._loss_scale is not None
         parameters = _params(optimizer)
         sharded = any_sharded(parameters)
         if getattr(self._unscale_grads_, "__func__", None) is GradScaler._unscale_grads_:
-            # One read of the gradients; the norm that comes with the check is not needed.
+            # Reads the gradients once. The norm is not needed.
             grads, flags = self._grads(optimizer, parameters, sharded, True), FoundInf()
             flags.per_device = {d: torch.zeros((), dtype=torch.float32, device=d) for d in set(map(device_of, grads))}
             foreach.l2norm(grads, flags)
@@ -227,7 +246,7 @@ class GradScaler(ScalerState):
         return found
 
     def _agreed(self, parameters: list[Any], flags: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
-        """The flags of all ranks joined, for this rank's devices with gradients, or else that of the scale."""
+        """The flags joined over all ranks, for this rank's devices with gradients, or else for the scale's device."""
         assert self._loss_scale is not None
         of_meshes = groups_of(parameters)
         if not self._loss_scale.groups_with(of_meshes):
@@ -242,20 +261,25 @@ class GradScaler(ScalerState):
     # --- step -------------------------------------------------------------------------------------------------------
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """``optimizer.step(*args, **kwargs)`` on unscaled gradients, or nothing when one of them is inf or nan.
+        """Unscales the gradients and calls ``optimizer.step(*args, **kwargs)``, or skips it if one is inf or nan.
 
-        One host read, whatever the number of devices. None for an optimizer with ``_step_supports_amp_scaling``, as
-        torch's have with ``fused=True``: it finds ``grad_scale`` and ``found_inf`` (0.0 or 1.0) among its attributes.
-        (Where it could not skip: groups that are not fused, the first step of torch's fused SGD with dampening, one
-        host read.) Without any gradient it changes nothing; a warning says so once. Gradients in ``.grad`` are unscaled
-        after it, by such an optimizer's kernel; but where that one has skipped they are as they were.
+        Host sync: one, for any number of devices. None for optimizers with ``_step_supports_amp_scaling``, such as
+        torch's with ``fused=True``: they read the attributes ``grad_scale`` and ``found_inf`` (0.0 or 1.0). If these
+        cannot skip (a group that is not fused, or the first step of torch's fused SGD with dampening), one host sync.
+
+        After the step, gradients in ``.grad`` are unscaled; a step that the device skipped leaves them scaled. Without
+        any gradient nothing changes, and ampctx warns once.
+
+        Args:
+            optimizer: any torch optimizer.
+            *args, **kwargs: passed to its ``step``. No closure.
 
         Returns:
-            What ``optimizer.step`` returned; None for a step that was skipped.
+            The result of ``optimizer.step``, None for a skipped step.
 
         Raises:
-            AmpError: called twice in one iteration, or with a closure; an optimizer that is under amp with masters; a
-                parameter with a gradient joined the optimizer after ``unscale_``.
+            AmpError: called twice in one iteration, or with a closure; an optimizer under amp with masters; a parameter
+                with a gradient joined the optimizer after ``unscale_``.
             AmpAssertionError: ``scale`` was never called.
             AmpStallError: more than ``max_consecutive_skips`` steps in a row were skipped, this one included.
         """
@@ -270,19 +294,27 @@ class GradScaler(ScalerState):
             )
         scale, state = self._begun("step", optimizer)
         if state["stage"] is OptState.STEPPED:
-            raise AmpError("step() has already been called since the last update().")
+            raise AmpError(
+                "step() has already been called since the last update(). Call update() after the last optimizer's "
+                "step(). See docs/errors.md"
+                "#unscale_-has-already-been-called-on-this-optimizer-since-the-last-update."
+            )
         steps, parameters = self._steps_of(optimizer), _params(optimizer)
         if state["stage"] is OptState.UNSCALED:
             self._refuse_joined(optimizer, state)
         if all(p.grad is None for p in parameters) and optimizer not in self._told_of_no_gradients:
             self._told_of_no_gradients.add(optimizer)
-            logger.warning("%s.step() changes nothing: none of its parameters has a gradient", type(optimizer).__name__)
+            logger.warning(
+                "%s.step() changes nothing: none of its parameters has a gradient. The loss does not reach them, or "
+                "zero_grad() ran after backward(). See docs/errors.md#no-inf-checks-were-recorded-for-this-optimizer.",
+                type(optimizer).__name__,
+            )
         result = None
-        # None: the device decides, or a framework's own _maybe_opt_step.
+        # None: the device decides, or a framework's override of _maybe_opt_step.
         losses: Overflowed | None
         try:
             if declares(optimizer, "_step_supports_amp_scaling") and (
-                # What another class declares is believed; torch's own may have groups that are not fused.
+                # Trust other classes. torch's optimizers may have groups that are not fused.
                 not getattr(getattr(type(optimizer), "step", None), "__module__", "").startswith("torch.optim.")
                 or skips_by_itself(optimizer)
             ):
@@ -304,20 +336,20 @@ class GradScaler(ScalerState):
 
     @staticmethod
     def _refuse_joined(optimizer: Any, state: dict[str, Any]) -> None:
-        """Gradients of parameters that ``unscale_`` has not seen are multiplied by the scale, and not checked."""
+        """Raises for a parameter that joined after ``unscale_``: its gradient is scaled and not checked."""
         if state.get("unscaled", set()).issuperset(map(id, _params(optimizer))):
             return
         for g, group in enumerate(optimizer.param_groups):
             for i, p in enumerate(group["params"]):
                 if p.grad is not None and id(p) not in state.get("unscaled", {id(p)}):
                     raise AmpError(
-                        f"param_groups[{g}]['params'][{i}] joined the optimizer after unscale_(): its gradient is "
-                        "still multiplied by the scale. Add parameters before unscale_() or after update(), or set "
-                        "this gradient to None."
+                        f"param_groups[{g}]['params'][{i}] joined the optimizer after unscale_(). Its gradient is "
+                        "still scaled. Add parameters before unscale_() or after update(), or set this gradient to "
+                        "None."
                     )
 
     def _found_inf(self, optimizer: Any, state: dict[str, Any]) -> Flags:
-        """The flag of the gradients, which are checked now if they were not."""
+        """The flag of the gradients. Checks them now if ``unscale_`` did not."""
         if state["stage"] is OptState.READY:
             self._check_inf_per_device(optimizer)
         return self._flags_in(state)
@@ -335,7 +367,7 @@ class GradScaler(ScalerState):
         losses: Overflowed | None,
         parameters: list[Any],
     ) -> None:
-        """Tells what became of a step. ``losses``: those that overflowed; None where the device has decided."""
+        """Records a step. ``losses``: those that overflowed; None if the device has decided."""
         assert self._loss_scale is not None
         assert self._loss_scale.scale is not None
         scale = self._loss_scale.scale_on(self._loss_scale.scale.device)
@@ -343,7 +375,7 @@ class GradScaler(ScalerState):
         if losses is None:
             found_inf = join_flags(state["found_inf_per_device"].values(), scale.device)
             if self._max_consecutive_skips is not None:
-                found_inf = found_inf.ne(0).float()  # for counting; a sum over ranks may be more than 1
+                found_inf = found_inf.ne(0).float()  # to count: a framework's sum over ranks may exceed 1
             flags = {0: (self._loss_scale, found_inf)}
             outcome = steps.left_to_device(optimizer, flags, known, found_inf, tuple, self._later(optimizer))
             steps.conclude(optimizer, outcome)
@@ -353,7 +385,7 @@ class GradScaler(ScalerState):
             steps.stepped(optimizer, known)
 
     def _later(self, optimizer: Any) -> Callable[[int], Culprits | None]:
-        """Looks through the gradients as long as they can be those of this step."""
+        """Returns the search for non-finite gradients. It works while ``.grad`` still belongs to this step."""
         scaler, stepped, epoch = weakref.ref(self), weakref.ref(optimizer), self._epoch
 
         def later(_: int) -> Culprits | None:
@@ -370,7 +402,7 @@ class GradScaler(ScalerState):
         return None if optimizer_state["overflowed"] else optimizer.step(*args, **kwargs)
 
     def _step_on_device(self, optimizer: Any, state: dict[str, Any], scale: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The step of an optimizer that unscales and skips by itself."""
+        """Steps an optimizer that unscales and skips by itself."""
         own = "step" in vars(optimizer) or not hasattr(type(optimizer), "step")
         if asks_for_grad_scaler.__wrapped__(optimizer.step) if own else asks_for_grad_scaler(type(optimizer).step):
             warnings.warn(
@@ -387,7 +419,7 @@ class GradScaler(ScalerState):
         if any(group.get("fused") for group in optimizer.param_groups):
             align_gradients(optimizer)
         optimizer.grad_scale = given
-        # torch's fused CPU kernels compare with 1: a flag that was summed over ranks must not pass.
+        # torch's fused CPU kernels compare with 1, so a flag summed over ranks would not skip.
         optimizer.found_inf = join_flags(state["found_inf_per_device"].values(), scale.device).ne(0).float()
         try:
             return optimizer.step(*args, **kwargs)
@@ -398,13 +430,13 @@ class GradScaler(ScalerState):
     # --- update -----------------------------------------------------------------------------------------------------
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Moves the scale by what the optimizers of this iteration found: after the last ``step``. No host sync.
+        """Updates the scale from the flags of this iteration. Call it after the last ``step``. No host sync.
 
-        Where none of them had a gradient, the scale and its count of clean updates stay.
+        If no optimizer had a gradient, the scale and its count of clean updates stay.
 
         Args:
-            new_scale: the scale to go on with instead, whatever the bounds: a number, or a one-element tensor without
-                requires_grad on a device of the scaler's type, which is copied.
+            new_scale: sets the scale instead, outside of the bounds, too: a number, or a one-element tensor without
+                requires_grad on the scaler's device type. None, the default: update by the flags.
 
         Raises:
             AmpAssertionError: no optimizer was unscaled with gradients, or stepped; a tensor that does not fit.
@@ -419,12 +451,15 @@ class GradScaler(ScalerState):
             flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
             if flags:
                 found_inf = join_flags(flags, scale.device)
-                # First: an exception must not leave flags that move the scale a second time.
+                # First: after an exception these flags must not update the scale again.
                 self._per_optimizer_states = defaultdict(fresh_optimizer_state)
                 self._loss_scale.update(found_inf)
                 return
             if not any(state["stage"] is OptState.STEPPED for state in states):
-                raise AmpAssertionError("No inf checks were recorded prior to update. Call step(optimizer) first.")
+                raise AmpAssertionError(
+                    "No inf checks were recorded prior to update. Call scaler.step(optimizer) first. "
+                    "See docs/errors.md#no-inf-checks-were-recorded-for-this-optimizer."
+                )
         else:
             if isinstance(new_scale, Tensor) and (
                 new_scale.device.type != self._device or new_scale.numel() != 1 or new_scale.requires_grad

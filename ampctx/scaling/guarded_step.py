@@ -1,10 +1,10 @@
-"""The steps of one optimizer that an overflow skips: what decides, who decides, and what is kept of each step.
+"""Decides whether a step runs or is skipped after an overflow, and records it.
 
-amp and ``GradScaler`` have one ``GuardedStep`` for each optimizer, and call it in this order:
+amp and ``GradScaler`` have one ``GuardedStep`` for each optimizer, and use it in this order:
 
     decide   read the flags (``overflowed``), or leave them to the device unless ``overflowed_instead_of_device``
-    act      take the step, skip it, or have the optimizer decide
-    record   ``stepped``, ``skipped`` or ``left_to_device``: outcome, history, counts of skips, and who listens
+    act      run the step, skip it, or let the optimizer decide
+    record   ``stepped``, ``skipped`` or ``left_to_device``: outcome, history, counts of skips, listeners
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class FoundInfFlags:
 
     def __init__(self) -> None:
         self.by_loss: Flags = {}
-        # Those among them that nobody else will decide about.
+        # The final flags among them.
         self._final: Flags = {}
-        # What the losses were multiplied by.
+        # The factors of the losses.
         self.scales_used: dict[int, Factor] = {}
-        # A step raised: the flags are for trying it again, and go with the gradients.
+        # A step raised. The flags stay for a second try, until the gradients are zeroed.
         self.of_failed_step = False
-        # What a step goes by that is under way.
+        # The flags of a running step.
         self._taken: tuple[Flags, Flags] | None = None
 
     def add(self, loss_id: int, scale: LossScale, found_inf: Tensor, final: bool = True) -> None:
-        """ORs a flag in. ``final``: nobody else decides about it, and ``drop_provisional`` leaves it. No host sync."""
+        """ORs a flag in. ``final``: ``drop_provisional`` does not drop it. No host sync."""
         if loss_id in self.by_loss:
             found_inf = torch.maximum(self.by_loss[loss_id][1].to(found_inf.device), found_inf)
         self.by_loss[loss_id] = (scale, found_inf)
@@ -68,7 +68,7 @@ class FoundInfFlags:
         return any(loss_id != OUTSIDE_OF_BLOCKS for loss_id in self.by_loss)
 
     def replace(self, by_loss: Flags, scales_used: dict[int, Factor]) -> None:
-        """Takes over those of a checkpoint."""
+        """Replaces the flags by those of a checkpoint."""
         self.clear()
         self.by_loss, self.scales_used = by_loss, scales_used
 
@@ -77,24 +77,24 @@ class FoundInfFlags:
         self.by_loss, self._final, self.of_failed_step = {}, {}, False
 
     def take(self) -> Flags:
-        """The flags since the last step, for the one decision that they are for."""
+        """Takes the flags since the last step, to decide about this step."""
         taken = self.by_loss, self._final
         self.clear()
         self._taken = taken
         return taken[0]
 
-    def settle(self) -> None:
-        """Ends the step that has taken flags: their gradients have been used or dropped."""
+    def forget_taken(self) -> None:
+        """Forgets the taken flags: the step has used or dropped their gradients."""
         self._taken = None
 
     def give_back(self) -> None:
-        """A step raised before it was settled: its gradients are there still, and so are their flags."""
+        """Restores the taken flags after a step that raised: its gradients are still there."""
         if self._taken is not None:
             self.by_loss, self._final = (
                 {**flags, **now} for flags, now in zip(self._taken, (self.by_loss, self._final), strict=True)
             )
             self._taken = None
-        # Of a block that came before a step, too: the gradients are to be zeroed, and it goes with them.
+        # Also for flags of a block before the step: zeroing the gradients clears them.
         self.of_failed_step = True
 
     def take_scales(self) -> dict[int, Factor]:
@@ -103,7 +103,7 @@ class FoundInfFlags:
 
 
 def overflowed(flags: Flags) -> Overflowed:
-    """The losses whose gradients overflowed. A host sync, and a second one to tell which of several losses it was."""
+    """The losses whose gradients overflowed. Host sync; after an overflow of several losses, a second one."""
     if not flags:
         return []
     each = [flag for _, flag in flags.values()]
@@ -114,18 +114,19 @@ def overflowed(flags: Flags) -> Overflowed:
 
 
 class Known(NamedTuple):
-    """What is known of a step besides its flags."""
+    """The scales and the gradient norm of a step."""
 
     scales: dict[int, Any]
     grad_norm: Tensor | None
 
 
 class Listeners(NamedTuple):
-    """Who is told of steps.
+    """The callbacks of a ``GuardedStep``.
 
-    skipped: with the number of skips at the last report and now, id, scale and its value for each loss that overflowed,
-        and what is known of whose gradients did. None: nobody, and skips on the device are counted for a limit alone.
-    stepped: with the optimizer and the outcome of every step, while one of ``hooks`` has anything in it.
+    skipped: gets the number of skips at the last report, the number now, (loss id, scale, value) of each loss that
+        overflowed, and the parameters with non-finite gradients. None: skips on the device are counted only for a
+        limit.
+    stepped: gets the optimizer and the outcome of every step, while one of ``hooks`` is not empty.
     """
 
     skipped: Callable[[int, int, list[tuple[int, LossScale, float]], Culprits], None] | None = None
@@ -134,16 +135,16 @@ class Listeners(NamedTuple):
 
 
 class GuardedStep:
-    """The steps of one optimizer, which it does not refer to.
+    """Decides and records the steps of one optimizer, without a reference to it.
 
     Args:
-        limit: how many may be skipped in a row. None: any number.
-        history_length: how many the history keeps.
-        losses: how many loss ids there are.
-        listeners: who is told.
+        limit: the number of steps that may be skipped in a row. None: any number.
+        history_length: the number of steps that the history keeps.
+        losses: the number of loss ids.
+        listeners: the callbacks.
 
-    ``outcome`` is that of the latest step, None before the first. ``epoch`` counts what may change the gradients that a
-    step has left in ``.grad``.
+    ``outcome``: of the latest step, None before the first. ``epoch``: counts calls that may change the gradients in
+    ``.grad`` after a step.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class GuardedStep:
         self._counts_on_device = limit is not None or self._listeners.skipped is not None
         self._skipped_on_host = 0
         self._limit = limit
-        # Loss id and scale after a skip, as far as the host was told.
+        # (Loss id, scale after a skip), as far as the host knows.
         self._scales = scales = deque[tuple[int, float]](maxlen=16)
         tell = self._listeners.skipped
 
@@ -169,14 +170,14 @@ class GuardedStep:
         self._on_device = DeviceSkips(report, in_a_row=limit is not None)
 
     def skipped_steps(self) -> int:
-        """A host sync where the device decides."""
+        """The number of skipped steps. Host sync if the device decides."""
         return self._skipped_on_host + self._on_device.total()
 
     # --- decide -------------------------------------------------------------------------------------------------------
 
     def overflowed_instead_of_device(self, flags: Callable[[], Flags]) -> Overflowed:
-        """The losses that overflowed, once so many skips in a row are known that one more is too many; none before:
-        the device decides then. No host sync until then."""
+        """The losses that overflowed, if one more skip in a row would exceed the limit. Otherwise [], and the device
+        decides. Host sync only at the limit."""
         if self._limit is None:
             return []
         self._on_device.poll()
@@ -189,20 +190,20 @@ class GuardedStep:
     # --- record -------------------------------------------------------------------------------------------------------
 
     def stepped(self, optimizer: Any, known: Known) -> None:
-        """A step that the host has decided on, and that was taken."""
+        """Records a step that the host decided on and that ran."""
         if self._limit is not None:
             self._on_device.decided_on_host(skipped=False)
         self.conclude(optimizer, StepOutcome(scales=known.scales, grad_norm=known.grad_norm), by_device=False)
 
     def skipped(self, optimizer: Any, losses: Overflowed, known: Known, culprits: Culprits) -> None:
-        """A step that the host has not let through.
+        """Records a step that the host has skipped.
 
         Raises:
-            AmpStallError: that was one more in a row than the limit.
+            AmpStallError: this skip exceeds the limit of skips in a row.
         """
         self._skipped_on_host += 1
-        # torch's LR schedulers warn when they are stepped first; a skipped step was asked for in the right order. The
-        # name is private to torch.optim.lr_scheduler and guarded by a test. They may look at what LARC or SAM wraps.
+        # torch's LR schedulers warn if they step before the optimizer. A skipped step came in the right order. The
+        # attribute is private to torch.optim.lr_scheduler; a test guards it. Schedulers may use the wrapped optimizer.
         for one in with_wrapped(optimizer):
             one._opt_called = True
         values = [(loss_id, scale, scale.value()) for loss_id, scale in losses] if self._counts_on_device else []
@@ -226,12 +227,12 @@ class GuardedStep:
         later: Callable[[int], Culprits | None],
         external: bool = False,
     ) -> StepOutcome:
-        """The outcome of a step that the device has decided on, for ``conclude``. No host sync, unless a hook listens.
+        """Makes the outcome of a step that the device decided on, for ``conclude``. Host sync only if there are hooks.
 
         Args:
-            found_inf: what the step went by.
-            culprits, later: whose gradients were not finite, now, or later with the ``epoch`` of the step.
-            external: whether a flag took part that no loss has raised.
+            found_inf: the flag that the step used.
+            culprits, later: give the parameters with non-finite gradients now, or later for the ``epoch`` of the step.
+            external: whether ``found_inf`` includes a flag that no loss has raised.
         """
         epoch = self.epoch
         outcome = StepOutcome(
@@ -249,7 +250,7 @@ class GuardedStep:
         return outcome
 
     def conclude(self, optimizer: Any, outcome: StepOutcome, by_device: bool = True) -> None:
-        """Ends a step, ``by_device`` one that was ``left_to_device``."""
+        """Ends a step: history and hooks. ``by_device``: the step was ``left_to_device``."""
         if by_device and self._counts_on_device:
             self._on_device.poll()
         self.outcome = outcome

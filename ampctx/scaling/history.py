@@ -1,7 +1,7 @@
 """The latest steps of an optimizer as plain lists, for plots and logs.
 
-What a step leaves on the device stays there until somebody asks: a few tensors of one element, gathered into one tensor
-every so many steps.
+Each step leaves a few one-element tensors on the device. Every ``GATHERED_AT_ONCE`` steps they become one tensor. Only
+``lists`` reads them.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from ampctx.scaling.loss_scale import check_count
 from ampctx.scaling.outcome import Number, StepOutcome, gathered
 
 DEFAULT_LENGTH = 10_000
-# Steps that keep tensors of their own.
+# Steps before their tensors are gathered into one.
 GATHERED_AT_ONCE = 64
 
 
 class History(NamedTuple):
-    """Steps of one optimizer, the oldest first: lists of Python numbers, all of one length.
+    """Steps of one optimizer, the oldest first, as lists of Python numbers of equal length.
 
     Attributes:
-        step: the number of the step. That of the first one after ``initialize`` is 0.
-        skipped: whether it was skipped.
-        grad_norm: ``StepOutcome.grad_norm`` in fp32; nan where nobody took it.
-        scale: by loss id, what the loss was multiplied by; nan where it took no part in the step.
-        overflowed: by loss id, whether its gradients were not finite. -1, where it is there, stands for gradients from
-            outside of ``scale_loss`` blocks.
+        step: the number of the step. The first one after ``initialize`` is 0.
+        skipped: whether the step was skipped.
+        grad_norm: ``StepOutcome.grad_norm`` in fp32; nan if no call computed it.
+        scale: by loss id, the scale of the loss; nan if the loss had no part in the step.
+        overflowed: by loss id, whether gradients were inf or nan. The loss id -1 means gradients from outside of
+            ``scale_loss`` blocks.
     """
 
     step: list[int]
@@ -55,18 +55,18 @@ def check_length(history: Any) -> int:
 
 
 class _Gathered(NamedTuple):
-    """Some steps. Numbers that are None in ``steps`` are those in ``on_device``, in order."""
+    """Some steps. ``on_device`` holds, in order, the numbers that are None in ``steps``."""
 
     steps: list[dict[Number, float | None]]
     on_device: Tensor
 
 
 class StepHistory:
-    """What became of the latest steps of one optimizer.
+    """The outcomes of the latest steps of one optimizer.
 
     Args:
-        length: how many of them are kept; 0 for none.
-        losses: how many loss ids there are.
+        length: the number of steps to keep; 0 for none.
+        losses: the number of loss ids.
     """
 
     def __init__(self, length: int, losses: int = 1) -> None:
@@ -78,7 +78,7 @@ class StepHistory:
         self._latest: list[dict[Number, Tensor | float]] = []
 
     def add(self, outcome: StepOutcome) -> None:
-        """Takes what became of a step. No host sync."""
+        """Adds the outcome of a step. No host sync."""
         if not self._length:
             return
         self._count += 1
@@ -95,7 +95,7 @@ class StepHistory:
         self._gathered.append(_Gathered(numbers, gathered(tensors)))
 
     def lists(self, last: int | None = None) -> History:
-        """The latest steps, ``last`` of them or all that are kept. A host sync."""
+        """The latest ``last`` steps, or all that are kept. Host sync."""
         n = self._length if last is None else check_count("last", last, 0)
         self._gather()
         parts = [some.on_device for some in self._gathered]

@@ -1,9 +1,9 @@
-"""The scale of one loss: its state on the device, and the rule that moves it.
+"""The scale of one loss: its tensors on the device, and its update rule.
 
-    found_inf:  scale = max(scale * backoff_factor, min_scale)                         a clean run starts again
+    found_inf:  scale = max(scale * backoff_factor, min_scale)                         the clean updates count from 0
     otherwise:  scale = min(scale * growth_factor, max_scale)  after growth_interval clean updates in a row
 
-The arithmetic is ``ops.update_scale``. This module owns the tensors.
+``ops.update_scale`` computes this on the device. This module owns the tensors.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from ampctx.kernels import ops
 from ampctx.kernels.foreach import Factor, PerDevice, move
 
 _FP32 = torch.finfo(torch.float32)
-# As it is in torch: a user may register casts for the name.
+# Bound here, because a user may register casts for torch.div.
 _divide = torch.div
 DYNAMIC = "dynamic"
 DYNAMIC_INIT_SCALE = 2.0**16
 
 
 def _inverse_of(scale: Tensor) -> Tensor:
-    # Not by reciprocal, for which casts on the CPU take a way through Python.
+    # Not reciprocal: casts on the CPU handle it in Python.
     return _divide(torch.tensor(1.0, dtype=torch.float32, device="cpu"), scale)
 
 
 def check_number(name: str, value: Any) -> float:
-    """``value`` as a float; AmpTypeError naming the argument when it is no real number."""
+    """``value`` as a float. Raises AmpTypeError with the name of the argument if it is no real number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise AmpTypeError(f"{name} must be a number, got {type(value).__name__}")
     return float(value)
 
 
 def check_scale(name: str, value: Any) -> float:
-    """``value`` as a float that fp32 holds and that divides: AmpValueError otherwise."""
+    """``value`` as a float that is positive, finite and a normal fp32 number. Raises AmpValueError otherwise."""
     number = check_number(name, value)
     if not _FP32.tiny <= number <= _FP32.max:
         raise AmpValueError(f"{name} is {number}: a loss scale must be > 0, finite and in the range of fp32")
@@ -50,23 +50,23 @@ def check_scale(name: str, value: Any) -> float:
 
 
 def check_count(name: str, value: Any, least: int) -> int:
-    """``value`` as an int of at least ``least``, within int32."""
+    """``value`` as an int >= ``least`` that fits int32."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise AmpTypeError(f"{name} must be an int, got {type(value).__name__}")
     number = int(value)
     if not least <= number <= torch.iinfo(torch.int32).max:
-        raise AmpValueError(f"{name} is {number}, expected an int >= {least} that int32 holds")
+        raise AmpValueError(f"{name} is {number}, expected an int >= {least} that fits int32")
     return number
 
 
 def check_loss_id(value: Any) -> int:
-    """The number of a loss scale: an int, numpy's included. True is 1 for Python, and no number here."""
+    """``value`` as a loss id: an int, also of numpy, but not a bool."""
     if value.__class__ is int:
         return value
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise AmpTypeError(
-            f"loss_id must be an int, got {value!r} of type {type(value).__name__}: the number of the loss, from 0 to "
-            "num_losses - 1"
+            f"loss_id must be an int, got {value!r} of type {type(value).__name__}. Pass the number of the loss, from "
+            "0 to num_losses - 1."
         )
     return int(value)
 
@@ -86,7 +86,7 @@ def check_backoff_factor(value: Any) -> float:
 
 
 def check_bounds(min_scale: Any, max_scale: Any, kind: str = "scale") -> tuple[float, float]:
-    """Both as floats; ``kind`` completes the names that an error shows: min_scale, min_loss_scale."""
+    """Both bounds as floats. ``kind`` completes the names in errors: min_scale, min_loss_scale."""
     low, high = check_number(f"min_{kind}", min_scale), check_number(f"max_{kind}", max_scale)
     if not 0.0 <= low <= high or low > _FP32.max or high < _FP32.tiny:
         raise AmpValueError(
@@ -96,28 +96,28 @@ def check_bounds(min_scale: Any, max_scale: Any, kind: str = "scale") -> tuple[f
 
 
 def required(state: Mapping[str, Any], key: str) -> Any:
-    """``state[key]``; AmpKeyError naming the key when it is missing."""
+    """``state[key]``. Raises AmpKeyError with the name of a missing key."""
     if key not in state:
         raise AmpKeyError(f'the loss scale\'s state has no "{key}", only {sorted(map(str, state))}')
     return state[key]
 
 
 class LossScale:
-    """One loss's scale: 0-d fp32 ``scale``, 0-d int32 ``growth_tracker`` and ``hysteresis_tracker`` on one device.
+    """One loss scale: 0-d fp32 ``scale``, 0-d int32 ``growth_tracker`` and ``hysteresis_tracker`` on one device.
 
-    The three tensors are None until a device is known: the first one asked of ``scale_on``, or that of the first
-    ``update``. A static scale (``dynamic=False``) stays what it was set to and counts its updates.
+    The three tensors are None until the first ``scale_on(device)`` or ``update`` sets a device. A static scale
+    (``dynamic=False``) never changes in ``update``, which only counts.
 
     Args:
         init_scale: the first value, > 0.
-        dynamic: whether ``update`` moves the scale.
+        dynamic: whether ``update`` changes the scale.
         growth_factor: > 1. backoff_factor: between 0 and 1.
         growth_interval: clean updates in a row before the scale grows, >= 1.
-        min_scale, max_scale: bounds of what ``update`` sets; a dynamic ``init_scale`` lies within them.
+        min_scale, max_scale: bounds for ``update``. A dynamic ``init_scale`` must be within them.
         hysteresis: overflows in a row before the scale falls, >= 1.
 
     Raises:
-        AmpTypeError, AmpValueError: an argument that breaks these bounds, by name.
+        AmpTypeError, AmpValueError: an argument outside these bounds, by name.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class LossScale:
         self.growth_interval = check_count("growth_interval", growth_interval, 1)
         self.min_scale, self.max_scale = check_bounds(min_scale, max_scale)
         self.hysteresis = check_count("hysteresis", hysteresis, 1)
-        # What the tensors start from. A static scale's value is always this number.
+        # The first values of the tensors. The value of a static scale is always init_scale.
         self.init_scale = check_scale("init_scale", init_scale)
         self.init_growth_tracker = 0
         self.init_hysteresis_tracker = self.hysteresis
@@ -149,9 +149,9 @@ class LossScale:
         self.scale: Tensor | None = None
         self.growth_tracker: Tensor | None = None
         self.hysteresis_tracker: Tensor | None = None
-        # One at most. Told of each check of this loss's gradients by ``observer.checked(flag)``.
+        # Gets each check of this loss's gradients by ``observer.checked(flag)``. At most one.
         self.observer: Any = None
-        # Ranks that agree on flags; None: this rank alone.
+        # The ranks that agree on flags. None: this rank alone.
         self.process_group: Any = None
         self._copies: PerDevice | None = None
         self._inverse: PerDevice | None = None
@@ -160,9 +160,10 @@ class LossScale:
     def from_option(
         cls, loss_scale: float | str, min_loss_scale: float | None, max_loss_scale: float | None
     ) -> LossScale:
-        """The scale that ``amp.initialize(loss_scale=..., min_loss_scale=..., max_loss_scale=...)`` asks for.
+        """The scale for the options of ``amp.initialize(loss_scale=..., min_loss_scale=..., max_loss_scale=...)``.
 
-        A number is a static scale, without bounds. "dynamic" starts at 2**16, moved into the bounds; None is no bound.
+        A number gives a static scale without bounds. "dynamic" starts at 2**16, or at the nearest bound. None: no
+        bound.
         """
         if loss_scale != DYNAMIC:
             if isinstance(loss_scale, str):
@@ -177,16 +178,16 @@ class LossScale:
 
     @property
     def is_identity(self) -> bool:
-        """Whether the scale is static and exactly 1. Known on the host."""
+        """Whether the scale is static and exactly 1. No host sync."""
         return not self.dynamic and self.init_scale == 1.0
 
     # --- on the device: no host sync --------------------------------------------------------------------------------
 
     @outside_of_graphs
     def scale_on(self, device: torch.device | str) -> Tensor:
-        """The scale as a 0-d fp32 tensor on ``device``, a copy that later updates leave alone. No host sync.
+        """The scale as a 0-d fp32 tensor on ``device``: a copy that later updates do not change. No host sync.
 
-        A graph may hold it for its backward while the scale moves on.
+        An autograd graph may keep it for its backward while the scale changes.
         """
         device = torch.device(device)
         if device.index is None and device.type != "cpu":
@@ -197,7 +198,8 @@ class LossScale:
         return self._copies.on(device)
 
     def tensor(self, device: torch.device) -> Tensor:
-        """The scale itself, which updates change in place; created on ``device`` where it is on none. No host sync."""
+        """The scale itself, which updates change in place. Created on ``device`` if there is none yet. No host
+        sync."""
         return self._state(device)[0]
 
     @outside_of_graphs
@@ -205,19 +207,19 @@ class LossScale:
         """1 / scale in fp32, computed on the device. No host sync.
 
         Raises:
-            AmpError: no device is known yet: call ``scale_on(device)`` first.
+            AmpError: ``scale_on(device)`` was not called yet.
         """
         if self.scale is None:
-            raise AmpError("inv_scale() was called before scale_on(device): the loss scale is on no device yet")
+            raise AmpError("inv_scale() was called before scale_on(device). The loss scale is on no device yet.")
         if self._inverse is None:
             self._inverse = PerDevice(_inverse_of(self.scale))
         return self._inverse
 
     def factors(self, device: torch.device, fresh: bool) -> tuple[Factor, Factor]:
-        """What a block multiplies its loss by, and its gradients at the end: copies that later updates leave alone.
+        """The factors of a block for its loss and for its gradients: copies that later updates do not change.
 
-        ``fresh``: they start from the scale itself. For the start of an iteration: a CUDA graph captured from there on
-        reads the scale, and no copy of before. No host sync.
+        ``fresh``: make new copies, at the start of an iteration, so that a CUDA graph reads the scale and no older
+        copy. No host sync.
         """
         if not self.dynamic and self.init_scale == 1.0:
             return 1.0, 1.0
@@ -231,26 +233,26 @@ class LossScale:
         return self._copies, self._inverse
 
     def tell(self, found_inf: Tensor) -> None:
-        """Hands the one-element flag of this loss's gradients to the observer. No host sync."""
+        """Passes the one-element flag of this loss's gradients to the observer. No host sync."""
         if self.observer is not None:
             self.observer.checked(found_inf)
 
     def groups_with(self, of_meshes: Iterable[Any]) -> list[Any]:
         """The process groups whose ranks agree on flags: ``of_meshes``, those of the gradients' meshes, and the scale's
-        own. None of them where the scale is static."""
+        own. Empty for a static scale."""
         own = [] if self.process_group is None else [self.process_group]
         return list(dict.fromkeys([*of_meshes, *own])) if self.dynamic else []
 
     def agreed(self, found_inf: Tensor, of_meshes: Iterable[Any]) -> Tensor:
-        """A one-element flag joined over the ranks of ``groups_with(of_meshes)``: itself where there are none. Every
-        rank has to take part. No host sync on CUDA."""
+        """The maximum of a one-element flag over the ranks of ``groups_with(of_meshes)``. Every rank must take part. No
+        host sync on CUDA."""
         groups = self.groups_with(of_meshes)
         return maximum_over_ranks(found_inf, groups) if groups else found_inf
 
     def update(self, found_inf: Tensor) -> None:
-        """Applies the rule to a one-element flag, set when != 0. No host sync when flag and scale share a device.
+        """Applies the update rule to a one-element flag, set if != 0. No host sync if flag and scale share a device.
 
-        A static scale counts the update when the flag is clear, and nothing else.
+        A static scale only counts updates with a clear flag.
         """
         if not isinstance(found_inf, Tensor):
             raise AmpTypeError(f"found_inf must be a tensor, got {type(found_inf).__name__}")
@@ -262,7 +264,7 @@ class LossScale:
         if not self.dynamic:
             growth_tracker.add_(found_inf.reshape(()) == 0)
             return
-        self._copies = self._inverse = None  # first: an exception leaves none of before
+        self._copies = self._inverse = None  # first: an exception must not leave outdated copies
         ops.update_scale(
             scale,
             growth_tracker,
@@ -279,14 +281,14 @@ class LossScale:
     # --- on the host ------------------------------------------------------------------------------------------------
 
     def value(self) -> float:
-        """The scale. A host sync when a dynamic scale lives on an accelerator."""
+        """The scale. Host sync for a dynamic scale on an accelerator."""
         return self.init_scale if self.scale is None or not self.dynamic else self.scale.item()
 
     def set(self, value: float | Tensor) -> None:
-        """Replaces the scale, static or dynamic. The bounds do not apply: they hold for what ``update`` sets.
+        """Replaces the scale, static or dynamic. The bounds apply only to ``update``. No host sync.
 
-        A one-element tensor, for a dynamic scale alone, is copied on the device, its value unseen: one that is not
-        > 0 and finite leaves the scale as it is. No host sync.
+        A dynamic scale also accepts a one-element tensor, and copies it on the device. If its value is not > 0 and
+        finite, the scale stays.
 
         Raises:
             AmpTypeError, AmpValueError: no number, or one that is not > 0, finite and in the range of fp32.
@@ -295,7 +297,7 @@ class LossScale:
             if not self.dynamic or value.numel() != 1:
                 raise AmpValueError("only a dynamic loss scale takes a tensor, of one element; pass a float")
             scale = self._state(value.device)[0]
-            # Into fp32 first: what it cannot hold is 0 or inf there.
+            # To fp32 first: values out of its range become 0 or inf.
             new = move(value.detach().reshape(()).to(torch.float32), scale.device)
             scale.copy_(torch.where((new >= _FP32.tiny) & (new <= _FP32.max), new, scale))
         else:
@@ -305,7 +307,7 @@ class LossScale:
         self._copies = self._inverse = None
 
     def unskipped(self) -> int:
-        """Clean updates in a row. A host sync when the scale lives on an accelerator."""
+        """The clean updates in a row. Host sync for a scale on an accelerator."""
         return self.init_growth_tracker if self.growth_tracker is None else int(self.growth_tracker.item())
 
     def set_unskipped(self, n: int) -> None:
@@ -315,7 +317,7 @@ class LossScale:
             self.growth_tracker.fill_(self.init_growth_tracker)
 
     def hysteresis_left(self) -> int:
-        """Overflows until the scale falls. A host sync when the scale lives on an accelerator."""
+        """The overflows until the scale falls. Host sync for a scale on an accelerator."""
         return self.init_hysteresis_tracker if self.hysteresis_tracker is None else int(self.hysteresis_tracker.item())
 
     def set_hysteresis_left(self, n: int) -> None:
@@ -325,17 +327,17 @@ class LossScale:
             self.hysteresis_tracker.fill_(self.init_hysteresis_tracker)
 
     def state_dict(self) -> dict[str, Any]:
-        """``{"loss_scale": float, "unskipped": int}`` as apex's, and "hysteresis" where it is above 1. A host sync."""
+        """``{"loss_scale": float, "unskipped": int}`` as in apex, and "hysteresis" if it is above 1. Host sync."""
         state: dict[str, Any] = {"loss_scale": self.value(), "unskipped": self.unskipped()}
         if self.hysteresis > 1:
             state["hysteresis"] = self.hysteresis_left()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what ``state_dict`` or apex saved. Nothing changes when an entry is missing or unusable.
+        """Loads a state of ``state_dict`` or of apex. Changes nothing if an entry is missing or invalid.
 
         Raises:
-            AmpKeyError: no "loss_scale" or "unskipped". AmpTypeError, AmpValueError: an entry that cannot be used.
+            AmpKeyError: no "loss_scale" or "unskipped". AmpTypeError, AmpValueError: an invalid entry.
         """
         if not isinstance(state, Mapping):
             raise AmpTypeError(f"the loss scale's state must be a dict, got {type(state).__name__}")
@@ -349,7 +351,7 @@ class LossScale:
     # --- state ------------------------------------------------------------------------------------------------------
 
     def _state(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """The three tensors, created on ``device`` where they do not exist."""
+        """The three tensors. Creates missing ones, the first on ``device``."""
         if self.scale is None:
             self.scale = torch.full((), self.init_scale, dtype=torch.float32, device=device)
         at = self.scale.device
@@ -360,15 +362,15 @@ class LossScale:
         return self.scale, self.growth_tracker, self.hysteresis_tracker
 
     def __getstate__(self) -> dict[str, Any]:
-        """Numbers in place of tensors: a pickle from one device is at home on any other. A host sync.
+        """Pickles numbers instead of tensors, so that a pickle loads on any device. Host sync.
 
         Raises:
-            AmpError: it has a process group, which belongs to this process: save ``state_dict()``.
+            AmpError: the scale has a process group, which belongs to this process.
         """
         if self.process_group is not None:
             raise AmpError(
-                "a loss scale with a process group cannot be copied or pickled, as the group belongs to this process: "
-                "save its state_dict() and load that into a new one"
+                "a loss scale with a process group cannot be copied or pickled, because the group belongs to this "
+                "process. Save its state_dict() and load that into a new one."
             )
         state = self.__dict__.copy()
         state.update(

@@ -1,7 +1,7 @@
-"""What became of a step: whether it was taken, by which losses it was not, and whose gradients were inf or nan.
+"""The outcome of a step: whether it ran, which losses overflowed, and which gradients were inf or nan.
 
-A ``StepOutcome`` is made at every step and costs nothing there: it keeps the flags and scales of that step, which
-nobody writes to, and reads them when somebody asks.
+Every step makes a ``StepOutcome``, without a host sync. It keeps the flags and scales of the step, which no later step
+writes to, and reads them when an attribute is read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ampctx.kernels.sharding import values_of
 
 OVERFLOW = "overflow"
 FOUND_INF = "found_inf"
-# What a number of a step is, and of which loss.
+# The kind of a number of a step, and its loss id.
 Number = tuple[Literal["overflowed", "scale", "found_inf", "grad_norm"], int]
 
 
@@ -27,10 +27,10 @@ class Culprit(NamedTuple):
     """A parameter whose gradient was not finite.
 
     Attributes:
-        name: what the model calls it; ``param_groups[0][3]`` for one that is in no model given to ``amp.initialize``.
-        shape: that of the parameter.
-        inf: how many elements of the gradient were so. None where the gradient was gone when they were asked for.
-        nan: the same.
+        name: its name in the model; ``param_groups[0][3]`` for a parameter of no model given to ``amp.initialize``.
+        shape: the shape of the parameter.
+        inf: the number of inf elements in the gradient. None if the gradient was gone before they were counted.
+        nan: the number of nan elements, or None likewise.
     """
 
     name: str
@@ -50,9 +50,9 @@ Culprits = tuple[Culprit, ...]
 
 @torch.no_grad()
 def culprits_among(grads: Iterable[tuple[Tensor, Tensor]], names: Callable[[], Mapping[int, str]]) -> Culprits:
-    """Those of ``grads``, (parameter, gradient), that are not finite. ``names`` is called where there are any.
+    """The parameters of ``grads``, (parameter, gradient), with non-finite gradients. Calls ``names`` if there are any.
 
-    One read of the gradients and a host sync; where one is not finite, a few more reads of that one, and a second sync.
+    One read of the gradients and a host sync. For non-finite ones, a few more reads and a second sync.
     """
     pairs = [(p, values_of(grad)) for p, grad in grads]
     _, norms = foreach.unscale_l2norms([values for _, values in pairs], FoundInf(), 1.0)
@@ -72,7 +72,7 @@ def culprits_among(grads: Iterable[tuple[Tensor, Tensor]], names: Callable[[], M
 
 
 def listed(culprits: Culprits, most: int = 3) -> str:
-    """The first of them in a line."""
+    """The first ``most`` parameters in a line, and the number of others."""
     first = ", ".join(map(str, culprits[:most]))
     return first + (f" and {len(culprits) - most} more" if len(culprits) > most else "")
 
@@ -83,13 +83,16 @@ def _tensor_of(scale: Factor | Tensor) -> Tensor:
 
 
 class StepOutcome:
-    """What became of one ``optimizer.step()``. It stays true when further steps have been taken.
+    """The outcome of one ``optimizer.step()``. Later steps do not change it.
 
-    Where the device decides (the optimizers of ampctx, torch's with ``fused=True``), the first attribute that is read
-    is a host sync; elsewhere the host knows already. ``grad_norm`` and the scale of a step may be one of their own.
-    For a step in a CUDA graph it tells of the replay after which it is first read.
+    Host sync: reading the first attribute, if the device decides (optimizers of ampctx, torch's with ``fused=True``);
+    none if the host has decided. Reading ``grad_norm`` or a scale may be another one. For a step in a CUDA graph it
+    describes the replay before the first read. A pickle or a copy holds the values.
 
-    A pickle or a copy holds what reading gives.
+    Example::
+
+        if amp.outcome(optimizer).stepped:
+            scheduler.step()
     """
 
     def __init__(
@@ -101,8 +104,8 @@ class StepOutcome:
         grad_norm: Tensor | None = None,
         culprits: Culprits | Callable[[], Culprits | None] = (),
     ) -> None:
-        """``flags``: of each loss, or the ids of those that overflowed, where that is known. ``external``: one that was
-        on the optimizer. Nobody may write to any of these tensors."""
+        """``flags``: by loss id, or the ids of the losses that overflowed if known. ``external``: a flag that was set
+        on the optimizer. No later code may write to these tensors."""
         self._flags = dict(flags) if isinstance(flags, Mapping) else None
         self._external = external
         self._overflowed = () if isinstance(flags, Mapping) else tuple(flags)
@@ -124,34 +127,33 @@ class StepOutcome:
 
     @property
     def skipped(self) -> bool:
-        """Whether parameters and optimizer state were left as they are."""
+        """Whether the step left parameters and optimizer state unchanged because of an overflow."""
         self._read()
         return bool(self._overflowed) or self._found_external
 
     @property
     def stepped(self) -> bool:
-        """Whether the step was taken."""
+        """Whether the step ran."""
         return not self.skipped
 
     @property
     def reason(self) -> str | None:
-        """Why it was skipped, None for a step that was taken.
+        """Why the step was skipped, None if it ran.
 
-        "overflow": inf or nan in the gradients; "found_inf": only a flag that somebody else had set on the optimizer
-        says so."""
+        "overflow": inf or nan in the gradients. "found_inf": only a flag that other code had set on the optimizer."""
         if not self.skipped:
             return None
         return OVERFLOW if self._overflowed else FOUND_INF
 
     @property
     def overflowed(self) -> tuple[int, ...]:
-        """The ids of the losses whose gradients were not finite; -1 stands for a backward outside of scale_loss."""
+        """The ids of the losses whose gradients were not finite. -1 means a backward outside of scale_loss."""
         self._read()
         return self._overflowed
 
     @property
     def scales(self) -> dict[int, float]:
-        """The scale that the loss of each id was multiplied by, of those that took part in the step."""
+        """The scale of each loss that had a part in the step, by loss id."""
         if not self._scales_are_read:
             values = _numbers([_tensor_of(scale) for scale in self._scales.values()])
             self._scales = dict(zip(self._scales, values, strict=True))
@@ -160,36 +162,36 @@ class StepOutcome:
 
     @property
     def scale(self) -> float | None:
-        """The one of ``scales``; of several, that of the loss that overflowed, or else of the first. None without."""
+        """The only one of ``scales``. Of several, that of a loss that overflowed, else the first. None if empty."""
         scales = self.scales
         return next((scales[i] for i in (*self.overflowed, *scales) if i in scales), None)
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of the unscaled gradients before they were clipped.
+        """The norm of the unscaled gradients before clipping.
 
-        It is taken by ``ampctx.clip_grad_norm_`` (of all gradients it was given), or with the finite check of an
-        optimizer of ampctx under masters. None where nobody took it."""
+        Computed by ``ampctx.clip_grad_norm_`` (over its parameters), or with the finite check of an optimizer of ampctx
+        with masters. None if neither computed it."""
         if isinstance(self._norm, Tensor):
             self._norm = self._norm.item()
         return self._norm
 
     @property
     def culprits(self) -> Culprits | None:
-        """The parameters whose gradients were inf or nan; () for a step that was taken.
+        """The parameters with non-finite gradients; () if the step ran.
 
-        Where the host decides they are known at the skip. Where the device decides they are looked for among the
-        gradients when first asked for: ask before these are zeroed and before the next block begins, or in an
-        ``on_skip`` hook. Later, None: not known any more. Of masters with an optimizer of ampctx, names and shapes stay
-        known, counts do not. Of masters with a fused optimizer of torch only an ``on_skip`` hook can tell.
+        If the host decides, they are known at the skip. If the device decides, the first read searches the gradients:
+        read before ``zero_grad()`` and before the next block, or in an ``on_skip`` hook. Later it is None, unknown.
+        With masters and an optimizer of ampctx, names and shapes stay known, counts do not. With masters and a fused
+        optimizer of torch, only an ``on_skip`` hook knows.
         """
         if callable(self._culprits):
             self._culprits = self._culprits() if self.skipped else ()  # type: ignore[assignment]
         return self._culprits  # type: ignore[return-value]
 
     def numbers(self) -> dict[Number, Tensor | float]:
-        """What tells of the step in numbers, as far as it is there: tensors of one element that nobody writes to, or
-        floats once they are read. No host sync."""
+        """The numbers of the step, for the history: one-element tensors, or floats once they were read. No host
+        sync."""
         result: dict[Number, Tensor | float] = {("overflowed", i): 1.0 for i in self._overflowed}
         for i, flag in (self._flags or {}).items():
             result["overflowed", i] = flag
@@ -202,11 +204,11 @@ class StepOutcome:
         return result
 
     def name(self, culprits: Culprits) -> None:
-        """Says whose gradients were not finite, where that is found out in time."""
+        """Sets the parameters with non-finite gradients, if they were found in time."""
         self._culprits = culprits
 
     def resolve(self) -> StepOutcome:
-        """Reads everything but scales and norm, and lets go of what it was read from. A host sync."""
+        """Reads everything except scales and norm, and frees the tensors. Host sync."""
         self._read()
         _ = self.culprits
         return self
@@ -239,5 +241,5 @@ def gathered(numbers: Sequence[Tensor]) -> Tensor:
 
 
 def _numbers(tensors: Sequence[Tensor]) -> list[float]:
-    """Their values, of tensors of one element on any mix of devices, with one host sync."""
+    """The values of one-element tensors on any mix of devices. One host sync."""
     return gathered(tensors).tolist()

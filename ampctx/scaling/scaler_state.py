@@ -1,4 +1,4 @@
-"""What a ``GradScaler`` holds between iterations: the loss scale and what became of steps; and how it is saved."""
+"""The state of a ``GradScaler`` between iterations: loss scale, outcomes of steps, checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ampctx.scaling.loss_scale import LossScale, check_backoff_factor, check_bou
 from ampctx.scaling.outcome import StepOutcome
 from ampctx.scaling.stall import check_limit
 
-# What a pickle leaves behind: what became of steps.
+# Not pickled: the outcomes of steps.
 _NOT_SAVED = ("_steps", "_told_of_no_gradients", "_epoch")
 
 
@@ -32,11 +32,11 @@ def fresh_optimizer_state() -> dict[str, Any]:
 
 
 def _of_loss_scale(name: str) -> Any:
-    """An attribute that torch's GradScaler has, and frameworks reach for, kept by ``LossScale`` under ``name``."""
+    """A private attribute of torch's GradScaler that frameworks use. ``LossScale`` keeps it under ``name``."""
 
     def get(self: ScalerState) -> Any:
         if self._loss_scale is None:
-            # AttributeError, as from torch's disabled GradScaler: hasattr() must work.
+            # AttributeError like torch's disabled GradScaler, because hasattr() must work.
             raise AttributeError(f"a disabled GradScaler has no {name}")
         return getattr(self._loss_scale, name)
 
@@ -48,7 +48,7 @@ def _of_loss_scale(name: str) -> Any:
 
 
 class ScalerState(torch.amp.GradScaler):
-    """The base of ``GradScaler``, which tells the arguments. It derives from torch's for ``isinstance`` alone."""
+    """The base of ``GradScaler``, where the arguments are documented. Derives from torch's only for ``isinstance``."""
 
     def __init__(
         self,
@@ -67,12 +67,13 @@ class ScalerState(torch.amp.GradScaler):
         history: int = DEFAULT_LENGTH,
     ) -> None:
         if not isinstance(device, (str, torch.device)):
-            raise AmpTypeError(f"device must be a device type such as 'cuda', got {type(device).__name__}")
+            raise AmpTypeError(f"device must be a device type such as 'cuda', got {type(device).__name__}.")
         self._device = torch.device(device).type
         self._enabled = bool(enabled)
         if self._enabled and self._device == "cuda" and not torch.cuda.is_available():
             warnings.warn(
-                "GradScaler is enabled, but CUDA is not available. Disabling. Pass device='cpu' to scale there.",
+                "GradScaler is enabled, but CUDA is not available. Disabling. Pass device='cpu' to scale on the CPU. "
+                "See docs/errors.md#gradscaler-is-enabled-but-cuda-is-not-available.",
                 stacklevel=2,
             )
             self._enabled = False
@@ -99,9 +100,9 @@ class ScalerState(torch.amp.GradScaler):
 
     def _forget_steps(self) -> None:
         self._steps: MutableMapping[Any, GuardedStep] = weakref.WeakKeyDictionary()
-        # Optimizers that were told that there are no gradients.
+        # Optimizers with a logged warning about missing gradients.
         self._told_of_no_gradients: weakref.WeakSet[Any] = weakref.WeakSet()
-        # Counts what may change the gradients that a step leaves behind.
+        # Counts calls that may change the gradients in ``.grad`` after a step.
         self._epoch = 0
 
     _scale = _of_loss_scale("scale")
@@ -114,32 +115,35 @@ class ScalerState(torch.amp.GradScaler):
     _growth_interval = _of_loss_scale("growth_interval")
 
     def is_enabled(self) -> bool:
-        """Whether the scaler does anything."""
+        """Whether the scaler is enabled."""
         return self._enabled
 
     def get_scale(self) -> float:
-        """The scale; 1.0 when disabled. A host sync when it lives on an accelerator."""
+        """Returns the scale; 1.0 if disabled. Host sync for a scale on an accelerator."""
         return self._loss_scale.value() if self._loss_scale is not None else 1.0
 
     def get_growth_factor(self) -> float:
+        """Returns the factor by which the scale grows. No host sync."""
         return self._growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """``new_factor`` > 1."""
+        """Sets the factor by which the scale grows, > 1. No host sync."""
         self._growth_factor = check_growth_factor(new_factor)
 
     def get_backoff_factor(self) -> float:
+        """Returns the factor by which the scale falls. No host sync."""
         return self._backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """``new_factor`` between 0 and 1."""
+        """Sets the factor by which the scale falls, between 0 and 1. No host sync."""
         self._backoff_factor = check_backoff_factor(new_factor)
 
     def get_growth_interval(self) -> int:
+        """Returns the number of clean updates in a row before the scale grows. No host sync."""
         return self._growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """``new_interval`` >= 1."""
+        """Sets the number of clean updates in a row before the scale grows, an int >= 1. No host sync."""
         self._growth_interval = check_count("growth_interval", new_interval, 1)
 
     def _get_scale_async(self) -> Tensor | None:
@@ -155,42 +159,47 @@ class ScalerState(torch.amp.GradScaler):
         self._loss_scale.scale_on(dev)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        held = self._loss_scale
-        if held is not None and held.scale is not None and held.growth_tracker is not None:
-            return held.scale, held.growth_tracker
+        scale = self._loss_scale
+        if scale is not None and scale.scale is not None and scale.growth_tracker is not None:
+            return scale.scale, scale.growth_tracker
         name = "_scale" if self._scale is None else "_growth_tracker"
         raise AmpAssertionError(
-            f"Attempted {funcname} but {name} is None. Call scaler.scale(loss or outputs) before it."
+            f"Attempted {funcname} but {name} is None. Call scaler.scale(loss).backward() before it. "
+            "See docs/errors.md#attempted-step-but-_scale-is-none."
         )
 
-    # --- what became of steps ---------------------------------------------------------------------------------------
+    # --- outcomes of steps ------------------------------------------------------------------------------------------
 
     def outcome(self, optimizer: torch.optim.Optimizer) -> StepOutcome | None:
-        """What became of the latest ``scaler.step(optimizer)``; None before the first.
+        """Returns the outcome of the latest ``scaler.step(optimizer)``, None before the first.
 
-        Parameters are called by their place in the optimizer, or as they were given to it with names. A disabled scaler
-        skips nothing. No host sync; reading an attribute may be one, see ``StepOutcome``.
+        Names of parameters are their places in the optimizer, or the names passed to it. With a disabled scaler every
+        step counts as stepped. No host sync, but reading an attribute may be one, see ``StepOutcome``.
         """
         steps = self._steps.get(optimizer)
         return None if steps is None else steps.outcome
 
     def history(self, optimizer: torch.optim.Optimizer | None = None, last: int | None = None) -> History:
-        """The latest steps as plain lists: scales, skips and gradient norms. The loss id is 0 everywhere.
+        """Returns the latest steps as plain lists: scales, skips and gradient norms. All loss ids are 0. One host sync.
 
-        A disabled scaler keeps no steps, and a pickle or a copy begins anew. A host sync, the only one.
+        A disabled scaler keeps no steps. A pickle or a copy starts with an empty history.
 
         Args:
-            optimizer: may be left out where the scaler has stepped only one.
-            last: how many steps at most. None: all that are kept, the argument ``history`` of the scaler.
+            optimizer: optional if the scaler has stepped only one.
+            last: the largest number of steps to return. None: all that ``GradScaler(history=...)`` keeps.
+
+        Returns:
+            A ``History``.
 
         Raises:
             AmpError: several optimizers were stepped and none is given.
-            AmpTypeError, AmpValueError: ``last`` is no int of at least 0.
+            AmpTypeError, AmpValueError: ``last`` is not an int >= 0.
         """
         if optimizer is None:
             if len(self._steps) > 1:
                 raise AmpError(
-                    f"GradScaler.history: {len(self._steps)} optimizers were stepped: give the one that is meant"
+                    f"GradScaler.history: {len(self._steps)} optimizers were stepped. Pass one of them: "
+                    "scaler.history(optimizer)."
                 )
             optimizer = next(iter(self._steps), None)
         steps = None if optimizer is None else self._steps.get(optimizer)
@@ -205,7 +214,7 @@ class ScalerState(torch.amp.GradScaler):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's five entries, and those of bounds and hysteresis; {} when disabled. A host sync."""
+        """Returns torch's five entries, and those of bounds and hysteresis; {} if disabled. Host sync."""
         loss_scale = self._loss_scale
         if loss_scale is None:
             return {}
@@ -222,17 +231,19 @@ class ScalerState(torch.amp.GradScaler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the state of this class or of torch's, which lacks bounds and hysteresis: those stay as constructed.
+        """Loads a ``state_dict()`` of this class, of torch's GradScaler, or of ``amp`` with one loss scale.
 
-        An ``amp.state_dict()`` with one loss scale, apex's or ours, is taken as well: scale and counter. All settings
-        stay as constructed. ``ampctx.compat.checkpoints.to_grad_scaler_state`` picks one of several.
+        torch's state has no bounds and hysteresis: these stay as constructed. From ``amp.state_dict()`` of apex or
+        ampctx it loads scale and counter only. ``ampctx.compat.checkpoints.to_grad_scaler_state`` picks one of several
+        scales. An invalid state changes nothing. A disabled scaler loads nothing.
 
-        Nothing changes when an entry is missing or unusable; nothing at all when disabled.
+        Args:
+            state_dict: the dict to load.
 
         Raises:
             AmpError: an empty dict, as a disabled scaler saves.
-            AmpKeyError: a missing key, or one with no place here.
-            AmpTypeError, AmpValueError: an entry that cannot be used, by name; several loss scales.
+            AmpKeyError: a missing or unknown key.
+            AmpTypeError, AmpValueError: an invalid entry, by name; several loss scales.
         """
         loss_scale = self._loss_scale
         if loss_scale is None:
@@ -265,5 +276,5 @@ class ScalerState(torch.amp.GradScaler):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._forget_steps()
-        self._max_consecutive_skips, self._history_length = None, DEFAULT_LENGTH  # of a pickle of before
+        self._max_consecutive_skips, self._history_length = None, DEFAULT_LENGTH  # older pickles lack them
         self.__dict__.update(state)

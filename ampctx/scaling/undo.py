@@ -1,4 +1,4 @@
-"""Puts an optimizer back to where it was before a step that turned out not to count."""
+"""Restores an optimizer to its state before a step that overflowed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def with_wrapped(optimizer: Any) -> list[Any]:
-    """The optimizer, and those that it keeps among its attributes, as LARC and SAM keep the one they wrap."""
+    """The optimizer, and the optimizers among its attributes, such as the one that LARC or SAM wraps."""
     found = [optimizer]
     for one in found:
         for value in vars(one).values():
@@ -21,13 +21,11 @@ def with_wrapped(optimizer: Any) -> list[Any]:
 
 
 def snapshot(optimizer: Any, wrapped_too: bool = True) -> Callable[[], None]:
-    """Copies parameters, state and group options; returns what puts them back. No host sync.
-
-    For optimizers that have moved by the time an evaluation of the model overflows.
+    """Copies parameters, state and group options. Returns the function that restores them. No host sync.
 
     Args:
-        optimizer: its parameters are those of its groups.
-        wrapped_too: whether the state of an optimizer that it wraps is kept as well.
+        optimizer: any optimizer. The snapshot has the parameters of its groups.
+        wrapped_too: whether to include the state of an optimizer that it wraps.
     """
     values = [(p, p.detach(), p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
     states = {id(one.state): one.state for one in (with_wrapped(optimizer) if wrapped_too else [optimizer])}.values()
@@ -43,10 +41,10 @@ def snapshot(optimizer: Any, wrapped_too: bool = True) -> Callable[[], None]:
         for state, saved in saved_states:
             state.clear()
             state.update(saved)
-        for group, of_group in options:  # a group that has joined since stays as it is
+        for group, of_group in options:  # a group that was added since stays as it is
             for k, v in of_group.items():
                 if isinstance(v, Tensor):
-                    group[k].copy_(v)  # a tensor lr may be held elsewhere too
+                    group[k].copy_(v)  # other code may refer to a tensor lr
                 else:
                     group[k] = v
 

@@ -494,7 +494,7 @@ def test_a_checkpoint_of_a_run_that_kept_other_modules_is_refused():
         optimizer = initialize(session, model, "O2", keep_fp32=keep)
         step(session, model, optimizer)
         runs.append((model, optimizer, session.state_dict(masters=True)))
-    hint = "keep_fp32 of amp.initialize has to be that of the run"
+    hint = "Pass amp.initialize the same keep_fp32 as in"
     with pytest.raises(AmpValueError, match=f"that parameter has none here.*{hint}"):
         sessions[0].load_state_dict(runs[1][2])
     with pytest.raises(AmpKeyError, match=f"has no .*, the master weight of.*{hint}"):
@@ -734,7 +734,11 @@ def test_compiled_models_compute_the_same(session, level, when):
         ({"ops_fp32": "embedding"}, AmpValueError, r"'embedding' may write"),
         ({"ops_fp32": batch}, AmpValueError, r"function 'batch' is no function of torch.*amp.float_function"),
         ({"ops_fp32": "backward"}, AmpValueError, r"'backward' is no function"),
-        ({"ops_fp32": nn.Softmax}, AmpTypeError, r"ops_fp32 is <class .*Softmax'>, expected the name of a function"),
+        (
+            {"ops_fp32": nn.Softmax},
+            AmpTypeError,
+            r"ops_fp32 is <class .*Softmax'>, expected the name of a torch function",
+        ),
         ({"ops_fp32": {"softmax", 2}}, AmpTypeError, r"ops_fp32 has 2 in it"),
         ({"ops_fp32": 1.0}, AmpTypeError, r"ops_fp32 is 1.0"),
     ],

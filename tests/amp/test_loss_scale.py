@@ -261,7 +261,7 @@ def test_option_errors(option, low, high, kind, message):
         ({"backoff_factor": 0.0}, AmpValueError, "backoff_factor is 0.0"),
         ({"growth_interval": 0}, AmpValueError, "growth_interval is 0"),
         ({"growth_interval": 2.5}, AmpTypeError, "growth_interval must be an int, got float"),
-        ({"growth_interval": 2**31}, AmpValueError, "that int32 holds"),
+        ({"growth_interval": 2**31}, AmpValueError, "that fits int32"),
         ({"hysteresis": 0}, AmpValueError, "hysteresis is 0"),
         ({"min_scale": -1.0}, AmpValueError, "min_scale is -1.0"),
         ({"min_scale": math.nan}, AmpValueError, "min_scale is nan"),

@@ -131,11 +131,11 @@ def test_unknown_levels(level):
 @pytest.mark.parametrize(
     ("level", "overrides", "error", "message"),
     [
-        ("O1", {"master_weights": True}, AmpValueError, "master_weights=True has no meaning at O1.*take O2"),
+        ("O1", {"master_weights": True}, AmpValueError, "master_weights=True has no meaning at O1.*use O2"),
         ("O1", {"master_weights": False}, AmpValueError, "master_weights=False has no meaning at O1"),
-        ("O4", {"keep_batchnorm_fp32": "True"}, AmpValueError, "keep_batchnorm_fp32='True' has no.*O4.*take O5"),
+        ("O4", {"keep_batchnorm_fp32": "True"}, AmpValueError, "keep_batchnorm_fp32='True' has no.*O4.*use O5"),
         ("O1", {"keep_batchnorm_fp32": False}, AmpValueError, "keep_batchnorm_fp32=False has no meaning"),
-        ("O1", {"cast_model_type": HALF}, AmpValueError, r"cast_model_type is torch.float16, and at O1 .*take O2"),
+        ("O1", {"cast_model_type": HALF}, AmpValueError, r"cast_model_type is torch.float16, and at O1 .*use O2"),
         ("O4", {"cast_model_type": BF16}, AmpValueError, "cast_model_type is torch.bfloat16, and at O4"),
         ("O2", {"patch_torch_functions": True}, AmpValueError, "patch_torch_functions=True is for opt_level O1 and O4"),
         ("O0", {"patch_torch_functions_type": HALF}, AmpValueError, "patch_torch_functions_type is for opt_level O1"),

@@ -203,7 +203,7 @@ class Walk:
         assert gradients.phase is self.gradients, at
         assert self.binding.phase is self.step, at
         assert gradients.incomplete == self.incomplete, at
-        assert (self.binding.way_back is not None) == (self.step is PERTURBED), at
+        assert (self.binding.restore_unperturbed is not None) == (self.step is PERTURBED), at
         for p, master in self.binding.masters.pairs:
             assert torch.equal(master.to(p.dtype), p), at
         self.visited.add((self.gradients, self.step, self.incomplete))
@@ -252,4 +252,4 @@ def test_a_binding_reassigns_two_attributes():
         and isinstance(node.value, ast.Name)
         and node.value.id == "self"
     }
-    assert assigned == {"phase", "way_back"}
+    assert assigned == {"phase", "restore_unperturbed"}

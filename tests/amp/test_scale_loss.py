@@ -244,11 +244,11 @@ def test_messages_go_to_the_logger_and_are_few(session, caplog):
             optimizer.zero_grad()
     texts = [r.getMessage() for r in caplog.records]
     assert texts[0] == "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 2048.0"
-    assert texts[1].startswith("inf or nan in the gradient of weight (3 inf of 3), norm.weight")
-    assert texts[2].startswith("A few skipped steps are normal")
-    assert sum(t.startswith("A few skipped") for t in texts) == 1
+    assert texts[1].startswith("ampctx: non-finite gradients: weight (3 inf of 3), norm.weight")
+    assert texts[2].startswith("ampctx: a few skipped steps are normal")
+    assert sum(t.startswith("ampctx: a few skipped") for t in texts) == 1
     assert len(texts) < 20
-    assert "64 steps have been skipped so far" in texts
+    assert "ampctx: 64 steps skipped so far" in texts
     caplog.clear()
     session.verbosity = 0
     overflow(session, model, optimizer)

@@ -66,7 +66,7 @@ def test_a_missing_step_count_would_restart_bias_correction(name, value):
     state = checkpoint["state"][1] = dict(checkpoint["state"][1], step=None)
     if value == "missing":
         del state["step"]
-    message = r"the state of param_groups\[0\]\['params'\]\[1\] has no 'step', only .*bias correction"
+    message = r"the state of param_groups\[0\]\['params'\]\[1\] has no 'step', only .*Bias correction"
     refused(trained(name, 1), checkpoint, AmpKeyError, message)
 
 
@@ -199,7 +199,7 @@ def test_a_weight_decay_that_would_mean_something_else():
     """torch.optim.Adam's is not decoupled, and FusedAdam's is unless it is told so."""
     source = torch.optim.Adam(parameters(shapes=SHAPES), weight_decay=0.1)
     run(source, 2)
-    message = "decoupled_weight_decay=False, and FusedAdam has adam_w_mode=True: .* Pass adam_w_mode=False"
+    message = "decoupled_weight_decay=False, and FusedAdam has adam_w_mode=True. .* Pass adam_w_mode=False"
     refused(trained("adam", 1), source.state_dict(), AmpValueError, message)
     FusedAdam(parameters(shapes=SHAPES), adam_w_mode=False).load_state_dict(source.state_dict())
     decoupled = torch.optim.AdamW(parameters(shapes=SHAPES), weight_decay=0.1)
@@ -460,7 +460,7 @@ def test_loading_reads_no_tensor_by_itself():
 def test_an_lr_beyond_float32_is_refused_before_anything_changes(capturable, value):
     checkpoint = FusedAdam(parameters(shapes=SHAPES), capturable=capturable).state_dict()
     checkpoint["param_groups"][0]["lr"] = value
-    why = "lr is beyond what a float holds" if isinstance(value, int) else "Invalid learning rate: .* and <= 3.4"
+    why = "lr is too large for a float" if isinstance(value, int) else "Invalid learning rate: .* and <= 3.4"
     message = rf"param_groups\[0\] of the checkpoint: {why}"
     refused(FusedAdam(parameters(shapes=SHAPES), capturable=capturable), checkpoint, AmpValueError, message)
 

@@ -236,9 +236,9 @@ def test_the_log_names_the_first(session, caplog):
             loop.iterate(seed, POISONS["one"])
         for seed in range(7):
             loop.iterate(seed, POISONS["all"])
-    assert [m for m in caplog.messages if m.startswith("inf or nan")] == [
-        "inf or nan in the gradient of 0.weight (1 inf of 32), 1.weight (1 nan of 8)",
-        "inf or nan in the gradient of 0.weight (1 nan of 32), 0.bias (1 nan of 8), 3.weight (1 nan of 16) and 3 more",
+    assert [m for m in caplog.messages if m.startswith("ampctx: non-finite")] == [
+        "ampctx: non-finite gradients: 0.weight (1 inf of 32), 1.weight (1 nan of 8)",
+        "ampctx: non-finite gradients: 0.weight (1 nan of 32), 0.bias (1 nan of 8), 3.weight (1 nan of 16) and 3 more",
     ]
 
 

@@ -188,7 +188,7 @@ def test_what_was_accumulated_before_is_kept_or_refused(train, level, kind, dela
             after = [None if p.grad is None else p.grad.clone() for p in training.model.parameters()]
             if training.session._bindings[training.optimizer].gradients.incomplete:
                 outcomes.add("refused")
-                with pytest.raises(AmpError, match="call optimizer.zero_grad\\(\\) and start"):
+                with pytest.raises(AmpError, match="Call optimizer.zero_grad\\(\\) and repeat"):
                     training.optimizer.step()
                 training.iterate(3)
             else:

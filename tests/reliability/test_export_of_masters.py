@@ -199,9 +199,9 @@ def test_without_initialize_it_is_the_models(session):
 
 
 def test_wrong_arguments(session):
-    with pytest.raises(AmpTypeError, match="model must be a module, got dict"):
+    with pytest.raises(AmpTypeError, match="model must be a torch.nn.Module, got dict"):
         session.master_state_dict({})
     with pytest.raises(AmpTypeError, match="dtype is torch.int8, expected one of torch.float16"):
         session.master_state_dict(nn.Linear(1, 1), dtype=torch.int8)
-    with pytest.raises(AmpTypeError, match="model must be a module, got dict"):
+    with pytest.raises(AmpTypeError, match="model must be a torch.nn.Module, got dict"):
         session.master_model({})

@@ -19,6 +19,10 @@ MAKE = {
     "torch-fused": lambda p: torch.optim.SGD(p, lr=0.125, momentum=0.5, fused=True),
     "FusedSGD": lambda p: optimizers.FusedSGD(p, lr=0.125, momentum=0.5, set_grad_none=True),
 }
+NO_GRADIENT = (
+    "changes nothing: none of its parameters has a gradient. The loss does not reach them, or zero_grad() ran after "
+    "backward(). See docs/errors.md#no-inf-checks-were-recorded-for-this-optimizer."
+)
 every_optimizer = pytest.mark.parametrize("name", MAKE)
 every_level = pytest.mark.parametrize("level", LEVELS)
 
@@ -83,9 +87,7 @@ def test_steps_without_gradients_change_nothing_and_are_told_once(session, level
     with caplog.at_level(logging.WARNING, "ampctx"):
         for _ in range(3):
             twins.step()
-    assert [r.message for r in caplog.records] == [
-        f"{type(twins.optimizer).__name__}.step() changes nothing: none of its parameters has a gradient"
-    ]
+    assert [r.message for r in caplog.records] == [f"{type(twins.optimizer).__name__}.step() {NO_GRADIENT}"]
     for factors in ({"a": 1.0}, {"b": 0.5}, {"a": 1.0, "b": 1.0}):
         twins.backward(**factors)
         twins.step()
@@ -110,9 +112,7 @@ def test_grad_scaler_steps_without_gradients_change_nothing_and_are_told_once(na
         scaler.update()
         schedule.step()
         optimizer.zero_grad()
-    assert [r.message for r in caplog.records] == [
-        f"{type(optimizer).__name__}.step() changes nothing: none of its parameters has a gradient"
-    ]
+    assert [r.message for r in caplog.records] == [f"{type(optimizer).__name__}.step() {NO_GRADIENT}"]
     # The steps with a gradient of 1, and momentum 0.5; iterations without do not count for the scale.
     assert model["a"].eq(2.0 - 0.125 * (1.0 + 1.5)).all()
     assert scaler.get_scale() == 2.0**17
@@ -448,8 +448,8 @@ def test_weights_edited_past_the_masters_are_told_of(session, level, name, caplo
         with caplog.at_level(logging.WARNING, "ampctx"):
             twins.step()
     (record,) = caplog.records
-    assert '"weights.b" changed in place' in record.message
-    assert "model.load_state_dict, which the masters follow" in record.message
+    assert '"weights.b" was changed in place' in record.message
+    assert "or use model.load_state_dict(), which sets the masters, too." in record.message
 
 
 # --- conversions ------------------------------------------------------------------------------------------------------
@@ -467,7 +467,7 @@ def test_a_model_converted_under_its_masters_is_refused(session, level, convert)
     session.initialize(model, optimizer, opt_level=level, verbosity=0)
     convert(model)
     with (
-        pytest.raises(AmpError, match=r'"weights.a" is torch\.\w+ on \w+ now.*Move a model before amp.initialize'),
+        pytest.raises(AmpError, match=r'"weights.a" is torch\.\w+ on \w+ now.*Move the model before amp.initialize'),
         session.scale_loss(torch.ones(()), optimizer),
     ):
         pytest.fail("the block was entered")

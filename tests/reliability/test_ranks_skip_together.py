@@ -163,7 +163,7 @@ def test_it_is_a_keyword(group):
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps], ids=["copy", "pickle"])
 def test_a_scaler_with_a_group_says_that_it_cannot_be_pickled(group, duplicate):
     scaler = GradScaler("cpu", process_group=group)
-    with pytest.raises(AmpError, match="belongs to this process: save its state_dict"):
+    with pytest.raises(AmpError, match="belongs to this process. Save its state_dict"):
         duplicate(scaler)
     assert GradScaler("cpu").load_state_dict(scaler.state_dict()) is None
 

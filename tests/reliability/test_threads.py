@@ -73,7 +73,7 @@ def test_casts_belong_to_the_thread_that_initialized(session, level):
         ("reset", session.reset),
         ("initialize", lambda: session.initialize(fresh, opt_level="O0", verbosity=0)),
     ):
-        match = f"amp.{name} was called in thread 'other', while amp.initialize switched on the casts.*'MainThread'"
+        match = f"amp.{name} was called in thread 'other', but amp.initialize switched on the casts.*'MainThread'"
         with pytest.raises(AmpError, match=match):
             in_thread(call)
     assert torch.is_autocast_enabled("cpu")
@@ -117,7 +117,7 @@ def test_a_block_that_is_open_in_another_thread(session):
             scaled.backward()
 
     with session.scale_loss(models[0](X).float().sum(), opts[0]) as scaled:
-        with pytest.raises(AmpError, match="scale_loss was called in thread 'other', while a scale_loss block .*open"):
+        with pytest.raises(AmpError, match="scale_loss was called in thread 'other', but a scale_loss block .*open"):
             in_thread(other)
         with pytest.raises(AmpError, match="inside a scale_loss block"):
             in_thread(session.reset)

@@ -230,7 +230,7 @@ class FP16_Optimizer:
         """Unscales: gradients of 16-bit parameters into those of their masters, the others in place. Sets ``overflow``
         and moves the scale. Once for each step. A host sync for a dynamic scale."""
         self._take_in()
-        self._masters.resync(settled=True)
+        self._masters.resync(weights_final=True)
         # Copied: the model's gradients stay and go on adding up, where a scale_loss block of amp moves them.
         model_grads, master_grads = grads_of_pairs(self._masters.pairs)
         own = [p.grad for p in self._masters.params_without_master if p.grad is not None]
@@ -358,7 +358,7 @@ class FP16_Optimizer:
                     )
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
         # From here on the masters are what counts, whatever the model's weights are.
-        self._masters.resync(settled=True)
+        self._masters.resync(weights_final=True)
         for group, values in zip(groups, saved, strict=True):
             for master, value in zip(group, values, strict=True):
                 master.copy_(value)
