@@ -96,11 +96,13 @@ bench: $(VENV)/examples.done
 machine-code: $(CUDA_TOOLS)
 	$(PY) benchmarks/machine_code.py $(ARGS)
 
-# The same build of the extension under the oldest and newest torch it promises to run on. Downloads both (several GB).
-abi-check: $(VENV)/test.done
+# The wheel, then the build in this tree, under the oldest and newest torch that both promise to run on. Downloads the
+# two (several GB).
+abi-check: wheel $(VENV)/test.done
 	for version in 2.11.0 2.15.0; do \
 	  $(PYTHON) -m venv .abi/$$version && \
-	  .abi/$$version/bin/python -m pip install --quiet torch==$$version numpy pytest packaging && \
+	  .abi/$$version/bin/python -m pip install --quiet torch==$$version "$$(ls dist/*.whl)[test]" && \
+	  .abi/$$version/bin/python .ci/wheel.py dist && \
 	  AMPCTX_REQUIRE_EXTENSION=1 PYTHONPATH=. .abi/$$version/bin/python -m pytest --full tests/ops tests/amp tests/optimizers $(ARGS) || exit 1; \
 	done
 

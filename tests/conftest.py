@@ -1,6 +1,7 @@
 """Leaves out what this machine cannot run, and without --full the rest of long tests: pyproject.toml has the marks."""
 
 from collections import Counter
+from heapq import heapify, heappop, heapreplace
 from itertools import combinations
 
 import torch
@@ -45,16 +46,23 @@ def _spread(cases, n):
     values_of = Counter((name, field) for name, field, _ in singles)
     needs_all = bool(waiting) and max(values_of.values()) < len(waiting)
     chosen = []
-    while waiting and (len(chosen) < n or (needs_all and singles)):
 
-        def gain(case):
-            values = waiting[case]
-            return sum(v in singles for v in values), sum(pair in pairs for pair in combinations(values, 2))
+    def rank(place, case):
+        values = waiting[case]
+        gain = sum(v in singles for v in values), sum(pair in pairs for pair in combinations(values, 2))
+        return -gain[0], -gain[1], place, case
 
-        case = max(waiting, key=gain)
-        values = waiting.pop(case)
-        singles.difference_update(values)
-        pairs.difference_update(combinations(values, 2))
+    # What a case gains only falls: one that is the best by what it gained before, and gains that still, is the best.
+    best = [rank(place, case) for place, case in enumerate(waiting)]
+    heapify(best)
+    while best and (len(chosen) < n or (needs_all and singles)):
+        *_, place, case = former = best[0]
+        if (now := rank(place, case)) != former:
+            heapreplace(best, now)
+            continue
+        heappop(best)
+        singles.difference_update(waiting[case])
+        pairs.difference_update(combinations(waiting[case], 2))
         chosen.append(case)
     return chosen
 

@@ -502,9 +502,13 @@ def test_the_table_is_torchs_list_for_cuda():
     names = torch._C._dispatch_get_all_op_names()
     of_cuda = {n for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(n, "AutocastCUDA")}
     of_torch = {n.removeprefix("aten::") for n in of_cuda if n.startswith("aten::")}
+    # Overloads by names of dimensions, which torch 2.11 has.
+    of_torch = {n for n in of_torch if "imname" not in n and n != "norm.names_ScalarOpt_dim"}
+    # Of torch with CUDA alone; and since 2.15, where torch's CPU autocast casts it as well.
+    of_torch -= {"_cudnn_rnn", "linalg_matrix_sqrth"}
     table = set(TABLE)
     assert of_torch - table == {*OF_CUDA_ALONE, "binary_cross_entropy"}  # refused: test_autocast.py
-    assert table - of_torch == OF_RECURRENT_LAYERS
+    assert table - of_torch - {"rms_norm"} == OF_RECURRENT_LAYERS  # torch 2.11 does not list rms_norm
 
 
 # Those that torch's CPU autocast casts by itself; test_cast_table.py has the others.

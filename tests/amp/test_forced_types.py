@@ -1,6 +1,7 @@
 """keep_fp32 and ops_fp32 of initialize: modules and functions in fp32, in the same words at every opt level."""
 
 import copy
+import functools
 import pickle
 import subprocess
 import sys
@@ -679,17 +680,24 @@ def test_nothing_is_replaced_when_nothing_is_asked_for(session):
 
 # dynamo looks at the gradient of what it compiles a hook for.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
+# torch 2.11 says so where a kept layer of O1 ends the graph.
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin `torch.set_autocast_enabled.`")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_compiled_models_compute_the_same(session, level, when):
+    from torch._dynamo import trace_rules, variables  # seconds, which only this test takes
+
     torch.compiler.reset()
+    # torch 2.11's dynamo skips what switches autocast off for a kept layer: there the model is no single graph.
+    traced = trace_rules.lookup(torch.set_autocast_enabled) is not variables.SkipFunctionVariable
+    compile_model = functools.partial(torch.compile, backend="aot_eager", fullgraph=traced or level == "O2")
     x, y = batch()
     results = []
     for compiled in (False, True):
         model = Net()
-        called = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled and when == "before" else model
+        called = compile_model(model) if compiled and when == "before" else model
         session.initialize(called, opt_level=level, verbosity=0, keep_fp32=KEEP, ops_fp32={"softmax"})
-        called = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled and when == "after" else called
+        called = compile_model(model) if compiled and when == "after" else called
         result = called(x)
         F.cross_entropy(result, y).backward()
         results.append([result, *(p.grad for p in model.parameters())])

@@ -21,7 +21,8 @@ OPTIMIZERS = {
 
 def allocations(fn):
     """(op, bytes) of everything that is allocated in ``fn``."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    # acc_events: torch 2.11 warns without it that a later cycle would clear the events.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         fn()
     return [(e.name, e.self_cpu_memory_usage) for e in profiled.events() if e.self_cpu_memory_usage > 0]
 

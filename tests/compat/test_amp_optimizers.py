@@ -106,6 +106,7 @@ assert not hasattr(other, "_amp_stash")
 """
 
 
+@pytest.mark.full
 def test_apex_imported_late_and_uninstalled():
     result = subprocess.run([sys.executable, "-W", "error", "-c", IN_FRESH_PROCESS], capture_output=True, text=True)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")

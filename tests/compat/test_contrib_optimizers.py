@@ -117,6 +117,7 @@ def test_refused_classes_are_imported_and_say_so_when_called(module, name, repla
     ],
     ids=["distributed-adam", "lars"],
 )
+@pytest.mark.full(but=1)
 def test_an_installed_apex_serves_what_is_refused_without_it(tmp_path, module, below, name):
     file = tmp_path.joinpath(*module.split("."), f"{below}.py")
     file.parent.mkdir(parents=True)

@@ -62,6 +62,7 @@ def train(session, model, optimizer, forward, steps=2):
 
 
 # aot_eager goes through the dispatcher as inductor does, eager stops at dynamo's graph.
+@pytest.mark.full(but=4)
 @pytest.mark.parametrize(
     ("level", "when", "backend"),
     [("O1", "before", "aot_eager"), ("O2", "before", "aot_eager"), *((level, "after", "eager") for level in LEVELS)],
@@ -166,6 +167,7 @@ class Passes(nn.Module):
         return self.make(self.linear(x)), given
 
 
+@pytest.mark.full(but=3)
 @pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
 def test_containers_come_through_whole(session, make):
     """Dynamo copies mappings without their entries and cannot compare tuples: no cast has it do so."""

@@ -114,10 +114,10 @@ def test_which_errors_are_of_memory(tmp_path):
     subprocess.run(command, check=True)
     result = subprocess.run([str(tmp_path / "errors")], capture_output=True, text=True, check=True)
     lines = result.stdout.splitlines()
-    alloc, nowhere = (next(i for i, line in enumerate(lines) if word in line) for word in ("no room", "empty_strided"))
+    alloc = next(i for i, line in enumerate(lines) if "no room" in line)
     assert lines[0].startswith("ampctx: out of memory: launch of kernel: ")
     assert lines[1].startswith("ampctx: launch of kernel: ")
     assert lines[alloc].startswith(f"ampctx: out of memory: no room on cpu for {2**50} elements of torch.uint8")
-    if torch.__version__ >= "2.13":
-        assert lines[nowhere].startswith("ampctx: torch's aoti_torch_empty_strided reported an error: ")
+    if torch.__version__ >= "2.13":  # before, torch tells nobody what its error was
+        assert any(line.startswith("ampctx: torch's aoti_torch_empty_strided reported an error: ") for line in lines)
     assert lines[-3:] == ["memory", "memory", "something else"]

@@ -126,7 +126,7 @@ def test_lbfgs_reaches_the_minimum_that_rounding_allows(session, level, name):
     assert -1e-12 <= training.excess() <= allowed(training)
 
 
-@pytest.mark.full(but=10)
+@pytest.mark.full(but=6)
 @pytest.mark.parametrize("name", ["sam-sgd", "sam-adam"])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("by_hand", [False, True], ids=["step-closure", "first-and-second-step"])

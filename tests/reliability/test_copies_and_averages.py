@@ -180,6 +180,7 @@ def _in_another_process(model, x, results):
     results.put(model.eval()(x).detach().float().tolist())
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_model_goes_to_a_spawned_process(session, level):
     model, optimizer = started(session, level)

@@ -77,33 +77,35 @@ def test_it_holds_the_masters_under_the_models_keys(session, level):
     assert rounded == (level in WITH_MASTERS)
 
 
-@pytest.mark.full(but=2)
-@pytest.mark.parametrize("level", LEVELS)
-def test_it_loads_in_plain_torch_without_this_library(session, level, tmp_path):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session.initialize(model, optimizer, opt_level=level, verbosity=0)
-    for _ in range(3):
-        with session.scale_loss(model(torch.randn(8, 4)).float().square().mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    exported = session.master_state_dict(model)
-    torch.save(exported, tmp_path / "weights.pt")
+def test_it_loads_in_plain_torch_without_this_library(session, tmp_path):
+    expected = {}
+    for level in LEVELS:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session.initialize(model, optimizer, opt_level=level, verbosity=0)
+        for _ in range(3):
+            with session.scale_loss(model(torch.randn(8, 4)).float().square().mean(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.save(session.master_state_dict(model), tmp_path / level)
+        session.reset()  # the model is in fp32 again, with the masters' values
+        expected[level] = model.eval()(torch.ones(3, 4))
     script = (
         "import sys, torch; from torch import nn\n"
         "model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))\n"
-        "model.load_state_dict(torch.load(sys.argv[1], weights_only=True))\n"
+        "for file in sys.argv[1:]:\n"
+        "    model.load_state_dict(torch.load(file, weights_only=True))\n"
+        "    torch.save(model.eval()(torch.ones(3, 4)), file + '.out')\n"
         "assert 'ampctx' not in sys.modules\n"
-        "torch.save(model.eval()(torch.ones(3, 4)), sys.argv[2])\n"
     )
-    subprocess.run([sys.executable, "-c", script, tmp_path / "weights.pt", tmp_path / "out.pt"], check=True)
-    session.reset()  # the model is in fp32 again, with the masters' values
-    expected = model.eval()(torch.ones(3, 4))
-    if level != "O3":
-        assert torch.equal(torch.load(tmp_path / "out.pt"), expected)
-    torch.testing.assert_close(torch.load(tmp_path / "out.pt"), expected)
+    subprocess.run([sys.executable, "-c", script, *(tmp_path / level for level in LEVELS)], check=True)
+    for level in LEVELS:
+        out = torch.load(tmp_path / f"{level}.out")
+        if level != "O3":
+            assert torch.equal(out, expected[level])
+        torch.testing.assert_close(out, expected[level])
 
 
 def test_nothing_is_shared_with_the_run_and_ties_are_kept(session):

@@ -98,8 +98,14 @@ CASES = [
     [
         pytest.param("O2", "ampctx", 25, id="O2-ampctx"),
         *(
-            pytest.param(level, kind, 1, id=f"{level}-{kind}-every-line", marks=pytest.mark.full)
-            for level, kind in (("O2", "ampctx"), ("O2", "plain"), ("O1", "plain"), ("O2", "torch-fused"))
+            pytest.param(level, kind, every, id=f"{level}-{kind}-each-{every}", marks=pytest.mark.full)
+            # Most lines are those of the first two.
+            for level, kind, every in (
+                ("O2", "ampctx", 1),
+                ("O2", "plain", 1),
+                ("O1", "plain", 3),
+                ("O2", "torch-fused", 3),
+            )
         ),
     ],
 )
