@@ -9,8 +9,6 @@
 namespace ampctx::cpu {
 namespace {
 
-constexpr int kLanes = 16;
-
 // A mask as wide as a value: loops over values and masks of one width vectorize.
 template <class T>
 struct Bits;
@@ -73,80 +71,128 @@ bool axpby(const T* x, const T* y, T* out, int64_t n, T a, T b, int arg_to_check
   return axpby_checking<-1>(x, y, out, n, a, b);
 }
 
-// kLanes sums, in as many vectors as the instruction set needs for them.
+// Bytes of a vector of the instruction set.
+#if defined(__AVX512F__)
+constexpr int kVector = 64;
+#elif defined(__AVX2__)
+constexpr int kVector = 32;
+#else
+constexpr int kVector = 16;
+#endif
+
+template <class To, class From>
+To bits_as(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+template <class T>
+struct Vector {
+  static constexpr int kWidth = kVector / sizeof(T);
+  typedef T Type __attribute__((vector_size(kVector)));
+
+  static Type load(const T* x) {
+    Type values;
+    memcpy(&values, x, sizeof(values));
+    return values;
+  }
+
+  // The 512-bit conversions with all lanes set: gcc warns of those without a mask.
+#if defined(__AVX512F__)
+  static Type load(const Half* x) { return bits_as<Type>(_mm512_maskz_cvtph_ps(0xffff, narrow(x))); }
+  static Type load(const BFloat16* x) {
+    return bits_as<Type>(_mm512_maskz_slli_epi32(0xffff, _mm512_maskz_cvtepu16_epi32(0xffff, narrow(x)), 16));
+  }
+  static __m256i narrow(const void* x) { return _mm256_loadu_si256(static_cast<const __m256i*>(x)); }
+#elif defined(__AVX2__)
+  static Type load(const Half* x) { return bits_as<Type>(_mm256_cvtph_ps(narrow(x))); }
+  static Type load(const BFloat16* x) {
+    return bits_as<Type>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow(x)), 16));
+  }
+  static __m128i narrow(const void* x) { return _mm_loadu_si128(static_cast<const __m128i*>(x)); }
+#endif
+};
+
+// kLanes sums, in as many vectors as the instruction set needs for them. An addition waits for the one before it in its
+// vector: several vectors keep the adders busy.
 template <class T>
 class SumOfSquares {
  public:
-  explicit SumOfSquares(T inv_scale) : inv_scale_(Vector{} + inv_scale) {}
+  static constexpr int kLanes = 128 / sizeof(T);
 
-  void add(const T* x) {
+  explicit SumOfSquares(T inv_scale) : inv_scale_(typename Vector<T>::Type{} + inv_scale) {}
+
+  template <class From>
+  void add(const From* x) {
 #pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) {
-      Vector value;
-      memcpy(&value, x + v * kWidth, sizeof(value));
-      Mask bits;
-      memcpy(&bits, &value, sizeof(bits));
-      nonfinite_[v] |= (bits & kExponent<T>) == kExponent<T>;
-      sum_[v] += l2norm_term(value, inv_scale_);
-    }
+    for (int v = 0; v < kVectors; ++v) sum_[v] += l2norm_term(Vector<T>::load(x + v * kWidth), inv_scale_);
   }
 
+  // In fp64, by halves: that order vectorizes, too.
   double total() const {
-    double total = 0;
-    for (int lane = 0; lane < kLanes; ++lane) total += static_cast<double>(sum_[lane / kWidth][lane % kWidth]);
-    return total;
-  }
-
-  bool is_finite() const {
-    bool finite = true;
-    for (int lane = 0; lane < kLanes; ++lane) finite = finite && nonfinite_[lane / kWidth][lane % kWidth] == 0;
-    return finite;
+    T lanes[kLanes];
+    memcpy(lanes, sum_, sizeof(lanes));
+    double part[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane) part[lane] = static_cast<double>(lanes[lane]);
+#pragma GCC unroll 8
+    for (int half = kLanes / 2; half > 0; half /= 2) {
+      for (int lane = 0; lane < half; ++lane) part[lane] += part[lane + half];
+    }
+    return part[0];
   }
 
  private:
-#if defined(__AVX512F__)
-  static constexpr int kBytes = 64;
-#elif defined(__AVX2__)
-  static constexpr int kBytes = 32;
-#else
-  static constexpr int kBytes = 16;
-#endif
-  static constexpr int kWidth = kBytes / sizeof(T);
+  static constexpr int kWidth = Vector<T>::kWidth;
   static constexpr int kVectors = kLanes / kWidth;
-  typedef T Vector __attribute__((vector_size(kBytes)));
-  typedef typename Bits<T>::type Mask __attribute__((vector_size(kBytes)));
 
-  Vector inv_scale_;
-  Vector sum_[kVectors] = {};
-  Mask nonfinite_[kVectors] = {};
+  typename Vector<T>::Type inv_scale_;
+  typename Vector<T>::Type sum_[kVectors] = {};
 };
+
+template <class From, class T>
+void add(SumOfSquares<T>& sum, const From* x) {
+#ifdef __AVX2__
+  sum.add(x);
+#else
+  if constexpr (sizeof(From) == sizeof(T)) {
+    sum.add(x);
+  } else {
+    T values[SumOfSquares<T>::kLanes];
+    load<From, T>(x, values, SumOfSquares<T>::kLanes);
+    sum.add(values);
+  }
+#endif
+}
+
+template <class From, class T>
+bool l2norm_of(const From* x, int64_t n, T inv_scale, double* sum_of_squares) {
+  constexpr int kLanes = SumOfSquares<T>::kLanes;
+  SumOfSquares<T> sum(inv_scale);
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) add(sum, x + i);
+  if (i < n) {
+    From rest[kLanes] = {};
+    memcpy(rest, x + i, static_cast<size_t>(n - i) * sizeof(From));
+    add(sum, rest);
+  }
+  *sum_of_squares = sum.total();
+  // An inf or a nan makes the sum one. Only then a look at each element tells that from squares too large for T.
+  if (is_finite(*sum_of_squares)) return true;
+  bool finite = true;
+  for (i = 0; i < n; ++i) finite = finite && is_finite(widen(x[i]));
+  return finite;
+}
 
 template <class T>
 bool l2norm(const T* x, int64_t n, T inv_scale, double* sum_of_squares) {
-  SumOfSquares<T> sum(inv_scale);
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) sum.add(x + i);
-  if (i < n) {
-    T rest[kLanes] = {};
-    memcpy(rest, x + i, static_cast<size_t>(n - i) * sizeof(T));
-    sum.add(rest);
-  }
-  *sum_of_squares = sum.total();
-  return sum.is_finite();
+  return l2norm_of(x, n, inv_scale, sum_of_squares);
 }
 
 template <class From>
 bool l2norm_mixed(const void* x, int64_t n, float inv_scale, double* sum_of_squares) {
-  SumOfSquares<float> sum(inv_scale);
-  float values[kStrip];
-  for_each_strip(n, [&](int64_t i, int64_t size) {
-    load<From, float>(static_cast<const From*>(x) + i, values, size);
-    const int64_t filled = (size + kLanes - 1) / kLanes * kLanes;
-    for (int64_t k = size; k < filled; ++k) values[k] = 0;
-    for (int64_t k = 0; k < filled; k += kLanes) sum.add(values + k);
-  });
-  *sum_of_squares = sum.total();
-  return sum.is_finite();
+  return l2norm_of(static_cast<const From*>(x), n, inv_scale, sum_of_squares);
 }
 
 template <class T>

@@ -26,6 +26,7 @@ AMPCTX_FN float widen(Half value) { return half_to_float(value.bits); }
 AMPCTX_FN float widen(BFloat16 value) { return bfloat16_to_float(value.bits); }
 AMPCTX_FN float widen(Remainder value) { return value.value; }
 AMPCTX_FN float widen(float value) { return value; }
+AMPCTX_FN double widen(double value) { return value; }
 AMPCTX_FN void narrow(float value, Half& to) { to.bits = float_to_half(value); }
 AMPCTX_FN void narrow(float value, BFloat16& to) { to.bits = float_to_bfloat16(value); }
 AMPCTX_FN void narrow(float value, Remainder& to) { to.value = static_cast<int16_t>(static_cast<int32_t>(value)); }
