@@ -9,6 +9,8 @@
 namespace ampctx::cpu {
 namespace {
 
+constexpr uintptr_t kLine = 64;  // bytes of a line of memory
+
 // A mask as wide as a value: loops over values and masks of one width vectorize.
 template <class T>
 struct Bits;
@@ -32,24 +34,54 @@ bool scale(const T* x, T* out, int64_t n, T factor) {
   return nonfinite == 0;
 }
 
+// Copies a strip past the caches: a line of memory that is written whole need not be read before. Both begin at a line.
+void stream(const void* from, void* to, size_t bytes) {
+  const char* in = static_cast<const char*>(from);
+  char* out = static_cast<char*>(to);
+  size_t i = 0;
+#if defined(__AVX512F__)
+  for (; i + 64 <= bytes; i += 64) _mm512_stream_si512(reinterpret_cast<__m512i*>(out + i), _mm512_load_si512(in + i));
+#elif defined(__AVX2__)
+  for (; i + 32 <= bytes; i += 32) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(out + i),
+                        _mm256_load_si256(reinterpret_cast<const __m256i*>(in + i)));
+  }
+#endif
+  memcpy(out + i, in + i, bytes - i);
+}
+
+// Before other threads read what was streamed.
+void end_streams() {
+#ifdef __AVX2__
+  _mm_sfence();
+#endif
+}
+
 template <class From, class To>
-bool scale_mixed(const void* x, void* out, int64_t n, float factor) {
+bool scale_mixed(const void* x, void* out, int64_t n, float factor, bool streams) {
+  streams = streams && reinterpret_cast<uintptr_t>(out) % kLine == 0;
   bool finite = true;
-  float in[kStrip], scaled[kStrip];
+  alignas(kLine) float in[kStrip], scaled[kStrip];
+  alignas(kLine) To stored[kStrip];
   for_each_strip(n, [&](int64_t i, int64_t size) {
     const From* from = static_cast<const From*>(x) + i;
-    To* to = static_cast<To*>(out) + i;
+    To* const to = static_cast<To*>(out) + i;
+    To* const target = streams ? stored : to;
     const float* values = in;
-    float* target = scaled;
     if constexpr (sizeof(From) == sizeof(float)) {
       values = from;
     } else {
       load<From, float>(from, in, size);
     }
-    if constexpr (sizeof(To) == sizeof(float)) target = to;
-    finite &= scale(values, target, size, factor);
-    if constexpr (sizeof(To) < sizeof(float)) store<To, float>(scaled, to, size);
+    if constexpr (sizeof(To) == sizeof(float)) {
+      finite &= scale(values, target, size, factor);
+    } else {
+      finite &= scale(values, scaled, size, factor);
+      store<To, float>(scaled, target, size);
+    }
+    if (streams) stream(stored, to, static_cast<size_t>(size) * sizeof(To));
   });
+  if (streams) end_streams();
   return finite;
 }
 
@@ -108,9 +140,7 @@ struct Vector {
   static __m256i narrow(const void* x) { return _mm256_loadu_si256(static_cast<const __m256i*>(x)); }
 #elif defined(__AVX2__)
   static Type load(const Half* x) { return bits_as<Type>(_mm256_cvtph_ps(narrow(x))); }
-  static Type load(const BFloat16* x) {
-    return bits_as<Type>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow(x)), 16));
-  }
+  static Type load(const BFloat16* x) { return bits_as<Type>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow(x)), 16)); }
   static __m128i narrow(const void* x) { return _mm_loadu_si128(static_cast<const __m128i*>(x)); }
 #endif
 };

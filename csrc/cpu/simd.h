@@ -93,7 +93,8 @@ struct Simd {
   Convert load[2][kDTypes];
   Convert store[2][kDTypes];
   // What converts on the way, in fp32 arithmetic, by the types in memory; null for fp32 alone and for other types.
-  bool (*scale_mixed[kDTypes][kDTypes])(const void* x, void* out, int64_t n, float factor);
+  // `streams`: past the caches, for outputs that these cannot hold.
+  bool (*scale_mixed[kDTypes][kDTypes])(const void* x, void* out, int64_t n, float factor, bool streams);
   bool (*l2norm_mixed[kDTypes])(const void* x, int64_t n, float inv_scale, double* sum_of_squares);
   const OptimizerLoops& optimizers;
 };
