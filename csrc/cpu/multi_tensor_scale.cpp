@@ -1,8 +1,16 @@
 // dst = src * scale on the CPU. Unscaling of gradients and the master-to-model copy use it.
+#include <numeric>
+
 #include "multi_tensor_apply.h"
 
 namespace ampctx::cpu {
 namespace {
+
+constexpr int64_t kStreamed = 32 << 20;  // bytes of outputs that no cache holds until they are read
+
+int64_t output_bytes(const TensorLists& lists) {
+  return std::accumulate(lists.numel.begin(), lists.numel.end(), int64_t{0}) * element_size(lists.dtype[1]);
+}
 
 template <class T>
 void scale_as(const Context& context, const TensorLists& lists, FoundInf found_inf, T factor) {
@@ -10,9 +18,10 @@ void scale_as(const Context& context, const TensorLists& lists, FoundInf found_i
   const BlockAccess<T> access(lists, simd);
   NonfiniteSeen nonfinite;
   const auto mixed = simd.scale_mixed[static_cast<int>(lists.dtype[0])][static_cast<int>(lists.dtype[1])];
+  const bool streams = output_bytes(lists) >= kStreamed;
   for_each_block(context, lists, [&](const Block& block) {
     if (mixed) {
-      return nonfinite.note(mixed(access.memory(0, block), access.memory(1, block), block.size, factor));
+      return nonfinite.note(mixed(access.memory(0, block), access.memory(1, block), block.size, factor, streams));
     }
     typename BlockAccess<T>::Buffer in, out;
     const T* x = access.read(0, block, in);

@@ -9,7 +9,7 @@
 namespace ampctx::cpu {
 namespace {
 
-constexpr int kLanes = 16;
+constexpr uintptr_t kLine = 64;  // bytes of a memory line
 
 // A mask as wide as a value, because loops over values and masks of one width vectorize.
 template <class T>
@@ -34,24 +34,55 @@ bool scale(const T* x, T* out, int64_t n, T factor) {
   return nonfinite == 0;
 }
 
+// Copies a strip past the caches. Memory lines that are written whole need not be read first. Both pointers begin a
+// line.
+void stream(const void* from, void* to, size_t bytes) {
+  const char* in = static_cast<const char*>(from);
+  char* out = static_cast<char*>(to);
+  size_t i = 0;
+#if defined(__AVX512F__)
+  for (; i + 64 <= bytes; i += 64) _mm512_stream_si512(reinterpret_cast<__m512i*>(out + i), _mm512_load_si512(in + i));
+#elif defined(__AVX2__)
+  for (; i + 32 <= bytes; i += 32) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(out + i),
+                        _mm256_load_si256(reinterpret_cast<const __m256i*>(in + i)));
+  }
+#endif
+  memcpy(out + i, in + i, bytes - i);
+}
+
+// Other threads may read the streamed elements after this.
+void end_streams() {
+#ifdef __AVX2__
+  _mm_sfence();
+#endif
+}
+
 template <class From, class To>
-bool scale_mixed(const void* x, void* out, int64_t n, float factor) {
+bool scale_mixed(const void* x, void* out, int64_t n, float factor, bool streams) {
+  streams = streams && reinterpret_cast<uintptr_t>(out) % kLine == 0;
   bool finite = true;
-  float in[kStrip], scaled[kStrip];
+  alignas(kLine) float in[kStrip], scaled[kStrip];
+  alignas(kLine) To stored[kStrip];
   for_each_strip(n, [&](int64_t i, int64_t size) {
     const From* from = static_cast<const From*>(x) + i;
-    To* to = static_cast<To*>(out) + i;
+    To* const to = static_cast<To*>(out) + i;
+    To* const target = streams ? stored : to;
     const float* values = in;
-    float* target = scaled;
     if constexpr (sizeof(From) == sizeof(float)) {
       values = from;
     } else {
       load<From, float>(from, in, size);
     }
-    if constexpr (sizeof(To) == sizeof(float)) target = to;
-    finite &= scale(values, target, size, factor);
-    if constexpr (sizeof(To) < sizeof(float)) store<To, float>(scaled, to, size);
+    if constexpr (sizeof(To) == sizeof(float)) {
+      finite &= scale(values, target, size, factor);
+    } else {
+      finite &= scale(values, scaled, size, factor);
+      store<To, float>(scaled, target, size);
+    }
+    if (streams) stream(stored, to, static_cast<size_t>(size) * sizeof(To));
   });
+  if (streams) end_streams();
   return finite;
 }
 
@@ -73,80 +104,126 @@ bool axpby(const T* x, const T* y, T* out, int64_t n, T a, T b, int arg_to_check
   return axpby_checking<-1>(x, y, out, n, a, b);
 }
 
-// kLanes partial sums, in as many vectors as the instruction set needs.
+// Bytes of a vector of the instruction set.
+#if defined(__AVX512F__)
+constexpr int kVector = 64;
+#elif defined(__AVX2__)
+constexpr int kVector = 32;
+#else
+constexpr int kVector = 16;
+#endif
+
+template <class To, class From>
+To bits_as(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+template <class T>
+struct Vector {
+  static constexpr int kWidth = kVector / sizeof(T);
+  typedef T Type __attribute__((vector_size(kVector)));
+
+  static Type load(const T* x) {
+    Type values;
+    memcpy(&values, x, sizeof(values));
+    return values;
+  }
+
+  // 512-bit conversions have a full mask, because gcc 12 warns of those without one.
+#if defined(__AVX512F__)
+  static Type load(const Half* x) { return bits_as<Type>(_mm512_maskz_cvtph_ps(0xffff, narrow(x))); }
+  static Type load(const BFloat16* x) {
+    return bits_as<Type>(_mm512_maskz_slli_epi32(0xffff, _mm512_maskz_cvtepu16_epi32(0xffff, narrow(x)), 16));
+  }
+  static __m256i narrow(const void* x) { return _mm256_loadu_si256(static_cast<const __m256i*>(x)); }
+#elif defined(__AVX2__)
+  static Type load(const Half* x) { return bits_as<Type>(_mm256_cvtph_ps(narrow(x))); }
+  static Type load(const BFloat16* x) { return bits_as<Type>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow(x)), 16)); }
+  static __m128i narrow(const void* x) { return _mm_loadu_si128(static_cast<const __m128i*>(x)); }
+#endif
+};
+
+// kLanes partial sums, in as many vectors as the instruction set needs. Each addition waits for the previous one in its
+// vector, so several vectors keep the adders busy.
 template <class T>
 class SumOfSquares {
  public:
-  explicit SumOfSquares(T inv_scale) : inv_scale_(Vector{} + inv_scale) {}
+  static constexpr int kLanes = 128 / sizeof(T);
 
-  void add(const T* x) {
+  explicit SumOfSquares(T inv_scale) : inv_scale_(typename Vector<T>::Type{} + inv_scale) {}
+
+  template <class From>
+  void add(const From* x) {
 #pragma GCC unroll 16
-    for (int v = 0; v < kVectors; ++v) {
-      Vector value;
-      memcpy(&value, x + v * kWidth, sizeof(value));
-      Mask bits;
-      memcpy(&bits, &value, sizeof(bits));
-      nonfinite_[v] |= (bits & kExponent<T>) == kExponent<T>;
-      sum_[v] += l2norm_term(value, inv_scale_);
-    }
+    for (int v = 0; v < kVectors; ++v) sum_[v] += l2norm_term(Vector<T>::load(x + v * kWidth), inv_scale_);
   }
 
+  // Adds the lanes in fp64, by halves. The order is the same for every instruction set, and vectorizes.
   double total() const {
-    double total = 0;
-    for (int lane = 0; lane < kLanes; ++lane) total += static_cast<double>(sum_[lane / kWidth][lane % kWidth]);
-    return total;
-  }
-
-  bool is_finite() const {
-    bool finite = true;
-    for (int lane = 0; lane < kLanes; ++lane) finite = finite && nonfinite_[lane / kWidth][lane % kWidth] == 0;
-    return finite;
+    T lanes[kLanes];
+    memcpy(lanes, sum_, sizeof(lanes));
+    double part[kLanes];
+    for (int lane = 0; lane < kLanes; ++lane) part[lane] = static_cast<double>(lanes[lane]);
+#pragma GCC unroll 8
+    for (int half = kLanes / 2; half > 0; half /= 2) {
+      for (int lane = 0; lane < half; ++lane) part[lane] += part[lane + half];
+    }
+    return part[0];
   }
 
  private:
-#if defined(__AVX512F__)
-  static constexpr int kBytes = 64;
-#elif defined(__AVX2__)
-  static constexpr int kBytes = 32;
-#else
-  static constexpr int kBytes = 16;
-#endif
-  static constexpr int kWidth = kBytes / sizeof(T);
+  static constexpr int kWidth = Vector<T>::kWidth;
   static constexpr int kVectors = kLanes / kWidth;
-  typedef T Vector __attribute__((vector_size(kBytes)));
-  typedef typename Bits<T>::type Mask __attribute__((vector_size(kBytes)));
 
-  Vector inv_scale_;
-  Vector sum_[kVectors] = {};
-  Mask nonfinite_[kVectors] = {};
+  typename Vector<T>::Type inv_scale_;
+  typename Vector<T>::Type sum_[kVectors] = {};
 };
+
+template <class From, class T>
+void add(SumOfSquares<T>& sum, const From* x) {
+#ifdef __AVX2__
+  sum.add(x);
+#else
+  if constexpr (sizeof(From) == sizeof(T)) {
+    sum.add(x);
+  } else {
+    T values[SumOfSquares<T>::kLanes];
+    load<From, T>(x, values, SumOfSquares<T>::kLanes);
+    sum.add(values);
+  }
+#endif
+}
+
+template <class From, class T>
+bool l2norm_of(const From* x, int64_t n, T inv_scale, double* sum_of_squares) {
+  constexpr int kLanes = SumOfSquares<T>::kLanes;
+  SumOfSquares<T> sum(inv_scale);
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) add(sum, x + i);
+  if (i < n) {
+    From rest[kLanes] = {};
+    memcpy(rest, x + i, static_cast<size_t>(n - i) * sizeof(From));
+    add(sum, rest);
+  }
+  *sum_of_squares = sum.total();
+  // An inf or nan element makes the sum inf or nan, and so do squares too large for T: only then check each element.
+  if (is_finite(*sum_of_squares)) return true;
+  bool finite = true;
+  for (i = 0; i < n; ++i) finite = finite && is_finite(widen(x[i]));
+  return finite;
+}
 
 template <class T>
 bool l2norm(const T* x, int64_t n, T inv_scale, double* sum_of_squares) {
-  SumOfSquares<T> sum(inv_scale);
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) sum.add(x + i);
-  if (i < n) {
-    T rest[kLanes] = {};
-    memcpy(rest, x + i, static_cast<size_t>(n - i) * sizeof(T));
-    sum.add(rest);
-  }
-  *sum_of_squares = sum.total();
-  return sum.is_finite();
+  return l2norm_of(x, n, inv_scale, sum_of_squares);
 }
 
 template <class From>
 bool l2norm_mixed(const void* x, int64_t n, float inv_scale, double* sum_of_squares) {
-  SumOfSquares<float> sum(inv_scale);
-  float values[kStrip];
-  for_each_strip(n, [&](int64_t i, int64_t size) {
-    load<From, float>(static_cast<const From*>(x) + i, values, size);
-    const int64_t filled = (size + kLanes - 1) / kLanes * kLanes;
-    for (int64_t k = size; k < filled; ++k) values[k] = 0;
-    for (int64_t k = 0; k < filled; k += kLanes) sum.add(values + k);
-  });
-  *sum_of_squares = sum.total();
-  return sum.is_finite();
+  return l2norm_of(static_cast<const From*>(x), n, inv_scale, sum_of_squares);
 }
 
 template <class T>

@@ -93,7 +93,8 @@ struct Simd {
   Convert load[2][kDTypes];
   Convert store[2][kDTypes];
   // Loops in fp32 arithmetic that convert on the way, by memory types. Null if all are fp32, or for other types.
-  bool (*scale_mixed[kDTypes][kDTypes])(const void* x, void* out, int64_t n, float factor);
+  // `streams`: write past the caches, for outputs that they cannot hold.
+  bool (*scale_mixed[kDTypes][kDTypes])(const void* x, void* out, int64_t n, float factor, bool streams);
   bool (*l2norm_mixed[kDTypes])(const void* x, int64_t n, float inv_scale, double* sum_of_squares);
   const OptimizerLoops& optimizers;
 };
