@@ -4,6 +4,8 @@ import pytest
 import torch
 from backends import ALL_FLOATS, CHUNKS, FLOATS, NON_FINITE, SIZES, combination_id, combinations, compute_dtype, short
 
+from ampctx import ops
+
 
 def scaled(src, dtype, factor):
     compute = compute_dtype(src.dtype, dtype)
@@ -186,6 +188,25 @@ def test_threads_do_not_change_the_result(backend):
         torch.set_num_threads(threads)
     for one, two in zip(*results, strict=True):
         assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("dtypes", combinations(FLOATS, 2), ids=combination_id)
+def test_outputs_larger_than_the_caches(dtypes):
+    """They are written past these: whole memory lines, tensors that begin within a line, and one in its own place."""
+    sizes = [17 << 20, 12345, 2048 * 3 + 33]
+    big = torch.randn(sizes[0]).to(dtypes[0])
+    src = [big, *(big[i : i + n].clone() for i, n in enumerate(sizes[1:]))]
+    dst = [torch.empty(n + 1, dtype=dtypes[1])[i % 2 : n + i % 2] for i, n in enumerate(sizes)]
+    found_inf = torch.zeros(())
+    ops.multi_tensor_scale(src, dst, found_inf, 0.3)
+    assert_scaled(dst, src, 0.3)
+    assert found_inf == 0
+    if dtypes[0] == dtypes[1]:
+        expected = scaled(big, dtypes[1], 0.5)
+        big[-1] = torch.inf
+        ops.multi_tensor_scale([big], [big], found_inf, 0.5)
+        assert torch.equal(big[:-1], expected[:-1])
+        assert found_inf == 1
 
 
 @pytest.mark.large
