@@ -5,10 +5,10 @@
 
 #include <algorithm>
 #include <atomic>
-#include <initializer_list>
+#include <numeric>
 
 #include "known_lists.h"
-#include "ops.h"
+#include "optimizer_ops.h"
 
 namespace ampctx {
 
@@ -20,7 +20,6 @@ struct ListArgument {
   const char* name;
   ListView tensors;
   bool is_written = false;
-  bool is_optional = false;  // left out where it is empty
 };
 
 // The device of a call, and the argument that decides it, for messages.
@@ -53,7 +52,7 @@ bool holds_for_all(int64_t count, const Part& part) {
     const Part& part;
     std::atomic<bool> holds{true};
   } argument{part};
-  constexpr int64_t grain = 512;  // tensors below which a second thread costs more than it does
+  constexpr int64_t grain = 1024;  // indices of a call below which a second thread may cost more than it does
   const auto body = [](int64_t begin, int64_t end, void* argument) {
     Argument& self = *static_cast<Argument*>(argument);
     try {
@@ -66,11 +65,18 @@ bool holds_for_all(int64_t count, const Part& part) {
   return argument.holds.load();
 }
 
-// Checks lists, one after the other, against the first of them, and gathers what the kernels need of each.
+// Checks the lists of a call and gathers what the kernels need of each. Lists with nothing to refuse are taken all at
+// once; where there is something, add() goes through them one after the other and names it.
 class ListChecker {
  public:
-  ListChecker(const char* op, const CallDevice& call, const ListArgument& first) : op_(op), call_(call), first_(first) {
-    lists.total_tensors = static_cast<int64_t>(first.tensors.size());
+  // `alike`: what add() will be given, in this order. `one_element`: lists of one fp32 element for each tensor. Both
+  // are the caller's, and stay.
+  ListChecker(const char* op, const CallDevice& call, const std::vector<ListArgument>& alike,
+              const std::vector<ListArgument>& one_element = {})
+      : op_(op), call_(call), first_(alike[0]) {
+    lists.total_tensors = static_cast<int64_t>(first_.tensors.size());
+    per_tensor.resize(one_element.size());
+    are_plain_ = lists.total_tensors > 0 && take(alike, one_element);
   }
 
   void check_length(const ListArgument& argument) const {
@@ -87,14 +93,10 @@ class ListChecker {
     const int list = lists.depth++;
     const int32_t code = tensors.empty() ? aoti_torch_dtype_float32() : tensors.dtype(0);
     const bool known = to_dtype(code, lists.dtype[list]) && allows(allowed, lists.dtype[list]);
-    if (is_first) {
-      numel_.resize(tensors.size());
-      contiguous_.resize(tensors.size());
-    }
-    if (known && add_plain(argument, list, code)) return;
+    if (known && are_plain_) return;
 
     lists.pointer[list].clear();
-    lists.pointer[list].reserve(tensors.size());
+    if (is_first) lists.numel.clear();
     for (size_t i = 0; i < tensors.size(); ++i) {
       const auto refuse = [&](const auto&... why) { fail(op_, ": ", argument.name, "[", i, "] ", why...); };
       if (!tensors.is_strided(i)) refuse("is not a strided tensor");
@@ -106,20 +108,14 @@ class ListChecker {
       if (const Device device = tensors.device(i); device != call_.device) {
         refuse("is on ", device.name(), ", ", call_.decided_by, " is on ", call_.device.name());
       }
-      const int64_t elements = tensors.numel(i);
-      const bool is_contiguous = tensors.is_contiguous(i);
-      if (is_first) {
-        numel_[i] = elements;
-        contiguous_[i] = is_contiguous;
-      }
-      if (elements != numel_[i]) {
-        refuse("has ", elements, " elements, ", first_.name, "[", i, "] has ", numel_[i]);
-      }
+      const int64_t elements = tensors.numel(i), expected = first_.tensors.numel(i);
+      if (elements != expected) refuse("has ", elements, " elements, ", first_.name, "[", i, "] has ", expected);
       if (elements == 0) continue;
+      const bool is_contiguous = tensors.is_contiguous(i);
       if (!is_contiguous && !is_dense(tensors.layout(i))) {
         refuse("is not contiguous: its elements do not fill one block of memory");
       }
-      if (!is_first && !(is_contiguous && contiguous_[i]) &&
+      if (!(is_contiguous && first_.tensors.is_contiguous(i)) &&
           !same_strides(tensors.layout(i), first_.tensors.layout(i))) {
         refuse("and ", first_.name, "[", i, "] have different memory layouts");
       }
@@ -132,58 +128,83 @@ class ListChecker {
     }
   }
 
+  bool are_plain() const { return are_plain_; }
+
   TensorLists lists;
+  std::vector<PerTensor> per_tensor;  // of one_element, where are_plain()
 
  private:
-  // Adds a list with nothing to refuse and no empty tensor: in parallel, as thousands of tensors are thousands of waits
-  // for memory. False where it is not such a list; what was written is of no use then.
-  bool add_plain(const ListArgument& argument, int list, int32_t code) {
-    const int64_t count = static_cast<int64_t>(argument.tensors.size());
-    lists.pointer[list].resize(count);
-    const bool plain = holds_for_all(count, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        if (!take_plain(argument, list, code, i)) return false;
+  struct Column {
+    const ListArgument& argument;
+    int32_t code;
+    int64_t element_bytes;
+    void** pointer;
+    float** scalar;  // in its place, for a list of one element for each tensor
+  };
+
+  // In one parallel region, as thousands of tensors are thousands of waits for memory, and each region is a wait for
+  // the slowest core. False where there is anything to refuse, or an empty tensor; what was written is of no use then.
+  bool take(const std::vector<ListArgument>& alike, const std::vector<ListArgument>& one_element) {
+    const size_t count = first_.tensors.size();
+    std::vector<Column> columns;
+    const auto add_column = [&](const ListArgument& argument, void** pointer, float** scalar) {
+      const ListView& tensors = argument.tensors;
+      DType dtype;
+      if (tensors.size() != count || !to_dtype(tensors.dtype(0), dtype)) return false;
+      columns.push_back({argument, tensors.dtype(0), element_size(dtype), pointer, scalar});
+      return !scalar || dtype == DType::f32;
+    };
+    for (size_t list = 0; list < alike.size(); ++list) {
+      lists.pointer[list].resize(count);
+      if (!add_column(alike[list], lists.pointer[list].data(), nullptr)) return false;
+    }
+    for (size_t list = 0; list < one_element.size(); ++list) {
+      per_tensor[list].resize(count);
+      if (!add_column(one_element[list], nullptr, per_tensor[list].data())) return false;
+    }
+    lists.numel.resize(count);
+    contiguous_.resize(count);
+    const bool are_plain = holds_for_all(static_cast<int64_t>(count), [&](int64_t begin, int64_t end) {
+      for (const Column& column : columns) {
+        for (int64_t i = begin; i < end; ++i) {
+          if (!take(column, &column == columns.data(), i)) return false;
+        }
       }
       return true;
     });
-    if (!plain) return false;
-    if (list == 0) {
-      lists.numel = numel_;
-      lists.index.resize(count);
-      for (int64_t i = 0; i < count; ++i) lists.index[i] = i;
-    }
+    if (!are_plain) return false;
+    lists.index.resize(count);
+    std::iota(lists.index.begin(), lists.index.end(), 0);
     return true;
   }
 
-  bool take_plain(const ListArgument& argument, int list, int32_t code, int64_t i) {
-    const ListView& tensors = argument.tensors;
-    if (!tensors.is_strided(i) || tensors.dtype(i) != code || tensors.device(i) != call_.device) return false;
+  bool take(const Column& column, bool is_first, int64_t i) {
+    const ListView& tensors = column.argument.tensors;
+    if (!tensors.is_strided(i) || tensors.dtype(i) != column.code || tensors.device(i) != call_.device) return false;
     const int64_t elements = tensors.numel(i);
+    if (is_first) lists.numel[i] = elements;
+    if (elements == 0 || elements != (column.scalar ? 1 : lists.numel[i])) return false;
+    if (!tensors.has_memory(i, elements, column.element_bytes)) return false;
+    void* const data = tensors.data(i, column.argument.is_written);
+    if (column.scalar) return column.scalar[i] = static_cast<float*>(data), true;
+    column.pointer[i] = data;
     const bool is_contiguous = tensors.is_contiguous(i);
-    if (list == 0) {
-      numel_[i] = elements;
-      contiguous_[i] = is_contiguous;
-    }
-    if (elements == 0 || elements != numel_[i]) return false;
-    if (!(is_contiguous && contiguous_[i])) {
-      const torch_abi::Layout layout = tensors.layout(i);
-      if (!is_dense(layout) || !same_strides(layout, first_.tensors.layout(i))) return false;
-    }
-    if (!tensors.has_memory(i, elements, element_size(lists.dtype[list]))) return false;
-    lists.pointer[list][i] = tensors.data(i, argument.is_written);
-    return true;
+    if (is_first) contiguous_[i] = is_contiguous;
+    if (is_contiguous && contiguous_[i]) return true;
+    const torch_abi::Layout layout = tensors.layout(i);
+    return is_dense(layout) && same_strides(layout, first_.tensors.layout(i));
   }
 
   const char* op_;
   const CallDevice& call_;
   const ListArgument& first_;
-  std::vector<int64_t> numel_;  // of the first list, empty tensors too
-  std::vector<char> contiguous_;
+  std::vector<char> contiguous_;  // of the first list
+  bool are_plain_;
 };
 
 inline TensorLists check_lists(const char* op, const AllowedDTypes& allowed, const CallDevice& call,
-                               std::initializer_list<ListArgument> arguments) {
-  ListChecker checker(op, call, *arguments.begin());
+                               const std::vector<ListArgument>& arguments) {
+  ListChecker checker(op, call, arguments);
   for (const ListArgument& argument : arguments) checker.check_length(argument);
   for (const ListArgument& argument : arguments) checker.add(argument, allowed);
   return std::move(checker.lists);

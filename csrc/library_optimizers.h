@@ -61,23 +61,14 @@ struct Indexed {
   }
 };
 
-// A list of one fp32 element for each tensor.
-PerTensor check_per_tensor(const char* op, const ListArgument& argument, const ListChecker& checker,
+// The `number`th of the checker's lists of one fp32 element for each tensor.
+PerTensor check_per_tensor(const char* op, const ListArgument& argument, ListChecker& checker, size_t number,
                            const CallDevice& call) {
   checker.check_length(argument);
+  PerTensor pointers = std::move(checker.per_tensor[number]);
+  if (checker.are_plain()) return pointers;
   const ListView& tensors = argument.tensors;
-  PerTensor pointers(tensors.size());
-  const bool plain = holds_for_all(static_cast<int64_t>(tensors.size()), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      if (tensors.numel(i) != 1 || tensors.dtype(i) != aoti_torch_dtype_float32() || tensors.device(i) != call.device ||
-          !tensors.has_memory(i, 1, sizeof(float))) {
-        return false;
-      }
-      pointers[i] = static_cast<float*>(tensors.data(i, true));
-    }
-    return true;
-  });
-  if (plain) return pointers;
+  pointers.resize(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Indexed name{argument.name, i};
     const Tensor* tensor = tensors.tensor(i);
@@ -87,25 +78,28 @@ PerTensor check_per_tensor(const char* op, const ListArgument& argument, const L
   return pointers;
 }
 
-// What the optimizer ops have in common, checked. `elementwise`: grads, params and states.
+// What the optimizer ops have in common, checked. `elementwise`: grads, params and states; `one_element`: the op's own
+// and, last, the step counts.
 StepCall check_step(const char* op, const Backend& backend, const CallDevice& call,
-                    const std::vector<ListArgument>& elementwise, const ListView& extras, const ListView& steps,
-                    const Tensor& found_inf, const Tensor& inv_scale, const Tensor& lr, const StoreArguments& store) {
-  ListChecker checker(op, call, elementwise[0]);
-  const auto is_used = [](const ListArgument& list) { return !(list.is_optional && list.tensors.empty()); };
-  for (const ListArgument& argument : elementwise) {
-    if (is_used(argument)) checker.check_length(argument);
-  }
-  for (const ListArgument& argument : elementwise) {
-    if (is_used(argument)) checker.add(argument, backend.dtypes);
-  }
+                    const std::vector<ListArgument>& elementwise, const ListView& extras,
+                    const std::vector<ListArgument>& one_element, const Tensor& found_inf, const Tensor& inv_scale,
+                    const Tensor& lr, const StoreArguments& store) {
+  std::vector<ListArgument> alike = elementwise;
+  if (!extras.empty()) alike.push_back({"extras", extras, true});
+  ListChecker checker(op, call, alike, one_element);
+  for (const ListArgument& argument : elementwise) checker.check_length(argument);
+  for (const ListArgument& argument : elementwise) checker.add(argument, backend.dtypes);
   StepCall step;
   step.write_back = check_write_back(op, store.write_back);
   check_extras(op, backend.dtypes, elementwise[1].tensors, extras, step.write_back, checker);
-  step.steps = check_per_tensor(op, {"steps", steps, true}, checker, call);
+  const size_t steps = one_element.size() - 1;
+  step.steps = check_per_tensor(op, one_element[steps], checker, steps, call);
   step.found_inf = check_found_inf(op, found_inf, call, false);
   step.inv_scale = check_factor(op, "inv_scale", inv_scale, call, backend.has_device_pointers);
   step.lr = check_factor(op, "lr", lr, call, backend.has_device_pointers);
+  for (size_t i = 0; i < steps; ++i) {
+    step.one_element.push_back(check_per_tensor(op, one_element[i], checker, i, call));
+  }
   step.lists = std::move(checker.lists);
   step.maximize = store.maximize;
   return step;
@@ -131,10 +125,13 @@ void step_op(StableIValue* stack, uint64_t, uint64_t) {
   constexpr const char* name = unscales ? Op::unscaling_name : Op::name;
   Arguments in(name, stack, held);
   std::vector<ListArgument> elementwise = {{"grads", in.list(), unscales}, {"params", in.list(), true}}, one_element;
-  for (const StateList& state : Op::states) elementwise.push_back({state.name, in.list(), true, state.is_optional});
+  for (const StateList& state : Op::states) {
+    const ListArgument argument{state.name, in.list(), true};
+    if (!state.is_optional || !argument.tensors.empty()) elementwise.push_back(argument);
+  }
   const ListView extras = in.list();
   for (const char* list : Op::one_element) one_element.push_back({list, in.list(), true});
-  const ListView steps = in.list();
+  one_element.push_back({"steps", in.list(), true});
   const Tensor found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor();
   std::vector<Tensor> factors;
   for (size_t i = 0; i < Op::factors.size(); ++i) factors.push_back(in.tensor());
@@ -142,11 +139,8 @@ void step_op(StableIValue* stack, uint64_t, uint64_t) {
   const StoreArguments store(in);
 
   const CallDevice call = call_device(elementwise[0], found_inf);
-  StepCall step = check_step(name, backend, call, elementwise, extras, steps, found_inf, inv_scale, lr, store);
+  StepCall step = check_step(name, backend, call, elementwise, extras, one_element, found_inf, inv_scale, lr, store);
   step.unscales = unscales;
-  for (const ListArgument& argument : one_element) {
-    step.one_element.push_back(check_per_tensor(name, argument, ListChecker(name, call, elementwise[0]), call));
-  }
   for (size_t i = 0; i < factors.size(); ++i) {
     step.factors.push_back(check_factor(name, Op::factors[i], factors[i], call, backend.has_device_pointers));
   }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
+from itertools import combinations
 
 import pytest
 import torch
 from backends import COMPILED, EMULATED, _factor
-from optimizer_calls import OPTIMIZERS, argument_names, make_call
+from optimizer_calls import NOVOGRAD, OPTIMIZERS, argument_names, make_call
 
 from ampctx import optimizer_ops
 from ampctx._errors import AmpValueError
@@ -62,6 +64,61 @@ def test_held_tensors_are_looked_at_in_each_call():
     with pytest.raises(RuntimeError, match=r"multi_tensor_adam: params\[3\] has no memory"):
         held(call, COMPILED, params=numbers.number)
     assert torch.equal(call["params"][0], before["params"][0])
+
+
+# In the order in which a call names what is wrong with it.
+WRONG = {
+    "params": (torch.zeros(3), "has 3 elements, grads[{i}] has 2"),
+    "exp_avgs": (torch.zeros(2).double(), "has dtype torch.float64, "),
+    "extras": (torch.zeros(4)[::2].half(), "has dtype torch.float16, extras[0] has torch.bfloat16"),
+    "steps": (torch.zeros(2), "has 2 elements, expected 1"),
+    "found_inf": (torch.zeros(2), "found_inf has 2 elements, expected 1"),
+    "exp_avg_sqs": (torch.zeros((), dtype=torch.int32), "has dtype torch.int32, expected float32"),
+}
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("count", [3, 3000])
+@pytest.mark.parametrize(("first", "second"), list(combinations(WRONG, 2)))
+def test_of_two_wrong_arguments_the_first_is_named_wherever_it_is_wrong(threads, count, first, second):
+    """Threads that look at all lists at once meet the other one earlier, or at the same time."""
+    call = make_call(COMPILED, NOVOGRAD, [2] * count, write_back="copy", extra=torch.bfloat16)
+    flag = COMPILED.flag()
+    for name, at in ((first, count - 1), (second, 1)):
+        if name == "found_inf":
+            flag = WRONG[name][0]
+        else:
+            call[name][at] = WRONG[name][0]
+    before = call.clone()
+    place = "" if first == "found_inf" else f"{first}[{count - 1}] "
+    message = f"{call.op}: {place}{WRONG[first][1].format(i=count - 1)}"
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        held(call, COMPILED, flag)
+    call.assert_same(before)
+
+
+@pytest.mark.parametrize("empty", [None, 0, 2500])
+def test_thousands_of_held_tensors_give_what_few_at_a_time_give(threads, empty):
+    sizes = [(1 + i % 3, 1 + i % 5) for i in range(3000)]
+    if empty is not None:
+        sizes[empty] = 0
+    call = make_call(COMPILED, NOVOGRAD, sizes, write_back="copy")
+    for name in call.elementwise:
+        call[name][8] = call[name][8].t()  # dense, not contiguous
+    parts = [call.clone() for _ in range(2)]
+    for part, end in zip(parts, (slice(None, 100), slice(100, None)), strict=True):
+        part.lists = {name: tensors[end] for name, tensors in part.lists.items()}
+        part.run(COMPILED)
+    held(call, COMPILED)
+    for name, tensors in call.lists.items():
+        assert all(map(torch.equal, tensors, parts[0][name] + parts[1][name])), name
 
 
 def test_a_list_is_let_go_with_its_object():
