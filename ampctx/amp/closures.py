@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ampctx.amp import mistakes
 from ampctx.amp.phases import NOT_THE_USERS, SKIPPED
+from ampctx.masters.lazy_grads import has_grad
 from ampctx.scaling.guarded_step import Overflowed, overflowed
 from ampctx.scaling.undo import snapshot
 
@@ -111,8 +112,8 @@ def first_step(binding: OptimizerBinding, original: Callable, *args: Any, **kwar
 
 
 def second_step(binding: OptimizerBinding, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """SAM's second step: restores the unperturbed weights and steps them. After an overflow in either backward the
-    weights stay the unperturbed ones."""
+    """SAM's second step: restores the unperturbed weights and steps them. After an overflow in either backward, or
+    without gradients, the weights stay the unperturbed ones."""
     if binding.phase in NOT_THE_USERS:
         return original(*args, **kwargs)
     was_skipped = binding.phase is SKIPPED
@@ -124,8 +125,11 @@ def second_step(binding: OptimizerBinding, original: Callable, *args: Any, **kwa
         binding.undo_first_step()
         binding.skip(losses)
     else:
-        binding.restore_unperturbed = None
+        params = (p for group in binding.optimizer.param_groups for p in group["params"])
+        if any(map(has_grad, params)):
+            binding.restore_unperturbed = None
         result = binding.run(original, *args, **kwargs)
+        binding.undo_first_step()  # usual SAMs restore only weights that have a gradient
         binding.let_through()
         return result
     _zero_if_asked(binding, args, kwargs)

@@ -235,8 +235,8 @@ def refuse_dtype(of: str, name: str, dtype: torch.dtype) -> None:
     """Raises AmpValueError for a parameter whose dtype is not in ``KERNEL_DTYPES``."""
     if dtype.is_complex:
         raise AmpValueError(
-            f"{of} does not support complex parameters, and {name} is one. Pass torch.view_as_real(parameter) to the "
-            "optimizer."
+            f"{of} does not support complex parameters, and {name} is one. Make the parameter "
+            "nn.Parameter(torch.view_as_real(values)), and call torch.view_as_complex(parameter) in forward."
         )
     raise AmpValueError(
         f"{of} requires float32, float16, bfloat16 or float64 parameters, and {name} is {dtype}. Leave it out. If the "

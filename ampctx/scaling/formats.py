@@ -143,7 +143,9 @@ def only_amp_entry(state: Any, loss_id: int | None = None) -> dict[str, Any]:
 
 
 def to_grad_scaler_state(amp_state: Mapping[str, Any], loss_id: int | None = None) -> dict[str, Any]:
-    """Converts apex's format into a state for ``torch.amp.GradScaler`` and ``ampctx.GradScaler``. No host sync.
+    """Converts apex's format into a state for ``torch.amp.GradScaler`` and ``ampctx.GradScaler``.
+
+    Host sync only for tensors of an accelerator in the state, as some programs save them.
 
     Args:
         amp_state: a dict of ``amp.state_dict()``, of ampctx or apex.
@@ -167,7 +169,9 @@ def to_grad_scaler_state(amp_state: Mapping[str, Any], loss_id: int | None = Non
 
 
 def to_amp_state(grad_scaler_state: Mapping[str, Any], num_losses: int = 1) -> dict[str, Any]:
-    """Converts a GradScaler's state into one for ``amp.load_state_dict`` of ampctx or apex. No host sync.
+    """Converts a GradScaler's state into one for ``amp.load_state_dict`` of ampctx or apex.
+
+    Host sync only for tensors of an accelerator in the state, as some programs save them.
 
     Args:
         grad_scaler_state: a dict of ``GradScaler.state_dict()``, of torch or ampctx.

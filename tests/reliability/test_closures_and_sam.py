@@ -317,6 +317,25 @@ def test_a_first_step_that_raises_is_taken_back(session, level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_zero_grad_and_second_step_take_the_first_step_back(session, level):
+    """As the documentation advises after an exception at the top, outside of a block. This SAM, like most, restores
+    only weights that have a gradient."""
+    training = Training(session, level, MAKE["sam-adam"])
+    for _ in range(2):
+        step(training, "sam-adam")
+    before = training.everything()
+    training.backward()
+    training.optimizer.first_step(zero_grad=True)
+    assert not torch.equal(before["stepped"][0], training.everything()["stepped"][0])
+    training.optimizer.zero_grad()
+    training.optimizer.second_step()
+    assert_same(before, training.everything())
+    excess = training.excess()
+    assert step(training, "sam-adam") is not None
+    assert training.excess() < excess + allowed(training)
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_an_exception_at_the_top_takes_the_first_step_back(session, level):
     """The next iteration starts from the foot."""
     training = Training(session, level, MAKE["sam-sgd"])
