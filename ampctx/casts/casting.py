@@ -66,7 +66,8 @@ def check_models(models: Sequence[nn.Module], allow_16bit: bool) -> None:
                     raise AmpError(
                         f"Found {kind} {name} with type {type_name}, expected fp32. amp.initialize casts the model "
                         "itself. Remove .half() or .bfloat16(), or call model.float() first. To keep 16-bit weights, "
-                        "set session.allow_incoming_model_not_fp32 = True. "
+                        "make session = amp.AmpSession(), set session.allow_incoming_model_not_fp32 = True and call "
+                        "session.initialize. "
                         "See docs/errors.md#found-param-with-type-torchhalftensor-expected-fp32."
                     )
 
