@@ -36,7 +36,8 @@ def pulls_cuda(python: str, requirement: str) -> bool:
 
 def install_torch(python: str, requirement: str) -> None:
     if has_gpu() or not pulls_cuda(python, requirement):
-        subprocess.run([python, "-m", "pip", "install", "--quiet", requirement], check=True)
+        # Not quiet: the download takes minutes, and pip's progress bar shows that it goes on.
+        subprocess.run([python, "-m", "pip", "install", "--disable-pip-version-check", requirement], check=True)
         return
     # uv knows where torch keeps its CPU builds.
     print(f"no NVIDIA driver here: installing the CPU build of {requirement}")

@@ -88,7 +88,9 @@ def _lines(report: dict[str, Any]) -> list[str]:
     return [
         line
         for name, text in rows
-        for line in textwrap.wrap(text, 80, initial_indent=f"{name:11}", subsequent_indent=" " * 11)
+        for line in textwrap.wrap(
+            text, 80, initial_indent=f"{name:11}", subsequent_indent=" " * 11, break_on_hyphens=False
+        )
     ]
 
 

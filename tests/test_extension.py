@@ -115,6 +115,25 @@ def test_the_import_without_a_library(tmp_path):
     assert "_ops.so does not exist" in result.stderr
 
 
+def test_sources_that_hide_the_installed_package(tmp_path):
+    """As where ``pip install .`` is followed by ``python -m ampctx`` in the checkout."""
+    tree, site = tmp_path / "tree", tmp_path / "site"
+    shutil.copytree(ROOT / "ampctx", tree / "ampctx", ignore=shutil.ignore_patterns("_ops.so", "__pycache__"))
+    shutil.copytree(ROOT / "ampctx", site / "ampctx", ignore=shutil.ignore_patterns("__pycache__"))
+    (site / "ampctx-0.1.0.dist-info").mkdir()
+    (site / "ampctx-0.1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: ampctx\nVersion: 0.1.0\n")
+    environment = {**os.environ, "PYTHONPATH": str(site), "AMPCTX_REQUIRE_EXTENSION": ""}
+    command = [sys.executable, "-m", "ampctx", "info", "--json"]
+    in_tree, outside = (
+        json.loads(subprocess.run(command, env=environment, cwd=folder, capture_output=True, check=True).stdout)
+        for folder in (tree, tmp_path)
+    )
+    reason = in_tree["extension"]["reason"]
+    assert f"Python imported this source tree, not the ampctx installed in {site / 'ampctx'}. Start" in reason
+    assert extension.BUILD_HINT not in reason
+    assert outside["extension"]["loaded"]
+
+
 # --- the driver ------------------------------------------------------------------------------------------------------
 
 DRIVER = """

@@ -91,7 +91,7 @@ TABLE = {
 # Messages, to follow the name of the call.
 _IN_BLOCK = (
     "was called inside a scale_loss block. Gradients are still scaled there. Move the call after the block. "
-    "See docs/tutorial.md."
+    "See docs/tutorial.md#train."
 )
 _STATE_IN_BLOCK = (
     "was called inside a scale_loss block. The state of a step is incomplete there. Leave the block first."

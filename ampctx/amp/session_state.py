@@ -298,7 +298,7 @@ class SessionState:
         if self.policy is None:
             raise AmpError(
                 "amp.load_state_dict was called before amp.initialize. The loss scales do not exist yet. Call "
-                "amp.initialize first, with the options of the run that was saved."
+                "amp.initialize first, with the options of the run that was saved. See docs/guide/checkpoints.md."
             )
         if not self.policy.enabled:
             return

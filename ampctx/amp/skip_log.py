@@ -65,7 +65,8 @@ class SkipLog:
             self._explained_skips = True
             logger.warning(
                 "ampctx: a few skipped steps are normal. The loss scale starts high and falls until gradients fit. "
-                "If skips go on, look for inf or nan in the model or its input. "
+                "If skips go on, check that each iteration calls optimizer.zero_grad(), and look for inf or nan in the "
+                "model or its input. "
                 "See docs/errors.md#the-loss-scale-goes-to-0-or-the-loss-is-nan."
             )
         elif skipped > 8:

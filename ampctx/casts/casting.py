@@ -54,7 +54,8 @@ def check_models(models: Sequence[nn.Module], allow_16bit: bool) -> None:
             raise AmpError(
                 f"Incoming model is an instance of {wrapper}. Parallel wrappers should only be applied to "
                 "the model that amp.initialize returns, because they record the dtypes of its parameters. Call "
-                "amp.initialize on the inner model, then wrap it."
+                "amp.initialize on the inner model, then wrap it. "
+                "See docs/errors.md#incoming-model-is-an-instance-of-torchnnparallel."
             )
         if allow_16bit:
             continue
@@ -65,8 +66,9 @@ def check_models(models: Sequence[nn.Module], allow_16bit: bool) -> None:
                     raise AmpError(
                         f"Found {kind} {name} with type {type_name}, expected fp32. amp.initialize casts the model "
                         "itself. Remove .half() or .bfloat16(), or call model.float() first. To keep 16-bit weights, "
-                        "make session = amp.AmpSession(), set session.allow_incoming_model_not_fp32 = True, and call "
-                        "session.initialize."
+                        "make session = amp.AmpSession(), set session.allow_incoming_model_not_fp32 = True and call "
+                        "session.initialize. "
+                        "See docs/errors.md#found-param-with-type-torchhalftensor-expected-fp32."
                     )
 
 

@@ -17,6 +17,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +132,21 @@ def _warn(where: str, reason: str) -> None:
     warnings.warn(f"ampctx runs on plain torch{where}, slower: {reason}", RuntimeWarning, stacklevel=3)
 
 
+def _hint(path: Path) -> str:
+    """What to do about a missing library. In a checkout, Python imports its sources before the installed package."""
+    places = (Path(str(found.locate_file("ampctx"))) for found in metadata.distributions(name="ampctx"))
+    for place in places if path == LIBRARY else ():
+        if place != path.parent and (place / path.name).exists():
+            return (
+                f"Python imported this source tree, not the ampctx installed in {place}. Start Python, and keep your "
+                "scripts, outside of the tree, or build the kernels in it with 'pip install -e .'"
+            )
+    return BUILD_HINT
+
+
 def _open(path: Path) -> ctypes.CDLL:
     if not path.exists():
-        raise ExtensionError(f"{path} does not exist: {BUILD_HINT}")
+        raise ExtensionError(f"{path} does not exist: {_hint(path)}")
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

@@ -24,7 +24,8 @@ EPILOG = """\
 exit codes:
   0  nothing needs manual work; with --check: nothing to change either
   1  an apex name needs manual work; with --check: or a file would change
-  2  wrong usage, or a file that could not be read, parsed or written (the other files are still processed)
+  2  wrong usage, or a file that could not be read, parsed or written; the
+     other files are still processed
 """
 
 

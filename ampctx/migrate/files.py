@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import io
 import os
 import shutil
@@ -74,9 +75,12 @@ def write(path: Path, data: bytes) -> None:
     """Replaces a file atomically, keeping its mode bits. Writes through symbolic links.
 
     Raises:
-        OSError: nothing was written, and no temporary file is left.
+        OSError: nothing was written, and no temporary file is left. Read-only files raise it too, although their
+            directory would allow to replace them.
     """
     target = path.resolve()
+    if not target.stat().st_mode & 0o222:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(target))
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     temporary = Path(name)
     try:

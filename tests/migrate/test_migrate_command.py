@@ -339,6 +339,18 @@ def test_a_directory_that_cannot_be_written(options):
     check_what_is_claimed(result.stdout, options, locked / "a.py", free / "a.py", "Permission denied")
 
 
+@pytest.mark.parametrize("options", [["--write"], ["--write", "--json"]], ids=["text", "json"])
+def test_a_read_only_file_stays(tmp_path, capsys, options):
+    locked, free = tmp_path / "a.py", tmp_path / "b.py"
+    for file in (locked, free):
+        file.write_bytes(BEFORE)
+    locked.chmod(0o444)
+    assert main(["migrate", str(tmp_path), *options]) == 2
+    assert (locked.read_bytes(), free.read_bytes()) == (BEFORE, AFTER)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.py", "b.py"]
+    check_what_is_claimed(capsys.readouterr().out, options, locked, free, "Permission denied")
+
+
 def check_what_is_claimed(out, options, failed, written, reason):
     """Of two files, each with one name to move, one could not be written: nothing is told of it but the error."""
     if "--json" in options:
