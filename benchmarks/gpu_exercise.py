@@ -26,7 +26,8 @@ from ampctx.kernels import reference_steps as reference
 from ampctx.kernels.spec import SPECS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-EVERY_TABLE = (7, 130, 250, 300, 600, 1300, 2500)  # some of these are empty: see kCapacity in csrc/cuda/multi_tensor_apply.cuh
+# Tensors for each kind of table, some of them empty: see kCapacity in csrc/cuda/multi_tensor_apply.cuh.
+EVERY_TABLE = (7, 130, 250, 300, 600, 1300, 2500)
 INV_SCALE, LR = 0.5, 0.5
 _ADAM = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True, "adam_w_mode": True}
 _SGD = {"dampening": 0.0, "weight_decay": 0.1, "nesterov": False, "wd_after_momentum": False}
