@@ -208,7 +208,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups_master(self) -> list[dict[str, list[Tensor | None]]]:
-        """The fp32 weights: ``{"params": [...]}`` for each group, with the master (for "split" a copy), or the
+        """The fp32 weights as ``{"params": [...]}`` for each group, with the master (for "split" a copy), or the
         parameter itself if it is not in 16 bits. None for a parameter without master, or before the first step."""
         return [{"params": [self._master_of(p) for p in group["params"]]} for group in self.param_groups]
 
