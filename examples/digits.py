@@ -1,7 +1,7 @@
 """Trains a small convolutional net on the UCI handwritten digits in mixed precision, with apex's loop.
 
-    python examples/digits.py                                   # O2: fp16 model, fp32 batch norm and master weights
-    python examples/digits.py --opt-level O0                    # the same training in fp32
+    python examples/digits.py                                   # O1: fp32 weights, fp16 where it suits
+    python examples/digits.py --opt-level O2                    # fp16 model, fp32 batch norm and master weights
     python examples/digits.py --optimizer FusedLAMB             # any optimizer of ampctx.optimizers, or torch's SGD
     python examples/digits.py --first-loss-scale 16777216       # far too high: the first steps overflow and are skipped
     python examples/digits.py --checkpoint digits.pt            # saves after every epoch ...
@@ -249,7 +249,7 @@ def loss_scale(text: str) -> float | str:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--opt-level", default="O2", choices=["O0", "O1", "O2", "O3", "O4", "O5"], help="default O2")
+    parser.add_argument("--opt-level", default="O1", choices=["O0", "O1", "O2", "O3", "O4", "O5"], help="default O1")
     parser.add_argument("--optimizer", default="FusedSGD", choices=list(OPTIMIZERS), help="default FusedSGD")
     parser.add_argument("--epochs", type=positive(int), default=25, help="in all, also when resuming; default 25")
     parser.add_argument("--batch-size", type=positive(int), default=16, help="default 16")

@@ -1,6 +1,6 @@
 """Trains a small conv net on handwritten digits in mixed precision, with both interfaces of ampctx.
 
-    python examples/typical_training.py                     # apex's: amp.initialize and amp.scale_loss, at O2
+    python examples/typical_training.py                     # apex's: amp.initialize and amp.scale_loss, at O1
     python examples/typical_training.py --opt-level O1      # any of O0 to O5
     python examples/typical_training.py --api torch         # torch's: torch.autocast and GradScaler
 
@@ -76,7 +76,7 @@ def positive(text: str) -> int:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--api", default="apex", choices=["apex", "torch"], help="default apex")
-    parser.add_argument("--opt-level", choices=list(amp.OPT_LEVELS), help="with --api apex; default O2")
+    parser.add_argument("--opt-level", choices=list(amp.OPT_LEVELS), help="with --api apex; default O1")
     parser.add_argument("--epochs", type=positive, default=3, help="default 3")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     args = parser.parse_args()
@@ -96,7 +96,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     data = batches(images, labels, size=32, epochs=args.epochs)
     if args.api == "apex":
-        losses, scale, skipped = train_apex(model, optimizer, data, args.opt_level or "O2")
+        losses, scale, skipped = train_apex(model, optimizer, data, args.opt_level or "O1")
     else:
         losses, scale, skipped = train_torch(model, optimizer, data, args.device)
     first, last = losses[0].item(), torch.stack(losses[-20:]).mean().item()

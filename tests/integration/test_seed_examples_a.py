@@ -57,7 +57,7 @@ def here(monkeypatch, capsys):
 TYPICAL = "test accuracy #% | loss # -> # | loss scale # | skipped steps # of #"
 
 
-def test_examples_typical_training_at_o2(tmp_path):
+def test_examples_typical_training_at_o1(tmp_path):
     done = run("typical_training.py", "--device", "cpu", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     accuracy, first, last, scale, skipped, steps = numbers(done.stdout, TYPICAL)
@@ -68,7 +68,7 @@ def test_examples_typical_training_at_o2(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("variant", [("--api", "torch"), ("--opt-level", "O4")], ids=" ".join)
+@pytest.mark.parametrize("variant", [("--api", "torch"), ("--opt-level", "O2"), ("--opt-level", "O4")], ids=" ".join)
 def test_examples_typical_training_with(variant, here):
     accuracy, first, last, scale, skipped, steps = numbers(
         here("typical_training.py", "--epochs", 1, *variant), TYPICAL
