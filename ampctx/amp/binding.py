@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Container, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Container
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -121,18 +121,17 @@ class OptimizerBinding:
         if self.phase is not RELEASED:
             self.phase = TABLE[event].steps[self.phase]
 
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Runs the optimizer's own code with casts off. Its calls of replaced methods pass through."""
+    def call_own(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Calls the optimizer's own code with casts off. Its calls of replaced methods pass through."""
         before, self.phase = self.phase, STEPPING
         try:
-            with self.casts.suspended() if self.casts.undo else nullcontext():
-                yield
+            with self.casts.suspended():
+                return original(*args, **kwargs)
         finally:
             self.leave_stepping(before)
 
     def leave_stepping(self, before: Step) -> None:
-        """Returns to the state ``before``. An interrupt may end ``stepping`` halfway: without this, later steps would
+        """Returns to the state ``before``. An interrupt may end ``call_own`` halfway: without this, later steps would
         pass unchecked."""
         # An exception in a block of a closure undoes first_step, and a hook may release the optimizer.
         if self.phase is STEPPING:
@@ -319,8 +318,7 @@ class OptimizerBinding:
         masters, before = self.masters, self.phase
         masters.begin_writing()
         try:
-            with self.stepping():
-                result = original(*args, **kwargs)
+            result = self.call_own(original, *args, **kwargs)
             if writes_model:
                 masters.mark_written()
             else:

@@ -75,8 +75,7 @@ def _step_on_host(binding: OptimizerBinding, original: Callable, closure: Callab
     restore, before = snapshot(binding.optimizer), binding.phase
     binding.masters.begin_writing()
     try:
-        with binding.stepping():
-            result = original(evaluate, *args, **kwargs)
+        result = binding.call_own(original, evaluate, *args, **kwargs)
         binding.masters.copy_to_model()
     except BaseException as error:
         binding.leave_stepping(before)

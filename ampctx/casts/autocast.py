@@ -342,8 +342,9 @@ class Autocast:
                 yield
             finally:
                 _call_all(undo)
-        finally:
+        except BaseException:
             _call_all(undo)
+            raise
 
     @contextmanager
     def resumed(self) -> Iterator[None]:

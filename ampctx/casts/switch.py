@@ -38,8 +38,6 @@ class CastSwitch:
 
     def suspended(self) -> AbstractContextManager:
         """A context without casts. May nest."""
-        if not self.undo:
-            return nullcontext()
         return nullcontext() if (autocast := self.current) is None else autocast.suspended()
 
     def resumed(self) -> AbstractContextManager:

@@ -38,7 +38,8 @@ def join_flags(flags: Iterable[Tensor], device: torch.device) -> Tensor:
     """The maximum of one-element flags, 0-d on ``device``; 0.0 without flags. No host sync."""
     result = None
     for flag in flags:
-        here = (flag if flag.device == device else move(flag, device)).reshape(())
+        here = flag if flag.device == device else move(flag, device)
+        here = here.reshape(()) if here.dim() else here
         result = here if result is None else torch.maximum(result, here)
     return torch.zeros((), dtype=torch.float32, device=device) if result is None else result
 
@@ -75,10 +76,6 @@ def _factor(value: Factor, device: torch.device) -> float | Tensor:
     return value.on(device) if isinstance(value, PerDevice) else value
 
 
-def _tensor(value: float | Tensor) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
-
-
 def _known(tensors: Sequence[Tensor]) -> ops.ReadTensors | None:
     """A handle for all tensors, if one op call can take them."""
     return tensors if isinstance(tensors, ops.ReadTensors) else ops.read(tensors)
@@ -94,7 +91,7 @@ def scale(src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: FoundInf, fac
         if fused:
             ops.multi_tensor_scale(s, d, flag, value)
         else:
-            reference.multi_tensor_scale(s, d, flag, _tensor(value))
+            reference.multi_tensor_scale(s, d, flag, ops.factor(value))
     wrote(dst)
 
 
@@ -108,7 +105,7 @@ def axpby(
         if fused:
             ops.multi_tensor_axpby(s, t, o, flag, a_, b_, arg_to_check)
         else:
-            reference.multi_tensor_axpby(s, t, o, flag, _tensor(a_), _tensor(b_), arg_to_check)
+            reference.multi_tensor_axpby(s, t, o, flag, ops.factor(a_), ops.factor(b_), arg_to_check)
     wrote(out)
 
 
@@ -159,7 +156,7 @@ def _unscaled_norms(
         if fused:
             total, norms = ops.multi_tensor_unscale_l2norm(group, flag, factor, per_tensor)
         else:
-            total, norms = reference.multi_tensor_unscale_l2norm(group, flag, _tensor(factor), per_tensor)
+            total, norms = reference.multi_tensor_unscale_l2norm(group, flag, ops.factor(factor), per_tensor)
         totals.append(total)
         groups.append((places[0] if places else every, norms))
     return joined_norm(totals), groups

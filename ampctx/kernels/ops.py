@@ -187,7 +187,7 @@ _ops = torch.ops.ampctx
 
 def factor(value: float | Tensor) -> Tensor:
     """A factor as the ops take it: tensors unchanged, numbers as fp64 on the CPU."""
-    return value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+    return value if isinstance(value, Tensor) else torch.full((), float(value), dtype=torch.float64, device="cpu")
 
 
 def _listed(tensors: Iterable[Tensor], name: str) -> list[Tensor]:

@@ -31,8 +31,8 @@ def declares(optimizer: Any, name: str) -> bool:
     A wrapper that forwards unknown names would report the flag of the optimizer inside, which attributes set on the
     wrapper do not reach.
     """
-    places = (getattr(optimizer, "__dict__", {}), *map(vars, type(optimizer).__mro__))
-    return any(name in place for place in places) and bool(getattr(optimizer, name))
+    is_own = name in getattr(optimizer, "__dict__", ()) or hasattr(type(optimizer), name)
+    return is_own and bool(getattr(optimizer, name))
 
 
 # torch's attribute, below the property of the same name; ``stored_grad`` reads it.

@@ -31,7 +31,7 @@ DYNAMIC_INIT_SCALE = 2.0**16
 
 def _inverse_of(scale: Tensor) -> Tensor:
     # Not reciprocal: casts on the CPU handle it in Python.
-    return _divide(torch.tensor(1.0, dtype=torch.float32, device="cpu"), scale)
+    return _divide(torch.full((), 1.0, dtype=torch.float32, device="cpu"), scale)
 
 
 def check_number(name: str, value: Any) -> float:
