@@ -75,8 +75,10 @@ class DeviceSkips:
         if self._skipped is None or is_capturing():
             return
         # On the CPU one number tells whether there is anything to report. ``_ask`` reads all of them.
-        if self._skipped.is_cpu and self._streak is None and self._skipped.tolist() == self._reported:
-            return
+        if self._skipped.is_cpu and self._streak is None:
+            skipped: Any = self._skipped.tolist()  # 0-d: a number
+            if skipped == self._reported:
+                return
         if self._copy is None:
             self._copy = self._ask()
         if self._copy.event is None or self._copy.event.query():
