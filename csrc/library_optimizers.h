@@ -71,9 +71,14 @@ PerTensor check_per_tensor(const char* op, const ListArgument& argument, ListChe
   pointers.resize(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Indexed name{argument.name, i};
-    const Tensor* tensor = tensors.tensor(i);
-    if (!tensor) fail(op, ": ", name, " was read for one call and is no scalar: hold the list");
-    pointers[i] = static_cast<float*>(check_state(op, name, *tensor, aoti_torch_dtype_float32(), call));
+    if (const Tensor* tensor = tensors.tensor(i)) {
+      pointers[i] = static_cast<float*>(check_state(op, name, *tensor, aoti_torch_dtype_float32(), call));
+    } else if (tensors.numel(i) == 1 && tensors.dtype(i) == aoti_torch_dtype_float32() &&
+               tensors.device(i) == call.device) {
+      pointers[i] = static_cast<float*>(tensors.data(i, true));
+    } else {
+      fail(op, ": ", name, " was read for one call and is no scalar: hold the list");
+    }
   }
   return pointers;
 }

@@ -19,7 +19,7 @@ from backends import ALL_FLOATS, COMPILED, EMULATED, short
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampctx import AmpTypeError, foreach
+from ampctx import AmpTypeError, foreach, optimizer_ops
 from ampctx.foreach import FoundInf
 from ampctx.kernels import ops
 from ampctx.masters.lazy_grads import MasterParam
@@ -62,6 +62,22 @@ def test_ops_give_the_same(backend, dtype):
     backend.scale(tensors, expected, backend.flag(), half)
     backend.ops.multi_tensor_scale.held(x.number, x.number, backend.flag(), half)
     assert all(map(torch.equal, tensors, expected))
+
+
+def test_step_counts_that_were_read_go_with_any_lists():
+    """Also where another list of the call has an empty tensor, and is checked one tensor after the other."""
+    results = []
+    for read in (False, True):
+        grads, params, moments = ([torch.ones(n) for n in (3, 0, 5)] for _ in range(3))
+        steps = [torch.zeros(()) for _ in params]
+        given = [ops.read(tensors) if read else tensors for tensors in (grads, params, moments, steps)]
+        flag = torch.zeros(())
+        optimizer_ops.lion(*given[:3], [], given[3], flag, 1.0, 0.1, beta1=0.9, beta2=0.99)
+        assert [t.item() for t in steps] == [1.0] * 3
+        results.append(params)
+    assert all(map(torch.equal, *results))
+    with pytest.raises(RuntimeError, match=re.escape("steps[0] was read for one call and is no scalar")):
+        optimizer_ops.lion(*given[:3], [], ops.read([torch.ones(2)] * 3), flag, 1.0, 0.1, beta1=0.9, beta2=0.99)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
