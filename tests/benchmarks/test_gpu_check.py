@@ -366,6 +366,7 @@ def test_a_crash_costs_its_own_test_alone(check, tmp_path):
     assert failing == ["test_fails", "test_crashes", "test_loses_the_context"]
 
 
+@pytest.mark.full
 def test_a_group_out_of_time_still_counts(check, tmp_path):
     code = """
         import pytest, time
@@ -449,6 +450,7 @@ runpy.run_path(str(script), run_name="__main__")
 """
 
 
+@pytest.mark.full
 def test_a_checkout_need_not_be_installed(tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     words = [sys.executable, "-c", NOT_INSTALLED, str(SCRIPT)]

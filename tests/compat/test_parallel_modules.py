@@ -95,6 +95,7 @@ def script(directory, text):
     return str(file)
 
 
+@pytest.mark.full
 def test_multiproc_starts_ranks_that_have_apexs_names(tmp_path):
     program = script(
         tmp_path,

@@ -125,7 +125,7 @@ def test_digits_trains_at(level, server, tmp_path):
     assert (tmp_path / "plot").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.full(but=1)
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedAdagrad", "SGD"])
 def test_digits_trains_with(optimizer, server, tmp_path):
     arguments = ("--optimizer", optimizer, "--epochs", 3)
@@ -133,6 +133,7 @@ def test_digits_trains_with(optimizer, server, tmp_path):
     assert accuracy >= 96.0
 
 
+@pytest.mark.full
 def test_digits_keeps_its_result_where_the_plot_cannot_be_written(tmp_path):
     done = digits("--epochs", 1, "--plot", "/dev/full", cwd=tmp_path)
     assert done.returncode == 1

@@ -86,7 +86,7 @@ def tree(tmp_path):
     return root
 
 
-@pytest.mark.full(but=1)
+@pytest.mark.full
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_tree_runs_before_and_after_with_the_same_losses(tree, level):
     code = f"import ampctx.compat.apex, runpy, sys; sys.argv = ['', '{level}']; sys.path[0] = '.'; "
@@ -187,6 +187,7 @@ def test_help(capsys):
     assert "--to {ampctx,torch}" in out
 
 
+@pytest.mark.full
 def test_without_libcst_the_error_names_the_extra(tmp_path):
     blocker = "import sys; sys.modules['libcst'] = None; from ampctx.__main__ import main; "
     result = run("-c", blocker + f"sys.exit(main(['migrate', {str(tmp_path)!r}]))")

@@ -34,6 +34,7 @@ def test_the_diff_and_report_are_what_the_tool_prints(shown, tmp_path):
     assert (result.returncode, result.stdout, result.stderr) == (0, "".join(shown), "")
 
 
+@pytest.mark.full
 def test_the_program_prints_what_the_page_shows_before_and_after(shown, tmp_path):
     printed = next(b for b in blocks("console") if "--write" in b).splitlines()[-1]
     environment = {"CUDA_VISIBLE_DEVICES": "", "cwd": tmp_path}

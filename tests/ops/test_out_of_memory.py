@@ -55,6 +55,7 @@ def run(name):
     return result.stdout.splitlines()
 
 
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize("name", ["l2norm", "unscale_l2norm", "held", "lamb", "held-lamb", "larc"])
 def test_a_workspace_that_cannot_be_had(name):
     error, state = run(name)
@@ -64,6 +65,7 @@ def test_a_workspace_that_cannot_be_had(name):
     assert state == "0.0 1.0 [0.0, 0.0]"
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", ["torch.ops", "compiled"])
 def test_where_no_python_of_ampctx_is_between_the_error_says_the_same(name):
     error, _ = run(name)
