@@ -52,7 +52,7 @@ bool holds_for_all(int64_t count, const Part& part) {
     const Part& part;
     std::atomic<bool> holds{true};
   } argument{part};
-  constexpr int64_t grain = 1024;  // indices of a call below which a second thread may cost more than it does
+  constexpr int64_t grain = 1024;  // tensors per list below which a second thread does not pay
   const auto body = [](int64_t begin, int64_t end, void* argument) {
     Argument& self = *static_cast<Argument*>(argument);
     try {
@@ -65,12 +65,12 @@ bool holds_for_all(int64_t count, const Part& part) {
   return argument.holds.load();
 }
 
-// Checks the lists of a call and gathers what the kernels need of each. Lists with nothing to refuse are taken all at
-// once; where there is something, add() goes through them one after the other and names it.
+// Checks the lists of a call and gathers what the kernels need of each. The constructor takes all lists at once. If it
+// finds something to refuse, or an empty tensor, add() goes through the lists one by one and names the tensor.
 class ListChecker {
  public:
-  // `alike`: what add() will be given, in this order. `one_element`: lists of one fp32 element for each tensor. Both
-  // are the caller's, and stay.
+  // `alike`: the lists that the caller will add(), in this order. `one_element`: lists of one fp32 element for each
+  // tensor. Both must outlive the checker.
   ListChecker(const char* op, const CallDevice& call, const std::vector<ListArgument>& alike,
               const std::vector<ListArgument>& one_element = {})
       : op_(op), call_(call), first_(alike[0]) {
@@ -131,7 +131,7 @@ class ListChecker {
   bool are_plain() const { return are_plain_; }
 
   TensorLists lists;
-  std::vector<PerTensor> per_tensor;  // of one_element, where are_plain()
+  std::vector<PerTensor> per_tensor;  // of one_element, valid if are_plain()
 
  private:
   struct Column {
@@ -139,11 +139,11 @@ class ListChecker {
     int32_t code;
     int64_t element_bytes;
     void** pointer;
-    float** scalar;  // in its place, for a list of one element for each tensor
+    float** scalar;  // instead of pointer, for a list of one_element
   };
 
-  // In one parallel region, as thousands of tensors are thousands of waits for memory, and each region is a wait for
-  // the slowest core. False where there is anything to refuse, or an empty tensor; what was written is of no use then.
+  // Uses one parallel region: thousands of tensors wait for memory thousands of times, and each region waits for the
+  // slowest core. False if there is something to refuse or an empty tensor; the results are invalid then.
   bool take(const std::vector<ListArgument>& alike, const std::vector<ListArgument>& one_element) {
     const size_t count = first_.tensors.size();
     std::vector<Column> columns;
