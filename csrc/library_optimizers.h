@@ -83,8 +83,8 @@ PerTensor check_per_tensor(const char* op, const ListArgument& argument, ListChe
   return pointers;
 }
 
-// Checks the arguments that all optimizer ops have. `elementwise`: grads, params and states; `one_element`: lists of the
-// op itself and, last, the step counts.
+// Checks the arguments that all optimizer ops have. `elementwise`: grads, params and states; `one_element`: lists of
+// the op itself and, last, the step counts.
 StepCall check_step(const char* op, const Backend& backend, const CallDevice& call,
                     const std::vector<ListArgument>& elementwise, const ListView& extras,
                     const std::vector<ListArgument>& one_element, const Tensor& found_inf, const Tensor& inv_scale,
