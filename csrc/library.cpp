@@ -8,7 +8,7 @@
 
 #include "cpu/simd.h"
 #include "library_optimizers.h"
-#include "python_lists.h"
+#include "python_passes.h"
 
 #ifdef __clang__
 #define AMPCTX_COMPILER __VERSION__
@@ -151,21 +151,6 @@ void hold_tensors(StableIValue* stack, uint64_t, uint64_t) {
   std::memcpy(&stack[0], &number, sizeof(number));
 }
 
-// Whether each tensor is contiguous or dense and fills its storage.
-void fill_storages(StableIValue* stack, uint64_t, uint64_t) {
-  const TensorList tensors = to_tensor_list(stack[0]);
-  const bool fill = holds_for_all(static_cast<int64_t>(tensors.size()), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      DType dtype;
-      if (!to_dtype(tensors[i].dtype(), dtype)) return false;
-      if (tensors[i].numel() * element_size(dtype) != tensors[i].storage_bytes()) return false;
-    }
-    return true;
-  });
-  stack[0] = 0;
-  std::memcpy(&stack[0], &fill, sizeof(fill));
-}
-
 template <const Backend& backend>
 int register_kernels(const char* ns) {
   TorchLibraryHandle library = nullptr;  // lives as long as the process: torch keeps the function pointers
@@ -181,7 +166,6 @@ int register_kernels(const char* ns) {
       {"multi_tensor_unscale_l2norm.held", multi_tensor_l2norm<backend, true, true>},
       {"update_scale", update_scale<backend>},
       {"hold_tensors", hold_tensors},
-      {"fill_storages", fill_storages},
       {"multi_tensor_larc", multi_tensor_larc<backend, false>},
       {"multi_tensor_larc.held", multi_tensor_larc<backend, true>},
 #define AMPCTX_REGISTER(op, Options, backend)                                                  \
@@ -217,21 +201,67 @@ AMPCTX_EXPORT int ampctx_register_cuda(const char* ns) {
 }
 #endif
 
-// These need the GIL (python_lists.h).
-AMPCTX_EXPORT int ampctx_use_python(PyObject* exchange, PyObject* types) {
-  return ampctx::python_lists::use(exchange, types);
-}
-AMPCTX_EXPORT PyObject* ampctx_new_list() { return ampctx::python_lists::new_list(); }
-AMPCTX_EXPORT int ampctx_read_tensors(PyObject* tensors, int64_t number) {
-  return ampctx::python_lists::read_tensors(tensors, number);
-}
-AMPCTX_EXPORT int ampctx_read_grads(PyObject* params, PyObject* grads, int with_params, int64_t number) {
-  return ampctx::python_lists::read_grads(params, grads, with_params != 0, number);
+// These need the GIL. An exception of C++ must not leave them.
+template <class Result, class Function, class... Arguments>
+static Result guarded(Result failed, const Function& function, Arguments... arguments) {
+  try {
+    return static_cast<Result>(function(arguments...));
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return failed;
+  }
 }
 
-AMPCTX_EXPORT int ampctx_read_is_contiguous(int64_t number) { return ampctx::python_lists::is_contiguous(number); }
-AMPCTX_EXPORT int ampctx_read_are_apart(const int64_t* numbers, int64_t count) {
-  return ampctx::python_lists::are_apart(numbers, count);
+AMPCTX_EXPORT int ampctx_use_python(PyObject* exchange, PyObject* objects) {
+  return guarded(-1, ampctx::python_lists::use, exchange, objects);
+}
+AMPCTX_EXPORT int ampctx_use_types(PyObject* types) { return guarded(-1, ampctx::python_lists::use_types, types); }
+AMPCTX_EXPORT PyObject* ampctx_new_list() {
+  return guarded(static_cast<PyObject*>(nullptr), ampctx::python_lists::new_list);
+}
+AMPCTX_EXPORT int ampctx_read_tensors(PyObject* tensors, int64_t number) {
+  return guarded(-1, ampctx::python_lists::read_tensors, tensors, number);
+}
+AMPCTX_EXPORT int ampctx_read_grads(PyObject* params, PyObject* grads, int every, int64_t number) {
+  return guarded(-1, ampctx::python_lists::read_grads, params, grads, every != 0, number);
+}
+AMPCTX_EXPORT int ampctx_same_items(PyObject* items, PyObject* others) {
+  return guarded(-1, ampctx::python_passes::same_items, items, others);
+}
+AMPCTX_EXPORT int ampctx_same_members(PyObject* groups, PyObject* members) {
+  return guarded(-1, ampctx::python_passes::same_members, groups, members);
+}
+AMPCTX_EXPORT int ampctx_same_mapping(PyObject* dict, PyObject* keys, PyObject* values) {
+  return guarded(-1, ampctx::python_passes::same_mapping, dict, keys, values);
+}
+AMPCTX_EXPORT int ampctx_same_entries(PyObject* dicts, PyObject* keys, PyObject* columns) {
+  return guarded(-1, ampctx::python_passes::same_entries, dicts, keys, columns);
+}
+AMPCTX_EXPORT int ampctx_are_plain(PyObject* tensors) { return guarded(-1, ampctx::python_passes::are_plain, tensors); }
+AMPCTX_EXPORT int ampctx_have_no_grad(PyObject* tensors, int stored) {
+  return guarded(-1, ampctx::python_passes::have_no_grad, tensors, stored);
+}
+AMPCTX_EXPORT int ampctx_clear_grads(PyObject* tensors) {
+  return guarded(-1, ampctx::python_passes::clear_grads, tensors);
+}
+AMPCTX_EXPORT PyObject* ampctx_held_kinds(int64_t number) {
+  return guarded(static_cast<PyObject*>(nullptr), ampctx::python_passes::held_kinds, number);
+}
+AMPCTX_EXPORT PyObject* ampctx_write_counts(PyObject* tensors, int64_t number) {
+  return guarded(static_cast<PyObject*>(nullptr), ampctx::python_passes::write_counts, tensors, number);
+}
+
+AMPCTX_EXPORT int ampctx_are_contiguous(int64_t number) {
+  return guarded(-1, ampctx::python_lists::are_contiguous, number);
+}
+AMPCTX_EXPORT int ampctx_lie_alike(int64_t grads, int64_t params) {
+  return guarded(-1, ampctx::python_lists::lie_alike, grads, params);
+}
+AMPCTX_EXPORT int ampctx_is_uniform(int64_t number, int fill_storages) {
+  return guarded(-1, ampctx::python_lists::is_uniform, number, fill_storages != 0);
+}
+AMPCTX_EXPORT int ampctx_are_apart(const int64_t* numbers, int64_t count) {
+  return guarded(-1, ampctx::python_lists::are_apart, numbers, count);
 }
 
 AMPCTX_EXPORT const char* ampctx_build_info() {

@@ -11,22 +11,31 @@
 
 struct _object;
 using PyObject = _object;
+struct _typeobject;
 
 extern "C" {
 #define AMPCTX_PYTHON __attribute__((weak))
 AMPCTX_PYTHON ptrdiff_t PyList_Size(PyObject* list);
 AMPCTX_PYTHON PyObject* PyList_GetItem(PyObject* list, ptrdiff_t index);  // borrowed
 AMPCTX_PYTHON int PyList_Append(PyObject* list, PyObject* item);
+AMPCTX_PYTHON ptrdiff_t PyDict_Size(PyObject* dict);
+AMPCTX_PYTHON PyObject* PyDict_GetItemWithError(PyObject* dict, PyObject* key);                        // borrowed
+AMPCTX_PYTHON int PyDict_Next(PyObject* dict, ptrdiff_t* position, PyObject** key, PyObject** value);  // borrowed
 AMPCTX_PYTHON PyObject* PyObject_GetAttr(PyObject* object, PyObject* name);
+AMPCTX_PYTHON int PyObject_SetAttr(PyObject* object, PyObject* name, PyObject* value);
 AMPCTX_PYTHON PyObject* PyObject_CallMethodObjArgs(PyObject* object, PyObject* name, ...);
 AMPCTX_PYTHON PyObject* PyObject_Type(PyObject* object);
+AMPCTX_PYTHON void* PyType_GetSlot(_typeobject* type, int slot);
 AMPCTX_PYTHON int PyObject_IsTrue(PyObject* object);
 AMPCTX_PYTHON PyObject* PyUnicode_InternFromString(const char* text);
 AMPCTX_PYTHON PyObject* PyTuple_Pack(ptrdiff_t count, ...);
 AMPCTX_PYTHON PyObject* PyLong_FromLongLong(long long value);
+AMPCTX_PYTHON long long PyLong_AsLongLong(PyObject* number);
+AMPCTX_PYTHON PyObject* PyBytes_FromStringAndSize(const char* bytes, ptrdiff_t count);
 AMPCTX_PYTHON PyObject* PyCapsule_New(void* pointer, const char* name, void (*destructor)(PyObject*));
 AMPCTX_PYTHON void* PyCapsule_GetPointer(PyObject* capsule, const char* name);
 AMPCTX_PYTHON extern PyObject* PyExc_TypeError;
+AMPCTX_PYTHON extern PyObject* PyExc_RuntimeError;
 AMPCTX_PYTHON void PyErr_SetString(PyObject* type, const char* message);
 AMPCTX_PYTHON PyObject* PyErr_Occurred();  // borrowed
 AMPCTX_PYTHON void PyErr_Clear();
@@ -36,6 +45,12 @@ AMPCTX_PYTHON void Py_DecRef(PyObject* object);
 }
 
 namespace ampctx::python_abi {
+
+// Slots of a type, and what lies in them.
+constexpr int kDescriptorGet = 54;  // Py_tp_descr_get
+constexpr int kDescriptorSet = 55;  // Py_tp_descr_set
+using DescriptorGet = PyObject* (*)(PyObject* descriptor, PyObject* object, PyObject* type);
+using DescriptorSet = int (*)(PyObject* descriptor, PyObject* object, PyObject* value);
 
 // Origin: dlpack.h 1.x. Of the exchange, what ampctx calls; what stands before it keeps its place.
 struct DLDevice {

@@ -15,12 +15,20 @@
 
 namespace ampctx::python_lists {
 
+struct PlainType {
+  PyObject* type;
+  bool stores_grad;  // `.grad` is torch's own attribute, no property of the type
+};
+
+// All objects are kept for good.
 struct Python {
   const python_abi::DLPackExchange* exchange = nullptr;
-  std::vector<PyObject*> types;  // kept for good
-  PyObject* grad = nullptr;
-  PyObject* is_neg = nullptr;
-  PyObject* none = nullptr;
+  std::vector<PlainType> types;
+  PyObject *none = nullptr, *grad = nullptr, *is_neg = nullptr, *params = nullptr;
+  // torch's attributes of each tensor, and how to read and write them without looking them up.
+  PyObject *stored_grad = nullptr, *version = nullptr;
+  python_abi::DescriptorGet get_grad = nullptr, get_version = nullptr;
+  python_abi::DescriptorSet set_grad = nullptr;
 };
 
 inline Python& python() {
@@ -28,28 +36,63 @@ inline Python& python() {
   return found;
 }
 
-// Given type(tensor).__dlpack_c_exchange_api__, and a list of None and the types whose tensors are read. 0, or a code
-// that says why nothing will be read.
-inline int use(PyObject* exchange, PyObject* types) {
+inline void* slot_of(PyObject* object, int slot) {
+  const python_abi::Reference type(PyObject_Type(object));
+  return PyType_GetSlot(reinterpret_cast<_typeobject*>(type.get()), slot);
+}
+
+// Given type(tensor).__dlpack_c_exchange_api__ and the list [None, Tensor.grad, Tensor._version]. 0, or a code that
+// says why nothing will be read.
+inline int use(PyObject* exchange, PyObject* objects) {
   Python& found = python();
   const auto* api =
       static_cast<const python_abi::DLPackExchange*>(PyCapsule_GetPointer(exchange, python_abi::kExchangeCapsule));
   if (!api) return 1;
   if (api->header.major != 1 || !api->view) return 2;
-  for (ptrdiff_t i = 0; i < PyList_Size(types); ++i) {
-    PyObject* type = PyList_GetItem(types, i);
-    Py_IncRef(type);
-    if (i == 0) {
-      found.none = type;
-    } else {
-      found.types.push_back(type);
-    }
+  for (PyObject** object : {&found.none, &found.stored_grad, &found.version}) {
+    *object = PyList_GetItem(objects, object == &found.none ? 0 : object == &found.stored_grad ? 1 : 2);
+    if (!*object) return 3;
+    Py_IncRef(*object);
   }
   found.grad = PyUnicode_InternFromString("grad");
   found.is_neg = PyUnicode_InternFromString("is_neg");
-  if (!found.grad || !found.is_neg) return 3;
+  found.params = PyUnicode_InternFromString("params");
+  if (!found.grad || !found.is_neg || !found.params) return 3;
+  using namespace python_abi;
+  found.get_grad = reinterpret_cast<DescriptorGet>(slot_of(found.stored_grad, kDescriptorGet));
+  found.set_grad = reinterpret_cast<DescriptorSet>(slot_of(found.stored_grad, kDescriptorSet));
+  found.get_version = reinterpret_cast<DescriptorGet>(slot_of(found.version, kDescriptorGet));
+  if (!found.get_grad || !found.set_grad || !found.get_version) return 4;
   found.exchange = api;
   return 0;
+}
+
+// Adds types whose tensors are read. 0, or -1 with an exception set.
+inline int use_types(PyObject* types) {
+  for (ptrdiff_t i = 0; i < PyList_Size(types); ++i) {
+    PyObject* const type = PyList_GetItem(types, i);
+    const python_abi::Reference grad(PyObject_GetAttr(type, python().grad));
+    if (!grad.get()) return -1;
+    Py_IncRef(type);
+    python().types.push_back({type, grad.get() == python().stored_grad});
+  }
+  return 0;
+}
+
+// Null for a type that was not given.
+inline const PlainType* plain_type(PyObject* tensor) {
+  const python_abi::Reference type(PyObject_Type(tensor));
+  for (const PlainType& known : python().types) {
+    if (known.type == type.get()) return &known;
+  }
+  return nullptr;
+}
+
+// `.grad`, a new reference. Null with an exception set.
+inline PyObject* grad_of(PyObject* tensor) {
+  const PlainType* const type = plain_type(tensor);
+  return type && type->stores_grad ? python().get_grad(python().stored_grad, tensor, type->type)
+                                   : PyObject_GetAttr(tensor, python().grad);
 }
 
 inline constexpr const char* kOwner = "ampctx list";
@@ -111,7 +154,7 @@ class Reader {
 
   // False, with an exception set where Python code has raised.
   bool add(PyObject* tensor) {
-    if (!is_plain(tensor)) return false;
+    if (!plain_type(tensor)) return false;
     python_abi::DLTensor found;
     if (python().exchange->view(tensor, &found) != 0) {
       PyErr_Clear();  // of another layout than strided, of another device than those of the exchange
@@ -139,16 +182,9 @@ class Reader {
   }
 
   const ReadList& list() const { return list_; }
-  const ReadList::Entry& last() const { return list_.tensors.back(); }
   void put(int64_t number) { known_lists().put(number, std::move(list_)); }
 
  private:
-  static bool is_plain(PyObject* tensor) {
-    const python_abi::Reference type(PyObject_Type(tensor));
-    const std::vector<PyObject*>& types = python().types;
-    return std::find(types.begin(), types.end(), type.get()) != types.end();
-  }
-
   ReadList list_{};
 };
 
@@ -173,41 +209,28 @@ inline int read_tensors(PyObject* tensors, int64_t number) {
   return 1;
 }
 
-// Whether element k in memory of a gradient is element k in memory of its parameter.
-inline bool lie_alike(const ReadList::Entry& grad, const ReadList::Entry& param) {
-  if (grad.numel != param.numel) return false;
-  return (grad.is_contiguous && param.is_contiguous) || same_strides(grad.layout, param.layout);
-}
-
 // Reads the gradients of parameters: those in `grads`, which has one for each of them or is empty. Empty, it gets the
-// `.grad` of each, None too, in any case, and those that are there are read. `with_params`: only where all are there,
-// and where parameters are of one dtype, on the device of the gradients and each laid out as its gradient.
-inline int read_grads(PyObject* params, PyObject* grads, bool with_params, int64_t number) {
+// `.grad` of each, None too, in any case, and those that are there are read. `every`: only where all are there.
+inline int read_grads(PyObject* params, PyObject* grads, bool every, int64_t number) {
   using python_abi::Reference;
   constexpr const char* changed = "read_grads: a list changed its length while it was read";
   const ptrdiff_t count = PyList_Size(params), given = count < 0 ? -1 : PyList_Size(grads);
   if (given < 0) return type_error("read_grads: params or grads is no list");
   if (given > 0 && given != count) return 0;
-  Reader of_grads(count), of_params(count);
+  Reader of_grads(count);
   bool can_be_read = python().exchange != nullptr;
   for (ptrdiff_t i = 0; i < count; ++i) {
     const Reference param = Reference::to_borrowed(PyList_GetItem(params, i));
     if (!param.get()) return type_error(changed);
     // The list keeps a gradient that it gets.
-    const Reference grad = given ? Reference::to_borrowed(PyList_GetItem(grads, i))
-                                 : Reference(PyObject_GetAttr(param.get(), python().grad));
+    const Reference grad = given ? Reference::to_borrowed(PyList_GetItem(grads, i)) : Reference(grad_of(param.get()));
     if (!grad.get()) return given ? type_error(changed) : -1;
     if (!given && PyList_Append(grads, grad.get()) != 0) return -1;
     if (!can_be_read) continue;
     if (grad.get() == python().none) {
-      can_be_read = !with_params;
+      can_be_read = !every;
     } else {
       can_be_read = of_grads.add(grad.get());
-      // At once: the code of a later gradient may let this parameter go.
-      if (can_be_read && with_params) {
-        can_be_read = of_params.add(param.get()) && of_grads.list().device == of_params.list().device &&
-                      lie_alike(of_grads.last(), of_params.last());
-      }
       if (!can_be_read && PyErr_Occurred()) return -1;
     }
   }
@@ -217,27 +240,76 @@ inline int read_grads(PyObject* params, PyObject* grads, bool with_params, int64
   return 1;
 }
 
-// Whether all tensors of a list that was read are contiguous.
-inline bool is_contiguous(int64_t number) {
+// Whether all tensors of a known list are contiguous.
+inline bool are_contiguous(int64_t number) {
   const KnownListPointer list = known_lists().find(number);
-  const ReadList* read = list ? std::get_if<ReadList>(list.get()) : nullptr;
-  if (!read) return false;
-  return std::all_of(read->tensors.begin(), read->tensors.end(), [](const auto& entry) { return entry.is_contiguous; });
+  if (!list) return false;
+  const ListView tensors = view(*list);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (!tensors.is_contiguous(i)) return false;
+  }
+  return true;
 }
 
-// Whether no two tensors of the lists that were read begin at one place. Those without elements begin nowhere.
+// Whether element k in memory of each gradient is element k in memory of its parameter, on the same device, and the
+// parameters are of one dtype. Both lists are known.
+inline bool lie_alike(int64_t of_grads, int64_t of_params) {
+  const KnownListPointer first = known_lists().find(of_grads), second = known_lists().find(of_params);
+  if (!first || !second) return false;
+  const ListView grads = view(*first), params = view(*second);
+  if (grads.size() != params.size()) return false;
+  for (size_t i = 0; i < grads.size(); ++i) {
+    if (!params.is_strided(i) || params.dtype(i) != params.dtype(0) || params.device(i) != grads.device(i))
+      return false;
+    if (params.numel(i) != grads.numel(i)) return false;
+    if (params.is_contiguous(i) && grads.is_contiguous(i)) continue;
+    if (!same_strides(grads.layout(i), params.layout(i))) return false;
+  }
+  return true;
+}
+
+// Whether one op call can take a held list: of one dtype and device, each tensor dense and with memory. Its tensors
+// were plain ones.
+inline bool is_uniform(int64_t number, bool fill_storages) {
+  const KnownListPointer list = known_lists().find(number);
+  const auto* tensors = list ? std::get_if<torch_abi::TensorList>(list.get()) : nullptr;
+  if (!tensors || tensors->empty()) return false;
+  const torch_abi::Device device = (*tensors)[0].device();
+  const int32_t code = (*tensors)[0].dtype();
+  DType dtype;
+  if (!to_dtype(code, dtype)) return false;
+  for (const torch_abi::Tensor& tensor : *tensors) {
+    if (!tensor.is_strided() || tensor.dtype() != code || tensor.device() != device) return false;
+    const int64_t numel = tensor.numel(), bytes = element_size(dtype);
+    if (fill_storages ? numel * bytes != tensor.storage_bytes() : !tensor.has_memory(numel, bytes)) return false;
+    if (numel > 0 && !tensor.is_contiguous() && !is_dense(tensor.layout_in_memory())) return false;
+  }
+  return true;
+}
+
+// Whether no two tensors of the known lists begin at one place. Those without elements begin nowhere.
 inline bool are_apart(const int64_t* numbers, int64_t count) {
-  std::vector<const void*> places;
+  std::vector<uintptr_t> places;
   for (int64_t i = 0; i < count; ++i) {
     const KnownListPointer list = known_lists().find(numbers[i]);
-    const ReadList* read = list ? std::get_if<ReadList>(list.get()) : nullptr;
-    if (!read) return false;
-    for (const ReadList::Entry& entry : read->tensors) {
-      if (entry.numel > 0) places.push_back(entry.data);
+    if (!list) return false;
+    const ListView tensors = view(*list);
+    for (size_t k = 0; k < tensors.size(); ++k) {
+      if (tensors.numel(k) > 0) places.push_back(reinterpret_cast<uintptr_t>(tensors.data(k, false)));
     }
   }
-  std::sort(places.begin(), places.end());
-  return std::adjacent_find(places.begin(), places.end()) == places.end();
+  // A table of places is faster than sorting them.
+  size_t size = 64;
+  while (size < 2 * places.size()) size *= 2;
+  std::vector<uintptr_t> table(size);
+  for (const uintptr_t place : places) {
+    size_t at = (place * 0x9e3779b97f4a7c15ull >> 32) & (size - 1);
+    for (; table[at] != 0; at = (at + 1) & (size - 1)) {
+      if (table[at] == place) return false;
+    }
+    table[at] = place;
+  }
+  return true;
 }
 
 }  // namespace ampctx::python_lists

@@ -61,12 +61,16 @@ class Extension:
     reason: str = ""
     # Functions of csrc/python_lists.h. ``new_list`` gives a handle: its number, and an owner that frees the list.
     new_list: Callable[[], tuple[int, Any]] = lambda: (0, None)
+    use_types: Callable[[list[type]], int] = lambda types: 0
     # ``read_tensors`` and ``read_grads`` return whether they read the tensors into the handle ``number``.
-    read_types: Callable[[list[type]], None] = lambda types: None
     read_tensors: Callable[[list[Tensor], int], int] = lambda tensors, number: 0
     read_grads: Callable[[list[Tensor], list[Any], bool, int], int] | None = None
-    read_is_contiguous: Callable[[int], int] = lambda number: False
-    read_are_apart: Callable[[list[int]], bool] = lambda numbers: False
+    are_contiguous: Callable[[int], int] = lambda number: False
+    lie_alike: Callable[[int, int], int] = lambda grads, params: False
+    is_uniform: Callable[[int, bool], int] = lambda number, fill_storages: False
+    are_apart: Callable[[list[int]], bool] = lambda numbers: False
+    # Functions of csrc/python_passes.h by name, for ``ampctx.kernels.passes``.
+    passes: dict[str, Callable[..., Any]] = field(default_factory=dict)
     late: LateKernels | None = None
     # If the kernels run on only some GPUs: the ops for those.
     apart: dict[torch.device, Any] = field(default_factory=dict)
@@ -152,43 +156,50 @@ def _open(path: Path) -> ctypes.CDLL:
     except OSError as error:
         raise ExtensionError(f"{path} cannot be loaded ({error}): {BUILD_HINT}") from error
     library.ampctx_build_info.restype = ctypes.c_char_p
-    library.ampctx_read_is_contiguous.argtypes = [ctypes.c_int64]
-    library.ampctx_read_is_contiguous.restype = ctypes.c_int
-    library.ampctx_read_are_apart.argtypes = [ctypes.POINTER(ctypes.c_int64), ctypes.c_int64]
-    library.ampctx_read_are_apart.restype = ctypes.c_int
     return library
 
 
-def _readers(path: Path, opened: ctypes.CDLL) -> dict[str, Any]:
+def _readers(path: Path) -> dict[str, Any]:
     """The functions that own and read lists of tensors. The readers need torch's DLPack exchange."""
     library = ctypes.PyDLL(str(path))  # the same library, called with the GIL held
-    new_list = library.ampctx_new_list
-    new_list.argtypes, new_list.restype = [], ctypes.py_object
-    exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
-    if exchange is None:
-        return {"new_list": new_list}
-    use, tensors, grads = library.ampctx_use_python, library.ampctx_read_tensors, library.ampctx_read_grads
-    use.argtypes, use.restype = [ctypes.py_object, ctypes.py_object], ctypes.c_int
-    tensors.argtypes, tensors.restype = [ctypes.py_object, ctypes.c_int64], ctypes.c_int
-    grads.argtypes = [ctypes.py_object, ctypes.py_object, ctypes.c_int, ctypes.c_int64]
-    grads.restype = ctypes.c_int
-    if use(exchange, [None, Tensor, torch.nn.Parameter]):
-        return {"new_list": new_list}
+    named, number, flag = ctypes.py_object, ctypes.c_int64, ctypes.c_int
 
-    def read_types(types: list[type]) -> None:
-        use(exchange, [None, *types])
+    def function(name: str, *arguments: Any, result: Any = ctypes.c_int) -> Any:
+        found = getattr(library, f"ampctx_{name}")
+        found.argtypes, found.restype = arguments, result
+        return found
+
+    new_list = function("new_list", result=named)
+    exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    if exchange is None or function("use_python", named, named)(exchange, [None, Tensor.grad, Tensor._version]):
+        return {"new_list": new_list}
+    use_types = function("use_types", named)
+    use_types([Tensor, torch.nn.Parameter])
+    count_apart = function("are_apart", ctypes.POINTER(number), number)
 
     def are_apart(numbers: list[int]) -> bool:
-        return bool(opened.ampctx_read_are_apart((ctypes.c_int64 * len(numbers))(*numbers), len(numbers)))
+        return bool(count_apart((number * len(numbers))(*numbers), len(numbers)))
 
-    is_contiguous = opened.ampctx_read_is_contiguous
     return {
         "new_list": new_list,
-        "read_types": read_types,
-        "read_tensors": tensors,
-        "read_grads": grads,
-        "read_is_contiguous": is_contiguous,
-        "read_are_apart": are_apart,
+        "use_types": use_types,
+        "read_tensors": function("read_tensors", named, number),
+        "read_grads": function("read_grads", named, named, flag, number),
+        "are_contiguous": function("are_contiguous", number),
+        "lie_alike": function("lie_alike", number, number),
+        "is_uniform": function("is_uniform", number, flag),
+        "are_apart": are_apart,
+        "passes": {
+            "same_items": function("same_items", named, named),
+            "same_members": function("same_members", named, named),
+            "same_mapping": function("same_mapping", named, named, named),
+            "same_entries": function("same_entries", named, named, named),
+            "are_plain": function("are_plain", named),
+            "have_no_grad": function("have_no_grad", named, flag),
+            "clear_grads": function("clear_grads", named),
+            "held_kinds": function("held_kinds", number, result=named),
+            "write_counts": function("write_counts", named, number, result=named),
+        },
     }
 
 
@@ -244,7 +255,7 @@ def load(namespace: str, define: Callable[[str], Any], path: Path = LIBRARY) -> 
         library = _open(path)
         _register_cpu(library, namespace)
         build = json.loads(library.ampctx_build_info())
-        found = Extension(True, ("cpu",), build, "", **_readers(path, library))
+        found = Extension(True, ("cpu",), build, "", **_readers(path))
     except ExtensionError as error:
         if required:
             raise

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from ampctx._errors import AmpTypeError, AmpValueError
 from ampctx.kernels import extension as _extension
+from ampctx.kernels import passes, reference_steps
 from ampctx.kernels import reference as _reference
-from ampctx.kernels import reference_steps
-from ampctx.kernels.each import all_there, grad_of
+from ampctx.kernels.each import all_there, device_of, grad_of, layout_of
 from ampctx.kernels.spec import SPECS
 
 NAMESPACE = "ampctx"
@@ -56,7 +56,6 @@ def _handle_overload(schema: str) -> str:
 # These have no fallback: only compiled kernels use handles.
 _COMPILED_SCHEMAS = (
     "hold_tensors(Tensor[] tensors, int number=0) -> int",
-    "fill_storages(Tensor[] tensors) -> bool",
     *map(_handle_overload, filter(_TENSOR_LIST.search, _SCHEMAS)),
 )
 
@@ -179,6 +178,7 @@ def define(namespace: str, found: Callable[[], _extension.Extension] | None = No
 
 _library = define(NAMESPACE, lambda: extension)
 extension: _extension.Extension = _extension.load(NAMESPACE, define)
+passes.use(extension.passes)
 _ops = torch.ops.ampctx
 
 
@@ -239,6 +239,10 @@ class HeldTensors(Sequence[Tensor]):
         self.number, self._owner = extension.new_list()
         self.number = _ops.hold_tensors.default(self.tensors, self.number)
 
+    @property
+    def are_contiguous(self) -> bool:
+        return bool(extension.are_contiguous(self.number))
+
     def __len__(self) -> int:
         return len(self.tensors)
 
@@ -250,7 +254,10 @@ class HeldTensors(Sequence[Tensor]):
 
 
 class ReadTensors(HeldTensors):
-    """A handle from ``read`` or ``read_grads``, valid for calls made at once, before any tensor changes."""
+    """A handle from ``read``, ``read_grads`` or ``hold_grads``: its tensors are of one dtype and device, and dense.
+
+    One from ``read`` or ``read_grads`` is valid for calls made at once, before any tensor changes.
+    """
 
     def __init__(self, tensors: list[Tensor], number: int, owner: Any) -> None:
         self.tensors, self.number, self._owner = tensors, number, owner
@@ -262,10 +269,6 @@ class ReadTensors(HeldTensors):
     @property
     def dtype(self) -> torch.dtype:
         return self.tensors[0].dtype
-
-    @property
-    def are_contiguous(self) -> bool:
-        return bool(extension.read_is_contiguous(self.number))
 
 
 def _is_watched() -> bool:
@@ -314,22 +317,65 @@ def read_grads(params: Iterable[Tensor]) -> tuple[list[Tensor | None], ReadTenso
     return grads, _as_read(present, number, owner)
 
 
+def hold(tensors: Iterable[Tensor]) -> HeldTensors | None:
+    """A tensor-list handle, or None as from ``read`` for tensors that an op call would copy or not take.
+
+    The tensors may mix dtypes and devices.
+    """
+    listed = _listed(tensors, "hold: tensors")
+    if _is_watched() or not listed or not extension.passes or not passes.are_plain(listed):
+        return None
+    served = all(map(extension.serves, {device.type for device in map(device_of, listed)}))
+    if not served or set(map(layout_of, listed)) != {torch.strided} or not all(map(can_be_held, listed)):
+        return None
+    return HeldTensors(listed)
+
+
+def hold_grads(grads: list[Tensor]) -> ReadTensors | None:
+    """A handle for gradients that stays valid for as long as it is kept. None as from ``read``, and also if a gradient
+    is a part of a larger storage."""
+    if _is_watched() or not grads or not extension.passes or not passes.are_plain(grads):
+        return None
+    number, owner = extension.new_list()
+    found = _as_read(grads, number, owner)
+    if found is None:
+        return None
+    try:
+        # A negated gradient is held as the copy that the dispatcher makes, which has its values.
+        _ops.hold_tensors.default(grads, number)
+    except NotImplementedError:  # of a sparse tensor
+        return None
+    return found if extension.is_uniform(number, True) else None
+
+
 def read_along(params: Iterable[Tensor], grads: Iterable[Tensor] | None = None) -> ReadTensors | None:
     """A handle for the gradients (default: each ``.grad``), or None as from ``read``.
 
     Also None if a gradient is missing or laid out differently from its parameter, or if the parameters mix dtypes.
-    Raises as ``read_grads``.
+    Raises as ``read_grads``. A ``HeldTensors`` of the parameters is faster than a list.
     """
-    listed = params if type(params) is list else _listed(params, "read_along: params")
+    if isinstance(params, HeldTensors):
+        listed = params.tensors
+    else:
+        listed = params if type(params) is list else _listed(params, "read_along: params")
     found: list[Any] = [] if grads is None else _listed(grads, "read_along: grads")
     if _is_watched() or extension.read_grads is None:
         return None
     number, owner = extension.new_list()
     try:
-        return _as_read(found, number, owner) if extension.read_grads(listed, found, True, number) else None
+        read = _as_read(found, number, owner) if extension.read_grads(listed, found, True, number) else None
     except AttributeError:
         _check_types(listed, "read_along: params")
         raise
+    if read is None:
+        return None
+    held = params if isinstance(params, HeldTensors) else hold(listed)
+    return read if held is not None and lie_alike(read, held) else None
+
+
+def lie_alike(grads: HeldTensors, params: HeldTensors) -> bool:
+    """Whether each gradient is laid out as its parameter, on the same device, and the parameters are of one dtype."""
+    return bool(extension.lie_alike(grads.number, params.number))
 
 
 def _as_read(tensors: list[Tensor], number: int, owner: Any) -> ReadTensors | None:
@@ -343,14 +389,9 @@ def _as_read(tensors: list[Tensor], number: int, owner: Any) -> ReadTensors | No
 def are_apart(lists: Sequence[Sequence[Tensor]]) -> bool:
     """Whether no two non-empty tensors of the lists begin at the same address. No host sync."""
     if all(map(isinstance, lists, repeat(ReadTensors))):
-        return extension.read_are_apart([tensors.number for tensors in lists])  # type: ignore[attr-defined]
+        return extension.are_apart([tensors.number for tensors in lists])  # type: ignore[attr-defined]
     places = [t.data_ptr() for t in chain.from_iterable(lists) if t.numel()]
     return len(set(places)) == len(places)
-
-
-def fill_storages(tensors: ReadTensors) -> bool:
-    """Whether each tensor fills its storage, so that no other tensor uses memory next to it. No host sync."""
-    return _ops.fill_storages.default(tensors.tensors)
 
 
 _NO_LIST: Any = SimpleNamespace(number=0)

@@ -18,23 +18,22 @@ Call everything under no_grad. No host sync.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import repeat
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ampctx.kernels import foreach
-from ampctx.kernels.each import all_none, grad_of, layout_of, set_each, stored_grad
+from ampctx.kernels import foreach, passes
+from ampctx.kernels.each import all_there, grad_of, layout_of, stored_grad
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, product
-from ampctx.kernels.ops import ReadTensors, fill_storages, read_grads
+from ampctx.kernels.ops import are_apart, hold_grads, read_grads
 from ampctx.kernels.sharding import place_grads, values_of
 from ampctx.masters.clip import forget_norm_before_clipping
-from ampctx.masters.lazy_grads import ModelGrads
+from ampctx.masters.lazy_grads import Masters, ModelGrads
 from ampctx.masters.params import MasterParams
 from ampctx.masters.sums import add_sparse, dense_grad, fills_its_storage, owns_its_memory, writable
 
@@ -167,7 +166,7 @@ class BlockGradients:
 
     def _leaves(self) -> list[Tensor]:
         """The parameters that a backward writes gradients into."""
-        return [*(p for p, _ in self._masters.pairs), *self._masters.params_without_master]
+        return [*self._masters.params_with_master, *self._masters.params_without_master]
 
     def begin(self, scale: Factor, inv_scale: Factor) -> None:
         """Opens a block whose loss is multiplied by ``scale``. If gradients are idle, call ``collect_outside_grads``
@@ -176,13 +175,12 @@ class BlockGradients:
             self.materialize()
         window = self._stack[-1] if self._stack else None
         leaves = self._leaves() if self._stack else self._masters.params_without_master
-        grads = list(map(grad_of, leaves))
-        present = {} if all_none(grads) else {p: g for p, g in zip(leaves, grads, strict=True) if g is not None}
+        present = {} if passes.have_no_grad(leaves, False) else {p: g for p in leaves if (g := p.grad) is not None}
         if not isinstance(window, Window):
             # Recorded before anything changes, so that abandon() can restore it.
             stash = {p: g if owns_its_memory(g) else g.clone() for p, g in present.items()}
             self._stack.append(Block(stash, nested=window is not None))
-            set_each(present, "grad", None)
+            passes.clear_grads(list(present))
             return
         for p in window.scaled:
             if p.grad is None:  # the user has zeroed it through the model
@@ -290,7 +288,7 @@ class BlockGradients:
             grads, totals = map(list, zip(*outcome.added, strict=True))
             foreach.axpby(grads, totals, totals, found_inf, outcome.factor, 1.0, arg_to_check=0)
             forget_norm_before_clipping(totals)
-        set_each(outcome.used, "grad", None)
+        passes.clear_grads(outcome.used)
         for t, grad in outcome.grads.items():
             t.grad = grad
         if outcome.lazy is not None:
@@ -322,7 +320,7 @@ class BlockGradients:
                 set(map(layout_of, grads)) <= {torch.strided} and all(map(Tensor.is_contiguous, grads))
             )
             # Two parameters may hold one gradient.
-            if are_whole and len(set(map(id, grads))) == len(grads):
+            if are_whole and (are_apart([known]) if known is not None else len(set(map(id, grads))) == len(grads)):
                 if grads and inv_scale != 1.0:
                     foreach.scale(grads, grads, found_inf, inv_scale)
                 return
@@ -361,20 +359,21 @@ class BlockGradients:
     ) -> None:
         """master.grad += model.grad * factor, then frees the model's gradient."""
         outcome.factor = factor
-        pairs = self._masters.pairs
-        if not pairs:
+        params, masters = self._masters.params_with_master, self._masters.masters
+        grads: list[Any] = list(map(grad_of, params))
+        if not all_there(grads):
+            there = [grad is not None for grad in grads]
+            params, grads = list(compress(params, there)), list(compress(grads, there))
+            masters = Masters(compress(masters, there))
+        if not params:
             return
-        found, known = read_grads([p for p, _ in pairs])
-        if not (present := sum(map(operator.is_not, found, repeat(None)))):
-            return
-        if present < len(pairs):
-            pairs = [pair for pair, grad in zip(pairs, found, strict=True) if grad is not None]
-        grads = [grad for grad in found if grad is not None]
-        masters = [master for _, master in pairs]
-        outcome.used = [p for p, _ in pairs]
-        if self._masters.lazy and not nested and self._may_be_lazy(masters, grads, known):
-            outcome.lazy = ModelGrads(masters, grads if known is None else known, factor, found_inf)
-            return
+        outcome.used = params
+        if self._masters.lazy and not nested and self.checked is None and passes.have_no_grad(masters, True):
+            # Not views into memory that other code may write to before the step.
+            known = hold_grads(grads)
+            if known is not None or all(map(fills_its_storage, grads)):
+                outcome.lazy = ModelGrads(masters, grads if known is None else known, factor, found_inf)
+                return
         fresh: list[tuple[Tensor, Tensor]] = []
         for master, grad in zip(masters, grads, strict=True):
             if grad.layout != torch.strided:
@@ -389,24 +388,15 @@ class BlockGradients:
             foreach.scale([grad for _, grad in fresh], wide, found_inf, factor)
             outcome.grads.update(zip([master for master, _ in fresh], wide, strict=True))
 
-    def _may_be_lazy(self, masters: list[Tensor], grads: list[Tensor], known: ReadTensors | None) -> bool:
-        """Whether these gradients may stay in 16 bits: no master has a gradient to add to, and they are no views into
-        memory that other code may write to before the step."""
-        return (
-            self.checked is None
-            and not any(map(operator.is_not, map(stored_grad, masters), repeat(None)))
-            and (all(map(fills_its_storage, grads)) if known is None else fill_storages(known))
-        )
-
     def have_arrived(self) -> bool:
         """Whether gradients have arrived in the open block. False with a window: they cannot be told apart."""
-        return self.window is None and not all_none(map(grad_of, self._leaves()))
+        return self.window is None and not passes.have_no_grad(self._leaves(), False)
 
     def may_have_outside_grads(self) -> bool:
         """Whether ``collect_outside_grads`` has anything to do."""
         if self._stack:
             return self.phase is Phase.WINDOW
-        return any(map(operator.is_not, map(grad_of, [p for p, _ in self._masters.pairs]), repeat(None)))
+        return not passes.have_no_grad(self._masters.params_with_master, False)
 
     def collect_outside_grads(self, check_before: Callable[[], bool] = bool) -> FoundInf:
         """Collects gradients of a plain backward, and ends a window that no block has ended. Between blocks.
@@ -430,7 +420,7 @@ class BlockGradients:
         lazy = self.checked
         return Pending(
             {p: p.grad for p in self._leaves() if p.grad is not None},
-            {m: grad for _, m in self._masters.pairs if (grad := stored_grad(m)) is not None},
+            {m: grad for m in self._masters.masters if (grad := stored_grad(m)) is not None},
             Lazy(lazy.grads, lazy.inv_scale, lazy.norm()) if lazy is not None and lazy.masters else None,
             self.window,
         )
@@ -485,4 +475,4 @@ class BlockGradients:
         self.incomplete = self.stepped = False
 
     def drop_model_grads(self) -> None:
-        set_each([p for p, _ in self._masters.pairs], "grad", None)
+        passes.clear_grads(self._masters.params_with_master)

@@ -14,13 +14,13 @@ import operator
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from itertools import repeat
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ampctx.kernels import foreach, ops
+from ampctx.kernels import foreach, ops, passes
 from ampctx.kernels.each import stored_grad
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, product
 
@@ -93,12 +93,24 @@ class MasterParam(nn.Parameter):
         return plain.__reduce_ex__(protocol)
 
 
-ops.extension.read_types([MasterParam])
+ops.extension.use_types([MasterParam])
 
 
 def has_grad(p: Tensor) -> bool:
     """Whether ``p.grad`` would give a tensor. Lazy gradients stay lazy."""
     return stored_grad(p) is not None or (isinstance(p, MasterParam) and p.model_grads is not None)
+
+
+class Masters(list):
+    """A list of masters. What is derived from it is kept: it must not change."""
+
+    @cached_property
+    def ids(self) -> list[int]:
+        return list(map(id, self))
+
+    @cached_property
+    def places(self) -> set[_Place]:
+        return set(map(_PLACE, self))
 
 
 class ModelGrads:
@@ -122,18 +134,20 @@ class ModelGrads:
         found_inf: FoundInf,
         norm: Tensor | None = None,
     ) -> None:
-        self.masters, self.values = masters, list(values)
+        masters = masters if isinstance(masters, Masters) else Masters(masters)
+        self.masters: list[Tensor] = masters
+        self.values: Sequence[Tensor] = values
         self._grads: dict[Tensor, Tensor] | None = None
         self.inv_scale = inv_scale
         self._lock = threading.Lock()
         # The norm before clipping.
         self.clipped_from: Tensor | None = None
         # The same read gives the norm of each gradient, to name the non-finite ones later.
-        self._ids = list(map(id, masters))
+        self._ids = masters.ids
         flags = found_inf if norm is None else FoundInf()
         total, self._norms = foreach.unscale_l2norms_of(values, flags, inv_scale)
         self._norm = total if norm is None else norm
-        self._places = set(map(_PLACE, masters))
+        self._places = masters.places
         for place in self._places:
             place.lazy = weakref.ref(self)
 
@@ -186,7 +200,7 @@ class ModelGrads:
 
     def is_alone(self) -> bool:
         """Whether no master has another gradient."""
-        return not any(map(operator.is_not, map(stored_grad, self.masters), repeat(None)))
+        return passes.have_no_grad(self.masters, True)
 
     def drop(self) -> None:
         """Forgets the gradients."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping
-from itertools import compress, repeat
 from typing import Any
 
 import torch
@@ -22,11 +21,12 @@ from ampctx._errors import AmpError
 from ampctx.casts.arguments import LOW_PRECISION
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.distributed import is_distributed
-from ampctx.kernels import foreach
+from ampctx.kernels import foreach, passes
 from ampctx.kernels.each import dtype_of, stored_grad, version_of
 from ampctx.kernels.foreach import FoundInf
+from ampctx.kernels.ops import HeldTensors, hold
 from ampctx.kernels.sharding import groups_of, is_sharded, steps_a_partition
-from ampctx.masters.lazy_grads import MasterParam, declares, has_grad
+from ampctx.masters.lazy_grads import MasterParam, Masters, declares, has_grad
 
 Group = dict[str, Any]
 
@@ -49,14 +49,6 @@ def _cast_state(optimizer: Any, p: Tensor, key: Tensor, dtype: torch.dtype) -> N
 
 def _members(optimizer: Any) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-# The id, version and address of each tensor, to detect later writes.
-WriteCounts = tuple[list[int], list[int], list[int]]
-
-
-def _write_counts(params: list[Tensor]) -> WriteCounts:
-    return list(map(id, params)), list(map(version_of, params)), list(map(Tensor.data_ptr, params))
 
 
 # The masters of all sessions, to look up the master of a model parameter.
@@ -102,6 +94,10 @@ class MasterParams:
         # A master of the group whose lazy gradients belong together.
         self._like: MasterParam | None = None
         self.pairs: list[tuple[Tensor, Tensor]] = []
+        # What is derived from the pairs and ``params_without_master``, see ``_membership_changed``.
+        self._lists: tuple[list[Tensor], Masters] | None = None
+        self._held: HeldTensors | None = None
+        self._checked_kinds: bytes | None = None
         self.model_of: dict[Tensor, Tensor] = {}
         # By the id of the parameter.
         self._master_of: dict[int, Tensor] = {}
@@ -120,7 +116,7 @@ class MasterParams:
         # The members of the groups at the last look.
         self._members: list[Tensor] = []
         # The write counts of the 16-bit weights when they were last written from their masters.
-        self._written = _write_counts([])
+        self._written = b""
         # The masters may have moved, and the 16-bit weights not yet.
         self.are_ahead = False
         # Names of parameters whose gradient was dropped when they joined, for a warning.
@@ -141,6 +137,30 @@ class MasterParams:
             raise
 
     # --- membership ---------------------------------------------------------------------------------------------------
+
+    def _membership_changed(self) -> None:
+        self._lists = self._held = self._checked_kinds = None
+
+    def _pair_lists(self) -> tuple[list[Tensor], Masters]:
+        if self._lists is None:
+            self._lists = [p for p, _ in self.pairs], Masters(master for _, master in self.pairs)
+        return self._lists
+
+    @property
+    def params_with_master(self) -> list[Tensor]:
+        """The model parameters of ``pairs``. A list to read only."""
+        return self._pair_lists()[0]
+
+    @property
+    def masters(self) -> Masters:
+        """The masters of ``pairs``. A list to read only."""
+        return self._pair_lists()[1]
+
+    def _handle(self) -> HeldTensors | None:
+        """A handle for all parameters and masters, those with a master first. None if the library cannot hold them."""
+        if self._held is None:
+            self._held = hold([*self.params_with_master, *self.masters, *self.params_without_master])
+        return self._held
 
     @torch.no_grad()
     def add_params(
@@ -181,6 +201,7 @@ class MasterParams:
                 self._give_master(optimizer, group, i, original)
             else:
                 self._frozen.append(p)
+        self._membership_changed()
         self._members = _members(optimizer)
         self.has_sharded = any(map(is_sharded, self.params_without_master))
         self.groups = groups_of(self.params_without_master)
@@ -223,9 +244,8 @@ class MasterParams:
 
     def agrees_with(self, optimizer: Any) -> bool:
         """Whether the groups have the same members as at the last look, and nothing was unfrozen."""
-        members = [p for group in optimizer.param_groups for p in group["params"]]
-        alike = len(members) == len(self._members) and all(map(operator.is_, members, self._members))
-        return alike and not any(p.requires_grad for p in self._frozen)
+        alike = passes.same_members(optimizer.param_groups, self._members)
+        return bool(alike) and not any(p.requires_grad for p in self._frozen)
 
     @torch.no_grad()
     def follow_groups(self, optimizer: Any, taken: Callable[[], Container[int]], drop_grads: bool) -> None:
@@ -234,8 +254,8 @@ class MasterParams:
 
         ``drop_grads``: drop the gradients of new parameters.
         """
-        members = _members(optimizer)
-        if len(members) != len(self._members) or not all(map(operator.is_, members, self._members)):
+        if not passes.same_members(optimizer.param_groups, self._members):
+            members = _members(optimizer)
             known = {id(p) for p in (*self.model_of, *self.params_without_master, *self._frozen)}
             left = [(p(), master()) for p, master in self._left]
             pairs = self.pairs + [(p, master) for p, master in left if p is not None and master is not None]
@@ -247,6 +267,7 @@ class MasterParams:
             back = [(p, master) for p, master in pairs if id(master) in there and master not in self.model_of]
             self._left = [(weakref.ref(p), weakref.ref(master)) for p, master in pairs if id(master) not in there]
             self.pairs = [(p, master) for p, master in pairs if id(master) in there]
+            self._membership_changed()
             self._resync(back)
             self.model_of = {master: p for p, master in self.pairs}
             self._master_of = {id(p): master for p, master in self.pairs}
@@ -265,7 +286,15 @@ class MasterParams:
         Raises:
             AmpError: a weight was converted or moved since it was added.
         """
-        params, masters = [p for p, _ in self.pairs], [master for _, master in self.pairs]
+        held = self._handle()
+        kinds = None if held is None else passes.held_kinds(held.number)
+        if kinds is not None and kinds == self._checked_kinds:
+            return
+        self._check_kinds()
+        self._checked_kinds = kinds
+
+    def _check_kinds(self) -> None:
+        params, masters = self.params_with_master, self.masters
         # get_device gives numbers (-1 is the CPU). Creating device objects takes several times as long.
         moved = any(map(operator.ne, map(Tensor.get_device, params), map(Tensor.get_device, masters)))
         if moved or not set(map(dtype_of, params)) <= set(LOW_PRECISION):
@@ -320,6 +349,7 @@ class MasterParams:
             self._like = master
         group["params"][i] = master
         self.pairs.append((p, master))
+        self._membership_changed()
         self.model_of[master] = p
         self._master_of[id(p)] = master
         _cast_state(optimizer, p, master, torch.float32)
@@ -355,13 +385,14 @@ class MasterParams:
             _cast_state(optimizer, p, p, self._state_dtype(former))
         self.params_without_master += [p for p, _ in self.pairs]
         self.pairs, self.model_of, self._master_of, self._cast = [], {}, {}, []
+        self._membership_changed()
 
     # --- values -------------------------------------------------------------------------------------------------------
 
     def model_changed(self) -> None:
         """Notes that model weights may have changed behind the masters."""
         self.may_disagree = True
-        self._written = _write_counts([])
+        self._written = b""
 
     def restored(self) -> None:
         """Notes that a checkpoint has set the masters, and the model to the rounded masters."""
@@ -446,7 +477,7 @@ class MasterParams:
         if self.pairs:
             self.are_ahead = True
             try:
-                foreach.scale([master for _, master in self.pairs], [p for p, _ in self.pairs], FoundInf(), 1.0)
+                foreach.scale(self.masters, self.params_with_master, FoundInf(), 1.0)
                 self.mark_written()
             except BaseException:
                 # Again, in a way that needs no memory.
@@ -458,8 +489,13 @@ class MasterParams:
     def mark_written(self) -> None:
         """Notes that the 16-bit weights are the rounded masters."""
         if self.pairs:
-            self._written = _write_counts([p for p, _ in self.pairs])
+            self._written = self._write_counts()
             self.are_ahead = False
+
+    def _write_counts(self) -> bytes:
+        """The identity, version and address of each model weight with a master, to detect later writes."""
+        held = self._handle()
+        return passes.counted(self.params_with_master, 0 if held is None else held.number)
 
     def overwritten(self) -> list[str]:
         """Names of weights that were changed in place since they were last written from their masters.
@@ -468,11 +504,11 @@ class MasterParams:
         """
         if self.may_disagree or self.are_ahead:
             return []  # a resync or a write is due
-        now = _write_counts([p for p, _ in self.pairs])
+        now = self._write_counts()
         if now == self._written:
             return []
-        former = {i: count for i, *count in zip(*self._written, strict=True)}
-        changed = {i for i, *count in zip(*now, strict=True) if former.get(i, count) != count}
+        former = {i: count for i, *count in passes.counts_in(self._written)}
+        changed = {i for i, *count in passes.counts_in(now) if former.get(i, count) != count}
         pairs = [(p, master) for p, master in self.pairs if id(p) in changed]
         if pairs and pairs[0][0].is_cuda and torch.cuda.is_current_stream_capturing():
             return []
@@ -481,6 +517,7 @@ class MasterParams:
 
     def drop_master_grads(self) -> None:
         """Sets ``grad`` of masters to None. Lazy gradients stay."""
-        masters = [master for _, master in self.pairs]
-        for master in compress(masters, map(operator.is_not, map(stored_grad, masters), repeat(None))):
-            master.grad = None
+        if not passes.have_no_grad(self.masters, True):
+            for master in self.masters:
+                if stored_grad(master) is not None:
+                    master.grad = None

@@ -1,28 +1,26 @@
 """The op calls of a step: reads amp's attributes, makes the calls, and keeps them for the next step.
 
 Between two steps only the gradients are new. Making the calls takes a dozen passes over the parameters in Python;
-checking that the kept ones are still valid takes a few in C (``map`` over ``operator``, ``ops.read_along``).
+checking that the kept ones are still valid takes a few in C (``kernels.passes``, ``ops.read_along``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, repeat
-from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ampctx.kernels import reference_steps, steps
-from ampctx.kernels.each import grad_of, version_of
+from ampctx.kernels import passes, reference_steps, steps
+from ampctx.kernels.each import version_of
 from ampctx.kernels.foreach import Factor, PerDevice, move, product
 from ampctx.kernels.grouping import buckets
-from ampctx.kernels.ops import HeldTensors, are_apart, can_be_held, extension, factor, read_along
+from ampctx.kernels.ops import HeldTensors, ReadTensors, are_apart, extension, factor, hold, lie_alike, read_along
 from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, overwrite, same_layout
 from ampctx.kernels.reference_steps import WRITE_BACKS
 from ampctx.kernels.sharding import any_sharded, local, wrote
-from ampctx.masters.lazy_grads import MasterParam, ModelGrads
+from ampctx.masters.lazy_grads import ModelGrads
 from ampctx.optimizers._options import Group, check_one_element
 from ampctx.optimizers._state import EXTRAS, State
 
@@ -233,18 +231,6 @@ def call(op: str, work: Work, arguments: dict[str, Any]) -> None:
 
 # --- kept calls -------------------------------------------------------------------------------------------------------
 
-# Other tensor types may be wrappers that the dispatcher unwraps.
-_PLAIN = {Tensor, nn.Parameter, MasterParam}
-_params_of = itemgetter("params")
-
-
-def _held(work: Work) -> dict[str, Any]:
-    """The lists of a call, as tensor-list handles if a compiled kernel accepts these tensors."""
-    lists = work.lists.values()
-    if not all(set(map(type, tensors)) <= _PLAIN and all(map(can_be_held, tensors)) for tensors in lists):
-        return work.lists
-    return {name: HeldTensors(tensors) if tensors else tensors for name, tensors in work.lists.items()}
-
 
 class _Call:
     """A call of the previous step, without its gradients but with their dtype and strides."""
@@ -252,33 +238,44 @@ class _Call:
     def __init__(self, work: Work, state: Mapping[Tensor, Any], lazy_masters: Sequence[Tensor]) -> None:
         self.work = work._replace(lists={**work.lists, "grads": []}, relaid=())
         # Whether the call has all lazy gradients, in their order.
-        self.takes_all = len(lazy_masters) == len(work.members) and all(map(is_, lazy_masters, work.members))
+        self.takes_all = passes.same_items(lazy_masters, work.members)
         self._states = [state[p] for p in work.members]
-        # (getter of a state entry, the call's list of it).
-        self._state = [(itemgetter(key), work.lists[name]) for name, key in work.keys.items()]
+        # The keys of the members' state, and the call's list of each.
+        self._keys = list(work.keys.values())
+        self._columns = [work.lists[name] for name in work.keys]
         self._dtypes = work.lists["grads"][0].dtype, work.members[0].dtype
         self._strides = None if all(map(Tensor.is_contiguous, work.members)) else list(map(Tensor.stride, work.members))
-        # Made when the call is first repeated.
-        self._held: dict[str, Any] | None = None
+        # Handles of the members and of the call's lists, made when the call is first repeated. None: not made yet.
+        self._held: tuple[HeldTensors | None, dict[str, Any]] | None = None
 
-    def renewed(self, grads: list[Any] | None) -> Work | None:
+    def renewed(self, grads: Sequence[Any] | None) -> Work | None:
         """The call with new gradients, from ``.grad`` if ``grads`` is None. None if the call is no longer valid."""
-        members = self.work.members
-        read = read_along(members, grads)
-        if read is None or (read.tensors[0].dtype, members[0].dtype) != self._dtypes:
+        if self._held is None:
+            self._held = self._hold()
+        members, lists = self._held
+        if members is None:
+            return None
+        if isinstance(grads, ReadTensors):
+            read = grads if lie_alike(grads, members) else None
+        else:
+            read = read_along(members, grads)
+        if read is None or (read.dtype, members.tensors[0].dtype) != self._dtypes:
             return None
         # Parameters and gradients have one layout now. The state may still have the former one.
         if (None if read.are_contiguous else list(map(Tensor.stride, members))) != self._strides:
             return None
-        try:
-            for of, tensors in self._state:
-                if not all(map(is_, map(of, self._states), tensors)):
-                    return None
-        except KeyError:
+        if not passes.same_entries(self._states, self._keys, self._columns):
             return None
-        if self._held is None:
-            self._held = _held(self.work)
-        return self.work._replace(lists={**self._held, "grads": read})
+        return self.work._replace(lists={**lists, "grads": read})
+
+    def _hold(self) -> tuple[HeldTensors | None, dict[str, Any]]:
+        """The members and the call's lists as tensor-list handles. No members if some tensor cannot be held."""
+        work = self.work
+        lists = {name: hold(tensors) if tensors else tensors for name, tensors in work.lists.items()}
+        if any(tensors is None for tensors in lists.values()):
+            return None, {}
+        are_params = passes.same_items(work.lists["params"], work.members)
+        return lists["params"] if are_params else hold(work.members), lists
 
 
 def can_be_kept(works: Sequence[Work]) -> bool:
@@ -293,30 +290,39 @@ class Plan:
     """The calls of one step of ``optimizer``, for the next one. Refers to state, not to gradients."""
 
     def __init__(self, optimizer: Any, works: Sequence[Work], scaling: Scaling) -> None:
-        self._told, self._objects = self._told_by(optimizer, scaling), list(self._objects_of(optimizer, scaling))
-        lazy_masters = [] if scaling.lazy is None else scaling.lazy.masters
-        self._calls = [_Call(work, optimizer.state, lazy_masters) for work in works]
+        groups, state, models = optimizer.param_groups, optimizer.state, scaling.models
+        self._options = self._options_of(optimizer)
+        self._groups = list(groups)
+        self._members = [p for group in groups for p in group["params"]]
+        self._state = list(state), list(state.values())
+        self._models = list(models), list(models.values())
+        self._lazy_masters = [] if scaling.lazy is None else list(scaling.lazy.masters)
+        self._calls = [_Call(work, state, self._lazy_masters) for work in works]
         stepped = {p for work in works for p in work.members}
-        self._idle = [p for group in optimizer.param_groups for p in group["params"] if p not in stepped]
+        self._idle = [p for p in self._members if p not in stepped]
         # 16-bit weights whose masters, remainders or compensations must follow later writes.
         self._followed = [p for work in works if work.kind[0] in EXTRAS for p in work.members]
         self._versions = list(map(version_of, self._followed))
 
     def works(self, optimizer: Any, scaling: Scaling) -> list[Work] | None:
         """The calls of a new step, None if something has changed. No host sync."""
-        if (
-            self._told != self._told_by(optimizer, scaling)
-            or not all(map(is_, self._objects, self._objects_of(optimizer, scaling)))
-            or self._versions != list(map(version_of, self._followed))
-            or not all(map(is_, map(grad_of, self._idle), repeat(None)))
+        groups, lazy = optimizer.param_groups, scaling.lazy
+        if not (
+            passes.same_items(groups, self._groups)
+            and passes.same_members(groups, self._members)
+            and self._options == self._options_of(optimizer)
+            and passes.same_mapping(optimizer.state, *self._state)
+            and passes.same_mapping(scaling.models, *self._models)
+            and passes.same_items([] if lazy is None else lazy.masters, self._lazy_masters)
+            and self._versions == list(map(version_of, self._followed))
+            and passes.have_no_grad(self._idle, False)
         ):
             return None
-        found, lazy = [], scaling.lazy
+        found = []
         for kept in self._calls:
-            grads = None
+            grads: Sequence[Any] | None = None
             if kept.work.kind[1] and lazy is not None:
-                every = lazy.values if kept.takes_all else map(lazy.grads.__getitem__, kept.work.members)
-                grads = list(every)
+                grads = lazy.values if kept.takes_all else [lazy.grads[p] for p in kept.work.members]
             if (work := kept.renewed(grads)) is None:
                 return None
             found.append(work)
@@ -324,20 +330,11 @@ class Plan:
 
     def stepped(self, seen: dict[Tensor, int]) -> None:
         """Records, after a step, the versions of the 16-bit weights."""
-        self._versions = list(map(version_of, self._followed))
-        seen.update(zip(self._followed, self._versions, strict=True))
+        if self._followed:
+            self._versions = list(map(version_of, self._followed))
+            seen.update(zip(self._followed, self._versions, strict=True))
 
     @staticmethod
-    def _told_by(optimizer: Any, scaling: Scaling) -> list[Any]:
-        """The settings that decide about write backs and state, and the numbers of objects of each kind."""
-        groups, lazy = optimizer.param_groups, scaling.lazy
-        counts = len(optimizer.state), len(scaling.models), 0 if lazy is None else len(lazy.masters)
-        lists, sizes = map(optimizer._state_lists, groups), map(len, map(_params_of, groups))
-        return [*optimizer._write_backs(), *lists, *sizes, *counts]
-
-    @staticmethod
-    def _objects_of(optimizer: Any, scaling: Scaling) -> Iterator[Any]:
-        """The objects that must stay the same, in order."""
-        groups, state, models = optimizer.param_groups, optimizer.state, scaling.models
-        masters = () if scaling.lazy is None else scaling.lazy.masters
-        return chain(groups, *map(_params_of, groups), state, state.values(), models, models.values(), masters)
+    def _options_of(optimizer: Any) -> list[Any]:
+        """The settings that decide about write backs and state."""
+        return [*optimizer._write_backs(), *map(optimizer._state_lists, optimizer.param_groups)]

@@ -263,7 +263,7 @@ def test_a_list_that_changes_while_it_is_read_is_refused(entry, change):
             gc.collect()
             return torch.ones(3)
 
-    ops.extension.read_types([Changes])
+    ops.extension.use_types([Changes])
     changing = Changes(torch.ones(3))
     params = [*with_grads(2), changing, *with_grads(2)]
     del changing
@@ -280,7 +280,7 @@ def test_a_parameter_that_is_let_go_while_it_is_read_does_no_harm():
             params[:] = with_grads(len(params))
             return torch.ones(3)
 
-    ops.extension.read_types([Leaves])
+    ops.extension.use_types([Leaves])
     params = [Leaves(torch.ones(3)) for _ in range(50)]
     known = ops.read_along(params)
     assert known is not None

@@ -162,10 +162,6 @@ extern "C" int ampctx_register_emulated(const char* ns);
 AMPCTX_EXPORT int ampctx_register_cpu(const char* ns) { return ampctx_register_emulated(ns); }
 AMPCTX_EXPORT int ampctx_use_python(void*, void*) { return 1; }
 AMPCTX_EXPORT PyObject* ampctx_new_list() { return python_lists::new_list(); }
-AMPCTX_EXPORT int ampctx_read_tensors(void*, int64_t) { return 0; }
-AMPCTX_EXPORT int ampctx_read_grads(void*, void*, int, int64_t) { return 0; }
-AMPCTX_EXPORT int ampctx_read_is_contiguous(int64_t) { return 0; }
-AMPCTX_EXPORT int ampctx_read_are_apart(const int64_t*, int64_t) { return 0; }
 AMPCTX_EXPORT const char* ampctx_build_info() {
   return "{\"compiler\": \"PTX, interpreted\", \"cuda\": null, \"cuda_archs\": [], \"simd\": [], \"simd_used\": \"\"}";
 }

@@ -95,7 +95,7 @@ def test_every_interrupt_of_a_loop_arrives(make, level, monkeypatch):
     gc.collect()
     last, _ = ops.extension.new_list()
     assert last - first > 100
-    assert not any(map(ops.extension.read_is_contiguous, range(first, last)))  # none is known any more
+    assert not any(map(ops.extension.are_contiguous, range(first, last)))  # none is known any more
 
 
 @pytest.mark.full

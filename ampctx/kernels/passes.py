@@ -1,0 +1,84 @@
+"""Passes over lists and dicts of tensors that each block and step makes: is all as before, is nothing there.
+
+The library has them in C (csrc/python_passes.h), because a loop of Python costs more for a small tensor than its
+kernel. Without the library these run.
+"""
+
+from __future__ import annotations
+
+import operator
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+
+from ampctx.kernels.each import all_none, grad_of, set_each, stored_grad, version_of
+
+
+def same_items(items: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two lists hold the same objects, in order."""
+    return len(items) == len(others) and all(map(operator.is_, items, others))
+
+
+def same_members(groups: Sequence[Mapping[str, Any]], members: list[Any]) -> bool:
+    """Whether the param groups of an optimizer hold the members, in order."""
+    return same_items(list(chain.from_iterable(group["params"] for group in groups)), members)
+
+
+def same_mapping(mapping: Mapping[Any, Any], keys: list[Any], values: list[Any]) -> bool:
+    """Whether a dict has these keys and values and no others, in order."""
+    return same_items(list(mapping), keys) and same_items(list(mapping.values()), values)
+
+
+def same_entries(dicts: list[dict[str, Any]], keys: list[str], columns: list[list[Any]]) -> bool:
+    """Whether ``dicts[i][keys[k]]`` is ``columns[k][i]``, for all of them."""
+    return all(
+        same_items([entries.get(key) for entries in dicts], column) for key, column in zip(keys, columns, strict=True)
+    )
+
+
+def are_plain(tensors: list[Tensor]) -> bool:
+    """Whether the library reads tensors of all these types."""
+    return False
+
+
+def have_no_grad(tensors: list[Tensor], stored: bool) -> bool:
+    """Whether no tensor has a gradient. ``stored``: torch's own attribute, also of a type with a property ``grad``."""
+    return all_none(map(stored_grad if stored else grad_of, tensors))
+
+
+def clear_grads(tensors: list[Tensor]) -> None:
+    """``grad = None`` for each tensor."""
+    set_each(tensors, "grad", None)
+
+
+def held_kinds(number: int) -> bytes:
+    """Dtype and device of each tensor of a held list, to compare."""
+    return b""
+
+
+def write_counts(tensors: list[Tensor], number: int) -> bytes:
+    """``counted`` for a held list that begins with the tensors."""
+    return counted(tensors, 0)
+
+
+def counted(tensors: list[Tensor], number: int) -> bytes:
+    """Identity, version and address of each tensor, to compare. ``number``: of a held list that begins with them, or 0
+    if they are not held."""
+    if number:
+        return write_counts(tensors, number)
+    counts = zip(map(id, tensors), map(version_of, tensors), map(Tensor.data_ptr, tensors), strict=True)
+    return array("q", chain.from_iterable(counts)).tobytes()
+
+
+def counts_in(counts: bytes) -> Iterator[tuple[int, int, int]]:
+    """(identity, version, address) of each tensor of ``counted``."""
+    numbers = memoryview(counts).cast("q").tolist()
+    return zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
+
+
+def use(functions: Mapping[str, Callable[..., Any]]) -> None:
+    """Puts the functions of the library in the place of these."""
+    globals().update(functions)

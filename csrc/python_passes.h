@@ -1,0 +1,162 @@
+// Passes over Python's lists and dicts of tensors, in place of loops of Python: what has to be the same as before, and
+// what has to be empty. They run at each block and step, for each parameter.
+//
+// A function gives 1 for yes, 0 for no, or -1 with an exception set. It gives 0 too for what is no list or dict: the
+// caller then looks at it with Python, and says what is wrong. Only `grad` of another type than those of
+// python_lists.h, and a key that is no plain string, run Python code.
+#pragma once
+
+#include "python_lists.h"
+
+namespace ampctx::python_passes {
+
+using python_abi::Reference;
+using python_lists::python;
+
+// 0, without the exception of what is no list or dict.
+inline int no() {
+  PyErr_Clear();
+  return 0;
+}
+
+// Whether two lists hold the same objects, in order.
+inline int same_items(PyObject* items, PyObject* others) {
+  const ptrdiff_t count = PyList_Size(items);
+  if (count < 0 || PyList_Size(others) != count) return no();
+  for (ptrdiff_t i = 0; i < count; ++i) {
+    if (PyList_GetItem(items, i) != PyList_GetItem(others, i)) return 0;
+  }
+  return 1;
+}
+
+// Whether the param groups of an optimizer hold the members, in order.
+inline int same_members(PyObject* groups, PyObject* members) {
+  const ptrdiff_t total = PyList_Size(members), count = total < 0 ? -1 : PyList_Size(groups);
+  if (count < 0) return no();
+  ptrdiff_t at = 0;
+  for (ptrdiff_t g = 0; g < count; ++g) {
+    PyObject* const group = PyList_GetItem(groups, g);
+    PyObject* const params = group ? PyDict_GetItemWithError(group, python().params) : nullptr;
+    const ptrdiff_t size = params ? PyList_Size(params) : -1;
+    if (size < 0 || at + size > total) return no();
+    for (ptrdiff_t i = 0; i < size; ++i, ++at) {
+      if (PyList_GetItem(params, i) != PyList_GetItem(members, at)) return 0;
+    }
+  }
+  return at == total;
+}
+
+// Whether a dict has these keys and values and no others, in order.
+inline int same_mapping(PyObject* dict, PyObject* keys, PyObject* values) {
+  const ptrdiff_t count = PyList_Size(keys);
+  if (count < 0 || PyList_Size(values) != count || PyDict_Size(dict) != count) return no();
+  ptrdiff_t position = 0;
+  PyObject *key, *value;
+  for (ptrdiff_t i = 0; PyDict_Next(dict, &position, &key, &value); ++i) {
+    if (key != PyList_GetItem(keys, i) || value != PyList_GetItem(values, i)) return 0;
+  }
+  return 1;
+}
+
+// Whether dicts[i][keys[k]] is columns[k][i], for all of them.
+inline int same_entries(PyObject* dicts, PyObject* keys, PyObject* columns) {
+  const ptrdiff_t count = PyList_Size(dicts), names = count < 0 ? -1 : PyList_Size(keys);
+  if (names < 0 || PyList_Size(columns) != names) return no();
+  for (ptrdiff_t k = 0; k < names; ++k) {
+    if (PyList_Size(PyList_GetItem(columns, k)) != count) return no();
+  }
+  for (ptrdiff_t i = 0; i < count; ++i) {
+    const Reference dict = Reference::to_borrowed(PyList_GetItem(dicts, i));
+    for (ptrdiff_t k = 0; k < names; ++k) {
+      PyObject* const key = PyList_GetItem(keys, k);
+      PyObject* const found = dict.get() && key ? PyDict_GetItemWithError(dict.get(), key) : nullptr;
+      PyObject* const column = PyList_GetItem(columns, k);
+      if (!found || !column || found != PyList_GetItem(column, i)) return no();
+    }
+  }
+  return 1;
+}
+
+// Whether all are tensors of the types that are read.
+inline int are_plain(PyObject* tensors) {
+  const ptrdiff_t count = PyList_Size(tensors);
+  if (count < 0) return no();
+  for (ptrdiff_t i = 0; i < count; ++i) {
+    if (!python_lists::plain_type(PyList_GetItem(tensors, i))) return 0;
+  }
+  return 1;
+}
+
+// Whether no tensor has a gradient. `stored`: torch's own attribute, also of a type with a property `grad`.
+inline int have_no_grad(PyObject* tensors, int stored) {
+  const ptrdiff_t count = PyList_Size(tensors);
+  if (count < 0) return no();
+  for (ptrdiff_t i = 0; i < count; ++i) {
+    const Reference tensor = Reference::to_borrowed(PyList_GetItem(tensors, i));
+    if (!tensor.get()) return no();
+    const Reference type(stored ? PyObject_Type(tensor.get()) : nullptr);
+    const Reference grad(stored ? python().get_grad(python().stored_grad, tensor.get(), type.get())
+                                : python_lists::grad_of(tensor.get()));
+    if (!grad.get()) return -1;
+    if (grad.get() != python().none) return 0;
+  }
+  return 1;
+}
+
+// grad = None for each tensor.
+inline int clear_grads(PyObject* tensors) {
+  const ptrdiff_t count = PyList_Size(tensors);
+  if (count < 0) return -1;
+  for (ptrdiff_t i = 0; i < count; ++i) {
+    const Reference tensor = Reference::to_borrowed(PyList_GetItem(tensors, i));
+    if (!tensor.get()) return -1;
+    const python_lists::PlainType* const type = python_lists::plain_type(tensor.get());
+    const int failed = type && type->stores_grad ? python().set_grad(python().stored_grad, tensor.get(), python().none)
+                                                 : PyObject_SetAttr(tensor.get(), python().grad, python().none);
+    if (failed) return -1;
+  }
+  return 1;
+}
+
+template <class T>
+PyObject* as_bytes(const std::vector<T>& values) {
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(values.data()),
+                                   static_cast<ptrdiff_t>(values.size() * sizeof(T)));
+}
+
+// Dtype and device of each tensor of a held list, as bytes to compare. None for another list.
+inline PyObject* held_kinds(int64_t number) {
+  std::vector<int32_t> kinds;
+  const KnownListPointer list = known_lists().find(number);
+  const auto* tensors = list ? std::get_if<torch_abi::TensorList>(list.get()) : nullptr;
+  for (size_t i = 0; tensors && i < tensors->size(); ++i) {
+    const torch_abi::Device device = (*tensors)[i].device();
+    for (const int32_t word : {(*tensors)[i].dtype(), device.type, device.index}) kinds.push_back(word);
+  }
+  return as_bytes(kinds);
+}
+
+// Identity, version and address of each tensor, as bytes to compare. `number`: of a held list that begins with them.
+inline PyObject* write_counts(PyObject* tensors, int64_t number) {
+  const ptrdiff_t count = PyList_Size(tensors);
+  const KnownListPointer list = known_lists().find(number);
+  const auto* held = list ? std::get_if<torch_abi::TensorList>(list.get()) : nullptr;
+  if (count < 0 || !held || static_cast<ptrdiff_t>(held->size()) < count) {
+    PyErr_SetString(PyExc_TypeError, "write_counts: tensors is no list, or number not that of its held list");
+    return nullptr;
+  }
+  std::vector<int64_t> counts;
+  counts.reserve(3 * count);
+  for (ptrdiff_t i = 0; i < count; ++i) {
+    PyObject* const tensor = PyList_GetItem(tensors, i);
+    const Reference type(PyObject_Type(tensor));
+    const Reference version(python().get_version(python().version, tensor, type.get()));
+    if (!version.get()) return nullptr;
+    counts.push_back(reinterpret_cast<int64_t>(tensor));
+    counts.push_back(PyLong_AsLongLong(version.get()));
+    counts.push_back(reinterpret_cast<int64_t>((*held)[i].data()));
+  }
+  return as_bytes(counts);
+}
+
+}  // namespace ampctx::python_passes
