@@ -167,6 +167,7 @@ class ListChecker {
     const bool are_plain = holds_for_all(static_cast<int64_t>(count), [&](int64_t begin, int64_t end) {
       for (const Column& column : columns) {
         for (int64_t i = begin; i < end; ++i) {
+          column.argument.tensors.prefetch_ahead(i, end);
           if (!take(column, &column == columns.data(), i)) return false;
         }
       }

@@ -244,6 +244,9 @@ AMPCTX_EXPORT int ampctx_have_no_grad(PyObject* tensors, int stored) {
 AMPCTX_EXPORT int ampctx_clear_grads(PyObject* tensors) {
   return guarded(-1, ampctx::python_passes::clear_grads, tensors);
 }
+AMPCTX_EXPORT int ampctx_prefetch_versions(PyObject* tensors) {
+  return guarded(-1, ampctx::python_passes::prefetch_versions, tensors);
+}
 AMPCTX_EXPORT PyObject* ampctx_held_kinds(int64_t number) {
   return guarded(static_cast<PyObject*>(nullptr), ampctx::python_passes::held_kinds, number);
 }

@@ -88,6 +88,51 @@ inline const PlainType* plain_type(PyObject* tensor) {
   return nullptr;
 }
 
+// What a pass over a list of tensors will look at.
+enum class Look { kGrad, kGradMemory, kVersion, kMemory };
+
+// The TensorImpl of an item, null for what is no plain tensor. For hints alone: Python 3.10 to 3.14 have the type
+// there, and torch the TensorImpl.
+AMPCTX_HINT const void* impl_at(PyObject* list, ptrdiff_t index, ptrdiff_t count) {
+  if (index < 0 || index >= count) return nullptr;
+  PyObject* const item = PyList_GetItem(list, index);
+  if (!item) return PyErr_Clear(), nullptr;  // Python code has made the list shorter
+  const void* const type = prefetch::pointer_at(item, 8);
+  for (const PlainType& known : python().types) {
+    if (known.type == type) return prefetch::pointer_at(item, 16);
+  }
+  return nullptr;
+}
+
+template <Look look>
+AMPCTX_HINT void prefetch_ahead(PyObject* list, ptrdiff_t i, ptrdiff_t count) {
+  using prefetch::kStages;
+  if (i + kStages[0] >= 0 && i + kStages[0] < count) {
+    if (PyObject* const item = PyList_GetItem(list, i + kStages[0])) {
+      prefetch::at(item, 0);
+    } else {
+      PyErr_Clear();
+    }
+  }
+  if (const void* impl = impl_at(list, i + kStages[1], count)) {
+    if (look == Look::kMemory) prefetch::tensor(impl), prefetch::sizes(impl);
+    if (look == Look::kVersion) prefetch::at(impl, 40);
+    if (look == Look::kGrad || look == Look::kGradMemory) prefetch::at(impl, 24);
+  }
+  if (const void* impl = impl_at(list, i + kStages[2], count)) {
+    if (look == Look::kMemory) prefetch::storage(impl);
+    if (look == Look::kVersion) prefetch::version(impl);
+    if (look == Look::kGrad || look == Look::kGradMemory) prefetch::autograd(impl);
+  }
+  if (look != Look::kGradMemory) return;
+  if (const void* impl = impl_at(list, i + kStages[3], count)) {
+    if (const void* grad = prefetch::grad_of(impl)) prefetch::tensor(grad), prefetch::sizes(grad);
+  }
+  if (const void* impl = impl_at(list, i + kStages[4], count)) {
+    if (const void* grad = prefetch::grad_of(impl)) prefetch::storage(grad);
+  }
+}
+
 // `.grad`, a new reference. Null with an exception set.
 inline PyObject* grad_of(PyObject* tensor) {
   const PlainType* const type = plain_type(tensor);
@@ -201,6 +246,7 @@ inline int read_tensors(PyObject* tensors, int64_t number) {
   if (!python().exchange || count == 0) return 0;
   Reader reader(count);
   for (ptrdiff_t i = 0; i < count; ++i) {
+    prefetch_ahead<Look::kMemory>(tensors, i, count);
     const auto tensor = python_abi::Reference::to_borrowed(PyList_GetItem(tensors, i));
     if (!tensor.get()) return type_error("read: tensors became shorter while it was read");
     if (!reader.add(tensor.get())) return not_read();
@@ -220,6 +266,7 @@ inline int read_grads(PyObject* params, PyObject* grads, bool every, int64_t num
   Reader of_grads(count);
   bool can_be_read = python().exchange != nullptr;
   for (ptrdiff_t i = 0; i < count; ++i) {
+    given ? prefetch_ahead<Look::kMemory>(grads, i, count) : prefetch_ahead<Look::kGradMemory>(params, i, count);
     const Reference param = Reference::to_borrowed(PyList_GetItem(params, i));
     if (!param.get()) return type_error(changed);
     // The list keeps a gradient that it gets.
@@ -246,6 +293,7 @@ inline bool are_contiguous(int64_t number) {
   if (!list) return false;
   const ListView tensors = view(*list);
   for (size_t i = 0; i < tensors.size(); ++i) {
+    tensors.prefetch_ahead(i, tensors.size());
     if (!tensors.is_contiguous(i)) return false;
   }
   return true;
@@ -259,6 +307,8 @@ inline bool lie_alike(int64_t of_grads, int64_t of_params) {
   const ListView grads = view(*first), params = view(*second);
   if (grads.size() != params.size()) return false;
   for (size_t i = 0; i < grads.size(); ++i) {
+    grads.prefetch_ahead(i, grads.size());
+    params.prefetch_ahead(i, params.size());
     if (!params.is_strided(i) || params.dtype(i) != params.dtype(0) || params.device(i) != grads.device(i))
       return false;
     if (params.numel(i) != grads.numel(i)) return false;
@@ -278,7 +328,10 @@ inline bool is_uniform(int64_t number, bool fill_storages) {
   const int32_t code = (*tensors)[0].dtype();
   DType dtype;
   if (!to_dtype(code, dtype)) return false;
-  for (const torch_abi::Tensor& tensor : *tensors) {
+  const ListView all = view(*list);
+  for (size_t i = 0; i < tensors->size(); ++i) {
+    const torch_abi::Tensor& tensor = (*tensors)[i];
+    all.prefetch_ahead(i, tensors->size());
     if (!tensor.is_strided() || tensor.dtype() != code || tensor.device() != device) return false;
     const int64_t numel = tensor.numel(), bytes = element_size(dtype);
     if (fill_storages ? numel * bytes != tensor.storage_bytes() : !tensor.has_memory(numel, bytes)) return false;
@@ -295,6 +348,7 @@ inline bool are_apart(const int64_t* numbers, int64_t count) {
     if (!list) return false;
     const ListView tensors = view(*list);
     for (size_t k = 0; k < tensors.size(); ++k) {
+      tensors.prefetch_ahead(k, tensors.size());
       if (tensors.numel(k) > 0) places.push_back(reinterpret_cast<uintptr_t>(tensors.data(k, false)));
     }
   }

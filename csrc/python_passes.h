@@ -11,6 +11,7 @@
 namespace ampctx::python_passes {
 
 using python_abi::Reference;
+using python_lists::Look;
 using python_lists::python;
 
 // 0, without the exception of what is no list or dict.
@@ -58,6 +59,15 @@ inline int same_mapping(PyObject* dict, PyObject* keys, PyObject* values) {
   return 1;
 }
 
+// Hints for the dicts of a list: their objects, and the keys that Python 3.10 to 3.14 have there.
+AMPCTX_HINT void prefetch_dict(PyObject* dicts, ptrdiff_t i, ptrdiff_t count) {
+  using prefetch::kStages;
+  if (i + kStages[1] < count) prefetch::at(PyList_GetItem(dicts, i + kStages[1]), 32);
+  if (i + kStages[2] >= count) return;
+  const void* const keys = prefetch::pointer_at(PyList_GetItem(dicts, i + kStages[2]), 32);
+  prefetch::at(keys, 0), prefetch::at(keys, 64);
+}
+
 // Whether dicts[i][keys[k]] is columns[k][i], for all of them.
 inline int same_entries(PyObject* dicts, PyObject* keys, PyObject* columns) {
   const ptrdiff_t count = PyList_Size(dicts), names = count < 0 ? -1 : PyList_Size(keys);
@@ -66,6 +76,7 @@ inline int same_entries(PyObject* dicts, PyObject* keys, PyObject* columns) {
     if (PyList_Size(PyList_GetItem(columns, k)) != count) return no();
   }
   for (ptrdiff_t i = 0; i < count; ++i) {
+    prefetch_dict(dicts, i, count);
     const Reference dict = Reference::to_borrowed(PyList_GetItem(dicts, i));
     for (ptrdiff_t k = 0; k < names; ++k) {
       PyObject* const key = PyList_GetItem(keys, k);
@@ -92,6 +103,7 @@ inline int have_no_grad(PyObject* tensors, int stored) {
   const ptrdiff_t count = PyList_Size(tensors);
   if (count < 0) return no();
   for (ptrdiff_t i = 0; i < count; ++i) {
+    python_lists::prefetch_ahead<Look::kGrad>(tensors, i, count);
     const Reference tensor = Reference::to_borrowed(PyList_GetItem(tensors, i));
     if (!tensor.get()) return no();
     const Reference type(stored ? PyObject_Type(tensor.get()) : nullptr);
@@ -108,12 +120,23 @@ inline int clear_grads(PyObject* tensors) {
   const ptrdiff_t count = PyList_Size(tensors);
   if (count < 0) return -1;
   for (ptrdiff_t i = 0; i < count; ++i) {
+    python_lists::prefetch_ahead<Look::kGrad>(tensors, i, count);
     const Reference tensor = Reference::to_borrowed(PyList_GetItem(tensors, i));
     if (!tensor.get()) return -1;
     const python_lists::PlainType* const type = python_lists::plain_type(tensor.get());
     const int failed = type && type->stores_grad ? python().set_grad(python().stored_grad, tensor.get(), python().none)
                                                  : PyObject_SetAttr(tensor.get(), python().grad, python().none);
     if (failed) return -1;
+  }
+  return 1;
+}
+
+// Brings the versions of tensors into the cache: torch bumps them one after the other.
+inline int prefetch_versions(PyObject* tensors) {
+  const ptrdiff_t count = PyList_Size(tensors);
+  if (count < 0) return no();
+  for (ptrdiff_t i = -prefetch::kStages[0]; i < count; ++i) {
+    python_lists::prefetch_ahead<Look::kVersion>(tensors, i, count);
   }
   return 1;
 }
@@ -130,6 +153,7 @@ inline PyObject* held_kinds(int64_t number) {
   const KnownListPointer list = known_lists().find(number);
   const auto* tensors = list ? std::get_if<torch_abi::TensorList>(list.get()) : nullptr;
   for (size_t i = 0; tensors && i < tensors->size(); ++i) {
+    view(*list).prefetch_ahead(i, tensors->size());
     const torch_abi::Device device = (*tensors)[i].device();
     for (const int32_t word : {(*tensors)[i].dtype(), device.type, device.index}) kinds.push_back(word);
   }
@@ -145,9 +169,12 @@ inline PyObject* write_counts(PyObject* tensors, int64_t number) {
     PyErr_SetString(PyExc_TypeError, "write_counts: tensors is no list, or number not that of its held list");
     return nullptr;
   }
+  const ListView addresses = view(*list);
   std::vector<int64_t> counts;
   counts.reserve(3 * count);
   for (ptrdiff_t i = 0; i < count; ++i) {
+    python_lists::prefetch_ahead<Look::kVersion>(tensors, i, count);
+    addresses.prefetch_ahead(i, count);
     PyObject* const tensor = PyList_GetItem(tensors, i);
     const Reference type(PyObject_Type(tensor));
     const Reference version(python().get_version(python().version, tensor, type.get()));

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "error.h"
+#include "prefetch.h"
 
 using AOTITorchError = int32_t;
 using StableIValue = uint64_t;
@@ -207,6 +208,11 @@ class Tensor {
   bool has_memory(int64_t elements, int64_t element_bytes) const {
     return (storage_offset() + elements) * element_bytes <= storage_bytes();
   }
+
+  // Hints for a look at this tensor, in three stages: each reads what the one before has brought.
+  AMPCTX_HINT void prefetch_handle() const { prefetch::at(handle_, 0); }
+  AMPCTX_HINT void prefetch() const { prefetch::tensor(prefetch::pointer_at(handle_, 0)); }
+  AMPCTX_HINT void prefetch_storage() const { prefetch::storage(prefetch::pointer_at(handle_, 0)); }
 
   // Hands the tensor to the caller of a boxed kernel.
   StableIValue release() { return reinterpret_cast<StableIValue>(std::exchange(handle_, nullptr)); }

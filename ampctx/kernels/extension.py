@@ -197,6 +197,7 @@ def _readers(path: Path) -> dict[str, Any]:
             "are_plain": function("are_plain", named),
             "have_no_grad": function("have_no_grad", named, flag),
             "clear_grads": function("clear_grads", named),
+            "prefetch_versions": function("prefetch_versions", named),
             "held_kinds": function("held_kinds", number, result=named),
             "write_counts": function("write_counts", named, number, result=named),
         },

@@ -420,7 +420,7 @@ def wrote(*lists: Sequence[Tensor]) -> None:
     """Tells autograd that the tensors changed, which a C++ op outside autograd does not do by itself."""
     if not torch.compiler.is_compiling():
         for tensors in lists:
-            torch.autograd.graph.increment_version(tensors.tensors if isinstance(tensors, HeldTensors) else tensors)
+            passes.bump_versions(tensors.tensors if isinstance(tensors, HeldTensors) else tensors)
 
 
 def multi_tensor_scale(src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: Tensor, scale: float | Tensor) -> None:

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ampctx.kernels.each import all_none, grad_of, set_each, stored_grad, version_of
 
@@ -52,6 +53,19 @@ def have_no_grad(tensors: list[Tensor], stored: bool) -> bool:
 def clear_grads(tensors: list[Tensor]) -> None:
     """``grad = None`` for each tensor."""
     set_each(tensors, "grad", None)
+
+
+def prefetch_versions(tensors: list[Tensor]) -> None:
+    """Brings the versions of tensors into the cache, for ``bump_versions``."""
+
+
+def bump_versions(tensors: Sequence[Tensor]) -> None:
+    """Tells autograd that the tensors changed."""
+    listed = tensors if type(tensors) is list else list(tensors)
+    for begin in range(0, len(listed), 512):  # as many as a cache keeps
+        chunk = listed if len(listed) <= 512 else listed[begin : begin + 512]
+        prefetch_versions(chunk)
+        increment_version(chunk)
 
 
 def held_kinds(number: int) -> bytes:

@@ -368,7 +368,7 @@ class BlockGradients:
         if not params:
             return
         outcome.used = params
-        if self._masters.lazy and not nested and self.checked is None and passes.have_no_grad(masters, True):
+        if self._masters.lazy and not nested and self.checked is None and self._masters.have_no_grads():
             # Not views into memory that other code may write to before the step.
             known = hold_grads(grads)
             if known is not None or all(map(fills_its_storage, grads)):

@@ -44,6 +44,8 @@ class _Place:
     """Shared by the masters whose lazy gradients belong together."""
 
     lazy: weakref.ref[ModelGrads] | None = None
+    # Whether a master may have a gradient. Autograd can write one past the property; ``is_alone`` looks for it.
+    has_grads = False
 
 
 class MasterParam(nn.Parameter):
@@ -79,6 +81,8 @@ class MasterParam(nn.Parameter):
     def grad(self, value: Tensor | None) -> None:
         if (lazy := self.model_grads) is not None:
             lazy.materialize()
+        if value is not None and (place := self.__dict__.get("_place")) is not None:
+            place.has_grads = True
         _GRAD.__set__(self, value)
 
     @grad.deleter
@@ -111,6 +115,16 @@ class Masters(list):
     @cached_property
     def places(self) -> set[_Place]:
         return set(map(_PLACE, self))
+
+    @property
+    def have_grads(self) -> bool:
+        """Whether a master may have a gradient that is not lazy. False at most if autograd itself has written one."""
+        return any(place.has_grads for place in self.places)
+
+    def forget_grads(self) -> None:
+        """Notes that no master has a gradient any more."""
+        for place in self.places:
+            place.has_grads = False
 
 
 class ModelGrads:
@@ -194,6 +208,8 @@ class ModelGrads:
             if self.clipped_from is not None:
                 for grad in wide:
                     grad.norm_before_clipping = self.clipped_from  # type: ignore[attr-defined]
+            for place in self._places:
+                place.has_grads = True
             for master, grad in zip(masters, wide, strict=True):
                 there = stored_grad(master)
                 _GRAD.__set__(master, grad if there is None else grad + there)

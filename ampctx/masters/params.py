@@ -515,9 +515,17 @@ class MasterParams:
         with torch.no_grad():
             return [self._name_of(p) for p, master in pairs if not torch.equal(master.to(p.dtype), p)]
 
+    def have_no_grads(self) -> bool:
+        """Whether no master has a gradient, lazy ones aside. True also if autograd itself has written one, see
+        ``ModelGrads.is_alone``."""
+        masters = self.masters
+        return (self.lazy and not masters.have_grads) or bool(passes.have_no_grad(masters, True))
+
     def drop_master_grads(self) -> None:
         """Sets ``grad`` of masters to None. Lazy gradients stay."""
-        if not passes.have_no_grad(self.masters, True):
+        if not self.have_no_grads():
             for master in self.masters:
                 if stored_grad(master) is not None:
                     master.grad = None
+        if self.lazy:
+            self.masters.forget_grads()
