@@ -206,7 +206,7 @@ class Tails:
         scales = any(theirs.scaler.is_enabled() for theirs in self.peers.values())
         if scales:
             for side in self.sides.values():
-                check_overflow_skips(side, self.sets[0], Clock(self.device, host=True))
+                check_overflow_skips(side, self.sets[0], Clock(self.device, host=True, flush=False))
         return {
             "steps_compared": WARMUP_ROUNDS + rounds,
             "largest_weight_difference": difference,
