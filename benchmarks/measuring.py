@@ -37,7 +37,7 @@ WRITTEN = (
 WARMUP_ROUNDS = 3
 # Figures of a side that some scripts add.
 EXTRAS = ("us_per_tensor", "us_per_further_tensor", "peak_MB", "held_MB")
-AGAINST = ("torch-fused", "torch-default", "apex", "te")
+AGAINST = ("torch-fused", "torch-default", "apex", "te", "optimi", "bitsandbytes", "bitsandbytes-8bit", "torchao-8bit")
 
 Samples = dict[str, dict[str, list[float]]]
 

@@ -91,6 +91,30 @@ def test_tail_fails_where_weights_differ(tmp_path, monkeypatch):
     assert not (tmp_path / "report.json").exists()
 
 
+def test_weights_of_8_bit_states_are_not_compared(tmp_path, monkeypatch):
+    """A rate that test_tail_fails_where_weights_differ refuses; a step that overflows must still change nothing."""
+    elsewhere = {"torchao-8bit": (lambda params: torch.optim.AdamW(params, lr=0.5), "another rate")}
+    monkeypatch.setattr(tail, "peers_of", lambda *_: elsewhere)
+    check = run(tail, tmp_path, "--model", "digits", "--rounds", 2)["cases"]["tail"]["check"]
+    assert check["weights_not_compared"] == ["torchao-8bit"]
+    assert check["largest_weight_difference"] is None
+    assert check["overflow_step_changes_nothing"] is True
+    monkeypatch.setattr(ops, "peers_of", lambda *_: elsewhere)
+    report = run(ops, tmp_path, "--model", "digits", "--rounds", 2, "--optimizer", "FusedAdam")
+    assert list(report["cases"]["FusedAdam.step"]["sides"]) == ["ampctx", "torchao-8bit"]
+
+
+@pytest.mark.filterwarnings("default")  # of the packages' imports
+@pytest.mark.parametrize("against", ["optimi", "bitsandbytes", "bitsandbytes-8bit", "torchao-8bit"])
+def test_tail_against_packages_that_are_installed(against, tmp_path):
+    pytest.importorskip(against.partition("-")[0])
+    for level in ("O1", "O2"):
+        report = run(tail, tmp_path, "--model", "digits", "--opt-level", level, "--against", against, "--rounds", 2)
+        case = report["cases"]["tail"]
+        assert list(case["sides"]) == ["ampctx", against]
+        assert case["check"]["weights_not_compared"] == ([against] if against in peers.INEXACT else [])
+
+
 def test_ops_writes_a_case_for_each_op(tmp_path):
     report = run(ops, tmp_path, "--model", "digits", "--rounds", 2, "--optimizer", ",".join(peers.OPTIMIZERS))
     check_spreads(report)
@@ -198,7 +222,12 @@ def test_real_models_have_the_parameters_of_their_tables(name):
         (tail, "--rounds 1", "--rounds: 1 is too few"),
         (tail, "--json no/such/folder/tail.json", "--json: there is no directory"),
         (tail, "--model alexnet", "--model: invalid choice: 'alexnet'"),
-        (tail, "--against torch-fused,jax", "--against: 'jax' is none of torch-fused, torch-default, apex, te"),
+        (tail, "--against torch-fused,jax", "--against: 'jax' is none of torch-fused, torch-default, apex, te, optimi"),
+        (
+            tail,
+            "--optimizer FusedSGD --against optimi",
+            "--against: optimi stands beside FusedAdam alone",
+        ),
         (tail, "--against torch-fused,torch-fused", "names one of them twice"),
         (tail, "--against apex", "--against: apex with its compiled amp_C is not installed here"),
         (
@@ -218,6 +247,14 @@ def test_bad_arguments_are_refused(script, arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
         script.main(arguments.split())
     assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named_with_its_installation(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "optimi", None)  # which find_spec takes for missing
+    with pytest.raises(SystemExit):
+        tail.main(["--against", "optimi"])
+    message = "--against: torch-optimi is not installed here: pip install --no-deps torch-optimi"
     assert message in capsys.readouterr().err
 
 
