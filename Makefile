@@ -9,7 +9,7 @@ ARGS   ?=
 
 PY      := $(VENV)/bin/python
 SOURCES := $(wildcard csrc/*.* csrc/*/*.*) ampctx/kernels/spec.py setup.py pyproject.toml
-FORMATTED = $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/cuda_emulation/*.h' 'tests/cuda_emulation/*.cpp' 'tests/ptx/*.h' 'tests/ptx/*.cpp')
+FORMATTED = $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/cuda_emulation/*.h' 'tests/cuda_emulation/*.cpp' 'tests/ops/*.cpp' 'tests/ptx/*.h' 'tests/ptx/*.cpp')
 # The cuobjdump of a CUDA toolkit; where there is none, it is installed into .venv.
 CUOBJDUMP  := $(or $(wildcard $(CUDA_HOME)/bin/cuobjdump /usr/local/cuda/bin/cuobjdump),$(shell command -v cuobjdump))
 CUDA_TOOLS := $(VENV)/$(if $(CUOBJDUMP),built,cuda-tools).done
