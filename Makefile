@@ -86,10 +86,10 @@ wheel: $(VENV)/wheel.done
 test-wheel: wheel $(VENV)/test.done
 	$(PY) .ci/wheel.py dist
 
-# Records all figures of docs/performance.md, docs/benchmarks.md and benchmarks/GOALS.md: about ten minutes on two idle cores.
+# Records all figures of docs/performance.md, docs/benchmarks.md and benchmarks/GOALS.md: a quarter of an hour on two idle cores.
 bench: $(VENV)/examples.done
 	$(PY) benchmarks/suite.py $(ARGS)
-	$(PY) benchmarks/plot.py --tail docs/_static/tail.png
+	$(PY) benchmarks/plot.py --gains docs/_static/gains.png
 	$(PY) benchmarks/report.py
 
 # Writes docs/machine_code.md: what nvcc makes of the kernels. ARGS=--check fails on a broken rule or a stale page.

@@ -32,7 +32,7 @@ WRITTEN = (
     "benchmarks/GOALS.md",
     "docs/benchmarks.md",
     "docs/performance.md",
-    "docs/_static/tail.png",
+    "docs/_static/gains.png",
 )
 WARMUP_ROUNDS = 3
 # Figures of a side that some scripts add.

@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-TAIL_PNG = "_static/tail.png"  # below docs/
+GAINS_PNG = "_static/gains.png"  # below docs/
 MARKED = re.compile(r"(<!-- ([a-z]+): python benchmarks/report.py -->\n).*?(<!-- end of \2 -->)", re.S)
 
 Reports = dict[str, dict[str, Any]]
@@ -190,7 +190,7 @@ def machines(found: Reports) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Group:
-    """Comparisons that docs/performance.md sums up: cases and sides, by patterns that match all of a name."""
+    """Comparisons that docs/performance.md draws and sums up: cases and sides, by patterns that match all of a name."""
 
     what: str
     file: str
@@ -199,7 +199,7 @@ class Group:
 
     def ratios(self, found: Reports) -> list[float]:
         return [
-            side["over_ampctx"]["median"]
+            round(side["over_ampctx"]["median"], 2)
             for name, report in found.items()
             if re.fullmatch(self.file, name)
             for case, of_case in report["cases"].items()
@@ -209,45 +209,43 @@ class Group:
         ]
 
 
+_FUSED = r"torch-fused: torch\.opt.*"
 GROUPS = (
-    Group("the step after backward", "tail-cpu-.*", "tail", "torch.*"),
-    Group("the same step against torch's `fused=True` optimizers", "tail-cpu-.*", "tail", r"torch-fused: torch\.opt.*"),
-    Group("whole iterations of a small GPT, against autocast", "loop-cpu-.*", "O.*", "autocast.*"),
-    Group("whole iterations at O0, against fp32", "loop-cpu-.*", "O0", "fp32.*"),
-    Group("casts of tensor lists", "ops-cpu-.*", "cast .*", "torch: .*"),
-    Group("scaling 5,000 small tensors", "ops-cpu-tiny5000", "scale", "torch: .*"),
-    Group("an O2 block and step over 161 one-element tensors", "host-cpu-O2", "161 tensors", "torch.*"),
+    Group("step after backward, ResNet-50", "tail-cpu-resnet50-.*", "tail", _FUSED),
+    Group("step after backward, small tensors", "tail-cpu-tiny.*", "tail", _FUSED),
+    Group("the same, LAMB, NovoGrad, LARC", "tail-cpu-.*", "tail", "torch-fused: the formula.*"),
+    Group("the same, torch without `fused`", "tail-cpu-.*", "tail", "torch-default: .*"),
+    Group("block and step, one-element tensors", "host-cpu-.*", ".*", "torch-fused: .*"),
+    Group("optimizer step alone", "ops-cpu-.*", r".*\.step", "torch-fused: .*"),
+    Group("norm of gradients", "ops-cpu-.*", "l2norm.*", "torch: .*"),
+    Group("`GradScaler.unscale_`", "ops-cpu-.*", "unscale", "torch: .*"),
+    Group("scale and axpby of plain lists", "ops-cpu-.*", "scale|axpby", "torch: .*"),
+    Group("casts of plain lists", "ops-cpu-.*", "cast .*", "torch: .*"),
+    Group("small GPT, 16 bits, against autocast", "loop-cpu-.*", "O.*", "autocast.*"),
+    Group("small GPT, O0, against fp32", "loop-cpu-.*", "O0", "fp32.*"),
+    Group("small GPT, 16 bits, against fp32", "loop-cpu-.*", "O[^0].*", "fp32.*"),
 )
-# The bars of docs/_static/tail.png: label, level, model.
-BARS = tuple(
-    (f"{title}\n{level}", f"tail-cpu-{model}-{level}-FusedAdam")
-    for title, model in (("ResNet-50", "resnet50"), ("5,000 small tensors", "tiny5000"))
-    for level in ("O1", "O2", "O5")
-)
 
 
-def _bar(found: Reports, name: str) -> dict[str, Any]:
-    return found[name]["cases"]["tail"]["sides"]["torch-fused"]["over_ampctx"]
-
-
-def bars(found: Reports) -> list[tuple[str, dict[str, Any]]]:
-    """Label and ratio of every bar that has a report."""
-    return [(label, _bar(found, name)) for label, name in BARS if name in found]
+def rows(found: Reports) -> list[tuple[str, list[float]]]:
+    """What the picture has a row for, and the ratios in it."""
+    return [(group.what.replace("`", ""), ratios) for group in GROUPS if (ratios := group.ratios(found))]
 
 
 def picture(found: Reports) -> Iterator[str]:
-    """The picture that plot.py draws, its figures as the text for those who cannot see it, machine and command."""
-    drawn = [(label.replace("\n", " at "), name) for label, name in BARS if name in found]
-    values = ", ".join(f"{label} {_bar(found, name)['median']:.2f}" for label, name in drawn)
-    yield f"![Step time after backward, torch's fused AdamW by ampctx's FusedAdam: {values}]({TAIL_PNG})"
-    if drawn:
-        report = found[drawn[0][1]]
-        machine, versions = report["machine"], report["versions"]
+    """The picture that plot.py draws, its figures as the text for those who cannot see it, and the machine."""
+    values = "; ".join(f"{what} {_range(ratios)}" for what, ratios in rows(found))
+    yield f"![torch's time by ampctx's on a CPU: {values}]({GAINS_PNG})"
+    machines = {
+        f"{report['machine']['cpu']}, {report['machine']['cores']} cores, torch {report['versions']['torch']}"
+        for name, report in found.items()
+        if any(re.fullmatch(group.file, name) for group in GROUPS)
+    }
+    if machines:
         yield ""
         yield (
-            f"*Median and quartiles of {report['rounds']} rounds, without clipping. {machine['cpu']},"
-            f" {machine['cores']} cores, torch {versions['torch']}, commit {_commit(report)}:"
-            f" `{report['command'].partition(' --against')[0]}` for the first bar.*"
+            f"*Each dot is the median of one comparison. {'; '.join(sorted(machines))}:"
+            " [commits and commands](benchmarks.md#machines-versions-commands).*"
         )
 
 
@@ -262,20 +260,21 @@ def _word(low: float, high: float) -> str:
     return "Faster" if low > 1 else "Slower" if high < 1 else "Faster or slower"
 
 
+def _range(ratios: list[float]) -> str:
+    low, high = min(ratios), max(ratios)
+    return _figure(low) if low == high else f"{_figure(low)} to {_figure(high)}"
+
+
 def gains(found: Reports) -> Iterator[str]:
     """Every group, under the word that its ratios have earned."""
     told: dict[str, list[str]] = {}
     for group in GROUPS:
-        ratios = [round(ratio, 2) for ratio in group.ratios(found)]
-        if not ratios:
-            told.setdefault("Not recorded", []).append(group.what)
-            continue
-        low, high = min(ratios), max(ratios)
-        shown = f"{_figure(low)}" if low == high else f"{_figure(low)} to {_figure(high)} in {len(ratios)} comparisons"
-        told.setdefault(_word(low, high), []).append(f"{group.what} ({shown})")
+        ratios = group.ratios(found)
+        word = _word(min(ratios), max(ratios)) if ratios else "Not recorded"
+        told.setdefault(word, []).append(f"{group.what} ({_range(ratios)})" if ratios else group.what)
     for word in ("Faster", "Level", "Faster or slower", "Slower", "Not recorded"):
         if word in told:
-            yield f"- **{word}:** {', '.join(told[word])}."
+            yield f"- **{word}:** {'; '.join(told[word])}."
     missed = sum(verdict(goal, found)[2].startswith("missed") for goal in GOALS)
     yield f"- **Goals:** [{missed} of {len(GOALS)} are missed](../benchmarks/GOALS.md)."
     yield "- **GPU:** not measured."
