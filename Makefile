@@ -9,7 +9,7 @@ ARGS   ?=
 
 PY      := $(VENV)/bin/python
 SOURCES := $(wildcard csrc/*.* csrc/*/*.*) ampctx/kernels/spec.py setup.py pyproject.toml
-FORMATTED = $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/cuda_emulation/*.h' 'tests/cuda_emulation/*.cpp' 'tests/ptx/*.h' 'tests/ptx/*.cpp')
+FORMATTED = $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/cuda_emulation/*.h' 'tests/cuda_emulation/*.cpp' 'tests/ops/*.cpp' 'tests/ptx/*.h' 'tests/ptx/*.cpp')
 # The cuobjdump of a CUDA toolkit; where there is none, it is installed into .venv.
 CUOBJDUMP  := $(or $(wildcard $(CUDA_HOME)/bin/cuobjdump /usr/local/cuda/bin/cuobjdump),$(shell command -v cuobjdump))
 CUDA_TOOLS := $(VENV)/$(if $(CUOBJDUMP),built,cuda-tools).done
@@ -86,10 +86,10 @@ wheel: $(VENV)/wheel.done
 test-wheel: wheel $(VENV)/test.done
 	$(PY) .ci/wheel.py dist
 
-# Records all figures of docs/performance.md, docs/benchmarks.md and benchmarks/GOALS.md: about ten minutes on two idle cores.
+# Records all figures of docs/performance.md, docs/benchmarks.md and benchmarks/GOALS.md: a quarter of an hour on two idle cores.
 bench: $(VENV)/examples.done
 	$(PY) benchmarks/suite.py $(ARGS)
-	$(PY) benchmarks/plot.py --tail docs/_static/tail.png
+	$(PY) benchmarks/plot.py --gains docs/_static/gains.png
 	$(PY) benchmarks/report.py
 
 # Writes docs/machine_code.md: what nvcc makes of the kernels. ARGS=--check fails on a broken rule or a stale page.

@@ -4,7 +4,11 @@
 
 Timed by the wall clock, on a GPU without waiting for it: entering ``scale_loss``, leaving it, with ``--clip`` clipping,
 and the step; for the peers ``GradScaler.scale``, and the rest as tail.py has it. What backward and ``zero_grad`` take
-is not counted; ``zero_grad`` is shown beside it.
+is not counted; ``zero_grad`` is shown beside it. ``--flush`` empties the caches before entry and before exit, as
+forward and backward do.
+
+"us per further tensor" is the time above that of the fewest tensors, by the number of tensors above it: what an
+iteration takes once for any number of tensors drops out.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ def tensor_counts(text: str) -> tuple[int, ...]:
 
 
 def measure(tails: Tails, args: argparse.Namespace, tensors: int) -> dict[str, Any]:
-    clock = Clock(tails.device, host=True)
+    clock = Clock(tails.device, host=True, flush=args.flush)
 
     def of(who: str) -> Callable[[int], dict[str, float]]:
         def step(round_number: int) -> dict[str, float]:
@@ -51,6 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--optimizer", default="FusedAdam", choices=OPTIMIZERS)
     parser.add_argument("--clip", action="store_true", help="clip the norm of the gradients")
     parser.add_argument("--tensors", type=tensor_counts, default=(161, 1000, 5000, 20000), metavar="N,...")
+    parser.add_argument("--flush", action="store_true", help="empty the caches before entry and before exit")
     add_against(parser)
     args = parse(parser, arguments)
     peers = peers_of(parser, args.optimizer, args)
@@ -59,12 +64,13 @@ def main(arguments: list[str] | None = None) -> None:
         tails = Tails(lambda n=tensors: one_element(n), args, args.optimizer, peers)
         cases[f"{tensors} tensors"] = measure(tails, args, tensors)
         tails.close()
-    # How the cost of a tensor grows with their number: 1 is linear.
-    counts = sorted(args.tensors)[-2:]
-    fewer, most = (cases[f"{n} tensors"]["sides"] for n in (counts[0], counts[-1]))
-    growth = {who: round(side["us_per_tensor"] / fewer[who]["us_per_tensor"], 3) for who, side in most.items()}
-    more = {"growth_per_tensor": {"from": counts[0], "to": counts[-1], **growth}}
-    report(parser, args, cases, **more)
+    fewest = min(cases.values(), key=lambda case: case["tensors"])
+    for found in cases.values():
+        if further := found["tensors"] - fewest["tensors"]:
+            for who, side in found["sides"].items():
+                ms = side["ms"]["median"] - fewest["sides"][who]["ms"]["median"]
+                side["us_per_further_tensor"] = round(ms * 1e3 / further, 4)
+    report(parser, args, cases)
 
 
 if __name__ == "__main__":

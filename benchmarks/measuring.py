@@ -32,10 +32,12 @@ WRITTEN = (
     "benchmarks/GOALS.md",
     "docs/benchmarks.md",
     "docs/performance.md",
-    "docs/_static/tail.png",
+    "docs/_static/gains.png",
 )
 WARMUP_ROUNDS = 3
-AGAINST = ("torch-fused", "torch-default", "apex", "te")
+# Figures of a side that some scripts add.
+EXTRAS = ("us_per_tensor", "us_per_further_tensor", "peak_MB", "held_MB")
+AGAINST = ("torch-fused", "torch-default", "apex", "te", "optimi", "bitsandbytes", "bitsandbytes-8bit", "torchao-8bit")
 
 Samples = dict[str, dict[str, list[float]]]
 
@@ -115,13 +117,14 @@ LEAST_ELEMENTS = 16 * 2**20  # likewise, 64 MB of fp32
 class Clock:
     """Marks of time and the milliseconds between two of them: the wall clock, or events on the GPU's stream.
 
-    ``host``: the wall clock on a GPU too, and caches left as they are: the time that Python takes.
+    ``host``: the wall clock on a GPU too, and the host's caches: the time that Python takes. ``flush=False`` leaves
+    the caches as they are.
     """
 
-    def __init__(self, device: torch.device, host: bool = False) -> None:
+    def __init__(self, device: torch.device, host: bool = False, flush: bool = True) -> None:
         self.synchronizes = device.type == "cuda"
         self.on_gpu = self.synchronizes and not host
-        self.flush = None if host else torch.ones(FLUSH_BYTES // 4, device=device)
+        self.flush = torch.ones(FLUSH_BYTES // 4, device="cpu" if host else device) if flush else None
 
     def settle(self) -> None:
         """Before a start: nothing of use in the caches and nothing to write back, nothing left to do on the GPU."""
@@ -317,7 +320,7 @@ def table(found: dict[str, Any]) -> str:
             row = f"  {who:26}{_figures(side['ms'], 9, 3)}"
             row += _figures(side["over_ampctx"], 10, 2) if "over_ampctx" in side else " " * 26
             row += f"{side['share_of_floor']:10.0%}" if "share_of_floor" in side else ""
-            row += "".join(f"  {key} {side[key]}" for key in ("us_per_tensor", "peak_MB", "held_MB") if key in side)
+            row += "".join(f"  {key} {side[key]}" for key in EXTRAS if key in side)
             lines.append(row)
             lines += [f"    {part:24}{_figures(of_part, 9, 3)}" for part, of_part in side.get("parts_ms", {}).items()]
         for pass_name, gb_per_s in one.get("bandwidth_GB_per_s", {}).items():

@@ -154,6 +154,8 @@ def peer(name: str, against: str, device: str) -> tuple[Make, str]:
     """
     if against in ("apex", "te"):
         return _from_package(name, against)
+    if against in _ADAMW:
+        return _adamw(name, against)
     if name in _FORMULAS:
         if against == "torch-default":
             raise LookupError(f"torch has no {name}; its formula in torch._foreach calls goes by torch-fused")
@@ -188,6 +190,28 @@ def _check_package(name: str, against: str) -> str:
     if name not in (_APEX if against == "apex" else _IN_TE):
         raise LookupError(f"{package} has no {name}")
     return package
+
+
+# AdamW of packages that pip installs and that run on a CPU: the package's name for pip, module, class, options.
+_ADAMW = {
+    "optimi": ("torch-optimi", "optimi", "AdamW", {"foreach": True}),
+    "bitsandbytes": ("bitsandbytes", "bitsandbytes.optim", "AdamW32bit", {}),
+    "bitsandbytes-8bit": ("bitsandbytes", "bitsandbytes.optim", "AdamW8bit", {}),
+    "torchao-8bit": ("torchao", "torchao.optim", "AdamW8bit", {}),
+}
+# Their state has 8 bits for each weight, so their weights are not those of AdamW and nothing compares them.
+INEXACT = ("bitsandbytes-8bit", "torchao-8bit")
+
+
+def _adamw(name: str, against: str) -> tuple[Make, str]:
+    package, module, kind, more = _ADAMW[against]
+    if name != "FusedAdam":
+        raise LookupError(f"{against} stands beside FusedAdam alone, not {name}")
+    if not _is_installed(module.partition(".")[0]):
+        raise LookupError(f"{package} is not installed here: pip install --no-deps {package}")
+    made = getattr(importlib.import_module(module), kind)
+    shown = ", ".join(f"{key}=True" for key in more)
+    return lambda params: made(params, **_ADAM, **more), f"{module}.{kind}({shown})"
 
 
 def packages(name: str) -> list[str]:

@@ -1,8 +1,8 @@
 """Draws the reports of benchmarks/results: peers' times by ampctx's, host time per tensor, memory of whole iterations.
 
-    python benchmarks/plot.py [--results FOLDER] [--output FILE.png] [--tail FILE.png]
+    python benchmarks/plot.py [--results FOLDER] [--output FILE.png] [--gains FILE.png]
 
-``--tail`` draws the picture of docs/performance.md: six bars, to be read at the width of a phone.
+``--gains`` draws the picture of docs/performance.md: gains and losses, to be read at the width of a phone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from report import RESULTS, bars, reports
+from report import RESULTS, reports, rows
+
+FASTER, SLOWER = "#33679e", "#c2410c"  # far apart for every kind of colour vision
 
 
 def ratios(axes: Axes, found: dict[str, dict[str, Any]]) -> None:
@@ -89,31 +91,39 @@ def draw(folder: Path, output: Path) -> None:
 
 
 def described(found: dict[str, dict[str, Any]]) -> str:
-    """The figures of the bars, as the picture carries them."""
-    return "; ".join(f"{label}: {of['q1']} {of['median']} {of['q3']}" for label, of in bars(found)).replace("\n", ", ")
+    """The figures of the dots, as the picture carries them."""
+    return "; ".join(f"{what}: {' '.join(map(str, ratios))}" for what, ratios in rows(found))
 
 
-def draw_tail(folder: Path, output: Path) -> None:
-    """Raises ValueError where the folder lacks the reports of the bars."""
-    found = reports(folder, "tail")
-    drawn = bars(found)
+def draw_gains(folder: Path, output: Path) -> None:
+    """Raises ValueError where the folder has no report of a row."""
+    found = reports(folder)
+    drawn = rows(found)
     if not drawn:
-        raise ValueError(f"{folder} has none of the tails that the picture shows")
-    figure = Figure(figsize=(4.0, 3.6), layout="constrained")
+        raise ValueError(f"{folder} has none of the comparisons that the picture shows")
+    figure = Figure(figsize=(5.2, 0.9 + 0.34 * len(drawn)), layout="constrained")
     axes = figure.subplots()
-    places = range(len(drawn))
-    medians = [of["median"] for _, of in drawn]
-    whiskers = ([of["median"] - of["q1"] for _, of in drawn], [of["q3"] - of["median"] for _, of in drawn])
-    axes.barh(places, medians, xerr=whiskers, color="#4477aa", ecolor="#222222", height=0.7)
-    for place, (_, of) in zip(places, drawn, strict=True):
-        axes.text(0.06, place, f"{of['median']:.2f}x", va="center", color="white", fontweight="bold", fontsize=11)
-    axes.set_yticks(places, [label for label, _ in drawn], fontsize=10)
-    axes.axvline(1.0, color="#222222", lw=1.2, ls="--")
-    axes.invert_yaxis()
-    axes.tick_params(axis="x", labelsize=10)
-    axes.set_xlabel("above 1: ampctx is faster", fontsize=10)
-    figure.suptitle("Step time after backward on a CPU,\ntorch's fused AdamW / ampctx's FusedAdam", fontsize=11)
-    axes.spines[["top", "right"]].set_visible(False)
+    for place, (_, ratios) in enumerate(drawn):
+        axes.plot((min(ratios), max(ratios)), (place, place), color="#bbbbbb", lw=1.5, zorder=1)
+        colours = [FASTER if ratio >= 1 else SLOWER for ratio in ratios]
+        axes.scatter(ratios, [place] * len(ratios), s=26, c=colours, alpha=0.75, linewidths=0, zorder=2)
+    axes.set_xscale("log")
+    every = [ratio for _, ratios in drawn for ratio in ratios]
+    axes.set_xlim(min(*every, 0.5) / 1.25, max(*every, 2) * 1.25)
+    ticks = [tick for tick in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20) if axes.get_xlim()[0] <= tick <= axes.get_xlim()[1]]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], fontsize=9)
+    axes.minorticks_off()
+    axes.set_yticks(range(len(drawn)), [what for what, _ in drawn], fontsize=9)
+    axes.set_ylim(len(drawn) - 0.5, -0.5)
+    axes.axvline(1.0, color="#222222", lw=1.2)
+    axes.axvspan(axes.get_xlim()[0], 1, color=SLOWER, alpha=0.07, lw=0)
+    axes.axvspan(1, axes.get_xlim()[1], color=FASTER, alpha=0.07, lw=0)
+    top = axes.get_xaxis_transform()
+    axes.text(0.96, 1.01, "ampctx is slower", transform=top, ha="right", va="bottom", color=SLOWER, fontsize=9)
+    axes.text(1.04, 1.01, "ampctx is faster", transform=top, ha="left", va="bottom", color=FASTER, fontsize=9)
+    axes.set_xlabel("torch's time / ampctx's time on a CPU", fontsize=9)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
     figure.savefig(output, dpi=200, facecolor="white", metadata={"Description": described(found), "Software": None})
 
 
@@ -121,15 +131,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER")
     parser.add_argument("--output", type=Path, default=RESULTS / "bench.png", metavar="FILE.png")
-    parser.add_argument("--tail", type=Path, metavar="FILE.png", help="draw the picture of docs/performance.md there")
+    parser.add_argument("--gains", type=Path, metavar="FILE.png", help="draw the picture of docs/performance.md there")
     args = parser.parse_args(arguments)
     try:
         draw(args.results, args.output)
-        if args.tail:
-            draw_tail(args.results, args.tail)
+        if args.gains:
+            draw_gains(args.results, args.gains)
     except ValueError as error:
         parser.error(f"--results: {error}")
-    print("wrote", *(str(path) for path in (args.output, args.tail) if path))
+    print("wrote", *(str(path) for path in (args.output, args.gains) if path))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain, repeat
 
 import torch
@@ -76,11 +77,11 @@ def gpt2_xl() -> Iterator[tuple[str, Shape]]:
     return gpt(48, 1600, 1024, 50257)
 
 
-def tiny5000() -> Iterator[tuple[str, Shape]]:
-    """5000 tensors of 1,024 to 4,096 elements, three in four not a multiple of 4: what a call costs per tensor."""
+def tiny(tensors: int) -> Iterator[tuple[str, Shape]]:
+    """Tensors of 1 to 4,096 elements, three in four not a multiple of 4: what a call costs per tensor."""
     sizes = random.Random(0)
-    for _ in range(5000):
-        yield "weight", (sizes.randint(1024, 4096),)
+    for _ in range(tensors):
+        yield "weight", (sizes.randint(1, 4096),)
 
 
 def digits() -> Iterator[tuple[str, Shape]]:
@@ -93,11 +94,11 @@ def digits() -> Iterator[tuple[str, Shape]]:
     yield "weight", (10,)
 
 
-MODELS = {
+MODELS: dict[str, Callable[[], Iterator[tuple[str, Shape]]]] = {
     "resnet50": resnet50,
     "bert-large": bert_large,
     "gpt2-xl": gpt2_xl,
-    "tiny5000": tiny5000,
+    **{f"tiny{tensors}": partial(tiny, tensors) for tensors in (161, 1000, 5000, 20000)},
     "digits": digits,
 }
 

@@ -9,6 +9,7 @@ starts again; of each case the run with the median ratio is kept, and the ratios
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -32,6 +33,8 @@ class Entry:
     goal: bool
 
     def command(self, output: Path, rounds: int) -> list[str]:
+        if "tiny20000" in self.options:  # seconds a round
+            rounds = min(rounds, 5)
         return [f"benchmarks/{self.script}.py", *self.options, "--rounds", str(rounds), "--json", str(output)]
 
 
@@ -47,14 +50,20 @@ def entries(device: str) -> Iterator[Entry]:
         yield _tail(device, model, "O1", "FusedAdam", False, True, "--against", "torch-fused,torch-default")
         yield _tail(device, model, "O1", "FusedAdam", True, True)
         yield _tail(device, model, "O2", "FusedAdam", False, True)
-        yield _tail(device, model, "O2", "FusedAdam", True, False)
+        yield _tail(device, model, "O2", "FusedAdam", True, True)
         yield _tail(device, model, "O5", "FusedAdam", False, False)
         yield _tail(device, model, "O5", "FusedAdam", True, False)
+    for model in ("tiny161", "tiny1000", "tiny20000") if device == "cpu" else ():
+        for level, clip in itertools.product(("O1", "O2"), (False, True)):
+            yield _tail(device, model, level, "FusedAdam", clip, True)
     for optimizer in OPTIMIZERS:
         if optimizer != "FusedAdam":
             yield _tail(device, "resnet50", "O2", optimizer, True, False)
     for level in ("O1", "O2"):
         yield Entry(f"host-{device}-{level}", "host", ("--device", device, "--opt-level", level), level == "O1")
+    if device == "cpu":
+        cold = ("--opt-level", "O1", "--tensors", "161,5000", "--flush")
+        yield Entry("host-cpu-O1-flush", "host", ("--device", "cpu", *cold), True)
     model = "gpt-small" if device == "cpu" else "resnet50"
     yield Entry(f"loop-{device}-{model}", "loop", ("--device", device, "--model", model), False)
 

@@ -11,7 +11,7 @@ and the step. Timed for the peers, which do the same work with the optimizers th
 
 Clipping, they call ``unscale_`` and ``torch.nn.utils.clip_grad_norm_``; otherwise torch's fused optimizers unscale
 while they step, the fastest way torch has. All sides run in one process on the same gradients, round by round in random
-order, and must end with the same weights.
+order, and must end with the same weights, but those that keep 8 bits of state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from measuring import WARMUP_ROUNDS, Bandwidth, Clock, add_against, case, interleave, options, parse, report
-from peers import ATOL, OPTIMIZERS, RTOL, STATES, Make, ours, peer
+from peers import ATOL, INEXACT, OPTIMIZERS, RTOL, STATES, Make, ours, peer
 from shapes import MODELS, Parameters
 from torch import Tensor
 
@@ -202,14 +202,15 @@ class Tails:
 
     def check(self, rounds: int) -> dict[str, Any]:
         """AssertionError where weights differ, or a step that overflows moves one; else what was compared."""
-        difference = max(check_same_weights(self.ours, theirs) for theirs in self.peers.values())
+        compared = {who: check_same_weights(self.ours, it) for who, it in self.peers.items() if who not in INEXACT}
         scales = any(theirs.scaler.is_enabled() for theirs in self.peers.values())
         if scales:
             for side in self.sides.values():
-                check_overflow_skips(side, self.sets[0], Clock(self.device, host=True))
+                check_overflow_skips(side, self.sets[0], Clock(self.device, host=True, flush=False))
         return {
             "steps_compared": WARMUP_ROUNDS + rounds,
-            "largest_weight_difference": difference,
+            "largest_weight_difference": max(compared.values(), default=None),
+            "weights_not_compared": [who for who in self.peers if who in INEXACT],
             "rtol": RTOL,
             "atol": ATOL,
             "overflow_step_changes_nothing": True if scales else None,

@@ -91,15 +91,39 @@ def test_tail_fails_where_weights_differ(tmp_path, monkeypatch):
     assert not (tmp_path / "report.json").exists()
 
 
+def test_weights_of_8_bit_states_are_not_compared(tmp_path, monkeypatch):
+    """A rate that test_tail_fails_where_weights_differ refuses; a step that overflows must still change nothing."""
+    elsewhere = {"torchao-8bit": (lambda params: torch.optim.AdamW(params, lr=0.5), "another rate")}
+    monkeypatch.setattr(tail, "peers_of", lambda *_: elsewhere)
+    check = run(tail, tmp_path, "--model", "digits", "--rounds", 2)["cases"]["tail"]["check"]
+    assert check["weights_not_compared"] == ["torchao-8bit"]
+    assert check["largest_weight_difference"] is None
+    assert check["overflow_step_changes_nothing"] is True
+    monkeypatch.setattr(ops, "peers_of", lambda *_: elsewhere)
+    report = run(ops, tmp_path, "--model", "digits", "--rounds", 2, "--optimizer", "FusedAdam")
+    assert list(report["cases"]["FusedAdam.step"]["sides"]) == ["ampctx", "torchao-8bit"]
+
+
+@pytest.mark.filterwarnings("default")  # of the packages' imports
+@pytest.mark.parametrize("against", ["optimi", "bitsandbytes", "bitsandbytes-8bit", "torchao-8bit"])
+def test_tail_against_packages_that_are_installed(against, tmp_path):
+    pytest.importorskip(against.partition("-")[0])
+    for level in ("O1", "O2"):
+        report = run(tail, tmp_path, "--model", "digits", "--opt-level", level, "--against", against, "--rounds", 2)
+        case = report["cases"]["tail"]
+        assert list(case["sides"]) == ["ampctx", against]
+        assert case["check"]["weights_not_compared"] == ([against] if against in peers.INEXACT else [])
+
+
 def test_ops_writes_a_case_for_each_op(tmp_path):
     report = run(ops, tmp_path, "--model", "digits", "--rounds", 2, "--optimizer", ",".join(peers.OPTIMIZERS))
     check_spreads(report)
-    names = ["unscale", "scale", "axpby", "l2norm", "cast fp16 to fp32", "cast fp32 to fp16", "weight casts"]
-    assert list(report["cases"]) == names + [f"{name}.step" for name in peers.OPTIMIZERS]
-    assert {name: report["cases"][name]["floor"]["bytes"] / 6138 for name in names} == {
-        "unscale": 8, "scale": 8, "axpby": 12, "l2norm": 4, "cast fp16 to fp32": 6, "cast fp32 to fp16": 6,
-        "weight casts": 6,
+    moved = {
+        "unscale": 8, "scale": 8, "axpby": 12, "l2norm": 4, "l2norm fp16": 2, "cast fp16 to fp32": 6,
+        "cast fp32 to fp16": 6, "weight casts": 6,
     }  # fmt: skip
+    assert list(report["cases"]) == [*moved, *(f"{name}.step" for name in peers.OPTIMIZERS)]
+    assert {name: report["cases"][name]["floor"]["bytes"] / 6138 for name in moved} == moved
     assert report["cases"]["unscale"]["sides"]["torch"]["what"] == "torch.amp.GradScaler.unscale_"
 
 
@@ -114,9 +138,19 @@ def test_host_gives_the_time_of_each_tensor(tmp_path):
         assert list(parts) == ["enter", "exit", "clip", "step", "zero_grad"]
         samples = zip(*(part["samples"] for name, part in parts.items() if name != "zero_grad"), strict=True)
         assert [sum(s) for s in samples] == pytest.approx(case["sides"]["ampctx"]["ms"]["samples"], abs=1e-3)
-    growth = report["growth_per_tensor"]
-    assert (growth["from"], growth["to"]) == (7, 20)
-    assert {"ampctx", "torch-fused"} < growth.keys()
+    fewer, more = (case["sides"] for case in report["cases"].values())
+    for who in ("ampctx", "torch-fused"):
+        further_us = (more[who]["ms"]["median"] - fewer[who]["ms"]["median"]) * 1e3 / 13
+        assert more[who]["us_per_further_tensor"] == pytest.approx(further_us, abs=1e-3)
+        assert "us_per_further_tensor" not in fewer[who]
+
+
+def test_host_empties_the_caches_on_request(tmp_path, monkeypatch):
+    clocks = []
+    monkeypatch.setattr(host, "Clock", lambda *a, **k: clocks.append(measuring.Clock(*a, **k)) or clocks[-1])
+    for option in ([], ["--flush"]):
+        run(host, tmp_path, "--tensors", "2", "--rounds", 2, *option)
+    assert [clock.flush is not None for clock in clocks] == [False, True]
 
 
 @pytest.mark.full
@@ -166,7 +200,9 @@ def test_loop_stops_where_losses_part():
         ("resnet50", 161, 25_557_032),
         ("bert-large", 398, 336_226_108),
         ("gpt2-xl", 580, 1_557_611_200),
-        ("tiny5000", 5000, 12_799_467),
+        ("tiny161", 161, 312_622),
+        ("tiny5000", 5000, 10_220_200),
+        ("tiny20000", 20000, 40_778_497),
     ],
 )
 def test_tables_have_the_sizes_of_the_models(name, tensors, elements):
@@ -186,7 +222,12 @@ def test_real_models_have_the_parameters_of_their_tables(name):
         (tail, "--rounds 1", "--rounds: 1 is too few"),
         (tail, "--json no/such/folder/tail.json", "--json: there is no directory"),
         (tail, "--model alexnet", "--model: invalid choice: 'alexnet'"),
-        (tail, "--against torch-fused,jax", "--against: 'jax' is none of torch-fused, torch-default, apex, te"),
+        (tail, "--against torch-fused,jax", "--against: 'jax' is none of torch-fused, torch-default, apex, te, optimi"),
+        (
+            tail,
+            "--optimizer FusedSGD --against optimi",
+            "--against: optimi stands beside FusedAdam alone",
+        ),
         (tail, "--against torch-fused,torch-fused", "names one of them twice"),
         (tail, "--against apex", "--against: apex with its compiled amp_C is not installed here"),
         (
@@ -206,6 +247,14 @@ def test_bad_arguments_are_refused(script, arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
         script.main(arguments.split())
     assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named_with_its_installation(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "optimi", None)  # which find_spec takes for missing
+    with pytest.raises(SystemExit):
+        tail.main(["--against", "optimi"])
+    message = "--against: torch-optimi is not installed here: pip install --no-deps torch-optimi"
     assert message in capsys.readouterr().err
 
 
@@ -247,7 +296,7 @@ def test_the_suite_has_options_that_its_scripts_take(device, monkeypatch, tmp_pa
             patch.setattr(script, "parse", lambda *a, parsed=parsed: parsed.append(measuring.parse(*a)) or sys.exit(0))
             with pytest.raises(SystemExit):
                 script.main(entry.command(tmp_path / "report.json", 11)[1:])
-        assert (parsed[0].device, parsed[0].rounds) == (device, 11)
+        assert (parsed[0].device, parsed[0].rounds) == (device, 5 if "tiny20000" in entry.options else 11)
 
 
 @pytest.mark.full

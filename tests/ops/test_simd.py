@@ -40,6 +40,10 @@ for x in inputs:
     finite = [x.nan_to_num(0.0, 0.0, 0.0).clamp(-1e4, 1e4), x[:17].nan_to_num(0.0, 0.0, 0.0).clamp(-1e4, 1e4)]
     for n in (1, 15, 16, 17, 2047, 2049):
         add(*ops.multi_tensor_unscale_l2norm([finite[0][:n], *finite], flag, 0.3, per_tensor=True))
+# An output of 32 MB is written past the caches, with instructions of each set.
+wide = torch.empty(8 << 20)
+ops.multi_tensor_scale([bits.view(torch.float16).repeat(128)], [wide], flag, 0.3)
+add(wide)
 for optimizer in OPTIMIZERS:
     for write_back in WRITE_BACKS:
         for param in filter(lambda dtype: takes(write_back, dtype), ALL_FLOATS):
