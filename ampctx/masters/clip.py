@@ -44,9 +44,9 @@ def _checked_parameters(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
             "amp.master_params(optimizer) or model.parameters()."
         )
     found = list(parameters)
-    for i, is_tensor in enumerate(map(isinstance, found, repeat(Tensor))):
-        if not is_tensor:
-            raise AmpTypeError(f"parameters[{i}] must be a tensor, got {type(found[i]).__name__}")
+    if not all(map(isinstance, found, repeat(Tensor))):
+        i = next(i for i, p in enumerate(found) if not isinstance(p, Tensor))
+        raise AmpTypeError(f"parameters[{i}] must be a tensor, got {type(found[i]).__name__}")
     if not found and isinstance(parameters, Generator):
         warnings.warn(
             "`parameters` is an empty generator, so nothing was clipped. A generator can be used once only: pass a new "
@@ -141,7 +141,7 @@ def _clip(
     found: list[Tensor], max_norm: float | Tensor, order: float, error_if_nonfinite: bool, use_foreach: bool | None
 ) -> Tensor:
     lazy = lazy_grads.all_of(found) if order == 2.0 else []
-    untouched = {master for group in lazy for master in group.grads}
+    untouched = {i for group in lazy for i in group.masters.ids}
     _, known = read_grads(found) if order == 2.0 and not lazy and not torch.compiler.is_compiling() else (None, None)
     has_all = known is not None and len(known) == len(found)
     if not (has_all or lazy or torch.compiler.is_compiling()) and params.ALIVE:
@@ -153,7 +153,7 @@ def _clip(
         grads = known
     else:
         # An empty gradient has no part in any norm; torch refuses the infinity norm of one.
-        strided = map(strided_grad, [p for p in found if p not in untouched])
+        strided = map(strided_grad, [p for p in found if id(p) not in untouched])
         grads = [grad for grad in strided if grad is not None and grad.numel() > 0]
     norm = _total_norm(grads, order, use_foreach)
     if lazy:

@@ -69,7 +69,7 @@ class MasterParam(nn.Parameter):
         """The lazy gradients that include this master's. None if its gradient is a tensor or missing."""
         place = self.__dict__.get("_place")
         lazy = None if place is None or place.lazy is None else place.lazy()
-        return lazy if lazy is not None and self in lazy.grads else None
+        return lazy if lazy is not None and id(self) in lazy.masters.id_set else None
 
     @property
     def grad(self) -> Tensor | None:
@@ -113,6 +113,10 @@ class Masters(list):
         return list(map(id, self))
 
     @cached_property
+    def id_set(self) -> frozenset[int]:
+        return frozenset(self.ids)
+
+    @cached_property
     def places(self) -> set[_Place]:
         return set(map(_PLACE, self))
 
@@ -148,8 +152,7 @@ class ModelGrads:
         found_inf: FoundInf,
         norm: Tensor | None = None,
     ) -> None:
-        masters = masters if isinstance(masters, Masters) else Masters(masters)
-        self.masters: list[Tensor] = masters
+        self.masters = masters = masters if isinstance(masters, Masters) else Masters(masters)
         self.values: Sequence[Tensor] = values
         self._grads: dict[Tensor, Tensor] | None = None
         self.inv_scale = inv_scale
@@ -223,20 +226,31 @@ class ModelGrads:
         for place in self._places:
             if place.lazy is not None and place.lazy() is self:
                 place.lazy = None
-        self.masters, self.values, self._grads = [], [], {}
+        self.masters, self.values, self._grads = Masters(), [], {}
 
 
 def all_of(params: Iterable[Tensor]) -> list[ModelGrads]:
     """The lazy gradients whose masters are all in ``params`` and have no other gradients. Materializes the rest."""
     found = list(params)
-    if not torch.compiler.is_compiling() and MasterParam not in set(map(type, found)):
+    if torch.compiler.is_compiling() or MasterParam not in set(map(type, found)):
         return []
-    masters = [p for p in found if isinstance(p, MasterParam) and p.model_grads is not None]
-    given = set(masters)
+    masters = [p for p in found if type(p) is MasterParam]
+    if (first := _lazy_in(masters[0]._place)) is not None and passes.same_items(masters, first.masters):
+        candidates = {first: True}  # as usual: all masters of one optimizer
+    else:
+        given = set(map(id, masters))
+        lazies = filter(None, map(_lazy_in, dict.fromkeys(map(_PLACE, masters))))
+        candidates = {
+            lazy: lazy.masters.id_set <= given for lazy in lazies if not given.isdisjoint(lazy.masters.id_set)
+        }
     complete = []
-    for lazy in filter(None, dict.fromkeys(master.model_grads for master in masters)):
-        if given.issuperset(lazy.grads) and lazy.is_alone():
+    for lazy, is_whole in candidates.items():
+        if is_whole and lazy.is_alone():
             complete.append(lazy)
         else:
             lazy.materialize()
     return complete
+
+
+def _lazy_in(place: _Place) -> ModelGrads | None:
+    return None if place.lazy is None else place.lazy()
