@@ -225,6 +225,9 @@ AMPCTX_EXPORT int ampctx_read_tensors(PyObject* tensors, int64_t number) {
 AMPCTX_EXPORT int ampctx_read_grads(PyObject* params, PyObject* grads, int every, int64_t number) {
   return guarded(-1, ampctx::python_lists::read_grads, params, grads, every != 0, number);
 }
+AMPCTX_EXPORT int ampctx_read_entries(PyObject* dicts, PyObject* key, PyObject* found, int64_t number) {
+  return guarded(-1, ampctx::python_lists::read_entries, dicts, key, found, number);
+}
 AMPCTX_EXPORT int ampctx_same_items(PyObject* items, PyObject* others) {
   return guarded(-1, ampctx::python_passes::same_items, items, others);
 }

@@ -255,6 +255,23 @@ inline int read_tensors(PyObject* tensors, int64_t number) {
   return 1;
 }
 
+// Reads dicts[i][key] for each dict, and puts what it finds into `found`, which keeps it. 0 too where a key is missing.
+inline int read_entries(PyObject* dicts, PyObject* key, PyObject* found, int64_t number) {
+  const ptrdiff_t count = PyList_Size(dicts);
+  if (count < 0 || PyList_Size(found) != 0) return type_error("read_entries: dicts is no list, or found no empty one");
+  if (!python().exchange || count == 0) return 0;
+  Reader reader(count);
+  for (ptrdiff_t i = 0; i < count; ++i) {
+    const auto dict = python_abi::Reference::to_borrowed(PyList_GetItem(dicts, i));
+    PyObject* const entry = dict.get() ? PyDict_GetItemWithError(dict.get(), key) : nullptr;
+    if (!entry) return not_read();
+    if (PyList_Append(found, entry) != 0) return -1;
+    if (!reader.add(entry)) return not_read();
+  }
+  reader.put(number);
+  return 1;
+}
+
 // Reads the gradients of parameters: those in `grads`, which has one for each of them or is empty. Empty, it gets the
 // `.grad` of each, None too, in any case, and those that are there are read. `every`: only where all are there.
 inline int read_grads(PyObject* params, PyObject* grads, bool every, int64_t number) {

@@ -62,9 +62,10 @@ class Extension:
     # Functions of csrc/python_lists.h. ``new_list`` gives a handle: its number, and an owner that frees the list.
     new_list: Callable[[], tuple[int, Any]] = lambda: (0, None)
     use_types: Callable[[list[type]], int] = lambda types: 0
-    # ``read_tensors`` and ``read_grads`` return whether they read the tensors into the handle ``number``.
+    # The functions that read return whether they have read the tensors into the handle ``number``.
     read_tensors: Callable[[list[Tensor], int], int] = lambda tensors, number: 0
     read_grads: Callable[[list[Tensor], list[Any], bool, int], int] | None = None
+    read_entries: Callable[[list[Any], str, list[Tensor], int], int] = lambda dicts, key, found, number: 0
     are_contiguous: Callable[[int], int] = lambda number: False
     lie_alike: Callable[[int, int], int] = lambda grads, params: False
     is_uniform: Callable[[int, bool], int] = lambda number, fill_storages: False
@@ -185,6 +186,7 @@ def _readers(path: Path) -> dict[str, Any]:
         "use_types": use_types,
         "read_tensors": function("read_tensors", named, number),
         "read_grads": function("read_grads", named, named, flag, number),
+        "read_entries": function("read_entries", named, named, named, number),
         "are_contiguous": function("are_contiguous", number),
         "lie_alike": function("lie_alike", number, number),
         "is_uniform": function("is_uniform", number, flag),

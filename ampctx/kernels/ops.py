@@ -373,8 +373,18 @@ def read_along(params: Iterable[Tensor], grads: Iterable[Tensor] | None = None) 
     return read if held is not None and lie_alike(read, held) else None
 
 
+def read_entries(dicts: list[Any], key: str) -> ReadTensors | None:
+    """A handle for ``entries[key]`` of each dict, or None as from ``read``, and where a dict lacks the key."""
+    if _is_watched() or not extension.passes:
+        return None
+    number, owner = extension.new_list()
+    found: list[Tensor] = []
+    return _as_read(found, number, owner) if extension.read_entries(dicts, key, found, number) else None
+
+
 def lie_alike(grads: HeldTensors, params: HeldTensors) -> bool:
-    """Whether each gradient is laid out as its parameter, on the same device, and the parameters are of one dtype."""
+    """Whether each gradient is laid out as its parameter, on the same device, and the parameters are of one dtype.
+    Gradients stand for any list that goes along with parameters."""
     return bool(extension.lie_alike(grads.number, params.number))
 
 

@@ -16,7 +16,17 @@ from ampctx.kernels import passes, reference_steps, steps
 from ampctx.kernels.each import version_of
 from ampctx.kernels.foreach import Factor, PerDevice, move, product
 from ampctx.kernels.grouping import buckets
-from ampctx.kernels.ops import HeldTensors, ReadTensors, are_apart, extension, factor, hold, lie_alike, read_along
+from ampctx.kernels.ops import (
+    HeldTensors,
+    ReadTensors,
+    are_apart,
+    extension,
+    factor,
+    hold,
+    lie_alike,
+    read_along,
+    read_entries,
+)
 from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, overwrite, same_layout
 from ampctx.kernels.reference_steps import WRITE_BACKS
 from ampctx.kernels.sharding import any_sharded, local, wrote
@@ -232,19 +242,32 @@ def call(op: str, work: Work, arguments: dict[str, Any]) -> None:
 # --- kept calls -------------------------------------------------------------------------------------------------------
 
 
+# Elsewhere kept lists would hold the memory of state that a program offloads: there each step reads the lists again.
+_HELD_ON = frozenset({"cpu"})
+
+
+# Elsewhere kept lists would hold the memory of state that a program offloads: each step reads them again.
+_HELD_ON = frozenset({"cpu"})
+
+
 class _Call:
     """A call of the previous step, without its gradients but with their dtype and strides."""
 
-    def __init__(self, work: Work, state: Mapping[Tensor, Any], lazy_masters: Sequence[Tensor]) -> None:
-        self.work = work._replace(lists={**work.lists, "grads": []}, relaid=())
+    def __init__(
+        self, work: Work, state: Mapping[Tensor, Any], lazy_masters: Sequence[Tensor], one_element: Mapping[str, str]
+    ) -> None:
         # Whether the call has all lazy gradients, in their order.
         self.takes_all = passes.same_items(lazy_masters, work.members)
         self._states = [state[p] for p in work.members]
-        # The keys of the members' state, and the call's list of each.
-        self._keys = list(work.keys.values())
-        self._columns = [work.lists[name] for name in work.keys]
-        self._dtypes = work.lists["grads"][0].dtype, work.members[0].dtype
+        self._one_element = one_element
+        self._dtypes = {name: tensors[0].dtype for name, tensors in work.lists.items() if tensors}
+        self._dtype = work.members[0].dtype
         self._strides = None if all(map(Tensor.is_contiguous, work.members)) else list(map(Tensor.stride, work.members))
+        self._holds_state = work.device.type in _HELD_ON
+        lists = {**work.lists, "grads": []}
+        if not self._holds_state:
+            lists.update((name, []) for name in work.keys)
+        self.work = work._replace(lists=lists, relaid=())
         # Handles of the members and of the call's lists, made when the call is first repeated. None: not made yet.
         self._held: tuple[HeldTensors | None, dict[str, Any]] | None = None
 
@@ -259,14 +282,13 @@ class _Call:
             read = grads if lie_alike(grads, members) else None
         else:
             read = read_along(members, grads)
-        if read is None or (read.dtype, members.tensors[0].dtype) != self._dtypes:
+        if read is None or read.dtype != self._dtypes["grads"] or members.tensors[0].dtype != self._dtype:
             return None
         # Parameters and gradients have one layout now. The state may still have the former one.
         if (None if read.are_contiguous else list(map(Tensor.stride, members))) != self._strides:
             return None
-        if not passes.same_entries(self._states, self._keys, self._columns):
-            return None
-        return self.work._replace(lists={**lists, "grads": read})
+        state = self._held_state() if self._holds_state else self._read_state(members)
+        return None if state is None else self.work._replace(lists={**lists, **state, "grads": read})
 
     def _hold(self) -> tuple[HeldTensors | None, dict[str, Any]]:
         """The members and the call's lists as tensor-list handles. No members if some tensor cannot be held."""
@@ -277,13 +299,28 @@ class _Call:
         are_params = passes.same_items(work.lists["params"], work.members)
         return lists["params"] if are_params else hold(work.members), lists
 
+    def _held_state(self) -> dict[str, Any] | None:
+        """Nothing to add if the state holds the same tensors as before, else None."""
+        keys, columns = list(self.work.keys.values()), [self.work.lists[name] for name in self.work.keys]
+        return {} if passes.same_entries(self._states, keys, columns) else None
+
+    def _read_state(self, members: HeldTensors) -> dict[str, Any] | None:
+        """The lists of state as they are now. None if they do not go along with the members as before."""
+        state = {name: read_entries(self._states, key) for name, key in self.work.keys.items()}
+        for name, read in state.items():
+            if read is None or read.dtype != self._dtypes[name]:
+                return None
+            if name not in self._one_element and not lie_alike(read, members):
+                return None
+        return state
+
 
 def can_be_kept(works: Sequence[Work]) -> bool:
-    """Whether compiled kernels run all of these calls on the CPU, outside of graphs. On a GPU kept lists would hold the
-    memory of state that a program offloads. The local parts of DTensors are new at each step."""
-    if torch.compiler.is_compiling() or "cpu" not in extension.backends:
+    """Whether compiled kernels run all of these calls, outside of graphs. The local parts of DTensors are new at each
+    step."""
+    if torch.compiler.is_compiling():
         return False
-    return all(work.fused and work.device.type == "cpu" and not work.sharded for work in works)
+    return all(work.fused and extension.serves(work.device.type) and not work.sharded for work in works)
 
 
 class Plan:
@@ -297,7 +334,7 @@ class Plan:
         self._state = list(state), list(state.values())
         self._models = list(models), list(models.values())
         self._lazy_masters = [] if scaling.lazy is None else list(scaling.lazy.masters)
-        self._calls = [_Call(work, state, self._lazy_masters) for work in works]
+        self._calls = [_Call(work, state, self._lazy_masters, optimizer._one_element) for work in works]
         stepped = {p for work in works for p in work.members}
         self._idle = [p for p in self._members if p not in stepped]
         # 16-bit weights whose masters, remainders or compensations must follow later writes.

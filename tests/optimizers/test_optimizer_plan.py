@@ -24,7 +24,23 @@ from torch import nn
 
 from ampctx._errors import AmpValueError
 from ampctx.ops import HeldTensors, extension
-from ampctx.optimizers import FusedAdam, FusedSGD
+from ampctx.optimizers import FusedAdam, FusedSGD, _work
+
+
+@pytest.fixture(autouse=True, params=["cpu", "gpu"])
+def lists(request, monkeypatch):
+    """Calls keep lists of state on the CPU. On a GPU they read the state again at each step; here too with "gpu"."""
+    if request.param == "gpu":
+        monkeypatch.setattr(_work, "_HELD_ON", frozenset())
+    return request.param
+
+
+def step_in_layout(optimizer, step):
+    """With gradients in the layout of the parameters, as autograd leaves them."""
+    params = params_of(optimizer)
+    grads = zip(params, gradients(params, step), strict=True)
+    give(params, [torch.empty_like(p).copy_(grad) for p, grad in grads])
+    optimizer.step()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -35,11 +51,7 @@ def test_calls_are_kept_and_are_the_same(name, mode):
     for step in range(4):
         anew._plan = None
         for optimizer in (kept, anew):
-            params = params_of(optimizer)
-            # In the layout of the parameters, as autograd leaves them.
-            grads = zip(params, gradients(params, step), strict=True)
-            give(params, [torch.empty_like(p).copy_(grad) for p, grad in grads])
-            optimizer.step()
+            step_in_layout(optimizer, step)
         plans.append(kept._plan)
     assert len(set(map(id, plans))) == 1
     assert_same(snapshot(kept), snapshot(anew))
@@ -273,6 +285,21 @@ def test_no_gradient_is_kept_and_nothing_outlives_the_optimizer():
         assert last() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("lists", ["gpu"], indirect=True)
+def test_state_that_is_offloaded_frees_its_memory():
+    optimizer = OPTIMIZERS["adam"](parameters())
+    for step in range(3):
+        step_in_layout(optimizer, step)
+    plan, state = optimizer._plan, optimizer.state[params_of(optimizer)[0]]
+    moments = [weakref.ref(state[key]) for key in ("exp_avg", "exp_avg_sq")]
+    for key in ("exp_avg", "exp_avg_sq"):
+        state[key] = state[key].clone()
+    gc.collect()
+    assert [moment() for moment in moments] == [None, None]
+    step_in_layout(optimizer, 3)
+    assert optimizer._plan is plan
 
 
 def test_copies_and_pickles_make_calls_of_their_own():
