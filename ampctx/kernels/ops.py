@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import chain, repeat
 from operator import attrgetter
 from types import SimpleNamespace
@@ -186,8 +187,18 @@ _ops = torch.ops.ampctx
 
 
 def factor(value: float | Tensor) -> Tensor:
-    """A factor as the ops take it: tensors unchanged, numbers as fp64 on the CPU."""
-    return value if isinstance(value, Tensor) else torch.full((), float(value), dtype=torch.float64, device="cpu")
+    """A factor as the ops take it: tensors unchanged, numbers as fp64 on the CPU. Do not write to the result."""
+    if isinstance(value, Tensor):
+        return value
+    # 0.0 and -0.0 are one key.
+    return _number(float(value)) if value == 0 or _is_watched() else _kept_number(float(value))
+
+
+def _number(value: float) -> Tensor:
+    return torch.full((), value, dtype=torch.float64, device="cpu")
+
+
+_kept_number = lru_cache(maxsize=64)(_number)
 
 
 def _listed(tensors: Iterable[Tensor], name: str) -> list[Tensor]:
