@@ -264,7 +264,7 @@ inline int read_entries(PyObject* dicts, PyObject* key, PyObject* found, int64_t
   for (ptrdiff_t i = 0; i < count; ++i) {
     const auto dict = python_abi::Reference::to_borrowed(PyList_GetItem(dicts, i));
     PyObject* const entry = dict.get() ? PyDict_GetItemWithError(dict.get(), key) : nullptr;
-    if (!entry) return not_read();
+    if (!entry) return PyErr_Clear(), 0;  // no such key, or no dict
     if (PyList_Append(found, entry) != 0) return -1;
     if (!reader.add(entry)) return not_read();
   }

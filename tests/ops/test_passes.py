@@ -1,0 +1,220 @@
+"""The passes over lists of tensors: those of the library answer as those of Python."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from ampctx.kernels import ops, passes
+from ampctx.masters.lazy_grads import MasterParam
+
+# More than the passes look ahead.
+COUNT = 100
+
+
+def python():
+    """The module as it is without the library."""
+    spec = importlib.util.spec_from_file_location("passes_of_python", passes.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+LIBRARY, PYTHON = SimpleNamespace(**vars(passes)), python()
+either = pytest.mark.parametrize("side", [LIBRARY, PYTHON], ids=["library", "python"])
+
+
+def test_the_library_has_the_passes():
+    """Else the tests of this file compare Python with itself."""
+    assert all(getattr(passes, name) is function for name, function in ops.extension.passes.items())
+    assert len(ops.extension.passes) > 5
+
+
+def params(count=COUNT):
+    return [nn.Parameter(torch.full((3,), float(i))) for i in range(count)]
+
+
+@either
+def test_items_are_compared_by_identity(side):
+    items = [object() for _ in range(COUNT)]
+    assert side.same_items(items, list(items))
+    assert side.same_items([], [])
+    assert not side.same_items(items, items[:-1])
+    assert not side.same_items(items, [*items[:-1], object()])
+    assert not side.same_items([1.0], [float("1")])
+
+
+@either
+def test_members_are_those_of_all_groups_in_order(side):
+    members = params()
+    groups = [{"params": members[:30], "lr": 1.0}, {"params": []}, {"params": members[30:]}]
+    assert side.same_members(groups, members)
+    assert not side.same_members(groups[:2], members)
+    assert not side.same_members([*groups, {"params": members[:1]}], members)
+    assert not side.same_members(groups[::-1], members)
+    groups[0]["params"][3] = nn.Parameter(members[3].detach())
+    assert not side.same_members(groups, members)
+
+
+@either
+def test_mappings_are_compared_with_their_order(side):
+    keys, values = params(), [{} for _ in range(COUNT)]
+    state = defaultdict(dict, zip(keys, values, strict=True))
+    assert side.same_mapping(state, keys, values)
+    assert not side.same_mapping(state, keys, [*values[:-1], {}])
+    assert not side.same_mapping(state, keys[::-1], values[::-1])
+    assert not side.same_mapping(state, keys[1:], values[1:])
+    first = state.pop(keys[0])
+    assert not side.same_mapping(state, keys, values)
+    state[keys[0]] = first
+    assert not side.same_mapping(state, keys, values)
+
+
+@either
+def test_entries_are_compared_by_identity(side):
+    dicts = [{"a": torch.ones(1), "b": torch.ones(1), "c": 0} for _ in range(COUNT)]
+    columns = [[entries[key] for entries in dicts] for key in "ab"]
+    assert side.same_entries(dicts, ["a", "b"], columns)
+    assert side.same_entries([], ["a"], [[]])
+    former = dicts[-1]["b"]
+    dicts[-1]["b"] = former.clone()
+    assert not side.same_entries(dicts, ["a", "b"], columns)
+    del dicts[-1]["b"]
+    assert not side.same_entries(dicts, ["a", "b"], columns)
+    dicts[-1]["b"] = former
+    assert side.same_entries(dicts, ["a", "b"], columns)
+
+
+class OwnGrad(nn.Parameter):
+    @property
+    def grad(self):
+        return torch.ones(3)
+
+    @grad.setter
+    def grad(self, value):
+        self.was_set = value
+
+
+@either
+def test_gradients_are_looked_for_and_cleared(side):
+    tensors = [*params(), MasterParam(torch.ones(3)), OwnGrad(torch.ones(3))]
+    assert side.have_no_grad(tensors, True)
+    assert not side.have_no_grad(tensors, False)  # that of OwnGrad
+    assert side.have_no_grad(tensors[:-1], False)
+    for tensor in (tensors[0], tensors[COUNT - 1], tensors[COUNT]):
+        tensor.grad = torch.ones(3)
+        assert not side.have_no_grad(tensors[:-1], True)
+        assert not side.have_no_grad(tensors[:-1], False)
+        side.clear_grads(tensors)
+        assert tensor.grad is None
+    assert tensors[-1].was_set is None
+    assert side.have_no_grad([], False)
+
+
+@either
+@pytest.mark.parametrize("stored", [True, False])
+def test_what_is_no_tensor_has_no_gradient_to_look_for(side, stored):
+    with pytest.raises((AttributeError, TypeError)):
+        side.have_no_grad([*params(), None], stored)
+    with pytest.raises(AttributeError):
+        side.clear_grads([*params(), None])
+
+
+def test_lists_that_are_none_are_not_the_same():
+    """The caller looks at them with Python then, and says what is wrong."""
+    tensors = params(2)
+    for wrong in (None, 3, tuple(tensors), {}, iter(tensors)):
+        assert not LIBRARY.same_items(wrong, tensors)
+        assert not LIBRARY.same_items(tensors, wrong)
+        assert not LIBRARY.same_members(wrong, tensors)
+        assert not LIBRARY.same_members([wrong], tensors)
+        assert not LIBRARY.same_members([{"params": wrong}], tensors)
+        assert not LIBRARY.same_mapping(wrong, tensors, tensors)
+        assert not LIBRARY.same_entries([wrong], ["a"], [[tensors[0]]])
+        assert not LIBRARY.same_entries(wrong, ["a"], [[tensors[0]]])
+    torch.ones(1).sum().item()  # no exception is left behind
+
+
+@either
+def test_counts_tell_of_writes_and_of_other_memory(side):
+    tensors = params()
+    number = ops.HeldTensors([*tensors, torch.ones(1)]) if side is LIBRARY else None
+
+    def counted():
+        return side.counted(tensors, number.number if number else 0)
+
+    first = counted()
+    assert counted() == first
+    found = list(side.counts_in(first))
+    assert found == [(id(t), t._version, t.data_ptr()) for t in tensors]
+    with torch.no_grad():
+        tensors[-1].add_(1)
+    second = counted()
+    assert [i for i, pair in enumerate(zip(found, side.counts_in(second), strict=True)) if pair[0] != pair[1]] == [99]
+    tensors[0].data = torch.ones(3)
+    assert counted() != second
+
+
+def test_kinds_tell_of_another_dtype():
+    tensors = params()
+    held = ops.HeldTensors(tensors)
+    kinds = passes.held_kinds(held.number)
+    assert passes.held_kinds(held.number) == kinds
+    tensors[5].data = tensors[5].data.half()
+    assert passes.held_kinds(held.number) != kinds
+    assert passes.held_kinds(-1) == b""
+
+
+@either
+@pytest.mark.parametrize("count", [0, 1, 512, 1300])
+def test_each_version_is_bumped_once(side, count):
+    tensors = [torch.ones(1) for _ in range(count)]
+    side.bump_versions(tuple(tensors))
+    assert [t._version for t in tensors] == [1] * count
+
+
+# --- handles that gradients keep until the step ----------------------------------------------------------------------
+
+
+def test_gradients_that_are_held_stay_valid():
+    grads = [torch.full((5,), float(i)) for i in range(COUNT)]
+    held = ops.hold_grads(grads)
+    expected = ops.multi_tensor_l2norm(grads, torch.zeros(()))[0]
+    grads[3].data = torch.full((5,), 3.0)
+    assert ops.multi_tensor_l2norm(held, torch.zeros(()))[0] == expected
+
+
+NOT_HELD = {
+    "nothing": lambda: [],
+    "a-part": lambda: [torch.ones(4), torch.ones(8)[:4]],
+    "two-dtypes": lambda: [torch.ones(4), torch.ones(4).half()],
+    "sparse": lambda: [torch.ones(4), torch.ones(4).to_sparse()],
+    "with-holes": lambda: [torch.ones(4, 4)[:, ::2]],
+    "expanded": lambda: [torch.ones(1).expand(4)],
+    "int": lambda: [torch.ones(4, dtype=torch.int32)],
+    "no-tensor": lambda: [torch.ones(4), None],
+    "subclass": lambda: [OwnGrad(torch.ones(4))],
+}
+
+
+@pytest.mark.parametrize("make", NOT_HELD.values(), ids=NOT_HELD.keys())
+def test_what_one_call_cannot_take_is_not_held(make):
+    assert ops.hold_grads(make()) is None
+    torch.ones(1).sum().item()
+
+
+def test_entries_of_dicts_are_read():
+    dicts = [{"a": torch.full((3,), float(i)), "b": 1} for i in range(COUNT)]
+    read = ops.read_entries(dicts, "a")
+    assert all(mine is entries["a"] for mine, entries in zip(read, dicts, strict=True))
+    assert ops.multi_tensor_l2norm(read, torch.zeros(()))[0] == torch.cat(list(read)).norm()
+    assert ops.read_entries(dicts, "b") is None
+    assert ops.read_entries(dicts, "c") is None
+    assert ops.read_entries([*dicts, {}], "a") is None
+    assert ops.read_entries([*dicts, None], "a") is None
+    torch.ones(1).sum().item()
