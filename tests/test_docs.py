@@ -177,7 +177,8 @@ BUDGETS = {
     600: "../README reliability",
     700: "why levels frameworks optimizers how_a_step_works",
     800: "from_apex",
-    1000: "tutorial apex_differences design kernels",
+    1000: "tutorial apex_differences kernels",
+    1250: "design",
     1600: "errors",
 }
 

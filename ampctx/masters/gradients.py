@@ -325,7 +325,8 @@ class BlockGradients:
                     foreach.scale(grads, grads, found_inf, inv_scale)
                 return
         arrived, before, unseen = [], [], []
-        alone: dict[int, Tensor] = {}
+        # By place, because two parameters may hold one gradient.
+        alone: dict[Any, Tensor] = {}
         for p in params:
             new, old = p.grad, (block if outer is None else outer).stash.get(p)
             total = old
@@ -339,7 +340,8 @@ class BlockGradients:
                     arrived.append(total)
                     before.append(old if old.layout == torch.strided else old.to_dense())
                 else:
-                    alone[id(total)] = total
+                    has_place = type(total) is Tensor and total.numel() > 0
+                    alone[(total.data_ptr(), total.numel()) if has_place else id(total)] = total
             if outer is None:
                 block.outcome.grads[p] = total
             else:

@@ -278,3 +278,16 @@ def test_an_integer_of_numpy_is_a_loss_id(session):
     optimizer.step()
     assert set(session.outcome(optimizer).overflowed) == {1}
     assert to_grad_scaler_state(session.state_dict(), loss_id=np.int64(1))["scale"] == START / 2
+
+
+@pytest.mark.parametrize("kind", ["one-tensor", "two-views"])
+def test_a_gradient_that_two_parameters_hold_is_unscaled_once(session, kind):
+    """As code does that ties weights by hand."""
+    model = nn.ParameterList([torch.ones(3), torch.ones(3), torch.ones(2)])
+    model, optimizer = session.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level="O1")
+    first, second, other = model.parameters()
+    with session.scale_loss((first.sum() + other.sum()) * 2, optimizer) as loss:
+        loss.backward()
+        second.grad = first.grad if kind == "one-tensor" else first.grad.view(3)
+    for p in (first, second, other):
+        assert torch.equal(p.grad, torch.full_like(p, 2.0))
