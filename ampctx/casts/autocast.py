@@ -21,7 +21,6 @@ import logging
 import sys
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -76,6 +75,8 @@ class _Ambient(threading.local):
         self.entries: list[Autocast] = []
         # Inside a ``suspended()`` block of any entry.
         self.suspended = False
+        # Of the entries.
+        self.device_types: set[str] = set()
         self._before: dict[str, tuple[bool, torch.dtype]] = {}
         self._cache_before = True
 
@@ -101,6 +102,7 @@ class _Ambient(threading.local):
             self._before.clear()
 
     def _apply(self) -> None:
+        self.device_types = {d for a in self.entries for d in a.device_types}
         for d, (enabled, dtype) in self._before.items():
             owner = next((a for a in reversed(self.entries) if d in a.device_types), None)
             torch.set_autocast_enabled(d, enabled if owner is None else not owner._paused)
@@ -119,10 +121,6 @@ def _nesting() -> int:
     # One expression, because an interrupt between two lines would leave the count wrong for good.
     _, depth = map(type(up).__call__, (up, down))
     return depth + _ambient.suspended
-
-
-def _call_all(functions: Sequence[functools.partial]) -> None:
-    deque(map(functools.partial.__call__, functions), maxlen=0)  # one call, which an interrupt cannot split
 
 
 class _ThreadState(threading.local):
@@ -322,29 +320,32 @@ class Autocast:
             with autocast_off_on(self.device_types):
                 yield
             return
-        thread = self._thread
-        outer, suspended = thread.suspensions, _ambient.suspended
-        types_here = sorted({*self.device_types, *(d for a in _ambient.entries for d in a.device_types)})
-        wanted = {d: self._wanted(d) for d in types_here}
-        call = functools.partial
-        undo = [call(setattr, thread, "suspensions", outer), call(setattr, _ambient, "suspended", suspended)]
-        for d in types_here:
-            undo.append(call(torch.set_autocast_enabled, d, torch.is_autocast_enabled(d)))
-            undo.append(call(torch.set_autocast_dtype, d, torch.get_autocast_dtype(d)))
-        undo.append(call(torch.clear_autocast_cache))  # weights may have been stepped inside
+        thread, outer, suspended = self._thread, self._thread.suspensions, _ambient.suspended
+        before: dict[str, tuple[bool, torch.dtype]] = {}
+        wanted: dict[str, tuple[bool, torch.dtype]] = {}
+        for d in {*self.device_types, *_ambient.device_types}:
+            before[d] = on, dtype = torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)
+            wanted[d] = before[d] if on and dtype == self.dtype else self._wanted(d)
         # torch.autocast costs more, twice per iteration, and an interrupt during its entry or exit leaves the wrong
         # state. Here an interrupt in one of the two restores still reaches the other.
         try:
             try:
                 thread.suspensions, _ambient.suspended = (*outer, wanted), True
-                for d in types_here:
+                for d in before:
                     torch.set_autocast_enabled(d, False)
                 yield
             finally:
-                _call_all(undo)
+                self._restore(before, outer, suspended)
         except BaseException:
-            _call_all(undo)
+            self._restore(before, outer, suspended)
             raise
+
+    def _restore(self, before: dict[str, tuple[bool, torch.dtype]], suspensions: tuple, suspended: bool) -> None:
+        self._thread.suspensions, _ambient.suspended = suspensions, suspended
+        for d, (on, dtype) in before.items():
+            torch.set_autocast_enabled(d, on)
+            torch.set_autocast_dtype(d, dtype)
+        torch.clear_autocast_cache()  # weights may have been stepped inside
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
