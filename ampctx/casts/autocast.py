@@ -21,7 +21,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -36,6 +36,8 @@ from ampctx.casts.functions import call_cast, cast_function, replace_function, s
 
 logger = logging.getLogger("ampctx")
 
+# By device type, whether torch's autocast is on in this thread, and its dtype.
+States = dict[str, tuple[bool, torch.dtype]]
 
 # The enabled objects, the latest last. Global, because the guarded torch function is global.
 _enabled: list[Autocast] = []
@@ -77,7 +79,7 @@ class _Ambient(threading.local):
         self.suspended = False
         # Of the entries.
         self.device_types: set[str] = set()
-        self._before: dict[str, tuple[bool, torch.dtype]] = {}
+        self._before: States = {}
         self._cache_before = True
 
     def add(self, autocast: Autocast) -> Undo:
@@ -123,14 +125,20 @@ def _nesting() -> int:
     return depth + _ambient.suspended
 
 
+def _set_states(states: States) -> None:
+    for d, (on, dtype) in states.items():
+        torch.set_autocast_enabled(d, on)
+        torch.set_autocast_dtype(d, dtype)
+
+
 class _ThreadState(threading.local):
     """The state of one ``Autocast`` in a thread."""
 
     def __init__(self) -> None:
         self.home = False  # enable() was called here
         # State to restore: one entry per forward, and one per suspended() block.
-        self.forwards: list[tuple[dict[str, tuple[bool, torch.dtype]], bool]] = []
-        self.suspensions: tuple[dict[str, tuple[bool, torch.dtype]], ...] = ()
+        self.forwards: list[tuple[States, bool]] = []
+        self.suspensions: tuple[States, ...] = ()
         # One entry per forward of a module that runs without casts.
         self.uncast: list[tuple[weakref.ref[nn.Module], list[bool]]] = []
 
@@ -262,6 +270,16 @@ class Autocast:
         keeps_dtype = not own or (home and nesting > 0)
         return on, torch.get_autocast_dtype(device_type) if keeps_dtype else self.dtype
 
+    def _states(self, device_types: Iterable[str]) -> tuple[States, States]:
+        """The autocast states now, and those for a forward that starts now."""
+        now: States = {}
+        wanted: States = {}
+        for d in device_types:
+            now[d] = on, dtype = torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)
+            # Usually this is what ``_wanted`` gives, and it costs less.
+            wanted[d] = now[d] if on and dtype == self.dtype else self._wanted(d)
+        return now, wanted
+
     def begin_uncast(self, module: nn.Module, *given: Any) -> tuple:
         """Switches casts off in this thread until ``end_uncast``, and returns the forward's arguments in fp32."""
         if not torch.compiler.is_compiling():
@@ -288,12 +306,9 @@ class Autocast:
         if torch.compiler.is_compiling():
             return
         self._end_interrupted()
-        before = {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in self.device_types}
+        before, wanted = self._states(self.device_types)
         self._thread.forwards.append((before, torch.is_autocast_cache_enabled()))
-        for d in self.device_types:
-            on, dtype = self._wanted(d)
-            torch.set_autocast_enabled(d, on)
-            torch.set_autocast_dtype(d, dtype)
+        _set_states(wanted)
         # In the user's own torch.autocast block the user decides about the cache too.
         users = self._thread.home and not self._thread.suspensions and _nesting() > 0
         torch.set_autocast_cache_enabled(not users or torch.is_autocast_cache_enabled())
@@ -304,9 +319,7 @@ class Autocast:
         if torch.compiler.is_compiling() or not self._thread.forwards:
             return
         before, cache = self._thread.forwards.pop()
-        for d, (enabled, dtype) in before.items():
-            torch.set_autocast_enabled(d, enabled)
-            torch.set_autocast_dtype(d, dtype)
+        _set_states(before)
         torch.set_autocast_cache_enabled(cache)
         torch.clear_autocast_cache()
 
@@ -321,11 +334,7 @@ class Autocast:
                 yield
             return
         thread, outer, suspended = self._thread, self._thread.suspensions, _ambient.suspended
-        before: dict[str, tuple[bool, torch.dtype]] = {}
-        wanted: dict[str, tuple[bool, torch.dtype]] = {}
-        for d in {*self.device_types, *_ambient.device_types}:
-            before[d] = on, dtype = torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)
-            wanted[d] = before[d] if on and dtype == self.dtype else self._wanted(d)
+        before, wanted = self._states({*self.device_types, *_ambient.device_types})
         # torch.autocast costs more, twice per iteration, and an interrupt during its entry or exit leaves the wrong
         # state. Here an interrupt in one of the two restores still reaches the other.
         try:
@@ -340,11 +349,9 @@ class Autocast:
             self._restore(before, outer, suspended)
             raise
 
-    def _restore(self, before: dict[str, tuple[bool, torch.dtype]], suspensions: tuple, suspended: bool) -> None:
+    def _restore(self, before: States, suspensions: tuple[States, ...], suspended: bool) -> None:
         self._thread.suspensions, _ambient.suspended = suspensions, suspended
-        for d, (on, dtype) in before.items():
-            torch.set_autocast_enabled(d, on)
-            torch.set_autocast_dtype(d, dtype)
+        _set_states(before)
         torch.clear_autocast_cache()  # weights may have been stepped inside
 
     @contextmanager
