@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx._compiling import outside_of_graphs
+from ampctx._compiling import outside_of_graphs, without_grad
 from ampctx._errors import AmpError
 from ampctx.amp import closures, findings, mistakes
 from ampctx.amp.methods import as_copied, replace, weak_method
@@ -227,7 +227,7 @@ class OptimizerBinding:
         """Whether gradients of parameters without masters still need a check: a scale is dynamic, no block did it."""
         return not self.flags.are_of_blocks and any(scale.dynamic for scale in self.loss_scales)
 
-    @torch.no_grad()
+    @without_grad
     def check_gradients(self, before_closure: bool = False) -> None:
         """``refresh`` before a step; ranks of a process group or a mesh agree on gradients that no block has checked.
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx._compiling import outside_of_graphs
+from ampctx._compiling import outside_of_graphs, without_grad
 from ampctx.amp import mistakes
 from ampctx.amp.binding import OptimizerBinding
 from ampctx.amp.threads import OwnThread
@@ -49,7 +49,7 @@ class Blocks:
         self.deferred: MutableMapping[LossScale, Tensor] = weakref.WeakKeyDictionary()
 
     @outside_of_graphs
-    @torch.no_grad()
+    @without_grad
     def begin(self, block: Block, loss_scale: LossScale, thread: OwnThread, casts: CastSwitch) -> Factor:
         """Prepares the backward of a block in this thread. Returns the scale."""
         thread.enter_block(bool(casts.undo) and casts.enabled)
@@ -66,7 +66,7 @@ class Blocks:
         return block.scale
 
     @outside_of_graphs
-    @torch.no_grad()
+    @without_grad
     def end(self, block: Block, loss_scale: LossScale) -> None:
         """Unscales and checks the gradients of the block's backward, or leaves them to a later block."""
         bindings = block.bindings

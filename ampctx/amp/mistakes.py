@@ -172,13 +172,15 @@ def tell_of_dropped_grads(binding: OptimizerBinding) -> None:
 
 
 def tell_of_no_gradients(binding: OptimizerBinding) -> None:
-    params = (p for group in binding.optimizer.param_groups for p in group["params"])
-    if all(stored_grad(p) is None for p in params):
-        binding.loop.run.log.warn_once(
-            ("no gradients", id(binding)),
-            f"{_named(binding)} changes nothing: none of its parameters has a gradient. The loss does not reach them, "
-            "or zero_grad() ran after backward(). See docs/errors.md#no-inf-checks-were-recorded-for-this-optimizer.",
-        )
+    for group in binding.optimizer.param_groups:
+        for p in group["params"]:
+            if stored_grad(p) is not None:
+                return
+    binding.loop.run.log.warn_once(
+        ("no gradients", id(binding)),
+        f"{_named(binding)} changes nothing: none of its parameters has a gradient. The loss does not reach them, or "
+        "zero_grad() ran after backward(). See docs/errors.md#no-inf-checks-were-recorded-for-this-optimizer.",
+    )
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -303,10 +305,10 @@ def block_ends(block: Block) -> None:
 
 def watch_backward(block: Block, scaled: Tensor) -> Tensor:
     """The scaled loss. Until the first backward through this loss id, a hook notes that backward."""
-    if not block.bindings or not scaled.requires_grad or torch.compiler.is_compiling():
+    if not block.bindings or not scaled.requires_grad:
         return scaled
     proved, loss_id = block.bindings[0].loop.proved, _loss_of(block)
-    if loss_id not in proved:
+    if loss_id not in proved and not torch.compiler.is_compiling():
         scaled.register_hook(functools.partial(_went_through, proved, loss_id))
         block.watched = True
     return scaled

@@ -21,8 +21,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -37,6 +36,8 @@ from ampctx.casts.functions import call_cast, cast_function, replace_function, s
 
 logger = logging.getLogger("ampctx")
 
+# By device type, whether torch's autocast is on in this thread, and its dtype.
+States = dict[str, tuple[bool, torch.dtype]]
 
 # The enabled objects, the latest last. Global, because the guarded torch function is global.
 _enabled: list[Autocast] = []
@@ -76,7 +77,9 @@ class _Ambient(threading.local):
         self.entries: list[Autocast] = []
         # Inside a ``suspended()`` block of any entry.
         self.suspended = False
-        self._before: dict[str, tuple[bool, torch.dtype]] = {}
+        # Of the entries.
+        self.device_types: set[str] = set()
+        self._before: States = {}
         self._cache_before = True
 
     def add(self, autocast: Autocast) -> Undo:
@@ -101,6 +104,7 @@ class _Ambient(threading.local):
             self._before.clear()
 
     def _apply(self) -> None:
+        self.device_types = {d for a in self.entries for d in a.device_types}
         for d, (enabled, dtype) in self._before.items():
             owner = next((a for a in reversed(self.entries) if d in a.device_types), None)
             torch.set_autocast_enabled(d, enabled if owner is None else not owner._paused)
@@ -121,8 +125,10 @@ def _nesting() -> int:
     return depth + _ambient.suspended
 
 
-def _call_all(functions: Sequence[functools.partial]) -> None:
-    deque(map(functools.partial.__call__, functions), maxlen=0)  # one call, which an interrupt cannot split
+def _set_states(states: States) -> None:
+    for d, (on, dtype) in states.items():
+        torch.set_autocast_enabled(d, on)
+        torch.set_autocast_dtype(d, dtype)
 
 
 class _ThreadState(threading.local):
@@ -131,8 +137,8 @@ class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.home = False  # enable() was called here
         # State to restore: one entry per forward, and one per suspended() block.
-        self.forwards: list[tuple[dict[str, tuple[bool, torch.dtype]], bool]] = []
-        self.suspensions: tuple[dict[str, tuple[bool, torch.dtype]], ...] = ()
+        self.forwards: list[tuple[States, bool]] = []
+        self.suspensions: tuple[States, ...] = ()
         # One entry per forward of a module that runs without casts.
         self.uncast: list[tuple[weakref.ref[nn.Module], list[bool]]] = []
 
@@ -264,6 +270,16 @@ class Autocast:
         keeps_dtype = not own or (home and nesting > 0)
         return on, torch.get_autocast_dtype(device_type) if keeps_dtype else self.dtype
 
+    def _states(self, device_types: Iterable[str]) -> tuple[States, States]:
+        """The autocast states now, and those for a forward that starts now."""
+        now: States = {}
+        wanted: States = {}
+        for d in device_types:
+            now[d] = on, dtype = torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)
+            # Usually this is what ``_wanted`` gives, and it costs less.
+            wanted[d] = now[d] if on and dtype == self.dtype else self._wanted(d)
+        return now, wanted
+
     def begin_uncast(self, module: nn.Module, *given: Any) -> tuple:
         """Switches casts off in this thread until ``end_uncast``, and returns the forward's arguments in fp32."""
         if not torch.compiler.is_compiling():
@@ -290,12 +306,9 @@ class Autocast:
         if torch.compiler.is_compiling():
             return
         self._end_interrupted()
-        before = {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in self.device_types}
+        before, wanted = self._states(self.device_types)
         self._thread.forwards.append((before, torch.is_autocast_cache_enabled()))
-        for d in self.device_types:
-            on, dtype = self._wanted(d)
-            torch.set_autocast_enabled(d, on)
-            torch.set_autocast_dtype(d, dtype)
+        _set_states(wanted)
         # In the user's own torch.autocast block the user decides about the cache too.
         users = self._thread.home and not self._thread.suspensions and _nesting() > 0
         torch.set_autocast_cache_enabled(not users or torch.is_autocast_cache_enabled())
@@ -306,9 +319,7 @@ class Autocast:
         if torch.compiler.is_compiling() or not self._thread.forwards:
             return
         before, cache = self._thread.forwards.pop()
-        for d, (enabled, dtype) in before.items():
-            torch.set_autocast_enabled(d, enabled)
-            torch.set_autocast_dtype(d, dtype)
+        _set_states(before)
         torch.set_autocast_cache_enabled(cache)
         torch.clear_autocast_cache()
 
@@ -322,29 +333,26 @@ class Autocast:
             with autocast_off_on(self.device_types):
                 yield
             return
-        thread = self._thread
-        outer, suspended = thread.suspensions, _ambient.suspended
-        types_here = sorted({*self.device_types, *(d for a in _ambient.entries for d in a.device_types)})
-        wanted = {d: self._wanted(d) for d in types_here}
-        call = functools.partial
-        undo = [call(setattr, thread, "suspensions", outer), call(setattr, _ambient, "suspended", suspended)]
-        for d in types_here:
-            undo.append(call(torch.set_autocast_enabled, d, torch.is_autocast_enabled(d)))
-            undo.append(call(torch.set_autocast_dtype, d, torch.get_autocast_dtype(d)))
-        undo.append(call(torch.clear_autocast_cache))  # weights may have been stepped inside
+        thread, outer, suspended = self._thread, self._thread.suspensions, _ambient.suspended
+        before, wanted = self._states({*self.device_types, *_ambient.device_types})
         # torch.autocast costs more, twice per iteration, and an interrupt during its entry or exit leaves the wrong
         # state. Here an interrupt in one of the two restores still reaches the other.
         try:
             try:
                 thread.suspensions, _ambient.suspended = (*outer, wanted), True
-                for d in types_here:
+                for d in before:
                     torch.set_autocast_enabled(d, False)
                 yield
             finally:
-                _call_all(undo)
+                self._restore(before, outer, suspended)
         except BaseException:
-            _call_all(undo)
+            self._restore(before, outer, suspended)
             raise
+
+    def _restore(self, before: States, suspensions: tuple[States, ...], suspended: bool) -> None:
+        self._thread.suspensions, _ambient.suspended = suspensions, suspended
+        _set_states(before)
+        torch.clear_autocast_cache()  # weights may have been stepped inside
 
     @contextmanager
     def resumed(self) -> Iterator[None]:

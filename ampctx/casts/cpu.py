@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampctx.casts.arguments import Rule, Undo, leaf_cast, map_arguments, names_dtype
+from ampctx.casts.arguments import LOW_PRECISION, Rule, Undo, leaf_cast, map_arguments, names_dtype, widen
 from ampctx.casts.table import TABLE
 
 
@@ -40,21 +41,40 @@ def install_kernels() -> Undo:
 
 def _kernel(op: Any, rule: Rule) -> Callable:
     """A kernel that casts and runs the op without autocast. torch calls it only while CPU autocast is on."""
+    # A function of ``torch`` costs less than a call of its op. Not one that other code has replaced.
+    function = getattr(torch, op.name().removeprefix("aten::").partition(".")[0], None)
+    run: Callable = function if isinstance(function, BuiltinFunctionType) else op
+    cast: Callable = _widened if rule == "float" else functools.partial(_cast_nested, rule)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if not names_dtype(args, kwargs):
-            cast = leaf_cast(rule, args, kwargs, torch.get_autocast_dtype("cpu"))
-
-            def cast_on_cpu(t: Tensor) -> Tensor:
-                # Like torch's autocast, leave fp64 and other devices alone.
-                return cast(t) if t.device.type == "cpu" and t.dtype != torch.float64 else t
-
-            args, kwargs = map_arguments(args, kwargs, cast_on_cpu)
+        args, kwargs = cast(args, kwargs)
         # Exiting torch.autocast would clear the cache of cast weights.
         try:
             torch.set_autocast_enabled("cpu", False)
-            return op(*args, **kwargs)
+            return run(*args, **kwargs)
         finally:
             torch.set_autocast_enabled("cpu", True)
 
     return kernel
+
+
+def _widened(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The cast of "float". Its ops take no tensors in lists or as keywords, and run in every layer: without a walk."""
+    for leaf in args:
+        if isinstance(leaf, Tensor) and leaf.dtype in LOW_PRECISION:
+            if names_dtype(args, kwargs):
+                break
+            return tuple([widen(a) if isinstance(a, Tensor) and a.is_cpu else a for a in args]), kwargs
+    return args, kwargs
+
+
+def _cast_nested(rule: Rule, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    if names_dtype(args, kwargs):
+        return args, kwargs
+    cast = leaf_cast(rule, args, kwargs, torch.get_autocast_dtype("cpu"))
+
+    def cast_on_cpu(t: Tensor) -> Tensor:
+        # Like torch's autocast, leave fp64 and other devices alone.
+        return cast(t) if t.is_cpu and t.dtype != torch.float64 else t
+
+    return map_arguments(args, kwargs, cast_on_cpu)

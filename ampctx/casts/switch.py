@@ -24,8 +24,8 @@ class CastSwitch:
         """The latest enabled ``Autocast``, or else the latest."""
         if not self.undo:
             return None
-        autocasts = list(self.undo)
-        return next((a for a in reversed(autocasts) if a.enabled), autocasts[-1])
+        latest = next(reversed(self.undo))
+        return latest if latest.enabled else next((a for a in reversed(self.undo) if a.enabled), latest)
 
     @property
     def enabled(self) -> bool:

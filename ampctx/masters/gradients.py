@@ -314,6 +314,8 @@ class BlockGradients:
         if self._masters.has_sharded:
             place_grads(params)
         if outer is None and not block.stash:
+            if inv_scale == 1.0:
+                return  # nothing to unscale, to check or to add
             found, known = read_grads(params)
             grads: Sequence[Tensor] = known if known is not None else [grad for grad in found if grad is not None]
             are_whole = known is not None or (

@@ -97,7 +97,7 @@ class StepOutcome:
 
     def __init__(
         self,
-        flags: Mapping[int, Tensor] | Sequence[int] = (),
+        flags: dict[int, Tensor] | Sequence[int] = (),
         *,
         external: Tensor | None = None,
         scales: Mapping[int, Factor | Tensor] | None = None,
@@ -106,9 +106,9 @@ class StepOutcome:
     ) -> None:
         """``flags``: by loss id, or the ids of the losses that overflowed if known. ``external``: a flag that was set
         on the optimizer. No later code may write to these tensors."""
-        self._flags = dict(flags) if isinstance(flags, Mapping) else None
+        self._flags = flags if isinstance(flags, dict) else None
         self._external = external
-        self._overflowed = () if isinstance(flags, Mapping) else tuple(flags)
+        self._overflowed = () if isinstance(flags, dict) else tuple(flags)
         self._found_external = False
         self._scales: dict[int, Any] = dict(scales or {})
         self._scales_are_read = False

@@ -170,6 +170,14 @@ def test_every_op_that_is_cast_here_has_a_case():
     assert missing <= TABLE.keys()
 
 
+def test_fp32_ops_take_their_tensors_one_by_one():
+    """The cast of these looks at each positional argument, and not into lists."""
+    for op in (op for op, rule in missing_on_cpu() if rule == "float"):
+        for argument in op._schema.arguments:
+            of_tensors = "Tensor" in str(argument.type)
+            assert not of_tensors or (str(argument.type) in ("Tensor", "Optional[Tensor]") and not argument.kwarg_only)
+
+
 def test_the_lists_name_real_ops_once_and_in_order():
     names = " ".join(NAMES.values()).split()
     assert len(names) == len(set(names))

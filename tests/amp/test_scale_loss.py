@@ -178,6 +178,17 @@ def test_sparse_gradients(session, level):
     assert torch.equal(next(iter(amp.master_params(optimizer))), expected)
 
 
+def test_a_static_scale_of_one_leaves_gradients_as_backward_left_them(session):
+    table = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+    session.initialize(table, optimizer, opt_level="O0", verbosity=0)
+    with session.scale_loss(table(torch.tensor([1, 1])).sum(), optimizer) as scaled:
+        scaled.backward()
+        grad = table.weight.grad
+        assert not grad.is_coalesced()
+    assert table.weight.grad is grad
+
+
 def test_sparse_duplicates_that_overflow_when_summed(session):
     model = nn.Embedding(4, 2, sparse=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
