@@ -420,11 +420,16 @@ _number_of = attrgetter("number")
 
 
 def call(op: Any, lists: Sequence[Sequence[Tensor]], *others: Any) -> Any:
-    """Calls an op of ``torch.ops.ampctx``. If one list is a handle, the others become handles too."""
+    """Calls an op of ``torch.ops.ampctx``. If one list is a handle, the others become handles too. Lists are read, and go
+    through the dispatcher if they cannot be."""
     try:
-        if not any(map(isinstance, lists, repeat(HeldTensors))):
-            return op.default(*lists, *others)
-        known = [t if isinstance(t, HeldTensors) else HeldTensors(t) if len(t) else _NO_LIST for t in lists]
+        known: list[Any]
+        if any(map(isinstance, lists, repeat(HeldTensors))):
+            known = [t if isinstance(t, HeldTensors) else HeldTensors(t) if len(t) else _NO_LIST for t in lists]
+        else:
+            known = [(read(t) if t else _NO_LIST) if type(t) is list else None for t in lists]
+            if not any(known) or None in known:
+                return op.default(*lists, *others)
         return op.held(*map(_number_of, known), *others)
     except RuntimeError as error:
         raise_out_of_memory(error)
