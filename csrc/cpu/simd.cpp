@@ -34,6 +34,70 @@ bool scale(const T* x, T* out, int64_t n, T factor) {
   return nonfinite == 0;
 }
 
+// Bytes of a vector of the instruction set.
+#if defined(__AVX512F__)
+constexpr int kVector = 64;
+#elif defined(__AVX2__)
+constexpr int kVector = 32;
+#else
+constexpr int kVector = 16;
+#endif
+
+template <class To, class From>
+To bits_as(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+template <class T>
+struct Vector {
+  static constexpr int kWidth = kVector / sizeof(T);
+  typedef T Type __attribute__((vector_size(kVector)));
+
+  static Type load(const T* x) {
+    Type values;
+    memcpy(&values, x, sizeof(values));
+    return values;
+  }
+
+  // 512-bit conversions have a full mask, because gcc 12 warns of those without one.
+#if defined(__AVX512F__)
+  static Type load(const Half* x) { return bits_as<Type>(_mm512_maskz_cvtph_ps(0xffff, narrow(x))); }
+  static Type load(const BFloat16* x) {
+    return bits_as<Type>(_mm512_maskz_slli_epi32(0xffff, _mm512_maskz_cvtepu16_epi32(0xffff, narrow(x)), 16));
+  }
+  static __m256i narrow(const void* x) { return _mm256_loadu_si256(static_cast<const __m256i*>(x)); }
+  template <bool streams>
+  static void store(const Type& values, float* to) {
+    streams ? _mm512_stream_ps(to, bits_as<__m512>(values)) : _mm512_storeu_ps(to, bits_as<__m512>(values));
+  }
+  template <bool streams>
+  static void store(const Type& values, Half* to) {
+    constexpr int rounding = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    const __m256i halves = _mm512_maskz_cvtps_ph(0xffff, bits_as<__m512>(values), rounding);
+    auto* const place = reinterpret_cast<__m256i*>(to);
+    streams ? _mm256_stream_si256(place, halves) : _mm256_storeu_si256(place, halves);
+  }
+#elif defined(__AVX2__)
+  static Type load(const Half* x) { return bits_as<Type>(_mm256_cvtph_ps(narrow(x))); }
+  static Type load(const BFloat16* x) { return bits_as<Type>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow(x)), 16)); }
+  static __m128i narrow(const void* x) { return _mm_loadu_si128(static_cast<const __m128i*>(x)); }
+  template <bool streams>
+  static void store(const Type& values, float* to) {
+    streams ? _mm256_stream_ps(to, bits_as<__m256>(values)) : _mm256_storeu_ps(to, bits_as<__m256>(values));
+  }
+  template <bool streams>
+  static void store(const Type& values, Half* to) {
+    constexpr int rounding = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    const __m128i halves = _mm256_cvtps_ph(bits_as<__m256>(values), rounding);
+    auto* const place = reinterpret_cast<__m128i*>(to);
+    streams ? _mm_stream_si128(place, halves) : _mm_storeu_si128(place, halves);
+  }
+#endif
+};
+
 // Copies a strip past the caches. Memory lines that are written whole need not be read first. Both pointers begin a
 // line.
 void stream(const void* from, void* to, size_t bytes) {
@@ -58,10 +122,48 @@ void end_streams() {
 #endif
 }
 
+#ifdef __AVX2__
+template <class To>
+constexpr bool kHasVectors = false;
+template <>
+constexpr bool kHasVectors<float> = true;
+template <>
+constexpr bool kHasVectors<Half> = true;
+
+// Casts, checks and scales whole vectors in registers, as many as there are. Returns the number of elements.
+template <bool streams, class From, class To>
+int64_t scale_vectors(const From* x, To* out, int64_t n, float factor, bool& finite) {
+  using Floats = Vector<float>;
+  typedef uint32_t Words __attribute__((vector_size(kVector)));
+  constexpr int kWidth = Floats::kWidth;
+  Words largest = {};  // of the magnitudes as integers: inf and nan are above all numbers
+  int64_t i = 0;
+  for (; i + kWidth <= n; i += kWidth) {
+    const Floats::Type values = Floats::load(x + i);
+    const Words magnitudes = bits_as<Words>(values) & 0x7fffffffu;
+    largest = magnitudes > largest ? magnitudes : largest;
+    Floats::template store<streams>(values * factor, out + i);
+  }
+  for (int lane = 0; lane < kWidth; ++lane) finite = finite && largest[lane] < 0x7f800000u;
+  return i;
+}
+#endif
+
 template <class From, class To>
 bool scale_mixed(const void* x, void* out, int64_t n, float factor, bool streams) {
   streams = streams && reinterpret_cast<uintptr_t>(out) % kLine == 0;
   bool finite = true;
+#ifdef __AVX2__
+  if constexpr (kHasVectors<To>) {
+    const auto* const from = static_cast<const From*>(x);
+    To* const to = static_cast<To*>(out);
+    const int64_t done =
+        streams ? scale_vectors<true>(from, to, n, factor, finite) : scale_vectors<false>(from, to, n, factor, finite);
+    if (streams) end_streams();
+    x = from + done, out = to + done, n -= done;
+    streams = false;
+  }
+#endif
   alignas(kLine) float in[kStrip], scaled[kStrip];
   alignas(kLine) To stored[kStrip];
   for_each_strip(n, [&](int64_t i, int64_t size) {
@@ -103,48 +205,6 @@ bool axpby(const T* x, const T* y, T* out, int64_t n, T a, T b, int arg_to_check
   if (arg_to_check == 1) return axpby_checking<1>(x, y, out, n, a, b);
   return axpby_checking<-1>(x, y, out, n, a, b);
 }
-
-// Bytes of a vector of the instruction set.
-#if defined(__AVX512F__)
-constexpr int kVector = 64;
-#elif defined(__AVX2__)
-constexpr int kVector = 32;
-#else
-constexpr int kVector = 16;
-#endif
-
-template <class To, class From>
-To bits_as(const From& from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  memcpy(&to, &from, sizeof(to));
-  return to;
-}
-
-template <class T>
-struct Vector {
-  static constexpr int kWidth = kVector / sizeof(T);
-  typedef T Type __attribute__((vector_size(kVector)));
-
-  static Type load(const T* x) {
-    Type values;
-    memcpy(&values, x, sizeof(values));
-    return values;
-  }
-
-  // 512-bit conversions have a full mask, because gcc 12 warns of those without one.
-#if defined(__AVX512F__)
-  static Type load(const Half* x) { return bits_as<Type>(_mm512_maskz_cvtph_ps(0xffff, narrow(x))); }
-  static Type load(const BFloat16* x) {
-    return bits_as<Type>(_mm512_maskz_slli_epi32(0xffff, _mm512_maskz_cvtepu16_epi32(0xffff, narrow(x)), 16));
-  }
-  static __m256i narrow(const void* x) { return _mm256_loadu_si256(static_cast<const __m256i*>(x)); }
-#elif defined(__AVX2__)
-  static Type load(const Half* x) { return bits_as<Type>(_mm256_cvtph_ps(narrow(x))); }
-  static Type load(const BFloat16* x) { return bits_as<Type>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow(x)), 16)); }
-  static __m128i narrow(const void* x) { return _mm_loadu_si128(static_cast<const __m128i*>(x)); }
-#endif
-};
 
 // kLanes partial sums, in as many vectors as the instruction set needs. Each addition waits for the previous one in its
 // vector, so several vectors keep the adders busy.
