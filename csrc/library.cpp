@@ -143,6 +143,24 @@ void update_scale(StableIValue* stack, uint64_t, uint64_t) {
   backend.update_scale(Scope(backend, call.device).context, state, rule);
 }
 
+template <const Backend& backend>
+void block_factors(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr const char* op = "block_factors";
+  const Tensor scale(stack[0]);
+  const CallDevice call = {scale.is_defined() ? scale.device() : Device::cpu(), "scale"};
+  const auto* from =
+      static_cast<const float*>(check_state(op, "scale", scale, aoti_torch_dtype_float32(), call, false));
+  const Scope scope(backend, call.device);
+  const int32_t dtype = aoti_torch_dtype_float32();
+  Tensor copy = empty(nullptr, dtype, call.device), inverse = empty(nullptr, dtype, call.device),
+         found_inf = empty(nullptr, dtype, call.device);
+  const auto address = [](Tensor& to) { return static_cast<float*>(to.mutable_data()); };
+  backend.block_factors(scope.context, from, {address(copy), address(inverse), address(found_inf)});
+  stack[0] = copy.release();
+  stack[1] = inverse.release();
+  stack[2] = found_inf.release();
+}
+
 // Stores a list under the given number, or under a new one if that is 0.
 void hold_tensors(StableIValue* stack, uint64_t, uint64_t) {
   TensorList tensors = to_tensor_list(stack[0]);
@@ -180,6 +198,7 @@ int register_kernels(const char* ns) {
       {"multi_tensor_unscale_l2norm", multi_tensor_l2norm<backend, false, true>},
       {"multi_tensor_unscale_l2norm.held", multi_tensor_l2norm<backend, true, true>},
       {"update_scale", update_scale<backend>},
+      {"block_factors", block_factors<backend>},
       {"hold_tensors", hold_tensors},
       {"fill_storages", fill_storages},
       {"multi_tensor_larc", multi_tensor_larc<backend, false>},

@@ -72,6 +72,14 @@ struct ScaleState {
   FoundInf found_inf;
 };
 
+// What a block of training is given: copies of the scale and of 1 / scale that no later update changes, and a flag of
+// 0.
+struct BlockFactors {
+  float* scale;
+  float* inverse;
+  float* found_inf;
+};
+
 // norms_workspace: bytes for `count` norms of each tensor, and for the partial sums they come from.
 namespace cpu {
 void scale(const Context&, const TensorLists& src_dst, FoundInf, Factor scale);
@@ -79,6 +87,7 @@ void axpby(const Context&, const TensorLists& x_y_out, FoundInf, Factor a, Facto
 int64_t norms_workspace(const TensorLists& tensors, int count);
 void l2norm(const Context&, const TensorLists& tensors, FoundInf, Factor inv_scale, const NormOutputs&);
 void update_scale(const Context&, const ScaleState&, const ScaleRule&);
+void block_factors(const Context&, const float* scale, const BlockFactors&);
 }  // namespace cpu
 
 namespace cuda {
@@ -87,6 +96,7 @@ void axpby(const Context&, const TensorLists& x_y_out, FoundInf, Factor a, Facto
 int64_t norms_workspace(const TensorLists& tensors, int count);
 void l2norm(const Context&, const TensorLists& tensors, FoundInf, Factor inv_scale, const NormOutputs&);
 void update_scale(const Context&, const ScaleState&, const ScaleRule&);
+void block_factors(const Context&, const float* scale, const BlockFactors&);
 }  // namespace cuda
 
 }  // namespace ampctx

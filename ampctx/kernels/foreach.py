@@ -45,19 +45,35 @@ def join_flags(flags: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 class FoundInf:
-    """Whether any of several calls found inf or nan: one 0-d fp32 flag per device."""
+    """Whether any of several calls found inf or nan: one 0-d fp32 flag per device.
+
+    ``clear``: a new flag of 0 for its device, or None.
+    """
+
+    clear: Tensor | None = None
 
     def __init__(self) -> None:
         self.per_device: dict[torch.device, Tensor] = {}
 
     def on(self, device: torch.device) -> Tensor:
         if device not in self.per_device:
-            self.per_device[device] = torch.zeros((), dtype=torch.float32, device=device)
+            flag, self.clear = self.clear, None
+            self.per_device[device] = flag if flag is not None and flag.device == device else self._new(device)
         return self.per_device[device]
+
+    def _new(self, device: torch.device) -> Tensor:
+        return torch.zeros((), dtype=torch.float32, device=device)
 
     def joined(self, device: torch.device) -> Tensor:
         """The maximum over devices, 0.0 or 1.0, as a 0-d fp32 tensor on ``device``. No host sync."""
         return join_flags(self.per_device.values(), device)
+
+
+class Unread(FoundInf):
+    """Flags that nobody reads. Ops only raise a flag, so these need no value to begin with."""
+
+    def _new(self, device: torch.device) -> Tensor:
+        return torch.empty((), dtype=torch.float32, device=device)
 
 
 Factor = float | PerDevice

@@ -42,6 +42,7 @@ _SCHEMAS = (
     "update_scale(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor(c!) hysteresis_tracker, Tensor found_inf,"
     " float growth_factor, float backoff_factor, int growth_interval, int hysteresis, float min_scale,"
     " float max_scale) -> ()",
+    "block_factors(Tensor scale) -> (Tensor, Tensor, Tensor)",
     *(schema for spec in SPECS.values() for schema in spec.schemas),
 )
 
@@ -97,12 +98,18 @@ def _update_scale_checked(scale, growth_tracker, hysteresis_tracker, found_inf, 
     _reference.update_scale(scale, growth_tracker, hysteresis_tracker, found_inf, *rule)
 
 
+def _block_factors_checked(scale):
+    _reference.require_one_element(scale, "block_factors: scale", (torch.float32,))
+    return _reference.block_factors(scale)
+
+
 _FALLBACKS = {
     "multi_tensor_scale": _scale_checked,
     "multi_tensor_axpby": _axpby_checked,
     "multi_tensor_l2norm": _l2norm_checked,
     "multi_tensor_unscale_l2norm": _unscale_l2norm_checked,
     "update_scale": _update_scale_checked,
+    "block_factors": _block_factors_checked,
     **reference_steps.FALLBACKS,
 }
 
@@ -132,6 +139,10 @@ def _fake_update_scale(scale, growth_tracker, hysteresis_tracker, found_inf, *ru
     _check_fake([scale, growth_tracker, hysteresis_tracker, found_inf])
 
 
+def _fake_block_factors(scale):
+    return tuple(scale.new_empty(()) for _ in range(3))
+
+
 def _fake_norms(tensors, found_inf, *args):
     _check_fake(tensors, [found_inf, *(arg for arg in args if isinstance(arg, Tensor))])
     per_tensor = args[-1]
@@ -141,12 +152,13 @@ def _fake_norms(tensors, found_inf, *args):
     return like.new_empty((), dtype=dtype), like.new_empty(n, dtype=dtype)
 
 
-_FAKES = {
+_FAKES: dict[str, Callable[..., Any]] = {
     "multi_tensor_scale": _fake_nothing,
     "multi_tensor_axpby": _fake_nothing,
     "multi_tensor_l2norm": _fake_norms,
     "multi_tensor_unscale_l2norm": _fake_norms,
     "update_scale": _fake_update_scale,
+    "block_factors": _fake_block_factors,
     **dict.fromkeys(reference_steps.FALLBACKS, _fake_nothing),
 }
 
@@ -459,3 +471,13 @@ def update_scale(
         growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale,
     )  # fmt: skip
     wrote(state)
+
+
+def block_factors(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Makes what a ``scale_loss`` block takes of an fp32 ``scale`` of one element, in one launch. No host sync.
+
+    Returns:
+        A copy of the scale, 1 / scale, and a flag of 0: three new 0-d fp32 tensors, which later updates of the scale do
+        not change.
+    """
+    return call(_ops.block_factors, (), scale)

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+# Bound here, because a user may register casts for torch.div.
+_divide = torch.div
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -220,6 +222,12 @@ def multi_tensor_l2norm(tensors: Sequence[Tensor], found_inf: Tensor, per_tensor
     return multi_tensor_unscale_l2norm(tensors, found_inf, torch.ones(()), per_tensor)
 
 
+def inverse_of(scale: Tensor) -> Tensor:
+    """1 / scale, without a host sync."""
+    # Not reciprocal: casts on the CPU handle it in Python.
+    return _divide(torch.full((), 1.0, dtype=torch.float32, device="cpu"), scale)
+
+
 def update_scale(
     scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, found_inf: Tensor, growth_factor: float,
     backoff_factor: float, growth_interval: int, hysteresis: int, min_scale: float, max_scale: float,
@@ -243,3 +251,9 @@ def update_scale(
     clean_steps = clean_steps.clamp(max=torch.iinfo(torch.int32).max)
     growth_tracker.copy_(torch.where(grow, torch.zeros_like(clean_steps), clean_steps))
     hysteresis_tracker.copy_(left)
+
+
+def block_factors(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Copies of the scale and of 1 / scale, and a flag of 0."""
+    copy = scale.detach().reshape(()).clone()
+    return copy, inverse_of(copy), torch.zeros_like(copy)

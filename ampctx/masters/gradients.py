@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ampctx.kernels import foreach
 from ampctx.kernels.each import all_none, grad_of, layout_of, set_each, stored_grad
-from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, product
+from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, product
 from ampctx.kernels.ops import ReadTensors, fill_storages, read_grads
 from ampctx.kernels.sharding import place_grads, values_of
 from ampctx.masters.clip import forget_norm_before_clipping
@@ -196,7 +196,7 @@ class BlockGradients:
     def _rescale(grads: Grads, factor: Factor) -> None:
         """Rescales the gradients of a window to the scale of the block that adds to them."""
         dense = [g for g in grads.values() if g.layout == torch.strided]
-        foreach.scale(dense, dense, FoundInf(), factor)
+        foreach.scale(dense, dense, Unread(), factor)
         for p, g in grads.items():
             if g.layout != torch.strided:
                 p.grad = g * (factor.on(g.device) if isinstance(factor, PerDevice) else factor)
@@ -446,7 +446,7 @@ class BlockGradients:
             master.grad = pending.masters.get(master)
         if pending.lazy is not None:
             grads, inv_scale, norm = pending.lazy
-            self.checked = ModelGrads(list(grads), list(grads.values()), inv_scale, FoundInf(), norm)
+            self.checked = ModelGrads(list(grads), list(grads.values()), inv_scale, Unread(), norm)
         self._stack[:] = [] if pending.window is None else [pending.window]
 
     def materialize(self) -> None:

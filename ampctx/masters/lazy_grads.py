@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ampctx.kernels import foreach, ops
 from ampctx.kernels.each import stored_grad
-from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, product
+from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, product
 
 
 def declares(optimizer: Any, name: str) -> bool:
@@ -130,7 +130,7 @@ class ModelGrads:
         self.clipped_from: Tensor | None = None
         # The same read gives the norm of each gradient, to name the non-finite ones later.
         self._ids = list(map(id, masters))
-        flags = found_inf if norm is None else FoundInf()
+        flags = found_inf if norm is None else Unread()
         total, self._norms = foreach.unscale_l2norms_of(values, flags, inv_scale)
         self._norm = total if norm is None else norm
         self._places = set(map(_PLACE, masters))
@@ -175,7 +175,7 @@ class ModelGrads:
             wide = [
                 torch.empty_like(g, dtype=m.dtype, requires_grad=False) for m, g in zip(masters, grads, strict=True)
             ]
-            foreach.scale(grads, wide, FoundInf(), self.inv_scale)
+            foreach.scale(grads, wide, Unread(), self.inv_scale)
             self.drop()
             if self.clipped_from is not None:
                 for grad in wide:

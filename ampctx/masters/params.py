@@ -24,7 +24,7 @@ from ampctx.casts.model_watch import ParameterNames
 from ampctx.distributed import is_distributed
 from ampctx.kernels import foreach
 from ampctx.kernels.each import dtype_of, stored_grad, version_of
-from ampctx.kernels.foreach import FoundInf
+from ampctx.kernels.foreach import Unread
 from ampctx.kernels.sharding import groups_of, is_sharded, steps_a_partition
 from ampctx.masters.lazy_grads import MasterParam, declares, has_grad
 
@@ -446,7 +446,7 @@ class MasterParams:
         if self.pairs:
             self.are_ahead = True
             try:
-                foreach.scale([master for _, master in self.pairs], [p for p, _ in self.pairs], FoundInf(), 1.0)
+                foreach.scale([master for _, master in self.pairs], [p for p, _ in self.pairs], Unread(), 1.0)
                 self.mark_written()
             except BaseException:
                 # Again, in a way that needs no memory.

@@ -94,6 +94,9 @@ class Backend:
         }
         self.ops.update_scale.default(scale, growth, hysteresis_tracker, found_inf, *{**defaults, **rule}.values())
 
+    def block_factors(self, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.ops.block_factors.default(scale)
+
 
 def _factor(value: float | Tensor) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)

@@ -82,6 +82,7 @@ FIRST_CALLS = {
     "update_scale": lambda b: b.update_scale(
         torch.ones(()), torch.zeros((), dtype=torch.int32), torch.ones((), dtype=torch.int32), torch.zeros(())
     ),
+    "block_factors": lambda b: b.block_factors(torch.ones(())),
     "l2norm": lambda b: b.l2norm([torch.ones(3)], torch.zeros(())),
     "no-tensors": lambda b: b.scale([], [], torch.zeros(()), 2.0),
     **{o.name: lambda b, o=o: make_call(b, o, [3]).run(b) for o in OPTIMIZERS},

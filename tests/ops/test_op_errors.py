@@ -202,6 +202,13 @@ def test_update_scale(backend, wrong, message):
         backend.update_scale(*tensors.values())
 
 
+def test_block_factors(backend):
+    with pytest.raises(RuntimeError, match=match("block_factors", "scale has dtype torch.float64, expected float32")):
+        backend.block_factors(t((), dtype=torch.float64, device=backend.device))
+    with pytest.raises(RuntimeError, match=match("block_factors", "scale has 3 elements, expected 1")):
+        backend.block_factors(t(3, device=backend.device))
+
+
 def replaced(name, make, index=None):
     """Puts another list, or another tensor at one index, into a call."""
 

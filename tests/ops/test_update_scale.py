@@ -140,3 +140,15 @@ def test_one_element_tensors_of_any_shape(backend):
     state.scale, state.growth, state.hysteresis = state.scale.view(1), state.growth.view(1, 1), state.hysteresis.view(1)
     assert state.update(1).values == (32768.0, 0, 0)
     assert state.scale.shape == (1,)
+
+
+@pytest.mark.parametrize("scale", [65536.0, 1.0, 3.0, 1e-30, TINY, 3e38])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_block_factors(backend, scale, shape):
+    given = torch.full(shape, scale, device=backend.device)
+    factors = backend.block_factors(given)
+    given.fill_(7.0)
+    expected = [fp32(scale), (torch.ones(()) / torch.tensor(scale)).item(), 0.0]
+    assert [f.item() for f in factors] == expected
+    assert {(f.shape, f.dtype, f.device) for f in factors} == {(torch.Size(()), torch.float32, given.device)}
+    assert len({f.data_ptr() for f in factors}) == 3
