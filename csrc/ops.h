@@ -72,6 +72,12 @@ struct ScaleState {
   FoundInf found_inf;
 };
 
+// An update of the scale by the flag of a check that goes with it, after the check.
+struct ScaleUpdate {
+  ScaleState state;
+  ScaleRule rule;
+};
+
 // What a block of training is given: copies of the scale and of 1 / scale that no later update changes, and a flag of
 // 0.
 struct BlockFactors {
@@ -80,21 +86,24 @@ struct BlockFactors {
   float* found_inf;
 };
 
+// A ScaleUpdate may be null, and its flag is the call's.
 // norms_workspace: bytes for `count` norms of each tensor, and for the partial sums they come from.
 namespace cpu {
-void scale(const Context&, const TensorLists& src_dst, FoundInf, Factor scale);
+void scale(const Context&, const TensorLists& src_dst, FoundInf, Factor scale, const ScaleUpdate*);
 void axpby(const Context&, const TensorLists& x_y_out, FoundInf, Factor a, Factor b, int arg_to_check);
 int64_t norms_workspace(const TensorLists& tensors, int count);
-void l2norm(const Context&, const TensorLists& tensors, FoundInf, Factor inv_scale, const NormOutputs&);
+void l2norm(const Context&, const TensorLists& tensors, FoundInf, Factor inv_scale, const NormOutputs&,
+            const ScaleUpdate*);
 void update_scale(const Context&, const ScaleState&, const ScaleRule&);
 void block_factors(const Context&, const float* scale, const BlockFactors&);
 }  // namespace cpu
 
 namespace cuda {
-void scale(const Context&, const TensorLists& src_dst, FoundInf, Factor scale);
+void scale(const Context&, const TensorLists& src_dst, FoundInf, Factor scale, const ScaleUpdate*);
 void axpby(const Context&, const TensorLists& x_y_out, FoundInf, Factor a, Factor b, int arg_to_check);
 int64_t norms_workspace(const TensorLists& tensors, int count);
-void l2norm(const Context&, const TensorLists& tensors, FoundInf, Factor inv_scale, const NormOutputs&);
+void l2norm(const Context&, const TensorLists& tensors, FoundInf, Factor inv_scale, const NormOutputs&,
+            const ScaleUpdate*);
 void update_scale(const Context&, const ScaleState&, const ScaleRule&);
 void block_factors(const Context&, const float* scale, const BlockFactors&);
 }  // namespace cuda

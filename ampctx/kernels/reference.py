@@ -125,21 +125,16 @@ def check_scalars(op: str, found_inf: Tensor, lists: dict[str, Sequence[Tensor]]
             require_one_element(factor, where, (torch.float32,), f" on {device}")
 
 
-def check_scale_state(scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, found_inf: Tensor) -> None:
-    """Raises RuntimeError if a tensor does not fit update_scale."""
-    flags = (torch.float32, torch.int32)
-    for name, tensor, dtypes in (
-        ("scale", scale, (torch.float32,)),
-        ("growth_tracker", growth_tracker, (torch.int32,)),
-        ("hysteresis_tracker", hysteresis_tracker, (torch.int32,)),
-        ("found_inf", found_inf, flags),
-    ):
-        require_one_element(tensor, f"update_scale: {name}", dtypes)
-        if tensor.device != scale.device:
-            raise RuntimeError(f"update_scale: {name} is on {tensor.device}, scale is on {scale.device}")
+def check_scale_state(op: str, state: Mapping[str, Tensor], decided_by: str, device: torch.device) -> None:
+    """Raises RuntimeError unless ``state``, the loss scale and its two trackers by name, is on ``device``."""
+    for (name, tensor), dtype in zip(state.items(), (torch.float32, torch.int32, torch.int32), strict=True):
+        require_one_element(tensor, f"{op}: {name}", (dtype,))
+        if tensor.device != device:
+            raise RuntimeError(f"{op}: {name} is on {tensor.device}, {decided_by} is on {device}")
 
 
 def check_scale_rule(
+    op: str,
     growth_factor: float,
     backoff_factor: float,
     growth_interval: int,
@@ -150,15 +145,15 @@ def check_scale_rule(
     """Raises RuntimeError if the rule could make the scale 0, inf or nan, or overflow a tracker."""
     fp32, int32 = torch.finfo(torch.float32), torch.iinfo(torch.int32)
     if not 1 <= growth_factor < float("inf"):
-        raise RuntimeError("update_scale: growth_factor is not a finite number of at least 1")
+        raise RuntimeError(f"{op}: growth_factor is not a finite number of at least 1")
     if not 0 < backoff_factor <= 1:
-        raise RuntimeError("update_scale: backoff_factor is not a number above 0 and at most 1")
+        raise RuntimeError(f"{op}: backoff_factor is not a number above 0 and at most 1")
     if not 0 <= min_scale <= fp32.max:
-        raise RuntimeError("update_scale: min_scale is not a number from 0 to the largest fp32")
+        raise RuntimeError(f"{op}: min_scale is not a number from 0 to the largest fp32")
     if not max_scale >= fp32.tiny:
-        raise RuntimeError("update_scale: max_scale is not a number from the smallest normal fp32 up")
+        raise RuntimeError(f"{op}: max_scale is not a number from the smallest normal fp32 up")
     if not 0 <= hysteresis <= int32.max:
-        raise RuntimeError(f"update_scale: hysteresis is {hysteresis}, expected 0 to {int32.max}")
+        raise RuntimeError(f"{op}: hysteresis is {hysteresis}, expected 0 to {int32.max}")
 
 
 def raise_flag(found_inf: Tensor, *tensors: Tensor) -> None:

@@ -324,7 +324,7 @@ class BlockGradients:
             # Two parameters may hold one gradient.
             if are_whole and len(set(map(id, grads))) == len(grads):
                 if grads and inv_scale != 1.0:
-                    foreach.scale(grads, grads, found_inf, inv_scale)
+                    foreach.scale(grads, grads, found_inf, inv_scale, last=not block.outcome.added)
                 return
         arrived, before, unseen = [], [], []
         alone: dict[int, Tensor] = {}
@@ -373,7 +373,8 @@ class BlockGradients:
         masters = [master for _, master in pairs]
         outcome.used = [p for p, _ in pairs]
         if self._masters.lazy and not nested and self._may_be_lazy(masters, grads, known):
-            outcome.lazy = ModelGrads(masters, grads if known is None else known, factor, found_inf)
+            last = not self._masters.params_without_master
+            outcome.lazy = ModelGrads(masters, grads if known is None else known, factor, found_inf, last=last)
             return
         fresh: list[tuple[Tensor, Tensor]] = []
         for master, grad in zip(masters, grads, strict=True):

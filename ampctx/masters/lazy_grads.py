@@ -110,6 +110,7 @@ class ModelGrads:
         inv_scale: the factor that unscales the gradients.
         found_inf: set if a gradient holds inf or nan.
         norm: of the unscaled gradients, from a checkpoint. ``found_inf`` then stays as it is.
+        last: no later call raises ``found_inf``.
 
     Reads the gradients once. No host sync.
     """
@@ -121,6 +122,7 @@ class ModelGrads:
         inv_scale: Factor,
         found_inf: FoundInf,
         norm: Tensor | None = None,
+        last: bool = False,
     ) -> None:
         self.masters, self.values = masters, list(values)
         self._grads: dict[Tensor, Tensor] | None = None
@@ -131,7 +133,7 @@ class ModelGrads:
         # The same read gives the norm of each gradient, to name the non-finite ones later.
         self._ids = list(map(id, masters))
         flags = found_inf if norm is None else Unread()
-        total, self._norms = foreach.unscale_l2norms_of(values, flags, inv_scale)
+        total, self._norms = foreach.unscale_l2norms_of(values, flags, inv_scale, last)
         self._norm = total if norm is None else norm
         self._places = set(map(_PLACE, masters))
         for place in self._places:

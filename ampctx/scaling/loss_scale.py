@@ -276,6 +276,19 @@ class LossScale:
             max_scale=self.max_scale,
         )
 
+    def update_with_check(self, device: torch.device) -> ops.ScaleUpdate:
+        """What ``update`` of a dynamic scale does, for the op that checks the gradients. No host sync."""
+        self._copies = self._inverse = None  # as in update
+        return ops.ScaleUpdate(
+            *self._state(device),
+            self.growth_factor,
+            self.backoff_factor,
+            self.growth_interval,
+            self.hysteresis,
+            self.min_scale,
+            self.max_scale,
+        )
+
     def count_clean(self, device: torch.device) -> None:
         """``update`` of a static scale with a clear flag. No host sync."""
         self._state(device)[1].add_(1)

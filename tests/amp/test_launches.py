@@ -52,17 +52,18 @@ def tail_of(session, level: str, clip: bool = False, losses: int = 1, batch_norm
     return found
 
 
-UPDATE = ["update_scale"]
 UNSCALE, CHECK, STEP = ["multi_tensor_scale"], ["multi_tensor_unscale_l2norm"], ["multi_tensor_adam"]
 COEFFICIENT = ["add", "reciprocal", "mul", "clamp"]
 COUNTERS = ["add_", "add_"]
 
+UNSCALE_AND_UPDATE, CHECK_AND_UPDATE = ["multi_tensor_scale_and_update"], ["multi_tensor_unscale_l2norm_and_update"]
+
 TAILS = {
-    "O1": [*UNSCALE, *UPDATE, *STEP, *COUNTERS],
-    "O2": [*CHECK, *UPDATE, *STEP, *COUNTERS],
-    "O1, clip": [*UNSCALE, *UPDATE, *CHECK, *COEFFICIENT, *UNSCALE, *STEP, *COUNTERS],
-    "O2, clip": [*CHECK, *UPDATE, *COEFFICIENT, "mul", "mul", *STEP, *COUNTERS],
-    "O2, BatchNorm": [*CHECK, *UNSCALE, *UPDATE, *STEP, *STEP, *COUNTERS],
+    "O1": [*UNSCALE_AND_UPDATE, *STEP, *COUNTERS],
+    "O2": [*CHECK_AND_UPDATE, *STEP, *COUNTERS],
+    "O1, clip": [*UNSCALE_AND_UPDATE, *CHECK, *COEFFICIENT, *UNSCALE, *STEP, *COUNTERS],
+    "O2, clip": [*CHECK_AND_UPDATE, *COEFFICIENT, "mul", "mul", *STEP, *COUNTERS],
+    "O2, BatchNorm": [*CHECK, *UNSCALE_AND_UPDATE, *STEP, *STEP, *COUNTERS],
 }
 
 
@@ -76,10 +77,10 @@ def test_static_scale(session):
     assert tail_of(session, "O5") == [*CHECK, "add_", *STEP]
 
 
-@pytest.mark.parametrize(("level", "first"), [("O1", UNSCALE), ("O2", CHECK)])
+@pytest.mark.parametrize(("level", "first"), [("O1", UNSCALE_AND_UPDATE), ("O2", CHECK_AND_UPDATE)])
 def test_several_losses(session, level, first):
     assert tail_of(session, level, losses=2) == [
-        *[*first, *UPDATE],
-        *["multi_tensor_axpby", *UPDATE],
+        *first,
+        *["multi_tensor_axpby", "update_scale"],
         *["maximum", *STEP, *COUNTERS, "add_"],
     ]

@@ -38,7 +38,7 @@ def adam() -> list[Tensor]:
 
 
 CALLS = {"scale": scale, "l2norm": l2norm, "adam": adam}
-KERNELS = {"scale": "scale_kernel", "l2norm": "l2norm_partial_kernel", "adam": "step_kernel", "steps": "advance_steps"}
+KERNELS = {"scale": "scale_kernel", "l2norm": "l2norm_kernel", "adam": "step_kernel", "steps": "advance_steps"}
 
 
 @dataclass
@@ -137,6 +137,11 @@ FAULTS = {
     ),
     "found_inf ignored": Fault(
         "adam", replace(r"@!?%p\d+ bra", "// "), f"{ANOTHER_RESULT}|reads memory that nobody has written"
+    ),
+    "no fence before a ticket": Fault("l2norm", replace(r"membar\.gl;", ""), "race: reads"),
+    "no fence after a ticket": Fault("l2norm", replace(r"membar\.gl;", "", -1), "race: reads"),
+    "a ticket too early": Fault(
+        "l2norm", replace(r"(atom\.global\.inc\.u32\s+%\w+, \[%\w+\]), %\w+;", r"\1, 0;", -1), "nobody|race|another"
     ),
     "a missing guard": Fault("steps", replace(r"@!?%p\d+ bra", "// "), "not within a parameter|outside|misaligned"),
     "minus for plus": Fault("adam", replace_all(r"add\.rn\.f32", "sub.rn.f32"), ANOTHER_RESULT),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
 OPERANDS = 6
-SPECIAL = ("%tid.x", "%ctaid.x", "%ntid.x")
+SPECIAL = ("%tid.x", "%ctaid.x", "%ntid.x", "%nctaid.x")
 IGNORED = (".loc", ".pragma", ".file", "//")
 
 
@@ -267,7 +267,11 @@ class Encoder:
             return self._access(kind, modifiers.split("."), operands, guard, scope)
         if kind == "mov":
             return self._move(opcode, operands, guard, scope)
-        if opcode == "shfl.sync.down.b32":
+        if kind == "atom":
+            base, offset = self.address(operands[1], scope)
+            values = [self.register(scope + operands[0]), base, self.operand(operands[2], scope)]
+            return self.emit(opcode, values, guard, offset)
+        if opcode in ("shfl.sync.down.b32", "shfl.sync.idx.b32"):
             result, _, in_range = operands[0].partition("|")
             predicate = self.predicate(scope + in_range) if in_range else -1
             values = [self.operand(o, scope) for o in operands[1:]]
