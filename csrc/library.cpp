@@ -202,6 +202,43 @@ void block_factors(StableIValue* stack, uint64_t, uint64_t) {
   stack[2] = found_inf.release();
 }
 
+template <const Backend& backend>
+void clip_factor(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr const char* op = "clip_factor";
+  Arguments in(op, stack, false);
+  const Tensor norm = in.tensor(), inv_scale = in.tensor();
+  const auto max_norm = static_cast<float>(in.number());
+  const CallDevice call = {norm.is_defined() ? norm.device() : Device::cpu(), "norm"};
+  const int32_t dtype = aoti_torch_dtype_float32();
+  const auto* from = static_cast<const float*>(check_state(op, "norm", norm, dtype, call, false));
+  const Factor factor = check_factor(op, "inv_scale", inv_scale, call, backend.has_device_pointers);
+  const Scope scope(backend, call.device);
+  Tensor result = empty(nullptr, dtype, call.device);
+  backend.clip_factor(scope.context, from, factor, max_norm, static_cast<float*>(result.mutable_data()));
+  stack[0] = result.release();
+}
+
+template <const Backend& backend>
+void count_skip(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr const char* op = "count_skip";
+  Arguments in(op, stack, false);
+  const Tensor counts = in.tensor(), found_inf = in.tensor(), flag = in.tensor(), scale = in.tensor();
+  const int64_t slot = in.integer();
+  const bool is_first = in.flag();
+  if (!counts.is_defined()) fail(op, ": counts is None, expected a tensor");
+  const int32_t f32 = aoti_torch_dtype_float32();
+  if (counts.dtype() != f32) fail(op, ": counts has dtype ", dtype_name(counts.dtype()), ", expected float32");
+  const int64_t elements = counts.numel();
+  if (slot < 0 || slot >= elements / 2 - 1) fail(op, ": slot is ", slot, ", counts has ", elements, " elements");
+  if (!counts.is_contiguous()) fail(op, ": counts is not contiguous");
+  if (!counts.has_memory(elements, sizeof(float))) fail(op, ": counts ", kNoMemory);
+  const CallDevice call = {counts.device(), "counts"};
+  const FoundInf step = check_found_inf(op, found_inf, call, false), of_loss = check_found_inf(op, flag, call, false);
+  const auto* value = static_cast<const float*>(check_state(op, "scale", scale, f32, call, false));
+  backend.count_skip(Scope(backend, call.device).context,
+                     {static_cast<float*>(counts.mutable_data()), step, of_loss, value, slot, is_first});
+}
+
 // Stores a list under the given number, or under a new one if that is 0.
 void hold_tensors(StableIValue* stack, uint64_t, uint64_t) {
   TensorList tensors = to_tensor_list(stack[0]);
@@ -244,6 +281,8 @@ int register_kernels(const char* ns) {
       {"multi_tensor_unscale_l2norm_and_update.held", multi_tensor_l2norm<backend, true, true, true>},
       {"update_scale", update_scale<backend>},
       {"block_factors", block_factors<backend>},
+      {"count_skip", count_skip<backend>},
+      {"clip_factor", clip_factor<backend>},
       {"hold_tensors", hold_tensors},
       {"fill_storages", fill_storages},
       {"multi_tensor_larc", multi_tensor_larc<backend, false>},

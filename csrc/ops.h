@@ -86,6 +86,15 @@ struct BlockFactors {
   float* found_inf;
 };
 
+// A loss of a step that the device may skip: functors/count_skip.h.
+struct SkipCount {
+  float* counts;
+  FoundInf found_inf, of_loss;
+  const float* scale;
+  int64_t slot;
+  bool is_first;
+};
+
 // A ScaleUpdate may be null, and its flag is the call's.
 // norms_workspace: bytes for `count` norms of each tensor, and for the partial sums they come from.
 namespace cpu {
@@ -96,6 +105,8 @@ void l2norm(const Context&, const TensorLists& tensors, FoundInf, Factor inv_sca
             const ScaleUpdate*);
 void update_scale(const Context&, const ScaleState&, const ScaleRule&);
 void block_factors(const Context&, const float* scale, const BlockFactors&);
+void count_skip(const Context&, const SkipCount&);
+void clip_factor(const Context&, const float* norm, Factor inv_scale, float max_norm, float* factor);
 }  // namespace cpu
 
 namespace cuda {
@@ -106,6 +117,8 @@ void l2norm(const Context&, const TensorLists& tensors, FoundInf, Factor inv_sca
             const ScaleUpdate*);
 void update_scale(const Context&, const ScaleState&, const ScaleRule&);
 void block_factors(const Context&, const float* scale, const BlockFactors&);
+void count_skip(const Context&, const SkipCount&);
+void clip_factor(const Context&, const float* norm, Factor inv_scale, float max_norm, float* factor);
 }  // namespace cuda
 
 }  // namespace ampctx

@@ -49,6 +49,8 @@ _SCHEMAS = (
     "update_scale(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor(c!) hysteresis_tracker, Tensor found_inf,"
     f" {_RULE}) -> ()",
     "block_factors(Tensor scale) -> (Tensor, Tensor, Tensor)",
+    "count_skip(Tensor(a!) counts, Tensor found_inf, Tensor flag, Tensor scale, int slot, bool is_first) -> ()",
+    "clip_factor(Tensor norm, Tensor inv_scale, float max_norm) -> Tensor",
     *(schema for spec in SPECS.values() for schema in spec.schemas),
 )
 
@@ -127,7 +129,7 @@ def _update_scale_checked(scale, growth_tracker, hysteresis_tracker, found_inf, 
     _reference.require_one_element(scale, f"{op}: scale", (torch.float32,))
     state = {"scale": scale, "growth_tracker": growth_tracker, "hysteresis_tracker": hysteresis_tracker}
     _reference.check_scale_state(op, state, "scale", scale.device)
-    _reference.check_scalars(op, found_inf, {"scale": [scale]})
+    _reference.check_flag(op, found_inf, "scale", scale.device)
     _reference.check_scale_rule(op, *rule)
     _reference.update_scale(scale, growth_tracker, hysteresis_tracker, found_inf, *rule)
 
@@ -135,6 +137,31 @@ def _update_scale_checked(scale, growth_tracker, hysteresis_tracker, found_inf, 
 def _block_factors_checked(scale):
     _reference.require_one_element(scale, "block_factors: scale", (torch.float32,))
     return _reference.block_factors(scale)
+
+
+def _count_skip_checked(counts, found_inf, flag, scale, slot, is_first):
+    op = "count_skip"
+    if counts is None:
+        raise RuntimeError(f"{op}: counts is None, expected a tensor")
+    if counts.dtype != torch.float32:
+        raise RuntimeError(f"{op}: counts has dtype {counts.dtype}, expected float32")
+    if not 0 <= slot < counts.numel() // 2 - 1:
+        raise RuntimeError(f"{op}: slot is {slot}, counts has {counts.numel()} elements")
+    if not counts.is_contiguous():
+        raise RuntimeError(f"{op}: counts is not contiguous")
+    for given in (found_inf, flag):
+        _reference.check_flag(op, given, "counts", counts.device)
+    _reference.require_one_element(scale, f"{op}: scale", (torch.float32,))
+    if scale.device != counts.device:
+        raise RuntimeError(f"{op}: scale is on {scale.device}, counts is on {counts.device}")
+    _reference.count_skip(counts, found_inf, flag, scale, slot, is_first)
+
+
+def _clip_factor_checked(norm, inv_scale, max_norm):
+    op = "clip_factor"
+    _reference.require_one_element(norm, f"{op}: norm", (torch.float32,))
+    _reference.check_factors(op, "norm", norm.device, inv_scale=inv_scale)
+    return _reference.clip_factor(norm, inv_scale, max_norm)
 
 
 _FALLBACKS = {
@@ -146,6 +173,8 @@ _FALLBACKS = {
     "multi_tensor_unscale_l2norm_and_update": _unscale_l2norm_and_update_checked,
     "update_scale": _update_scale_checked,
     "block_factors": _block_factors_checked,
+    "count_skip": _count_skip_checked,
+    "clip_factor": _clip_factor_checked,
     **reference_steps.FALLBACKS,
 }
 
@@ -197,6 +226,8 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "multi_tensor_unscale_l2norm_and_update": _fake_norms,
     "update_scale": _fake_update_scale,
     "block_factors": _fake_block_factors,
+    "clip_factor": lambda norm, *others: norm.new_empty(()),
+    "count_skip": lambda counts, *others: _check_fake([counts, *(t for t in others if isinstance(t, Tensor))]),
     **dict.fromkeys(reference_steps.FALLBACKS, _fake_nothing),
 }
 
@@ -551,3 +582,23 @@ def block_factors(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         not change.
     """
     return call(_ops.block_factors, (), scale)
+
+
+def count_skip(
+    counts: Tensor, found_inf: Tensor, flag: Tensor, scale: Tensor, slot: int, is_first: bool
+) -> None:  # fmt: skip
+    """Counts a step that the device may skip, in ``counts``: fp32, contiguous, 2 elements and 2 for each slot.
+
+    With ``is_first`` ``counts[0]`` counts steps whose ``found_inf`` is set, and ``counts[1]`` those in a row. For the
+    loss of the slot, ``counts[2 + 2 * slot]`` counts steps whose ``flag`` is set, and the next element is the scale.
+    Takes tensors of one device. No host sync.
+    """
+    call(_ops.count_skip, (), counts, found_inf, flag, scale, slot, is_first)
+
+
+def clip_factor(norm: Tensor, inv_scale: float | Tensor, max_norm: float) -> Tensor:
+    """``inv_scale * min(max_norm / (norm + 1e-6), 1)`` as a new 0-d fp32 tensor, rounded as torch's clip rounds.
+
+    ``norm``: fp32, one element. ``inv_scale``: a factor on its device or on the CPU. No host sync.
+    """
+    return call(_ops.clip_factor, (), norm, factor(inv_scale), max_norm)

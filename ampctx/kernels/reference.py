@@ -108,13 +108,24 @@ def require_one_element(tensor: Tensor, where: str, dtypes: tuple[torch.dtype, .
         raise RuntimeError(f"{where} {_NO_MEMORY}")
 
 
+def check_flag(op: str, found_inf: Tensor, decided_by: str, device: torch.device | None) -> None:
+    """Raises RuntimeError if ``found_inf`` is no flag, or on another device than ``device``."""
+    require_one_element(found_inf, f"{op}: found_inf", (torch.float32, torch.int32))
+    if device is not None and found_inf.device != device:
+        raise RuntimeError(f"{op}: found_inf is on {found_inf.device}, {decided_by} is on {device}")
+
+
 def check_scalars(op: str, found_inf: Tensor, lists: dict[str, Sequence[Tensor]], **factors: Tensor) -> None:
     """Raises RuntimeError if ``found_inf`` or a factor does not fit the lists. Part of every op's checks."""
     first_name, first = next(iter(lists.items()))
-    require_one_element(found_inf, f"{op}: found_inf", (torch.float32, torch.int32))
-    decided_by, device = (f"{first_name}[0]", first[0].device) if first else ("found_inf", found_inf.device)
-    if found_inf.device != device:
-        raise RuntimeError(f"{op}: found_inf is on {found_inf.device}, {decided_by} is on {device}")
+    decided_by, device = (f"{first_name}[0]", first[0].device) if first else ("found_inf", None)
+    check_flag(op, found_inf, decided_by, device)
+    device = found_inf.device
+    check_factors(op, decided_by, device, **factors)
+
+
+def check_factors(op: str, decided_by: str, device: torch.device | None, **factors: Tensor) -> None:
+    """Raises RuntimeError if a factor is no number on ``device`` or on the CPU."""
     for name, factor in factors.items():
         where = f"{op}: {name}"
         if factor is None or factor.device.type == "cpu":
@@ -252,3 +263,20 @@ def block_factors(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Copies of the scale and of 1 / scale, and a flag of 0."""
     copy = scale.detach().reshape(()).clone()
     return copy, inverse_of(copy), torch.zeros_like(copy)
+
+
+def count_skip(counts: Tensor, found_inf: Tensor, flag: Tensor, scale: Tensor, slot: int, is_first: bool) -> None:
+    """The counts of csrc/functors/count_skip.h."""
+    skipped, in_a_row, overflowed, value = (*counts[:2].unbind(), *counts[2 + 2 * slot : 4 + 2 * slot].unbind())
+    if is_first:
+        is_skipped = found_inf.reshape(()) != 0
+        skipped.add_(is_skipped)
+        in_a_row.add_(1).mul_(is_skipped)
+    overflowed.add_(flag.reshape(()) != 0)
+    value.copy_(scale.reshape(()))
+
+
+def clip_factor(norm: Tensor, inv_scale: Tensor, max_norm: float) -> Tensor:
+    """inv_scale * min(max_norm / (norm + 1e-6), 1)."""
+    coefficient = (max_norm / (norm.detach().reshape(()) + 1e-6)).clamp(max=1.0)
+    return scalar(inv_scale, norm, torch.float32) * coefficient

@@ -16,7 +16,7 @@ from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.kernels import foreach
 from ampctx.kernels.each import device_of, set_each, stored_grad
 from ampctx.kernels.foreach import PerDevice, Unread, joined_norm, move
-from ampctx.kernels.ops import read_grads
+from ampctx.kernels.ops import clip_factor, read_grads
 from ampctx.kernels.sharding import any_sharded, by_layout, local, norm_over_ranks, place_grads
 from ampctx.masters import lazy_grads, params
 
@@ -164,13 +164,15 @@ def _clip(
             f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be clipped. "
             "Skip the step, or pass error_if_nonfinite=False to scale by the non-finite norm anyway."
         )
-    coefficient = _coefficient(max_norm, norm)
     if grads:
-        _scale_down(grads, coefficient)
+        _scale_down(grads, _coefficient(max_norm, norm))
         if not torch.compiler.is_compiling():
             set_each(grads, "norm_before_clipping", norm)
     for group in lazy:
-        group.multiply(coefficient)
+        if isinstance(max_norm, Tensor):
+            group.multiply(_coefficient(max_norm, norm))
+        else:
+            group.clip(norm, max_norm)
         group.clipped_from = norm
     return norm
 
@@ -198,6 +200,8 @@ def _total_norm(grads: Sequence[Tensor], order: float, use_foreach: bool | None)
 def _coefficient(max_norm: float | Tensor, norm: Tensor) -> Tensor:
     if isinstance(max_norm, Tensor):
         max_norm = move(max_norm, norm.device)
+    elif norm.dtype == torch.float32:
+        return clip_factor(norm, 1.0, max_norm)
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -135,6 +135,8 @@ class ModelGrads:
         flags = found_inf if norm is None else Unread()
         total, self._norms = foreach.unscale_l2norms_of(values, flags, inv_scale, last)
         self._norm = total if norm is None else norm
+        # Of clips that ``_norm`` does not include: few programs ask for the norm after a clip.
+        self._coefficients: list[Callable[[], Tensor]] = []
         self._places = set(map(_PLACE, masters))
         for place in self._places:
             place.lazy = weakref.ref(self)
@@ -148,6 +150,8 @@ class ModelGrads:
 
     def norm(self) -> Tensor:
         """The L2 norm of the unscaled gradients, 0-d fp32 on the device of the first. No host sync."""
+        while self._coefficients:
+            self._norm = self._norm * foreach.move(self._coefficients.pop(0)(), self._norm.device)
         return self._norm
 
     def not_finite(self) -> set[int]:
@@ -163,7 +167,15 @@ class ModelGrads:
         """Multiplies the factor of the gradients by a one-element tensor. No host sync."""
         coefficient = coefficient.reshape(()).float()
         self.inv_scale = product(self.inv_scale, PerDevice(coefficient))
-        self._norm = self._norm * foreach.move(coefficient, self._norm.device)
+        self._coefficients.append(lambda: coefficient)
+
+    def clip(self, norm: Tensor, max_norm: float) -> None:
+        """Multiplies the factor of the gradients by ``min(max_norm / (norm + 1e-6), 1)`` for an fp32 norm of one
+        element. No host sync."""
+        of = self.inv_scale.value if isinstance(self.inv_scale, PerDevice) else self.inv_scale
+        here = foreach.move(norm, of.device) if isinstance(of, Tensor) else norm
+        self.inv_scale = PerDevice(ops.clip_factor(here, of, max_norm))
+        self._coefficients.append(lambda: ops.clip_factor(norm, 1.0, max_norm))
 
     @torch.no_grad()
     def materialize(self) -> None:

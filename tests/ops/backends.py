@@ -105,6 +105,12 @@ class Backend:
         op = self.ops.multi_tensor_unscale_l2norm_and_update.default
         return op(tensors, found_inf, _factor(factor), per_tensor, *state, *{**RULE, **rule}.values())
 
+    def count_skip(self, counts, found_inf, flag, scale, slot, is_first) -> None:
+        self.ops.count_skip.default(counts, found_inf, flag, scale, slot, is_first)
+
+    def clip_factor(self, norm, inv_scale, max_norm) -> Tensor:
+        return self.ops.clip_factor.default(norm, _factor(inv_scale), max_norm)
+
     def block_factors(self, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.ops.block_factors.default(scale)
 

@@ -172,6 +172,8 @@ LAUNCHES = {
     "multi_tensor_scale_and_update": (1, 3),
     "multi_tensor_unscale_l2norm_and_update": (1, 3),
     "block_factors": (1, 1),
+    "count_skip": (1, 1),
+    "clip_factor": (1, 1),
     "update_scale": (1, 1),
     "adam": (2, 7),
     "sgd": (2, 5),
@@ -181,6 +183,9 @@ LAUNCHES = {
     "lamb": (4, 17),
     "novograd": (5, 13),
 }
+
+
+WITHOUT_LISTS = ("update_scale", "block_factors", "count_skip", "clip_factor")
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
@@ -201,7 +206,7 @@ def test_launches(emulation, runtime, most, name):
     assert [launches(n) for n in (161, 400)] == [always, always]
 
 
-@pytest.mark.parametrize("name", [name for name in LAUNCHES if name not in ("update_scale", "block_factors")])
+@pytest.mark.parametrize("name", [name for name in LAUNCHES if name not in WITHOUT_LISTS])
 def test_tables_of_both_kinds_give_the_same(runtime, name):
     sizes = [1 + i % 5 for i in range(3000)]
     copied = run_once(name, sizes)
@@ -288,6 +293,10 @@ def run_once(name, sizes, **how):
         return [*lists, state]
     elif name == "block_factors":
         return [EMULATED.block_factors(torch.ones(()))]
+    elif name == "clip_factor":
+        return [EMULATED.clip_factor(torch.ones(()), 0.5, 1.0)]
+    elif name == "count_skip":
+        EMULATED.count_skip(torch.zeros(4), flag, flag, torch.ones(()), 0, True)
     elif name == "update_scale":
         tracker = torch.zeros((), dtype=torch.int32)
         EMULATED.update_scale(torch.ones(()), tracker, tracker.clone(), flag)

@@ -60,6 +60,16 @@ def replace(pattern: str, replacement: str, which: int = 0) -> Callable[[str], s
     return edit
 
 
+def in_the_walk(edit: Callable[[str], str]) -> Callable[[str], str]:
+    """Edits what comes before the first ticket: behind it the last block updates the scale."""
+
+    def edited(text: str) -> str:
+        walk, ticket, rest = text.partition("atom.global")
+        return edit(walk) + ticket + rest
+
+    return edited
+
+
 def replace_all(pattern: str, replacement: str) -> Callable[[str], str]:
     return lambda text: re.sub(pattern, replacement, text)
 
@@ -116,8 +126,12 @@ FAULTS = {
         "scale", replace_all(r"min\.s64", "max.s64"), "race|misaligned|outside|not within a parameter"
     ),
     "lists swapped": Fault("scale", swap_lists, "only reads"),
-    "half of the width": Fault("scale", replace(r"st\.global\.[fb]32", "st.global.u16", -1), ANOTHER_RESULT),
-    "twice the width": Fault("scale", replace(r"ld\.global\.[fb]32", "ld.global.b64", -1), "misaligned|outside"),
+    "half of the width": Fault(
+        "scale", in_the_walk(replace(r"st\.global\.[fb]32", "st.global.u16", -1)), ANOTHER_RESULT
+    ),
+    "twice the width": Fault(
+        "scale", in_the_walk(replace(r"ld\.global\.[fb]32", "ld.global.b64", -1)), "misaligned|outside"
+    ),
     "a smaller table": Fault("scale", replace(r"(_param_0\[)\d+", r"\g<1>64"), "the host packs"),
     "a parameter less": Fault(
         "scale",

@@ -87,8 +87,8 @@ def parse(text: str, file: str) -> Module:
     if not all(found.values()):
         raise PtxError(f"{file}: no .version and .target: not PTX, or cut short")
     module = Module(file, text, found["target"][1], {}, {})
-    for match in re.finditer(r"^\s*\.shared \.align (\d+) \.b8 (\w+)\[(\d+)\];", text, re.M):
-        module.shared[match[2]] = int(match[1]), int(match[3])
+    for match in re.finditer(r"^\s*\.shared \.align (\d+) \.[bus](\d+) (\w+)(?:\[(\d+)\])?;", text, re.M):
+        module.shared[match[3]] = int(match[1]), BYTES[match[2]] * int(match[4] or 1)
     at = 0
     while at < len(lines):
         match = re.match(r"(?:\.visible |\.weak )*\.(func|entry)\s*(?:\(.*?\))?\s*(\w+)", lines[at])
