@@ -30,7 +30,7 @@ class Block:
     delay_overflow_check: bool
     scale: Factor = 1.0
     inv_scale: Factor = 1.0
-    found_inf: FoundInf = field(default_factory=Unread)
+    found_inf: FoundInf = field(init=False)
     # Optimizers that the block does not name. Its backward may reach their models.
     others: list[OptimizerBinding] = field(default_factory=list)
     elsewhere: list[mistakes.Elsewhere] = field(default_factory=list)
