@@ -22,6 +22,7 @@ from gpu_lists import Checks, Layout, TensorList, sizes
 from torch import Tensor
 
 from ampctx import ops, optimizer_ops
+from ampctx.kernels import ops as inner_ops
 from ampctx.kernels import reference_steps as reference
 from ampctx.kernels.spec import SPECS
 
@@ -137,6 +138,29 @@ class Exercise:
         for overflow, wanted in ((1, 8.0), (1, 4.0), (1, 3.0), (0, 3.0), (0, 6.0), (1, 6.0), (1, 3.0)):
             ops.update_scale(scale, growth, patience, self.flag(float(overflow)), **rule)
             self.checks.same(f"scale {wanted} after overflow={overflow}", scale.clone(), torch.full_like(scale, wanted))
+        together = [scale.clone(), growth.clone(), patience.clone()]
+        update = inner_ops.ScaleUpdate(*together, 2.0, 0.5, rule["growth_interval"], 2, 3.0, 6.0)
+        for bad in (True, False, False, True, True):
+            values = self.random()
+            values[-1] = float("inf") if bad else 1.0
+            x, flag = self.layout.make(values), self.flag()
+            if bad:
+                ops.multi_tensor_scale(x.tensors, out.tensors, flag, 1.0, update)
+            else:
+                ops.multi_tensor_unscale_l2norm(x.tensors, flag, 0.5, per_tensor=True, update=update)
+            ops.update_scale(scale, growth, patience, flag, **rule)
+            for name, a, b in zip(("scale", "growth", "patience"), together, (scale, growth, patience), strict=True):
+                self.checks.same(f"{name} updated with a check", a.clone(), b.clone())
+        copy, inverse, clear = inner_ops.block_factors(scale)
+        self.checks.same(
+            "factors of a block", torch.stack((copy, inverse, clear)), torch.tensor([3, 1 / 3, 0]).to(scale)
+        )
+        counts = torch.zeros(4, device=self.device)
+        for bad in (1.0, 1.0, 0.0, 1.0):
+            inner_ops.count_skip(counts, self.flag(bad), self.flag(bad), scale, 0, True)
+        self.checks.same("counts of skips", counts.clone(), torch.tensor([3.0, 1.0, 3.0, 3.0]).to(counts))
+        clipped = inner_ops.clip_factor(torch.full_like(scale, 4.0), inverse, 2.0)
+        self.checks.close("factor of a clip", clipped, inverse / 2, 1e-6)
 
     # --- steps --------------------------------------------------------------------------------------------------------
 

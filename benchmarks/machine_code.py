@@ -32,7 +32,7 @@ WARP = 32
 HOT = {
     "scale_kernel": True,
     "axpby_kernel": True,
-    "l2norm_partial_kernel": False,
+    "l2norm_kernel": False,
     "gradient_norm_kernel": False,
     "step_kernel": True,
     "lamb_kernel": True,
@@ -44,7 +44,7 @@ HOT = {
 ROWS = {
     "scale": ("scale_kernel",),
     "axpby": ("axpby_kernel",),
-    "l2norm, partial sums": ("l2norm_partial_kernel",),
+    "l2norm": ("l2norm_kernel",),
     "Adam": ("step_kernel", "Adam", "0", "0", "0"),
     "Adam, unscaling": ("step_kernel", "Adam", "0", "0", "1"),
     "Adam with extras": ("step_kernel", "Adam", "0", "1", "0"),

@@ -264,9 +264,10 @@ inline Factor check_factor(const char* op, const char* name, const Tensor& facto
   return on_device && device == call.device ? Factor{value, 0.0} : Factor{nullptr, *value};
 }
 
-// One element of the given type, to be read and written.
+// One element of the given type, to be read, and written unless the caller says otherwise.
 template <class Name>
-void* check_state(const char* op, const Name& name, const Tensor& tensor, int32_t dtype, const CallDevice& call) {
+void* check_state(const char* op, const Name& name, const Tensor& tensor, int32_t dtype, const CallDevice& call,
+                  bool is_written = true) {
   check_one_element(op, name, tensor);
   if (tensor.dtype() != dtype) {
     const std::string expected = dtype_name(dtype).substr(sizeof("torch.") - 1);
@@ -274,7 +275,7 @@ void* check_state(const char* op, const Name& name, const Tensor& tensor, int32_
   }
   check_device(op, name, tensor, call);
   check_memory(op, name, tensor, sizeof(uint32_t));
-  return tensor.mutable_data();
+  return is_written ? tensor.mutable_data() : const_cast<void*>(tensor.data());
 }
 
 }  // namespace ampctx

@@ -42,12 +42,67 @@ constexpr Backend kCuda = {"CUDA", kCudaDTypes, true, true, AMPCTX_KERNELS(cuda)
 #endif
 #endif
 
-template <const Backend& backend, bool held>
+// Refuses a rule that could make the scale 0, inf or nan, or overflow a tracker.
+void check_scale_rule(const char* op, const ScaleRule& rule) {
+  constexpr float largest = std::numeric_limits<float>::max(), smallest = std::numeric_limits<float>::min();
+  const double growth = rule.growth_factor, backoff = rule.backoff_factor;
+  if (!(growth >= 1 && std::isfinite(growth))) fail(op, ": growth_factor is not a finite number of at least 1");
+  if (!(backoff > 0 && backoff <= 1)) fail(op, ": backoff_factor is not a number above 0 and at most 1");
+  if (!(rule.min_scale >= 0 && rule.min_scale <= largest))
+    fail(op, ": min_scale is not a number from 0 to the largest fp32");
+  if (!(rule.max_scale >= smallest)) fail(op, ": max_scale is not a number from the smallest normal fp32 up");
+  if (rule.hysteresis < 0 || rule.hysteresis > INT32_MAX) {
+    fail(op, ": hysteresis is ", rule.hysteresis, ", expected 0 to ", INT32_MAX);
+  }
+}
+
+// The arguments of an update, `scale` by the name that the op gives it.
+class UpdateArguments {
+ public:
+  explicit UpdateArguments(Arguments& in)
+      : scale_(in.tensor()), growth_tracker_(in.tensor()), hysteresis_tracker_(in.tensor()) {}
+  void take_rule(Arguments& in) {
+    rule_ = {in.number(), in.number(), in.integer(), in.integer(), in.number(), in.number()};
+  }
+
+  Device device() const { return scale_.is_defined() ? scale_.device() : Device::cpu(); }
+  ScaleUpdate check(const char* op, const char* scale, const FoundInf& found_inf, const CallDevice& call) const {
+    const int32_t int32 = aoti_torch_dtype_int32();
+    const ScaleState state = {
+        static_cast<float*>(check_state(op, scale, scale_, aoti_torch_dtype_float32(), call)),
+        static_cast<int32_t*>(check_state(op, "growth_tracker", growth_tracker_, int32, call)),
+        static_cast<int32_t*>(check_state(op, "hysteresis_tracker", hysteresis_tracker_, int32, call)),
+        found_inf,
+    };
+    check_scale_rule(op, rule_);
+    return {state, rule_};
+  }
+
+ private:
+  Tensor scale_, growth_tracker_, hysteresis_tracker_;
+  ScaleRule rule_{};
+};
+
+// Those of an op that updates the scale after its check, or none.
+std::optional<UpdateArguments> update_arguments(Arguments& in, bool updates) {
+  std::optional<UpdateArguments> update;
+  if (updates) update.emplace(in).take_rule(in);
+  return update;
+}
+
+std::optional<ScaleUpdate> check_update(const char* op, const std::optional<UpdateArguments>& update,
+                                        const FoundInf& found_inf, const CallDevice& call) {
+  if (!update) return std::nullopt;
+  return update->check(op, "loss_scale", found_inf, call);
+}
+
+template <const Backend& backend, bool held, bool updates>
 void multi_tensor_scale(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr const char* op = "multi_tensor_scale";
+  constexpr const char* op = updates ? "multi_tensor_scale_and_update" : "multi_tensor_scale";
   Arguments in(op, stack, held);
   const ListView src = in.list(), dst = in.list();
   const Tensor found_inf = in.tensor(), scale = in.tensor();
+  const std::optional<UpdateArguments> update = update_arguments(in, updates);
   in.check_held();
 
   const ListArgument src_argument{"src", src}, dst_argument{"dst", dst, true};
@@ -55,8 +110,9 @@ void multi_tensor_scale(StableIValue* stack, uint64_t, uint64_t) {
   const TensorLists lists = check_lists(op, backend.dtypes, call, {src_argument, dst_argument});
   const FoundInf flag = check_found_inf(op, found_inf, call, true);
   const Factor factor = check_factor(op, "scale", scale, call, backend.has_device_pointers);
-  if (lists.size() == 0) return;
-  backend.scale(Scope(backend, call.device).context, lists, flag, factor);
+  const std::optional<ScaleUpdate> checked = check_update(op, update, flag, call);
+  if (lists.size() == 0 && !updates) return;
+  backend.scale(Scope(backend, call.device).context, lists, flag, factor, checked ? &*checked : nullptr);
 }
 
 template <const Backend& backend, bool held>
@@ -80,16 +136,19 @@ void multi_tensor_axpby(StableIValue* stack, uint64_t, uint64_t) {
   backend.axpby(scope.context, lists, flag, factor_a, factor_b, static_cast<int>(arg_to_check));
 }
 
-// Both norm ops; without inv_scale the factor is 1.
-template <const Backend& backend, bool held, bool has_inv_scale>
+// The norm ops; without inv_scale the factor is 1.
+template <const Backend& backend, bool held, bool has_inv_scale, bool updates>
 void multi_tensor_l2norm(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr const char* op = has_inv_scale ? "multi_tensor_unscale_l2norm" : "multi_tensor_l2norm";
+  constexpr const char* op = updates         ? "multi_tensor_unscale_l2norm_and_update"
+                             : has_inv_scale ? "multi_tensor_unscale_l2norm"
+                                             : "multi_tensor_l2norm";
   Arguments in(op, stack, held);
   const ListView tensors = in.list();
   const Tensor found_inf = in.tensor();
   std::optional<Tensor> inv_scale;
   if (has_inv_scale) inv_scale.emplace(in.tensor());
   const bool per_tensor = in.flag();
+  const std::optional<UpdateArguments> update = update_arguments(in, updates);
   in.check_held();
 
   const ListArgument argument{"tensors", tensors};
@@ -98,6 +157,7 @@ void multi_tensor_l2norm(StableIValue* stack, uint64_t, uint64_t) {
   const FoundInf flag = check_found_inf(op, found_inf, call, true);
   const Factor factor =
       inv_scale ? check_factor(op, "inv_scale", *inv_scale, call, backend.has_device_pointers) : Factor{};
+  const std::optional<ScaleUpdate> checked = check_update(op, update, flag, call);
 
   const Scope scope(backend, call.device);
   const bool f64 = lists.total_tensors > 0 && lists.computes_in_f64();
@@ -106,41 +166,77 @@ void multi_tensor_l2norm(StableIValue* stack, uint64_t, uint64_t) {
   Tensor norm = empty(nullptr, dtype, call.device), each = empty(&norms, dtype, call.device);
   const Tensor workspace = empty(&workspace_bytes, aoti_torch_dtype_uint8(), call.device);
   backend.l2norm(scope.context, lists, flag, factor,
-                 {norm.mutable_data(), norms ? each.mutable_data() : nullptr, workspace.mutable_data()});
+                 {norm.mutable_data(), norms ? each.mutable_data() : nullptr, workspace.mutable_data()},
+                 checked ? &*checked : nullptr);
   stack[0] = norm.release();
   stack[1] = each.release();
-}
-
-// Refuses a rule that could make the scale 0, inf or nan, or overflow a tracker.
-void check_scale_rule(const char* op, const ScaleRule& rule) {
-  constexpr float largest = std::numeric_limits<float>::max(), smallest = std::numeric_limits<float>::min();
-  const double growth = rule.growth_factor, backoff = rule.backoff_factor;
-  if (!(growth >= 1 && std::isfinite(growth))) fail(op, ": growth_factor is not a finite number of at least 1");
-  if (!(backoff > 0 && backoff <= 1)) fail(op, ": backoff_factor is not a number above 0 and at most 1");
-  if (!(rule.min_scale >= 0 && rule.min_scale <= largest))
-    fail(op, ": min_scale is not a number from 0 to the largest fp32");
-  if (!(rule.max_scale >= smallest)) fail(op, ": max_scale is not a number from the smallest normal fp32 up");
-  if (rule.hysteresis < 0 || rule.hysteresis > INT32_MAX) {
-    fail(op, ": hysteresis is ", rule.hysteresis, ", expected 0 to ", INT32_MAX);
-  }
 }
 
 template <const Backend& backend>
 void update_scale(StableIValue* stack, uint64_t, uint64_t) {
   constexpr const char* op = "update_scale";
-  const Tensor scale(stack[0]), growth_tracker(stack[1]), hysteresis_tracker(stack[2]), found_inf(stack[3]);
-  const ScaleRule rule = {to_scalar<double>(stack[4]),  to_scalar<double>(stack[5]), to_scalar<int64_t>(stack[6]),
-                          to_scalar<int64_t>(stack[7]), to_scalar<double>(stack[8]), to_scalar<double>(stack[9])};
+  Arguments in(op, stack, false);
+  UpdateArguments update(in);
+  const Tensor found_inf = in.tensor();
+  update.take_rule(in);
+  const CallDevice call = {update.device(), "scale"};
+  const ScaleUpdate checked = update.check(op, "scale", check_found_inf(op, found_inf, call, false), call);
+  backend.update_scale(Scope(backend, call.device).context, checked.state, checked.rule);
+}
+
+template <const Backend& backend>
+void block_factors(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr const char* op = "block_factors";
+  const Tensor scale(stack[0]);
   const CallDevice call = {scale.is_defined() ? scale.device() : Device::cpu(), "scale"};
-  const int32_t int32 = aoti_torch_dtype_int32();
-  const ScaleState state = {
-      static_cast<float*>(check_state(op, "scale", scale, aoti_torch_dtype_float32(), call)),
-      static_cast<int32_t*>(check_state(op, "growth_tracker", growth_tracker, int32, call)),
-      static_cast<int32_t*>(check_state(op, "hysteresis_tracker", hysteresis_tracker, int32, call)),
-      check_found_inf(op, found_inf, call, false),
-  };
-  check_scale_rule(op, rule);
-  backend.update_scale(Scope(backend, call.device).context, state, rule);
+  const auto* from =
+      static_cast<const float*>(check_state(op, "scale", scale, aoti_torch_dtype_float32(), call, false));
+  const Scope scope(backend, call.device);
+  const int32_t dtype = aoti_torch_dtype_float32();
+  Tensor copy = empty(nullptr, dtype, call.device), inverse = empty(nullptr, dtype, call.device),
+         found_inf = empty(nullptr, dtype, call.device);
+  const auto address = [](Tensor& to) { return static_cast<float*>(to.mutable_data()); };
+  backend.block_factors(scope.context, from, {address(copy), address(inverse), address(found_inf)});
+  stack[0] = copy.release();
+  stack[1] = inverse.release();
+  stack[2] = found_inf.release();
+}
+
+template <const Backend& backend>
+void clip_factor(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr const char* op = "clip_factor";
+  Arguments in(op, stack, false);
+  const Tensor norm = in.tensor(), inv_scale = in.tensor();
+  const auto max_norm = static_cast<float>(in.number());
+  const CallDevice call = {norm.is_defined() ? norm.device() : Device::cpu(), "norm"};
+  const int32_t dtype = aoti_torch_dtype_float32();
+  const auto* from = static_cast<const float*>(check_state(op, "norm", norm, dtype, call, false));
+  const Factor factor = check_factor(op, "inv_scale", inv_scale, call, backend.has_device_pointers);
+  const Scope scope(backend, call.device);
+  Tensor result = empty(nullptr, dtype, call.device);
+  backend.clip_factor(scope.context, from, factor, max_norm, static_cast<float*>(result.mutable_data()));
+  stack[0] = result.release();
+}
+
+template <const Backend& backend>
+void count_skip(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr const char* op = "count_skip";
+  Arguments in(op, stack, false);
+  const Tensor counts = in.tensor(), found_inf = in.tensor(), flag = in.tensor(), scale = in.tensor();
+  const int64_t slot = in.integer();
+  const bool is_first = in.flag();
+  if (!counts.is_defined()) fail(op, ": counts is None, expected a tensor");
+  const int32_t f32 = aoti_torch_dtype_float32();
+  if (counts.dtype() != f32) fail(op, ": counts has dtype ", dtype_name(counts.dtype()), ", expected float32");
+  const int64_t elements = counts.numel();
+  if (slot < 0 || slot >= elements / 2 - 1) fail(op, ": slot is ", slot, ", counts has ", elements, " elements");
+  if (!counts.is_contiguous()) fail(op, ": counts is not contiguous");
+  if (!counts.has_memory(elements, sizeof(float))) fail(op, ": counts ", kNoMemory);
+  const CallDevice call = {counts.device(), "counts"};
+  const FoundInf step = check_found_inf(op, found_inf, call, false), of_loss = check_found_inf(op, flag, call, false);
+  const auto* value = static_cast<const float*>(check_state(op, "scale", scale, f32, call, false));
+  backend.count_skip(Scope(backend, call.device).context,
+                     {static_cast<float*>(counts.mutable_data()), step, of_loss, value, slot, is_first});
 }
 
 // Stores a list under the given number, or under a new one if that is 0.
@@ -156,15 +252,22 @@ int register_kernels(const char* ns) {
   TorchLibraryHandle library = nullptr;  // lives as long as the process: torch keeps the function pointers
   if (aoti_torch_library_init_impl(ns, backend.dispatch_key, "ampctx", 0, &library) != 0) return 1;
   const std::pair<const char*, void (*)(StableIValue*, uint64_t, uint64_t)> kernels[] = {
-      {"multi_tensor_scale", multi_tensor_scale<backend, false>},
-      {"multi_tensor_scale.held", multi_tensor_scale<backend, true>},
+      {"multi_tensor_scale", multi_tensor_scale<backend, false, false>},
+      {"multi_tensor_scale.held", multi_tensor_scale<backend, true, false>},
+      {"multi_tensor_scale_and_update", multi_tensor_scale<backend, false, true>},
+      {"multi_tensor_scale_and_update.held", multi_tensor_scale<backend, true, true>},
       {"multi_tensor_axpby", multi_tensor_axpby<backend, false>},
       {"multi_tensor_axpby.held", multi_tensor_axpby<backend, true>},
-      {"multi_tensor_l2norm", multi_tensor_l2norm<backend, false, false>},
-      {"multi_tensor_l2norm.held", multi_tensor_l2norm<backend, true, false>},
-      {"multi_tensor_unscale_l2norm", multi_tensor_l2norm<backend, false, true>},
-      {"multi_tensor_unscale_l2norm.held", multi_tensor_l2norm<backend, true, true>},
+      {"multi_tensor_l2norm", multi_tensor_l2norm<backend, false, false, false>},
+      {"multi_tensor_l2norm.held", multi_tensor_l2norm<backend, true, false, false>},
+      {"multi_tensor_unscale_l2norm", multi_tensor_l2norm<backend, false, true, false>},
+      {"multi_tensor_unscale_l2norm.held", multi_tensor_l2norm<backend, true, true, false>},
+      {"multi_tensor_unscale_l2norm_and_update", multi_tensor_l2norm<backend, false, true, true>},
+      {"multi_tensor_unscale_l2norm_and_update.held", multi_tensor_l2norm<backend, true, true, true>},
       {"update_scale", update_scale<backend>},
+      {"block_factors", block_factors<backend>},
+      {"count_skip", count_skip<backend>},
+      {"clip_factor", clip_factor<backend>},
       {"hold_tensors", hold_tensors},
       {"multi_tensor_larc", multi_tensor_larc<backend, false>},
       {"multi_tensor_larc.held", multi_tensor_larc<backend, true>},

@@ -72,21 +72,53 @@ struct ScaleState {
   FoundInf found_inf;
 };
 
+// An update of the scale by the flag of a check that goes with it, after the check.
+struct ScaleUpdate {
+  ScaleState state;
+  ScaleRule rule;
+};
+
+// What a block of training is given: copies of the scale and of 1 / scale that no later update changes, and a flag of
+// 0.
+struct BlockFactors {
+  float* scale;
+  float* inverse;
+  float* found_inf;
+};
+
+// A loss of a step that the device may skip: functors/count_skip.h.
+struct SkipCount {
+  float* counts;
+  FoundInf found_inf, of_loss;
+  const float* scale;
+  int64_t slot;
+  bool is_first;
+};
+
+// A ScaleUpdate may be null, and its flag is the call's.
 // norms_workspace: bytes for `count` norms of each tensor, and for the partial sums they come from.
 namespace cpu {
-void scale(const Context&, const TensorLists& src_dst, FoundInf, Factor scale);
+void scale(const Context&, const TensorLists& src_dst, FoundInf, Factor scale, const ScaleUpdate*);
 void axpby(const Context&, const TensorLists& x_y_out, FoundInf, Factor a, Factor b, int arg_to_check);
 int64_t norms_workspace(const TensorLists& tensors, int count);
-void l2norm(const Context&, const TensorLists& tensors, FoundInf, Factor inv_scale, const NormOutputs&);
+void l2norm(const Context&, const TensorLists& tensors, FoundInf, Factor inv_scale, const NormOutputs&,
+            const ScaleUpdate*);
 void update_scale(const Context&, const ScaleState&, const ScaleRule&);
+void block_factors(const Context&, const float* scale, const BlockFactors&);
+void count_skip(const Context&, const SkipCount&);
+void clip_factor(const Context&, const float* norm, Factor inv_scale, float max_norm, float* factor);
 }  // namespace cpu
 
 namespace cuda {
-void scale(const Context&, const TensorLists& src_dst, FoundInf, Factor scale);
+void scale(const Context&, const TensorLists& src_dst, FoundInf, Factor scale, const ScaleUpdate*);
 void axpby(const Context&, const TensorLists& x_y_out, FoundInf, Factor a, Factor b, int arg_to_check);
 int64_t norms_workspace(const TensorLists& tensors, int count);
-void l2norm(const Context&, const TensorLists& tensors, FoundInf, Factor inv_scale, const NormOutputs&);
+void l2norm(const Context&, const TensorLists& tensors, FoundInf, Factor inv_scale, const NormOutputs&,
+            const ScaleUpdate*);
 void update_scale(const Context&, const ScaleState&, const ScaleRule&);
+void block_factors(const Context&, const float* scale, const BlockFactors&);
+void count_skip(const Context&, const SkipCount&);
+void clip_factor(const Context&, const float* norm, Factor inv_scale, float max_norm, float* factor);
 }  // namespace cuda
 
 }  // namespace ampctx

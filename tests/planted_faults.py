@@ -179,12 +179,12 @@ FAULTS = [
     ),
     Fault(
         "gradients of masters are read scaled", "ampctx",
-        "foreach.scale(grads, wide, FoundInf(), self.inv_scale)", "foreach.scale(grads, wide, FoundInf(), 1.0)",
+        "foreach.scale(grads, wide, Unread(), self.inv_scale)", "foreach.scale(grads, wide, Unread(), 1.0)",
         f"{AMP}model_grads.py {AMP}scale_loss.py",
     ),
     Fault(
         "a delayed block goes on at another scale", "ampctx",
-        "foreach.scale(dense, dense, FoundInf(), factor)", "pass", f"{AMP}delayed_blocks.py",
+        "foreach.scale(dense, dense, Unread(), factor)", "pass", f"{AMP}delayed_blocks.py",
     ),
     Fault(
         "a block drops the gradients from before", "ampctx",
@@ -255,7 +255,7 @@ FAULTS = [
     ),
     Fault(
         "masters are not copied to the model", "ampctx",
-        "foreach.scale([master for _, master in self.pairs], [p for p, _ in self.pairs], FoundInf(), 1.0)", "pass",
+        "foreach.scale([master for _, master in self.pairs], [p for p, _ in self.pairs], Unread(), 1.0)", "pass",
         f"{AMP}optimizers.py {AMP}parameters.py",
     ),
     Fault(

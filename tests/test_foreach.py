@@ -5,6 +5,8 @@ import torch
 
 from ampctx import foreach
 from ampctx.foreach import FoundInf, PerDevice
+from ampctx.kernels import foreach as kernels
+from ampctx.kernels import ops
 from ampctx.kernels.grouping import buckets
 
 CHANNELS_LAST = torch.channels_last
@@ -138,3 +140,39 @@ def test_norms_of_each_over_a_mix_are_in_the_order_of_the_list():
     torch.testing.assert_close(total, each.norm())
     assert [t.shape for t in foreach.unscale_l2norms([], finite, 1.0)] == [(), (0,)]
     assert finite.joined(torch.device("cpu")).item() == 0
+
+
+def test_the_last_check_updates_the_scale_if_one_flag_knows_all():
+    """A flag on another device would be joined too late."""
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    state = torch.full((), 8.0), *(torch.zeros((), dtype=torch.int32) for _ in range(2))
+    update = ops.ScaleUpdate(*state, 2.0, 0.5, 1, 1, 0.0, 64.0)
+    gradients = [torch.ones(3)]
+    several = FoundInf()
+    several.update = update
+    several.on(meta)
+    foreach.scale(gradients, gradients, several, 1.0, last=True)
+    assert (several.is_updated, state[0].item()) == (False, 8.0)
+
+    found_inf = FoundInf()
+    found_inf.update = update
+    foreach.scale(gradients, gradients, found_inf, 1.0)
+    assert (found_inf.is_updated, state[0].item()) == (False, 8.0)
+    kernels.unscale_l2norms_of(gradients, found_inf, 1.0, last=True)
+    assert (found_inf.is_updated, state[0].item()) == (True, 16.0)
+    foreach.scale(gradients, gradients, found_inf, 1.0, last=True)
+    assert state[0].item() == 16.0, "once"
+    found_inf.on(cpu).fill_(1.0)
+    found_inf.update = update
+    foreach.scale(gradients, gradients, found_inf, 1.0, last=True)
+    assert state[0].item() == 8.0
+
+
+def test_a_clear_flag_serves_its_device_alone():
+    found_inf = FoundInf()
+    clear = found_inf.clear = torch.zeros(())
+    assert found_inf.on(torch.device("meta")) is not clear
+    found_inf = FoundInf()
+    found_inf.clear = clear
+    assert found_inf.on(torch.device("cpu")) is clear
+    assert found_inf.joined(torch.device("cpu")) is clear

@@ -15,7 +15,7 @@ from ampctx.amp import mistakes
 from ampctx.amp.binding import OptimizerBinding
 from ampctx.amp.threads import OwnThread
 from ampctx.casts.switch import CastSwitch
-from ampctx.kernels.foreach import Factor, FoundInf, join_flags
+from ampctx.kernels.foreach import Factor, FoundInf, Unread
 from ampctx.scaling.loss_scale import LossScale
 
 
@@ -30,6 +30,7 @@ class Block:
     delay_overflow_check: bool
     scale: Factor = 1.0
     inv_scale: Factor = 1.0
+    found_inf: FoundInf = field(init=False)
     # Optimizers that the block does not name. Its backward may reach their models.
     others: list[OptimizerBinding] = field(default_factory=list)
     elsewhere: list[mistakes.Elsewhere] = field(default_factory=list)
@@ -56,7 +57,7 @@ class Blocks:
         bindings = block.bindings
         fresh = all(binding.gradients.is_idle for binding in bindings)
         # Read both now: a nested block may change the scale before this one ends.
-        block.scale, block.inv_scale = loss_scale.factors(block.device, fresh)
+        block.scale, block.inv_scale, block.found_inf = loss_scale.factors(block.device, fresh)
         if len(self._bindings) > len(bindings):
             block.others = self._take_over_elsewhere(bindings)
             block.elsewhere = mistakes.others(self._bindings.values(), bindings, loss_scale)
@@ -81,15 +82,21 @@ class Blocks:
                 loss = block.loss_id % len(binding.loss_scales), loss_scale
                 binding.gradients.delay(block.inv_scale, loss)
             return
-        found_inf, done = FoundInf(), set[int]() if len(bindings) > 1 else None
+        found_inf, done = block.found_inf, set[int]() if len(bindings) > 1 else None
+        delay = block.delay_unscale or block.delay_overflow_check
+        if not delay and not nested and self._decides_alone(bindings, loss_scale):
+            found_inf.update = loss_scale.update_with_check(block.device)
         for binding in bindings:
             binding.gradients.prepare(block.inv_scale, found_inf, done, binding.is_unchecked)
         block.committing = True
         for binding in bindings:
             binding.gradients.commit(found_inf)
-        delay = block.delay_unscale or block.delay_overflow_check
-        flag = join_flags(found_inf.per_device.values(), block.device)
-        self.conclude(bindings, loss_scale, block.loss_id, flag, delay)
+        if isinstance(found_inf, Unread):
+            if not delay:
+                loss_scale.count_clean(block.device)
+            return
+        flag = found_inf.joined(block.device)
+        self.conclude(bindings, loss_scale, block.loss_id, flag, delay, found_inf.is_updated)
 
     @staticmethod
     def abandon(block: Block) -> None:
@@ -120,19 +127,30 @@ class Blocks:
         return any(owners[id(p)] > 1 for binding in bindings for p in binding.masters.params_without_master)
 
     def conclude(
-        self, bindings: list[OptimizerBinding], scale: LossScale, loss_id: int, found_inf: Tensor, delay: bool
+        self,
+        bindings: list[OptimizerBinding],
+        scale: LossScale,
+        loss_id: int,
+        found_inf: Tensor,
+        delay: bool,
+        is_updated: bool = False,
     ) -> None:
-        """Sets ``found_inf`` for the next steps and updates the scale, or leaves the update to a later block."""
+        """Sets ``found_inf`` for the next steps and updates the scale, or leaves the update to a later block.
+
+        ``is_updated``: the check has updated the scale.
+        """
         if not scale.dynamic:
             scale.tell(found_inf)
             if not delay:
-                scale.update(torch.zeros_like(found_inf))
+                scale.count_clean(found_inf.device)
             return
         groups = [group for binding in bindings for group in binding.masters.groups]
         if groups or scale.process_group is not None:
             found_inf = scale.agreed(found_inf, groups)
         for binding in bindings:
             binding.flags.add(loss_id % len(binding.loss_scales), scale, found_inf, final=not delay)
+        if is_updated:
+            return
         if scale in self.deferred:
             found_inf = torch.maximum(self.deferred[scale].to(found_inf.device), found_inf)
         if scale.observer is not None:
@@ -142,6 +160,17 @@ class Blocks:
         else:
             self.deferred.pop(scale, None)
             scale.update(found_inf)
+
+    def _decides_alone(self, bindings: list[OptimizerBinding], scale: LossScale) -> bool:
+        """Whether the flag of the block's own check decides about the scale, and nobody else sees or changes it."""
+        return (
+            scale.dynamic
+            and len(bindings) == 1
+            and scale not in self.deferred
+            and scale.observer is None
+            and scale.process_group is None
+            and not bindings[0].masters.groups
+        )
 
     def take_deferred(self, scale: LossScale) -> Tensor | None:
         """Takes the flag that blocks with ``delay_overflow_check`` have left for ``scale``, None if there is none.

@@ -45,19 +45,46 @@ def join_flags(flags: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 class FoundInf:
-    """Whether any of several calls found inf or nan: one 0-d fp32 flag per device."""
+    """Whether any of several calls found inf or nan: one 0-d fp32 flag per device.
+
+    ``clear``: a new flag of 0 for its device, or None. ``update``: of a loss scale by the flag, for the last call.
+    ``is_updated``: whether that call has made it.
+    """
+
+    clear: Tensor | None = None
+    update: ops.ScaleUpdate | None = None
+    is_updated = False
 
     def __init__(self) -> None:
         self.per_device: dict[torch.device, Tensor] = {}
 
     def on(self, device: torch.device) -> Tensor:
         if device not in self.per_device:
-            self.per_device[device] = torch.zeros((), dtype=torch.float32, device=device)
+            flag, self.clear = self.clear, None
+            self.per_device[device] = flag if flag is not None and flag.device == device else self._new(device)
         return self.per_device[device]
+
+    def take_update(self) -> ops.ScaleUpdate | None:
+        """``update``, if there is a flag on the device of the scale and no other."""
+        taken = self.update
+        if taken is None or self.per_device.keys() != {taken.scale.device}:
+            return None
+        self.update, self.is_updated = None, True
+        return taken
+
+    def _new(self, device: torch.device) -> Tensor:
+        return torch.zeros((), dtype=torch.float32, device=device)
 
     def joined(self, device: torch.device) -> Tensor:
         """The maximum over devices, 0.0 or 1.0, as a 0-d fp32 tensor on ``device``. No host sync."""
         return join_flags(self.per_device.values(), device)
+
+
+class Unread(FoundInf):
+    """Flags that nobody reads. Ops only raise a flag, so these need no value to begin with."""
+
+    def _new(self, device: torch.device) -> Tensor:
+        return torch.empty((), dtype=torch.float32, device=device)
 
 
 Factor = float | PerDevice
@@ -81,11 +108,13 @@ def _known(tensors: Sequence[Tensor]) -> ops.ReadTensors | None:
     return tensors if isinstance(tensors, ops.ReadTensors) else ops.read(tensors)
 
 
-def scale(src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: FoundInf, factor: float | PerDevice) -> None:
-    """``dst[i] = src[i] * factor`` (``ops.multi_tensor_scale``)."""
+def scale(
+    src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: FoundInf, factor: float | PerDevice, last: bool = False
+) -> None:
+    """``dst[i] = src[i] * factor`` (``ops.multi_tensor_scale``). ``last``: no later call raises ``found_inf``."""
     if src is dst and (known := _known(src)):
         flag, value = found_inf.on(known.device), _factor(factor, known.device)
-        return ops.multi_tensor_scale(known, known, flag, value)
+        return ops.multi_tensor_scale(known, known, flag, value, found_inf.take_update() if last else None)
     for device, fused, (s, d) in buckets(src, dst):
         value, flag = _factor(factor, device), found_inf.on(device)
         if fused:
@@ -120,13 +149,13 @@ def unscale_l2norm(tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Fa
 
 
 def unscale_l2norms_of(
-    tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Factor
+    tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Factor, last: bool = False
 ) -> tuple[Tensor, list[tuple[Sequence[int], Tensor]]]:
     """``unscale_l2norm``, and each tensor's norm. One group per op call: places in the list, norms ``[len(places)]``.
 
-    No host sync.
+    ``last``: as for ``scale``. No host sync.
     """
-    return _unscaled_norms(tensors, found_inf, inv_scale, True)
+    return _unscaled_norms(tensors, found_inf, inv_scale, True, last)
 
 
 def unscale_l2norms(tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Factor) -> tuple[Tensor, Tensor]:
@@ -142,12 +171,13 @@ def unscale_l2norms(tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: F
 
 
 def _unscaled_norms(
-    tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Factor, per_tensor: bool
+    tensors: Sequence[Tensor], found_inf: FoundInf, inv_scale: Factor, per_tensor: bool, last: bool = False
 ) -> tuple[Tensor, list[tuple[Sequence[int], Tensor]]]:
     every = range(len(tensors))
     if (known := _known(tensors)) is not None:
         flag, factor = found_inf.on(device := known.device), _factor(inv_scale, device)
-        total, norms = ops.multi_tensor_unscale_l2norm(known, flag, factor, per_tensor)
+        update = found_inf.take_update() if last else None
+        total, norms = ops.multi_tensor_unscale_l2norm(known, flag, factor, per_tensor, update)
         return total, [(every, norms)]
     totals: list[Tensor] = []
     groups: list[tuple[Sequence[int], Tensor]] = []

@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import chain, repeat
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,16 +33,25 @@ from ampctx.kernels.spec import SPECS
 
 NAMESPACE = "ampctx"
 
+_RULE = (
+    "float growth_factor, float backoff_factor, int growth_interval, int hysteresis, float min_scale, float max_scale"
+)
 _SCHEMAS = (
     "multi_tensor_scale(Tensor[] src, Tensor(a!)[] dst, Tensor(b!) found_inf, Tensor scale) -> ()",
+    "multi_tensor_scale_and_update(Tensor[] src, Tensor(a!)[] dst, Tensor(b!) found_inf, Tensor scale,"
+    f" Tensor(c!) loss_scale, Tensor(d!) growth_tracker, Tensor(e!) hysteresis_tracker, {_RULE}) -> ()",
     "multi_tensor_axpby(Tensor[] x, Tensor[] y, Tensor(a!)[] out, Tensor(b!) found_inf, Tensor a, Tensor b,"
     " int arg_to_check) -> ()",
     "multi_tensor_l2norm(Tensor[] tensors, Tensor(a!) found_inf, bool per_tensor) -> (Tensor, Tensor)",
     "multi_tensor_unscale_l2norm(Tensor[] tensors, Tensor(a!) found_inf, Tensor inv_scale, bool per_tensor)"
     " -> (Tensor, Tensor)",
+    "multi_tensor_unscale_l2norm_and_update(Tensor[] tensors, Tensor(a!) found_inf, Tensor inv_scale, bool per_tensor,"
+    f" Tensor(b!) loss_scale, Tensor(c!) growth_tracker, Tensor(d!) hysteresis_tracker, {_RULE}) -> (Tensor, Tensor)",
     "update_scale(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor(c!) hysteresis_tracker, Tensor found_inf,"
-    " float growth_factor, float backoff_factor, int growth_interval, int hysteresis, float min_scale,"
-    " float max_scale) -> ()",
+    f" {_RULE}) -> ()",
+    "block_factors(Tensor scale) -> (Tensor, Tensor, Tensor)",
+    "count_skip(Tensor(a!) counts, Tensor found_inf, Tensor flag, Tensor scale, int slot, bool is_first) -> ()",
+    "clip_factor(Tensor norm, Tensor inv_scale, float max_norm) -> Tensor",
     *(schema for spec in SPECS.values() for schema in spec.schemas),
 )
 
@@ -91,18 +100,81 @@ def _unscale_l2norm_checked(tensors, found_inf, inv_scale, per_tensor):
     return _reference.multi_tensor_unscale_l2norm(tensors, found_inf, inv_scale, per_tensor)
 
 
+def _check_update(op, found_inf, lists, loss_scale, growth_tracker, hysteresis_tracker, *rule):
+    first_name, first = next(iter(lists.items()))
+    state = {"loss_scale": loss_scale, "growth_tracker": growth_tracker, "hysteresis_tracker": hysteresis_tracker}
+    _reference.check_scale_state(op, state, f"{first_name}[0]" if first else "found_inf", found_inf.device)
+    _reference.check_scale_rule(op, *rule)
+
+
+def _scale_and_update_checked(src, dst, found_inf, scale, *update):
+    op, lists = "multi_tensor_scale_and_update", {"src": src, "dst": dst}
+    _check(op, found_inf, lists, scale=scale)
+    _check_update(op, found_inf, lists, *update)
+    _reference.multi_tensor_scale(src, dst, found_inf, scale)
+    _reference.update_scale(*update[:3], found_inf, *update[3:])
+
+
+def _unscale_l2norm_and_update_checked(tensors, found_inf, inv_scale, per_tensor, *update):
+    op, lists = "multi_tensor_unscale_l2norm_and_update", {"tensors": tensors}
+    _check(op, found_inf, lists, inv_scale=inv_scale)
+    _check_update(op, found_inf, lists, *update)
+    norms = _reference.multi_tensor_unscale_l2norm(tensors, found_inf, inv_scale, per_tensor)
+    _reference.update_scale(*update[:3], found_inf, *update[3:])
+    return norms
+
+
 def _update_scale_checked(scale, growth_tracker, hysteresis_tracker, found_inf, *rule):
-    _reference.check_scale_state(scale, growth_tracker, hysteresis_tracker, found_inf)
-    _reference.check_scale_rule(*rule)
+    op = "update_scale"
+    _reference.require_one_element(scale, f"{op}: scale", (torch.float32,))
+    state = {"scale": scale, "growth_tracker": growth_tracker, "hysteresis_tracker": hysteresis_tracker}
+    _reference.check_scale_state(op, state, "scale", scale.device)
+    _reference.check_flag(op, found_inf, "scale", scale.device)
+    _reference.check_scale_rule(op, *rule)
     _reference.update_scale(scale, growth_tracker, hysteresis_tracker, found_inf, *rule)
+
+
+def _block_factors_checked(scale):
+    _reference.require_one_element(scale, "block_factors: scale", (torch.float32,))
+    return _reference.block_factors(scale)
+
+
+def _count_skip_checked(counts, found_inf, flag, scale, slot, is_first):
+    op = "count_skip"
+    if counts is None:
+        raise RuntimeError(f"{op}: counts is None, expected a tensor")
+    if counts.dtype != torch.float32:
+        raise RuntimeError(f"{op}: counts has dtype {counts.dtype}, expected float32")
+    if not 0 <= slot < counts.numel() // 2 - 1:
+        raise RuntimeError(f"{op}: slot is {slot}, counts has {counts.numel()} elements")
+    if not counts.is_contiguous():
+        raise RuntimeError(f"{op}: counts is not contiguous")
+    for given in (found_inf, flag):
+        _reference.check_flag(op, given, "counts", counts.device)
+    _reference.require_one_element(scale, f"{op}: scale", (torch.float32,))
+    if scale.device != counts.device:
+        raise RuntimeError(f"{op}: scale is on {scale.device}, counts is on {counts.device}")
+    _reference.count_skip(counts, found_inf, flag, scale, slot, is_first)
+
+
+def _clip_factor_checked(norm, inv_scale, max_norm):
+    op = "clip_factor"
+    _reference.require_one_element(norm, f"{op}: norm", (torch.float32,))
+    _reference.check_factors(op, "norm", norm.device, inv_scale=inv_scale)
+    return _reference.clip_factor(norm, inv_scale, max_norm)
 
 
 _FALLBACKS = {
     "multi_tensor_scale": _scale_checked,
+    "multi_tensor_scale_and_update": _scale_and_update_checked,
     "multi_tensor_axpby": _axpby_checked,
     "multi_tensor_l2norm": _l2norm_checked,
     "multi_tensor_unscale_l2norm": _unscale_l2norm_checked,
+    "multi_tensor_unscale_l2norm_and_update": _unscale_l2norm_and_update_checked,
     "update_scale": _update_scale_checked,
+    "block_factors": _block_factors_checked,
+    "count_skip": _count_skip_checked,
+    "clip_factor": _clip_factor_checked,
     **reference_steps.FALLBACKS,
 }
 
@@ -132,21 +204,30 @@ def _fake_update_scale(scale, growth_tracker, hysteresis_tracker, found_inf, *ru
     _check_fake([scale, growth_tracker, hysteresis_tracker, found_inf])
 
 
+def _fake_block_factors(scale):
+    return tuple(scale.new_empty(()) for _ in range(3))
+
+
 def _fake_norms(tensors, found_inf, *args):
     _check_fake(tensors, [found_inf, *(arg for arg in args if isinstance(arg, Tensor))])
-    per_tensor = args[-1]
+    per_tensor = next(arg for arg in args if isinstance(arg, bool))
     like = tensors[0] if tensors else found_inf
     dtype = _reference.compute_dtype(*tensors)
     n = len(tensors) if per_tensor else 0
     return like.new_empty((), dtype=dtype), like.new_empty(n, dtype=dtype)
 
 
-_FAKES = {
+_FAKES: dict[str, Callable[..., Any]] = {
     "multi_tensor_scale": _fake_nothing,
+    "multi_tensor_scale_and_update": _fake_nothing,
     "multi_tensor_axpby": _fake_nothing,
     "multi_tensor_l2norm": _fake_norms,
     "multi_tensor_unscale_l2norm": _fake_norms,
+    "multi_tensor_unscale_l2norm_and_update": _fake_norms,
     "update_scale": _fake_update_scale,
+    "block_factors": _fake_block_factors,
+    "clip_factor": lambda norm, *others: norm.new_empty(()),
+    "count_skip": lambda counts, *others: _check_fake([counts, *(t for t in others if isinstance(t, Tensor))]),
     **dict.fromkeys(reference_steps.FALLBACKS, _fake_nothing),
 }
 
@@ -420,8 +501,8 @@ _number_of = attrgetter("number")
 
 
 def call(op: Any, lists: Sequence[Sequence[Tensor]], *others: Any) -> Any:
-    """Calls an op of ``torch.ops.ampctx``. If one list is a handle, the others become handles too. Lists are read, and go
-    through the dispatcher if they cannot be."""
+    """Calls an op of ``torch.ops.ampctx``. If one list is a handle, the others become handles too. Lists are read, and
+    those that cannot be go through the dispatcher."""
     try:
         known: list[Any]
         if any(map(isinstance, lists, repeat(HeldTensors))):
@@ -449,7 +530,25 @@ def wrote(*lists: Sequence[Tensor]) -> None:
             passes.bump_versions(tensors.tensors if isinstance(tensors, HeldTensors) else tensors)
 
 
-def multi_tensor_scale(src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: Tensor, scale: float | Tensor) -> None:
+class ScaleUpdate(NamedTuple):
+    """The arguments of ``update_scale`` but its flag, for a call that checks gradients and then updates the scale by
+    its own flag."""
+
+    scale: Tensor
+    growth_tracker: Tensor
+    hysteresis_tracker: Tensor
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    hysteresis: int
+    min_scale: float
+    max_scale: float
+
+
+def multi_tensor_scale(
+    src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: Tensor, scale: float | Tensor,
+    update: ScaleUpdate | None = None,
+) -> None:  # fmt: skip
     """Computes ``dst[i] = src[i] * scale``, and sets ``found_inf`` if an element of ``src`` is inf or nan.
 
     Inf and nan are copied. A finite value that overflows the dtype of ``dst`` does not set ``found_inf``. No host sync.
@@ -458,8 +557,13 @@ def multi_tensor_scale(src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: 
         src, dst: lists of tensors, fp32, fp16 or bf16 (fp64 on the CPU). ``dst`` may be ``src``.
         found_inf: one element, fp32 or int32, on the device of the lists.
         scale: a number or a one-element tensor, fp32 on the device of the lists or on the CPU.
+        update: what ``update_scale`` does with ``found_inf`` afterwards, in the same launch. None by default.
     """
-    call(_ops.multi_tensor_scale, (src, dst), found_inf, factor(scale))
+    if update is None:
+        call(_ops.multi_tensor_scale, (src, dst), found_inf, factor(scale))
+    else:
+        call(_ops.multi_tensor_scale_and_update, (src, dst), found_inf, factor(scale), *update)
+        wrote(update[:3])
     wrote(dst)
 
 
@@ -496,10 +600,19 @@ def multi_tensor_l2norm(
 
 
 def multi_tensor_unscale_l2norm(
-    tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: float | Tensor, per_tensor: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Computes ``multi_tensor_l2norm`` of ``t * inv_scale`` in one read. Does not change the tensors. No host sync."""
-    return call(_ops.multi_tensor_unscale_l2norm, (tensors,), found_inf, factor(inv_scale), per_tensor)
+    tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: float | Tensor, per_tensor: bool = False,
+    update: ScaleUpdate | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Computes ``multi_tensor_l2norm`` of ``t * inv_scale`` in one read. Does not change the tensors. No host sync.
+
+    ``update``: as for ``multi_tensor_scale``.
+    """
+    if update is None:
+        return call(_ops.multi_tensor_unscale_l2norm, (tensors,), found_inf, factor(inv_scale), per_tensor)
+    op = _ops.multi_tensor_unscale_l2norm_and_update
+    norms = call(op, (tensors,), found_inf, factor(inv_scale), per_tensor, *update)
+    wrote(update[:3])
+    return norms
 
 
 def update_scale(
@@ -526,3 +639,33 @@ def update_scale(
         growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale,
     )  # fmt: skip
     wrote(state)
+
+
+def block_factors(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Makes what a ``scale_loss`` block takes of an fp32 ``scale`` of one element, in one launch. No host sync.
+
+    Returns:
+        A copy of the scale, 1 / scale, and a flag of 0: three new 0-d fp32 tensors, which later updates of the scale do
+        not change.
+    """
+    return call(_ops.block_factors, (), scale)
+
+
+def count_skip(
+    counts: Tensor, found_inf: Tensor, flag: Tensor, scale: Tensor, slot: int, is_first: bool
+) -> None:  # fmt: skip
+    """Counts a step that the device may skip, in ``counts``: fp32, contiguous, 2 elements and 2 for each slot.
+
+    With ``is_first`` ``counts[0]`` counts steps whose ``found_inf`` is set, and ``counts[1]`` those in a row. For the
+    loss of the slot, ``counts[2 + 2 * slot]`` counts steps whose ``flag`` is set, and the next element is the scale.
+    Takes tensors of one device. No host sync.
+    """
+    call(_ops.count_skip, (), counts, found_inf, flag, scale, slot, is_first)
+
+
+def clip_factor(norm: Tensor, inv_scale: float | Tensor, max_norm: float) -> Tensor:
+    """``inv_scale * min(max_norm / (norm + 1e-6), 1)`` as a new 0-d fp32 tensor, rounded as torch's clip rounds.
+
+    ``norm``: fp32, one element. ``inv_scale``: a factor on its device or on the CPU. No host sync.
+    """
+    return call(_ops.clip_factor, (), norm, factor(inv_scale), max_norm)

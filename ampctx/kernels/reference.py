@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+# Bound here, because a user may register casts for torch.div.
+_divide = torch.div
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -106,13 +108,24 @@ def require_one_element(tensor: Tensor, where: str, dtypes: tuple[torch.dtype, .
         raise RuntimeError(f"{where} {_NO_MEMORY}")
 
 
+def check_flag(op: str, found_inf: Tensor, decided_by: str, device: torch.device | None) -> None:
+    """Raises RuntimeError if ``found_inf`` is no flag, or on another device than ``device``."""
+    require_one_element(found_inf, f"{op}: found_inf", (torch.float32, torch.int32))
+    if device is not None and found_inf.device != device:
+        raise RuntimeError(f"{op}: found_inf is on {found_inf.device}, {decided_by} is on {device}")
+
+
 def check_scalars(op: str, found_inf: Tensor, lists: dict[str, Sequence[Tensor]], **factors: Tensor) -> None:
     """Raises RuntimeError if ``found_inf`` or a factor does not fit the lists. Part of every op's checks."""
     first_name, first = next(iter(lists.items()))
-    require_one_element(found_inf, f"{op}: found_inf", (torch.float32, torch.int32))
-    decided_by, device = (f"{first_name}[0]", first[0].device) if first else ("found_inf", found_inf.device)
-    if found_inf.device != device:
-        raise RuntimeError(f"{op}: found_inf is on {found_inf.device}, {decided_by} is on {device}")
+    decided_by, device = (f"{first_name}[0]", first[0].device) if first else ("found_inf", None)
+    check_flag(op, found_inf, decided_by, device)
+    device = found_inf.device
+    check_factors(op, decided_by, device, **factors)
+
+
+def check_factors(op: str, decided_by: str, device: torch.device | None, **factors: Tensor) -> None:
+    """Raises RuntimeError if a factor is no number on ``device`` or on the CPU."""
     for name, factor in factors.items():
         where = f"{op}: {name}"
         if factor is None or factor.device.type == "cpu":
@@ -123,21 +136,16 @@ def check_scalars(op: str, found_inf: Tensor, lists: dict[str, Sequence[Tensor]]
             require_one_element(factor, where, (torch.float32,), f" on {device}")
 
 
-def check_scale_state(scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, found_inf: Tensor) -> None:
-    """Raises RuntimeError if a tensor does not fit update_scale."""
-    flags = (torch.float32, torch.int32)
-    for name, tensor, dtypes in (
-        ("scale", scale, (torch.float32,)),
-        ("growth_tracker", growth_tracker, (torch.int32,)),
-        ("hysteresis_tracker", hysteresis_tracker, (torch.int32,)),
-        ("found_inf", found_inf, flags),
-    ):
-        require_one_element(tensor, f"update_scale: {name}", dtypes)
-        if tensor.device != scale.device:
-            raise RuntimeError(f"update_scale: {name} is on {tensor.device}, scale is on {scale.device}")
+def check_scale_state(op: str, state: Mapping[str, Tensor], decided_by: str, device: torch.device) -> None:
+    """Raises RuntimeError unless ``state``, the loss scale and its two trackers by name, is on ``device``."""
+    for (name, tensor), dtype in zip(state.items(), (torch.float32, torch.int32, torch.int32), strict=True):
+        require_one_element(tensor, f"{op}: {name}", (dtype,))
+        if tensor.device != device:
+            raise RuntimeError(f"{op}: {name} is on {tensor.device}, {decided_by} is on {device}")
 
 
 def check_scale_rule(
+    op: str,
     growth_factor: float,
     backoff_factor: float,
     growth_interval: int,
@@ -148,15 +156,15 @@ def check_scale_rule(
     """Raises RuntimeError if the rule could make the scale 0, inf or nan, or overflow a tracker."""
     fp32, int32 = torch.finfo(torch.float32), torch.iinfo(torch.int32)
     if not 1 <= growth_factor < float("inf"):
-        raise RuntimeError("update_scale: growth_factor is not a finite number of at least 1")
+        raise RuntimeError(f"{op}: growth_factor is not a finite number of at least 1")
     if not 0 < backoff_factor <= 1:
-        raise RuntimeError("update_scale: backoff_factor is not a number above 0 and at most 1")
+        raise RuntimeError(f"{op}: backoff_factor is not a number above 0 and at most 1")
     if not 0 <= min_scale <= fp32.max:
-        raise RuntimeError("update_scale: min_scale is not a number from 0 to the largest fp32")
+        raise RuntimeError(f"{op}: min_scale is not a number from 0 to the largest fp32")
     if not max_scale >= fp32.tiny:
-        raise RuntimeError("update_scale: max_scale is not a number from the smallest normal fp32 up")
+        raise RuntimeError(f"{op}: max_scale is not a number from the smallest normal fp32 up")
     if not 0 <= hysteresis <= int32.max:
-        raise RuntimeError(f"update_scale: hysteresis is {hysteresis}, expected 0 to {int32.max}")
+        raise RuntimeError(f"{op}: hysteresis is {hysteresis}, expected 0 to {int32.max}")
 
 
 def raise_flag(found_inf: Tensor, *tensors: Tensor) -> None:
@@ -220,6 +228,12 @@ def multi_tensor_l2norm(tensors: Sequence[Tensor], found_inf: Tensor, per_tensor
     return multi_tensor_unscale_l2norm(tensors, found_inf, torch.ones(()), per_tensor)
 
 
+def inverse_of(scale: Tensor) -> Tensor:
+    """1 / scale, without a host sync."""
+    # Not reciprocal: casts on the CPU handle it in Python.
+    return _divide(torch.full((), 1.0, dtype=torch.float32, device="cpu"), scale)
+
+
 def update_scale(
     scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, found_inf: Tensor, growth_factor: float,
     backoff_factor: float, growth_interval: int, hysteresis: int, min_scale: float, max_scale: float,
@@ -243,3 +257,26 @@ def update_scale(
     clean_steps = clean_steps.clamp(max=torch.iinfo(torch.int32).max)
     growth_tracker.copy_(torch.where(grow, torch.zeros_like(clean_steps), clean_steps))
     hysteresis_tracker.copy_(left)
+
+
+def block_factors(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Copies of the scale and of 1 / scale, and a flag of 0."""
+    copy = scale.detach().reshape(()).clone()
+    return copy, inverse_of(copy), torch.zeros_like(copy)
+
+
+def count_skip(counts: Tensor, found_inf: Tensor, flag: Tensor, scale: Tensor, slot: int, is_first: bool) -> None:
+    """The counts of csrc/functors/count_skip.h."""
+    skipped, in_a_row, overflowed, value = (*counts[:2].unbind(), *counts[2 + 2 * slot : 4 + 2 * slot].unbind())
+    if is_first:
+        is_skipped = found_inf.reshape(()) != 0
+        skipped.add_(is_skipped)
+        in_a_row.add_(1).mul_(is_skipped)
+    overflowed.add_(flag.reshape(()) != 0)
+    value.copy_(scale.reshape(()))
+
+
+def clip_factor(norm: Tensor, inv_scale: Tensor, max_norm: float) -> Tensor:
+    """inv_scale * min(max_norm / (norm + 1e-6), 1)."""
+    coefficient = (max_norm / (norm.detach().reshape(()) + 1e-6)).clamp(max=1.0)
+    return scalar(inv_scale, norm, torch.float32) * coefficient

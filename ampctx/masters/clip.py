@@ -15,8 +15,8 @@ from ampctx._compiling import outside_of_graphs
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.kernels import foreach
 from ampctx.kernels.each import device_of, set_each, stored_grad
-from ampctx.kernels.foreach import FoundInf, PerDevice, joined_norm, move
-from ampctx.kernels.ops import read_grads
+from ampctx.kernels.foreach import PerDevice, Unread, joined_norm, move
+from ampctx.kernels.ops import clip_factor, read_grads
 from ampctx.kernels.sharding import any_sharded, by_layout, local, norm_over_ranks, place_grads
 from ampctx.masters import lazy_grads, params
 
@@ -155,21 +155,24 @@ def _clip(
         # An empty gradient has no part in any norm; torch refuses the infinity norm of one.
         strided = map(strided_grad, [p for p in found if id(p) not in untouched])
         grads = [grad for grad in strided if grad is not None and grad.numel() > 0]
-    norm = _total_norm(grads, order, use_foreach)
-    if lazy:
-        norm = joined_norm([group.norm() for group in lazy] + ([norm] if grads else []))
+    norms = [group.norm() for group in lazy]
+    if grads or not lazy:
+        norms.append(_total_norm(grads, order, use_foreach))
+    norm = joined_norm(norms)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise AmpError(
             f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be clipped. "
             "Skip the step, or pass error_if_nonfinite=False to scale by the non-finite norm anyway."
         )
-    coefficient = _coefficient(max_norm, norm)
     if grads:
-        _scale_down(grads, coefficient)
+        _scale_down(grads, _coefficient(max_norm, norm))
         if not torch.compiler.is_compiling():
             set_each(grads, "norm_before_clipping", norm)
     for group in lazy:
-        group.multiply(coefficient)
+        if isinstance(max_norm, Tensor):
+            group.multiply(_coefficient(max_norm, norm))
+        else:
+            group.clip(norm, max_norm)
         group.clipped_from = norm
     return norm
 
@@ -180,11 +183,11 @@ _clip_outside_of_graphs = outside_of_graphs(_clip)
 def _total_norm(grads: Sequence[Tensor], order: float, use_foreach: bool | None) -> Tensor:
     if not any_sharded(grads):
         if order == 2.0:
-            return foreach.l2norm(grads, FoundInf())
+            return foreach.l2norm(grads, Unread())
         return torch.nn.utils.get_total_norm(grads, order, foreach=use_foreach)
     groups = by_layout(grads)
     if order == 2.0:
-        return joined_norm([norm_over_ranks(foreach.l2norm(g, FoundInf()), g[0], order) for g in groups])
+        return joined_norm([norm_over_ranks(foreach.l2norm(g, Unread()), g[0], order) for g in groups])
     norms = []
     for group in groups:
         # This rank's part may be empty, and torch refuses the infinity norm of an empty tensor.
@@ -197,6 +200,8 @@ def _total_norm(grads: Sequence[Tensor], order: float, use_foreach: bool | None)
 def _coefficient(max_norm: float | Tensor, norm: Tensor) -> Tensor:
     if isinstance(max_norm, Tensor):
         max_norm = move(max_norm, norm.device)
+    elif norm.dtype == torch.float32:
+        return clip_factor(norm, 1.0, max_norm)
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
@@ -204,4 +209,4 @@ def _scale_down(grads: Sequence[Tensor], coefficient: Tensor) -> None:
     # The ops accept an fp64 factor only on the CPU.
     if {device.type for device in set(map(device_of, grads))} != {"cpu"}:
         coefficient = coefficient.float()
-    foreach.scale(grads, grads, FoundInf(), PerDevice(coefficient))
+    foreach.scale(grads, grads, Unread(), PerDevice(coefficient))

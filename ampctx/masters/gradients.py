@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ampctx.kernels import foreach, passes
 from ampctx.kernels.each import all_there, grad_of, layout_of, stored_grad
-from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, product
+from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, product
 from ampctx.kernels.ops import are_apart, hold_grads, read_grads
 from ampctx.kernels.sharding import place_grads, values_of
 from ampctx.masters.clip import forget_norm_before_clipping
@@ -194,7 +194,7 @@ class BlockGradients:
     def _rescale(grads: Grads, factor: Factor) -> None:
         """Rescales the gradients of a window to the scale of the block that adds to them."""
         dense = [g for g in grads.values() if g.layout == torch.strided]
-        foreach.scale(dense, dense, FoundInf(), factor)
+        foreach.scale(dense, dense, Unread(), factor)
         for p, g in grads.items():
             if g.layout != torch.strided:
                 p.grad = g * (factor.on(g.device) if isinstance(factor, PerDevice) else factor)
@@ -324,7 +324,7 @@ class BlockGradients:
             # Two parameters may hold one gradient.
             if are_whole and (are_apart([known]) if known is not None else len(set(map(id, grads))) == len(grads)):
                 if grads and inv_scale != 1.0:
-                    foreach.scale(grads, grads, found_inf, inv_scale)
+                    foreach.scale(grads, grads, found_inf, inv_scale, last=not block.outcome.added)
                 return
         arrived, before, unseen = [], [], []
         # By place, because two parameters may hold one gradient.
@@ -376,7 +376,8 @@ class BlockGradients:
             # Not views into memory that other code may write to before the step.
             known = hold_grads(grads)
             if known is not None or all(map(fills_its_storage, grads)):
-                outcome.lazy = ModelGrads(masters, grads if known is None else known, factor, found_inf)
+                last = not self._masters.params_without_master
+                outcome.lazy = ModelGrads(masters, grads if known is None else known, factor, found_inf, last=last)
                 return
         fresh: list[tuple[Tensor, Tensor]] = []
         for master, grad in zip(masters, grads, strict=True):
@@ -440,7 +441,7 @@ class BlockGradients:
             master.grad = pending.masters.get(master)
         if pending.lazy is not None:
             grads, inv_scale, norm = pending.lazy
-            self.checked = ModelGrads(list(grads), list(grads.values()), inv_scale, FoundInf(), norm)
+            self.checked = ModelGrads(list(grads), list(grads.values()), inv_scale, Unread(), norm)
         self._stack[:] = [] if pending.window is None else [pending.window]
 
     def materialize(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ampctx.kernels import foreach, ops, passes
 from ampctx.kernels.each import stored_grad
-from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, product
+from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, product
 
 
 def declares(optimizer: Any, name: str) -> bool:
@@ -140,6 +140,7 @@ class ModelGrads:
         inv_scale: the factor that unscales the gradients.
         found_inf: set if a gradient holds inf or nan.
         norm: of the unscaled gradients, from a checkpoint. ``found_inf`` then stays as it is.
+        last: no later call raises ``found_inf``.
 
     Reads the gradients once. No host sync.
     """
@@ -151,6 +152,7 @@ class ModelGrads:
         inv_scale: Factor,
         found_inf: FoundInf,
         norm: Tensor | None = None,
+        last: bool = False,
     ) -> None:
         self.masters = masters = masters if isinstance(masters, Masters) else Masters(masters)
         self.values: Sequence[Tensor] = values
@@ -161,9 +163,11 @@ class ModelGrads:
         self.clipped_from: Tensor | None = None
         # The same read gives the norm of each gradient, to name the non-finite ones later.
         self._ids = masters.ids
-        flags = found_inf if norm is None else FoundInf()
-        total, self._norms = foreach.unscale_l2norms_of(values, flags, inv_scale)
+        flags = found_inf if norm is None else Unread()
+        total, self._norms = foreach.unscale_l2norms_of(values, flags, inv_scale, last)
         self._norm = total if norm is None else norm
+        # Of clips that ``_norm`` does not include: few programs ask for the norm after a clip.
+        self._coefficients: list[Callable[[], Tensor]] = []
         self._places = masters.places
         for place in self._places:
             place.lazy = weakref.ref(self)
@@ -177,6 +181,8 @@ class ModelGrads:
 
     def norm(self) -> Tensor:
         """The L2 norm of the unscaled gradients, 0-d fp32 on the device of the first. No host sync."""
+        while self._coefficients:
+            self._norm = self._norm * foreach.move(self._coefficients.pop(0)(), self._norm.device)
         return self._norm
 
     def not_finite(self) -> set[int]:
@@ -192,7 +198,15 @@ class ModelGrads:
         """Multiplies the factor of the gradients by a one-element tensor. No host sync."""
         coefficient = coefficient.reshape(()).float()
         self.inv_scale = product(self.inv_scale, PerDevice(coefficient))
-        self._norm = self._norm * foreach.move(coefficient, self._norm.device)
+        self._coefficients.append(lambda: coefficient)
+
+    def clip(self, norm: Tensor, max_norm: float) -> None:
+        """Multiplies the factor of the gradients by ``min(max_norm / (norm + 1e-6), 1)`` for an fp32 norm of one
+        element. No host sync."""
+        of = self.inv_scale.value if isinstance(self.inv_scale, PerDevice) else self.inv_scale
+        here = foreach.move(norm, of.device) if isinstance(of, Tensor) else norm
+        self.inv_scale = PerDevice(ops.clip_factor(here, of, max_norm))
+        self._coefficients.append(lambda: ops.clip_factor(norm, 1.0, max_norm))
 
     @torch.no_grad()
     def materialize(self) -> None:
@@ -206,7 +220,7 @@ class ModelGrads:
             wide = [
                 torch.empty_like(g, dtype=m.dtype, requires_grad=False) for m, g in zip(masters, grads, strict=True)
             ]
-            foreach.scale(grads, wide, FoundInf(), self.inv_scale)
+            foreach.scale(grads, wide, Unread(), self.inv_scale)
             self.drop()
             if self.clipped_from is not None:
                 for grad in wide:

@@ -23,7 +23,7 @@ from ampctx.casts.model_watch import ParameterNames
 from ampctx.distributed import is_distributed
 from ampctx.kernels import foreach, passes
 from ampctx.kernels.each import dtype_of, stored_grad, version_of
-from ampctx.kernels.foreach import FoundInf
+from ampctx.kernels.foreach import Unread
 from ampctx.kernels.ops import HeldTensors, hold
 from ampctx.kernels.sharding import groups_of, is_sharded, steps_a_partition
 from ampctx.masters.lazy_grads import MasterParam, Masters, declares, has_grad
@@ -477,7 +477,7 @@ class MasterParams:
         if self.pairs:
             self.are_ahead = True
             try:
-                foreach.scale(self.masters, self.params_with_master, FoundInf(), 1.0)
+                foreach.scale(self.masters, self.params_with_master, Unread(), 1.0)
                 self.mark_written()
             except BaseException:
                 # Again, in a way that needs no memory.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ampctx._errors import AmpTypeError, AmpValueError
 from ampctx.kernels import foreach
-from ampctx.kernels.foreach import FoundInf, PerDevice
+from ampctx.kernels.foreach import PerDevice, Unread
 from ampctx.kernels.reference_steps import LOW_PRECISION
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._options import Group, check_number, refuse_amsgrad, split_grad_scaler
@@ -69,7 +69,7 @@ class FusedLAMB(FusedOptimizer):
         norms = []
         grads = [grad for work in works if not work.is_lazy for grad in work.lists["grads"]]
         if grads:
-            norms.append(foreach.unscale_l2norm(grads, FoundInf(), scaling.inv_scale))
+            norms.append(foreach.unscale_l2norm(grads, Unread(), scaling.inv_scale))
         lazy_grads = [grad for work in works if work.is_lazy for grad in work.lists["grads"]]
         if lazy_grads and scaling.lazy is not None:
             # Their norm is known, unless other optimizers step some of the masters, or there is another scale.
@@ -77,7 +77,7 @@ class FusedLAMB(FusedOptimizer):
                 norms.append(scaling.lazy.norm())
             else:
                 inv_scale = foreach.product(scaling.lazy.inv_scale, scaling.inv_scale)
-                norms.append(foreach.unscale_l2norm(lazy_grads, FoundInf(), inv_scale))
+                norms.append(foreach.unscale_l2norm(lazy_grads, Unread(), inv_scale))
         total = foreach.joined_norm(norms)
         # The ops accept an fp64 norm only on the CPU.
         return PerDevice(total if all(work.device.type == "cpu" for work in works) else total.float())

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampctx.kernels import ops
 from ampctx.kernels.foreach import move
 from ampctx.masters.lazy_grads import declares
 from ampctx.scaling.loss_scale import LossScale
@@ -27,116 +28,107 @@ class DeviceSkips:
     Args:
         report: called with the number of skipped steps at the last report, the number now, and a list of (loss id,
             scale, value of the scale) of the losses that overflowed in between.
-        in_a_row: whether to count skips in a row, too.
+        losses: the number of loss ids.
+        in_a_row: whether skips in a row are asked for, too.
 
     The attribute ``in_a_row`` is the number of skips in a row that the host knows of. ``poll`` updates it.
     """
 
     def __init__(
-        self, report: Callable[[int, int, list[tuple[int, LossScale, float]]], None], in_a_row: bool = False
+        self,
+        report: Callable[[int, int, list[tuple[int, LossScale, float]]], None],
+        losses: int = 1,
+        in_a_row: bool = False,
     ) -> None:
         self._report = report
         self.in_a_row = 0
         self._counts_in_a_row = in_a_row
-        self._streak: Tensor | None = None
-        # 0-d fp32 on the device of the flags: exact up to 2**24 skips.
-        self._skipped: Tensor | None = None
-        self._of_loss: dict[int, tuple[LossScale, Tensor]] = {}
+        # Those of ``ops.count_skip``, on the device of the flags. It has all slots from the beginning, so that a CUDA
+        # graph counts where later steps count. The last slot is that of gradients from outside of blocks, loss id -1.
+        self._counts: Tensor | None = None
+        self._slots = losses + 1
+        self._scales: dict[int, LossScale] = {}
         self._reported = 0
         self._reported_of_loss: dict[int, float] = {}
         self._copy: _Copy | None = None
 
     def count(self, found_inf: Tensor, flags: Flags) -> None:
         """Counts a step by its 0-d flag and the flags of its losses. No host sync."""
-        if self._skipped is None:
-            self._skipped = torch.zeros_like(found_inf)
-        device = self._skipped.device
-        flag = found_inf if found_inf.device == device else move(found_inf, device)
-        self._skipped.add_(flag)
-        if self._counts_in_a_row:
-            if self._streak is None:
-                self._streak = torch.full_like(self._skipped, self.in_a_row)
-            self._streak.add_(1).mul_(flag)
+        if self._counts is None:
+            self._counts = torch.zeros(2 + 2 * self._slots, dtype=torch.float32, device=found_inf.device)
+            if self.in_a_row:
+                self._counts[1].fill_(self.in_a_row)
+        counts, is_first = self._counts, True
+        device = counts.device
+        found_inf = found_inf if found_inf.device == device else move(found_inf, device)
         for loss_id, (scale, flag) in flags.items():
-            if loss_id not in self._of_loss or self._of_loss[loss_id][0] is not scale:
-                self._of_loss[loss_id] = (scale, torch.zeros_like(self._skipped))
-                self._reported_of_loss[loss_id] = 0.0
-            self._of_loss[loss_id][1].add_(flag if flag.device == device else move(flag, device))
+            slot = loss_id % self._slots
+            if self._scales.get(loss_id) is not scale:
+                if loss_id in self._scales:
+                    counts[2 + 2 * slot].zero_()
+                self._scales[loss_id], self._reported_of_loss[loss_id] = scale, 0.0
+            # Not with scale_on, which keeps its copy: a CUDA graph captured later would read that copy.
+            value = scale.tensor(device) if scale.scale is None else scale.scale
+            flag, value = (t if t.device == device else move(t, device) for t in (flag, value))
+            ops.count_skip(counts, found_inf, flag, value, slot, is_first)
+            is_first = False
 
     def decided_on_host(self, skipped: bool) -> None:
         """Counts a decision of the host in the skips in a row. No host sync."""
         self._copy = None  # the pending copy does not include this step
         self.in_a_row = self.in_a_row + 1 if skipped else 0
-        if self._streak is not None:
-            self._streak.fill_(self.in_a_row)
+        if self._counts is not None:
+            self._counts[1].fill_(self.in_a_row)
 
     def poll(self) -> None:
         """Reports counts that have arrived, and starts the next copy. No host sync."""
-        if self._skipped is None or is_capturing():
+        if self._counts is None or is_capturing():
             return
-        # On the CPU one number tells whether there is anything to report. ``_ask`` reads all of them.
-        if self._skipped.is_cpu and self._streak is None:
-            skipped: Any = self._skipped.tolist()  # 0-d: a number
-            if skipped == self._reported:
-                return
+        if self._counts.is_cpu:
+            return self._tell(self._counts.tolist())
         if self._copy is None:
-            self._copy = self._ask()
+            self._copy = _Copy(self._counts)
         if self._copy.event is None or self._copy.event.query():
             copy, self._copy = self._copy, None
-            self._tell(copy)
+            self._tell(copy.host.tolist())
 
     def total(self) -> int:
         """The number of skipped steps. Host sync."""
-        if self._skipped is None:
+        if self._counts is None:
             return 0
         self._copy = None
-        copy = self._ask()
-        if copy.event is not None:
-            copy.event.synchronize()
-        self._tell(copy)
+        self._tell(self._counts.tolist())
         return self._reported
 
-    def _ask(self) -> _Copy:
-        assert self._skipped is not None
-        device = self._skipped.device
-        of_loss = list(self._of_loss.items())
-        # Not with scale_on, which keeps its copy: a CUDA graph captured later would read that copy.
-        scales = [
-            move(scale.tensor(device) if scale.scale is None else scale.scale, device) for _, (scale, _) in of_loss
-        ]
-        streak = self._skipped if self._streak is None else self._streak
-        values = torch.stack([self._skipped, streak, *(counted for _, (_, counted) in of_loss), *scales])
-        return _Copy(values, [(loss_id, scale) for loss_id, (scale, _) in of_loss])
-
-    def _tell(self, copy: _Copy) -> None:
-        skipped, streak, *rest = copy.host.tolist()
-        if self._streak is not None:
-            self.in_a_row = int(streak)
-        counts, values = rest[: len(copy.losses)], rest[len(copy.losses) :]
+    def _tell(self, counts: list[float]) -> None:
+        skipped = int(counts[0])
+        if self._counts_in_a_row:
+            self.in_a_row = int(counts[1])
+        if skipped <= self._reported:
+            return
         overflowed = []
-        for (loss_id, scale), counted, value in zip(copy.losses, counts, values, strict=True):
-            if counted > self._reported_of_loss.get(loss_id, 0.0):
+        for loss_id, scale in self._scales.items():
+            counted, value = counts[2 + 2 * (loss_id % self._slots) :][:2]
+            if counted > self._reported_of_loss[loss_id]:
                 overflowed.append((loss_id, scale, value))
                 self._reported_of_loss[loss_id] = counted
-        if int(skipped) > self._reported:
-            before, self._reported = self._reported, int(skipped)
-            self._report(before, self._reported, overflowed)
+        before, self._reported = self._reported, skipped
+        self._report(before, skipped, overflowed)
 
 
 class _Copy:
-    """A 1-d tensor on its way to the host."""
+    """Counts on their way to the host."""
 
-    def __init__(self, tensor: Tensor, losses: list[tuple[int, LossScale]]) -> None:
-        self.losses = losses
+    def __init__(self, counts: Tensor) -> None:
         # None if the copy is synchronous.
         self.event = None
-        if tensor.device.type == "cuda":
-            self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self.host.copy_(tensor, non_blocking=True)
+        if counts.device.type == "cuda":
+            self.host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+            self.host.copy_(counts, non_blocking=True)
             self.event = torch.cuda.Event()
-            self.event.record(torch.cuda.current_stream(tensor.device))
+            self.event.record(torch.cuda.current_stream(counts.device))
         else:
-            self.host = tensor.cpu()
+            self.host = counts.cpu()
 
 
 def is_capturing() -> bool:

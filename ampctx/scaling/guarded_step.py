@@ -167,7 +167,7 @@ class GuardedStep:
                 tell(before, now, losses, culprits)
 
         self._report = report
-        self._on_device = DeviceSkips(report, in_a_row=limit is not None)
+        self._on_device = DeviceSkips(report, losses, in_a_row=limit is not None)
 
     def skipped_steps(self) -> int:
         """The number of skipped steps. Host sync if the device decides."""

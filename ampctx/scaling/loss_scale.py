@@ -20,18 +20,12 @@ from ampctx._compiling import outside_of_graphs
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.distributed import maximum_over_ranks
 from ampctx.kernels import ops
-from ampctx.kernels.foreach import Factor, PerDevice, move
+from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, move
+from ampctx.kernels.reference import inverse_of
 
 _FP32 = torch.finfo(torch.float32)
-# Bound here, because a user may register casts for torch.div.
-_divide = torch.div
 DYNAMIC = "dynamic"
 DYNAMIC_INIT_SCALE = 2.0**16
-
-
-def _inverse_of(scale: Tensor) -> Tensor:
-    # Not reciprocal: casts on the CPU handle it in Python.
-    return _divide(torch.full((), 1.0, dtype=torch.float32, device="cpu"), scale)
 
 
 def check_number(name: str, value: Any) -> float:
@@ -212,25 +206,29 @@ class LossScale:
         if self.scale is None:
             raise AmpError("inv_scale() was called before scale_on(device). The loss scale is on no device yet.")
         if self._inverse is None:
-            self._inverse = PerDevice(_inverse_of(self.scale))
+            self._inverse = PerDevice(inverse_of(self.scale))
         return self._inverse
 
-    def factors(self, device: torch.device, fresh: bool) -> tuple[Factor, Factor]:
-        """The factors of a block for its loss and for its gradients: copies that later updates do not change.
+    def factors(self, device: torch.device, fresh: bool) -> tuple[Factor, Factor, FoundInf]:
+        """The factors of a block for its loss and for its gradients: copies that later updates do not change. And the
+        flags of the block's gradients, which nobody reads for a static scale without an observer.
 
         ``fresh``: make new copies, at the start of an iteration, so that a CUDA graph reads the scale and no older
         copy. No host sync.
         """
+        found_inf = FoundInf() if self.dynamic or self.observer is not None else Unread()
         if not self.dynamic and self.init_scale == 1.0:
-            return 1.0, 1.0
-        if fresh:
-            self._copies = self._inverse = None
+            return 1.0, 1.0, found_inf
         scale = self._state(device)[0] if self.scale is None else self.scale
-        if self._copies is None:
+        if fresh or (self._copies is None and self._inverse is None):
+            copy, inverse, clear = ops.block_factors(scale)
+            self._copies, self._inverse = PerDevice(copy), PerDevice(inverse)
+            found_inf.clear = clear
+        elif self._copies is None:
             self._copies = PerDevice(scale.clone())
-        if self._inverse is None:
-            self._inverse = PerDevice(_inverse_of(scale))
-        return self._copies, self._inverse
+        elif self._inverse is None:
+            self._inverse = PerDevice(inverse_of(scale))
+        return self._copies, self._inverse, found_inf  # type: ignore[return-value]
 
     def tell(self, found_inf: Tensor) -> None:
         """Passes the one-element flag of this loss's gradients to the observer. No host sync."""
@@ -277,6 +275,23 @@ class LossScale:
             min_scale=self.min_scale,
             max_scale=self.max_scale,
         )
+
+    def update_with_check(self, device: torch.device) -> ops.ScaleUpdate:
+        """What ``update`` of a dynamic scale does, for the op that checks the gradients. No host sync."""
+        self._copies = self._inverse = None  # as in update
+        return ops.ScaleUpdate(
+            *self._state(device),
+            self.growth_factor,
+            self.backoff_factor,
+            self.growth_interval,
+            self.hysteresis,
+            self.min_scale,
+            self.max_scale,
+        )
+
+    def count_clean(self, device: torch.device) -> None:
+        """``update`` of a static scale with a clear flag. No host sync."""
+        self._state(device)[1].add_(1)
 
     # --- on the host ------------------------------------------------------------------------------------------------
 

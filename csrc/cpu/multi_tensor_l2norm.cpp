@@ -45,9 +45,13 @@ int64_t norms_workspace(const TensorLists& lists, int count) {
 }
 
 void l2norm(const Context& context, const TensorLists& lists, FoundInf found_inf, Factor inv_scale,
-            const NormOutputs& outputs) {
-  if (lists.computes_in_f64()) return l2norm_as<double>(context, lists, found_inf, inv_scale.value, outputs);
-  l2norm_as<float>(context, lists, found_inf, static_cast<float>(inv_scale.value), outputs);
+            const NormOutputs& outputs, const ScaleUpdate* update) {
+  if (lists.computes_in_f64()) {
+    l2norm_as<double>(context, lists, found_inf, inv_scale.value, outputs);
+  } else {
+    l2norm_as<float>(context, lists, found_inf, static_cast<float>(inv_scale.value), outputs);
+  }
+  if (update) update_scale(context, update->state, update->rule);
 }
 
 }  // namespace ampctx::cpu

@@ -33,9 +33,14 @@ void scale_as(const Context& context, const TensorLists& lists, FoundInf found_i
 
 }  // namespace
 
-void scale(const Context& context, const TensorLists& lists, FoundInf found_inf, Factor factor) {
-  if (lists.computes_in_f64()) return scale_as<double>(context, lists, found_inf, factor.value);
-  scale_as<float>(context, lists, found_inf, static_cast<float>(factor.value));
+void scale(const Context& context, const TensorLists& lists, FoundInf found_inf, Factor factor,
+           const ScaleUpdate* update) {
+  if (lists.computes_in_f64()) {
+    scale_as<double>(context, lists, found_inf, factor.value);
+  } else {
+    scale_as<float>(context, lists, found_inf, static_cast<float>(factor.value));
+  }
+  if (update) update_scale(context, update->state, update->rule);
 }
 
 }  // namespace ampctx::cpu

@@ -96,7 +96,7 @@ constexpr int kParameterLimit<Table<depth, bytes>> = Table<depth, bytes>::kParam
 template <class First, class... Others>
 constexpr bool parameters_fit(void (*)(First, Others...)) {
   size_t bytes = sizeof(First);
-  const auto add = [&bytes](size_t size, size_t alignment) {
+  [[maybe_unused]] const auto add = [&bytes](size_t size, size_t alignment) {
     bytes = (bytes + alignment - 1) / alignment * alignment + size;
   };
   (add(sizeof(Others), alignof(Others)), ...);

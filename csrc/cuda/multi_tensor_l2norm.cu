@@ -1,20 +1,27 @@
 // sqrt(sum((x * inv_scale)^2)) on CUDA, of all tensors and of each. Read by gradient clipping and by layer-wise
 // optimizers.
 //
-// The first kernel leaves the sum of each block and, where norms of tensors are asked for, their pieces (norms.cuh).
-// The second adds the sums of blocks in fp64, in a fixed order, and joins the pieces of each tensor. It is a launch of
-// its own: a counter that tells the last block of the first kernel would need a launch too, to set it to 0.
+// Each block leaves the sum of its share; the block that ends last adds them in fp64, in a fixed order. Where norms of
+// tensors are asked for, each leaves pieces (norms.cuh), and who leaves the last piece of a tensor joins them.
 #include "norms.cuh"
+#include "tickets.cuh"
 
 namespace ampctx::cuda {
 namespace {
 
-// Where partial sums go: pieces of the tensors of a table, and then the blocks of all tables.
-struct L2NormWorkspace {
-  float *pieces, *of_blocks;
+// What the launches of a call are given besides tables.
+struct L2NormTargets {
+  float *pieces, *of_blocks;  // pieces of the tensors of a table; the sums of the blocks of all tables
+  int64_t blocks;             // of earlier launches
+  float* norm;
+  unsigned* tickets;
 
-  L2NormWorkspace(const TensorLists& lists, void* memory)
-      : pieces(static_cast<float*>(memory)), of_blocks(pieces + lists.size() + kMaxBlocks) {}
+  L2NormTargets(const Context& context, const TensorLists& lists, const NormOutputs& outputs)
+      : pieces(static_cast<float*>(outputs.workspace)),
+        of_blocks(pieces + lists.size() + kMaxBlocks),
+        blocks(0),
+        norm(static_cast<float*>(outputs.norm)),
+        tickets(tickets_for(context)) {}
 };
 
 struct L2NormFunctor {
@@ -30,23 +37,28 @@ struct L2NormFunctor {
   }
 };
 
-// The sum of a block takes that of each segment whether or not the segments leave pieces. So the norm of all tensors is
-// the same to the last bit, where both kinds of call have the same grid: on a GPU, up to some million elements.
-template <bool per_tensor, class Table>
-__global__ void __launch_bounds__(kThreads)
-    l2norm_partial_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf,
-                          KernelFactor inv_scale, float* of_blocks, float* pieces) {
-  L2NormFunctor functor{inv_scale.get()};
-  float sum = 0;
-  for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
-    functor.sum[0] = 0;
-    for_each_element<1, 0>(table, tensor, begin, size, one_of_lists(0), functor);
-    sum += functor.sum[0];
-    if constexpr (per_tensor) leave_piece<L2Norm>(table, share, tensor, functor.sum, pieces);
-  });
-  if (!functor.finite) *found_inf.word = found_inf.raised;
-  sum = join_block<L2Norm>(sum);
-  if (threadIdx.x == 0) of_blocks[blockIdx.x] = sum;
+// Called by a warp of each block that has left a piece of the tensor: the norm of the tensor, where it is in more than
+// one block, by the last of these. List 1 of the table is where norms of tensors go.
+template <class Table>
+__device__ void finish_tensor(const Table& table, int64_t share, int tensor, const L2NormTargets& to) {
+  const int64_t first = table.offset[tensor] / share, last = (table.offset[tensor + 1] - 1) / share;
+  if (first == last) return;
+  // The ticket of the block that the tensor begins in, which no other tensor goes on from.
+  int is_last = 0;
+  if (threadIdx.x == 0) is_last = takes_last(to.tickets + 1 + first, static_cast<unsigned>(last - first + 1));
+  if (!__shfl_sync(kAllLanes, is_last, 0)) return;
+  __syncwarp();  // lane 0 sees the pieces of other blocks, and then the others do
+  const float norm = norm_of_pieces<L2Norm, 1>(table, share, tensor, to.pieces);
+  if (threadIdx.x == 0) *static_cast<float*>(tensor_data(table, 1, tensor)) = norm;
+}
+
+// Called by a warp of each block. Only the first and the last tensor of a block are in others, too.
+template <class Table>
+__device__ void finish_tensors(const Table& table, int64_t share, const L2NormTargets& to) {
+  const int64_t begin = blockIdx.x * share, end = begin + share, total = table.elements();
+  const int first = find_tensor(table, begin), last = find_tensor(table, (end < total ? end : total) - 1);
+  finish_tensor(table, share, first, to);
+  if (last != first) finish_tensor(table, share, last, to);
 }
 
 // Called by one block.
@@ -58,42 +70,49 @@ __device__ void join_all(const float* of_blocks, int64_t blocks, float* norm) {
   if (threadIdx.x == 0) *norm = L2Norm::finish(sum);
 }
 
-__global__ void __launch_bounds__(kThreads) l2norm_total_kernel(const float* of_blocks, int64_t blocks, float* norm) {
-  join_all(of_blocks, blocks, norm);
-}
-
-// Block 0 joins the blocks launched so far; in the others a warp for each tensor joins its pieces. List 1 of the table
-// is where norms of tensors go.
-template <class Table>
+// The sum of a block takes that of each segment whether or not the segments leave pieces. So the norm of all tensors is
+// the same to the last bit, where both kinds of call have the same grid: on a GPU, up to some million elements.
+template <bool per_tensor, class Table>
 __global__ void __launch_bounds__(kThreads)
-    l2norm_per_tensor_kernel(const __grid_constant__ Table table, int64_t share, const float* pieces,
-                             const float* of_blocks, int64_t blocks, float* norm) {
-  if (blockIdx.x == 0) return join_all(of_blocks, blocks, norm);
-  const int tensor = ((blockIdx.x - 1) * kThreads + threadIdx.x) / kWarp;
-  if (tensor >= table.count) return;
-  const float of_tensor = norm_of_pieces<L2Norm, 1>(table, share, tensor, pieces);
-  if (threadIdx.x % kWarp == 0) *static_cast<float*>(tensor_data(table, 1, tensor)) = of_tensor;
-}
-
-// Returns the number of blocks. The launches for the tables of a call use the same pieces, one after the other.
-template <bool per_tensor>
-int64_t launch_l2norm(const Context& context, const TensorLists& lists, FoundInf found_inf, Factor inv_scale,
-                      const L2NormWorkspace& workspace, float* norm) {
-  int64_t blocks = 0;
-  for_each_table<per_tensor ? 2 : 1>(context, lists, [&](const auto& table) {
-    using Table = std::decay_t<decltype(table)>;
-    constexpr auto kernel = &l2norm_partial_kernel<per_tensor, Table>;
-    const Split grid = split(table.elements(), resident_blocks<kernel>(context.device));
-    AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, found_inf, KernelFactor(inv_scale),
-                  workspace.of_blocks + blocks, workspace.pieces);
-    blocks += grid.blocks;
+    l2norm_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, KernelFactor inv_scale,
+                  L2NormTargets to, KernelUpdate update) {
+  L2NormFunctor functor{inv_scale.get()};
+  float sum = 0;
+  for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
+    functor.sum[0] = 0;
+    for_each_element<1, 0>(table, tensor, begin, size, one_of_lists(0), functor);
+    sum += functor.sum[0];
     if constexpr (per_tensor) {
-      constexpr auto join_kernel = &l2norm_per_tensor_kernel<Table>;
-      AMPCTX_LAUNCH(join_kernel, 1 + blocks_for_warps(table.count), kThreads, context.stream, table, grid.share,
-                    workspace.pieces, workspace.of_blocks, blocks, norm);
+      leave_piece<L2Norm>(table, share, tensor, functor.sum, to.pieces);
+      const bool is_whole = begin == 0 && size == table.offset[tensor + 1] - table.offset[tensor];
+      if (is_whole && threadIdx.x == 0) {
+        *static_cast<float*>(tensor_data(table, 1, tensor)) = L2Norm::finish(to.pieces[int64_t{blockIdx.x} + tensor]);
+      }
     }
   });
-  return blocks;
+  if (per_tensor && threadIdx.x < kWarp) finish_tensors(table, share, to);
+  if (!functor.finite) *found_inf.word = found_inf.raised;
+  sum = join_block<L2Norm>(sum);
+  if (threadIdx.x == 0) to.of_blocks[to.blocks + blockIdx.x] = sum;
+  if (!is_last_block(to.tickets)) return;
+  join_all(to.of_blocks, to.blocks + gridDim.x, to.norm);
+  if (threadIdx.x == 0) update.apply(found_inf);
+}
+
+// The launches for the tables of a call use the same pieces and tickets, one after the other. Each joins the blocks so
+// far, and the last updates the scale.
+template <bool per_tensor>
+void launch_l2norm(const Context& context, const TensorLists& lists, FoundInf found_inf, Factor inv_scale,
+                   L2NormTargets to, const ScaleUpdate* update) {
+  int64_t left = lists.size();
+  for_each_table<per_tensor ? 2 : 1>(context, lists, [&](const auto& table) {
+    constexpr auto kernel = &l2norm_kernel<per_tensor, std::decay_t<decltype(table)>>;
+    const Split grid = split(table.elements(), resident_blocks<kernel>(context.device));
+    left -= table.count;
+    AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, found_inf, KernelFactor(inv_scale),
+                  to, left == 0 && update ? KernelUpdate(*update) : KernelUpdate());
+    to.blocks += grid.blocks;
+  });
 }
 
 }  // namespace
@@ -104,27 +123,25 @@ int64_t norms_workspace(const TensorLists& lists, int count) {
 }
 
 void l2norm(const Context& context, const TensorLists& lists, FoundInf found_inf, Factor inv_scale,
-            const NormOutputs& outputs) {
-  const L2NormWorkspace workspace(lists, outputs.workspace);
-  auto* const norm = static_cast<float*>(outputs.norm);
-  int64_t blocks = 0;
-  if (outputs.per_tensor) {
-    float* per_tensor = static_cast<float*>(outputs.per_tensor);
-    const auto stream = static_cast<cudaStream_t>(context.stream);
-    if (lists.size() < lists.total_tensors) {  // empty tensors have the norm 0
-      const size_t bytes = static_cast<size_t>(lists.total_tensors) * sizeof(float);
-      check_cuda(cudaMemsetAsync(per_tensor, 0, bytes, stream), "cudaMemsetAsync");
-    }
-    TensorLists with_norms = lists;
-    with_norms.depth = 2;
-    for (const int64_t index : lists.index) with_norms.pointer[1].push_back(per_tensor + index);
-    blocks = launch_l2norm<true>(context, with_norms, found_inf, inv_scale, workspace, norm);
-    if (blocks > 0) return;
-  } else {
-    blocks = launch_l2norm<false>(context, lists, found_inf, inv_scale, workspace, norm);
+            const NormOutputs& outputs, const ScaleUpdate* update) {
+  auto* const per_tensor = static_cast<float*>(outputs.per_tensor);
+  const auto stream = static_cast<cudaStream_t>(context.stream);
+  const auto set_to_0 = [&](float* norms, int64_t count) {
+    check_cuda(cudaMemsetAsync(norms, 0, static_cast<size_t>(count) * sizeof(float), stream), "cudaMemsetAsync");
+  };
+  // Empty tensors have the norm 0.
+  if (per_tensor && lists.size() < lists.total_tensors) set_to_0(per_tensor, lists.total_tensors);
+  if (lists.size() == 0) {
+    set_to_0(static_cast<float*>(outputs.norm), 1);
+    if (update) update_scale(context, update->state, update->rule);
+    return;
   }
-  constexpr auto kernel = &l2norm_total_kernel;
-  AMPCTX_LAUNCH(kernel, 1, kThreads, context.stream, workspace.of_blocks, blocks, norm);
+  const L2NormTargets to(context, lists, outputs);
+  if (!per_tensor) return launch_l2norm<false>(context, lists, found_inf, inv_scale, to, update);
+  TensorLists with_norms = lists;
+  with_norms.depth = 2;
+  for (const int64_t index : lists.index) with_norms.pointer[1].push_back(per_tensor + index);
+  launch_l2norm<true>(context, with_norms, found_inf, inv_scale, to, update);
 }
 
 }  // namespace ampctx::cuda

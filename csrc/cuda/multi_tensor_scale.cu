@@ -1,5 +1,6 @@
 // dst = src * scale on CUDA. Read by the unscale step of the loss-scale loop and by the master-to-model copy.
 #include "../functors/scale.h"
+#include "tickets.cuh"
 #include "vectorized.cuh"
 
 namespace ampctx::cuda {
@@ -21,21 +22,30 @@ struct ScaleFunctor {
 
 template <class Table>
 __global__ void __launch_bounds__(kThreads)
-    scale_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, KernelFactor scale) {
+    scale_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, KernelFactor scale,
+                 unsigned* tickets, KernelUpdate update) {
   ScaleFunctor functor{scale.get()};
   for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
     for_each_element<2, one_of_lists(1)>(table, tensor, begin, size, one_of_lists(0), functor);
   });
   if (!functor.finite) *found_inf.word = found_inf.raised;
+  if (!update.scale || !is_last_block(tickets)) return;
+  if (threadIdx.x == 0) update.apply(found_inf);
 }
 
 }  // namespace
 
-void scale(const Context& context, const TensorLists& lists, FoundInf found_inf, Factor factor) {
+void scale(const Context& context, const TensorLists& lists, FoundInf found_inf, Factor factor,
+           const ScaleUpdate* update) {
+  if (lists.size() == 0 && update) return update_scale(context, update->state, update->rule);
+  unsigned* const tickets = update ? tickets_for(context) : nullptr;
+  int64_t left = lists.size();
   for_each_table<2>(context, lists, [&](const auto& table) {
     constexpr auto kernel = &scale_kernel<std::decay_t<decltype(table)>>;
     const Split grid = split(table.elements(), resident_blocks<kernel>(context.device));
-    AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, found_inf, KernelFactor(factor));
+    left -= table.count;
+    AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, found_inf, KernelFactor(factor),
+                  tickets, left == 0 && update ? KernelUpdate(*update) : KernelUpdate());
   });
 }
 

@@ -53,4 +53,11 @@ AMPCTX_FN void update_scale_element(float* scale, int32_t* growth_tracker, int32
   }
 }
 
+// What a block of training reads: the scale, its inverse, and no overflow yet.
+AMPCTX_FN void block_factors_element(const float* scale, float* copy, float* inverse, float* found_inf) {
+  *copy = *scale;
+  *inverse = 1.0f / *scale;
+  *found_inf = 0;
+}
+
 }  // namespace ampctx

@@ -492,7 +492,7 @@ def _beyond(call):
 
 
 def _unflagged(call):
-    return lambda src, dst, flag, scale: call(src, dst, torch.zeros_like(flag), scale)
+    return lambda src, dst, flag, *others: call(src, dst, torch.zeros_like(flag), *others)
 
 
 def _stale(call):

@@ -59,7 +59,7 @@ def test_a_loop_without_wide_accesses_breaks_the_rule():
 
 
 def test_kernels_that_write_nothing_need_no_stores():
-    reading = Name("l2norm_partial_kernel", (), "Table", (1, 3936))
+    reading = Name("l2norm_kernel", (), "Table", (1, 3936))
     assert rules_broken_by(a_kernel("l2norm_loop", reading)) == []
     assert rules_broken_by(a_kernel("l2norm_loop")) == [WIDE]
 

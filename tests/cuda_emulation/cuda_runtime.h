@@ -24,8 +24,10 @@
 
 #define threadIdx (::cuda_emulation::executor().current->index)
 #define blockIdx (::cuda_emulation::executor().block)
+#define gridDim (::cuda_emulation::executor().grid)
 
 using cudaStream_t = void*;
+#define cudaStreamPerThread (reinterpret_cast<cudaStream_t>(2))
 enum cudaError_t { cudaSuccess = 0, cudaErrorMemoryAllocation = 2, cudaErrorNotReady = 600 };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1 };
@@ -69,6 +71,13 @@ inline cudaError_t cudaEventQuery(cudaEvent_t) {
 inline cudaError_t cudaDriverGetVersion(int* version) {
   return *version = ::cuda_emulation::executor().driver, cudaSuccess;
 }
+// A variable of the device, which a test may have to know.
+template <class Variable>
+cudaError_t cudaGetSymbolAddress(void** address, Variable& variable) {
+  ::cuda_emulation::tell_of_device_variable(&variable, sizeof(variable));
+  return *address = &variable, cudaSuccess;
+}
+
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 
 inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
@@ -83,4 +92,19 @@ template <class T>
 T __shfl_down_sync(unsigned mask, T value, unsigned distance) {
   const int lane = ::cuda_emulation::lane(), source = lane + static_cast<int>(distance);
   return ::cuda_emulation::exchange(mask, value, source < ::cuda_emulation::kWarp ? source : lane);
+}
+
+template <class T>
+T __shfl_sync(unsigned mask, T value, int source) {
+  return ::cuda_emulation::exchange(mask, value, source);
+}
+
+inline void __syncwarp() {}
+
+// Blocks run one after the other.
+inline void __threadfence() {}
+inline unsigned atomicInc(unsigned* count, unsigned last) {
+  const unsigned before = *count;
+  *count = before >= last ? 0 : before + 1;
+  return before;
 }

@@ -62,7 +62,7 @@ struct Executor {
   std::vector<std::unique_ptr<Fiber>> fibers;
   Fiber* current = nullptr;
   jmp_buf scheduler;
-  Index block{};
+  Index block{}, grid{};
   int threads = 0;
   void (*body)(void*) = nullptr;
   void* argument = nullptr;
@@ -215,8 +215,25 @@ inline void tell_of_host_write(const void* data, size_t bytes) {
   if (host_writes()) host_writes()(data, bytes);
 }
 
+// Variables of the device that the host has asked the address of.
+struct Variable {
+  void* data;
+  size_t bytes;
+};
+inline std::vector<Variable>& device_variables() {
+  static std::vector<Variable> instance;
+  return instance;
+}
+
+inline void tell_of_device_variable(void* data, size_t bytes) { device_variables().push_back({data, bytes}); }
+
+// What a kernel that stops halfway leaves in them is gone with its context, on a GPU.
+inline void forget_device_variables() {
+  for (const Variable& variable : device_variables()) memset(variable.data, 0, variable.bytes);
+}
+
 template <class... Parameters, class... Arguments>
-void launch(void (*kernel)(Parameters...), unsigned grid, unsigned block, void*, Arguments&&... arguments) {
+void run(void (*kernel)(Parameters...), unsigned grid, unsigned block, void*, Arguments&&... arguments) {
   Executor& self = executor();
   ++self.launches;
   self.parameter_bytes = std::max<int64_t>(self.parameter_bytes, (sizeof(std::decay_t<Parameters>) + ...));
@@ -240,6 +257,7 @@ void launch(void (*kernel)(Parameters...), unsigned grid, unsigned block, void*,
   self.argument = &call;
   self.threads = static_cast<int>(block);
   while (self.fibers.size() < block) self.fibers.push_back(std::make_unique<Fiber>());
+  self.grid = {grid};
   self.slots.assign((block + kWarp - 1) / kWarp * 2 * kWarp, 0);
   std::vector<unsigned> blocks(grid);
   std::iota(blocks.begin(), blocks.end(), 0u);
@@ -247,6 +265,16 @@ void launch(void (*kernel)(Parameters...), unsigned grid, unsigned block, void*,
   for (const unsigned index : blocks) {
     self.block = {index};
     run_block(self);
+  }
+}
+
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), unsigned grid, unsigned block, void* stream, Arguments&&... arguments) {
+  try {
+    run(kernel, grid, block, stream, std::forward<Arguments>(arguments)...);
+  } catch (...) {
+    forget_device_variables();
+    throw;
   }
 }
 

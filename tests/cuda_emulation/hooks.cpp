@@ -1,5 +1,6 @@
 // What tests call besides the ops: the cutting of tensor lists with made-up sizes, and kernels that the emulation must
 // refuse.
+#include "../../csrc/cuda/tickets.cuh"
 #include "../../csrc/cuda/vectorized.cuh"
 #include "../../csrc/functors/random.h"
 
@@ -79,6 +80,32 @@ __attribute__((visibility("default"))) void ampctx_test_runtime(int is_capturing
 __attribute__((visibility("default"))) void ampctx_test_driver(int version) {
   cuda_emulation::executor().driver = version;
   known_driver = 0;
+}
+
+// Which set of tickets a call in that stream gets; -1 for memory of its own, which must be 0.
+__attribute__((visibility("default"))) int64_t ampctx_test_tickets(void* stream) {
+  std::vector<unsigned> own(kTickets, 1);
+  Context context;
+  context.stream = stream;
+  context.owner = own.data();
+  context.allocate = [](void* owner, int64_t) { return owner; };
+  unsigned* const tickets = tickets_for(context);
+  if (tickets == own.data()) return std::count(own.begin(), own.end(), 0u) == kTickets ? -1 : -2;
+  return (tickets - static_cast<const unsigned*>(cuda_emulation::device_variables().at(0).data)) / kTickets;
+}
+
+// No set is given away any more.
+__attribute__((visibility("default"))) void ampctx_test_forget_tickets() { TicketSets::of(0).forget(); }
+
+// How many tickets are not 0.
+__attribute__((visibility("default"))) int64_t ampctx_test_tickets_taken() {
+  int64_t taken = 0;
+  for (const auto& variable : cuda_emulation::device_variables()) {
+    const auto* const words = static_cast<const unsigned*>(variable.data);
+    const auto count = static_cast<int64_t>(variable.bytes / sizeof(unsigned));
+    taken += count - std::count(words, words + count, 0u);
+  }
+  return taken;
 }
 
 __attribute__((visibility("default"))) int64_t ampctx_test_pinned() { return cuda_emulation::executor().pinned; }

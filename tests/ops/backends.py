@@ -45,6 +45,16 @@ def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
+RULE = {
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 2000,
+    "hysteresis": 1,
+    "min_scale": 0.0,
+    "max_scale": float("inf"),
+}
+
+
 @dataclass(frozen=True)
 class Backend:
     """Kernels behind one namespace of ops, for tensors on one device."""
@@ -84,15 +94,25 @@ class Backend:
         return self.ops.multi_tensor_unscale_l2norm.default(tensors, found_inf, _factor(inv_scale), per_tensor)
 
     def update_scale(self, scale, growth, hysteresis_tracker, found_inf, **rule) -> None:
-        defaults = {
-            "growth_factor": 2.0,
-            "backoff_factor": 0.5,
-            "growth_interval": 2000,
-            "hysteresis": 1,
-            "min_scale": 0.0,
-            "max_scale": float("inf"),
-        }
-        self.ops.update_scale.default(scale, growth, hysteresis_tracker, found_inf, *{**defaults, **rule}.values())
+        self.ops.update_scale.default(scale, growth, hysteresis_tracker, found_inf, *{**RULE, **rule}.values())
+
+    def scale_and_update(self, src, dst, found_inf, factor, state, **rule) -> None:
+        """``state``: the loss scale and its two trackers."""
+        op = self.ops.multi_tensor_scale_and_update.default
+        op(src, dst, found_inf, _factor(factor), *state, *{**RULE, **rule}.values())
+
+    def l2norm_and_update(self, tensors, found_inf, factor, state, per_tensor=True, **rule) -> tuple[Tensor, Tensor]:
+        op = self.ops.multi_tensor_unscale_l2norm_and_update.default
+        return op(tensors, found_inf, _factor(factor), per_tensor, *state, *{**RULE, **rule}.values())
+
+    def count_skip(self, counts, found_inf, flag, scale, slot, is_first) -> None:
+        self.ops.count_skip.default(counts, found_inf, flag, scale, slot, is_first)
+
+    def clip_factor(self, norm, inv_scale, max_norm) -> Tensor:
+        return self.ops.clip_factor.default(norm, _factor(inv_scale), max_norm)
+
+    def block_factors(self, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.ops.block_factors.default(scale)
 
 
 def _factor(value: float | Tensor) -> Tensor:

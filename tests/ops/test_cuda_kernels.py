@@ -168,7 +168,12 @@ def test_pinned_memory_is_used_again_once_it_has_been_read(emulation, runtime):
 LAUNCHES = {
     "multi_tensor_scale": (1, 3),
     "multi_tensor_axpby": (1, 4),
-    "multi_tensor_l2norm": (2, 6),
+    "multi_tensor_l2norm": (1, 3),
+    "multi_tensor_scale_and_update": (1, 3),
+    "multi_tensor_unscale_l2norm_and_update": (1, 3),
+    "block_factors": (1, 1),
+    "count_skip": (1, 1),
+    "clip_factor": (1, 1),
     "update_scale": (1, 1),
     "adam": (2, 7),
     "sgd": (2, 5),
@@ -178,6 +183,9 @@ LAUNCHES = {
     "lamb": (4, 17),
     "novograd": (5, 13),
 }
+
+
+WITHOUT_LISTS = ("update_scale", "block_factors", "count_skip", "clip_factor")
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
@@ -198,12 +206,12 @@ def test_launches(emulation, runtime, most, name):
     assert [launches(n) for n in (161, 400)] == [always, always]
 
 
-@pytest.mark.parametrize("name", [name for name in LAUNCHES if name != "update_scale"])
+@pytest.mark.parametrize("name", [name for name in LAUNCHES if name not in WITHOUT_LISTS])
 def test_tables_of_both_kinds_give_the_same(runtime, name):
     sizes = [1 + i % 5 for i in range(3000)]
     copied = run_once(name, sizes)
     # Partial sums of norms are cut in other places.
-    rtol = 1e-6 if name in ("multi_tensor_l2norm", "lamb", "novograd") else 0
+    rtol = 1e-6 if "l2norm" in name or name in ("lamb", "novograd") else 0
     for driver in (FIRST_WITH_MANY_PARAMETERS, OLD_DRIVER):
         runtime(capturing=True, driver=driver)
         torch.testing.assert_close(run_once(name, sizes), copied, rtol=rtol, atol=0)
@@ -218,6 +226,55 @@ def test_without_memory_for_a_table_calls_take_several_launches(emulation, runti
     assert emulation.ampctx_test_launches() - before > 2
 
 
+@pytest.fixture
+def tickets(emulation):
+    """The set of tickets that a call in this stream would get, by its number, -1 for memory of its own."""
+
+    def of(stream):
+        emulation.ampctx_test_tickets.restype = ctypes.c_int64
+        return emulation.ampctx_test_tickets(ctypes.c_void_p(stream))
+
+    yield of
+    emulation.ampctx_test_forget_tickets()
+
+
+def test_launches_that_may_run_at_once_have_tickets_of_their_own(emulation, runtime, tickets):
+    emulation.ampctx_test_forget_tickets()
+    streams = range(1000, 1016)
+    sets = [tickets(stream) for stream in streams]
+    assert sets == list(range(16))
+    assert [tickets(stream) for stream in streams] == sets, "the launches of a stream run one after the other"
+    assert tickets(2000) == -1, "no set is left for a stream"
+    runtime(capturing=True)
+    assert [tickets(1000) for _ in range(49)] == [*range(16, 64), -1], "a graph may be replayed beside its stream"
+    runtime()
+    assert tickets(1000) == 0
+
+
+def test_the_stream_of_each_thread_has_no_set(emulation, tickets):
+    """One handle stands for several streams."""
+    emulation.ampctx_test_forget_tickets()
+    assert [tickets(stream) for stream in (2, 2, 0, 2)] == [-1, -1, 0, -1]
+
+
+@pytest.mark.parametrize("name", ["multi_tensor_l2norm", "multi_tensor_unscale_l2norm_and_update"])
+def test_without_a_set_of_tickets_calls_give_the_same(emulation, runtime, tickets, name):
+    emulation.ampctx_test_forget_tickets()
+    expected = run_once(name, [700] * 40)
+    runtime(capturing=True)
+    for _ in range(50):  # more than there are sets
+        torch.testing.assert_close(run_once(name, [700] * 40), expected, rtol=0, atol=0)
+    assert tickets(0) == -1
+
+
+@pytest.mark.parametrize("name", ["multi_tensor_l2norm", "multi_tensor_unscale_l2norm_and_update"])
+def test_tickets_are_0_after_a_call(emulation, runtime, name):
+    run_once(name, [1, 700, 5000, 3, 9000])
+    runtime(capturing=True)
+    run_once(name, [3] * 3000)
+    assert emulation.ampctx_test_tickets_taken() == 0
+
+
 def run_once(name, sizes, **how):
     """Calls an op and returns the tensors that it has written, or may have."""
     lists, flag = [EMULATED.randn(sizes, seed=i) for i in range(3)], EMULATED.flag()
@@ -227,6 +284,19 @@ def run_once(name, sizes, **how):
         EMULATED.axpby(*lists, flag, 0.5, 0.5)
     elif name == "multi_tensor_l2norm":
         return [EMULATED.l2norm(lists[0], flag)]
+    elif "_and_update" in name:
+        state = [torch.ones(()), *(torch.zeros((), dtype=torch.int32) for _ in range(2))]
+        if name == "multi_tensor_scale_and_update":
+            EMULATED.scale_and_update(lists[0], lists[1], flag, 0.5, state)
+        else:
+            lists.append(list(EMULATED.l2norm_and_update(lists[0], flag, 0.5, state)))
+        return [*lists, state]
+    elif name == "block_factors":
+        return [EMULATED.block_factors(torch.ones(()))]
+    elif name == "clip_factor":
+        return [EMULATED.clip_factor(torch.ones(()), 0.5, 1.0)]
+    elif name == "count_skip":
+        EMULATED.count_skip(torch.zeros(4), flag, flag, torch.ones(()), 0, True)
     elif name == "update_scale":
         tracker = torch.zeros((), dtype=torch.int32)
         EMULATED.update_scale(torch.ones(()), tracker, tracker.clone(), flag)

@@ -82,6 +82,9 @@ FIRST_CALLS = {
     "update_scale": lambda b: b.update_scale(
         torch.ones(()), torch.zeros((), dtype=torch.int32), torch.ones((), dtype=torch.int32), torch.zeros(())
     ),
+    "count_skip": lambda b: b.count_skip(torch.zeros(4), torch.zeros(()), torch.zeros(()), torch.ones(()), 0, True),
+    "clip_factor": lambda b: b.clip_factor(torch.ones(()), 0.5, 1.0),
+    "block_factors": lambda b: b.block_factors(torch.ones(())),
     "l2norm": lambda b: b.l2norm([torch.ones(3)], torch.zeros(())),
     "no-tensors": lambda b: b.scale([], [], torch.zeros(()), 2.0),
     **{o.name: lambda b, o=o: make_call(b, o, [3]).run(b) for o in OPTIMIZERS},

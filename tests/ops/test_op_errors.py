@@ -202,6 +202,43 @@ def test_update_scale(backend, wrong, message):
         backend.update_scale(*tensors.values())
 
 
+def test_block_factors(backend):
+    with pytest.raises(RuntimeError, match=match("block_factors", "scale has dtype torch.float64, expected float32")):
+        backend.block_factors(t((), dtype=torch.float64, device=backend.device))
+    with pytest.raises(RuntimeError, match=match("block_factors", "scale has 3 elements, expected 1")):
+        backend.block_factors(t(3, device=backend.device))
+
+
+def test_clip_factor(backend):
+    norm, double = t((), device=backend.device), t((), dtype=torch.float64, device=backend.device)
+    with pytest.raises(RuntimeError, match=match("clip_factor", "norm has dtype torch.float64, expected float32")):
+        backend.clip_factor(double, 1.0, 1.0)
+    with pytest.raises(RuntimeError, match=match("clip_factor", "norm has 2 elements, expected 1")):
+        backend.clip_factor(t(2, device=backend.device), 1.0, 1.0)
+    with pytest.raises(RuntimeError, match=match("clip_factor", "inv_scale has 2 elements, expected 1")):
+        backend.clip_factor(norm, t(2, device=backend.device), 1.0)
+
+
+SKIP_ERRORS = {
+    "counts-dtype": ({"counts": t(6, dtype=I32)}, "counts has dtype torch.int32, expected float32"),
+    "counts-layout": ({"counts": t(6, 2)[:, 0]}, "counts is not contiguous"),
+    "slot-below-0": ({"slot": -1}, "slot is -1, counts has 6 elements"),
+    "slot-too-large": ({"slot": 2}, "slot is 2, counts has 6 elements"),
+    "no-slots": ({"counts": t(1), "slot": 0}, "slot is 0, counts has 1 elements"),
+    "found_inf": ({"found_inf": t(2)}, "found_inf has 2 elements, expected 1"),
+    "flag": ({"flag": t((), dtype=torch.float64)}, "found_inf has dtype torch.float64, expected float32 or int32"),
+    "scale": ({"scale": t((), dtype=torch.float64)}, "scale has dtype torch.float64, expected float32"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "message"), SKIP_ERRORS.values(), ids=SKIP_ERRORS.keys())
+def test_count_skip(backend, wrong, message):
+    right = {"counts": t(6), "found_inf": t(()), "flag": t(()), "scale": t(()), "slot": 1, "is_first": True}
+    given = [v.to(backend.device) if isinstance(v, torch.Tensor) else v for v in {**right, **wrong}.values()]
+    with pytest.raises(RuntimeError, match=match("count_skip", message)):
+        backend.count_skip(*given)
+
+
 def replaced(name, make, index=None):
     """Puts another list, or another tensor at one index, into a call."""
 

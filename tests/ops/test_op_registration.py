@@ -43,6 +43,9 @@ def samples():
             yield f"{optimizer.name}-{write_back}", optimizer.op, call.arguments(FLAG, FACTOR, FACTOR)
     call = make_call(COMPILED, LARC, [3, 0, (2, 5)], grad=torch.bfloat16)
     yield "larc", LARC.op, call.arguments(FLAG, FACTOR, FACTOR)
+    yield "count_skip", "count_skip", (torch.zeros(6), FLAG, FLAG, FACTOR, 1, True)
+    yield "clip_factor", "clip_factor", (torch.tensor(2.0), FACTOR, 1.0)
+    yield "block_factors", "block_factors", (torch.tensor(65536.0),)
     yield "update_scale", "update_scale", (torch.tensor(65536.0), *trackers, FLAG, *UPDATE)
 
 

@@ -140,3 +140,48 @@ def test_one_element_tensors_of_any_shape(backend):
     state.scale, state.growth, state.hysteresis = state.scale.view(1), state.growth.view(1, 1), state.hysteresis.view(1)
     assert state.update(1).values == (32768.0, 0, 0)
     assert state.scale.shape == (1,)
+
+
+@pytest.mark.parametrize("scale", [65536.0, 1.0, 3.0, 1e-30, TINY, 3e38])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_block_factors(backend, scale, shape):
+    given = torch.full(shape, scale, device=backend.device)
+    factors = backend.block_factors(given)
+    given.fill_(7.0)
+    expected = [fp32(scale), (torch.ones(()) / torch.tensor(scale)).item(), 0.0]
+    assert [f.item() for f in factors] == expected
+    assert {(f.shape, f.dtype, f.device) for f in factors} == {(torch.Size(()), torch.float32, given.device)}
+    assert len({f.data_ptr() for f in factors}) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
+def test_counts_of_skips(backend, dtype):
+    """Steps of a loss, and every other step of a second one."""
+    counts, expected = torch.zeros(8, device=backend.device), [0.0] * 8
+    for step, found_inf in enumerate(overflows(40, seed=2)):
+        flags = [found_inf, step % 3 == 0]
+        is_skipped = any(flags[: 1 + step % 2])
+        step_flag = backend.flag(is_skipped, dtype)
+        for slot in range(1 + step % 2):
+            scale = torch.full((), 2.0**step, device=backend.device)
+            backend.count_skip(counts, step_flag, backend.flag(flags[slot], dtype), scale, slot, slot == 0)
+            expected[2 + 2 * slot] += flags[slot]
+            expected[3 + 2 * slot] = 2.0**step
+        expected[0] += is_skipped
+        expected[1] = expected[1] + 1 if is_skipped else 0
+        assert counts.tolist() == expected
+    assert expected[0] > expected[2] > 2
+    assert expected[6:] == [0, 0]
+
+
+NORMS = [0.0, 1e-6, 0.3, 0.99999905, 0.999999, 1.0, 1.1, 7.7, 1e30, 3e38, float("inf"), float("nan")]
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 1e-8, 0.1, 1.0, 3.3, 1e39, float("inf")])
+def test_clip_factor_is_rounded_as_torchs(backend, max_norm):
+    for norm in [*NORMS, *(torch.rand(50, generator=torch.Generator().manual_seed(1)) * 3).tolist()]:
+        given = torch.full((), norm, device=backend.device)
+        for inv_scale in (1.0, torch.full((), 1 / 3, device=backend.device)):
+            expected = torch.clamp(max_norm / (given + 1e-6), max=1.0) * inv_scale
+            found = backend.clip_factor(given, inv_scale, max_norm)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)

@@ -23,6 +23,7 @@ ptx::GlobalMemory memory;
 std::unique_ptr<ptx::Program> program;
 std::recursive_mutex at_work;                // one op at a time: its buffers are everybody's
 std::unordered_set<AtenTensorHandle> fresh;  // tensors that the op at work has made
+size_t announced_variables = 0;              // of the device, to the memory of the op at work
 
 void load(const char* path, const char* coverage) {
   auto loaded = ptx::read_program(path, coverage ? coverage : "");
@@ -76,6 +77,11 @@ void intercept(const cuda_emulation::Launch& launch) {
     if (!path) throw ptx::Error("PTX: AMPCTX_PTX_PROGRAM names no program");
     load(path, std::getenv("AMPCTX_PTX_COVERAGE"));
   }
+  const auto& variables = cuda_emulation::device_variables();
+  for (; announced_variables < variables.size(); ++announced_variables) {
+    const auto& [data, bytes] = variables[announced_variables];
+    memory.announce(data, static_cast<int64_t>(bytes), true, false);
+  }
   const ptx::Kernel& kernel = find_kernel(launch.kernel);
   const std::vector<uint64_t> words = pack(kernel, launch);
   ptx::launch(kernel, launch.grid, launch.block, reinterpret_cast<const uint8_t*>(words.data()), memory);
@@ -96,6 +102,7 @@ template <size_t number>
 void call(StableIValue* stack, uint64_t arguments, uint64_t results) {
   const std::lock_guard<std::recursive_mutex> lock(at_work);
   memory.begin_call();
+  announced_variables = 0;
   fresh.clear();
   ops[number](stack, arguments, results);
 }

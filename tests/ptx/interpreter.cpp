@@ -124,10 +124,11 @@ void launch(const Kernel& kernel, uint32_t grid, uint32_t threads, const uint8_t
   static thread_local SharedMemory shared;
   if (threads > static_cast<uint32_t>(kernel.max_threads)) fail("more threads a block than .maxntid");
   if (kernel.launches) __atomic_fetch_add(kernel.launches, 1, __ATOMIC_RELAXED);
-  global.begin_launch();
+  global.begin_launch(threads);
   for (uint32_t index = 0; index < grid; ++index) {
     shared.begin_block(kernel.shared_bytes);
-    run_block({&kernel, parameters, index, threads, &global, &shared}, warps);
+    global.begin_block(index);
+    run_block({&kernel, parameters, index, threads, grid, &global, &shared}, warps);
   }
   working = nullptr;
 }

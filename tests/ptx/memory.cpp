@@ -29,9 +29,38 @@ void GlobalMemory::announce(const void* data, int64_t bytes, bool is_writable, b
   if (bytes > 0) announced_.push_back({begin, begin + static_cast<uint64_t>(bytes), is_writable, is_fresh, kNone});
 }
 
-void GlobalMemory::begin_launch() {
+void GlobalMemory::begin_launch(uint32_t threads_per_block) {
   ++launch_;
+  threads_ = threads_per_block;
+  released_.clear();
   sort_buffers();
+}
+
+void GlobalMemory::begin_block(uint32_t block) {
+  block_ = block;
+  is_fenced_ = true;
+  acquired_.clear();
+  visible_.clear();
+}
+
+void GlobalMemory::fence() {
+  is_fenced_ = true;
+  visible_ = acquired_;
+}
+
+uint32_t GlobalMemory::increment(uint64_t address, uint32_t last) {
+  check_alignment(address, sizeof(uint32_t));
+  const Buffer* const buffer = find(address, sizeof(uint32_t));
+  if (!buffer) fail("increment outside of what the op was given");
+  if (!buffer->is_writable) fail("increment of what the op only reads");
+  const Cell& cell = cells_[first_cell(*buffer, address)];
+  if (buffer->is_fresh && cell.write_launch < first_of_call_) fail("increments memory that nobody has written");
+  if (is_fenced_) released_[address].insert(block_);
+  acquired_.insert(released_[address].begin(), released_[address].end());
+  auto* const memory = reinterpret_cast<uint32_t*>(address);
+  const uint32_t before = *memory;
+  *memory = before >= last ? 0 : before + 1;
+  return before;
 }
 
 void GlobalMemory::write_from_host(const void* data, int64_t bytes) {
@@ -94,7 +123,9 @@ void GlobalMemory::note(Cell& cell, const Buffer& buffer, uint32_t thread, bool 
   const bool was_written = cell.write_launch == launch_ && cell.writer != thread;
   if (!is_write) {
     if (buffer.is_fresh && cell.write_launch < first_of_call_) fail("reads memory that nobody has written");
-    if (was_written) fail("race: reads what another thread of the launch has written");
+    if (was_written && !visible_.count(cell.writer / threads_)) {
+      fail("race: reads what another thread of the launch has written");
+    }
     if (cell.read_launch != launch_) {
       cell.read_launch = launch_;
       cell.reader = thread;
@@ -111,6 +142,7 @@ void GlobalMemory::note(Cell& cell, const Buffer& buffer, uint32_t thread, bool 
   if (was_written && !(is_flag && is_same_value)) fail("race: two threads of the launch write the same memory");
   cell.write_launch = launch_;
   cell.writer = thread;
+  is_fenced_ = false;
 }
 
 uint8_t* GlobalMemory::access(uint64_t address, int bytes, uint32_t thread, const void* value) {

@@ -3,7 +3,9 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -17,12 +19,20 @@ class GlobalMemory {
   void begin_call();
   // `is_fresh`: nobody has written there.
   void announce(const void* data, int64_t bytes, bool is_writable, bool is_fresh);
-  void begin_launch();
+  void begin_launch(uint32_t threads_per_block);
+  // Blocks run one after the other.
+  void begin_block(uint32_t block);
   // What the host copies or sets, outside of launches.
   void write_from_host(const void* data, int64_t bytes);
 
   // The memory of an access of `bytes` by `thread`. `value`: what it writes, or null.
   uint8_t* access(uint64_t address, int bytes, uint32_t thread, const void* value);
+
+  // A fence of the block at work, and an atomic increment that is 0 again after `last`: what it was before. A block
+  // sees what another has written before a fence and an increment of the same number, after an increment and a fence of
+  // its own.
+  void fence();
+  uint32_t increment(uint64_t address, uint32_t last);
 
  private:
   struct Buffer {
@@ -48,6 +58,10 @@ class GlobalMemory {
   std::vector<Cell> cells_;
   uint64_t used_cells_ = 0;
   uint32_t launch_ = 0, first_of_call_ = 0;
+  uint32_t threads_ = 1, block_ = 0;
+  bool is_fenced_ = true;                            // nothing was written since a fence of the block
+  std::map<uint64_t, std::set<uint32_t>> released_;  // by number, the blocks that were fenced when they incremented it
+  std::set<uint32_t> acquired_, visible_;            // the blocks that this one has met at numbers, and before a fence
 };
 
 // A block's. Threads are told apart by barriers alone: those of a warp run in no promised order either.

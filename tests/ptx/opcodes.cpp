@@ -391,7 +391,8 @@ void special(Warp& warp, const Instruction& in, uint32_t lanes) {
   uint64_t* const d = warp.write(in.operand[0]);
   const Block& block = warp.block();
   for_each_lane(lanes, [&](int lane) {
-    d[lane] = Index == 0 ? warp.thread(lane) : Index == 1 ? block.index : block.threads;
+    const uint32_t of_block[] = {block.index, block.threads, block.grid};
+    d[lane] = Index == 0 ? warp.thread(lane) : of_block[Index - 1];
   });
 }
 
@@ -451,6 +452,21 @@ void store(Warp& warp, const Instruction& in, uint32_t lanes) {
   }
 }
 
+void increment(Warp& warp, const Instruction& in, uint32_t lanes) {
+  const uint64_t *const base = warp.read(in.operand[1]), *const last = warp.read(in.operand[2]);
+  for (uint32_t rest = lanes; rest; rest &= rest - 1) {
+    const int lane = warp.lane = __builtin_ctz(rest);
+    const uint64_t address = base[lane] + static_cast<uint64_t>(in.immediate);
+    const uint32_t before = warp.block().global->increment(address, as<uint32_t>(last[lane]));
+    warp.write(in.operand[0])[lane] = before;
+  }
+}
+
+void fence(Warp& warp, const Instruction&, uint32_t) { warp.block().global->fence(); }
+
+// Lanes that are together stay so.
+void sync_warp(Warp&, const Instruction&, uint32_t) {}
+
 // --- where lanes go --------------------------------------------------------------------------------------------------
 
 void branch(Warp& warp, const Instruction& in, uint32_t lanes) {
@@ -464,9 +480,10 @@ void barrier(Warp& warp, const Instruction&, uint32_t lanes) {
   warp.at_barrier |= lanes;
 }
 
-// operand: the result, whether the source is in range (-1: nobody asks), value, distance, bounds, lanes that take part.
-// Lanes that come first wait for the others.
-void shuffle_down(Warp& warp, const Instruction& in, uint32_t lanes) {
+// operand: the result, whether the source is in range (-1: nobody asks), value, distance or source, bounds, lanes that
+// take part. Lanes that come first wait for the others.
+template <bool from_one>
+void shuffle(Warp& warp, const Instruction& in, uint32_t lanes) {
   const uint64_t *const value = warp.read(in.operand[2]), *const distance = warp.read(in.operand[3]),
                         *const bounds = warp.read(in.operand[4]), *const members = warp.read(in.operand[5]);
   if (lanes != as<uint32_t>(members[__builtin_ctz(lanes)]) && !warp.is_complete) {
@@ -489,7 +506,8 @@ void shuffle_down(Warp& warp, const Instruction& in, uint32_t lanes) {
     if (mask & ~warp.alive()) fail("the mask of a warp collective names lanes that have exited");
     if (mask != lanes) fail("lanes of a warp meet in different collectives");
     if (as<uint32_t>(bounds[lane]) != kWarp - 1) fail("shfl with bounds that are not those of the warp");
-    const uint32_t source = static_cast<uint32_t>(lane) + (as<uint32_t>(distance[lane]) & (kWarp - 1));
+    const uint32_t first = from_one ? 0 : static_cast<uint32_t>(lane);
+    const uint32_t source = first + (as<uint32_t>(distance[lane]) & (kWarp - 1));
     if (source < kWarp) in_range |= 1u << lane;
     result[lane] = value[source < kWarp ? source : static_cast<uint32_t>(lane)];
   });
@@ -641,8 +659,13 @@ Opcodes make_table() {
   table["mov.%tid.x"] = {special<0>};
   table["mov.%ctaid.x"] = {special<1>};
   table["mov.%ntid.x"] = {special<2>};
+  table["mov.%nctaid.x"] = {special<3>};
   table["cvta.to.global.u64"] = {mov};
-  table["shfl.sync.down.b32"] = {shuffle_down, true};
+  table["shfl.sync.down.b32"] = {shuffle<false>, true};
+  table["shfl.sync.idx.b32"] = {shuffle<true>, true};
+  table["atom.global.inc.u32"] = {increment};
+  table["membar.gl"] = {fence};
+  table["bar.warp.sync"] = {sync_warp};
   table["bra"] = {branch, true};
   table["ret"] = {leave, true};
   table["bar.sync"] = {barrier, true};

@@ -38,7 +38,7 @@ def adam() -> list[Tensor]:
 
 
 CALLS = {"scale": scale, "l2norm": l2norm, "adam": adam}
-KERNELS = {"scale": "scale_kernel", "l2norm": "l2norm_partial_kernel", "adam": "step_kernel", "steps": "advance_steps"}
+KERNELS = {"scale": "scale_kernel", "l2norm": "l2norm_kernel", "adam": "step_kernel", "steps": "advance_steps"}
 
 
 @dataclass
@@ -58,6 +58,16 @@ def replace(pattern: str, replacement: str, which: int = 0) -> Callable[[str], s
         return text[: match.start()] + match.expand(replacement) + text[match.end() :]
 
     return edit
+
+
+def in_the_walk(edit: Callable[[str], str]) -> Callable[[str], str]:
+    """Edits what comes before the first ticket: behind it the last block updates the scale."""
+
+    def edited(text: str) -> str:
+        walk, ticket, rest = text.partition("atom.global")
+        return edit(walk) + ticket + rest
+
+    return edited
 
 
 def replace_all(pattern: str, replacement: str) -> Callable[[str], str]:
@@ -116,8 +126,12 @@ FAULTS = {
         "scale", replace_all(r"min\.s64", "max.s64"), "race|misaligned|outside|not within a parameter"
     ),
     "lists swapped": Fault("scale", swap_lists, "only reads"),
-    "half of the width": Fault("scale", replace(r"st\.global\.[fb]32", "st.global.u16", -1), ANOTHER_RESULT),
-    "twice the width": Fault("scale", replace(r"ld\.global\.[fb]32", "ld.global.b64", -1), "misaligned|outside"),
+    "half of the width": Fault(
+        "scale", in_the_walk(replace(r"st\.global\.[fb]32", "st.global.u16", -1)), ANOTHER_RESULT
+    ),
+    "twice the width": Fault(
+        "scale", in_the_walk(replace(r"ld\.global\.[fb]32", "ld.global.b64", -1)), "misaligned|outside"
+    ),
     "a smaller table": Fault("scale", replace(r"(_param_0\[)\d+", r"\g<1>64"), "the host packs"),
     "a parameter less": Fault(
         "scale",
@@ -137,6 +151,11 @@ FAULTS = {
     ),
     "found_inf ignored": Fault(
         "adam", replace(r"@!?%p\d+ bra", "// "), f"{ANOTHER_RESULT}|reads memory that nobody has written"
+    ),
+    "no fence before a ticket": Fault("l2norm", replace(r"membar\.gl;", ""), "race: reads"),
+    "no fence after a ticket": Fault("l2norm", replace(r"membar\.gl;", "", -1), "race: reads"),
+    "a ticket too early": Fault(
+        "l2norm", replace(r"(atom\.global\.inc\.u32\s+%\w+, \[%\w+\]), %\w+;", r"\1, 0;", -1), "nobody|race|another"
     ),
     "a missing guard": Fault("steps", replace(r"@!?%p\d+ bra", "// "), "not within a parameter|outside|misaligned"),
     "minus for plus": Fault("adam", replace_all(r"add\.rn\.f32", "sub.rn.f32"), ANOTHER_RESULT),

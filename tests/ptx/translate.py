@@ -14,7 +14,7 @@ from pathlib import Path
 
 BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
 OPERANDS = 6
-SPECIAL = ("%tid.x", "%ctaid.x", "%ntid.x")
+SPECIAL = ("%tid.x", "%ctaid.x", "%ntid.x", "%nctaid.x")
 IGNORED = (".loc", ".pragma", ".file", "//")
 
 
@@ -87,8 +87,8 @@ def parse(text: str, file: str) -> Module:
     if not all(found.values()):
         raise PtxError(f"{file}: no .version and .target: not PTX, or cut short")
     module = Module(file, text, found["target"][1], {}, {})
-    for match in re.finditer(r"^\s*\.shared \.align (\d+) \.b8 (\w+)\[(\d+)\];", text, re.M):
-        module.shared[match[2]] = int(match[1]), int(match[3])
+    for match in re.finditer(r"^\s*\.shared \.align (\d+) \.[bus](\d+) (\w+)(?:\[(\d+)\])?;", text, re.M):
+        module.shared[match[3]] = int(match[1]), BYTES[match[2]] * int(match[4] or 1)
     at = 0
     while at < len(lines):
         match = re.match(r"(?:\.visible |\.weak )*\.(func|entry)\s*(?:\(.*?\))?\s*(\w+)", lines[at])
@@ -267,7 +267,11 @@ class Encoder:
             return self._access(kind, modifiers.split("."), operands, guard, scope)
         if kind == "mov":
             return self._move(opcode, operands, guard, scope)
-        if opcode == "shfl.sync.down.b32":
+        if kind == "atom":
+            base, offset = self.address(operands[1], scope)
+            values = [self.register(scope + operands[0]), base, self.operand(operands[2], scope)]
+            return self.emit(opcode, values, guard, offset)
+        if opcode in ("shfl.sync.down.b32", "shfl.sync.idx.b32"):
             result, _, in_range = operands[0].partition("|")
             predicate = self.predicate(scope + in_range) if in_range else -1
             values = [self.operand(o, scope) for o in operands[1:]]

@@ -10,7 +10,7 @@ namespace ptx {
 struct Block {
   const Kernel* kernel;
   const uint8_t* parameters;
-  uint32_t index, threads;
+  uint32_t index, threads, grid;
   GlobalMemory* global;
   SharedMemory* shared;
 };
