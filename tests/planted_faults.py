@@ -170,7 +170,7 @@ FAULTS = [
     # --- gradients that are not unscaled, or lost -------------------------------------------------------------------
     Fault(
         "a block checks gradients and leaves them scaled", "ampctx",
-        "foreach.scale(grads, grads, found_inf, inv_scale)", "foreach.l2norm(grads, found_inf)", STEPS,
+        "foreach.scale(grads, grads, found_inf, inv_scale, last=not block.outcome.added)", "foreach.l2norm(grads, found_inf)", STEPS,
     ),
     Fault(
         "a GradScaler checks gradients and leaves them scaled", "ampctx",
@@ -255,7 +255,7 @@ FAULTS = [
     ),
     Fault(
         "masters are not copied to the model", "ampctx",
-        "foreach.scale([master for _, master in self.pairs], [p for p, _ in self.pairs], Unread(), 1.0)", "pass",
+        "foreach.scale(self.masters, self.params_with_master, Unread(), 1.0)", "pass",
         f"{AMP}optimizers.py {AMP}parameters.py",
     ),
     Fault(
