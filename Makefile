@@ -86,9 +86,10 @@ wheel: $(VENV)/wheel.done
 test-wheel: wheel $(VENV)/test.done
 	$(PY) .ci/wheel.py dist
 
-# Records all figures of docs/performance.md, docs/benchmarks.md and benchmarks/GOALS.md: a quarter of an hour on two idle cores.
+# Records all figures of docs/performance.md, docs/benchmarks.md and benchmarks/GOALS.md: a quarter of an hour on two idle
+# cores. One thread: with more, torch cuts each small tensor into shares for all threads, and slows down.
 bench: $(VENV)/examples.done
-	$(PY) benchmarks/suite.py $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) benchmarks/suite.py $(ARGS)
 	$(PY) benchmarks/plot.py --gains docs/_static/gains.png
 	$(PY) benchmarks/report.py
 

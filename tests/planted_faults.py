@@ -170,7 +170,8 @@ FAULTS = [
     # --- gradients that are not unscaled, or lost -------------------------------------------------------------------
     Fault(
         "a block checks gradients and leaves them scaled", "ampctx",
-        "foreach.scale(grads, grads, found_inf, inv_scale, last=not block.outcome.added)", "foreach.l2norm(grads, found_inf)", STEPS,
+        "foreach.scale(grads, grads, found_inf, inv_scale, last=not block.outcome.added)",
+        "foreach.l2norm(grads, found_inf)", STEPS,
     ),
     Fault(
         "a GradScaler checks gradients and leaves them scaled", "ampctx",
