@@ -10,7 +10,7 @@ import logging
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -21,8 +21,9 @@ from torch.amp.grad_scaler import OptState
 from ampctx._errors import AmpAssertionError, AmpError, AmpValueError
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.kernels import foreach
-from ampctx.kernels.each import device_of, dtype_of, grad_of, layout_of
+from ampctx.kernels.each import device_of, dtype_of, layout_of
 from ampctx.kernels.foreach import FoundInf, PerDevice, join_flags, move
+from ampctx.kernels.ops import ReadTensors, read_grads
 from ampctx.kernels.sharding import any_sharded, groups_of, place_grads
 from ampctx.masters.clip import norm_before_clipping, strided_grad
 from ampctx.masters.lazy_grads import declares
@@ -194,16 +195,21 @@ class GradScaler(ScalerState):
         """
         parameters = _params(optimizer)
         grads, flags = self._grads(optimizer, parameters, any_sharded(parameters), allow_fp16), FoundInf()
-        flags.per_device = {device: move(found_inf, device).clone() for device in set(map(device_of, grads))}
+        devices = {grads.device} if isinstance(grads, ReadTensors) else set(map(device_of, grads))
+        flags.per_device = {device: move(found_inf, device).clone() for device in devices}
         foreach.scale(grads, grads, flags, PerDevice(inv_scale))
         return flags.per_device
 
-    def _grads(self, optimizer: Any, parameters: list[Any], sharded: bool, allow_fp16: bool) -> list[Tensor]:
+    def _grads(self, optimizer: Any, parameters: list[Any], sharded: bool, allow_fp16: bool) -> Sequence[Tensor]:
+        """The dense gradients, or the values of sparse ones; a handle if one op call can take them."""
         if not all(map(isinstance, parameters, repeat(Tensor))):
             self._refuse(optimizer, allow_fp16)
         if sharded:
             place_grads(parameters)
-        grads = [grad for grad in map(grad_of, parameters) if grad is not None]
+        found, known = read_grads(parameters)
+        if known is not None and (allow_fp16 or known.dtype != torch.float16):
+            return known
+        grads = [grad for grad in found if grad is not None]
         if not allow_fp16 and torch.float16 in set(map(dtype_of, grads)):
             self._refuse(optimizer, allow_fp16)
         if set(map(layout_of, grads)) <= {torch.strided}:
