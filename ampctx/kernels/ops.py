@@ -508,8 +508,10 @@ def call(op: Any, lists: Sequence[Sequence[Tensor]], *others: Any) -> Any:
         if any(map(isinstance, lists, repeat(HeldTensors))):
             known = [t if isinstance(t, HeldTensors) else HeldTensors(t) if len(t) else _NO_LIST for t in lists]
         else:
-            known = [(read(t) if t else _NO_LIST) if type(t) is list else None for t in lists]
-            if not any(known) or None in known:
+            # Lists that are the same, as where an op works in place, are read once.
+            by_list = {id(t): (read(t) if t else _NO_LIST) if type(t) is list else None for t in lists}
+            known = [by_list[id(t)] for t in lists]
+            if not known or None in known:
                 return op.default(*lists, *others)
         return op.held(*map(_number_of, known), *others)
     except RuntimeError as error:
