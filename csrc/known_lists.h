@@ -79,7 +79,7 @@ class ListView {
   }
   // In a loop over the tensors: brings what it will look at into the cache.
   AMPCTX_HINT void prefetch_ahead(size_t i, size_t end) const {
-    if (read_) return;
+    if (read_ || !prefetch::is_known_layout()) return;
     using prefetch::kStages;
     if (i + kStages[1] < end) (*tensors_)[i + kStages[1]].prefetch_handle();
     if (i + kStages[2] < end) (*tensors_)[i + kStages[2]].prefetch();

@@ -318,6 +318,9 @@ static Result guarded(Result failed, const Function& function, Arguments... argu
 AMPCTX_EXPORT int ampctx_use_python(PyObject* exchange, PyObject* objects) {
   return guarded(-1, ampctx::python_lists::use, exchange, objects);
 }
+AMPCTX_EXPORT int ampctx_use_hints(PyObject* param, PyObject* addresses) {
+  return guarded(-1, ampctx::python_lists::use_hints, param, addresses);
+}
 AMPCTX_EXPORT int ampctx_use_types(PyObject* types) { return guarded(-1, ampctx::python_lists::use_types, types); }
 AMPCTX_EXPORT PyObject* ampctx_new_list() {
   return guarded(static_cast<PyObject*>(nullptr), ampctx::python_lists::new_list);

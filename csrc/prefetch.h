@@ -1,11 +1,12 @@
 // Hints that bring torch's objects into the cache before they are looked at. Thousands of tensors lie on as many pages;
 // without hints each look waits for memory, one after the other.
 //
-// A hint reads pointers at the places where torch 2.11 to 2.15 has them, in objects that are alive, and does nothing
-// with them but prefetch. With another layout of torch's objects it costs time and changes nothing.
+// Hints follow pointers at the places where torch 2.11 to 2.15 has them, in objects that are alive. is_known_layout()
+// tells whether this torch has them there; without that there are no hints.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 namespace ampctx::prefetch {
 
@@ -30,6 +31,23 @@ AMPCTX_HINT void autograd(const void* impl) { at(pointer_at(impl, 24), 40); }
 AMPCTX_HINT const void* grad_of(const void* impl) {
   const void* const autograd = pointer_at(impl, 24);
   return autograd ? pointer_at(autograd, 40) : nullptr;
+}
+
+// Set once, before the first hint.
+inline bool& is_known_layout() {
+  static bool known = false;
+  return known;
+}
+
+// Whether a tensor's object has its TensorImpl, storage and gradient where hints look for them. `plain`: of a tensor
+// without autograd's part. The other numbers are addresses as Python tells them: `param` of a TensorImpl, and of its
+// gradient's and its storage.
+inline bool has_layout(const void* object, const void* param, const void* plain, const void* grad,
+                       const void* storage) {
+  if (pointer_at(object, 16) != param || pointer_at(param, 16) != storage || pointer_at(plain, 24)) return false;
+  // Autograd's part is not an address that Python tells: it has to look like one.
+  const auto autograd = reinterpret_cast<uintptr_t>(pointer_at(param, 24));
+  return autograd > 65536 && autograd % alignof(void*) == 0 && grad_of(param) == grad;
 }
 
 // How many tensors ahead each stage looks. A stage reads pointers that the one before has brought.

@@ -67,6 +67,19 @@ inline int use(PyObject* exchange, PyObject* objects) {
   return 0;
 }
 
+// Looks at a parameter with a gradient and at a tensor without autograd's part, and allows hints if torch has their
+// parts where hints look. `addresses`: numbers, as for prefetch::has_layout. 1 if so.
+inline int use_hints(PyObject* param, PyObject* addresses) {
+  const void* found[4];
+  for (ptrdiff_t i = 0; i < 4; ++i) {
+    PyObject* const number = PyList_GetItem(addresses, i);
+    if (!number) return -1;
+    found[i] = reinterpret_cast<const void*>(PyLong_AsLongLong(number));
+  }
+  prefetch::is_known_layout() = prefetch::has_layout(param, found[0], found[1], found[2], found[3]);
+  return prefetch::is_known_layout();
+}
+
 // Adds types whose tensors are read. 0, or -1 with an exception set.
 inline int use_types(PyObject* types) {
   for (ptrdiff_t i = 0; i < PyList_Size(types); ++i) {
@@ -94,7 +107,7 @@ enum class Look { kGrad, kGradMemory, kVersion, kMemory };
 // The TensorImpl of an item, null for what is no plain tensor. For hints alone: Python 3.10 to 3.14 have the type
 // there, and torch the TensorImpl.
 AMPCTX_HINT const void* impl_at(PyObject* list, ptrdiff_t index, ptrdiff_t count) {
-  if (index < 0 || index >= count) return nullptr;
+  if (!prefetch::is_known_layout() || index < 0 || index >= count) return nullptr;
   PyObject* const item = PyList_GetItem(list, index);
   if (!item) return PyErr_Clear(), nullptr;  // Python code has made the list shorter
   const void* const type = prefetch::pointer_at(item, 8);

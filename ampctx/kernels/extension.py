@@ -70,6 +70,8 @@ class Extension:
     lie_alike: Callable[[int, int], int] = lambda grads, params: False
     is_uniform: Callable[[int, bool], int] = lambda number, fill_storages: False
     are_apart: Callable[[list[int]], bool] = lambda numbers: False
+    # Whether torch has its objects as csrc/prefetch.h expects them, so that passes look ahead.
+    uses_hints: bool = False
     # Functions of csrc/python_passes.h by name, for ``ampctx.kernels.passes``.
     passes: dict[str, Callable[..., Any]] = field(default_factory=dict)
     late: LateKernels | None = None
@@ -176,6 +178,7 @@ def _readers(path: Path) -> dict[str, Any]:
         return {"new_list": new_list}
     use_types = function("use_types", named)
     use_types([Tensor, torch.nn.Parameter])
+    uses_hints = bool(function("use_hints", named, named)(*_sample()))
     count_apart = function("are_apart", ctypes.POINTER(number), number)
 
     def are_apart(numbers: list[int]) -> bool:
@@ -191,6 +194,7 @@ def _readers(path: Path) -> dict[str, Any]:
         "lie_alike": function("lie_alike", number, number),
         "is_uniform": function("is_uniform", number, flag),
         "are_apart": are_apart,
+        "uses_hints": uses_hints,
         "passes": {
             "same_items": function("same_items", named, named),
             "same_members": function("same_members", named, named),
@@ -204,6 +208,15 @@ def _readers(path: Path) -> dict[str, Any]:
             "write_counts": function("write_counts", named, number, result=named),
         },
     }
+
+
+def _sample() -> tuple[Tensor, list[int]]:
+    """A parameter with a gradient, and the addresses of its parts and of a plain tensor: torch tells them in private
+    attributes, which hints compare with what they find."""
+    first, plain, grad = (torch.zeros(1, device="cpu") for _ in range(3))
+    param = torch.nn.Parameter(first)
+    param.grad = grad
+    return param, [param._cdata, plain._cdata, grad._cdata, param.untyped_storage()._cdata]
 
 
 def _register_cpu(library: ctypes.CDLL, namespace: str) -> None:

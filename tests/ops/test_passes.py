@@ -35,6 +35,11 @@ def test_the_library_has_the_passes():
     assert len(ops.extension.passes) > 5
 
 
+def test_the_passes_look_ahead():
+    """Else torch has its objects in another way than csrc/prefetch.h expects, and passes over many tensors are slow."""
+    assert ops.extension.uses_hints
+
+
 def params(count=COUNT):
     return [nn.Parameter(torch.full((3,), float(i))) for i in range(count)]
 
