@@ -38,3 +38,5 @@ napoleon_use_ivar = True
 nitpicky = True
 # Types of others, to whose pages there is nothing here that leads.
 nitpick_ignore_regex = [("py:.*", r"(torch|collections|contextlib|typing)\..*")]
+# What amp passes to the ops, and users do not.
+nitpick_ignore = [("py:class", "ampctx.kernels.ops.ScaleUpdate")]
