@@ -126,10 +126,10 @@ def _unscale_l2norm_and_update_checked(tensors, found_inf, inv_scale, per_tensor
 
 def _update_scale_checked(scale, growth_tracker, hysteresis_tracker, found_inf, *rule):
     op = "update_scale"
-    _reference.require_one_element(scale, f"{op}: scale", (torch.float32,))
+    device = torch.device("cpu") if scale is None else scale.device
+    _reference.check_flag(op, found_inf, "scale", device)
     state = {"scale": scale, "growth_tracker": growth_tracker, "hysteresis_tracker": hysteresis_tracker}
-    _reference.check_scale_state(op, state, "scale", scale.device)
-    _reference.check_flag(op, found_inf, "scale", scale.device)
+    _reference.check_scale_state(op, state, "scale", device)
     _reference.check_scale_rule(op, *rule)
     _reference.update_scale(scale, growth_tracker, hysteresis_tracker, found_inf, *rule)
 
@@ -501,18 +501,11 @@ _number_of = attrgetter("number")
 
 
 def call(op: Any, lists: Sequence[Sequence[Tensor]], *others: Any) -> Any:
-    """Calls an op of ``torch.ops.ampctx``. If one list is a handle, the others become handles too. Lists are read, and
-    those that cannot be go through the dispatcher."""
+    """Calls an op of ``torch.ops.ampctx``. If one list is a handle, the others become handles too."""
     try:
-        known: list[Any]
-        if any(map(isinstance, lists, repeat(HeldTensors))):
-            known = [t if isinstance(t, HeldTensors) else HeldTensors(t) if len(t) else _NO_LIST for t in lists]
-        else:
-            # Lists that are the same, as where an op works in place, are read once.
-            by_list = {id(t): (read(t) if t else _NO_LIST) if type(t) is list else None for t in lists}
-            known = [by_list[id(t)] for t in lists]
-            if not known or None in known:
-                return op.default(*lists, *others)
+        if not any(map(isinstance, lists, repeat(HeldTensors))):
+            return op.default(*lists, *others)
+        known = [t if isinstance(t, HeldTensors) else HeldTensors(t) if len(t) else _NO_LIST for t in lists]
         return op.held(*map(_number_of, known), *others)
     except RuntimeError as error:
         raise_out_of_memory(error)

@@ -84,7 +84,7 @@ class DeviceSkips:
         """Reports counts that have arrived, and starts the next copy. No host sync."""
         if self._counts is None or is_capturing():
             return
-        if self._counts.is_cpu:
+        if self._counts.is_cpu and not self._counts_in_a_row:
             return self._tell(self._counts.tolist())
         if self._copy is None:
             self._copy = _Copy(self._counts)
@@ -128,7 +128,7 @@ class _Copy:
             self.event = torch.cuda.Event()
             self.event.record(torch.cuda.current_stream(counts.device))
         else:
-            self.host = counts.cpu()
+            self.host = counts.to("cpu", copy=True)
 
 
 def is_capturing() -> bool:

@@ -14,7 +14,7 @@ def test_functions_are_found_in_order():
     assert walk.walked(lambda: torch.ones(2).sum()) == []  # none of ampctx
     entries = walk.walked(lambda: ops.multi_tensor_scale([torch.ones(2)], [torch.ones(2)], torch.zeros(()), 2.0))
     assert entries[0] == walk.Entry(0, "kernels/ops.py", "multi_tensor_scale")
-    assert {entry.depth for entry in entries} == {0, 1}
+    assert {entry.depth for entry in entries} >= {0, 1}
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="names of methods have no class before")

@@ -168,7 +168,7 @@ void conversions() {
     for (const DType to : kTypes) {
       List out{Memory(to, in[0].numel())};
       Flag flag;
-      cpu::scale(context(), lists_of({{from, &in}, {to, &out}}), flag, factor(1.0));
+      cpu::scale(context(), lists_of({{from, &in}, {to, &out}}), flag, factor(1.0), nullptr);
       for (int64_t i = 0; i < in[0].numel(); ++i) {
         const float wanted = rounded(in[0].get(i), to);
         expect(same(out[0].get(i), wanted), name_of("conversion", from, to), i, out[0].get(i), wanted);
@@ -183,7 +183,7 @@ void scales() {
     for (const DType to : kTypes) {
       List in = list_of(from), out = list_of(to, false);
       Flag clear, set;
-      cpu::scale(context(), lists_of({{from, &in}, {to, &out}}), clear, factor(0.3));
+      cpu::scale(context(), lists_of({{from, &in}, {to, &out}}), clear, factor(0.3), nullptr);
       for (size_t t = 0; t < in.size(); ++t) {
         for (int64_t i = 0; i < in[t].numel(); ++i) {
           const float wanted = rounded(in[t].get(i) * 0.3f, to);
@@ -191,7 +191,7 @@ void scales() {
         }
       }
       in.back().set(in.back().numel() - 1, std::numeric_limits<float>::infinity());
-      cpu::scale(context(), lists_of({{from, &in}, {to, &out}}), set, factor(0.3));
+      cpu::scale(context(), lists_of({{from, &in}, {to, &out}}), set, factor(0.3), nullptr);
       expect(clear.word == 0 && set.word == 0x3f800000u, name_of("found_inf", from, to), 0, clear.word, set.word);
     }
   }
@@ -199,7 +199,7 @@ void scales() {
   List in{Memory(DType::f16, 8 << 20)}, out{Memory(DType::f32, 8 << 20, false)};
   for (int64_t i = 0; i < in[0].numel(); i += 101) in[0].set(i, random_value());
   Flag flag;
-  cpu::scale(context(), lists_of({{DType::f16, &in}, {DType::f32, &out}}), flag, factor(2.0));
+  cpu::scale(context(), lists_of({{DType::f16, &in}, {DType::f32, &out}}), flag, factor(2.0), nullptr);
   for (int64_t i = 0; i < in[0].numel(); i += 101) {
     expect(out[0].get(i) == in[0].get(i) * 2, "streamed", i, out[0].get(i), in[0].get(i) * 2);
   }
@@ -227,7 +227,7 @@ void norms() {
     float norm = 0;
     Flag clear, set;
     const NormOutputs outputs{&norm, each.data(), workspace.data()};
-    cpu::l2norm(context(), lists, clear, factor(0.5), outputs);
+    cpu::l2norm(context(), lists, clear, factor(0.5), outputs, nullptr);
     double total = 0;
     const auto close = [&](float found, double squares, int64_t elements) {
       const double bound = 4 * std::sqrt(static_cast<double>(elements)) * 0x1p-23;
@@ -242,7 +242,7 @@ void norms() {
     }
     close(norm, total, kSizes.back());
     in[3].set(16, std::nanf(""));
-    cpu::l2norm(context(), lists, set, factor(0.5), outputs);
+    cpu::l2norm(context(), lists, set, factor(0.5), outputs, nullptr);
     expect(clear.word == 0 && set.word == 0x3f800000u, "found_inf of a norm", 0, clear.word, set.word);
   }
 }
