@@ -3,6 +3,7 @@
 Lines of JSON on stdin, ``[name, code]``; for each a line on stdout, ``[exit status, what it wrote to stderr]``.
 """
 
+import faulthandler
 import json
 import os
 import sys
@@ -18,9 +19,9 @@ import ampctx  # noqa: F401 - what a fork need not import again
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 
 
-def _run(name: str, code: str) -> int:
+def _run(name: str, code: str, scope: dict) -> int:
     try:
-        exec(compile(code, name, "exec"), {"__name__": "__main__"})
+        exec(compile(code, name, "exec"), scope)
     except SystemExit as stop:
         return int(stop.code or 0)
     except BaseException:
@@ -39,7 +40,10 @@ def _forked(name: str, code: str) -> tuple[int, str]:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the next blocks are there
             os.dup2(errors.fileno(), 2)
             os.dup2(2, 1)  # and the answers here
-            status = _run(name, code)
+            faulthandler.dump_traceback_later(120, exit=True)
+            # Nothing of the block is freed: gloo's process group joins a thread that may be waiting for the GIL.
+            scope = {"__name__": "__main__"}
+            status = _run(name, code, scope)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)
