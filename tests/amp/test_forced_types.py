@@ -681,6 +681,7 @@ def test_nothing_is_replaced_when_nothing_is_asked_for(session):
 # dynamo looks at the gradient of what it compiles a hook for.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
 # torch 2.11 says so where a kept layer of O1 ends the graph.
+@pytest.mark.full(but=2)
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin `torch.set_autocast_enabled.`")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -200,6 +200,7 @@ def test_nothing_starts_without_time(tmp_path):
     assert part == {"status": NOT_STARTED, "reason": "0 s left, it needs 1"}
 
 
+@pytest.mark.full
 @without_gpu
 def test_a_report_that_is_of_no_use_to_resume_is_kept(tmp_path):
     before = {"facts": {"gpu": "NVIDIA H100"}, "parts": {"facts": {"status": OK}, "exercise": {"status": OK}}}
@@ -320,6 +321,7 @@ def gpu(check, **tools):
     return gpu_steps.GpuCheck(check, facts)
 
 
+@pytest.mark.full
 @without_gpu
 @pytest.mark.skipif("/" in gpu_facts.cuda_tool("compute-sanitizer"), reason="compute-sanitizer is installed here")
 def test_missing_tools_are_lines_of_the_report(check, monkeypatch, tmp_path):
@@ -380,6 +382,7 @@ def test_a_group_out_of_time_still_counts(check, tmp_path):
     assert [name.rpartition("::")[2] for name in part["running"]] == ["test_hangs"]
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize(
     ("code", "status"),
     [
@@ -512,6 +515,7 @@ def _counts_too_far(call):
     return step
 
 
+@pytest.mark.full(but=3)
 @pytest.mark.parametrize(
     ("module", "name", "fault", "told"),
     [

@@ -112,6 +112,7 @@ def test_apex_imported_late_and_uninstalled():
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_freed_without_the_collector(level, optimizer):

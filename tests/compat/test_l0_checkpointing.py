@@ -100,6 +100,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.full(but=60)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("n_losses", [1, 2])
 @pytest.mark.parametrize("order", ["initialize-first", "load-first"])

@@ -46,6 +46,7 @@ def iterate(model, optimizer, scaler, step):
     return loss.detach()
 
 
+@pytest.mark.full(but=4)
 @pytest.mark.parametrize("half_convolutions", [False, True], ids=["fp32", "half-convolutions"])
 @pytest.mark.parametrize(
     "options",

@@ -133,6 +133,7 @@ def test_multiproc_ends_the_others_when_one_fails(in_directory):
     assert multiproc.main([program, "--world-size", "2"]) == 3
 
 
+@pytest.mark.full
 def test_multiproc_without_gpus_starts_one_process(in_directory, capfd):
     assert multiproc.main([script(in_directory, "import sys; print(*sys.argv[1:])")]) == 0
     assert capfd.readouterr().out == "--world-size 1 --rank 0\n"

@@ -114,6 +114,7 @@ def test_what_is_not_there_is_one_line(program, tmp_path, arguments, message):
     assert done.stderr == f"ampctx run: {message}\n"
 
 
+@pytest.mark.full
 def test_errors_of_a_package_go_through(program, tmp_path):
     program("import not_installed", "package/__init__.py")
     done = python("-m", "ampctx", "run", "-m", "package.train", cwd=tmp_path)
@@ -121,12 +122,14 @@ def test_errors_of_a_package_go_through(program, tmp_path):
     assert "ModuleNotFoundError: No module named 'not_installed'" in done.stderr
 
 
+@pytest.mark.full
 def test_run_directory(program, tmp_path):
     path = program(SAYS, "tool/__main__.py").parent
     lines = output(python("-m", "ampctx", "run", path, "x", cwd=ROOT)).splitlines()
     assert lines == [f"__main__ ['x'] {path}", "ampctx.amp.session"]
 
 
+@pytest.mark.full
 def test_run_stdin(tmp_path):
     done = python("-m", "ampctx", "run", "-", "x", cwd=tmp_path, stdin=SAYS)
     assert output(done).splitlines() == ["__main__ ['x'] ", "ampctx.amp.session"]
@@ -169,6 +172,7 @@ def test_path_command_names_the_startup_directory(tmp_path):
     assert output(python("-m", "ampctx", "path", cwd=tmp_path)).strip() == str(STARTUP)
 
 
+@pytest.mark.full
 def test_variable_and_path(program, tmp_path):
     done = python(program(SAYS), cwd=ROOT, AMPCTX_APEX="1", PYTHONPATH=startup_path())
     assert output(done).splitlines()[-1] == "ampctx.amp.session"
@@ -220,6 +224,7 @@ print(amp.__name__, FusedAdam.__module__, transformer.Layer, apex.transformer.La
 """
 
 
+@pytest.mark.full
 def test_modules_of_a_newer_apex_stay_reachable(program, newer_apex):
     path = os.pathsep.join([str(newer_apex), str(ROOT)])
     assert output(python(program(BESIDE), cwd=ROOT, PYTHONPATH=path)) == (

@@ -207,6 +207,7 @@ def bits(printed: str) -> re.Match[str]:
 SMALL_LM = ("--verbosity", 0, "--layers", 1, "--context", 32, "--lr", 0.01)
 
 
+@pytest.mark.full
 def test_char_lm_learns_at_o5(tmp_path):
     arguments = ("--width", 64, "--steps", 120, "--eval-every", 60, "--plot", "lm.png")
     done = run("char_lm.py", "--device", "cpu", *SMALL_LM, *arguments, cwd=tmp_path)

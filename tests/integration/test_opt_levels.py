@@ -78,6 +78,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.full(but=16)
 @pytest.mark.parametrize("max_norm", [None, 0.5], ids=["", "clipped"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])

@@ -57,6 +57,7 @@ def here(monkeypatch, capsys):
 TYPICAL = "test accuracy #% | loss # -> # | loss scale # | skipped steps # of #"
 
 
+@pytest.mark.full
 def test_examples_typical_training_at_o1(tmp_path):
     done = run("typical_training.py", "--device", "cpu", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

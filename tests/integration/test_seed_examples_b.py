@@ -75,6 +75,7 @@ def dcgan(printed: str) -> tuple[list[float], int, list[int], list[float]]:
     return numbers[:4], int(numbers[4]), [int(n) for n in numbers[5:]], [float(s) for s in LOSS_SCALES.findall(printed)]
 
 
+@pytest.mark.full
 def test_dcgan_examples_samples_become_digits_at_o2(tmp_path):
     printed = run(EXAMPLES / "dcgan.py", "--device", "cpu", "--width", 8, "--steps", 150, cwd=tmp_path)
     (samples, untrained, shuffled, seen), drawn, (d_skips, g_skips, steps), scales = dcgan(printed)
@@ -129,6 +130,7 @@ def parallel(printed: str) -> dict[str, tuple[float, str, float, int, int]]:
     return found
 
 
+@pytest.mark.full
 def test_parallel_examples_skip_an_overflow_of_one_rank_on_both(tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
     options = ("--api", "amp", "torch", "--device", "cpu", "--epochs", 2, "--accumulate", 2, "--overflow-at", 3)
@@ -194,6 +196,7 @@ def types(where: str, matmul: str) -> str:
     return f"{where}: {custom}"
 
 
+@pytest.mark.full
 def test_custom_functions_examples_at_o1(tmp_path):
     printed = run(EXAMPLES / "custom_functions.py", "--epochs", 2, cwd=tmp_path)
     found = CUSTOM.search(printed)

@@ -316,6 +316,7 @@ sys.exit(main(["migrate", *sys.argv[1:]]))
 """
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("options", [["--write"], ["--write", "--json"]], ids=["text", "json"])
 def test_a_directory_that_cannot_be_written(options):
     """Root may write anywhere, so that the command then runs as another user."""

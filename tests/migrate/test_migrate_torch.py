@@ -601,6 +601,7 @@ LEFT = {
 }
 
 
+@pytest.mark.full(but=24)
 @pytest.mark.parametrize(("replacements", "reason"), LEFT.values(), ids=LEFT)
 def test_what_is_not_understood_is_left_with_a_reason(tmp_path, replacements, reason):
     source = formed(replacements)

@@ -130,6 +130,7 @@ def test_parameters_are_no_larger_than_the_list_needs(emulation, runtime, tensor
     assert parameter_bytes(emulation, "adam", tensors, **how) <= 4096
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("capturing", [False, True], ids=["", "capturing"])
 @pytest.mark.parametrize("driver", [OLD_DRIVER, FIRST_WITH_MANY_PARAMETERS])
 def test_no_driver_gets_more_parameters_than_it_takes(emulation, runtime, driver, capturing):
@@ -206,6 +207,7 @@ def test_launches(emulation, runtime, most, name):
     assert [launches(n) for n in (161, 400)] == [always, always]
 
 
+@pytest.mark.full(but=4)
 @pytest.mark.parametrize("name", [name for name in LAUNCHES if name not in WITHOUT_LISTS])
 def test_tables_of_both_kinds_give_the_same(runtime, name):
     sizes = [1 + i % 5 for i in range(3000)]

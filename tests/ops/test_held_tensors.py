@@ -85,6 +85,7 @@ def threads(request):
     torch.set_num_threads(before)
 
 
+@pytest.mark.full(but=12)
 @pytest.mark.parametrize("count", [3, 3000])
 @pytest.mark.parametrize(("first", "second"), list(combinations(WRONG, 2)))
 def test_of_two_wrong_arguments_the_first_is_named_wherever_it_is_wrong(threads, count, first, second):

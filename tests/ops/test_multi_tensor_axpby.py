@@ -18,6 +18,7 @@ def assert_combined(out, x, y):
         assert torch.equal(o, combined(s, t, o.dtype)), f"tensor {i}"
 
 
+@pytest.mark.full(but=20)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
 def test_sizes(backend, sizes):
     x, y = backend.randn(sizes, torch.float16), backend.randn(sizes, torch.float32, seed=1)

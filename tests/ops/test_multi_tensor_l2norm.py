@@ -19,6 +19,7 @@ def assert_norms(norm, per_tensor, tensors, inv_scale=1.0):
         assert abs(got - want) <= 4 * math.sqrt(n) * torch.finfo(dtype).eps * want
 
 
+@pytest.mark.full(but=25)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
 def test_sizes(backend, sizes):
     if backend is FULL_BLOCKS:

@@ -59,6 +59,7 @@ def test_formula(backend, flags):
                 torch.testing.assert_close(call[name][i], want, rtol=1e-5, atol=1e-5, msg=name)
 
 
+@pytest.mark.full(but=5)
 @pytest.mark.parametrize("inf_norm", [False, True], ids=["l2", "inf"])
 def test_many_tensors(backend, inf_norm):
     """Several launches of each kernel, with the norms of their own tensors."""

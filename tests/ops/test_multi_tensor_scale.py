@@ -17,6 +17,7 @@ def assert_scaled(dst, src, factor):
         assert torch.equal(d, scaled(s, d.dtype, factor)), f"tensor {i}"
 
 
+@pytest.mark.full(but=20)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
 def test_sizes(backend, sizes):
     src = backend.randn(sizes, torch.float16)
@@ -190,6 +191,7 @@ def test_threads_do_not_change_the_result(backend):
         assert torch.equal(one, two)
 
 
+@pytest.mark.full(but=4)
 @pytest.mark.parametrize("dtypes", combinations(FLOATS, 2), ids=combination_id)
 def test_outputs_larger_than_the_caches(dtypes):
     """They are written past these: whole memory lines, tensors that begin within a line, and one in its own place."""

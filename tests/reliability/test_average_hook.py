@@ -15,6 +15,7 @@ def ranks(tmp_path_factory):
     return run_ranks("reliability/averaging_worker.py", 2, tmp_path_factory.mktemp("ranks") / "rendezvous")
 
 
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize("hook", ["torch", "default", "fp32", "fp32 afterwards", "four", "same type"])
 def test_gradients_near_the_largest_fp16_number_are_averaged(ranks, hook):
     for rank in ranks:

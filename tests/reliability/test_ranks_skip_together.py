@@ -28,6 +28,7 @@ def four(tmp_path_factory):
     return run_ranks("reliability/agreement_worker.py", 4, tmp_path_factory.mktemp("four") / "rendezvous")
 
 
+@pytest.mark.full(but=4)
 @pytest.mark.parametrize("kind", ["plain", "torch-fused", "foreach", "ampctx"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_inf_on_one_rank_skips_on_both(two, level, kind):
