@@ -3,8 +3,8 @@
     .venv/bin/python .ci/clients.py DIRECTORY
 
 DIRECTORY/packages gets the extra test-clients of pyproject.toml. pip installs no dependencies: the list is complete,
-and torchvision would pull a torch with CUDA. DIRECTORY/sources gets the source archive of pytorch-ignite, whose own
-tests run too.
+and torchvision would pull a torch with CUDA. DIRECTORY/sources gets source archives: pytorch-ignite's, whose own tests
+run too, and fairseq's, of which one file is tested.
 """
 
 import shutil
@@ -17,7 +17,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 EXTRA = "test-clients"
-WITH_TESTS = "pytorch-ignite"
+AS_SOURCES = {"pytorch-ignite": "", "fairseq": "==0.12.2"}
 
 
 def listed() -> list[str]:
@@ -43,8 +43,9 @@ def main() -> None:
     shutil.rmtree(target, ignore_errors=True)
     requirements = listed()
     pip("install", "--no-deps", "--target", str(target / "packages"), *requirements)
-    source = next(r for r in requirements if r.startswith(WITH_TESTS))
-    pip("download", "--no-deps", "--no-binary", WITH_TESTS, "--dest", str(target / "sources"), source)
+    for name, version in AS_SOURCES.items():
+        source = next((r for r in requirements if r.startswith(name)), name + version)
+        pip("download", "--no-deps", "--no-binary", name, "--dest", str(target / "sources"), source)
     for archive in (target / "sources").glob("*.tar.gz"):
         with tarfile.open(archive) as opened:
             opened.extractall(target / "sources", filter="data")

@@ -18,6 +18,7 @@ CLIENTS = {
     "test_lightning.py": "pytorch_lightning",
     "test_mmengine.py": "mmengine",
     "test_onnx.py": "onnxruntime",
+    "test_opennmt.py": "onmt",
     "test_recipes.py": "lightning",
     "test_safetensors.py": "safetensors",
     "test_timm.py": "timm",

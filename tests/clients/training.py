@@ -64,6 +64,16 @@ def train(
     return losses, after
 
 
+def step_alike(optimizers: Iterable[tuple[nn.Module, torch.optim.Optimizer]], steps: int = 5) -> None:
+    """Steps equal models on equal gradients, none of which is small beside Adam's eps."""
+    for seed in range(steps):
+        for model, optimizer in optimizers:
+            generator = torch.Generator().manual_seed(seed)
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+            optimizer.step()
+
+
 def scale() -> float:
     return amp.state_dict()["loss_scaler0"]["loss_scale"]
 

@@ -37,6 +37,19 @@ def _of_scaler(name: str) -> Any:
     return property(get, set_)
 
 
+class _Absent:
+    """What apex's class has not, though that of fp16_utils has: programs ask for it with ``hasattr``."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, optimizer: Any, owner: type | None = None) -> Any:
+        raise AttributeError(
+            f"apex.contrib.optimizers.FP16_Optimizer has no {self._name}, as it unscales in step(): give FusedAdam "
+            "max_grad_norm, or use apex.fp16_utils.FP16_Optimizer"
+        )
+
+
 class FP16_Optimizer(fp16_optimizer.FP16_Optimizer):
     """Steps fp32 masters of an optimizer's 16-bit parameters, and scales the loss.
 
@@ -55,6 +68,10 @@ class FP16_Optimizer(fp16_optimizer.FP16_Optimizer):
     last_overflow_iter = _of_scaler("last_overflow_iter")
     scale_factor = _of_scaler("scale_factor")
     scale_window = _of_scaler("scale_window")
+
+    update_master_grads: Any = _Absent()
+    clip_master_grads: Any = _Absent()
+    inspect_master_grad_data: Any = _Absent()
 
     def _new_scaler(self, static: float, dynamic_arguments: Mapping[str, Any] | None) -> Any:
         if not self.dynamic_loss_scale:
@@ -103,16 +120,10 @@ class FP16_Optimizer(fp16_optimizer.FP16_Optimizer):
             raise AmpNotImplementedError(
                 "apex.contrib.optimizers.FP16_Optimizer.step() takes no closure: use apex.fp16_utils.FP16_Optimizer"
             )
-        self.update_master_grads()
+        super().update_master_grads()
         result = super().step()
         self._masters.drop_master_grads()
         return result
-
-    def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Any:
-        raise AmpNotImplementedError(
-            "apex.contrib.optimizers.FP16_Optimizer unscales in step(), and has no gradients to clip before: give "
-            "FusedAdam max_grad_norm, or use apex.fp16_utils.FP16_Optimizer"
-        )
 
     def state_dict(self) -> dict[str, Any]:
         """In apex's format: the scale's numbers, and "fp32_groups", the stepped parameters by group."""
