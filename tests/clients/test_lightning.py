@@ -5,7 +5,9 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.plugins import ApexMixedPrecisionPlugin
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from training import FIRST_SCALE, LEVELS, assert_same_weights, batches, loss_of, mlp, scale, train
+from training import FIRST_SCALE, LEVELS, assert_same_weights, batches, loss_of, mlp, scale, train, weights
+
+from ampctx import amp
 
 LR = 0.1
 
@@ -97,6 +99,45 @@ def test_manual_optimization(level):
     model = ManualModule()
     fit(model, data, level)
     assert_same_weights(model.net, after)
+
+
+def halves(model):
+    return [torch.optim.SGD(part.parameters(), lr=LR, momentum=0.9) for part in (model[:2], model[3])]
+
+
+class TwoOptimizers(ManualModule):
+    def configure_optimizers(self):
+        return halves(self.net)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = loss_of(self(x), y)
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+        return loss
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("overflow_at", [None, 3])
+def test_manual_optimization_with_two_optimizers(level, overflow_at):
+    data = batches(12, overflow_at)
+    expected, optimizers = amp.initialize(model := mlp(), halves(model), opt_level=level, verbosity=0)
+    for x, y in data:
+        with amp.scale_loss(loss_of(expected(x), y), optimizers) as scaled_loss:
+            scaled_loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    after, last = weights(expected), scale()
+    amp.reset()
+    model = TwoOptimizers()
+    fit(model, data, level)
+    assert_same_weights(model.net, after)
+    assert model.scales[-1] == last == (FIRST_SCALE if overflow_at is None else FIRST_SCALE / 2)
 
 
 @pytest.mark.parametrize("level", LEVELS)
