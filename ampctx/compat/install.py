@@ -1,4 +1,4 @@
-"""Makes ``apex``, ``amp_C`` and ``apex_C`` importable, and undoes it.
+"""Makes ``apex`` and the top-level names of its extensions importable, and undoes it.
 
 The modules are files in ``modules/`` under apex's names. Modules that ampctx lacks come from an installed apex: its
 directories come second in the ``__path__`` of each package.
@@ -18,11 +18,8 @@ from types import ModuleType
 from typing import Any
 
 from ampctx import AmpError, AmpNotImplementedError
-from ampctx.compat.distribution import ApexDistribution
+from ampctx.compat.distribution import MODULES, ROOTS, ApexDistribution
 from ampctx.compat.names import NAMES, refusal
-
-MODULES = Path(__file__).resolve().parent / "modules"
-ROOTS = ("apex", "amp_C", "apex_C")
 
 
 class _ServedFinder(DistributionFinder):
@@ -103,7 +100,7 @@ def is_ours(module: ModuleType) -> bool:
 
 
 def install_apex() -> None:
-    """Makes ``apex``, ``amp_C``, ``apex_C`` and their submodules importable in this process.
+    """Makes ``apex``, its submodules and extensions such as ``amp_C`` importable in this process.
 
     Call it before the first ``import apex``. It imports none of these modules. Further calls do nothing.
 

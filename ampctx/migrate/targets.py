@@ -13,8 +13,6 @@ from ampctx.compat import names
 from ampctx.compat.install import MODULES
 from ampctx.compat.names import Name
 
-APEX_ROOTS = ("apex", "amp_C", "apex_C")
-
 
 class Row(NamedTuple):
     """The table row of a name: ``apex.amp._amp_state.x`` without a row of its own has ``apex.amp._amp_state``'s.
