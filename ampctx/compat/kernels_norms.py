@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -48,25 +48,24 @@ class _Rows(NamedTuple):
         return t.reshape(self.rows, 1).to(self.dtype)
 
 
-def _rows(op: str, name: str, t: Tensor, normalized_shape: Shape, weight: Tensor | None, bias: Tensor | None) -> _Rows:
+def _rows(op: str, name: str, t: Tensor, normalized_shape: Shape, parameters: Mapping[str, Tensor]) -> _Rows:
     check_tensor(op, name, t, dtypes=_FLOATING)
     shape = _checked_shape(op, name, t, normalized_shape)
-    dtypes = [torch.float32, t.dtype]
-    for parameter, value in (("weight", weight), ("bias", bias)):
-        if value is not None:
-            check_tensor(op, parameter, value, dtypes=_FLOATING, shape=shape, beside=(name, t))
-            dtypes.append(value.dtype)
+    for parameter, value in parameters.items():
+        check_tensor(op, parameter, value, dtypes=_FLOATING, shape=shape, beside=(name, t))
+    dtypes = [torch.float32, t.dtype, *(value.dtype for value in parameters.values())]
     return _Rows(
         shape, math.prod(t.shape[: -len(shape)]), math.prod(shape), functools.reduce(torch.promote_types, dtypes)
     )
 
 
 def _normed(
-    op: str, input: Tensor, shape: Shape, weight: Tensor | None, bias: Tensor | None, eps: float,
-    dtype: torch.dtype, centers: bool,
+    op: str, input: Tensor, shape: Shape, parameters: Mapping[str, Tensor], eps: float, *,
+    centers: bool, of_weight: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output, mean and inverse deviation."""
-    rows = _rows(op, "input", input, shape, weight, bias)
+    """Output, of the type of ``weight`` or of ``input``, mean and inverse deviation."""
+    rows = _rows(op, "input", input, shape, parameters)
+    weight, bias = parameters.get("weight"), parameters.get("bias")
     with without_autocast(input):
         x = rows.of(input)
         mean = x.mean(1, keepdim=True) if centers else x.new_zeros(rows.rows, 1)
@@ -78,15 +77,17 @@ def _normed(
         if bias is not None:
             x = x + rows.parameter(bias)
         kept = torch.promote_types(input.dtype, torch.float32)
+        dtype = weight.dtype if of_weight and weight is not None else input.dtype
         return x.to(dtype).reshape(input.shape), mean.flatten().to(kept), invvar.flatten().to(kept)
 
 
 def _grads(
     op: str, dout: Tensor, mean: Tensor | None, invvar: Tensor, input_or_output: Tensor, shape: Shape,
-    weight: Tensor | None, bias: Tensor | None, eps: float, memory_efficient: bool, centers: bool,
+    parameters: Mapping[str, Tensor], eps: float, memory_efficient: bool, *, centers: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """The gradients of input, weight and bias."""
-    rows = _rows(op, "input_or_output", input_or_output, shape, weight, bias)
+    rows = _rows(op, "input_or_output", input_or_output, shape, parameters)
+    weight, bias = parameters.get("weight"), parameters.get("bias")
     beside = ("input_or_output", input_or_output)
     check_tensor(op, "dout", dout, dtypes=_FLOATING, shape=input_or_output.shape, beside=beside)
     check_tensor(op, "invvar", invvar, dtypes=_FLOATING, shape=(rows.rows,), beside=beside)
@@ -128,14 +129,14 @@ def forward(input: Tensor, normalized_shape: Shape, eps: float) -> tuple[Tensor,
     Raises:
         AmpTypeError, AmpValueError: another dtype, shape or device, with the name of the argument.
     """
-    return _normed("forward", input, normalized_shape, None, None, eps, input.dtype, centers=True)
+    return _normed("forward", input, normalized_shape, {}, eps, centers=True)
 
 
 def forward_affine(
     input: Tensor, normalized_shape: Shape, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``forward`` times ``weight`` plus ``bias``, both [normalized_shape] and of any floating type."""
-    return _normed("forward_affine", input, normalized_shape, weight, bias, eps, input.dtype, centers=True)
+    return _normed("forward_affine", input, normalized_shape, {"weight": weight, "bias": bias}, eps, centers=True)
 
 
 def forward_affine_mixed_dtypes(
@@ -143,7 +144,7 @@ def forward_affine_mixed_dtypes(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``forward_affine`` with an output of the type of ``weight``."""
     op = "forward_affine_mixed_dtypes"
-    return _normed(op, input, normalized_shape, weight, bias, eps, weight.dtype, centers=True)
+    return _normed(op, input, normalized_shape, {"weight": weight, "bias": bias}, eps, centers=True, of_weight=True)
 
 
 def backward(
@@ -164,7 +165,7 @@ def backward(
         AmpTypeError, AmpValueError: another dtype, shape or device, with the name of the argument.
     """
     return _grads(
-        "backward", dout, mean, invvar, input_or_output, normalized_shape, None, None, eps, memory_efficient,
+        "backward", dout, mean, invvar, input_or_output, normalized_shape, {}, eps, memory_efficient,
         centers=True,
     )[0]  # fmt: skip
 
@@ -178,19 +179,19 @@ def backward_affine(
     With ``memory_efficient`` a weight nearer to 0 than ``eps`` counts as ``eps``. Arguments as in ``backward``.
     """
     return _grads(
-        "backward_affine", dout, mean, invvar, input_or_output, normalized_shape, weight, bias, eps,
+        "backward_affine", dout, mean, invvar, input_or_output, normalized_shape, {"weight": weight, "bias": bias}, eps,
         memory_efficient, centers=True,
     )  # fmt: skip
 
 
 def rms_forward(input: Tensor, normalized_shape: Shape, eps: float) -> tuple[Tensor, Tensor]:
     """RMS norm, as ``forward`` for layer norm. Returns the output and 1 / root mean square of each row."""
-    return _normed("rms_forward", input, normalized_shape, None, None, eps, input.dtype, centers=False)[::2]
+    return _normed("rms_forward", input, normalized_shape, {}, eps, centers=False)[::2]
 
 
 def rms_forward_affine(input: Tensor, normalized_shape: Shape, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``rms_forward`` times ``weight``, [normalized_shape] and of any floating type."""
-    return _normed("rms_forward_affine", input, normalized_shape, weight, None, eps, input.dtype, centers=False)[::2]
+    return _normed("rms_forward_affine", input, normalized_shape, {"weight": weight}, eps, centers=False)[::2]
 
 
 def rms_forward_affine_mixed_dtypes(
@@ -198,7 +199,7 @@ def rms_forward_affine_mixed_dtypes(
 ) -> tuple[Tensor, Tensor]:
     """``rms_forward_affine`` with an output of the type of ``weight``."""
     op = "rms_forward_affine_mixed_dtypes"
-    return _normed(op, input, normalized_shape, weight, None, eps, weight.dtype, centers=False)[::2]
+    return _normed(op, input, normalized_shape, {"weight": weight}, eps, centers=False, of_weight=True)[::2]
 
 
 def rms_backward(
@@ -207,7 +208,7 @@ def rms_backward(
 ) -> Tensor:  # fmt: skip
     """The gradient of ``rms_forward``'s input. Arguments as in ``backward``."""
     return _grads(
-        "rms_backward", dout, None, invvar, input_or_output, normalized_shape, None, None, eps, memory_efficient,
+        "rms_backward", dout, None, invvar, input_or_output, normalized_shape, {}, eps, memory_efficient,
         centers=False,
     )[0]  # fmt: skip
 
@@ -218,6 +219,6 @@ def rms_backward_affine(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The gradients of input and weight of ``rms_forward_affine``. Arguments as in ``backward_affine``."""
     return _grads(
-        "rms_backward_affine", dout, None, invvar, input_or_output, normalized_shape, weight, None, eps,
+        "rms_backward_affine", dout, None, invvar, input_or_output, normalized_shape, {"weight": weight}, eps,
         memory_efficient, centers=False,
     )[:2]  # fmt: skip

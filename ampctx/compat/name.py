@@ -9,9 +9,13 @@ class Name(NamedTuple):
     """One apex name.
 
     ``status``: "supported" works as in apex; "adapted" differs as ``note`` says; "refused" raises, and ``note`` names
-    the replacement; "missing" is not there, and an installed apex may have it. ``target``: the same object, or an equivalent torch function, under its ampctx or torch name. None
-    if only the apex name reaches it; ``note`` may then name a newer alternative. ``at_import``: a refused name raises
-    when it is imported, not when it is called: programs look for it there, and have another way.
+    the replacement; "missing" is not there, unless an installed apex has it.
+
+    ``target``: the same object, or an equivalent torch function, under its ampctx or torch name. None if only the apex
+    name reaches it; ``note`` may then name a newer alternative.
+
+    ``at_import``: a refused name raises when it is imported, not when it is called. Programs probe for such a name, and
+    do without it.
     """
 
     status: Literal["supported", "adapted", "refused", "missing"]
