@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from ampctx import AmpNotImplementedError
+from ampctx import AmpNotImplementedError, AmpValueError
 from ampctx.compat.arguments import check_tensor
 from ampctx.compat.doors import Call, Number, TensorLists
 from ampctx.compat.installed import attribute_of
@@ -64,7 +64,11 @@ def _step(
             f"{op}: mode 0 (eps_inside_sqrt=True) is not supported by ampctx: pass mode 1, which adds eps to the root"
         )
     options = numbers(call, beta1=beta1, beta2=beta2, eps=eps, weight_decay=decay)
-    rate, number = call.number("lr", lr), call.number("step", step)
+    rate, number, scale = call.number("lr", lr), call.number("step", step), call.number("grad_scale", grad_scale)
+    if not number >= 1:
+        raise AmpValueError(f"{op}: step is {number}, expected the number of this step, from 1")
+    if not scale > 0:
+        raise AmpValueError(f"{op}: grad_scale is {scale:g}, expected a number > 0")
     if bias_correction:
         rate *= math.sqrt(1 - options["beta2"] ** number) / (1 - options["beta1"] ** number)
     lists = {"params": call["p"], "exp_avgs": call["m"], "exp_avg_sqs": call["v"], "grads": call["g"]}
@@ -72,8 +76,7 @@ def _step(
         lists["extras"] = call["p_copy"]
     # Uncorrected, the op has this formula, with a rate that holds both corrections.
     options |= {"adam_w_mode": True, "bias_correction": False, "lr": rate}
-    inv_scale = 1.0 / call.number("grad_scale", grad_scale)
-    run_op("adam", call, lists, number, call.no_flag(), inv_scale=inv_scale, **options)
+    run_op("adam", call, lists, number, call.no_flag(), inv_scale=1.0 / scale, **options)
 
 
 __getattr__ = attribute_of(__name__)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ampctx import AmpValueError
 from ampctx.compat.arguments import check_tensor, without_autocast
@@ -43,11 +44,12 @@ def forward(logits: Tensor, labels: Tensor, smoothing: float, half_to_float: boo
     index = _checked("forward", logits, labels)
     with without_autocast(logits):
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        log_sum = wide.logsumexp(1)
-        losses = log_sum - (1.0 - smoothing) * wide.gather(1, index).squeeze(1)
+        # Not the logits less log_sum, which cancels where they are large.
+        log_probabilities = F.log_softmax(wide, dim=1)
+        losses = (smoothing - 1.0) * log_probabilities.gather(1, index).squeeze(1)
         if smoothing:
-            losses = losses - smoothing * wide.mean(1)
-        return losses.masked_fill(labels < 0, 0.0), log_sum
+            losses = losses - smoothing * log_probabilities.mean(1)
+        return losses.masked_fill(labels < 0, 0.0), wide.logsumexp(1)
 
 
 @torch.no_grad()
