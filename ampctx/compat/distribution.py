@@ -6,10 +6,14 @@ from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Any
 
+MODULES = Path(__file__).resolve().parent / "modules"
+# The top-level names of apex: the package and its compiled extensions.
+ROOTS = tuple(sorted(path.stem for path in MODULES.iterdir() if not path.name.startswith(("_", "."))))
+
 # The version in every apex source tree.
 FILES = {
     "METADATA": "Metadata-Version: 2.1\nName: apex\nVersion: 0.1\nSummary: apex's module names, provided by ampctx\n",
-    "top_level.txt": "apex\namp_C\napex_C\n",
+    "top_level.txt": "".join(f"{name}\n" for name in ROOTS),
 }
 
 
@@ -20,4 +24,4 @@ class ApexDistribution(Distribution):
         return FILES.get(filename)
 
     def locate_file(self, path: Any) -> Path:
-        return Path(__file__).parent / "modules" / path
+        return MODULES / path

@@ -1,4 +1,4 @@
-"""Makes ``apex``, ``amp_C`` and ``apex_C`` importable, and undoes it.
+"""Makes ``apex`` and the top-level names of its extensions importable, and undoes it.
 
 The modules are files in ``modules/`` under apex's names. Modules that ampctx lacks come from an installed apex: its
 directories come second in the ``__path__`` of each package.
@@ -10,19 +10,17 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
-from ampctx import AmpError, AmpNotImplementedError
-from ampctx.compat.distribution import ApexDistribution
-from ampctx.compat.names import NAMES, refusal
-
-MODULES = Path(__file__).resolve().parent / "modules"
-ROOTS = ("apex", "amp_C", "apex_C")
+from ampctx import AmpError, AmpNotImplementedError, AmpValueError
+from ampctx.compat.distribution import MODULES, ROOTS, ApexDistribution
+from ampctx.compat.names import NAMES, is_refused_at_import, refusal
 
 
 class _ServedFinder(DistributionFinder):
@@ -41,14 +39,28 @@ class _ServedFinder(DistributionFinder):
         return [ApexDistribution()] if name is None or name.lower() == "apex" else []
 
 
+class ApexImportError(AmpNotImplementedError, ModuleNotFoundError):
+    """The import of an apex module that ampctx does not support."""
+
+
 class _RefusedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Last in ``sys.meta_path``: unsupported apex modules can be imported; calls into them raise."""
+    """Last in ``sys.meta_path``: raises for unsupported apex modules, or makes modules whose members raise when called.
+
+    ``at_call``: the latter for all of them; else for those that programs import without a need.
+    """
+
+    def __init__(self, at_call: bool) -> None:
+        self.at_call = at_call
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if not fullname.startswith("apex.") or refusal(fullname) is None:
+        message = refusal(fullname) if fullname.startswith("apex.") else None
+        if message is None:
             return None
+        if is_refused_at_import(fullname) and not self.at_call:
+            # Without its name attribute: "from apex import transformer" would drop an error that has it.
+            raise ApexImportError(message)
         parent, _, name = fullname.rpartition(".")
         above = sys.modules.get(parent)
         # A refused class is no module: a module of its name would replace it on the package.
@@ -102,13 +114,19 @@ def is_ours(module: ModuleType) -> bool:
     return isinstance(getattr(spec, "loader", None), _RefusedFinder) or Path(origin).is_relative_to(MODULES)
 
 
-def install_apex() -> None:
-    """Makes ``apex``, ``amp_C``, ``apex_C`` and their submodules importable in this process.
+def install_apex(refuse: Literal["import", "call"] | None = None) -> None:
+    """Makes ``apex``, its submodules and extensions such as ``amp_C`` importable in this process.
 
     Call it before the first ``import apex``. It imports none of these modules. Further calls do nothing.
 
+    Args:
+        refuse: "import" raises ApexImportError, an ImportError, for modules that ampctx lacks and programs probe for,
+            such as apex.transformer. "call" lets all of these be imported; their members raise when they are called.
+            The default is the environment variable AMPCTX_APEX_REFUSE, and "import" without it.
+
     Raises:
         AmpError: another apex is already imported.
+        AmpValueError: another value of ``refuse``.
 
     Example::
 
@@ -117,6 +135,10 @@ def install_apex() -> None:
     """
     if _finders:
         return
+    when = refuse or os.environ.get("AMPCTX_APEX_REFUSE") or "import"
+    if when not in ("import", "call"):
+        source = "AMPCTX_APEX_REFUSE" if refuse is None else "refuse"
+        raise AmpValueError(f"install_apex: {source} is {when!r}, expected 'import' or 'call'")
     for name in ROOTS:
         module = sys.modules.get(name)
         if module is not None and not is_ours(module):
@@ -124,7 +146,7 @@ def install_apex() -> None:
                 f"{name} is already imported, from {getattr(module, '__file__', None)}. Call "
                 "ampctx.compat.install_apex() before anything imports apex, or start the program with 'ampctx run'."
             )
-    _finders.extend([_ServedFinder(), _RefusedFinder()])
+    _finders.extend([_ServedFinder(), _RefusedFinder(at_call=when == "call")])
     sys.meta_path.insert(0, _finders[0])
     sys.meta_path.append(_finders[1])
     importlib.invalidate_caches()
@@ -152,4 +174,14 @@ def uninstall_apex() -> None:
         del sys.modules[name]
 
 
-__all__ = ["MODULES", "NAMES", "ROOTS", "at_uninstall", "install_apex", "is_ours", "refused", "uninstall_apex"]
+__all__ = [
+    "MODULES",
+    "NAMES",
+    "ROOTS",
+    "ApexImportError",
+    "at_uninstall",
+    "install_apex",
+    "is_ours",
+    "refused",
+    "uninstall_apex",
+]

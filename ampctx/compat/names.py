@@ -7,20 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal, NamedTuple
 
-
-class Name(NamedTuple):
-    """One apex name.
-
-    ``status``: "supported" works as in apex; "adapted" differs as ``note`` says; "refused" raises, and ``note`` names
-    the replacement. ``target``: the same object, or an equivalent torch function, under its ampctx or torch name. None
-    if only the apex name reaches it; ``note`` may then name a newer alternative.
-    """
-
-    status: Literal["supported", "adapted", "refused"]
-    target: str | None = None
-    note: str = ""
+from ampctx.compat.name import Name, below
+from ampctx.compat.names_layers import EXTENSIONS, LAYERS, MISSING
 
 
 def _all(module: str, names: str, entry: Name) -> dict[str, Name]:
@@ -182,13 +171,6 @@ AMP: dict[str, Name] = {
 }
 
 
-def _below(
-    prefix: str, names: str, status: Literal["supported", "adapted", "refused"], note: str = ""
-) -> dict[str, Name]:
-    """Entries for ``prefix`` names without a target."""
-    return {f"{prefix}.{name}": Name(status, None, note) for name in names.split()}
-
-
 _FUSED = {
     "FusedAdam": "fused_adam",
     "FusedSGD": "fused_sgd",
@@ -242,10 +224,10 @@ OPTIMIZERS: dict[str, Name] = {
 }
 for _name in _FUSED:
     _prefix = f"apex.optimizers.{_name}"
-    OPTIMIZERS.update(_below(_prefix, _FUSED_ATTRIBUTES[_name], "supported"))
-    OPTIMIZERS.update(_below(_prefix, "set_grad_none", "supported"))
-    OPTIMIZERS.update(_below(_prefix, "_dummy_overflow_buf", "adapted", "A flag that stays 0; nothing reads it."))
-    OPTIMIZERS.update(_below(_prefix, _FUSED_KERNELS[_name], "refused", "Call the function of amp_C."))
+    OPTIMIZERS.update(below(_prefix, _FUSED_ATTRIBUTES[_name], "supported"))
+    OPTIMIZERS.update(below(_prefix, "set_grad_none", "supported"))
+    OPTIMIZERS.update(below(_prefix, "_dummy_overflow_buf", "adapted", "A flag for programs: step does not read it."))
+    OPTIMIZERS.update(below(_prefix, _FUSED_KERNELS[_name], "supported", "From the import of apex.optimizers on."))
     OPTIMIZERS[f"{_prefix}.zero_grad"] = Name("supported", f"ampctx.optimizers.{_name}.zero_grad")
     OPTIMIZERS[f"{_prefix}.step"] = Name("supported", f"ampctx.optimizers.{_name}.step")
 
@@ -255,13 +237,13 @@ OPTIMIZERS |= {
     "apex.contrib.optimizers.FP16_Optimizer": _OLD_FP16_OPTIMIZER,
     "apex.contrib.optimizers.fp16_optimizer": Name("supported"),
     "apex.contrib.optimizers.fp16_optimizer.FP16_Optimizer": _OLD_FP16_OPTIMIZER,
-    **_below(
+    **below(
         "apex.contrib.optimizers.FP16_Optimizer",
         "optimizer fp16_groups fp32_groups loss_scale dynamic_loss_scale cur_scale cur_iter last_overflow_iter "
         "scale_factor scale_window verbose state param_groups zero_grad backward step state_dict load_state_dict",
         "supported",
     ),
-    **_below(
+    **below(
         "apex.contrib.optimizers.FP16_Optimizer",
         "overflow_buf multi_tensor_l2norm _update_scale",
         "refused",
@@ -287,10 +269,16 @@ for _module in ("apex.contrib.optimizers", "apex.contrib.optimizers.fused_lamb")
         None,
         "max_grad_norm is against the norm of all groups together. For new code: ampctx.optimizers.FusedLAMB.",
     )
-OPTIMIZERS |= _below("apex.contrib.optimizers", "fused_adam fused_sgd fused_lamb", "supported")
-for _name in ("DistributedFusedAdam", "DistributedFusedLAMB", "distributed_fused_adam", "distributed_fused_lamb"):
-    OPTIMIZERS[f"apex.contrib.optimizers.{_name}"] = _SHARDED
-for _name in ("distributed_fused_adam_v2", "distributed_fused_adam_v3"):
+OPTIMIZERS |= below("apex.contrib.optimizers", "fused_adam fused_sgd fused_lamb", "supported")
+# Programs probe for DistributedFusedAdam. They import the others whether or not they use them.
+for _name in ("DistributedFusedAdam", "distributed_fused_adam"):
+    OPTIMIZERS[f"apex.contrib.optimizers.{_name}"] = _SHARDED._replace(at_import=True)
+for _name in (
+    "DistributedFusedLAMB",
+    "distributed_fused_lamb",
+    "distributed_fused_adam_v2",
+    "distributed_fused_adam_v3",
+):
     OPTIMIZERS[f"apex.contrib.optimizers.{_name}"] = _SHARDED
 
 _MTA = "ampctx.multi_tensor_apply"
@@ -376,101 +364,16 @@ PARALLEL: dict[str, Name] = {
     ),
 }
 
-LAYERS: dict[str, Name] = {
-    "apex.normalization": Name("supported"),
-    **{
-        f"apex.normalization{module}.{name}": entry
-        for module in ("", ".fused_layer_norm")
-        for name, entry in {
-            "FusedLayerNorm": Name("supported", None, "torch.nn.LayerNorm, whose output is fp32 under autocast"),
-            "FusedRMSNorm": Name("supported", None, "torch.nn.RMSNorm, with eps=1e-5 where none is given"),
-            "MixedFusedLayerNorm": Name("supported", None, "torch.nn.LayerNorm, and .to(weight.dtype)"),
-            "MixedFusedRMSNorm": Name("supported", None, "torch.nn.RMSNorm with eps=1e-5, and .to(weight.dtype)"),
-        }.items()
-    },
-    **{
-        f"apex.normalization.fused_layer_norm.{name}": Name("supported", None, f"torch.nn.functional.{target}")
-        for target, names in {
-            "layer_norm": (
-                "fused_layer_norm",
-                "fused_layer_norm_affine",
-                "mixed_dtype_fused_layer_norm_affine",
-                "FusedLayerNormFunction",
-                "FusedLayerNormAffineFunction",
-                "FusedLayerNormAffineMixedDtypesFunction",
-            ),
-            "rms_norm": (
-                "fused_rms_norm",
-                "fused_rms_norm_affine",
-                "mixed_dtype_fused_rms_norm_affine",
-                "manual_rms_norm",
-                "FusedRMSNormFunction",
-                "FusedRMSNormAffineFunction",
-                "FusedRMSNormAffineMixedDtypesFunction",
-            ),
-        }.items()
-        for name in names
-    },
-    **{
-        f"{module}.{name}": Name("supported", None, "torch.nn.Linear and torch.nn.ReLU or Sigmoid")
-        for module in ("apex.mlp", "apex.mlp.mlp")
-        for name in ("MLP", "MlpFunction", "mlp_function")
-    },
-    **{
-        f"{module}.{name}": entry
-        for module in ("apex.fused_dense", "apex.fused_dense.fused_dense")
-        for name, entry in {
-            "FusedDense": Name(
-                "adapted",
-                None,
-                "Initializes its parameters; apex left them uninitialized. For new code: torch.nn.Linear.",
-            ),
-            "FusedDenseGeluDense": Name(
-                "adapted",
-                None,
-                "Initializes its parameters; apex left them uninitialized. "
-                "For new code: torch.nn.Linear, torch.nn.GELU(approximate='tanh'), torch.nn.Linear.",
-            ),
-            "FusedDenseFunc": Name("supported", None, "torch.nn.functional.linear"),
-            "DenseNoBiasFunc": Name("supported", None, "torch.nn.functional.linear"),
-            "FusedDenseGeluDenseFunc": Name("supported", None, "torch.nn.functional.linear and gelu"),
-            "_fused_dense": Name("supported", "torch.nn.functional.linear"),
-            "_dense_no_bias": Name("supported", "torch.nn.functional.linear"),
-            "_fused_dense_gelu_dense": Name("supported", None, "torch.nn.functional.linear and gelu"),
-        }.items()
-    },
-    "apex.contrib.clip_grad.clip_grad_norm_": Name("supported", "ampctx.clip_grad_norm_"),
-    "apex.contrib.clip_grad.clip_grad.clip_grad_norm_": Name("supported", "ampctx.clip_grad_norm_"),
-    **{
-        f"apex.contrib.xentropy{module}.SoftmaxCrossEntropyLoss": Name(
-            "supported",
-            None,
-            "torch.nn.functional.cross_entropy(logits.float(), labels, reduction='none', ignore_index=padding_idx, "
-            "label_smoothing=smoothing)",
-        )
-        for module in ("", ".softmax_xentropy")
-    },
-    **{
-        f"apex.contrib.layer_norm.{name}": Name("supported", None, "torch.nn.LayerNorm, and .to(weight.dtype)")
-        for name in (
-            "FastLayerNorm",
-            "layer_norm.FastLayerNorm",
-            "layer_norm.FastLayerNormFN",
-            "layer_norm._fast_layer_norm",
-        )
-    },
-}
-
 FP16_UTILS: dict[str, Name] = {
     "apex.fp16_utils": Name("supported"),
-    **_below("apex.fp16_utils", "fp16util fp16_optimizer loss_scaler", "supported"),
+    **below("apex.fp16_utils", "fp16util fp16_optimizer loss_scaler", "supported"),
 }
 _NO_WARNING = "Without a deprecation warning."
 for _prefix in ("apex.fp16_utils", "apex.fp16_utils.fp16util"):
-    FP16_UTILS |= _below(
+    FP16_UTILS |= below(
         _prefix, "tofp16 BN_convert_float network_to_half convert_module master_params_to_model_params", "supported"
     )
-    FP16_UTILS |= _below(_prefix, "to_python_float", "supported")
+    FP16_UTILS |= below(_prefix, "to_python_float", "supported")
     FP16_UTILS |= {
         f"{_prefix}.clip_grad_norm": Name("supported", "ampctx.clip_grad_norm_"),
         f"{_prefix}.FP16Model": Name("adapted", None, _NO_WARNING),
@@ -494,12 +397,12 @@ for _prefix in ("apex.fp16_utils", "apex.fp16_utils.loss_scaler"):
             "calls.",
         ),
     }
-    FP16_UTILS |= _below(
+    FP16_UTILS |= below(
         f"{_prefix}.LossScaler",
         "cur_scale loss_scale has_overflow update_scale scale_gradient backward _has_inf_or_nan",
         "supported",
     )
-    FP16_UTILS |= _below(
+    FP16_UTILS |= below(
         f"{_prefix}.DynamicLossScaler",
         "cur_scale cur_iter last_overflow_iter scale_factor scale_window loss_scale has_overflow update_scale "
         "scale_gradient backward _has_inf_or_nan",
@@ -512,41 +415,42 @@ for _prefix in ("apex.fp16_utils.FP16_Optimizer", "apex.fp16_utils.fp16_optimize
         "Any device; bf16 parameters get masters, others are stepped directly; logs where apex printed "
         '(logger "ampctx"). New code: ampctx.amp.initialize(opt_level="O2").',
     )
-    FP16_UTILS |= _below(
+    FP16_UTILS |= below(
         _prefix,
         "optimizer loss_scaler loss_scale overflow first_closure_call_this_step dynamic_loss_scale verbose state "
         "param_groups clip_grad_norm zero_grad backward step clip_master_grads state_dict load_state_dict "
         "_master_params_to_model_params",
         "supported",
     )
-    FP16_UTILS |= _below(
+    FP16_UTILS |= below(
         _prefix,
         "fp16_groups fp32_from_fp16_groups fp32_from_fp32_groups all_fp16_params all_fp32_from_fp16_params "
         "all_fp32_from_fp32_params",
         "adapted",
         "Rebuilt from optimizer.param_groups on each access.",
     )
-    FP16_UTILS |= _below(
+    FP16_UTILS |= below(
         _prefix, "update_master_grads", "adapted", "A parameter without a gradient gives its master none."
     )
-    FP16_UTILS |= _below(_prefix, "inspect_master_grad_data", "adapted", "Logs where apex printed.")
+    FP16_UTILS |= below(_prefix, "inspect_master_grad_data", "adapted", "Logs where apex printed.")
 
 
 def _refused(note: str, still_in_apex: bool = False) -> Name:
+    """``still_in_apex``: of apex after 2021. An apex without the module's extension refuses the import, too."""
     beside = " If an NVIDIA apex with this module is installed too, the module comes from there."
-    return Name("refused", None, f"Use {note}.{beside if still_in_apex else ''}")
+    return Name("refused", None, f"Use {note}.{beside if still_in_apex else ''}", still_in_apex)
 
 
 # What apex puts on optimizers.
 ON_OPTIMIZERS: dict[str, Name] = {
-    **_below("optimizer", "_amp_stash", "supported", "A live view: the names of AmpOptimizerState."),
-    **_below(
+    **below("optimizer", "_amp_stash", "supported", "A live view: the names of AmpOptimizerState."),
+    **below(
         "optimizer",
         "_prepare_amp_backward _post_amp_backward _master_params_to_model_params",
         "supported",
         "Exists from amp.initialize to amp.reset.",
     ),
-    **_below(
+    **below(
         "optimizer",
         "_lazy_init_maybe_master_weights _amp_lazy_init",
         "adapted",
@@ -606,7 +510,7 @@ REFUSED: dict[str, Name] = {
 }
 
 NAMES: Mapping[str, Name] = MappingProxyType(
-    AMP | ON_OPTIMIZERS | OPTIMIZERS | KERNELS | PARALLEL | LAYERS | FP16_UTILS | REFUSED
+    AMP | ON_OPTIMIZERS | OPTIMIZERS | KERNELS | EXTENSIONS | PARALLEL | LAYERS | FP16_UTILS | REFUSED | MISSING
 )
 
 
@@ -626,3 +530,9 @@ def refusal(name: str) -> str | None:
     if entry is None or entry.status != "refused":
         return None
     return f"{name} is not supported by ampctx. {entry.note}"
+
+
+def is_refused_at_import(name: str) -> bool:
+    """Whether the import of ``name`` raises. False unless it is refused."""
+    entry = lookup(name)
+    return entry is not None and entry.at_import

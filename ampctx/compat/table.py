@@ -28,11 +28,15 @@ def _target(name: str, entry: Name) -> str:
     return f"same name in `{owner}`" if last == name.rpartition(".")[2] else f"`{entry.target}`"
 
 
+def _status(entry: Name) -> str:
+    return f"{entry.status} at import" if entry.at_import else entry.status
+
+
 def _rows() -> Iterator[str]:
     entries = [(_owner(name), name.rpartition(".")[2], entry, _target(name, entry)) for name, entry in NAMES.items()]
-    entries.sort(key=lambda e: (e[0], e[2].status, e[3], e[2].note, e[1].lower()))
+    entries.sort(key=lambda e: (e[0], _status(e[2]), e[3], e[2].note, e[1].lower()))
     owner_shown = None
-    for (owner, status, target, note), group in groupby(entries, lambda e: (e[0], e[2].status, e[3], e[2].note)):
+    for (owner, status, target, note), group in groupby(entries, lambda e: (e[0], _status(e[2]), e[3], e[2].note)):
         names = ", ".join(f"`{last}`" for _, last, _, _ in group)
         shown = "" if owner == owner_shown else f"`{owner}`"
         owner_shown = owner

@@ -195,7 +195,8 @@ class MasterParams:
             elif id(p) in taken:
                 raise AmpError(
                     f"a parameter of shape {tuple(p.shape)} is in two optimizers, and only one of them can keep its "
-                    "fp32 master weight. Pass each parameter to one optimizer."
+                    "fp32 master weight: with a master each, a step of one would undo those of the other. Pass each "
+                    "parameter to one optimizer, use O1 or O4, or pass master_weights=False."
                 )
             elif p.requires_grad:
                 self._give_master(optimizer, group, i, original)

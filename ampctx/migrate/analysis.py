@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import libcst as cst
 from libcst import metadata as meta
 
+from ampctx.compat.install import ROOTS
 from ampctx.migrate import report, targets
 from ampctx.migrate.report import Finding, Status
 
@@ -27,9 +28,9 @@ PRIVATE_ATTRIBUTES = frozenset(
     }
 )
 # Files without any of these words are not parsed.
-MENTION = re.compile(rb"\b(?:apex|amp_C|apex_C|%s)\b" % "|".join(sorted(PRIVATE_ATTRIBUTES)).encode())
+MENTION = re.compile(rb"\b(?:%s)\b" % "|".join([*ROOTS, *sorted(PRIVATE_ATTRIBUTES)]).encode())
 
-_APEX_NAME = re.compile(r"(?:apex|amp_C|apex_C)(?:\.\w+)*\Z")
+_APEX_NAME = re.compile(rf"(?:{'|'.join(ROOTS)})(?:\.\w+)*\Z")
 _IMPORTERS = {"import_module", "__import__", "find_spec", "importorskip"}
 _ATTRIBUTE_FUNCTIONS = {"getattr", "hasattr", "setattr", "delattr"}
 # Statements that make apex names importable.
@@ -185,14 +186,14 @@ class Parsed:
             if isinstance(node, cst.Import):
                 for alias in node.names:
                     target = dotted(alias.name)
-                    if target.split(".")[0] not in targets.APEX_ROOTS:
+                    if target.split(".")[0] not in ROOTS:
                         continue
                     plain = alias.asname is None
                     local = target.split(".")[0] if plain else dotted(alias.asname.name)  # type: ignore[union-attr]
                     yield Binding(node, alias, local, local if plain else target, plain, self._scope(node, alias))
             elif isinstance(node, cst.ImportFrom) and node.module is not None and not node.relative:
                 module = dotted(node.module)
-                if module.split(".")[0] not in targets.APEX_ROOTS:
+                if module.split(".")[0] not in ROOTS:
                     continue
                 if isinstance(node.names, cst.ImportStar):
                     yield Binding(node, None, "*", module, False, self._scope(node, None))

@@ -13,8 +13,6 @@ from ampctx.compat import names
 from ampctx.compat.install import MODULES
 from ampctx.compat.names import Name
 
-APEX_ROOTS = ("apex", "amp_C", "apex_C")
-
 
 class Row(NamedTuple):
     """The table row of a name: ``apex.amp._amp_state.x`` without a row of its own has ``apex.amp._amp_state``'s.
@@ -40,7 +38,7 @@ def row(name: str) -> Row:
     prefix, rest = name, ""
     while prefix:
         entry = names.NAMES.get(prefix)
-        if entry is not None and not (rest and entry.status != "refused" and _lacks(prefix, entry, rest)):
+        if entry is not None and not (rest and entry.is_served and _lacks(prefix, entry, rest)):
             # A class may have rows for its attributes.
             return Row(prefix, rest, entry, is_module=not rest and entry.target is not None and is_module(entry.target))
         if not rest and _has_rows_below(prefix):

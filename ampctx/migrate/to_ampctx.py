@@ -115,7 +115,7 @@ def _kept(own: Row, rows: list[Row]) -> _Decision:
 
 
 def _is_supported(row: Row) -> bool:
-    return row.is_known and not (row.entry is not None and row.entry.status == "refused")
+    return row.is_known and (row.entry is None or row.entry.is_served)
 
 
 def _moves(parsed: Parsed, use: Use | None, row: Row, only: str) -> bool:
@@ -123,7 +123,7 @@ def _moves(parsed: Parsed, use: Use | None, row: Row, only: str) -> bool:
     if row.entry is None or row.is_module:
         return use is not None and row.is_module and _is_tested(parsed, use)
     target = row.entry.target
-    if row.entry.status == "refused" or target is None or targets.locate(target) is None:
+    if not row.entry.is_served or target is None or targets.locate(target) is None:
         return False
     if use is not None and use.context is not meta.ExpressionContext.LOAD:
         return False
@@ -242,7 +242,7 @@ def verdict(row: Row, choice: Choice, only: str = "") -> tuple[Status, str]:
     if not row.is_known:
         return "person", f"{row.name}: no apex name that ampctx knows. Check the spelling, or report it"
     note = row.entry.note if row.entry is not None else ""
-    if row.entry is not None and row.entry.status == "refused":
+    if row.entry is not None and not row.entry.is_served:
         return "person", note or "ampctx has no replacement"
     if not isinstance(choice, Keep):
         return ("adapted", note) if row.entry is not None and row.entry.status == "adapted" else ("served", note)

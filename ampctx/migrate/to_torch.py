@@ -73,7 +73,7 @@ def _is_amp(use: Use) -> bool:
 
 def _explained(finding: Finding, reason: str) -> Finding:
     entry = row(finding.name).entry
-    refused = entry is not None and entry.status == "refused"
+    refused = entry is not None and not entry.is_served
     if finding.status != "person" or refused or not finding.name.startswith("apex.amp"):
         return finding
     return dataclasses.replace(finding, message=f"not rewritten: {reason}")

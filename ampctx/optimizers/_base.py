@@ -79,6 +79,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             cls._flags = ("maximize", *flags, *switches)
             for name, method in _options.made_methods(spec).items():
                 setattr(cls, name, method)
+        elif "step" in vars(cls) and "_step_supports_amp_scaling" not in vars(cls):
+            # A step that a program wrote reads neither found_inf nor lazy gradients. amp unscales, skips and copies.
+            cls._step_supports_amp_scaling = cls._step_supports_model_params = False
 
     def __init__(
         self, params: Any, defaults: Group, *, set_grad_none: bool, maximize: bool, write_back: str, seed: int,
@@ -88,7 +91,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.write_back = _options.check_choice("write_back", write_back, ("nearest", "stochastic", "kahan"))
         self.master_weights = _options.check_choice("master_weights", master_weights, (False, True, "split"))
         self.capturable = capturable
-        self._zero_flags: dict[torch.device, Tensor] = {}
+        self._zero_flags: dict[tuple[torch.device, str], Tensor] = {}
         # The version of each weight when it agreed with its entry of EXTRAS.
         self._seen: dict[Tensor, int] = {}
         # The op calls of the latest step, kept for the next one.
@@ -197,14 +200,15 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def _dummy_overflow_buf(self) -> Tensor:
-        """apex's name for a flag of 0, int32 of shape (1,), on the device of the first parameter."""
+        """apex's name for a flag, int32 of shape (1,), on the device of the first parameter. ``step`` does not use it:
+        programs pass it to functions that write into it."""
         first = next((p for group in self.param_groups for p in group["params"]), None)
-        return self._zero_flag(torch.device("cpu") if first is None else first.device)
+        return self._zero_flag(torch.device("cpu") if first is None else first.device, "dummy")
 
-    def _zero_flag(self, device: torch.device) -> Tensor:
-        if device not in self._zero_flags:
-            self._zero_flags[device] = torch.zeros(1, dtype=torch.int32, device=device)
-        return self._zero_flags[device]
+    def _zero_flag(self, device: torch.device, use: str = "step") -> Tensor:
+        if (device, use) not in self._zero_flags:
+            self._zero_flags[device, use] = torch.zeros(1, dtype=torch.int32, device=device)
+        return self._zero_flags[device, use]
 
     @property
     def param_groups_master(self) -> list[dict[str, list[Tensor | None]]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ampctx._errors import AmpError, AmpValueError
+from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._options import check_flag, split_grad_scaler
@@ -36,7 +36,10 @@ class FusedAdam(FusedOptimizer):
         betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, adam_w_mode: bool = True,
         weight_decay: float = 0.0, amsgrad: bool = False, set_grad_none: bool = True, capturable: bool = False,
         master_weights: bool | str = False, *, maximize: bool = False, write_back: str = "nearest", seed: int = 0,
+        **former: Any,
     ) -> None:  # fmt: skip
+        if former:
+            _refuse_former_options(**former)
         self.adam_w_mode = 1 if adam_w_mode else 0
         defaults = {
             "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay,
@@ -79,6 +82,21 @@ class FusedAdam(FusedOptimizer):
         if kwargs and (scaler := split_grad_scaler("FusedAdam", kwargs)) is not None:
             return self._step_by(scaler, closure)
         return self._step(closure)
+
+
+def _refuse_former_options(**given: Any) -> None:
+    """Raises for keywords that FusedAdam does not have; some of them were apex's until 2019."""
+    advice = {
+        "max_grad_norm": "call ampctx.clip_grad_norm_ before step()",
+        "use_mt": "leave it out",
+        "eps_inside_sqrt": "leave it out",
+        "amp_scale_adjustment": "leave it out",
+    }
+    name = next(iter(given))
+    message = f"FusedAdam.__init__() got an unexpected keyword argument {name!r}"
+    if name in advice:
+        message += f": {advice[name]}. apex.contrib.optimizers.FusedAdam is the class that had it."
+    raise AmpTypeError(message)
 
 
 def _refuse_old_arguments(**given: Any) -> None:

@@ -96,6 +96,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             of a checkpoint that was loaded before stay.
     """
 
+    _step_supports_amp_scaling = _step_supports_model_params = True
+
     def __init__(
         self, params: Any, lr: float | Tensor = 1e-3, step: int = 0, bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6, weight_decay: float = 0.01,

@@ -89,7 +89,7 @@ def test_a_parameter_in_two_optimizers(session, level):
     model = Probe()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.125) for _ in range(2)]
     if level in ("O2", "O5"):
-        with pytest.raises(AmpError, match="is in two optimizers"):
+        with pytest.raises(AmpError, match="is in two optimizers.*use O1 or O4, or pass master_weights=False"):
             session.initialize(model, optimizers, opt_level=level, verbosity=0)
         assert model.weight.dtype == torch.float32
         assert list(amp.master_params(optimizers[0])) == list(model.parameters())
@@ -103,6 +103,22 @@ def test_a_parameter_in_two_optimizers(session, level):
         scaled.backward()
         raise MemoryError
     assert model.weight.grad.eq(2).all()
+
+
+@pytest.mark.parametrize(("level", "options"), [("O1", {}), ("O2", {"master_weights": False})])
+def test_two_optimizers_that_take_turns_without_masters(session, level, options):
+    """What the error of O2 advises: both step the same weights, as without amp."""
+    model = Probe()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=lr) for lr in (0.125, 0.25)]
+    session.initialize(model, optimizers, opt_level=level, loss_scale=128.0, verbosity=0, **options)
+    weight = model.weight.detach().clone()
+    for optimizer, lr in zip(optimizers, (0.125, 0.25), strict=True):
+        optimizer.zero_grad()
+        with session.scale_loss(model.loss(1.0), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        weight -= lr * model.weight.grad
+        assert torch.equal(model.weight, weight)
 
 
 def test_add_param_group_with_a_parameter_that_has_a_master_elsewhere(session):

@@ -16,6 +16,7 @@ CLIENTS = {
     "test_classy_vision.py": "classy_vision",
     "test_ignite.py": "ignite",
     "test_lightning.py": "pytorch_lightning",
+    "test_megatron.py": "megatron",
     "test_mmengine.py": "mmengine",
     "test_onnx.py": "onnxruntime",
     "test_opennmt.py": "onmt",
@@ -32,6 +33,7 @@ WARNINGS = [
     "ignore::FutureWarning",
     "ignore:pkg_resources is deprecated:UserWarning",
     "ignore:The .torchvision:UserWarning",
+    "ignore:full scope is deprecated:UserWarning",
     "error::DeprecationWarning:ampctx",
     "error::FutureWarning:ampctx",
 ]

@@ -14,6 +14,7 @@ from host_reads import HostReads
 from kernel_cases import assert_same, copies, flag, randn
 
 from ampctx._errors import AmpTypeError, AmpValueError
+from ampctx.compat import installed as installed_apex
 from ampctx.compat.names import KERNELS, NAMES
 
 CUDA = pytest.mark.cuda
@@ -336,7 +337,7 @@ INCLUDE = Path(sysconfig.get_paths()["include"])
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
     """A place on sys.path for an extension module called amp_C."""
-    monkeypatch.setattr(amp_C, "_installed", None)
+    monkeypatch.setattr(installed_apex, "_loaded", {})
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path / f"amp_C{EXTENSION_SUFFIXES[-1]}"
 
@@ -350,7 +351,7 @@ def test_names_it_lacks_come_from_the_installed_one(installed, tmp_path, monkeyp
     assert amp_C.multi_tensor_of_tomorrow == 2
     assert sys.modules["amp_C"] is amp_C
     assert callable(amp_C.multi_tensor_scale)
-    monkeypatch.setattr(amp_C, "_installed", None)
+    monkeypatch.setattr(installed_apex, "_loaded", {})
     monkeypatch.delitem(sys.modules, "amp_C")
     assert amp_C.multi_tensor_of_tomorrow == 2
     assert "amp_C" not in sys.modules

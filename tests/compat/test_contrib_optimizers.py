@@ -97,9 +97,9 @@ def test_lamb_is_that_of_ampctx():
     [
         ("apex.optimizers", "FusedLARS", "LARC around FusedSGD"),
         ("apex.optimizers.fused_lars", "FusedLARS", "LARC around FusedSGD"),
-        ("apex.contrib.optimizers", "DistributedFusedAdam", "torch.distributed.fsdp"),
         ("apex.contrib.optimizers", "DistributedFusedLAMB", "ZeroRedundancyOptimizer"),
-        ("apex.contrib.optimizers.distributed_fused_adam", "DistributedFusedAdam", "torch.distributed.fsdp"),
+        ("apex.contrib.optimizers.distributed_fused_adam_v2", "DistributedFusedAdamV2", "torch.distributed.fsdp"),
+        ("apex.contrib.optimizers.distributed_fused_adam_v3", "DistributedFusedAdamV3", "torch.distributed.fsdp"),
         ("apex.contrib.optimizers.distributed_fused_lamb", "DistributedFusedLAMB", "torch.distributed.fsdp"),
     ],
 )

@@ -63,15 +63,14 @@ def resolved(name):
     return found
 
 
-@pytest.mark.parametrize(
-    "name", [n for n, e in NAMES.items() if e.status != "refused" and not n.startswith(OF_OBJECTS)]
-)
+@pytest.mark.parametrize("name", [n for n, e in NAMES.items() if e.is_served and not n.startswith(OF_OBJECTS)])
 def test_what_is_served_is_there(name):
     resolved(name)
 
 
 @pytest.mark.parametrize(
-    "name", [n for n, e in NAMES.items() if e.status == "refused" and not n.startswith(OF_OBJECTS)]
+    "name",
+    [n for n, e in NAMES.items() if e.status == "refused" and not e.at_import and not n.startswith(OF_OBJECTS)],
 )
 def test_what_is_refused_can_be_imported_and_says_so_when_called(name):
     assert lookup(name) is NAMES[name]
@@ -81,6 +80,25 @@ def test_what_is_refused_can_be_imported_and_says_so_when_called(name):
         with pytest.raises(NotImplementedError) as error:
             found()
         assert NAMES[name].note.split(".")[0] in str(error.value)
+
+
+@pytest.mark.parametrize("name", [n for n, e in NAMES.items() if e.at_import])
+def test_what_is_refused_at_import_says_so(name):
+    assert NAMES[name].status == "refused"
+    owner, _, last = name.rpartition(".")
+    for statement in (f"import {name}", f"from {name} import anything", f"from {owner} import {last}"):
+        with pytest.raises(ModuleNotFoundError, match=" is not supported by ampctx. Use ") as error:
+            exec(statement, {})
+        assert isinstance(error.value, NotImplementedError)
+    with pytest.raises((AttributeError, ImportError)):
+        resolved(name)
+
+
+@pytest.mark.parametrize("name", [n for n, e in NAMES.items() if e.status == "missing"])
+def test_what_is_missing_is_not_there(name):
+    assert NAMES[name].note.startswith("Use ")
+    with pytest.raises(ImportError):
+        resolved(name)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # by torch.distributed.optim
@@ -93,7 +111,7 @@ def test_targets_are_there(target):
 OF_TORCH = ("torch.nn.functional.linear",)
 
 
-@pytest.mark.parametrize("name", sorted(n for n, e in NAMES.items() if e.target and e.status != "refused"))
+@pytest.mark.parametrize("name", sorted(n for n, e in NAMES.items() if e.target and e.is_served))
 def test_a_target_is_the_same_object(name):
     """So that code which is moved to it means what it meant."""
     target, found = NAMES[name].target, resolved(name)

@@ -1,4 +1,4 @@
-"""What is not served can be imported, and says so at the call, with what takes its place."""
+"""What is not served says so at the import or at the call, with what takes its place."""
 
 import importlib
 import os
@@ -10,12 +10,26 @@ from pathlib import Path
 
 import pytest
 
-from ampctx import AmpNotImplementedError
-from ampctx.compat.install import refused
+from ampctx import AmpNotImplementedError, AmpValueError
+from ampctx.compat import install
+from ampctx.compat.install import ApexImportError, refused
 from ampctx.compat.names import NAMES, REFUSED, refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 WHOLE_MODULES = sorted(name for name in REFUSED if refusal(name.rpartition(".")[0]) is None)
+
+
+@pytest.fixture
+def at_call(monkeypatch):
+    """All refused modules can be imported, as with ``install_apex(refuse="call")``. They are gone afterwards."""
+    (finder,) = (finder for finder in install._finders if isinstance(finder, install._RefusedFinder))
+    monkeypatch.setattr(finder, "at_call", True)
+    before = set(sys.modules)
+    yield
+    for name in [n for n in sys.modules if n not in before and n.startswith("apex.")]:
+        module, (parent, _, last) = sys.modules.pop(name), name.rpartition(".")
+        if vars(sys.modules.get(parent, module)).get(last) is module:
+            delattr(sys.modules[parent], last)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
@@ -27,7 +41,7 @@ def test_every_refused_name_has_a_replacement_and_no_target(name):
 
 
 @pytest.mark.parametrize("name", WHOLE_MODULES)
-def test_a_refused_module_can_be_imported_and_its_members_refuse(name, capsys):
+def test_a_refused_module_can_be_imported_and_its_members_refuse(name, capsys, at_call):
     module = importlib.import_module(name)
     with pytest.raises(AmpNotImplementedError) as error:
         module.Anything(1, key=2)
@@ -48,7 +62,7 @@ def test_parts_of_the_rnns_refuse(module):
         importlib.import_module(module).RNNCell(4, 10, 20)
 
 
-def test_attention():
+def test_attention(at_call):
     from apex.contrib.multihead_attn import SelfMultiheadAttn
     from apex.contrib.multihead_attn.self_multihead_attn import SelfMultiheadAttn as InSubmodule
 
@@ -59,7 +73,7 @@ def test_attention():
         InSubmodule(64, 4)
 
 
-def test_a_submodule_taken_from_its_package_refuses_at_the_call():
+def test_a_submodule_taken_from_its_package_refuses_at_the_call(at_call):
     from apex.transformer import parallel_state
 
     with pytest.raises(
@@ -68,14 +82,14 @@ def test_a_submodule_taken_from_its_package_refuses_at_the_call():
         parallel_state.initialize_model_parallel(1, 1)
 
 
-def test_an_autograd_function_refuses_at_apply():
+def test_an_autograd_function_refuses_at_apply(at_call):
     from apex.contrib.fmha import FMHAFun
 
     with pytest.raises(AmpNotImplementedError, match="apex.contrib.fmha.FMHAFun.apply is not supported by ampctx"):
         FMHAFun.apply(None)
 
 
-def test_a_subclass_can_be_written_and_refuses_when_made():
+def test_a_subclass_can_be_written_and_refuses_when_made(at_call):
     from apex.contrib.multihead_attn import SelfMultiheadAttn
 
     class Attention(SelfMultiheadAttn):
@@ -87,7 +101,7 @@ def test_a_subclass_can_be_written_and_refuses_when_made():
     assert not isinstance(object(), SelfMultiheadAttn)
 
 
-@pytest.mark.parametrize("owner", [refused("apex.transformer.utils"), importlib.import_module("apex.transformer")])
+@pytest.mark.parametrize("owner", [refused("apex.RNN.utils"), importlib.import_module("apex.RNN")])
 def test_dunder_names_are_absent(owner):
     with pytest.raises(AttributeError, match="has no attribute '__torch_function__'"):
         owner.__torch_function__  # noqa: B018
@@ -102,7 +116,7 @@ def test_lazily_found_from_the_package():
         apex.pyprof.nvtx.init()
 
 
-@pytest.mark.parametrize("name", ["apex.optimizers.FusedLARS", "apex.contrib.optimizers.DistributedFusedAdam"])
+@pytest.mark.parametrize("name", ["apex.optimizers.FusedLARS", "apex.contrib.optimizers.DistributedFusedLAMB"])
 def test_a_refused_class_is_no_module(name):
     """As a module of its name it would take the place of the class."""
     with pytest.raises(ModuleNotFoundError, match=f"No module named '{name}'"):
@@ -116,6 +130,101 @@ def test_a_module_that_apex_never_had_is_not_there():
     with pytest.raises(ModuleNotFoundError, match="No module named 'apex.nonsense'"):
         importlib.import_module("apex.nonsense")
     assert not hasattr(apex, "nonsense")
+
+
+# --- at the import ----------------------------------------------------------------------------------------------------
+
+# As NeMo, Megatron-LM, and others look for apex.
+PROBES = {
+    "a module of a package": "from apex.transformer import parallel_state",
+    "the package": "import apex.transformer",
+    "of apex": "from apex import transformer",
+    "deep": "from apex.transformer.pipeline_parallel.utils import get_num_microbatches",
+    "contrib": "from apex.contrib.group_norm import GroupNorm",
+    "of contrib": "from apex.contrib import fmha",
+    "an optimizer": "from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam",
+    "an optimizer of the package": "from apex.contrib.optimizers import DistributedFusedAdam",
+}
+
+
+@pytest.mark.parametrize("probe", PROBES.values(), ids=PROBES)
+@pytest.mark.parametrize("caught", [ImportError, ModuleNotFoundError, AmpNotImplementedError])
+def test_a_program_that_probes_learns_that_it_is_not_there(probe, caught):
+    with pytest.raises(caught, match=r"^apex\.\S+ is not supported by ampctx. Use .*(Megatron|torch)") as error:
+        exec(probe, {})
+    assert type(error.value) is ApexImportError
+
+
+def test_the_attribute_is_not_there_either():
+    import apex
+    import apex.contrib.optimizers
+
+    assert not hasattr(apex, "transformer")
+    with pytest.raises(AttributeError, match="apex.transformer is not supported by ampctx. Use Megatron Core"):
+        apex.transformer.parallel_state  # noqa: B018
+    with pytest.raises(AttributeError, match="distributed_fused_adam is not supported by ampctx. Use torch.distrib"):
+        apex.contrib.optimizers.DistributedFusedAdam  # noqa: B018
+
+
+def test_modules_that_programs_import_without_a_need_can_be_imported():
+    from apex import RNN, pyprof
+    from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
+    from apex.reparameterization import apply_weight_norm
+
+    assert callable(RNN.LSTM)
+    assert callable(pyprof.nvtx.init)
+    assert not isinstance(object(), DistributedFusedLAMB)
+    with pytest.raises(AmpNotImplementedError, match="Use torch.nn.utils.parametrizations.weight_norm"):
+        apply_weight_norm(None)
+
+
+def run_python(program, **environment):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(program)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("how", ["argument", "environment"])
+def test_all_can_be_imported_for_who_asks(how):
+    program = """
+        from ampctx.compat import install_apex
+        install_apex({})
+        from apex.transformer import parallel_state
+        from apex.contrib.optimizers import DistributedFusedAdam
+        try:
+            parallel_state.initialize_model_parallel(1)
+        except NotImplementedError as error:
+            print(error)
+    """.format("refuse='call'" if how == "argument" else "")
+    result = run_python(program, **({"AMPCTX_APEX_REFUSE": "call"} if how == "environment" else {}))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("apex.transformer.parallel_state.initialize_model_parallel is not supported")
+
+
+def test_the_argument_comes_before_the_environment():
+    result = run_python(
+        "from ampctx.compat import install_apex; install_apex('import'); import apex.transformer",
+        AMPCTX_APEX_REFUSE="call",
+    )
+    assert "ApexImportError: apex.transformer is not supported by ampctx. Use Megatron Core" in result.stderr
+
+
+def test_bad_values(monkeypatch):
+    monkeypatch.setattr(install, "_finders", [])
+    with pytest.raises(AmpValueError, match="^install_apex: refuse is 'late', expected 'import' or 'call'"):
+        install.install_apex("late")
+    monkeypatch.setenv("AMPCTX_APEX_REFUSE", "1")
+    with pytest.raises(AmpValueError, match="^install_apex: AMPCTX_APEX_REFUSE is '1', expected 'import' or 'call'"):
+        install.install_apex()
+    assert install._finders == []
+
+
+# --- beside what is served --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(n for n, entry in NAMES.items() if entry.status != "refused"))
@@ -144,9 +253,9 @@ def test_modules_of_an_installed_apex_come_before_the_refusal(tmp_path):
         from apex.contrib.multihead_attn import SelfMultiheadAttn
         from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
         from apex.normalization import extra
-        from apex.contrib.fmha import FMHAFun
+        from apex.pyprof import nvtx
         print(SelfMultiheadAttn.origin, apex.transformer.parallel_state.origin, extra.origin)
-        print(SoftmaxCrossEntropyLoss.apply, FMHAFun.__module__, sep="\\n")
+        print(SoftmaxCrossEntropyLoss.apply, nvtx.__module__, sep="\\n")
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     result = subprocess.run(
@@ -156,4 +265,4 @@ def test_modules_of_an_installed_apex_come_before_the_refusal(tmp_path):
     origins, served, refusing = result.stdout.splitlines()
     assert origins == "installed installed installed"
     assert "SoftmaxCrossEntropyLoss.apply" in served
-    assert refusing == "apex.contrib.fmha"
+    assert refusing == "apex.pyprof"

@@ -519,6 +519,26 @@ def test_arguments_of_old_adam_are_refused_with_advice(argument, advice):
         FusedAdam(parameters()).step(**{argument: 1.0})
 
 
+@pytest.mark.parametrize(
+    ("argument", "advice"),
+    [
+        ("max_grad_norm", "call ampctx.clip_grad_norm_ before step"),
+        ("use_mt", "leave it out"),
+        ("eps_inside_sqrt", "leave it out"),
+        ("amp_scale_adjustment", "leave it out"),
+    ],
+)
+def test_options_of_old_adam_are_refused_with_its_present_name(argument, advice):
+    message = rf"^FusedAdam.__init__\(\) got an unexpected keyword argument '{argument}': {advice}.*"
+    with pytest.raises(AmpTypeError, match=rf"{message}apex.contrib.optimizers.FusedAdam is the class that had it"):
+        FusedAdam(parameters(), **{argument: 1.0})
+
+
+def test_unknown_options_of_adam():
+    with pytest.raises(AmpTypeError, match=r"^FusedAdam.__init__\(\) got an unexpected keyword argument 'rate'$"):
+        FusedAdam(parameters(), rate=1.0)
+
+
 @pytest.mark.parametrize("name", ["adam", "mixed-lamb"])
 def test_unknown_arguments_of_step(name):
     with pytest.raises(AmpTypeError, match=r"step\(\) got an unexpected keyword argument 'loss'"):

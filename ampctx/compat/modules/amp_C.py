@@ -7,18 +7,13 @@ apex that is installed as well.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from importlib.machinery import ExtensionFileLoader, PathFinder
-from types import ModuleType
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ampctx import AmpTypeError, AmpValueError
 from ampctx import foreach as _foreach
 from ampctx.compat.doors import Call, Number, TensorLists, foreach_factor, found_in, norms
+from ampctx.compat.installed import attribute_of
 from ampctx.compat.kernels_layerwise import (
     multi_tensor_lamb,
     multi_tensor_lamb_mp,
@@ -142,51 +137,7 @@ def _flushed(value: Tensor) -> Tensor:
     return torch.where(value.abs() < torch.finfo(value.dtype).tiny, torch.zeros_like(value), value)
 
 
-# --- the compiled amp_C of an installed apex --------------------------------------------------------------------------
-
-_installed: ModuleType | None = None
-
-
-def _load_installed() -> ModuleType | None:
-    """The first compiled amp_C on sys.path. ``sys.modules["amp_C"]`` does not change."""
-    for entry in sys.path:
-        spec = PathFinder.find_spec("amp_C", [entry])
-        if spec is None or not isinstance(spec.loader, ExtensionFileLoader):
-            continue
-        ours = sys.modules.get("amp_C")
-        try:
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        finally:
-            # Extensions with single-phase initialization add themselves there.
-            if ours is None:
-                sys.modules.pop("amp_C", None)
-            else:
-                sys.modules["amp_C"] = ours
-        return module
-    return None
-
-
-def __getattr__(name: str) -> Any:
-    global _installed
-    missing = f"module 'amp_C' has no attribute {name!r}"
-    if name.startswith("__"):
-        raise AttributeError(missing)
-    if _installed is None:
-        try:
-            _installed = _load_installed()
-        except ImportError as error:
-            raise AttributeError(
-                f"{missing}: ampctx does not serve it, and the amp_C of the installed apex cannot be loaded: {error}"
-            ) from error
-    if _installed is None:
-        raise AttributeError(f"{missing}: ampctx does not support it, and no apex with a compiled amp_C is installed")
-    if not hasattr(_installed, name):
-        raise AttributeError(
-            f"{missing}: ampctx does not serve it, nor does the amp_C of the installed apex, {_installed.__file__}"
-        )
-    return getattr(_installed, name)
-
+__getattr__ = attribute_of(__name__)
 
 __all__ = [
     "multi_tensor_adagrad",

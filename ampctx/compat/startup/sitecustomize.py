@@ -10,13 +10,17 @@ import importlib.util
 import os
 import sys
 
+# The top-level names, read from the files: to import ampctx is slow.
+_MODULES = os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(__file__))), "modules")
+_ROOTS = {name.partition(".")[0] for name in os.listdir(_MODULES)} - {"__pycache__"}
+
 
 class _OnDemand:
     """Installs the apex names on the first apex import, because importing ampctx and torch is slow."""
 
     @staticmethod
     def find_spec(fullname, path=None, target=None):
-        if fullname not in ("apex", "amp_C", "apex_C"):
+        if fullname not in _ROOTS:
             return None
         sys.meta_path.remove(_OnDemand)
         from ampctx.compat import install_apex

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ampctx.compat.install import ApexImportError
+
 __path__ = extend_path(__path__, __name__)
 
 from . import amp, fp16_utils, normalization, optimizers
@@ -54,6 +56,8 @@ def __getattr__(name: str) -> Any:
     if not name.startswith("_"):
         try:
             return importlib.import_module(f"{__name__}.{name}")
+        except ApexImportError as error:
+            raise AttributeError(str(error)) from None
         except ModuleNotFoundError as error:
             if error.name != f"{__name__}.{name}":
                 raise

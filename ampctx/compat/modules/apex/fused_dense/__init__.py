@@ -13,6 +13,9 @@ from .fused_dense import (
     _dense_no_bias,
     _fused_dense,
     _fused_dense_gelu_dense,
+    dense_no_bias_function,
+    fused_dense_function,
+    fused_dense_gelu_dense_function,
 )
 
 __all__ = [
@@ -24,4 +27,7 @@ __all__ = [
     "_dense_no_bias",
     "_fused_dense",
     "_fused_dense_gelu_dense",
+    "dense_no_bias_function",
+    "fused_dense_function",
+    "fused_dense_gelu_dense_function",
 ]

@@ -1,9 +1,12 @@
 """apex.fused_dense.fused_dense, over ``F.linear``."""
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ampctx import AmpAssertionError
+from ampctx.compat.autograd_class import AutogradClass, grads, run
 
 
 def _fused_dense(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -19,22 +22,46 @@ def _fused_dense_gelu_dense(input: Tensor, weight1: Tensor, bias1: Tensor, weigh
     return F.linear(F.gelu(F.linear(input, weight1, bias1), approximate="tanh"), weight2, bias2)
 
 
-class FusedDenseFunc:
+class FusedDenseFunc(AutogradClass):
     """Called as ``FusedDenseFunc.apply(input, weight, bias)``."""
 
     apply = staticmethod(_fused_dense)
 
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return run(ctx, _fused_dense, input, weight, bias)
 
-class DenseNoBiasFunc:
+    backward = staticmethod(grads)
+
+
+class DenseNoBiasFunc(AutogradClass):
     """Called as ``DenseNoBiasFunc.apply(input, weight)``."""
 
     apply = staticmethod(_dense_no_bias)
 
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
+        return run(ctx, _dense_no_bias, input, weight)
 
-class FusedDenseGeluDenseFunc:
+    backward = staticmethod(grads)
+
+
+class FusedDenseGeluDenseFunc(AutogradClass):
     """Called as ``FusedDenseGeluDenseFunc.apply(input, weight1, bias1, weight2, bias2)``."""
 
     apply = staticmethod(_fused_dense_gelu_dense)
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
+        return run(ctx, _fused_dense_gelu_dense, input, weight1, bias1, weight2, bias2)
+
+    backward = staticmethod(grads)
+
+
+# The names of these functions until 2022.
+fused_dense_function = _fused_dense
+dense_no_bias_function = _dense_no_bias
+fused_dense_gelu_dense_function = _fused_dense_gelu_dense
 
 
 class FusedDense(nn.Linear):

@@ -3,12 +3,14 @@
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ampctx import AmpTypeError
+from ampctx.compat.autograd_class import AutogradClass, grads, run
 
 # By apex's numbers: none, relu, sigmoid.
 ACTIVATIONS = (lambda x: x, F.relu, torch.sigmoid)
@@ -31,10 +33,18 @@ def mlp_function(bias: int, activation: int, *args: Tensor) -> Tensor:
     return x
 
 
-class MlpFunction:
+class MlpFunction(AutogradClass):
     """Called as ``MlpFunction.apply(bias, activation, *args)``."""
 
     apply = staticmethod(mlp_function)
+
+    @staticmethod
+    def forward(ctx: Any, bias: int, activation: int, *args: Tensor) -> Tensor:
+        return run(ctx, lambda *t: mlp_function(bias, activation, *t), *args)
+
+    @staticmethod
+    def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *grads(ctx, grad_o)
 
 
 class MLP(nn.Module):

@@ -9,7 +9,6 @@ effect: torch keeps the input for the backward pass.
 import functools
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ampctx import AmpValueError
+from ampctx.compat.arguments import without_autocast
+from ampctx.compat.autograd_class import AutogradClass, grads, run
+
+from .._autocast_utils import _cast_if_autocast_enabled
 
 Shape = int | Sequence[int]
 
@@ -37,56 +40,51 @@ def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if tensor is None else tensor.to(dtype)
 
 
-def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    device = tensor.device.type
-    # Not every device has autocast: "meta" has none.
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
-
-
-def _without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
-    if _autocast_dtype(tensor) is None:
-        return nullcontext()
-    return torch.autocast(tensor.device.type, enabled=False)
-
-
 def _layer_norm(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Shape, eps: float, dtype: torch.dtype
 ) -> Tensor:
     wide = _common_dtype(input, weight, bias)
-    with _without_autocast(input):
+    with without_autocast(input):
         return F.layer_norm(input.to(wide), _shape(shape), _to(weight, wide), _to(bias, wide), eps).to(dtype)
 
 
 def _rms_norm(input: Tensor, weight: Tensor | None, shape: Shape, eps: float | None, dtype: torch.dtype) -> Tensor:
     wide = _common_dtype(input, weight)
-    with _without_autocast(input):
+    with without_autocast(input):
         return F.rms_norm(input.to(wide), _shape(shape), _to(weight, wide), eps).to(dtype)
-
-
-def _cast(tensor: Tensor) -> Tensor:
-    """What autocast would make of it, where it is on: fp64 stays."""
-    dtype = _autocast_dtype(tensor)
-    return tensor if dtype is None or tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
 # --- the autograd classes, of which clients call ``apply`` ------------------------------------------------------------
 
 
-class FusedLayerNormFunction:
+class FusedLayerNormFunction(AutogradClass):
     """Called as ``FusedLayerNormFunction.apply(input, normalized_shape, eps, memory_efficient=False)``."""
 
     @staticmethod
     def apply(input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False) -> Tensor:
         return _layer_norm(input, None, None, normalized_shape, eps, input.dtype)
 
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False) -> Tensor:
+        return run(ctx, lambda x: FusedLayerNormFunction.apply(x, normalized_shape, eps), input)
 
-class FusedLayerNormAffineFunction:
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return *grads(ctx, grad_output), None, None, None
+
+
+class FusedLayerNormAffineFunction(AutogradClass):
     """Called as ``.apply(input, weight, bias, normalized_shape, eps, memory_efficient=False)``."""
 
     @staticmethod
     def apply(
+        input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
+    ) -> Tensor:
+        return _layer_norm(input, weight, bias, normalized_shape, eps, input.dtype)
+
+    @staticmethod
+    def forward(
+        ctx: Any,
         input: Tensor,
         weight: Tensor,
         bias: Tensor,
@@ -94,14 +92,27 @@ class FusedLayerNormAffineFunction:
         eps: float,
         memory_efficient: bool = False,
     ) -> Tensor:
-        return _layer_norm(input, weight, bias, normalized_shape, eps, input.dtype)
+        return run(
+            ctx, lambda x, w, b: FusedLayerNormAffineFunction.apply(x, w, b, normalized_shape, eps), input, weight, bias
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return *grads(ctx, grad_output), None, None, None
 
 
-class FusedLayerNormAffineMixedDtypesFunction:
+class FusedLayerNormAffineMixedDtypesFunction(AutogradClass):
     """As ``FusedLayerNormAffineFunction``; the output has the type of ``weight``."""
 
     @staticmethod
     def apply(
+        input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
+    ) -> Tensor:
+        return _layer_norm(input, weight, bias, normalized_shape, eps, weight.dtype)
+
+    @staticmethod
+    def forward(
+        ctx: Any,
         input: Tensor,
         weight: Tensor,
         bias: Tensor,
@@ -109,18 +120,38 @@ class FusedLayerNormAffineMixedDtypesFunction:
         eps: float,
         memory_efficient: bool = False,
     ) -> Tensor:
-        return _layer_norm(input, weight, bias, normalized_shape, eps, weight.dtype)
+        return run(
+            ctx,
+            lambda x, w, b: FusedLayerNormAffineMixedDtypesFunction.apply(x, w, b, normalized_shape, eps),
+            input,
+            weight,
+            bias,
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return *grads(ctx, grad_output), None, None, None
 
 
-class FusedRMSNormFunction:
+class FusedRMSNormFunction(AutogradClass):
     """Called as ``FusedRMSNormFunction.apply(input, normalized_shape, eps, memory_efficient=False)``."""
 
     @staticmethod
     def apply(input: Tensor, normalized_shape: Shape, eps: float | None, memory_efficient: bool = False) -> Tensor:
         return _rms_norm(input, None, normalized_shape, eps, input.dtype)
 
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, normalized_shape: Shape, eps: float | None, memory_efficient: bool = False
+    ) -> Tensor:
+        return run(ctx, lambda x: FusedRMSNormFunction.apply(x, normalized_shape, eps), input)
 
-class FusedRMSNormAffineFunction:
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return *grads(ctx, grad_output), None, None, None
+
+
+class FusedRMSNormAffineFunction(AutogradClass):
     """Called as ``.apply(input, weight, normalized_shape, eps, memory_efficient=False)``."""
 
     @staticmethod
@@ -129,8 +160,23 @@ class FusedRMSNormAffineFunction:
     ) -> Tensor:
         return _rms_norm(input, weight, normalized_shape, eps, input.dtype)
 
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        normalized_shape: Shape,
+        eps: float | None,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        return run(ctx, lambda x, w: FusedRMSNormAffineFunction.apply(x, w, normalized_shape, eps), input, weight)
 
-class FusedRMSNormAffineMixedDtypesFunction:
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return *grads(ctx, grad_output), None, None, None
+
+
+class FusedRMSNormAffineMixedDtypesFunction(AutogradClass):
     """As ``FusedRMSNormAffineFunction``; the output has the type of ``weight``."""
 
     @staticmethod
@@ -138,6 +184,23 @@ class FusedRMSNormAffineMixedDtypesFunction:
         input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float | None, memory_efficient: bool = False
     ) -> Tensor:
         return _rms_norm(input, weight, normalized_shape, eps, weight.dtype)
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        normalized_shape: Shape,
+        eps: float | None,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        return run(
+            ctx, lambda x, w: FusedRMSNormAffineMixedDtypesFunction.apply(x, w, normalized_shape, eps), input, weight
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return *grads(ctx, grad_output), None, None, None
 
 
 # --- functions --------------------------------------------------------------------------------------------------------
@@ -151,15 +214,15 @@ def fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    return FusedLayerNormAffineFunction.apply(
-        _cast(input), _cast(weight), _cast(bias), normalized_shape, eps, memory_efficient
-    )
+    input, weight, bias = _cast_if_autocast_enabled(input, weight, bias)
+    return FusedLayerNormAffineFunction.apply(input, weight, bias, normalized_shape, eps)
 
 
 def fused_layer_norm(
     input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    return FusedLayerNormFunction.apply(_cast(input), normalized_shape, eps, memory_efficient)
+    (input,) = _cast_if_autocast_enabled(input)
+    return FusedLayerNormFunction.apply(input, normalized_shape, eps)
 
 
 def mixed_dtype_fused_layer_norm_affine(
@@ -170,29 +233,29 @@ def mixed_dtype_fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    return FusedLayerNormAffineMixedDtypesFunction.apply(
-        _cast(input), _cast(weight), _cast(bias), normalized_shape, eps, memory_efficient
-    )
+    input, weight, bias = _cast_if_autocast_enabled(input, weight, bias)
+    return FusedLayerNormAffineMixedDtypesFunction.apply(input, weight, bias, normalized_shape, eps)
 
 
 def fused_rms_norm_affine(
     input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float | None = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    return FusedRMSNormAffineFunction.apply(_cast(input), _cast(weight), normalized_shape, eps, memory_efficient)
+    input, weight = _cast_if_autocast_enabled(input, weight)
+    return FusedRMSNormAffineFunction.apply(input, weight, normalized_shape, eps)
 
 
 def fused_rms_norm(
     input: Tensor, normalized_shape: Shape, eps: float | None = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    return FusedRMSNormFunction.apply(_cast(input), normalized_shape, eps, memory_efficient)
+    (input,) = _cast_if_autocast_enabled(input)
+    return FusedRMSNormFunction.apply(input, normalized_shape, eps)
 
 
 def mixed_dtype_fused_rms_norm_affine(
     input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float | None = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    return FusedRMSNormAffineMixedDtypesFunction.apply(
-        _cast(input), _cast(weight), normalized_shape, eps, memory_efficient
-    )
+    input, weight = _cast_if_autocast_enabled(input, weight)
+    return FusedRMSNormAffineMixedDtypesFunction.apply(input, weight, normalized_shape, eps)
 
 
 def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float) -> Tensor:

@@ -1,7 +1,11 @@
 """apex.contrib.layer_norm.layer_norm, over ``apex.normalization``. Any hidden size; apex had a list of them."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+
+from ampctx.compat.autograd_class import AutogradClass
 
 from ...normalization.fused_layer_norm import (
     FusedLayerNormAffineMixedDtypesFunction,
@@ -31,12 +35,24 @@ class FastLayerNorm(nn.Module):
         return _fast_layer_norm(x, self.weight, self.bias, self.epsilon, self.memory_efficient)
 
 
-class FastLayerNormFN:
+class FastLayerNormFN(AutogradClass):
     """Called as ``FastLayerNormFN.apply(x, gamma, beta, epsilon, memory_efficient=False)``."""
 
     @staticmethod
     def apply(x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float, memory_efficient: bool = False) -> Tensor:
         return FusedLayerNormAffineMixedDtypesFunction.apply(x, gamma, beta, gamma.shape, epsilon, memory_efficient)
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float, memory_efficient: bool = False
+    ) -> Tensor:
+        return FusedLayerNormAffineMixedDtypesFunction.forward(
+            ctx, x, gamma, beta, gamma.shape, epsilon, memory_efficient
+        )
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return FusedLayerNormAffineMixedDtypesFunction.backward(ctx, dy)[:5]
 
 
 def _fast_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, memory_efficient: bool) -> Tensor:

@@ -4,6 +4,8 @@ import importlib
 from pkgutil import extend_path
 from typing import Any
 
+from ampctx.compat.install import ApexImportError
+
 __path__ = extend_path(__path__, __name__)
 
 from .fp16_optimizer import FP16_Optimizer
@@ -15,9 +17,12 @@ _ELSEWHERE = {"DistributedFusedAdam": "distributed_fused_adam", "DistributedFuse
 
 
 def __getattr__(name: str) -> Any:
-    # Those of an apex that is installed as well; without one, classes that refuse when they are called.
+    # Those of an apex that is installed as well; without one, refusals.
     if name in _ELSEWHERE:
-        return getattr(importlib.import_module(f"{__name__}.{_ELSEWHERE[name]}"), name)
+        try:
+            return getattr(importlib.import_module(f"{__name__}.{_ELSEWHERE[name]}"), name)
+        except ApexImportError as error:
+            raise AttributeError(str(error)) from None
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

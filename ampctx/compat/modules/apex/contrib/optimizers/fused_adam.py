@@ -27,6 +27,9 @@ class FusedAdam(optimizers.FusedAdam):
         Others as for ``ampctx.optimizers.FusedAdam``.
     """
 
+    # step runs the base's.
+    _step_supports_amp_scaling = _step_supports_model_params = True
+
     def __init__(
         self,
         params: Any,

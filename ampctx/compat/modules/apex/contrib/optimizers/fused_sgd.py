@@ -13,6 +13,9 @@ from ._old_step import old_step
 class FusedSGD(optimizers.FusedSGD):
     """SGD whose ``step`` takes the old arguments; without them it uses ``.grad``."""
 
+    # step runs the base's.
+    _step_supports_amp_scaling = _step_supports_model_params = True
+
     def step(
         self,
         closure: Callable[[], Any] | None = None,

@@ -1,11 +1,15 @@
 """apex.contrib.xentropy.softmax_xentropy, over torch's log-softmax."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ampctx.compat.autograd_class import AutogradClass, grads, run
 
-class SoftmaxCrossEntropyLoss:
+
+class SoftmaxCrossEntropyLoss(AutogradClass):
     """Cross entropy of each row, called as ``SoftmaxCrossEntropyLoss.apply(logits, labels, ...)``."""
 
     @staticmethod
@@ -23,10 +27,10 @@ class SoftmaxCrossEntropyLoss:
             labels: [rows], int64 class numbers.
             smoothing: the share of the target that is spread evenly over all classes.
             padding_idx: rows with this label have a loss and a gradient of 0. Note the default, class 0.
-            half_to_float: True returns fp32 for 16-bit logits; otherwise the losses have the type of the logits.
+            half_to_float: has no effect: the losses are fp32 for 16-bit logits.
 
         Returns:
-            [rows].
+            [rows], fp32 (fp64 for fp64 logits).
         """
         wide = torch.promote_types(logits.dtype, torch.float32)
         log_probabilities = F.log_softmax(logits, dim=-1, dtype=wide)
@@ -35,7 +39,22 @@ class SoftmaxCrossEntropyLoss:
             uniform = -log_probabilities.mean(dim=-1)
             losses = (1.0 - smoothing) * losses + smoothing * uniform
             losses = losses.masked_fill(labels == padding_idx, 0.0)
-        return losses if half_to_float else losses.to(logits.dtype)
+        return losses
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        smoothing: float = 0.0,
+        padding_idx: int = 0,
+        half_to_float: bool = False,
+    ) -> Tensor:
+        return run(ctx, lambda t: SoftmaxCrossEntropyLoss.apply(t, labels, smoothing, padding_idx), logits)
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        return *grads(ctx, grad_loss), None, None, None, None
 
 
 __all__ = ["SoftmaxCrossEntropyLoss"]

@@ -1,0 +1,193 @@
+"""fused_weight_gradient_mlp_cuda against plain torch in fp64, and a linear layer that accumulates with it."""
+
+import importlib
+
+import fused_weight_gradient_mlp_cuda as wgrad
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ampctx import AmpTypeError, AmpValueError
+
+F16, B16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+TOKENS = [(6,), (1,), (0,), (3, 5), (2, 0), (2, 3, 4)]
+OUT, IN = 5, 7
+
+
+def case(tokens, dtype, grad_dtype, device="cpu"):
+    """Input, gradient of the output, and a main_grad that is not 0."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((*tokens, IN), (*tokens, OUT), (OUT, IN))
+    values = [torch.randn(shape, generator=generator) for shape in shapes]
+    return [v.to(device, d) for v, d in zip(values, (dtype, dtype, grad_dtype), strict=True)]
+
+
+def exact(x, dy, main_grad):
+    rows, grads = x.double().reshape(-1, IN), dy.double().reshape(-1, OUT)
+    return main_grad.double() + sum((torch.outer(g, r) for g, r in zip(grads, rows, strict=True)), torch.zeros(()))
+
+
+def assert_near(got, wanted):
+    bound = 16.0 * torch.finfo(got.dtype).eps
+    torch.testing.assert_close(got.double(), wanted.double(), rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [F32, F16, B16], ids=str)
+@pytest.mark.parametrize("tokens", TOKENS, ids=str)
+def test_fp32(tokens, dtype, device):
+    x, dy, main_grad = case(tokens, dtype, F32, device)
+    wanted = exact(x, dy, main_grad)
+    assert wgrad.wgrad_gemm_accum_fp32(x, dy, main_grad) is None
+    assert_near(main_grad, wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [F16, B16], ids=str)
+@pytest.mark.parametrize("tokens", TOKENS, ids=str)
+def test_fp16(tokens, dtype, device):
+    x, dy, main_grad = case(tokens, dtype, dtype, device)
+    wanted = exact(x, dy, main_grad)
+    assert wgrad.wgrad_gemm_accum_fp16(x, dy, main_grad) is None
+    assert_near(main_grad, wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sums_of_16_bit_products_are_fp32(device):
+    """In 16 bits the sum would stop at 256, and an addition of 2**-10 to 1 would be lost."""
+    x = torch.ones(1024, 1, dtype=B16, device=device)
+    main_grad = torch.zeros(1, 1, device=device)
+    wgrad.wgrad_gemm_accum_fp32(x, x, main_grad)
+    assert main_grad.item() == 1024.0
+    main_grad = torch.ones(1, 1, device=device)
+    wgrad.wgrad_gemm_accum_fp32(x[:1], torch.full_like(x[:1], 2.0**-10), main_grad)
+    assert main_grad.item() == 1.0 + 2.0**-10
+    main_grad = torch.full((1, 1), 2048.0, dtype=F16, device=device)
+    ones = torch.ones(2, 1, dtype=F16, device=device)
+    wgrad.wgrad_gemm_accum_fp16(ones, ones, main_grad)  # 2048 + 1 is 2048 in fp16
+    assert main_grad.item() == 2050.0
+
+
+def test_any_strides():
+    x, dy, main_grad = case((4, 6), F32, F32)
+    wanted = exact(x, dy, main_grad)
+    flat = torch.zeros(2, OUT * IN + 3)
+    views = [
+        x.transpose(0, 1).contiguous().transpose(0, 1),
+        torch.stack([dy, dy], dim=-1)[..., 1],
+        flat[1, 3:].view(OUT, IN).copy_(main_grad),
+    ]
+    wgrad.wgrad_gemm_accum_fp32(*views)
+    assert_near(views[2], wanted)
+    assert not flat[0].any()
+    transposed = main_grad.t().contiguous().t()
+    wgrad.wgrad_gemm_accum_fp32(x, dy, transposed)
+    assert_near(transposed, wanted)
+
+
+def test_autocast_and_gradients_have_no_part_in_it():
+    x, dy, main_grad = case((6,), F32, F32)
+    wanted = exact(x, dy, main_grad)
+    main_grad.requires_grad_()
+    with torch.autocast("cpu", B16):
+        wgrad.wgrad_gemm_accum_fp32(x.requires_grad_(), dy, main_grad)
+    assert main_grad.grad_fn is None
+    assert_near(main_grad.detach(), wanted)
+
+
+class Accumulating(torch.autograd.Function):
+    """A linear layer whose backward adds to ``weight.main_grad``, as Megatron-LM's does."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        add = wgrad.wgrad_gemm_accum_fp32 if weight.main_grad.dtype == F32 else wgrad.wgrad_gemm_accum_fp16
+        add(x, dy, weight.main_grad)
+        return dy.matmul(weight), None
+
+
+@pytest.mark.parametrize(("dtype", "grad_dtype"), [(F32, F32), (B16, F32), (B16, B16), (F16, F16)], ids=str)
+def test_gradient_accumulation_fusion(dtype, grad_dtype):
+    generator = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.randn(OUT, IN, generator=generator).to(dtype))
+    weight.main_grad = torch.zeros(OUT, IN, dtype=grad_dtype)
+    reference = weight.detach().double().requires_grad_()
+    for _ in range(3):
+        x = torch.randn(2, 4, IN, generator=generator).to(dtype)
+        ours, theirs = x.clone().requires_grad_(), x.double().requires_grad_()
+        Accumulating.apply(ours, weight).sum().backward()
+        F.linear(theirs, reference).sum().backward()
+        bound = 8.0 * torch.finfo(dtype).eps
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=bound, atol=bound)
+    assert weight.grad is None
+    assert_near(weight.main_grad / 8.0, reference.grad / 8.0)
+
+
+X, DY, MAIN = case((6,), F32, F32)
+HALVES = [t.half() for t in (X, DY, MAIN)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((None, DY, MAIN), AmpTypeError, "input must be a tensor, got NoneType"),
+        ((X, 1.0, MAIN), AmpTypeError, "d_output must be a tensor, got float"),
+        ((X, DY, None), AmpTypeError, "main_grad must be a tensor, got NoneType"),
+        ((X.to_sparse(), DY, MAIN), AmpTypeError, "input is not a strided tensor: pass input.to_dense"),
+        ((X.long(), DY, MAIN), AmpTypeError, "input has dtype torch.int64, expected float32 or float16 or bfloat16"),
+        ((X.double(), DY, MAIN), AmpTypeError, "input has dtype torch.float64, expected float32 or"),
+        ((X, DY.half(), MAIN), AmpTypeError, "d_output has dtype torch.float16, expected float32"),
+        ((X, DY, MAIN.half()), AmpTypeError, "main_grad has dtype torch.float16, expected float32"),
+        ((X[0], DY, MAIN), AmpValueError, r"input has shape \(7,\), expected 2 dimensions or more"),
+        ((X, DY[0], MAIN), AmpValueError, r"d_output has shape \(5,\), expected 2 dimensions or more"),
+        ((X, DY[:4], MAIN), AmpValueError, "input has 6 tokens, d_output has 4"),
+        ((X, DY, MAIN.t()), AmpValueError, r"main_grad has shape \(7, 5\), expected \(5, 7\)"),
+        ((X, DY.to("meta"), MAIN), AmpValueError, "d_output is on meta, and input is on cpu"),
+        ((X, DY, MAIN.to("meta")), AmpValueError, "main_grad is on meta, and input is on cpu"),
+    ],
+)
+def test_errors_name_the_argument_and_change_nothing(arguments, error, message):
+    before = MAIN.clone()
+    with pytest.raises(error, match=f"^wgrad_gemm_accum_fp32: {message}"):
+        wgrad.wgrad_gemm_accum_fp32(*arguments)
+    assert torch.equal(MAIN, before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((X, DY, MAIN), "input has dtype torch.float32, expected float16 or bfloat16"),
+        ((*HALVES[:2], MAIN), "main_grad has dtype torch.float32, expected float16"),
+        ((*HALVES[:2], MAIN.bfloat16()), "main_grad has dtype torch.bfloat16, expected float16"),
+    ],
+)
+def test_fp16_takes_one_type_of_16_bits(arguments, message):
+    with pytest.raises(AmpTypeError, match=f"^wgrad_gemm_accum_fp16: {message}"):
+        wgrad.wgrad_gemm_accum_fp16(*arguments)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fast_layer_norm",
+        "fused_adam_cuda",
+        "fused_layer_norm_cuda",
+        "fused_mix_prec_layer_norm_cuda",
+        "fused_weight_gradient_mlp_cuda",
+        "xentropy_cuda",
+    ],
+)
+def test_names_that_an_extension_lacks(name):
+    module = importlib.import_module(name)
+    with pytest.raises(
+        AttributeError, match=f"^module '{name}' has no attribute 'nothing': ampctx does not support it"
+    ):
+        module.nothing  # noqa: B018
+    assert not hasattr(module, "__wrapped__")

@@ -1,0 +1,141 @@
+"""xentropy_cuda against torch's cross entropy in fp64."""
+
+import pytest
+import torch
+import xentropy_cuda
+from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
+from torch.nn import functional as F
+
+from ampctx import AmpTypeError, AmpValueError
+
+F16, B16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+LABELS = torch.tensor([0, 6, 2, 3, 6, 1])
+
+
+def case(dtype, rows=6):
+    generator = torch.Generator().manual_seed(0)
+    logits = (4.0 * torch.randn(rows, 7, generator=generator)).to(dtype)
+    return logits, LABELS[:rows], torch.randn(rows, generator=generator)
+
+
+def exact(logits, labels, smoothing, grad_loss):
+    wide = logits.double().requires_grad_()
+    losses = F.cross_entropy(wide, labels, reduction="none", label_smoothing=smoothing)
+    return losses.detach(), torch.autograd.grad(losses, wide, grad_loss.double())[0]
+
+
+def assert_near(got, wanted):
+    bound = 8.0 * torch.finfo(got.dtype).eps
+    torch.testing.assert_close(got.double(), wanted, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("rows", [6, 1, 0])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("half_to_float", [False, True])
+@pytest.mark.parametrize("dtype", [F64, F32, F16, B16], ids=str)
+def test_losses_and_gradients(dtype, half_to_float, smoothing, rows):
+    logits, labels, grad_loss = case(dtype, rows)
+    losses, log_sum = xentropy_cuda.forward(logits, labels, smoothing, half_to_float)
+    wide = F64 if dtype == F64 else F32
+    assert (losses.dtype, log_sum.dtype) == (wide, wide)
+    wanted, wanted_grad = exact(logits, labels, smoothing, grad_loss)
+    assert_near(losses, wanted)
+    assert_near(log_sum, logits.double().logsumexp(1))
+    for given in (grad_loss.to(wide), grad_loss.to(dtype)):
+        grad = xentropy_cuda.backward(given, logits, log_sum, labels, smoothing)
+        assert grad.dtype == dtype
+        bound = 8.0 * torch.finfo(dtype).eps
+        torch.testing.assert_close(grad.double(), wanted_grad, rtol=bound, atol=bound)
+
+
+def test_padding_by_the_caller_and_negative_labels():
+    """As programs use it: they set the rows of padding to 0, after forward and before backward."""
+    logits, labels, grad_loss = case(F32)
+    labels = labels.clone()
+    labels[2] = -100
+    losses, log_sum = xentropy_cuda.forward(logits, labels, 0.1, False)
+    assert losses[2] == 0.0
+    kept = labels >= 0
+    assert_near(losses[kept], exact(logits[kept], labels[kept], 0.1, grad_loss[kept])[0])
+    grad = xentropy_cuda.backward(grad_loss, logits, log_sum, labels, 0.1)
+    assert not grad[2].any()
+    assert_near(grad[kept], exact(logits[kept], labels[kept], 0.1, grad_loss[kept])[1])
+
+
+def test_any_strides_and_large_logits():
+    logits, labels, grad_loss = case(F32)
+    logits = logits + 1e4
+    wanted = xentropy_cuda.forward(logits, labels, 0.1)
+    strided = logits.t().contiguous().t()
+    got = xentropy_cuda.forward(strided, labels, 0.1)
+    assert_near(wanted[0], exact(logits, labels, 0.1, grad_loss)[0])
+    torch.testing.assert_close(got, wanted)
+    doubled = torch.stack([grad_loss, grad_loss], dim=1)[:, 1]
+    torch.testing.assert_close(
+        xentropy_cuda.backward(doubled, strided, got[1], labels, 0.1),
+        xentropy_cuda.backward(grad_loss, logits, wanted[1], labels, 0.1),
+    )
+
+
+def test_no_gradient_flows():
+    logits, labels, _ = case(F32)
+    assert not any(t.requires_grad for t in xentropy_cuda.forward(logits.requires_grad_(), labels, 0.0))
+
+
+class Program(torch.autograd.Function):
+    """A program's copy of the loss, over the extension."""
+
+    @staticmethod
+    def forward(ctx, logits, labels, smoothing, padding_idx):
+        losses, log_sum = xentropy_cuda.forward(logits, labels, smoothing, logits.dtype == F16)
+        losses.masked_fill_(labels == padding_idx, 0)
+        ctx.save_for_backward(logits, log_sum, labels)
+        ctx.smoothing, ctx.padding_idx = smoothing, padding_idx
+        return losses
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        logits, log_sum, labels = ctx.saved_tensors
+        grad_loss = grad_loss.masked_fill(labels == ctx.padding_idx, 0)
+        return xentropy_cuda.backward(grad_loss, logits, log_sum, labels, ctx.smoothing), None, None, None
+
+
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+def test_a_programs_loss_is_apexs(dtype):
+    logits, labels, grad_loss = case(dtype)
+    theirs, ours = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    losses = Program.apply(theirs, labels, 0.1, 6)
+    wanted = SoftmaxCrossEntropyLoss.apply(ours, labels, 0.1, 6, True)
+    torch.testing.assert_close(losses, wanted)
+    losses.backward(grad_loss)
+    wanted.backward(grad_loss)
+    torch.testing.assert_close(theirs.grad, ours.grad)
+    assert not theirs.grad[LABELS == 6].any()
+
+
+def test_gradcheck_of_a_programs_loss():
+    logits, labels, _ = case(F64)
+    assert torch.autograd.gradcheck(lambda t: Program.apply(t, labels, 0.1, 6), logits.requires_grad_())
+
+
+LOGITS, _, GRAD = case(F32)
+LOSSES, LOG_SUM = xentropy_cuda.forward(LOGITS, LABELS, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "error", "message"),
+    [
+        ("forward", ([1.0], LABELS, 0.0), AmpTypeError, "logits must be a tensor, got list"),
+        ("forward", (LOGITS.int(), LABELS, 0.0), AmpTypeError, "logits has dtype torch.int32, expected float32 or"),
+        ("forward", (LOGITS[0], LABELS, 0.0), AmpValueError, r"logits has shape \(7,\), expected \[rows, classes\]"),
+        ("forward", (LOGITS, LABELS.int(), 0.0), AmpTypeError, "labels has dtype torch.int32, expected int64"),
+        ("forward", (LOGITS, LABELS[1:], 0.0), AmpValueError, r"labels has shape \(5,\), expected \(6,\)"),
+        ("forward", (LOGITS, LABELS.to("meta"), 0.0), AmpValueError, "labels is on meta, and logits is on cpu"),
+        ("backward", (None, LOGITS, LOG_SUM, LABELS, 0.0), AmpTypeError, "grad_loss must be a tensor, got NoneType"),
+        ("backward", (GRAD[0], LOGITS, LOG_SUM, LABELS, 0.0), AmpValueError, r"grad_loss has shape \(\), expected"),
+        ("backward", (GRAD, LOGITS, LOGITS, LABELS, 0.0), AmpValueError, r"max_log_sum_exp has shape \(6, 7\), exp"),
+    ],
+)
+def test_errors_name_the_argument(name, arguments, error, message):
+    with pytest.raises(error, match=f"^{name}: {message}"):
+        getattr(xentropy_cuda, name)(*arguments)
