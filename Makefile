@@ -74,15 +74,16 @@ docs: $(VENV)/docs.done
 	$(PY) -m sphinx -W --keep-going -n -q -b html -c docs . build/docs
 	@echo "build/docs/docs/index.html"
 
-# The source archive and the wheel, with the tag that auditwheel grants it, in dist. Where nvcc is, the wheel has the
-# CUDA kernels; AMPCTX_CUDA=0 leaves them out.
+# The source archive and the wheel, with the tag that auditwheel grants it, in dist, and the wheel of ampctx-apex. Where
+# nvcc is, the wheel has the CUDA kernels; AMPCTX_CUDA=0 leaves them out.
 wheel: $(VENV)/wheel.done
-	rm -rf dist
+	rm -rf dist ampctx-apex/build
 	AMPCTX_KERNELS=1 $(PY) -m build --quiet --no-isolation --sdist --wheel --outdir dist/unaudited
 	PATH="$(abspath $(VENV)/bin):$$PATH" $(PY) -m auditwheel repair --exclude libtorch.so --wheel-dir dist dist/unaudited/*.whl
+	$(PY) -m build --quiet --no-isolation --wheel --outdir dist ampctx-apex
 	mv dist/unaudited/*.tar.gz dist && rm -r dist/unaudited && ls dist
 
-# The wheel in an environment without a compiler: the demo and the tests of the ops.
+# The wheels in an environment without a compiler: the demo, an apex program and the tests of the ops.
 test-wheel: wheel $(VENV)/test.done
 	$(PY) .ci/wheel.py dist
 
@@ -102,7 +103,7 @@ machine-code: $(CUDA_TOOLS)
 abi-check: wheel $(VENV)/test.done
 	for version in 2.11.0 2.15.0; do \
 	  $(PYTHON) -m venv .abi/$$version && \
-	  .abi/$$version/bin/python -m pip install --quiet torch==$$version "$$(ls dist/*.whl)[test]" && \
+	  .abi/$$version/bin/python -m pip install --quiet torch==$$version "$$(ls dist/ampctx-*.whl)[test]" && \
 	  .abi/$$version/bin/python .ci/wheel.py dist && \
 	  AMPCTX_REQUIRE_EXTENSION=1 PYTHONPATH=. .abi/$$version/bin/python -m pytest --full tests/ops tests/amp tests/optimizers $(ARGS) || exit 1; \
 	done
@@ -112,7 +113,7 @@ gpu-check:
 	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
 
 clean:
-	rm -rf build dist *.egg-info ampctx/_ops.so .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build dist *.egg-info ampctx-apex/build ampctx-apex/*.egg-info ampctx/_ops.so .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/torch.done: .ci/bootstrap.py
 	$(PYTHON) .ci/bootstrap.py $(VENV) '$(TORCH)'

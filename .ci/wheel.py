@@ -1,4 +1,4 @@
-"""Installs the wheel in DIRECTORY into an environment without a compiler, and runs the demo and the tests of the ops.
+"""Installs the wheels in DIRECTORY into an environment without a compiler. Runs demos and the tests of the ops.
 
     .venv/bin/python .ci/wheel.py DIRECTORY          run by make test-wheel, after make wheel
 
@@ -19,9 +19,10 @@ WHERE = "import ampctx; print(ampctx.__file__); assert ampctx.ops.extension.load
 
 
 def main() -> None:
-    wheels = list(Path(sys.argv[1]).glob("*.whl")) if len(sys.argv) == 2 else []
-    if len(wheels) != 1:
-        sys.exit(f"{__doc__}\nDIRECTORY must hold one wheel, found {[wheel.name for wheel in wheels]}")
+    wheels = sorted(Path(sys.argv[1]).glob("*.whl")) if len(sys.argv) == 2 else []
+    if [wheel.name.partition("-")[0] for wheel in wheels] != ["ampctx", "ampctx_apex"]:
+        found = [wheel.name for wheel in wheels]
+        sys.exit(f"{__doc__}\nDIRECTORY must hold one wheel of ampctx and one of ampctx-apex, found {found}")
     with tempfile.TemporaryDirectory() as folder:
         environment = Path(folder) / "environment"
         venv.create(environment, with_pip=True)
@@ -33,7 +34,7 @@ def main() -> None:
         ).stdout.strip()  # fmt: skip
         (Path(purelib) / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
         pip = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-deps", "--force-reinstall"]
-        subprocess.run([*pip, str(wheels[0].resolve())], check=True)
+        subprocess.run([*pip, *(str(wheel.resolve()) for wheel in wheels)], check=True)
         for name in ("tests", "examples", "pyproject.toml"):
             copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
             copy(ROOT / name, Path(folder) / name)
@@ -52,7 +53,8 @@ def main() -> None:
             "-k",
             "(cpu or reference) and not emulated",
         ]
-        for command in (["-c", WHERE], ["-m", "ampctx"], ["examples/digits.py", "--epochs", "2"], tests):
+        demos = [["examples/digits.py", "--epochs", "2"], ["examples/apex_digits.py", "--epochs", "2"]]
+        for command in (["-c", WHERE], ["-m", "ampctx"], *demos, tests):
             subprocess.run([python, *command], cwd=folder, env=variables, check=True)
 
 

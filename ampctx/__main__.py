@@ -1,8 +1,8 @@
 """``python -m ampctx`` and the ``ampctx`` command.
 
-``info`` shows versions and the kernels in use. ``run`` runs a program written for apex. ``path`` prints the directory
-that does the same through PYTHONPATH. ``migrate`` rewrites imports. Without torch, ``--help`` and ``--version`` work;
-the commands print one line that says what to install.
+``info`` shows versions, the apex and the kernels in use. ``run`` runs a program written for apex. ``path`` prints the
+directory that does the same through PYTHONPATH. ``migrate`` rewrites imports. Without torch, ``--help`` and
+``--version`` work; the commands print one line that says what to install.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from ampctx.migrate import cli as migrate
 
 
 def info() -> dict[str, Any]:
-    """Collects versions and the compiled extension's state on this machine. No host sync."""
+    """Collects versions, the apex in use and the compiled extension's state on this machine. No host sync."""
     import torch
 
     with warnings.catch_warnings():
         # The import may warn about the extension. The report says the same.
         warnings.simplefilter("ignore", RuntimeWarning)
         import ampctx
+        from ampctx.compat.handover import apex_in_use
         from ampctx.kernels import cuda_support
         from ampctx.kernels import extension as _extension
 
@@ -53,6 +54,7 @@ def info() -> dict[str, Any]:
         "driver_cuda": driver and cuda_support.dotted(driver),
         "gpus": [torch.cuda.get_device_name(i) for i in gpus],
         "gpu_archs": [cuda_support.arch_name(torch.cuda.get_device_capability(i)) for i in gpus],
+        "apex": apex_in_use(),
         "extension": {
             "loaded": extension.loaded,
             "path": str(_extension.LIBRARY),
@@ -61,6 +63,25 @@ def info() -> dict[str, Any]:
             **extension.build,
         },
     }
+
+
+def _apex(report: dict[str, Any]) -> str:
+    """What ``import apex`` gives, in words."""
+    ours = report["ampctx_apex"] and f"ampctx-apex {report['ampctx_apex']}"
+    parts = "with amp" if report["has_amp"] else "without amp"
+    other = f"version {report['version'] or 'unknown'} in {report['path']}, {parts}"
+    match report["provider"]:
+        case "ampctx-apex":
+            return f"from {ours}"
+        case "ampctx":
+            return "from ampctx, because AMPCTX_APEX=1"
+        case "other" if ours:
+            return f"not from ampctx: {other}. To use {ours}, run 'pip uninstall apex'"
+        case "other":
+            return f"not from ampctx: {other}"
+        case "conflict":
+            return f"does not import: {ours} does not hide {other}. Uninstall one of the two"
+    return "not installed: 'ampctx run' or ampctx-apex provides it"
 
 
 def _lines(report: dict[str, Any]) -> list[str]:
@@ -74,6 +95,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
         ("torch", f"{report['torch']} (CUDA {report['torch_cuda'] or 'not built in'})"),
         ("driver", f"serves CUDA {driver}" if driver else "no NVIDIA driver"),
         ("GPUs", ", ".join(gpus) or "none visible"),
+        ("apex", _apex(report["apex"])),
     ]
     if extension["loaded"]:
         rows.append(("extension", f"loaded, kernels in use for {' and '.join(extension['backends'])}"))
@@ -108,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ampctx", description="Run apex.amp training scripts on current PyTorch.")
     parser.add_argument("--version", action="version", version=f"ampctx {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
-    info_parser = commands.add_parser("info", help="show versions and which compiled kernels are in use (the default)")
+    info_parser = commands.add_parser("info", help="show versions, the apex and the kernels in use (the default)")
     info_parser.add_argument("--json", action="store_true", help="print one JSON object")
     run_parser = commands.add_parser(
         "run",

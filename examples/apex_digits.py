@@ -4,7 +4,8 @@
     ampctx run examples/apex_digits.py --opt-level O1 --loss-scale 1024
     torchrun --nproc-per-node 2 -m ampctx run examples/apex_digits.py --sync-bn
 
-Without ``ampctx run`` the import of apex.amp fails: apex removed it in May 2025. Model and data are those of digits.py.
+Without ``ampctx run`` or the distribution ampctx-apex the import fails: apex removed apex.amp in May 2025. Model and
+data are those of digits.py.
 """
 
 import argparse

@@ -172,14 +172,14 @@ def test_a_guide_shows_what_its_program_prints(run_block, name, code, text):
 BUDGETS = {
     250: "cli guide/accumulate guide/clip guide/custom_functions guide/ddp guide/gradient_penalty guide/several_losses",
     400: "contributing guide/fp32_layers guide/schedulers",
-    500: "install options limitations performance from_torch_amp"
+    500: "options limitations performance from_torch_amp"
     " guide/checkpoints guide/compile_export guide/debug_nans guide/fsdp_zero",
-    600: "../README reliability",
+    600: "../README install reliability",
     700: "why levels frameworks optimizers how_a_step_works",
     800: "from_apex",
     1000: "tutorial apex_differences kernels",
     1250: "design",
-    1600: "errors",
+    1800: "errors",
 }
 
 

@@ -160,7 +160,7 @@ def at_uninstall(action: Callable[[], None]) -> None:
 def uninstall_apex() -> None:
     """Undoes ``install_apex``: removes the modules, and apex's attributes from optimizers.
 
-    References to the modules stay usable.
+    References to the modules stay usable. With ampctx-apex installed, the next import of apex installs them again.
     """
     while _at_uninstall:
         _at_uninstall.pop()()

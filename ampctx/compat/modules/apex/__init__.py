@@ -17,6 +17,10 @@ from . import amp, fp16_utils, normalization, optimizers
 if torch.distributed.is_available():
     from . import parallel
 
+from ampctx.compat.distribution import ApexDistribution as _Distribution
+
+__version__ = _Distribution().version
+
 
 def _rank() -> int:
     dist = torch.distributed

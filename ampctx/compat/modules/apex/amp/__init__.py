@@ -22,6 +22,7 @@ from ampctx.compat.views.stash import watch_default_session
 
 __path__ = extend_path(__path__, __name__)
 
+from . import __version__ as __version__
 from . import (
     _initialize,
     _process_optimizer,
