@@ -24,6 +24,7 @@ ELSEWHERE = {
     "ampctx runs on plain torch on CUDA, slower",  # test_extension.py
     "ampctx: out of memory",  # ops/test_out_of_memory.py
     "No module named 'apex', cannot import name 'amp' from 'apex', No module named 'amp_C'",  # test_apex_errors.py
+    "is not supported by ampctx",  # compat/test_refused.py
     "ampctx-apex does not hide another apex",  # test_ampctx_apex.py
 }
 X = torch.ones(8, 4)
@@ -121,6 +122,12 @@ def initialized_twice():
 
 def model_initialized_twice():
     amp.initialize(training("O2")[0], opt_level="O2")
+
+
+def one_parameter_in_two_optimizers():
+    model = nn.Linear(4, 2)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    amp.initialize(model, optimizers, opt_level="O2", verbosity=0)
 
 
 def optimizer_made_anew():
@@ -251,6 +258,10 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("the model is under amp already", model_initialized_twice),
     ("Incoming model is an instance of torch.nn.parallel", wrapped_too_early),
     ("A given optimizer should only be passed through amp.initialize once", initialized_twice),
+    (
+        "is in two optimizers, and only one of them can keep its fp32 master weight",
+        one_parameter_in_two_optimizers,
+    ),
     ("did not go through amp.initialize", optimizer_made_anew),
     ("has left scaled gradients in", block_names_one_of_two),
     ("no backward went through the scaled loss", backward_of_the_loss_itself),

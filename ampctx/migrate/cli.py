@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ampctx.compat.install import ROOTS
 from ampctx.migrate import files, report
 from ampctx.migrate.report import FileResult, Finding
 
 if TYPE_CHECKING:
     from ampctx.migrate.analysis import Parsed
 
-_NOTEBOOK_IMPORT = re.compile(r"\b(?:import|from)\s+(apex|amp_C|apex_C)\b")
+_NOTEBOOK_IMPORT = re.compile(rf"\b(?:import|from)\s+({'|'.join(ROOTS)})\b")
 
 EPILOG = """\
 exit codes:

@@ -23,9 +23,14 @@ def test_apex_is_among_all_distributions():
     assert "torch" in names
 
 
-@pytest.mark.parametrize("module", ["apex", "amp_C", "apex_C"])
+@pytest.mark.parametrize("module", ["apex", "amp_C", "apex_C", "fused_weight_gradient_mlp_cuda", "xentropy_cuda"])
 def test_its_modules_lead_to_it(module):
     assert importlib.metadata.packages_distributions()[module] == ["apex"]
+
+
+def test_the_roots_are_the_files_of_the_modules():
+    assert set(install.ROOTS) == {"apex", *(path.stem for path in install.MODULES.glob("*.py"))}
+    assert all((install.MODULES / f"{name}.py").exists() for name in install.ROOTS if name != "apex")
 
 
 def test_other_distributions_are_found_as_before():

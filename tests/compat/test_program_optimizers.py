@@ -80,6 +80,7 @@ def test_kernels_are_those_of_amp_C(kind):
         assert name not in vars(optimizer)
 
 
+@pytest.mark.full
 def test_the_classes_are_those_of_ampctx_with_and_without_kernels():
     """apex.optimizers adds the kernels, and uninstall_apex removes them."""
     assert FusedAdam is optimizers.FusedAdam

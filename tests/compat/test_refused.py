@@ -1,6 +1,7 @@
 """What is not served says so at the import or at the call, with what takes its place."""
 
 import importlib
+import importlib.util
 import os
 import pkgutil
 import subprocess
@@ -178,44 +179,56 @@ def test_modules_that_programs_import_without_a_need_can_be_imported():
         apply_weight_norm(None)
 
 
-def run_python(program, **environment):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(program)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+@pytest.fixture
+def not_installed(monkeypatch):
+    """Before install_apex, and with the former finders afterwards."""
+    monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if finder not in install._finders])
+    monkeypatch.setattr(install, "_finders", [])
 
 
-@pytest.mark.parametrize("how", ["argument", "environment"])
-def test_all_can_be_imported_for_who_asks(how):
+@pytest.mark.parametrize(
+    ("variable", "argument", "at_call"),
+    [
+        (None, None, False),
+        ("", None, False),
+        ("import", None, False),
+        ("call", None, True),
+        (None, "call", True),
+        ("call", "import", False),
+    ],
+)
+def test_who_asks_can_import_all(not_installed, monkeypatch, variable, argument, at_call):
+    """The argument comes before the environment."""
+    if variable is not None:
+        monkeypatch.setenv("AMPCTX_APEX_REFUSE", variable)
+    install.install_apex(argument)
+    for name in ("apex.transformer.parallel_state", "apex.contrib.fmha"):
+        if at_call:
+            assert importlib.util.find_spec(name.rpartition(".")[0]) is not None
+        else:
+            with pytest.raises(ModuleNotFoundError, match="is not supported by ampctx"):
+                importlib.util.find_spec(name)
+
+
+@pytest.mark.full
+def test_a_program_asks_by_the_environment():
     program = """
-        from ampctx.compat import install_apex
-        install_apex({})
+        import ampctx.compat.apex
         from apex.transformer import parallel_state
         from apex.contrib.optimizers import DistributedFusedAdam
         try:
             parallel_state.initialize_model_parallel(1)
         except NotImplementedError as error:
             print(error)
-    """.format("refuse='call'" if how == "argument" else "")
-    result = run_python(program, **({"AMPCTX_APEX_REFUSE": "call"} if how == "environment" else {}))
+    """
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "AMPCTX_APEX_REFUSE": "call"}
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("apex.transformer.parallel_state.initialize_model_parallel is not supported")
 
 
-def test_the_argument_comes_before_the_environment():
-    result = run_python(
-        "from ampctx.compat import install_apex; install_apex('import'); import apex.transformer",
-        AMPCTX_APEX_REFUSE="call",
-    )
-    assert "ApexImportError: apex.transformer is not supported by ampctx. Use Megatron Core" in result.stderr
-
-
-def test_bad_values(monkeypatch):
-    monkeypatch.setattr(install, "_finders", [])
+def test_bad_values(not_installed, monkeypatch):
     with pytest.raises(AmpValueError, match="^install_apex: refuse is 'late', expected 'import' or 'call'"):
         install.install_apex("late")
     monkeypatch.setenv("AMPCTX_APEX_REFUSE", "1")

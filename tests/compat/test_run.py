@@ -178,6 +178,14 @@ def test_variable_and_path(program, tmp_path):
     assert output(done).splitlines()[-1] == "ampctx.amp.session"
 
 
+@pytest.mark.full
+def test_an_extension_may_be_the_first_import(program):
+    """As in Megatron-LM."""
+    code = "import fused_weight_gradient_mlp_cuda as w\nprint(w.wgrad_gemm_accum_fp32.__name__)"
+    done = python(program(code), cwd=ROOT, AMPCTX_APEX="1", PYTHONPATH=startup_path())
+    assert output(done).splitlines()[-1] == "wgrad_gemm_accum_fp32"
+
+
 @pytest.mark.parametrize("value", ["0", ""])
 def test_variable_switched_off(program, value):
     code = "import importlib.util\nprint(importlib.util.find_spec('amp_C'))"
