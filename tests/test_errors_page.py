@@ -124,12 +124,6 @@ def model_initialized_twice():
     amp.initialize(training("O2")[0], opt_level="O2")
 
 
-def one_parameter_in_two_optimizers():
-    model = nn.Linear(4, 2)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
-    amp.initialize(model, optimizers, opt_level="O2", verbosity=0)
-
-
 def optimizer_made_anew():
     model, _ = training()
     backward(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -258,10 +252,6 @@ CASES: list[tuple[str, Callable[[], object]]] = [
     ("the model is under amp already", model_initialized_twice),
     ("Incoming model is an instance of torch.nn.parallel", wrapped_too_early),
     ("A given optimizer should only be passed through amp.initialize once", initialized_twice),
-    (
-        "is in two optimizers, and only one of them can keep its fp32 master weight",
-        one_parameter_in_two_optimizers,
-    ),
     ("did not go through amp.initialize", optimizer_made_anew),
     ("has left scaled gradients in", block_names_one_of_two),
     ("no backward went through the scaled loss", backward_of_the_loss_itself),
