@@ -12,14 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ampctx.compat.install import ROOTS
 from ampctx.migrate import files, report
 from ampctx.migrate.report import FileResult, Finding
 
 if TYPE_CHECKING:
     from ampctx.migrate.analysis import Parsed
-
-_NOTEBOOK_IMPORT = re.compile(rf"\b(?:import|from)\s+({'|'.join(ROOTS)})\b")
 
 EPILOG = """\
 exit codes:
@@ -123,9 +120,12 @@ def _read(path: Path, result: FileResult) -> Parsed | None:
 
 
 def _notebook(path: str, text: str) -> list[Finding]:
+    # Imported here: --help works without torch.
+    from ampctx.compat.install import ROOTS
+
     message = "a notebook: edit its cells by hand"
     found = []
-    for match in _NOTEBOOK_IMPORT.finditer(text):
+    for match in re.finditer(rf"\b(?:import|from)\s+({'|'.join(ROOTS)})\b", text):
         starts = report.line_starts(text[: match.start()])
         column = match.start() - starts[-1] + 1
         name = match[1]

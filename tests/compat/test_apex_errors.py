@@ -25,7 +25,7 @@ CAUSES = {
     "no attribute 'amp'": "import apex; apex.amp.initialize",
     "torch._six": "from apex.amp._amp_state import _amp_state; from apex.amp._initialize import applier",
     "'apex_C'": "import apex_C; apex_C.flatten",
-    "'fused_layer_norm_cuda'": "import torch; from apex.normalization import FusedLayerNorm as F; F(4)(torch.ones(4))",
+    "'fused_layer_norm_cuda'": "import fused_layer_norm_cuda; from apex.normalization import FusedLayerNorm as F; F(4)",
     "FusedAdam requires": OPTIMIZER.format("FusedAdam"),
     "FusedLAMB": OPTIMIZER.format("FusedLAMB"),
     "FusedSGD": OPTIMIZER.format("FusedSGD"),

@@ -8,18 +8,16 @@ from typing import Any
 
 import torch
 
+from ampctx.compat.distribution import ApexDistribution as _Distribution
 from ampctx.compat.install import ApexImportError
 
+__version__ = _Distribution().version
 __path__ = extend_path(__path__, __name__)
 
 from . import amp, fp16_utils, normalization, optimizers
 
 if torch.distributed.is_available():
     from . import parallel
-
-from ampctx.compat.distribution import ApexDistribution as _Distribution
-
-__version__ = _Distribution().version
 
 
 def _rank() -> int:
