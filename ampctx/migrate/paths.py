@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import libcst as cst
 
 from ampctx.migrate import flow
-from ampctx.migrate.analysis import Parsed, dotted
+from ampctx.migrate.analysis import Block, Parsed, dotted
 
 _LEAVING = (cst.Continue, cst.Break, cst.Return, cst.Raise)
 
@@ -62,10 +62,10 @@ def _zeroed_before(parsed: Parsed, backward: cst.CSTNode, is_ours: Callable[[cst
     return any(_zeroes(s, is_ours) for suite, index in _up_to_loop(parsed, backward) for s in suite.body[:index])
 
 
-def _up_to_loop(parsed: Parsed, node: cst.CSTNode) -> Iterator[tuple[flow.Block, int]]:
+def _up_to_loop(parsed: Parsed, node: cst.CSTNode) -> Iterator[tuple[Block, int]]:
     for suite, index in parsed.blocks(node):
         yield suite, index
-        if isinstance(parsed.parents.get(suite), cst.For | cst.While):
+        if isinstance(parsed.parents.get(suite), cst.For | cst.While | cst.FunctionDef):
             return
 
 
