@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import libcst as cst
@@ -13,7 +14,19 @@ from ampctx.migrate.report import Edit
 
 
 class NotUnderstood(Exception):
-    """Why a loop is not rewritten."""
+    """Why a loop is not rewritten. ``topic``: the section of docs/cli.md."""
+
+    topic = ""
+
+
+@contextlib.contextmanager
+def about(topic: str) -> Iterator[None]:
+    """Gives refusals within it a topic, unless they have one."""
+    try:
+        yield
+    except NotUnderstood as error:
+        error.topic = error.topic or topic
+        raise
 
 
 def refuse(parsed: Parsed, node: cst.CSTNode, reason: str) -> NotUnderstood:

@@ -153,6 +153,10 @@ class Forward:
         Raises:
             NotUnderstood: an output leaves the function.
         """
+        with flow.about("outputs"):
+            return self._late(block)
+
+    def _late(self, block: cst.CSTNode) -> list[Run]:
         parsed = self._parsed
         function = function_of(parsed, self._anchor)
         pending, seen = set(self.outputs), set(self.outputs)

@@ -39,10 +39,19 @@ def certain(parsed: Parsed, function: cst.CSTNode) -> Iterator[cst.CSTNode]:
 
 def _is_certain(parsed: Parsed, node: cst.CSTNode) -> bool:
     if isinstance(node, cst.Attribute):
-        return node.attr.value == "grad" or node.attr.value in _CLIPS
+        return (node.attr.value == "grad" and not is_reset(parsed, node)) or node.attr.value in _CLIPS
     if not isinstance(node, cst.Name) or node.value not in _CLIPS or parsed.scopes.get(node) is None:
         return False
     return not isinstance(parsed.parents[node], cst.ImportAlias | cst.AsName | cst.Attribute)
+
+
+def is_reset(parsed: Parsed, node: cst.CSTNode) -> bool:
+    """Whether a node is the target of ``p.grad = None``."""
+    target = parsed.parents[node]
+    assignment = parsed.parents.get(target)
+    if not isinstance(target, cst.AssignTarget) or not isinstance(assignment, cst.Assign):
+        return False
+    return parsed.source(assignment.value) == "None"
 
 
 def receivers(parsed: Parsed, function: cst.CSTNode, variables: Collection[str]) -> Iterator[cst.CSTNode]:

@@ -31,14 +31,20 @@ class Loop:
         self._parsed, self._session, self._call = parsed, session, use.call
         self.edits: list[Edit] = []
         self.backwards: list[cst.CSTNode] = []
-        self._read_block()
-        self._read_guard()
-        self._read_sites()
-        self._read_step()
+        with flow.about("backward"):
+            self._read_block()
+            self._read_guard()
+        with flow.about("forward"):
+            self._read_sites()
+        with flow.about("step"):
+            self._read_step()
         self._write_backward()
-        self._read_forward()
-        self._read_gradients()
-        self._check_zeroed()
+        with flow.about("forward"):
+            self._read_forward()
+        with flow.about("gradients"):
+            self._read_gradients()
+        with flow.about("zeroed-gradients"):
+            self._check_zeroed()
 
     def _refuse(self, node: cst.CSTNode, reason: str) -> NotUnderstood:
         return flow.refuse(self._parsed, node, reason)
@@ -153,7 +159,9 @@ class Loop:
         if self._head is None:
             self._replace(self._block, [*comments, line])
             return
-        bodies: list[Sequence[cst.CSTNode]] = [link.body.body for link in guards.chain(self._head)]
+        bodies: list[Sequence[cst.CSTNode]] = [
+            [s for s in link.body.body if not self._session.dead.is_dead(s)] for link in guards.chain(self._head)
+        ]
         backwards = [self._block, *(parsed.parents[p] for p in self._plain)]
         if all(any(body[0] is b for b in backwards) for body in bodies) and not any(
             isinstance(p.value, cst.Call) and p.value.args for p in self._plain if self._arguments == ()
@@ -215,14 +223,21 @@ class Loop:
         return sites[0]
 
     def _steps(self) -> Sequence[cst.CSTNode]:
-        """The uses of ``step`` of the optimizer that belong to this loop."""
+        """The uses of ``step`` of the optimizer that belong to this loop: here, or of the caller's variable."""
         parsed, found = self._parsed, []
         for node in self.optimizer.nodes(parsed):
             parent = parsed.parents[node]
             if isinstance(parent, cst.Attribute) and parent.value is node and parent.attr.value == "step":
                 found.append(parent)
         own = [s for s in found if function_of(parsed, s) is self.function]
-        return own if self.optimizer.owner is not None and own else found
+        if found or self.optimizer.text not in parameters(self.function):
+            return own if self.optimizer.owner is not None and own else found
+        given = [argument(s, self.function, self.optimizer.text) for s in call_sites(parsed, self.function)]
+        there = variable(parsed, given[0]) if len(given) == 1 else None
+        if there is None or there.same(parsed, self._call.args[1].value):
+            return []
+        self.optimizer = there
+        return self._steps()
 
     def _read_step(self) -> None:
         parsed = self._parsed
@@ -411,11 +426,12 @@ class Loop:
     def _check_zeroed(self) -> None:
         """Unscaled gradients of one step must not add to scaled ones of the next."""
         models = self._models() | self._called
+        before = self._common.body[self._begin]
 
         def is_ours(node: cst.BaseExpression) -> bool:
             return self.optimizer.same(self._parsed, node) or dotted(node) in models
 
-        if self._session.scales and not paths.is_zeroed(self._parsed, self._at, self._step, is_ours):
+        if self._session.scales and not paths.is_zeroed(self._parsed, before, self._step, is_ours):
             raise self._refuse(
                 self._step,
                 f"found no unconditional {self.optimizer.text}.zero_grad() between this step and the next backward: "

@@ -33,8 +33,8 @@ _STATIC = "growth_interval=2**31 - 1"
 class Options(NamedTuple):
     """Extra arguments for ``autocast`` and ``GradScaler``.
 
-    ``static``: a fixed scale other than 1, or one that may be; torch has none. ``enabled``: the conditions for amp
-    to be on. ``level``, ``scale``: the expressions of an ``opt_level`` and a ``loss_scale`` that are known at run time only.
+    ``static``: a fixed scale other than 1, or one that may be; torch has none. ``enabled``: the conditions for amp.
+    ``level``, ``scale``: the expressions of an ``opt_level`` and a ``loss_scale`` that are known at run time only.
     """
 
     autocast: list[str]

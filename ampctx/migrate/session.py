@@ -40,17 +40,20 @@ class Session:
 
     def __init__(self, parsed: Parsed, call: cst.Call, uses: Collection[Use], dead: guards.Dead) -> None:
         self._parsed = parsed
-        self._dead = dead
+        self.dead = dead
         self.call = call
         self.function = function_of(parsed, call)
-        self._given = bound(parsed, call, _INITIALIZE, "amp.initialize")
-        self._read_variables()
-        self._place(uses)
-        self._options = options.read(parsed, call, self._given, bool(self._conditions))
+        with flow.about("initialize"):
+            self._given = bound(parsed, call, _INITIALIZE, "amp.initialize")
+            self._read_variables()
+            self._place(uses)
+        with flow.about("options"):
+            self._options = options.read(parsed, call, self._given, bool(self._conditions))
         self.static = self._options.static
         self.scales = "enabled=False" not in self._options.scaler
-        self._name(uses)
-        self._write()
+        with flow.about("names"):
+            self._name(uses)
+            self._write()
 
     def _refuse(self, node: cst.CSTNode, reason: str) -> NotUnderstood:
         return flow.refuse(self._parsed, node, reason)
@@ -114,9 +117,9 @@ class Session:
 
     def _passes(self, statement: cst.CSTNode) -> bool:
         """Whether the scaler may be made before a statement instead of after it."""
-        if self._dead.is_dead(statement):
+        if self.dead.is_dead(statement):
             return True
-        if isinstance(statement, cst.Try) and self._dead.flags(statement) is not None:
+        if isinstance(statement, cst.Try) and self.dead.flags(statement) is not None:
             return False
         moves = any(isinstance(n, cst.Attribute) and n.attr.value in _MOVES for n in flow.below(statement))
         return not moves and not flow.stores(self._parsed, statement)
@@ -184,7 +187,7 @@ class Session:
         if self.place is self.statement:
             self.edits = [Edit(*parsed.span(self.assignment), (newline + indent).join(lines))]
             return
-        self._dead.add(self.assignment)
+        self.dead.add(self.assignment)
         end = parsed.line_end(parsed.span(self.place)[1])
         at = parsed.line_start(parsed.span(self.place)[0])
         text = "".join(f"{indent}{line}{newline}" for line in lines)

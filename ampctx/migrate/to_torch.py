@@ -15,7 +15,7 @@ import libcst as cst
 
 from ampctx.migrate import guards, parallel, to_ampctx, whole
 from ampctx.migrate.analysis import Binding, Parsed, Use
-from ampctx.migrate.flow import NotUnderstood, refuse
+from ampctx.migrate.flow import NotUnderstood, about, refuse
 from ampctx.migrate.loop import Loop
 from ampctx.migrate.report import Edit, Finding
 from ampctx.migrate.session import Session
@@ -55,10 +55,11 @@ def plan(parsed: Parsed, helper: str | None) -> tuple[list[Edit], list[Finding]]
     try:
         if not any(_is_amp(u) for b in gone for u in b.uses):
             raise NotUnderstood("this file has no O1 loop")
-        return _plan(parsed, gone, _uses(parsed, gone, helper))
+        with about("names"):
+            return _plan(parsed, gone, _uses(parsed, gone, helper))
     except NotUnderstood as reason:
         edits, findings = to_ampctx.plan(parsed, only="torch")
-        return edits, [_explained(f, str(reason)) for f in findings]
+        return edits, [_explained(f, reason) for f in findings]
 
 
 def _plan(parsed: Parsed, gone: set[Binding], uses: dict[str, list[Use]]) -> tuple[list[Edit], list[Finding]]:
@@ -66,7 +67,8 @@ def _plan(parsed: Parsed, gone: set[Binding], uses: dict[str, list[Use]]) -> tup
     dead = guards.Dead(parsed, _whole(gone), [u.chain for u in uses["tests"]])
     (initialize, *more) = uses["initialize"]
     if more:
-        raise refuse(parsed, more[0].root, "a second call of amp.initialize")
+        with about("initialize"):
+            raise refuse(parsed, more[0].root, "a second call of amp.initialize")
     if not uses["scale_loss"]:
         raise NotUnderstood("amp.scale_loss is not called in this file")
     assert initialize.call is not None
@@ -75,10 +77,12 @@ def _plan(parsed: Parsed, gone: set[Binding], uses: dict[str, list[Use]]) -> tup
     functions = [function_of(parsed, u.root) for u in uses["scale_loss"]]
     for i, use in enumerate(uses["scale_loss"]):
         if functions[i] in functions[:i]:
-            raise refuse(parsed, use.root, "a second call of amp.scale_loss")
+            with about("backward"):
+                raise refuse(parsed, use.root, "a second call of amp.scale_loss")
     whole.check_torch(parsed)
     loops = [Loop(parsed, session, use) for use in uses["scale_loss"]]
-    whole.check(parsed, session, loops)
+    with about("step"):
+        whole.check(parsed, session, loops)
     edits = [*session.edits, *(e for loop in loops for e in loop.edits)]
     edits += [whole.master_params(parsed, session, u) for u in uses["master_params"]]
     edits += [whole.checkpoint(parsed, session, u) for name in ("state_dict", "load_state_dict") for u in uses[name]]
@@ -92,6 +96,7 @@ def _plan(parsed: Parsed, gone: set[Binding], uses: dict[str, list[Use]]) -> tup
         known = _MESSAGES | {name: parallel.MESSAGES[target] for name, target in parallel.TARGETS.items()}
         message = known.get(use.name, "always there now") + static
         findings.append(parsed.finding(use.chain, use.name, "adapted", message, use.call))
+    removed = [r for r in removed if not any(e.start <= r.start and r.end <= e.end for e in edits)]
     return [*edits, *removed], sorted(set(findings), key=lambda f: (f.line, f.column))
 
 
@@ -122,12 +127,13 @@ def _is_amp(use: Use) -> bool:
     return use.name == "apex.amp" or use.name.startswith("apex.amp.")
 
 
-def _explained(finding: Finding, reason: str) -> Finding:
+def _explained(finding: Finding, reason: NotUnderstood) -> Finding:
     entry = row(finding.name).entry
     refused = entry is not None and entry.status == "refused"
     if finding.status != "person" or refused or not finding.name.startswith("apex.amp"):
         return finding
-    return dataclasses.replace(finding, message=f"not rewritten: {reason}")
+    link = f"docs/cli.md#{reason.topic}" if reason.topic else finding.link
+    return dataclasses.replace(finding, message=f"not rewritten: {reason}", link=link)
 
 
 def _uses(parsed: Parsed, gone: set[Binding], helper: str | None) -> dict[str, list[Use]]:
@@ -154,9 +160,11 @@ def _uses(parsed: Parsed, gone: set[Binding], helper: str | None) -> dict[str, l
     if others:
         raise NotUnderstood(f"line {others[0].line} uses {others[0].name}, which must go first (--to ampctx)")
     if not any(u.name == "apex.amp.initialize" for b in gone for u in b.uses):
-        raise NotUnderstood("amp.initialize is not called in this file")
+        with about("other-files"):
+            raise NotUnderstood("amp.initialize is not called in this file")
     if helper is not None:
-        raise NotUnderstood(f"{helper} also uses amp and may belong to this loop")
+        with about("other-files"):
+            raise NotUnderstood(f"{helper} also uses amp and may belong to this loop")
     uses: dict[str, list[Use]] = {name: [] for name in [*_SESSION, "tests", "parallel"]}
     for use in sorted(dict.fromkeys(u for b in gone for u in b.uses), key=lambda u: parsed.span(u.root)):
         kind = "tests" if _is_test(parsed, use) else "parallel" if use.name in parallel.TARGETS else ""

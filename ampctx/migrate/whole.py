@@ -36,9 +36,11 @@ def check(parsed: Parsed, session: Session, loops: list[Loop]) -> None:
         name = node.attr.value if isinstance(node, cst.Attribute) else ""
         called = name == "backward" and isinstance(parsed.parents[node], cst.Call)
         if called and not any(node is b for b in backwards):
-            raise refuse(parsed, node, "a second backward")
+            with flow.about("backward"):
+                raise refuse(parsed, node, "a second backward")
         if isinstance(node, cst.Attribute) and dotted(node).endswith("autograd.grad"):
-            raise refuse(parsed, node, "torch.autograd.grad would see a scaled loss")
+            with flow.about("backward"):
+                raise refuse(parsed, node, "torch.autograd.grad would see a scaled loss")
     functions = [session.function, *(loop.function for loop in loops)]
     for node in session.optimizer.nodes(parsed):
         _check_optimizer(parsed, session, node, functions)
@@ -58,13 +60,21 @@ def _check_optimizer(parsed: Parsed, session: Session, node: cst.CSTNode, functi
     if session.optimizer.owner is None and function_of(parsed, node) not in functions:
         raise refuse(parsed, node, f"another function uses {text} and may be its closure")
     load = parsed.contexts.get(node) is meta.ExpressionContext.LOAD
-    if isinstance(parsed.parents[node], cst.Assign | cst.AnnAssign | cst.NamedExpr) and load:
-        raise refuse(parsed, node, f"{text} gets a second name, which may call step()")
     parent = parsed.parents[node]
+    if isinstance(parent, cst.Assign | cst.AnnAssign | cst.NamedExpr) and load and _steps_by(parsed, parent):
+        raise refuse(parsed, node, f"{text} gets a second name, which may call step()")
     if not load and not (isinstance(parent, cst.Attribute) and parent.value is node):
         later = parsed.span(node) > parsed.span(session.statement)
         if later and function_of(parsed, node) is session.function:
             raise refuse(parsed, node, f"{text} is assigned again")
+
+
+def _steps_by(parsed: Parsed, alias: cst.Assign | cst.AnnAssign | cst.NamedExpr) -> bool:
+    """Whether a name that an assignment makes calls ``step``, or may."""
+    targets = [t.target for t in alias.targets] if isinstance(alias, cst.Assign) else [alias.target]
+    found = [variable(parsed, t) for t in targets]
+    attributes = (parsed.parents[n] for v in found if v is not None for n in v.nodes(parsed))
+    return None in found or any(isinstance(a, cst.Attribute) and a.attr.value == "step" for a in attributes)
 
 
 def master_params(parsed: Parsed, session: Session, use: Use) -> Edit:

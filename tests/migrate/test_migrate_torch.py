@@ -5,12 +5,14 @@ import math
 
 import pytest
 import torch
-from migrating import dedent, migrated, run
+from migrating import ROOT, dedent, migrated, run
 
 from ampctx import GradScaler
 from ampctx.migrate import cli
 
 pytest.importorskip("libcst")
+
+PAGE = (ROOT / "docs" / "cli.md").read_text()
 
 HEAD = """
 import torch
@@ -721,7 +723,7 @@ LEFT = {
         "suppresses exceptions between scaler.unscale_ and scaler.step",
     ),
     "another name for the optimizer": (
-        [("for i in", "opt = optimizer\nfor i in")],
+        [("for i in", "opt = optimizer\nopt.step()\nfor i in")],
         "line 12: optimizer gets a second name",
     ),
     "the model moves": ([("for i in", "model.cuda()\nfor i in")], "model may move to another device"),
@@ -746,7 +748,9 @@ def test_what_is_not_understood_is_left_with_a_reason(tmp_path, replacements, re
     for finding in found:
         assert finding.status == "person"
         assert pytest.raises(Exception, match=reason).matches(Exception(finding.message)), finding.message
-        assert finding.link == "docs/apex_differences.md#training-loop"
+        page, _, section = finding.link.partition("#")
+        assert page == "docs/cli.md"
+        assert f"\n### {section.replace('-', ' ').capitalize()}\n" in PAGE
 
 
 def test_a_loop_whose_amp_is_used_in_another_file_is_left(tmp_path):
