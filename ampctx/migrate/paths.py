@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import libcst as cst
 
 from ampctx.migrate import flow
-from ampctx.migrate.analysis import Parsed, dotted
+from ampctx.migrate.analysis import Block, Parsed, dotted
 
 _LEAVING = (cst.Continue, cst.Break, cst.Return, cst.Raise)
 
@@ -62,15 +62,26 @@ def _zeroed_before(parsed: Parsed, backward: cst.CSTNode, is_ours: Callable[[cst
     return any(_zeroes(s, is_ours) for suite, index in _up_to_loop(parsed, backward) for s in suite.body[:index])
 
 
-def _up_to_loop(parsed: Parsed, node: cst.CSTNode) -> Iterator[tuple[flow.Block, int]]:
+def _up_to_loop(parsed: Parsed, node: cst.CSTNode) -> Iterator[tuple[Block, int]]:
     for suite, index in parsed.blocks(node):
         yield suite, index
-        if isinstance(parsed.parents.get(suite), cst.For | cst.While):
+        if isinstance(parsed.parents.get(suite), cst.For | cst.While | cst.FunctionDef):
             return
 
 
 def _zeroes(statement: cst.CSTNode, is_ours: Callable[[cst.BaseExpression], bool]) -> bool:
-    """Whether a statement is an unconditional ``zero_grad()`` of the model or optimizer."""
+    """Whether a statement is an unconditional ``zero_grad()`` of the model or optimizer, or a loop with its effect."""
+    if isinstance(statement, cst.For):
+        source = statement.iter
+        function = source.func if isinstance(source, cst.Call) else None
+        of_ours = (
+            isinstance(function, cst.Attribute) and function.attr.value == "parameters" and is_ours(function.value)
+        )
+        body = statement.body.body[0] if len(statement.body.body) == 1 else None
+        reset = body.body[0] if isinstance(body, cst.SimpleStatementLine) else None
+        if not of_ours or not isinstance(reset, cst.Assign) or not isinstance(reset.value, cst.Name):
+            return False
+        return reset.value.value == "None" and dotted(reset.targets[0].target) == f"{dotted(statement.target)}.grad"
     for small in statement.body if isinstance(statement, cst.SimpleStatementLine) else []:
         function = small.value.func if isinstance(small, cst.Expr) and isinstance(small.value, cst.Call) else None
         if isinstance(function, cst.Attribute) and function.attr.value == "zero_grad" and is_ours(function.value):

@@ -11,12 +11,16 @@ import dataclasses
 import re
 from collections.abc import Iterable
 
-from ampctx.migrate import to_ampctx
+import libcst as cst
+
+from ampctx.migrate import guards, parallel, to_ampctx, whole
 from ampctx.migrate.analysis import Binding, Parsed, Use
-from ampctx.migrate.flow import NotUnderstood
+from ampctx.migrate.flow import NotUnderstood, about, refuse
 from ampctx.migrate.loop import Loop
 from ampctx.migrate.report import Edit, Finding
+from ampctx.migrate.session import Session
 from ampctx.migrate.targets import row
+from ampctx.migrate.variables import function_of
 
 # The amp functions that a loop may use.
 _SESSION = ("initialize", "scale_loss", "master_params", "state_dict", "load_state_dict")
@@ -47,50 +51,105 @@ def helper(files: Iterable[Parsed]) -> str | None:
 
 def plan(parsed: Parsed, helper: str | None) -> tuple[list[Edit], list[Finding]]:
     """The edits and findings of a file. ``helper``: the result of ``helper()``."""
-    gone = {
-        b
-        for b in parsed.bindings
-        if any(_is_amp(u) for u in b.uses) or b.target == "apex.amp" or b.target.startswith("apex.amp.")
-    }
+    gone = {b for b in parsed.bindings if _goes(b)}
     try:
-        if not gone:
+        if not any(_is_amp(u) for b in gone for u in b.uses):
             raise NotUnderstood("this file has no O1 loop")
-        found = Loop(parsed, _uses(parsed, gone, helper))
-        loop_edits = found.edits
+        with about("names"):
+            return _plan(parsed, gone, _uses(parsed, gone, helper))
     except NotUnderstood as reason:
         edits, findings = to_ampctx.plan(parsed, only="torch")
-        return edits, [_explained(f, str(reason)) for f in findings]
-    edits, findings = to_ampctx.plan(parsed, only="torch", gone=gone)
+        return edits, [_explained(f, reason) for f in findings]
+
+
+def _plan(parsed: Parsed, gone: set[Binding], uses: dict[str, list[Use]]) -> tuple[list[Edit], list[Finding]]:
+    tests = [(u, guards.tested(parsed, u)) for u in uses["tests"]]
+    dead = guards.Dead(parsed, _whole(gone), [u.chain for u in uses["tests"]])
+    (initialize, *more) = uses["initialize"]
+    if more:
+        with about("initialize"):
+            raise refuse(parsed, more[0].root, "a second call of amp.initialize")
+    if not uses["scale_loss"]:
+        raise NotUnderstood("amp.scale_loss is not called in this file")
+    assert initialize.call is not None
+    later = [u for name in _SESSION[1:] for u in uses[name]]
+    session = Session(parsed, initialize.call, later, dead)
+    functions = [function_of(parsed, u.root) for u in uses["scale_loss"]]
+    for i, use in enumerate(uses["scale_loss"]):
+        if functions[i] in functions[:i]:
+            with about("backward"):
+                raise refuse(parsed, use.root, "a second call of amp.scale_loss")
+    whole.check_torch(parsed)
+    loops = [Loop(parsed, session, use) for use in uses["scale_loss"]]
+    with about("step"):
+        whole.check(parsed, session, loops)
+    edits = [*session.edits, *(e for loop in loops for e in loop.edits)]
+    edits += [whole.master_params(parsed, session, u) for u in uses["master_params"]]
+    edits += [whole.checkpoint(parsed, session, u) for name in ("state_dict", "load_state_dict") for u in uses[name]]
+    edits += [e for u in uses["parallel"] for e in parallel.replaced(parsed, u)]
+    edits += [e for _, e in tests if e is not None] + guards.availability(parsed)
+    other_edits, findings = to_ampctx.plan(parsed, only="torch", gone=gone)
+    removed = dead.edits()
+    edits = [e for e in dict.fromkeys([*edits, *other_edits]) if not any(_within(e, r) for r in removed)]
     for use in dict.fromkeys(u for b in gone for u in b.uses):
-        message = _MESSAGES[use.name] + (_STATIC if use.name.endswith("initialize") and found.static else "")
+        static = _STATIC if use.name.endswith("initialize") and session.static else ""
+        known = _MESSAGES | {name: parallel.MESSAGES[target] for name, target in parallel.TARGETS.items()}
+        message = known.get(use.name, "always there now") + static
         findings.append(parsed.finding(use.chain, use.name, "adapted", message, use.call))
-    return [*loop_edits, *edits], sorted(set(findings), key=lambda f: (f.line, f.column))
+    removed = [r for r in removed if not any(e.start <= r.start and r.end <= e.end for e in edits)]
+    return [*edits, *removed], sorted(set(findings), key=lambda f: (f.line, f.column))
+
+
+def _within(edit: Edit, removed: Edit) -> bool:
+    """Whether an edit is lost in a statement that goes. What is inserted before the statement stays."""
+    return removed.start <= edit.start and edit.end <= removed.end and edit.end > removed.start
+
+
+def _whole(gone: set[Binding]) -> list[cst.CSTNode]:
+    """The import statements all of whose names go."""
+    statements = {id(b.statement): b.statement for b in gone}
+    aliases = {id(b.alias) for b in gone}
+    return [
+        s for s in statements.values() if isinstance(s.names, cst.ImportStar) or all(id(a) in aliases for a in s.names)
+    ]
+
+
+def _goes(binding: Binding) -> bool:
+    """Whether an import goes once the loops are torch's: of amp, of what torch has, of names that nothing uses."""
+    if binding.target == "apex.amp" or binding.target.startswith("apex.amp."):
+        return True
+    if not binding.uses:
+        return True
+    return any(_is_amp(u) or u.name in parallel.TARGETS for u in binding.uses)
 
 
 def _is_amp(use: Use) -> bool:
     return use.name == "apex.amp" or use.name.startswith("apex.amp.")
 
 
-def _explained(finding: Finding, reason: str) -> Finding:
+def _explained(finding: Finding, reason: NotUnderstood) -> Finding:
     entry = row(finding.name).entry
     refused = entry is not None and not entry.is_served
     if finding.status != "person" or refused or not finding.name.startswith("apex.amp"):
         return finding
-    return dataclasses.replace(finding, message=f"not rewritten: {reason}")
+    link = f"docs/cli.md#{reason.topic}" if reason.topic else finding.link
+    return dataclasses.replace(finding, message=f"not rewritten: {reason}", link=link)
 
 
 def _uses(parsed: Parsed, gone: set[Binding], helper: str | None) -> dict[str, list[Use]]:
     """The uses of amp by function name. Raises NotUnderstood if a loop cannot be made of them."""
     for binding in parsed.bindings:
         at = f"line {parsed.line(binding.statement)}"
-        if binding.alias is None:
+        if binding.alias is None and (binding.uses or binding not in gone or binding.target.startswith("apex.amp")):
             raise NotUnderstood(f"{at} imports everything from {binding.target}")
         for use in binding.uses:
-            if binding in gone and use.uncertain:
+            if binding in gone and use.uncertain and not guards.is_replaced_when_missing(parsed, use, gone):
                 raise NotUnderstood(
                     f"{binding.local} in line {parsed.line(use.root)} may be something other than apex's"
                 )
-            if binding in gone and (use.name.removeprefix("apex.amp.") not in _SESSION or use.call is None):
+            called = use.name.removeprefix("apex.amp.") in _SESSION and use.call is not None
+            called = called or use.name in parallel.TARGETS
+            if binding in gone and not called and not _is_test(parsed, use):
                 raise NotUnderstood(f"line {parsed.line(use.root)} uses {use.name}, which torch.amp lacks")
     if parsed.imports or parsed.private:
         node = parsed.imports[0].node if parsed.imports else parsed.private[0][0]
@@ -101,10 +160,17 @@ def _uses(parsed: Parsed, gone: set[Binding], helper: str | None) -> dict[str, l
     if others:
         raise NotUnderstood(f"line {others[0].line} uses {others[0].name}, which must go first (--to ampctx)")
     if not any(u.name == "apex.amp.initialize" for b in gone for u in b.uses):
-        raise NotUnderstood("amp.initialize is not called in this file")
+        with about("other-files"):
+            raise NotUnderstood("amp.initialize is not called in this file")
     if helper is not None:
-        raise NotUnderstood(f"{helper} also uses amp and may belong to this loop")
-    uses: dict[str, list[Use]] = {name: [] for name in _SESSION}
-    for use in dict.fromkeys(u for b in gone for u in b.uses):
-        uses[use.name.removeprefix("apex.amp.")].append(use)
+        with about("other-files"):
+            raise NotUnderstood(f"{helper} also uses amp and may belong to this loop")
+    uses: dict[str, list[Use]] = {name: [] for name in [*_SESSION, "tests", "parallel"]}
+    for use in sorted(dict.fromkeys(u for b in gone for u in b.uses), key=lambda u: parsed.span(u.root)):
+        kind = "tests" if _is_test(parsed, use) else "parallel" if use.name in parallel.TARGETS else ""
+        uses[kind or use.name.removeprefix("apex.amp.")].append(use)
     return uses
+
+
+def _is_test(parsed: Parsed, use: Use) -> bool:
+    return use.name in ("apex", "apex.amp") and guards.tested(parsed, use) is not None

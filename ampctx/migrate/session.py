@@ -1,0 +1,206 @@
+"""``amp.initialize``: what it is called for, on which conditions, and the ``GradScaler`` that takes its place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+import libcst as cst
+
+from ampctx.migrate import flow, guards, options
+from ampctx.migrate.analysis import Parsed, Use, dotted
+from ampctx.migrate.flow import NotUnderstood
+from ampctx.migrate.imports import indent_of
+from ampctx.migrate.report import Edit
+from ampctx.migrate.variables import Variable, class_of, function_of, related, variable
+
+_INITIALIZE = ["models", "optimizers", "enabled", "opt_level"]
+_MOVES = ("to", "cuda", "cpu")
+
+
+def bound(parsed: Parsed, call: cst.Call, names: list[str], what: str) -> dict[str, cst.BaseExpression]:
+    """The arguments of a call by parameter name."""
+    given: dict[str, cst.BaseExpression] = {}
+    for i, argument in enumerate(call.args):
+        if argument.star or (argument.keyword is None and i >= len(names)):
+            raise flow.refuse(parsed, call, f"cannot match the arguments of {what} to its parameters")
+        given[names[i] if argument.keyword is None else argument.keyword.value] = argument.value
+    return given
+
+
+class Session:
+    """One call of ``amp.initialize``.
+
+    ``uses``: the other uses of amp in the file. ``statement``: the line of the
+    call; ``edits`` replace it, or make the scaler before the condition that it runs on.
+
+    Raises:
+        NotUnderstood: the call cannot be replaced; with the line and the reason.
+    """
+
+    def __init__(self, parsed: Parsed, call: cst.Call, uses: Collection[Use], dead: guards.Dead) -> None:
+        self._parsed = parsed
+        self.dead = dead
+        self.call = call
+        self.function = function_of(parsed, call)
+        with flow.about("initialize"):
+            self._given = bound(parsed, call, _INITIALIZE, "amp.initialize")
+            self._read_variables()
+            self._place(uses)
+        with flow.about("options"):
+            self._options = options.read(parsed, call, self._given, bool(self._conditions))
+        self.static = self._options.static
+        self.scales = "enabled=False" not in self._options.scaler
+        with flow.about("names"):
+            self._name(uses)
+            self._write()
+
+    def _refuse(self, node: cst.CSTNode, reason: str) -> NotUnderstood:
+        return flow.refuse(self._parsed, node, reason)
+
+    def _read_variables(self) -> None:
+        parsed, call = self._parsed, self.call
+        models, optimizers = self._given.pop("models", None), self._given.pop("optimizers", None)
+        self.models = [v for m in _elements(models) if (v := variable(parsed, m)) is not None]
+        optimizer = variable(parsed, optimizers)
+        if optimizer is None or not self.models or len(self.models) != len(_elements(models)):
+            raise self._refuse(call, "amp.initialize is not called with one model variable and one optimizer variable")
+        self.optimizer: Variable = optimizer
+        names = [*(m.text for m in self.models), optimizer.text]
+        assignment = parsed.parents[call]
+        targets = [[dotted(t.target)] for t in assignment.targets] if isinstance(assignment, cst.Assign) else []
+        if isinstance(assignment, cst.Assign):
+            for i, target in enumerate(t.target for t in assignment.targets):
+                if isinstance(target, cst.Tuple | cst.List):
+                    targets[i] = [dotted(n) for e in target.elements for n in _elements(e.value)]
+        if not isinstance(assignment, cst.Expr) and (not targets or any(t != names for t in targets)):
+            raise self._refuse(call, f"amp.initialize is not assigned back to {', '.join(names)}")
+        self.assignment = assignment
+        self.statement = flow.simple_statement(parsed, assignment, "amp.initialize")
+
+    # --- where the scaler is made -------------------------------------------------------------------------------------
+
+    def _place(self, uses: Collection[Use]) -> None:
+        """Finds the statement before or after which the scaler is made, so that every use of it comes later."""
+        parsed = self._parsed
+        self._conditions: list[str] = []
+        self._after = False
+        here = [u for u in uses if function_of(parsed, u.root) is self.function]
+        elsewhere = len(here) < len(uses)
+        place: cst.CSTNode = self.statement
+        suite, index = parsed.blocks(place)[0]
+        while (found := guards.branch_condition(parsed, suite)) is not None:
+            head, conditions = found
+            covers = all(flow.contains(parsed, suite, u.root) for u in here)
+            before = suite.body[:index]
+            if (covers and here and not elsewhere) or any(self._makes(s) for s in before):
+                break
+            if not all(guards.is_pure(link.test) for link in guards.chain(head) if isinstance(link, cst.If)):
+                raise self._refuse(head, "amp.initialize runs on a condition that calls a function")
+            self._conditions = [*conditions, *self._conditions]
+            if not self._after and not all(self._passes(s) for s in before):
+                self._after = True
+            if self._after and any(flow.contains(parsed, head, u.root) for u in here):
+                raise self._refuse(
+                    head, "the code before amp.initialize on this condition must run before the scaler is made"
+                )
+            place = head
+            suite, index = parsed.blocks(place)[0]
+        self.place, self.suite, self.index = place, suite, index
+
+    def _makes(self, statement: cst.CSTNode) -> bool:
+        """Whether a statement makes the model or the optimizer, which then exist below it only."""
+        made = flow.stores(self._parsed, statement)
+        return any(
+            v.text in made and v.text not in flow.loads(self._parsed, statement) for v in [*self.models, self.optimizer]
+        )
+
+    def _passes(self, statement: cst.CSTNode) -> bool:
+        """Whether the scaler may be made before a statement instead of after it."""
+        if self.dead.is_dead(statement):
+            return True
+        if isinstance(statement, cst.Try) and self.dead.flags(statement) is not None:
+            return False
+        moves = any(isinstance(n, cst.Attribute) and n.attr.value in _MOVES for n in flow.below(statement))
+        return not moves and not flow.stores(self._parsed, statement)
+
+    def follows(self, node: cst.CSTNode) -> bool:
+        """Whether a node of the same function comes after the scaler is made: in the same block, or below it."""
+        parsed = self._parsed
+        for suite, index in parsed.blocks(node):
+            if suite is self.suite:
+                below = index == self.index and not self._after and self.place is not self.statement
+                return index > self.index or below
+            owner = parsed.parents.get(suite)
+            if isinstance(owner, cst.Else | cst.ExceptHandler | cst.Finally):
+                owner = parsed.parents[owner]
+            if not isinstance(owner, cst.For | cst.While | cst.If | cst.With | cst.Try):
+                return False
+        return False
+
+    # --- what takes its place -----------------------------------------------------------------------------------------
+
+    def _name(self, uses: Collection[Use]) -> None:
+        parsed = self._parsed
+        outside = [u.root for u in uses if not self.is_local(u.root)]
+        prefix, owner = "", self.optimizer.owner
+        self._global = False
+        if outside and owner is not None and all(related(class_of(parsed, n), owner) for n in outside):
+            prefix = "self."
+        elif outside:
+            self._global = not isinstance(self.function, cst.Module)
+        self.scaler = prefix + self._fresh("scaler", "grad_scaler", "amp_grad_scaler")
+        self.device = prefix + self._fresh("device_type", "amp_device_type", "autocast_device_type")
+
+    def is_local(self, node: cst.CSTNode) -> bool:
+        """Whether the locals of amp.initialize's function are visible at a node."""
+        return self.function in (function_of(self._parsed, node), *self._parsed.ancestors(node))
+
+    def _fresh(self, *wanted: str) -> str:
+        """The first of these names that the file does not use."""
+        for name in wanted:
+            if not re.search(rf"\b{name}\b", self._parsed.text):
+                return name
+        raise NotUnderstood(f"the names {', '.join(wanted)} are all taken")
+
+    def _write(self) -> None:
+        parsed, given = self._parsed, self._options
+        level = given.level
+        conditions = [*self._conditions, *given.enabled]
+        lines = [f"global {self.device}, {self.scaler}"] if self._global else []
+        lines.append(f"{self.device} = next({self.models[0].text}.parameters()).device.type")
+        if level is not None:
+            unit = "\t" if "\t" in indent_of(parsed, self.place) else parsed.tree.default_indent
+            refused = guards.both([*conditions, f'{_atom(level)} not in ("O0", "O1")'])
+            lines.append(f"if {refused}:")
+            lines.append(f'{unit}raise ValueError("torch.amp has no opt_level %s" % ({level},))')
+            conditions.append(f'{_atom(level)} == "O1"')
+        if given.scale is not None:
+            options = self._fresh("scale_options")
+            scale = f'{{"init_scale": float({given.scale}), "growth_interval": 2**31 - 1}}'
+            lines.append(f'{options} = {{}} if {_atom(given.scale)} in (None, "dynamic") else {scale}')
+        enabled = [f"enabled={guards.as_bool(conditions)}"] if conditions else []
+        lines.append(f"{self.scaler} = torch.amp.GradScaler({', '.join([self.device, *given.scaler, *enabled])})")
+        on = [f"enabled={self.scaler}.is_enabled()"] if conditions else []
+        self.autocast = f"torch.autocast({', '.join([self.device, 'dtype=torch.float16', *given.autocast, *on])})"
+        indent, newline = indent_of(parsed, self.place), parsed.tree.default_newline
+        if self.place is self.statement:
+            self.edits = [Edit(*parsed.span(self.assignment), (newline + indent).join(lines))]
+            return
+        self.dead.add(self.assignment)
+        end = parsed.line_end(parsed.span(self.place)[1])
+        at = parsed.line_start(parsed.span(self.place)[0])
+        text = "".join(f"{indent}{line}{newline}" for line in lines)
+        if self._after:
+            text = "".join(f"{newline}{indent}{line}" for line in lines)
+        self.edits = [Edit(end, end, text) if self._after else Edit(at, at, text)]
+
+
+def _atom(source: str) -> str:
+    return source if re.fullmatch(r"[\w.\[\]'\"]+", source) else f"({source})"
+
+
+def _elements(node: cst.CSTNode | None) -> list[cst.CSTNode]:
+    if isinstance(node, cst.List | cst.Tuple):
+        return [e.value for e in node.elements]
+    return [node] if node is not None else []

@@ -1,0 +1,101 @@
+"""What must hold for a whole file, and the uses of amp outside of its loops."""
+
+from __future__ import annotations
+
+import libcst as cst
+from libcst import metadata as meta
+
+from ampctx.migrate import flow
+from ampctx.migrate.analysis import Parsed, Use, dotted
+from ampctx.migrate.flow import NotUnderstood, refuse
+from ampctx.migrate.loop import Loop
+from ampctx.migrate.report import Edit
+from ampctx.migrate.session import Session, bound
+from ampctx.migrate.to_ampctx import hidden
+from ampctx.migrate.variables import function_of, parameters, variable
+
+
+def check_torch(parsed: Parsed) -> None:
+    """Refuses a file in which ``torch`` is not the package."""
+    if not any(
+        isinstance(small, cst.Import)
+        and any((a.asname is None and dotted(a.name).split(".")[0] == "torch") for a in small.names)
+        for line in parsed.tree.body
+        if isinstance(line, cst.SimpleStatementLine)
+        for small in line.body
+    ):
+        raise NotUnderstood("the file has no 'import torch' at its top level")
+    if hidden(parsed, {"torch"}):
+        raise NotUnderstood("the file uses torch as a variable")
+
+
+def check(parsed: Parsed, session: Session, loops: list[Loop]) -> None:
+    """Refuses other backwards, other names of the optimizer, and a model that moves."""
+    backwards = [b for loop in loops for b in loop.backwards]
+    for node in parsed.nodes:
+        name = node.attr.value if isinstance(node, cst.Attribute) else ""
+        called = name == "backward" and isinstance(parsed.parents[node], cst.Call)
+        if called and not any(node is b for b in backwards):
+            with flow.about("backward"):
+                raise refuse(parsed, node, "a second backward")
+        if isinstance(node, cst.Attribute) and dotted(node).endswith("autograd.grad"):
+            with flow.about("backward"):
+                raise refuse(parsed, node, "torch.autograd.grad would see a scaled loss")
+    functions = [session.function, *(loop.function for loop in loops)]
+    for node in session.optimizer.nodes(parsed):
+        _check_optimizer(parsed, session, node, functions)
+    for model in session.models:
+        for node in model.nodes(parsed):
+            parent = parsed.parents[node]
+            attribute = parent.attr.value if isinstance(parent, cst.Attribute) and parent.value is node else ""
+            here = function_of(parsed, node) is session.function and parsed.span(node) > parsed.span(session.place)
+            if here and attribute in ("to", "cuda", "cpu"):
+                raise refuse(parsed, node, f"{model.text} may move to another device after amp.initialize")
+
+
+def _check_optimizer(parsed: Parsed, session: Session, node: cst.CSTNode, functions: list[cst.CSTNode]) -> None:
+    text = session.optimizer.text
+    if flow.contains(parsed, session.statement, node):
+        return
+    if session.optimizer.owner is None and function_of(parsed, node) not in functions:
+        raise refuse(parsed, node, f"another function uses {text} and may be its closure")
+    load = parsed.contexts.get(node) is meta.ExpressionContext.LOAD
+    parent = parsed.parents[node]
+    if isinstance(parent, cst.Assign | cst.AnnAssign | cst.NamedExpr) and load and _steps_by(parsed, parent):
+        raise refuse(parsed, node, f"{text} gets a second name, which may call step()")
+    if not load and not (isinstance(parent, cst.Attribute) and parent.value is node):
+        later = parsed.span(node) > parsed.span(session.statement)
+        if later and function_of(parsed, node) is session.function:
+            raise refuse(parsed, node, f"{text} is assigned again")
+
+
+def _steps_by(parsed: Parsed, alias: cst.Assign | cst.AnnAssign | cst.NamedExpr) -> bool:
+    """Whether a name that an assignment makes calls ``step``, or may."""
+    targets = [t.target for t in alias.targets] if isinstance(alias, cst.Assign) else [alias.target]
+    found = [variable(parsed, t) for t in targets]
+    attributes = (parsed.parents[n] for v in found if v is not None for n in v.nodes(parsed))
+    return None in found or any(isinstance(a, cst.Attribute) and a.attr.value == "step" for a in attributes)
+
+
+def master_params(parsed: Parsed, session: Session, use: Use) -> Edit:
+    assert use.call is not None
+    given = list(bound(parsed, use.call, ["optimizer"], "amp.master_params").values())
+    own = variable(parsed, given[0]) if len(given) == 1 else None
+    local = session.is_local(use.call) and (own is None or own.text not in parameters(function_of(parsed, use.call)))
+    if own is None or (local and own.owner is None and not session.optimizer.same(parsed, given[0])):
+        raise refuse(parsed, use.call, f"amp.master_params is not called for {session.optimizer.text}")
+    if function_of(parsed, use.call) is session.function and not session.follows(use.call):
+        raise refuse(
+            parsed, use.call, "amp.master_params does not follow amp.initialize in the same block or a loop in it"
+        )
+    return Edit(*parsed.span(use.call), f'[p for group in {own.text}.param_groups for p in group["params"]]')
+
+
+def checkpoint(parsed: Parsed, session: Session, use: Use) -> Edit:
+    assert use.call is not None
+    name = use.name.removeprefix("apex.amp.")
+    if function_of(parsed, use.call) is session.function and not session.follows(use.call):
+        raise refuse(parsed, use.call, f"amp.{name} is called where amp.initialize may not have run")
+    if len(use.call.args) != (name == "load_state_dict"):
+        raise refuse(parsed, use.call, f"amp.{name} has arguments that torch's lacks")
+    return Edit(*parsed.span(use.chain), f"{session.scaler}.{name}")
