@@ -51,7 +51,7 @@ def source(spec: OpSpec) -> str:
     numbers, op, written = [number.name for number in spec.numbers], f"_ops.{spec.op}", "wrote(grads)"
     if spec.takes_step:
         named += ["maximize: bool = False", 'write_back: str = "nearest"', "seed: int = 0"]
-        named += ["unscale_grads: bool = False", "grad_norm: Factor = 0.0", "max_norm: float = -1.0"]
+        named += ["unscale_grads: bool = False", "grad_norm: Factor = 1.0", "max_norm: float = -1.0"]
         named += ["skips: Sequence[Tensor] = ()"]
         numbers += ["maximize", "_CODES[write_back]", "seed", "max_norm"]
         op = f"_ops.{spec.unscaling_op} if unscale_grads else {op}"
