@@ -59,7 +59,7 @@ struct LambParameters {
 // Lists: grads, params, exp_avgs, exp_avg_sqs, and extras where the write back has them. The walk that reads gradients
 // stores them, where that is asked for.
 template <Walk walk, bool extras, bool unscales, class Table>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, resident_blocks_for(walk == Walk::weights ? 3 + extras : 4))
     lamb_kernel(const __grid_constant__ Table table, int64_t share, LambParameters call, StepCounts counts) {
   if (call.step.is_skipped()) return;
   constexpr unsigned grads = one_of_lists(0), params = one_of_lists(1), states = one_of_lists(2) | one_of_lists(3);
@@ -70,7 +70,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       params | states | (walk == Walk::weights ? 0 : grads) | (reads_extras(call.step.write_back) ? extra : 0);
   const float lr = call.step.lr.get();
   call.lamb.clip = lamb_clip(call.lamb, call.global_grad_norm.get());
-  constexpr int at_once = unscales && extras && walk == Walk::all ? kVector / 4 : elements_at_once(4 + extras);
+  constexpr bool is_crowded = extras && (unscales || walk == Walk::all);  // or registers spill
+  constexpr int at_once = is_crowded ? kVector / 4 : elements_at_once(4 + extras);
   LambFunctor<walk, extras, unscales> functor{call.lamb,
                                               {call.step.inv_scale.get(), call.step.maximize},
                                               lr,

@@ -59,11 +59,14 @@ template <int list, class Table, class Visit>
 __device__ __forceinline__ void for_each_step_segment(const Table& table, int64_t share, const StepCounts& counts,
                                                       const Visit& visit) {
   __shared__ TensorScalars<float> scalars[kThreads];
-  int next = 0;  // the first tensor without scalars
+  __shared__ int next;  // the first tensor without scalars; not in a register, which are scarce
+  if (threadIdx.x == 0) next = 0;
+  __syncthreads();
   for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
     if (tensor >= next) {
       make_scalars<list>(table, share, counts, tensor, scalars);
-      next = tensor + kThreads;
+      if (threadIdx.x == 0) next = tensor + kThreads;
+      __syncthreads();
     }
     visit(tensor, begin, size, scalars[kThreads - (next - tensor)]);
   });
@@ -179,8 +182,15 @@ struct StepFunctor {
   }
 };
 
+// How many blocks a multiprocessor is to run at once, before sm_100: with three lists registers allow three.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 1000
+constexpr int resident_blocks_for(int lists) { return lists <= 3 ? 3 : 2; }
+#else
+constexpr int resident_blocks_for(int) { return 2; }
+#endif
+
 template <class Optimizer, bool extras, bool unscales, class Table>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, resident_blocks_for(2 + Optimizer::kStates + extras + unscales))
     step_kernel(const __grid_constant__ Table table, int64_t share, StepParameters call, Optimizer optimizer,
                 StepCounts counts) {
   if (call.is_skipped()) return;
@@ -188,7 +198,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       optimizer, {call.inv_scale.get(), call.maximize}, call.lr.get(), call.write_back, table.dtype[1]};
   constexpr int depth = functor.kDepth;
   constexpr unsigned written = first_lists(depth) - (unscales ? 0 : one_of_lists(0));
-  constexpr int at_once = unscales && depth >= 5 ? kVector / 4 : elements_at_once(depth);  // or registers spill
+  constexpr bool is_crowded = depth == 6 || (unscales && depth == 5);  // or registers spill
+  constexpr int at_once = is_crowded ? kVector / 4 : elements_at_once(depth);
   const unsigned read = first_lists(extras && !reads_extras(call.write_back) ? depth - 1 : depth);
   for_each_step_segment<depth>(table, share, counts,
                                [&](int tensor, int64_t begin, int64_t size, const TensorScalars<float>& scalars) {
