@@ -73,7 +73,13 @@ def _plan(parsed: Parsed, gone: set[Binding], uses: dict[str, list[Use]]) -> tup
         raise NotUnderstood("amp.scale_loss is not called in this file")
     assert initialize.call is not None
     later = [u for name in _SESSION[1:] for u in uses[name]]
-    session = Session(parsed, initialize.call, later, dead)
+    first = [guards.first_scale(parsed, u) for u in uses["first"]]
+    if len(first) > 1:
+        raise refuse(parsed, uses["first"][1].root, "a second assignment of the loss scale")
+    for statement in first:
+        assert statement is not None
+        dead.add(statement)
+    session = Session(parsed, initialize.call, later, dead, *first)
     functions = [function_of(parsed, u.root) for u in uses["scale_loss"]]
     for i, use in enumerate(uses["scale_loss"]):
         if functions[i] in functions[:i]:
@@ -148,7 +154,7 @@ def _uses(parsed: Parsed, gone: set[Binding], helper: str | None) -> dict[str, l
                     f"{binding.local} in line {parsed.line(use.root)} may be something other than apex's"
                 )
             called = use.name.removeprefix("apex.amp.") in _SESSION and use.call is not None
-            called = called or use.name in parallel.TARGETS
+            called = called or use.name in parallel.TARGETS or guards.first_scale(parsed, use) is not None
             if binding in gone and not called and not _is_test(parsed, use):
                 raise NotUnderstood(f"line {parsed.line(use.root)} uses {use.name}, which torch.amp lacks")
     if parsed.imports or parsed.private:
@@ -165,9 +171,10 @@ def _uses(parsed: Parsed, gone: set[Binding], helper: str | None) -> dict[str, l
     if helper is not None:
         with about("other-files"):
             raise NotUnderstood(f"{helper} also uses amp and may belong to this loop")
-    uses: dict[str, list[Use]] = {name: [] for name in [*_SESSION, "tests", "parallel"]}
+    uses: dict[str, list[Use]] = {name: [] for name in [*_SESSION, "tests", "parallel", "first"]}
     for use in sorted(dict.fromkeys(u for b in gone for u in b.uses), key=lambda u: parsed.span(u.root)):
         kind = "tests" if _is_test(parsed, use) else "parallel" if use.name in parallel.TARGETS else ""
+        kind = "first" if guards.first_scale(parsed, use) is not None else kind
         uses[kind or use.name.removeprefix("apex.amp.")].append(use)
     return uses
 
