@@ -12,7 +12,10 @@ from ampctx.migrate.flow import calls, names
 from ampctx.migrate.forward import MOVERS, last_name
 from ampctx.migrate.variables import call_sites, function_of
 
-_LOGGING = re.compile("append|add_scalar|debug|info|warning|write|format|join|set_description|set_postfix|synchronize")
+_LOGGING = re.compile(
+    "append|add_scalar|debug|info|warning|write|format|join|set_description|set_postfix|synchronize|value|result|reset|"
+    "get_lr|get_last_lr|flush|close|mean|sum|empty_cache|barrier|str"
+)
 # Functions that evaluate or save a model, or ask what it is.
 _HARMLESS = re.compile(
     r"(evaluate|eval|validate|valid|test|predict|infer|save|load|unwrap)(_\w+)?|hasattr|getattr|isinstance|type|id|super"
