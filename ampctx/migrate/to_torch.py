@@ -165,7 +165,7 @@ def _explained(finding: Finding, reason: NotUnderstood) -> Finding:
     refused = entry is not None and not entry.is_served
     if finding.status != "person" or refused or not finding.name.startswith("apex.amp"):
         return finding
-    link = f"docs/cli.md#{reason.topic}" if reason.topic else finding.link
+    link = f"docs/to_torch_amp.md#{reason.topic}" if reason.topic else finding.link
     return dataclasses.replace(finding, message=f"not rewritten: {reason}", link=link)
 
 

@@ -12,7 +12,7 @@ from ampctx.migrate import cli
 
 pytest.importorskip("libcst")
 
-PAGE = (ROOT / "docs" / "cli.md").read_text()
+PAGE = (ROOT / "docs" / "to_torch_amp.md").read_text()
 
 HEAD = """
 import torch
@@ -783,8 +783,8 @@ def test_what_is_not_understood_is_left_with_a_reason(tmp_path, replacements, re
         assert finding.status == "person"
         assert pytest.raises(Exception, match=reason).matches(Exception(finding.message)), finding.message
         page, _, section = finding.link.partition("#")
-        assert page == "docs/cli.md"
-        assert f"\n### {section.replace('-', ' ').capitalize()}\n" in PAGE
+        assert page == "docs/to_torch_amp.md"
+        assert f"\n## {section.replace('-', ' ').capitalize()}\n" in PAGE
 
 
 def test_a_loop_whose_amp_is_used_in_another_file_is_left(tmp_path):
@@ -799,7 +799,7 @@ def test_a_loop_whose_amp_is_used_in_another_file_is_left(tmp_path):
     assert not train().changed
     for finding in train().findings:
         assert "tools.py:3 also uses amp" in finding.message
-        assert finding.link == "docs/cli.md#other-files"
+        assert finding.link == "docs/to_torch_amp.md#other-files"
     (alone,) = cli.migrate([tmp_path / "train.py"], "torch")
     assert alone.changed
     (tmp_path / "train.py").write_text(dedent(PLAIN))
