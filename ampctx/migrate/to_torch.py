@@ -49,13 +49,14 @@ class Helper(NamedTuple):
 
     path: Path
     line: int
+    text: str
 
     def concerns(self, parsed: Parsed) -> bool:
         """Whether a file imports this one, by its name or its package's, or this one imports that file."""
         stem = self.path.parent.name if self.path.stem == "__init__" else self.path.stem
         names = {stem, self.path.parent.name} - {Path(parsed.path).resolve().parent.name, ""}
         names.add(stem)
-        return bool(names & _imported(parsed.text)) or Path(parsed.path).stem in _imported(self.path.read_text())
+        return bool(names & _imported(parsed.text)) or Path(parsed.path).stem in _imported(self.text)
 
 
 def _imported(text: str) -> set[str]:
@@ -69,7 +70,7 @@ def helpers(files: Iterable[Parsed]) -> list[Helper]:
     for parsed in files:
         uses = [u for b in parsed.bindings for u in b.uses if u.name.startswith("apex.amp.")]
         if uses and not any(u.name == "apex.amp.initialize" for u in uses):
-            found.append(Helper(Path(parsed.path).resolve(), parsed.line(uses[0].root)))
+            found.append(Helper(Path(parsed.path).resolve(), parsed.line(uses[0].root), parsed.text))
     return found
 
 
