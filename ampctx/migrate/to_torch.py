@@ -33,7 +33,7 @@ _MESSAGES = {
         "has no upper bound of 2**24"
     ),
     "apex.amp.scale_loss": "gradients stay scaled until scaler.unscale_ or scaler.step",
-    "apex.amp.master_params": "scaler.unscale_ now unscales gradients first",
+    "apex.amp.master_params": "gradients are unscaled first, or the bound of clipping is scaled",
     "apex.amp.state_dict": "saves torch's format from now on",
     "apex.amp.load_state_dict": (
         "reads torch's format. For older checkpoints use ampctx.GradScaler, which also reads apex's format"
