@@ -175,7 +175,7 @@ BUDGETS = {
     500: "options limitations performance from_torch_amp"
     " guide/checkpoints guide/compile_export guide/debug_nans guide/fsdp_zero",
     600: "../README install reliability",
-    700: "why levels frameworks optimizers how_a_step_works",
+    700: "to_torch_amp why levels frameworks optimizers how_a_step_works",
     800: "from_apex",
     1000: "tutorial apex_differences kernels",
     1250: "design",

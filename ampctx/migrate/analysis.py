@@ -103,6 +103,8 @@ class Parsed:
         self.bindings = list(self._bindings())
         self.imports: list[Import] = []
         self.strings: list[tuple[cst.BaseExpression, str]] = []
+        # The packages that the file looks up in sys.modules.
+        self.looked_up: set[str] = set()
         self.private: list[tuple[cst.CSTNode, str]] = []
         self._resolve_uses()
         self._read_strings()
@@ -253,6 +255,8 @@ class Parsed:
                 self.imports.append(Import(call, value if whole else None))
             elif _APEX_NAME.match(value) and ("." in value or self._is_key_of_modules(node)):
                 self.strings.append((node, value))
+                if self._is_key_of_modules(node):
+                    self.looked_up.add(value.split(".")[0])
 
     def _is_key_of_modules(self, node: cst.CSTNode) -> bool:
         """Whether the string is a key for ``sys.modules``."""

@@ -80,9 +80,9 @@ def migrate(paths: Sequence[Path], to: str) -> list[FileResult]:
             parsed.append((result, tree))
     from ampctx.migrate import to_ampctx, to_torch
 
-    helper = to_torch.helper(tree for _, tree in parsed) if to == "torch" else None
+    helpers = to_torch.helpers(tree for _, tree in parsed) if to == "torch" else []
     for result, tree in parsed:
-        edits, result.findings = to_ampctx.plan(tree) if to == "ampctx" else to_torch.plan(tree, helper)
+        edits, result.findings = to_ampctx.plan(tree) if to == "ampctx" else to_torch.plan(tree, helpers)
         after = report.apply(result.before, edits)
         if reason := _not_python(after):
             result.fail(f"the result would not be Python ({reason}). The file stays as it is; please report this")

@@ -14,7 +14,7 @@ from ampctx.migrate.report import Edit
 
 
 class NotUnderstood(Exception):
-    """Why a loop is not rewritten. ``topic``: the section of docs/cli.md."""
+    """Why a loop is not rewritten. ``topic``: the section of docs/to_torch_amp.md."""
 
     topic = ""
 

@@ -12,7 +12,14 @@ from ampctx.migrate.flow import calls, names
 from ampctx.migrate.forward import MOVERS, last_name
 from ampctx.migrate.variables import call_sites, function_of
 
-_LOGGING = re.compile("append|add_scalar|debug|info|warning|write|format|join|set_description|set_postfix|synchronize")
+_LOGGING = re.compile(
+    "append|add_scalar|debug|info|warning|write|format|join|set_description|set_postfix|synchronize|value|result|reset|"
+    "get_lr|get_last_lr|flush|close|mean|sum|empty_cache|barrier|str"
+)
+# Functions that evaluate or save a model, or ask what it is.
+_HARMLESS = re.compile(
+    r"(evaluate|eval|validate|valid|test|predict|infer|save|load|unwrap)(_\w+)?|hasattr|getattr|isinstance|type|id|super"
+)
 _CLIPS = {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grad_value"}
 
 
@@ -67,8 +74,22 @@ def receivers(parsed: Parsed, function: cst.CSTNode, variables: Collection[str])
             isinstance(parent, cst.Arg) and parent.keyword is not None and parent.keyword is node
         )
         reads = attribute in ("parameters", "named_parameters", "param_groups", "zero_grad")
+        if handed and isinstance(parent, cst.Arg) and _trusted(parsed, parsed.parents[parent]):
+            continue
         if (handed or reads) and function_of(parsed, node) is function:
             yield node
+
+
+def _trusted(parsed: Parsed, call: cst.CSTNode) -> bool:
+    """Whether a function that gets the model or optimizer reads no gradients.
+
+    Functions of this file are known: ``certain`` finds those that do. Others are trusted by name.
+    """
+    if not isinstance(call, cst.Call):
+        return False
+    if _HARMLESS.fullmatch(last_name(call.func)):
+        return True
+    return any(call is site for f in parsed.nodes if isinstance(f, cst.FunctionDef) for site in call_sites(parsed, f))
 
 
 def unknown_calls(parsed: Parsed, statement: cst.CSTNode, known: Collection[str]) -> Iterator[cst.Call]:

@@ -122,6 +122,26 @@ def availability(parsed: Parsed) -> list[Edit]:
     return [Edit(*parsed.span(node), "True") for node in found]
 
 
+def is_cast_anyway(parsed: Parsed, use: Use) -> bool:
+    """Whether a use is ``amp.register_half_function(torch, "einsum")`` or another function that autocast casts."""
+    if use.name != "apex.amp.register_half_function" or use.call is None:
+        return False
+    known = {f'torch, "{name}"' for name in ("einsum", "matmul", "bmm", "mm", "baddbmm", "addmm", "conv1d", "conv2d")}
+    arguments = ", ".join(parsed.arguments(use.call) or ()).replace("'", '"')
+    return arguments in known and isinstance(parsed.parents[use.call], cst.Expr)
+
+
+def first_scale(parsed: Parsed, use: Use) -> cst.Assign | None:
+    """The statement ``amp._amp_state.loss_scalers[0]._loss_scale = ...`` that a use is the target of."""
+    if use.name != "apex.amp._amp_state.loss_scalers":
+        return None
+    statement = next((a for a in parsed.ancestors(use.root) if isinstance(a, cst.Assign)), None)
+    target = parsed.source(use.chain) + "[0]._loss_scale"
+    if statement is None or [parsed.source(t.target) for t in statement.targets] != [target]:
+        return None
+    return statement if is_pure(statement.value) else None
+
+
 # --- statements that go -----------------------------------------------------------------------------------------------
 
 

@@ -45,8 +45,10 @@ class Options(NamedTuple):
     scale: str | None = None
 
 
-def read(parsed: Parsed, call: cst.Call, given: dict[str, cst.BaseExpression], guarded: bool) -> Options:
-    """The options of a call. ``guarded``: it runs on a condition.
+def read(
+    parsed: Parsed, call: cst.Call, given: dict[str, cst.BaseExpression], guarded: bool, first: str | None
+) -> Options:
+    """The options of a call. ``guarded``: it runs on a condition. ``first``: a first scale that is assigned later.
 
     Raises:
         NotUnderstood: an option is not a literal where torch needs one, or torch has no equivalent.
@@ -75,7 +77,7 @@ def read(parsed: Parsed, call: cst.Call, given: dict[str, cst.BaseExpression], g
     if "loss_scale" in unknown:
         return Options([], ["**scale_options"], True, level, conditions, unknown["loss_scale"])
     if scale is None or scale == "dynamic":
-        return Options([], [], False, level, conditions)
+        return Options([], [f"init_scale={first}"] if first is not None else [], False, level, conditions)
     number = _number(scale)
     if number is None:
         raise flow.refuse(parsed, call, f"torch.amp has no equivalent of loss_scale={scale!r}")

@@ -27,9 +27,9 @@ _ARGUMENTS = {
     "allreduce_always_fp32": {"False": ""},
     "channel_last": {"False": ""},
 }
-# Arguments that torch knows by the same name, and one about buckets that changes no result.
+# Arguments that torch knows by the same name, and those that change no more than rounding.
 _SAME = {"module", "device_ids", "output_device", "find_unused_parameters", "broadcast_buffers", "process_group"}
-_FREE = {"message_size"}
+_FREE = {"message_size", "gradient_predivide_factor"}
 
 
 def replaced(parsed: Parsed, use: Use) -> list[Edit]:

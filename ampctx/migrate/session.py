@@ -31,14 +31,16 @@ def bound(parsed: Parsed, call: cst.Call, names: list[str], what: str) -> dict[s
 class Session:
     """One call of ``amp.initialize``.
 
-    ``uses``: the other uses of amp in the file. ``statement``: the line of the
-    call; ``edits`` replace it, or make the scaler before the condition that it runs on.
+    ``uses``: the other uses of amp in the file. ``first``: the statement that sets the first loss scale.
+    ``statement``: the line of the call. ``edits`` replace it, or make the scaler before the condition that it runs on.
 
     Raises:
         NotUnderstood: the call cannot be replaced; with the line and the reason.
     """
 
-    def __init__(self, parsed: Parsed, call: cst.Call, uses: Collection[Use], dead: guards.Dead) -> None:
+    def __init__(
+        self, parsed: Parsed, call: cst.Call, uses: Collection[Use], dead: guards.Dead, first: cst.Assign | None = None
+    ) -> None:
         self._parsed = parsed
         self.dead = dead
         self.call = call
@@ -48,7 +50,8 @@ class Session:
             self._read_variables()
             self._place(uses)
         with flow.about("options"):
-            self._options = options.read(parsed, call, self._given, bool(self._conditions))
+            scale = None if first is None else parsed.source(first.value)
+            self._options = options.read(parsed, call, self._given, bool(self._conditions), scale)
         self.static = self._options.static
         self.scales = "enabled=False" not in self._options.scaler
         with flow.about("names"):

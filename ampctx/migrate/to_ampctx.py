@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import libcst as cst
 from libcst import metadata as meta
 
-from ampctx.migrate import targets
+from ampctx.migrate import advice, targets
 from ampctx.migrate.analysis import Binding, Block, Parsed, Use, dotted
 from ampctx.migrate.imports import Choice, Keep, New, Remove, insert_before, rewrite
 from ampctx.migrate.report import Edit, Finding, Status
@@ -66,6 +66,7 @@ def plan(parsed: Parsed, only: str = "", gone: Collection[Binding] = ()) -> tupl
     findings += _other_findings(parsed, needy, only)
     if not only:
         edits = _cover(parsed, needy) + edits
+        edits += advice.edits(parsed, edits) if edits else []
     return edits, sorted(findings, key=lambda f: (f.line, f.column))
 
 
@@ -87,6 +88,8 @@ def _decide(parsed: Parsed, binding: Binding, group: list[Binding], only: str) -
     own = targets.row(binding.target)
     uses = {use: use for b in group for use in b.uses}.keys() if binding.plain else binding.uses
     rows = {use: targets.row(use.name) for use in uses}
+    if binding.target.split(".")[0] in parsed.looked_up:
+        return _kept(own, list(rows.values()))
     if binding.plain and not _is_supported(targets.row(binding.imported)):
         return _kept(targets.row(binding.imported), list(rows.values()))
     if binding.alias is None or not all(_moves(parsed, use, row, only) for use, row in rows.items()):
@@ -264,7 +267,11 @@ def _other_findings(parsed: Parsed, needy: list[cst.CSTNode], only: str) -> Iter
             yield parsed.finding(found.node, found.name or row.name, status, message)
             if status == "adapted":
                 needy.append(found.node)
+    imported = {b.target.split(".")[0] for b in parsed.bindings}
     for node, value in parsed.strings:
+        if not only and value.split(".")[0] in parsed.looked_up & imported:
+            yield parsed.finding(node, value, "adapted", "import ampctx.compat.apex puts it into sys.modules")
+            continue
         yield parsed.finding(node, value, "person", "a string that names an apex module. Check how the program uses it")
     for attribute, name in parsed.private:
         if only:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import libcst as cst
 
@@ -31,32 +33,55 @@ _MESSAGES = {
         "has no upper bound of 2**24"
     ),
     "apex.amp.scale_loss": "gradients stay scaled until scaler.unscale_ or scaler.step",
-    "apex.amp.master_params": "scaler.unscale_ now unscales gradients first",
+    "apex.amp.master_params": "gradients are unscaled first, or the bound of clipping is scaled",
     "apex.amp.state_dict": "saves torch's format from now on",
     "apex.amp.load_state_dict": (
         "reads torch's format. For older checkpoints use ampctx.GradScaler, which also reads apex's format"
     ),
+    "apex.amp.register_half_function": "torch.autocast casts this function anyway",
+    "apex.amp._amp_state.loss_scalers": "GradScaler's init_scale",
 }
 _STATIC = ". torch halves the scale after an overflow; with apex's static scale, inf reached the weights"
 
 
-def helper(files: Iterable[Parsed]) -> str | None:
-    """A file and line that use amp without calling ``initialize``: loops in other files may depend on it."""
+class Helper(NamedTuple):
+    """A file that uses amp without calling ``initialize``: loops in files that import it may depend on it."""
+
+    path: Path
+    line: int
+    text: str
+
+    def concerns(self, parsed: Parsed) -> bool:
+        """Whether a file imports this one, by its name or its package's, or this one imports that file."""
+        stem = self.path.parent.name if self.path.stem == "__init__" else self.path.stem
+        names = {stem, self.path.parent.name} - {Path(parsed.path).resolve().parent.name, ""}
+        names.add(stem)
+        return bool(names & _imported(parsed.text)) or Path(parsed.path).stem in _imported(self.text)
+
+
+def _imported(text: str) -> set[str]:
+    """The words of a file's import statements."""
+    lines = re.findall(r"^[ \t]*(?:from|import)[ \t]+([^\n#]*(?:\([^)]*\))?)", text, flags=re.MULTILINE)
+    return {word for line in lines for word in re.findall(r"\w+", line)}
+
+
+def helpers(files: Iterable[Parsed]) -> list[Helper]:
+    found = []
     for parsed in files:
         uses = [u for b in parsed.bindings for u in b.uses if u.name.startswith("apex.amp.")]
         if uses and not any(u.name == "apex.amp.initialize" for u in uses):
-            return f"{parsed.path}:{parsed.line(uses[0].root)}"
-    return None
+            found.append(Helper(Path(parsed.path).resolve(), parsed.line(uses[0].root), parsed.text))
+    return found
 
 
-def plan(parsed: Parsed, helper: str | None) -> tuple[list[Edit], list[Finding]]:
-    """The edits and findings of a file. ``helper``: the result of ``helper()``."""
+def plan(parsed: Parsed, others: Sequence[Helper] = ()) -> tuple[list[Edit], list[Finding]]:
+    """The edits and findings of a file. ``others``: the result of ``helpers()``."""
     gone = {b for b in parsed.bindings if _goes(b)}
     try:
         if not any(_is_amp(u) for b in gone for u in b.uses):
             raise NotUnderstood("this file has no O1 loop")
         with about("names"):
-            return _plan(parsed, gone, _uses(parsed, gone, helper))
+            return _plan(parsed, gone, _uses(parsed, gone, others))
     except NotUnderstood as reason:
         edits, findings = to_ampctx.plan(parsed, only="torch")
         return edits, [_explained(f, reason) for f in findings]
@@ -73,7 +98,16 @@ def _plan(parsed: Parsed, gone: set[Binding], uses: dict[str, list[Use]]) -> tup
         raise NotUnderstood("amp.scale_loss is not called in this file")
     assert initialize.call is not None
     later = [u for name in _SESSION[1:] for u in uses[name]]
-    session = Session(parsed, initialize.call, later, dead)
+    first = [guards.first_scale(parsed, u) for u in uses["first"]]
+    if len(first) > 1:
+        raise refuse(parsed, uses["first"][1].root, "a second assignment of the loss scale")
+    for statement in first:
+        assert statement is not None
+        dead.add(statement)
+    for use in uses["casts"]:
+        assert use.call is not None
+        dead.add(parsed.parents[use.call])
+    session = Session(parsed, initialize.call, later, dead, *first)
     functions = [function_of(parsed, u.root) for u in uses["scale_loss"]]
     for i, use in enumerate(uses["scale_loss"]):
         if functions[i] in functions[:i]:
@@ -132,11 +166,11 @@ def _explained(finding: Finding, reason: NotUnderstood) -> Finding:
     refused = entry is not None and not entry.is_served
     if finding.status != "person" or refused or not finding.name.startswith("apex.amp"):
         return finding
-    link = f"docs/cli.md#{reason.topic}" if reason.topic else finding.link
+    link = f"docs/to_torch_amp.md#{reason.topic}" if reason.topic else finding.link
     return dataclasses.replace(finding, message=f"not rewritten: {reason}", link=link)
 
 
-def _uses(parsed: Parsed, gone: set[Binding], helper: str | None) -> dict[str, list[Use]]:
+def _uses(parsed: Parsed, gone: set[Binding], others: Sequence[Helper]) -> dict[str, list[Use]]:
     """The uses of amp by function name. Raises NotUnderstood if a loop cannot be made of them."""
     for binding in parsed.bindings:
         at = f"line {parsed.line(binding.statement)}"
@@ -148,7 +182,8 @@ def _uses(parsed: Parsed, gone: set[Binding], helper: str | None) -> dict[str, l
                     f"{binding.local} in line {parsed.line(use.root)} may be something other than apex's"
                 )
             called = use.name.removeprefix("apex.amp.") in _SESSION and use.call is not None
-            called = called or use.name in parallel.TARGETS
+            called = called or use.name in parallel.TARGETS or guards.first_scale(parsed, use) is not None
+            called = called or guards.is_cast_anyway(parsed, use)
             if binding in gone and not called and not _is_test(parsed, use):
                 raise NotUnderstood(f"line {parsed.line(use.root)} uses {use.name}, which torch.amp lacks")
     if parsed.imports or parsed.private:
@@ -156,18 +191,21 @@ def _uses(parsed: Parsed, gone: set[Binding], helper: str | None) -> dict[str, l
         raise NotUnderstood(f"line {parsed.line(node)} uses private or dynamically imported apex names")
     if match := re.search(r"\b(autocast|GradScaler)\b", parsed.text):
         raise NotUnderstood(f"the file already uses {match[1]}")
-    others = [f for f in to_ampctx.plan(parsed, only="torch", gone=gone)[1] if f.status == "person"]
-    if others:
-        raise NotUnderstood(f"line {others[0].line} uses {others[0].name}, which must go first (--to ampctx)")
+    manual = [f for f in to_ampctx.plan(parsed, only="torch", gone=gone)[1] if f.status == "person"]
+    if manual:
+        raise NotUnderstood(f"line {manual[0].line} uses {manual[0].name}, which must go first (--to ampctx)")
     if not any(u.name == "apex.amp.initialize" for b in gone for u in b.uses):
         with about("other-files"):
             raise NotUnderstood("amp.initialize is not called in this file")
-    if helper is not None:
-        with about("other-files"):
-            raise NotUnderstood(f"{helper} also uses amp and may belong to this loop")
-    uses: dict[str, list[Use]] = {name: [] for name in [*_SESSION, "tests", "parallel"]}
+    for helper in others:
+        if helper.concerns(parsed):
+            with about("other-files"):
+                raise NotUnderstood(f"{helper.path}:{helper.line} also uses amp and may belong to this loop")
+    uses: dict[str, list[Use]] = {name: [] for name in [*_SESSION, "tests", "parallel", "first", "casts"]}
     for use in sorted(dict.fromkeys(u for b in gone for u in b.uses), key=lambda u: parsed.span(u.root)):
         kind = "tests" if _is_test(parsed, use) else "parallel" if use.name in parallel.TARGETS else ""
+        kind = "casts" if guards.is_cast_anyway(parsed, use) else kind
+        kind = "first" if guards.first_scale(parsed, use) is not None else kind
         uses[kind or use.name.removeprefix("apex.amp.")].append(use)
     return uses
 

@@ -12,7 +12,7 @@ from ampctx.migrate.loop import Loop
 from ampctx.migrate.report import Edit
 from ampctx.migrate.session import Session, bound
 from ampctx.migrate.to_ampctx import hidden
-from ampctx.migrate.variables import function_of, parameters, variable
+from ampctx.migrate.variables import Variable, function_of, parameters, variable
 
 
 def check_torch(parsed: Parsed) -> None:
@@ -49,8 +49,15 @@ def check(parsed: Parsed, session: Session, loops: list[Loop]) -> None:
             parent = parsed.parents[node]
             attribute = parent.attr.value if isinstance(parent, cst.Attribute) and parent.value is node else ""
             here = function_of(parsed, node) is session.function and parsed.span(node) > parsed.span(session.place)
-            if here and attribute in ("to", "cuda", "cpu"):
+            if here and attribute in ("to", "cuda", "cpu") and not _is_another(parsed, session, model, node):
                 raise refuse(parsed, node, f"{model.text} may move to another device after amp.initialize")
+
+
+def _is_another(parsed: Parsed, session: Session, model: Variable, node: cst.CSTNode) -> bool:
+    """Whether a variable holds another model by now, such as one loaded after training."""
+    before = (s for suite, index in parsed.blocks(node) for s in suite.body[:index])
+    later = (s for s in before if parsed.span(s) > parsed.span(session.place))
+    return any(model.text in flow.stores(parsed, s) and model.text not in flow.loads(parsed, s) for s in later)
 
 
 def _check_optimizer(parsed: Parsed, session: Session, node: cst.CSTNode, functions: list[cst.CSTNode]) -> None:

@@ -363,6 +363,39 @@ def test_a_refused_use_leaves_its_import_with_the_names_that_ampctx_serves(tmp_p
     assert [f.status for f in result.findings] == ["adapted", "person"]
 
 
+def test_advice_on_installing_apex_names_ampctx(tmp_path):
+    before = """
+        try:
+            from apex import amp  # needs to install NVIDIA apex
+        except ImportError:
+            # To install apex, see https://github.com/NVIDIA/apex
+            raise ImportError("Please install apex from https://www.github.com/nvidia/apex to use fp16 training.")
+        print(f"{__name__}: installing apex")
+        name = "install apex"
+        amp.initialize(m)
+        """
+    after = migrated(tmp_path, before).after.splitlines()
+    assert after == [
+        "try:",
+        "    from ampctx import amp  # needs to install ampctx",
+        "except ImportError:",
+        "    # To install ampctx, see https://github.com/NVIDIA/apex",
+        '    raise ImportError("Please install ampctx to use fp16 training.")',
+        'print(f"{__name__}: installing ampctx")',
+        'name = "install apex"',
+        "amp.initialize(m)",
+    ]
+
+
+def test_what_is_looked_up_in_sys_modules_stays_imported(tmp_path):
+    before = "import sys\nfrom apex import amp\namp.initialize(m)\nprint('apex' in sys.modules)\n"
+    result = migrated(tmp_path, before)
+    lines = result.after.splitlines()
+    assert lines[1].startswith("import ampctx.compat.apex")
+    assert lines[2:] == before.splitlines()[1:]
+    assert [f.status for f in result.findings] == ["adapted", "adapted"]
+
+
 @pytest.mark.parametrize(
     "text",
     [
