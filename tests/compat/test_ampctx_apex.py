@@ -280,7 +280,7 @@ def hiding(new_environment, wheel, elsewhere):
     return new_environment
 
 
-@pytest.mark.full(but=1)
+@pytest.mark.full
 @pytest.mark.parametrize("statement", ["import apex", "import amp_C", "from apex.amp import initialize"])
 def test_another_apex_in_a_later_directory_is_an_error(hiding, elsewhere, statement):
     error = hiding.run("-c", statement, code=1)

@@ -147,6 +147,7 @@ def test_gradients_have_the_type_of_their_tensors(kind, dtype, parameter_dtype):
     assert [t.grad.dtype for t in values] == [t.dtype for t in values]
 
 
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize("kind", [norms.FusedLayerNormAffineFunction, FastLayerNormFN, MlpFunction])
 def test_apply_compiles_as_one_graph(kind):
     _, _, first, last = CLASSES[kind]

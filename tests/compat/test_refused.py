@@ -245,6 +245,7 @@ def test_served_names_are_not_refused(name):
     assert refusal(name) is None
 
 
+@pytest.mark.full
 def test_modules_of_an_installed_apex_come_before_the_refusal(tmp_path):
     """And ours before the installed ones where both have a name."""
     for path, text in {

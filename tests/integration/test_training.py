@@ -67,7 +67,7 @@ def in_fp32(name):
     return train(OPTIMIZERS[name], "O0")
 
 
-@pytest.mark.full(but=12)
+@pytest.mark.full(but=8)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_level_trains_as_fp32(name, level):

@@ -90,6 +90,7 @@ def test_programs_print_the_same_before_and_after(tmp_path):
     assert sum(numbers(before["overflows "])[1::2]) == len(skipped)
 
 
+@pytest.mark.full
 def test_levels_that_torch_lacks_are_refused_at_run_time(tmp_path):
     program = next(p for p in PROGRAMS if p.stem == "epochs_in_functions")
     path = tmp_path / "program.py"

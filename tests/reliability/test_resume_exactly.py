@@ -84,7 +84,7 @@ def ids(case):
     return "-".join([*case[:3], *case.order]).replace(" ", "_")
 
 
-@pytest.mark.full(but=16)
+@pytest.mark.full(but=8)
 @pytest.mark.parametrize("case", AFTER_THE_STEP, ids=ids)
 def test_a_hundred_losses_and_all_state_are_the_same(results, case):
     assert_same(results, case)

@@ -12,9 +12,10 @@ from soak import Discrepancy, Run
 SCRIPT = Path(__file__).with_name("soak.py")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("iterations", "length", "resume_every", "seed"),
-    [(80, 20, 2, 2), pytest.param(300, 30, 5, 1, marks=pytest.mark.full)],  # seeds with which each fault occurs
+    [(80, 20, 2, 2), (300, 30, 5, 1)],  # seeds with which each fault occurs
 )
 def test_iterations_lose_nothing(iterations, length, resume_every, seed):
     arguments = ["--iterations", iterations, "--length", length, "--resume-every", resume_every, "--seed", seed]
