@@ -237,7 +237,10 @@ def page(library: Library) -> str:
         threads=THREADS,
         wide=WIDE,
     )
-    tables = [f"## sm_{arch}\n\n" + "\n".join(table(library, arch)) for arch in archs]
+    archs_of: dict[str, list[str]] = {}  # some have the same table
+    for arch in archs:
+        archs_of.setdefault("\n".join(table(library, arch)), []).append(f"sm_{arch}")
+    tables = [f"## {', '.join(names)}\n\n{text}" for text, names in archs_of.items()]
     return "\n\n".join([intro, *tables]) + "\n"
 
 
