@@ -179,7 +179,7 @@ BUDGETS = {
     800: "from_apex",
     1000: "tutorial apex_differences kernels",
     1250: "design",
-    1900: "errors",
+    1800: "errors",
 }
 
 

@@ -242,10 +242,6 @@ def call(op: str, work: Work, arguments: dict[str, Any]) -> None:
 # --- kept calls -------------------------------------------------------------------------------------------------------
 
 
-# Elsewhere kept lists would hold the memory of state that a program offloads: there each step reads the lists again.
-_HELD_ON = frozenset({"cpu"})
-
-
 # Elsewhere kept lists would hold the memory of state that a program offloads: each step reads them again.
 _HELD_ON = frozenset({"cpu"})
 
