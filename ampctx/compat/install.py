@@ -133,12 +133,12 @@ def install_apex(refuse: Literal["import", "call"] | None = None) -> None:
         ampctx.compat.install_apex()
         from apex import amp
     """
-    if _finders:
-        return
     when = refuse or os.environ.get("AMPCTX_APEX_REFUSE") or "import"
     if when not in ("import", "call"):
         source = "AMPCTX_APEX_REFUSE" if refuse is None else "refuse"
         raise AmpValueError(f"install_apex: {source} is {when!r}, expected 'import' or 'call'")
+    if _finders:
+        return
     for name in ROOTS:
         module = sys.modules.get(name)
         if module is not None and not is_ours(module):

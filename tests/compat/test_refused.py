@@ -280,3 +280,9 @@ def test_modules_of_an_installed_apex_come_before_the_refusal(tmp_path):
     assert origins == "installed installed installed"
     assert "SoftmaxCrossEntropyLoss.apply" in served
     assert refusing == "apex.pyprof"
+
+
+def test_a_wrong_choice_is_an_error_after_the_first_call_too():
+    install.install_apex()
+    with pytest.raises(AmpValueError, match="^install_apex: refuse is 'never', expected 'import' or 'call'"):
+        install.install_apex(refuse="never")
