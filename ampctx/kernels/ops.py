@@ -40,18 +40,20 @@ _SCHEMAS = (
     "multi_tensor_scale(Tensor[] src, Tensor(a!)[] dst, Tensor(b!) found_inf, Tensor scale) -> ()",
     "multi_tensor_scale_and_update(Tensor[] src, Tensor(a!)[] dst, Tensor(b!) found_inf, Tensor scale,"
     f" Tensor(c!) loss_scale, Tensor(d!) growth_tracker, Tensor(e!) hysteresis_tracker, {_RULE}) -> ()",
+    "multi_tensor_scale_clipped(Tensor[] src, Tensor(a!)[] dst, Tensor(b!) found_inf, Tensor scale, Tensor grad_norm,"
+    " float max_norm) -> ()",
     "multi_tensor_axpby(Tensor[] x, Tensor[] y, Tensor(a!)[] out, Tensor(b!) found_inf, Tensor a, Tensor b,"
     " int arg_to_check) -> ()",
     "multi_tensor_l2norm(Tensor[] tensors, Tensor(a!) found_inf, bool per_tensor) -> (Tensor, Tensor)",
     "multi_tensor_unscale_l2norm(Tensor[] tensors, Tensor(a!) found_inf, Tensor inv_scale, bool per_tensor)"
     " -> (Tensor, Tensor)",
     "multi_tensor_unscale_l2norm_and_update(Tensor[] tensors, Tensor(a!) found_inf, Tensor inv_scale, bool per_tensor,"
-    f" Tensor(b!) loss_scale, Tensor(c!) growth_tracker, Tensor(d!) hysteresis_tracker, {_RULE}) -> (Tensor, Tensor)",
+    f" Tensor(b!) loss_scale, Tensor(c!) growth_tracker, Tensor(d!) hysteresis_tracker, {_RULE})"
+    " -> (Tensor, Tensor, Tensor)",
     "update_scale(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor(c!) hysteresis_tracker, Tensor found_inf,"
     f" {_RULE}) -> ()",
     "block_factors(Tensor scale) -> (Tensor, Tensor, Tensor)",
     "count_skip(Tensor(a!) counts, Tensor found_inf, Tensor flag, Tensor scale, int slot, bool is_first) -> ()",
-    "clip_factor(Tensor norm, Tensor inv_scale, float max_norm) -> Tensor",
     *(schema for spec in SPECS.values() for schema in spec.schemas),
 )
 
@@ -81,6 +83,12 @@ def _check(op, found_inf, lists, **factors):
 def _scale_checked(src, dst, found_inf, scale):
     _check("multi_tensor_scale", found_inf, {"src": src, "dst": dst}, scale=scale)
     _reference.multi_tensor_scale(src, dst, found_inf, scale)
+
+
+def _scale_clipped_checked(src, dst, found_inf, scale, grad_norm, max_norm):
+    op = "multi_tensor_scale_clipped"
+    _check(op, found_inf, {"src": src, "dst": dst}, scale=scale, grad_norm=grad_norm)
+    _reference.multi_tensor_scale(src, dst, found_inf, _reference.clipped(scale, grad_norm, max_norm))
 
 
 def _axpby_checked(x, y, out, found_inf, a, b, arg_to_check):
@@ -119,9 +127,9 @@ def _unscale_l2norm_and_update_checked(tensors, found_inf, inv_scale, per_tensor
     op, lists = "multi_tensor_unscale_l2norm_and_update", {"tensors": tensors}
     _check(op, found_inf, lists, inv_scale=inv_scale)
     _check_update(op, found_inf, lists, *update)
-    norms = _reference.multi_tensor_unscale_l2norm(tensors, found_inf, inv_scale, per_tensor)
+    norm, each = _reference.multi_tensor_unscale_l2norm(tensors, found_inf, inv_scale, per_tensor)
     _reference.update_scale(*update[:3], found_inf, *update[3:])
-    return norms
+    return norm, each, norm.clone()
 
 
 def _update_scale_checked(scale, growth_tracker, hysteresis_tracker, found_inf, *rule):
@@ -154,19 +162,13 @@ def _count_skip_checked(counts, found_inf, flag, scale, slot, is_first):
     _reference.require_one_element(scale, f"{op}: scale", (torch.float32,))
     if scale.device != counts.device:
         raise RuntimeError(f"{op}: scale is on {scale.device}, counts is on {counts.device}")
-    _reference.count_skip(counts, found_inf, flag, scale, slot, is_first)
-
-
-def _clip_factor_checked(norm, inv_scale, max_norm):
-    op = "clip_factor"
-    _reference.require_one_element(norm, f"{op}: norm", (torch.float32,))
-    _reference.check_factors(op, "norm", norm.device, inv_scale=inv_scale)
-    return _reference.clip_factor(norm, inv_scale, max_norm)
+    _reference.count_skip(_reference.skip_counts(counts, slot), found_inf, flag, scale, is_first)
 
 
 _FALLBACKS = {
     "multi_tensor_scale": _scale_checked,
     "multi_tensor_scale_and_update": _scale_and_update_checked,
+    "multi_tensor_scale_clipped": _scale_clipped_checked,
     "multi_tensor_axpby": _axpby_checked,
     "multi_tensor_l2norm": _l2norm_checked,
     "multi_tensor_unscale_l2norm": _unscale_l2norm_checked,
@@ -174,7 +176,6 @@ _FALLBACKS = {
     "update_scale": _update_scale_checked,
     "block_factors": _block_factors_checked,
     "count_skip": _count_skip_checked,
-    "clip_factor": _clip_factor_checked,
     **reference_steps.FALLBACKS,
 }
 
@@ -217,16 +218,21 @@ def _fake_norms(tensors, found_inf, *args):
     return like.new_empty((), dtype=dtype), like.new_empty(n, dtype=dtype)
 
 
+def _fake_norms_and_update(*args):
+    norm, each = _fake_norms(*args)
+    return norm, each, torch.empty_like(norm)
+
+
 _FAKES: dict[str, Callable[..., Any]] = {
     "multi_tensor_scale": _fake_nothing,
     "multi_tensor_scale_and_update": _fake_nothing,
+    "multi_tensor_scale_clipped": _fake_nothing,
     "multi_tensor_axpby": _fake_nothing,
     "multi_tensor_l2norm": _fake_norms,
     "multi_tensor_unscale_l2norm": _fake_norms,
-    "multi_tensor_unscale_l2norm_and_update": _fake_norms,
+    "multi_tensor_unscale_l2norm_and_update": _fake_norms_and_update,
     "update_scale": _fake_update_scale,
     "block_factors": _fake_block_factors,
-    "clip_factor": lambda norm, *others: norm.new_empty(()),
     "count_skip": lambda counts, *others: _check_fake([counts, *(t for t in others if isinstance(t, Tensor))]),
     **dict.fromkeys(reference_steps.FALLBACKS, _fake_nothing),
 }
@@ -562,6 +568,17 @@ def multi_tensor_scale(
     wrote(dst)
 
 
+def multi_tensor_scale_clipped(
+    src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: Tensor, scale: float | Tensor,
+    grad_norm: float | Tensor, max_norm: float,
+) -> None:  # fmt: skip
+    """``multi_tensor_scale`` by ``scale * min(max_norm / (grad_norm + 1e-6), 1)``. The launch forms that factor in
+    fp32, as torch's clip does. A negative ``max_norm`` clips nothing. No host sync."""
+    op = _ops.multi_tensor_scale_clipped
+    call(op, (src, dst), found_inf, factor(scale), factor(grad_norm), max_norm)
+    wrote(dst)
+
+
 def multi_tensor_axpby(
     x: Sequence[Tensor], y: Sequence[Tensor], out: Sequence[Tensor], found_inf: Tensor, a: float | Tensor,
     b: float | Tensor, arg_to_check: int = -1,
@@ -604,6 +621,13 @@ def multi_tensor_unscale_l2norm(
     """
     if update is None:
         return call(_ops.multi_tensor_unscale_l2norm, (tensors,), found_inf, factor(inv_scale), per_tensor)
+    return unscale_l2norm_and_update(tensors, found_inf, inv_scale, per_tensor, update)[:2]
+
+
+def unscale_l2norm_and_update(
+    tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: float | Tensor, per_tensor: bool, update: ScaleUpdate
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``multi_tensor_unscale_l2norm`` with an update, and its total norm again, in memory of its own. No host sync."""
     op = _ops.multi_tensor_unscale_l2norm_and_update
     norms = call(op, (tensors,), found_inf, factor(inv_scale), per_tensor, *update)
     wrote(update[:3])
@@ -656,11 +680,3 @@ def count_skip(
     Takes tensors of one device. No host sync.
     """
     call(_ops.count_skip, (), counts, found_inf, flag, scale, slot, is_first)
-
-
-def clip_factor(norm: Tensor, inv_scale: float | Tensor, max_norm: float) -> Tensor:
-    """``inv_scale * min(max_norm / (norm + 1e-6), 1)`` as a new 0-d fp32 tensor, rounded as torch's clip rounds.
-
-    ``norm``: fp32, one element. ``inv_scale``: a factor on its device or on the CPU. No host sync.
-    """
-    return call(_ops.clip_factor, (), norm, factor(inv_scale), max_norm)

@@ -35,7 +35,7 @@ from ampctx.optimizers._options import Group, check_one_element
 from ampctx.optimizers._state import EXTRAS, State
 
 _KNOWN_DTYPES = (*KERNEL_DTYPES, torch.int16)
-_FACTORS = ("inv_scale", "lr", "global_grad_norm")
+_FACTORS = ("inv_scale", "lr", "global_grad_norm", "grad_norm")
 
 
 # --- attributes that amp sets -----------------------------------------------------------------------------------------
@@ -49,6 +49,7 @@ class Scaling(NamedTuple):
     models: fp32 master -> the 16-bit weight to write with it.
     lazy: 16-bit gradients in place of those of masters, with their own factor.
     unscales: write the unscaled gradients back to ``.grad``, as torch's fused optimizers do with a ``grad_scale``.
+    skips: ``ampctx.scaling.device_skips.SkipCounts``, in which the first call counts the step.
     """
 
     found_inf: PerDevice | None = None
@@ -56,10 +57,12 @@ class Scaling(NamedTuple):
     models: Mapping[Tensor, Tensor] = {}
     lazy: ModelGrads | None = None
     unscales: bool = False
+    skips: Any = None
 
 
 def scaling_of(optimizer: Any, grad_factor: Factor) -> Scaling:
-    """Reads ``found_inf``, ``grad_scale``, ``model_params`` and ``model_grads``, which exist only around a step."""
+    """Reads ``found_inf``, ``grad_scale``, ``model_params``, ``model_grads`` and ``skip_counts``, which exist only
+    around a step."""
     is_scaled = getattr(optimizer, "grad_scale", None) is not None
     return Scaling(
         taken_found_inf(optimizer),
@@ -67,6 +70,7 @@ def scaling_of(optimizer: Any, grad_factor: Factor) -> Scaling:
         getattr(optimizer, "model_params", None) or {},
         getattr(optimizer, "model_grads", None),
         is_scaled,
+        getattr(optimizer, "skip_counts", None),
     )
 
 

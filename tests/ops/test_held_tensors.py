@@ -24,7 +24,15 @@ def held(call, backend, found_inf=None, **lists):
     hold = backend.ops.hold_tensors.default
     numbers = {name: hold(tensors) if tensors else 0 for name, tensors in call.lists.items()}
     flag = backend.flag() if found_inf is None else found_inf
-    given = {**call.options, **numbers, **lists, "found_inf": flag}
+    given = {
+        "skips": 0,
+        "grad_norm": _factor(1.0),
+        "max_norm": -1.0,
+        **call.options,
+        **numbers,
+        **lists,
+        "found_inf": flag,
+    }
     given |= {"inv_scale": _factor(0.5), "lr": _factor(0.01)}
     getattr(backend.ops, call.op).held(*(given[name] for name in argument_names(call.op)))
 

@@ -83,7 +83,7 @@ FIRST_CALLS = {
         torch.ones(()), torch.zeros((), dtype=torch.int32), torch.ones((), dtype=torch.int32), torch.zeros(())
     ),
     "count_skip": lambda b: b.count_skip(torch.zeros(4), torch.zeros(()), torch.zeros(()), torch.ones(()), 0, True),
-    "clip_factor": lambda b: b.clip_factor(torch.ones(()), 0.5, 1.0),
+    "scale_clipped": lambda b: b.scale_clipped([torch.ones(3)], [torch.ones(3)], torch.zeros(()), 0.5, 2.0, 1.0),
     "block_factors": lambda b: b.block_factors(torch.ones(())),
     "l2norm": lambda b: b.l2norm([torch.ones(3)], torch.zeros(())),
     "no-tensors": lambda b: b.scale([], [], torch.zeros(()), 2.0),

@@ -44,7 +44,9 @@ def samples():
     call = make_call(COMPILED, LARC, [3, 0, (2, 5)], grad=torch.bfloat16)
     yield "larc", LARC.op, call.arguments(FLAG, FACTOR, FACTOR)
     yield "count_skip", "count_skip", (torch.zeros(6), FLAG, FLAG, FACTOR, 1, True)
-    yield "clip_factor", "clip_factor", (torch.tensor(2.0), FACTOR, 1.0)
+    yield "scale_clipped", "multi_tensor_scale_clipped", (tensors(), tensors(), FLAG, FACTOR, torch.tensor(2.0), 1.0)
+    call = make_call(COMPILED, OPTIMIZERS[0], [3, (2, 5)], skips=[torch.zeros(()) for _ in range(5)], max_norm=1.0)
+    yield "adam-clipped-and-counted", OPTIMIZERS[0].op, call.arguments(FLAG, FACTOR, FACTOR)
     yield "block_factors", "block_factors", (torch.tensor(65536.0),)
     yield "update_scale", "update_scale", (torch.tensor(65536.0), *trackers, FLAG, *UPDATE)
 

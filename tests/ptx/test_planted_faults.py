@@ -33,12 +33,12 @@ def l2norm() -> list[Tensor]:
 
 
 def adam() -> list[Tensor]:
-    call = make_call(PTX, ADAM, SIZES)
+    call = make_call(PTX, ADAM, [*SIZES, 0])
     return [t for flag in (1.0, 0.0) for _, t in call.run(PTX, found_inf=PTX.flag(flag)).clone().tensors()]
 
 
 CALLS = {"scale": scale, "l2norm": l2norm, "adam": adam}
-KERNELS = {"scale": "scale_kernel", "l2norm": "l2norm_kernel", "adam": "step_kernel", "steps": "advance_steps"}
+KERNELS = {"scale": "scale_kernel", "l2norm": "l2norm_kernel", "adam": "step_kernel", "steps": "advance_empty_steps"}
 
 
 @dataclass
