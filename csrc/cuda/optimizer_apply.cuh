@@ -182,11 +182,11 @@ struct StepFunctor {
   }
 };
 
-// How many blocks a multiprocessor is to run at once, before sm_100: with three lists registers allow three.
+// How many blocks a multiprocessor is to run at once: as many as registers allow without spills.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 1000
 constexpr int resident_blocks_for(int lists) { return lists <= 3 ? 3 : 2; }
 #else
-constexpr int resident_blocks_for(int) { return 2; }
+constexpr int resident_blocks_for(int lists) { return lists <= 6 ? 2 : 1; }
 #endif
 
 template <class Optimizer, bool extras, bool unscales, class Table>
@@ -198,8 +198,7 @@ __global__ void __launch_bounds__(kThreads, resident_blocks_for(2 + Optimizer::k
       optimizer, {call.inv_scale.get(), call.maximize}, call.lr.get(), call.write_back, table.dtype[1]};
   constexpr int depth = functor.kDepth;
   constexpr unsigned written = first_lists(depth) - (unscales ? 0 : one_of_lists(0));
-  constexpr bool is_crowded = depth == 6 || (unscales && depth == 5);  // or registers spill
-  constexpr int at_once = is_crowded ? kVector / 4 : elements_at_once(depth);
+  constexpr int at_once = depth + unscales > 5 ? kVector / 4 : kVector / 2;  // or registers spill
   const unsigned read = first_lists(extras && !reads_extras(call.write_back) ? depth - 1 : depth);
   for_each_step_segment<depth>(table, share, counts,
                                [&](int tensor, int64_t begin, int64_t size, const TensorScalars<float>& scalars) {
