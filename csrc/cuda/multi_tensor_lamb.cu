@@ -70,8 +70,8 @@ __global__ void __launch_bounds__(kThreads, resident_blocks_for(walk == Walk::we
       params | states | (walk == Walk::weights ? 0 : grads) | (reads_extras(call.step.write_back) ? extra : 0);
   const float lr = call.step.lr.get();
   call.lamb.clip = lamb_clip(call.lamb, call.global_grad_norm.get());
-  // The same for both values of unscales, as sums depend on it; of fewer elements, or registers spill.
-  constexpr bool is_crowded = extras && walk != Walk::weights;
+  // Of fewer elements, or registers spill. The walk that sums takes as many in every case, as its sums depend on it.
+  constexpr bool is_crowded = walk == Walk::moments || (walk == Walk::all && extras);
   constexpr int at_once = is_crowded ? kVector / 4 : elements_at_once(4 + extras);
   LambFunctor<walk, extras, unscales> functor{call.lamb,
                                               {call.step.inv_scale.get(), call.step.maximize},

@@ -86,7 +86,7 @@ def test_a_list_of_several_launches_counts_once(emulation, backend):
 
 @pytest.mark.parametrize("empty", [1, 300, 3000])
 @pytest.mark.parametrize("optimizer", [ADAM, LAMB, NOVOGRAD], ids=lambda o: o.name)
-def test_tensors_without_elements_are_counted(backend, optimizer, empty):
+def test_tensors_without_elements_are_counted(backend, reference, optimizer, empty):
     call = make_call(backend, optimizer, [0] * empty + [5, 0])
     expected = call.expected(times=2)
     call.run(backend, found_inf=backend.flag(1)).run(backend, times=2)

@@ -136,6 +136,7 @@ void GlobalMemory::note(uint64_t number, const Buffer& buffer, uint32_t thread, 
   Cell& cell = cells_[number];
   const bool was_written = cell.write_launch == launch_ && cell.writer != thread;
   if (!is_write) {
+    if (buffer.is_writable) is_fenced_ = false;  // whoever meets a later increment may not write it yet
     if (buffer.is_fresh && cell.write_launch < first_of_call_) fail("reads memory that nobody has written");
     if (was_written && !visible_.count(cell.writer / threads_)) {
       fail("race: reads what another thread of the launch has written");

@@ -61,7 +61,7 @@ class GlobalMemory {
   uint64_t used_cells_ = 0;
   uint32_t launch_ = 0, first_of_call_ = 0;
   uint32_t threads_ = 1, block_ = 0;
-  bool is_fenced_ = true;                            // nothing was written since a fence of the block
+  bool is_fenced_ = true;                            // nothing was written, or read that may be written, since a fence
   std::map<uint64_t, std::set<uint32_t>> released_;  // by number, the blocks that were fenced when they incremented it
   std::set<uint32_t> acquired_, visible_;            // the blocks that this one has met at numbers, and before a fence
 };
