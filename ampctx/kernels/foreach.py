@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ampctx.kernels import ops, reference
+from ampctx.kernels import handles, ops, reference
 from ampctx.kernels.grouping import buckets
 from ampctx.kernels.sharding import wrote
 
@@ -120,9 +120,9 @@ def _factor(value: Factor, device: torch.device) -> float | Tensor:
     return value.on(device) if isinstance(value, PerDevice) else value
 
 
-def _known(tensors: Sequence[Tensor]) -> ops.ReadTensors | None:
+def _known(tensors: Sequence[Tensor]) -> handles.ReadTensors | None:
     """A handle for all tensors, if one op call can take them."""
-    return tensors if isinstance(tensors, ops.ReadTensors) else ops.read(tensors)
+    return tensors if isinstance(tensors, handles.ReadTensors) else handles.read(tensors)
 
 
 def scale(

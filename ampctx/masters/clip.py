@@ -16,7 +16,7 @@ from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.kernels import foreach
 from ampctx.kernels.each import device_of, set_each, stored_grad
 from ampctx.kernels.foreach import Clipped, PerDevice, Unread, joined_norm, move
-from ampctx.kernels.ops import read_grads
+from ampctx.kernels.handles import read_grads
 from ampctx.kernels.sharding import any_sharded, by_layout, local, norm_over_ranks, place_grads
 from ampctx.masters import lazy_grads, params
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampctx.kernels import foreach, ops, passes
+from ampctx.kernels import foreach, handles, passes
 from ampctx.kernels.each import stored_grad
 from ampctx.kernels.foreach import Clipped, Factor, FoundInf, PerDevice, Unread, product
 
@@ -97,7 +97,7 @@ class MasterParam(nn.Parameter):
         return plain.__reduce_ex__(protocol)
 
 
-ops.extension.use_types([MasterParam])
+handles.extension.use_types([MasterParam])
 
 
 def has_grad(p: Tensor) -> bool:

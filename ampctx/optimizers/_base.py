@@ -272,7 +272,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 _options.check_between_steps(group, self._flags)
             except AmpError as error:
                 raise _options.in_group(error, f"param_groups[{g}]") from None
-        # ops.read_along does not work in graphs, so these always make new lists.
+        # handles.read_along does not work in graphs, so these always make new lists.
         kept = None if torch.compiler.is_compiling() else self._plan
         works = None if kept is None else kept.works(self, scaling)
         if works is None:

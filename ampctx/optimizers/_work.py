@@ -1,7 +1,7 @@
 """The op calls of a step: reads amp's attributes, makes the calls, and keeps them for the next step.
 
 Between two steps only the gradients are new. Making the calls takes a dozen passes over the parameters in Python;
-checking that the kept ones are still valid takes a few in C (``kernels.passes``, ``ops.read_along``).
+checking that the kept ones are still valid takes a few in C (``kernels.passes``, ``handles.read_along``).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from ampctx.kernels import passes, reference_steps, steps
 from ampctx.kernels.each import version_of
 from ampctx.kernels.foreach import Factor, PerDevice, move, product
 from ampctx.kernels.grouping import buckets
-from ampctx.kernels.ops import (
+from ampctx.kernels.handles import (
     HeldTensors,
     ReadTensors,
     are_apart,
     extension,
-    factor,
     hold,
     lie_alike,
     read_along,
     read_entries,
 )
+from ampctx.kernels.ops import factor
 from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, overwrite, same_layout
 from ampctx.kernels.reference_steps import WRITE_BACKS
 from ampctx.kernels.sharding import any_sharded, local, wrote

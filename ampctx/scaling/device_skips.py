@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx.kernels import ops
+from ampctx.kernels import handles, ops
 from ampctx.kernels.foreach import move
 from ampctx.kernels.reference import skip_counts
 from ampctx.masters.lazy_grads import declares
@@ -32,16 +32,16 @@ class SkipCounts:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors, self.device = tensors, tensors[0].device
         self.is_taken = False
-        self._held: ops.HeldTensors | None = None
+        self._held: handles.HeldTensors | None = None
 
     def take(self, device: torch.device, along: Sequence[Tensor]) -> Sequence[Tensor]:
         """The numbers, once; none on another device. ``along``: another list of the call. No host sync."""
         if self.is_taken or device != self.device:
             return ()
         self.is_taken = True
-        if self._held is None and isinstance(along, ops.HeldTensors):
-            self._held = ops.hold(self.tensors)
-        return self._held if self._held is not None and isinstance(along, ops.HeldTensors) else self.tensors
+        if self._held is None and isinstance(along, handles.HeldTensors):
+            self._held = handles.hold(self.tensors)
+        return self._held if self._held is not None and isinstance(along, handles.HeldTensors) else self.tensors
 
 
 class DeviceSkips:

@@ -9,7 +9,7 @@ from backends import SIZES
 from optimizer_calls import ADAM, LAMB, NOVOGRAD, OPTIMIZERS, UNSCALING, make_call, on_optimizers
 
 from ampctx import optimizer_ops
-from ampctx.kernels.ops import HeldTensors
+from ampctx.kernels.handles import HeldTensors
 from ampctx.kernels.reference import clipped
 
 NORMS = [0.0, 1e-6, 0.3, 0.99999905, 0.999999, 1.0, 1.1, 7.7, 1e30, 3e38, float("inf"), float("nan")]

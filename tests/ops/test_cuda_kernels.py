@@ -13,7 +13,7 @@ from backends import EMULATED
 from emulation_build import FOLDER, SANITIZE, build
 from optimizer_calls import OPTIMIZERS, make_call
 
-from ampctx.kernels import ops
+from ampctx.kernels import handles
 
 TESTS = Path(__file__).parents[1]
 HUGE = (1 << 31) + 1
@@ -372,11 +372,11 @@ ADDRESSES = """
 import sys, numpy, torch
 sys.path[:0] = sys.argv[2:]
 from pathlib import Path
-from ampctx.kernels import ops
+from ampctx.kernels import definitions
 from backends import EMULATED as backend
 from emulation_build import load
 from optimizer_calls import ADAM, AMSGRAD, LAMB, LARC, NOVOGRAD, make_call
-definitions = ops.define(backend.namespace)
+defined = definitions.define(backend.namespace)
 library = load(Path(sys.argv[1]), backend.namespace)
 sizes = [1, 7, 8, 9, 0, 511, 512, 513, 1543]
 for dtype in (torch.float32, torch.float16):
@@ -433,9 +433,9 @@ def test_the_build_has_the_cuda_kernels():
     """Where nvcc is, the library in use carries CUDA code and PTX of several generations, and imports without a GPU."""
     if os.environ.get("AMPCTX_CUDA") != "1" and not torch.version.cuda:
         pytest.skip("for a torch without CUDA, kernels for CUDA are built with AMPCTX_CUDA=1 alone")
-    assert ops.extension.build["cuda"], "built without nvcc though it is there: rebuild"
-    archs = ops.extension.build["cuda_archs"]
+    assert handles.extension.build["cuda"], "built without nvcc though it is there: rebuild"
+    archs = handles.extension.build["cuda_archs"]
     assert archs[-1].startswith("compute_")
     if not os.environ.get("AMPCTX_CUDA_ARCHS"):
         assert {"sm_75", "sm_80", "sm_90", "compute_75"} <= set(archs)
-    assert "cuda" in ops.extension.backends or not torch.version.cuda
+    assert "cuda" in handles.extension.backends or not torch.version.cuda

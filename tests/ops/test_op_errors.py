@@ -20,7 +20,7 @@ from optimizer_calls import (
     on_optimizers,
 )
 
-from ampctx.kernels import ops
+from ampctx.kernels import definitions, extension
 
 
 def t(*shape, dtype=torch.float32, device="cpu"):
@@ -460,15 +460,15 @@ TO_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)  # no public way name
 def mixed_devices(request):
     namespace = f"ampctx_mixed_{request.param}"
     library = torch.library.Library(namespace, "DEF")
-    for schema in ops._SCHEMAS:
+    for schema in definitions.SCHEMAS:
         name = schema.partition("(")[0]
         library.define(schema)
         op = getattr(getattr(torch.ops, namespace), name).default
         library.impl(name, lambda *args, op=op: op.redispatch(TO_CPU, *args), "Meta")
         if request.param == "reference":
-            library.impl(name, ops._FALLBACKS[name], "CPU")
+            library.impl(name, definitions.FALLBACKS[name], "CPU")
     if request.param == "cpu":
-        assert ops._extension.load(namespace, ops.define).loaded
+        assert extension.load(namespace, definitions.define).loaded
     yield getattr(torch.ops, namespace)
     library._destroy()
 

@@ -10,7 +10,7 @@ from backends import COMPILED, FLOATS, short
 from optimizer_calls import LARC, OPTIMIZERS, make_call
 
 from ampctx import optimizer_ops
-from ampctx.kernels import ops, steps
+from ampctx.kernels import definitions, ops, steps
 from ampctx.kernels.spec import SPECS
 
 
@@ -60,8 +60,8 @@ def test_opcheck(name, arguments):
 
 
 def test_every_op_has_a_fallback_a_fake_kernel_and_a_compiled_kernel():
-    names = {schema.partition("(")[0] for schema in ops._SCHEMAS}
-    assert names == set(ops._FALLBACKS) == set(ops._FAKES)
+    names = {schema.partition("(")[0] for schema in definitions.SCHEMAS}
+    assert names == set(definitions.FALLBACKS) == set(definitions.FAKES)
     for name in names:
         for key in ("CPU", "CompositeExplicitAutograd", "Meta"):
             assert torch._C._dispatch_has_kernel_for_dispatch_key(f"ampctx::{name}", key), f"{name}, {key}"
