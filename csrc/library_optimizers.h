@@ -115,12 +115,12 @@ StepCall check_step(const char* op, const Backend& backend, const CallDevice& ca
   step.steps = check_per_tensor(op, one_element[steps], checker, steps, call);
   step.found_inf = check_found_inf(op, found_inf, call, false);
   const Factor factor = check_factor(op, "inv_scale", inv_scale, call, backend.has_device_pointers);
-  step.inv_scale = check_clipped(op, factor, "grad_norm", grad_norm, store.max_norm, call, backend.has_device_pointers);
-  step.skips = check_skips(op, skips, call);
   step.lr = check_factor(op, "lr", lr, call, backend.has_device_pointers);
+  step.inv_scale = check_clipped(op, factor, "grad_norm", grad_norm, store.max_norm, call, backend.has_device_pointers);
   for (size_t i = 0; i < steps; ++i) {
     step.one_element.push_back(check_per_tensor(op, one_element[i], checker, i, call));
   }
+  step.skips = check_skips(op, skips, call);
   step.lists = std::move(checker.lists);
   if (backend.has_device_pointers) {
     std::vector<void*>& behind = step.lists.pointer[step.lists.depth];

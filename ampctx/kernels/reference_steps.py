@@ -427,13 +427,16 @@ def _checked(spec: OpSpec, unscale_grads: bool = False) -> Callable[..., None]:
         if spec.takes_step:
             _check_extras(op, grads, params, given["extras"], given["write_back"])
             _check_one_element(op, "steps", given["steps"], grads)
-        factors = {name: given[name] for name in spec.tensors[1:]}
+        factors = {name: given[name] for name in spec.tensors[1:] if name not in spec.factors}
         reference.check_scalars(op, given["found_inf"], {"grads": grads}, **factors)
         for state in spec.one_element:
             if state.name != "steps":
                 _check_one_element(op, state.name, given[state.name], grads)
         if spec.takes_step:
             _check_skips(op, given["skips"], grads, given["found_inf"])
+        reference.check_scalars(
+            op, given["found_inf"], {"grads": grads}, **{name: given[name] for name in spec.factors}
+        )
         run(spec.name, {**given, "unscale_grads": unscale_grads})
 
     return fallback

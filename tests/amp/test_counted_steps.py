@@ -67,6 +67,8 @@ def test_a_norm_that_code_changes_clips_as_it_was(scale, change):
 class Twice(optimizers.FusedAdam):
     """A program's own optimizer, which steps in halves."""
 
+    _step_supports_amp_scaling = True
+
     def step(self, closure=None):
         rate = [group["lr"] for group in self.param_groups]
         for group in self.param_groups:
@@ -78,6 +80,8 @@ class Twice(optimizers.FusedAdam):
 
 
 class Never(optimizers.FusedAdam):
+    _step_supports_amp_scaling = True
+
     def step(self, closure=None):
         pass
 

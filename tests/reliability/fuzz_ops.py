@@ -104,6 +104,8 @@ class Case:
         call = make_call(COMPILED, optimizer, sizes, write_back=write_back, **types)
         flag.fill_(rng.choice((0, 0, 0, 1)))
         given = {**call.lists, **call.options, "found_inf": flag, "inv_scale": self._factor(), "lr": self._factor()}
+        given["skips"] = [torch.ones(()) for _ in range(rng.choice((0, 5)))]
+        given |= {"grad_norm": self._factor(), "max_norm": rng.choice((-1.0, 0.25, 1.0))}
         return optimizer.op, {a.name: given[a.name] for a in schema(optimizer.op)}
 
     def _factor(self) -> Tensor:
