@@ -3,7 +3,7 @@
     python benchmarks/gpu_check.py exercise --device cuda|cpu --tensors 7,300,2500 [--json FILE]
 
 7 tensors travel in the smallest table of a kernel's parameters, 300 in larger ones, 2,500 in a table on the device. The
-default fills the tables of every size, for one to six lists.
+default fills the tables of every size, for one to seven lists.
 Element-wise steps are compared with the plain-torch reference over all elements end to end, those with norms of tensors
 with their formula. Results are collected on the device, which the host waits for once for each dtype.
 """
@@ -28,7 +28,7 @@ from ampctx.kernels.spec import SPECS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Tensors for each kind of table, some of them empty: see kCapacity in csrc/cuda/multi_tensor_apply.cuh.
-EVERY_TABLE = (7, 130, 250, 300, 600, 1300, 2500)
+EVERY_TABLE = (7, 130, 250, 460, 600, 1000, 1600, 2500)
 INV_SCALE, LR = 0.5, 0.5
 _ADAM = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True, "adam_w_mode": True}
 _SGD = {"dampening": 0.0, "weight_decay": 0.1, "nesterov": False, "wd_after_momentum": False}
@@ -65,6 +65,10 @@ class Exercise:
         self.dtype, self.device, self.checks = dtype, device, checks
         self.layout = Layout(sizes, device)
         self.lr = torch.full((), LR, device=device)
+        # Of each step: it counts itself, and is clipped by a norm below the limit.
+        self.skips = torch.zeros(5, device=device)
+        self.skips[4].fill_(8.0)
+        self.aside = {"skips": list(self.skips.unbind()), "grad_norm": self.lr, "max_norm": 1.0}
         eps = torch.finfo(dtype).eps
         self.rounding = {"rtol": eps, "atol": max(eps, 1e-5)}
 
@@ -99,6 +103,10 @@ class Exercise:
             ops.multi_tensor_axpby(x.tensors, y.tensors, out.tensors, flag, torch.full_like(flag, 2.0), -1.0)
             want = x.flat().float() * 2 - before.float()
             self.checks.close(f"axpby to {dtype}", out.flat(), want, rounding, 1e-6)
+            inner_ops.multi_tensor_scale_clipped(
+                x.tensors, out.tensors, flag, INV_SCALE, torch.full_like(flag, 4.0), 2.0
+            )
+            self.checks.close(f"clipped to {dtype}", out.flat(), x.flat().float() * INV_SCALE / 2, 2 * rounding, 1e-7)
             ops.multi_tensor_scale(y.tensors, y.tensors, flag, 1.0)
             self.checks.same(f"scale in place, {dtype}", y.flat(), before)
             self.intact("scaling", (x, y, out))
@@ -159,8 +167,6 @@ class Exercise:
         for bad in (1.0, 1.0, 0.0, 1.0):
             inner_ops.count_skip(counts, self.flag(bad), self.flag(bad), scale, 0, True)
         self.checks.same("counts of skips", counts.clone(), torch.tensor([3.0, 1.0, 3.0, 3.0]).to(counts))
-        clipped = inner_ops.clip_factor(torch.full_like(scale, 4.0), inverse, 2.0)
-        self.checks.close("factor of a clip", clipped, inverse / 2, 1e-6)
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -186,12 +192,16 @@ class Exercise:
         """Runs a step that an overflow skips, and one that is taken: all values before and after. ``lists`` has params
         first, extras last where there are any; ``numbers`` are those of each tensor."""
         before, of_each = [x.flat() for x in lists], [n.clone() for n in numbers]
+        counted = self.skips + torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0], device=self.device)
         step(self.flag(1.0))
         for i, (x, old) in enumerate(zip(lists, before, strict=True)):
             self.checks.same(f"{name}: list {i} after an overflow", x.flat(), old)
         for n, old in zip(numbers, of_each, strict=True):
             self.checks.same(f"{name}: numbers after an overflow", n.clone(), old)
         step(self.flag())
+        if numbers:  # not LARC, which takes no step
+            counted[1], counted[3] = 0.0, 8.0
+            self.checks.same(f"{name}: counts of skips", self.skips.clone(), counted)
         self.intact(name, lists)
         return before, [x.flat() for x in lists]
 
@@ -216,7 +226,8 @@ class Exercise:
             lists = (grads, params, *moments)
             getattr(optimizer_ops, op)(
                 *(x.tensors for x in lists), *left_out, extras[0].tensors if extras else [], steps, found_inf,
-                INV_SCALE, self.lr, write_back=write_back, seed=1, unscale_grads=self.unscales, **options,
+                INV_SCALE, self.lr, write_back=write_back, seed=1, unscale_grads=self.unscales,
+                **self.aside, **options,
             )  # fmt: skip
 
         # What a stochastic write back rounds is what a copy would hold.
@@ -228,7 +239,7 @@ class Exercise:
             self.left(what, grads, g)
             count = torch.full((), taken, device=self.device)
             rest = [state.pop()] if extras else [torch.zeros_like(p, dtype=held)] if held else []
-            lists = ([g], [p], *([s] for s in state), *left_out, rest, [count])
+            lists = ([g], [p], *([s] for s in state), *left_out, rest, [count], [])
             given = dict(zip(SPECS[op].lists, lists, strict=True))
             given |= {"found_inf": self.flag(), "inv_scale": inv_scale, "lr": self.lr, "maximize": False, "seed": 1}
             numbers = {number.name: number.default for number in SPECS[op].numbers}
@@ -251,7 +262,8 @@ class Exercise:
             optimizer_ops.lamb(
                 grads.tensors, params.tensors, *(m.tensors for m in moments), extras[0].tensors if extras else [],
                 steps, found_inf, INV_SCALE, self.lr, torch.full_like(self.lr, 2.0), beta1=0.9, beta2=0.99, eps=0.0,
-                max_grad_norm=1.0, write_back=write_back, seed=1, unscale_grads=self.unscales, **options,
+                max_grad_norm=1.0, write_back=write_back, seed=1, unscale_grads=self.unscales,
+                **self.aside, **options,
             )  # fmt: skip
 
         what, g = f"{name}, {write_back}", grads.flat()
@@ -281,7 +293,7 @@ class Exercise:
             optimizer_ops.novograd(
                 grads.tensors, params.tensors, moment.tensors, extras[0].tensors if extras else [], of_each, steps,
                 found_inf, INV_SCALE, self.lr, beta1=0.9, beta2=0.5, eps=1e-8, weight_decay=0.1, inf_norm=inf_norm,
-                write_back=write_back, seed=1, unscale_grads=self.unscales,
+                write_back=write_back, seed=1, unscale_grads=self.unscales, **self.aside,
             )  # fmt: skip
 
         given = grads.flat()

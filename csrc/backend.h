@@ -20,7 +20,6 @@ struct Backend {
   decltype(&cpu::update_scale) update_scale;
   decltype(&cpu::block_factors) block_factors;
   decltype(&cpu::count_skip) count_skip;
-  decltype(&cpu::clip_factor) clip_factor;
 #define AMPCTX_MEMBER_OF(op, Options, backend) decltype(&backend::op) op;
   AMPCTX_STEP_OPS(AMPCTX_MEMBER_OF, cpu)
 #undef AMPCTX_MEMBER_OF
@@ -30,8 +29,7 @@ struct Backend {
 #define AMPCTX_KERNEL(op, Options, backend) backend::op,
 #define AMPCTX_KERNELS(backend)                                                                     \
   backend::scale, backend::axpby, backend::norms_workspace, backend::l2norm, backend::update_scale, \
-      backend::block_factors, backend::count_skip, backend::clip_factor,                            \
-      AMPCTX_STEP_OPS(AMPCTX_KERNEL, backend) backend::larc
+      backend::block_factors, backend::count_skip, AMPCTX_STEP_OPS(AMPCTX_KERNEL, backend) backend::larc
 
 // Makes the device of a call current for its duration, and keeps the memory that its kernels ask for: torch gives it
 // away again in the order of the stream.

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <numeric>
+#include <utility>
 
 #include "known_lists.h"
 #include "optimizer_ops.h"
@@ -262,6 +263,16 @@ inline Factor check_factor(const char* op, const char* name, const Tensor& facto
   if (!is_f32) return {nullptr, *static_cast<const double*>(factor.data())};
   const float* value = static_cast<const float*>(factor.data());
   return on_device && device == call.device ? Factor{value, 0.0} : Factor{nullptr, *value};
+}
+
+// That factor, clipped where max_norm is not negative. Where the host knows all of it, it becomes one number.
+inline ClippedFactor check_clipped(const char* op, const Factor& factor, const char* name, const Tensor& norm,
+                                   double max_norm, const CallDevice& call, bool on_device) {
+  ClippedFactor clipped{factor, check_factor(op, name, norm, call, on_device), static_cast<float>(max_norm)};
+  if (clipped.max_norm < 0 || on_device) return clipped;
+  clipped.value = clip_factor_element(static_cast<float>(clipped.norm.value), static_cast<float>(factor.value),
+                                      std::exchange(clipped.max_norm, -1.0f));
+  return clipped;
 }
 
 // One element of the given type, to be read, and written unless the caller says otherwise.

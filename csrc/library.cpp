@@ -96,12 +96,17 @@ std::optional<ScaleUpdate> check_update(const char* op, const std::optional<Upda
   return update->check(op, "loss_scale", found_inf, call);
 }
 
-template <const Backend& backend, bool held, bool updates>
+template <const Backend& backend, bool held, bool updates, bool clips>
 void multi_tensor_scale(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr const char* op = updates ? "multi_tensor_scale_and_update" : "multi_tensor_scale";
+  constexpr const char* op = updates ? "multi_tensor_scale_and_update"
+                             : clips ? "multi_tensor_scale_clipped"
+                                     : "multi_tensor_scale";
   Arguments in(op, stack, held);
   const ListView src = in.list(), dst = in.list();
   const Tensor found_inf = in.tensor(), scale = in.tensor();
+  std::optional<Tensor> grad_norm;
+  if (clips) grad_norm.emplace(in.tensor());
+  const double max_norm = clips ? in.number() : -1;
   const std::optional<UpdateArguments> update = update_arguments(in, updates);
   in.check_held();
 
@@ -109,7 +114,8 @@ void multi_tensor_scale(StableIValue* stack, uint64_t, uint64_t) {
   const CallDevice call = call_device(src_argument, found_inf);
   const TensorLists lists = check_lists(op, backend.dtypes, call, {src_argument, dst_argument});
   const FoundInf flag = check_found_inf(op, found_inf, call, true);
-  const Factor factor = check_factor(op, "scale", scale, call, backend.has_device_pointers);
+  ClippedFactor factor{check_factor(op, "scale", scale, call, backend.has_device_pointers)};
+  if (clips) factor = check_clipped(op, factor, "grad_norm", *grad_norm, max_norm, call, backend.has_device_pointers);
   const std::optional<ScaleUpdate> checked = check_update(op, update, flag, call);
   if (lists.size() == 0 && !updates) return;
   backend.scale(Scope(backend, call.device).context, lists, flag, factor, checked ? &*checked : nullptr);
@@ -164,12 +170,16 @@ void multi_tensor_l2norm(StableIValue* stack, uint64_t, uint64_t) {
   const int32_t dtype = f64 ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
   const int64_t norms = per_tensor ? lists.total_tensors : 0, workspace_bytes = backend.norms_workspace(lists, 1);
   Tensor norm = empty(nullptr, dtype, call.device), each = empty(&norms, dtype, call.device);
+  std::optional<Tensor> again;
+  if (updates) again.emplace(empty(nullptr, dtype, call.device));
   const Tensor workspace = empty(&workspace_bytes, aoti_torch_dtype_uint8(), call.device);
   backend.l2norm(scope.context, lists, flag, factor,
-                 {norm.mutable_data(), norms ? each.mutable_data() : nullptr, workspace.mutable_data()},
+                 {norm.mutable_data(), again ? again->mutable_data() : nullptr, norms ? each.mutable_data() : nullptr,
+                  workspace.mutable_data()},
                  checked ? &*checked : nullptr);
   stack[0] = norm.release();
   stack[1] = each.release();
+  if (again) stack[2] = again->release();
 }
 
 template <const Backend& backend>
@@ -203,22 +213,6 @@ void block_factors(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 template <const Backend& backend>
-void clip_factor(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr const char* op = "clip_factor";
-  Arguments in(op, stack, false);
-  const Tensor norm = in.tensor(), inv_scale = in.tensor();
-  const auto max_norm = static_cast<float>(in.number());
-  const CallDevice call = {norm.is_defined() ? norm.device() : Device::cpu(), "norm"};
-  const int32_t dtype = aoti_torch_dtype_float32();
-  const auto* from = static_cast<const float*>(check_state(op, "norm", norm, dtype, call, false));
-  const Factor factor = check_factor(op, "inv_scale", inv_scale, call, backend.has_device_pointers);
-  const Scope scope(backend, call.device);
-  Tensor result = empty(nullptr, dtype, call.device);
-  backend.clip_factor(scope.context, from, factor, max_norm, static_cast<float*>(result.mutable_data()));
-  stack[0] = result.release();
-}
-
-template <const Backend& backend>
 void count_skip(StableIValue* stack, uint64_t, uint64_t) {
   constexpr const char* op = "count_skip";
   Arguments in(op, stack, false);
@@ -235,8 +229,10 @@ void count_skip(StableIValue* stack, uint64_t, uint64_t) {
   const CallDevice call = {counts.device(), "counts"};
   const FoundInf step = check_found_inf(op, found_inf, call, false), of_loss = check_found_inf(op, flag, call, false);
   const auto* value = static_cast<const float*>(check_state(op, "scale", scale, f32, call, false));
-  backend.count_skip(Scope(backend, call.device).context,
-                     {static_cast<float*>(counts.mutable_data()), step, of_loss, value, slot, is_first});
+  auto* const numbers = static_cast<float*>(counts.mutable_data());
+  float* const of_slot = numbers + 2 + 2 * slot;
+  const SkipCounts to{is_first ? numbers : nullptr, numbers + 1, of_slot, of_slot + 1, value};
+  backend.count_skip(Scope(backend, call.device).context, to, step, of_loss);
 }
 
 // Stores a list under the given number, or under a new one if that is 0.
@@ -252,10 +248,12 @@ int register_kernels(const char* ns) {
   TorchLibraryHandle library = nullptr;  // lives as long as the process: torch keeps the function pointers
   if (aoti_torch_library_init_impl(ns, backend.dispatch_key, "ampctx", 0, &library) != 0) return 1;
   const std::pair<const char*, void (*)(StableIValue*, uint64_t, uint64_t)> kernels[] = {
-      {"multi_tensor_scale", multi_tensor_scale<backend, false, false>},
-      {"multi_tensor_scale.held", multi_tensor_scale<backend, true, false>},
-      {"multi_tensor_scale_and_update", multi_tensor_scale<backend, false, true>},
-      {"multi_tensor_scale_and_update.held", multi_tensor_scale<backend, true, true>},
+      {"multi_tensor_scale", multi_tensor_scale<backend, false, false, false>},
+      {"multi_tensor_scale.held", multi_tensor_scale<backend, true, false, false>},
+      {"multi_tensor_scale_and_update", multi_tensor_scale<backend, false, true, false>},
+      {"multi_tensor_scale_and_update.held", multi_tensor_scale<backend, true, true, false>},
+      {"multi_tensor_scale_clipped", multi_tensor_scale<backend, false, false, true>},
+      {"multi_tensor_scale_clipped.held", multi_tensor_scale<backend, true, false, true>},
       {"multi_tensor_axpby", multi_tensor_axpby<backend, false>},
       {"multi_tensor_axpby.held", multi_tensor_axpby<backend, true>},
       {"multi_tensor_l2norm", multi_tensor_l2norm<backend, false, false, false>},
@@ -267,7 +265,6 @@ int register_kernels(const char* ns) {
       {"update_scale", update_scale<backend>},
       {"block_factors", block_factors<backend>},
       {"count_skip", count_skip<backend>},
-      {"clip_factor", clip_factor<backend>},
       {"hold_tensors", hold_tensors},
       {"multi_tensor_larc", multi_tensor_larc<backend, false>},
       {"multi_tensor_larc.held", multi_tensor_larc<backend, true>},

@@ -13,13 +13,15 @@ namespace {
 
 // The end of the arguments, of one pattern too.
 struct StoreArguments {
-  explicit StoreArguments(Arguments& in) : maximize(in.flag()), write_back(in.integer()), seed(in.integer()) {
+  explicit StoreArguments(Arguments& in)
+      : maximize(in.flag()), write_back(in.integer()), seed(in.integer()), max_norm(in.number()) {
     in.check_held();
   }
 
   bool maximize;
   int64_t write_back;
   int64_t seed;
+  double max_norm;
 };
 
 WriteBack check_write_back(const char* op, int64_t write_back) {
@@ -61,34 +63,46 @@ struct Indexed {
   }
 };
 
+// The one fp32 element of tensor `i` of the list.
+float* check_element(const char* op, const ListArgument& argument, size_t i, const CallDevice& call) {
+  const ListView& tensors = argument.tensors;
+  const Indexed name{argument.name, i};
+  if (const Tensor* tensor = tensors.tensor(i)) {
+    return static_cast<float*>(check_state(op, name, *tensor, aoti_torch_dtype_float32(), call));
+  }
+  if (tensors.numel(i) != 1 || tensors.dtype(i) != aoti_torch_dtype_float32() || tensors.device(i) != call.device) {
+    fail(op, ": ", name, " was read for one call and is no scalar: hold the list");
+  }
+  return static_cast<float*>(tensors.data(i, true));
+}
+
 // The `number`th of the checker's lists of one fp32 element for each tensor.
 PerTensor check_per_tensor(const char* op, const ListArgument& argument, ListChecker& checker, size_t number,
                            const CallDevice& call) {
   checker.check_length(argument);
   PerTensor pointers = std::move(checker.per_tensor[number]);
   if (checker.are_plain()) return pointers;
-  const ListView& tensors = argument.tensors;
-  pointers.resize(tensors.size());
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const Indexed name{argument.name, i};
-    if (const Tensor* tensor = tensors.tensor(i)) {
-      pointers[i] = static_cast<float*>(check_state(op, name, *tensor, aoti_torch_dtype_float32(), call));
-    } else if (tensors.numel(i) == 1 && tensors.dtype(i) == aoti_torch_dtype_float32() &&
-               tensors.device(i) == call.device) {
-      pointers[i] = static_cast<float*>(tensors.data(i, true));
-    } else {
-      fail(op, ": ", name, " was read for one call and is no scalar: hold the list");
-    }
-  }
+  pointers.resize(argument.tensors.size());
+  for (size_t i = 0; i < pointers.size(); ++i) pointers[i] = check_element(op, argument, i, call);
   return pointers;
+}
+
+// None, or those that a step is counted in, and the loss scale.
+SkipCounts check_skips(const char* op, const ListArgument& skips, const CallDevice& call) {
+  constexpr size_t count = 5;
+  const size_t size = skips.tensors.size();
+  if (size == 0) return {};
+  if (size != count) fail(op, ": skips has ", size, " tensors, expected none or ", count);
+  const auto at = [&](size_t i) { return check_element(op, skips, i, call); };
+  return {at(0), at(1), at(2), at(3), at(4)};
 }
 
 // Checks the arguments that all optimizer ops have. `elementwise`: grads, params and states; `one_element`: lists of
 // the op itself and, last, the step counts.
 StepCall check_step(const char* op, const Backend& backend, const CallDevice& call,
                     const std::vector<ListArgument>& elementwise, const ListView& extras,
-                    const std::vector<ListArgument>& one_element, const Tensor& found_inf, const Tensor& inv_scale,
-                    const Tensor& lr, const StoreArguments& store) {
+                    const std::vector<ListArgument>& one_element, const ListArgument& skips, const Tensor& found_inf,
+                    const Tensor& inv_scale, const Tensor& grad_norm, const Tensor& lr, const StoreArguments& store) {
   std::vector<ListArgument> alike = elementwise;
   if (!extras.empty()) alike.push_back({"extras", extras, true});
   ListChecker checker(op, call, alike, one_element);
@@ -100,12 +114,20 @@ StepCall check_step(const char* op, const Backend& backend, const CallDevice& ca
   const size_t steps = one_element.size() - 1;
   step.steps = check_per_tensor(op, one_element[steps], checker, steps, call);
   step.found_inf = check_found_inf(op, found_inf, call, false);
-  step.inv_scale = check_factor(op, "inv_scale", inv_scale, call, backend.has_device_pointers);
+  const Factor factor = check_factor(op, "inv_scale", inv_scale, call, backend.has_device_pointers);
   step.lr = check_factor(op, "lr", lr, call, backend.has_device_pointers);
+  step.inv_scale = check_clipped(op, factor, "grad_norm", grad_norm, store.max_norm, call, backend.has_device_pointers);
   for (size_t i = 0; i < steps; ++i) {
     step.one_element.push_back(check_per_tensor(op, one_element[i], checker, i, call));
   }
+  step.skips = check_skips(op, skips, call);
   step.lists = std::move(checker.lists);
+  if (backend.has_device_pointers) {
+    std::vector<void*>& behind = step.lists.pointer[step.lists.depth];
+    step.lists.dtype[step.lists.depth] = DType::f32;
+    behind.reserve(step.lists.index.size());
+    for (const int64_t index : step.lists.index) behind.push_back(step.steps[index]);
+  }
   step.maximize = store.maximize;
   return step;
 }
@@ -114,8 +136,12 @@ StepCall check_step(const char* op, const Backend& backend, const CallDevice& ca
 template <class Kernel, class Options>
 void run_step(const Backend& backend, const CallDevice& call, StepCall& step, int norms, const Kernel& kernel,
               const Options& options) {
-  if (step.lists.total_tensors == 0) return;
   const Scope scope(backend, call.device);
+  const bool counts_here = !backend.has_device_pointers || step.lists.total_tensors == 0;
+  if (counts_here && step.skips.overflowed) {
+    backend.count_skip(scope.context, step.skips, step.found_inf, step.found_inf);
+  }
+  if (step.lists.total_tensors == 0) return;
   const int64_t scalars = step_workspace(step.lists), bytes = scalars + backend.norms_workspace(step.lists, norms);
   const Tensor workspace = torch_abi::empty(&bytes, aoti_torch_dtype_uint8(), call.device);
   step.workspace = workspace.mutable_data();
@@ -137,14 +163,17 @@ void step_op(StableIValue* stack, uint64_t, uint64_t) {
   const ListView extras = in.list();
   for (const char* list : Op::one_element) one_element.push_back({list, in.list(), true});
   one_element.push_back({"steps", in.list(), true});
+  const ListArgument skips{"skips", in.list(), true};
   const Tensor found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor();
   std::vector<Tensor> factors;
   for (size_t i = 0; i < Op::factors.size(); ++i) factors.push_back(in.tensor());
+  const Tensor grad_norm = in.tensor();
   const Options options = Options::taken(in);
   const StoreArguments store(in);
 
   const CallDevice call = call_device(elementwise[0], found_inf);
-  StepCall step = check_step(name, backend, call, elementwise, extras, one_element, found_inf, inv_scale, lr, store);
+  StepCall step = check_step(name, backend, call, elementwise, extras, one_element, skips, found_inf, inv_scale,
+                             grad_norm, lr, store);
   step.unscales = unscales;
   for (size_t i = 0; i < factors.size(); ++i) {
     step.factors.push_back(check_factor(name, Op::factors[i], factors[i], call, backend.has_device_pointers));
@@ -168,7 +197,7 @@ void multi_tensor_larc(StableIValue* stack, uint64_t, uint64_t) {
   OptimizerCall larc;
   larc.lists = check_lists(op, backend.dtypes, call, {first, {"params", params}});
   larc.found_inf = check_found_inf(op, found_inf, call, false);
-  larc.inv_scale = check_factor(op, "inv_scale", inv_scale, call, backend.has_device_pointers);
+  larc.inv_scale = {check_factor(op, "inv_scale", inv_scale, call, backend.has_device_pointers)};
   larc.lr = check_factor(op, "lr", lr, call, backend.has_device_pointers);
   if (larc.lists.size() == 0) return;
   const Scope scope(backend, call.device);

@@ -6,11 +6,13 @@
 #include <vector>
 
 #include "dispatch.h"
+#include "functors/clip_factor.h"
+#include "functors/count_skip.h"
 #include "functors/update_scale.h"
 
 namespace ampctx {
 
-constexpr int kMaxLists = 6;
+constexpr int kMaxLists = 7;
 
 // Lists of tensors that agree in number of elements and memory layout at each index, without the empty ones. A tensor
 // of one list may be the tensor at the same index of another (in place); no other overlap is allowed.
@@ -47,6 +49,13 @@ struct Factor {
   double value = 1.0;
 };
 
+// A factor of gradients, which are clipped where max_norm is not negative: functors/clip_factor.h. On the CPU the clip
+// is in `value` already, and max_norm is negative.
+struct ClippedFactor : Factor {
+  Factor norm{};
+  float max_norm = -1;
+};
+
 // What a kernel may ask of its surroundings.
 struct Context {
   using Body = void (*)(int64_t begin, int64_t end, void* argument);
@@ -59,8 +68,10 @@ struct Context {
 };
 
 // Where norms go, fp32 (fp64 when a list is fp64): `norm` has one element, `per_tensor` total_tensors or is null.
+// `again`: where the first goes too, or null.
 struct NormOutputs {
   void* norm;
+  void* again;
   void* per_tensor;
   void* workspace;  // norms_workspace bytes
 };
@@ -86,39 +97,28 @@ struct BlockFactors {
   float* found_inf;
 };
 
-// A loss of a step that the device may skip: functors/count_skip.h.
-struct SkipCount {
-  float* counts;
-  FoundInf found_inf, of_loss;
-  const float* scale;
-  int64_t slot;
-  bool is_first;
-};
-
 // A ScaleUpdate may be null, and its flag is the call's.
 // norms_workspace: bytes for `count` norms of each tensor, and for the partial sums they come from.
 namespace cpu {
-void scale(const Context&, const TensorLists& src_dst, FoundInf, Factor scale, const ScaleUpdate*);
+void scale(const Context&, const TensorLists& src_dst, FoundInf, const ClippedFactor&, const ScaleUpdate*);
 void axpby(const Context&, const TensorLists& x_y_out, FoundInf, Factor a, Factor b, int arg_to_check);
 int64_t norms_workspace(const TensorLists& tensors, int count);
 void l2norm(const Context&, const TensorLists& tensors, FoundInf, Factor inv_scale, const NormOutputs&,
             const ScaleUpdate*);
 void update_scale(const Context&, const ScaleState&, const ScaleRule&);
 void block_factors(const Context&, const float* scale, const BlockFactors&);
-void count_skip(const Context&, const SkipCount&);
-void clip_factor(const Context&, const float* norm, Factor inv_scale, float max_norm, float* factor);
+void count_skip(const Context&, const SkipCounts&, FoundInf of_step, FoundInf of_loss);
 }  // namespace cpu
 
 namespace cuda {
-void scale(const Context&, const TensorLists& src_dst, FoundInf, Factor scale, const ScaleUpdate*);
+void scale(const Context&, const TensorLists& src_dst, FoundInf, const ClippedFactor&, const ScaleUpdate*);
 void axpby(const Context&, const TensorLists& x_y_out, FoundInf, Factor a, Factor b, int arg_to_check);
 int64_t norms_workspace(const TensorLists& tensors, int count);
 void l2norm(const Context&, const TensorLists& tensors, FoundInf, Factor inv_scale, const NormOutputs&,
             const ScaleUpdate*);
 void update_scale(const Context&, const ScaleState&, const ScaleRule&);
 void block_factors(const Context&, const float* scale, const BlockFactors&);
-void count_skip(const Context&, const SkipCount&);
-void clip_factor(const Context&, const float* norm, Factor inv_scale, float max_norm, float* factor);
+void count_skip(const Context&, const SkipCounts&, FoundInf of_step, FoundInf of_loss);
 }  // namespace cuda
 
 }  // namespace ampctx

@@ -14,12 +14,13 @@ using PerTensor = std::vector<float*>;
 struct OptimizerCall {
   TensorLists lists;  // grads, params, and what a step adds
   FoundInf found_inf;
-  Factor inv_scale, lr;
+  ClippedFactor inv_scale;
+  Factor lr;
   void* norms = nullptr;  // norms_workspace bytes, where the op asks for norms of tensors
 };
 
 // A step: its lists go on with the op's states, and extras where write_back has any. The step counts go up by one
-// before anything is computed.
+// before anything is computed. Behind the lists, at pointer[depth], CUDA kernels find those of tensors with elements.
 struct StepCall : OptimizerCall {
   PerTensor steps;                     // step counts
   std::vector<PerTensor> one_element;  // the op's other states of one element
@@ -27,8 +28,9 @@ struct StepCall : OptimizerCall {
   bool maximize;
   bool unscales;  // whether the gradients become what the step computes with: times inv_scale, whatever the sign
   WriteBack write_back;
-  TensorRule rule;  // what becomes of the step counts
-  void* workspace;  // step_workspace bytes
+  TensorRule rule;   // what becomes of the step counts
+  SkipCounts skips;  // counted even where found_inf is set; on the CPU by who makes this
+  void* workspace;   // step_workspace bytes
 
   int states() const { return lists.depth - 2 - has_extras(write_back); }
 };

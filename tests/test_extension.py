@@ -15,17 +15,17 @@ import torch
 
 import ampctx
 from ampctx._errors import ExtensionError
-from ampctx.kernels import cuda_support, extension, ops
+from ampctx.kernels import cuda_support, definitions, extension, handles
 
 ROOT = Path(__file__).parents[1]
 LOAD = """
 import sys, torch
 from pathlib import Path
-from ampctx.kernels import extension, ops
+from ampctx.kernels import definitions, extension
 library = torch.library.Library("ampctx_again", "DEF")
-for schema in ops._SCHEMAS:
+for schema in definitions.SCHEMAS:
     library.define(schema)
-found = extension.load("ampctx_again", ops.define, Path(sys.argv[1]))
+found = extension.load("ampctx_again", definitions.define, Path(sys.argv[1]))
 print(found)
 """
 
@@ -46,15 +46,15 @@ def broken(tmp_path):
 
 
 def test_the_library_serves_the_cpu():
-    assert ops.extension.loaded
-    assert ops.extension.backends[0] == "cpu"
-    build = ops.extension.build
+    assert handles.extension.loaded
+    assert handles.extension.backends[0] == "cpu"
+    build = handles.extension.build
     assert build["simd_used"] in build["simd"]
     assert build["simd"][0] == "baseline"
     assert build["compiler"]
     assert bool(build["cuda"]) == bool(build["cuda_archs"])
     if not torch.version.cuda:
-        assert ops.extension.reason == "this torch was built without CUDA"
+        assert handles.extension.reason == "this torch was built without CUDA"
 
 
 @pytest.mark.parametrize("kind", ["missing", "broken"])
@@ -63,7 +63,7 @@ def test_a_library_that_cannot_serve_warns_once_with_the_reason(tmp_path, broken
     path = {"missing": tmp_path / "nowhere.so", "broken": broken}[kind]
     why = {"missing": "does not exist: build it with", "broken": "cannot be loaded .*invalid ELF header"}[kind]
     with pytest.warns(RuntimeWarning, match=f"ampctx runs on plain torch, slower: .*{why}") as record:
-        found = extension.load("ampctx", ops.define, path)
+        found = extension.load("ampctx", definitions.define, path)
     assert len(record) == 1
     assert not found.loaded
     assert found.backends == ()
@@ -76,13 +76,13 @@ def test_a_required_library_that_cannot_serve_is_an_error(tmp_path, broken, kind
     monkeypatch.setenv("AMPCTX_REQUIRE_EXTENSION", required)
     path = {"missing": tmp_path / "nowhere.so", "broken": broken}[kind]
     with pytest.raises(ExtensionError, match="build it with 'pip install .'"):
-        extension.load("ampctx", ops.define, path)
+        extension.load("ampctx", definitions.define, path)
 
 
 def test_an_unknown_requirement_is_an_error(monkeypatch):
     monkeypatch.setenv("AMPCTX_REQUIRE_EXTENSION", "yes")
     with pytest.raises(ExtensionError, match="AMPCTX_REQUIRE_EXTENSION='yes': expected 1, cpu, cuda or nothing"):
-        extension.load("ampctx", ops.define)
+        extension.load("ampctx", definitions.define)
 
 
 @pytest.mark.full
@@ -169,7 +169,7 @@ def import_with_driver(folder, version, required=""):
 def toolkit():
     if torch.version.cuda:
         pytest.skip("this torch looks for the real driver")
-    version = ops.extension.build["cuda"]
+    version = handles.extension.build["cuda"]
     if not version:
         pytest.skip("built without nvcc")
     return version
@@ -323,7 +323,7 @@ def test_a_missing_nvcc_is_an_error_when_asked_for(tmp_path):
     assert "AMPCTX_CUDA=1, but nvcc was not found: tried /nowhere/bin/nvcc. Set CUDA_HOME" in result.stderr
 
 
-@pytest.mark.skipif(not ops.extension.build.get("cuda"), reason="built without nvcc")
+@pytest.mark.skipif(not handles.extension.build.get("cuda"), reason="built without nvcc")
 def test_an_unknown_architecture_is_an_error(tmp_path):
     result = build(tmp_path, AMPCTX_CUDA="1", AMPCTX_CUDA_ARCHS="75,30")
     assert result.returncode != 0

@@ -46,7 +46,7 @@ from ampctx.scaling.loss_scale import LossScale
 from ampctx.scaling.outcome import Culprits
 
 # Attributes that a step sets on an optimizer that skips by itself.
-_OFFERED = ("found_inf", "model_params", "model_grads")
+_OFFERED = ("found_inf", "model_params", "model_grads", "skip_counts")
 
 
 class OptimizerBinding:
@@ -358,6 +358,7 @@ class OptimizerBinding:
                 lambda: findings.culprits(self),
                 later,
                 external="found_inf" in former,
+                counts=attributes.get("skip_counts"),
             )
             self.gradients.drop_master_grads()
             self._restore_attributes(former)
@@ -380,6 +381,9 @@ class OptimizerBinding:
             flags.append(torch.as_tensor(found_inf).detach().reshape(()).ne(0).float())
         if flags:
             optimizer.found_inf = join_flags(flags, flags[0].device)
+        vars(optimizer).pop("skip_counts", None)  # of a former evaluation of a closure
+        if counts := self.steps.skip_counts(optimizer, self.flags.by_loss):
+            optimizer.skip_counts = counts
         if self.masters.lazy:
             optimizer.model_params = self.masters.model_of
             optimizer.model_grads = self.gradients.lazy

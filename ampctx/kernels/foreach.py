@@ -7,11 +7,12 @@ per device and joins them when it is read.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ampctx.kernels import ops, reference
+from ampctx.kernels import handles, ops, reference
 from ampctx.kernels.grouping import buckets
 from ampctx.kernels.sharding import wrote
 
@@ -48,10 +49,11 @@ class FoundInf:
     """Whether any of several calls found inf or nan: one 0-d fp32 flag per device.
 
     ``clear``: a new flag of 0 for its device, or None. ``update``: of a loss scale by the flag, for the last call.
-    ``is_updated``: whether that call has made it.
+    ``is_updated``: whether that call has made it. ``norm_again``: the total norm of that call, in memory of its own.
     """
 
     clear: Tensor | None = None
+    norm_again: Tensor | None = None
     update: ops.ScaleUpdate | None = None
     is_updated = False
 
@@ -90,6 +92,21 @@ class Unread(FoundInf):
 Factor = float | PerDevice
 
 
+class Clipped(PerDevice):
+    """``inv_scale * min(max_norm / (norm + 1e-6), 1)`` for an fp32 norm. Kernels form it themselves of the three, which
+    saves a launch; ``value`` and ``on`` form it for all other code. No host sync."""
+
+    def __init__(self, inv_scale: Factor, norm: Tensor, max_norm: float) -> None:
+        self.inv_scale, self.norm, self.max_norm = inv_scale, PerDevice(norm), max_norm
+        self._copies: dict[torch.device, Tensor] = {}
+
+    @cached_property
+    def value(self) -> Tensor:  # type: ignore[override]
+        of = self.inv_scale.value if isinstance(self.inv_scale, PerDevice) else self.inv_scale
+        norm = self.norm.on(of.device) if isinstance(of, Tensor) else self.norm.value
+        return reference.clipped(ops.factor(of), norm, self.max_norm)
+
+
 def product(a: Factor, b: Factor) -> Factor:
     """``a * b``, on the device of ``a`` if both are tensors. No host sync."""
     if isinstance(a, PerDevice):
@@ -103,9 +120,9 @@ def _factor(value: Factor, device: torch.device) -> float | Tensor:
     return value.on(device) if isinstance(value, PerDevice) else value
 
 
-def _known(tensors: Sequence[Tensor]) -> ops.ReadTensors | None:
+def _known(tensors: Sequence[Tensor]) -> handles.ReadTensors | None:
     """A handle for all tensors, if one op call can take them."""
-    return tensors if isinstance(tensors, ops.ReadTensors) else ops.read(tensors)
+    return tensors if isinstance(tensors, handles.ReadTensors) else handles.read(tensors)
 
 
 def scale(
@@ -113,15 +130,24 @@ def scale(
 ) -> None:
     """``dst[i] = src[i] * factor`` (``ops.multi_tensor_scale``). ``last``: no later call raises ``found_inf``."""
     if src is dst and (known := _known(src)):
-        flag, value = found_inf.on(known.device), _factor(factor, known.device)
-        return ops.multi_tensor_scale(known, known, flag, value, found_inf.take_update() if last else None)
+        return _scale_fused(known, known, found_inf, factor, known.device, last)
     for device, fused, (s, d) in buckets(src, dst):
-        value, flag = _factor(factor, device), found_inf.on(device)
         if fused:
-            ops.multi_tensor_scale(s, d, flag, value)
+            _scale_fused(s, d, found_inf, factor, device)
         else:
-            reference.multi_tensor_scale(s, d, flag, ops.factor(value))
+            reference.multi_tensor_scale(s, d, found_inf.on(device), ops.factor(_factor(factor, device)))
     wrote(dst)
+
+
+def _scale_fused(
+    src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: FoundInf, factor: Factor, device: torch.device,
+    last: bool = False,
+) -> None:  # fmt: skip
+    flag = found_inf.on(device)
+    if isinstance(factor, Clipped):
+        norm = factor.norm.on(device)
+        return ops.multi_tensor_scale_clipped(src, dst, flag, _factor(factor.inv_scale, device), norm, factor.max_norm)
+    return ops.multi_tensor_scale(src, dst, flag, _factor(factor, device), found_inf.take_update() if last else None)
 
 
 def axpby(
@@ -176,8 +202,10 @@ def _unscaled_norms(
     every = range(len(tensors))
     if (known := _known(tensors)) is not None:
         flag, factor = found_inf.on(device := known.device), _factor(inv_scale, device)
-        update = found_inf.take_update() if last else None
-        total, norms = ops.multi_tensor_unscale_l2norm(known, flag, factor, per_tensor, update)
+        if last and (update := found_inf.take_update()):
+            total, norms, found_inf.norm_again = ops.unscale_l2norm_and_update(known, flag, factor, per_tensor, update)
+        else:
+            total, norms = ops.multi_tensor_unscale_l2norm(known, flag, factor, per_tensor)
         return total, [(every, norms)]
     totals: list[Tensor] = []
     groups: list[tuple[Sequence[int], Tensor]] = []

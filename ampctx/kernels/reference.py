@@ -265,9 +265,14 @@ def block_factors(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return copy, inverse_of(copy), torch.zeros_like(copy)
 
 
-def count_skip(counts: Tensor, found_inf: Tensor, flag: Tensor, scale: Tensor, slot: int, is_first: bool) -> None:
+def skip_counts(counts: Tensor, slot: int) -> list[Tensor]:
+    """The four numbers of csrc/functors/count_skip.h for a loss of a step, as 0-d views."""
+    return [*counts[:2].unbind(), *counts[2 + 2 * slot : 4 + 2 * slot].unbind()]
+
+
+def count_skip(counts: Sequence[Tensor], found_inf: Tensor, flag: Tensor, scale: Tensor, is_first: bool = True) -> None:
     """The counts of csrc/functors/count_skip.h."""
-    skipped, in_a_row, overflowed, value = (*counts[:2].unbind(), *counts[2 + 2 * slot : 4 + 2 * slot].unbind())
+    skipped, in_a_row, overflowed, value = counts
     if is_first:
         is_skipped = found_inf.reshape(()) != 0
         skipped.add_(is_skipped)
@@ -276,7 +281,10 @@ def count_skip(counts: Tensor, found_inf: Tensor, flag: Tensor, scale: Tensor, s
     value.copy_(scale.reshape(()))
 
 
-def clip_factor(norm: Tensor, inv_scale: Tensor, max_norm: float) -> Tensor:
-    """inv_scale * min(max_norm / (norm + 1e-6), 1)."""
-    coefficient = (max_norm / (norm.detach().reshape(()) + 1e-6)).clamp(max=1.0)
-    return scalar(inv_scale, norm, torch.float32) * coefficient
+def clipped(inv_scale: Tensor, norm: Tensor, max_norm: float) -> Tensor:
+    """inv_scale * min(max_norm / (norm + 1e-6), 1) in fp32, or inv_scale where max_norm is negative."""
+    if max_norm < 0:
+        return inv_scale
+    like = norm if norm.device.type != "cpu" else inv_scale
+    coefficient = (max_norm / (scalar(norm, like, torch.float32) + 1e-6)).clamp(max=1.0)
+    return scalar(inv_scale, like, torch.float32) * coefficient

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ampctx.kernels import reference
 from ampctx.kernels.reference import compute_dtype
-from ampctx.kernels.spec import SPECS, OpSpec
+from ampctx.kernels.spec import END, SPECS, OpSpec
 
 WRITE_BACKS = ("nearest", "copy", "split", "kahan", "stochastic")
 NEAREST, COPY, SPLIT, KAHAN, STOCHASTIC = range(len(WRITE_BACKS))
@@ -355,6 +355,11 @@ def run(op: str, given: dict[str, Any]) -> None:
     spec, o = SPECS[op], SimpleNamespace(**{"unscale_grads": False, **given})
     if not spec.takes_step:
         return larc(o)
+    if "max_norm" in given:
+        o.inv_scale = reference.clipped(o.inv_scale, o.grad_norm, o.max_norm)
+    if given.get("skips"):
+        *counts, scale = given["skips"]
+        reference.count_skip(counts, o.found_inf, o.found_inf, scale)
     states = [given[state.name] for state in spec.sized if given[state.name]]
     states += [given[state.name] for state in spec.one_element if state.name != "steps"]
     for place in _Walk(o, states):
@@ -397,10 +402,20 @@ def _check_one_element(op: str, name: str, tensors: Sequence[Tensor], grads: Seq
             raise RuntimeError(f"{where} is on {t.device}, grads[0] is on {grads[0].device}")
 
 
+def _check_skips(op: str, skips: Sequence[Tensor], grads: Sequence[Tensor], found_inf: Tensor) -> None:
+    if skips and len(skips) != 5:
+        raise RuntimeError(f"{op}: skips has {len(skips)} tensors, expected none or 5")
+    decided_by, device = ("grads[0]", grads[0].device) if grads else ("found_inf", found_inf.device)
+    for i, t in enumerate(skips):
+        reference.require_one_element(t, f"{op}: skips[{i}]", (torch.float32,))
+        if t.device != device:
+            raise RuntimeError(f"{op}: skips[{i}] is on {t.device}, {decided_by} is on {device}")
+
+
 def _checked(spec: OpSpec, unscale_grads: bool = False) -> Callable[..., None]:
     """The fallback of an op: checks the arguments, then calls ``run``."""
     numbers = [number.name for number in spec.numbers]
-    end = ["maximize", "write_back", "seed"] if spec.takes_step else []
+    end = END if spec.takes_step else ()
     names = [*spec.lists, *spec.tensors, *numbers, *end]
     op = spec.unscaling_op if unscale_grads else spec.op
 
@@ -412,11 +427,16 @@ def _checked(spec: OpSpec, unscale_grads: bool = False) -> Callable[..., None]:
         if spec.takes_step:
             _check_extras(op, grads, params, given["extras"], given["write_back"])
             _check_one_element(op, "steps", given["steps"], grads)
-        factors = {name: given[name] for name in spec.tensors[1:]}
+        factors = {name: given[name] for name in spec.tensors[1:] if name not in spec.factors}
         reference.check_scalars(op, given["found_inf"], {"grads": grads}, **factors)
         for state in spec.one_element:
             if state.name != "steps":
                 _check_one_element(op, state.name, given[state.name], grads)
+        if spec.takes_step:
+            _check_skips(op, given["skips"], grads, given["found_inf"])
+        reference.check_scalars(
+            op, given["found_inf"], {"grads": grads}, **{name: given[name] for name in spec.factors}
+        )
         run(spec.name, {**given, "unscale_grads": unscale_grads})
 
     return fallback

@@ -41,6 +41,10 @@ class State:
     one_element: bool = False  # one 0-d fp32 tensor per parameter
 
 
+# The last arguments of every step.
+END = {"maximize": "bool", "write_back": "int", "seed": "int", "max_norm": "float"}
+
+
 @dataclass(frozen=True)
 class OpSpec:
     """An optimizer op.
@@ -79,13 +83,13 @@ class OpSpec:
 
     @property
     def lists(self) -> tuple[str, ...]:
-        extras = ("extras",) if self.takes_step else ()
-        return ("grads", "params", *(s.name for s in self.sized), *extras, *(s.name for s in self.one_element))
+        lists = ("grads", "params", *(state.name for state in self.sized))
+        return (*lists, "extras", *(state.name for state in self.one_element), "skips") if self.takes_step else lists
 
     @property
     def tensors(self) -> tuple[str, ...]:
         """The single-tensor arguments, which follow the lists."""
-        return ("found_inf", "inv_scale", "lr", *self.factors)
+        return ("found_inf", "inv_scale", "lr", *self.factors, *(("grad_norm",) if self.takes_step else ()))
 
     @property
     def schemas(self) -> tuple[str, ...]:
@@ -95,9 +99,9 @@ class OpSpec:
 
     def _schema(self, op: str, reads: str = "") -> str:
         """``reads``: the list that the op does not write."""
-        letters = iter("abcdefgh")
+        letters = iter("abcdefghi")
         lists = [f"Tensor[] {name}" if name == reads else f"Tensor({next(letters)}!)[] {name}" for name in self.lists]
-        end = ["bool maximize", "int write_back", "int seed"] if self.takes_step else []
+        end = [f"{type} {name}" for name, type in END.items()] if self.takes_step else []
         numbers = [f"{number.type} {number.name}" for number in self.numbers]
         return f"{op}({', '.join([*lists, *(f'Tensor {t}' for t in self.tensors), *numbers, *end])}) -> ()"
 

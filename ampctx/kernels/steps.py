@@ -12,6 +12,10 @@ on the CPU. The kernel multiplies gradients by ``inv_scale`` as it reads them. I
 ``multi_tensor_unscaling_*``, whose schema declares the write. ``seed`` feeds the "stochastic" write back, whose random
 numbers depend only on seed, step count and place. No host sync.
 
+With ``max_norm`` (negative by default, for none) the kernel clips: gradients are also multiplied by
+``min(max_norm / (grad_norm + 1e-6), 1)``, in fp32 as in torch. ``skips`` are none, or five 0-d fp32 tensors: the loss
+scale after four counts, see ``ampctx.kernels.ops.count_skip``, in which the call counts itself, also if it is skipped.
+
 For lists that many calls share, pass a tensor-list handle (``ampctx.ops.HeldTensors``). Autograd learns that ``params``
 and ``extras`` changed, and gradients if they are written. It does not learn of state, which is in no graph.
 
@@ -41,14 +45,15 @@ __all__ = sorted(SPECS)
 def source(spec: OpSpec) -> str:
     """The source of an op's typed call."""
     lists, tensors = spec.lists, spec.tensors
-    positional = [*(f"{name}: Sequence[Tensor]" for name in lists), "found_inf: Tensor"]
-    positional += [f"{name}: Factor" for name in tensors[1:]]
+    positional = [*(f"{name}: Sequence[Tensor]" for name in lists if name != "skips"), "found_inf: Tensor"]
+    positional += [f"{name}: Factor" for name in tensors[1:] if name != "grad_norm"]
     named = [f"{n.name}: {n.type}" + ("" if n.default is None else f" = {n.default!r}") for n in spec.numbers]
     numbers, op, written = [number.name for number in spec.numbers], f"_ops.{spec.op}", "wrote(grads)"
     if spec.takes_step:
         named += ["maximize: bool = False", 'write_back: str = "nearest"', "seed: int = 0"]
-        named += ["unscale_grads: bool = False"]
-        numbers += ["maximize", "_CODES[write_back]", "seed"]
+        named += ["unscale_grads: bool = False", "grad_norm: Factor = 1.0", "max_norm: float = -1.0"]
+        named += ["skips: Sequence[Tensor] = ()"]
+        numbers += ["maximize", "_CODES[write_back]", "seed", "max_norm"]
         op = f"_ops.{spec.unscaling_op} if unscale_grads else {op}"
         written = "wrote(params, extras, *((grads,) if unscale_grads else ()))"
     scalars = ["found_inf", *(f"factor({name})" for name in tensors[1:])]

@@ -15,8 +15,8 @@ from ampctx._compiling import outside_of_graphs
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.kernels import foreach
 from ampctx.kernels.each import device_of, set_each, stored_grad
-from ampctx.kernels.foreach import PerDevice, Unread, joined_norm, move
-from ampctx.kernels.ops import clip_factor, read_grads
+from ampctx.kernels.foreach import Clipped, PerDevice, Unread, joined_norm, move
+from ampctx.kernels.handles import read_grads
 from ampctx.kernels.sharding import any_sharded, by_layout, local, norm_over_ranks, place_grads
 from ampctx.masters import lazy_grads, params
 
@@ -165,7 +165,7 @@ def _clip(
             "Skip the step, or pass error_if_nonfinite=False to scale by the non-finite norm anyway."
         )
     if grads:
-        _scale_down(grads, _coefficient(max_norm, norm))
+        _scale_down(grads, max_norm, norm)
         if not torch.compiler.is_compiling():
             set_each(grads, "norm_before_clipping", norm)
     for group in lazy:
@@ -200,12 +200,13 @@ def _total_norm(grads: Sequence[Tensor], order: float, use_foreach: bool | None)
 def _coefficient(max_norm: float | Tensor, norm: Tensor) -> Tensor:
     if isinstance(max_norm, Tensor):
         max_norm = move(max_norm, norm.device)
-    elif norm.dtype == torch.float32:
-        return clip_factor(norm, 1.0, max_norm)
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
-def _scale_down(grads: Sequence[Tensor], coefficient: Tensor) -> None:
+def _scale_down(grads: Sequence[Tensor], max_norm: float | Tensor, norm: Tensor) -> None:
+    if norm.dtype == torch.float32 and not isinstance(max_norm, Tensor):
+        return foreach.scale(grads, grads, Unread(), Clipped(1.0, norm, max_norm))
+    coefficient = _coefficient(max_norm, norm)
     # The ops accept an fp64 factor only on the CPU.
     if {device.type for device in set(map(device_of, grads))} != {"cpu"}:
         coefficient = coefficient.float()

@@ -30,7 +30,7 @@ from torch import Tensor
 from ampctx.kernels import foreach, passes
 from ampctx.kernels.each import all_there, grad_of, layout_of, stored_grad
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, product
-from ampctx.kernels.ops import are_apart, hold_grads, read_grads
+from ampctx.kernels.handles import are_apart, hold_grads, read_grads
 from ampctx.kernels.sharding import place_grads, values_of
 from ampctx.masters.clip import forget_norm_before_clipping
 from ampctx.masters.lazy_grads import Masters, ModelGrads

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampctx.kernels import foreach, ops, passes
+from ampctx.kernels import foreach, handles, passes
 from ampctx.kernels.each import stored_grad
-from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, product
+from ampctx.kernels.foreach import Clipped, Factor, FoundInf, PerDevice, Unread, product
 
 
 def declares(optimizer: Any, name: str) -> bool:
@@ -97,7 +97,7 @@ class MasterParam(nn.Parameter):
         return plain.__reduce_ex__(protocol)
 
 
-ops.extension.use_types([MasterParam])
+handles.extension.use_types([MasterParam])
 
 
 def has_grad(p: Tensor) -> bool:
@@ -166,6 +166,10 @@ class ModelGrads:
         flags = found_inf if norm is None else Unread()
         total, self._norms = foreach.unscale_l2norms_of(values, flags, inv_scale, last)
         self._norm = total if norm is None else norm
+        # The same number for the step, which clips by it: code may change a norm that ``norm()`` has returned.
+        self._norm_again, flags.norm_again = flags.norm_again, None
+        if norm is not None:
+            self._norm_again = None
         # Of clips that ``_norm`` does not include: few programs ask for the norm after a clip.
         self._coefficients: list[Callable[[], Tensor]] = []
         self._places = masters.places
@@ -182,7 +186,8 @@ class ModelGrads:
     def norm(self) -> Tensor:
         """The L2 norm of the unscaled gradients, 0-d fp32 on the device of the first. No host sync."""
         while self._coefficients:
-            self._norm = self._norm * foreach.move(self._coefficients.pop(0)(), self._norm.device)
+            norm = self._norm if self._norm_again is None else self._norm_again
+            self._norm, self._norm_again = norm * foreach.move(self._coefficients.pop(0)(), norm.device), None
         return self._norm
 
     def not_finite(self) -> set[int]:
@@ -202,11 +207,11 @@ class ModelGrads:
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
         """Multiplies the factor of the gradients by ``min(max_norm / (norm + 1e-6), 1)`` for an fp32 norm of one
-        element. No host sync."""
-        of = self.inv_scale.value if isinstance(self.inv_scale, PerDevice) else self.inv_scale
-        here = foreach.move(norm, of.device) if isinstance(of, Tensor) else norm
-        self.inv_scale = PerDevice(ops.clip_factor(here, of, max_norm))
-        self._coefficients.append(lambda: ops.clip_factor(norm, 1.0, max_norm))
+        element, as it is now. The step forms the factor. No host sync."""
+        again = self._norm_again if norm is self._norm else None
+        own = norm.clone() if again is None else again
+        self.inv_scale = Clipped(self.inv_scale, own, max_norm)
+        self._coefficients.append(lambda: Clipped(1.0, own, max_norm).value)
 
     @torch.no_grad()
     def materialize(self) -> None:

@@ -24,7 +24,7 @@ from ampctx.distributed import is_distributed
 from ampctx.kernels import foreach, passes
 from ampctx.kernels.each import dtype_of, stored_grad, version_of
 from ampctx.kernels.foreach import Unread
-from ampctx.kernels.ops import HeldTensors, hold
+from ampctx.kernels.handles import HeldTensors, hold
 from ampctx.kernels.sharding import groups_of, is_sharded, steps_a_partition
 from ampctx.masters.lazy_grads import MasterParam, Masters, declares, has_grad
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ampctx._errors import AmpError, AmpValueError
 from ampctx.kernels.each import version_of
-from ampctx.kernels.foreach import Factor, PerDevice, product
+from ampctx.kernels.foreach import Clipped, Factor, PerDevice, product
 from ampctx.kernels.reference import KERNEL_DTYPES
 from ampctx.kernels.reference_steps import LOW_PRECISION, join
 from ampctx.kernels.sharding import place_grads, wrote
@@ -28,7 +28,9 @@ from ampctx.optimizers._state import EXTRAS, State, follow, make_state
 from ampctx.optimizers._work import Kind, Members, Plan, Scaling, Work
 
 # Attributes that exist only around a step, or that a copy creates again.
-_TRANSIENT = ("found_inf", "grad_scale", "model_params", "model_grads", "_zero_flags", "_seen", "_plan")
+_TRANSIENT = (
+    "found_inf", "grad_scale", "model_params", "model_grads", "skip_counts", "_zero_flags", "_seen", "_plan",
+)  # fmt: skip
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -56,6 +58,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True
     _step_supports_model_params = True
+    _step_counts_skips = True
     _op: str
     # The op's lists of one-element state -> the key in the state.
     _one_element: ClassVar[dict[str, str]]
@@ -269,7 +272,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 _options.check_between_steps(group, self._flags)
             except AmpError as error:
                 raise _options.in_group(error, f"param_groups[{g}]") from None
-        # ops.read_along does not work in graphs, so these always make new lists.
+        # handles.read_along does not work in graphs, so these always make new lists.
         kept = None if torch.compiler.is_compiling() else self._plan
         works = None if kept is None else kept.works(self, scaling)
         if works is None:
@@ -385,6 +388,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         if work.kind[1] and scaling.lazy is not None:
             inv_scale = product(scaling.lazy.inv_scale, inv_scale)
         found_inf, lr, seed = scaling.found_inf, group["lr"], group["seed"]
+        clip: dict[str, Any] = {}
+        if isinstance(inv_scale, Clipped):
+            clip = {"grad_norm": inv_scale.norm.on(device), "max_norm": inv_scale.max_norm}
+            inv_scale = inv_scale.inv_scale
         arguments = {
             **self._op_options(group),
             "found_inf": self._zero_flag(device) if found_inf is None else found_inf.on(device),
@@ -393,7 +400,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             "maximize": bool(group["maximize"]),
             "seed": _options.seed_of_call(seed, number) if number else seed,
             "unscale_grads": scaling.unscales and not work.is_lazy,
+            **clip,
         }
+        if scaling.skips is not None:
+            arguments["skips"] = scaling.skips.take(device, work.lists["grads"])
         if norm is not None:
             arguments["global_grad_norm"] = norm.on(device)
         _work.call(self._op, work, arguments)

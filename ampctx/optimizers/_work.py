@@ -1,7 +1,7 @@
 """The op calls of a step: reads amp's attributes, makes the calls, and keeps them for the next step.
 
 Between two steps only the gradients are new. Making the calls takes a dozen passes over the parameters in Python;
-checking that the kept ones are still valid takes a few in C (``kernels.passes``, ``ops.read_along``).
+checking that the kept ones are still valid takes a few in C (``kernels.passes``, ``handles.read_along``).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from ampctx.kernels import passes, reference_steps, steps
 from ampctx.kernels.each import version_of
 from ampctx.kernels.foreach import Factor, PerDevice, move, product
 from ampctx.kernels.grouping import buckets
-from ampctx.kernels.ops import (
+from ampctx.kernels.handles import (
     HeldTensors,
     ReadTensors,
     are_apart,
     extension,
-    factor,
     hold,
     lie_alike,
     read_along,
     read_entries,
 )
+from ampctx.kernels.ops import factor
 from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, overwrite, same_layout
 from ampctx.kernels.reference_steps import WRITE_BACKS
 from ampctx.kernels.sharding import any_sharded, local, wrote
@@ -35,7 +35,7 @@ from ampctx.optimizers._options import Group, check_one_element
 from ampctx.optimizers._state import EXTRAS, State
 
 _KNOWN_DTYPES = (*KERNEL_DTYPES, torch.int16)
-_FACTORS = ("inv_scale", "lr", "global_grad_norm")
+_FACTORS = ("inv_scale", "lr", "global_grad_norm", "grad_norm")
 
 
 # --- attributes that amp sets -----------------------------------------------------------------------------------------
@@ -49,6 +49,7 @@ class Scaling(NamedTuple):
     models: fp32 master -> the 16-bit weight to write with it.
     lazy: 16-bit gradients in place of those of masters, with their own factor.
     unscales: write the unscaled gradients back to ``.grad``, as torch's fused optimizers do with a ``grad_scale``.
+    skips: ``ampctx.scaling.device_skips.SkipCounts``, in which the first call counts the step.
     """
 
     found_inf: PerDevice | None = None
@@ -56,10 +57,12 @@ class Scaling(NamedTuple):
     models: Mapping[Tensor, Tensor] = {}
     lazy: ModelGrads | None = None
     unscales: bool = False
+    skips: Any = None
 
 
 def scaling_of(optimizer: Any, grad_factor: Factor) -> Scaling:
-    """Reads ``found_inf``, ``grad_scale``, ``model_params`` and ``model_grads``, which exist only around a step."""
+    """Reads ``found_inf``, ``grad_scale``, ``model_params``, ``model_grads`` and ``skip_counts``, which exist only
+    around a step."""
     is_scaled = getattr(optimizer, "grad_scale", None) is not None
     return Scaling(
         taken_found_inf(optimizer),
@@ -67,6 +70,7 @@ def scaling_of(optimizer: Any, grad_factor: Factor) -> Scaling:
         getattr(optimizer, "model_params", None) or {},
         getattr(optimizer, "model_grads", None),
         is_scaled,
+        getattr(optimizer, "skip_counts", None),
     )
 
 

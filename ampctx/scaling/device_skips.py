@@ -7,19 +7,41 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampctx.kernels import ops
+from ampctx.kernels import handles, ops
 from ampctx.kernels.foreach import move
+from ampctx.kernels.reference import skip_counts
 from ampctx.masters.lazy_grads import declares
 from ampctx.scaling.loss_scale import LossScale
 
 # Per loss id, its scale and a 0-d flag.
 Flags = dict[int, tuple[LossScale, Tensor]]
+
+
+class SkipCounts:
+    """The numbers of a loss for ``skips`` of an optimizer op. ``is_taken``: whether a step has counted itself.
+
+    amp sets an attribute ``skip_counts`` while it steps an optimizer with ``_step_counts_skips = True``.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors, self.device = tensors, tensors[0].device
+        self.is_taken = False
+        self._held: handles.HeldTensors | None = None
+
+    def take(self, device: torch.device, along: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The numbers, once; none on another device. ``along``: another list of the call. No host sync."""
+        if self.is_taken or device != self.device:
+            return ()
+        self.is_taken = True
+        if self._held is None and isinstance(along, handles.HeldTensors):
+            self._held = handles.hold(self.tensors)
+        return self._held if self._held is not None and isinstance(along, handles.HeldTensors) else self.tensors
 
 
 class DeviceSkips:
@@ -48,30 +70,58 @@ class DeviceSkips:
         self._counts: Tensor | None = None
         self._slots = losses + 1
         self._scales: dict[int, LossScale] = {}
+        # Those that an optimizer was offered last: the loss id, its scale, and the counts.
+        self._offered: tuple[int, LossScale, SkipCounts] | None = None
         self._reported = 0
         self._reported_of_loss: dict[int, float] = {}
         self._copy: _Copy | None = None
 
     def count(self, found_inf: Tensor, flags: Flags) -> None:
         """Counts a step by its 0-d flag and the flags of its losses. No host sync."""
-        if self._counts is None:
-            self._counts = torch.zeros(2 + 2 * self._slots, dtype=torch.float32, device=found_inf.device)
-            if self.in_a_row:
-                self._counts[1].fill_(self.in_a_row)
-        counts, is_first = self._counts, True
+        counts, is_first = self._counts_on(found_inf.device), True
         device = counts.device
         found_inf = found_inf if found_inf.device == device else move(found_inf, device)
         for loss_id, (scale, flag) in flags.items():
-            slot = loss_id % self._slots
-            if self._scales.get(loss_id) is not scale:
-                if loss_id in self._scales:
-                    counts[2 + 2 * slot].zero_()
-                self._scales[loss_id], self._reported_of_loss[loss_id] = scale, 0.0
+            slot = self._slot(counts, loss_id, scale)
             # Not with scale_on, which keeps its copy: a CUDA graph captured later would read that copy.
             value = scale.tensor(device) if scale.scale is None else scale.scale
             flag, value = (t if t.device == device else move(t, device) for t in (flag, value))
             ops.count_skip(counts, found_inf, flag, value, slot, is_first)
             is_first = False
+
+    def offer(self, found_inf: Tensor, flags: Flags) -> SkipCounts | None:
+        """Counts for an optimizer that counts its steps itself. None unless ``found_inf`` is the flag of one loss, with
+        a scale on its device. No host sync."""
+        if len(flags) != 1:
+            return None
+        ((loss_id, (scale, flag)),) = flags.items()
+        value, device = scale.scale, found_inf.device
+        if flag is not found_inf or value is None or value.device != device or value.dtype != torch.float32:
+            return None
+        counts = self._counts_on(device)
+        if counts.device != device:
+            return None
+        slot = self._slot(counts, loss_id, scale)
+        kept = self._offered
+        if kept is None or kept[:2] != (loss_id, scale) or kept[2].tensors[4] is not value:
+            kept = self._offered = (loss_id, scale, SkipCounts([*skip_counts(counts, slot), value]))
+        kept[2].is_taken = False
+        return kept[2]
+
+    def _counts_on(self, device: torch.device) -> Tensor:
+        if self._counts is None:
+            self._counts = torch.zeros(2 + 2 * self._slots, dtype=torch.float32, device=device)
+            if self.in_a_row:
+                self._counts[1].fill_(self.in_a_row)
+        return self._counts
+
+    def _slot(self, counts: Tensor, loss_id: int, scale: LossScale) -> int:
+        slot = loss_id % self._slots
+        if self._scales.get(loss_id) is not scale:
+            if loss_id in self._scales:
+                counts[2 + 2 * slot].zero_()
+            self._scales[loss_id], self._reported_of_loss[loss_id] = scale, 0.0
+        return slot
 
     def decided_on_host(self, skipped: bool) -> None:
         """Counts a decision of the host in the skips in a row. No host sync."""

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ampctx.kernels.foreach import Factor, join_flags
-from ampctx.scaling.device_skips import DeviceSkips, Flags, is_capturing
+from ampctx.masters.lazy_grads import declares
+from ampctx.scaling.device_skips import DeviceSkips, Flags, SkipCounts, is_capturing
 from ampctx.scaling.history import StepHistory
 from ampctx.scaling.loss_scale import LossScale
 from ampctx.scaling.outcome import Culprits, StepOutcome, gathered
@@ -217,6 +218,13 @@ class GuardedStep:
         if self._limit is not None and self._on_device.in_a_row > self._limit:
             raise stall_error(type(optimizer).__name__, outcome, self._on_device.in_a_row, self._limit, self._scales)
 
+    def skip_counts(self, optimizer: Any, flags: Flags) -> SkipCounts | None:
+        """Counts for an optimizer whose step counts itself, or None. No host sync."""
+        found_inf = getattr(optimizer, "found_inf", None)
+        if not self._counts_on_device or not isinstance(found_inf, Tensor) or torch.compiler.is_compiling():
+            return None
+        return self._on_device.offer(found_inf, flags) if declares(optimizer, "_step_counts_skips") else None
+
     def left_to_device(
         self,
         optimizer: Any,
@@ -226,6 +234,7 @@ class GuardedStep:
         culprits: Callable[[], Culprits],
         later: Callable[[int], Culprits | None],
         external: bool = False,
+        counts: SkipCounts | None = None,
     ) -> StepOutcome:
         """Makes the outcome of a step that the device decided on, for ``conclude``. Host sync only if there are hooks.
 
@@ -233,6 +242,7 @@ class GuardedStep:
             found_inf: the flag that the step used.
             culprits, later: give the parameters with non-finite gradients now, or later for the ``epoch`` of the step.
             external: whether ``found_inf`` includes a flag that no loss has raised.
+            counts: those that the step was offered.
         """
         epoch = self.epoch
         outcome = StepOutcome(
@@ -245,7 +255,8 @@ class GuardedStep:
         listens = self._listeners.stepped is not None and any(self._listeners.hooks)
         if listens and not is_capturing() and outcome.skipped:
             outcome.name(culprits())
-        if flags and found_inf is not None and self._counts_on_device:
+        is_counted = counts is not None and counts.is_taken
+        if flags and found_inf is not None and self._counts_on_device and not is_counted:
             self._on_device.count(found_inf, flags)
         return outcome
 

@@ -33,7 +33,7 @@ void scale_as(const Context& context, const TensorLists& lists, FoundInf found_i
 
 }  // namespace
 
-void scale(const Context& context, const TensorLists& lists, FoundInf found_inf, Factor factor,
+void scale(const Context& context, const TensorLists& lists, FoundInf found_inf, const ClippedFactor& factor,
            const ScaleUpdate* update) {
   if (lists.computes_in_f64()) {
     scale_as<double>(context, lists, found_inf, factor.value);

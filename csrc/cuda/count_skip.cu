@@ -1,20 +1,19 @@
-// The counts of functors/count_skip.h on CUDA: one thread, so that the host need not wait for the flags.
-#include "../functors/count_skip.h"
+// The counts of functors/count_skip.h on CUDA, for steps that other libraries take and for further losses of a step:
+// one thread, so that the host need not wait for the flags. optimizer_apply.cuh counts within a step.
 #include "multi_tensor_apply.cuh"
 
 namespace ampctx::cuda {
 namespace {
 
-__global__ void count_skip_kernel(SkipCount skip) {
-  count_skip_element(skip.counts, skip.found_inf.is_set(), skip.of_loss.is_set(), *skip.scale, skip.slot,
-                     skip.is_first);
+__global__ void count_skip_kernel(SkipCounts counts, FoundInf of_step, FoundInf of_loss) {
+  count_skip_element(counts, of_step.is_set(), of_loss.is_set());
 }
 
 }  // namespace
 
-void count_skip(const Context& context, const SkipCount& skip) {
+void count_skip(const Context& context, const SkipCounts& counts, FoundInf of_step, FoundInf of_loss) {
   constexpr auto kernel = &count_skip_kernel;
-  AMPCTX_LAUNCH(kernel, 1, 1, context.stream, skip);
+  AMPCTX_LAUNCH(kernel, 1, 1, context.stream, counts, of_step, of_loss);
 }
 
 }  // namespace ampctx::cuda

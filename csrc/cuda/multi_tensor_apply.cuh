@@ -40,7 +40,7 @@ constexpr int kWarp = 32;
 
 // Kernels may have 4 KB of parameters, and nearly 32 KB from sm_70 on with CUDA 12.1 and a driver that knows it. Tables
 // have several sizes because parameters are copied at each launch. Some bytes stay for the other parameters.
-constexpr int kOtherParameters = 160;
+constexpr int kOtherParameters = 288;
 constexpr int kFewParameters = 4096;
 constexpr int kManyParameters = 32764;
 constexpr int kDriverWithManyParameters = 12010;
@@ -54,7 +54,7 @@ template <int depth, int bytes>
 struct Table {
   static constexpr int kDepth = depth;
   static constexpr int kParameters = bytes + kOtherParameters;
-  static constexpr int kCapacity = (bytes - 32) / (8 + 8 * depth);
+  static constexpr int kCapacity = (bytes - 40) / (8 + 8 * depth);
 
   int64_t offset[kCapacity + 1];  // offset[t] elements come before tensor t; offset[count] is the total
   void* pointer[depth][kCapacity];
@@ -78,7 +78,7 @@ struct DeviceTable {
   __host__ __device__ int64_t elements() const { return total; }
 };
 
-// With Adam, ResNet-50 (161 tensors) and BERT-base (199) take 8 KB, BERT-large (393) takes 16.
+// With Adam, ResNet-50 (161 tensors) and BERT-base (199) take 10 KB, BERT-large (393) takes 20.
 template <int depth, int parameters>
 using TableIn = Table<depth, parameters - kOtherParameters>;
 template <int depth>
@@ -216,10 +216,10 @@ void for_each_table(const Context& context, const TensorLists& lists, const Laun
     } else if constexpr (kHasManyParameters && !every_size) {
       first = launch_part<LargeTable<depth>>(lists, first, launch);
     } else if constexpr (kHasManyParameters) {
-      using Table8K = TableIn<depth, 8192>;
-      using Table16K = TableIn<depth, 16384>;
-      first = fits(Table8K::kCapacity)    ? launch_part<Table8K>(lists, first, launch)
-              : fits(Table16K::kCapacity) ? launch_part<Table16K>(lists, first, launch)
+      using Table10K = TableIn<depth, 10240>;
+      using Table20K = TableIn<depth, 20480>;
+      first = fits(Table10K::kCapacity)   ? launch_part<Table10K>(lists, first, launch)
+              : fits(Table20K::kCapacity) ? launch_part<Table20K>(lists, first, launch)
                                           : launch_part<LargeTable<depth>>(lists, first, launch);
     }
   }
@@ -257,6 +257,18 @@ struct KernelFactor {
 
   explicit KernelFactor(const Factor& factor) : device(factor.device), value(static_cast<float>(factor.value)) {}
   __device__ float get() const { return device ? *device : value; }
+};
+
+// ClippedFactor as it reaches a kernel.
+struct KernelClippedFactor {
+  KernelFactor factor, norm;
+  float max_norm;
+
+  explicit KernelClippedFactor(const ClippedFactor& clipped)
+      : factor(clipped), norm(clipped.norm), max_norm(clipped.max_norm) {}
+  __device__ float get() const {
+    return max_norm < 0 ? factor.get() : clip_factor_element(norm.get(), factor.get(), max_norm);
+  }
 };
 
 }  // namespace ampctx::cuda

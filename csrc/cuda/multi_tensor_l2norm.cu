@@ -13,7 +13,7 @@ namespace {
 struct L2NormTargets {
   float *pieces, *of_blocks;  // pieces of the tensors of a table; the sums of the blocks of all tables
   int64_t blocks;             // of earlier launches
-  float* norm;
+  float *norm, *again;
   unsigned* tickets;
 
   L2NormTargets(const Context& context, const TensorLists& lists, const NormOutputs& outputs)
@@ -21,6 +21,7 @@ struct L2NormTargets {
         of_blocks(pieces + lists.size() + kMaxBlocks),
         blocks(0),
         norm(static_cast<float*>(outputs.norm)),
+        again(static_cast<float*>(outputs.again)),
         tickets(tickets_for(context)) {}
 };
 
@@ -43,9 +44,8 @@ template <class Table>
 __device__ void finish_tensor(const Table& table, int64_t share, int tensor, const L2NormTargets& to) {
   const int64_t first = table.offset[tensor] / share, last = (table.offset[tensor + 1] - 1) / share;
   if (first == last) return;
-  // The ticket of the block that the tensor begins in, which no other tensor goes on from.
   int is_last = 0;
-  if (threadIdx.x == 0) is_last = takes_last(to.tickets + 1 + first, static_cast<unsigned>(last - first + 1));
+  if (threadIdx.x == 0) is_last = takes_last_of_tensor(to.tickets, first, last);
   if (!__shfl_sync(kAllLanes, is_last, 0)) return;
   __syncwarp();  // lane 0 sees the pieces of other blocks, and then the others do
   const float norm = norm_of_pieces<L2Norm, 1>(table, share, tensor, to.pieces);
@@ -62,12 +62,14 @@ __device__ void finish_tensors(const Table& table, int64_t share, const L2NormTa
 }
 
 // Called by one block.
-__device__ void join_all(const float* of_blocks, int64_t blocks, float* norm) {
+__device__ void join_all(const L2NormTargets& to, int64_t blocks) {
   double sum = 0;
 #pragma unroll 4  // loads that do not wait for each other: few GPUs run more than 4 * kThreads blocks
-  for (int64_t block = threadIdx.x; block < blocks; block += kThreads) sum += of_blocks[block];
+  for (int64_t block = threadIdx.x; block < blocks; block += kThreads) sum += to.of_blocks[block];
   sum = join_block<L2Norm>(sum);
-  if (threadIdx.x == 0) *norm = L2Norm::finish(sum);
+  if (threadIdx.x != 0) return;
+  *to.norm = L2Norm::finish(sum);
+  if (to.again) *to.again = *to.norm;
 }
 
 // The sum of a block takes that of each segment whether or not the segments leave pieces. So the norm of all tensors is
@@ -95,7 +97,7 @@ __global__ void __launch_bounds__(kThreads)
   sum = join_block<L2Norm>(sum);
   if (threadIdx.x == 0) to.of_blocks[to.blocks + blockIdx.x] = sum;
   if (!is_last_block(to.tickets)) return;
-  join_all(to.of_blocks, to.blocks + gridDim.x, to.norm);
+  join_all(to, to.blocks + gridDim.x);
   if (threadIdx.x == 0) update.apply(found_inf);
 }
 
@@ -133,6 +135,7 @@ void l2norm(const Context& context, const TensorLists& lists, FoundInf found_inf
   if (per_tensor && lists.size() < lists.total_tensors) set_to_0(per_tensor, lists.total_tensors);
   if (lists.size() == 0) {
     set_to_0(static_cast<float*>(outputs.norm), 1);
+    if (outputs.again) set_to_0(static_cast<float*>(outputs.again), 1);
     if (update) update_scale(context, update->state, update->rule);
     return;
   }

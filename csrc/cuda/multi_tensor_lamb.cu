@@ -59,9 +59,9 @@ struct LambParameters {
 // Lists: grads, params, exp_avgs, exp_avg_sqs, and extras where the write back has them. The walk that reads gradients
 // stores them, where that is asked for.
 template <Walk walk, bool extras, bool unscales, class Table>
-__global__ void __launch_bounds__(kThreads, 2) lamb_kernel(const __grid_constant__ Table table, int64_t share,
-                                                           LambParameters call, const TensorScalars<float>* scalars) {
-  if (call.step.found_inf.is_set()) return;
+__global__ void __launch_bounds__(kThreads, resident_blocks_for(walk == Walk::weights ? 3 + extras : 4))
+    lamb_kernel(const __grid_constant__ Table table, int64_t share, LambParameters call, StepCounts counts) {
+  if (call.step.is_skipped()) return;
   constexpr unsigned grads = one_of_lists(0), params = one_of_lists(1), states = one_of_lists(2) | one_of_lists(3);
   constexpr unsigned extra = extras ? one_of_lists(4) : 0;
   constexpr unsigned written =
@@ -70,7 +70,9 @@ __global__ void __launch_bounds__(kThreads, 2) lamb_kernel(const __grid_constant
       params | states | (walk == Walk::weights ? 0 : grads) | (reads_extras(call.step.write_back) ? extra : 0);
   const float lr = call.step.lr.get();
   call.lamb.clip = lamb_clip(call.lamb, call.global_grad_norm.get());
-  constexpr int at_once = unscales && extras && walk == Walk::all ? kVector / 4 : elements_at_once(4 + extras);
+  // Of fewer elements, or registers spill. The walk that sums takes as many in every case, as its sums depend on it.
+  constexpr bool is_crowded = walk == Walk::moments || (walk == Walk::all && extras);
+  constexpr int at_once = is_crowded ? kVector / 4 : elements_at_once(4 + extras);
   LambFunctor<walk, extras, unscales> functor{call.lamb,
                                               {call.step.inv_scale.get(), call.step.maximize},
                                               lr,
@@ -78,43 +80,48 @@ __global__ void __launch_bounds__(kThreads, 2) lamb_kernel(const __grid_constant
                                               table.dtype[1],
                                               table.dtype[2],
                                               table.dtype[3]};
-  for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
-    functor.tensor = scalars[tensor];
-    if constexpr (walk == Walk::moments) functor.sum[0] = functor.sum[1] = 0;
-    if constexpr (walk == Walk::weights) {
-      functor.rate = lamb_rate(lr, call.norms[int64_t{2} * tensor], call.norms[int64_t{2} * tensor + 1]);
-    }
-    for_each_element<functor.kDepth, written, at_once>(table, tensor, begin, size, read, functor);
-    if constexpr (walk == Walk::moments) leave_piece<L2Norm>(table, share, tensor, functor.sum, call.partial);
-  });
+  for_each_step_segment<functor.kDepth>(
+      table, share, counts, [&](int tensor, int64_t begin, int64_t size, const TensorScalars<float>& scalars) {
+        functor.tensor = scalars;
+        if constexpr (walk == Walk::moments) functor.sum[0] = functor.sum[1] = 0;
+        if constexpr (walk == Walk::weights) {
+          functor.rate = lamb_rate(lr, call.norms[int64_t{2} * tensor], call.norms[int64_t{2} * tensor + 1]);
+        }
+        for_each_element<functor.kDepth, written, at_once>(table, tensor, begin, size, read, functor);
+        if constexpr (walk == Walk::moments) leave_piece<L2Norm>(table, share, tensor, functor.sum, call.partial);
+      });
 }
 
 // Returns the share of a block.
 template <Walk walk, bool extras, bool unscales, class Table>
 int64_t launch_walk(const Context& context, const Table& table, const LambParameters& parameters,
-                    const TensorScalars<float>* scalars) {
+                    const StepCounts& counts) {
   constexpr auto kernel = &lamb_kernel<walk, extras, unscales, Table>;
   const Split grid = split(table.elements(), resident_blocks<kernel>(context.device));
-  AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, parameters, scalars);
+  AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, parameters, counts);
   return grid.share;
 }
 
 template <bool extras, bool unscales>
 void launch_lamb(const Context& context, const StepCall& call, const LambOptions& options) {
   const NormsWorkspace workspace(call, 2);
-  const LambParameters parameters{StepParameters(call), KernelFactor(call.factors[0]), Lamb<float>(options),
-                                  workspace.norms, workspace.partial};
-  const TensorScalars<float>* scalars = advance_steps(context, call);
-  for_each_table<4 + extras, !unscales>(context, call.lists, [&](const auto& table) {
+  LambParameters parameters{StepParameters(call), KernelFactor(call.factors[0]), Lamb<float>(options), workspace.norms,
+                            workspace.partial};
+  StepCounts counts(call);
+  unsigned* const tickets = tickets_for(context);
+  for_each_table<5 + extras, !unscales>(context, call.lists, [&](const auto& table) {
     if (has_ratio(options)) {
-      const int64_t share = launch_walk<Walk::moments, extras, unscales>(context, table, parameters, scalars);
+      const int64_t share = launch_walk<Walk::moments, extras, unscales>(context, table, parameters, counts);
+      parameters.step.skips = {};
       launch_layer_norms<L2Norm, 2>(context, table, share, call.found_inf, workspace.partial, workspace.norms);
-      launch_walk<Walk::weights, extras, false>(context, table, parameters, scalars);
+      launch_walk<Walk::weights, extras, false>(context, table, parameters, counts.advanced(tickets));
     } else {
-      launch_walk<Walk::all, extras, unscales>(context, table, parameters, scalars);
+      launch_walk<Walk::all, extras, unscales>(context, table, parameters, counts.advanced(tickets));
+      parameters.step.skips = {};
     }
-    scalars += table.count;
+    counts.first += table.count;
   });
+  advance_empty_steps(context, call);
 }
 
 }  // namespace

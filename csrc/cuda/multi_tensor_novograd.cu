@@ -19,8 +19,8 @@ struct GradientNormFunctor {
 
 template <class Norm, class Table>
 __global__ void __launch_bounds__(kThreads)
-    gradient_norm_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, KernelFactor inv_scale,
-                         float* partial) {
+    gradient_norm_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf,
+                         KernelClippedFactor inv_scale, float* partial) {
   if (found_inf.is_set()) return;
   GradientNormFunctor<Norm> functor{inv_scale.get()};
   for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
@@ -39,43 +39,52 @@ const float* gradient_norms(const Context& context, const StepCall& call) {
     constexpr auto kernel = &gradient_norm_kernel<Norm, std::decay_t<decltype(table)>>;
     const Split grid = split(table.elements(), resident_blocks<kernel>(context.device));
     AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, call.found_inf,
-                  KernelFactor(call.inv_scale), workspace.partial);
+                  KernelClippedFactor(call.inv_scale), workspace.partial);
     launch_layer_norms<Norm, 1>(context, table, grid.share, call.found_inf, workspace.partial, norms);
     norms += table.count;
   });
   return workspace.norms;
 }
 
-// Lists of one element: the step counts, advanced already, and exp_avg_sqs. `first`, `scalars`: as in advance_steps.cu.
+// What becomes of exp_avg_sqs, list 1, at the step counts of list 0, which are not advanced yet. Offsets count the
+// tensors that have elements, from `first` on.
 template <class Table>
 __global__ void __launch_bounds__(kThreads)
-    blend_norms_kernel(const __grid_constant__ Table table, FoundInf found_inf, NovoGrad<float> novograd, int64_t first,
-                       const float* norms, TensorScalars<float>* scalars) {
+    blend_norms_kernel(const __grid_constant__ Table table, FoundInf found_inf, NovoGrad<float> novograd,
+                       TensorRule rule, int64_t first, const float* norms, float* denominators) {
   const int tensor = blockIdx.x * kThreads + threadIdx.x;
   if (tensor >= table.count || found_inf.is_set()) return;
   const int64_t number = first + table.offset[tensor];
   const bool has_elements = table.offset[tensor + 1] > table.offset[tensor];
-  const bool is_first = *static_cast<const float*>(tensor_data(table, 0, tensor)) == 1;
+  const double t = next_step(*static_cast<const float*>(tensor_data(table, 0, tensor)));
+  const TensorScalars<float> scalars = tensor_scalars<float>(rule, t, number);
   float* const n = static_cast<float*>(tensor_data(table, 1, tensor));
-  *n = blend_norm(novograd, is_first, *n, has_elements ? norms[number] : 0.0f);
-  if (has_elements) scalars[number].denominator = denominator(novograd, scalars[number], *n);
+  *n = blend_norm(novograd, static_cast<float>(t) == 1, *n, has_elements ? norms[number] : 0.0f);
+  if (has_elements) denominators[number] = denominator(novograd, scalars, *n);
 }
 
 }  // namespace
 
 void novograd(const Context& context, const StepCall& call, const NovogradOptions& options) {
   const NovoGrad<float> optimizer(options);
-  TensorScalars<float>* const scalars = advance_steps(context, call);
   const float* const norms =
       options.inf_norm ? gradient_norms<MaxNorm>(context, call) : gradient_norms<L2Norm>(context, call);
+  auto* const denominators = static_cast<float*>(call.workspace);
+  TensorLists alone;
+  alone.depth = 2;
+  alone.pointer[0].assign(call.steps.begin(), call.steps.end());
+  alone.pointer[1].assign(call.one_element[0].begin(), call.one_element[0].end());
+  alone.numel.assign(call.steps.size(), 0);
+  for (const int64_t index : call.lists.index) alone.numel[index] = 1;
   int64_t first = 0;
-  for_each_table<2>(context, one_element_lists(call, {&call.steps, &call.one_element[0]}), [&](const auto& table) {
+  for_each_table<2>(context, alone, [&](const auto& table) {
     constexpr auto kernel = &blend_norms_kernel<std::decay_t<decltype(table)>>;
     const int blocks = (table.count + kThreads - 1) / kThreads;
-    AMPCTX_LAUNCH(kernel, blocks, kThreads, context.stream, table, call.found_inf, optimizer, first, norms, scalars);
+    AMPCTX_LAUNCH(kernel, blocks, kThreads, context.stream, table, call.found_inf, optimizer, call.rule, first, norms,
+                  denominators);
     first += table.elements();
   });
-  update(context, call, scalars, optimizer);
+  update(context, call, optimizer, denominators);
 }
 
 }  // namespace ampctx::cuda

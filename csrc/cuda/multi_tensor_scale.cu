@@ -22,7 +22,7 @@ struct ScaleFunctor {
 
 template <class Table>
 __global__ void __launch_bounds__(kThreads)
-    scale_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, KernelFactor scale,
+    scale_kernel(const __grid_constant__ Table table, int64_t share, FoundInf found_inf, KernelClippedFactor scale,
                  unsigned* tickets, KernelUpdate update) {
   ScaleFunctor functor{scale.get()};
   for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void scale(const Context& context, const TensorLists& lists, FoundInf found_inf, Factor factor,
+void scale(const Context& context, const TensorLists& lists, FoundInf found_inf, const ClippedFactor& factor,
            const ScaleUpdate* update) {
   if (lists.size() == 0 && update) return update_scale(context, update->state, update->rule);
   unsigned* const tickets = update ? tickets_for(context) : nullptr;
@@ -44,8 +44,8 @@ void scale(const Context& context, const TensorLists& lists, FoundInf found_inf,
     constexpr auto kernel = &scale_kernel<std::decay_t<decltype(table)>>;
     const Split grid = split(table.elements(), resident_blocks<kernel>(context.device));
     left -= table.count;
-    AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, found_inf, KernelFactor(factor),
-                  tickets, left == 0 && update ? KernelUpdate(*update) : KernelUpdate());
+    AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, found_inf,
+                  KernelClippedFactor(factor), tickets, left == 0 && update ? KernelUpdate(*update) : KernelUpdate());
   });
 }
 

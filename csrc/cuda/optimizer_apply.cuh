@@ -1,43 +1,101 @@
-// Runs one step of an optimizer on CUDA. A small kernel, one thread per tensor, advances the step counts and leaves the
-// scalars of each tensor in the workspace; then all elements are updated. Both look at found_inf and leave everything
-// as it is where that is set.
+// Runs one step of an optimizer on CUDA in one launch. A block reads the step counts of its tensors and makes their
+// scalars; a count is written once all blocks with a part of the tensor have read it. All look at found_inf and leave
+// everything as it is where that is set.
 #pragma once
 
-#include <initializer_list>
-
 #include "../optimizer_ops.h"
+#include "tickets.cuh"
 #include "vectorized.cuh"
 
 namespace ampctx::cuda {
 
-// Returns the scalars of the tensors that have elements, in call.workspace.
-TensorScalars<float>* advance_steps(const Context& context, const StepCall& call);
+// Advances the step counts of tensors without elements.
+void advance_empty_steps(const Context& context, const StepCall& call);
+
+// The step counts of a launch: the list of its table behind those that are walked.
+struct StepCounts {
+  TensorRule rule;
+  unsigned* tickets = nullptr;          // null: another walk of this step advances them
+  const float* denominators = nullptr;  // NovoGrad's, for each tensor with elements
+  int64_t first = 0;                    // of these, the number of the table's first
+
+  explicit StepCounts(const StepCall& call) : rule(call.rule) {}
+
+  // In front of the last walk of a step.
+  StepCounts advanced(unsigned* with) const {
+    StepCounts counts = *this;
+    counts.tickets = with;
+    return counts;
+  }
+};
+
+// Makes the scalars of the block's tensors from `tensor` on, kThreads of them, each by a thread: powers are slow.
+// Called by all threads. `list` of the table are the step counts.
+template <int list, class Table>
+__device__ void make_scalars(const Table& table, int64_t share, const StepCounts& counts, int tensor,
+                             TensorScalars<float> (&scalars)[kThreads]) {
+  const int64_t begin = blockIdx.x * share, end = begin + share;
+  const int own = tensor + static_cast<int>(threadIdx.x);
+  const bool is_here = own < table.count && table.offset[own] < end;
+  double t = 0;
+  __syncthreads();  // the scalars before these may still be read
+  if (is_here) {
+    const int64_t number = counts.first + own;
+    t = next_step(*static_cast<const float*>(tensor_data(table, list, own)));
+    scalars[threadIdx.x] = tensor_scalars<float>(counts.rule, t, number);
+    if (counts.denominators) scalars[threadIdx.x].denominator = counts.denominators[number];
+  }
+  __syncthreads();
+  if (!is_here || !counts.tickets) return;
+  const int64_t first = table.offset[own], last = table.offset[own + 1] - 1;
+  const bool is_whole = first >= begin && last < end;
+  if (is_whole || takes_last_of_tensor(counts.tickets, first / share, last / share)) {
+    *static_cast<float*>(tensor_data(table, list, own)) = static_cast<float>(t);
+  }
+}
+
+// for_each_segment with the scalars of each tensor: visit(tensor, begin, size, scalars).
+template <int list, class Table, class Visit>
+__device__ __forceinline__ void for_each_step_segment(const Table& table, int64_t share, const StepCounts& counts,
+                                                      const Visit& visit) {
+  __shared__ TensorScalars<float> scalars[kThreads];
+  __shared__ int next;  // the first tensor without scalars; not in a register, which are scarce
+  if (threadIdx.x == 0) next = 0;
+  __syncthreads();
+  for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
+    if (tensor >= next) {
+      make_scalars<list>(table, share, counts, tensor, scalars);
+      if (threadIdx.x == 0) next = tensor + kThreads;
+      __syncthreads();
+    }
+    visit(tensor, begin, size, scalars[kThreads - (next - tensor)]);
+  });
+}
 
 // What a step kernel is given besides the table, the scalars and the optimizer.
 struct StepParameters {
   FoundInf found_inf;
-  KernelFactor inv_scale, lr;
+  KernelClippedFactor inv_scale;
+  KernelFactor lr;
   bool maximize;
   WriteBack write_back;
+  SkipCounts skips;
 
   explicit StepParameters(const StepCall& call)
       : found_inf(call.found_inf),
         inv_scale(call.inv_scale),
         lr(call.lr),
         maximize(call.maximize),
-        write_back(call.write_back) {}
-};
+        write_back(call.write_back),
+        skips(call.skips) {}
 
-// One element for each tensor of the call as lists for for_each_table; offsets count the tensors that have elements.
-inline TensorLists one_element_lists(const StepCall& call, std::initializer_list<const PerTensor*> arguments) {
-  TensorLists elements;
-  for (const PerTensor* argument : arguments) {
-    elements.pointer[elements.depth++].assign(argument->begin(), argument->end());
+  // What a kernel does first: counts the step, in its first launch, and says whether it is skipped.
+  __device__ bool is_skipped() const {
+    const bool skipped = found_inf.is_set();
+    if (blockIdx.x == 0 && threadIdx.x == 0) count_skip_element(skips, skipped, skipped);
+    return skipped;
   }
-  elements.numel.assign(call.steps.size(), 0);
-  for (const int64_t index : call.lists.index) elements.numel[index] = 1;
-  return elements;
-}
+};
 
 // Weights out of params (list 1) and extras (the last list), and back into them.
 template <WriteBack mode, int depth, int n>
@@ -124,51 +182,62 @@ struct StepFunctor {
   }
 };
 
+// How many blocks a multiprocessor is to run at once: as many as registers allow without spills.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 1000
+constexpr int resident_blocks_for(int lists) { return lists <= 3 ? 3 : 2; }
+#else
+constexpr int resident_blocks_for(int lists) { return lists <= 6 ? 2 : 1; }
+#endif
+
 template <class Optimizer, bool extras, bool unscales, class Table>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, resident_blocks_for(2 + Optimizer::kStates + extras + unscales))
     step_kernel(const __grid_constant__ Table table, int64_t share, StepParameters call, Optimizer optimizer,
-                const TensorScalars<float>* scalars) {
-  if (call.found_inf.is_set()) return;
+                StepCounts counts) {
+  if (call.is_skipped()) return;
   StepFunctor<Optimizer, extras, unscales> functor{
       optimizer, {call.inv_scale.get(), call.maximize}, call.lr.get(), call.write_back, table.dtype[1]};
   constexpr int depth = functor.kDepth;
   constexpr unsigned written = first_lists(depth) - (unscales ? 0 : one_of_lists(0));
-  constexpr int at_once = unscales && depth == 5 ? kVector / 4 : elements_at_once(depth);  // or registers spill
+  constexpr int at_once = depth + unscales > 5 ? kVector / 4 : kVector / 2;  // or registers spill
   const unsigned read = first_lists(extras && !reads_extras(call.write_back) ? depth - 1 : depth);
-  for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
-    functor.tensor = scalars[tensor];
-    for_each_element<depth, written, at_once>(table, tensor, begin, size, read, functor);
-  });
+  for_each_step_segment<depth>(table, share, counts,
+                               [&](int tensor, int64_t begin, int64_t size, const TensorScalars<float>& scalars) {
+                                 functor.tensor = scalars;
+                                 for_each_element<depth, written, at_once>(table, tensor, begin, size, read, functor);
+                               });
 }
 
 template <bool extras, bool unscales, class Optimizer>
-void launch_step(const Context& context, const StepCall& call, const Optimizer& optimizer,
-                 const TensorScalars<float>* scalars) {
-  for_each_table<2 + Optimizer::kStates + extras, !unscales>(context, call.lists, [&](const auto& table) {
+void launch_step(const Context& context, const StepCall& call, const Optimizer& optimizer, StepCounts counts) {
+  StepParameters parameters(call);
+  for_each_table<3 + Optimizer::kStates + extras, !unscales>(context, call.lists, [&](const auto& table) {
     constexpr auto kernel = &step_kernel<Optimizer, extras, unscales, std::decay_t<decltype(table)>>;
     const Split grid = split(table.elements(), resident_blocks<kernel>(context.device));
-    AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, StepParameters(call), optimizer,
-                  scalars);
-    scalars += table.count;
+    AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, parameters, optimizer, counts);
+    parameters.skips = {};
+    counts.first += table.count;
   });
 }
 
-// The step itself, with the scalars of advance_steps().
+// The step itself. `denominators`: NovoGrad's.
 template <class Optimizer>
-void update(const Context& context, const StepCall& call, const TensorScalars<float>* scalars,
-            const Optimizer& optimizer) {
+void update(const Context& context, const StepCall& call, const Optimizer& optimizer,
+            const float* denominators = nullptr) {
+  StepCounts counts(call);
+  counts.tickets = tickets_for(context);
+  counts.denominators = denominators;
   const auto launch = [&](auto unscales) {
-    has_extras(call.write_back) ? launch_step<true, unscales>(context, call, optimizer, scalars)
-                                : launch_step<false, unscales>(context, call, optimizer, scalars);
+    has_extras(call.write_back) ? launch_step<true, unscales>(context, call, optimizer, counts)
+                                : launch_step<false, unscales>(context, call, optimizer, counts);
   };
   call.unscales ? launch(std::true_type{}) : launch(std::false_type{});
+  advance_empty_steps(context, call);
 }
 
 // Of the functors the one for as many states.
 template <class Options, class... Optimizers>
 void step(const Context& context, const StepCall& call, const Options& options, Functors<Optimizers...>) {
-  const auto step_by = [&](const auto& optimizer) { update(context, call, advance_steps(context, call), optimizer); };
-  ((call.states() == Optimizers::kStates ? step_by(Optimizers(options)) : void()), ...);
+  ((call.states() == Optimizers::kStates ? update(context, call, Optimizers(options)) : void()), ...);
 }
 
 }  // namespace ampctx::cuda

@@ -49,6 +49,12 @@ __device__ inline bool takes_last(unsigned* ticket, unsigned count) {
   return is_last;
 }
 
+// Called by one thread of each block that a tensor has elements in, where these are several: whether it is the last.
+// The ticket is that of the block that the tensor begins in, which no other tensor goes on from.
+__device__ inline bool takes_last_of_tensor(unsigned* tickets, int64_t first_block, int64_t last_block) {
+  return takes_last(tickets + 1 + first_block, static_cast<unsigned>(last_block - first_block + 1));
+}
+
 // Called by all threads of a block: whether it is the last of the launch.
 __device__ inline bool is_last_block(unsigned* tickets) {
   __shared__ bool is_last;

@@ -1,7 +1,7 @@
 // Counts of the steps that the device skips, for the host to read later:
 //
-//   counts[0] += skipped,  counts[1] = skipped ? counts[1] + 1 : 0         of the step, with its first loss
-//   counts[2 + 2 slot] += overflowed,  counts[3 + 2 slot] = scale          of each loss of the step
+//   skipped += found_inf,  in_a_row = found_inf ? in_a_row + 1 : 0         of the step, with its first loss
+//   overflowed += the loss's own flag,  value = *scale                     of each loss of the step
 //
 // In fp32, exact up to 2^24 skips.
 #pragma once
@@ -10,15 +10,20 @@
 
 namespace ampctx {
 
-AMPCTX_FN void count_skip_element(float* counts, bool skipped, bool overflowed, float scale, int64_t slot,
-                                  bool is_first) {
-  if (is_first) {
-    counts[0] += skipped ? 1.0f : 0.0f;
-    counts[1] = skipped ? counts[1] + 1.0f : 0.0f;
+// One element each. Nothing is counted of the step where `skipped` is null, nothing at all where `overflowed` is.
+struct SkipCounts {
+  float *skipped = nullptr, *in_a_row = nullptr, *overflowed = nullptr, *value = nullptr;
+  const float* scale = nullptr;
+};
+
+AMPCTX_FN void count_skip_element(const SkipCounts& to, bool step_is_skipped, bool loss_overflowed) {
+  if (!to.overflowed) return;
+  if (to.skipped) {
+    *to.skipped += step_is_skipped ? 1.0f : 0.0f;
+    *to.in_a_row = step_is_skipped ? *to.in_a_row + 1.0f : 0.0f;
   }
-  float* const of_loss = counts + 2 + 2 * slot;
-  of_loss[0] += overflowed ? 1.0f : 0.0f;
-  of_loss[1] = scale;
+  *to.overflowed += loss_overflowed ? 1.0f : 0.0f;
+  *to.value = *to.scale;
 }
 
 }  // namespace ampctx

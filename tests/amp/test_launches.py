@@ -52,18 +52,19 @@ def tail_of(session, level: str, clip: bool = False, losses: int = 1, batch_norm
     return found
 
 
-UNSCALE, CHECK, STEP = ["multi_tensor_scale"], ["multi_tensor_unscale_l2norm"], ["multi_tensor_adam"]
-COEFFICIENT = ["clip_factor"]
+CHECK, STEP = ["multi_tensor_unscale_l2norm"], ["multi_tensor_adam"]
+CLIP = ["multi_tensor_scale_clipped"]
 COUNTERS = ["count_skip"]
 
 UNSCALE_AND_UPDATE, CHECK_AND_UPDATE = ["multi_tensor_scale_and_update"], ["multi_tensor_unscale_l2norm_and_update"]
 
 TAILS = {
-    "O1": [*UNSCALE_AND_UPDATE, *STEP, *COUNTERS],
-    "O2": [*CHECK_AND_UPDATE, *STEP, *COUNTERS],
-    "O1, clip": [*UNSCALE_AND_UPDATE, *CHECK, *COEFFICIENT, *UNSCALE, *STEP, *COUNTERS],
-    "O2, clip": [*CHECK_AND_UPDATE, *COEFFICIENT, *STEP, *COUNTERS],
-    "O2, BatchNorm": [*CHECK, *UNSCALE_AND_UPDATE, *STEP, *STEP, *COUNTERS],
+    "O1": [*UNSCALE_AND_UPDATE, *STEP],
+    "O2": [*CHECK_AND_UPDATE, *STEP],
+    # The norm is taken anew: code may have changed gradients in place since the check.
+    "O1, clip": [*UNSCALE_AND_UPDATE, *CHECK, *CLIP, *STEP],
+    "O2, clip": [*CHECK_AND_UPDATE, *STEP],
+    "O2, BatchNorm": [*CHECK, *UNSCALE_AND_UPDATE, *STEP, *STEP],
 }
 
 

@@ -57,7 +57,6 @@ def test_a_step_reads_the_16_bit_gradients(session, level):
     assert {g.dtype for g in all_of(masters(session, optimizer))[0].grads.values()} == {LOW[level]}
     with OpCalls() as calls:
         optimizer.step()
-    assert calls.of.pop("count_skip", 0) == (level == "O2")  # O5's scale is static
     assert calls.of == {"multi_tensor_adam": 2}  # 16-bit and BatchNorm's fp32
     assert not are_waiting(session, optimizer)
     assert all(p.grad is None for p in masters(session, optimizer))

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ampctx import clip_grad_norm_, optimizers
 from ampctx.amp import AmpSession, GradScaler
-from ampctx.kernels import ops, reference_steps
+from ampctx.kernels import definitions, reference_steps
 from ampctx.kernels import reference as _reference
 
 DEVICE = torch.device("meta")
@@ -40,7 +40,7 @@ class PlainTorch(TorchDispatchMode):
             name = func._schema.name.split("::")[1]
             self.ops.add(name)
             with self:
-                return ops._FALLBACKS[name](*args, **(kwargs or {}))
+                return definitions.FALLBACKS[name](*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         for made in tree_leaves(result):
             if isinstance(made, torch.Tensor) and made.device == DEVICE:
@@ -135,8 +135,8 @@ def stepped(beta2):
     for _ in range(4):
         g = torch.randn(50, generator=generator)
         reference_steps.FALLBACKS["multi_tensor_adam"](
-            [g], [p], [m], [v], [], [], [step], torch.zeros(()), torch.ones(()), torch.tensor(0.1),
-            0.9, beta2, 1e-8, 0.1, True, True, False, 0, 0,
+            [g], [p], [m], [v], [], [], [step], [], torch.zeros(()), torch.ones(()), torch.tensor(0.1), torch.zeros(()),
+            0.9, beta2, 1e-8, 0.1, True, True, False, 0, 0, -1.0,
         )  # fmt: skip
     return p
 

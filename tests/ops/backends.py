@@ -101,15 +101,17 @@ class Backend:
         op = self.ops.multi_tensor_scale_and_update.default
         op(src, dst, found_inf, _factor(factor), *state, *{**RULE, **rule}.values())
 
-    def l2norm_and_update(self, tensors, found_inf, factor, state, per_tensor=True, **rule) -> tuple[Tensor, Tensor]:
+    def scale_clipped(self, src, dst, found_inf, factor, grad_norm, max_norm) -> None:
+        op = self.ops.multi_tensor_scale_clipped.default
+        op(src, dst, found_inf, _factor(factor), _factor(grad_norm), max_norm)
+
+    def l2norm_and_update(self, tensors, found_inf, factor, state, per_tensor=True, **rule) -> tuple[Tensor, ...]:
+        """The norm, that of each tensor, and the first again."""
         op = self.ops.multi_tensor_unscale_l2norm_and_update.default
         return op(tensors, found_inf, _factor(factor), per_tensor, *state, *{**RULE, **rule}.values())
 
     def count_skip(self, counts, found_inf, flag, scale, slot, is_first) -> None:
         self.ops.count_skip.default(counts, found_inf, flag, scale, slot, is_first)
-
-    def clip_factor(self, norm, inv_scale, max_norm) -> Tensor:
-        return self.ops.clip_factor.default(norm, _factor(inv_scale), max_norm)
 
     def block_factors(self, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.ops.block_factors.default(scale)

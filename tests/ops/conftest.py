@@ -10,7 +10,7 @@ import emulation_build
 import pytest
 from backends import COMPILED, CUDA, EMULATED, FULL_BLOCKS, REFERENCE, SHUFFLED
 
-from ampctx.kernels import ops
+from ampctx.kernels import definitions, handles
 
 # Many fibers are slow: these files alone run with FULL_BLOCKS.
 SUMS = [f"test_multi_tensor_{op}" for op in ("l2norm", "lamb", "larc", "novograd")] + ["test_sum_order"]
@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items):
 
 
 def _emulation(backend, threads, *flags):
-    definitions = ops.define(backend.namespace)
+    defined = definitions.define(backend.namespace)
     # Set by tests/ptx, whose library runs what nvcc has made of the kernels.
     library = os.environ.get("AMPCTX_EMULATION_LIBRARY")
     if library is None:
@@ -34,7 +34,7 @@ def _emulation(backend, threads, *flags):
             flags = (*flags, *emulation_build.SANITIZE)
         library = emulation_build.build(emulation_build.FOLDER, *flags, threads=threads)
     yield emulation_build.load(library, backend.namespace)
-    del definitions
+    del defined
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +53,7 @@ def emulation_256():
 @pytest.fixture(scope="session")
 def reference():
     """torch.ops.ampctx_reference: the ops with nothing but their fallback."""
-    return ops.define(REFERENCE.namespace)
+    return definitions.define(REFERENCE.namespace)
 
 
 @pytest.fixture(
@@ -62,7 +62,7 @@ def reference():
 )
 def backend(request, monkeypatch):
     if request.param is COMPILED:
-        assert "cpu" in ops.extension.backends, ops.extension.reason
+        assert "cpu" in handles.extension.backends, handles.extension.reason
     elif request.param is REFERENCE:
         request.getfixturevalue("reference")
     elif request.param.namespace == EMULATED.namespace:

@@ -90,7 +90,8 @@ class Call:
 
     def arguments(self, found_inf: Tensor, inv_scale: Tensor, lr: Tensor) -> tuple:
         """In the order of the schema."""
-        given = {**self.lists, **self.options, "found_inf": found_inf, "inv_scale": inv_scale, "lr": lr}
+        given = {"skips": [], "grad_norm": _factor(0.0), "max_norm": -1.0, **self.lists, **self.options}
+        given |= {"found_inf": found_inf, "inv_scale": inv_scale, "lr": lr}
         return tuple(given[name] for name in argument_names(self.op))
 
     def run(self, backend: Backend, found_inf: Tensor | None = None, inv_scale=0.5, lr=0.01, times: int = 1) -> Call:

@@ -14,7 +14,7 @@ from optimizer_calls import NOVOGRAD, OPTIMIZERS, argument_names, make_call
 
 from ampctx import optimizer_ops
 from ampctx._errors import AmpValueError
-from ampctx.kernels import ops
+from ampctx.kernels import handles
 
 SIZES = [3, 0, (2, 5), 5000]
 
@@ -24,7 +24,15 @@ def held(call, backend, found_inf=None, **lists):
     hold = backend.ops.hold_tensors.default
     numbers = {name: hold(tensors) if tensors else 0 for name, tensors in call.lists.items()}
     flag = backend.flag() if found_inf is None else found_inf
-    given = {**call.options, **numbers, **lists, "found_inf": flag}
+    given = {
+        "skips": 0,
+        "grad_norm": _factor(1.0),
+        "max_norm": -1.0,
+        **call.options,
+        **numbers,
+        **lists,
+        "found_inf": flag,
+    }
     given |= {"inv_scale": _factor(0.5), "lr": _factor(0.01)}
     getattr(backend.ops, call.op).held(*(given[name] for name in argument_names(call.op)))
 
@@ -50,7 +58,7 @@ def test_a_number_of_no_list_is_refused_and_nothing_changes(optimizer, number):
 
 def test_held_tensors_are_looked_at_in_each_call():
     call = make_call(COMPILED, OPTIMIZERS[0], SIZES)
-    numbers = ops.HeldTensors(call["params"])
+    numbers = handles.HeldTensors(call["params"])
     call["params"][0].data = torch.full_like(call["params"][0], 7)
     expected = call.clone().run(COMPILED)
     held(call, COMPILED, params=numbers.number)
@@ -124,7 +132,7 @@ def test_thousands_of_held_tensors_give_what_few_at_a_time_give(threads, empty):
 
 def test_a_list_is_let_go_with_its_object():
     tensor = torch.ones(3)
-    lists = ops.HeldTensors([tensor])
+    lists = handles.HeldTensors([tensor])
     number, reference = lists.number, weakref.ref(tensor)
     del tensor
     gc.collect()
@@ -139,7 +147,7 @@ def test_a_list_is_let_go_with_its_object():
 def test_typed_calls_take_held_lists():
     call = make_call(COMPILED, OPTIMIZERS[0], SIZES)
     expected = call.clone().run(COMPILED)
-    lists = {name: ops.HeldTensors(t) if t else t for name, t in call.lists.items()}
+    lists = {name: handles.HeldTensors(t) if t else t for name, t in call.lists.items()}
     optimizer_ops.adam(**lists, found_inf=torch.zeros(()), inv_scale=0.5, lr=0.01, **typed(call.options))
     call.assert_same(expected)
 
@@ -147,14 +155,14 @@ def test_typed_calls_take_held_lists():
 def test_some_lists_may_be_held_and_others_not():
     call = make_call(COMPILED, OPTIMIZERS[0], SIZES)
     expected = call.clone().run(COMPILED)
-    lists = {**call.lists, "params": ops.HeldTensors(call["params"])}
+    lists = {**call.lists, "params": handles.HeldTensors(call["params"])}
     optimizer_ops.adam(**lists, found_inf=torch.zeros(()), inv_scale=0.5, lr=0.01, **typed(call.options))
     call.assert_same(expected)
 
 
 def test_autograd_is_told_of_weights():
     call = make_call(COMPILED, OPTIMIZERS[0], SIZES, write_back="copy")
-    lists = {name: ops.HeldTensors(t) if t and name != "grads" else t for name, t in call.lists.items()}
+    lists = {name: handles.HeldTensors(t) if t and name != "grads" else t for name, t in call.lists.items()}
     optimizer_ops.adam(
         **lists, found_inf=torch.zeros(()), inv_scale=0.5, lr=0.01, write_back="copy", **typed(call.options)
     )
@@ -166,8 +174,8 @@ def test_autograd_is_told_of_weights():
 )
 def test_what_the_dispatcher_copies_is_not_held(tensor):
     with pytest.raises(AmpValueError, match=r"would hand over a copy. Pass its clone\(\)"):
-        ops.HeldTensors([torch.ones(3), tensor])
-    ops.HeldTensors([torch.ones(3), tensor.clone()])
+        handles.HeldTensors([torch.ones(3), tensor])
+    handles.HeldTensors([torch.ones(3), tensor.clone()])
 
 
 def typed(options):
@@ -176,4 +184,4 @@ def typed(options):
 
 def test_an_empty_list_cannot_be_held():
     with pytest.raises(AmpValueError, match="HeldTensors: the list is empty"):
-        ops.HeldTensors([])
+        handles.HeldTensors([])

@@ -18,7 +18,7 @@ from backends import EMULATED, Backend
 from optimizer_calls import OPTIMIZERS, make_call
 
 from ampctx._errors import ExtensionError
-from ampctx.kernels import ops
+from ampctx.kernels import definitions
 from ampctx.kernels.extension import Extension, LateKernels
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
@@ -29,7 +29,7 @@ _number = itertools.count()
 @pytest.fixture
 def late(emulation):
     """Makes a namespace of ops whose late kernels have these problems."""
-    definitions = []
+    defined = []
 
     def make(problems, required=""):
         namespace = f"ampctx_late_{next(_number)}"
@@ -42,9 +42,9 @@ def late(emulation):
         def register(name):
             assert emulation.ampctx_register_emulated(name.encode()) == 0
 
-        kernels = LateKernels(namespace, "cpu", ask, register, ops.define, required)
+        kernels = LateKernels(namespace, "cpu", ask, register, definitions.define, required)
         found = Extension(True, ("cpu",), late=kernels)
-        definitions.append(ops.define(namespace, lambda: found))
+        defined.append(definitions.define(namespace, lambda: found))
         return Backend("late", namespace=namespace), found, asked
 
     return make
@@ -83,7 +83,7 @@ FIRST_CALLS = {
         torch.ones(()), torch.zeros((), dtype=torch.int32), torch.ones((), dtype=torch.int32), torch.zeros(())
     ),
     "count_skip": lambda b: b.count_skip(torch.zeros(4), torch.zeros(()), torch.zeros(()), torch.ones(()), 0, True),
-    "clip_factor": lambda b: b.clip_factor(torch.ones(()), 0.5, 1.0),
+    "scale_clipped": lambda b: b.scale_clipped([torch.ones(3)], [torch.ones(3)], torch.zeros(()), 0.5, 2.0, 1.0),
     "block_factors": lambda b: b.block_factors(torch.ones(())),
     "l2norm": lambda b: b.l2norm([torch.ones(3)], torch.zeros(())),
     "no-tensors": lambda b: b.scale([], [], torch.zeros(()), 2.0),
@@ -199,15 +199,15 @@ def test_threads_that_come_first_together_register_them_once(late):
 COMPILED_CALL = """
 import sys, torch
 sys.path[:0] = sys.argv[2:]
-from ampctx.kernels import ops
+from ampctx.kernels import definitions
 from ampctx.kernels.extension import Extension, LateKernels
 from pathlib import Path
 import ctypes
 library = ctypes.CDLL(sys.argv[1])
 register = lambda name: library.ampctx_register_emulated(name.encode())
 problems = lambda: {torch.device("cpu"): ""}
-found = Extension(True, ("cpu",), late=LateKernels("late", "cpu", problems, register, ops.define))
-definitions = ops.define("late", lambda: found)
+found = Extension(True, ("cpu",), late=LateKernels("late", "cpu", problems, register, definitions.define))
+defined = definitions.define("late", lambda: found)
 
 def step(x, flag):
     torch.ops.late.multi_tensor_scale(x, x, flag, torch.tensor(2.0))
@@ -232,15 +232,15 @@ def test_a_compiled_graph_may_come_first(emulation):
 IMPORT = """
 import torch, ampctx
 assert not torch.cuda.is_initialized()
-from ampctx.kernels import ops
+from ampctx.kernels import handles, ops
 def kernel(): return torch._C._dispatch_has_kernel_for_dispatch_key("ampctx::multi_tensor_scale", "CUDA")
 assert not kernel()
-assert ops.extension.late is not None
+assert handles.extension.late is not None
 x = [torch.ones(3, device="cuda")]
 ops.multi_tensor_scale(x, x, torch.zeros((), device="cuda"), 2.0)
 assert kernel()
-assert ops.extension.late is None
-print(ops.extension.backends, x[0].tolist())
+assert handles.extension.late is None
+print(handles.extension.backends, x[0].tolist())
 """
 
 

@@ -20,7 +20,7 @@ from optimizer_calls import (
     on_optimizers,
 )
 
-from ampctx.kernels import ops
+from ampctx.kernels import definitions, extension
 
 
 def t(*shape, dtype=torch.float32, device="cpu"):
@@ -209,14 +209,17 @@ def test_block_factors(backend):
         backend.block_factors(t(3, device=backend.device))
 
 
-def test_clip_factor(backend):
-    norm, double = t((), device=backend.device), t((), dtype=torch.float64, device=backend.device)
-    with pytest.raises(RuntimeError, match=match("clip_factor", "norm has dtype torch.float64, expected float32")):
-        backend.clip_factor(double, 1.0, 1.0)
-    with pytest.raises(RuntimeError, match=match("clip_factor", "norm has 2 elements, expected 1")):
-        backend.clip_factor(t(2, device=backend.device), 1.0, 1.0)
-    with pytest.raises(RuntimeError, match=match("clip_factor", "inv_scale has 2 elements, expected 1")):
-        backend.clip_factor(norm, t(2, device=backend.device), 1.0)
+def test_scale_clipped(backend):
+    op, norm, two = "multi_tensor_scale_clipped", t((), device=backend.device), t(2, device=backend.device)
+    lists = [t(3, device=backend.device)], [t(3, device=backend.device)], backend.flag()
+    with pytest.raises(RuntimeError, match=match(op, "grad_norm has dtype torch.int32, expected float32")):
+        backend.scale_clipped(*lists, 1.0, norm.int(), 1.0)
+    with pytest.raises(RuntimeError, match=match(op, "grad_norm has 2 elements, expected 1")):
+        backend.scale_clipped(*lists, 1.0, two, 1.0)
+    with pytest.raises(RuntimeError, match=match(op, "scale has 2 elements, expected 1")):
+        backend.scale_clipped(*lists, two, norm, 1.0)
+    with pytest.raises(RuntimeError, match=match(op, "dst[0] has 2 elements, src[0] has 3")):
+        backend.scale_clipped(lists[0], [two], lists[2], 1.0, norm, 1.0)
 
 
 SKIP_ERRORS = {
@@ -457,15 +460,15 @@ TO_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)  # no public way name
 def mixed_devices(request):
     namespace = f"ampctx_mixed_{request.param}"
     library = torch.library.Library(namespace, "DEF")
-    for schema in ops._SCHEMAS:
+    for schema in definitions.SCHEMAS:
         name = schema.partition("(")[0]
         library.define(schema)
         op = getattr(getattr(torch.ops, namespace), name).default
         library.impl(name, lambda *args, op=op: op.redispatch(TO_CPU, *args), "Meta")
         if request.param == "reference":
-            library.impl(name, ops._FALLBACKS[name], "CPU")
+            library.impl(name, definitions.FALLBACKS[name], "CPU")
     if request.param == "cpu":
-        assert ops._extension.load(namespace, ops.define).loaded
+        assert extension.load(namespace, definitions.define).loaded
     yield getattr(torch.ops, namespace)
     library._destroy()
 

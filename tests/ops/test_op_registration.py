@@ -10,7 +10,7 @@ from backends import COMPILED, FLOATS, short
 from optimizer_calls import LARC, OPTIMIZERS, make_call
 
 from ampctx import optimizer_ops
-from ampctx.kernels import ops, steps
+from ampctx.kernels import definitions, ops, steps
 from ampctx.kernels.spec import SPECS
 
 
@@ -44,7 +44,9 @@ def samples():
     call = make_call(COMPILED, LARC, [3, 0, (2, 5)], grad=torch.bfloat16)
     yield "larc", LARC.op, call.arguments(FLAG, FACTOR, FACTOR)
     yield "count_skip", "count_skip", (torch.zeros(6), FLAG, FLAG, FACTOR, 1, True)
-    yield "clip_factor", "clip_factor", (torch.tensor(2.0), FACTOR, 1.0)
+    yield "scale_clipped", "multi_tensor_scale_clipped", (tensors(), tensors(), FLAG, FACTOR, torch.tensor(2.0), 1.0)
+    call = make_call(COMPILED, OPTIMIZERS[0], [3, (2, 5)], skips=[torch.zeros(()) for _ in range(5)], max_norm=1.0)
+    yield "adam-clipped-and-counted", OPTIMIZERS[0].op, call.arguments(FLAG, FACTOR, FACTOR)
     yield "block_factors", "block_factors", (torch.tensor(65536.0),)
     yield "update_scale", "update_scale", (torch.tensor(65536.0), *trackers, FLAG, *UPDATE)
 
@@ -58,8 +60,8 @@ def test_opcheck(name, arguments):
 
 
 def test_every_op_has_a_fallback_a_fake_kernel_and_a_compiled_kernel():
-    names = {schema.partition("(")[0] for schema in ops._SCHEMAS}
-    assert names == set(ops._FALLBACKS) == set(ops._FAKES)
+    names = {schema.partition("(")[0] for schema in definitions.SCHEMAS}
+    assert names == set(definitions.FALLBACKS) == set(definitions.FAKES)
     for name in names:
         for key in ("CPU", "CompositeExplicitAutograd", "Meta"):
             assert torch._C._dispatch_has_kernel_for_dispatch_key(f"ampctx::{name}", key), f"{name}, {key}"

@@ -16,14 +16,14 @@ TESTS = Path(__file__).parents[1]
 CALLS = """
 import re, resource, sys, torch
 from ampctx import optimizer_ops
-from ampctx.kernels import ops
+from ampctx.kernels import handles, ops
 
 weight = torch.empty(2**28, dtype=torch.bfloat16)  # memory that nothing touches
 weights, flag = [weight] * 1000, torch.zeros(())
 steps, one = [torch.zeros(()) for _ in weights], torch.ones(())
 options = dict(beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.1)
 lists = {name: weights for name in ("grads", "params", "exp_avgs", "exp_avg_sqs")}
-held = ops.HeldTensors(weights)
+held = handles.HeldTensors(weights)
 lamb = {**options, "global_grad_norm": one, "lr": 0.1, "inv_scale": one, "found_inf": flag, "extras": []}
 calls = {
     "l2norm": lambda: ops.multi_tensor_l2norm(weights, flag),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ampctx.kernels import ops, passes
+from ampctx.kernels import handles, ops, passes
 from ampctx.masters.lazy_grads import MasterParam
 
 # More than the passes look ahead.
@@ -31,13 +31,13 @@ either = pytest.mark.parametrize("side", [LIBRARY, PYTHON], ids=["library", "pyt
 
 def test_the_library_has_the_passes():
     """Else the tests of this file compare Python with itself."""
-    assert all(getattr(passes, name) is function for name, function in ops.extension.passes.items())
-    assert len(ops.extension.passes) > 5
+    assert all(getattr(passes, name) is function for name, function in handles.extension.passes.items())
+    assert len(handles.extension.passes) > 5
 
 
 def test_the_passes_look_ahead():
     """Else torch has its objects in another way than csrc/prefetch.h expects, and passes over many tensors are slow."""
-    assert ops.extension.uses_hints
+    assert handles.extension.uses_hints
 
 
 def params(count=COUNT):
@@ -148,7 +148,7 @@ def test_lists_that_are_none_are_not_the_same():
 @either
 def test_counts_tell_of_writes_and_of_other_memory(side):
     tensors = params()
-    number = ops.HeldTensors([*tensors, torch.ones(1)]) if side is LIBRARY else None
+    number = handles.HeldTensors([*tensors, torch.ones(1)]) if side is LIBRARY else None
 
     def counted():
         return side.counted(tensors, number.number if number else 0)
@@ -167,7 +167,7 @@ def test_counts_tell_of_writes_and_of_other_memory(side):
 
 def test_kinds_tell_of_another_dtype():
     tensors = params()
-    held = ops.HeldTensors(tensors)
+    held = handles.HeldTensors(tensors)
     kinds = passes.held_kinds(held.number)
     assert passes.held_kinds(held.number) == kinds
     tensors[5].data = tensors[5].data.half()
@@ -188,7 +188,7 @@ def test_each_version_is_bumped_once(side, count):
 
 def test_gradients_that_are_held_stay_valid():
     grads = [torch.full((5,), float(i)) for i in range(COUNT)]
-    held = ops.hold_grads(grads)
+    held = handles.hold_grads(grads)
     expected = ops.multi_tensor_l2norm(grads, torch.zeros(()))[0]
     grads[3].data = torch.full((5,), 3.0)
     assert ops.multi_tensor_l2norm(held, torch.zeros(()))[0] == expected
@@ -209,17 +209,17 @@ NOT_HELD = {
 
 @pytest.mark.parametrize("make", NOT_HELD.values(), ids=NOT_HELD.keys())
 def test_what_one_call_cannot_take_is_not_held(make):
-    assert ops.hold_grads(make()) is None
+    assert handles.hold_grads(make()) is None
     torch.ones(1).sum().item()
 
 
 def test_entries_of_dicts_are_read():
     dicts = [{"a": torch.full((3,), float(i)), "b": 1} for i in range(COUNT)]
-    read = ops.read_entries(dicts, "a")
+    read = handles.read_entries(dicts, "a")
     assert all(mine is entries["a"] for mine, entries in zip(read, dicts, strict=True))
     assert ops.multi_tensor_l2norm(read, torch.zeros(()))[0] == torch.cat(list(read)).norm()
-    assert ops.read_entries(dicts, "b") is None
-    assert ops.read_entries(dicts, "c") is None
-    assert ops.read_entries([*dicts, {}], "a") is None
-    assert ops.read_entries([*dicts, None], "a") is None
+    assert handles.read_entries(dicts, "b") is None
+    assert handles.read_entries(dicts, "c") is None
+    assert handles.read_entries([*dicts, {}], "a") is None
+    assert handles.read_entries([*dicts, None], "a") is None
     torch.ones(1).sum().item()

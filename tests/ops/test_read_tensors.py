@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampctx import AmpTypeError, foreach, optimizer_ops
 from ampctx.foreach import FoundInf
-from ampctx.kernels import ops
+from ampctx.kernels import handles, ops
 from ampctx.masters.lazy_grads import MasterParam
 from ampctx.ops import ReadTensors
 
@@ -32,7 +32,7 @@ SIZES = [3, 0, (2, 5), 5000, 1, ()]
 
 def test_lists_can_be_read_here():
     """Else everything works, and slower: the other tests of this file would not tell."""
-    assert ops.read([torch.ones(3)]) is not None
+    assert handles.read([torch.ones(3)]) is not None
 
 
 class Held(NamedTuple):
@@ -48,7 +48,7 @@ def test_ops_give_the_same(backend, dtype):
     out = backend.randn(SIZES, dtype, seed=1)
     half, other = torch.tensor(0.5), torch.tensor(0.25, dtype=torch.float64)
     # Lists that were read are known to the library of the package, which is not that of the emulation.
-    know = ops.read if backend is COMPILED else lambda t: Held(backend.ops.hold_tensors.default(t))
+    know = handles.read if backend is COMPILED else lambda t: Held(backend.ops.hold_tensors.default(t))
     x, y = know(tensors), know(out)
     expected = [t.clone() for t in out]
     backend.axpby(tensors, expected, expected, backend.flag(), half, other)
@@ -70,21 +70,21 @@ def test_step_counts_that_were_read_go_with_any_lists():
     for read in (False, True):
         grads, params, moments = ([torch.ones(n) for n in (3, 0, 5)] for _ in range(3))
         steps = [torch.zeros(()) for _ in params]
-        given = [ops.read(tensors) if read else tensors for tensors in (grads, params, moments, steps)]
+        given = [handles.read(tensors) if read else tensors for tensors in (grads, params, moments, steps)]
         flag = torch.zeros(())
         optimizer_ops.lion(*given[:3], [], given[3], flag, 1.0, 0.1, beta1=0.9, beta2=0.99)
         assert [t.item() for t in steps] == [1.0] * 3
         results.append(params)
     assert all(map(torch.equal, *results))
     with pytest.raises(RuntimeError, match=re.escape("steps[0] was read for one call and is no scalar")):
-        optimizer_ops.lion(*given[:3], [], ops.read([torch.ones(2)] * 3), flag, 1.0, 0.1, beta1=0.9, beta2=0.99)
+        optimizer_ops.lion(*given[:3], [], handles.read([torch.ones(2)] * 3), flag, 1.0, 0.1, beta1=0.9, beta2=0.99)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_flags_are_raised(bad):
     tensors = [torch.ones(3000), torch.tensor([1.0, bad])]
     flag = torch.zeros(())
-    ops.multi_tensor_scale(known := ops.read(tensors), known, flag, 0.5)
+    ops.multi_tensor_scale(known := handles.read(tensors), known, flag, 0.5)
     assert flag == 1
     assert tensors[0][0] == 0.5
 
@@ -137,20 +137,20 @@ NOT_READ = {
 
 @pytest.mark.parametrize("tensors", NOT_READ.values(), ids=NOT_READ.keys())
 def test_what_cannot_be_read_is_left_to_the_dispatcher(tensors):
-    assert ops.read(tensors) is None
+    assert handles.read(tensors) is None
     torch.ones(1).sum().item()  # no exception is left behind
 
 
 def test_wrapped_tensors_are_not_read():
     seen = []
-    torch.func.grad(lambda t: (seen.append(ops.read([t])), t.sum())[1])(torch.ones(3))
-    torch.func.vmap(lambda t: (seen.append(ops.read([t])), t)[1])(torch.ones(3, 2))
+    torch.func.grad(lambda t: (seen.append(handles.read([t])), t.sum())[1])(torch.ones(3))
+    torch.func.vmap(lambda t: (seen.append(handles.read([t])), t)[1])(torch.ones(3, 2))
     assert seen == [None, None]
 
 
 def test_reading_keeps_tensors_for_as_long_as_it_is_kept_itself():
     tensors = [torch.ones(3)]
-    reference, known = weakref.ref(tensors[0]), ops.read(tensors)
+    reference, known = weakref.ref(tensors[0]), handles.read(tensors)
     del tensors
     gc.collect()
     assert reference() is not None
@@ -164,7 +164,7 @@ def test_reading_keeps_tensors_for_as_long_as_it_is_kept_itself():
 def test_gradients_are_read_with_what_has_none():
     params = [nn.Parameter(torch.ones(3)) for _ in range(3)]
     params[0].grad, params[2].grad = torch.full((3,), 2.0), torch.full((3,), 3.0)
-    grads, known = ops.read_grads(params)
+    grads, known = handles.read_grads(params)
     assert grads[0] is params[0].grad
     assert grads[1] is None
     assert grads[2] is params[2].grad
@@ -172,10 +172,10 @@ def test_gradients_are_read_with_what_has_none():
     foreach.scale(known, known, FoundInf(), 2.0)
     assert [p.grad.tolist()[0] for p in (params[0], params[2])] == [4.0, 6.0]
     params[2].grad = params[2].grad.to_sparse()
-    grads, known = ops.read_grads(params)
+    grads, known = handles.read_grads(params)
     assert known is None
     assert grads[2] is params[2].grad
-    assert ops.read_grads([nn.Parameter(torch.ones(3))]) == ([None], None)
+    assert handles.read_grads([nn.Parameter(torch.ones(3))]) == ([None], None)
 
 
 def test_an_error_of_an_attribute_is_raised():
@@ -185,7 +185,7 @@ def test_an_error_of_an_attribute_is_raised():
             raise LookupError("not now")
 
     with pytest.raises(LookupError, match="not now"):
-        ops.read_grads([nn.Parameter(torch.ones(3)), Strange(torch.ones(3))])
+        handles.read_grads([nn.Parameter(torch.ones(3)), Strange(torch.ones(3))])
 
 
 # --- lists that are none, or change ----------------------------------------------------------------------------------
@@ -217,8 +217,8 @@ def test_anything_with_tensors_in_it_is_read_as_a_list_is(kind):
         return made
 
     grads = [p.grad for p in params]
-    all_of = ops.read(listed(grads)), ops.read_grads(listed(params))[1], ops.read_along(listed(params))
-    for known in (*all_of, ops.read_along(listed(params), listed(grads)), ops.HeldTensors(listed(grads))):
+    all_of = handles.read(listed(grads)), handles.read_grads(listed(params))[1], handles.read_along(listed(params))
+    for known in (*all_of, handles.read_along(listed(params), listed(grads)), handles.HeldTensors(listed(grads))):
         assert known is not None
         assert all(map(operator.is_, known, grads))
         assert len(known) == len(grads)
@@ -227,24 +227,26 @@ def test_anything_with_tensors_in_it_is_read_as_a_list_is(kind):
 
 
 @pytest.mark.parametrize("wrong", [None, 3, torch.ones(3)], ids=["None", "int", "Tensor"])
-@pytest.mark.parametrize("entry", [ops.read, ops.read_grads, ops.read_along, ops.HeldTensors], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "entry", [handles.read, handles.read_grads, handles.read_along, handles.HeldTensors], ids=lambda f: f.__name__
+)
 def test_what_is_no_list_is_refused_by_name(entry, wrong):
     with pytest.raises(AmpTypeError, match=rf"{entry.__name__}: \w+ is a {type(wrong).__name__}, expected a list"):
         entry(wrong)
 
 
 def test_what_is_no_tensor_is_refused_by_name():
-    for entry in (ops.read_grads, ops.read_along):
+    for entry in (handles.read_grads, handles.read_along):
         with pytest.raises(AmpTypeError, match=rf"{entry.__name__}: params\[3\] is a float, expected a tensor"):
             entry([*with_grads(), 3.0])
     with pytest.raises(AmpTypeError, match=r"HeldTensors: tensors\[1\] is a float, expected a tensor"):
-        ops.HeldTensors([torch.ones(3), 3.0])
+        handles.HeldTensors([torch.ones(3), 3.0])
 
 
 @pytest.mark.parametrize("wrong", [None, (), 3, torch.ones(3)], ids=["None", "tuple", "int", "Tensor"])
 def test_the_library_itself_refuses_what_is_no_list(wrong):
     """It would take the size of a tuple for a very large one."""
-    extension, number = ops.extension, ops.extension.new_list()[0]
+    extension, number = handles.extension, handles.extension.new_list()[0]
     with pytest.raises(TypeError, match="read: tensors is no list"):
         extension.read_tensors(wrong, number)
     with pytest.raises(TypeError, match="read_grads: params or grads is no list"):
@@ -254,7 +256,7 @@ def test_the_library_itself_refuses_what_is_no_list(wrong):
 
 
 @pytest.mark.parametrize("change", ["clear", "pop", "append"])
-@pytest.mark.parametrize("entry", [ops.read_grads, ops.read_along], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("entry", [handles.read_grads, handles.read_along], ids=lambda f: f.__name__)
 def test_a_list_that_changes_while_it_is_read_is_refused(entry, change):
     class Changes(MasterParam):
         @property
@@ -263,7 +265,7 @@ def test_a_list_that_changes_while_it_is_read_is_refused(entry, change):
             gc.collect()
             return torch.ones(3)
 
-    ops.extension.use_types([Changes])
+    handles.extension.use_types([Changes])
     changing = Changes(torch.ones(3))
     params = [*with_grads(2), changing, *with_grads(2)]
     del changing
@@ -280,16 +282,17 @@ def test_a_parameter_that_is_let_go_while_it_is_read_does_no_harm():
             params[:] = with_grads(len(params))
             return torch.ones(3)
 
-    ops.extension.use_types([Leaves])
+    handles.extension.use_types([Leaves])
     params = [Leaves(torch.ones(3)) for _ in range(50)]
-    known = ops.read_along(params)
+    known = handles.read_along(params)
     assert known is not None
     assert [g.tolist()[0] for g in known] == [1.0, *map(float, range(2, 51))]
 
 
 def test_what_was_read_outlives_the_list_of_the_caller():
     tensors, params = [torch.full((5000,), 2.0) for _ in range(4)], with_grads(3)
-    known, (grads, of_grads), (along) = ops.read(tensors), ops.read_grads(params), ops.read_along(params, tensors[:0])
+    known, (grads, of_grads) = handles.read(tensors), handles.read_grads(params)
+    along = handles.read_along(params, tensors[:0])
     norms = [foreach.l2norm(list(k), FoundInf()) for k in (known, of_grads, along)]
     tensors.clear(), grads.clear()
     for p in params:
@@ -310,7 +313,7 @@ def test_an_interrupt_while_a_tensor_is_looked_at_arrives():
     param = with_grads(1)[0]
     param.data, param.grad = torch.ones(1), None
     param.grad = torch.ones(1)
-    for entry in (ops.read_grads, ops.read_along, lambda params: ops.read([p.detach() for p in params])):
+    for entry in (handles.read_grads, handles.read_along, lambda params: handles.read([p.detach() for p in params])):
         with pytest.raises(KeyboardInterrupt), Interrupted():
             entry([param])
 
@@ -342,27 +345,27 @@ def cases():
 
 @pytest.mark.parametrize(("params", "can_be_read"), list(cases()))
 def test_gradients_are_read_along_with_parameters_of_the_same_layout(params, can_be_read):
-    known = ops.read_along(params)
+    known = handles.read_along(params)
     assert (known is not None) == can_be_read
     if known is not None:
         assert all(grad is p.grad for grad, p in zip(known.tensors, params, strict=True))
         assert known.are_contiguous == all(p.is_contiguous() for p in params)
         others = [torch.empty_like(p.grad).fill_(7) for p in params]
-        along = ops.read_along(params, others)
+        along = handles.read_along(params, others)
         assert all(map(operator.is_, along.tensors, others))
         norm, _ = ops.multi_tensor_l2norm(along, torch.zeros(()))
         assert norm == foreach.l2norm(others, FoundInf())
-        assert ops.read_along(params, [torch.ones(5) for _ in params]) is None
+        assert handles.read_along(params, [torch.ones(5) for _ in params]) is None
 
 
 def test_devices_without_kernels_are_left_to_the_fallback(monkeypatch):
     """As with a build without nvcc on a machine with a GPU."""
-    monkeypatch.setattr(ops, "extension", dataclasses.replace(ops.extension, backends=()))
+    monkeypatch.setattr(handles, "extension", dataclasses.replace(handles.extension, backends=()))
     param = nn.Parameter(torch.ones(3))
     param.grad = torch.ones(3)
-    assert ops.read([torch.ones(3)]) is None
-    assert ops.read_along([param]) is None
-    grads, known = ops.read_grads([param])
+    assert handles.read([torch.ones(3)]) is None
+    assert handles.read_along([param]) is None
+    grads, known = handles.read_grads([param])
     assert grads[0] is param.grad
     assert known is None
 
@@ -383,7 +386,7 @@ def test_nothing_is_read_where_a_dispatch_mode_looks_on():
 
 def test_nothing_is_read_while_a_compiler_looks():
     def f(x):
-        return x if ops.read([x]) is None else x + 1
+        return x if handles.read([x]) is None else x + 1
 
     assert torch.compile(f, backend="eager", fullgraph=True)(torch.ones(2)).tolist() == [1.0, 1.0]
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import ampctx
 from ampctx.foreach import FoundInf
-from ampctx.kernels import ops, steps
+from ampctx.kernels import definitions, handles, steps
 from ampctx.masters.lazy_grads import MasterParam, ModelGrads
 from ampctx.optimizers import LARC, FusedAdam, FusedSGD
 
@@ -33,7 +33,7 @@ TORCHS = {
 @pytest.fixture(scope="module")
 def plain_torch():
     namespace = "ampctx_gradients_after_a_step"
-    library = ops.define(namespace)
+    library = definitions.define(namespace)
     yield getattr(torch.ops, namespace)
     del library
 
@@ -42,7 +42,7 @@ def plain_torch():
 def backend(request, monkeypatch):
     if request.param == "reference":
         monkeypatch.setattr(steps, "_ops", request.getfixturevalue("plain_torch"))
-        monkeypatch.setattr(ops.extension, "read_grads", None)
+        monkeypatch.setattr(handles.extension, "read_grads", None)
         monkeypatch.setattr("ampctx.optimizers._work.can_be_kept", lambda works: False)
 
 

@@ -9,7 +9,7 @@ import emulation_build
 import pytest
 from library import NAMESPACE, extract, functions
 
-from ampctx.kernels import ops
+from ampctx.kernels import definitions
 
 
 @pytest.fixture(scope="session")
@@ -18,9 +18,9 @@ def interpreter():
     path = os.environ.get("AMPCTX_EMULATION_LIBRARY")
     if path is None:
         pytest.skip("runs through `make test-ptx`")
-    definitions = ops.define(NAMESPACE)
+    defined = definitions.define(NAMESPACE)
     yield emulation_build.load(path, NAMESPACE)
-    del definitions
+    del defined
 
 
 @pytest.fixture(scope="session")

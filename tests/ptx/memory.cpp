@@ -33,6 +33,7 @@ void GlobalMemory::begin_launch(uint32_t threads_per_block) {
   ++launch_;
   threads_ = threads_per_block;
   released_.clear();
+  readers_.clear();
   sort_buffers();
 }
 
@@ -119,9 +120,23 @@ uint64_t GlobalMemory::first_cell(const Buffer& buffer, uint64_t address) const 
   return address / kCellBytes - buffer.begin / kCellBytes + buffer.first_cell;
 }
 
-void GlobalMemory::note(Cell& cell, const Buffer& buffer, uint32_t thread, bool is_write, bool is_same_value) {
+// Where others have read a cell in this launch: whether each did so in another block, before a fence and an increment
+// that the block at work has met, with a fence behind.
+bool GlobalMemory::may_write_after_reads(uint64_t number, uint32_t thread) const {
+  const Cell& cell = cells_[number];
+  if (cell.read_launch != launch_ || cell.reader == thread) return true;
+  const auto several = readers_.find(number);
+  const std::set<uint32_t> readers = several == readers_.end() ? std::set<uint32_t>{cell.reader} : several->second;
+  return std::all_of(readers.begin(), readers.end(), [&](uint32_t reader) {
+    return reader == thread || (reader / threads_ != block_ && visible_.count(reader / threads_));
+  });
+}
+
+void GlobalMemory::note(uint64_t number, const Buffer& buffer, uint32_t thread, bool is_write, bool is_same_value) {
+  Cell& cell = cells_[number];
   const bool was_written = cell.write_launch == launch_ && cell.writer != thread;
   if (!is_write) {
+    if (buffer.is_writable) is_fenced_ = false;  // whoever meets a later increment may not write it yet
     if (buffer.is_fresh && cell.write_launch < first_of_call_) fail("reads memory that nobody has written");
     if (was_written && !visible_.count(cell.writer / threads_)) {
       fail("race: reads what another thread of the launch has written");
@@ -130,13 +145,16 @@ void GlobalMemory::note(Cell& cell, const Buffer& buffer, uint32_t thread, bool 
       cell.read_launch = launch_;
       cell.reader = thread;
     } else if (cell.reader != thread) {
+      if (buffer.is_writable) {
+        std::set<uint32_t>& readers = readers_[number];
+        if (readers.empty()) readers.insert(cell.reader);
+        readers.insert(thread);
+      }
       cell.reader = kSeveral;
     }
     return;
   }
-  if (cell.read_launch == launch_ && cell.reader != thread) {
-    fail("race: writes what another thread of the launch has read");
-  }
+  if (!may_write_after_reads(number, thread)) fail("race: writes what another thread of the launch has read");
   // Flags, which are single numbers, are raised by many: the same value in any order.
   const bool is_flag = buffer.end - buffer.begin <= sizeof(uint32_t);
   if (was_written && !(is_flag && is_same_value)) fail("race: two threads of the launch write the same memory");
@@ -156,7 +174,7 @@ uint8_t* GlobalMemory::access(uint64_t address, int bytes, uint32_t thread, cons
   const bool is_same_value = value && std::memcmp(memory, value, static_cast<size_t>(bytes)) == 0;
   const uint64_t first = first_cell(*buffer, address);
   const uint64_t cells = (static_cast<uint64_t>(bytes) + kCellBytes - 1) / kCellBytes;
-  for (uint64_t i = 0; i < cells; ++i) note(cells_[first + i], *buffer, thread, value != nullptr, is_same_value);
+  for (uint64_t i = 0; i < cells; ++i) note(first + i, *buffer, thread, value != nullptr, is_same_value);
   return memory;
 }
 

@@ -48,7 +48,8 @@ class GlobalMemory {
   void sort_buffers();
   const Buffer* find(uint64_t address, int64_t bytes);
   uint64_t first_cell(const Buffer& buffer, uint64_t address) const;
-  void note(Cell& cell, const Buffer& buffer, uint32_t thread, bool is_write, bool is_same_value);
+  void note(uint64_t number, const Buffer& buffer, uint32_t thread, bool is_write, bool is_same_value);
+  bool may_write_after_reads(uint64_t number, uint32_t thread) const;
 
   std::mutex mutex_;  // of announced_: torch's threads read lists in parallel
   std::vector<Buffer> announced_;
@@ -56,10 +57,11 @@ class GlobalMemory {
   size_t known_ = 0;             // of announced_ that are in buffers_
   const Buffer* last_ = nullptr;
   std::vector<Cell> cells_;
+  std::map<uint64_t, std::set<uint32_t>> readers_;  // in this launch, of cells that several threads have read
   uint64_t used_cells_ = 0;
   uint32_t launch_ = 0, first_of_call_ = 0;
   uint32_t threads_ = 1, block_ = 0;
-  bool is_fenced_ = true;                            // nothing was written since a fence of the block
+  bool is_fenced_ = true;                            // nothing was written, or read that may be written, since a fence
   std::map<uint64_t, std::set<uint32_t>> released_;  // by number, the blocks that were fenced when they incremented it
   std::set<uint32_t> acquired_, visible_;            // the blocks that this one has met at numbers, and before a fence
 };

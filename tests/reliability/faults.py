@@ -16,7 +16,9 @@ Place = tuple[str, int, int]  # file, line, how often the line ran before
 KERNELS = (
     "multi_tensor_scale",
     "multi_tensor_axpby",
+    "multi_tensor_scale_clipped",
     "multi_tensor_unscale_l2norm",
+    "unscale_l2norm_and_update",
     "update_scale",
 )
 

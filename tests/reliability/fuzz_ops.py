@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
 from backends import ALL_FLOATS, COMPILED, REFERENCE
 from optimizer_calls import ELEMENTWISE, LARC, OPTIMIZERS, WRITE_BACKS, make_call, takes
 
-from ampctx.kernels import ops
+from ampctx.kernels import definitions, handles
 
 SIZES = (0, 1, 2, 3, 7, 17, 513, 2047, 2048, 2049, 5000)
 NUMBERS = (0.0, -0.0, -1.0, 1.0, 2.0, 1e30, -1e300, 1e-300, float("nan"), float("inf"), -float("inf"), 1e19)
@@ -104,6 +104,8 @@ class Case:
         call = make_call(COMPILED, optimizer, sizes, write_back=write_back, **types)
         flag.fill_(rng.choice((0, 0, 0, 1)))
         given = {**call.lists, **call.options, "found_inf": flag, "inv_scale": self._factor(), "lr": self._factor()}
+        given["skips"] = [torch.ones(()) for _ in range(rng.choice((0, 5)))]
+        given |= {"grad_norm": self._factor(), "max_norm": rng.choice((-1.0, 0.25, 1.0))}
         return optimizer.op, {a.name: given[a.name] for a in schema(optimizer.op)}
 
     def _factor(self) -> Tensor:
@@ -223,7 +225,7 @@ class Case:
         except Exception as error:
             return type(error).__name__, str(error).replace(namespace, "ampctx")
 
-    def _held(self) -> dict[str, ops.HeldTensors | None] | None:
+    def _held(self) -> dict[str, handles.HeldTensors | None] | None:
         names = [argument.name for argument in schema(self.op) if "List" in str(argument.type)]
         lists = {name: self.arguments[name] for name in names}
         if "held" not in getattr(torch.ops.ampctx, self.op).overloads() or self.excess:
@@ -236,12 +238,12 @@ class Case:
             return None
 
     @staticmethod
-    def _known(tensors: list[Tensor]) -> ops.HeldTensors:
+    def _known(tensors: list[Tensor]) -> handles.HeldTensors:
         """Read, where that can be done and memory ends where torch says: of a storage cut off under a tensor it cannot
         be seen. Nor of an empty tensor whether it is one of torch's zeros, which may not be written to."""
         unseen = any(_is_cut_off(t) or (t._is_zerotensor() and not t.numel()) for t in tensors)
-        read = None if unseen else ops.read(tensors)
-        return ops.HeldTensors(tensors) if read is None else read
+        read = None if unseen else handles.read(tensors)
+        return handles.HeldTensors(tensors) if read is None else read
 
     def __str__(self) -> str:
         return f"{self.op} ({'; '.join(self.done) or 'as it should be'})"
@@ -317,8 +319,8 @@ def child(seed: int, first: int, seconds: float, progress: Path) -> None:
     """Calls from number ``first`` on; ``progress`` always holds the number of the one that runs."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    definitions = ops.define(REFERENCE.namespace)
-    assert definitions is not None
+    library = definitions.define(REFERENCE.namespace)
+    assert library is not None
     end, number = time.monotonic() + seconds, first
     verdicts: collections.Counter[str] = collections.Counter()
     wrong: list[str] = []
@@ -381,9 +383,9 @@ def main() -> int:
         child(seed, arguments.child, arguments.seconds, arguments.progress)
         return 0
     if arguments.only is not None:
-        definitions = ops.define(REFERENCE.namespace)
+        library = definitions.define(REFERENCE.namespace)
         print(Case(seed, arguments.only), *check(seed, arguments.only), sep="\n")
-        return 0 if definitions is not None else 1
+        return 0 if library is not None else 1
     results = [fuzz(seed, arguments.seconds) for seed in arguments.seed]
     for found in results:
         refused = ", ".join(f"{count} {name}" for name, count in sorted(found["refused"].items()))

@@ -13,7 +13,7 @@ from torch import nn
 
 from ampctx import optimizers
 from ampctx.amp import AmpSession
-from ampctx.kernels import ops
+from ampctx.kernels import handles
 
 INTERRUPTS = 800
 
@@ -70,7 +70,7 @@ def test_every_interrupt_of_a_loop_arrives(make, level, monkeypatch):
     for _ in range(20):
         iterate()
     seconds = (time.perf_counter() - start) / 20
-    first, _ = ops.extension.new_list()
+    first, _ = handles.extension.new_list()
     assert not swallowed
     delays = random.Random(0)
     former = signal.signal(signal.SIGALRM, interrupt)
@@ -93,9 +93,9 @@ def test_every_interrupt_of_a_loop_arrives(make, level, monkeypatch):
     session.reset()
     del session, iterate
     gc.collect()
-    last, _ = ops.extension.new_list()
+    last, _ = handles.extension.new_list()
     assert last - first > 100
-    assert not any(map(ops.extension.are_contiguous, range(first, last)))  # none is known any more
+    assert not any(map(handles.extension.are_contiguous, range(first, last)))  # none is known any more
 
 
 @pytest.mark.full

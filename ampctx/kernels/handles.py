@@ -1,0 +1,239 @@
+"""Lists of tensors that ops take as numbers: compiled kernels keep what they have read of the tensors.
+
+A list goes through torch's dispatcher tensor by tensor, which costs more than a small tensor's kernel. A handle does
+not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampctx._errors import AmpTypeError, AmpValueError
+from ampctx.kernels import passes
+from ampctx.kernels.definitions import NAMESPACE, define
+from ampctx.kernels.each import all_there, device_of, grad_of, layout_of
+from ampctx.kernels.extension import Extension, load
+
+_library = define(NAMESPACE, lambda: extension)
+extension: Extension = load(NAMESPACE, define)
+passes.use(extension.passes)
+_ops = torch.ops.ampctx
+
+
+def _listed(tensors: Iterable[Tensor], name: str) -> list[Tensor]:
+    """A copy of the list. It keeps the tensors alive, so that addresses read from them stay valid."""
+    if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
+        raise AmpTypeError(f"{name} is a {type(tensors).__name__}, expected a list of tensors")
+    return list(tensors)
+
+
+def _check_types(tensors: Sequence[Any], name: str) -> None:
+    for i, t in enumerate(tensors):
+        if not isinstance(t, Tensor):
+            raise AmpTypeError(f"{name}[{i}] is a {type(t).__name__}, expected a tensor")
+
+
+def can_be_held(tensor: Tensor) -> bool:
+    """Whether torch's dispatcher hands an op the tensor itself and not a copy."""
+    # _is_zerotensor is private; torch has no public name for it.
+    return not (tensor.is_neg() or tensor._is_zerotensor())
+
+
+class HeldTensors(Sequence[Tensor]):
+    """A tensor-list handle: the compiled ops keep the list, and a call passes a number instead of the tensors.
+
+    Use it for a list that many calls share; every op takes it in place of any list. Each call still checks dtype, size,
+    layout and memory of the tensors. No host sync.
+
+    Args:
+        tensors: one or more tensors on one device.
+
+    Raises:
+        AmpTypeError: ``tensors`` is not a list of tensors.
+        AmpValueError: the list is empty, or torch's dispatcher would copy a tensor, such as a negating view.
+        NotImplementedError: the device of the tensors has no compiled kernels.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = _listed(tensors, "HeldTensors: tensors")
+        if not self.tensors:
+            raise AmpValueError("HeldTensors: the list is empty. Pass one or more tensors of one device.")
+        _check_types(self.tensors, "HeldTensors: tensors")
+        if not all(map(can_be_held, self.tensors)):
+            raise AmpValueError(
+                "HeldTensors: a tensor is a negating view or has no memory, so torch would hand over a copy. "
+                "Pass its clone()."
+            )
+        extension.serves(self.tensors[0].device.type)  # registers late kernels
+        # The owner comes first, so that an interrupt cannot leak the list.
+        self.number, self._owner = extension.new_list()
+        self.number = _ops.hold_tensors.default(self.tensors, self.number)
+
+    @property
+    def are_contiguous(self) -> bool:
+        return bool(extension.are_contiguous(self.number))
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.tensors)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.tensors[index]
+
+
+class ReadTensors(HeldTensors):
+    """A handle from ``read``, ``read_grads`` or ``hold_grads``: its tensors are of one dtype and device, and dense.
+
+    One from ``read`` or ``read_grads`` is valid for calls made at once, before any tensor changes.
+    """
+
+    def __init__(self, tensors: list[Tensor], number: int, owner: Any) -> None:
+        self.tensors, self.number, self._owner = tensors, number, owner
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensors[0].dtype
+
+
+def is_watched() -> bool:
+    """Whether torch.compile or a TorchDispatchMode must see the tensors of each op call."""
+    # Private; torch has no public test for a TorchDispatchMode.
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def read(tensors: Iterable[Tensor]) -> ReadTensors | None:
+    """A handle for tensors used at once. It avoids the dispatcher, which costs more than a small tensor's kernel.
+
+    Returns:
+        None if the tensors are not plain, dense and of one device and dtype, if nothing is compiled, or under
+        torch.compile or a TorchDispatchMode. Then pass the list itself: the op takes it or says what is wrong.
+
+    Raises:
+        AmpTypeError: ``tensors`` is not a list.
+    """
+    listed = _listed(tensors, "read: tensors")
+    if is_watched():
+        return None
+    number, owner = extension.new_list()
+    return _as_read(listed, number, owner) if extension.read_tensors(listed, number) else None
+
+
+def read_grads(params: Iterable[Tensor]) -> tuple[list[Tensor | None], ReadTensors | None]:
+    """The ``.grad`` of each parameter, and a handle for those that are not None, or None as from ``read``.
+
+    Raises:
+        AmpTypeError: ``params`` is not a list of tensors.
+        TypeError: a ``.grad`` property changed the length of the list.
+    """
+    listed = params if type(params) is list else _listed(params, "read_grads: params")
+    grads: list[Any] = []
+    try:
+        if is_watched() or extension.read_grads is None:
+            return list(map(grad_of, listed)), None
+        number, owner = extension.new_list()
+        if not extension.read_grads(listed, grads, False, number):
+            return grads, None
+    except AttributeError:
+        _check_types(listed, "read_grads: params")
+        raise
+    # A copy, because the caller may change ``grads``.
+    present = list(grads) if all_there(grads) else [g for g in grads if g is not None]
+    return grads, _as_read(present, number, owner)
+
+
+def hold(tensors: Iterable[Tensor]) -> HeldTensors | None:
+    """A tensor-list handle, or None as from ``read`` for tensors that an op call would copy or not take.
+
+    The tensors may mix dtypes and devices.
+    """
+    listed = _listed(tensors, "hold: tensors")
+    if is_watched() or not listed or not extension.passes or not passes.are_plain(listed):
+        return None
+    served = all(map(extension.serves, {device.type for device in map(device_of, listed)}))
+    if not served or set(map(layout_of, listed)) != {torch.strided} or not all(map(can_be_held, listed)):
+        return None
+    return HeldTensors(listed)
+
+
+def hold_grads(grads: list[Tensor]) -> ReadTensors | None:
+    """A handle for gradients that stays valid for as long as it is kept. None as from ``read``, and also if a gradient
+    is a part of a larger storage."""
+    if is_watched() or not grads or not extension.passes or not passes.are_plain(grads):
+        return None
+    number, owner = extension.new_list()
+    found = _as_read(grads, number, owner)
+    if found is None:
+        return None
+    try:
+        # A negated gradient is held as the copy that the dispatcher makes, which has its values.
+        _ops.hold_tensors.default(grads, number)
+    except NotImplementedError:  # of a sparse tensor
+        return None
+    return found if extension.is_uniform(number, True) else None
+
+
+def read_along(params: Iterable[Tensor], grads: Iterable[Tensor] | None = None) -> ReadTensors | None:
+    """A handle for the gradients (default: each ``.grad``), or None as from ``read``.
+
+    Also None if a gradient is missing or laid out differently from its parameter, or if the parameters mix dtypes.
+    Raises as ``read_grads``. A ``HeldTensors`` of the parameters is faster than a list.
+    """
+    if isinstance(params, HeldTensors):
+        listed = params.tensors
+    else:
+        listed = params if type(params) is list else _listed(params, "read_along: params")
+    found: list[Any] = [] if grads is None else _listed(grads, "read_along: grads")
+    if is_watched() or extension.read_grads is None:
+        return None
+    number, owner = extension.new_list()
+    try:
+        read = _as_read(found, number, owner) if extension.read_grads(listed, found, True, number) else None
+    except AttributeError:
+        _check_types(listed, "read_along: params")
+        raise
+    if read is None:
+        return None
+    held = params if isinstance(params, HeldTensors) else hold(listed)
+    return read if held is not None and lie_alike(read, held) else None
+
+
+def read_entries(dicts: list[Any], key: str) -> ReadTensors | None:
+    """A handle for ``entries[key]`` of each dict, or None as from ``read``, and where a dict lacks the key."""
+    if is_watched() or not extension.passes:
+        return None
+    number, owner = extension.new_list()
+    found: list[Tensor] = []
+    return _as_read(found, number, owner) if extension.read_entries(dicts, key, found, number) else None
+
+
+def lie_alike(grads: HeldTensors, params: HeldTensors) -> bool:
+    """Whether each gradient is laid out as its parameter, on the same device, and the parameters are of one dtype.
+    Gradients stand for any list that goes along with parameters."""
+    return bool(extension.lie_alike(grads.number, params.number))
+
+
+def _as_read(tensors: list[Tensor], number: int, owner: Any) -> ReadTensors | None:
+    found = ReadTensors(tensors, number, owner)
+    device = tensors[0].device.type
+    # Without compiled kernels for the device the fallback runs, which takes tensors only.
+    served = "cpu" in extension.backends if device == "cpu" else extension.serves(device)
+    return found if served else None
+
+
+def are_apart(lists: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether no two non-empty tensors of the lists begin at the same address. No host sync."""
+    if all(map(isinstance, lists, repeat(ReadTensors))):
+        return extension.are_apart([tensors.number for tensors in lists])  # type: ignore[attr-defined]
+    places = [t.data_ptr() for t in chain.from_iterable(lists) if t.numel()]
+    return len(set(places)) == len(places)

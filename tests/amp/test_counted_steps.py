@@ -1,0 +1,156 @@
+"""What a fused step does besides stepping: it clips by the norm of the block's check, and counts itself as skipped."""
+
+import pytest
+import torch
+from host_reads import OpCalls
+from models import loss_of, mlp
+from torch import nn
+
+from ampctx import clip_grad_norm_, optimizers
+from ampctx.amp import AmpSession
+
+INF = float("inf")
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def weights_of(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def start(session, level, make=optimizers.FusedAdam, **options):
+    model = network()
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.02}]
+    optimizer = make(groups, lr=0.01)
+    session.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    return model, optimizer
+
+
+def backward(session, model, optimizer, bad=False, **options):
+    loss = model(torch.ones(4, 8)).float().square().mean()
+    with session.scale_loss(loss, optimizer, **options) as scaled:
+        scaled.backward()
+        if bad:
+            next(model.parameters()).grad.view(-1)[0] = INF
+
+
+@pytest.mark.parametrize("scale", ["dynamic", 1024.0])
+@pytest.mark.parametrize("change", ["nothing", "norm", "read"])
+def test_a_norm_that_code_changes_clips_as_it_was(scale, change):
+    """Such as an all_reduce of it in place, for a log."""
+    weights = []
+    for max_norms in ([0.01], [0.05, 0.01] if scale == "dynamic" else [0.05]):
+        for now in ("nothing", change):
+            session = AmpSession()
+            model, optimizer = start(session, "O2", loss_scale=scale)
+            for _ in range(3):
+                backward(session, model, optimizer)
+                for max_norm in max_norms:
+                    norm = clip_grad_norm_(session.master_params(optimizer), max_norm)
+                    if now == "norm":
+                        norm.mul_(100)
+                    elif now == "read":
+                        norm.zero_()
+                        assert all(p.grad.norm() < 1.01 * max_norm for p in session.master_params(optimizer))
+                optimizer.step()
+                optimizer.zero_grad()
+            weights.append(weights_of(model))
+            session.reset()
+    for changed, plain in zip(weights[1::2], weights[::2], strict=True):
+        assert not torch.equal(changed[0], next(network().half().parameters()))
+        torch.testing.assert_close(changed, plain, rtol=1e-3 if change == "read" else 0, atol=0)
+
+
+class Twice(optimizers.FusedAdam):
+    """A program's own optimizer, which steps in halves."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure=None):
+        rate = [group["lr"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["lr"] = group["lr"] / 2
+        super().step()
+        super().step()
+        for group, lr in zip(self.param_groups, rate, strict=True):
+            group["lr"] = lr
+
+
+class Never(optimizers.FusedAdam):
+    _step_supports_amp_scaling = True
+
+    def step(self, closure=None):
+        pass
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("make", [optimizers.FusedAdam, optimizers.FusedLAMB, Twice, Never], ids=lambda m: m.__name__)
+def test_each_step_is_counted_once(session, level, make):
+    model, optimizer = start(session, level, make)
+    for i, bad in enumerate([True, False, True, True, False]):
+        backward(session, model, optimizer, bad)
+        with OpCalls() as calls:
+            optimizer.step()
+        assert calls.of["count_skip"] == (make is Never)
+        optimizer.zero_grad()
+        assert session.skipped_steps(optimizer) == [1, 1, 2, 3, 3][i]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_without_gradients_amp_counts(session, level):
+    """A step that calls no op. Its block had an overflow in a parameter that another optimizer steps."""
+    model, optimizer = start(session, level)
+    backward(session, model, optimizer, bad=True)
+    optimizer.zero_grad()
+    backward(session, model, optimizer, bad=True)
+    optimizer.step()
+    assert session.skipped_steps(optimizer) == 1
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_flag_of_the_program_is_counted_by_amp(session, level):
+    model, optimizer = start(session, level)
+    for flag in (1.0, 0.0):
+        backward(session, model, optimizer)
+        optimizer.found_inf = torch.tensor(flag)
+        with OpCalls() as calls:
+            optimizer.step()
+        del optimizer.found_inf
+        assert calls.of["count_skip"] == 1
+    assert session.skipped_steps(optimizer) == 1
+    assert not hasattr(optimizer, "skip_counts")
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_closure_is_counted_by_its_last_flag(session, level):
+    model, optimizer = start(session, level)
+    before = weights_of(model)
+
+    def closure(bad):
+        optimizer.zero_grad()
+        backward(session, model, optimizer, bad)
+        return torch.ones(())
+
+    for i, bad in enumerate([True, False, True]):
+        optimizer.step(lambda bad=bad: closure(bad))
+        assert session.skipped_steps(optimizer) == [1, 1, 2][i]
+    assert any(not torch.equal(a, b) for a, b in zip(before, weights_of(model), strict=True))
+
+
+def test_a_limit_counts_in_a_row(session):
+    model = mlp()
+    optimizer = optimizers.FusedAdam(model.parameters(), lr=0.01)
+    session.initialize(model, optimizer, opt_level="O2", verbosity=0, max_consecutive_skips=3)
+    with OpCalls() as calls:
+        for bad in (True, True, False, True, True, False):
+            with session.scale_loss(loss_of(model, 0), optimizer) as scaled:
+                scaled.backward()
+                if bad:
+                    next(model.parameters()).grad.view(-1)[0] = INF
+            optimizer.step()
+            optimizer.zero_grad()
+    assert calls.of["count_skip"] == 0
+    assert session.skipped_steps(optimizer) == 4

@@ -1,0 +1,147 @@
+"""What a step does besides: it clips by a norm on the device, counts itself for the host, and counts tensors without
+elements."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from backends import SIZES
+from optimizer_calls import ADAM, LAMB, NOVOGRAD, OPTIMIZERS, UNSCALING, make_call, on_optimizers
+
+from ampctx import optimizer_ops
+from ampctx.kernels.handles import HeldTensors
+from ampctx.kernels.reference import clipped
+
+NORMS = [0.0, 1e-6, 0.3, 0.99999905, 0.999999, 1.0, 1.1, 7.7, 1e30, 3e38, float("inf"), float("nan")]
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 1e-8, 0.1, 1.0, 3.3, 1e39, float("inf")])
+def test_the_factor_is_rounded_as_torchs(backend, max_norm):
+    flag = backend.flag()
+    one, found = [torch.ones((), device=backend.device)], [torch.ones((), device=backend.device)]
+    for norm in [*NORMS, *(torch.rand(50, generator=torch.Generator().manual_seed(1)) * 3).tolist()]:
+        given = torch.full((), norm, device=backend.device)
+        for inv_scale in (1.0, torch.full((), 1 / 3, device=backend.device)):
+            expected = torch.clamp(max_norm / (given + 1e-6), max=1.0) * inv_scale
+            backend.scale_clipped(one, found, flag, inv_scale, given, max_norm)
+            torch.testing.assert_close(found[0], expected, rtol=0, atol=0, equal_nan=True)
+    assert flag.item() == 0
+
+
+def test_scale_clipped_flags_what_it_reads(backend):
+    for bad in (0.0, float("inf"), float("nan")):
+        src, dst, flag = [torch.full((3,), bad, device=backend.device)], backend.randn([3]), backend.flag()
+        backend.scale_clipped(src, dst, flag, 1.0, float("nan"), 1.0)
+        assert flag.item() == (bad != 0)
+        assert dst[0].isnan().all()
+    backend.scale_clipped([], [], flag, 1.0, 2.0, 1.0)
+
+
+@pytest.mark.parametrize("norm", [0.5, 3.0, "number"])
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, UNSCALING[0]], ids=lambda o: o.op.removeprefix("multi_tensor_"))
+def test_a_clipped_step_is_one_by_the_clipped_factor(backend, optimizer, norm):
+    grad_norm = torch.tensor(3.0, dtype=torch.float64) if norm == "number" else backend.flag(norm)
+    inv_scale = backend.flag(1 / 3)
+    call = make_call(backend, optimizer, SIZES["odd"], grad=torch.float16, grad_norm=grad_norm, max_norm=1.1)
+    plain = call.clone()
+    plain.options["max_norm"] = -1.0
+    plain.run(backend, inv_scale=clipped(inv_scale, grad_norm, 1.1))
+    call.run(backend, inv_scale=inv_scale)
+    call.assert_same(plain)
+
+
+SKIPS = {"skipped": 0, "in_a_row": 1, "overflowed": 2, "value": 3, "scale": 4}
+
+
+def skips_of(backend):
+    return [torch.full((), 8.0 if name == "scale" else 0.0, device=backend.device) for name in SKIPS]
+
+
+@on_optimizers
+@pytest.mark.parametrize("sizes", [[], [0, 0], [5], [700, 3, 0, 9000], [3] * 200], ids=lambda s: f"{len(s)}-tensors")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
+def test_a_step_counts_itself_once(backend, optimizer, sizes, dtype):
+    skips = skips_of(backend)
+    call = make_call(backend, optimizer, sizes, skips=skips)
+    expected = [0.0] * 4
+    for step, flag in enumerate([1, 1, 0, 0, 2, 1, 1]):
+        skips[4].fill_(2.0**step)
+        call.run(backend, found_inf=backend.flag(flag, dtype))
+        skipped = float(flag != 0)
+        expected = [expected[0] + skipped, (expected[1] + 1) * skipped, expected[2] + skipped, 2.0**step]
+        assert [t.item() for t in skips] == [*expected, 2.0**step]
+
+
+def test_a_list_of_several_launches_counts_once(emulation, backend):
+    """A captured call, whose tables travel in parameters."""
+    emulation.ampctx_test_runtime(1, 0, 0)
+    try:
+        for optimizer in (ADAM, LAMB, NOVOGRAD):
+            skips = skips_of(backend)
+            make_call(backend, optimizer, [1] * 2000, skips=skips).run(backend, found_inf=backend.flag(1))
+            assert [t.item() for t in skips] == [1, 1, 1, 8, 8]
+    finally:
+        emulation.ampctx_test_runtime(0, 0, 0)
+
+
+@pytest.mark.parametrize("empty", [1, 300, 3000])
+@pytest.mark.parametrize("optimizer", [ADAM, LAMB, NOVOGRAD], ids=lambda o: o.name)
+def test_tensors_without_elements_are_counted(backend, reference, optimizer, empty):
+    call = make_call(backend, optimizer, [0] * empty + [5, 0])
+    expected = call.expected(times=2)
+    call.run(backend, found_inf=backend.flag(1)).run(backend, times=2)
+    assert [t.item() for t in call["steps"]] == [t.item() for t in expected["steps"]]
+    alone = make_call(backend, optimizer, [0] * empty)
+    counts = [t.item() + 1 for t in alone["steps"]]
+    assert [t.item() for t in alone.run(backend)["steps"]] == counts
+
+
+ERRORS = {
+    "number": (lambda b: [b.flag()] * 3, "skips has 3 tensors, expected none or 5"),
+    "dtype": (lambda b: [b.flag(dtype=torch.int32)] * 5, "skips[0] has dtype torch.int32, expected float32"),
+    "elements": (lambda b: [*skips_of(b)[:4], torch.ones(2, device=b.device)], "skips[4] has 2 elements, expected 1"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), ERRORS.values(), ids=ERRORS.keys())
+def test_wrong_counts(backend, make, message):
+    call = make_call(backend, ADAM, [3], skips=make(backend))
+    before = call.clone()
+    with pytest.raises(RuntimeError) as error:
+        call.run(backend)
+    assert message in str(error.value)
+    call.assert_same(before)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"grad_norm": torch.ones(2)}, "grad_norm has 2 elements, expected 1"),
+        ({"grad_norm": torch.ones((), dtype=torch.int32)}, "grad_norm has dtype torch.int32, expected float32"),
+    ],
+)
+def test_a_wrong_norm(backend, given, message):
+    call = make_call(backend, replace(ADAM), [3], **given)
+    with pytest.raises(RuntimeError) as error:
+        call.run(backend)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_typed_calls(held):
+    """Handles and lists give the same."""
+    found = []
+    for given in ({}, {"grad_norm": torch.tensor(4.0), "max_norm": 1.0}):
+        lists = [[torch.full((3,), 0.5)] for _ in range(4)]
+        steps, skips = [torch.zeros(())], [torch.zeros(()) for _ in range(4)] + [torch.tensor(8.0)]
+        if held:
+            lists, skips = [HeldTensors(tensors) for tensors in lists], HeldTensors(skips)
+        for flag in (1.0, 0.0):
+            optimizer_ops.adam(
+                *lists, [], [], steps, torch.tensor(flag), 1.0, 0.1, beta1=0.9, beta2=0.9, eps=0.1, weight_decay=0.0,
+                skips=skips, **given,
+            )  # fmt: skip
+        assert [t.item() for t in skips] == [1, 0, 1, 8, 8]
+        assert steps[0].item() == 1
+        found.append(lists[2][0][0].item())
+    assert found == pytest.approx([0.9 * 0.5 + 0.1 * 0.5, 0.9 * 0.5 + 0.1 * 0.5 / 4])
