@@ -5,13 +5,14 @@
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampctx._errors import AmpError, AmpTypeError, AmpValueError
+from ampctx._errors import AmpError, AmpRankError, AmpTypeError, AmpValueError
 
 __all__ = ["average_hook"]
 
@@ -39,15 +40,60 @@ def check_process_group(process_group: Any) -> None:
         )
 
 
-def maximum_over_ranks(flag: Tensor, groups: Iterable[Any]) -> Tensor:
-    """The maximum of a flag over the ranks of all groups, as a new tensor. One all_reduce for each group; every rank
-    must take part.
+def ranks_of(group: Any) -> str:
+    """This rank and those of a group, for messages."""
+    dist = torch.distributed
+    ranks = dist.get_process_group_ranks(group)
+    shown = ", ".join(map(str, ranks if len(ranks) <= 16 else [*ranks[:15], "..."]))
+    return f"rank {dist.get_rank()} of a group of {len(ranks)} ranks [{shown}]"
+
+
+def device_for(backends: str, device: torch.device) -> torch.device:
+    """``device`` if a group with these backends, such as "cpu:gloo,cuda:nccl", takes its tensors. Otherwise the current
+    device of the first type that it takes."""
+    kinds = [backend.partition(":")[0] for backend in backends.split(",")]
+    return device if device.type in kinds else torch.device(kinds[0])
+
+
+@contextmanager
+def named_collective(call: str, group: Any, has: str) -> Iterator[None]:
+    """Raises AmpRankError in place of torch's error. ``has``: what this rank takes into the collective."""
+    try:
+        yield
+    except AmpError:
+        raise
+    except RuntimeError as error:
+        first_line = str(error).partition("\n")[0]
+        raise AmpRankError(
+            f"{call}: a collective failed on {ranks_of(group)}, which has {has}. Another rank has ended, raised an "
+            "error, or left this call out. Look for its error first. Then end the run on every rank, and resume it "
+            f"from a checkpoint. See docs/errors.md#a-collective-failed-on-rank. torch says: {first_line}"
+        ) from error
+
+
+def all_reduce(t: Tensor, op: Any, group: Any, call: str, has: str) -> None:
+    """Reduces ``t`` in place over a group. Every rank must take part. Moves a tensor on the CPU to the device of the
+    group if its backend takes no others.
 
     No host sync on CUDA with NCCL: the current stream waits. With a host backend (gloo) the host waits for the others.
+
+    Raises:
+        AmpRankError: the collective failed, by the name of the call.
     """
-    joined = flag.detach().clone()
+    at = device_for(torch.distributed.get_backend_config(group), t.device)
+    sent = t.to(at)
+    with named_collective(call, group, has):
+        torch.distributed.all_reduce(sent, op=op, group=group)
+    if sent is not t:
+        t.copy_(sent)
+
+
+def maximum_over_ranks(t: Tensor, groups: Iterable[Any], call: str, has: str) -> Tensor:
+    """The maximum over the ranks of all groups, element by element, as a new tensor. One ``all_reduce`` for each
+    group."""
+    joined = t.detach().clone()
     for group in groups:
-        torch.distributed.all_reduce(joined, op=torch.distributed.ReduceOp.MAX, group=group)
+        all_reduce(joined, torch.distributed.ReduceOp.MAX, group, call, has)
     return joined
 
 

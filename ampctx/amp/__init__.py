@@ -24,6 +24,7 @@ on_skip = _default_session.on_skip
 master_model = _default_session.master_model
 master_state_dict = _default_session.master_state_dict
 state_dict = _default_session.state_dict
+check_ranks = _default_session.check_ranks
 load_state_dict = _default_session.load_state_dict
 disable_casts = _default_session.disable_casts
 half_function = _default_session.half_function
@@ -48,6 +49,7 @@ __all__ = [
     "PrecisionPolicy",
     "StepOutcome",
     "bfloat16_function",
+    "check_ranks",
     "disable_casts",
     "explain",
     "float_function",

@@ -205,7 +205,7 @@ class OptimizerBinding:
             if any(scale.dynamic for scale in self.loss_scales):
                 self.flags.add(loss_id, scale, flag)
         elif scale.dynamic:
-            flag = scale.agreed(flag, self.masters.groups)
+            flag = scale.agreed(flag, self.masters.groups, "optimizer.step()")
             self.flags.add(loss_id, scale, flag)
             scale.tell(flag)
             scale.update(flag)
@@ -252,7 +252,7 @@ class OptimizerBinding:
         ):
             default = scale, torch.zeros((), dtype=torch.float32, device=self._device())
             _, flag = flags.get(OUTSIDE_OF_BLOCKS, default)
-            flags[OUTSIDE_OF_BLOCKS] = (scale, scale.agreed(flag, groups))
+            flags[OUTSIDE_OF_BLOCKS] = (scale, scale.agreed(flag, groups, "optimizer.step()"))
         if not self.loop.blocks and not before_closure:
             mistakes.tell_of_no_block(self)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
-from ampctx.amp import mistakes, setup
+from ampctx.amp import mistakes, ranks, setup
 from ampctx.amp.binding import OptimizerBinding
 from ampctx.amp.blocks import Block
 from ampctx.amp.methods import weak_method
@@ -115,9 +115,10 @@ class AmpSession(SessionState):
             process_group: a ``torch.distributed.ProcessGroup`` whose ranks skip steps and change dynamic scales
                 together. Needed if ranks hold different gradients: tensor, pipeline, expert or sharded parallelism.
                 Each end of a ``scale_loss`` block, and each step on gradients that no block has checked, is an
-                all_reduce of one number, and every rank must take part. If one is missing, the others raise after the
-                group's timeout and refuse to step. None: each rank decides alone, which is enough with
-                DistributedDataParallel. Ranks of a DTensor mesh always agree, with or without a group.
+                all_reduce of three numbers, and so is this call, which compares levels and loss scales: every rank must
+                take part. If one is missing, the others raise AmpRankError after the group's timeout and refuse to
+                step. None: each rank decides alone, which is enough with DistributedDataParallel. Ranks of a DTensor
+                mesh always agree, with or without a group.
             keep_fp32: modules that stay and compute in fp32 at every level, with everything in them. One entry or a
                 list: a module, a module class, or a pattern (``fnmatch``) of names in ``named_modules()``; ``"head.*"``
                 includes ``head``. Other modules may call them with 16-bit inputs. At O2, O3 and O5 their outputs are
@@ -136,6 +137,7 @@ class AmpSession(SessionState):
                 holds DTensors that the level would cast; an optimizer that is under amp already; a ``keep_fp32`` that
                 matches no module or splits a tied weight; an unknown function in ``ops_fp32``. Nothing has changed
                 then.
+            AmpRankError: levels or loss scales differ between the ranks of ``process_group``. Nothing has changed then.
         """
         if isinstance(enabled, str):
             raise AmpTypeError(f"enabled must be True or False, got {enabled!r}. Did you mean opt_level={enabled!r}?")
@@ -175,6 +177,8 @@ class AmpSession(SessionState):
         listeners = Listeners(self._log.report, self._report_step, (self._step_hooks, self._skip_hooks))
         steps = functools.partial(GuardedStep, limit, length, num_losses, listeners)
 
+        if process_group is not None:
+            ranks.check(ranks.of_scales(scales, policy), process_group, "amp.initialize")
         if verbosity > 0 and is_rank_zero():
             # On stdout like apex's banner: log scrapers read it there.
             print("\n".join(banner(opt_level, policy)))

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ampctx._compiling import outside_of_graphs
-from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
-from ampctx.distributed import maximum_over_ranks
+from ampctx._errors import AmpError, AmpKeyError, AmpRankError, AmpTypeError, AmpValueError
+from ampctx.distributed import maximum_over_ranks, ranks_of
 from ampctx.kernels import ops
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, move
 from ampctx.kernels.reference import inverse_of
@@ -26,6 +26,8 @@ from ampctx.kernels.reference import inverse_of
 _FP32 = torch.finfo(torch.float32)
 DYNAMIC = "dynamic"
 DYNAMIC_INIT_SCALE = 2.0**16
+# On an accelerator ranks compare their scales at every so many agreements.
+CHECKED_EVERY = 1000
 
 
 def check_number(name: str, value: Any) -> float:
@@ -147,6 +149,8 @@ class LossScale:
         self.observer: Any = None
         # The ranks that agree on flags. None: this rank alone.
         self.process_group: Any = None
+        # How often ranks have agreed since the last load.
+        self._agreements = 0
         self._copies: PerDevice | None = None
         self._inverse: PerDevice | None = None
 
@@ -241,11 +245,32 @@ class LossScale:
         own = [] if self.process_group is None else [self.process_group]
         return list(dict.fromkeys([*of_meshes, *own])) if self.dynamic else []
 
-    def agreed(self, found_inf: Tensor, of_meshes: Iterable[Any]) -> Tensor:
-        """The maximum of a one-element flag over the ranks of ``groups_with(of_meshes)``. Every rank must take part. No
-        host sync on CUDA."""
-        groups = self.groups_with(of_meshes)
-        return maximum_over_ranks(found_inf, groups) if groups else found_inf
+    def agreed(self, found_inf: Tensor, of_meshes: Iterable[Any], call: str) -> Tensor:
+        """The maximum of a one-element flag over the ranks of ``groups_with(of_meshes)``. Every rank must take part.
+        ``call``: for messages.
+
+        Carries the scale along, to find one that differs: each time on the CPU, where the host waits anyway. On other
+        devices at the first time, after each load and every 1,000th time, with a host sync; no host sync otherwise.
+
+        Raises:
+            AmpRankError: the loss scales of the ranks differ, or another rank has left the call out.
+        """
+        if not (groups := self.groups_with(of_meshes)):
+            return found_inf
+        scale = move(self._state(found_inf.device)[0], found_inf.device)
+        sent = torch.stack((found_inf.detach().reshape(()).float(), scale, -scale))
+        joined = maximum_over_ranks(sent, groups, call, "found_inf of its gradients")
+        self._agreements += 1
+        is_due = self._agreements % CHECKED_EVERY == 1
+        if joined.is_cpu or (is_due and not (joined.is_cuda and torch.cuda.is_current_stream_capturing())):
+            _, high, low = joined.tolist()
+            if high != -low:
+                raise AmpRankError(
+                    f"{call}: loss scales differ between ranks, from {-low} to {high}. This is {ranks_of(groups[0])}, "
+                    f"and has {self.value()}. Load the same amp.state_dict() on every rank. "
+                    "See docs/errors.md#differ-between-ranks."
+                )
+        return joined[0]
 
     def update(self, found_inf: Tensor) -> None:
         """Applies the update rule to a one-element flag, set if != 0. No host sync if flag and scale share a device.
@@ -359,6 +384,7 @@ class LossScale:
         value = check_scale("loss_scale", required(state, "loss_scale"))
         unskipped = check_count("unskipped", required(state, "unskipped"), 0)
         left = check_count("hysteresis", state.get("hysteresis", self.hysteresis), 0)
+        self._agreements = 0
         self.set(value)
         self.set_unskipped(unskipped)
         self.set_hysteresis_left(left)
