@@ -5,9 +5,9 @@
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,6 +95,62 @@ def maximum_over_ranks(t: Tensor, groups: Iterable[Any], call: str, has: str) ->
     for group in groups:
         all_reduce(joined, torch.distributed.ReduceOp.MAX, group, call, has)
     return joined
+
+
+class _Place(NamedTuple):
+    """Stands for the i-th tensor of a tree."""
+
+    i: int
+
+
+class _Kind(NamedTuple):
+    """What a rank must know about a tensor to receive it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_cpu: bool
+
+
+def broadcast_tree(tree: Any, source: int, group: Any, call: str) -> Any:
+    """The tree of dicts, lists, tuples, tensors and picklable values that rank ``source`` of a group has; the others
+    pass None. Tensors that were on the CPU arrive there, others on a device of the group. Host sync.
+
+    Tensors travel as bytes, because backends refuse some dtypes.
+
+    Raises:
+        AmpRankError: a broadcast failed, by the name of the call.
+    """
+    dist = torch.distributed
+    at = device_for(dist.get_backend_config(group), torch.device("cpu"))
+    is_source, first = dist.get_rank(group) == source, dist.get_global_rank(group, source)
+    tensors: list[Tensor] = []
+
+    def taken_out(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            tensors.append(value.detach())
+            return _Place(len(tensors) - 1)
+        return _mapped(taken_out, value)
+
+    def put_back(value: Any) -> Any:
+        return received[value.i] if isinstance(value, _Place) else _mapped(put_back, value)
+
+    skeleton = taken_out(tree)
+    objects = [skeleton, [_Kind(tuple(t.shape), t.dtype, t.is_cpu) for t in tensors]]
+    received: list[Tensor] = []
+    with named_collective(call, group, "state to send" if is_source else "state to receive"):
+        dist.broadcast_object_list(objects, src=first, group=group, device=at)
+        for i, (shape, dtype, on_cpu) in enumerate(objects[1]):
+            t = tensors[i].to(at).contiguous() if is_source else torch.empty(shape, dtype=dtype, device=at)
+            if t.numel():
+                dist.broadcast(t.reshape(-1).view(torch.uint8), src=first, group=group)
+            received.append(t.cpu() if on_cpu else t)
+    return put_back(objects[0])
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: function(each) for key, each in value.items()}
+    return type(value)(map(function, value)) if type(value) in (list, tuple) else value
 
 
 def average_hook(predivide: float | None = None, dtype: torch.dtype | None = None) -> Callable[[Any, Any], Any]:

@@ -32,16 +32,20 @@ class Fact(NamedTuple):
         return int.from_bytes(hashlib.blake2b(repr(self.value).encode(), digest_size=8).digest(), "big") >> 1
 
 
-def of_scales(loss_scales: Sequence[LossScale], policy: PrecisionPolicy) -> list[Fact]:
+def of_scales(loss_scales: Sequence[LossScale]) -> list[Fact]:
     """What all ranks that skip together have in common. Host sync."""
-    scales = [(scale.value(), scale.dynamic) for scale in loss_scales]
-    counts = [(scale.unskipped(), scale.hysteresis_left()) for scale in loss_scales]
+    states = [scale.state_dict() for scale in loss_scales]
+    scales = [(state.pop("loss_scale"), scale.dynamic) for state, scale in zip(states, loss_scales, strict=True)]
     shown = [str(value) if dynamic else f"{value} (static)" for value, dynamic in scales]
     return [
         Fact("loss scales", scales, _listed(shown)),
-        Fact("counts of clean steps", counts, _listed(clean for clean, _ in counts)),
-        Fact("opt levels", (policy.enabled, policy.opt_level), policy.opt_level if policy.enabled else "enabled=False"),
+        Fact("counts of clean steps", states, _listed(state["unskipped"] for state in states)),
     ]
+
+
+def of_level(policy: PrecisionPolicy) -> Fact:
+    level = policy.opt_level if policy.enabled else "enabled=False"
+    return Fact("opt levels", level, level)
 
 
 def of_replicas(bindings: Sequence[OptimizerBinding], policy: PrecisionPolicy) -> list[Fact]:

@@ -178,7 +178,7 @@ class AmpSession(SessionState):
         steps = functools.partial(GuardedStep, limit, length, num_losses, listeners)
 
         if process_group is not None:
-            ranks.check(ranks.of_scales(scales, policy), process_group, "amp.initialize")
+            ranks.check([*ranks.of_scales(scales), ranks.of_level(policy)], process_group, "amp.initialize")
         if verbosity > 0 and is_rank_zero():
             # On stdout like apex's banner: log scrapers read it there.
             print("\n".join(banner(opt_level, policy)))

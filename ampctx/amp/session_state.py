@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable
 from torch.utils.hooks import RemovableHandle
 
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx.amp import ranks, run_state
+from ampctx.amp import joining, ranks, run_state
 from ampctx.amp import weights as master_weights
 from ampctx.amp.binding import OptimizerBinding
 from ampctx.amp.blocks import Blocks
@@ -259,10 +260,40 @@ class SessionState:
             )
         if group is None and not is_distributed():
             return
-        facts = ranks.of_scales(self.loss_scales, self.policy)
+        facts = [*ranks.of_scales(self.loss_scales), ranks.of_level(self.policy)]
         if same_parameters:
             facts += ranks.of_replicas(list(self._bindings.values()), self.policy)
         ranks.check(facts, torch.distributed.group.WORLD if group is None else group, "amp.check_ranks")
+
+    def joinable(self, optimizer: Any, process_group: Any = None) -> Joinable:
+        """Returns a ``Joinable`` for torch's ``Join``: ranks may have different numbers of batches.
+
+        A rank without batches waits in the end of the ``with`` block. There it takes masters, optimizer state (learning
+        rates included) and loss scales from the last rank, bit for bit, and drops its gradients. Host sync.
+
+        Example::
+
+            with Join([ddp, amp.joinable(optimizer)]):
+                for x in batches:
+                    ...
+
+        Args:
+            optimizer: one that went through ``initialize``. Pass several as several joinables, after the model.
+            process_group: that of DistributedDataParallel. None, the default: the default group.
+
+        Raises:
+            AmpError: the optimizer did not go through ``initialize``; there is no process group; ``initialize`` got a
+                ``process_group``; DTensor parameters or a ZeroRedundancyOptimizer. In the ``with`` statement: the
+                joinable stands before the model.
+            AmpRankError: at the end, if another rank has ended.
+        """
+        check_process_group(process_group)
+        if not is_distributed():
+            raise AmpError("amp.joinable needs torch.distributed. Call dist.init_process_group first.")
+        off = self.policy is not None and not self.policy.enabled
+        binding = None if off else self._watched(optimizer, "joinable")
+        group = torch.distributed.group.WORLD if process_group is None else process_group
+        return joining.joinable(optimizer, binding, self._blocks.deferred, group)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -357,7 +388,7 @@ class SessionState:
             scale.load_state_dict(entries[i])
         load_run()
         if process_group is not None:
-            ranks.check(ranks.of_scales(self.loss_scales, self.policy), process_group, "amp.load_state_dict")
+            ranks.check(ranks.of_scales(self.loss_scales), process_group, "amp.load_state_dict")
 
     def _run_loader(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """Checks the part of a state besides the loss scales. Returns the function that loads it."""

@@ -1,0 +1,94 @@
+"""Ranks that differ say so, ranks without batches or gradients do not stop the others."""
+
+import pytest
+from rank_processes import run_ranks
+
+START = 2.0**16
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    rendezvous = tmp_path_factory.mktemp("two") / "rendezvous"
+    return run_ranks("reliability/rank_safety_worker.py", 2, rendezvous, timeout=60)
+
+
+@pytest.mark.parametrize("where", ["load", "check", "block O1", "block O2", "scaler"])
+def test_loss_scales_that_differ_are_an_error_on_every_rank(two, where):
+    for i, rank in enumerate(two):
+        found = rank["scales"][where]
+        assert "loss scales differ between ranks" in found["error"]
+        assert f"rank {i} of a group of 2 ranks [0, 1], and has" in found["error"]
+        assert str([START, 1024.0][i]) in found["error"]
+        assert found["soon"]
+        assert found.get("same", True)
+
+
+def test_initialize_compares_loss_scales_before_it_changes_anything(two):
+    for i, rank in enumerate(two):
+        found = rank["scales"]["initialize"]
+        assert "amp.initialize: loss scales differ between ranks" in found["error"]
+        assert f"and has loss scales: {128 - i}.0 (static)" in found["error"]
+        assert found["same"]
+
+
+@pytest.mark.parametrize(
+    ("case", "what", "has"),
+    [
+        ("count", "counts of clean steps", ["0", "3"]),
+        ("level", "opt levels and options of amp.initialize and", ["O2", "O3"]),
+        ("names", "names of parameters", ["6: a.0.weight", "6: 0.weight"]),
+        ("shapes", "shapes of parameters and values of parameters", ["(2, 4), (2,)", "(3, 4), (3,)"]),
+        ("master", "values of parameters", ["the checksum", "the checksum"]),
+    ],
+)
+def test_check_ranks_names_what_differs_and_what_this_rank_has(two, case, what, has):
+    for rank, mine in zip(two, has, strict=True):
+        error = rank["others"][case]["error"]
+        assert error.startswith(f"amp.check_ranks: {what}")
+        assert f": {mine}" in error
+
+
+@pytest.mark.parametrize("case", ["nothing", "parts", "a group of one"])
+def test_check_ranks_is_silent_about_what_may_be(two, case):
+    assert [rank["others"][case] for rank in two] == [{}, {}]
+
+
+def test_check_ranks_finds_masters_that_one_rank_has_loaded(two):
+    for rank in two:
+        assert "values of parameters differ between ranks" in rank["loaded by one"]["error"]
+
+
+def test_a_rank_without_gradients_takes_part_in_clipping_and_steps(two):
+    for i, rank in enumerate(two):
+        found = rank["no gradients"]
+        assert {key: value for key, value in found.items() if not key.startswith("step")} == dict.fromkeys(
+            [f"{what} {order}" for order in ("2.0", "3.0", "inf") for what in ("norm", "clipped")[: 2 - i]], True
+        )
+        assert found["step False"] == [True, i == 0, START]
+        assert found["step True"] == [False, False, START / 2]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        *("O1 Adam", "O1 FusedAdam", "O2 SGD", "O2 Adam", "O2 FusedAdam"),
+        *("O5 SGD", "O5 FusedAdam", "O5 FusedAdam-split", "from the start"),
+    ],
+)
+def test_ranks_with_uneven_batches_have_the_same_state_after_each_epoch(two, run):
+    first, second = (rank[f"uneven {run}"] for rank in two)
+    assert first["states"] == second["states"]
+    assert len(set(first["states"])) == 3
+    assert first["steps"] == second["steps"]
+    assert len(set(first["steps"])) >= len(first["steps"]) - 2 > 1  # skipped ones
+    assert first["finite"]
+    assert first["scale"] == second["scale"]
+    assert first["scale"]["loss_scale"] == START / 2**4
+
+
+def test_joins_that_cannot_work_are_refused(two):
+    for rank in two:
+        unknown, first, agrees = rank["refused"]
+        assert "did not go through amp.initialize" in unknown
+        assert "Put the model first: Join([ddp, amp.joinable(optimizer)])" in first
+        assert "leave process_group out of amp.initialize" in agrees
