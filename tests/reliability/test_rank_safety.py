@@ -1,7 +1,11 @@
 """Ranks that differ say so, ranks without batches or gradients do not stop the others."""
 
+import subprocess
+import sys
+import time
+
 import pytest
-from rank_processes import run_ranks
+from rank_processes import ROOT, environment, run_ranks
 
 START = 2.0**16
 
@@ -92,3 +96,26 @@ def test_joins_that_cannot_work_are_refused(two):
         assert "did not go through amp.initialize" in unknown
         assert "Put the model first: Join([ddp, amp.joinable(optimizer)])" in first
         assert "leave process_group out of amp.initialize" in agrees
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("point", ["before the block", "in the block", "after backward", "in the exit"])
+def test_every_rank_ends_after_one_has_raised(tmp_path, point):
+    worker = str(ROOT / "tests" / "reliability" / "raising_worker.py")
+    command = [sys.executable, worker, str(tmp_path / "rendezvous"), "2"]
+    began = time.monotonic()
+    ranks = [
+        subprocess.Popen([*command, str(rank), point], env=environment(), stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        errors = [rank.communicate(timeout=25)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode != 0 for rank in ranks)
+    assert time.monotonic() - began < 25
+    assert (
+        "AmpRankError: the end of an amp.scale_loss block: a collective failed on rank 0 of a group of 2" in errors[0]
+    )
+    assert ("layout" if point == "in the exit" else f"ValueError: rank 1 raises {point}") in errors[1]
