@@ -1,7 +1,7 @@
-"""Lets the ranks of a process group agree on overflows, and average gradients without overflow.
+"""Collectives that name their call when they fail, and hooks for DistributedDataParallel.
 
-``average_hook`` is for DistributedDataParallel's ``register_comm_hook``. The rest implements ``process_group=`` of
-``amp.initialize`` and ``GradScaler``.
+``average_hook`` and ``lossy`` are for ``register_comm_hook``. The rest implements ``process_group=`` of
+``amp.initialize`` and ``GradScaler``, ``amp.check_ranks`` and ``amp.joinable``.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ampctx._errors import AmpError, AmpRankError, AmpTypeError, AmpValueError
 
-__all__ = ["average_hook"]
+__all__ = ["average_hook", "lossy"]
 
 
 def is_distributed() -> bool:
@@ -204,3 +204,64 @@ def average_hook(predivide: float | None = None, dtype: torch.dtype | None = Non
         return future.then(finish)
 
     return average
+
+
+def lossy(state: Any, hook: Callable[[Any, Any], Any], optimizer: Any) -> Callable[[Any, Any], Any]:
+    """Wraps a DistributedDataParallel hook that compresses gradients and keeps their error, such as PowerSGD.
+
+    The hook gets unscaled gradients in fp32 (fp64 and complex ones keep their dtype), so that its errors do not depend
+    on the loss scale. After an overflow the memory of ``state`` starts anew; else one overflow would skip all later
+    steps. If gradients are not scaled (``enabled=False``, outside of blocks), the hook gets them as they are.
+
+    Example::
+
+        state = PowerSGDState(process_group=None)
+        ddp.register_comm_hook(None, lossy(state, powerSGD_hook, optimizer))
+
+    Args:
+        state: the first argument of the hook. Its dicts ``error_dict``, ``p_memory_dict`` and ``q_memory_dict``, those
+            that it has, are its memory.
+        hook: ``hook(state, bucket) -> Future``, such as torch's ``powerSGD_hook``.
+        optimizer: an optimizer under amp that the block of the backward names.
+
+    Returns:
+        The hook to register. Host sync: one in each backward, which reads whether the one before overflowed.
+
+    Raises:
+        AmpTypeError: ``hook`` is not callable, or ``optimizer`` has no ``step``.
+    """
+    if not callable(hook):
+        raise AmpTypeError(f"hook must be callable with (state, bucket), got {type(hook).__name__}")
+    if not callable(getattr(optimizer, "step", None)):
+        raise AmpTypeError(f"optimizer must be an optimizer, got {type(optimizer).__name__}")
+    # Of the buckets since the memory was last looked at.
+    overflowed: list[Tensor] = []
+
+    # No annotations, as in average_hook.
+    def compress(_, bucket):
+        gradients = bucket.buffer()
+        # All ranks see the same sums, and start anew together: they must draw the same numbers.
+        if bucket.index() == 0 and overflowed:
+            flags = torch.stack(overflowed)
+            overflowed.clear()
+            if flags.any().item():
+                for name in ("error_dict", "p_memory_dict", "q_memory_dict"):
+                    getattr(state, name, {}).clear()
+        factors_on = getattr(optimizer.step, "factors_on", None)
+        factors = None if factors_on is None else factors_on(gradients.device)
+        if factors is None:
+            return hook(state, bucket)
+        scale, inv_scale = factors
+        # In 16 bits small gradients would become 0.
+        bucket.set_buffer(gradients.to(torch.promote_types(gradients.dtype, torch.float32)) * inv_scale)
+
+        def finish(done):
+            total = done.value()
+            total = total[0] if isinstance(total, (list, tuple)) else total
+            gradients.copy_(total.mul_(scale))
+            overflowed.append(~torch.isfinite(gradients).all())
+            return gradients
+
+        return hook(state, bucket).then(finish)
+
+    return compress

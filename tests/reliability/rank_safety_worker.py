@@ -1,6 +1,6 @@
 """One rank of two that make mistakes, run out of batches or compress gradients: prints what each scenario left.
 
-python rank_safety_worker.py RENDEZVOUS_FILE RANKS RANK
+python rank_safety_worker.py RENDEZVOUS_FILE RANKS RANK [full]
 """
 
 import datetime
@@ -13,6 +13,7 @@ import time
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +23,9 @@ from ampctx import optimizers
 from ampctx.amp import AmpSession
 
 FILE, RANKS, RANK = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+FULL = "full" in sys.argv
 
+START = 2.0**16
 OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.0625, momentum=0.5),
     "Adam": lambda params: torch.optim.Adam(params, lr=0.0625),
@@ -96,7 +99,7 @@ def error_of(call) -> dict:
 def scales_that_differ() -> dict:
     """Rank 1 has another scale."""
     world, results = dist.group.WORLD, {}
-    mine = 1024.0 if RANK == 1 else 65536.0
+    mine = 1024.0 if RANK == 1 else START
     state = {"loss_scaler0": {"loss_scale": mine, "unskipped": 0}}
     session, _, _ = started()
     results["load"] = error_of(lambda: session.load_state_dict(state, process_group=world))
@@ -255,9 +258,56 @@ def refused_joins() -> list[str]:
     return results
 
 
-UNEVEN = [
-    *(("O1", "Adam"), ("O1", "FusedAdam"), ("O2", "SGD"), ("O2", "Adam"), ("O2", "FusedAdam")),
-    *(("O5", "SGD"), ("O5", "FusedAdam"), ("O5", "FusedAdam-split")),
+# --- compressed gradients ---------------------------------------------------------------------------------------------
+
+
+def compressed(level, wrapped=True, overflow_at=None, doubles_at=None, steps=12, **options) -> dict:
+    """PowerSGD from the third step on. At one step rank 1 overflows, or the scale doubles."""
+    torch.manual_seed(0)
+    session, model, optimizer = started(level, "SGD", nn.Linear(8, 8), max_loss_scale=1024.0, **options)
+    ddp = DistributedDataParallel(model)
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.5)
+    hook = powerSGD_hook.powerSGD_hook
+    if wrapped:
+        ddp.register_comm_hook(None, ampctx.distributed.lossy(state, hook, optimizer))
+    else:
+        ddp.register_comm_hook(state, hook)
+    errors = []
+    for step in range(steps):
+        if step == doubles_at:
+            session.load_state_dict({"loss_scaler0": {"loss_scale": 2048.0, "unskipped": 0}})
+        optimizer.zero_grad()
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(100 * step + RANK))
+        loss = ddp(x).float().square().mean()
+        with session.scale_loss(loss * float("inf") if step == overflow_at and RANK else loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        errors.append(digest(state.error_dict))
+    result = {
+        "skipped": session.skipped_steps(optimizer),
+        "scale": session.state_dict().get("loss_scaler0", {}).get("loss_scale"),
+        "errors": errors,
+        "dtypes": sorted({str(error.dtype) for error in state.error_dict.values()}),
+        "largest": max(error.abs().max().item() for error in state.error_dict.values()),
+        "weights": digest(model.state_dict()),
+    }
+    session.reset()
+    return result
+
+
+def compression() -> dict:
+    plain = {"enabled": False}
+    return {
+        **{f"overflow {level}": compressed(level, overflow_at=5) for level in ("O1", "O2")},
+        "overflow, not wrapped": compressed("O1", wrapped=False, overflow_at=5),
+        **{f"doubles {level}": [compressed(level), compressed(level, doubles_at=7)] for level in ("O0", "O2")},
+        "without amp": [compressed("O0", False, **plain), compressed("O0", True, **plain), compressed("O0")],
+    }
+
+
+UNEVEN = [("O1", "Adam"), ("O2", "FusedAdam"), ("O5", "SGD")]
+MORE_UNEVEN = [
+    *(("O1", "FusedAdam"), ("O2", "SGD"), ("O2", "Adam"), ("O5", "FusedAdam"), ("O5", "FusedAdam-split")),
 ]
 
 dist.init_process_group(
@@ -269,7 +319,8 @@ results = {
     "loaded by one": loaded_by_one(),
     "no gradients": gradients_on_one_rank(),
     "refused": refused_joins(),
-    **{f"uneven {level} {kind}": uneven(level, kind) for level, kind in UNEVEN},
+    "compression": compression(),
+    **{f"uneven {level} {kind}": uneven(level, kind) for level, kind in UNEVEN + FULL * MORE_UNEVEN},
     "uneven from the start": uneven("O2", "Adam", empty_first=True),
 }
 print(json.dumps(results), flush=True)

@@ -11,9 +11,10 @@ START = 2.0**16
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
+def two(request, tmp_path_factory):
     rendezvous = tmp_path_factory.mktemp("two") / "rendezvous"
-    return run_ranks("reliability/rank_safety_worker.py", 2, rendezvous, timeout=60)
+    more = ["full"] * request.config.getoption("full")
+    return run_ranks("reliability/rank_safety_worker.py", 2, rendezvous, 60, *more)
 
 
 @pytest.mark.parametrize("where", ["load", "check", "block O1", "block O2", "scaler"])
@@ -72,11 +73,14 @@ def test_a_rank_without_gradients_takes_part_in_clipping_and_steps(two):
         assert found["step True"] == [False, False, START / 2]
 
 
+MORE_UNEVEN = ["O1 FusedAdam", "O2 SGD", "O2 Adam", "O5 FusedAdam", "O5 FusedAdam-split"]
+
+
 @pytest.mark.parametrize(
     "run",
     [
-        *("O1 Adam", "O1 FusedAdam", "O2 SGD", "O2 Adam", "O2 FusedAdam"),
-        *("O5 SGD", "O5 FusedAdam", "O5 FusedAdam-split", "from the start"),
+        *("O1 Adam", "O2 FusedAdam", "O5 SGD", "from the start"),
+        *(pytest.param(run, marks=pytest.mark.full) for run in MORE_UNEVEN),
     ],
 )
 def test_ranks_with_uneven_batches_have_the_same_state_after_each_epoch(two, run):
@@ -96,6 +100,34 @@ def test_joins_that_cannot_work_are_refused(two):
         assert "did not go through amp.initialize" in unknown
         assert "Put the model first: Join([ddp, amp.joinable(optimizer)])" in first
         assert "leave process_group out of amp.initialize" in agrees
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_one_overflow_of_compressed_gradients_is_one_skip(two, level):
+    for rank in two:
+        assert rank["compression"]["overflow, not wrapped"]["skipped"] > 1
+        found = rank["compression"][f"overflow {level}"]
+        assert (found["skipped"], found["scale"]) == (1, 512.0)
+        assert found["dtypes"] == ["torch.float32"]
+        assert 0 < found["largest"] < 1  # of gradients that are not scaled
+    assert len({rank["compression"][f"overflow {level}"]["weights"] for rank in two}) == 1
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_the_error_of_a_compression_does_not_depend_on_the_scale(two, level):
+    for rank in two:
+        kept, doubled = rank["compression"][f"doubles {level}"]
+        assert (kept["scale"], doubled["scale"]) == (1024.0, 2048.0)
+        assert len(set(kept["errors"])) > 5
+        assert kept["errors"] == doubled["errors"]
+        assert kept["weights"] == doubled["weights"]
+
+
+def test_compression_under_amp_at_o0_is_that_of_torch(two):
+    for rank in two:
+        torchs, wrapped, under_amp = rank["compression"]["without amp"]
+        assert wrapped == torchs
+        assert (under_amp["errors"], under_amp["weights"]) == (torchs["errors"], torchs["weights"])
 
 
 @pytest.mark.full
