@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ampctx._errors import AmpAttributeError, AmpError, AmpTypeError
 from ampctx.casts.arguments import LOW_PRECISION, Undo
+from ampctx.distributed import is_distributed
 from ampctx.kernels.each import all_none, grad_of, stored_grad, version_of
 from ampctx.kernels.sharding import values_of
 from ampctx.scaling.device_skips import is_capturing
@@ -153,11 +154,14 @@ def tell_of_edits(binding: OptimizerBinding) -> None:
     """Warns when a step is about to overwrite weights that the user has changed in the model."""
     log, key = binding.loop.run.log, ("edits", id(binding))
     if not log.has_said(key) and (names := binding.masters.overwritten()):
+        # DistributedDataParallel broadcasts at the end of ``join``, and the other ranks see no change.
+        joined = " After ddp.join(), use Join([ddp, amp.joinable(optimizer)]) instead. See docs/guide/ddp.md."
         log.warn_once(
             key,
             f"{_named(binding)}: {_listed(names)} {'was' if len(names) == 1 else 'were'} changed in place. This step "
             "overwrites the change from the fp32 master weight. Change amp.master_params(optimizer), or use "
-            "model.load_state_dict(), which sets the masters, too.",
+            "model.load_state_dict(), which sets the masters, too." + joined * is_distributed(),
+            every_rank=True,
         )
 
 

@@ -32,12 +32,12 @@ class SkipLog:
     def has_said(self, key: Hashable) -> bool:
         return key in self._said
 
-    def warn_once(self, key: Hashable, message: str) -> None:
-        """Logs the first message of this key until ``forget``."""
+    def warn_once(self, key: Hashable, message: str, every_rank: bool = False) -> None:
+        """Logs the first message of this key until ``forget``. ``every_rank``: also if rank 0 may not see the cause."""
         if key in self._said:
             return
         self._said.add(key)
-        if self.verbosity > 0 and is_rank_zero():
+        if self.verbosity > 0 and (every_rank or is_rank_zero()):
             logger.warning(message)
 
     def forget(self) -> None:

@@ -6,6 +6,7 @@ python rank_safety_worker.py RENDEZVOUS_FILE RANKS RANK [full]
 import datetime
 import hashlib
 import json
+import logging
 import os
 import sys
 import time
@@ -238,6 +239,27 @@ def uneven(level, kind, epochs=3, batches=(2, 4), empty_first=False) -> dict:
     return result
 
 
+def joined_by_the_model_alone() -> list[str]:
+    """What is logged where the model's own ``join`` has left the masters behind: on rank 1, whose batches end first."""
+    session, model, optimizer = started("O2")
+    session.verbosity = 1
+    ddp = DistributedDataParallel(model)
+    logged = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("ampctx").addHandler(handler)
+    for epoch in range(2):
+        with ddp.join():
+            for i in range(3 - RANK):
+                optimizer.zero_grad()
+                with session.scale_loss(ddp(batch(epoch, i, RANK)).float().square().mean(), optimizer) as scaled:
+                    scaled.backward()
+                optimizer.step()
+    logging.getLogger("ampctx").removeHandler(handler)
+    session.reset()
+    return logged
+
+
 def refused_joins() -> list[str]:
     results = []
     session, model, optimizer = started("O1")
@@ -319,6 +341,7 @@ results = {
     "loaded by one": loaded_by_one(),
     "no gradients": gradients_on_one_rank(),
     "refused": refused_joins(),
+    "joined alone": joined_by_the_model_alone(),
     "compression": compression(),
     **{f"uneven {level} {kind}": uneven(level, kind) for level, kind in UNEVEN + FULL * MORE_UNEVEN},
     "uneven from the start": uneven("O2", "Adam", empty_first=True),

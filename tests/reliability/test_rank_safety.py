@@ -94,6 +94,14 @@ def test_ranks_with_uneven_batches_have_the_same_state_after_each_epoch(two, run
     assert first["scale"]["loss_scale"] == START / 2**4
 
 
+def test_join_of_the_model_alone_is_told_where_masters_are_left_behind(two):
+    first, second = (rank["joined alone"] for rank in two)
+    assert first == []
+    assert len(second) == 1
+    assert "changed in place" in second[0]
+    assert "use Join([ddp, amp.joinable(optimizer)]) instead" in second[0]
+
+
 def test_joins_that_cannot_work_are_refused(two):
     for rank in two:
         unknown, first, agrees = rank["refused"]
