@@ -133,7 +133,7 @@ def _grad_scaler_calls() -> bool:
 def tell_of_no_block(binding: OptimizerBinding) -> None:
     """Warns before a step with gradients if its dynamic loss scale was never used."""
     loop, checked = binding.loop, binding.gradients.checked
-    if loop.has_scaler or binding.flags.are_of_blocks or not any(scale.dynamic for scale in binding.loss_scales):
+    if loop.has_scaler or binding.flags.are_of_blocks or not any(scale.moves for scale in binding.loss_scales):
         return
     params = (p for group in binding.optimizer.param_groups for p in group["params"])
     if (checked is None or not checked.masters) and all(stored_grad(p) is None for p in params):

@@ -84,6 +84,7 @@ class AmpSession(SessionState):
         keep_fp32: Any = None,
         ops_fp32: Any = None,
         history: int = DEFAULT_LENGTH,
+        skip_nonfinite: bool = False,
     ) -> Any:
         """Prepares models and optimizers for mixed-precision training, in place. No host sync.
 
@@ -128,6 +129,9 @@ class AmpSession(SessionState):
                 functions, methods or operators. At O1 and O4 the result stays fp32; elsewhere it returns to the widest
                 16-bit type among the arguments.
             history: the number of latest steps that ``amp.history`` keeps for each optimizer. 0: none.
+            skip_nonfinite: with a static scale, too, check gradients and skip steps on inf and nan. The scale stays.
+                False, the default, as in apex: such a step writes inf and nan into the weights, with
+                DistributedDataParallel on every rank. A dynamic scale always skips.
 
         Returns:
             ``models`` if ``optimizers`` is None, else ``(models, optimizers)``: the same objects in the same shapes.
@@ -170,7 +174,10 @@ class AmpSession(SessionState):
         policy = replace(policy, keep_fp32=kept.described, ops_fp32=op_names(policy.ops_fp32))
         if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
             raise AmpValueError(f"num_losses is {num_losses!r}, expected an integer of at least 1")
-        scales = [LossScale.from_option(policy.loss_scale, min_loss_scale, max_loss_scale) for _ in range(num_losses)]
+        if not isinstance(skip_nonfinite, bool):
+            raise AmpTypeError(f"skip_nonfinite must be True or False, got {type(skip_nonfinite).__name__}")
+        bounds = min_loss_scale, max_loss_scale
+        scales = [LossScale.from_option(policy.loss_scale, *bounds, skip_nonfinite) for _ in range(num_losses)]
         for scale in scales:
             scale.process_group = process_group
         limit, length = check_limit(max_consecutive_skips), check_length(history)

@@ -56,6 +56,9 @@ class SkipLog:
             if loss_id == OUTSIDE_OF_BLOCKS or scale in self._deferred:
                 logger.warning("Gradient overflow.  Skipping step, the loss scale stays at %s for now", value)
                 continue
+            if not scale.moves:
+                logger.warning("Gradient overflow.  Skipping step, the loss scale stays at %s", value)
+                continue
             logger.warning(
                 "Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %s", loss_id, value
             )

@@ -156,17 +156,24 @@ class LossScale:
 
     @classmethod
     def from_option(
-        cls, loss_scale: float | str, min_loss_scale: float | None, max_loss_scale: float | None
+        cls,
+        loss_scale: float | str,
+        min_loss_scale: float | None,
+        max_loss_scale: float | None,
+        skip_nonfinite: bool = False,
     ) -> LossScale:
         """The scale for the options of ``amp.initialize(loss_scale=..., min_loss_scale=..., max_loss_scale=...)``.
 
-        A number gives a static scale without bounds. "dynamic" starts at 2**16, or at the nearest bound. None: no
-        bound.
+        A number gives a static scale without bounds; with ``skip_nonfinite`` a dynamic one that both bounds hold there.
+        "dynamic" starts at 2**16, or at the nearest bound. None: no bound.
         """
         if loss_scale != DYNAMIC:
             if isinstance(loss_scale, str):
                 raise AmpValueError(f'loss_scale is "{loss_scale}", expected a number or "dynamic"')
-            return cls(check_scale("loss_scale", loss_scale), dynamic=False)
+            value = check_scale("loss_scale", loss_scale)
+            if skip_nonfinite:
+                return cls(value, dynamic=True, min_scale=value, max_scale=value)
+            return cls(value, dynamic=False)
         low, high = check_bounds(
             0.0 if min_loss_scale is None else min_loss_scale,
             math.inf if max_loss_scale is None else max_loss_scale,
@@ -178,6 +185,11 @@ class LossScale:
     def is_identity(self) -> bool:
         """Whether the scale is static and exactly 1. No host sync."""
         return not self.dynamic and self.init_scale == 1.0
+
+    @property
+    def moves(self) -> bool:
+        """Whether updates can change the scale. No host sync."""
+        return self.dynamic and self.min_scale < self.max_scale
 
     # --- on the device: no host sync --------------------------------------------------------------------------------
 

@@ -209,6 +209,24 @@ def gradients_on_one_rank() -> dict:
     return results
 
 
+def overflow_at_a_static_scale(level, group) -> dict:
+    """Rank 1 overflows in one of four steps. Under DistributedDataParallel, or with other data on each rank."""
+    session, model, optimizer = started(level, loss_scale=64.0, skip_nonfinite=True, process_group=group)
+    wrapped = DistributedDataParallel(model) if group is None else model
+    stepped = []
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = wrapped(batch(step, RANK)).float().square().mean()
+        with session.scale_loss(loss * float("nan") if step == 2 and RANK else loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        stepped.append(session.outcome(optimizer).stepped)
+    finite = all(torch.isfinite(p).all().item() for p in model.parameters())
+    result = {"stepped": stepped, "finite": finite, "scale": session.state_dict()["loss_scaler0"]["loss_scale"]}
+    session.reset()
+    return result
+
+
 # --- uneven inputs ----------------------------------------------------------------------------------------------------
 
 
@@ -340,6 +358,11 @@ results = {
     "others": other_differences(),
     "loaded by one": loaded_by_one(),
     "no gradients": gradients_on_one_rank(),
+    "static": {
+        f"{level} {group is None}": overflow_at_a_static_scale(level, group)
+        for level in ("O0", "O3", "O4", "O5")
+        for group in (None, dist.group.WORLD)
+    },
     "refused": refused_joins(),
     "joined alone": joined_by_the_model_alone(),
     "compression": compression(),

@@ -138,6 +138,13 @@ def test_compression_under_amp_at_o0_is_that_of_torch(two):
         assert (under_amp["errors"], under_amp["weights"]) == (torchs["errors"], torchs["weights"])
 
 
+def test_a_static_scale_can_skip_together_and_stay(two):
+    for rank in two:
+        expected = {"stepped": [True, True, False, True], "finite": True, "scale": 64.0}
+        assert len(rank["static"]) == 8
+        assert all(found == expected for found in rank["static"].values())
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("point", ["before the block", "in the block", "after backward", "in the exit"])
 def test_every_rank_ends_after_one_has_raised(tmp_path, point):
