@@ -80,8 +80,8 @@ def all_reduce(t: Tensor, op: Any, group: Any, call: str, has: str) -> None:
     Raises:
         AmpRankError: the collective failed, by the name of the call.
     """
-    at = device_for(torch.distributed.get_backend_config(group), t.device)
-    sent = t.to(at)
+    moves = t.is_cpu and torch.accelerator.is_available()  # else there is no other device
+    sent = t.to(device_for(torch.distributed.get_backend_config(group), t.device)) if moves else t
     with named_collective(call, group, has):
         torch.distributed.all_reduce(sent, op=op, group=group)
     if sent is not t:

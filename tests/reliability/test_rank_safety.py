@@ -5,7 +5,10 @@ import sys
 import time
 
 import pytest
+import torch
 from rank_processes import ROOT, environment, run_ranks
+
+from ampctx.distributed import device_for
 
 START = 2.0**16
 
@@ -143,6 +146,14 @@ def test_a_static_scale_can_skip_together_and_stay(two):
         expected = {"stepped": [True, True, False, True], "finite": True, "scale": 64.0}
         assert len(rank["static"]) == 8
         assert all(found == expected for found in rank["static"].values())
+
+
+@pytest.mark.parametrize(
+    ("backends", "expected"),
+    [("cpu:gloo,cuda:nccl", "cpu"), ("cuda:nccl", "cuda"), ("cpu:gloo", "cpu"), ("xpu:xccl,cuda:nccl", "xpu")],
+)
+def test_numbers_on_the_cpu_go_to_a_device_that_the_group_takes(backends, expected):
+    assert device_for(backends, torch.device("cpu")) == torch.device(expected)
 
 
 @pytest.mark.full
