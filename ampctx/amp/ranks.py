@@ -37,9 +37,11 @@ def of_scales(loss_scales: Sequence[LossScale]) -> list[Fact]:
     states = [scale.state_dict() for scale in loss_scales]
     scales = [(state.pop("loss_scale"), scale.dynamic) for state, scale in zip(states, loss_scales, strict=True)]
     shown = [str(value) if dynamic else f"{value} (static)" for value, dynamic in scales]
+    # Nothing depends on the count of a scale that stays.
+    counts = [state for state, scale in zip(states, loss_scales, strict=True) if scale.moves]
     return [
         Fact("loss scales", scales, _listed(shown)),
-        Fact("counts of clean steps", states, _listed(state["unskipped"] for state in states)),
+        Fact("counts of clean steps", counts, _listed(count["unskipped"] for count in counts)),
     ]
 
 

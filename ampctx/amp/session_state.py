@@ -260,9 +260,12 @@ class SessionState:
             )
         if group is None and not is_distributed():
             return
-        facts = [*ranks.of_scales(self.loss_scales), ranks.of_level(self.policy)]
+        bindings = list(self._bindings.values())
+        # An optimizer keeps the scales of its own initialize call.
+        scales = dict.fromkeys([*self.loss_scales, *(scale for b in bindings for scale in b.loss_scales)])
+        facts = [*ranks.of_scales(list(scales)), ranks.of_level(self.policy)]
         if same_parameters:
-            facts += ranks.of_replicas(list(self._bindings.values()), self.policy)
+            facts += ranks.of_replicas(bindings, self.policy)
         ranks.check(facts, torch.distributed.group.WORLD if group is None else group, "amp.check_ranks")
 
     def joinable(self, optimizer: Any, process_group: Any = None) -> Joinable:

@@ -150,7 +150,7 @@ class LossScale:
         # The ranks that agree on flags. None: this rank alone.
         self.process_group: Any = None
         # How often ranks have agreed since the last load.
-        self._agreements = 0
+        self.agreements = 0
         self._copies: PerDevice | None = None
         self._inverse: PerDevice | None = None
 
@@ -272,8 +272,8 @@ class LossScale:
         scale = move(self._state(found_inf.device)[0], found_inf.device)
         sent = torch.stack((found_inf.detach().reshape(()).float(), scale, -scale))
         joined = maximum_over_ranks(sent, groups, call, "found_inf of its gradients")
-        self._agreements += 1
-        is_due = self._agreements % CHECKED_EVERY == 1
+        self.agreements += 1
+        is_due = self.agreements % CHECKED_EVERY == 1
         if joined.is_cpu or (is_due and not (joined.is_cuda and torch.cuda.is_current_stream_capturing())):
             _, high, low = joined.tolist()
             if high != -low:
@@ -396,7 +396,7 @@ class LossScale:
         value = check_scale("loss_scale", required(state, "loss_scale"))
         unskipped = check_count("unskipped", required(state, "unskipped"), 0)
         left = check_count("hysteresis", state.get("hysteresis", self.hysteresis), 0)
-        self._agreements = 0
+        self.agreements = 0
         self.set(value)
         self.set_unskipped(unskipped)
         self.set_hysteresis_left(left)

@@ -1,4 +1,4 @@
-"""One rank of two that make mistakes, run out of batches or compress gradients: prints what each scenario left.
+"""One rank of two or four that make mistakes, run out of batches or compress gradients: prints what each scenario left.
 
 python rank_safety_worker.py RENDEZVOUS_FILE RANKS RANK [full]
 """
@@ -129,8 +129,8 @@ def other_differences() -> dict:
     """What ``check_ranks`` names."""
     results = {}
 
-    def check(name, model=None, level="O2", change=None, **given):
-        session, model, optimizer = started(level if RANK else "O2", model=model)
+    def check(name, model=None, level="O2", change=None, loss_scale="dynamic", **given):
+        session, model, optimizer = started(level if RANK else "O2", model=model, loss_scale=loss_scale)
         if change is not None and RANK == 1:
             change(session, model, optimizer)
         results[name] = error_of(lambda: session.check_ranks(**given))
@@ -138,6 +138,8 @@ def other_differences() -> dict:
 
     check("nothing")
     check("count", change=lambda s, m, o: s.load_state_dict({"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 3}}))
+    static = {"loss_scaler0": {"loss_scale": 8.0, "unskipped": RANK}}  # a count that nothing depends on
+    check("count of a static scale", change=lambda s, m, o: s.load_state_dict(static), loss_scale=8.0)
     check("level", level="O3")
     check("names", model=nn.Sequential(*mlp()) if RANK else nn.ModuleDict({"a": mlp()}))
     check("shapes", model=nn.Linear(4, 2 + RANK))
@@ -257,6 +259,31 @@ def uneven(level, kind, epochs=3, batches=(2, 4), empty_first=False) -> dict:
     return result
 
 
+def uneven_with_two_optimizers() -> list[str]:
+    """Digests of all state after each epoch: two models, two losses and scales."""
+    torch.manual_seed(RANK)
+    models = [nn.Linear(4, 4), nn.Linear(4, 2)]
+    opts = [OPTIMIZERS[kind](model.parameters()) for kind, model in zip(("Adam", "FusedAdam"), models, strict=True)]
+    session = AmpSession()
+    session.initialize(models, opts, opt_level="O2", verbosity=0, num_losses=2)
+    wrapped = list(map(DistributedDataParallel, models))
+    states = []
+    for epoch in range(2):
+        with Join([*wrapped, *map(session.joinable, opts)]):
+            for i in range(4 - 2 * RANK):
+                for loss_id, (model, optimizer) in enumerate(zip(wrapped, opts, strict=True)):
+                    optimizer.zero_grad()
+                    loss = model(batch(epoch, i, RANK)).float().square().mean()
+                    loss = loss * float("inf") if (i, loss_id) == (3, 1) else loss
+                    with session.scale_loss(loss, optimizer, loss_id=loss_id) as scaled:
+                        scaled.backward()
+                    optimizer.step()
+        states.append([all_state(session, model, optimizer) for model, optimizer in zip(models, opts, strict=True)])
+    session.check_ranks()
+    session.reset()
+    return states
+
+
 def joined_by_the_model_alone() -> list[str]:
     """What is logged where the model's own ``join`` has left the masters behind: on rank 1, whose batches end first."""
     session, model, optimizer = started("O2")
@@ -353,22 +380,27 @@ MORE_UNEVEN = [
 dist.init_process_group(
     "gloo", init_method=f"file://{FILE}", rank=RANK, world_size=RANKS, timeout=datetime.timedelta(seconds=20)
 )
-results = {
-    "scales": scales_that_differ(),
-    "others": other_differences(),
-    "loaded by one": loaded_by_one(),
-    "no gradients": gradients_on_one_rank(),
-    "static": {
-        f"{level} {group is None}": overflow_at_a_static_scale(level, group)
-        for level in ("O0", "O3", "O4", "O5")
-        for group in (None, dist.group.WORLD)
-    },
-    "refused": refused_joins(),
-    "joined alone": joined_by_the_model_alone(),
-    "compression": compression(),
-    **{f"uneven {level} {kind}": uneven(level, kind) for level, kind in UNEVEN + FULL * MORE_UNEVEN},
-    "uneven from the start": uneven("O2", "Adam", empty_first=True),
-}
+results = (
+    {"uneven": uneven("O2", "FusedAdam", batches=(2, 4, 3, 4))}
+    if RANKS == 4
+    else {
+        "scales": scales_that_differ(),
+        "others": other_differences(),
+        "loaded by one": loaded_by_one(),
+        "no gradients": gradients_on_one_rank(),
+        "static": {
+            f"{level} {group is None}": overflow_at_a_static_scale(level, group)
+            for level in ("O0", "O3", "O4", "O5")
+            for group in (None, dist.group.WORLD)
+        },
+        "refused": refused_joins(),
+        "two optimizers": uneven_with_two_optimizers(),
+        "joined alone": joined_by_the_model_alone(),
+        "compression": compression(),
+        **{f"uneven {level} {kind}": uneven(level, kind) for level, kind in UNEVEN + FULL * MORE_UNEVEN},
+        "uneven from the start": uneven("O2", "Adam", empty_first=True),
+    }
+)
 print(json.dumps(results), flush=True)
 dist.barrier()
 # gloo's threads may still be there at exit, and end the process with an abort then.

@@ -56,7 +56,7 @@ def test_check_ranks_names_what_differs_and_what_this_rank_has(two, case, what, 
         assert f": {mine}" in error
 
 
-@pytest.mark.parametrize("case", ["nothing", "parts", "a group of one"])
+@pytest.mark.parametrize("case", ["nothing", "count of a static scale", "parts", "a group of one"])
 def test_check_ranks_is_silent_about_what_may_be(two, case):
     assert [rank["others"][case] for rank in two] == [{}, {}]
 
@@ -95,6 +95,19 @@ def test_ranks_with_uneven_batches_have_the_same_state_after_each_epoch(two, run
     assert first["finite"]
     assert first["scale"] == second["scale"]
     assert first["scale"]["loss_scale"] == START / 2**4
+
+
+def test_uneven_batches_with_two_optimizers(two):
+    first, second = (rank["two optimizers"] for rank in two)
+    assert first == second
+    assert first[0] != first[1]
+
+
+@pytest.mark.full
+def test_uneven_batches_on_four_ranks(tmp_path):
+    ranks = run_ranks("reliability/rank_safety_worker.py", 4, tmp_path / "rendezvous", 60)
+    assert all(rank == ranks[0] for rank in ranks)
+    assert len(set(ranks[0]["uneven"]["states"])) == 3
 
 
 def test_join_of_the_model_alone_is_told_where_masters_are_left_behind(two):
