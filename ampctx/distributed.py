@@ -21,21 +21,22 @@ def is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def check_process_group(process_group: Any) -> None:
-    """Accepts None and a group that includes this rank. Raises AmpTypeError, AmpValueError or AmpError otherwise."""
+def check_process_group(process_group: Any, name: str = "process_group") -> None:
+    """Accepts None and a group that includes this rank. Raises AmpTypeError, AmpValueError or AmpError otherwise, by
+    the name of the argument."""
     if process_group is None:
         return
     dist = torch.distributed
     if not dist.is_available():
-        raise AmpError("process_group was given, and this torch was built without torch.distributed. Leave it out.")
+        raise AmpError(f"{name} was given, and this torch was built without torch.distributed. Leave it out.")
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
         raise AmpValueError(
-            "process_group does not contain this rank. dist.new_group returns such a value on ranks outside of the "
+            f"{name} does not contain this rank. dist.new_group returns such a value on ranks outside of the "
             "group. Pass the group that this rank shares its scale with, or None."
         )
     if not isinstance(process_group, dist.ProcessGroup):
         raise AmpTypeError(
-            f"process_group must be a torch.distributed.ProcessGroup, got {type(process_group).__name__}. "
+            f"{name} must be a torch.distributed.ProcessGroup, got {type(process_group).__name__}. "
             "Pass dist.new_group(ranks), mesh.get_group(dim) or, after dist.init_process_group, dist.group.WORLD."
         )
 
@@ -60,8 +61,6 @@ def named_collective(call: str, group: Any, has: str) -> Iterator[None]:
     """Raises AmpRankError in place of torch's error. ``has``: what this rank takes into the collective."""
     try:
         yield
-    except AmpError:
-        raise
     except RuntimeError as error:
         first_line = str(error).partition("\n")[0]
         raise AmpRankError(
@@ -211,7 +210,8 @@ def lossy(state: Any, hook: Callable[[Any, Any], Any], optimizer: Any) -> Callab
 
     The hook gets unscaled gradients in fp32 (fp64 and complex ones keep their dtype), so that its errors do not depend
     on the loss scale. After an overflow the memory of ``state`` starts anew; else one overflow would skip all later
-    steps. If gradients are not scaled (``enabled=False``, outside of blocks), the hook gets them as they are.
+    steps. Where amp does not scale (``enabled=False``, a static scale of 1), the hook gets gradients as they are; also
+    those that a GradScaler has scaled.
 
     Example::
 

@@ -253,7 +253,7 @@ class SessionState:
             AmpTypeError, AmpValueError: ``group`` is no group, or does not contain this rank.
             AmpError: before ``initialize``.
         """
-        check_process_group(group)
+        check_process_group(group, "group")
         if self.policy is None:
             raise AmpError(
                 "amp.check_ranks was called before amp.initialize. Call amp.initialize first, on every rank."

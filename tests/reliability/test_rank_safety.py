@@ -8,7 +8,8 @@ import pytest
 import torch
 from rank_processes import ROOT, environment, run_ranks
 
-from ampctx.distributed import device_for
+from ampctx import AmpError, AmpSession, AmpTypeError
+from ampctx.distributed import device_for, lossy
 
 START = 2.0**16
 
@@ -159,6 +160,45 @@ def test_a_static_scale_can_skip_together_and_stay(two):
         expected = {"stepped": [True, True, False, True], "finite": True, "scale": 64.0}
         assert len(rank["static"]) == 8
         assert all(found == expected for found in rank["static"].values())
+
+
+# --- without other ranks ----------------------------------------------------------------------------------------------
+
+
+def started():
+    session, model = AmpSession(), torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session.initialize(model, optimizer, verbosity=0)
+    return session, optimizer
+
+
+def test_one_process_has_nothing_to_compare():
+    session, _ = started()
+    assert session.check_ranks() is None
+    session.reset()
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda s, o: AmpSession().check_ranks(), AmpError, "check_ranks was called before amp.initialize"),
+        (lambda s, o: s.check_ranks([0, 1]), AmpTypeError, "group must be a torch.distributed.ProcessGroup, got list"),
+        (lambda s, o: s.load_state_dict(s.state_dict(), process_group=0), AmpTypeError, "process_group must be"),
+        (lambda s, o: s.joinable(o), AmpError, "amp.joinable needs torch.distributed. Call dist.init_process_group"),
+        (lambda s, o: lossy(None, "hook", o), AmpTypeError, "hook must be callable"),
+        (lambda s, o: lossy(None, print, None), AmpTypeError, "optimizer must be an optimizer, got NoneType"),
+        (
+            lambda s, o: AmpSession().initialize(torch.nn.Linear(1, 1), skip_nonfinite="yes"),
+            AmpTypeError,
+            "skip_nonfinite must be True or False, got str",
+        ),
+    ],
+)
+def test_wrong_calls_name_what_is_wrong(call, kind, message):
+    session, optimizer = started()
+    with pytest.raises(kind, match=message):
+        call(session, optimizer)
+    session.reset()
 
 
 @pytest.mark.parametrize(
