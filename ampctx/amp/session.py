@@ -86,7 +86,7 @@ class AmpSession(SessionState):
         history: int = DEFAULT_LENGTH,
         skip_nonfinite: bool = False,
     ) -> Any:
-        """Prepares models and optimizers for mixed-precision training, in place. No host sync.
+        """Prepares models and optimizers for mixed-precision training, in place. Host sync only with ``process_group``.
 
         Example::
 
@@ -302,11 +302,13 @@ class AmpSession(SessionState):
                 skipped.
 
         Raises:
+            AmpRankError: at the end, the loss scales of a ``process_group`` or a mesh differ, or a rank is missing.
             AmpError, AmpTypeError, AmpIndexError: ``initialize`` was not called; the loss is no real tensor; an
                 optimizer did not go through ``initialize``; ``num_losses`` does not cover the loss id. At the end:
                 another block has left scaled gradients in an optimizer.
 
-        No host sync. With a ``process_group`` over gloo, the end of the block waits for the other ranks.
+        No host sync. With a ``process_group`` over gloo, the end of the block waits for the other ranks. With one over
+        NCCL, and with DTensors, ranks read whether their scales are equal at the first and every 1,000th block.
         """
         args = loss, optimizers, loss_id, delay_unscale, delay_overflow_check
         return mistakes.LossBlock(self._scaled_loss, args, {})

@@ -94,7 +94,8 @@ class GradScaler(ScalerState):
         process_group: a ``torch.distributed.ProcessGroup`` whose ranks skip steps and change the scale together. Needed
             if ranks hold different gradients. The check of each optimizer, in ``unscale_`` or ``step``, is then an
             all_reduce of three numbers, and every rank must take part, with or without gradients: else AmpRankError,
-            also if the scales differ. A scaler with a group cannot be pickled. Ranks of a DTensor mesh always agree.
+            also if the scales differ. Over NCCL the first and every 1,000th of them is a host sync, to compare the
+            scales. A scaler with a group cannot be pickled. Ranks of a DTensor mesh always agree.
         history: the number of latest steps that ``history()`` keeps for each optimizer. 0: none.
 
     Raises:
