@@ -55,5 +55,9 @@ class AmpStallError(AmpError):
         self.scale_history = list(scale_history)
 
 
+class AmpRankError(AmpError):
+    """Ranks of a process group disagree, or one of them left a collective out that ampctx makes."""
+
+
 class ExtensionError(AmpError, ImportError):
     """``AMPCTX_REQUIRE_EXTENSION`` requires the compiled extension, and it is missing or unusable."""

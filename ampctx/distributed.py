@@ -1,54 +1,155 @@
-"""Lets the ranks of a process group agree on overflows, and average gradients without overflow.
+"""Collectives that name their call when they fail, and hooks for DistributedDataParallel.
 
-``average_hook`` is for DistributedDataParallel's ``register_comm_hook``. The rest implements ``process_group=`` of
-``amp.initialize`` and ``GradScaler``.
+``average_hook`` and ``lossy`` are for ``register_comm_hook``. The rest implements ``process_group=`` of
+``amp.initialize`` and ``GradScaler``, ``amp.check_ranks`` and ``amp.joinable``.
 """
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ampctx._errors import AmpError, AmpTypeError, AmpValueError
+from ampctx._errors import AmpError, AmpRankError, AmpTypeError, AmpValueError
 
-__all__ = ["average_hook"]
+__all__ = ["average_hook", "lossy"]
 
 
 def is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def check_process_group(process_group: Any) -> None:
-    """Accepts None and a group that includes this rank. Raises AmpTypeError, AmpValueError or AmpError otherwise."""
+def check_process_group(process_group: Any, name: str = "process_group") -> None:
+    """Accepts None and a group that includes this rank. Raises AmpTypeError, AmpValueError or AmpError otherwise, by
+    the name of the argument."""
     if process_group is None:
         return
     dist = torch.distributed
     if not dist.is_available():
-        raise AmpError("process_group was given, and this torch was built without torch.distributed. Leave it out.")
+        raise AmpError(f"{name} was given, and this torch was built without torch.distributed. Leave it out.")
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
         raise AmpValueError(
-            "process_group does not contain this rank. dist.new_group returns such a value on ranks outside of the "
+            f"{name} does not contain this rank. dist.new_group returns such a value on ranks outside of the "
             "group. Pass the group that this rank shares its scale with, or None."
         )
     if not isinstance(process_group, dist.ProcessGroup):
         raise AmpTypeError(
-            f"process_group must be a torch.distributed.ProcessGroup, got {type(process_group).__name__}. "
+            f"{name} must be a torch.distributed.ProcessGroup, got {type(process_group).__name__}. "
             "Pass dist.new_group(ranks), mesh.get_group(dim) or, after dist.init_process_group, dist.group.WORLD."
         )
 
 
-def maximum_over_ranks(flag: Tensor, groups: Iterable[Any]) -> Tensor:
-    """The maximum of a flag over the ranks of all groups, as a new tensor. One all_reduce for each group; every rank
-    must take part.
+def ranks_of(group: Any) -> str:
+    """This rank and those of a group, for messages."""
+    dist = torch.distributed
+    ranks = dist.get_process_group_ranks(group)
+    shown = ", ".join(map(str, ranks if len(ranks) <= 16 else [*ranks[:15], "..."]))
+    return f"rank {dist.get_rank()} of a group of {len(ranks)} ranks [{shown}]"
+
+
+def device_for(backends: str, device: torch.device) -> torch.device:
+    """``device`` if a group with these backends, such as "cpu:gloo,cuda:nccl", takes its tensors. Otherwise the current
+    device of the first type that it takes."""
+    kinds = [backend.partition(":")[0] for backend in backends.split(",")]
+    return device if device.type in kinds else torch.device(kinds[0])
+
+
+@contextmanager
+def named_collective(call: str, group: Any, has: str) -> Iterator[None]:
+    """Raises AmpRankError in place of torch's error. ``has``: what this rank takes into the collective."""
+    try:
+        yield
+    except RuntimeError as error:
+        first_line = str(error).partition("\n")[0]
+        raise AmpRankError(
+            f"{call}: a collective failed on {ranks_of(group)}, which has {has}. Another rank has ended, raised an "
+            "error, or left this call out. Look for its error first. Then end the run on every rank, and resume it "
+            f"from a checkpoint. See docs/errors.md#differ-between-ranks. torch says: {first_line}"
+        ) from error
+
+
+def all_reduce(t: Tensor, op: Any, group: Any, call: str, has: str) -> None:
+    """Reduces ``t`` in place over a group. Every rank must take part. Moves a tensor on the CPU to the device of the
+    group if its backend takes no others.
 
     No host sync on CUDA with NCCL: the current stream waits. With a host backend (gloo) the host waits for the others.
+
+    Raises:
+        AmpRankError: the collective failed, by the name of the call.
     """
-    joined = flag.detach().clone()
+    moves = t.is_cpu and torch.accelerator.is_available()  # else there is no other device
+    sent = t.to(device_for(torch.distributed.get_backend_config(group), t.device)) if moves else t
+    with named_collective(call, group, has):
+        torch.distributed.all_reduce(sent, op=op, group=group)
+    if sent is not t:
+        t.copy_(sent)
+
+
+def maximum_over_ranks(t: Tensor, groups: Iterable[Any], call: str, has: str) -> Tensor:
+    """The maximum over the ranks of all groups, element by element, as a new tensor. One ``all_reduce`` for each
+    group."""
+    joined = t.detach().clone()
     for group in groups:
-        torch.distributed.all_reduce(joined, op=torch.distributed.ReduceOp.MAX, group=group)
+        all_reduce(joined, torch.distributed.ReduceOp.MAX, group, call, has)
     return joined
+
+
+class _Place(NamedTuple):
+    """Stands for the i-th tensor of a tree."""
+
+    i: int
+
+
+class _Kind(NamedTuple):
+    """What a rank must know about a tensor to receive it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_cpu: bool
+
+
+def broadcast_tree(tree: Any, source: int, group: Any, call: str) -> Any:
+    """The tree of dicts, lists, tuples, tensors and picklable values that rank ``source`` of a group has; the others
+    pass None. Tensors that were on the CPU arrive there, others on a device of the group. Host sync.
+
+    Tensors travel as bytes, because backends refuse some dtypes.
+
+    Raises:
+        AmpRankError: a broadcast failed, by the name of the call.
+    """
+    dist = torch.distributed
+    at = device_for(dist.get_backend_config(group), torch.device("cpu"))
+    is_source, first = dist.get_rank(group) == source, dist.get_global_rank(group, source)
+    tensors: list[Tensor] = []
+
+    def taken_out(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            tensors.append(value.detach())
+            return _Place(len(tensors) - 1)
+        return _mapped(taken_out, value)
+
+    def put_back(value: Any) -> Any:
+        return received[value.i] if isinstance(value, _Place) else _mapped(put_back, value)
+
+    skeleton = taken_out(tree)
+    objects = [skeleton, [_Kind(tuple(t.shape), t.dtype, t.is_cpu) for t in tensors]]
+    received: list[Tensor] = []
+    with named_collective(call, group, "state to send" if is_source else "state to receive"):
+        dist.broadcast_object_list(objects, src=first, group=group, device=at)
+        for i, (shape, dtype, on_cpu) in enumerate(objects[1]):
+            t = tensors[i].to(at).contiguous() if is_source else torch.empty(shape, dtype=dtype, device=at)
+            if t.numel():
+                dist.broadcast(t.reshape(-1).view(torch.uint8), src=first, group=group)
+            received.append(t.cpu() if on_cpu else t)
+    return put_back(objects[0])
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: function(each) for key, each in value.items()}
+    return type(value)(map(function, value)) if type(value) in (list, tuple) else value
 
 
 def average_hook(predivide: float | None = None, dtype: torch.dtype | None = None) -> Callable[[Any, Any], Any]:
@@ -102,3 +203,65 @@ def average_hook(predivide: float | None = None, dtype: torch.dtype | None = Non
         return future.then(finish)
 
     return average
+
+
+def lossy(state: Any, hook: Callable[[Any, Any], Any], optimizer: Any) -> Callable[[Any, Any], Any]:
+    """Wraps a DistributedDataParallel hook that compresses gradients and keeps their error, such as PowerSGD.
+
+    The hook gets unscaled gradients in fp32 (fp64 and complex ones keep their dtype), so that its errors do not depend
+    on the loss scale. After an overflow the memory of ``state`` starts anew; else one overflow would skip all later
+    steps. Where amp does not scale (``enabled=False``, a static scale of 1), the hook gets gradients as they are; also
+    those that a GradScaler has scaled.
+
+    Example::
+
+        state = PowerSGDState(process_group=None)
+        ddp.register_comm_hook(None, lossy(state, powerSGD_hook, optimizer))
+
+    Args:
+        state: the first argument of the hook. Its dicts ``error_dict``, ``p_memory_dict`` and ``q_memory_dict``, those
+            that it has, are its memory.
+        hook: ``hook(state, bucket) -> Future``, such as torch's ``powerSGD_hook``.
+        optimizer: an optimizer under amp that the block of the backward names.
+
+    Returns:
+        The hook to register. Host sync: one in each backward, which reads whether the one before overflowed.
+
+    Raises:
+        AmpTypeError: ``hook`` is not callable, or ``optimizer`` has no ``step``.
+    """
+    if not callable(hook):
+        raise AmpTypeError(f"hook must be callable with (state, bucket), got {type(hook).__name__}")
+    if not callable(getattr(optimizer, "step", None)):
+        raise AmpTypeError(f"optimizer must be an optimizer, got {type(optimizer).__name__}")
+    # Of the buckets since the memory was last looked at.
+    overflowed: list[Tensor] = []
+
+    # No annotations, as in average_hook.
+    def compress(_, bucket):
+        gradients = bucket.buffer()
+        # All ranks see the same sums, and start anew together: they must draw the same numbers.
+        if bucket.index() == 0 and overflowed:
+            flags = torch.stack(overflowed)
+            overflowed.clear()
+            if flags.any().item():
+                for name in ("error_dict", "p_memory_dict", "q_memory_dict"):
+                    getattr(state, name, {}).clear()
+        factors_on = getattr(optimizer.step, "factors_on", None)
+        factors = None if factors_on is None else factors_on(gradients.device)
+        if factors is None:
+            return hook(state, bucket)
+        scale, inv_scale = factors
+        # In 16 bits small gradients would become 0.
+        bucket.set_buffer(gradients.to(torch.promote_types(gradients.dtype, torch.float32)) * inv_scale)
+
+        def finish(done):
+            total = done.value()
+            total = total[0] if isinstance(total, (list, tuple)) else total
+            gradients.copy_(total.mul_(scale))
+            overflowed.append(~torch.isfinite(gradients).all())
+            return gradients
+
+        return hook(state, bucket).then(finish)
+
+    return compress

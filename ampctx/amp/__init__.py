@@ -24,6 +24,8 @@ on_skip = _default_session.on_skip
 master_model = _default_session.master_model
 master_state_dict = _default_session.master_state_dict
 state_dict = _default_session.state_dict
+check_ranks = _default_session.check_ranks
+joinable = _default_session.joinable
 load_state_dict = _default_session.load_state_dict
 disable_casts = _default_session.disable_casts
 half_function = _default_session.half_function
@@ -48,12 +50,14 @@ __all__ = [
     "PrecisionPolicy",
     "StepOutcome",
     "bfloat16_function",
+    "check_ranks",
     "disable_casts",
     "explain",
     "float_function",
     "half_function",
     "history",
     "initialize",
+    "joinable",
     "load_state_dict",
     "master_model",
     "master_params",

@@ -26,7 +26,7 @@ from ampctx.casts.model_watch import ParameterNames
 from ampctx.casts.switch import CastSwitch
 from ampctx.kernels import foreach
 from ampctx.kernels.each import stored_grad
-from ampctx.kernels.foreach import Factor, FoundInf, join_flags
+from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, join_flags
 from ampctx.kernels.sharding import values_of
 from ampctx.masters.clip import norm_before_clipping
 from ampctx.masters.gradients import BlockGradients, Pending, Phase
@@ -98,6 +98,7 @@ class OptimizerBinding:
                 self._replaced.callback(replace(optimizer, name, method))
             step = vars(optimizer)["step"]
             step.refuse_grad_scaler = step.__func__.refuse_grad_scaler = weak_method(self.refuse_grad_scaler)
+            step.factors_on = step.__func__.factors_on = weak_method(self.factors_on)
         except BaseException:
             self.release()
             raise
@@ -205,7 +206,7 @@ class OptimizerBinding:
             if any(scale.dynamic for scale in self.loss_scales):
                 self.flags.add(loss_id, scale, flag)
         elif scale.dynamic:
-            flag = scale.agreed(flag, self.masters.groups)
+            flag = scale.agreed(flag, self.masters.groups, "optimizer.step()")
             self.flags.add(loss_id, scale, flag)
             scale.tell(flag)
             scale.update(flag)
@@ -252,7 +253,7 @@ class OptimizerBinding:
         ):
             default = scale, torch.zeros((), dtype=torch.float32, device=self._device())
             _, flag = flags.get(OUTSIDE_OF_BLOCKS, default)
-            flags[OUTSIDE_OF_BLOCKS] = (scale, scale.agreed(flag, groups))
+            flags[OUTSIDE_OF_BLOCKS] = (scale, scale.agreed(flag, groups, "optimizer.step()"))
         if not self.loop.blocks and not before_closure:
             mistakes.tell_of_no_block(self)
 
@@ -438,6 +439,13 @@ class OptimizerBinding:
         else:
             norm = None if any(p.grad is not None for p in without_master) else lazy.norm()
         return Known(self.flags.take_scales(), norm)
+
+    def factors_on(self, device: torch.device) -> tuple[Tensor | float, Tensor | float] | None:
+        """The factors of the innermost block for its loss and for its gradients. None if gradients are not scaled."""
+        if all(scale.is_identity for scale in self.loss_scales):
+            return None
+        scale, inv_scale = (f.on(device) if isinstance(f, PerDevice) else f for f in self.gradients.factors)
+        return scale, inv_scale
 
     def refuse_grad_scaler(self) -> None:
         """Raises if there are masters: a scaler would neither unscale nor check their gradients."""

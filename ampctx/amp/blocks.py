@@ -146,7 +146,7 @@ class Blocks:
             return
         groups = [group for binding in bindings for group in binding.masters.groups]
         if groups or scale.process_group is not None:
-            found_inf = scale.agreed(found_inf, groups)
+            found_inf = scale.agreed(found_inf, groups, "the end of an amp.scale_loss block")
         for binding in bindings:
             binding.flags.add(loss_id % len(binding.loss_scales), scale, found_inf, final=not delay)
         if is_updated:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ampctx._errors import AmpAttributeError, AmpError, AmpTypeError
 from ampctx.casts.arguments import LOW_PRECISION, Undo
+from ampctx.distributed import is_distributed
 from ampctx.kernels.each import all_none, grad_of, stored_grad, version_of
 from ampctx.kernels.sharding import values_of
 from ampctx.scaling.device_skips import is_capturing
@@ -132,7 +133,7 @@ def _grad_scaler_calls() -> bool:
 def tell_of_no_block(binding: OptimizerBinding) -> None:
     """Warns before a step with gradients if its dynamic loss scale was never used."""
     loop, checked = binding.loop, binding.gradients.checked
-    if loop.has_scaler or binding.flags.are_of_blocks or not any(scale.dynamic for scale in binding.loss_scales):
+    if loop.has_scaler or binding.flags.are_of_blocks or not any(scale.moves for scale in binding.loss_scales):
         return
     params = (p for group in binding.optimizer.param_groups for p in group["params"])
     if (checked is None or not checked.masters) and all(stored_grad(p) is None for p in params):
@@ -153,11 +154,14 @@ def tell_of_edits(binding: OptimizerBinding) -> None:
     """Warns when a step is about to overwrite weights that the user has changed in the model."""
     log, key = binding.loop.run.log, ("edits", id(binding))
     if not log.has_said(key) and (names := binding.masters.overwritten()):
+        # DistributedDataParallel broadcasts at the end of ``join``, and the other ranks see no change.
+        joined = " After ddp.join(), use Join([ddp, amp.joinable(optimizer)]) instead. See docs/guide/ddp.md."
         log.warn_once(
             key,
             f"{_named(binding)}: {_listed(names)} {'was' if len(names) == 1 else 'were'} changed in place. This step "
             "overwrites the change from the fp32 master weight. Change amp.master_params(optimizer), or use "
-            "model.load_state_dict(), which sets the masters, too.",
+            "model.load_state_dict(), which sets the masters, too." + joined * is_distributed(),
+            every_rank=True,
         )
 
 

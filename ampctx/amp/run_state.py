@@ -60,6 +60,18 @@ def saved(
     }
 
 
+def saved_optimizer(binding: OptimizerBinding, deferred: Deferred) -> State:
+    """What ``saved`` has for one optimizer, with its loss scales and without gradients. Host sync."""
+    binding.refuse("save", "saving the state")
+    return _saved_optimizer(binding, [], deferred, False)
+
+
+def load_optimizer(state: State, binding: OptimizerBinding, deferred: Deferred) -> None:
+    """Loads the result of ``saved_optimizer``, of this process or another one."""
+    binding.refuse("load", "loading the state")
+    _Loader(state, binding, "state", True).load(deferred)
+
+
 def drops_gradients(binding: OptimizerBinding) -> bool:
     """Whether there seem to be gradients that the next step uses."""
     pending = binding.gradients.pending()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
-from ampctx.amp import mistakes, setup
+from ampctx.amp import mistakes, ranks, setup
 from ampctx.amp.binding import OptimizerBinding
 from ampctx.amp.blocks import Block
 from ampctx.amp.methods import weak_method
@@ -84,8 +84,9 @@ class AmpSession(SessionState):
         keep_fp32: Any = None,
         ops_fp32: Any = None,
         history: int = DEFAULT_LENGTH,
+        skip_nonfinite: bool = False,
     ) -> Any:
-        """Prepares models and optimizers for mixed-precision training, in place. No host sync.
+        """Prepares models and optimizers for mixed-precision training, in place. Host sync only with ``process_group``.
 
         Example::
 
@@ -115,9 +116,10 @@ class AmpSession(SessionState):
             process_group: a ``torch.distributed.ProcessGroup`` whose ranks skip steps and change dynamic scales
                 together. Needed if ranks hold different gradients: tensor, pipeline, expert or sharded parallelism.
                 Each end of a ``scale_loss`` block, and each step on gradients that no block has checked, is an
-                all_reduce of one number, and every rank must take part. If one is missing, the others raise after the
-                group's timeout and refuse to step. None: each rank decides alone, which is enough with
-                DistributedDataParallel. Ranks of a DTensor mesh always agree, with or without a group.
+                all_reduce of three numbers, and so is this call, which compares levels and loss scales: every rank must
+                take part. If one is missing, the others raise AmpRankError after the group's timeout and refuse to
+                step. None: each rank decides alone, which is enough with DistributedDataParallel. Ranks of a DTensor
+                mesh always agree, with or without a group.
             keep_fp32: modules that stay and compute in fp32 at every level, with everything in them. One entry or a
                 list: a module, a module class, or a pattern (``fnmatch``) of names in ``named_modules()``; ``"head.*"``
                 includes ``head``. Other modules may call them with 16-bit inputs. At O2, O3 and O5 their outputs are
@@ -127,6 +129,9 @@ class AmpSession(SessionState):
                 functions, methods or operators. At O1 and O4 the result stays fp32; elsewhere it returns to the widest
                 16-bit type among the arguments.
             history: the number of latest steps that ``amp.history`` keeps for each optimizer. 0: none.
+            skip_nonfinite: with a static scale, too, check gradients and skip steps on inf and nan. The scale stays.
+                False, the default, as in apex: such a step writes inf and nan into the weights, with
+                DistributedDataParallel on every rank. A dynamic scale always skips.
 
         Returns:
             ``models`` if ``optimizers`` is None, else ``(models, optimizers)``: the same objects in the same shapes.
@@ -136,6 +141,7 @@ class AmpSession(SessionState):
                 holds DTensors that the level would cast; an optimizer that is under amp already; a ``keep_fp32`` that
                 matches no module or splits a tied weight; an unknown function in ``ops_fp32``. Nothing has changed
                 then.
+            AmpRankError: levels or loss scales differ between the ranks of ``process_group``. Nothing has changed then.
         """
         if isinstance(enabled, str):
             raise AmpTypeError(f"enabled must be True or False, got {enabled!r}. Did you mean opt_level={enabled!r}?")
@@ -168,13 +174,18 @@ class AmpSession(SessionState):
         policy = replace(policy, keep_fp32=kept.described, ops_fp32=op_names(policy.ops_fp32))
         if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
             raise AmpValueError(f"num_losses is {num_losses!r}, expected an integer of at least 1")
-        scales = [LossScale.from_option(policy.loss_scale, min_loss_scale, max_loss_scale) for _ in range(num_losses)]
+        if not isinstance(skip_nonfinite, bool):
+            raise AmpTypeError(f"skip_nonfinite must be True or False, got {type(skip_nonfinite).__name__}")
+        bounds = min_loss_scale, max_loss_scale
+        scales = [LossScale.from_option(policy.loss_scale, *bounds, skip_nonfinite) for _ in range(num_losses)]
         for scale in scales:
             scale.process_group = process_group
         limit, length = check_limit(max_consecutive_skips), check_length(history)
         listeners = Listeners(self._log.report, self._report_step, (self._step_hooks, self._skip_hooks))
         steps = functools.partial(GuardedStep, limit, length, num_losses, listeners)
 
+        if process_group is not None:
+            ranks.check([*ranks.of_scales(scales), ranks.of_level(policy)], process_group, "amp.initialize")
         if verbosity > 0 and is_rank_zero():
             # On stdout like apex's banner: log scrapers read it there.
             print("\n".join(banner(opt_level, policy)))
@@ -291,11 +302,13 @@ class AmpSession(SessionState):
                 skipped.
 
         Raises:
+            AmpRankError: at the end, the loss scales of a ``process_group`` or a mesh differ, or a rank is missing.
             AmpError, AmpTypeError, AmpIndexError: ``initialize`` was not called; the loss is no real tensor; an
                 optimizer did not go through ``initialize``; ``num_losses`` does not cover the loss id. At the end:
                 another block has left scaled gradients in an optimizer.
 
-        No host sync. With a ``process_group`` over gloo, the end of the block waits for the other ranks.
+        No host sync. With a ``process_group`` over gloo, the end of the block waits for the other ranks. With one over
+        NCCL, and with DTensors, ranks read whether their scales are equal at the first and every 1,000th block.
         """
         args = loss, optimizers, loss_id, delay_unscale, delay_overflow_check
         return mistakes.LossBlock(self._scaled_loss, args, {})

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable
 from torch.utils.hooks import RemovableHandle
 
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx.amp import run_state
+from ampctx.amp import joining, ranks, run_state
 from ampctx.amp import weights as master_weights
 from ampctx.amp.binding import OptimizerBinding
 from ampctx.amp.blocks import Blocks
@@ -22,6 +23,7 @@ from ampctx.amp.opt_level import PrecisionPolicy
 from ampctx.amp.param_mistakes import ParamMistakes
 from ampctx.amp.setup import is_optimizer
 from ampctx.amp.skip_log import SkipLog
+from ampctx.distributed import check_process_group, is_distributed
 from ampctx.scaling import formats
 from ampctx.scaling.history import History, StepHistory
 from ampctx.scaling.loss_scale import LossScale
@@ -233,6 +235,69 @@ class SessionState:
         """
         return master_weights.master_model(model, list(self._bindings.values()))
 
+    # --- ranks -------------------------------------------------------------------------------------------------------
+
+    def check_ranks(self, group: Any = None, *, same_parameters: bool = True) -> None:
+        """Checks that all ranks of a group have the same loss scales, levels, parameters and masters. Host sync.
+
+        Call it on every rank, between steps: after loading a checkpoint, or now and then. It is one all_reduce of 144
+        bytes, and reads every parameter once. Without torch.distributed it does nothing.
+
+        Args:
+            group: a ``torch.distributed.ProcessGroup``. None, the default: the default group.
+            same_parameters: compare options, optimizers, and names, shapes, dtypes and values of parameters, too. False
+                where ranks hold different parts of a model. Values of DTensors are never compared.
+
+        Raises:
+            AmpRankError: on every rank, by what differs and what this rank has; or another rank has left the call out.
+            AmpTypeError, AmpValueError: ``group`` is no group, or does not contain this rank.
+            AmpError: before ``initialize``.
+        """
+        check_process_group(group, "group")
+        if self.policy is None:
+            raise AmpError(
+                "amp.check_ranks was called before amp.initialize. Call amp.initialize first, on every rank."
+            )
+        if group is None and not is_distributed():
+            return
+        bindings = list(self._bindings.values())
+        # An optimizer keeps the scales of its own initialize call.
+        scales = dict.fromkeys([*self.loss_scales, *(scale for b in bindings for scale in b.loss_scales)])
+        facts = [*ranks.of_scales(list(scales)), ranks.of_level(self.policy)]
+        if same_parameters:
+            facts += ranks.of_replicas(bindings, self.policy)
+        ranks.check(facts, torch.distributed.group.WORLD if group is None else group, "amp.check_ranks")
+
+    def joinable(self, optimizer: Any, process_group: Any = None) -> Joinable:
+        """Returns a ``Joinable`` for torch's ``Join``: ranks may have different numbers of batches.
+
+        A rank without batches waits in the end of the ``with`` block. There it takes masters, optimizer state (learning
+        rates included) and loss scales from the last rank, bit for bit, and drops its gradients. Host sync.
+
+        Example::
+
+            with Join([ddp, amp.joinable(optimizer)]):
+                for x in batches:
+                    ...
+
+        Args:
+            optimizer: one that went through ``initialize``. Pass several as several joinables, after the model.
+            process_group: that of DistributedDataParallel. None, the default: the default group.
+
+        Raises:
+            AmpError: the optimizer did not go through ``initialize``; there is no process group; ``initialize`` got a
+                ``process_group``; DTensor parameters or a ZeroRedundancyOptimizer. In the ``with`` statement: the
+                joinable stands before the model.
+            AmpRankError: at the end, if another rank has ended.
+        """
+        check_process_group(process_group)
+        if not is_distributed():
+            raise AmpError("amp.joinable needs torch.distributed. Call dist.init_process_group first.")
+        off = self.policy is not None and not self.policy.enabled
+        binding = None if off else self._watched(optimizer, "joinable")
+        group = torch.distributed.group.WORLD if process_group is None else process_group
+        return joining.joinable(optimizer, binding, self._blocks.deferred, group)
+
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(
@@ -273,7 +338,7 @@ class SessionState:
             )
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *, process_group: Any = None) -> None:
         """Loads a ``state_dict()`` of ampctx or apex. An invalid one raises and changes nothing. May be a host sync.
 
         A state with masters sets the masters, and the model's weights to the rounded masters. It drops gradients, or
@@ -288,13 +353,17 @@ class SessionState:
 
         Args:
             state_dict: a dict of ``amp.state_dict()``, or of one GradScaler.
+            process_group: the ranks that must have the same loss scales after the load; ``dist.group.WORLD`` for all.
+                Each of them must make this call. Host sync. None, the default: no check, see ``check_ranks``.
 
         Raises:
             AmpKeyError: a key that is not ``loss_scaler<number>``, or a missing one.
             AmpTypeError, AmpValueError: an entry that is not a dict, or a value out of range; the state of a GradScaler
                 for several scales; in a state with masters, an entry that does not fit the run.
             AmpError: before ``initialize``; a state with masters inside a scale_loss block.
+            AmpRankError: the loss scales that were loaded differ between the ranks of ``process_group``.
         """
+        check_process_group(process_group)
         if self.policy is None:
             raise AmpError(
                 "amp.load_state_dict was called before amp.initialize. The loss scales do not exist yet. Call "
@@ -321,6 +390,8 @@ class SessionState:
                 )
             scale.load_state_dict(entries[i])
         load_run()
+        if process_group is not None:
+            ranks.check(ranks.of_scales(self.loss_scales), process_group, "amp.load_state_dict")
 
     def _run_loader(self, state: Mapping[str, Any]) -> Callable[[], None]:
         """Checks the part of a state besides the loss scales. Returns the function that loads it."""

@@ -32,12 +32,12 @@ class SkipLog:
     def has_said(self, key: Hashable) -> bool:
         return key in self._said
 
-    def warn_once(self, key: Hashable, message: str) -> None:
-        """Logs the first message of this key until ``forget``."""
+    def warn_once(self, key: Hashable, message: str, every_rank: bool = False) -> None:
+        """Logs the first message of this key until ``forget``. ``every_rank``: also if rank 0 may not see the cause."""
         if key in self._said:
             return
         self._said.add(key)
-        if self.verbosity > 0 and is_rank_zero():
+        if self.verbosity > 0 and (every_rank or is_rank_zero()):
             logger.warning(message)
 
     def forget(self) -> None:
@@ -55,6 +55,9 @@ class SkipLog:
         for loss_id, scale, value in overflowed:
             if loss_id == OUTSIDE_OF_BLOCKS or scale in self._deferred:
                 logger.warning("Gradient overflow.  Skipping step, the loss scale stays at %s for now", value)
+                continue
+            if not scale.moves:
+                logger.warning("Gradient overflow.  Skipping step, the loss scale stays at %s", value)
                 continue
             logger.warning(
                 "Gradient overflow.  Skipping step, loss scaler %d reducing loss scale to %s", loss_id, value

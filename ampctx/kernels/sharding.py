@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpValueError
+from ampctx.distributed import all_reduce
 from ampctx.kernels.each import grad_of
 
 
@@ -90,22 +91,23 @@ def groups_of(tensors: Iterable[Tensor]) -> list[Any]:
     return list(dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1))
 
 
-def by_layout(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Groups tensors by mesh and placements; plain tensors come first."""
-    found: dict[Any, list[Tensor]] = {None: []}
+def by_layout(tensors: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
+    """Groups tensors by mesh and placements. The key of plain tensors is None."""
+    found: dict[Any, list[Tensor]] = {}
     for t in tensors:
         key = (t.device_mesh, t.placements) if is_sharded(t) else None  # type: ignore[attr-defined]
         found.setdefault(key, []).append(t)
-    return [group for group in found.values() if group]
+    return found
 
 
 def norm_over_ranks(norm: Tensor, like: Any, order: float) -> Tensor:
     """Joins the norms of the ranks' parts; ``like`` is one of the tensors.
 
-    One all_reduce per mesh dimension along which the tensors are split.
+    One all_reduce per mesh dimension along which the tensors are split. Every rank of the mesh must take part, with
+    a norm of the same dtype.
 
     Raises:
-        AmpValueError: the tensors are split and ``order`` is not above 0.
+        AmpValueError: the tensors are split and ``order`` is not above 0. AmpRankError: a collective failed.
     """
     split = (
         []
@@ -120,7 +122,7 @@ def norm_over_ranks(norm: Tensor, like: Any, order: float) -> Tensor:
     op = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
     joined = norm.clone() if largest else norm**order
     for i in split:
-        torch.distributed.all_reduce(joined, op, like.device_mesh.get_group(i))
+        all_reduce(joined, op, like.device_mesh.get_group(i), "clip_grad_norm_", "the norm of its part")
     return joined if largest else joined ** (1 / order)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Generator, Iterable, Sequence
@@ -105,7 +106,7 @@ def clip_grad_norm_(
     the L2 norm in fp32, or fp64 for fp64 gradients, so that 16-bit gradients do not overflow. With an optimizer of
     ``ampctx.optimizers`` at O2 and O5, gradients stay in 16 bits until the step: clipping then only changes the factor
     that the step multiplies them by. The norm of DTensors is that of the whole tensors; every rank of their mesh must
-    call this.
+    call this, with or without gradients.
 
     Example::
 
@@ -127,6 +128,7 @@ def clip_grad_norm_(
         AmpTypeError, AmpValueError: an invalid argument, by name.
         AmpError: a non-finite norm, with ``error_if_nonfinite``; a 16-bit model parameter whose gradient is in its fp32
             master (after a ``scale_loss`` block at O2 or O5).
+        AmpRankError: another rank of a DTensor's mesh has ended, or has left this call out.
     """
     found = _checked_parameters(parameters)
     place_grads(found)
@@ -156,8 +158,8 @@ def _clip(
         strided = map(strided_grad, [p for p in found if id(p) not in untouched])
         grads = [grad for grad in strided if grad is not None and grad.numel() > 0]
     norms = [group.norm() for group in lazy]
-    if grads or not lazy:
-        norms.append(_total_norm(grads, order, use_foreach))
+    if grads or not lazy or any_sharded(found):
+        norms.append(_total_norm(found, grads, order, use_foreach))
     norm = joined_norm(norms)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise AmpError(
@@ -180,21 +182,33 @@ def _clip(
 _clip_outside_of_graphs = outside_of_graphs(_clip)
 
 
-def _total_norm(grads: Sequence[Tensor], order: float, use_foreach: bool | None) -> Tensor:
-    if not any_sharded(grads):
+def _total_norm(found: list[Tensor], grads: Sequence[Tensor], order: float, use_foreach: bool | None) -> Tensor:
+    """The norm of the gradients of the parameters ``found``."""
+    if not any_sharded(found):
         if order == 2.0:
             return foreach.l2norm(grads, Unread())
         return torch.nn.utils.get_total_norm(grads, order, foreach=use_foreach)
-    groups = by_layout(grads)
+    of_grads = by_layout(grads)
+    norms = [_norm_of_parts(of_grads.pop(None), order, use_foreach)] if None in of_grads else []
+    # The parameters decide about the collectives: ranks may differ in which of them have gradients.
+    for layout, like in by_layout(found).items():
+        if layout is None:
+            continue
+        norm = _norm_of_parts(of_grads.get(layout, []), order, use_foreach)
+        real = functools.reduce(torch.promote_types, {p.dtype.to_real() for p in like})
+        dtype = torch.promote_types(real, torch.float32) if order == 2.0 else real
+        norms.append(norm_over_ranks(norm.to(local(like[:1])[0].device, dtype), like[0], order))
     if order == 2.0:
-        return joined_norm([norm_over_ranks(foreach.l2norm(g, Unread()), g[0], order) for g in groups])
-    norms = []
-    for group in groups:
-        # This rank's part may be empty, and torch refuses the infinity norm of an empty tensor.
-        parts = [part for part in local(group) if part.numel() > 0]
-        norm = torch.nn.utils.get_total_norm(parts, order, foreach=use_foreach)
-        norms.append(norm_over_ranks(norm, group[0], order))
+        return joined_norm(norms)
     return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms, order)
+
+
+def _norm_of_parts(grads: list[Tensor], order: float, use_foreach: bool | None) -> Tensor:
+    if order == 2.0:
+        return foreach.l2norm(grads, Unread())
+    # This rank's part may be empty, and torch refuses the infinity norm of an empty tensor.
+    parts = [part for part in local(grads) if part.numel() > 0]
+    return torch.nn.utils.get_total_norm(parts, order, foreach=use_foreach)
 
 
 def _coefficient(max_norm: float | Tensor, norm: Tensor) -> Tensor:

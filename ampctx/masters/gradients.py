@@ -70,11 +70,14 @@ class Block:
     stash: the gradients from before: unscaled in the outermost block, scaled in nested ones.
     copies: of the scaled gradients in the window that the block continues, if there is one.
     nested: whether another block is open around it.
+    scale, inv_scale: the factors of its loss and of its gradients.
     """
 
     stash: Grads
     copies: Grads | None = None
     nested: bool = False
+    scale: Factor = 1.0
+    inv_scale: Factor = 1.0
     outcome: _Outcome = field(default_factory=_Outcome)
 
 
@@ -160,6 +163,12 @@ class BlockGradients:
         return self.checked if self.checked is not None and self.checked.masters else None
 
     @property
+    def factors(self) -> tuple[Factor, Factor]:
+        """The factors of the innermost block for its loss and for its gradients. 1 outside of blocks."""
+        block = self._stack[-1] if self._stack else None
+        return (block.scale, block.inv_scale) if isinstance(block, Block) else (1.0, 1.0)
+
+    @property
     def is_idle(self) -> bool:
         """Whether no block is open and no gradients are delayed, so that ``.grad`` is unscaled."""
         return not self._stack
@@ -179,14 +188,15 @@ class BlockGradients:
         if not isinstance(window, Window):
             # Recorded before anything changes, so that abandon() can restore it.
             stash = {p: g if owns_its_memory(g) else g.clone() for p, g in present.items()}
-            self._stack.append(Block(stash, nested=window is not None))
+            self._stack.append(Block(stash, None, window is not None, scale, inv_scale))
             passes.clear_grads(list(present))
             return
         for p in window.scaled:
             if p.grad is None:  # the user has zeroed it through the model
                 window.stash.pop(p, None)
         # Copies, because the block's backward adds to the gradients of the window in place.
-        self._stack.append(Block(window.stash, {p: g.clone() for p, g in present.items()}))
+        copies = {p: g.clone() for p, g in present.items()}
+        self._stack.append(Block(window.stash, copies, False, scale, inv_scale))
         if window.inv_scale is not inv_scale:
             self._rescale(present, product(scale, window.inv_scale))
 

@@ -93,8 +93,9 @@ class GradScaler(ScalerState):
             because the host does not wait for the device. None, the default: any number.
         process_group: a ``torch.distributed.ProcessGroup`` whose ranks skip steps and change the scale together. Needed
             if ranks hold different gradients. The check of each optimizer, in ``unscale_`` or ``step``, is then an
-            all_reduce of one number, and every rank must take part, with or without gradients. A scaler with a group
-            cannot be pickled. Ranks of a DTensor mesh always agree.
+            all_reduce of three numbers, and every rank must take part, with or without gradients: else AmpRankError,
+            also if the scales differ. Over NCCL the first and every 1,000th of them is a host sync, to compare the
+            scales. A scaler with a group cannot be pickled. Ranks of a DTensor mesh always agree.
         history: the number of latest steps that ``history()`` keeps for each optimizer. 0: none.
 
     Raises:
@@ -258,7 +259,7 @@ class GradScaler(ScalerState):
         if not self._loss_scale.groups_with(of_meshes):
             return flags
         at = self._scale.device
-        joined = self._loss_scale.agreed(join_flags(flags.values(), at), of_meshes)
+        joined = self._loss_scale.agreed(join_flags(flags.values(), at), of_meshes, "GradScaler")
         return {device: move(joined, device) for device in flags or [at]}
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:

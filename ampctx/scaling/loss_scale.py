@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ampctx._compiling import outside_of_graphs
-from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
-from ampctx.distributed import maximum_over_ranks
+from ampctx._errors import AmpError, AmpKeyError, AmpRankError, AmpTypeError, AmpValueError
+from ampctx.distributed import maximum_over_ranks, ranks_of
 from ampctx.kernels import ops
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, move
 from ampctx.kernels.reference import inverse_of
@@ -26,6 +26,8 @@ from ampctx.kernels.reference import inverse_of
 _FP32 = torch.finfo(torch.float32)
 DYNAMIC = "dynamic"
 DYNAMIC_INIT_SCALE = 2.0**16
+# On an accelerator ranks compare their scales at every so many agreements.
+CHECKED_EVERY = 1000
 
 
 def check_number(name: str, value: Any) -> float:
@@ -147,22 +149,31 @@ class LossScale:
         self.observer: Any = None
         # The ranks that agree on flags. None: this rank alone.
         self.process_group: Any = None
+        # How often ranks have agreed since the last load.
+        self.agreements = 0
         self._copies: PerDevice | None = None
         self._inverse: PerDevice | None = None
 
     @classmethod
     def from_option(
-        cls, loss_scale: float | str, min_loss_scale: float | None, max_loss_scale: float | None
+        cls,
+        loss_scale: float | str,
+        min_loss_scale: float | None,
+        max_loss_scale: float | None,
+        skip_nonfinite: bool = False,
     ) -> LossScale:
         """The scale for the options of ``amp.initialize(loss_scale=..., min_loss_scale=..., max_loss_scale=...)``.
 
-        A number gives a static scale without bounds. "dynamic" starts at 2**16, or at the nearest bound. None: no
-        bound.
+        A number gives a static scale without bounds; with ``skip_nonfinite`` a dynamic one that both bounds hold there.
+        "dynamic" starts at 2**16, or at the nearest bound. None: no bound.
         """
         if loss_scale != DYNAMIC:
             if isinstance(loss_scale, str):
                 raise AmpValueError(f'loss_scale is "{loss_scale}", expected a number or "dynamic"')
-            return cls(check_scale("loss_scale", loss_scale), dynamic=False)
+            value = check_scale("loss_scale", loss_scale)
+            if skip_nonfinite:
+                return cls(value, dynamic=True, min_scale=value, max_scale=value)
+            return cls(value, dynamic=False)
         low, high = check_bounds(
             0.0 if min_loss_scale is None else min_loss_scale,
             math.inf if max_loss_scale is None else max_loss_scale,
@@ -174,6 +185,11 @@ class LossScale:
     def is_identity(self) -> bool:
         """Whether the scale is static and exactly 1. No host sync."""
         return not self.dynamic and self.init_scale == 1.0
+
+    @property
+    def moves(self) -> bool:
+        """Whether updates can change the scale. No host sync."""
+        return self.dynamic and self.min_scale < self.max_scale
 
     # --- on the device: no host sync --------------------------------------------------------------------------------
 
@@ -241,11 +257,32 @@ class LossScale:
         own = [] if self.process_group is None else [self.process_group]
         return list(dict.fromkeys([*of_meshes, *own])) if self.dynamic else []
 
-    def agreed(self, found_inf: Tensor, of_meshes: Iterable[Any]) -> Tensor:
-        """The maximum of a one-element flag over the ranks of ``groups_with(of_meshes)``. Every rank must take part. No
-        host sync on CUDA."""
-        groups = self.groups_with(of_meshes)
-        return maximum_over_ranks(found_inf, groups) if groups else found_inf
+    def agreed(self, found_inf: Tensor, of_meshes: Iterable[Any], call: str) -> Tensor:
+        """The maximum of a one-element flag over the ranks of ``groups_with(of_meshes)``. Every rank must take part.
+        ``call``: for messages.
+
+        Carries the scale along, to find one that differs: each time on the CPU, where the host waits anyway. On other
+        devices at the first time, after each load and every 1,000th time, with a host sync; no host sync otherwise.
+
+        Raises:
+            AmpRankError: the loss scales of the ranks differ, or another rank has left the call out.
+        """
+        if not (groups := self.groups_with(of_meshes)):
+            return found_inf
+        scale = move(self._state(found_inf.device)[0], found_inf.device)
+        sent = torch.stack((found_inf.detach().reshape(()).float(), scale, -scale))
+        joined = maximum_over_ranks(sent, groups, call, "found_inf of its gradients")
+        self.agreements += 1
+        is_due = self.agreements % CHECKED_EVERY == 1
+        if joined.is_cpu or (is_due and not (joined.is_cuda and torch.cuda.is_current_stream_capturing())):
+            _, high, low = joined.tolist()
+            if high != -low:
+                raise AmpRankError(
+                    f"{call}: loss scales differ between ranks, from {-low} to {high}. This is {ranks_of(groups[0])}, "
+                    f"and has {self.value()}. Load the same amp.state_dict() on every rank. "
+                    "See docs/errors.md#differ-between-ranks."
+                )
+        return joined[0]
 
     def update(self, found_inf: Tensor) -> None:
         """Applies the update rule to a one-element flag, set if != 0. No host sync if flag and scale share a device.
@@ -359,6 +396,7 @@ class LossScale:
         value = check_scale("loss_scale", required(state, "loss_scale"))
         unskipped = check_count("unskipped", required(state, "unskipped"), 0)
         left = check_count("hysteresis", state.get("hysteresis", self.hysteresis), 0)
+        self.agreements = 0
         self.set(value)
         self.set_unskipped(unskipped)
         self.set_hysteresis_left(left)

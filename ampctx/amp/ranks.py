@@ -1,0 +1,115 @@
+"""Compares the state of amp between the ranks of a process group."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ampctx._errors import AmpRankError
+from ampctx.amp.binding import OptimizerBinding
+from ampctx.amp.opt_level import PrecisionPolicy
+from ampctx.distributed import maximum_over_ranks, ranks_of
+from ampctx.kernels.sharding import is_sharded
+from ampctx.scaling.loss_scale import LossScale
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Fact(NamedTuple):
+    """Something that ranks have in common. ``what``: its name, a plural. ``value``: compared by its repr."""
+
+    what: str
+    value: Any
+    shown: str
+
+    def digest(self) -> int:
+        """63 bits, so that it has a negative in int64."""
+        return int.from_bytes(hashlib.blake2b(repr(self.value).encode(), digest_size=8).digest(), "big") >> 1
+
+
+def of_scales(loss_scales: Sequence[LossScale]) -> list[Fact]:
+    """What all ranks that skip together have in common. Host sync."""
+    states = [scale.state_dict() for scale in loss_scales]
+    scales = [(state.pop("loss_scale"), scale.dynamic) for state, scale in zip(states, loss_scales, strict=True)]
+    shown = [str(value) if dynamic else f"{value} (static)" for value, dynamic in scales]
+    # Nothing depends on the count of a scale that stays.
+    counts = [state for state, scale in zip(states, loss_scales, strict=True) if scale.moves]
+    return [
+        Fact("loss scales", scales, _listed(shown)),
+        Fact("counts of clean steps", counts, _listed(count["unskipped"] for count in counts)),
+    ]
+
+
+def of_level(policy: PrecisionPolicy) -> Fact:
+    level = policy.opt_level if policy.enabled else "enabled=False"
+    return Fact("opt levels", level, level)
+
+
+def of_replicas(bindings: Sequence[OptimizerBinding], policy: PrecisionPolicy) -> list[Fact]:
+    """What ranks with the same parameters have in common besides. Host sync. Resyncs masters from the model.
+
+    The values of DTensors are left out: each rank has its own part.
+    """
+    for binding in bindings:
+        if binding.gradients.is_idle:
+            binding.refresh()
+    names = [name for binding in bindings for name in binding.names()]
+    params = [p for binding in bindings for p in binding.model_params()]
+    stepped = [p for binding in bindings for group in binding.optimizer.param_groups for p in group["params"]]
+    options = {field.name: getattr(policy, field.name) for field in fields(policy)}
+    options["ops_fp32"] = sorted(policy.ops_fp32)  # may come from a set, whose order differs between processes
+    types = [type(binding.optimizer).__name__ for binding in bindings]
+    kinds = [str(p.dtype) for p in params]
+    values = Fact("values of parameters", _checksums(stepped), "")
+    return [
+        Fact("options of amp.initialize", sorted(options.items()), _listed(f"{k}={v}" for k, v in options.items())),
+        Fact("optimizers", types, _listed(types)),
+        Fact("names of parameters", names, f"{len(names)}: {_listed(names)}"),
+        Fact("shapes of parameters", [tuple(p.shape) for p in params], _listed(tuple(p.shape) for p in params)),
+        Fact("dtypes of parameters", kinds, _listed(f"{kinds.count(kind)} of {kind}" for kind in sorted({*kinds}))),
+        values._replace(shown=f"the checksum {values.digest():016x}"),
+    ]
+
+
+def _listed(items: Iterable[Any]) -> str:
+    found = list(map(str, items))
+    return ", ".join(found[:12]) + (f" and {len(found) - 12} more" if len(found) > 12 else "") or "none"
+
+
+@torch.no_grad()
+def _checksums(params: Iterable[Tensor]) -> list[int]:
+    """A sum of the bits of each parameter, exact in any order. One host sync for each device."""
+    sums: dict[torch.device, list[Tensor]] = {}
+    for p in params:
+        if p.layout != torch.strided or p.is_meta or is_sharded(p):
+            continue
+        real = torch.view_as_real(p.detach()) if p.is_complex() else p.detach()
+        bits = real.view(_BITS[real.element_size()])
+        sums.setdefault(p.device, []).append(bits.sum(dtype=torch.int64))
+    return [number for of_device in sums.values() for number in torch.stack(of_device).tolist()]
+
+
+def check(facts: Sequence[Fact], group: Any, call: str) -> None:
+    """Compares facts over a group in one all_reduce. Every rank must take part, with as many facts. Host sync.
+
+    Raises:
+        AmpRankError: on every rank, by what differs; or another rank has left the call out.
+    """
+    if group.size() == 1:
+        return
+    digests = torch.tensor([fact.digest() for fact in facts], dtype=torch.int64)
+    has = f"{facts[0].what}: {facts[0].shown}"
+    highest, lowest = maximum_over_ranks(torch.stack((digests, -digests)), [group], call, has).tolist()
+    differ = [fact for fact, high, low in zip(facts, highest, lowest, strict=True) if high != -low]
+    if differ:
+        raise AmpRankError(
+            f"{call}: {' and '.join(fact.what for fact in differ)} differ between ranks. This is {ranks_of(group)}, "
+            f"and has {'; '.join(f'{fact.what}: {fact.shown}' for fact in differ)}. Initialize every rank alike, and "
+            "load the same checkpoint on every rank after DistributedDataParallel has wrapped the model. "
+            "See docs/errors.md#differ-between-ranks."
+        )
