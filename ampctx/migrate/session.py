@@ -65,11 +65,14 @@ class Session:
         parsed, call = self._parsed, self.call
         models, optimizers = self._given.pop("models", None), self._given.pop("optimizers", None)
         self.models = [v for m in _elements(models) if (v := variable(parsed, m)) is not None]
-        optimizer = variable(parsed, optimizers)
-        if optimizer is None or not self.models or len(self.models) != len(_elements(models)):
-            raise self._refuse(call, "amp.initialize is not called with one model variable and one optimizer variable")
-        self.optimizer: Variable = optimizer
-        names = [*(m.text for m in self.models), optimizer.text]
+        self.optimizers = [v for o in _elements(optimizers) if (v := variable(parsed, o)) is not None]
+        if not self.optimizers or len(self.optimizers) != len(_elements(optimizers)):
+            raise self._refuse(call, "amp.initialize is not called with variables for its optimizers")
+        if not self.models or len(self.models) != len(_elements(models)):
+            raise self._refuse(call, "amp.initialize is not called with variables for its models")
+        self.has_one_model = len(self.models) == 1
+        self.names = " or ".join(o.text for o in self.optimizers)
+        names = [*(m.text for m in self.models), *(o.text for o in self.optimizers)]
         assignment = parsed.parents[call]
         targets = [[dotted(t.target)] for t in assignment.targets] if isinstance(assignment, cst.Assign) else []
         if isinstance(assignment, cst.Assign):
@@ -115,7 +118,8 @@ class Session:
         """Whether a statement makes the model or the optimizer, which then exist below it only."""
         made = flow.stores(self._parsed, statement)
         return any(
-            v.text in made and v.text not in flow.loads(self._parsed, statement) for v in [*self.models, self.optimizer]
+            v.text in made and v.text not in flow.loads(self._parsed, statement)
+            for v in [*self.models, *self.optimizers]
         )
 
     def _passes(self, statement: cst.CSTNode) -> bool:
@@ -141,12 +145,42 @@ class Session:
                 return False
         return False
 
+    # --- models and optimizers ----------------------------------------------------------------------------------------
+
+    def models_of(self, optimizers: Collection[Variable]) -> list[Variable]:
+        """The models whose parameters optimizers step: those that the code that makes them mentions, else all."""
+        if len(self.optimizers) == 1:
+            return self.models
+        found: list[Variable] = []
+        for optimizer in optimizers:
+            made = [n.value for n in self._parsed.nodes if isinstance(n, cst.Assign) and self._assigns(n, optimizer)]
+            used = [m for m in self.models if any(m.same(self._parsed, n) for v in made for n in flow.below(v))]
+            if not used:
+                return self.models
+            found += used
+        return [m for m in self.models if m in found]
+
+    def _assigns(self, node: cst.Assign, optimizer: Variable) -> bool:
+        """Whether an assignment makes an optimizer."""
+        targets = [dotted(t.target) for t in node.targets]
+        return targets == [optimizer.text] and isinstance(node.value, cst.Call) and node.value is not self.call
+
+    def names_of(self, models: Collection[Variable]) -> set[str]:
+        """The names of models and of their wrappers."""
+        found = {m.text for m in models}
+        for node in self._parsed.nodes:
+            call = node.value if isinstance(node, cst.Assign) else None
+            wraps = isinstance(call, cst.Call) and re.search(r"DataParallel|DDP|FSDP", dotted(call.func))
+            if isinstance(node, cst.Assign) and isinstance(call, cst.Call) and wraps:
+                found |= {dotted(t.target) for t in node.targets if any(dotted(a.value) in found for a in call.args)}
+        return found
+
     # --- what takes its place -----------------------------------------------------------------------------------------
 
     def _name(self, uses: Collection[Use]) -> None:
         parsed = self._parsed
         outside = [u.root for u in uses if not self.is_local(u.root)]
-        prefix, owner = "", self.optimizer.owner
+        prefix, owner = "", self.optimizers[0].owner
         self._global = False
         if outside and owner is not None and all(related(class_of(parsed, n), owner) for n in outside):
             prefix = "self."

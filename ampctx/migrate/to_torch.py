@@ -15,14 +15,13 @@ from typing import NamedTuple
 
 import libcst as cst
 
-from ampctx.migrate import guards, parallel, to_ampctx, whole
+from ampctx.migrate import guards, loop, parallel, to_ampctx, whole
 from ampctx.migrate.analysis import Binding, Parsed, Use
+from ampctx.migrate.backward import Backward
 from ampctx.migrate.flow import NotUnderstood, about, refuse
-from ampctx.migrate.loop import Loop
 from ampctx.migrate.report import Edit, Finding
 from ampctx.migrate.session import Session
 from ampctx.migrate.targets import row
-from ampctx.migrate.variables import function_of
 
 # The amp functions that a loop may use.
 _SESSION = ("initialize", "scale_loss", "master_params", "state_dict", "load_state_dict")
@@ -108,16 +107,11 @@ def _plan(parsed: Parsed, gone: set[Binding], uses: dict[str, list[Use]]) -> tup
         assert use.call is not None
         dead.add(parsed.parents[use.call])
     session = Session(parsed, initialize.call, later, dead, *first)
-    functions = [function_of(parsed, u.root) for u in uses["scale_loss"]]
-    for i, use in enumerate(uses["scale_loss"]):
-        if functions[i] in functions[:i]:
-            with about("backward"):
-                raise refuse(parsed, use.root, "a second call of amp.scale_loss")
     whole.check_torch(parsed)
-    loops = [Loop(parsed, session, use) for use in uses["scale_loss"]]
+    loops = loop.read(parsed, session, [Backward(parsed, session, use) for use in uses["scale_loss"]])
     with about("step"):
         whole.check(parsed, session, loops)
-    edits = [*session.edits, *(e for loop in loops for e in loop.edits)]
+    edits = [*session.edits, *(e for each in loops for e in each.edits)]
     edits += [whole.master_params(parsed, session, u) for u in uses["master_params"]]
     edits += [whole.checkpoint(parsed, session, u) for name in ("state_dict", "load_state_dict") for u in uses[name]]
     edits += [e for u in uses["parallel"] for e in parallel.replaced(parsed, u)]

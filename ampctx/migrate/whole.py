@@ -7,6 +7,7 @@ from libcst import metadata as meta
 
 from ampctx.migrate import flow
 from ampctx.migrate.analysis import Parsed, Use, dotted
+from ampctx.migrate.backward import steps_of
 from ampctx.migrate.flow import NotUnderstood, refuse
 from ampctx.migrate.loop import Loop
 from ampctx.migrate.report import Edit
@@ -31,7 +32,7 @@ def check_torch(parsed: Parsed) -> None:
 
 def check(parsed: Parsed, session: Session, loops: list[Loop]) -> None:
     """Refuses other backwards, other names of the optimizer, and a model that moves."""
-    backwards = [b for loop in loops for b in loop.backwards]
+    backwards = [c for loop in loops for b in loop.backwards for c in b.calls]
     for node in parsed.nodes:
         name = node.attr.value if isinstance(node, cst.Attribute) else ""
         called = name == "backward" and isinstance(parsed.parents[node], cst.Call)
@@ -41,9 +42,16 @@ def check(parsed: Parsed, session: Session, loops: list[Loop]) -> None:
         if isinstance(node, cst.Attribute) and dotted(node).endswith("autograd.grad"):
             with flow.about("backward"):
                 raise refuse(parsed, node, "torch.autograd.grad would see a scaled loss")
-    functions = [session.function, *(loop.function for loop in loops)]
-    for node in session.optimizer.nodes(parsed):
-        _check_optimizer(parsed, session, node, functions)
+    functions = [
+        session.function,
+        *(f for loop in loops for f in [loop.function, *(b.function for b in loop.backwards)]),
+    ]
+    for optimizer in session.optimizers:
+        for node in optimizer.nodes(parsed):
+            _check_optimizer(parsed, session, optimizer, node, functions)
+        for step in steps_of(parsed, optimizer):
+            if not any(step is s for loop in loops for s in loop.steps):
+                raise refuse(parsed, step, f"no block of amp.scale_loss belongs to this {optimizer.text}.step()")
     for model in session.models:
         for node in model.nodes(parsed):
             parent = parsed.parents[node]
@@ -60,11 +68,13 @@ def _is_another(parsed: Parsed, session: Session, model: Variable, node: cst.CST
     return any(model.text in flow.stores(parsed, s) and model.text not in flow.loads(parsed, s) for s in later)
 
 
-def _check_optimizer(parsed: Parsed, session: Session, node: cst.CSTNode, functions: list[cst.CSTNode]) -> None:
-    text = session.optimizer.text
+def _check_optimizer(
+    parsed: Parsed, session: Session, optimizer: Variable, node: cst.CSTNode, functions: list[cst.CSTNode]
+) -> None:
+    text = optimizer.text
     if flow.contains(parsed, session.statement, node):
         return
-    if session.optimizer.owner is None and function_of(parsed, node) not in functions:
+    if optimizer.owner is None and function_of(parsed, node) not in functions:
         raise refuse(parsed, node, f"another function uses {text} and may be its closure")
     load = parsed.contexts.get(node) is meta.ExpressionContext.LOAD
     parent = parsed.parents[node]
@@ -89,8 +99,9 @@ def master_params(parsed: Parsed, session: Session, use: Use) -> Edit:
     given = list(bound(parsed, use.call, ["optimizer"], "amp.master_params").values())
     own = variable(parsed, given[0]) if len(given) == 1 else None
     local = session.is_local(use.call) and (own is None or own.text not in parameters(function_of(parsed, use.call)))
-    if own is None or (local and own.owner is None and not session.optimizer.same(parsed, given[0])):
-        raise refuse(parsed, use.call, f"amp.master_params is not called for {session.optimizer.text}")
+    ours = bool(given) and any(o.same(parsed, given[0]) for o in session.optimizers)
+    if own is None or (local and own.owner is None and not ours):
+        raise refuse(parsed, use.call, f"amp.master_params is not called for {session.names}")
     if function_of(parsed, use.call) is session.function and not session.follows(use.call):
         raise refuse(
             parsed, use.call, "amp.master_params does not follow amp.initialize in the same block or a loop in it"
