@@ -14,7 +14,7 @@ from ampctx.migrate.variables import call_sites, function_of
 
 _LOGGING = re.compile(
     "append|add_scalar|debug|info|warning|write|format|join|set_description|set_postfix|synchronize|value|result|reset|"
-    "get_lr|get_last_lr|flush|close|mean|sum|empty_cache|barrier|str"
+    "get_lr|get_last_lr|flush|close|mean|sum|empty_cache|barrier|str|no_sync|fill_|normal_|uniform_|random_|resize_"
 )
 # Functions that evaluate or save a model, or ask what it is.
 _HARMLESS = re.compile(

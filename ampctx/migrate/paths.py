@@ -51,6 +51,12 @@ def exclusive(parsed: Parsed, one: cst.CSTNode, other: cst.CSTNode) -> bool:
     return False
 
 
+def apart(parsed: Parsed, one: cst.CSTNode, other: cst.CSTNode) -> bool:
+    """Whether two nodes are on different branches of an ``if``."""
+    branches = dict(_branches(parsed, one))
+    return any(branches.get(head, suite) is not suite for head, suite in _branches(parsed, other))
+
+
 def _branches(parsed: Parsed, node: cst.CSTNode) -> Iterator[tuple[cst.If, Block]]:
     """Each ``if`` around a node, with the branch that holds it."""
     for suite, _ in parsed.blocks(node):

@@ -28,6 +28,19 @@ def bound(parsed: Parsed, call: cst.Call, names: list[str], what: str) -> dict[s
     return given
 
 
+def without_optimizer(parsed: Parsed, use: Use) -> cst.CSTNode | None:
+    """The statement ``model = amp.initialize(model)``, for evaluation. torch needs none: it casts in autocast only."""
+    assert use.call is not None
+    given = bound(parsed, use.call, _INITIALIZE, "amp.initialize")
+    statement = parsed.parents[use.call]
+    if "optimizers" in given and parsed.source(given["optimizers"]) != "None":
+        return None
+    models = parsed.source(given["models"]) if "models" in given else ""
+    if isinstance(statement, cst.Assign) and [parsed.source(t.target) for t in statement.targets] == [models]:
+        return statement
+    return statement if isinstance(statement, cst.Expr) else None
+
+
 class Session:
     """One call of ``amp.initialize``.
 
@@ -72,17 +85,53 @@ class Session:
             raise self._refuse(call, "amp.initialize is not called with variables for its models")
         self.has_one_model = len(self.models) == 1
         self.names = " or ".join(o.text for o in self.optimizers)
-        names = [*(m.text for m in self.models), *(o.text for o in self.optimizers)]
+        self._kept: list[str] = []
         assignment = parsed.parents[call]
+        if models is not None and optimizers is not None:
+            self._read_other_names(assignment, models, optimizers)
+        names = [*(m.text for m in self.models), *(o.text for o in self.optimizers)]
         targets = [[dotted(t.target)] for t in assignment.targets] if isinstance(assignment, cst.Assign) else []
         if isinstance(assignment, cst.Assign):
             for i, target in enumerate(t.target for t in assignment.targets):
                 if isinstance(target, cst.Tuple | cst.List):
                     targets[i] = [dotted(n) for e in target.elements for n in _elements(e.value)]
-        if not isinstance(assignment, cst.Expr) and (not targets or any(t != names for t in targets)):
+        if (
+            not isinstance(assignment, cst.Expr)
+            and (not targets or any(t != names for t in targets))
+            and not self._kept
+        ):
             raise self._refuse(call, f"amp.initialize is not assigned back to {', '.join(names)}")
         self.assignment = assignment
         self.statement = flow.simple_statement(parsed, assignment, "amp.initialize")
+
+    def _read_other_names(self, assignment: cst.CSTNode, models: cst.CSTNode, optimizers: cst.CSTNode) -> None:
+        """Reads ``models, [a, b] = amp.initialize([x, y], [net.a, net.b])``: a list of models, optimizers under other
+        names. ``_kept``: the assignments that stay."""
+        parsed = self._parsed
+        target = assignment.targets[0].target if isinstance(assignment, cst.Assign) else None
+        if not isinstance(target, cst.Tuple | cst.List) or len(target.elements) != 2:
+            return
+        to_models, to_optimizers = (e.value for e in target.elements)
+        assert isinstance(assignment, cst.Assign)
+        kept: list[tuple[cst.CSTNode, cst.CSTNode]] = []
+        same_models = [dotted(e) for e in _elements(to_models)] == [m.text for m in self.models]
+        if not same_models:
+            if len(assignment.targets) > 1 or not isinstance(to_models, cst.Name) or not isinstance(models, cst.List):
+                return
+            kept.append((to_models, models))
+        names = [dotted(e) for e in _elements(to_optimizers)]
+        if names != [o.text for o in self.optimizers]:
+            made = [v for e in _elements(to_optimizers) if (v := variable(parsed, e)) is not None]
+            if (
+                len(assignment.targets) > 1
+                or len(made) != len(self.optimizers)
+                or not all("." in o.text for o in self.optimizers)
+            ):
+                return
+            self.optimizers = made
+            self.names = " or ".join(o.text for o in made)
+            kept.append((to_optimizers, optimizers))
+        self._kept = [f"{parsed.source(a)} = {parsed.source(b)}" for a, b in kept]
 
     # --- where the scaler is made -------------------------------------------------------------------------------------
 
@@ -222,15 +271,18 @@ class Session:
         self.autocast = f"torch.autocast({', '.join([self.device, 'dtype=torch.float16', *given.autocast, *on])})"
         indent, newline = indent_of(parsed, self.place), parsed.tree.default_newline
         if self.place is self.statement:
-            self.edits = [Edit(*parsed.span(self.assignment), (newline + indent).join(lines))]
+            self.edits = [Edit(*parsed.span(self.assignment), (newline + indent).join([*lines, *self._kept]))]
             return
-        self.dead.add(self.assignment)
+        if not self._kept:
+            self.dead.add(self.assignment)
+        kept = (newline + indent_of(parsed, self.assignment)).join(self._kept)
+        self.edits = [Edit(*parsed.span(self.assignment), kept)] if self._kept else []
         end = parsed.line_end(parsed.span(self.place)[1])
         at = parsed.line_start(parsed.span(self.place)[0])
         text = "".join(f"{indent}{line}{newline}" for line in lines)
         if self._after:
             text = "".join(f"{newline}{indent}{line}" for line in lines)
-        self.edits = [Edit(end, end, text) if self._after else Edit(at, at, text)]
+        self.edits.append(Edit(end, end, text) if self._after else Edit(at, at, text))
 
 
 def _atom(source: str) -> str:

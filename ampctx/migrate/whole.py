@@ -5,7 +5,7 @@ from __future__ import annotations
 import libcst as cst
 from libcst import metadata as meta
 
-from ampctx.migrate import flow
+from ampctx.migrate import flow, paths
 from ampctx.migrate.analysis import Parsed, Use, dotted
 from ampctx.migrate.backward import steps_of
 from ampctx.migrate.flow import NotUnderstood, refuse
@@ -57,12 +57,16 @@ def check(parsed: Parsed, session: Session, loops: list[Loop]) -> None:
             parent = parsed.parents[node]
             attribute = parent.attr.value if isinstance(parent, cst.Attribute) and parent.value is node else ""
             here = function_of(parsed, node) is session.function and parsed.span(node) > parsed.span(session.place)
-            if here and attribute in ("to", "cuda", "cpu") and not _is_another(parsed, session, model, node):
+            if here and attribute in ("to", "cuda", "cpu") and not _stays(parsed, session, model, node):
                 raise refuse(parsed, node, f"{model.text} may move to another device after amp.initialize")
 
 
-def _is_another(parsed: Parsed, session: Session, model: Variable, node: cst.CSTNode) -> bool:
-    """Whether a variable holds another model by now, such as one loaded after training."""
+def _stays(parsed: Parsed, session: Session, model: Variable, node: cst.CSTNode) -> bool:
+    """Whether ``model.to(device)`` was there before amp.initialize, too, or the variable holds another model by now."""
+    moves = [parsed.parents[parsed.parents[n]] for n in model.nodes(parsed)]
+    text = parsed.source(parsed.parents[parsed.parents[node]])
+    if any(parsed.source(m) == text and parsed.span(m) < parsed.span(session.place) for m in moves):
+        return True
     before = (s for suite, index in parsed.blocks(node) for s in suite.body[:index])
     later = (s for s in before if parsed.span(s) > parsed.span(session.place))
     return any(model.text in flow.stores(parsed, s) and model.text not in flow.loads(parsed, s) for s in later)
@@ -81,9 +85,16 @@ def _check_optimizer(
     if isinstance(parent, cst.Assign | cst.AnnAssign | cst.NamedExpr) and load and _steps_by(parsed, parent):
         raise refuse(parsed, node, f"{text} gets a second name, which may call step()")
     if not load and not (isinstance(parent, cst.Attribute) and parent.value is node):
-        later = parsed.span(node) > parsed.span(session.statement)
-        if later and function_of(parsed, node) is session.function:
+        later = parsed.span(node) > parsed.span(session.statement) and not paths.apart(parsed, node, session.statement)
+        if later and function_of(parsed, node) is session.function and not _is_handed_back(parsed, optimizer, node):
             raise refuse(parsed, node, f"{text} is assigned again")
+
+
+def _is_handed_back(parsed: Parsed, optimizer: Variable, target: cst.CSTNode) -> bool:
+    """Whether an assignment is ``model, optimizer = load(path, model, optimizer)``: its function gets the optimizer."""
+    statement = next(a for a in parsed.ancestors(target) if isinstance(a, cst.BaseSmallStatement | cst.BaseStatement))
+    call = statement.value if isinstance(statement, cst.Assign) else None
+    return isinstance(call, cst.Call) and any(optimizer.same(parsed, a.value) for a in call.args)
 
 
 def _steps_by(parsed: Parsed, alias: cst.Assign | cst.AnnAssign | cst.NamedExpr) -> bool:
