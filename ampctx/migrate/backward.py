@@ -127,10 +127,10 @@ class Backward:
         same = [c for c in others if _bare(parsed, c.func) == f"{_bare(parsed, self._loss)}.backward"]
         if not same:
             return
-        for call in others:
+        for call in same:
             statement = parsed.parents[call]
-            if not isinstance(statement, cst.Expr) or call not in same:
-                raise self._refuse(call, "a second backward")
+            if not isinstance(statement, cst.Expr):
+                raise self._refuse(call, "the result of a backward is used")
             flow.simple_statement(parsed, statement, "backward")
             self._plain.append(statement)
             self.calls.append(call.func)

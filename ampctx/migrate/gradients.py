@@ -14,8 +14,9 @@ from ampctx.migrate.variables import call_sites, function_of
 
 _LOGGING = re.compile(
     "append|add_scalar|debug|info|warning|write|format|join|set_description|set_postfix|synchronize|value|result|reset|"
-    "get_lr|get_last_lr|flush|close|mean|sum|empty_cache|barrier|str|no_sync|fill_|normal_|uniform_|random_|resize_"
+    "get_lr|get_last_lr|flush|close|mean|sum|empty_cache|barrier|str|no_sync|loss_scale|get_scale|fill_|normal_|uniform_|random_|resize_"
 )
+_ARITHMETIC = re.compile(r"round|min|max|abs|(np|numpy|math)\.\w+")
 # Functions that evaluate or save a model, or ask what it is.
 _HARMLESS = re.compile(
     r"(evaluate|eval|validate|valid|test|predict|infer|save|load|unwrap)(_\w+)?|hasattr|getattr|isinstance|type|id|super"
@@ -103,7 +104,7 @@ def unknown_calls(parsed: Parsed, statement: cst.CSTNode, known: Collection[str]
     """Calls that may read gradients they hold from elsewhere. ``known``: variables of the batch, without gradients."""
     for call in calls(statement):
         name = last_name(call.func)
-        if MOVERS.fullmatch(name) or _LOGGING.fullmatch(name):
+        if MOVERS.fullmatch(name) or _LOGGING.fullmatch(name) or _ARITHMETIC.fullmatch(dotted(call.func)):
             continue
         given = {n.value for a in call.args for n in names(parsed, a.value)}
         if not given or not given <= set(known):

@@ -177,17 +177,13 @@ class Loop:
         parsed = self._parsed
         if other is self or paths.exclusive(parsed, self._step, other._step):
             return
-        sites = list(gradients.sites(parsed, other._step, self.function))
+        if self.conditional:
+            reason = f"this step would change the scale while gradients of {self._text} add up under it"
+            raise self._refuse(other._step, reason)
+        sites = gradients.sites(parsed, other._step, self.function)
         segment = self._common.body[self._begin : self._owner_index + 1]
         inside = [s for s in sites if any(flow.contains(parsed, statement, s) for statement in segment)]
-        if self.conditional:
-            loop = next((a for a in parsed.ancestors(self._step) if isinstance(a, cst.For | cst.While)), None)
-            if loop is None or any(flow.contains(parsed, loop, s) for s in sites):
-                raise self._refuse(
-                    other._step,
-                    f"this step would change the scale while gradients of {self._text} add up under it",
-                )
-        elif inside:
+        if inside:
             if other.function is not self.function:
                 raise self._refuse(
                     inside[0], f"{other._text} steps here, while the gradients of {self._text} are scaled"
@@ -227,7 +223,8 @@ class Loop:
         self._called: set[str] = set()
         self._leading: list[cst.CSTNode] = []
         apart = [p for b in self._others for p in b.parts]
-        statements = [s for b in self._others for s in b.forward(apart).statements]
+        known = [s for b in self._others for s in b.forward(apart).statements]
+        known += [*apart, *(b.anchor for b in self._others if not b.hoisted)]
         models = session.names_of(session.models)
         for backward in self.backwards:
             found = backward.forward(apart)
@@ -240,7 +237,7 @@ class Loop:
                     backward.forward_loss, f"found no call of {model}(...) in this block that leads to the loss"
                 )
             self._called |= {n for n in candidates if found.calls_directly(n)}
-            self.runs += [*found.runs, *found.late([*statements, *(b.anchor for b in self._others if not b.hoisted)])]
+            self.runs += [*found.runs, *found.late(known)]
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import libcst as cst
-
 from ampctx.migrate import flow
 from ampctx.migrate.analysis import Parsed, Use
 from ampctx.migrate.report import Edit
@@ -45,7 +43,8 @@ def replaced(parsed: Parsed, use: Use) -> list[Edit]:
     given: set[str] = set()
     for index, argument in enumerate(use.call.args):
         name = argument.keyword.value if argument.keyword is not None else order[index] if index < len(order) else ""
-        value = parsed.source(argument.value)
+        # With the parentheses of a tuple, which are not part of its span.
+        value = parsed.tree.code_for_node(argument.value)
         given.add(name)
         if name == "adam_w_mode" and value in ("True", "False"):
             target = "torch.optim.AdamW" if value == "True" else "torch.optim.Adam"
@@ -60,7 +59,7 @@ def replaced(parsed: Parsed, use: Use) -> list[Edit]:
     if target.endswith("AdamW") and "weight_decay" not in given:
         kept.append("weight_decay=0.0")
     edits = [Edit(*parsed.span(use.chain), target)]
-    if isinstance(use.call.args[0].value if use.call.args else None, cst.BaseExpression):
+    if use.call.args:
         start, end = parsed.span(use.call.args[0])[0], parsed.span(use.call)[1]
         edits.append(Edit(start, end, ", ".join(kept) + ")"))
     return edits

@@ -65,26 +65,33 @@ def _branches(parsed: Parsed, node: cst.CSTNode) -> Iterator[tuple[cst.If, Block
 
 
 def _is_constant(parsed: Parsed, head: cst.If) -> bool:
-    """Whether conditions only read variables and attributes that no loop around them, or other method, sets."""
+    """Whether conditions only read variables, attributes and items that no loop around them, or other method, sets."""
     tests = [link.test for link in guards.chain(head) if isinstance(link, cst.If)]
-    read = {dotted(n) for t in tests for n in flow.below(t) if isinstance(n, cst.Attribute)}
+    if not all(guards.is_pure(t) for t in tests) or any(True for t in tests for c in flow.calls(t) if _may_vary(c)):
+        return False
     plain = {n.value for t in tests for n in flow.names(parsed, t)}
+    read = plain | {dotted(n) for t in tests for n in flow.below(t) if isinstance(n, cst.Attribute)}
     loops = [a for a in parsed.ancestors(head) if isinstance(a, cst.For | cst.While)]
     function = function_of(parsed, head)
-    if not all(guards.is_pure(t) for t in tests):
-        return False
     if not any(flow.contains(parsed, function, loop) for loop in loops):
         # Each round may be a call of this function.
-        roots = {n.split(".")[0] for n in read}
+        roots = {n.split(".")[0] for n in read - plain}
         if plain & (set(parameters(function)) | flow.stores(parsed, function)) - roots:
             return False
     if any(plain & flow.stores(parsed, loop) for loop in loops):
         return False
-    return not any(
-        isinstance(n, cst.Attribute) and isinstance(parsed.parents[n], cst.AssignTarget | cst.AugAssign | cst.AnnAssign)
-        for n in parsed.nodes
-        if isinstance(n, cst.Attribute) and dotted(n) in read and not _is_made(parsed, n)
+    targets = (n for n in parsed.nodes if isinstance(n, cst.AssignTarget | cst.AugAssign | cst.AnnAssign))
+    set_elsewhere = (
+        dotted(t.target.value if isinstance(t.target, cst.Subscript) else t.target)
+        for t in targets
+        if isinstance(t.target, cst.Attribute | cst.Subscript) and not _is_made(parsed, t)
     )
+    return not any(name in read for name in set_elsewhere)
+
+
+def _may_vary(call: cst.Call) -> bool:
+    """Whether a call may have another result later, though its arguments are the same objects."""
+    return dotted(call.func) not in ("bool", "int", "isinstance", "hasattr", "getattr")
 
 
 def _is_made(parsed: Parsed, node: cst.CSTNode) -> bool:

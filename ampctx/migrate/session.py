@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
 import re
 from collections.abc import Collection
 
 import libcst as cst
+from libcst import metadata as meta
 
 from ampctx.migrate import flow, guards, options
-from ampctx.migrate.analysis import Parsed, Use, dotted
+from ampctx.migrate.analysis import Block, Parsed, Use, dotted
 from ampctx.migrate.flow import NotUnderstood
 from ampctx.migrate.imports import indent_of
 from ampctx.migrate.report import Edit
@@ -187,12 +189,41 @@ class Session:
             if suite is self.suite:
                 below = index == self.index and not self._after and self.place is not self.statement
                 return index > self.index or below
+            if self._is_repeated(suite):
+                return True
             owner = parsed.parents.get(suite)
             if isinstance(owner, cst.Else | cst.ExceptHandler | cst.Finally):
                 owner = parsed.parents[owner]
             if not isinstance(owner, cst.For | cst.While | cst.If | cst.With | cst.Try):
                 return False
         return False
+
+    def _is_repeated(self, suite: Block) -> bool:
+        """Whether a suite is that of a later ``if`` on the condition under which the scaler is made."""
+        parsed = self._parsed
+        own, other = parsed.parents.get(self.suite), parsed.parents.get(suite)
+        if not isinstance(own, cst.If) or not isinstance(other, cst.If):
+            return False
+        if (
+            own.body is not self.suite
+            or other.body is not suite
+            or parsed.source(own.test) != parsed.source(other.test)
+        ):
+            return False
+        (first, i), (second, j) = parsed.blocks(own)[0], parsed.blocks(other)[0]
+        if first is not second or j <= i or first.body[i] is not own or first.body[j] is not other:
+            return False
+        between = first.body[i:j]
+        changed = {n for s in between for n in flow.stores(parsed, s)}
+        read = {n.value for n in flow.names(parsed, own.test)}
+        chains = {dotted(n) for n in flow.below(own.test) if isinstance(n, cst.Attribute)}
+        written = {
+            dotted(n)
+            for s in between
+            for n in flow.below(s)
+            if isinstance(n, cst.Attribute) and isinstance(parsed.parents[n], cst.AssignTarget | cst.AugAssign)
+        }
+        return guards.is_pure(own.test) and not read & changed and not chains & written
 
     # --- models and optimizers ----------------------------------------------------------------------------------------
 
@@ -202,17 +233,37 @@ class Session:
             return self.models
         found: list[Variable] = []
         for optimizer in optimizers:
-            made = [n.value for n in self._parsed.nodes if isinstance(n, cst.Assign) and self._assigns(n, optimizer)]
-            used = [m for m in self.models if any(m.same(self._parsed, n) for v in made for n in flow.below(v))]
-            if not used:
+            made = [c for n in self._parsed.nodes if (c := self._maker(n, optimizer)) is not None]
+            used = [m for m in self.models if any(m.same(self._parsed, n) for c in made for n in flow.below(c))]
+            if not used or not all(c.args and self._mentions_models_only(c.args[0].value) for c in made):
                 return self.models
             found += used
         return [m for m in self.models if m in found]
 
-    def _assigns(self, node: cst.Assign, optimizer: Variable) -> bool:
-        """Whether an assignment makes an optimizer."""
-        targets = [dotted(t.target) for t in node.targets]
-        return targets == [optimizer.text] and isinstance(node.value, cst.Call) and node.value is not self.call
+    def _maker(self, node: cst.CSTNode, optimizer: Variable) -> cst.Call | None:
+        """The call that an assignment makes an optimizer with."""
+        if not isinstance(node, cst.Assign) or [dotted(t.target) for t in node.targets] != [optimizer.text]:
+            return None
+        return node.value if isinstance(node.value, cst.Call) and node.value is not self.call else None
+
+    def _mentions_models_only(self, node: cst.CSTNode) -> bool:
+        """Whether an expression reads no variables but the models and its own."""
+        parsed = self._parsed
+        if any(m.same(parsed, node) for m in self.models):
+            return True
+        if isinstance(node, cst.Name) and parsed.scopes.get(node) is not None:
+            assignments = parsed.assignments(node)
+            known = all(isinstance(a, meta.ImportAssignment) or self._is_own(a) for a in assignments)
+            return known and (bool(assignments) or hasattr(builtins, node.value))
+        return all(self._mentions_models_only(child) for child in node.children)
+
+    @staticmethod
+    def _is_own(assignment: meta.BaseAssignment) -> bool:
+        """Whether an assignment is that of a comprehension or a lambda."""
+        scope = assignment.scope
+        return isinstance(scope, meta.ComprehensionScope) or (
+            isinstance(scope, meta.FunctionScope) and scope.name is None
+        )
 
     def names_of(self, models: Collection[Variable]) -> set[str]:
         """The names of models and of their wrappers."""

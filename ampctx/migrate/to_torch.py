@@ -40,6 +40,7 @@ _MESSAGES = {
     "apex.amp.register_half_function": "torch.autocast casts this function anyway",
     "apex.amp._amp_state.loss_scalers": "GradScaler's init_scale and get_scale",
 }
+_LOSSES = ". One scale serves all losses"
 _STATIC = ". torch halves the scale after an overflow; with apex's static scale, inf reached the weights"
 
 
@@ -114,11 +115,14 @@ def _plan(parsed: Parsed, gone: set[Binding], uses: dict[str, list[Use]]) -> tup
         assert use.call is not None
         dead.add(parsed.parents[use.call])
     session = Session(parsed, begins[0].call, later, dead, *first)
-    whole.check_torch(parsed)
-    loops = loop.read(parsed, session, [Backward(parsed, session, use) for use in uses["scale_loss"]])
+    torch_edits = whole.check_torch(parsed)
+    backwards = [Backward(parsed, session, use) for use in uses["scale_loss"]]
+    with about("backward"):
+        whole.check_backwards(parsed, backwards)
+    loops = loop.read(parsed, session, backwards)
     with about("step"):
         whole.check(parsed, session, loops)
-    edits = [*session.edits, *(e for each in loops for e in each.edits)]
+    edits = [*torch_edits, *session.edits, *(e for each in loops for e in each.edits)]
     edits += [Edit(*parsed.span(n), f"{session.scaler}.get_scale()") for n in scales if n is not None]
     edits += [whole.master_params(parsed, session, u) for u in uses["master_params"]]
     edits += [whole.checkpoint(parsed, session, u) for name in ("state_dict", "load_state_dict") for u in uses[name]]
@@ -128,11 +132,12 @@ def _plan(parsed: Parsed, gone: set[Binding], uses: dict[str, list[Use]]) -> tup
     other_edits, findings = to_ampctx.plan(parsed, only="torch", gone=gone)
     removed = dead.edits()
     edits = [e for e in dict.fromkeys([*edits, *other_edits]) if not any(_within(e, r) for r in removed)]
-    for use in dict.fromkeys(u for b in gone for u in b.uses):
-        static = _STATIC if use.name.endswith("initialize") and session.static else ""
+    for use in _distinct(gone):
+        more = _STATIC if use.name.endswith("initialize") and session.static else ""
+        more += _LOSSES if "num_losses" in parsed.source(use.call or use.chain) else ""
         known = _MESSAGES | {name: parallel.MESSAGES[target] for name, target in parallel.TARGETS.items()}
         known |= optimizers.MESSAGES
-        message = known.get(use.name, "always there now") + static
+        message = known.get(use.name, "always there now") + more
         findings.append(parsed.finding(use.chain, use.name, "adapted", message, use.call))
     removed = [r for r in removed if not any(e.start <= r.start and r.end <= e.end for e in edits)]
     return [*edits, *removed], sorted(set(findings), key=lambda f: (f.line, f.column))
@@ -197,7 +202,8 @@ def _uses(parsed: Parsed, gone: set[Binding], others: Sequence[Helper]) -> dict[
         node = parsed.imports[0].node if parsed.imports else parsed.private[0][0]
         raise NotUnderstood(f"line {parsed.line(node)} uses private or dynamically imported apex names")
     if match := re.search(r"\b(autocast|GradScaler)\b", parsed.text):
-        raise NotUnderstood(f"the file already uses {match[1]}")
+        with about("torch-branch"):
+            raise NotUnderstood(f"the file already uses {match[1]}: keep that branch and delete apex's")
     manual = [f for f in to_ampctx.plan(parsed, only="torch", gone=gone)[1] if f.status == "person"]
     if manual:
         raise NotUnderstood(f"line {manual[0].line} uses {manual[0].name}, which must go first (--to ampctx)")
@@ -211,7 +217,7 @@ def _uses(parsed: Parsed, gone: set[Binding], others: Sequence[Helper]) -> dict[
     uses: dict[str, list[Use]] = {
         name: [] for name in [*_SESSION, "tests", "parallel", "optimizers", "first", "casts", "scale"]
     }
-    for use in sorted(dict.fromkeys(u for b in gone for u in b.uses), key=lambda u: parsed.span(u.root)):
+    for use in sorted(_distinct(gone), key=lambda u: parsed.span(u.root)):
         kind = "tests" if _is_test(parsed, use) else "parallel" if use.name in parallel.TARGETS else ""
         kind = "optimizers" if use.name in optimizers.TARGETS else kind
         kind = "scale" if guards.read_scale(parsed, use) is not None else kind
@@ -219,6 +225,11 @@ def _uses(parsed: Parsed, gone: set[Binding], others: Sequence[Helper]) -> dict[
         kind = "first" if guards.first_scale(parsed, use) is not None else kind
         uses[kind or use.name.removeprefix("apex.amp.")].append(use)
     return uses
+
+
+def _distinct(bindings: Iterable[Binding]) -> list[Use]:
+    """The uses of names, once each: two imports may reach the same place."""
+    return list({id(u.root): u for b in bindings for u in b.uses}.values())
 
 
 def _is_test(parsed: Parsed, use: Use) -> bool:

@@ -7,7 +7,7 @@ from libcst import metadata as meta
 
 from ampctx.migrate import flow, paths
 from ampctx.migrate.analysis import Parsed, Use, dotted
-from ampctx.migrate.backward import steps_of
+from ampctx.migrate.backward import Backward, steps_of
 from ampctx.migrate.flow import NotUnderstood, refuse
 from ampctx.migrate.loop import Loop
 from ampctx.migrate.report import Edit
@@ -16,32 +16,36 @@ from ampctx.migrate.to_ampctx import hidden
 from ampctx.migrate.variables import Variable, function_of, parameters, variable
 
 
-def check_torch(parsed: Parsed) -> None:
-    """Refuses a file in which ``torch`` is not the package."""
-    if not any(
-        isinstance(small, cst.Import)
-        and any((a.asname is None and dotted(a.name).split(".")[0] == "torch") for a in small.names)
-        for line in parsed.tree.body
-        if isinstance(line, cst.SimpleStatementLine)
-        for small in line.body
-    ):
-        raise NotUnderstood("the file has no 'import torch' at its top level")
+def check_torch(parsed: Parsed) -> list[Edit]:
+    """Refuses a file in which ``torch`` is not the package. Adds an ``import torch`` that is missing."""
     if hidden(parsed, {"torch"}):
         raise NotUnderstood("the file uses torch as a variable")
+    small = [s for line in parsed.tree.body if isinstance(line, cst.SimpleStatementLine) for s in line.body]
+    imported = (a for s in small if isinstance(s, cst.Import) for a in s.names if a.asname is None)
+    if any(dotted(a.name).split(".")[0] == "torch" for a in imported):
+        return []
+    imports = [s for s in small if isinstance(s, cst.Import | cst.ImportFrom)]
+    place = next((s for s in imports if not parsed.source(s).startswith("from __future__")), None)
+    if place is None:
+        raise NotUnderstood("the file has no 'import torch' at its top level")
+    start = parsed.line_start(parsed.span(place)[0])
+    return [Edit(start, start, f"import torch{parsed.tree.default_newline}")]
 
 
-def check(parsed: Parsed, session: Session, loops: list[Loop]) -> None:
-    """Refuses other backwards, other names of the optimizer, and a model that moves."""
-    backwards = [c for loop in loops for b in loop.backwards for c in b.calls]
+def check_backwards(parsed: Parsed, backwards: list[Backward]) -> None:
+    """Refuses backwards of other losses."""
+    known = [c for b in backwards for c in b.calls]
     for node in parsed.nodes:
         name = node.attr.value if isinstance(node, cst.Attribute) else ""
         called = name == "backward" and isinstance(parsed.parents[node], cst.Call)
-        if called and not any(node is b for b in backwards):
-            with flow.about("backward"):
-                raise refuse(parsed, node, "a second backward")
+        if called and not any(node is c for c in known):
+            raise refuse(parsed, node, "a second backward")
         if isinstance(node, cst.Attribute) and dotted(node).endswith("autograd.grad"):
-            with flow.about("backward"):
-                raise refuse(parsed, node, "torch.autograd.grad would see a scaled loss")
+            raise refuse(parsed, node, "torch.autograd.grad would see a scaled loss")
+
+
+def check(parsed: Parsed, session: Session, loops: list[Loop]) -> None:
+    """Refuses other names and steps of the optimizers, and a model that moves."""
     functions = [
         session.function,
         *(f for loop in loops for f in [loop.function, *(b.function for b in loop.backwards)]),
