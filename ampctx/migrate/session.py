@@ -44,7 +44,7 @@ def without_optimizer(parsed: Parsed, use: Use) -> cst.CSTNode | None:
 
 
 class Session:
-    """One call of ``amp.initialize``.
+    """A call of ``amp.initialize``, or ``calls`` of it that follow each other.
 
     ``uses``: the other uses of amp in the file. ``first``: the statement that sets the first loss scale.
     ``statement``: the line of the call. ``edits`` replace it, or make the scaler before the condition that it runs on.
@@ -54,15 +54,23 @@ class Session:
     """
 
     def __init__(
-        self, parsed: Parsed, call: cst.Call, uses: Collection[Use], dead: guards.Dead, first: cst.Assign | None = None
+        self,
+        parsed: Parsed,
+        calls: list[cst.Call],
+        uses: Collection[Use],
+        dead: guards.Dead,
+        first: cst.Assign | None = None,
     ) -> None:
         self._parsed = parsed
         self.dead = dead
-        self.call = call
+        self.call = call = calls[0]
         self.function = function_of(parsed, call)
         with flow.about("initialize"):
             self._given = bound(parsed, call, _INITIALIZE, "amp.initialize")
             self._read_variables()
+            last: cst.CSTNode = self.statement
+            for another in calls[1:]:
+                last = self._join(another, last)
             self._place(uses)
         with flow.about("options"):
             scale = None if first is None else parsed.source(first.value)
@@ -92,19 +100,46 @@ class Session:
         if models is not None and optimizers is not None:
             self._read_other_names(assignment, models, optimizers)
         names = [*(m.text for m in self.models), *(o.text for o in self.optimizers)]
-        targets = [[dotted(t.target)] for t in assignment.targets] if isinstance(assignment, cst.Assign) else []
-        if isinstance(assignment, cst.Assign):
-            for i, target in enumerate(t.target for t in assignment.targets):
-                if isinstance(target, cst.Tuple | cst.List):
-                    targets[i] = [dotted(n) for e in target.elements for n in _elements(e.value)]
-        if (
-            not isinstance(assignment, cst.Expr)
-            and (not targets or any(t != names for t in targets))
-            and not self._kept
-        ):
+        if not self._is_assigned_back(assignment, names) and not self._kept:
             raise self._refuse(call, f"amp.initialize is not assigned back to {', '.join(names)}")
         self.assignment = assignment
         self.statement = flow.simple_statement(parsed, assignment, "amp.initialize")
+
+    @staticmethod
+    def _is_assigned_back(assignment: cst.CSTNode, names: list[str]) -> bool:
+        """Whether a statement assigns to these names, in this order, or to none."""
+        if not isinstance(assignment, cst.Assign):
+            return isinstance(assignment, cst.Expr)
+        targets = (t.target for t in assignment.targets)
+        return all([dotted(n) for e in _elements(t) for n in _elements(e)] == names for t in targets)
+
+    def _join(self, call: cst.Call, before: cst.CSTNode) -> cst.CSTNode:
+        """Takes over the models and optimizers of a call right after ``before``, with the same options: one scaler
+        serves both. Returns its statement."""
+        parsed = self._parsed
+        given = bound(parsed, call, _INITIALIZE, "amp.initialize")
+        models = [variable(parsed, m) for m in _elements(given.pop("models", None))]
+        optimizers = [variable(parsed, o) for o in _elements(given.pop("optimizers", None))]
+        found = [v for v in [*models, *optimizers] if v is not None]
+        assignment = parsed.parents[call]
+        statement = flow.simple_statement(parsed, assignment, "amp.initialize")
+        (suite, index), (first, i) = parsed.blocks(statement)[0], parsed.blocks(before)[0]
+        options = [{n: parsed.source(v) for n, v in g.items()} for g in (given, self._given)]
+        if (
+            suite is not first
+            or index != i + 1
+            or options[0] != options[1]
+            or len(found) < len(models) + len(optimizers)
+            or set(found) & {*self.models, *self.optimizers}
+            or not self._is_assigned_back(assignment, [v.text for v in found])
+        ):
+            raise self._refuse(call, "a second call of amp.initialize with an optimizer")
+        self.models += found[: len(models)]
+        self.optimizers += found[len(models) :]
+        self.has_one_model = False
+        self.names = " or ".join(o.text for o in self.optimizers)
+        self.dead.add(assignment)
+        return statement
 
     def _read_other_names(self, assignment: cst.CSTNode, models: cst.CSTNode, optimizers: cst.CSTNode) -> None:
         """Reads ``models, [a, b] = amp.initialize([x, y], [net.a, net.b])``: a list of models, optimizers under other

@@ -98,11 +98,8 @@ def _plan(parsed: Parsed, gone: set[Binding], uses: dict[str, list[Use]]) -> tup
         begins = [u for u, statement in alone.items() if statement is None]
         if not begins:
             raise refuse(parsed, uses["initialize"][0].root, "amp.initialize is not called with an optimizer")
-        if len(begins) > 1:
-            raise refuse(parsed, begins[1].root, "a second call of amp.initialize with an optimizer")
     if not uses["scale_loss"]:
         raise NotUnderstood("amp.scale_loss is not called in this file")
-    assert begins[0].call is not None
     later = [u for name in _SESSION[1:] for u in uses[name]]
     scales = [guards.read_scale(parsed, u) for u in uses["scale"]]
     first = [guards.first_scale(parsed, u) for u in uses["first"]]
@@ -114,7 +111,7 @@ def _plan(parsed: Parsed, gone: set[Binding], uses: dict[str, list[Use]]) -> tup
     for use in uses["casts"]:
         assert use.call is not None
         dead.add(parsed.parents[use.call])
-    session = Session(parsed, begins[0].call, later, dead, *first)
+    session = Session(parsed, [u.call for u in begins if u.call is not None], later, dead, *first)
     torch_edits = whole.check_torch(parsed)
     backwards = [Backward(parsed, session, use) for use in uses["scale_loss"]]
     with about("backward"):

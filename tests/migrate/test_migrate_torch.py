@@ -946,6 +946,18 @@ def test_what_is_not_understood_is_left_with_a_reason(tmp_path, replacements, re
 
 # The same for a program with two optimizers.
 LEFT_OF_TWO = {
+    "initialize apart": (
+        [
+            ("[netD, netG], [optimizerD, optimizerG] = amp.initialize(\n", "netD, optimizerD = amp.initialize(\n"),
+            (
+                "    [netD, netG], [optimizerD, optimizerG], opt_level=opt_level, num_losses=3\n)",
+                "    netD, optimizerD, opt_level=opt_level\n)\n"
+                "netG, optimizerG = amp.initialize(netG, optimizerG, opt_level='O1')",
+            ),
+        ],
+        "initialize",
+        r"line \d+: a second call of amp.initialize with an optimizer",
+    ),
     "gradients of one add up": (
         [("    optimizerG.step()", "    if i % 2:\n        optimizerG.step()")],
         "scale",
@@ -999,6 +1011,14 @@ LEFT_OF_TWO = {
         "another function uses optimizerD",
     ),
 }
+
+
+def test_initialize_for_one_optimizer_after_the_other(tmp_path):
+    source = (ROOT / "tests" / "migrate" / "programs" / "gan.py").read_text()
+    together = torch_of(tmp_path, source).after
+    call = source[source.index("[netD, netG], [optimizerD") : source.index("data = [")]
+    apart = "".join(f"net{n}, optimizer{n} = amp.initialize(net{n}, optimizer{n}, opt_level=opt_level)\n" for n in "DG")
+    assert torch_of(tmp_path, source.replace(call, apart)).after == together
 
 
 @pytest.mark.parametrize(("replacements", "topic", "reason"), LEFT_OF_TWO.values(), ids=LEFT_OF_TWO)
