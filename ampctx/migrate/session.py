@@ -363,12 +363,13 @@ class Session:
             self.dead.add(self.assignment)
         kept = (newline + indent_of(parsed, self.assignment)).join(self._kept)
         self.edits = [Edit(*parsed.span(self.assignment), kept)] if self._kept else []
-        end = parsed.line_end(parsed.span(self.place)[1])
-        at = parsed.line_start(parsed.span(self.place)[0])
         text = "".join(f"{indent}{line}{newline}" for line in lines)
+        at = parsed.line_start(parsed.span(self.place)[0])
         if self._after:
-            text = "".join(f"{newline}{indent}{line}" for line in lines)
-        self.edits.append(Edit(end, end, text) if self._after else Edit(at, at, text))
+            end = parsed.span(self.place)[1]
+            at = next((start for start in parsed.starts if start >= end), len(parsed.text))
+            text = text if at in parsed.starts else newline + text
+        self.edits.append(Edit(at, at, text))
 
 
 def _atom(source: str) -> str:

@@ -119,7 +119,8 @@ def _plan(parsed: Parsed, gone: set[Binding], uses: dict[str, list[Use]]) -> tup
     loops = loop.read(parsed, session, backwards)
     with about("step"):
         whole.check(parsed, session, loops)
-    edits = [*torch_edits, *session.edits, *(e for each in loops for e in each.edits)]
+    removed = dead.edits()
+    edits = [*torch_edits, *(_after(e, removed) for e in session.edits), *(e for each in loops for e in each.edits)]
     edits += [Edit(*parsed.span(n), f"{session.scaler}.get_scale()") for n in scales if n is not None]
     edits += [whole.master_params(parsed, session, u) for u in uses["master_params"]]
     edits += [whole.checkpoint(parsed, session, u) for name in ("state_dict", "load_state_dict") for u in uses[name]]
@@ -127,7 +128,6 @@ def _plan(parsed: Parsed, gone: set[Binding], uses: dict[str, list[Use]]) -> tup
     edits += [e for u in uses["optimizers"] for e in optimizers.replaced(parsed, u)]
     edits += [e for _, e in tests if e is not None] + guards.availability(parsed)
     other_edits, findings = to_ampctx.plan(parsed, only="torch", gone=gone)
-    removed = dead.edits()
     edits = [e for e in dict.fromkeys([*edits, *other_edits]) if not any(_within(e, r) for r in removed)]
     for use in _distinct(gone):
         more = _STATIC if use.name.endswith("initialize") and session.static else ""
@@ -141,8 +141,16 @@ def _plan(parsed: Parsed, gone: set[Binding], uses: dict[str, list[Use]]) -> tup
 
 
 def _within(edit: Edit, removed: Edit) -> bool:
-    """Whether an edit is lost in a statement that goes. What is inserted before the statement stays."""
-    return removed.start <= edit.start and edit.end <= removed.end and edit.end > removed.start
+    """Whether an edit is lost in a statement that goes. What is inserted before or after the statement stays."""
+    if edit.start == edit.end:
+        return removed.start < edit.start < removed.end
+    return removed.start <= edit.start and edit.end <= removed.end
+
+
+def _after(edit: Edit, removed: list[Edit]) -> Edit:
+    """An edit that must not be lost: what it inserts comes after the statement that goes there."""
+    at = next((r.end for r in removed if edit.start == edit.end and _within(edit, r)), None)
+    return edit if at is None else Edit(at, at, edit.new)
 
 
 def _whole(gone: set[Binding]) -> list[cst.CSTNode]:

@@ -312,6 +312,18 @@ FORMS = {
         [("model, optimizer = amp", "fp16 = 1\nif fp16:\n    model, optimizer = amp")],
         ["fp16 = 1\ndevice_type = next(", "GradScaler(device_type, enabled=bool(fp16))"],
     ),
+    "last below a condition that sets the level": (
+        [
+            ("model, optimizer = amp", "fp16 = True\nif fp16:\n    level = 'O1'\n\n    model, optimizer = amp"),
+            ('"O1"', "level"),
+            ("for i in", "\n\nfor i in"),
+        ],
+        [
+            "if fp16:\n    level = 'O1'\n",
+            "\ndevice_type = next(",
+            'GradScaler(device_type, enabled=bool(fp16 and level == "O1"))',
+        ],
+    ),
     "below nested conditions, with more in them": (
         [
             (
