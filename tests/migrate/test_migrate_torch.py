@@ -1033,6 +1033,7 @@ def test_initialize_for_one_optimizer_after_the_other(tmp_path):
     assert torch_of(tmp_path, source.replace(call, apart)).after == together
 
 
+@pytest.mark.full(but=3)
 @pytest.mark.parametrize(("replacements", "topic", "reason"), LEFT_OF_TWO.values(), ids=LEFT_OF_TWO)
 def test_two_optimizers_that_are_left(tmp_path, replacements, topic, reason):
     source = (ROOT / "tests" / "migrate" / "programs" / "gan.py").read_text()
