@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import libcst as cst
@@ -56,7 +56,8 @@ class Forward:
     """The statements before ``anchor`` that compute the loss and go into ``autocast``.
 
     Looks in the block that holds ``anchor`` and in the blocks around it, up to the innermost loop or the function.
-    ``start``: the statement that makes the scaler; the forward comes after it. ``names``: the variables of the loss.
+    ``start``: the statement that makes the scaler; the forward comes after it. ``apart``: nodes that stay outside of
+    ``autocast``, such as other backwards. ``names``: the variables of the loss.
     ``outputs``: variables that may hold 16-bit tensors afterwards, without the loss.
 
     Raises:
@@ -64,9 +65,15 @@ class Forward:
     """
 
     def __init__(
-        self, parsed: Parsed, anchor: cst.CSTNode, loss: cst.BaseExpression, optimizer: Variable, start: cst.CSTNode
+        self,
+        parsed: Parsed,
+        anchor: cst.CSTNode,
+        loss: cst.BaseExpression,
+        optimizers: Collection[Variable],
+        start: cst.CSTNode,
+        apart: Collection[cst.CSTNode] = (),
     ) -> None:
-        self._parsed, self._anchor, self._optimizer = parsed, anchor, optimizer
+        self._parsed, self._anchor, self._optimizers, self._apart = parsed, anchor, optimizers, apart
         self.names = _variables(parsed, loss)
         self.runs: list[Run] = []
         self.made = False
@@ -126,8 +133,11 @@ class Forward:
                 raise refuse(parsed, node, "yield or await interrupts the forward")
             if isinstance(node, cst.FunctionDef | cst.Lambda | cst.ClassDef):
                 raise refuse(parsed, node, "the forward defines a function, which may later run without casts")
-            if self._optimizer.same(parsed, node) and not is_zero_grad(parsed, node):
-                raise refuse(parsed, node, f"the forward uses {self._optimizer.text}")
+            for optimizer in self._optimizers:
+                if optimizer.same(parsed, node) and not is_zero_grad(parsed, node):
+                    raise refuse(parsed, node, f"the forward uses {optimizer.text}")
+            if any(node is a for a in self._apart):
+                raise refuse(parsed, node, "another backward is part of the forward")
 
     def calls_model(self, models: set[str]) -> bool:
         """Whether the statements call one of these models, or hand one to a function or method that may."""
@@ -147,16 +157,18 @@ class Forward:
 
     # --- outputs ------------------------------------------------------------------------------------------------------
 
-    def late(self, block: cst.CSTNode) -> list[Run]:
+    def late(self, known: Collection[cst.CSTNode]) -> list[Run]:
         """Statements after the forward that use its 16-bit outputs, as apex cast them there, too.
+
+        ``known``: other forwards, and the backwards.
 
         Raises:
             NotUnderstood: an output leaves the function.
         """
         with flow.about("outputs"):
-            return self._late(block)
+            return self._late(known)
 
-    def _late(self, block: cst.CSTNode) -> list[Run]:
+    def _late(self, known: Collection[cst.CSTNode]) -> list[Run]:
         parsed = self._parsed
         function = function_of(parsed, self._anchor)
         pending, seen = set(self.outputs), set(self.outputs)
@@ -164,7 +176,7 @@ class Forward:
         while pending:
             local = pending.pop()
             for node in _reads(parsed, function, local):
-                if any(contains(parsed, s, node) for s in [*self.statements, *found, block]):
+                if any(contains(parsed, s, node) for s in [*self.statements, *found, *known]):
                     continue
                 further = _goes_to(parsed, node)
                 if further is None:
@@ -235,6 +247,13 @@ def _joined(parsed: Parsed, statements: list[cst.CSTNode]) -> list[Run]:
         else:
             runs.append(Run(suite, index, index))
     return runs
+
+
+def merged(parsed: Parsed, runs: Collection[Run]) -> list[Run]:
+    """The runs of several forwards, without what they share. A statement within another is in the other's run."""
+    held = {id(s): s for run in runs for s in run.statements}
+    outer = [s for s in held.values() if not any(id(a) in held for a in parsed.ancestors(s))]
+    return _joined(parsed, outer)
 
 
 def wrapped(parsed: Parsed, run: Run, header: str) -> list[Edit]:

@@ -14,13 +14,16 @@ from ampctx.migrate.variables import call_sites, function_of
 
 _LOGGING = re.compile(
     "append|add_scalar|debug|info|warning|write|format|join|set_description|set_postfix|synchronize|value|result|reset|"
-    "get_lr|get_last_lr|flush|close|mean|sum|empty_cache|barrier|str"
+    "get_lr|get_last_lr|flush|close|mean|sum|empty_cache|barrier|str|no_sync|loss_scale|get_scale|fill_|normal_|uniform_|random_|resize_"
 )
+_ARITHMETIC = re.compile(r"round|min|max|abs|(np|numpy|math)\.\w+")
 # Functions that evaluate or save a model, or ask what it is.
 _HARMLESS = re.compile(
     r"(evaluate|eval|validate|valid|test|predict|infer|save|load|unwrap)(_\w+)?|hasattr|getattr|isinstance|type|id|super"
 )
 _CLIPS = {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grad_value"}
+# Functions that return the norm of gradients.
+_NORMS = re.compile(r"(get|calc|calculate|compute)?_?(total_)?grad(ient)?s?_norm_?")
 
 
 def certain(parsed: Parsed, function: cst.CSTNode) -> Iterator[cst.CSTNode]:
@@ -28,20 +31,25 @@ def certain(parsed: Parsed, function: cst.CSTNode) -> Iterator[cst.CSTNode]:
     for node in parsed.nodes:
         if not _is_certain(parsed, node):
             continue
-        inside = function_of(parsed, node)
-        if inside is function:
-            yield node
-            continue
-        seen = {inside}
-        pending = [inside]
-        while pending:
-            for call in call_sites(parsed, pending.pop()):
-                caller = function_of(parsed, call)
-                if caller is function:
-                    yield call
-                elif caller not in seen:
-                    seen.add(caller)
-                    pending.append(caller)
+        yield from sites(parsed, node, function)
+
+
+def sites(parsed: Parsed, node: cst.CSTNode, function: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """Where a function runs a node: the node itself, if it is there, else calls that lead to it."""
+    inside = function_of(parsed, node)
+    if inside is function:
+        yield node
+        return
+    seen = {inside}
+    pending = [inside]
+    while pending:
+        for call in call_sites(parsed, pending.pop()):
+            caller = function_of(parsed, call)
+            if caller is function:
+                yield call
+            elif caller not in seen:
+                seen.add(caller)
+                pending.append(caller)
 
 
 def _is_certain(parsed: Parsed, node: cst.CSTNode) -> bool:
@@ -96,26 +104,27 @@ def unknown_calls(parsed: Parsed, statement: cst.CSTNode, known: Collection[str]
     """Calls that may read gradients they hold from elsewhere. ``known``: variables of the batch, without gradients."""
     for call in calls(statement):
         name = last_name(call.func)
-        if MOVERS.fullmatch(name) or _LOGGING.fullmatch(name):
+        if MOVERS.fullmatch(name) or _LOGGING.fullmatch(name) or _ARITHMETIC.fullmatch(dotted(call.func)):
             continue
         given = {n.value for a in call.args for n in names(parsed, a.value)}
         if not given or not given <= set(known):
             yield call
 
 
-def clip(parsed: Parsed, node: cst.CSTNode) -> cst.BaseExpression | None:
-    """The bound of the ``clip_grad_norm_`` or ``clip_grad_value_`` that a node is part of.
+def clip(parsed: Parsed, node: cst.CSTNode) -> tuple[cst.Call, cst.BaseExpression | None] | None:
+    """The call of ``clip_grad_norm_``, ``clip_grad_value_`` or a function such as ``get_grad_norm`` that a node is part
+    of, and the bound of the clipping.
 
-    None for other readers, and if the result is used.
+    None for other readers of gradients.
     """
     calls = [n for n in [node, *parsed.ancestors(node)] if isinstance(n, cst.Call)]
-    call = next((c for c in calls if last_name(c.func) in _CLIPS), None)
-    if call is None or not isinstance(parsed.parents[call], cst.Expr):
+    call = next((c for c in calls if last_name(c.func) in _CLIPS or _NORMS.fullmatch(last_name(c.func))), None)
+    if call is None or any(a.star for a in call.args):
         return None
+    if last_name(call.func) not in _CLIPS:
+        return call, None
     for i, argument in enumerate(call.args):
-        if argument.star:
-            return None
         named = argument.keyword is not None and argument.keyword.value in ("max_norm", "clip_value")
         if named or (argument.keyword is None and i == 1):
-            return argument.value
+            return call, argument.value
     return None

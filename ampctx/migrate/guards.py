@@ -142,6 +142,22 @@ def first_scale(parsed: Parsed, use: Use) -> cst.Assign | None:
     return statement if is_pure(statement.value) else None
 
 
+def read_scale(parsed: Parsed, use: Use) -> cst.CSTNode | None:
+    """The node ``amp._amp_state.loss_scalers[0].loss_scale()``, or ``._loss_scale``, that a use is part of."""
+    item = parsed.parents[use.chain]
+    attribute = parsed.parents[item]
+    if use.name != "apex.amp._amp_state.loss_scalers" or not isinstance(attribute, cst.Attribute):
+        return None
+    if not re.fullmatch(r"\[0\]\._?loss_scale", parsed.source(attribute)[len(parsed.source(use.chain)) :]):
+        return None
+    if isinstance(parsed.parents[attribute], cst.AssignTarget | cst.AugAssign | cst.Del):
+        return None
+    if attribute.attr.value == "_loss_scale":
+        return attribute
+    call = parsed.parents[attribute]
+    return call if isinstance(call, cst.Call) and call.func is attribute and not call.args else None
+
+
 # --- statements that go -----------------------------------------------------------------------------------------------
 
 

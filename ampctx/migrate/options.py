@@ -14,7 +14,6 @@ from ampctx.migrate.analysis import Parsed
 # Values at which an option can be dropped.
 _DEFAULTS: dict[str, list[object]] = {
     "opt_level": ["O1"],
-    "num_losses": [1],
     "cast_model_type": [None],
     "patch_torch_functions": [None, True],
     "keep_batchnorm_fp32": [None],
@@ -26,6 +25,8 @@ _DEFAULTS: dict[str, list[object]] = {
 }
 # Options that need not be literals: the first has no effect on the numbers, and the second must be None at O1.
 _FREE = {"verbosity", "keep_batchnorm_fp32"}
+# One scale serves all losses.
+_DROPPED = {"num_losses"}
 # A growth interval no run reaches.
 _STATIC = "growth_interval=2**31 - 1"
 
@@ -56,6 +57,8 @@ def read(
     values: dict[str, object] = {}
     unknown: dict[str, str] = {}
     for name, expression in given.items():
+        if name in _DROPPED and guards.is_pure(expression):
+            continue
         source = parsed.source(expression)
         try:
             values[name] = ast.literal_eval(source)

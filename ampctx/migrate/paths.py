@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import libcst as cst
 
-from ampctx.migrate import flow
+from ampctx.migrate import flow, guards
 from ampctx.migrate.analysis import Block, Parsed, dotted
+from ampctx.migrate.variables import function_of, parameters
 
 _LEAVING = (cst.Continue, cst.Break, cst.Return, cst.Raise)
 
@@ -39,6 +40,68 @@ def check_reached(parsed: Parsed, statements: Sequence[cst.CSTNode], step: cst.C
 
 def _contexts(block: cst.With) -> Iterator[cst.Call]:
     return (item.item for item in block.items if isinstance(item.item, cst.Call))
+
+
+def exclusive(parsed: Parsed, one: cst.CSTNode, other: cst.CSTNode) -> bool:
+    """Whether two nodes are on different branches of an ``if`` that goes the same way in each round of a loop."""
+    branches = dict(_branches(parsed, one))
+    for head, suite in _branches(parsed, other):
+        if branches.get(head, suite) is not suite:
+            return _is_constant(parsed, head)
+    return False
+
+
+def apart(parsed: Parsed, one: cst.CSTNode, other: cst.CSTNode) -> bool:
+    """Whether two nodes are on different branches of an ``if``."""
+    branches = dict(_branches(parsed, one))
+    return any(branches.get(head, suite) is not suite for head, suite in _branches(parsed, other))
+
+
+def _branches(parsed: Parsed, node: cst.CSTNode) -> Iterator[tuple[cst.If, Block]]:
+    """Each ``if`` around a node, with the branch that holds it."""
+    for suite, _ in parsed.blocks(node):
+        if (found := guards.branch_condition(parsed, suite)) is not None:
+            yield found[0], suite
+
+
+def _is_constant(parsed: Parsed, head: cst.If) -> bool:
+    """Whether conditions only read variables, attributes and items that no loop around them, or other method, sets."""
+    tests = [link.test for link in guards.chain(head) if isinstance(link, cst.If)]
+    if not all(guards.is_pure(t) for t in tests) or any(True for t in tests for c in flow.calls(t) if _may_vary(c)):
+        return False
+    plain = {n.value for t in tests for n in flow.names(parsed, t)}
+    read = plain | {dotted(n) for t in tests for n in flow.below(t) if isinstance(n, cst.Attribute)}
+    loops = [a for a in parsed.ancestors(head) if isinstance(a, cst.For | cst.While)]
+    function = function_of(parsed, head)
+    if not any(flow.contains(parsed, function, loop) for loop in loops):
+        # Each round may be a call of this function.
+        roots = {n.split(".")[0] for n in read - plain}
+        if plain & (set(parameters(function)) | flow.stores(parsed, function)) - roots:
+            return False
+    if any(plain & flow.stores(parsed, loop) for loop in loops):
+        return False
+    targets = (n for n in parsed.nodes if isinstance(n, cst.AssignTarget | cst.AugAssign | cst.AnnAssign))
+    set_elsewhere = (
+        dotted(t.target.value if isinstance(t.target, cst.Subscript) else t.target)
+        for t in targets
+        if isinstance(t.target, cst.Attribute | cst.Subscript) and not _is_made(parsed, t)
+    )
+    return not any(name in read for name in set_elsewhere)
+
+
+def _may_vary(call: cst.Call) -> bool:
+    """Whether a call may have another result later, though its arguments are the same objects."""
+    return dotted(call.func) not in ("bool", "int", "isinstance", "hasattr", "getattr")
+
+
+def _is_made(parsed: Parsed, node: cst.CSTNode) -> bool:
+    """Whether a node is in a function that sets up an object, or outside of loops at the top of the program."""
+    function = function_of(parsed, node)
+    if isinstance(function, cst.FunctionDef) and function.name.value in ("__init__", "main", "parse_args"):
+        return True
+    return not isinstance(function, cst.FunctionDef) and not any(
+        isinstance(a, cst.For | cst.While) for a in parsed.ancestors(node)
+    )
 
 
 def is_zeroed(

@@ -15,14 +15,13 @@ from typing import NamedTuple
 
 import libcst as cst
 
-from ampctx.migrate import guards, parallel, to_ampctx, whole
+from ampctx.migrate import guards, loop, optimizers, parallel, to_ampctx, whole
 from ampctx.migrate.analysis import Binding, Parsed, Use
+from ampctx.migrate.backward import Backward
 from ampctx.migrate.flow import NotUnderstood, about, refuse
-from ampctx.migrate.loop import Loop
 from ampctx.migrate.report import Edit, Finding
-from ampctx.migrate.session import Session
+from ampctx.migrate.session import Session, without_optimizer
 from ampctx.migrate.targets import row
-from ampctx.migrate.variables import function_of
 
 # The amp functions that a loop may use.
 _SESSION = ("initialize", "scale_loss", "master_params", "state_dict", "load_state_dict")
@@ -39,8 +38,9 @@ _MESSAGES = {
         "reads torch's format. For older checkpoints use ampctx.GradScaler, which also reads apex's format"
     ),
     "apex.amp.register_half_function": "torch.autocast casts this function anyway",
-    "apex.amp._amp_state.loss_scalers": "GradScaler's init_scale",
+    "apex.amp._amp_state.loss_scalers": "GradScaler's init_scale and get_scale",
 }
+_LOSSES = ". One scale serves all losses"
 _STATIC = ". torch halves the scale after an overflow; with apex's static scale, inf reached the weights"
 
 
@@ -90,14 +90,18 @@ def plan(parsed: Parsed, others: Sequence[Helper] = ()) -> tuple[list[Edit], lis
 def _plan(parsed: Parsed, gone: set[Binding], uses: dict[str, list[Use]]) -> tuple[list[Edit], list[Finding]]:
     tests = [(u, guards.tested(parsed, u)) for u in uses["tests"]]
     dead = guards.Dead(parsed, _whole(gone), [u.chain for u in uses["tests"]])
-    (initialize, *more) = uses["initialize"]
-    if more:
-        with about("initialize"):
-            raise refuse(parsed, more[0].root, "a second call of amp.initialize")
+    with about("initialize"):
+        alone = {u: without_optimizer(parsed, u) for u in uses["initialize"]}
+        for statement in alone.values():
+            if statement is not None:
+                dead.add(statement)
+        begins = [u for u, statement in alone.items() if statement is None]
+        if not begins:
+            raise refuse(parsed, uses["initialize"][0].root, "amp.initialize is not called with an optimizer")
     if not uses["scale_loss"]:
         raise NotUnderstood("amp.scale_loss is not called in this file")
-    assert initialize.call is not None
     later = [u for name in _SESSION[1:] for u in uses[name]]
+    scales = [guards.read_scale(parsed, u) for u in uses["scale"]]
     first = [guards.first_scale(parsed, u) for u in uses["first"]]
     if len(first) > 1:
         raise refuse(parsed, uses["first"][1].root, "a second assignment of the loss scale")
@@ -107,36 +111,46 @@ def _plan(parsed: Parsed, gone: set[Binding], uses: dict[str, list[Use]]) -> tup
     for use in uses["casts"]:
         assert use.call is not None
         dead.add(parsed.parents[use.call])
-    session = Session(parsed, initialize.call, later, dead, *first)
-    functions = [function_of(parsed, u.root) for u in uses["scale_loss"]]
-    for i, use in enumerate(uses["scale_loss"]):
-        if functions[i] in functions[:i]:
-            with about("backward"):
-                raise refuse(parsed, use.root, "a second call of amp.scale_loss")
-    whole.check_torch(parsed)
-    loops = [Loop(parsed, session, use) for use in uses["scale_loss"]]
+    session = Session(parsed, [u.call for u in begins if u.call is not None], later, dead, *first)
+    torch_edits = whole.check_torch(parsed)
+    backwards = [Backward(parsed, session, use) for use in uses["scale_loss"]]
+    with about("backward"):
+        whole.check_backwards(parsed, backwards)
+    loops = loop.read(parsed, session, backwards)
     with about("step"):
         whole.check(parsed, session, loops)
-    edits = [*session.edits, *(e for loop in loops for e in loop.edits)]
+    removed = dead.edits()
+    edits = [*torch_edits, *(_after(e, removed) for e in session.edits), *(e for each in loops for e in each.edits)]
+    edits += [Edit(*parsed.span(n), f"{session.scaler}.get_scale()") for n in scales if n is not None]
     edits += [whole.master_params(parsed, session, u) for u in uses["master_params"]]
     edits += [whole.checkpoint(parsed, session, u) for name in ("state_dict", "load_state_dict") for u in uses[name]]
     edits += [e for u in uses["parallel"] for e in parallel.replaced(parsed, u)]
+    edits += [e for u in uses["optimizers"] for e in optimizers.replaced(parsed, u)]
     edits += [e for _, e in tests if e is not None] + guards.availability(parsed)
     other_edits, findings = to_ampctx.plan(parsed, only="torch", gone=gone)
-    removed = dead.edits()
     edits = [e for e in dict.fromkeys([*edits, *other_edits]) if not any(_within(e, r) for r in removed)]
-    for use in dict.fromkeys(u for b in gone for u in b.uses):
-        static = _STATIC if use.name.endswith("initialize") and session.static else ""
+    for use in _distinct(gone):
+        more = _STATIC if use.name.endswith("initialize") and session.static else ""
+        more += _LOSSES if "num_losses" in parsed.source(use.call or use.chain) else ""
         known = _MESSAGES | {name: parallel.MESSAGES[target] for name, target in parallel.TARGETS.items()}
-        message = known.get(use.name, "always there now") + static
+        known |= optimizers.MESSAGES
+        message = known.get(use.name, "always there now") + more
         findings.append(parsed.finding(use.chain, use.name, "adapted", message, use.call))
     removed = [r for r in removed if not any(e.start <= r.start and r.end <= e.end for e in edits)]
     return [*edits, *removed], sorted(set(findings), key=lambda f: (f.line, f.column))
 
 
 def _within(edit: Edit, removed: Edit) -> bool:
-    """Whether an edit is lost in a statement that goes. What is inserted before the statement stays."""
-    return removed.start <= edit.start and edit.end <= removed.end and edit.end > removed.start
+    """Whether an edit is lost in a statement that goes. What is inserted before or after the statement stays."""
+    if edit.start == edit.end:
+        return removed.start < edit.start < removed.end
+    return removed.start <= edit.start and edit.end <= removed.end
+
+
+def _after(edit: Edit, removed: list[Edit]) -> Edit:
+    """An edit that must not be lost: what it inserts comes after the statement that goes there."""
+    at = next((r.end for r in removed if edit.start == edit.end and _within(edit, r)), None)
+    return edit if at is None else Edit(at, at, edit.new)
 
 
 def _whole(gone: set[Binding]) -> list[cst.CSTNode]:
@@ -153,6 +167,8 @@ def _goes(binding: Binding) -> bool:
     if binding.target == "apex.amp" or binding.target.startswith("apex.amp."):
         return True
     if not binding.uses:
+        return True
+    if all(u.name in optimizers.TARGETS and u.call is not None for u in binding.uses):
         return True
     return any(_is_amp(u) or u.name in parallel.TARGETS for u in binding.uses)
 
@@ -183,14 +199,16 @@ def _uses(parsed: Parsed, gone: set[Binding], others: Sequence[Helper]) -> dict[
                 )
             called = use.name.removeprefix("apex.amp.") in _SESSION and use.call is not None
             called = called or use.name in parallel.TARGETS or guards.first_scale(parsed, use) is not None
-            called = called or guards.is_cast_anyway(parsed, use)
+            called = called or guards.is_cast_anyway(parsed, use) or guards.read_scale(parsed, use) is not None
+            called = called or (use.name in optimizers.TARGETS and use.call is not None)
             if binding in gone and not called and not _is_test(parsed, use):
                 raise NotUnderstood(f"line {parsed.line(use.root)} uses {use.name}, which torch.amp lacks")
     if parsed.imports or parsed.private:
         node = parsed.imports[0].node if parsed.imports else parsed.private[0][0]
         raise NotUnderstood(f"line {parsed.line(node)} uses private or dynamically imported apex names")
     if match := re.search(r"\b(autocast|GradScaler)\b", parsed.text):
-        raise NotUnderstood(f"the file already uses {match[1]}")
+        with about("torch-branch"):
+            raise NotUnderstood(f"the file already uses {match[1]}: keep that branch and delete apex's")
     manual = [f for f in to_ampctx.plan(parsed, only="torch", gone=gone)[1] if f.status == "person"]
     if manual:
         raise NotUnderstood(f"line {manual[0].line} uses {manual[0].name}, which must go first (--to ampctx)")
@@ -201,13 +219,22 @@ def _uses(parsed: Parsed, gone: set[Binding], others: Sequence[Helper]) -> dict[
         if helper.concerns(parsed):
             with about("other-files"):
                 raise NotUnderstood(f"{helper.path}:{helper.line} also uses amp and may belong to this loop")
-    uses: dict[str, list[Use]] = {name: [] for name in [*_SESSION, "tests", "parallel", "first", "casts"]}
-    for use in sorted(dict.fromkeys(u for b in gone for u in b.uses), key=lambda u: parsed.span(u.root)):
+    uses: dict[str, list[Use]] = {
+        name: [] for name in [*_SESSION, "tests", "parallel", "optimizers", "first", "casts", "scale"]
+    }
+    for use in sorted(_distinct(gone), key=lambda u: parsed.span(u.root)):
         kind = "tests" if _is_test(parsed, use) else "parallel" if use.name in parallel.TARGETS else ""
+        kind = "optimizers" if use.name in optimizers.TARGETS else kind
+        kind = "scale" if guards.read_scale(parsed, use) is not None else kind
         kind = "casts" if guards.is_cast_anyway(parsed, use) else kind
         kind = "first" if guards.first_scale(parsed, use) is not None else kind
         uses[kind or use.name.removeprefix("apex.amp.")].append(use)
     return uses
+
+
+def _distinct(bindings: Iterable[Binding]) -> list[Use]:
+    """The uses of names, once each: two imports may reach the same place."""
+    return list({id(u.root): u for b in bindings for u in b.uses}.values())
 
 
 def _is_test(parsed: Parsed, use: Use) -> bool:

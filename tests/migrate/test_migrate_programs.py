@@ -15,11 +15,15 @@ PROGRAMS = sorted((ROOT / "tests" / "migrate" / "programs").glob("*.py"))
 RUNS = {
     "accumulates_and_clips_each_time": ["--fp16", ""],
     "accumulates_and_clips_once": ["--fp16", "", "--fp16 --fp16_opt_level O0"],
+    "branches": ["--amp", "--amp --free", "--amp --accumulate", "--amp --accumulate --free", "--accumulate", ""],
     "epochs_in_functions": ["", "--loss-scale 128.0", "--opt-level O0"],
     "flags_and_averages": ["--amp", ""],
+    "fused_optimizer": ["--fp16", "", "--fp16 --test"],
+    "gan": ["", "--fp32", "--overflow"],
     "full_names": ["--fp16", ""],
     "nested_update": ["--fp16", ""],
     "overflows": ["--amp", ""],
+    "steps_together": ["--fp16", ""],
     "trainer_and_optimizer": ["--fp16", ""],
     "trainer_given_optimizer": ["--fp16", ""],
 }
@@ -88,6 +92,8 @@ def test_programs_print_the_same_before_and_after(tmp_path):
     skipped = numbers(before["overflows --amp"])[1::2]
     assert 0 < sum(skipped) < len(skipped)
     assert sum(numbers(before["overflows "])[1::2]) == len(skipped)
+    # The discriminator's third step.
+    assert [numbers(before["gan --overflow"])[i::5] for i in (3, 4)] == [[0, 0, 1, 0, 0, 0], [0] * 6]
 
 
 @pytest.mark.full

@@ -312,6 +312,18 @@ FORMS = {
         [("model, optimizer = amp", "fp16 = 1\nif fp16:\n    model, optimizer = amp")],
         ["fp16 = 1\ndevice_type = next(", "GradScaler(device_type, enabled=bool(fp16))"],
     ),
+    "last below a condition that sets the level": (
+        [
+            ("model, optimizer = amp", "fp16 = True\nif fp16:\n    level = 'O1'\n\n    model, optimizer = amp"),
+            ('"O1"', "level"),
+            ("for i in", "\n\nfor i in"),
+        ],
+        [
+            "if fp16:\n    level = 'O1'\n",
+            "\ndevice_type = next(",
+            'GradScaler(device_type, enabled=bool(fp16 and level == "O1"))',
+        ],
+    ),
     "below nested conditions, with more in them": (
         [
             (
@@ -387,6 +399,94 @@ FORMS = {
         ],
         ['    scaler.scale(losses["total"].mean().float()).backward()'],
     ),
+    "several losses": (
+        [
+            ("verbosity=0", "num_losses=2"),
+            ("(loss, optimizer) as", "(loss, optimizer, loss_id=0) as"),
+            (
+                STEP,
+                "    penalty = 0.1 * criterion(model(x * 2), y)\n"
+                "    with amp.scale_loss(penalty, optimizer, loss_id=1) as scaled_loss:\n"
+                "        scaled_loss.backward()\n    nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n"
+                "    optimizer.step()",
+            ),
+        ],
+        [
+            "    scaler.scale(penalty.float()).backward()\n    scaler.unscale_(optimizer)\n    nn.utils",
+            "    with torch.autocast(device_type, dtype=torch.float16):\n        penalty = 0.1",
+        ],
+    ),
+    "two blocks while gradients add up": (
+        [
+            ("    optimizer.zero_grad()\n", ""),
+            (
+                STEP,
+                "    penalty = 0.1 * criterion(model(x * 2), y)\n"
+                "    with amp.scale_loss(penalty, optimizer) as scaled_loss:\n        scaled_loss.backward()\n"
+                "    norm = nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.1)\n    print(norm.item())\n"
+                "    if i % 2:\n        optimizer.step()\n        optimizer.zero_grad()",
+            ),
+        ],
+        ['for p in group["params"]], 0.1 * scaler.get_scale()) / scaler.get_scale()\n    print(norm'],
+    ),
+    "norm within an expression": (
+        [
+            ("    optimizer.zero_grad()\n", ""),
+            (
+                STEP,
+                "    print(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())\n"
+                "    if i % 2:\n        optimizer.step()\n        optimizer.zero_grad()",
+            ),
+        ],
+        [
+            "    print((nn.utils.clip_grad_norm_(model.parameters(), 0.1 * scaler.get_scale()) "
+            "/ scaler.get_scale()).item())"
+        ],
+    ),
+    "nested plain backwards": (
+        [
+            ("model, optimizer = amp", "fp16 = True\nif fp16:\n    model, optimizer = amp"),
+            ("for i in", "def no_sync():\n    return torch.enable_grad()\nfor i in"),
+            ("    with amp.", "    if fp16:\n     with amp."),
+            (
+                "        # scaled\n        scaled_loss.backward()",
+                "        scaled_loss.backward()\n    else:\n        if i % 2:\n            loss.backward()\n"
+                "        else:\n            with no_sync():\n                loss.backward()",
+            ),
+        ],
+        ["                scaler.scale(loss.float()).backward()\n    scaler.step"],
+    ),
+    "initialize for evaluation": (
+        [("for i in", "teacher = nn.Linear(8, 4)\nteacher = amp.initialize(teacher, opt_level='O1')\nfor i in")],
+        ["teacher = nn.Linear(8, 4)\nfor i in"],
+    ),
+    "models in a list": (
+        [
+            (INITIALIZE, "nets, optimizer = amp.initialize([model], optimizer, verbosity=0)"),
+            ("for i in", "model = nets[0]\nfor i in"),
+        ],
+        ["scaler = torch.amp.GradScaler(device_type)\nnets = [model]  # casts\n"],
+    ),
+    "the scale is read": (
+        [(PRINT, "print(amp._amp_state.loss_scalers[0]._loss_scale, loss.item())")],
+        ["print(scaler.get_scale(), loss.item())"],
+    ),
+    "optimizer comes back from a function": (
+        [("for i in", "def load(m, o):\n    return m, o\nmodel, optimizer = load(model, optimizer)\nfor i in")],
+        ["    scaler.step(optimizer)\n"],
+    ),
+    "no import torch": (
+        [("import torch\n", "from torch import manual_seed, optim, randint, randn\n"), ("torch.", "")],
+        ["import torch\nfrom torch import manual_seed"],
+    ),
+    "FusedSGD": (
+        [
+            ("from apex import amp", "from apex import amp\nfrom apex.optimizers import FusedSGD"),
+            ("torch.optim.SGD(", "FusedSGD("),
+            ("lr=0.3, momentum=0.9", "0.3, 0.9, materialize_master_grads=False"),
+        ],
+        ["optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)\n"],
+    ),
     "nothing to unscale, nothing to zero": (
         [("verbosity=0", 'verbosity=0, loss_scale="1"'), ("    optimizer.zero_grad()\n", "")],
         ["torch.amp.GradScaler(device_type, enabled=False)"],
@@ -455,7 +555,6 @@ LEFT = {
         [("verbosity=0", "min_loss_scale=1.0")],
         "torch.amp has no equivalent of min_loss_scale=1.0",
     ),
-    "several losses": ([("verbosity=0", "num_losses=2")], "torch.amp has no equivalent of num_losses=2"),
     "strange scale": ([("verbosity=0", 'loss_scale="fast"')], "loss_scale='fast'"),
     "enabled is no bool": ([("verbosity=0", "enabled=1")], "enabled=1"),
     "scale of nan": ([("verbosity=0", 'loss_scale="nan"')], "loss_scale='nan'"),
@@ -466,24 +565,95 @@ LEFT = {
     "unknown arguments": ([("verbosity=0", "**options")], "cannot match the arguments of amp.initialize"),
     "several optimizers": (
         [("initialize(model, optimizer,", "initialize(model, [optimizer, other],")],
-        "not called with one model variable and one optimizer variable",
+        "not assigned back to model, optimizer, other",
+    ),
+    "optimizers in a dict": (
+        [("amp.initialize(model, optimizer,", 'amp.initialize(model, parts["optimizer"],')],
+        "not called with variables for its optimizers",
+    ),
+    "models in a dict": (
+        [("amp.initialize(model, optimizer,", 'amp.initialize(parts["model"], optimizer,')],
+        "not called with variables for its models",
+    ),
+    "no optimizer": (
+        [("model, optimizer = amp.initialize(model, optimizer,", "model = amp.initialize(model,")],
+        "amp.initialize is not called with an optimizer",
     ),
     "other result": ([("model, optimizer = amp", "net, optimizer = amp")], "not assigned back to model, optimizer"),
     "initialize twice": (
         [("for i in", "model, optimizer = amp.initialize(model, optimizer)\nfor i in")],
-        "line 12: a second call of amp.initialize",
+        "line 12: a second call of amp.initialize with an optimizer",
     ),
-    "two blocks": (
+    "branches that take turns": (
+        [
+            ("    with amp.", "    if i % 2:\n     with amp."),
+            (
+                "        # scaled\n        scaled_loss.backward()\n    optimizer.step()",
+                "        scaled_loss.backward()\n     optimizer.step()\n    else:\n"
+                "     with amp.scale_loss(loss, optimizer) as scaled_loss:\n        scaled_loss.backward()\n"
+                "     optimizer.step()",
+            ),
+        ],
+        r"found 2 calls of optimizer.step\(\), expected one",
+    ),
+    "branches on an attribute that changes": (
+        [
+            ("criterion =", "class S: pass\nstate = S()\ndef switch():\n    state.on = 0\ncriterion ="),
+            ("    with amp.", "    if state.on:\n     with amp."),
+            (
+                "        # scaled\n        scaled_loss.backward()\n    optimizer.step()",
+                "        scaled_loss.backward()\n     optimizer.step()\n    else:\n"
+                "     with amp.scale_loss(loss, optimizer) as scaled_loss:\n        scaled_loss.backward()\n"
+                "     optimizer.step()",
+            ),
+        ],
+        r"found 2 calls of optimizer.step\(\), expected one",
+    ),
+    "branches on the length of a list": (
+        [
+            ("criterion =", "queue = []\ncriterion ="),
+            ("    with amp.", "    queue.append(i)\n    if len(queue) > 4:\n     with amp."),
+            (
+                "        # scaled\n        scaled_loss.backward()\n    optimizer.step()",
+                "        scaled_loss.backward()\n     optimizer.step()\n    else:\n"
+                "     with amp.scale_loss(loss, optimizer) as scaled_loss:\n        scaled_loss.backward()\n"
+                "     optimizer.step()",
+            ),
+        ],
+        r"found 2 calls of optimizer.step\(\), expected one",
+    ),
+    "a backward that only some ways have": (
+        [
+            ("    with amp.", "    if fp16:\n     with amp."),
+            (
+                "        # scaled\n        scaled_loss.backward()",
+                "        scaled_loss.backward()\n    else:\n        if i:\n            loss.backward()",
+            ),
+        ],
+        "a branch beside amp.scale_loss has no backward",
+    ),
+    "zero between two blocks": (
         [
             (
-                "    optimizer.step()",
-                "    with amp.scale_loss(loss, optimizer) as s:\n        s.backward()\n    optimizer.step()",
+                STEP,
+                "    optimizer.zero_grad()\n    penalty = criterion(model(x), y)\n"
+                "    with amp.scale_loss(penalty, optimizer) as s:\n        s.backward()\n    optimizer.step()",
             )
         ],
-        "a second call of amp.scale_loss",
+        "gradients are zeroed between backward and step",
+    ),
+    "scale of another loss": (
+        [(PRINT, "print(amp._amp_state.loss_scalers[1].loss_scale())")],
+        "uses apex.amp._amp_state.loss_scalers, which torch.amp lacks",
+    ),
+    "options of FusedAdam": (
+        [
+            ("from apex import amp", "import apex\nfrom apex import amp"),
+            ("torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)", "apex.optimizers.FusedAdam(p, amsgrad=on)"),
+        ],
+        "torch.optim has no equivalent of amsgrad=on",
     ),
     "delay_unscale": ([("(loss, optimizer) as", "(loss, optimizer, delay_unscale=True) as")], "delay_unscale=True"),
-    "loss_id": ([("(loss, optimizer) as", "(loss, optimizer, loss_id=1) as")], "loss_id=1"),
     "two contexts": ([("with amp.", "with open(f), amp.")], "is not the only context of a with statement"),
     "not with": (
         [("with amp.scale_loss(loss, optimizer) as", "block = amp.scale_loss(loss, optimizer)\n    with block as")],
@@ -667,7 +837,6 @@ LEFT = {
         [("    output = model(x)", "    with torch.autocast('cpu'):\n        output = model(x)")],
         "already uses autocast",
     ),
-    "no import torch": ([("import torch\n", "import torch as t\n"), ("torch.", "t.")], "no 'import torch'"),
     "torch is a variable": ([("for i in", "def f(torch):\n    pass\nfor i in")], "uses torch as a variable"),
     "no initialize": ([(INITIALIZE, "pass")], "amp.initialize is not called in this file"),
     "never zero": (
@@ -785,6 +954,97 @@ def test_what_is_not_understood_is_left_with_a_reason(tmp_path, replacements, re
         page, _, section = finding.link.partition("#")
         assert page == "docs/to_torch_amp.md"
         assert f"\n## {section.replace('-', ' ').capitalize()}\n" in PAGE
+
+
+# The same for a program with two optimizers.
+LEFT_OF_TWO = {
+    "initialize apart": (
+        [
+            ("[netD, netG], [optimizerD, optimizerG] = amp.initialize(\n", "netD, optimizerD = amp.initialize(\n"),
+            (
+                "    [netD, netG], [optimizerD, optimizerG], opt_level=opt_level, num_losses=3\n)",
+                "    netD, optimizerD, opt_level=opt_level\n)\n"
+                "netG, optimizerG = amp.initialize(netG, optimizerG, opt_level='O1')",
+            ),
+        ],
+        "initialize",
+        r"line \d+: a second call of amp.initialize with an optimizer",
+    ),
+    "gradients of one add up": (
+        [("    optimizerG.step()", "    if i % 2:\n        optimizerG.step()")],
+        "scale",
+        r"line \d+: this step would change the scale while gradients of optimizerG add up",
+    ),
+    "zero of another model": (
+        [("    netG.zero_grad()", "    netD.zero_grad()")],
+        "zeroed-gradients",
+        r"found no unconditional optimizerG.zero_grad\(\)",
+    ),
+    "zero of a model that holds some of the parameters": (
+        [
+            ("    netD.zero_grad()\n", "    optimizerD.zero_grad()\n"),
+            ("optim.Adam(netG.parameters(),", "optim.Adam([*netG.parameters(), *more],"),
+            ("    nn.utils.clip_grad_norm_(netD.parameters(), 0.5)\n", ""),
+        ],
+        "zeroed-gradients",
+        r"found no unconditional optimizerG.zero_grad\(\)",
+    ),
+    "a step without a block": (
+        [("    netG.zero_grad()\n", "    netG.zero_grad()\n    optimizerG.step()\n")],
+        "step",
+        "found 2 calls of optimizerG.step",
+    ),
+    "an optimizer without a block": (
+        [
+            ("[netD, netG], [optimizerD, optimizerG] =", "[netD, netG], [optimizerD, optimizerG, third] ="),
+            ("[netD, netG], [optimizerD, optimizerG],", "[netD, netG], [optimizerD, optimizerG, third],"),
+            ("    netG.zero_grad()\n", "    netG.zero_grad()\n    third.step()\n"),
+        ],
+        "step",
+        "no block of amp.scale_loss belongs to this third.step",
+    ),
+    "one step, backwards for different optimizers": (
+        [("scale_loss(errD_fake, optimizerD,", "scale_loss(errD_fake, [optimizerD, optimizerG],")],
+        "step",
+        "one step follows backwards for different optimizers",
+    ),
+    "steps apart": (
+        [("scale_loss(errG, optimizerG,", "scale_loss(errG, [optimizerG, optimizerD],")],
+        "step",
+        "do not follow each other|one step follows",
+    ),
+    "a step in a function while gradients are scaled": (
+        [
+            ("    optimizerG.step()\n", "    first()\n    optimizerG.step()\n"),
+            ("    optimizerD.step()\n", ""),
+            ("data = [", "def first():\n    optimizerD.step()\ndata = ["),
+        ],
+        "step",
+        "another function uses optimizerD",
+    ),
+}
+
+
+def test_initialize_for_one_optimizer_after_the_other(tmp_path):
+    source = (ROOT / "tests" / "migrate" / "programs" / "gan.py").read_text()
+    together = torch_of(tmp_path, source).after
+    call = source[source.index("[netD, netG], [optimizerD") : source.index("data = [")]
+    apart = "".join(f"net{n}, optimizer{n} = amp.initialize(net{n}, optimizer{n}, opt_level=opt_level)\n" for n in "DG")
+    assert torch_of(tmp_path, source.replace(call, apart)).after == together
+
+
+@pytest.mark.full(but=3)
+@pytest.mark.parametrize(("replacements", "topic", "reason"), LEFT_OF_TWO.values(), ids=LEFT_OF_TWO)
+def test_two_optimizers_that_are_left(tmp_path, replacements, topic, reason):
+    source = (ROOT / "tests" / "migrate" / "programs" / "gan.py").read_text()
+    for old, new in replacements:
+        assert old in source
+        source = source.replace(old, new)
+    result = migrated(tmp_path, source, "torch")
+    assert result.after == source
+    for finding in result.findings:
+        assert pytest.raises(Exception, match=reason).matches(Exception(finding.message)), finding.message
+        assert finding.link == f"docs/to_torch_amp.md#{topic}"
 
 
 def test_a_loop_whose_amp_is_used_in_another_file_is_left(tmp_path):
