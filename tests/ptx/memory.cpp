@@ -8,8 +8,9 @@ namespace ptx {
 namespace {
 
 constexpr uint32_t kSeveral = 0xffffffffu;  // readers
-constexpr uint64_t kCellBytes = 2;          // of the smallest type
-constexpr uint64_t kNone = ~uint64_t{0};    // cells
+constexpr uint32_t kNoBlock = 0xffffffffu;
+constexpr uint64_t kCellBytes = 2;        // of the smallest type
+constexpr uint64_t kNone = ~uint64_t{0};  // cells
 
 }  // namespace
 
@@ -125,11 +126,25 @@ uint64_t GlobalMemory::first_cell(const Buffer& buffer, uint64_t address) const 
 bool GlobalMemory::may_write_after_reads(uint64_t number, uint32_t thread) const {
   const Cell& cell = cells_[number];
   if (cell.read_launch != launch_ || cell.reader == thread) return true;
+  const auto may_follow = [&](const Reader& reader) {
+    return reader.block == block_ ? reader.thread == thread : visible_.count(reader.block) > 0;
+  };
   const auto several = readers_.find(number);
-  const std::set<uint32_t> readers = several == readers_.end() ? std::set<uint32_t>{cell.reader} : several->second;
-  return std::all_of(readers.begin(), readers.end(), [&](uint32_t reader) {
-    return reader == thread || (reader / threads_ != block_ && visible_.count(reader / threads_));
-  });
+  if (several == readers_.end()) return may_follow({cell.reader / threads_, cell.reader});
+  return std::all_of(several->second.begin(), several->second.end(), may_follow);
+}
+
+// A reader of a cell besides those before. Blocks run one after the other, so the one at work is the last.
+void GlobalMemory::note_reader(uint64_t number, Cell& cell, uint32_t thread) {
+  if (cell.crowded_block == block_) return;
+  std::vector<Reader>& readers = readers_[number];
+  if (readers.empty()) readers.push_back({cell.reader / threads_, cell.reader});
+  if (readers.back().block != block_) {
+    readers.push_back({block_, thread});
+  } else if (readers.back().thread != thread) {
+    readers.back().thread = kSeveral;
+    cell.crowded_block = block_;
+  }
 }
 
 void GlobalMemory::note(uint64_t number, const Buffer& buffer, uint32_t thread, bool is_write, bool is_same_value) {
@@ -144,12 +159,9 @@ void GlobalMemory::note(uint64_t number, const Buffer& buffer, uint32_t thread, 
     if (cell.read_launch != launch_) {
       cell.read_launch = launch_;
       cell.reader = thread;
+      cell.crowded_block = kNoBlock;
     } else if (cell.reader != thread) {
-      if (buffer.is_writable) {
-        std::set<uint32_t>& readers = readers_[number];
-        if (readers.empty()) readers.insert(cell.reader);
-        readers.insert(thread);
-      }
+      if (buffer.is_writable) note_reader(number, cell, thread);
       cell.reader = kSeveral;
     }
     return;

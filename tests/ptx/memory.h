@@ -7,6 +7,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 namespace ptx {
@@ -43,11 +44,17 @@ class GlobalMemory {
   // Who has touched two bytes in which launch. Launches are never numbered twice, so that nothing need be cleared.
   struct Cell {
     uint32_t write_launch, writer, read_launch, reader;
+    uint32_t crowded_block;  // the last one in which several threads have read
+  };
+  // A block that has read a cell, and its thread, or that there are several.
+  struct Reader {
+    uint32_t block, thread;
   };
 
   void sort_buffers();
   const Buffer* find(uint64_t address, int64_t bytes);
   uint64_t first_cell(const Buffer& buffer, uint64_t address) const;
+  void note_reader(uint64_t number, Cell& cell, uint32_t thread);
   void note(uint64_t number, const Buffer& buffer, uint32_t thread, bool is_write, bool is_same_value);
   bool may_write_after_reads(uint64_t number, uint32_t thread) const;
 
@@ -57,7 +64,8 @@ class GlobalMemory {
   size_t known_ = 0;             // of announced_ that are in buffers_
   const Buffer* last_ = nullptr;
   std::vector<Cell> cells_;
-  std::map<uint64_t, std::set<uint32_t>> readers_;  // in this launch, of cells that several threads have read
+  std::unordered_map<uint64_t, std::vector<Reader>>
+      readers_;  // in this launch, of cells that several threads have read
   uint64_t used_cells_ = 0;
   uint32_t launch_ = 0, first_of_call_ = 0;
   uint32_t threads_ = 1, block_ = 0;
