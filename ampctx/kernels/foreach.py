@@ -7,7 +7,6 @@ per device and joins them when it is read.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -99,12 +98,15 @@ class Clipped(PerDevice):
     def __init__(self, inv_scale: Factor, norm: Tensor, max_norm: float) -> None:
         self.inv_scale, self.norm, self.max_norm = inv_scale, PerDevice(norm), max_norm
         self._copies: dict[torch.device, Tensor] = {}
+        self._value: Tensor | None = None
 
-    @cached_property
+    @property  # torch.compile cannot trace the lock of a cached_property
     def value(self) -> Tensor:  # type: ignore[override]
-        of = self.inv_scale.value if isinstance(self.inv_scale, PerDevice) else self.inv_scale
-        norm = self.norm.on(of.device) if isinstance(of, Tensor) else self.norm.value
-        return reference.clipped(ops.factor(of), norm, self.max_norm)
+        if self._value is None:
+            of = self.inv_scale.value if isinstance(self.inv_scale, PerDevice) else self.inv_scale
+            norm = self.norm.on(of.device) if isinstance(of, Tensor) else self.norm.value
+            self._value = reference.clipped(ops.factor(of), norm, self.max_norm)
+        return self._value
 
 
 def product(a: Factor, b: Factor) -> Factor:

@@ -210,6 +210,8 @@ class ModelGrads:
         element, as it is now. The step forms the factor. No host sync."""
         again = self._norm_again if norm is self._norm else None
         own = norm.clone() if again is None else again
+        if norm is self._norm:
+            self._norm_again = own
         self.inv_scale = Clipped(self.inv_scale, own, max_norm)
         self._coefficients.append(lambda: Clipped(1.0, own, max_norm).value)
 

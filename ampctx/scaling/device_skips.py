@@ -32,6 +32,8 @@ class SkipCounts:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors, self.device = tensors, tensors[0].device
         self.is_taken = False
+        # Of the step that these were offered for. A step that raised and is tried again has the same one.
+        self.found_inf: Tensor | None = None
         self._held: handles.HeldTensors | None = None
 
     def take(self, device: torch.device, along: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -105,8 +107,10 @@ class DeviceSkips:
         kept = self._offered
         if kept is None or kept[:2] != (loss_id, scale) or kept[2].tensors[4] is not value:
             kept = self._offered = (loss_id, scale, SkipCounts([*skip_counts(counts, slot), value]))
-        kept[2].is_taken = False
-        return kept[2]
+        counts_of_step = kept[2]
+        if counts_of_step.found_inf is not found_inf:
+            counts_of_step.found_inf, counts_of_step.is_taken = found_inf, False
+        return counts_of_step
 
     def _counts_on(self, device: torch.device) -> Tensor:
         if self._counts is None:

@@ -37,15 +37,16 @@ def backward(session, model, optimizer, bad=False, **options):
             next(model.parameters()).grad.view(-1)[0] = INF
 
 
+@pytest.mark.parametrize("make", [optimizers.FusedAdam, optimizers.FusedLAMB], ids=lambda m: m.__name__)
 @pytest.mark.parametrize("scale", ["dynamic", 1024.0])
 @pytest.mark.parametrize("change", ["nothing", "norm", "read"])
-def test_a_norm_that_code_changes_clips_as_it_was(scale, change):
+def test_a_norm_that_code_changes_clips_as_it_was(make, scale, change):
     """Such as an all_reduce of it in place, for a log."""
     weights = []
-    for max_norms in ([0.01], [0.05, 0.01] if scale == "dynamic" else [0.05]):
+    for max_norms in ([0.01], [0.05, 0.01], [0.05, 0.03, 0.01]):
         for now in ("nothing", change):
             session = AmpSession()
-            model, optimizer = start(session, "O2", loss_scale=scale)
+            model, optimizer = start(session, "O2", make, loss_scale=scale)
             for _ in range(3):
                 backward(session, model, optimizer)
                 for max_norm in max_norms:
@@ -97,6 +98,20 @@ def test_each_step_is_counted_once(session, level, make):
         assert calls.of["count_skip"] == (make is Never)
         optimizer.zero_grad()
         assert session.skipped_steps(optimizer) == [1, 1, 2, 3, 3][i]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_that_raised_and_is_tried_again_counts_once(session, level):
+    model, optimizer = start(session, level)
+    for times in (1, 2):
+        backward(session, model, optimizer, bad=True)
+        rate, optimizer.param_groups[1]["lr"] = optimizer.param_groups[1]["lr"], "fast"
+        with pytest.raises(ValueError, match="fast"):
+            optimizer.step()
+        optimizer.param_groups[1]["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+        assert session.skipped_steps(optimizer) == times
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

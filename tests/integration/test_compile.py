@@ -318,3 +318,14 @@ def test_fullgraph_says_why_a_step_under_amp_is_in_no_graph(session):
     session.initialize(model, optimizer, opt_level="O2", verbosity=0)
     with pytest.raises(Exception, match="amp keeps gradients apart and decides about steps on the host"):
         torch.compile(lambda: optimizer.step(), backend="eager", fullgraph=True)()
+
+
+def test_clipping_without_kernels_is_in_the_graph():
+    """Of complex gradients."""
+    clipped = []
+    for compiled in (False, True):
+        p = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        p.grad = torch.tensor([3 + 4j, 0, 1j])
+        clip = torch.compile(clip_grad_norm_, backend="eager", fullgraph=True) if compiled else clip_grad_norm_
+        clipped += [(clip([p], 1.0), p.grad)]
+    torch.testing.assert_close(clipped[1], clipped[0])
