@@ -268,7 +268,9 @@ inline Factor check_factor(const char* op, const char* name, const Tensor& facto
 // That factor, clipped where max_norm is not negative. Where the host knows all of it, it becomes one number.
 inline ClippedFactor check_clipped(const char* op, const Factor& factor, const char* name, const Tensor& norm,
                                    double max_norm, const CallDevice& call, bool on_device) {
-  ClippedFactor clipped{factor, check_factor(op, name, norm, call, on_device), static_cast<float>(max_norm)};
+  // A negative number too small for fp32 is -0.0 there, which would clip.
+  const float limit = max_norm < 0 ? -1.0f : static_cast<float>(max_norm);
+  ClippedFactor clipped{factor, check_factor(op, name, norm, call, on_device), limit};
   if (clipped.max_norm < 0 || on_device) return clipped;
   clipped.value = clip_factor_element(static_cast<float>(clipped.norm.value), static_cast<float>(factor.value),
                                       std::exchange(clipped.max_norm, -1.0f));

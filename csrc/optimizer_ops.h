@@ -29,13 +29,13 @@ struct StepCall : OptimizerCall {
   bool unscales;  // whether the gradients become what the step computes with: times inv_scale, whatever the sign
   WriteBack write_back;
   TensorRule rule;   // what becomes of the step counts
-  SkipCounts skips;  // counted even where found_inf is set; on the CPU by who makes this
+  SkipCounts skips;  // counted even where found_inf is set; without elements or on the CPU by who makes this
   void* workspace;   // step_workspace bytes
 
   int states() const { return lists.depth - 2 - has_extras(write_back); }
 };
 
-// Scalars of each tensor that has elements.
+// Numbers of each tensor that has elements: its scalars on the CPU, denominators of NovoGrad on CUDA.
 inline int64_t step_workspace(const TensorLists& lists) {
   return lists.size() * static_cast<int64_t>(sizeof(TensorScalars<double>));
 }

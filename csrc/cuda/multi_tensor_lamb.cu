@@ -108,7 +108,7 @@ void launch_lamb(const Context& context, const StepCall& call, const LambOptions
   LambParameters parameters{StepParameters(call), KernelFactor(call.factors[0]), Lamb<float>(options), workspace.norms,
                             workspace.partial};
   StepCounts counts(call);
-  unsigned* const tickets = tickets_for(context);
+  unsigned* const tickets = call.lists.size() > 0 ? tickets_for(context) : nullptr;
   for_each_table<5 + extras, !unscales>(context, call.lists, [&](const auto& table) {
     if (has_ratio(options)) {
       const int64_t share = launch_walk<Walk::moments, extras, unscales>(context, table, parameters, counts);

@@ -224,7 +224,7 @@ template <class Optimizer>
 void update(const Context& context, const StepCall& call, const Optimizer& optimizer,
             const float* denominators = nullptr) {
   StepCounts counts(call);
-  counts.tickets = tickets_for(context);
+  if (call.lists.size() > 0) counts.tickets = tickets_for(context);
   counts.denominators = denominators;
   const auto launch = [&](auto unscales) {
     has_extras(call.write_back) ? launch_step<true, unscales>(context, call, optimizer, counts)

@@ -20,7 +20,7 @@ constexpr int kTickets = kMaxBlocks;
 // stream.
 class TicketSets {
  public:
-  static constexpr int kStreams = 16, kCapturedCalls = 48;
+  static constexpr int kStreams = 16, kCapturedCalls = 112;
 
   static TicketSets& of(int device);
   // For a call in that stream of the current device. Null if no set is left.

@@ -139,7 +139,7 @@ struct Flag {
   operator FoundInf() { return {&word, 0x3f800000u, 0x7fffffffu}; }
 };
 
-Factor factor(double value) { return {nullptr, value}; }
+ClippedFactor factor(double value) { return {Factor{nullptr, value}}; }
 
 bool same(float a, float b) { return a == b || (std::isnan(a) && std::isnan(b)); }
 
@@ -226,7 +226,7 @@ void norms() {
     std::vector<float> each(in.size());
     float norm = 0;
     Flag clear, set;
-    const NormOutputs outputs{&norm, each.data(), workspace.data()};
+    const NormOutputs outputs{&norm, nullptr, each.data(), workspace.data()};
     cpu::l2norm(context(), lists, clear, factor(0.5), outputs, nullptr);
     double total = 0;
     const auto close = [&](float found, double squares, int64_t elements) {
