@@ -49,38 +49,46 @@ def ranks_of(group: Any) -> str:
     return f"rank {dist.get_rank()} of a group of {len(ranks)} ranks [{shown}]"
 
 
-def device_for(backends: str, device: torch.device) -> torch.device:
-    """``device`` if a group with these backends, such as "cpu:gloo,cuda:nccl", takes its tensors. Otherwise the current
-    device of the first type that it takes."""
+def device_for(backends: str, device: torch.device, bound: torch.device | None = None) -> torch.device:
+    """``device`` if a group with these backends, such as "cpu:gloo,cuda:nccl", takes its tensors. Otherwise ``bound``,
+    the device that the group was made for, or else the current device of the first type that it takes."""
     kinds = [backend.partition(":")[0] for backend in backends.split(",")]
-    return device if device.type in kinds else torch.device(kinds[0])
+    return device if device.type in kinds else bound or torch.device(kinds[0])
+
+
+def _device_of_group(group: Any, device: torch.device) -> torch.device:
+    bound = getattr(group, "bound_device_id", None)
+    return device_for(torch.distributed.get_backend_config(group), device, bound)
 
 
 @contextmanager
 def named_collective(call: str, group: Any, has: str) -> Iterator[None]:
     """Raises AmpRankError in place of torch's error. ``has``: what this rank takes into the collective."""
+    ranks = ranks_of(group)  # torch knows them no longer once the group is destroyed
     try:
         yield
+    except (torch.OutOfMemoryError, torch.AcceleratorError, NotImplementedError):
+        raise  # of this rank alone
     except RuntimeError as error:
         first_line = str(error).partition("\n")[0]
         raise AmpRankError(
-            f"{call}: a collective failed on {ranks_of(group)}, which has {has}. Another rank has ended, raised an "
+            f"{call}: a collective failed on {ranks}, which has {has}. Another rank has ended, raised an "
             "error, or left this call out. Look for its error first. Then end the run on every rank, and resume it "
             f"from a checkpoint. See docs/errors.md#differ-between-ranks. torch says: {first_line}"
         ) from error
 
 
 def all_reduce(t: Tensor, op: Any, group: Any, call: str, has: str) -> None:
-    """Reduces ``t`` in place over a group. Every rank must take part. Moves a tensor on the CPU to the device of the
-    group if its backend takes no others.
+    """Reduces ``t`` in place over a group, on the device of the group if its backend does not take that of ``t``. Every
+    rank must take part.
 
     No host sync on CUDA with NCCL: the current stream waits. With a host backend (gloo) the host waits for the others.
 
     Raises:
         AmpRankError: the collective failed, by the name of the call.
     """
-    moves = t.is_cpu and torch.accelerator.is_available()  # else there is no other device
-    sent = t.to(device_for(torch.distributed.get_backend_config(group), t.device)) if moves else t
+    has_one_device = t.is_cpu and not torch.accelerator.is_available()
+    sent = t if has_one_device else t.to(_device_of_group(group, t.device))
     with named_collective(call, group, has):
         torch.distributed.all_reduce(sent, op=op, group=group)
     if sent is not t:
@@ -106,13 +114,14 @@ class _Kind(NamedTuple):
     """What a rank must know about a tensor to receive it."""
 
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
-    on_cpu: bool
+    device_type: str
 
 
 def broadcast_tree(tree: Any, source: int, group: Any, call: str) -> Any:
     """The tree of dicts, lists, tuples, tensors and picklable values that rank ``source`` of a group has; the others
-    pass None. Tensors that were on the CPU arrive there, others on a device of the group. Host sync.
+    pass None. Tensors arrive on devices of their type, in the same memory format. Host sync.
 
     Tensors travel as bytes, because backends refuse some dtypes.
 
@@ -120,13 +129,14 @@ def broadcast_tree(tree: Any, source: int, group: Any, call: str) -> Any:
         AmpRankError: a broadcast failed, by the name of the call.
     """
     dist = torch.distributed
-    at = device_for(dist.get_backend_config(group), torch.device("cpu"))
+    at = _device_of_group(group, torch.device("cpu"))
     is_source, first = dist.get_rank(group) == source, dist.get_global_rank(group, source)
     tensors: list[Tensor] = []
 
     def taken_out(value: Any) -> Any:
         if isinstance(value, Tensor):
-            tensors.append(value.detach())
+            dense = torch.empty_like(value).stride() == value.stride()
+            tensors.append(value.detach() if dense else value.detach().contiguous())
             return _Place(len(tensors) - 1)
         return _mapped(taken_out, value)
 
@@ -134,15 +144,18 @@ def broadcast_tree(tree: Any, source: int, group: Any, call: str) -> Any:
         return received[value.i] if isinstance(value, _Place) else _mapped(put_back, value)
 
     skeleton = taken_out(tree)
-    objects = [skeleton, [_Kind(tuple(t.shape), t.dtype, t.is_cpu) for t in tensors]]
+    objects = [skeleton, [_Kind(tuple(t.shape), t.stride(), t.dtype, t.device.type) for t in tensors]]
     received: list[Tensor] = []
-    with named_collective(call, group, "state to send" if is_source else "state to receive"):
+    has = "state to send" if is_source else "state to receive"
+    with named_collective(call, group, has):
         dist.broadcast_object_list(objects, src=first, group=group, device=at)
-        for i, (shape, dtype, on_cpu) in enumerate(objects[1]):
-            t = tensors[i].to(at).contiguous() if is_source else torch.empty(shape, dtype=dtype, device=at)
-            if t.numel():
-                dist.broadcast(t.reshape(-1).view(torch.uint8), src=first, group=group)
-            received.append(t.cpu() if on_cpu else t)
+    for i, (shape, stride, dtype, device_type) in enumerate(objects[1]):
+        t = tensors[i].to(at) if is_source else torch.empty_strided(shape, stride, dtype=dtype, device=at)
+        if t.numel():
+            in_memory_order = t.as_strided((t.numel(),), (1,)).view(torch.uint8)
+            with named_collective(call, group, has):
+                dist.broadcast(in_memory_order, src=first, group=group)
+        received.append(t.to(device_type))
     return put_back(objects[0])
 
 
@@ -242,7 +255,7 @@ def lossy(state: Any, hook: Callable[[Any, Any], Any], optimizer: Any) -> Callab
         gradients = bucket.buffer()
         # All ranks see the same sums, and start anew together: they must draw the same numbers.
         if bucket.index() == 0 and overflowed:
-            flags = torch.stack(overflowed)
+            flags = torch.stack([flag.to(gradients.device) for flag in overflowed])
             overflowed.clear()
             if flags.any().item():
                 for name in ("error_dict", "p_memory_dict", "q_memory_dict"):

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from ampctx._errors import AmpError
+from ampctx._errors import AmpError, AmpRankError
 from ampctx.amp import ranks, run_state
 from ampctx.amp.binding import OptimizerBinding
-from ampctx.distributed import broadcast_tree, maximum_over_ranks
+from ampctx.distributed import broadcast_tree, maximum_over_ranks, ranks_of
 from ampctx.kernels.sharding import steps_a_partition
 
 CALL = "amp.joinable at the end of Join"
@@ -61,11 +61,22 @@ class OptimizerJoin(Joinable):
         if binding is None:
             return
         rank = torch.distributed.get_rank(group)
-        sent = torch.tensor([rank, 0] if is_last else [-1, 1])
-        source, joined_early = maximum_over_ranks(sent, [group], CALL, "joined").tolist()
+        # Before the first collective: all ranks must learn that one cannot go on.
+        refusal: AmpError | None = None
+        try:
+            binding.refuse("save" if is_last else "load", "Join.__exit__")
+        except AmpError as error:
+            refusal = error
+        sent = torch.tensor([rank if is_last else -1, not is_last, refusal is not None], dtype=torch.int64)
+        has = "no batches left"
+        source, joined_early, one_refuses = maximum_over_ranks(sent, [group], CALL, has).tolist()
+        if joined_early and refusal is not None:
+            raise refusal
+        if joined_early and one_refuses:
+            raise AmpRankError(
+                f"{CALL}: another rank cannot exchange its state, and raises the reason. This is {ranks_of(group)}."
+            )
         if joined_early:
-            # Each rank can tell before the first broadcast.
-            binding.refuse("load", "Join.__exit__")
             state = None
             if rank == source:
                 saved = run_state.saved_optimizer(binding, self._deferred)

@@ -117,9 +117,10 @@ class AmpSession(SessionState):
                 together. Needed if ranks hold different gradients: tensor, pipeline, expert or sharded parallelism.
                 Each end of a ``scale_loss`` block, and each step on gradients that no block has checked, is an
                 all_reduce of three numbers, and so is this call, which compares levels and loss scales: every rank must
-                take part. If one is missing, the others raise AmpRankError after the group's timeout and refuse to
-                step. None: each rank decides alone, which is enough with DistributedDataParallel. Ranks of a DTensor
-                mesh always agree, with or without a group.
+                take part, with the same ``opt_level`` and ``num_losses``. If one is missing, the others raise
+                AmpRankError after the group's timeout and refuse to step; over NCCL, torch ends the process. None: each
+                rank decides alone, which is enough with DistributedDataParallel. Ranks of a DTensor mesh always agree,
+                with or without a group.
             keep_fp32: modules that stay and compute in fp32 at every level, with everything in them. One entry or a
                 list: a module, a module class, or a pattern (``fnmatch``) of names in ``named_modules()``; ``"head.*"``
                 includes ``head``. Other modules may call them with 16-bit inputs. At O2, O3 and O5 their outputs are

@@ -383,7 +383,7 @@ class SessionState:
         for i, scale in enumerate(self.loss_scales):
             if i not in entries:
                 continue
-            if not scale.dynamic and entries[i]["loss_scale"] != scale.value():
+            if not scale.moves and entries[i]["loss_scale"] != scale.value():
                 logger.warning(
                     "amp.load_state_dict: loss scaler %d is static. It goes from %s to the checkpoint's %s and stays.",
                     *(i, scale.value(), entries[i]["loss_scale"]),

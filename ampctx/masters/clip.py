@@ -194,10 +194,13 @@ def _total_norm(found: list[Tensor], grads: Sequence[Tensor], order: float, use_
     for layout, like in by_layout(found).items():
         if layout is None:
             continue
-        norm = _norm_of_parts(of_grads.get(layout, []), order, use_foreach)
-        real = functools.reduce(torch.promote_types, {p.dtype.to_real() for p in like})
-        dtype = torch.promote_types(real, torch.float32) if order == 2.0 else real
-        norms.append(norm_over_ranks(norm.to(local(like[:1])[0].device, dtype), like[0], order))
+        dtype = functools.reduce(torch.promote_types, {p.dtype.to_real() for p in like}, torch.float32)
+        device = local(like[:1])[0].device
+        if layout in of_grads:
+            norm = _norm_of_parts(of_grads[layout], order, use_foreach).to(device, dtype)
+        else:  # made on the device: a copy from the host would wait for it
+            norm = torch.zeros((), dtype=dtype, device=device)
+        norms.append(norm_over_ranks(norm, like[0], order))
     if order == 2.0:
         return joined_norm(norms)
     return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms, order)

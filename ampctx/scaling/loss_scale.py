@@ -26,7 +26,7 @@ from ampctx.kernels.reference import inverse_of
 _FP32 = torch.finfo(torch.float32)
 DYNAMIC = "dynamic"
 DYNAMIC_INIT_SCALE = 2.0**16
-# On an accelerator ranks compare their scales at every so many agreements.
+# On an accelerator ranks read whether their scales differ at every so many agreements.
 CHECKED_EVERY = 1000
 
 
@@ -149,8 +149,10 @@ class LossScale:
         self.observer: Any = None
         # The ranks that agree on flags. None: this rank alone.
         self.process_group: Any = None
-        # How often ranks have agreed since the last load.
-        self.agreements = 0
+        # How many agreements are left until ranks read whether their scales differ. 0: they do at the next.
+        self.until_check = 0
+        # Whether the scale skips steps as a dynamic one, and stays.
+        self.is_held = False
         self._copies: PerDevice | None = None
         self._inverse: PerDevice | None = None
 
@@ -164,7 +166,8 @@ class LossScale:
     ) -> LossScale:
         """The scale for the options of ``amp.initialize(loss_scale=..., min_loss_scale=..., max_loss_scale=...)``.
 
-        A number gives a static scale without bounds; with ``skip_nonfinite`` a dynamic one that both bounds hold there.
+        A number gives a static scale without bounds; with ``skip_nonfinite`` a dynamic one that both bounds hold at its
+        value.
         "dynamic" starts at 2**16, or at the nearest bound. None: no bound.
         """
         if loss_scale != DYNAMIC:
@@ -172,7 +175,9 @@ class LossScale:
                 raise AmpValueError(f'loss_scale is "{loss_scale}", expected a number or "dynamic"')
             value = check_scale("loss_scale", loss_scale)
             if skip_nonfinite:
-                return cls(value, dynamic=True, min_scale=value, max_scale=value)
+                held = cls(value, dynamic=True, min_scale=value, max_scale=value)
+                held.is_held = True
+                return held
             return cls(value, dynamic=False)
         low, high = check_bounds(
             0.0 if min_loss_scale is None else min_loss_scale,
@@ -189,7 +194,7 @@ class LossScale:
     @property
     def moves(self) -> bool:
         """Whether updates can change the scale. No host sync."""
-        return self.dynamic and self.min_scale < self.max_scale
+        return self.dynamic and not self.is_held
 
     # --- on the device: no host sync --------------------------------------------------------------------------------
 
@@ -261,8 +266,9 @@ class LossScale:
         """The maximum of a one-element flag over the ranks of ``groups_with(of_meshes)``. Every rank must take part.
         ``call``: for messages.
 
-        Carries the scale along, to find one that differs: each time on the CPU, where the host waits anyway. On other
-        devices at the first time, after each load and every 1,000th time, with a host sync; no host sync otherwise.
+        Carries the scale along, to find one that differs: the result is 1 then, so that every rank skips the step. Each
+        rank reads it and raises: each time on the CPU, where the host waits anyway; on other devices at the first time,
+        after a load and every 1,000th time, with a host sync. No host sync otherwise.
 
         Raises:
             AmpRankError: the loss scales of the ranks differ, or another rank has left the call out.
@@ -271,18 +277,20 @@ class LossScale:
             return found_inf
         scale = move(self._state(found_inf.device)[0], found_inf.device)
         sent = torch.stack((found_inf.detach().reshape(()).float(), scale, -scale))
-        joined = maximum_over_ranks(sent, groups, call, "found_inf of its gradients")
-        self.agreements += 1
-        is_due = self.agreements % CHECKED_EVERY == 1
-        if joined.is_cpu or (is_due and not (joined.is_cuda and torch.cuda.is_current_stream_capturing())):
+        joined = maximum_over_ranks(sent, groups, call, "a found_inf flag")
+        captures = joined.is_cuda and torch.cuda.is_current_stream_capturing()
+        if joined.is_cpu or (self.until_check == 0 and not captures):
+            self.until_check = CHECKED_EVERY
             _, high, low = joined.tolist()
             if high != -low:
                 raise AmpRankError(
-                    f"{call}: loss scales differ between ranks, from {-low} to {high}. This is {ranks_of(groups[0])}, "
-                    f"and has {self.value()}. Load the same amp.state_dict() on every rank. "
-                    "See docs/errors.md#differ-between-ranks."
+                    f"{call}: loss scales differ between ranks, from {-low} to {high}. This is "
+                    f"{' and '.join(map(ranks_of, groups))}, and has {self.value()}. Load the same amp.state_dict() on "
+                    "every rank. See docs/errors.md#differ-between-ranks."
                 )
-        return joined[0]
+        self.until_check = max(0, self.until_check - 1)
+        found, high, low = joined.unbind()
+        return found if joined.is_cpu else torch.where(high == -low, found, 1.0)
 
     def update(self, found_inf: Tensor) -> None:
         """Applies the update rule to a one-element flag, set if != 0. No host sync if flag and scale share a device.
@@ -340,7 +348,7 @@ class LossScale:
         """Replaces the scale, static or dynamic. The bounds apply only to ``update``. No host sync.
 
         A dynamic scale also accepts a one-element tensor, and copies it on the device. If its value is not > 0 and
-        finite, the scale stays.
+        finite, the scale stays. One that is held takes the bounds along, and reads the tensor: a host sync.
 
         Raises:
             AmpTypeError, AmpValueError: no number, or one that is not > 0, finite and in the range of fp32.
@@ -348,12 +356,17 @@ class LossScale:
         if isinstance(value, Tensor):
             if not self.dynamic or value.numel() != 1:
                 raise AmpValueError("only a dynamic loss scale takes a tensor, of one element; pass a float")
+            if self.is_held:
+                value = value.item()
+        if isinstance(value, Tensor):
             scale = self._state(value.device)[0]
             # To fp32 first: values out of its range become 0 or inf.
             new = move(value.detach().reshape(()).to(torch.float32), scale.device)
             scale.copy_(torch.where((new >= _FP32.tiny) & (new <= _FP32.max), new, scale))
         else:
             self.init_scale = check_scale("loss_scale", value)
+            if self.is_held:
+                self.min_scale = self.max_scale = self.init_scale
             if self.scale is not None:
                 self.scale.fill_(self.init_scale)
         self._copies = self._inverse = None
@@ -396,7 +409,7 @@ class LossScale:
         value = check_scale("loss_scale", required(state, "loss_scale"))
         unskipped = check_count("unskipped", required(state, "unskipped"), 0)
         left = check_count("hysteresis", state.get("hysteresis", self.hysteresis), 0)
-        self.agreements = 0
+        self.until_check = 0
         self.set(value)
         self.set_unskipped(unskipped)
         self.set_hysteresis_left(left)

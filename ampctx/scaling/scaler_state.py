@@ -262,7 +262,7 @@ class ScalerState(torch.amp.GradScaler):
         loss_scale.growth_factor, loss_scale.backoff_factor = saved.growth_factor, saved.backoff_factor
         loss_scale.growth_interval, loss_scale.hysteresis = saved.growth_interval, hysteresis
         loss_scale.min_scale, loss_scale.max_scale = bounds
-        loss_scale.agreements = 0
+        loss_scale.until_check = 0
         loss_scale.set(saved.scale)
         loss_scale.set_unskipped(saved.growth_tracker)
         loss_scale.set_hysteresis_left(left)

@@ -116,6 +116,23 @@ def test_a_static_scale_takes_the_value_and_says_so(session, caplog):
     assert caplog.text == ""
 
 
+@pytest.mark.parametrize("loaded", [32768.0, 128.0])
+def test_a_static_scale_that_skips_takes_the_value_and_keeps_it(session, caplog, loaded):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    session.initialize(model, optimizer, opt_level="O2", verbosity=0, loss_scale=8192.0, skip_nonfinite=True)
+    with caplog.at_level(logging.WARNING, "ampctx"):
+        session.load_state_dict({"loss_scaler0": {"loss_scale": loaded, "unskipped": 1999}})
+    assert f"It goes from 8192.0 to the checkpoint's {loaded} and stays" in caplog.text
+    for i, factor in enumerate((1.0, float("inf"), float("nan"))):
+        with session.scale_loss(model(torch.ones(1, 2)).float().sum() * factor, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert session.skipped_steps(optimizer) == i
+        assert session.state_dict()["loss_scaler0"]["loss_scale"] == loaded
+
+
 @pytest.mark.parametrize(
     "number",
     [int, float, np.float32, np.float64, np.array, torch.tensor, lambda v: torch.tensor([float(v)])],

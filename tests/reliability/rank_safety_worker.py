@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ampctx
 from ampctx import optimizers
 from ampctx.amp import AmpSession
+from ampctx.distributed import broadcast_tree
 
 FILE, RANKS, RANK = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 FULL = "full" in sys.argv
@@ -325,6 +326,21 @@ def refused_joins() -> list[str]:
     return results
 
 
+def formats() -> list:
+    """Strides and values of tensors that rank 0 sends."""
+    made = torch.arange(108.0).view(4, 3, 3, 3)
+    sent = [
+        made.to(memory_format=torch.channels_last),
+        made[:, ::2],
+        made.transpose(0, 1),
+        made[:1, :1, 0, 0].expand(3, 2),
+    ]
+    sent += [torch.tensor(3, dtype=torch.int16), torch.empty(0, 2), torch.tensor([True, False]), torch.tensor(1 + 2j)]
+    found = broadcast_tree({"t": sent, "n": (1, "a")} if RANK == 0 else None, 0, dist.group.WORLD, "here")
+    same = [a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found["t"], sent, strict=True)]
+    return [found["n"], same, [t.stride() for t in found["t"][:3]]]
+
+
 # --- compressed gradients ---------------------------------------------------------------------------------------------
 
 
@@ -394,6 +410,7 @@ results = (
             for group in (None, dist.group.WORLD)
         },
         "refused": refused_joins(),
+        "formats": formats(),
         "two optimizers": uneven_with_two_optimizers(),
         "joined alone": joined_by_the_model_alone(),
         "compression": compression(),

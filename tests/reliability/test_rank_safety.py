@@ -104,6 +104,14 @@ def test_uneven_batches_with_two_optimizers(two):
     assert first[0] != first[1]
 
 
+def test_state_travels_in_its_memory_format(two):
+    for rank in two:
+        numbers, same, strides = rank["formats"]
+        assert numbers == [1, "a"]
+        assert all(same)
+        assert strides == [[27, 1, 9, 3], [18, 9, 3, 1], [9, 27, 3, 1]]
+
+
 @pytest.mark.full
 def test_uneven_batches_on_four_ranks(tmp_path):
     ranks = run_ranks("reliability/rank_safety_worker.py", 4, tmp_path / "rendezvous", 60)
