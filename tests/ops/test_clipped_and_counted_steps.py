@@ -84,7 +84,7 @@ def test_a_list_of_several_launches_counts_once(emulation, backend):
         emulation.ampctx_test_runtime(0, 0, 0)
 
 
-@pytest.mark.parametrize("empty", [1, 300, 3000])
+@pytest.mark.parametrize("empty", [1, 300, pytest.param(3000, marks=pytest.mark.full)])
 @pytest.mark.parametrize("optimizer", [ADAM, LAMB, NOVOGRAD], ids=lambda o: o.name)
 def test_tensors_without_elements_are_counted(backend, reference, optimizer, empty):
     call = make_call(backend, optimizer, [0] * empty + [5, 0])
