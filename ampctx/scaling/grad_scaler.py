@@ -166,10 +166,18 @@ class GradScaler(ScalerState):
             )
         if state["stage"] is OptState.STEPPED:
             raise AmpError("unscale_() is being called after step(). Call it before step(), after the last backward.")
-        found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
-        flags = self._unscale_grads_(optimizer, scale.reciprocal(), found_inf, False)
         parameters = _params(optimizer)
-        state["found_inf_per_device"] = self._agreed(parameters, flags)
+        # After an agreement that failed, a second try finds the gradients unscaled.
+        if (flags := state.get("not_agreed")) is None:
+            found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
+            flags = self._unscale_grads_(optimizer, scale.reciprocal(), found_inf, False)
+        try:
+            state["found_inf_per_device"] = self._agreed(parameters, flags)
+        except BaseException:
+            state["not_agreed"], state["interrupted"] = flags, _Untouched(optimizer)
+            raise
+        state.pop("not_agreed", None)
+        state.pop("interrupted", None)
         state["unscaled"] = set(map(id, parameters))
         state["stage"] = OptState.UNSCALED
 

@@ -120,6 +120,10 @@ def scales_that_differ() -> dict:
     optimizer = OPTIMIZERS["SGD"](model.parameters())
     scaler.scale(model(batch(RANK)).sum()).backward()
     results["scaler"] = error_of(lambda: scaler.step(optimizer))
+    unscaled = [p.grad.clone() for p in model.parameters()]
+    scaler.load_state_dict({**scaler.state_dict(), "scale": START})
+    scaler.step(optimizer)
+    results["second try"] = all(map(torch.equal, unscaled, (p.grad for p in model.parameters())))
     model = mlp()
     results["initialize"] = error_of(lambda: started(model=model, loss_scale=128.0 - RANK, process_group=world))
     results["initialize"]["same"] = model[0].weight.dtype == torch.float32

@@ -32,6 +32,10 @@ def test_loss_scales_that_differ_are_an_error_on_every_rank(two, where):
         assert found.get("same", True)
 
 
+def test_a_second_step_after_the_error_does_not_unscale_twice(two):
+    assert [rank["scales"]["second try"] for rank in two] == [True, True]
+
+
 def test_initialize_compares_loss_scales_before_it_changes_anything(two):
     for i, rank in enumerate(two):
         found = rank["scales"]["initialize"]
