@@ -147,7 +147,12 @@ class AmpSession(SessionState):
         if isinstance(enabled, str):
             raise AmpTypeError(f"enabled must be True or False, got {enabled!r}. Did you mean opt_level={enabled!r}?")
         if not enabled:
-            self.policy, self.verbosity = resolve("O0", enabled=False, cast_model_type=False), verbosity
+            policy = resolve("O0", enabled=False, cast_model_type=False)
+            check_process_group(process_group)
+            if process_group is not None:
+                # The other ranks of the group compare theirs.
+                ranks.check([*ranks.of_scales([]), ranks.of_level(policy)], process_group, "amp.initialize")
+            self.policy, self.verbosity = policy, verbosity
             return models if optimizers is None else mistakes.Initialized((models, optimizers))
         policy = resolve(
             opt_level,

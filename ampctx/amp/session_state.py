@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import weakref
@@ -260,6 +261,9 @@ class SessionState:
             )
         if group is None and not is_distributed():
             return
+        if len(self._bindings) > 1:
+            # Each rank collects a former optimizer at another time.
+            gc.collect()
         bindings = list(self._bindings.values())
         # An optimizer keeps the scales of its own initialize call.
         scales = dict.fromkeys([*self.loss_scales, *(scale for b in bindings for scale in b.loss_scales)])

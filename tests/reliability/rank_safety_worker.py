@@ -4,6 +4,7 @@ python rank_safety_worker.py RENDEZVOUS_FILE RANKS RANK [full]
 """
 
 import datetime
+import gc
 import hashlib
 import json
 import logging
@@ -127,6 +128,7 @@ def scales_that_differ() -> dict:
     model = mlp()
     results["initialize"] = error_of(lambda: started(model=model, loss_scale=128.0 - RANK, process_group=world))
     results["initialize"]["same"] = model[0].weight.dtype == torch.float32
+    results["enabled"] = error_of(lambda: started(enabled=RANK == 0, process_group=world))
     return results
 
 
@@ -153,6 +155,23 @@ def other_differences() -> dict:
     alone = dist.new_group([0]), dist.new_group([1])
     check("a group of one", model=nn.Linear(4, 2 + RANK), group=alone[RANK])
     return results
+
+
+def former_optimizer() -> dict:
+    """Rank 0 has not collected an optimizer that both have dropped."""
+    gc.disable()
+    session, model, optimizer = started("O1", "FusedAdam")
+    optimizer.itself = optimizer
+    del optimizer
+    if RANK == 1:
+        gc.collect()
+    second = OPTIMIZERS["FusedAdam"](model.parameters())
+    session.initialize(model, second, opt_level="O1", verbosity=0)
+    kept = len(session._bindings)
+    result = error_of(session.check_ranks)
+    session.reset()
+    gc.enable()
+    return {"kept": kept, **result}
 
 
 def loaded_by_one() -> dict:
@@ -406,6 +425,7 @@ results = (
     else {
         "scales": scales_that_differ(),
         "others": other_differences(),
+        "former": former_optimizer(),
         "loaded by one": loaded_by_one(),
         "no gradients": gradients_on_one_rank(),
         "static": {

@@ -71,6 +71,17 @@ def test_check_ranks_finds_masters_that_one_rank_has_loaded(two):
         assert "values of parameters differ between ranks" in rank["loaded by one"]["error"]
 
 
+def test_check_ranks_leaves_out_an_optimizer_that_no_rank_uses_any_more(two):
+    assert [rank["former"] for rank in two] == [{"kept": 2}, {"kept": 1}]
+
+
+def test_a_rank_that_amp_is_switched_off_on_alone_is_an_error_on_every_rank(two):
+    for rank, level in zip(two, ("O2", "enabled=False"), strict=True):
+        error = rank["scales"]["enabled"]["error"]
+        assert "opt levels differ between ranks" in error
+        assert f"opt levels: {level}" in error
+
+
 def test_a_rank_without_gradients_takes_part_in_clipping_and_steps(two):
     for i, rank in enumerate(two):
         found = rank["no gradients"]
