@@ -1,8 +1,10 @@
-"""What `make gpu-check` runs on a machine with a GPU: build, kernels, tests, compute-sanitizer, graph, benchmarks.
+"""What `make gpu-check` runs on a machine with a GPU: build, kernels, tests, compute-sanitizer, graph, ranks and
+benchmarks.
 
     python benchmarks/gpu_check.py [--budget SECONDS] [--only STEP,...] [--resume] [--out DIR]
     python benchmarks/gpu_check.py exercise [--device cuda|cpu] [--tensors N,...]
     python benchmarks/gpu_check.py replay [--device cuda|cpu] [--iterations 1000]
+    python benchmarks/gpu_check.py ranks [--device cuda|cpu]
 
 DIR/gpu-check.json is the report, written anew after each part, and DIR/gpu-check.log the output of all commands. Exit
 codes: 0 all is well; 1 something failed, was out of time or was not reached, and the last line names it; 2 a bad
@@ -26,7 +28,7 @@ from check_runner import OK, ROOT, Check, Interrupted, Part, ended_by_signals, t
 from gpu_steps import SCRIPT, GpuCheck
 
 sys.path.append(str(ROOT))  # a checkout need not be installed
-STEPS = ("build", "exercise", "tests", "sanitize", "graph", "bench")
+STEPS = ("build", "exercise", "tests", "sanitize", "graph", "ranks", "bench")
 FACTS_SECONDS = 90.0
 ALL_WELL, NOT_WELL, NO_GPU = 0, 1, 3
 
@@ -150,6 +152,10 @@ def main(arguments: list[str]) -> int:
         import graph_replay
 
         return graph_replay.main(arguments[1:])
+    if arguments[:1] == ["ranks"]:
+        import gpu_ranks
+
+        return gpu_ranks.main(arguments[1:])
     if arguments[:1] in (["facts"], ["extension"]):
         return gpu_facts.main(arguments[0], arguments[-1])
     args = parse(arguments)

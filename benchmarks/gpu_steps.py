@@ -46,7 +46,7 @@ class GpuCheck:
         self.check, self.facts = check, facts
 
     def steps(self) -> list[Step]:
-        one = {"build": self.build, "exercise": self.exercise, "graph": self.graph}
+        one = {"build": self.build, "exercise": self.exercise, "graph": self.graph, "ranks": self.ranks}
 
         def alone(name: str) -> Callable[[], list[Part]]:
             return lambda: [Part(name, one[name])]
@@ -57,6 +57,7 @@ class GpuCheck:
             Step("tests", 200, self.tests, needs="build"),
             Step("sanitize", 150, self.sanitize, needs="build"),
             Step("graph", 30, alone("graph"), needs="build"),
+            Step("ranks", 40, alone("ranks"), needs="build"),
             Step("bench", 60, self.bench, needs="build"),
         ]
 
@@ -128,7 +129,7 @@ class GpuCheck:
             done["status"] = FAILED
         return {**done, "seconds": round(seconds, 1), "processes": processes, **found}
 
-    # --- compute-sanitizer, graph -------------------------------------------------------------------------------------
+    # --- compute-sanitizer, graph, ranks ------------------------------------------------------------------------------
 
     def sanitize(self) -> Iterator[Part]:
         for tool in SANITIZER_TOOLS:
@@ -157,6 +158,9 @@ class GpuCheck:
 
     def graph(self, limit: float) -> dict[str, Any]:
         return self.python(limit, SCRIPT, "replay", "--iterations", "1000", file="replay.json", **ON_CUDA)
+
+    def ranks(self, limit: float) -> dict[str, Any]:
+        return self.python(limit, SCRIPT, "ranks", file="ranks.json", **ON_CUDA)
 
     # --- benchmarks ---------------------------------------------------------------------------------------------------
 

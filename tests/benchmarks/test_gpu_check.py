@@ -16,6 +16,7 @@ import gpu_check
 import gpu_exercise
 import gpu_facts
 import gpu_lists
+import gpu_ranks
 import gpu_steps
 import graph_replay
 import pytest
@@ -82,7 +83,7 @@ def test_without_a_gpu_the_report_says_so(tmp_path):
     [
         (
             "--only build,tails",
-            "--only: 'tails' is no step; the steps are build, exercise, tests, sanitize, graph, bench",
+            "--only: 'tails' is no step; the steps are build, exercise, tests, sanitize, graph, ranks, bench",
         ),
         ("--budget 0", "--budget: 0 seconds are not above 0"),
         (f"--out {SCRIPT}", "--out: "),
@@ -100,7 +101,7 @@ def test_bad_arguments_are_refused(arguments, message, capsys):
 
 
 @without_gpu
-@pytest.mark.parametrize("what", ["exercise", "replay"])
+@pytest.mark.parametrize("what", ["exercise", "replay", "ranks"])
 def test_a_missing_gpu_is_named(what, capsys):
     with pytest.raises(SystemExit) as ended:
         gpu_check.main([what])
@@ -562,6 +563,25 @@ def test_the_replay_notices_what_differs():
         graph_replay.check(*loops, 2)
     for loop in loops:
         loop.session.reset()
+
+
+@pytest.mark.full
+def test_ranks_train_together_on_the_cpu(tmp_path):
+    file = tmp_path / "ranks.json"
+    done = command("ranks", "--device", "cpu", "--json", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+    cases = json.loads(file.read_text())["gloo, 2 ranks"]["cases"]
+    assert len(cases) == 2
+    assert all(set(found) > {"ddp O2", "sharded", "uneven"} for found in cases)
+
+
+def test_ranks_that_fail_are_noticed():
+    fine, failed = ('{"ddp O1": "ok"}\n', ""), ("", "AssertionError: masters differ from those of ranks [1]")
+    assert gpu_ranks.found_by([0, 0], [fine, fine]) == {"cases": [{"ddp O1": "ok"}] * 2}
+    with pytest.raises(AssertionError, match="masters differ"):
+        gpu_ranks.found_by([0, 1], [fine, failed])
+    refusal = ("", "ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000")
+    assert gpu_ranks.found_by([1, -9], [refusal, failed]) == {"refused": "two processes on one GPU"}
 
 
 def test_the_rule_of_the_replay():
