@@ -1,0 +1,131 @@
+"""One loop on one process, DistributedDataParallel, FSDP2, HSDP, tensor parallelism and a 2-D mesh."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="the examples draw plots: pip install 'ampctx[examples]'")
+pytest.importorskip("tqdm", reason="the examples show a progress bar: pip install 'ampctx[examples]'")
+from example_runs import ROOT, refusal
+from rank_processes import environment, run_ranks
+
+PAGE = ROOT / "docs" / "guide" / "scale.md"
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+# The engines of examples/mesh.py, as the page calls them, and how many ranks train with each.
+ENGINES = {
+    "ddp": ("DistributedDataParallel", 2),
+    "fsdp": ("FSDP2", 2),
+    "tp": ("tensor parallelism", 2),
+    "hsdp": ("HSDP", 4),
+    "fsdp+tp": ("FSDP2 x tensor parallelism", 4),
+}
+
+
+def programs() -> list[tuple[str, str]]:
+    """The programs of the page, each from the one before by diffs, and what the page says that they print."""
+    program, found = "", []
+    for kind, text in re.findall(r"```(python|diff|text)\n(.*?)```", PAGE.read_text(), flags=re.S):
+        if kind == "python":
+            program = text
+        elif kind == "diff":
+            before, after = (
+                "".join(line[1:] + "\n" for line in text.splitlines() if line[0] in signs) for signs in (" -", " +")
+            )
+            assert program.count(before) == 1, f"no place for\n{text}"
+            program = program.replace(before, after)
+        else:
+            found.append((program, text))
+    return found
+
+
+def run(tmp_path_factory, ranks: int, engines: list[str], levels: list[str], *some: str) -> list[dict]:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    rendezvous = tmp_path_factory.mktemp("ranks") / "rendezvous"
+    words = ",".join(engines), ",".join(levels), str(port)
+    return run_ranks("integration/scale_worker.py", ranks, rendezvous, 120, *words, *some)
+
+
+def check_runs(found: list[dict], engines: list[str], levels: list[str]) -> None:
+    for level in levels:
+        alone = found[0]["runs"][f"none {level}"]
+        skips = level in ("O1", "O2")
+        assert alone["about"] == f"loss scale {32768 if skips else 1} | skipped steps {int(skips)}"
+        for engine in engines:
+            runs = [rank["runs"][f"{engine} {level}"] for rank in found]
+            if "refused" in runs[0]:
+                assert all("refused" in other for other in runs)
+                continue
+            for other in runs:
+                assert other["same"], f"{engine} {level}: weights differ between ranks"
+                assert other["about"] == alone["about"]
+                assert other["loss"] == pytest.approx(alone["loss"], rel=0.01)
+
+
+def check_printed(found: list[dict], shown: list[str]) -> None:
+    number = re.compile(r"\d+\.\d+")
+    assert all(not any(rank["printed"]) for rank in found[1:])
+    for printed, text in zip(found[0]["printed"], shown, strict=True):
+        assert number.sub("#", printed) == number.sub("#", text)
+        assert float(number.search(printed)[0]) == pytest.approx(float(number.search(text)[0]), rel=0.02)
+
+
+def test_two_ranks(tmp_path_factory):
+    """The programs of the page for two ranks print what it shows. The example with two engines learns as alone."""
+    (_, _), *two, _ = programs()
+    found = run(tmp_path_factory, 2, ["ddp", "fsdp"], ["O1"], *(program for program, _ in two))
+    check_runs(found, ["ddp", "fsdp"], ["O1"])
+    check_printed(found, [text for _, text in two])
+
+
+@pytest.mark.full
+def test_every_engine_and_level(tmp_path_factory):
+    program, text = programs()[-1]
+    works: dict[str, list[str]] = {}
+    for ranks in (2, 4):
+        engines = [engine for engine, (_, count) in ENGINES.items() if count == ranks]
+        found = run(tmp_path_factory, ranks, engines, LEVELS, *([program] if ranks == 4 else []))
+        check_runs(found, engines, LEVELS)
+        if ranks == 4:
+            check_printed(found, [text])
+        for engine in engines:
+            runs = [found[0]["runs"][f"{engine} {level}"] for level in LEVELS]
+            works[engine] = ["refused" if "refused" in one else "works" for one in runs]
+    rows = [["engine", "processes", *LEVELS], ["---"] * (2 + len(LEVELS))]
+    rows += [[name, str(ranks), *works[engine]] for engine, (name, ranks) in ENGINES.items()]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    shown = re.search(r"<!-- engines: .*? -->\n\n(.*?)\n*<!-- end of engines -->", PAGE.read_text(), flags=re.S)
+    assert shown[1] == table, f"{PAGE.name} shows another table; this is the one:\n{table}"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "tp"])
+def test_the_example_runs_under_torchrun(engine, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, ROOT / "examples" / "mesh.py", "--engine", engine, "--device", "cpu"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = re.fullmatch(
+        rf"{engine} on 2: test accuracy ([\d.]+)% \| loss scale \d+ \| skipped steps \d+\n", done.stdout
+    )
+    assert found, done.stdout
+    assert float(found[1]) > 94
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--engine", "ddp"), "--engine ddp: start it with torchrun --nproc-per-node N"),
+        (("--batch-size", "0"), "--batch-size: 0 images cannot be shared by 1 processes"),
+        (("--epochs", "0"), "--epochs: 0 is not above 0"),
+    ],
+)
+def test_the_example_refuses(arguments, message, tmp_path: Path, monkeypatch, capsys):
+    assert message in refusal("mesh.py", *arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
