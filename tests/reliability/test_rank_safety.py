@@ -253,3 +253,32 @@ def test_every_rank_ends_after_one_has_raised(tmp_path, point):
         "AmpRankError: the end of an amp.scale_loss block: a collective failed on rank 0 of a group of 2" in errors[0]
     )
     assert ("layout" if point == "in the exit" else f"ValueError: rank 1 raises {point}") in errors[1]
+
+
+def flat(value):
+    """The leaves of a nested state, by their paths."""
+    if isinstance(value, (dict, list)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return {f"{key}.{path}": leaf for key, part in items for path, leaf in flat(part).items()}
+    return {"": value}
+
+
+@pytest.mark.full
+def test_a_run_that_torchrun_restarts_ends_with_the_bits_of_one_that_nothing_ended(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ends = []
+    for name, killed_at in (("whole", -1), ("killed", 5)):
+        folder = tmp_path / name
+        folder.mkdir()
+        worker = [str(ROOT / "tests" / "reliability" / "restart_worker.py"), str(folder), str(killed_at)]
+        done = subprocess.run(
+            [*torchrun, "--max-restarts", "1", *worker], env=environment(), capture_output=True, text=True, timeout=90
+        )
+        assert done.returncode == 0, done.stderr
+        assert (folder / "killed").exists() == (killed_at >= 0)
+        ends += [flat(torch.load(folder / f"end{rank}.pt", weights_only=True)) for rank in range(2)]
+    for other in ends[1:]:
+        assert other.keys() == ends[0].keys()
+        for path, leaf in other.items():
+            same = torch.equal if isinstance(leaf, torch.Tensor) else lambda a, b: a == b
+            assert same(leaf, ends[0][path]), path
