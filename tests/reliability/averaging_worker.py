@@ -82,6 +82,39 @@ def accumulated(level, delay, one_batch) -> list[float]:
     return result
 
 
+def sent_in(dtype) -> dict:
+    """Four steps at O1, whose fp32 gradients travel in ``dtype``. The first ones, scaled and summed, are beyond fp16."""
+    network = model()
+    batches = torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(1))
+    network(batches[0]).square().mean().backward()
+    largest = max(p.grad.abs().max().item() for p in network.parameters())
+    network.zero_grad()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.125)
+    amp.initialize(network, optimizer, opt_level="O1", verbosity=0)
+    wrapped = DistributedDataParallel(network)
+    wrapped.register_comm_hook(None, average_hook(predivide=1, dtype=dtype))
+    sent, all_reduce = [], dist.all_reduce
+
+    def counted(t, *args, **kwargs):
+        sent.append(t.numel() * t.element_size())
+        return all_reduce(t, *args, **kwargs)
+
+    dist.all_reduce = counted
+    stepped = []
+    for x in batches:
+        optimizer.zero_grad()
+        loss = wrapped(x).float().square().mean() * (45000 / 65536 / largest)
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        stepped.append(amp.outcome(optimizer).stepped)
+    dist.all_reduce = all_reduce
+    weights = [v.hex() for p in network.parameters() for v in p.detach().double().flatten().tolist()]
+    scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
+    amp.reset()
+    return {"bytes": sum(sent), "stepped": stepped, "weights": weights, "scale": scale}
+
+
 dist.init_process_group("gloo", init_method=f"file://{FILE}", rank=RANK, world_size=RANKS)
 NEAR_MAX = [[60000.0, -65504.0, 1.0, 3.0]] * 2
 TINY = [[2.0**-24, 3 * 2.0**-24, 2.0**-10, 0.0], [2.0**-24, 2.0**-24, 2.0**-10, 0.0]]
@@ -90,6 +123,7 @@ results: dict = {
     "tiny": {name: averaged(hook, TINY) for name, hook in HOOKS.items()},
     "fp32 gradients": averaged(HOOKS["default"], [[1.0, 2.0, 3.0, 4.0], [3.0, 2.0, 1.0, 0.0]], torch.float32),
     "bucket view": averaged(HOOKS["fp32"], NEAR_MAX, gradient_as_bucket_view=True),
+    "sent": {str(dtype): sent_in(dtype) for dtype in (None, torch.float16, torch.bfloat16)},
 }
 for level in ("O0", "O1", "O2", "O3", "O4", "O5"):
     for delay in (False, True):

@@ -50,6 +50,21 @@ def test_other_types_and_bucket_views(ranks):
         assert rank["bucket view"] == [60000.0, -65504.0, 1.0, 3.0]
 
 
+@pytest.mark.parametrize("dtype", ["torch.float16", "torch.bfloat16"])
+def test_gradients_of_o1_travel_in_16_bits(ranks, dtype):
+    """Half of the bytes. What overflows on the way skips the step on all ranks, and the scale falls."""
+    first, second = (rank["sent"][dtype] for rank in ranks)
+    assert first == second
+    full = ranks[0]["sent"]["None"]
+    assert full["stepped"] == [True] * 4
+    assert first["bytes"] * 2 == full["bytes"] == 4 * 4 * (8 * 4 + 8 + 2 * 8 + 2)
+    skips = first["stepped"].index(True)
+    assert first["stepped"] == [False] * skips + [True] * (4 - skips)
+    assert (skips > 0) == (dtype == "torch.float16")
+    assert first["scale"] == full["scale"] / 2**skips
+    assert first["weights"] != full["weights"]
+
+
 @pytest.mark.parametrize("delay", [False, True], ids=["every block reduces", "delay_unscale in no_sync"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 def test_accumulation_equals_one_big_batch(ranks, level, delay):
