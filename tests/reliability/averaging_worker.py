@@ -83,7 +83,7 @@ def accumulated(level, delay, one_batch) -> list[float]:
 
 
 def sent_in(dtype) -> dict:
-    """Four steps at O1, whose fp32 gradients travel in ``dtype``. The first ones, scaled and summed, are beyond fp16."""
+    """Four steps at O1, whose fp32 gradients travel in ``dtype``. The first, scaled and summed, are beyond fp16."""
     network = model()
     batches = torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(1))
     network(batches[0]).square().mean().backward()
