@@ -132,7 +132,7 @@ StepCall check_step(const char* op, const Backend& backend, const CallDevice& ca
   return step;
 }
 
-// Calls the kernel with a workspace, and room for that many norms of each tensor.
+// Calls the kernel with room for that many norms of each tensor, and on the CPU for its scalars.
 template <class Kernel, class Options>
 void run_step(const Backend& backend, const CallDevice& call, StepCall& step, int norms, const Kernel& kernel,
               const Options& options) {
@@ -142,9 +142,9 @@ void run_step(const Backend& backend, const CallDevice& call, StepCall& step, in
     backend.count_skip(scope.context, step.skips, step.found_inf, step.found_inf);
   }
   if (step.lists.total_tensors == 0) return;
-  const int64_t scalars = step_workspace(step.lists), bytes = scalars + backend.norms_workspace(step.lists, norms);
-  const Tensor workspace = torch_abi::empty(&bytes, aoti_torch_dtype_uint8(), call.device);
-  step.workspace = workspace.mutable_data();
+  const int64_t scalars = backend.has_device_pointers ? 0 : step_workspace(step.lists);
+  const int64_t bytes = scalars + backend.norms_workspace(step.lists, norms);
+  step.workspace = bytes > 0 ? scope.context.allocate(scope.context.owner, bytes) : nullptr;
   step.norms = static_cast<char*>(step.workspace) + scalars;
   kernel(scope.context, step, options);
 }

@@ -30,12 +30,12 @@ struct StepCall : OptimizerCall {
   WriteBack write_back;
   TensorRule rule;   // what becomes of the step counts
   SkipCounts skips;  // counted even where found_inf is set; without elements or on the CPU by who makes this
-  void* workspace;   // step_workspace bytes
+  void* workspace;   // step_workspace bytes on the CPU
 
   int states() const { return lists.depth - 2 - has_extras(write_back); }
 };
 
-// Numbers of each tensor that has elements: its scalars on the CPU, denominators of NovoGrad on CUDA.
+// The scalars of each tensor that has elements. CUDA kernels make theirs as they go.
 inline int64_t step_workspace(const TensorLists& lists) {
   return lists.size() * static_cast<int64_t>(sizeof(TensorScalars<double>));
 }

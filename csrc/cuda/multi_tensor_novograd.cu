@@ -30,10 +30,9 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// Returns the norms of the unscaled gradients that have elements.
+// Makes the norms of the unscaled gradients that have elements.
 template <class Norm>
-const float* gradient_norms(const Context& context, const StepCall& call) {
-  const NormsWorkspace workspace(call, 1);
+void gradient_norms(const Context& context, const StepCall& call, const NormsWorkspace& workspace) {
   float* norms = workspace.norms;
   for_each_table<1>(context, call.lists, [&](const auto& table) {
     constexpr auto kernel = &gradient_norm_kernel<Norm, std::decay_t<decltype(table)>>;
@@ -43,7 +42,6 @@ const float* gradient_norms(const Context& context, const StepCall& call) {
     launch_layer_norms<Norm, 1>(context, table, grid.share, call.found_inf, workspace.partial, norms);
     norms += table.count;
   });
-  return workspace.norms;
 }
 
 // What becomes of exp_avg_sqs, list 1, at the step counts of list 0, which are not advanced yet. Offsets count the
@@ -67,9 +65,10 @@ __global__ void __launch_bounds__(kThreads)
 
 void novograd(const Context& context, const StepCall& call, const NovogradOptions& options) {
   const NovoGrad<float> optimizer(options);
-  const float* const norms =
-      options.inf_norm ? gradient_norms<MaxNorm>(context, call) : gradient_norms<L2Norm>(context, call);
-  auto* const denominators = static_cast<float*>(call.workspace);
+  const NormsWorkspace workspace(call, norms_for(options));
+  options.inf_norm ? gradient_norms<MaxNorm>(context, call, workspace)
+                   : gradient_norms<L2Norm>(context, call, workspace);
+  float *const norms = workspace.norms, *const denominators = norms + call.lists.size();
   TensorLists alone;
   alone.depth = 2;
   alone.pointer[0].assign(call.steps.begin(), call.steps.end());

@@ -14,7 +14,8 @@
 
 namespace ampctx {
 
-AMPCTX_FN int norms_for(const NovogradOptions&) { return 1; }
+// On CUDA the second is made of the first, which is the norm of the gradient.
+AMPCTX_FN int norms_for(const NovogradOptions&) { return 2; }
 
 template <class T>
 struct NovoGrad {
