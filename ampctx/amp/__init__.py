@@ -37,6 +37,9 @@ register_bfloat16_function = _default_session.register_bfloat16_function
 register_float_function = _default_session.register_float_function
 register_promote_function = _default_session.register_promote_function
 reset = _default_session.reset
+get_state_dict = _default_session.get_state_dict
+set_state_dict = _default_session.set_state_dict
+Stateful = _default_session.stateful
 
 __all__ = [
     "OPT_LEVELS",
@@ -48,12 +51,14 @@ __all__ = [
     "History",
     "OpCount",
     "PrecisionPolicy",
+    "Stateful",
     "StepOutcome",
     "bfloat16_function",
     "check_ranks",
     "disable_casts",
     "explain",
     "float_function",
+    "get_state_dict",
     "half_function",
     "history",
     "initialize",
@@ -72,6 +77,7 @@ __all__ = [
     "register_promote_function",
     "reset",
     "scale_loss",
+    "set_state_dict",
     "skipped_steps",
     "state_dict",
 ]

@@ -40,7 +40,12 @@ State = dict[str, Any]
 
 
 def saved(
-    bindings: list[OptimizerBinding], loss_scales: list[LossScale], deferred: Deferred, opt_level: str, grads: bool
+    bindings: list[OptimizerBinding],
+    loss_scales: list[LossScale],
+    deferred: Deferred,
+    opt_level: str,
+    grads: bool,
+    call: str,
 ) -> State:
     """The entries besides those of the loss scales. Changes nothing, except that it resyncs masters from the model.
 
@@ -50,9 +55,8 @@ def saved(
 
     Host sync: reads flags.
     """
-    event, name = ("save gradients", "grads") if grads else ("save", "masters")
     for binding in bindings:
-        binding.refuse(event, f"amp.state_dict({name}=True)")
+        binding.refuse("save gradients" if grads else "save", call)
     return {
         "opt_level": opt_level,
         "deferred": _deferred_of(loss_scales, deferred),
@@ -163,6 +167,7 @@ def loader(
     loss_scales: list[LossScale],
     deferred: Deferred,
     opt_level: str,
+    call: str,
 ) -> Callable[[], None]:
     """Checks the result of ``saved`` against the run. Returns the function that loads it, after the loss scales.
 
@@ -174,8 +179,8 @@ def loader(
             its key. Nothing has changed then.
     """
     for binding in bindings:
-        binding.refuse("load", "amp.load_state_dict")
-    if (theirs := _entry(state, "opt_level", str, "state_dict")) != opt_level:
+        binding.refuse("load", call)
+    if (theirs := entry(state, "opt_level", str, "state_dict")) != opt_level:
         raise AmpValueError(
             f'state_dict["opt_level"] is {theirs!r}, and amp.initialize was given opt_level={opt_level!r}. To continue '
             'at another level, load only the model, the optimizer and the loss scales (the "loss_scaler..." entries).'
@@ -183,7 +188,7 @@ def loader(
     if (n := len(read_amp_entries(state))) != len(loss_scales):
         raise AmpValueError(f"state_dict has {n} loss scales, and num_losses={len(loss_scales)} was given.")
     flags = _flags(state, "deferred", "state_dict", range(len(loss_scales)))
-    optimizers = _entry(state, "optimizers", list, "state_dict")
+    optimizers = entry(state, "optimizers", list, "state_dict")
     if len(optimizers) != len(bindings):
         raise AmpValueError(
             f'state_dict["optimizers"] has {len(optimizers)} entries, and {len(bindings)} optimizers are under amp. '
@@ -219,12 +224,12 @@ class _Loader:
 
     def __init__(self, state: Any, binding: OptimizerBinding, where: str, own_scales: bool) -> None:
         self._binding = binding
-        _typed(state, Mapping, where)
+        typed(state, Mapping, where)
         # No resync from the model: ``load`` sets the masters, and they must not change if a check fails.
         binding.masters.add_unfrozen(binding.optimizer)
         self._params = params = _params(binding)
         self._model = [binding.masters.model_of.get(p, p) for p in params]
-        if (n := _entry(state, "params", int, where)) != len(params):
+        if (n := entry(state, "params", int, where)) != len(params):
             raise AmpValueError(f'{where}["params"] is {n}, and the optimizer has {len(params)} parameters')
         self._check_names(state, where)
         self._masters = self._checked_masters(state, where)
@@ -234,7 +239,7 @@ class _Loader:
         self._scales: dict[int, State] = {}
         self._deferred: dict[int, bool] = {}
         if own_scales:
-            entries = _entry(state, "loss_scales", Mapping, where)
+            entries = entry(state, "loss_scales", Mapping, where)
             self._scales = read_amp_entries(entries)
             if self._scales.keys() != set(range(len(scales))):
                 raise AmpValueError(
@@ -250,7 +255,7 @@ class _Loader:
         """Compares names: masters are saved by index, and shapes alone do not show a changed order."""
         if "names" not in state:
             return
-        here, there = self._binding.names(), _entry(state, "names", list, where)
+        here, there = self._binding.names(), entry(state, "names", list, where)
         for i, (name, saved) in enumerate(zip(here, there, strict=False)):
             if name != saved and not any(str(n).startswith(PLACE) for n in (name, saved)):
                 raise AmpValueError(
@@ -260,7 +265,7 @@ class _Loader:
                 )
 
     def _checked_scales_used(self, state: Mapping[str, Any], where: str) -> dict[int, float]:
-        used = _entry(state, "scales", Mapping, where)
+        used = entry(state, "scales", Mapping, where)
         inside = f'{where}["scales"]'
         for loss_id, value in used.items():
             if not _is_place(loss_id, len(self._binding.loss_scales)):
@@ -272,7 +277,7 @@ class _Loader:
 
     def _checked_masters(self, state: Mapping[str, Any], where: str) -> dict[int, Tensor]:
         where_masters = f'{where}["masters"]'
-        saved = self._tensors(_entry(state, "masters", Mapping, where), self._params, where_masters, dense=True)
+        saved = self._tensors(entry(state, "masters", Mapping, where), self._params, where_masters, dense=True)
         here = {i for i, p in enumerate(self._params) if p in self._binding.masters.model_of}
         if more := sorted(saved.keys() - here):
             raise AmpValueError(
@@ -290,11 +295,11 @@ class _Loader:
 
     def _tensors(self, state: Any, like: list[Tensor], where: str, dense: bool = False) -> dict[int, Tensor]:
         """Checks tensors by index against the shapes and dtypes of ``like``. ``dense``: refuse sparse ones."""
-        _typed(state, Mapping, where)
+        typed(state, Mapping, where)
         for i, value in state.items():
             if not _is_place(i, len(like)):
                 raise AmpKeyError(f"{where} has {i!r}, and the optimizer has parameters 0 to {len(like) - 1}")
-            _typed(value, Tensor, f"{where}[{i}]")
+            typed(value, Tensor, f"{where}[{i}]")
             if value.shape != like[i].shape or value.dtype != like[i].dtype:
                 raise AmpValueError(
                     f"{where}[{i}] is of shape {tuple(value.shape)} and {value.dtype}, expected "
@@ -306,15 +311,15 @@ class _Loader:
         return dict(state)
 
     def _checked_gradients(self, state: Any, where: str) -> State:
-        _typed(state, Mapping, where)
+        typed(state, Mapping, where)
         result = dict(state)
         for name, like in (("model", self._model), ("masters", self._params)):
-            tensors = self._tensors(_entry(state, name, Mapping, where), like, f'{where}["{name}"]')
+            tensors = self._tensors(entry(state, name, Mapping, where), like, f'{where}["{name}"]')
             result[name] = tensors
         self._have_masters(result["masters"], f'{where}["masters"]')
-        if (waiting := _entry(state, "waiting", (Mapping, type(None)), where)) is not None:
+        if (waiting := entry(state, "waiting", (Mapping, type(None)), where)) is not None:
             inside = f'{where}["waiting"]'
-            grads = _entry(waiting, "grads", Mapping, inside)
+            grads = entry(waiting, "grads", Mapping, inside)
             grads = self._tensors(grads, self._model, f'{inside}["grads"]', dense=True)
             self._have_masters(grads, f'{inside}["grads"]')
             if not self._binding.masters.lazy:
@@ -326,24 +331,24 @@ class _Loader:
             # Clipping multiplies both by one number, which is 0 or nan if the norm was not finite.
             if inv_scale < 0 or (not (inv_scale > 0 and inv_scale < math.inf) and math.isfinite(norm) and norm != 0):
                 raise AmpValueError(f'{inside}["inv_scale"] is {inv_scale} for gradients with a norm of {norm}')
-        _entry(state, "left", bool, where)
+        entry(state, "left", bool, where)
         # Required: without it, scaled gradients would count as unscaled.
-        if (window := _entry(state, "window", (Mapping, type(None)), where)) is not None:
+        if (window := entry(state, "window", (Mapping, type(None)), where)) is not None:
             self._check_window(window, f'{where}["window"]')
         return result
 
     def _check_window(self, window: Any, where: str) -> None:
-        loss_id = _entry(window, "loss_id", int, where)
+        loss_id = entry(window, "loss_id", int, where)
         if not 0 <= loss_id < len(self._binding.loss_scales):
             raise AmpValueError(
                 f'{where}["loss_id"] is {loss_id}, there are {len(self._binding.loss_scales)} loss scales'
             )
-        if _entry(window, "inv_scale", (float, Tensor, type(None)), where) is not None:
+        if entry(window, "inv_scale", (float, Tensor, type(None)), where) is not None:
             inv_scale = _number_in(window, "inv_scale", (float, Tensor), where)
             if not 0 < inv_scale < math.inf:
                 raise AmpValueError(f'{where}["inv_scale"] is {inv_scale}, expected a number > 0 and finite')
-        self._tensors(_entry(window, "before", Mapping, where), self._model, f'{where}["before"]')
-        for i in _entry(window, "scaled", list, where):
+        self._tensors(entry(window, "before", Mapping, where), self._model, f'{where}["before"]')
+        for i in entry(window, "scaled", list, where):
             if not _is_place(i, len(self._params)):
                 raise AmpKeyError(f'{where}["scaled"] has {i!r}, and the optimizer has {len(self._params)} parameters')
 
@@ -424,26 +429,26 @@ def _factor(value: float | Tensor, device: torch.device) -> Factor:
 # --- entries ----------------------------------------------------------------------------------------------------------
 
 
-def _typed(value: Any, kind: type | tuple[type, ...], where: str) -> None:
+def typed(value: Any, kind: type | tuple[type, ...], where: str) -> None:
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if not isinstance(value, kind) or (isinstance(value, bool) and bool not in kinds):
         expected = " or ".join("dict" if k is Mapping else "None" if k is type(None) else k.__name__ for k in kinds)
         raise AmpTypeError(f"{where} must be a {expected}, got {type(value).__name__}")
 
 
-def _entry(state: Mapping[str, Any], key: str, kind: type | tuple[type, ...], where: str) -> Any:
+def entry(state: Mapping[str, Any], key: str, kind: type | tuple[type, ...], where: str) -> Any:
     if key not in state:
         raise AmpKeyError(f'{where} has no "{key}", only {", ".join(map(str, state)) or "nothing"}')
-    _typed(state[key], kind, f'{where}["{key}"]')
+    typed(state[key], kind, f'{where}["{key}"]')
     return state[key]
 
 
 def _flags(state: Mapping[str, Any], key: str, where: str, ids: range) -> dict[int, bool]:
-    flags = _entry(state, key, Mapping, where)
+    flags = entry(state, key, Mapping, where)
     for loss_id, value in flags.items():
         if not isinstance(loss_id, int) or loss_id not in ids:
             raise AmpKeyError(f'{where}["{key}"] has {loss_id!r}, expected loss ids from {ids[0]} to {ids[-1]}')
-        _typed(value, bool, f'{where}["{key}"][{loss_id}]')
+        typed(value, bool, f'{where}["{key}"][{loss_id}]')
     return dict(flags)
 
 
@@ -453,7 +458,7 @@ def _is_place(i: Any, n: int) -> bool:
 
 def _number_in(state: Mapping[str, Any], key: str, kind: type | tuple[type, ...], where: str) -> float:
     """The value of a float or a 0-d fp32 tensor. Host sync."""
-    value = _entry(state, key, kind, where)
+    value = entry(state, key, kind, where)
     if isinstance(value, Tensor):
         fits = value.dim() == 0 and value.dtype == torch.float32 and value.layout == torch.strided
         if not fits or value.is_meta:

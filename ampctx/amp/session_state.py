@@ -16,13 +16,13 @@ from torch.distributed.algorithms.join import Joinable
 from torch.utils.hooks import RemovableHandle
 
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx.amp import joining, ranks, run_state
+from ampctx.amp import joining, named_state, ranks, run_state
 from ampctx.amp import weights as master_weights
 from ampctx.amp.binding import OptimizerBinding
 from ampctx.amp.blocks import Blocks
 from ampctx.amp.opt_level import PrecisionPolicy
 from ampctx.amp.param_mistakes import ParamMistakes
-from ampctx.amp.setup import is_optimizer
+from ampctx.amp.setup import as_list, is_optimizer
 from ampctx.amp.skip_log import SkipLog
 from ampctx.distributed import check_process_group, is_distributed
 from ampctx.scaling import formats
@@ -328,17 +328,18 @@ class SessionState:
         for i, scale in enumerate(self.loss_scales if enabled else []):
             result[f"{formats.KEY}{i}"] = scale.state_dict()
         if enabled and (masters or grads):
-            result.update(self._run_state(grads))
+            call = f"amp.state_dict({'grads' if grads else 'masters'}=True)"
+            result.update(self._run_state(list(self._bindings.values()), grads, call))
         return result
 
-    def _run_state(self, grads: bool) -> dict[str, Any]:
+    def _run_state(self, bindings: list[OptimizerBinding], grads: bool, call: str) -> dict[str, Any]:
         assert self.policy is not None
-        bindings = list(self._bindings.values())
-        state = run_state.saved(bindings, self.loss_scales, self._blocks.deferred, self.policy.opt_level, grads)
+        state = run_state.saved(bindings, self.loss_scales, self._blocks.deferred, self.policy.opt_level, grads, call)
         if not grads and any(map(run_state.drops_gradients, bindings)):
             logger.warning(
-                "amp.state_dict(masters=True): there are gradients that no step has used. The state does not contain "
-                "them. Save after optimizer.step(), or pass grads=True."
+                "%s: there are gradients that no step has used. The state does not contain them. Save after "
+                "optimizer.step(), or use amp.state_dict(grads=True).",
+                call,
             )
         return state
 
@@ -375,34 +376,40 @@ class SessionState:
             )
         if not self.policy.enabled:
             return
-        if formats.is_grad_scaler_state(state_dict) and not formats.is_amp_state(state_dict):
-            entries = self._entries_of_grad_scaler(state_dict)
-        else:
-            entries = formats.read_amp_entries(state_dict)
-        load_run = self._run_loader(state_dict)
-        if len(entries) != len(self.loss_scales):
-            logger.warning(
-                "state_dict contains %d entries, while %d loss_scalers are used", len(entries), len(self.loss_scales)
-            )
-        for i, scale in enumerate(self.loss_scales):
-            if i not in entries:
-                continue
-            if not scale.moves and entries[i]["loss_scale"] != scale.value():
-                logger.warning(
-                    "amp.load_state_dict: loss scaler %d is static. It goes from %s to the checkpoint's %s and stays.",
-                    *(i, scale.value(), entries[i]["loss_scale"]),
-                )
-            scale.load_state_dict(entries[i])
-        load_run()
+        self._loader(state_dict, list(self._bindings.values()), "amp.load_state_dict")()
         if process_group is not None:
             ranks.check(ranks.of_scales(self.loss_scales), process_group, "amp.load_state_dict")
 
-    def _run_loader(self, state: Mapping[str, Any]) -> Callable[[], None]:
+    def _loader(self, state: Mapping[str, Any], bindings: list[OptimizerBinding], call: str) -> Callable[[], None]:
+        """Checks a state against the run. Returns the function that loads it. ``call``: for messages."""
+        if formats.is_grad_scaler_state(state) and not formats.is_amp_state(state):
+            entries = self._entries_of_grad_scaler(state)
+        else:
+            entries = formats.read_amp_entries(state)
+        load_run = self._run_loader(state, bindings, call)
+
+        def load() -> None:
+            if len(entries) != (n := len(self.loss_scales)):
+                logger.warning("state_dict contains %d entries, while %d loss_scalers are used", len(entries), n)
+            for i, scale in enumerate(self.loss_scales):
+                if i not in entries:
+                    continue
+                if not scale.moves and entries[i]["loss_scale"] != scale.value():
+                    logger.warning(
+                        "%s: loss scaler %d is static. It goes from %s to the checkpoint's %s and stays.",
+                        *(call, i, scale.value(), entries[i]["loss_scale"]),
+                    )
+                scale.load_state_dict(entries[i])
+            load_run()
+
+        return load
+
+    def _run_loader(self, state: Mapping[str, Any], bindings: list[OptimizerBinding], call: str) -> Callable[[], None]:
         """Checks the part of a state besides the loss scales. Returns the function that loads it."""
-        bindings = list(self._bindings.values())
         if not state.keys().isdisjoint(formats.RUN_KEYS):
             assert self.policy is not None
-            return run_state.loader(state, bindings, self.loss_scales, self._blocks.deferred, self.policy.opt_level)
+            level = self.policy.opt_level
+            return run_state.loader(state, bindings, self.loss_scales, self._blocks.deferred, level, call)
         return self._tell_of_lost_masters
 
     def _tell_of_lost_masters(self, may_wait: bool = True) -> None:
@@ -437,3 +444,110 @@ class SessionState:
         if left_out and ours.dynamic:
             logger.warning("amp.load_state_dict: not loaded from the state of a GradScaler: %s.", ", ".join(left_out))
         return formats.read_amp_entries(formats.to_amp_state(state))
+
+    # --- checkpoints by names ----------------------------------------------------------------------------------------
+
+    def get_state_dict(
+        self, model: nn.Module, optimizers: Any, *, full_state_dict: bool = False, cpu_offload: bool = False
+    ) -> dict[str, Any]:
+        """Returns the whole state of a run by names of parameters, for torch.distributed.checkpoint. Host sync.
+
+        The result has the same keys and values for masters of ``initialize``, ``master_weights=True``, "split" and
+        fp32 shards, on any number of ranks. Tensors are shared with the run, where it has them: save or copy them
+        before the next step. Call it on every rank.
+
+        ``{"model": ..., "optim": ..., "optimizers": ..., "amp": ...}``: "model" has weights in fp32 wherever there is
+        an fp32 master. "optim" has step and moments by name, for parameters without state those that a first step
+        makes. "optimizers" has options, "amp" the loss scales. write_back="kahan" adds "compensation".
+
+        Args:
+            model: the model, or the wrapper that trains. It holds all parameters of the optimizers.
+            optimizers: one optimizer or a list.
+            full_state_dict: whole tensors on every rank, in place of DTensors. A collective call.
+            cpu_offload: copies on the CPU. With ``full_state_dict``, on rank 0 alone; other ranks get {}.
+
+        Raises:
+            AmpTypeError, AmpError: a wrong argument; before ``initialize``; an optimizer that did not go through
+                ``initialize``; a parameter that the model does not hold; inside a scale_loss block, or between SAM's
+                ``first_step`` and ``second_step``; an optimizer that needs a closure and has not stepped.
+        """
+        call = "amp.get_state_dict"
+        run, on = self._named_run(model, optimizers, call)
+        amp = None
+        if on:
+            amp = self._run_state(run.bindings, False, call)
+            amp |= {
+                f"{formats.KEY}{i}": {**scale.state_dict(), "dynamic": scale.moves}
+                for i, scale in enumerate(self.loss_scales)
+            }
+        tree = run.saved(amp)
+        return named_state.gathered(tree, full_state_dict, cpu_offload) if full_state_dict or cpu_offload else tree
+
+    def set_state_dict(
+        self,
+        model: nn.Module,
+        optimizers: Any,
+        state_dict: dict[str, Any],
+        *,
+        allow_level_change: bool = False,
+        process_group: Any = None,
+    ) -> None:
+        """Loads the result of ``get_state_dict``, of any layout, engine and number of ranks. May be a host sync.
+
+        An invalid one raises, and nothing has changed. Exact between masters of ``initialize``,
+        ``master_weights=True``, "split" and fp32 shards, and from the others into these. Into 16-bit parameters
+        without a master (``write_back``) weights are rounded, with a warning. Pending gradients are dropped. No
+        ``on_step`` hook is called.
+
+        Args:
+            model, optimizers: as in ``get_state_dict``, after ``initialize``.
+            state_dict: the dict, with DTensors or whole tensors.
+            allow_level_change: accept the state of another ``opt_level``. Loss scales load where both are dynamic.
+            process_group: as in ``load_state_dict``.
+
+        Raises:
+            AmpKeyError, AmpTypeError, AmpValueError: an entry that is missing, unknown or does not fit, by its key;
+                another level.
+            AmpError: as ``get_state_dict``. AmpRankError: as ``load_state_dict``.
+        """
+        call = "amp.set_state_dict"
+        check_process_group(process_group)
+        run, on = self._named_run(model, optimizers, call)
+
+        def amp_loader(state: dict[str, Any]) -> Callable[[], None]:
+            assert self.policy is not None
+            level = self.policy.opt_level
+            state = named_state.entries_for_level(state, self.loss_scales, level, allow_level_change, call)
+            return self._loader(state, run.bindings, call)
+
+        run.loader(state_dict, amp_loader if on else None)()
+        if process_group is not None:
+            ranks.check(ranks.of_scales(self.loss_scales), process_group, call)
+
+    def stateful(self, model: nn.Module, optimizers: Any, **options: Any) -> named_state.Stateful:
+        """Returns an object for torch.distributed.checkpoint: ``dcp.save({"app": amp.Stateful(model, optimizers)})``.
+
+        ``dcp.load`` of the same dict loads the run, on as many ranks as there are then. ``amp.Stateful`` is this method
+        of the default session.
+
+        Args:
+            model, optimizers: as in ``get_state_dict``.
+            options: keyword arguments of ``set_state_dict``.
+
+        Returns:
+            An object with ``state_dict()`` and ``load_state_dict(state)``, which are ``get_state_dict`` and
+            ``set_state_dict`` of these.
+        """
+        return named_state.Stateful(self, model, optimizers, options)
+
+    def _named_run(self, model: nn.Module, optimizers: Any, call: str) -> tuple[named_state.Run, bool]:
+        """The run, and whether amp is on."""
+        if self.policy is None:
+            raise AmpError(
+                f"{call} was called before amp.initialize. Call amp.initialize first, with the options of the run that "
+                "was saved. See docs/guide/checkpoints.md."
+            )
+        given = as_list(optimizers, "optimizer", is_optimizer)
+        on = self.policy.enabled
+        bindings = [self._watched(optimizer, call.removeprefix("amp.")) if on else None for optimizer in given]
+        return named_state.Run(model, given, bindings, call), on

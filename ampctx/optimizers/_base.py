@@ -18,13 +18,13 @@ from ampctx._errors import AmpError, AmpValueError
 from ampctx.kernels.each import version_of
 from ampctx.kernels.foreach import Clipped, Factor, PerDevice, product
 from ampctx.kernels.reference import KERNEL_DTYPES
-from ampctx.kernels.reference_steps import LOW_PRECISION, join
+from ampctx.kernels.reference_steps import LOW_PRECISION
 from ampctx.kernels.sharding import place_grads, wrote
 from ampctx.kernels.spec import SPECS
 from ampctx.optimizers import _checkpoint, _options, _work
 from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._options import Group, param_name
-from ampctx.optimizers._state import EXTRAS, State, follow, make_state
+from ampctx.optimizers._state import EXTRAS, State, follow, joined, make_state
 from ampctx.optimizers._work import Kind, Members, Plan, Scaling, Work
 
 # Attributes that exist only around a step, or that a copy creates again.
@@ -225,9 +225,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             return None
         if p.dtype not in LOW_PRECISION:
             return p
-        if "remainder" in state:
-            return join(p.detach(), state["remainder"])
-        return state.get("master_param")
+        return joined(p, state)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Sets gradients to None or 0, by default as ``set_grad_none`` says. No host sync."""
@@ -484,9 +482,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         _checkpoint.check_values(result, names)
         return result
 
+    def layout_of(self, p: Tensor) -> str:
+        """Where a step leaves the new value of a 16-bit parameter, see ``Kind``: "copy", "split", "kahan" keep more
+        than its 16 bits."""
+        return self._destination(p, Scaling())
+
     def _useless_state(self, p: Tensor) -> set[str]:
         """The state keys of a checkpoint that this optimizer never reads for ``p``."""
-        used = self._destination(p, Scaling())
+        used = self.layout_of(p)
         return {key for write_back, key in EXTRAS.items() if write_back != used}
 
     def _adapt_checkpoint(self, group: SavedGroup) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ampctx.kernels.reference import compute_dtype
-from ampctx.kernels.reference_steps import join, spacing
+from ampctx.kernels.reference_steps import join, spacing, split
 
 State = dict[str, Any]
 # The state key of the extra precision of 16-bit parameters, by destination.
@@ -48,3 +48,31 @@ def follow(p: Tensor, state: State, seen: dict[Tensor, int]) -> None:
     if "master_param" in state:
         master = state["master_param"]
         master.copy_(torch.where(master.to(p.dtype) == p, master, p.to(master.dtype)))
+
+
+def joined(p: Tensor, state: State) -> Tensor | None:
+    """The fp32 weight that a 16-bit parameter and its entry of ``EXTRAS`` stand for. None without an entry."""
+    if "remainder" in state:
+        return join(p.detach(), state["remainder"])
+    if "compensation" in state:
+        return p.detach().float() + state["compensation"].float()
+    return state.get("master_param")
+
+
+def divided(
+    destination: str, weight: Tensor, dtype: torch.dtype, compensation: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The 16-bit parameter and its entry of ``EXTRAS`` for an fp32 weight: undoes ``joined``.
+
+    ``compensation``: that of the sum ``weight``. None for another weight, which is rounded to the bits that both hold.
+    """
+    if destination == "split":
+        return split(weight)
+    if destination == "copy":
+        return weight.to(dtype), weight
+    if compensation is not None:
+        # The sum is off by less than a bit of fp32, so the difference rounds to the parameter itself.
+        return (weight - compensation.float()).to(dtype), compensation
+    rounded = weight.to(dtype)
+    rest = weight - rounded.float()
+    return rounded, torch.where(torch.isfinite(rest), rest, 0).to(dtype)
