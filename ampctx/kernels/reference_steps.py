@@ -46,13 +46,14 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
     # The largest nans would round up to zero with the other sign.
     bits = torch.where(torch.isnan(master), (bits & -0x80000000) | 0x7FC00000, bits)
     remainder = bits.to(torch.int16)
-    high = (bits - remainder.int()) >> 16
+    # Not the operators: torch 2.13 returns a DTensor << 16 or >> 16 unchanged.
+    high = torch.bitwise_right_shift(bits - remainder.int(), 16)
     return high.to(torch.int16).view(torch.bfloat16), remainder
 
 
 def join(high: Tensor, remainder: Tensor) -> Tensor:
     """Undoes ``split``, bit for bit; a nan comes back as a quiet nan."""
-    return ((high.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)
+    return (torch.bitwise_left_shift(high.view(torch.int16).int(), 16) + remainder.int()).view(torch.float32)
 
 
 def spacing(p: Tensor) -> Tensor:
