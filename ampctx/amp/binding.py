@@ -1,14 +1,16 @@
 """``OptimizerBinding``: one optimizer under amp.
 
-``initialize`` replaces ``step``, ``zero_grad``, ``add_param_group`` and ``__reduce_ex__`` (for copies and pickles) on
-the instance, so that the user's object stays the same. It also replaces ``first_step`` and ``second_step`` of SAM
-optimizers. ``phases.TABLE`` says which calls are allowed in which state. Closures and SAM are in ``closures``.
+``initialize`` replaces ``step``, ``zero_grad``, ``add_param_group``, ``state_dict`` and ``__reduce_ex__`` (for copies
+and pickles) on the instance, so that the user's object stays the same. It also replaces ``first_step`` and
+``second_step`` of SAM optimizers. ``phases.TABLE`` says which calls are allowed in which state. Closures and SAM are in
+``closures``.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Container
 from contextlib import ExitStack
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from ampctx._compiling import outside_of_graphs, without_grad
 from ampctx._errors import AmpError
-from ampctx.amp import closures, findings, mistakes
+from ampctx.amp import closures, findings, mistakes, torch_state
 from ampctx.amp.methods import as_copied, replace, weak_method
 from ampctx.amp.phases import NOT_THE_USERS, PERTURBED, READY, RELEASED, STEPPING, TABLE, Step, refusal
 from ampctx.casts.model_watch import ParameterNames
@@ -84,6 +86,8 @@ class OptimizerBinding:
             "add_param_group": self._add_param_group,
             "__reduce_ex__": self._reduce_ex,
         }
+        if hasattr(optimizer, "state_dict"):
+            methods["state_dict"] = self._state_dict
         if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
             methods["first_step"] = functools.partial(closures.first_step, self)
             methods["second_step"] = functools.partial(closures.second_step, self)
@@ -284,6 +288,9 @@ class OptimizerBinding:
     def _step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         if self.phase in NOT_THE_USERS:
             return original(*args, **kwargs)
+        if torch_state.MODULE in sys.modules and not self.optimizer.state and torch_state.is_calling():
+            # With masters, ``_state_dict`` refuses what follows, and no state must stay.
+            return None if self.masters.pairs else self.call_own(original, *args, **kwargs)
         self.refuse("step", "optimizer.step()")
         closure = args[0] if args else kwargs.pop("closure", None)
         args = args[1:]
@@ -486,6 +493,16 @@ class OptimizerBinding:
             # Some parameters of the group may have been added.
             self.masters.look_again()
             raise
+
+    def _state_dict(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        if self.phase is not RELEASED and self.masters.pairs and torch_state.is_calling():
+            raise AmpError(
+                "torch's get_optimizer_state_dict looks for the parameters of the optimizer in the model. This "
+                f"{type(self.optimizer).__name__} steps amp's fp32 master weights instead. Use "
+                "amp.get_state_dict(model, optimizer), which names them, and amp.set_state_dict. See "
+                "docs/guide/checkpoints.md."
+            )
+        return original(*args, **kwargs)
 
     def _reduce_ex(self, original: Callable, protocol: Any) -> Any:
         return as_copied(original(protocol), self._formers, self.optimizer if self.masters.pairs else None)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -148,19 +148,22 @@ class Run:
                 each.optimizer.masters_follow_model()
         model, optim, compensation, described = self._model_state(), {}, {}, {}
         for number, each in enumerate(self.optimizers):
-            states, made = self._states(each)
-            for i, (name, p) in enumerate(zip(each.names, each.params, strict=True)):
-                if moments := _moments(states[name]):
+            without_state = []
+            for i, state, is_made_up in self._states(each):
+                name, p = each.names[i], each.params[i]
+                if moments := _moments(state):
                     optim[name] = moments
+                if is_made_up:
+                    without_state.append(name)
                 if each.layout(i) not in EXTRAS:
                     continue
-                exact = joined(p, states[name])
+                exact = joined(p, state)
                 model.update(dict.fromkeys(self._names_of[id(p)], p.detach().float() if exact is None else exact))
-                if "compensation" in states[name]:
-                    compensation[name] = states[name]["compensation"]
+                if "compensation" in state:
+                    compensation[name] = state["compensation"]
             if each.names:
                 of_amp = {} if amp is None else amp["optimizers"][number]
-                described[each.names[0]] = (_facts(each, made, of_amp),)
+                described[each.names[0]] = (_facts(each, without_state, of_amp),)
         tree: State = {"model": model, "optim": optim, "optimizers": described}
         if compensation:
             tree["compensation"] = compensation
@@ -168,22 +171,20 @@ class Run:
             tree["amp"] = _amp_entries(amp)
         return tree
 
-    def _states(self, each: Stepped) -> tuple[dict[str, State], list[str]]:
-        """The state of each parameter by name, made up where a trainable parameter has none; and the names of those.
+    def _states(self, each: Stepped) -> Iterator[tuple[int, State, bool]]:
+        """Place, state, and whether it is made up, which it is where a trainable parameter has none.
 
         The keys of a tree must not depend on the steps that were taken: torch.distributed.checkpoint loads into a tree
         of the run that resumes, which has taken none.
         """
         found = each.optimizer.state_dict()["state"]
-        states: dict[str, State] = {}
-        made = []
         groups = [group for group in each.optimizer.param_groups for _ in group["params"]]
-        for key, name, member, group in zip(each.ids, each.names, each.members, groups, strict=True):
-            states[name] = found.get(key, {})
-            if member.requires_grad and not _moments(states[name]):
-                states[name] = {**_first_state(each.optimizer, group, member, self.call), **states[name]}
-                made.append(name)
-        return states, list(dict.fromkeys(made))
+        for i, (key, member, group) in enumerate(zip(each.ids, each.members, groups, strict=True)):
+            state = found.get(key, {})
+            is_made_up = member.requires_grad and not _moments(state)
+            if is_made_up:
+                state = {**_first_state(each.optimizer, group, member, self.call), **state}
+            yield i, state, is_made_up
 
     # --- loading ------------------------------------------------------------------------------------------------------
 
@@ -247,13 +248,13 @@ class Run:
     def _checkpoint(self, each: Stepped, tree: Mapping[str, Any], saved: _Described, weights: State) -> State:
         """The state dict for an optimizer. Puts 16-bit weights that have a rest elsewhere into ``weights``."""
         fused = isinstance(each.optimizer, FusedOptimizer)
-        expected, _ = self._states(each)
         states: State = {}
-        for i, (key, name, p) in enumerate(zip(each.ids, each.names, each.params, strict=True)):
+        for i, expected, _ in self._states(each):
+            key, name, p = each.ids[i], each.names[i], each.params[i]
             saved.check_stepped(name)
             state: State = {}
             if name not in saved.without_state:
-                state = self._checked_state(name, tree["optim"], _moments(expected[name]), each.members[i])
+                state = self._checked_state(name, tree["optim"], _moments(expected), each.members[i])
             if (layout := each.layout(i)) in EXTRAS:
                 compensation = tree.get("compensation", {}).get(name) if saved.layout.get(name) == "kahan" else None
                 if compensation is not None:
@@ -275,9 +276,12 @@ class Run:
     def _checked_state(self, name: str, optim: Mapping[str, Any], expected: State, member: Tensor) -> State:
         """The moments of a parameter, laid out as those here. A frozen one may have any."""
         where = f'state_dict["optim"]["{name}"]'
-        given = optim.get(name, {})
-        if expected or name in optim:
-            given = entry(optim, name, Mapping, 'state_dict["optim"]')
+        if expected and name not in optim:
+            raise AmpKeyError(
+                f'state_dict["optim"] has no "{name}", which is stepped here. It was frozen in the run that was saved: '
+                "load first, and unfreeze it then."
+            )
+        given: Mapping[str, Any] = entry(optim, name, Mapping, 'state_dict["optim"]') if name in optim else {}
         if expected and (differ := given.keys() ^ expected.keys()):
             key = min(differ)
             has = "has" if key in given else "has no"
@@ -435,7 +439,7 @@ def _moments(state: State) -> State:
     return {key: value for key, value in state.items() if key not in EXTRAS.values()}
 
 
-def _facts(each: Stepped, made: list[str], of_amp: State) -> State:
+def _facts(each: Stepped, without_state: list[str], of_amp: State) -> State:
     groups, names = [], iter(each.names)
     for group in each.optimizer.param_groups:
         options = {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
@@ -444,7 +448,7 @@ def _facts(each: Stepped, made: list[str], of_amp: State) -> State:
         "type": type(each.optimizer).__name__,
         "groups": groups,
         "layout": {name: each.layout(i) for i, name in enumerate(each.names)},
-        "without_state": made,
+        "without_state": without_state,
         **{key: of_amp[key] for key in ("overflows", "scales", "loss_scales") if key in of_amp},
     }
 
