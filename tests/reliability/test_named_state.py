@@ -107,7 +107,7 @@ def test_a_state_that_does_not_fit_is_refused_on_every_rank_and_changes_nothing(
 def saved_by(tmp_path_factory):
     """What 1, 2 and 4 ranks have saved of every layout, and the folder."""
     directory = tmp_path_factory.mktemp("saved")
-    ranks = {n: run_ranks(WORKER, n, directory / f"saving-{n}", 60, "save", str(directory)) for n in (1, 2, 4)}
+    ranks = {n: run_ranks(WORKER, n, directory / f"saving-{n}", 120, "save", str(directory)) for n in (1, 2, 4)}
     for found in ranks.values():
         assert all(rank == found[0] for rank in found)
     return directory, {n: found[0] for n, found in ranks.items()}
