@@ -322,6 +322,28 @@ FAULTS = [
         'stepped = self._gradients is not None and self._gradients["left"]', "stepped = False",
         f"{ROWS}resume_several_optimizers.py",
     ),
+    Fault(
+        "a state by names has rounded weights of \"split\"", "ampctx",
+        'return join(p.detach(), state["remainder"])', "return p.detach().float()", f"{ROWS}named_state.py",
+    ),
+    Fault(
+        "a weight with a compensation is its rounded sum", "ampctx",
+        "return (weight - compensation.float()).to(dtype), compensation", "return weight.to(dtype), compensation",
+        f"{ROWS}named_state.py",
+    ),
+    Fault(
+        "an optimizer keeps its new state where another refuses", "ampctx",
+        'undo.callback(getattr(each.optimizer, "__setstate__", vars(each.optimizer).update), former)', "pass",
+        f"{ROWS}named_state.py",
+    ),
+    Fault(
+        "state that torch makes is a step of the run", "ampctx",
+        "if torch_state.MODULE in sys.modules and", "if False and", f"{ROWS}named_state.py",
+    ),
+    Fault(
+        "state that was made up for a checkpoint is loaded", "ampctx",
+        "if name not in saved.without_state:", "if True:", f"{ROWS}named_state.py",
+    ),
     # --- waiting, exceptions, what is refused -----------------------------------------------------------------------
     Fault(
         "an update reads the flag on the host", "ampctx",
