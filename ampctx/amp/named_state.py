@@ -213,7 +213,8 @@ class Run:
                 f'state_dict["optim"] has "{min(unknown)}", and no optimizer here steps that parameter. Pass the '
                 "optimizers of the run that was saved."
             )
-        checkpoints = [self._checkpoint(each, tree, saved, weights) for each in self.optimizers]
+        values = dict(weights)
+        checkpoints = [self._checkpoint(each, tree, saved, weights, values) for each in self.optimizers]
         masters = {
             name: weights[name].float()
             for each in self.optimizers
@@ -222,7 +223,7 @@ class Run:
         }
         load_amp = None if amp_loader is None else amp_loader(self._amp_state(tree["amp"], saved, masters))
         self._warn_of_rounding(saved)
-        return lambda: self._load(weights, checkpoints, load_amp)
+        return lambda: self._load(values, checkpoints, load_amp)
 
     def _checked_model(self, given: Mapping[str, Any]) -> State:
         """The entries of the model, laid out as in the run."""
@@ -245,8 +246,10 @@ class Run:
                 placed[name] = _placed(_checked(given[name], like.shape, where), self._params.get(name, like))
         return placed
 
-    def _checkpoint(self, each: Stepped, tree: Mapping[str, Any], saved: _Described, weights: State) -> State:
-        """The state dict for an optimizer. Puts 16-bit weights that have a rest elsewhere into ``weights``."""
+    def _checkpoint(
+        self, each: Stepped, tree: Mapping[str, Any], saved: _Described, weights: State, values: State
+    ) -> State:
+        """The state dict for an optimizer. Puts the 16-bit part of weights whose rest is there into ``values``."""
         fused = isinstance(each.optimizer, FusedOptimizer)
         states: State = {}
         for i, expected, _ in self._states(each):
@@ -261,7 +264,7 @@ class Run:
                     where = f'state_dict["compensation"]["{name}"]'
                     compensation = _placed(_checked(compensation, p.shape, where), p)
                 weight, state[EXTRAS[layout]] = divided(layout, weights[name].float(), p.dtype, compensation)
-                weights.update(dict.fromkeys(self._names_of[id(p)], weight))
+                values.update(dict.fromkeys(self._names_of[id(p)], weight))
             if state:
                 # The fused optimizers copy what they load; torch's would share it with the tree.
                 states[key] = state if fused else {k: _own(v) for k, v in state.items()}
@@ -329,7 +332,7 @@ class Run:
                     )
                     return
 
-    def _load(self, weights: State, checkpoints: list[State], load_amp: Callable[[], None] | None) -> None:
+    def _load(self, values: State, checkpoints: list[State], load_amp: Callable[[], None] | None) -> None:
         from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
         with ExitStack() as undo:
@@ -340,7 +343,7 @@ class Run:
                 each.optimizer.load_state_dict(checkpoint)
                 undo.callback(getattr(each.optimizer, "__setstate__", vars(each.optimizer).update), former)
             undo.pop_all()
-        set_model_state_dict(self.model, dict(weights))
+        set_model_state_dict(self.model, values)
         if load_amp is not None:
             load_amp()
 

@@ -276,6 +276,19 @@ def test_tied_weights():
     assert_same(second[0].get_state_dict(*second[1:])["model"], state["model"])
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_parameter_that_a_group_has_twice():
+    def twice(params):
+        params = list(params)
+        return FusedAdam([*params, params[0]], master_weights="split")
+
+    first, second = started(twice, **KEPT_BY_OPTIMIZER), started(twice, seed=1, **KEPT_BY_OPTIMIZER)
+    train(*first, 0, 3)
+    state = copy.deepcopy(first[0].get_state_dict(*first[1:]))
+    second[0].set_state_dict(*second[1:], state)
+    assert_same(second[0].get_state_dict(*second[1:]), state)
+
+
 def test_parameters_without_state_stay_so():
     """SGD starts a buffer from the first gradient, not from zeros."""
 
