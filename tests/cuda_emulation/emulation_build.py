@@ -79,7 +79,7 @@ def _compile(library: Path, folder: Path, flags: tuple[str, ...], more: Sequence
     objects, commands = [], []
     for source in [*_sources(generated), *more]:
         objects.append(str(folder / f"{library.stem}_{source.parent.name}_{source.name}_{os.getpid()}.o"))
-        commands.append([cxx, *options, *(["-O2"] if source in more else []), "-c", str(source), "-o", objects[-1]])
+        commands.append([cxx, *options, *(["-O3"] if source in more else []), "-c", str(source), "-o", objects[-1]])
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(_run, commands))
     torch_lib = Path(torch.__file__).parent / "lib"

@@ -14,7 +14,6 @@ namespace {
 
 // Who is at work, for messages.
 thread_local const Warp* working = nullptr;
-thread_local const Instruction* current = nullptr;
 
 int count(uint32_t lanes) { return __builtin_popcount(lanes); }
 
@@ -137,7 +136,7 @@ void fail(const std::string& what) {
   std::string where;
   if (const Warp* warp = working) {
     where = " in " + warp->block().kernel->name + ", " + warp->block().kernel->file + " line " +
-            std::to_string(current->line) + ", block " + std::to_string(warp->block().index) + ", thread " +
+            std::to_string(warp->current->line) + ", block " + std::to_string(warp->block().index) + ", thread " +
             std::to_string(warp->thread(warp->lane));
   }
   working = nullptr;

@@ -9,8 +9,11 @@ namespace {
 
 constexpr uint32_t kSeveral = 0xffffffffu;  // readers
 constexpr uint32_t kNoBlock = 0xffffffffu;
+constexpr uint32_t kNoList = 0xffffffffu;
 constexpr uint64_t kCellBytes = 2;        // of the smallest type
 constexpr uint64_t kNone = ~uint64_t{0};  // cells
+
+uint64_t cells_of(int bytes) { return (static_cast<uint64_t>(bytes) + kCellBytes - 1) / kCellBytes; }
 
 }  // namespace
 
@@ -34,7 +37,7 @@ void GlobalMemory::begin_launch(uint32_t threads_per_block) {
   ++launch_;
   threads_ = threads_per_block;
   released_.clear();
-  readers_.clear();
+  used_readers_ = 0;
   sort_buffers();
 }
 
@@ -101,6 +104,12 @@ void GlobalMemory::sort_buffers() {
     buffers_[kept++] = added;
   }
   buffers_.resize(kept);
+  uint64_t end = 0;  // of the buffers before
+  for (size_t i = 0; i < kept; ++i) {
+    Buffer& buffer = buffers_[i];
+    buffer.is_apart = buffer.begin >= end && (i + 1 == kept || buffers_[i + 1].begin >= buffer.end);
+    end = std::max(end, buffer.end);
+  }
   if (cells_.size() < used_cells_) cells_.resize(used_cells_);
   last_ = nullptr;
 }
@@ -123,22 +132,24 @@ uint64_t GlobalMemory::first_cell(const Buffer& buffer, uint64_t address) const 
 
 // Where others have read a cell in this launch: whether each did so in another block, before a fence and an increment
 // that the block at work has met, with a fence behind.
-bool GlobalMemory::may_write_after_reads(uint64_t number, uint32_t thread) const {
-  const Cell& cell = cells_[number];
+bool GlobalMemory::may_write_after_reads(const Cell& cell, uint32_t thread) const {
   if (cell.read_launch != launch_ || cell.reader == thread) return true;
   const auto may_follow = [&](const Reader& reader) {
     return reader.block == block_ ? reader.thread == thread : visible_.count(reader.block) > 0;
   };
-  const auto several = readers_.find(number);
-  if (several == readers_.end()) return may_follow({cell.reader / threads_, cell.reader});
-  return std::all_of(several->second.begin(), several->second.end(), may_follow);
+  if (cell.readers == kNoList) return may_follow({cell.reader / threads_, cell.reader});
+  const std::vector<Reader>& readers = readers_[cell.readers];
+  return std::all_of(readers.begin(), readers.end(), may_follow);
 }
 
 // A reader of a cell besides those before. Blocks run one after the other, so the one at work is the last.
-void GlobalMemory::note_reader(uint64_t number, Cell& cell, uint32_t thread) {
-  if (cell.crowded_block == block_) return;
-  std::vector<Reader>& readers = readers_[number];
-  if (readers.empty()) readers.push_back({cell.reader / threads_, cell.reader});
+void GlobalMemory::note_reader(Cell& cell, uint32_t thread) {
+  if (cell.readers == kNoList) {
+    cell.readers = used_readers_++;
+    if (readers_.size() < used_readers_) readers_.emplace_back();
+    readers_[cell.readers].assign(1, {cell.reader / threads_, cell.reader});
+  }
+  std::vector<Reader>& readers = readers_[cell.readers];
   if (readers.back().block != block_) {
     readers.push_back({block_, thread});
   } else if (readers.back().thread != thread) {
@@ -147,76 +158,95 @@ void GlobalMemory::note_reader(uint64_t number, Cell& cell, uint32_t thread) {
   }
 }
 
-void GlobalMemory::note(uint64_t number, const Buffer& buffer, uint32_t thread, bool is_write, bool is_same_value) {
-  Cell& cell = cells_[number];
-  const bool was_written = cell.write_launch == launch_ && cell.writer != thread;
-  if (!is_write) {
-    if (buffer.is_writable) is_fenced_ = false;  // whoever meets a later increment may not write it yet
-    if (buffer.is_fresh && cell.write_launch < first_of_call_) fail("reads memory that nobody has written");
-    if (was_written && !visible_.count(cell.writer / threads_)) {
+const uint8_t* GlobalMemory::read(uint64_t address, int bytes, uint32_t thread) {
+  check_alignment(address, bytes);
+  const Buffer* const buffer = find(address, bytes);
+  if (!buffer) fail("read of " + std::to_string(bytes) + " bytes outside of what the op was given");
+  auto* const memory = reinterpret_cast<const uint8_t*>(address);
+  if (buffer->is_apart && !buffer->is_writable && !buffer->is_fresh) return memory;  // nothing can be wrong later
+  if (buffer->is_writable) is_fenced_ = false;  // whoever meets a later increment may not write it yet
+  const uint64_t first = first_cell(*buffer, address);
+  for (uint64_t number = first; number < first + cells_of(bytes); ++number) {
+    Cell& cell = cells_[number];
+    if (buffer->is_fresh && cell.write_launch < first_of_call_) fail("reads memory that nobody has written");
+    if (cell.write_launch == launch_ && cell.writer != thread && !visible_.count(cell.writer / threads_)) {
       fail("race: reads what another thread of the launch has written");
     }
     if (cell.read_launch != launch_) {
       cell.read_launch = launch_;
       cell.reader = thread;
       cell.crowded_block = kNoBlock;
+      cell.readers = kNoList;
     } else if (cell.reader != thread) {
-      if (buffer.is_writable) note_reader(number, cell, thread);
+      if (buffer->is_writable && cell.crowded_block != block_) note_reader(cell, thread);
       cell.reader = kSeveral;
     }
-    return;
   }
-  if (!may_write_after_reads(number, thread)) fail("race: writes what another thread of the launch has read");
-  // Flags, which are single numbers, are raised by many: the same value in any order.
-  const bool is_flag = buffer.end - buffer.begin <= sizeof(uint32_t);
-  if (was_written && !(is_flag && is_same_value)) fail("race: two threads of the launch write the same memory");
-  cell.write_launch = launch_;
-  cell.writer = thread;
-  is_fenced_ = false;
+  return memory;
 }
 
-uint8_t* GlobalMemory::access(uint64_t address, int bytes, uint32_t thread, const void* value) {
+uint8_t* GlobalMemory::write(uint64_t address, int bytes, uint32_t thread, const void* value) {
   check_alignment(address, bytes);
   const Buffer* const buffer = find(address, bytes);
-  if (!buffer) {
-    fail((value ? "write of " : "read of ") + std::to_string(bytes) + " bytes outside of what the op was given");
-  }
-  if (value && !buffer->is_writable) fail("write to what the op only reads");
+  if (!buffer) fail("write of " + std::to_string(bytes) + " bytes outside of what the op was given");
+  if (!buffer->is_writable) fail("write to what the op only reads");
   auto* const memory = reinterpret_cast<uint8_t*>(address);
-  const bool is_same_value = value && std::memcmp(memory, value, static_cast<size_t>(bytes)) == 0;
+  // Flags, which are single numbers, are raised by many: the same value in any order.
+  const auto is_raised_flag = [&] {
+    const bool is_flag = buffer->end - buffer->begin <= sizeof(uint32_t);
+    return is_flag && std::memcmp(memory, value, static_cast<size_t>(bytes)) == 0;
+  };
   const uint64_t first = first_cell(*buffer, address);
-  const uint64_t cells = (static_cast<uint64_t>(bytes) + kCellBytes - 1) / kCellBytes;
-  for (uint64_t i = 0; i < cells; ++i) note(first + i, *buffer, thread, value != nullptr, is_same_value);
+  for (uint64_t number = first; number < first + cells_of(bytes); ++number) {
+    Cell& cell = cells_[number];
+    if (!may_write_after_reads(cell, thread)) fail("race: writes what another thread of the launch has read");
+    if (cell.write_launch == launch_ && cell.writer != thread && !is_raised_flag()) {
+      fail("race: two threads of the launch write the same memory");
+    }
+    cell.write_launch = launch_;
+    cell.writer = thread;
+  }
+  is_fenced_ = false;
   return memory;
 }
 
 void SharedMemory::begin_block(int bytes) {
-  memory_.assign(static_cast<size_t>(bytes), 0xff);
-  bytes_.assign(static_cast<size_t>(bytes), Byte());
-  epoch_ = 0;
+  size_ = static_cast<size_t>(bytes);
+  if (memory_.size() < size_) memory_.resize(size_), bytes_.resize(size_);
+  first_epoch_ = ++epoch_;
 }
 
-uint8_t* SharedMemory::access(uint64_t address, int bytes, uint32_t thread, bool is_write) {
+void SharedMemory::check_bounds(uint64_t address, int bytes) const {
   check_alignment(address, bytes);
-  const auto size = static_cast<uint64_t>(bytes);
-  if (address > memory_.size() || size > memory_.size() - address) fail("access beyond shared memory");
-  for (uint64_t i = address; i < address + size; ++i) {
+  if (address > size_ || static_cast<uint64_t>(bytes) > size_ - address) fail("access beyond shared memory");
+}
+
+const uint8_t* SharedMemory::read(uint64_t address, int bytes, uint32_t thread) {
+  check_bounds(address, bytes);
+  for (uint64_t i = address; i < address + static_cast<uint64_t>(bytes); ++i) {
     Byte& byte = bytes_[i];
     if (byte.write_epoch == epoch_ && byte.writer != thread) {
-      fail(std::string("race in shared memory: ") + (is_write ? "writes" : "reads") +
-           " what another thread has written since the last barrier");
+      fail("race in shared memory: reads what another thread has written since the last barrier");
     }
-    if (is_write) {
-      if (byte.read_epoch == epoch_ && byte.reader != thread) {
-        fail("race in shared memory: writes what another thread has read since the last barrier");
-      }
-      byte.write_epoch = epoch_;
-      byte.writer = thread;
-    } else {
-      if (byte.write_epoch < 0) fail("reads shared memory that nobody has written");
-      byte.reader = byte.read_epoch == epoch_ && byte.reader != thread ? kSeveral : thread;
-      byte.read_epoch = epoch_;
+    if (byte.write_epoch < first_epoch_) fail("reads shared memory that nobody has written");
+    byte.reader = byte.read_epoch == epoch_ && byte.reader != thread ? kSeveral : thread;
+    byte.read_epoch = epoch_;
+  }
+  return &memory_[address];
+}
+
+uint8_t* SharedMemory::write(uint64_t address, int bytes, uint32_t thread) {
+  check_bounds(address, bytes);
+  for (uint64_t i = address; i < address + static_cast<uint64_t>(bytes); ++i) {
+    Byte& byte = bytes_[i];
+    if (byte.write_epoch == epoch_ && byte.writer != thread) {
+      fail("race in shared memory: writes what another thread has written since the last barrier");
     }
+    if (byte.read_epoch == epoch_ && byte.reader != thread) {
+      fail("race in shared memory: writes what another thread has read since the last barrier");
+    }
+    byte.write_epoch = epoch_;
+    byte.writer = thread;
   }
   return &memory_[address];
 }

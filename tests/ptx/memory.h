@@ -7,7 +7,6 @@
 #include <mutex>
 #include <set>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 namespace ptx {
@@ -26,8 +25,9 @@ class GlobalMemory {
   // What the host copies or sets, outside of launches.
   void write_from_host(const void* data, int64_t bytes);
 
-  // The memory of an access of `bytes` by `thread`. `value`: what it writes, or null.
-  uint8_t* access(uint64_t address, int bytes, uint32_t thread, const void* value);
+  // The memory of an access of `bytes` by `thread`. `value`: what it writes.
+  const uint8_t* read(uint64_t address, int bytes, uint32_t thread);
+  uint8_t* write(uint64_t address, int bytes, uint32_t thread, const void* value);
 
   // A fence of the block at work, and an atomic increment that is 0 again after `last`: what it was before. A block
   // sees what another has written before a fence and an increment of the same number, after an increment and a fence of
@@ -40,11 +40,13 @@ class GlobalMemory {
     uint64_t begin, end;
     bool is_writable, is_fresh;
     uint64_t first_cell;
+    bool is_apart = true;  // no other buffer lies there
   };
   // Who has touched two bytes in which launch. Launches are never numbered twice, so that nothing need be cleared.
   struct Cell {
     uint32_t write_launch, writer, read_launch, reader;
     uint32_t crowded_block;  // the last one in which several threads have read
+    uint32_t readers;        // the list in readers_, where there are others than `reader`
   };
   // A block that has read a cell, and its thread, or that there are several.
   struct Reader {
@@ -54,9 +56,8 @@ class GlobalMemory {
   void sort_buffers();
   const Buffer* find(uint64_t address, int64_t bytes);
   uint64_t first_cell(const Buffer& buffer, uint64_t address) const;
-  void note_reader(uint64_t number, Cell& cell, uint32_t thread);
-  void note(uint64_t number, const Buffer& buffer, uint32_t thread, bool is_write, bool is_same_value);
-  bool may_write_after_reads(uint64_t number, uint32_t thread) const;
+  void note_reader(Cell& cell, uint32_t thread);
+  bool may_write_after_reads(const Cell& cell, uint32_t thread) const;
 
   std::mutex mutex_;  // of announced_: torch's threads read lists in parallel
   std::vector<Buffer> announced_;
@@ -64,8 +65,8 @@ class GlobalMemory {
   size_t known_ = 0;             // of announced_ that are in buffers_
   const Buffer* last_ = nullptr;
   std::vector<Cell> cells_;
-  std::unordered_map<uint64_t, std::vector<Reader>>
-      readers_;  // in this launch, of cells that several threads have read
+  std::vector<std::vector<Reader>> readers_;  // of cells that several threads have read in this launch
+  uint32_t used_readers_ = 0;                 // of readers_; the rest is left of other launches, with its memory
   uint64_t used_cells_ = 0;
   uint32_t launch_ = 0, first_of_call_ = 0;
   uint32_t threads_ = 1, block_ = 0;
@@ -79,17 +80,22 @@ class SharedMemory {
  public:
   void begin_block(int bytes);
   void pass_barrier() { ++epoch_; }
-  uint8_t* access(uint64_t address, int bytes, uint32_t thread, bool is_write);
+  const uint8_t* read(uint64_t address, int bytes, uint32_t thread);
+  uint8_t* write(uint64_t address, int bytes, uint32_t thread);
 
  private:
+  // Epochs are never numbered twice, so that nothing need be cleared between blocks.
   struct Byte {
-    int64_t write_epoch = -1, read_epoch = -1;
+    int64_t write_epoch = 0, read_epoch = 0;
     uint32_t writer = 0, reader = 0;
   };
 
+  void check_bounds(uint64_t address, int bytes) const;
+
+  size_t size_ = 0;  // of the block's memory; the vectors are as large as an earlier block needed
   std::vector<uint8_t> memory_;
   std::vector<Byte> bytes_;
-  int64_t epoch_ = 0;
+  int64_t epoch_ = 0, first_epoch_ = 0;
 };
 
 inline void check_alignment(uint64_t address, int bytes) {

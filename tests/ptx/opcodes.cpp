@@ -411,25 +411,35 @@ const uint8_t* parameter(Warp& warp, uint64_t address, int bytes) {
   fail("read of " + std::to_string(bytes) + " bytes at " + std::to_string(address) + " is not within a parameter");
 }
 
-// operand[0] is the address, then come the registers.
+// operand[0] is the address, then come the registers. Of lanes that follow one another with the same address the first
+// two stand for all: that a third thread reads there too is nothing new to any check.
 template <Space space, class T, int count>
 void load(Warp& warp, const Instruction& in, uint32_t lanes) {
   constexpr int bytes_read = sizeof(T) * count;
   const uint64_t* const base = warp.read(in.operand[0]);
+  uint64_t* to[count];
+  for (int i = 0; i < count; ++i) to[i] = warp.write(in.operand[1 + i]);
+  uint64_t value[count], last = 0;
+  int same = 0;  // lanes with the address `last`
   for (uint32_t rest = lanes; rest; rest &= rest - 1) {
     const int lane = warp.lane = __builtin_ctz(rest);
     const uint64_t address = base[lane] + static_cast<uint64_t>(in.immediate);
-    const uint8_t* memory;
-    if constexpr (space == Space::global) {
-      memory = warp.block().global->access(address, bytes_read, warp.thread_of_grid(lane), nullptr);
-    } else if constexpr (space == Space::shared) {
-      memory = warp.block().shared->access(address, bytes_read, warp.thread(lane), false);
-    } else {
-      memory = parameter(warp, address, bytes_read);
+    same = address == last ? same + 1 : 1;
+    last = address;
+    if (same <= 2) {
+      const uint8_t* memory;
+      if constexpr (space == Space::global) {
+        memory = warp.block().global->read(address, bytes_read, warp.thread_of_grid(lane));
+      } else if constexpr (space == Space::shared) {
+        memory = warp.block().shared->read(address, bytes_read, warp.thread(lane));
+      } else {
+        memory = parameter(warp, address, bytes_read);
+      }
+      T found[count];
+      std::memcpy(found, memory, sizeof(found));
+      for (int i = 0; i < count; ++i) value[i] = bits<T>(found[i]);
     }
-    T value[count];
-    std::memcpy(value, memory, sizeof(value));
-    for (int i = 0; i < count; ++i) warp.write(in.operand[1 + i])[lane] = bits<T>(value[i]);
+    for (int i = 0; i < count; ++i) to[i][lane] = value[i];
   }
 }
 
@@ -437,16 +447,18 @@ template <Space space, class T, int count>
 void store(Warp& warp, const Instruction& in, uint32_t lanes) {
   constexpr int bytes_written = sizeof(T) * count;
   const uint64_t* const base = warp.read(in.operand[0]);
+  const uint64_t* from[count];
+  for (int i = 0; i < count; ++i) from[i] = warp.read(in.operand[1 + i]);
   for (uint32_t rest = lanes; rest; rest &= rest - 1) {
     const int lane = warp.lane = __builtin_ctz(rest);
     const uint64_t address = base[lane] + static_cast<uint64_t>(in.immediate);
     T value[count];
-    for (int i = 0; i < count; ++i) value[i] = as<T>(warp.read(in.operand[1 + i])[lane]);
+    for (int i = 0; i < count; ++i) value[i] = as<T>(from[i][lane]);
     uint8_t* memory;
     if constexpr (space == Space::global) {
-      memory = warp.block().global->access(address, bytes_written, warp.thread_of_grid(lane), value);
+      memory = warp.block().global->write(address, bytes_written, warp.thread_of_grid(lane), value);
     } else {
-      memory = warp.block().shared->access(address, bytes_written, warp.thread(lane), true);
+      memory = warp.block().shared->write(address, bytes_written, warp.thread(lane));
     }
     std::memcpy(memory, value, sizeof(value));
   }

@@ -39,7 +39,8 @@ class Warp {
   uint32_t alive() const { return running | at_barrier | in_collective; }
   // Whether the lanes at work are all that will come to a collective.
   bool is_complete = false;
-  // The lane whose access is checked, for messages.
+  // What is at work, for messages: the instruction, and the lane whose access is checked.
+  const Instruction* current = nullptr;
   int lane = 0;
 
  private:
