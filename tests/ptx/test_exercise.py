@@ -6,14 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from gpu_exercise import EVERY_TABLE
-
 GPU_CHECK = Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
 
 
-@pytest.mark.parametrize("tensors", EVERY_TABLE)
-def test_exercise(interpreter, tensors):
-    command = [sys.executable, str(GPU_CHECK), "exercise", "--device", "cpu", "--tensors", str(tensors)]
+def test_exercise(interpreter):
+    command = [sys.executable, str(GPU_CHECK), "exercise", "--device", "cpu"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
