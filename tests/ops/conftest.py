@@ -12,14 +12,15 @@ from backends import COMPILED, CUDA, EMULATED, FULL_BLOCKS, REFERENCE, SHUFFLED
 
 from ampctx.kernels import definitions, handles
 
-# Many fibers are slow: these files alone run with FULL_BLOCKS.
+# Many fibers are slow, and the library takes half a minute to compile: these files alone run with FULL_BLOCKS, and
+# with --full. `make test-ptx` runs blocks of that size too.
 SUMS = [f"test_multi_tensor_{op}" for op in ("l2norm", "lamb", "larc", "novograd")] + ["test_sum_order"]
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     def is_wanted(item):
         backend = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
-        return backend is not FULL_BLOCKS or item.path.stem in SUMS
+        return backend is not FULL_BLOCKS or (config.getoption("full") and item.path.stem in SUMS)
 
     items[:] = filter(is_wanted, items)
 

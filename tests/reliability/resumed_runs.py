@@ -60,7 +60,7 @@ class Case(NamedTuple):
 
     @property
     def file(self) -> str:
-        return "-".join([*self[:3], *self.order]).replace(" ", "_") + ".pt"
+        return "-".join([*self[:3], str(self.losses), *self.order]).replace(" ", "_") + ".pt"
 
 
 class Run:
