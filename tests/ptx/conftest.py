@@ -31,4 +31,5 @@ def named_functions(interpreter):
 @pytest.fixture(scope="session")
 def modules(interpreter):
     """The PTX files of the target under test."""
-    return extract(Path(os.environ["AMPCTX_PTX_EXTENSION"]))[os.environ["AMPCTX_PTX_TARGET"]]
+    target = os.environ["AMPCTX_PTX_TARGET"]
+    return extract(Path(os.environ["AMPCTX_PTX_EXTENSION"]), target)[target]

@@ -43,8 +43,8 @@ def built_from(extension: Path) -> str | None:
     return match[1].decode() if match else None
 
 
-def extract(extension: Path) -> dict[str, list[Module]]:
-    """The PTX files of each target in the library, after looking whether it is whole and of these sources."""
+def extract(extension: Path, target: str | None = None) -> dict[str, list[Module]]:
+    """The PTX files of each target in the library, or of one, once it is known to be whole and of these sources."""
     try:
         cubins.check_library(extension)
         tool = cubins.find_cuobjdump()
@@ -55,7 +55,7 @@ def extract(extension: Path) -> dict[str, list[Module]]:
         raise PtxError(f"{extension} was built from other sources ({built or 'unknown'}) than csrc ({here}): {REBUILD}")
     with tempfile.TemporaryDirectory() as folder:
         result = subprocess.run([tool, "-xptx", "all", str(extension)], cwd=folder, capture_output=True, text=True)
-        files = sorted(Path(folder).glob("*.ptx"))
+        files = sorted(Path(folder).glob(f"*.{target}.ptx" if target else "*.ptx"))
         if not files:
             why = (result.stderr or result.stdout).strip().splitlines()[:1]
             raise PtxError(f"{extension} has no PTX ({why[0] if why else 'built without nvcc'}): {REBUILD}")
