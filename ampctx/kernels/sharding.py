@@ -6,16 +6,15 @@ must take part.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from ampctx._errors import AmpValueError
-from ampctx.distributed import all_reduce
+from ampctx.distributed import all_reduce, named_collective
 from ampctx.kernels.each import grad_of
 
 
@@ -65,30 +64,74 @@ def wrote(tensors: Sequence[Tensor]) -> None:
         torch.autograd.graph.increment_version([t for t in tensors if is_sharded(t)])
 
 
-def place_grads(params: Sequence[Tensor]) -> None:
-    """Redistributes each ``p.grad`` to the placements of ``p``, as torch's optimizers do. Completes pending sums."""
-    if not any_sharded(params):
-        return
-    kind: Any = _dtensor()
-    for p, grad in zip(params, map(grad_of, params), strict=True):
-        if isinstance(p, kind) and isinstance(grad, kind) and grad.placements != p.placements:
-            with torch.no_grad():
-                p.grad = grad.redistribute(p.device_mesh, p.placements)
-
-
 def is_split(t: Tensor) -> bool:
     """Whether this rank may hold only some of the elements."""
     kind: Any = _dtensor()
     return kind is not None and isinstance(t, kind) and not all(p.is_replicate() for p in t.placements)
 
 
+class Grid:
+    """The ranks over which some DTensors are spread: those of the largest of their meshes.
+
+    Attributes:
+        dims: the process group of each mesh dimension with several ranks.
+        groups: the process groups to reduce over, one after the other. The default group alone if the mesh has all its
+            ranks; otherwise ``dims``, since torch has no public way to make one group of several dimensions.
+    """
+
+    def __init__(self, mesh: Any) -> None:
+        self.dims = _dims_of(mesh)
+        world = torch.distributed.group.WORLD
+        self.groups = [world] if len(self.dims) > 1 and _is_of(mesh, world, self.dims) else self.dims
+
+    def holds(self, mesh: Any) -> bool:
+        """Whether each dimension of a mesh is one of the grid."""
+        return set(_dims_of(mesh)) <= set(self.dims)
+
+    def counts(self, t: Any) -> bool:
+        """Whether this rank counts its part of a DTensor: along dimensions that replicate it, the first rank does."""
+        split = {t.device_mesh.get_group(i) for i, each in enumerate(t.placements) if not each.is_replicate()}
+        return all(group.rank() == 0 for group in self.dims if group not in split)
+
+    def reduce(self, t: Tensor, op: Any, call: str, has: str) -> Tensor:
+        """Reduces ``t`` in place over all ranks of the grid, which must all take part. ``call``, ``has``: for messages,
+        see ``ampctx.distributed.all_reduce``."""
+        for group in self.groups:
+            all_reduce(t, op, group, call, has)
+        return t
+
+
+def _dims_of(mesh: Any) -> list[Any]:
+    return [group for group in mesh.get_all_groups() if group.size() > 1]
+
+
+def _is_of(mesh: Any, group: Any, dims: list[Any]) -> bool:
+    """Whether the mesh has all ranks of a group, which has the backends of its dimensions."""
+    dist = torch.distributed
+    backends = {dist.get_backend_config(each) for each in dims}
+    return group is not None and mesh.size() == group.size() and backends == {dist.get_backend_config(group)}
+
+
+def grids_of(tensors: Iterable[Tensor]) -> dict[Any, Grid]:
+    """The grid of each mesh of the DTensors. Meshes of one rank have none."""
+    meshes = dict.fromkeys(t.device_mesh for t in tensors if is_sharded(t))  # type: ignore[attr-defined]
+    found: dict[Any, Grid] = {}
+    grids: list[Grid] = []
+    for mesh in sorted(meshes, key=lambda mesh: -len(_dims_of(mesh))):
+        if not _dims_of(mesh):
+            continue
+        if (grid := next((grid for grid in grids if grid.holds(mesh)), None)) is None:
+            grids.append(grid := Grid(mesh))
+        found[mesh] = grid
+    return found
+
+
 def groups_of(tensors: Iterable[Tensor]) -> list[Any]:
-    """The process groups of the DTensors' meshes, one per mesh dimension with several ranks."""
+    """The process groups over which flags of the DTensors are joined."""
     tensors = list(tensors)
     if not any_sharded(tensors):
         return []
-    meshes = dict.fromkeys(t.device_mesh for t in tensors if is_sharded(t))  # type: ignore[attr-defined]
-    return list(dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1))
+    return list(dict.fromkeys(group for grid in grids_of(tensors).values() for group in grid.groups))
 
 
 def by_layout(tensors: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
@@ -100,30 +143,67 @@ def by_layout(tensors: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
     return found
 
 
-def norm_over_ranks(norm: Tensor, like: Any, order: float) -> Tensor:
-    """Joins the norms of the ranks' parts; ``like`` is one of the tensors.
+# The placements of gradients that were sums still to be made, by parameter.
+_ARRIVES_AS: Any = WeakIdKeyDictionary()
 
-    One all_reduce per mesh dimension along which the tensors are split. Every rank of the mesh must take part, with
-    a norm of the same dtype.
+
+@torch.no_grad()
+def place_grads(params: Sequence[Tensor]) -> None:
+    """Redistributes each ``p.grad`` to the placements of ``p``, as torch's optimizers do. Completes pending sums.
+
+    A rank without a gradient takes part with zeros if the parameter had a pending sum before, and gets the sum if
+    another rank has one: a host sync on that rank.
 
     Raises:
-        AmpValueError: the tensors are split and ``order`` is not above 0. AmpRankError: a collective failed.
+        AmpRankError: a rank has never had such a gradient, and does not take part.
     """
-    split = (
-        []
-        if not is_sharded(like)
-        else [i for i, placement in enumerate(like.placements) if not placement.is_replicate()]
-    )
-    if not split:
-        return norm
-    if not order > 0:
-        raise AmpValueError(f"norm_type is {order}, expected a number above 0 or 'inf' for the gradients of DTensors")
-    largest = order == math.inf
-    op = torch.distributed.ReduceOp.MAX if largest else torch.distributed.ReduceOp.SUM
-    joined = norm.clone() if largest else norm**order
-    for i in split:
-        all_reduce(joined, op, like.device_mesh.get_group(i), "clip_grad_norm_", "the norm of its part")
-    return joined if largest else joined ** (1 / order)
+    if not any_sharded(params):
+        return
+    kind: Any = _dtensor()
+    pending: list[tuple[Any, Any]] = []
+    for p, grad in zip(params, map(grad_of, params), strict=True):
+        if not isinstance(p, kind):
+            continue
+        if isinstance(grad, kind) and grad.placements != p.placements:
+            if _dims_of(p.device_mesh) and any(placement.is_partial() for placement in grad.placements):
+                pending.append((p, grad))
+                _ARRIVES_AS[p] = grad.placements
+            else:
+                p.grad = grad.redistribute(p.device_mesh, p.placements)
+        elif grad is None and p in _ARRIVES_AS:
+            pending.append((p, None))
+    grids = grids_of([p for p, _ in pending])
+    for grid in dict.fromkeys(grids.values()):
+        _add_up([(p, grad) for p, grad in pending if grids.get(p.device_mesh) is grid], grid)
+
+
+def _add_up(pending: list[tuple[Any, Any]], grid: Grid) -> None:
+    """Makes the pending sums of (parameter, gradient or None). Ranks without a gradient learn whether others have
+    one."""
+    call, has = "Adding up the gradients of DTensors", f"{len(pending)} of them"
+    have_one = torch.ones(len(pending), device=_part(pending[0][0]).device)
+    sums = []
+    for i, (p, grad) in enumerate(pending):
+        if grad is None:
+            have_one[i].zero_()
+        with named_collective(call, grid.groups[0], has):
+            given = _zeros_like(p, _ARRIVES_AS[p]) if grad is None else grad
+            sums.append(given.redistribute(p.device_mesh, p.placements))
+            _part(sums[-1])
+    grid.reduce(have_one, torch.distributed.ReduceOp.SUM, call, has)
+    some_are_missing = any(grad is None for _, grad in pending)
+    counts = have_one.tolist() if some_are_missing else [1.0] * len(pending)
+    for (p, _), total, count in zip(pending, sums, counts, strict=True):
+        if count:
+            p.grad = total
+
+
+def _zeros_like(p: Any, placements: Sequence[Any]) -> Any:
+    """A DTensor of zeros for ``p`` that is a pending sum where ``placements`` are."""
+    tensor = sys.modules["torch.distributed.tensor"]
+    whole = [tensor.Replicate() if placement.is_partial() else placement for placement in placements]
+    part = tensor.zeros(p.shape, dtype=p.dtype, device_mesh=p.device_mesh, placements=whole).to_local()
+    return tensor.DTensor.from_local(part, p.device_mesh, placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
 def values_of(grad: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from ampctx.kernels import foreach
 from ampctx.kernels.each import device_of, set_each, stored_grad
 from ampctx.kernels.foreach import Clipped, PerDevice, Unread, joined_norm, move
 from ampctx.kernels.handles import read_grads
-from ampctx.kernels.sharding import any_sharded, by_layout, local, norm_over_ranks, place_grads
+from ampctx.kernels.sharding import Grid, any_sharded, by_layout, grids_of, is_split, local, place_grads
 from ampctx.masters import lazy_grads, params
 
 
@@ -133,8 +133,10 @@ def clip_grad_norm_(
     found = _checked_parameters(parameters)
     place_grads(found)
     max_norm, order = _checked_max_norm(max_norm), _checked_norm_type(norm_type)
-    # dynamo cannot trace lazy gradients.
-    leaves = torch.compiler.is_compiling() and any(isinstance(p, lazy_grads.MasterParam) for p in found)
+    # dynamo cannot trace lazy gradients, nor what ranks have yet to agree on.
+    leaves = torch.compiler.is_compiling() and (
+        any_sharded(found) or any(isinstance(p, lazy_grads.MasterParam) for p in found)
+    )
     clip = _clip_outside_of_graphs if leaves else _clip
     return clip(found, max_norm, order, error_if_nonfinite, foreach)
 
@@ -151,15 +153,17 @@ def _clip(
         for masters in list(params.ALIVE) if without else ():
             masters.refuse_to_clip(without)
     grads: Sequence[Tensor]
+    touched = [p for p in found if id(p) not in untouched] if untouched else found
     if known is not None:
         grads = known
     else:
         # An empty gradient has no part in any norm; torch refuses the infinity norm of one.
-        strided = map(strided_grad, [p for p in found if id(p) not in untouched])
-        grads = [grad for grad in strided if grad is not None and grad.numel() > 0]
+        grads = [grad for grad in map(strided_grad, touched) if grad is not None and grad.numel() > 0]
     norms = [group.norm() for group in lazy]
-    if grads or not lazy or any_sharded(found):
-        norms.append(_total_norm(found, grads, order, use_foreach))
+    if any_sharded(found):
+        norms.append(_norm_over_ranks(touched, order, use_foreach))
+    elif grads or not lazy:
+        norms.append(_total_norm(grads, order, use_foreach))
     norm = joined_norm(norms)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise AmpError(
@@ -182,36 +186,55 @@ def _clip(
 _clip_outside_of_graphs = outside_of_graphs(_clip)
 
 
-def _total_norm(found: list[Tensor], grads: Sequence[Tensor], order: float, use_foreach: bool | None) -> Tensor:
-    """The norm of the gradients of the parameters ``found``."""
-    if not any_sharded(found):
-        if order == 2.0:
-            return foreach.l2norm(grads, Unread())
-        return torch.nn.utils.get_total_norm(grads, order, foreach=use_foreach)
-    of_grads = by_layout(grads)
-    norms = [_norm_of_parts(of_grads.pop(None), order, use_foreach)] if None in of_grads else []
-    # The parameters decide about the collectives: ranks may differ in which of them have gradients.
-    for layout, like in by_layout(found).items():
-        if layout is None:
-            continue
-        dtype = functools.reduce(torch.promote_types, {p.dtype.to_real() for p in like}, torch.float32)
-        device = local(like[:1])[0].device
-        if layout in of_grads:
-            norm = _norm_of_parts(of_grads[layout], order, use_foreach).to(device, dtype)
-        else:  # made on the device: a copy from the host would wait for it
-            norm = torch.zeros((), dtype=dtype, device=device)
-        norms.append(norm_over_ranks(norm, like[0], order))
+def _total_norm(grads: Sequence[Tensor], order: float, use_foreach: bool | None) -> Tensor:
+    if order == 2.0:
+        return foreach.l2norm(grads, Unread())
+    return torch.nn.utils.get_total_norm(grads, order, foreach=use_foreach)
+
+
+def _norm_over_ranks(params: list[Tensor], order: float, use_foreach: bool | None) -> Tensor:
+    """The norm of the gradients of parameters, some of which are DTensors.
+
+    One all_reduce for each grid with split parameters. The parameters decide about it: ranks may differ in which of
+    them have gradients.
+    """
+    layouts = by_layout(params)
+    grids = grids_of(like for like, *_ in layouts.values())
+    members: dict[Grid | None, list[list[Tensor]]] = {}
+    for layout, alike in layouts.items():
+        members.setdefault(None if layout is None else grids.get(layout[0]), []).append(alike)
+    norms = []
+    for grid, kinds in members.items():
+        joins = grid is not None and any(is_split(like) for like, *_ in kinds)
+        counted = [p for alike in kinds if grid is None or not joins or grid.counts(alike[0]) for p in alike]
+        # Of this rank's parts, some may be empty, and torch refuses the infinity norm of an empty tensor.
+        there = [grad for grad in map(strided_grad, counted) if grad is not None]
+        parts = [part for part in local(there) if part.numel() > 0]
+        if grid is not None and joins:
+            norms.append(_joined_over_ranks(parts, [p for alike in kinds for p in alike], order, use_foreach, grid))
+        elif parts:
+            norms.append(_total_norm(parts, order, use_foreach))
     if order == 2.0:
         return joined_norm(norms)
     return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms, order)
 
 
-def _norm_of_parts(grads: list[Tensor], order: float, use_foreach: bool | None) -> Tensor:
-    if order == 2.0:
-        return foreach.l2norm(grads, Unread())
-    # This rank's part may be empty, and torch refuses the infinity norm of an empty tensor.
-    parts = [part for part in local(grads) if part.numel() > 0]
-    return torch.nn.utils.get_total_norm(parts, order, foreach=use_foreach)
+def _joined_over_ranks(
+    parts: list[Tensor], params: list[Tensor], order: float, use_foreach: bool | None, grid: Grid
+) -> Tensor:
+    """The norm of the parts of all ranks of a grid. ``params``: those of the parts, and others."""
+    if not order > 0:
+        raise AmpValueError(f"norm_type is {order}, expected a number above 0 or 'inf' for the gradients of DTensors")
+    dtype = functools.reduce(torch.promote_types, {p.dtype.to_real() for p in params}, torch.float32)
+    device = local(params[:1])[0].device
+    if parts:
+        norm = _total_norm(parts, order, use_foreach).to(device, torch.float64)
+    else:  # made on the device: a copy from the host would wait for it
+        norm = torch.zeros((), dtype=torch.float64, device=device)
+    op, call, has = torch.distributed.ReduceOp, "clip_grad_norm_", "the norm of its part"
+    if order == math.inf:
+        return grid.reduce(norm, op.MAX, call, has).to(dtype)
+    return (grid.reduce(norm**order, op.SUM, call, has) ** (1 / order)).to(dtype)
 
 
 def _coefficient(max_norm: float | Tensor, norm: Tensor) -> Tensor:
