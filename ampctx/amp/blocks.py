@@ -55,6 +55,8 @@ class Blocks:
         """Prepares the backward of a block in this thread. Returns the scale."""
         thread.enter_block(bool(casts.undo) and casts.enabled)
         bindings = block.bindings
+        for binding in self._bindings.values():
+            binding.decide("amp.scale_loss")
         fresh = all(binding.gradients.is_idle for binding in bindings)
         # Read both now: a nested block may change the scale before this one ends.
         block.scale, block.inv_scale, block.found_inf = loss_scale.factors(block.device, fresh)
@@ -146,6 +148,8 @@ class Blocks:
             return
         groups = [group for binding in bindings for group in binding.masters.groups]
         if groups or scale.process_group is not None:
+            if not delay and self._may_wait(bindings, scale):
+                return bindings[0].wait_for_ranks(scale, loss_id % len(bindings[0].loss_scales), found_inf)
             found_inf = scale.agreed(found_inf, groups, "the end of an amp.scale_loss block")
         for binding in bindings:
             binding.flags.add(loss_id % len(binding.loss_scales), scale, found_inf, final=not delay)
@@ -160,6 +164,16 @@ class Blocks:
         else:
             self.deferred.pop(scale, None)
             scale.update(found_inf)
+
+    def _may_wait(self, bindings: list[OptimizerBinding], scale: LossScale) -> bool:
+        """Whether ranks may agree on the flag of a block later: nobody else sees it, and no block is open."""
+        return (
+            len(bindings) == 1
+            and bindings[0].gradients.is_idle
+            and scale not in self.deferred
+            and scale.observer is None
+            and scale.process_group is None
+        )
 
     def _decides_alone(self, bindings: list[OptimizerBinding], scale: LossScale) -> bool:
         """Whether the flag of the block's own check decides about the scale, and nobody else sees or changes it."""

@@ -19,7 +19,7 @@ from ampctx.kernels.each import device_of, set_each, stored_grad
 from ampctx.kernels.foreach import Clipped, PerDevice, Unread, joined_norm, move
 from ampctx.kernels.handles import read_grads
 from ampctx.kernels.sharding import Grid, any_sharded, by_layout, grids_of, is_split, local, place_grads
-from ampctx.masters import lazy_grads, params
+from ampctx.masters import lazy_grads, params, waiting
 
 
 def strided_grad(parameter: Tensor) -> Tensor | None:
@@ -234,7 +234,14 @@ def _joined_over_ranks(
     op, call, has = torch.distributed.ReduceOp, "clip_grad_norm_", "the norm of its part"
     if order == math.inf:
         return grid.reduce(norm, op.MAX, call, has).to(dtype)
-    return (grid.reduce(norm**order, op.SUM, call, has) ** (1 / order)).to(dtype)
+    flags = waiting.over(grid.groups)
+    powers = [(norm**order).reshape(1), *(move(flag.sent(), device) for flag in flags)]
+    joined = torch.cat(powers) if flags else powers[0]
+    grid.reduce(joined, op.SUM, call, f"a found_inf flag and {has}" if flags else has)
+    total, *received = joined.split([len(part) for part in powers])
+    for flag, part in zip(flags, received, strict=True):
+        flag.receive(part, call)
+    return (total[0] ** (1 / order)).to(dtype)
 
 
 def _coefficient(max_norm: float | Tensor, norm: Tensor) -> Tensor:

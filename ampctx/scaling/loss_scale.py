@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ampctx._compiling import outside_of_graphs
 from ampctx._errors import AmpError, AmpKeyError, AmpRankError, AmpTypeError, AmpValueError
-from ampctx.distributed import maximum_over_ranks, ranks_of
+from ampctx.distributed import all_reduce, ranks_of
 from ampctx.kernels import ops
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, move
 from ampctx.kernels.reference import inverse_of
@@ -263,34 +263,53 @@ class LossScale:
         return list(dict.fromkeys([*of_meshes, *own])) if self.dynamic else []
 
     def agreed(self, found_inf: Tensor, of_meshes: Iterable[Any], call: str) -> Tensor:
-        """The maximum of a one-element flag over the ranks of ``groups_with(of_meshes)``. Every rank must take part.
-        ``call``: for messages.
-
-        Carries the scale along, to find one that differs: the result is 1 then, so that every rank skips the step. Each
-        rank reads it and raises: each time on the CPU, where the host waits anyway; on other devices at the first time,
-        after a load and every 1,000th time, with a host sync. No host sync otherwise.
+        """Whether a one-element flag is set on a rank of ``groups_with(of_meshes)``: 0.0 or 1.0. Every rank must take
+        part. ``call``: for messages. Host sync as ``received``.
 
         Raises:
             AmpRankError: the loss scales of the ranks differ, or another rank has left the call out.
         """
         if not (groups := self.groups_with(of_meshes)):
             return found_inf
-        scale = move(self._state(found_inf.device)[0], found_inf.device)
-        sent = torch.stack((found_inf.detach().reshape(()).float(), scale, -scale))
-        joined = maximum_over_ranks(sent, groups, call, "a found_inf flag")
+        joined = self.sent(found_inf)
+        for group in groups:
+            all_reduce(joined, torch.distributed.ReduceOp.SUM, group, call, "a found_inf flag")
+        return self.received(joined, groups, call)
+
+    def sent(self, found_inf: Tensor) -> Tensor:
+        """What ranks sum up to agree on a flag: fp64 ``[6]`` on its device. No host sync.
+
+        Carries the scale along, to find one that differs: its bits in two halves, and their squares. All of these are
+        integers, so sums of equal ones are exact.
+        """
+        bits = move(self._state(found_inf.device)[0], found_inf.device).view(torch.int32)
+        halves = torch.stack((bits >> 16, bits & 0xFFFF)).double()
+        flag = found_inf.detach().reshape(()) != 0
+        return torch.cat((torch.stack((flag, torch.ones_like(flag))).double(), halves, halves * halves))
+
+    def received(self, joined: Tensor, groups: Iterable[Any], call: str) -> Tensor:
+        """The flag in the sum of ``sent`` over the ranks of ``groups``: 0.0 or 1.0, fp32. ``call``: for messages.
+
+        The flag is 1 if the scales differ, so that every rank skips the step. Each rank reads whether they do, and
+        raises: each time on the CPU, where the host waits anyway; on other devices at the first time, after a load and
+        every 1,000th time, with a host sync. No host sync otherwise.
+
+        Raises:
+            AmpRankError: the loss scales of the ranks differ.
+        """
+        number, halves, squares = joined[1], joined[2:4], joined[4:6]
+        differ = (number * squares != halves * halves).any()  # their variance is not 0
         captures = joined.is_cuda and torch.cuda.is_current_stream_capturing()
         if joined.is_cpu or (self.until_check == 0 and not captures):
             self.until_check = CHECKED_EVERY
-            _, high, low = joined.tolist()
-            if high != -low:
+            if differ.item():
                 raise AmpRankError(
-                    f"{call}: loss scales differ between ranks, from {-low} to {high}. This is "
-                    f"{' and '.join(map(ranks_of, groups))}, and has {self.value()}. Load the same amp.state_dict() on "
-                    "every rank. See docs/errors.md#differ-between-ranks."
+                    f"{call}: loss scales differ between ranks. This is {' and '.join(map(ranks_of, groups))}, and has "
+                    f"{self.value()}. Load the same amp.state_dict() on every rank. See "
+                    "docs/errors.md#differ-between-ranks."
                 )
         self.until_check = max(0, self.until_check - 1)
-        found, high, low = joined.unbind()
-        return found if joined.is_cpu else torch.where(high == -low, found, 1.0)
+        return ((joined[0] > 0) | differ).float()
 
     def update(self, found_inf: Tensor) -> None:
         """Applies the update rule to a one-element flag, set if != 0. No host sync if flag and scale share a device.

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import warnings
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -424,29 +425,38 @@ def errors() -> dict:
     return found
 
 
-def calls_of_all_reduce() -> list[int]:
-    """How many collectives of ours an exit is, then a clipping, then a step."""
-    model = fully_sharded()
-    loop = Loop(model, OPTIMIZERS["FusedAdam"](model.parameters()), "O1")
-    loss = loop.loss(0)
-    counts, original = [], dist.all_reduce
+@contextmanager
+def counted_all_reduce():
+    """The bytes of each ``all_reduce`` of ours."""
+    sizes, original = [], dist.all_reduce
 
-    def counted(*args, **kwargs):
-        counts[-1] += 1
-        return original(*args, **kwargs)
+    def counted(t, *args, **kwargs):
+        sizes.append(t.nbytes)
+        return original(t, *args, **kwargs)
 
     dist.all_reduce = counted
     try:
-        counts.append(0)
-        loop.backward(loss)
-        counts.append(0)
-        clip_grad_norm_(model.parameters(), 1.0)
-        counts.append(0)
-        loop.optimizer.step()
+        yield sizes
     finally:
         dist.all_reduce = original
+
+
+def calls_of_all_reduce(model, clips=True, api="O0") -> dict:
+    """The collectives of ours at the end of a block, in clipping and in a step, and the norm beside torch's."""
+    loop = Loop(model, OPTIMIZERS["FusedAdam"](model.parameters()), api, shares=False)
+    with counted_all_reduce() as at_exit:
+        loop.backward(loop.loss(0))
+    norm = expected = 0.0
+    with counted_all_reduce() as in_clip:
+        if clips:
+            grads = [p.grad for p in model.parameters()]
+            expected = nn.utils.get_total_norm(list(map(whole, grads))).item()
+            norm = clip_grad_norm_(model.parameters(), MAX_NORM).item()
+    with counted_all_reduce() as in_step:
+        loop.optimizer.step()
+    assert loop.session.outcome(loop.optimizer).stepped
     loop.end()
-    return counts
+    return {"bytes": [at_exit, in_clip, in_step], "norm": abs(norm - expected) / max(expected, 1e-9)}
 
 
 def everything() -> dict:
@@ -479,7 +489,9 @@ def everything() -> dict:
         results[f"flattened {kind}"] = flattened(kind)
     results["norms"] = norms()
     results["errors"] = errors()
-    results["calls"] = calls_of_all_reduce()
+    results["calls fsdp"] = calls_of_all_reduce(fully_sharded(), api="O1")
+    results["calls fsdp unclipped"] = calls_of_all_reduce(fully_sharded(), clips=False)
+    results["calls tp"] = calls_of_all_reduce(tensor_parallel())
     return results
 
 

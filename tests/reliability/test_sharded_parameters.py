@@ -144,9 +144,21 @@ def test_clipping_by_the_norm_of_whole_tensors(ranks):
             assert distance < EXACT, name
 
 
-def test_an_exit_is_one_collective_and_so_is_clipping(ranks):
+# A norm, or a flag with the scale; and both.
+NORM, FLAG = 8, 48
+BOTH = NORM + FLAG
+
+
+@pytest.mark.parametrize("model", ["fsdp", "tp"])
+def test_a_block_and_clipping_are_one_collective(ranks, model):
     for rank in ranks:
-        assert rank["calls"] == [1, 1, 0]
+        assert rank[f"calls {model}"]["bytes"] == [[], [BOTH], []]
+        assert rank[f"calls {model}"]["norm"] < 2e-7
+
+
+def test_without_clipping_the_step_makes_that_collective(ranks):
+    for rank in ranks:
+        assert rank["calls fsdp unclipped"]["bytes"] == [[], [], [FLAG]]
 
 
 def test_what_cannot_work_says_what_does(ranks):
