@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -444,8 +444,10 @@ def counted_all_reduce():
 def calls_of_all_reduce(model, clips=True, api="O0") -> dict:
     """The collectives of ours at the end of a block, in clipping and in a step, and the norm beside torch's."""
     loop = Loop(model, OPTIMIZERS["FusedAdam"](model.parameters()), api, shares=False)
-    with counted_all_reduce() as at_exit:
-        loop.backward(loop.loss(0))
+    block = loop.session.scale_loss(loop.loss(0), loop.optimizer)
+    block.__enter__().backward()
+    with counted_all_reduce() as at_exit:  # not those of fully_shard in the backward
+        block.__exit__(None, None, None)
     norm = expected = 0.0
     with counted_all_reduce() as in_clip:
         if clips:
@@ -457,6 +459,97 @@ def calls_of_all_reduce(model, clips=True, api="O0") -> dict:
     assert loop.session.outcome(loop.optimizer).stepped
     loop.end()
     return {"bytes": [at_exit, in_clip, in_step], "norm": abs(norm - expected) / max(expected, 1e-9)}
+
+
+def all_ranks(value) -> list:
+    found = [None] * RANKS
+    dist.all_gather_object(found, value)
+    return found
+
+
+def gradients_on_one_rank() -> dict:
+    """After the block the last rank alone keeps its parts of the gradients."""
+    model = fully_sharded()
+    loop = Loop(model, OPTIMIZERS["FusedAdam"](model.parameters()), "O0")
+    loop.run(last=1)
+    loop.optimizer.zero_grad()
+    loop.backward(loop.loss(1))
+    if RANK < RANKS - 1:
+        loop.optimizer.zero_grad()
+    parts = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+    expected = sum(all_ranks(sum(part.double().square().sum().item() for part in parts))) ** 0.5
+    before = weights(model)
+    loop.step()
+    loop.end()
+    moved = distance(before, weights(model)) > 0
+    return {"norm": abs(loop.norms[-1] / expected - 1), "stepped": loop.moved, "moved": moved}
+
+
+def sums_that_a_rank_lacks() -> dict:
+    """Gradients that are still to be added up: the first rank has none of one weight, and nobody one of another."""
+    model = distribute_module(mlp(), MESH)
+    loop = Replicated(model, OPTIMIZERS["FusedAdam"](model.parameters()), "O0").run(last=1)
+    lacks, nobody_has = model[0].weight, model[2].weight
+    loop.optimizer.zero_grad()
+    with loop.session.scale_loss(loop.loss(1), loop.optimizer) as scaled:
+        scaled.backward()
+        placements = str(lacks.grad.placements)
+        theirs = all_ranks(lacks.grad.to_local().double() / loop.session.loss_scales[0].value())[1:]
+        if RANK == 0:
+            lacks.grad = None
+        nobody_has.grad = None
+    arrived = distance([lacks.grad.to_local()], [sum(theirs)])
+    before = weights(model)
+    loop.step()
+    loop.end()
+    mine = [p.to_local() for p in model.parameters()]
+    return {
+        "placements": placements,
+        "arrived": arrived,
+        "none": nobody_has.grad is None,
+        "moved": [not torch.equal(a, b) for a, b in zip(before, weights(model), strict=True)],
+        "ranks": max(distance(mine, other) for other in all_ranks(mine)),
+        "norms": len(set(all_ranks(loop.norms[-1]))),
+    }
+
+
+def two_by_two() -> dict:
+    """Meshes of two dimensions on four ranks. A fifth has no part in them."""
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    if mesh.get_coordinate() is None:
+        return {}
+
+    def sharded(tp, **dp):
+        model = mlp(8)
+        if tp:
+            parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, **dp)
+        return model
+
+    results = {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)  # torch's own, of a view
+        for name, make in {
+            "fsdp x tp": lambda: sharded(True, mesh=mesh["dp"]),
+            "hsdp": lambda: sharded(False, mesh=mesh),
+            "fsdp over dp": lambda: sharded(False, mesh=mesh["dp"]),
+        }.items():
+            results[name] = calls_of_all_reduce(make())
+        for kind in ("SGD", "FusedAdam"):
+            model = sharded(True, mesh=mesh["dp"])
+            loop = Loop(model, OPTIMIZERS[kind](model.parameters()), "O0", shares=False, overflow_on="all").run()
+            results[f"run {kind}"] = against(alone(kind, "O0", mlp(8)), loop.end())
+        model = sharded(True, mesh=mesh["dp"])
+        loop = Loop(model, OPTIMIZERS["FusedAdam"](model.parameters()), "O0", shares=False, overflow_on=None)
+        with loop.session.scale_loss(loop.loss(0), loop.optimizer) as scaled:
+            scaled.backward()
+            if RANK == 3:
+                model[0].weight.grad.to_local()[0, 0] = torch.inf
+        loop.step()
+        loop.end()
+        results["inf in one shard"] = {"moved": loop.moved, "scales": loop.scales, "norms": loop.norms}
+    return results
 
 
 def everything() -> dict:
@@ -489,6 +582,8 @@ def everything() -> dict:
         results[f"flattened {kind}"] = flattened(kind)
     results["norms"] = norms()
     results["errors"] = errors()
+    results["one rank"] = gradients_on_one_rank()
+    results["lacking"] = sums_that_a_rank_lacks()
     results["calls fsdp"] = calls_of_all_reduce(fully_sharded(), api="O1")
     results["calls fsdp unclipped"] = calls_of_all_reduce(fully_sharded(), clips=False)
     results["calls tp"] = calls_of_all_reduce(tensor_parallel())
@@ -497,7 +592,7 @@ def everything() -> dict:
 
 dist.init_process_group("gloo", init_method=f"file://{FILE}", rank=RANK, world_size=RANKS)
 MESH = init_device_mesh("cpu", (RANKS,))
-print(json.dumps(everything()), flush=True)
+print(json.dumps(two_by_two() if RANKS > 2 else everything()), flush=True)
 dist.barrier()
 # gloo's threads may still be there at exit, and end the process with an abort then.
 os._exit(0)

@@ -156,6 +156,38 @@ def test_a_block_and_clipping_are_one_collective(ranks, model):
         assert rank[f"calls {model}"]["norm"] < 2e-7
 
 
+def test_gradients_on_one_rank_alone(ranks):
+    for rank in ranks:
+        assert rank["one rank"] == {"norm": pytest.approx(0, abs=EXACT), "stepped": [True, True], "moved": True}
+
+
+def test_sums_still_to_be_made_of_which_a_rank_lacks_its_part(ranks):
+    for rank in ranks:
+        found = rank["lacking"]
+        assert found["placements"] == "(Partial(sum),)"
+        assert found["arrived"] < EXACT
+        assert found["none"]
+        assert found["moved"] == [True, True, False, True]
+        assert found["ranks"] == 0.0
+        assert found["norms"] == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks_in_all", [4, 5])
+def test_meshes_of_two_dimensions_on_four_ranks(tmp_path, ranks_in_all):
+    # The default group has all ranks of the mesh and no others, or else each dimension needs a collective.
+    calls = 1 if ranks_in_all == 4 else 2
+    for rank in run_ranks("reliability/mesh_worker.py", ranks_in_all, tmp_path / "rendezvous")[:4]:
+        for model in ("fsdp x tp", "hsdp"):
+            assert rank[model]["bytes"] == [[], [BOTH] * calls, []]
+            assert rank[model]["norm"] < 2e-7
+        assert rank["fsdp over dp"]["bytes"] == [[], [BOTH], []]
+        assert rank["fsdp over dp"]["norm"] < 2e-7
+        for kind in ("SGD", "FusedAdam"):
+            assert_trained(rank, f"run {kind}", EXACT)
+        assert rank["inf in one shard"] == {"moved": [False], "scales": [START / 2], "norms": [float("inf")]}
+
+
 def test_without_clipping_the_step_makes_that_collective(ranks):
     for rank in ranks:
         assert rank["calls fsdp unclipped"]["bytes"] == [[], [], [FLAG]]
