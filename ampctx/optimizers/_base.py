@@ -21,7 +21,7 @@ from ampctx.kernels.reference import KERNEL_DTYPES
 from ampctx.kernels.reference_steps import LOW_PRECISION
 from ampctx.kernels.sharding import place_grads, wrote
 from ampctx.kernels.spec import SPECS
-from ampctx.optimizers import _checkpoint, _options, _work
+from ampctx.optimizers import _checkpoint, _options, _over_ranks, _work
 from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._options import Group, param_name
 from ampctx.optimizers._state import EXTRAS, State, follow, joined, make_state
@@ -173,8 +173,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             if p.dtype not in KERNEL_DTYPES:
                 _options.refuse_dtype(type(self).__name__, param_name(self.param_groups, g, i), p.dtype)
             self._check_param(g, i, p)
-        if not self._elementwise:
-            _options.refuse_split(type(self).__name__, self.param_groups, g)
 
     def _check_given(self, group: Group) -> None:
         if group["lr"] is None:
@@ -275,13 +273,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         works = None if kept is None else kept.works(self, scaling)
         if works is None:
             self._plan, works = None, self._new_works(scaling)
-        norm = self._global_norm(works, scaling)
         calls = _work.each_gradient_once(works) if scaling.unscales else works
-        for number, work in enumerate(calls):
-            self._launch(work, number, scaling, norm)
+        if not self._elementwise and _over_ranks.any_split(self.param_groups):
+            _over_ranks.STEPS[self._op](self, calls, scaling)
+        else:
+            norm = self._global_norm(works, scaling)
+            for number, work in enumerate(calls):
+                self._launch(work, number, scaling, norm)
         if scaling.unscales:
             _work.finish_unscaling(calls)
-        if self._plan is None and _work.can_be_kept(works):
+        if self._plan is None and _work.can_be_kept(works, self.param_groups):
             self._plan = Plan(self, works, scaling)
         if self._plan is not None:
             self._plan.stepped(self._seen)
@@ -313,8 +314,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The parameters of a group with gradients, by kind, after all checks."""
         group = self.param_groups[g]
         lazy_grads = {} if scaling.lazy is None else scaling.lazy.grads
-        if not self._elementwise:
-            _options.refuse_split(type(self).__name__, self.param_groups, g)
         place_grads(group["params"])
         strided, found = torch.strided, {}
         for i, p in _options.places(group["params"]) if self._has_repeats else enumerate(group["params"]):

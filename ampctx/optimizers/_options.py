@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.kernels.foreach import move
-from ampctx.kernels.sharding import any_sharded, is_split
 from ampctx.kernels.spec import OpSpec
 
 Group = dict[str, Any]
@@ -195,19 +194,6 @@ def param_name(groups: list[Group], g: int, i: int) -> str:
     """The name of a parameter in errors."""
     names = groups[g].get("param_names")
     return f"param_groups[{g}]['params'][{i}]" + (f" ({names[i]})" if names else "")
-
-
-def refuse_split(optimizer: str, groups: list[Group], g: int) -> None:
-    """Raises AmpValueError for a parameter that is sharded over ranks: no rank knows its norm."""
-    params = groups[g]["params"]
-    if not any_sharded(params):
-        return
-    for i, p in enumerate(params):
-        if is_split(p):
-            raise AmpValueError(
-                f"{optimizer} needs the norm of each parameter, and {param_name(groups, g, i)} is a DTensor sharded "
-                "over ranks. Use FusedAdam, FusedSGD, FusedAdagrad or FusedLion, which step each element by itself."
-            )
 
 
 def refuse_sparse(of: str, name: str) -> None:

@@ -315,12 +315,12 @@ class _Call:
         return state
 
 
-def can_be_kept(works: Sequence[Work]) -> bool:
+def can_be_kept(works: Sequence[Work], groups: Sequence[Group]) -> bool:
     """Whether compiled kernels run all of these calls, outside of graphs. The local parts of DTensors are new at each
-    step."""
-    if torch.compiler.is_compiling():
+    step, and ranks make their collectives."""
+    if torch.compiler.is_compiling() or any(any_sharded(group["params"]) for group in groups):
         return False
-    return all(work.fused and extension.serves(work.device.type) and not work.sharded for work in works)
+    return all(work.fused and extension.serves(work.device.type) for work in works)
 
 
 class Plan:

@@ -15,9 +15,11 @@ from ampctx.kernels.foreach import FoundInf, PerDevice
 from ampctx.kernels.grouping import buckets
 from ampctx.kernels.ops import factor
 from ampctx.kernels.reference import KERNEL_DTYPES
+from ampctx.kernels.sharding import place_grads
 from ampctx.masters.lazy_grads import declares
+from ampctx.optimizers import _over_ranks
 from ampctx.optimizers._checkpoint import without_amp
-from ampctx.optimizers._options import Group, check_flag, param_name, places, refuse_dtype, refuse_sparse, refuse_split
+from ampctx.optimizers._options import Group, check_flag, param_name, places, refuse_dtype, refuse_sparse
 from ampctx.optimizers._work import on_device, taken_found_inf, taken_inv_scale
 
 
@@ -104,8 +106,7 @@ class LARC:
             The result of the wrapped optimizer's ``step``.
 
         Raises:
-            AmpError, AmpValueError: a sparse gradient, a complex parameter or a sharded DTensor, by name. Nothing has
-                changed then.
+            AmpError, AmpValueError: a sparse gradient or a complex parameter, by name. Nothing has changed then.
         """
         decays = [group.get("weight_decay", 0) for group in self.param_groups]
         with self._without_weight_decay(), self._own_flag_kept():
@@ -146,7 +147,7 @@ class LARC:
         """The gradients and parameters of each group, after all checks of a step."""
         result = []
         for g, group in enumerate(self.param_groups):
-            refuse_split("LARC", self.param_groups, g)
+            place_grads(group["params"])
             check_flag("maximize", group.get("maximize", False))
             grads, params = [], []
             # A parameter that is in a group twice has one gradient.
@@ -168,6 +169,9 @@ class LARC:
         gradients = self._gradients()
         if found_inf is not None:
             self.optim.found_inf = self.found_inf
+        if _over_ranks.any_split(self.param_groups):
+            options = self.trust_coefficient, self.eps, self.clip
+            return _over_ranks.larc(self.param_groups, decays, gradients, found_inf, inv_scale, *options)
         for group, decay, (grads, params) in zip(self.param_groups, decays, gradients, strict=True):
             for device, fused, (g, p) in buckets(grads, params):
                 flag = clear.on(device) if found_inf is None else found_inf.on(device)

@@ -398,12 +398,6 @@ def errors() -> dict:
     model = fully_sharded(dtype=torch.float16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     message("16-bit", lambda: session.initialize(model, optimizer, opt_level="O2", verbosity=0))
-    for kind in ("FusedLAMB", "FusedNovoGrad"):
-        message(kind, functools.partial(getattr(optimizers, kind), fully_sharded().parameters(), lr=0.1))
-    model = fully_sharded()
-    larc = optimizers.LARC(torch.optim.SGD(model.parameters(), lr=0.1))
-    model(data(0, True)).square().mean().backward()
-    message("LARC", larc.step)
     for level in ("O2", "O5"):
         model = mlp()
         optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)

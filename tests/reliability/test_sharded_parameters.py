@@ -204,9 +204,6 @@ def test_what_cannot_work_says_what_does(ranks):
             assert found[f"{level} step"] is False
         assert "multi_tensor_l2norm: tensors[0] is a DTensor: pass its to_local()" in found["multi_tensor_applier"]
         assert '"0.weight" is a DTensor of torch.float16' in found["16-bit"]
-        for kind in ("FusedLAMB", "FusedNovoGrad", "LARC"):
-            assert f"{kind} needs the norm of each parameter" in found[kind]
-            assert "Use FusedAdam, FusedSGD, FusedAdagrad or FusedLion" in found[kind]
         assert found["replicas"] == 0.0
         for level in ("O2", "O5"):
             assert "ZeroRedundancyOptimizer would step it" in found[f"zero {level}"]
