@@ -21,7 +21,7 @@ from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Factor, PerDevice, Unread, move, product
 from ampctx.kernels.reference import compute_dtype, scalar, widest
 from ampctx.kernels.reference_steps import join
-from ampctx.kernels.sharding import any_sharded, grids_of, is_split, local, wrote
+from ampctx.kernels.sharding import Grid, any_sharded, by_layout, grids_of, is_split, local, wrote
 from ampctx.optimizers import _options, _work
 from ampctx.optimizers._options import Group
 from ampctx.optimizers._work import Scaling, Work
@@ -47,18 +47,18 @@ class Norms:
         self._call = call
         self.params = list({id(p): p for group in groups for p in group["params"]}.values())
         self._place = {id(p): i for i, p in enumerate(self.params)}
-        split = [p for p in self.params if is_split(p)]
-        self.device = local(split[:1])[0].device
-        grids = grids_of(split)
+        split = {of: alike for of, alike in by_layout(self.params).items() if is_split(alike[0])}
+        self._split = {id(p) for alike in split.values() for p in alike}
+        grids = grids_of(alike[0] for alike in split.values())
         # The places of the split parameters of each grid. Parameters of meshes of one rank need nobody.
-        self._joined = {
-            grid: [self._place[id(p)] for p in split if grids.get(p.device_mesh) is grid]
-            for grid in dict.fromkeys(grids.values())
-        }
+        self._joined: dict[Grid, list[int]] = {grid: [] for grid in grids.values()}
         # Ids of those whose part another rank counts.
-        self._elsewhere = {
-            id(p) for p in split if (grid := grids.get(p.device_mesh)) is not None and not grid.counts(p)
-        }
+        self._elsewhere: set[int] = set()
+        for (mesh, _), alike in split.items():
+            if (grid := grids.get(mesh)) is not None:
+                self._joined[grid] += [self._place[id(p)] for p in alike]
+                self._elsewhere.update(map(id, () if grid.counts(alike[0]) else alike))
+        self.device = local([self.params[min(map(self._place.__getitem__, self._split))]])[0].device
 
     def _index(self, places: Sequence[int], device: torch.device) -> Tensor:
         return move(torch.tensor(places, dtype=torch.int64), device)
@@ -107,7 +107,7 @@ class Norms:
     def add_idle(self, values: Tensor, stepped: Sequence[Tensor]) -> None:
         """Sets ``values`` of split parameters that have no gradient on this rank: another one may have."""
         with_gradient = set(map(id, stepped))
-        idle = [p for p in self.params if id(p) not in with_gradient and is_split(p)]
+        idle = [p for p in self.params if id(p) in self._split and id(p) not in with_gradient]
         self.add(values, idle, local(idle))
 
     def of_params(self, values: Tensor, params: Sequence[Tensor]) -> Tensor:
