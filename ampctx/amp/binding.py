@@ -26,7 +26,6 @@ from ampctx.amp.methods import as_copied, replace, weak_method
 from ampctx.amp.phases import NOT_THE_USERS, PERTURBED, READY, RELEASED, STEPPING, TABLE, Step, refusal
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.casts.switch import CastSwitch
-from ampctx.distributed import all_reduce
 from ampctx.kernels import foreach
 from ampctx.kernels.each import stored_grad
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, join_flags
@@ -71,8 +70,6 @@ class OptimizerBinding:
         self.gradients = BlockGradients(masters)
         self.loss_scales = loss_scales
         self.flags = FoundInfFlags()
-        # The flag of the latest block, while ranks have yet to agree on it.
-        self._undecided: waiting.Waiting | None = None
         self.steps = steps
         self.casts = casts
         self.loop = loop
@@ -234,48 +231,7 @@ class OptimizerBinding:
 
     def is_unchecked(self) -> bool:
         """Whether gradients of parameters without masters still need a check: a scale is dynamic, no block did it."""
-        are_checked = self.flags.are_of_blocks or self.is_undecided
-        return not are_checked and any(scale.dynamic for scale in self.loss_scales)
-
-    # --- flags that ranks have yet to agree on ------------------------------------------------------------------------
-
-    @property
-    def is_undecided(self) -> bool:
-        """Whether the flag of the latest block waits for the other ranks."""
-        return self._undecided is not None
-
-    def wait_for_ranks(self, scale: LossScale, loss_id: int, found_inf: Tensor) -> None:
-        """Leaves the flag of a block, and the update of its scale, to the next call that reduces over the ranks. No
-        host sync."""
-        reference, groups = weakref.ref(self), self.masters.groups
-
-        def receive(joined: Tensor, call: str) -> None:
-            agreed = scale.received(joined, groups, call)
-            waiting.remove(flag)
-            if (binding := reference()) is not None:
-                binding._undecided = None
-                binding.flags.add(loss_id, scale, agreed)
-            scale.update(agreed)
-
-        self._undecided = flag = waiting.Waiting(groups, lambda: scale.sent(found_inf), receive)
-        waiting.add(flag)
-
-    def decide(self, call: str) -> None:
-        """Lets ranks agree on a flag that waits. Every rank must take part. ``call``: for messages.
-
-        Raises:
-            AmpRankError: see ``LossScale.agreed``.
-        """
-        if (flag := self._undecided) is not None:
-            joined = flag.sent()
-            for group in flag.groups:
-                all_reduce(joined, torch.distributed.ReduceOp.SUM, group, call, "a found_inf flag")
-            flag.receive(joined, call)
-
-    def _drop_undecided(self) -> None:
-        if self._undecided is not None:
-            waiting.remove(self._undecided)
-            self._undecided = None
+        return not self.flags.are_of_blocks and any(scale.dynamic for scale in self.loss_scales)
 
     @without_grad
     def check_gradients(self, before_closure: bool = False) -> None:
@@ -284,7 +240,8 @@ class OptimizerBinding:
         Then they have agreed on the flags of blocks. A step without such flags always takes part, with or without
         gradients, because ranks may differ in that.
         """
-        self.decide("optimizer.step()")
+        if waiting.ALL:
+            self.flags.decide("optimizer.step()")
         self._catch_up(weights_final=True)
         while self.at_first_step and not before_closure:
             self.at_first_step.pop()(self)
@@ -314,7 +271,6 @@ class OptimizerBinding:
         self.steps.epoch += 1
         self.gradients.restore(pending)
         self.gradients.stepped = stepped
-        self._drop_undecided()
         self.flags.replace(flags, scales_used)
         self.restore_unperturbed = None
         self.move_on("load")
@@ -322,7 +278,7 @@ class OptimizerBinding:
     def release(self) -> None:
         """Restores the optimizer as it was, with its parameters in fp32."""
         self.move_on("reset")
-        self._drop_undecided()
+        self.flags.drop_undecided()
         self._replaced.close()
         if self.optimizer is not None:
             self.undo_first_step()

@@ -16,6 +16,7 @@ from ampctx.amp.binding import OptimizerBinding
 from ampctx.amp.threads import OwnThread
 from ampctx.casts.switch import CastSwitch
 from ampctx.kernels.foreach import Factor, FoundInf, Unread
+from ampctx.masters import waiting
 from ampctx.scaling.loss_scale import LossScale
 
 
@@ -55,8 +56,8 @@ class Blocks:
         """Prepares the backward of a block in this thread. Returns the scale."""
         thread.enter_block(bool(casts.undo) and casts.enabled)
         bindings = block.bindings
-        for binding in self._bindings.values():
-            binding.decide("amp.scale_loss")
+        for binding in self._bindings.values() if waiting.ALL else ():
+            binding.flags.decide("amp.scale_loss")
         fresh = all(binding.gradients.is_idle for binding in bindings)
         # Read both now: a nested block may change the scale before this one ends.
         block.scale, block.inv_scale, block.found_inf = loss_scale.factors(block.device, fresh)
@@ -149,7 +150,7 @@ class Blocks:
         groups = [group for binding in bindings for group in binding.masters.groups]
         if groups or scale.process_group is not None:
             if not delay and self._may_wait(bindings, scale):
-                return bindings[0].wait_for_ranks(scale, loss_id % len(bindings[0].loss_scales), found_inf)
+                return bindings[0].flags.wait(loss_id % len(bindings[0].loss_scales), scale, found_inf, groups)
             found_inf = scale.agreed(found_inf, groups, "the end of an amp.scale_loss block")
         for binding in bindings:
             binding.flags.add(loss_id % len(binding.loss_scales), scale, found_inf, final=not delay)

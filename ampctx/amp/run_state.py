@@ -81,7 +81,7 @@ def drops_gradients(binding: OptimizerBinding) -> bool:
     pending = binding.gradients.pending()
     if pending.masters or pending.lazy is not None or pending.window is not None:
         return True
-    return bool(pending.model and (binding.flags.by_loss or binding.is_undecided))
+    return bool(pending.model and binding.flags.by_loss)
 
 
 def _params(binding: OptimizerBinding) -> list[Tensor]:

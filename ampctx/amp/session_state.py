@@ -326,7 +326,7 @@ class SessionState:
         result = OrderedDict() if destination is None else destination
         enabled = self.policy is not None and self.policy.enabled
         for binding in self._bindings.values() if enabled and (masters or grads) else ():
-            binding.decide("amp.state_dict(masters=True)")
+            binding.flags.decide("amp.state_dict(masters=True)")
         for i, scale in enumerate(self.loss_scales if enabled else []):
             result[f"{formats.KEY}{i}"] = scale.state_dict()
         if enabled and (masters or grads):

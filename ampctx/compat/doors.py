@@ -113,7 +113,7 @@ def masters_in(session: AmpSession, optimizer: Any) -> MasterParams | None:
 
 def will_skip(binding: OptimizerBinding) -> bool:
     """Whether the next step will be skipped, by the checks so far. A host sync."""
-    binding.decide("The next step")
+    binding.flags.decide("reading an overflow")
     return bool(overflowed(binding.flags.by_loss))
 
 

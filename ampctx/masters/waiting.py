@@ -27,17 +27,17 @@ class Waiting(NamedTuple):
 
 
 # In the order of the blocks, which is the same on every rank.
-_ALL: list[Waiting] = []
+ALL: list[Waiting] = []
 
 
 def add(flag: Waiting) -> None:
-    _ALL.append(flag)
+    ALL.append(flag)
 
 
 def remove(flag: Waiting) -> None:
-    _ALL[:] = [each for each in _ALL if each is not flag]
+    ALL[:] = [each for each in ALL if each is not flag]
 
 
 def over(groups: list[Any]) -> list[Waiting]:
     """The flags that wait for a reduction over these groups."""
-    return [flag for flag in _ALL if flag.groups == groups]
+    return [flag for flag in ALL if flag.groups == groups]

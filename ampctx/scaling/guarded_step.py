@@ -9,6 +9,7 @@ amp and ``GradScaler`` have one ``GuardedStep`` for each optimizer, and use it i
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ampctx.kernels.foreach import Factor, join_flags
+from ampctx.masters import waiting
 from ampctx.masters.lazy_grads import declares
 from ampctx.scaling.device_skips import DeviceSkips, Flags, SkipCounts, is_capturing
 from ampctx.scaling.history import StepHistory
@@ -46,6 +48,8 @@ class FoundInfFlags:
         self.of_failed_step = False
         # The flags of a running step.
         self._taken: tuple[Flags, Flags] | None = None
+        # The flag of the latest block while ranks have yet to agree on it, and the call that makes them.
+        self._undecided: tuple[waiting.Waiting, Callable[[str], None]] | None = None
 
     def add(self, loss_id: int, scale: LossScale, found_inf: Tensor, final: bool = True) -> None:
         """ORs a flag in. ``final``: ``drop_provisional`` does not drop it. No host sync."""
@@ -63,14 +67,49 @@ class FoundInfFlags:
                 if loss_id in self._final:
                     self.by_loss[loss_id] = self._final[loss_id]
 
+    def wait(self, loss_id: int, scale: LossScale, found_inf: Tensor, groups: list[Any]) -> None:
+        """Leaves a flag, and the update of its scale, to the next call that reduces over the process groups. The flag
+        is final then. No host sync."""
+        reference = weakref.ref(self)
+
+        def conclude(agreed: Tensor) -> None:
+            waiting.remove(flag)
+            if (flags := reference()) is not None:
+                flags._undecided = None
+                flags.add(loss_id, scale, agreed)
+            scale.update(agreed)
+
+        flag = waiting.Waiting(
+            groups,
+            lambda: scale.sent(found_inf),
+            lambda joined, call: conclude(scale.received(joined, groups, call)),
+        )
+        waiting.add(flag)
+        self._undecided = flag, lambda call: conclude(scale.agreed(found_inf, groups, call))
+
+    def decide(self, call: str) -> None:
+        """Lets ranks agree on a flag that waits. Every rank must take part. ``call``: for messages.
+
+        Raises:
+            AmpRankError: see ``LossScale.agreed``. The flag waits on.
+        """
+        if self._undecided is not None:
+            self._undecided[1](call)
+
+    def drop_undecided(self) -> None:
+        if self._undecided is not None:
+            waiting.remove(self._undecided[0])
+            self._undecided = None
+
     @property
     def are_of_blocks(self) -> bool:
         """Whether a block has checked gradients since the last step."""
-        return any(loss_id != OUTSIDE_OF_BLOCKS for loss_id in self.by_loss)
+        return self._undecided is not None or any(loss_id != OUTSIDE_OF_BLOCKS for loss_id in self.by_loss)
 
     def replace(self, by_loss: Flags, scales_used: dict[int, Factor]) -> None:
         """Replaces the flags by those of a checkpoint."""
         self.clear()
+        self.drop_undecided()
         self.by_loss, self.scales_used = by_loss, scales_used
 
     def clear(self) -> None:
