@@ -479,6 +479,46 @@ def gradients_on_one_rank() -> dict:
     return {"norm": abs(loop.norms[-1] / expected - 1), "stepped": loop.moved, "moved": moved}
 
 
+def flags_that_wait() -> dict:
+    """Ranks agree on the overflow of a first block at the next one, or when the state with masters is asked for."""
+    model = fully_sharded()
+    loop = Loop(model, OPTIMIZERS["FusedAdam"](model.parameters()), "O0")
+    scale = loop.session.loss_scales[0]
+    scales = [scale.value()]
+    loop.backward(loop.loss(OVERFLOW_AT))
+    scales.append(scale.value())
+    loop.backward(loop.loss(0))
+    scales.append(scale.value())
+    loop.step()  # the inf of the first block is in the sum, or there is none left: skipped all the same
+    loop.optimizer.zero_grad()
+    loop.backward(loop.loss(OVERFLOW_AT))
+    state = loop.session.state_dict(masters=True)
+    scales.append(state["loss_scaler0"]["loss_scale"])
+    with counted_all_reduce() as later:
+        loop.step()
+    found = {"scales": scales, "moved": loop.moved, "saved": state["optimizers"][0]["overflows"], "later": later}
+    loop.end()
+    return found
+
+
+def a_scale_that_differs() -> dict:
+    """Rank 1 alone has loaded another scale: clipping raises on every rank, and changes nothing."""
+    model = fully_sharded()
+    loop = Loop(model, OPTIMIZERS["FusedAdam"](model.parameters()), "O0").run(last=1)
+    if RANK == 1:
+        loop.session.load_state_dict({"loss_scaler0": {"loss_scale": 1000.5, "unskipped": 1}})
+    loop.optimizer.zero_grad()
+    loop.backward(loop.loss(1))
+    before = [p.grad.to_local().clone() for p in model.parameters()]
+    try:
+        loop.step()
+    except ampctx.AmpRankError as error:
+        found = {"error": str(error)}
+    after = [p.grad.to_local() for p in model.parameters()]
+    loop.end()
+    return found | {"same": all(map(torch.equal, before, after))}
+
+
 def sums_that_a_rank_lacks() -> dict:
     """Gradients that are still to be added up: the first rank has none of one weight, and nobody one of another."""
     model = distribute_module(mlp(), MESH)
@@ -577,6 +617,8 @@ def everything() -> dict:
     results["norms"] = norms()
     results["errors"] = errors()
     results["one rank"] = gradients_on_one_rank()
+    results["waiting"] = flags_that_wait()
+    results["other scale"] = a_scale_that_differs()
     results["lacking"] = sums_that_a_rank_lacks()
     results["calls fsdp"] = calls_of_all_reduce(fully_sharded(), api="O1")
     results["calls fsdp unclipped"] = calls_of_all_reduce(fully_sharded(), clips=False)

@@ -10,6 +10,9 @@ MOVED = [True, True, False, True, True]
 SCALES = [START, START, START / 2, START / 2, START / 2]
 # Of weights, and relative of norms. In 16 bits batches of another size are rounded otherwise.
 EXACT, FP16, BF16 = 1e-6, 1e-3, 1e-2
+# The bytes of a norm, or of a flag with the scale; and of both.
+NORM, FLAG = 8, 48
+BOTH = NORM + FLAG
 
 
 @pytest.fixture(scope="module")
@@ -144,11 +147,6 @@ def test_clipping_by_the_norm_of_whole_tensors(ranks):
             assert distance < EXACT, name
 
 
-# A norm, or a flag with the scale; and both.
-NORM, FLAG = 8, 48
-BOTH = NORM + FLAG
-
-
 @pytest.mark.parametrize("model", ["fsdp", "tp"])
 def test_a_block_and_clipping_are_one_collective(ranks, model):
     for rank in ranks:
@@ -159,6 +157,23 @@ def test_a_block_and_clipping_are_one_collective(ranks, model):
 def test_gradients_on_one_rank_alone(ranks):
     for rank in ranks:
         assert rank["one rank"] == {"norm": pytest.approx(0, abs=EXACT), "stepped": [True, True], "moved": True}
+
+
+def test_a_flag_waits_for_the_next_block_or_for_a_state(ranks):
+    for rank in ranks:
+        found = rank["waiting"]
+        assert found["scales"] == [START, START, START / 2, START / 4]
+        assert found["moved"] == [False, False]
+        assert found["saved"] == {"0": True}
+        assert found["later"] == [NORM]  # of clipping
+
+
+def test_clipping_finds_a_scale_that_differs(ranks):
+    for i, rank in enumerate(ranks):
+        error = rank["other scale"]["error"]
+        assert error.startswith("clip_grad_norm_: loss scales differ between ranks.")
+        assert f"rank {i} of a group of 2 ranks [0, 1], and has {[START, 1000.5][i]}." in error
+        assert rank["other scale"]["same"]
 
 
 def test_sums_still_to_be_made_of_which_a_rank_lacks_its_part(ranks):
