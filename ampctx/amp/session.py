@@ -308,13 +308,15 @@ class AmpSession(SessionState):
                 skipped.
 
         Raises:
-            AmpRankError: at the end, the loss scales of a ``process_group`` or a mesh differ, or a rank is missing.
+            AmpRankError: at the end, the loss scales of a ``process_group`` differ, or a rank is missing. With DTensors
+                the next of ``clip_grad_norm_``, step and block raises it.
             AmpError, AmpTypeError, AmpIndexError: ``initialize`` was not called; the loss is no real tensor; an
                 optimizer did not go through ``initialize``; ``num_losses`` does not cover the loss id. At the end:
                 another block has left scaled gradients in an optimizer.
 
         No host sync. With a ``process_group`` over gloo, the end of the block waits for the other ranks. With one over
-        NCCL, and with DTensors, ranks read whether their scales are equal at the first and every 1,000th block.
+        NCCL, and with DTensors, ranks read whether their scales are equal at the first and every 1,000th block. With
+        DTensors ranks agree on the overflow, and update the scale, in the next of ``clip_grad_norm_``, step and block.
         """
         args = loss, optimizers, loss_id, delay_unscale, delay_overflow_check
         return mistakes.LossBlock(self._scaled_loss, args, {})

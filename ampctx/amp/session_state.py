@@ -316,7 +316,8 @@ class SessionState:
         Args:
             destination: a dict to fill and return. None, the default: a new one.
             masters: add the fp32 masters, and overflows that will skip a later step. apex cannot load these entries.
-                ``model.state_dict()`` holds the masters, too.
+                ``model.state_dict()`` holds the masters, too. With DTensors, between a block and its step, call this on
+                every rank.
             grads: add gradients, to resume between blocks whose gradients add up for one step. Implies ``masters``.
 
         Raises:

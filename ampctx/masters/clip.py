@@ -105,8 +105,9 @@ def clip_grad_norm_(
     Like ``torch.nn.utils.clip_grad_norm_``, and for sparse gradients, too (it coalesces them). The compiled ops compute
     the L2 norm in fp32, or fp64 for fp64 gradients, so that 16-bit gradients do not overflow. With an optimizer of
     ``ampctx.optimizers`` at O2 and O5, gradients stay in 16 bits until the step: clipping then only changes the factor
-    that the step multiplies them by. The norm of DTensors is that of the whole tensors; every rank of their mesh must
-    call this, with or without gradients.
+    that the step multiplies them by. The norm of DTensors is that of the whole tensors, by one all_reduce, which takes
+    the overflow flag of their ``scale_loss`` block along; every rank of their mesh must call this, with or without
+    gradients.
 
     Example::
 
@@ -128,7 +129,7 @@ def clip_grad_norm_(
         AmpTypeError, AmpValueError: an invalid argument, by name.
         AmpError: a non-finite norm, with ``error_if_nonfinite``; a 16-bit model parameter whose gradient is in its fp32
             master (after a ``scale_loss`` block at O2 or O5).
-        AmpRankError: another rank of a DTensor's mesh has ended, or has left this call out.
+        AmpRankError: another rank of a DTensor's mesh has ended, has left this call out, or has another loss scale.
     """
     found = _checked_parameters(parameters)
     place_grads(found)

@@ -37,7 +37,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     """Base of the fused optimizers: options, state, masters, scaling, checkpoints and op calls.
 
     A subclass names its op (``_op``); the op's spec defines state and options. Each rank steps its part of a DTensor;
-    state of that size is a DTensor, too. Steps need no host sync.
+    state of that size is a DTensor, too. Optimizers that need norms of whole parameters join them over the ranks, which
+    must all step. Steps need no host sync.
 
     Args:
         params, defaults: as for torch.optim.Optimizer. ``defaults`` includes lr and weight_decay.
@@ -245,6 +246,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             AmpError: a sparse gradient, by the parameter's name.
+            AmpRankError: with norms of DTensors, a collective failed.
             AmpValueError: an fp16 parameter with "split", or an lr, ``found_inf`` or ``grad_scale`` of several
                 elements. Nothing has changed then.
         """
