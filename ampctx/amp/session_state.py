@@ -326,17 +326,19 @@ class SessionState:
         """
         result = OrderedDict() if destination is None else destination
         enabled = self.policy is not None and self.policy.enabled
-        for binding in self._bindings.values() if enabled and (masters or grads) else ():
-            binding.flags.decide("amp.state_dict(masters=True)")
+        run: dict[str, Any] = {}
+        if enabled and (masters or grads):  # first: it may update the scales
+            call = f"amp.state_dict({'grads' if grads else 'masters'}=True)"
+            run = self._run_state(list(self._bindings.values()), grads, call)
         for i, scale in enumerate(self.loss_scales if enabled else []):
             result[f"{formats.KEY}{i}"] = scale.state_dict()
-        if enabled and (masters or grads):
-            call = f"amp.state_dict({'grads' if grads else 'masters'}=True)"
-            result.update(self._run_state(list(self._bindings.values()), grads, call))
+        result.update(run)
         return result
 
     def _run_state(self, bindings: list[OptimizerBinding], grads: bool, call: str) -> dict[str, Any]:
         assert self.policy is not None
+        for binding in bindings:
+            binding.flags.decide(call)
         state = run_state.saved(bindings, self.loss_scales, self._blocks.deferred, self.policy.opt_level, grads, call)
         if not grads and any(map(run_state.drops_gradients, bindings)):
             logger.warning(

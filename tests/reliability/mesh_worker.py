@@ -492,7 +492,9 @@ def flags_that_wait() -> dict:
     loop.step()  # the inf of the first block is in the sum, or there is none left: skipped all the same
     loop.optimizer.zero_grad()
     loop.backward(loop.loss(OVERFLOW_AT))
+    named = loop.session.get_state_dict(model, loop.optimizer)["amp"]
     state = loop.session.state_dict(masters=True)
+    assert named["loss_scaler0"]["loss_scale"] == state["loss_scaler0"]["loss_scale"]
     scales.append(state["loss_scaler0"]["loss_scale"])
     with counted_all_reduce() as later:
         loop.step()
