@@ -1,20 +1,31 @@
 """Collectives that name their call when they fail, and hooks for DistributedDataParallel.
 
-``average_hook`` and ``lossy`` are for ``register_comm_hook``. The rest implements ``process_group=`` of
+``average_hook`` and ``lossy`` are for ``register_comm_hook``, ``fully_shard`` and ``mixed_precision_policy`` for FSDP2. The rest implements ``process_group=`` of
 ``amp.initialize`` and ``GradScaler``, ``amp.check_ranks`` and ``amp.joinable``.
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ampctx._errors import AmpError, AmpRankError, AmpTypeError, AmpValueError
 
-__all__ = ["average_hook", "lossy"]
+if TYPE_CHECKING:
+    from ampctx.amp.fully_sharded import fully_shard, mixed_precision_policy
+
+__all__ = ["average_hook", "fully_shard", "lossy", "mixed_precision_policy"]
+
+
+def __getattr__(name: str) -> Any:
+    # These two know levels, which is above this module. ``import ampctx`` has loaded theirs.
+    if name in ("fully_shard", "mixed_precision_policy"):
+        return getattr(sys.modules["ampctx.amp.fully_sharded"], name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def is_distributed() -> bool:

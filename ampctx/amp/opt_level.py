@@ -220,9 +220,18 @@ def _one_or_several(name: str, value: Any, accepts: Callable[[Any], bool], expec
     return entries
 
 
+def _is_module_or_class(entry: Any) -> bool:
+    return isinstance(entry, nn.Module) or (isinstance(entry, type) and issubclass(entry, nn.Module))
+
+
+def modules_or_classes(name: str, value: Any) -> tuple[Any, ...]:
+    """The entries of an argument that takes modules and module classes, one or several. Raises AmpTypeError."""
+    return _one_or_several(name, value, _is_module_or_class, "a module class or a module")
+
+
 def _keep_fp32(level: PrecisionPolicy, name: str, value: Any) -> tuple[Any, ...]:
     def accepts(entry: Any) -> bool:
-        return isinstance(entry, (str, nn.Module)) or (isinstance(entry, type) and issubclass(entry, nn.Module))
+        return isinstance(entry, str) or _is_module_or_class(entry)
 
     return _one_or_several(name, value, accepts, "a pattern of module names, a module class or a module")
 

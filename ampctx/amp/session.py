@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
-from ampctx.amp import mistakes, ranks, setup
+from ampctx.amp import fully_sharded, mistakes, ranks, setup
 from ampctx.amp.binding import OptimizerBinding
 from ampctx.amp.blocks import Block
 from ampctx.amp.methods import weak_method
@@ -94,7 +94,9 @@ class AmpSession(SessionState):
 
         Args:
             models: a module or a list of modules, fp32, on any device. Wrap them in DistributedDataParallel afterwards.
-                Apply ``fully_shard`` or tensor parallelism before; these work at O0, O1 and O4.
+                Apply ``fully_shard`` or tensor parallelism before. With ``fully_shard`` all levels but O3 work. At O2
+                and O5 its fp32 shards are the masters, and units without a ``MixedPrecisionPolicy`` get that of the
+                level. Tensor parallelism alone works at O0, O1 and O4.
             optimizers: an optimizer, a list of optimizers (may be empty), or None.
             enabled: False returns the arguments unchanged and turns every other call into a no-op.
             opt_level: "O0" fp32, "O1" fp16 autocast (default), "O2" fp16 model with fp32 masters, "O3" fp16; "O4" and
@@ -139,7 +141,7 @@ class AmpSession(SessionState):
 
         Raises:
             AmpTypeError, AmpValueError, AmpError: an invalid argument; a model that is wrapped, holds 16-bit weights or
-                holds DTensors that the level would cast; an optimizer that is under amp already; a ``keep_fp32`` that
+                holds DTensors that the level cannot cast; an optimizer that is under amp already; a ``keep_fp32`` that
                 matches no module or splits a tied weight; an unknown function in ``ops_fp32``. Nothing has changed
                 then.
             AmpRankError: levels or loss scales differ between the ranks of ``process_group``. Nothing has changed then.
@@ -177,6 +179,8 @@ class AmpSession(SessionState):
         setup.check_optimizers(optimizer_list, self._bindings)
         setup.check_cudnn(model_list)
         kept = find_kept(model_list, policy.keep_fp32)
+        plans = {model: fully_sharded.plan(model, policy, kept) for model in model_list}
+        sharded = {model: plan for model, plan in plans.items() if plan is not None}
         policy = replace(policy, keep_fp32=kept.described, ops_fp32=op_names(policy.ops_fp32))
         if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
             raise AmpValueError(f"num_losses is {num_losses!r}, expected an integer of at least 1")
@@ -195,7 +199,7 @@ class AmpSession(SessionState):
         if verbosity > 0 and is_rank_zero():
             # On stdout like apex's banner: log scrapers read it there.
             print("\n".join(banner(opt_level, policy)))
-        self._apply(policy, model_list, kept, optimizer_list, scales, steps)
+        self._apply(policy, model_list, kept, sharded, optimizer_list, scales, steps)
         self.policy, self.loss_scales, self.verbosity = policy, scales, verbosity
         return models if optimizers is None else mistakes.Initialized((models, optimizers))
 
@@ -204,6 +208,7 @@ class AmpSession(SessionState):
         policy: PrecisionPolicy,
         models: list[nn.Module],
         kept: KeptModules,
+        sharded: Mapping[nn.Module, fully_sharded.Sharded],
         optimizers: list[Any],
         scales: list[LossScale],
         make_steps: Callable[[], GuardedStep],
@@ -214,7 +219,7 @@ class AmpSession(SessionState):
         run = mistakes.Run(scales, self._log)
         with ExitStack() as undo:
             undo.callback(mistakes.note_models(models, self))
-            originals = setup.cast_models(undo, policy, models, kept)
+            originals = setup.cast_models(undo, policy, models, kept, sharded)
             if policy.ops_fp32:
                 # Runs at the latest when the session is garbage-collected.
                 undo.callback(finalizer(self, install_fp32_ops(policy.ops_fp32)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ampctx._errors import AmpError, AmpTypeError
+from ampctx.amp.fully_sharded import Sharded
 from ampctx.amp.methods import is_bound
 from ampctx.amp.opt_level import PrecisionPolicy
 from ampctx.casts import casting
@@ -72,12 +73,21 @@ def check_cudnn(models: list[nn.Module]) -> None:
 
 
 def cast_models(
-    undo: ExitStack, policy: PrecisionPolicy, models: list[nn.Module], kept: KeptModules
+    undo: ExitStack,
+    policy: PrecisionPolicy,
+    models: list[nn.Module],
+    kept: KeptModules,
+    sharded: Mapping[nn.Module, Sharded],
 ) -> dict[Tensor, Tensor]:
-    """Casts weights, inputs and outputs as the level says. Returns the former data of the parameters."""
+    """Casts weights, inputs and outputs as the level says. Returns the former data of the parameters.
+
+    Leaves the weights of ``sharded`` models, which ``fully_shard`` casts.
+    """
     originals: dict[Tensor, Tensor] = {}
     for model in models:
-        if policy.input_dtype is not None:
+        if model in sharded:
+            sharded[model].apply(undo)
+        elif policy.input_dtype is not None:
             keep_bn = bool(policy.keep_batchnorm_fp32)
             restore, data = casting.cast_model(model, policy.input_dtype, keep_bn, kept.modules)
             undo.callback(restore)

@@ -82,6 +82,23 @@ def _stays_fp32(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) or module.running_mean is not None
 
 
+def modules_in_fp32(
+    model: nn.Module, keep_batchnorm_fp32: bool, keep_fp32: Collection[nn.Module] = (), keep_statistics: bool = True
+) -> set[nn.Module]:
+    """The modules whose own parameters stay in fp32 when the model is cast. ``keep_statistics``: see ``cast_model``.
+
+    Parametrizations (``torch.nn.utils.parametrize``) compute in fp32, because matrix exponentials and power iterations
+    need it.
+    """
+    kept = set(keep_fp32)
+    for module in model.modules():
+        if isinstance(module, ParametrizationList):
+            kept.update(module.modules())
+        elif keep_batchnorm_fp32 and (keep_statistics or isinstance(module, _BatchNorm)) and _stays_fp32(module):
+            kept.add(module)
+    return kept
+
+
 def _is_statistic(module: nn.Module, t: Tensor) -> bool:
     """Running statistics, whose small updates would vanish in 16 bits."""
     return isinstance(module, _NormBase) and (t is module.running_mean or t is module.running_var)
@@ -100,9 +117,8 @@ def _refuse_sharded(t: Tensor, dtype: torch.dtype) -> None:
     if is_sharded(t):
         raise AmpError(
             f"the model holds a DTensor of {t.dtype}, shape {tuple(t.shape)}, which cannot be cast to {dtype} in "
-            "place. Under fully_shard keep the parameters in fp32: they are the masters. Let fully_shard cast them "
-            "with MixedPrecisionPolicy(param_dtype=torch.float16), or bfloat16, and use opt_level='O0' with "
-            "loss_scale='dynamic'. With tensor parallelism alone use O1 or O4."
+            "place. Under fully_shard use O2 or O5: the fp32 shards are the masters. With tensor parallelism alone use "
+            "O1 or O4. See docs/guide/fsdp_zero.md#fsdp2."
         )
 
 
@@ -127,8 +143,7 @@ def cast_model(
 ) -> tuple[Undo, dict[Tensor, Tensor]]:
     """Casts every floating parameter, buffer and gradient of a model in place. No host sync.
 
-    Parametrizations (``torch.nn.utils.parametrize``) compute in fp32, because matrix exponentials and power iterations
-    need it. Their result is cast.
+    Parametrizations compute in fp32. Their result is cast.
 
     Args:
         model: any module. Complex, integer and bool tensors do not change. Lazy parameters take the dtype when they
@@ -146,17 +161,16 @@ def cast_model(
     """
     originals: dict[Tensor, Tensor] = {}
     parametrizations = [m for m in model.modules() if isinstance(m, ParametrizationList) and m not in keep_fp32]
-    in_fp32 = {id(m) for parametrization in parametrizations for m in parametrization.modules()}
+    in_fp32 = modules_in_fp32(model, keep_batchnorm_fp32, keep_fp32, keep_statistics_fp32)
     # Weak, so that the undo does not keep the model alive.
     model_ref = weakref.ref(model)
     with ExitStack() as stack:
         stack.callback(_flatten_rnns, model_ref)
         for module in model.modules():
             # Layers that stay in fp32 are cast too: the incoming model may be fp64, or 16-bit if that is allowed.
-            is_norm = keep_batchnorm_fp32 and (keep_statistics_fp32 or isinstance(module, _BatchNorm))
-            stays_fp32 = module in keep_fp32 or id(module) in in_fp32 or (is_norm and _stays_fp32(module))
+            keeps_statistics = keep_batchnorm_fp32 and keep_statistics_fp32
             for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                stays = stays_fp32 or (is_norm and keep_statistics_fp32 and _is_statistic(module, t))
+                stays = module in in_fp32 or (keeps_statistics and _is_statistic(module, t))
                 to = torch.float32 if stays else dtype
                 if not t.is_floating_point() or t.dtype == to:
                     continue

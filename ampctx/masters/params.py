@@ -337,9 +337,8 @@ class MasterParams:
         if is_sharded(p):
             raise AmpError(
                 f"{self._name_of(p)} is a DTensor of {p.dtype}, and amp keeps fp32 master weights only for plain "
-                "tensors. Leave the parameters in fp32, which makes them the masters. Pass fully_shard "
-                "MixedPrecisionPolicy(param_dtype=torch.float16), or bfloat16, and use opt_level='O0' with "
-                "loss_scale='dynamic'. With tensor parallelism alone use O1 or O4."
+                "tensors. Leave the parameters in fp32: under fully_shard the shards are the masters then. With tensor "
+                "parallelism alone use O1 or O4. See docs/guide/fsdp_zero.md#fsdp2."
             )
         # In a process group every rank starts from the rounded weight, because a broadcast makes only the model equal.
         source = p if original is None or is_distributed() else original

@@ -1,0 +1,304 @@
+"""O2 and O5 under ``fully_shard`` (FSDP2, HSDP).
+
+The fp32 shards are the masters. The mixed-precision policy of each unit casts them for forward and backward.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from ampctx._errors import AmpError, AmpTypeError, AmpValueError
+from ampctx.amp.opt_level import PrecisionPolicy, modules_or_classes, resolve
+from ampctx.casts.arguments import LOW_PRECISION
+from ampctx.casts.casting import install_io_casts, modules_in_fp32
+from ampctx.casts.fsdp_units import Unit, UnknownTorchError, note_given, units_of
+from ampctx.casts.kept_modules import KeptModules, find_kept
+from ampctx.kernels.sharding import is_fully_sharded
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+# --- before initialize ------------------------------------------------------------------------------------------------
+
+
+def mixed_precision_policy(opt_level: str, *, reduce_dtype: torch.dtype | None = torch.float32) -> MixedPrecisionPolicy:
+    """Makes the policy of an opt level for torch's ``fully_shard``. No host sync.
+
+    Example::
+
+        fully_shard(layer, mesh=mesh, mp_policy=mixed_precision_policy("O5"))
+
+    Args:
+        opt_level: "O2" casts parameters and inputs to fp16, "O5" to bf16. "O0", "O1" and "O4" cast none.
+        reduce_dtype: the floating dtype in which ranks sum gradients, float32 by default. None: torch's choice. Unused
+            at "O0", "O1" and "O4".
+
+    Returns:
+        A ``torch.distributed.fsdp.MixedPrecisionPolicy``.
+
+    Raises:
+        AmpValueError: an unknown level, or "O3", which keeps no fp32 weights.
+        AmpTypeError: ``reduce_dtype`` is no floating dtype.
+    """
+    return _policy(_low_dtype(opt_level), reduce_dtype)
+
+
+def fully_shard(
+    model: nn.Module,
+    opt_level: str,
+    *,
+    mesh: Any = None,
+    units: Any = (),
+    keep_fp32: Any = (),
+    keep_batchnorm_fp32: bool = True,
+    reduce_dtype: torch.dtype | None = torch.float32,
+    **options: Any,
+) -> nn.Module:
+    """Applies torch's ``fully_shard`` with the policy of an opt level. Call it before you make the optimizer.
+
+    At "O2" and "O5", modules that stay in fp32 become units of their own: torch gathers a unit in one dtype.
+
+    Example::
+
+        ampctx.distributed.fully_shard(model, "O5", mesh=mesh, units=[*model.layers])
+        optimizer = FusedAdam(model.parameters())
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O5")
+
+    Args:
+        model: a module with fp32 parameters. Changed in place.
+        opt_level: the level to pass to ``amp.initialize``, any but "O3".
+        mesh: a ``DeviceMesh`` of one dimension, or of two for HSDP: (replicate, shard). None, the default: all ranks.
+        units: modules or module classes, one or several, to gather one at a time. The model itself is always a unit.
+        keep_fp32, keep_batchnorm_fp32: as in ``amp.initialize``. Pass the same there.
+        reduce_dtype: see ``mixed_precision_policy``.
+        options: other arguments of torch's ``fully_shard``.
+
+    Returns:
+        The model. Collectives and host syncs: those of torch's ``fully_shard``.
+
+    Raises:
+        AmpTypeError, AmpValueError: an invalid argument, or an entry that matches no module. Nothing has changed then.
+    """
+    if not isinstance(model, nn.Module):
+        raise AmpTypeError(f"fully_shard: model must be a torch.nn.Module, got {type(model).__name__}.")
+    if "mp_policy" in options:
+        raise AmpTypeError("fully_shard: opt_level sets mp_policy. Leave it out, or call torch's fully_shard.")
+    low = _low_dtype(opt_level)
+    level = resolve(opt_level, keep_fp32=keep_fp32)
+    policy = _policy(low, reduce_dtype)
+    chosen = {model, *_found(model, modules_or_classes("units", units))}
+    kept: KeptModules | None = None
+    hand_over: set[nn.Module] = set()
+    if low is not None:
+        kept = find_kept([model], level.keep_fp32)
+        others = modules_in_fp32(model, keep_batchnorm_fp32) - kept.modules
+        inside = {m for p in others if isinstance(p, ParametrizationList) for m in p.modules() if m is not p}
+        hand_over = {m for m in (*kept.entries, *(others - inside)) if any(True for _ in m.parameters())} - {model}
+    from torch.distributed import fsdp
+
+    # Inner units first: an outer one takes the parameters that are left.
+    for module in reversed(list(model.modules())):
+        if (module in chosen or module in hand_over) and not is_fully_sharded(module):
+            given = policy
+            if module in hand_over:
+                given = fsdp.MixedPrecisionPolicy(output_dtype=low)
+            elif kept is not None and module in kept.modules:
+                given = fsdp.MixedPrecisionPolicy()
+            fsdp.fully_shard(module, mesh=mesh, mp_policy=given, **options)
+            note_given(module, given, mesh)
+    return model
+
+
+def _low_dtype(opt_level: str) -> torch.dtype | None:
+    """The 16-bit dtype of the model at a level. None: its weights stay in fp32."""
+    level = resolve(opt_level)
+    if level.input_dtype not in LOW_PRECISION:
+        return None
+    if not level.master_weights:
+        raise AmpValueError(f"opt_level {opt_level} keeps no fp32 weights, and shards are fp32. Use O2 or O5.")
+    return level.input_dtype
+
+
+def _policy(low: torch.dtype | None, reduce_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
+        raise AmpTypeError(f"reduce_dtype is {reduce_dtype!r}, expected a floating torch.dtype or None.")
+    return MixedPrecisionPolicy() if low is None else MixedPrecisionPolicy(low, reduce_dtype)
+
+
+def _found(model: nn.Module, entries: tuple[Any, ...]) -> set[nn.Module]:
+    chosen: set[nn.Module] = set()
+    for entry in entries:
+        found = {m for m in model.modules() if m is entry or (isinstance(entry, type) and isinstance(m, entry))}
+        if not found:
+            kind = entry if isinstance(entry, type) else type(entry)
+            raise AmpValueError(f"fully_shard: units has a {kind.__name__} that is no module of the model.")
+        chosen |= found
+    return chosen
+
+
+# --- initialize -------------------------------------------------------------------------------------------------------
+
+
+class Sharded(NamedTuple):
+    """What ``initialize`` does to a sharded model in place of casting it.
+
+    Attributes:
+        policy: what units without a policy get.
+        without: these units.
+        kept: fp32 modules that are units, and hand their outputs over in 16 bits.
+    """
+
+    policy: MixedPrecisionPolicy
+    without: list[Unit]
+    kept: list[nn.Module]
+
+    def apply(self, undo: ExitStack) -> None:
+        """Raises AmpError if a policy did not take. ``undo`` restores the former ones."""
+        for unit in self.without:
+            try:
+                undo.callback(unit.set_policy(self.policy))
+            except UnknownTorchError:
+                raise _unknown_torch(unit, self.policy) from None
+        for module in self.kept:
+            undo.callback(install_io_casts(module, None, self.policy.param_dtype))
+
+
+def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharded | None:
+    """Checks the units of a model against the level. Changes nothing, no host sync.
+
+    Returns:
+        None if the model has no units, or the level does not cast weights to 16 bits.
+
+    Raises:
+        AmpError: the level does not work with these units, by the name of the unit or the parameter.
+    """
+    low = policy.input_dtype
+    if low not in LOW_PRECISION:
+        return None
+    units, outside = units_of(model)
+    if not units:
+        return None
+    wanted = _policy(low, torch.float32)
+    if not policy.master_weights:
+        raise AmpError(
+            f"{policy.opt_level} without master weights does not work under fully_shard, whose fp32 shards are the "
+            "masters. Use O2 or O5, and leave master_weights at None. See docs/guide/fsdp_zero.md#fsdp2."
+        )
+    if outside:
+        raise AmpError(
+            f'"{next(iter(outside))}" is in no unit of fully_shard, so nothing casts it to {low}. Apply fully_shard to '
+            "the model itself, after its layers, without ignored_params. See docs/guide/fsdp_zero.md#fsdp2."
+        )
+    in_fp32 = modules_in_fp32(model, bool(policy.keep_batchnorm_fp32), kept.modules)
+    keeper = {id(p): module for module in in_fp32 for p in module.parameters(recurse=False)}
+    without: list[Unit] = []
+    meshes: list[tuple[Unit, Any]] = []
+    sums: list[tuple[Unit, Any]] = []
+    for unit in units:
+        try:
+            meshes += [(unit, mesh) for mesh in unit.meshes()]
+            given = unit.policy()
+            lacks = given == type(given)()
+            if _is_16_bit(unit, None if lacks else given, wanted, in_fp32, keeper):
+                without += [unit] * lacks
+                sums += [(unit, (wanted if lacks else given).reduce_dtype)] * bool(unit.params)
+        except UnknownTorchError:
+            raise _unknown_torch(unit, wanted) from None
+    if different := _different(meshes):
+        (one, ranks), (other, others) = different
+        raise AmpError(
+            f"{one} is on the mesh {ranks}, {other} on the mesh {others}, so their ranks could not agree to skip a "
+            "step. Pass the same mesh to each fully_shard. See docs/guide/fsdp_zero.md#fsdp2."
+        )
+    if different := _different(sums):
+        (one, dtype), (other, another) = different
+        raise AmpError(
+            f"{one} and {other} have several policies: gradients are summed in {dtype} and in {another}. Pass one "
+            f"policy to each fully_shard:{_lines(wanted)}"
+        )
+    roots = [m for unit in units for m in unit.modules if m in in_fp32 and m is not model]
+    return Sharded(wanted, without, [m for m in roots if m not in kept.entries])
+
+
+def _is_16_bit(
+    unit: Unit,
+    given: MixedPrecisionPolicy | None,
+    wanted: MixedPrecisionPolicy,
+    in_fp32: set[nn.Module],
+    keeper: dict[int, nn.Module],
+) -> bool:
+    """Whether a unit computes in 16 bits at the level. ``given``: its policy, None without one. ``keeper``: the module
+    that keeps a parameter in fp32, by id.
+
+    Raises:
+        AmpError: the policy is of another level, two dtypes share the unit, or a unit without policy has run.
+    """
+    floating = {name: p for name, p in unit.params.items() if p.is_floating_point()}
+    kept = [name for name, p in floating.items() if id(p) in keeper]
+    low = [name for name, p in floating.items() if id(p) not in keeper]
+    if not low and (kept or in_fp32.issuperset(unit.modules)):
+        wrong = [name for name, dtype in unit.param_dtypes().items() if dtype not in (None, torch.float32)]
+        if wrong:
+            raise AmpError(
+                f'"{wrong[0]}" stays in fp32, and {unit} casts it to {unit.param_dtypes()[wrong[0]]}. Leave mp_policy '
+                "out of this fully_shard. See docs/guide/fsdp_zero.md#fsdp2."
+            )
+        return False
+    dtypes = unit.param_dtypes() if given is not None else dict.fromkeys(floating, wanted.param_dtype)
+    for name in low:
+        if dtypes[name] != wanted.param_dtype:
+            raise AmpError(
+                f'{unit} has a policy that casts "{name}" to {dtypes[name]}, and the level computes in '
+                f"{wanted.param_dtype}. Pass its policy:{_lines(wanted)}"
+            )
+    if given is not None and not low and given.param_dtype not in (None, wanted.param_dtype):
+        raise AmpError(
+            f"{unit} has a policy that casts its inputs to {given.param_dtype}, and the level computes in "
+            f"{wanted.param_dtype}. Pass its policy:{_lines(wanted)}"
+        )
+    for name in kept:
+        if dtypes[name] not in (None, torch.float32):
+            module = name.rpartition(".")[0]
+            raise AmpError(
+                f'"{module}" stays in fp32, and shares {unit} with "{low[0]}", which the level casts to '
+                f"{wanted.param_dtype}. torch gathers a unit in one dtype. Make it a unit of its own, first:\n"
+                f'    fully_shard(model.get_submodule("{module}"), mesh=mesh)\n'
+                "or let ampctx.distributed.fully_shard do that. See docs/guide/fsdp_zero.md#fsdp2."
+            )
+    if given is None and unit.has_run():
+        raise AmpError(
+            f"{unit} has run its forward without a policy, in fp32. Call amp.initialize before the first forward, or "
+            f"pass its policy:{_lines(wanted)}"
+        )
+    return True
+
+
+def _different(found: list[tuple[Unit, Any]]) -> list[tuple[Unit, Any]]:
+    """The first entry, and one with another value. Empty if all are alike."""
+    return next(([found[0], entry] for entry in found if entry[1] != found[0][1]), [])
+
+
+def _lines(wanted: MixedPrecisionPolicy) -> str:
+    """What to paste, and where to read on."""
+    return (
+        f"\n    policy = MixedPrecisionPolicy(param_dtype={wanted.param_dtype}, reduce_dtype={wanted.reduce_dtype})"
+        "\n    fully_shard(module, mesh=mesh, mp_policy=policy)  # each unit"
+        "\nSee docs/guide/fsdp_zero.md#fsdp2."
+    )
+
+
+def _unknown_torch(unit: Unit, wanted: MixedPrecisionPolicy) -> AmpError:
+    level = {torch.float16: "O2", torch.bfloat16: "O5"}[wanted.param_dtype]
+    return AmpError(
+        f"ampctx cannot read or set the policy of {unit} in torch {torch.__version__}. Shard the model by:\n"
+        f'    model = ampctx.distributed.fully_shard(model, "{level}", mesh=mesh, units=[...])\n'
+        "See docs/guide/fsdp_zero.md#fsdp2."
+    )

@@ -1,0 +1,183 @@
+"""The units of ``fully_shard``: their parameters, meshes and mixed-precision policies.
+
+torch takes a policy in ``fully_shard`` alone, and has no public way to read or set one later. This module is the only
+one that touches torch's private attributes for that. They are the same in torch 2.11 to 2.15, apart from two:
+
+- a state has one group of parameters (2.11), or a list of groups
+- groups keep the policy beside their parameters (until 2.14)
+
+Whatever is missing raises ``UnknownTorchError``. ``tests/reliability/test_fsdp_levels.py`` guards these names: a policy set
+here trains bit for bit like one given to ``fully_shard``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ampctx.casts.arguments import Undo
+from ampctx.kernels.sharding import is_fully_sharded
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+# Units whose policy and mesh are known without torch's private attributes, because ampctx passed them.
+_given: weakref.WeakKeyDictionary[nn.Module, tuple[MixedPrecisionPolicy, Any]] = weakref.WeakKeyDictionary()
+
+
+class UnknownTorchError(Exception):
+    """This torch keeps policies elsewhere than the versions that ampctx supports."""
+
+
+def note_given(module: nn.Module, policy: MixedPrecisionPolicy, mesh: Any) -> None:
+    """Remembers what ``fully_shard`` was given for a module."""
+    _given[module] = policy, mesh
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """What one call of ``fully_shard`` covers.
+
+    Attributes:
+        name: of its first module in the model, without the "_orig_mod" of torch.compile; "" for the model itself.
+        modules: those that were passed to ``fully_shard``.
+        params: its own parameters by name in the model, without those of units inside.
+    """
+
+    name: str
+    modules: list[nn.Module]
+    params: dict[str, Tensor]
+
+    def __str__(self) -> str:
+        return f'the unit "{self.name}"' if self.name else "the unit of the model itself"
+
+    @property
+    def _state(self) -> Any:
+        from torch.distributed.fsdp import fully_shard
+
+        state = _read(fully_shard, "state")(self.modules[0])
+        if state is None:
+            raise UnknownTorchError
+        return state
+
+    def _groups(self) -> list[Any]:
+        state = self._state
+        if hasattr(state, "_fsdp_param_groups"):
+            return list(state._fsdp_param_groups)
+        group = _read(state, "_fsdp_param_group")
+        return [] if group is None else [group]
+
+    def _sharded(self) -> list[Any]:
+        """What torch keeps of each parameter."""
+        return [p for group in self._groups() for p in _read(group, "fsdp_params")]
+
+    def policy(self) -> MixedPrecisionPolicy:
+        """Raises UnknownTorchError."""
+        given = _given.get(self.modules[0])
+        return _read(self._state, "_mp_policy") if given is None else given[0]
+
+    def param_dtypes(self) -> dict[str, torch.dtype | None]:
+        """The dtype that the policy casts each parameter to. None: it keeps its own. Raises UnknownTorchError."""
+        common = self.policy().param_dtype
+        if self.modules[0] in _given:
+            return dict.fromkeys(self.params, common)
+        # From torch 2.15 on, a policy may have exceptions.
+        own = {id(_read(p, "sharded_param")): _read(p, "mp_policy").param_dtype for p in self._sharded()}
+        return {name: own.get(id(p), common) for name, p in self.params.items()}
+
+    def meshes(self) -> list[Any]:
+        """Lists of ranks, nested as the data-parallel mesh. Several if ``shard_placement_fn`` has named several, none
+        without parameters. Raises UnknownTorchError."""
+        given = _given.get(self.modules[0])
+        if given is not None and given[1] is not None:
+            return [given[1].mesh.tolist()]
+        found: list[Any] = []
+        for group in self._groups():
+            ranks = _read(group, "mesh_info").mesh.mesh.tolist()
+            found += [] if ranks in found else [ranks]
+        return found
+
+    def has_run(self) -> bool:
+        """Whether a forward has gathered the parameters, in the dtype of its policy. Raises UnknownTorchError."""
+        return any(hasattr(p, "_unsharded_param") for p in self._sharded())
+
+    def set_policy(self, policy: MixedPrecisionPolicy) -> Undo:
+        """Replaces the policy. No host sync, no collective.
+
+        Returns the undo. It works after forwards, too: the next one gathers the parameters anew.
+
+        Raises:
+            UnknownTorchError: it did not take. Nothing has changed then.
+        """
+        former = self.policy()
+        with ExitStack() as undo:
+            undo.callback(self._put, former)
+            self._put(policy)
+            for p in self._sharded():
+                # What torch has made of the policy. It leaves out a cast to the dtype of the parameter.
+                own = _read(p, "sharded_param").dtype
+                if own.is_floating_point and (_read(p, "param_dtype") or own) != (policy.param_dtype or own):
+                    raise UnknownTorchError
+            return undo.pop_all().close
+
+    def _put(self, policy: MixedPrecisionPolicy) -> None:
+        state, groups, sharded = self._state, self._groups(), self._sharded()
+        places = [(state, "_mp_policy"), *((p, "mp_policy") for p in sharded)]
+        places += [(group, "mp_policy") for group in groups if hasattr(group, "mp_policy")]
+        # Before the first forward only the dtypes: the rest of torch's lazy initialization has to see the parameters
+        # as they are then.
+        derive = "_init_mp_dtypes" if _read(state, "_is_root") is None else "lazy_init"
+        for holder, name in [*places, *((group, derive) for group in groups)]:
+            _read(holder, name)
+        if self.has_run():
+            for module in self.modules:
+                module.reshard()  # type: ignore[operator]
+        for holder, name in places:
+            setattr(holder, name, policy)
+        for p in sharded:
+            # Made by the first gather, in the dtype of that time.
+            p.all_gather_outputs = []
+            vars(p).pop("_unsharded_param", None)
+        for group in groups:
+            getattr(group, derive)()
+        if self.modules[0] in _given:
+            note_given(self.modules[0], policy, _given[self.modules[0]][1])
+
+
+def _read(holder: Any, name: str) -> Any:
+    if not hasattr(holder, name):
+        raise UnknownTorchError
+    return getattr(holder, name)
+
+
+def units_of(model: nn.Module) -> tuple[list[Unit], dict[str, Tensor]]:
+    """The units of a model, and its parameters by name that are in none. No host sync."""
+    units: dict[Any, Unit] = {}
+    outside: dict[str, Tensor] = {}
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module, name: str, unit: Unit | None) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        if is_fully_sharded(module):
+            one = Unit(name, [module], {})
+            try:
+                unit = units.setdefault(id(one._state), one)
+            except UnknownTorchError:
+                unit = units.setdefault(module, one)
+            if module not in unit.modules:
+                unit.modules.append(module)
+        params = outside if unit is None else unit.params
+        params.update((f"{name}.{n}" if name else n, p) for n, p in module.named_parameters(recurse=False))
+        for n, child in module.named_children():
+            visit(child, name if n == "_orig_mod" else f"{name}.{n}" if name else n, unit)
+
+    visit(model, "", None)
+    inside = {id(p) for unit in units.values() for p in unit.params.values()}
+    return list(units.values()), {name: p for name, p in outside.items() if id(p) not in inside}
