@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ampctx._errors import AmpError, AmpTypeError
 from ampctx.amp.binding import OptimizerBinding
 from ampctx.casts.arguments import LOW_PRECISION, ModelHook
+from ampctx.kernels.sharding import local
 
 # Entries of other floating types (float8) stay as they are.
 _CAST = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -68,9 +69,10 @@ def master_state_dict(model: nn.Module, bindings: list[OptimizerBinding], dtype:
     copies: dict[tuple[Any, ...], Tensor] = {}
     for key, value in state.items():
         if isinstance(value, Tensor):
-            same = (value.data_ptr(), value.storage_offset(), value.shape, value.stride(), value.dtype)
+            (part,) = local([value])  # a DTensor itself has no address
+            same = (part.data_ptr(), part.storage_offset(), value.shape, part.stride(), value.dtype)
             to = _dtype(value, dtype)
-            if value.layout != torch.strided or value.numel() == 0:
+            if value.layout != torch.strided or part.numel() == 0:
                 state[key] = value.detach().to(to, copy=True)
                 continue
             if same not in copies:

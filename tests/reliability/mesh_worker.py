@@ -1,7 +1,7 @@
 """One rank of two, over which parameters (DTensors) or the state of an optimizer (ZeroRedundancyOptimizer) are spread:
-prints what each scenario left.
+prints what each scenario left. With "meshes", one of four ranks over meshes of two dimensions.
 
-python mesh_worker.py RENDEZVOUS_FILE RANKS RANK
+python mesh_worker.py RENDEZVOUS_FILE RANKS RANK [meshes]
 """
 
 import copy
@@ -180,6 +180,54 @@ def fsdp_that_casts(kind, api, dtype) -> dict:
     loop.run().end()
     twin = alone(kind, "O2" if dtype == torch.float16 else "O5")
     return against(twin, loop) | {"layer": sorted(seen), "params": sorted({str(p.dtype) for p in model.parameters()})}
+
+
+def train_by(model, kind, level, **options) -> tuple[dict, list[torch.Tensor]]:
+    """What is left of a run with an overflow on one rank: figures, and the weights."""
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    shards = list(model.parameters())
+    loop = Loop(model, optimizer, level, **options).run()
+    masters = list(loop.session.master_params(optimizer))
+    model.reshard()
+    figures = {"moved": loop.moved, "scales": loop.scales, "norms": str(loop.norms)}  # nan is not equal to itself
+    shown = loop.session.master_state_dict(model)
+    same = [a is b is c for a, b, c in zip(masters, shards, model.parameters(), strict=True)]
+    figures["shards are masters"] = all(same) and all(shown[n].equal(p) for n, p in model.named_parameters())
+    loop.end()
+    return figures, [whole(t) for t in (*model.parameters(), *model.buffers())]
+
+
+def one_level(kind, level) -> dict:
+    """O2 or O5 of a sharded model, and the run of which it takes the place: a policy by hand, and O0."""
+    dtype = {"O2": torch.float16, "O5": torch.bfloat16}[level]
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    by_hand, expected = train_by(fully_sharded(policy), kind, "O0")
+    figures, found = train_by(fully_sharded(), kind, level)
+    accepted, by_policy = train_by(fully_sharded(policy), kind, level)
+    return figures | {
+        "equal": figures == by_hand == accepted and distance(found, expected) == distance(by_policy, expected) == 0,
+        "far from fp32": distance(found, train_by(fully_sharded(), kind, "O0")[1]),
+    }
+
+
+def with_norms() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Linear(5, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 6), nn.LayerNorm(6), nn.Linear(6, 3)
+    return nn.Sequential(*layers)
+
+
+def modules_in_fp32(kind, level) -> dict:
+    """BatchNorm and a ``keep_fp32`` module: units of ampctx's making, and units by hand."""
+    by_us = ampctx.distributed.fully_shard(with_norms(), level, mesh=MESH, units=nn.Linear, keep_fp32="4")
+    by_hand = with_norms()
+    for layer in (*by_hand[0:2], *by_hand[3:], by_hand):
+        fully_shard(layer, mesh=MESH)
+    seen = []
+    for layer in (1, 4):
+        by_us[layer].register_forward_hook(lambda module, args, output: seen.append(module.weight.dtype))
+    figures, found = train_by(by_us, kind, level, keep_fp32="4")
+    expected, others = train_by(by_hand, kind, level, keep_fp32="4")
+    return figures | {"equal": figures == expected and distance(found, others) == 0, "seen": sorted(map(str, {*seen}))}
 
 
 def tensor_parallel_run(kind, api) -> dict:
@@ -387,8 +435,8 @@ def errors() -> dict:
         except ampctx.AmpError as error:
             found[name] = str(error)
 
-    for level in ("O2", "O3", "O5"):
-        model = fully_sharded()
+    for level, make in (("O3", fully_sharded), ("O2", tensor_parallel), ("O5", tensor_parallel)):
+        model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         message(level, functools.partial(AmpSession().initialize, model, optimizer, opt_level=level, verbosity=0))
         found[f"{level} dtypes"] = sorted({str(p.to_local().dtype) for p in model.parameters()})
@@ -595,6 +643,9 @@ def everything() -> dict:
     for api, kind in (("scaler", "FusedAdam"), ("O0", "SGD"), ("O0", "Adam-fused")):
         results[f"fsdp-fp16 {api} {kind}"] = fsdp_that_casts(kind, api, torch.float16)
     results["fsdp-bf16 O0 SGD"] = fsdp_that_casts("SGD", "O0", torch.bfloat16)
+    for level, kind in (("O5", "FusedAdam"), ("O2", "FusedAdam"), ("O2", "SGD")):
+        results[f"level {level} {kind}"] = one_level(kind, level)
+    results["in fp32"] = modules_in_fp32("FusedAdam", "O5")
     for api, kind in (("scaler", "SGD"), ("O1", "FusedAdam"), ("O4", "SGD")):
         results[f"tp {api} {kind}"] = tensor_parallel_run(kind, api)
     for dp, tp in ((1, 2), (2, 1)):
@@ -604,7 +655,7 @@ def everything() -> dict:
     for api in ("scaler", "O1"):
         for kind in ("SGD", "Adam-fused", "FusedAdam"):
             results[f"shard {api} {kind}"] = inf_in_one_shard(kind, api)
-    for api, kind in (("scaler", "FusedAdam"), ("O1", "SGD"), ("O1", "FusedAdam")):
+    for api, kind in (("scaler", "FusedAdam"), ("O1", "SGD"), ("O1", "FusedAdam"), ("O5", "FusedAdam")):
         results[f"checkpoint {api} {kind}"] = checkpoint(kind, api)
     for api, synchronized in (("scaler", True), ("O1", True), ("O1", False)):
         results[f"accumulation {api} {synchronized}"] = accumulation(api, synchronized)
@@ -628,9 +679,38 @@ def everything() -> dict:
     return results
 
 
+def of_two_dimensions() -> dict:
+    """HSDP, and fully_shard over tensor parallelism, at O2 and O5."""
+
+    def replicas(**options):
+        model = mlp()
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=pairs, **options)
+        return model
+
+    def over_tensor_parallelism(**options):
+        model = parallelize_module(mlp(8), grid["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=grid["dp"], **options)
+        return model
+
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    results = {}
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)  # torch's own, see two_dimensions
+    for name, make in (("hsdp", replicas), ("tp", over_tensor_parallelism)):
+        for level, dtype in (("O2", torch.float16), ("O5", torch.bfloat16)):
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+            by_hand, expected = train_by(make(mp_policy=policy), "FusedAdam", "O0")
+            figures, found = train_by(make(), "FusedAdam", level)
+            results[f"{name} {level}"] = figures | {"equal": figures == by_hand and distance(found, expected) == 0}
+    return results
+
+
 dist.init_process_group("gloo", init_method=f"file://{FILE}", rank=RANK, world_size=RANKS)
 MESH = init_device_mesh("cpu", (RANKS,))
-print(json.dumps(two_by_two() if RANKS > 2 else everything()), flush=True)
+by_ranks = two_by_two if RANKS > 2 else everything
+print(json.dumps((of_two_dimensions if "meshes" in sys.argv else by_ranks)()), flush=True)
 dist.barrier()
 # gloo's threads may still be there at exit, and end the process with an abort then.
 os._exit(0)
