@@ -193,10 +193,7 @@ def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharde
             "masters. Use O2 or O5, and leave master_weights at None. See docs/guide/fsdp_zero.md#fsdp2."
         )
     if outside:
-        raise AmpError(
-            f'"{next(iter(outside))}" is in no unit of fully_shard, so nothing casts it to {low}. Apply fully_shard to '
-            "the model itself, after its layers, without ignored_params. See docs/guide/fsdp_zero.md#fsdp2."
-        )
+        raise _in_no_unit(next(iter(outside)), low)
     in_fp32 = modules_in_fp32(model, bool(policy.keep_batchnorm_fp32), kept.modules)
     keeper = {id(p): module for module in in_fp32 for p in module.parameters(recurse=False)}
     without: list[Unit] = []
@@ -204,6 +201,8 @@ def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharde
     sums: list[tuple[Unit, Any]] = []
     for unit in units:
         try:
+            if names := unit.left_out():
+                raise _in_no_unit(names[0], low)
             meshes += [(unit, mesh) for mesh in unit.meshes()]
             given = unit.policy()
             lacks = given == type(given)()
@@ -279,6 +278,14 @@ def _is_16_bit(
             f"pass its policy:{_lines(wanted)}"
         )
     return True
+
+
+def _in_no_unit(name: str, low: torch.dtype | None) -> AmpError:
+    return AmpError(
+        f'"{name}" is in no unit of fully_shard, so nothing casts it to {low}. Apply fully_shard to the model itself, '
+        "after its layers, and leave ignored_params out:\n    fully_shard(model, mesh=mesh)\n"
+        "See docs/guide/fsdp_zero.md#fsdp2."
+    )
 
 
 def _different(found: list[tuple[Unit, Any]]) -> list[tuple[Unit, Any]]:

@@ -13,20 +13,26 @@ here trains bit for bit like one given to ``fully_shard``.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ampctx.casts.arguments import Undo
-from ampctx.kernels.sharding import is_fully_sharded
+from ampctx.kernels.sharding import is_fully_sharded, is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-# Units whose policy and mesh are known without torch's private attributes, because ampctx passed them.
+T = TypeVar("T")
+
+# A parameter has this attribute from its first gather on.
+_GATHERED = "_unsharded_param"
+
+# The policy and the mesh that ampctx itself has given, for a torch that keeps them elsewhere.
 _given: weakref.WeakKeyDictionary[nn.Module, tuple[MixedPrecisionPolicy, Any]] = weakref.WeakKeyDictionary()
 
 
@@ -78,33 +84,53 @@ class Unit:
 
     def policy(self) -> MixedPrecisionPolicy:
         """Raises UnknownTorchError."""
-        given = _given.get(self.modules[0])
-        return _read(self._state, "_mp_policy") if given is None else given[0]
+        return self._known(lambda: _read(self._state, "_mp_policy"), lambda policy, mesh: policy)
 
     def param_dtypes(self) -> dict[str, torch.dtype | None]:
         """The dtype that the policy casts each parameter to. None: it keeps its own. Raises UnknownTorchError."""
         common = self.policy().param_dtype
-        if self.modules[0] in _given:
-            return dict.fromkeys(self.params, common)
+
+        def read() -> dict[int, torch.dtype | None]:
+            return {id(_read(p, "sharded_param")): _read(p, "mp_policy").param_dtype for p in self._sharded()}
+
         # From torch 2.15 on, a policy may have exceptions.
-        own = {id(_read(p, "sharded_param")): _read(p, "mp_policy").param_dtype for p in self._sharded()}
+        own = self._known(read, lambda policy, mesh: {})
         return {name: own.get(id(p), common) for name, p in self.params.items()}
+
+    def left_out(self) -> list[str]:
+        """The parameters that ``fully_shard`` was told to ignore. Raises UnknownTorchError."""
+
+        def read() -> list[str]:
+            known = {id(getattr(p, name, None)) for p in self._sharded() for name in ("sharded_param", _GATHERED)}
+            return [name for name, p in self.params.items() if id(p) not in known]
+
+        return self._known(read, lambda policy, mesh: [name for name, p in self.params.items() if not is_sharded(p)])
 
     def meshes(self) -> list[Any]:
         """Lists of ranks, nested as the data-parallel mesh. Several if ``shard_placement_fn`` has named several, none
         without parameters. Raises UnknownTorchError."""
-        given = _given.get(self.modules[0])
-        if given is not None and given[1] is not None:
-            return [given[1].mesh.tolist()]
-        found: list[Any] = []
-        for group in self._groups():
-            ranks = _read(group, "mesh_info").mesh.mesh.tolist()
-            found += [] if ranks in found else [ranks]
-        return found
+
+        def read() -> list[Any]:
+            found: list[Any] = []
+            for group in self._groups():
+                ranks = _read(group, "mesh_info").mesh.mesh.tolist()
+                found += [] if ranks in found else [ranks]
+            return found
+
+        return self._known(read, lambda policy, mesh: [] if mesh is None else [mesh.mesh.tolist()])
+
+    def _known(self, read: Callable[[], T], from_given: Callable[[MixedPrecisionPolicy, Any], T]) -> T:
+        """What torch's attributes say, or else what ampctx itself has given."""
+        try:
+            return read()
+        except UnknownTorchError:
+            if self.modules[0] not in _given:
+                raise
+            return from_given(*_given[self.modules[0]])
 
     def has_run(self) -> bool:
         """Whether a forward has gathered the parameters, in the dtype of its policy. Raises UnknownTorchError."""
-        return any(hasattr(p, "_unsharded_param") for p in self._sharded())
+        return any(hasattr(p, _GATHERED) for p in self._sharded())
 
     def set_policy(self, policy: MixedPrecisionPolicy) -> Undo:
         """Replaces the policy. No host sync, no collective.
@@ -142,11 +168,9 @@ class Unit:
         for p in sharded:
             # Made by the first gather, in the dtype of that time.
             p.all_gather_outputs = []
-            vars(p).pop("_unsharded_param", None)
+            vars(p).pop(_GATHERED, None)
         for group in groups:
             getattr(group, derive)()
-        if self.modules[0] in _given:
-            note_given(self.modules[0], policy, _given[self.modules[0]][1])
 
 
 def _read(holder: Any, name: str) -> Any:

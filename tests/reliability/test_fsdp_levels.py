@@ -1,0 +1,441 @@
+"""O2 and O5 of a model sharded over one rank: as without sharding, and what each refusal leaves."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as fsdp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.utils.parametrizations import weight_norm
+
+import ampctx
+from ampctx import AmpError, AmpTypeError, AmpValueError, optimizers
+from ampctx.amp import AmpSession
+from ampctx.distributed import fully_shard, mixed_precision_policy
+
+DTYPES = {"O2": torch.float16, "O5": torch.bfloat16}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+
+
+def of_all_kinds() -> nn.Sequential:
+    """Layers that O2 and O5 keep in fp32, and one for ``keep_fp32``. In a process group masters start from the rounded
+    weights, and shards do not: these are rounded already."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.ReLU(), weight_norm(nn.Linear(7, 6)), nn.LayerNorm(6)),
+        nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3, affine=False)),
+    )
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.bfloat16().half())
+    return model
+
+
+def shard(model, mesh, layers=(0, 2), **options):
+    for layer in (*(model[i] for i in layers), model):
+        fsdp.fully_shard(layer, mesh=mesh, **options)
+    return model
+
+
+def policy(dtype, reduce_dtype=torch.float32, **options) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, **options)
+
+
+class Run:
+    """Steps of a session of its own, with an overflow in the fourth where the scale moves."""
+
+    def __init__(self, model, level, **options):
+        self.model, self.session = model, AmpSession()
+        self.optimizer = optimizers.FusedAdam(model.parameters(), lr=0.01)
+        self.session.initialize(model, self.optimizer, opt_level=level, verbosity=0, **options)
+
+    def steps(self, first=0, last=6):
+        for step in range(first, last):
+            out = self.model(torch.randn(8, 5, generator=torch.Generator().manual_seed(step)))
+            assert out.dtype == torch.float32 or self.session.policy.opt_level in ("O1", "O4")
+            overflows = step == 3 and self.session.loss_scales[0].dynamic
+            loss = out.square().mean() * (torch.inf if overflows else 1)
+            with self.session.scale_loss(loss, self.optimizer) as scaled:
+                scaled.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return self
+
+    def end(self) -> list[torch.Tensor]:
+        """The weights, statistics and loss scale."""
+        scale = torch.tensor(self.session.loss_scales[0].value())
+        self.session.reset()
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()
+        return [*whole(self.model), scale]
+
+
+def whole(model) -> list[torch.Tensor]:
+    found = [*model.parameters(), *model.buffers()]
+    return [getattr(t, "full_tensor", lambda t=t: t)().detach().clone() for t in found]
+
+
+def same(some, others) -> bool:
+    return len(some) == len(others) and all(map(torch.equal, some, others))
+
+
+def units(model) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def policies(model) -> list[MixedPrecisionPolicy]:
+    """All that torch keeps: of states, groups and parameters. Their names are private; see ``fsdp_units``."""
+    states = [fsdp.fully_shard.state(unit) for unit in units(model)]
+    groups = [
+        group for s in states for group in getattr(s, "_fsdp_param_groups", None) or [s._fsdp_param_group] if group
+    ]
+    holders = [*(group for group in groups if hasattr(group, "mp_policy")), *(p for g in groups for p in g.fsdp_params)]
+    return [*(s._mp_policy for s in states), *(holder.mp_policy for holder in holders)]
+
+
+def hooks(model) -> list[int]:
+    return [len(m._forward_pre_hooks) + len(m._forward_hooks) + len(m._state_dict_hooks) for m in model.modules()]
+
+
+# --- the same numbers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["ampctx", "hand"])
+@pytest.mark.parametrize("level", DTYPES)
+def test_a_sharded_model_trains_as_one_that_is_not(mesh, level, by):
+    expected = Run(of_all_kinds(), level, keep_fp32="5.0").steps().end()
+    model = of_all_kinds()
+    if by == "ampctx":
+        fully_shard(model, level, mesh=mesh, units=[model[0], nn.LayerNorm], keep_fp32="5.0")
+        assert [name for name, m in model.named_modules() if isinstance(m, FSDPModule)] == [
+            *("", "0", "1", "3.parametrizations.weight", "4", "5.0")
+        ]
+    else:
+        fsdp.fully_shard(model[3].parametrizations["weight"], mesh=mesh)
+        fsdp.fully_shard(model[5][0], mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+        shard(model, mesh, (0, 1, 4))
+    assert same(Run(model, level, keep_fp32="5.0").steps().end(), expected)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_other_levels_get_no_policy(mesh, level):
+    assert mixed_precision_policy(level) == MixedPrecisionPolicy()
+    model = fully_shard(of_all_kinds(), level, mesh=mesh, units=nn.Linear)
+    assert len(units(model)) == 4
+    assert {*policies(model)} == {MixedPrecisionPolicy()}
+    assert same(Run(model, level).steps().end(), Run(of_all_kinds(), level).steps().end())
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32, torch.bfloat16])
+def test_a_policy_of_the_level_is_taken_as_it_is(mesh, reduce_dtype):
+    given = policy(torch.bfloat16, reduce_dtype)
+    assert mixed_precision_policy("O5", reduce_dtype=reduce_dtype) == given
+    model = shard(mlp(), mesh, mp_policy=given)
+    run = Run(model, "O5").steps()
+    assert {*policies(model)} == {given}
+    run.end()
+    assert {*policies(model)} == {given}
+
+
+def test_layers_of_one_unit_and_a_compiled_model(mesh):
+    """fully_shard of a list is one unit. torch.compile names the model another way."""
+    expected = Run(shard(mlp(), mesh), "O5").steps().end()
+    model = mlp()
+    fsdp.fully_shard([model[0], model[2]], mesh=mesh)
+    fsdp.fully_shard(model, mesh=mesh)
+    assert same(Run(model, "O5").steps().end(), expected)
+    compiled = torch.compile(shard(mlp(), mesh), backend="eager")
+    session = AmpSession()
+    session.initialize(compiled, torch.optim.SGD(compiled.parameters(), lr=0.1), opt_level="O5", verbosity=0)
+    assert {*policies(compiled)} == {policy(torch.bfloat16)}
+    session.reset()
+
+
+def test_several_models_sharded_and_not(mesh):
+    session, sharded, plain = AmpSession(), shard(mlp(), mesh), mlp()
+    optimizer = torch.optim.SGD([*sharded.parameters(), *plain.parameters()], lr=0.1)
+    session.initialize([sharded, plain], optimizer, opt_level="O5", verbosity=0)
+    assert plain[0].weight.dtype == torch.bfloat16
+    with session.scale_loss((sharded(torch.ones(2, 5)) + plain(torch.ones(2, 5))).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    session.reset()
+    for mine, other in zip(whole(sharded), whole(plain), strict=True):
+        torch.testing.assert_close(mine, other, atol=2e-2, rtol=0)
+
+
+# --- reset and checkpoints --------------------------------------------------------------------------------------------
+
+
+def test_reset_restores_the_policy_and_initialize_works_again(mesh):
+    model = shard(mlp(), mesh)
+    before = hooks(model)
+    first = Run(model, "O5").steps()
+    assert {*policies(model)} == {policy(torch.bfloat16)}
+    trained = first.end()
+    assert {*policies(model)} == {MixedPrecisionPolicy()}
+    assert hooks(model) == before or all(map(int.__le__, before, hooks(model)))  # torch adds some at the first forward
+
+    twin, x = mlp(), torch.randn(4, 5)
+    for p, value in zip(twin.parameters(), trained, strict=False):
+        p.data.copy_(value)
+    out = model(x)
+    out.sum().backward()
+    twin(x).sum().backward()
+    assert torch.equal(out, twin(x))
+    model.reshard()
+    for p, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p.grad.full_tensor(), other.grad)
+
+
+def test_initialize_again_after_reset(mesh):
+    model = shard(mlp(), mesh)
+    state = {name: t.detach().clone() for name, t in model.state_dict().items()}
+    first = Run(model, "O2").steps().end()
+    model.load_state_dict(state)
+    assert same(Run(model, "O2").steps().end(), first)
+    model.load_state_dict(state)
+    assert same(Run(model, "O5").steps().end(), Run(shard(mlp(), mesh), "O5").steps().end())
+
+
+def test_an_initialize_that_fails_later_restores_the_policies(mesh):
+    model = shard(mlp(), mesh)
+    before = hooks(model)
+    low = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    bad = [torch.optim.SGD([low], lr=0.1) for _ in range(2)]
+    with pytest.raises(AmpError, match="in two optimizers"):
+        AmpSession().initialize(model, bad, opt_level="O2", verbosity=0)
+    assert {*policies(model)} == {MixedPrecisionPolicy()}
+    assert hooks(model) == before
+
+
+@pytest.mark.parametrize("level", DTYPES)
+def test_a_checkpoint_resumes_bit_for_bit(mesh, level):
+    expected = Run(shard(mlp(), mesh), level).steps().end()
+    half = Run(shard(mlp(), mesh), level).steps(last=4)
+    saved = half.model.state_dict(), half.optimizer.state_dict(), half.session.state_dict(masters=True, grads=True)
+    saved = tuple({key: value for key, value in state.items()} for state in saved)
+    weights = {name: t.detach().clone() for name, t in saved[0].items()}
+    assert {t.dtype for t in weights.values()} == {torch.float32}
+    exported = half.session.master_state_dict(half.model)
+    assert all(torch.equal(exported[name].full_tensor(), t.full_tensor()) for name, t in weights.items())
+
+    rest = Run(shard(mlp(), mesh), level)
+    rest.model.load_state_dict(weights)
+    rest.optimizer.load_state_dict(saved[1])
+    rest.session.load_state_dict(saved[2])
+    assert same(rest.steps(first=4).end(), expected)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def with_norm() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+
+
+def has_run(mesh):
+    model = shard(mlp(), mesh)
+    model(torch.ones(2, 5)).sum().backward()
+    return model
+
+
+def only_layers(mesh):
+    model = mlp()
+    fsdp.fully_shard(model[0], mesh=mesh)
+    return model
+
+
+def ignoring(mesh):
+    model = mlp()
+    return shard(model, mesh, (0,), ignored_params={model[2].bias})
+
+
+def by_layer(mesh, *given):
+    """A policy for each of the layers and the model."""
+    model = mlp()
+    for module, one in zip((model[0], model[2], model), given, strict=True):
+        fsdp.fully_shard(module, mesh=mesh, mp_policy=one)
+    return model
+
+
+def over_two_meshes(mesh):
+    model = mlp()
+    fsdp.fully_shard(model[0], mesh=mesh)
+    return shard(model, init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard")), (2,))
+
+
+LINES = r"\n    policy = MixedPrecisionPolicy\(param_dtype=torch.bfloat16, reduce_dtype=torch.float32\)\n    fully_shard"
+BF16 = policy(torch.bfloat16)
+REFUSED = {
+    "after a forward": (has_run, r'the unit of the model itself|the unit "0" has run its forward.*' + LINES, {}),
+    "another dtype": (
+        lambda mesh: by_layer(mesh, BF16, policy(torch.float16), BF16),
+        r'the unit "2" has a policy that casts "2.weight" to torch.float16.*' + LINES,
+        {},
+    ),
+    "fp32": (
+        lambda mesh: by_layer(mesh, policy(torch.float32), BF16, BF16),
+        r'the unit "0" has a policy that casts "0.weight" to torch.float32.*' + LINES,
+        {},
+    ),
+    "inputs in another dtype": (
+        lambda mesh: by_layer(mesh, BF16, BF16, policy(torch.float16)),
+        r"the unit of the model itself has a policy that casts its inputs to torch.float16.*" + LINES,
+        {},
+    ),
+    "several policies": (
+        lambda mesh: by_layer(mesh, BF16, policy(torch.bfloat16, torch.bfloat16), BF16),
+        r'the unit "0" and the unit "2" have several policies.*torch.float32 and in torch.bfloat16.*' + LINES,
+        {},
+    ),
+    "some have no policy": (
+        lambda mesh: by_layer(mesh, MixedPrecisionPolicy(), policy(torch.bfloat16, torch.bfloat16), BF16),
+        r'the unit "0" and the unit "2" have several policies.*' + LINES,
+        {},
+    ),
+    "in no unit": (only_layers, r'"2.weight" is in no unit of fully_shard', {}),
+    "ignored": (ignoring, r'"2.bias" is in no unit of fully_shard', {}),
+    "two meshes": (
+        over_two_meshes,
+        r'the unit "0" is on the mesh \[0\], the unit "2" on the mesh \[\[0\]\]|the unit of the model itself is on',
+        {},
+    ),
+    "BatchNorm": (
+        lambda mesh: shard(with_norm(), mesh, ()),
+        r'"1" stays in fp32, and shares the unit of the model itself.*\n    fully_shard\(model.get_submodule\("1"\)',
+        {},
+    ),
+    "BatchNorm with a policy": (
+        lambda mesh: shard(with_norm(), mesh, (0,), mp_policy=BF16),
+        r'"1" stays in fp32, and shares the unit of the model itself with "2.weight"',
+        {},
+    ),
+    "BatchNorm in 16 bits": (
+        lambda mesh: shard(with_norm(), mesh, (0, 1, 2), mp_policy=BF16),
+        r'"1.weight" stays in fp32, and the unit "1" casts it to torch.bfloat16. Leave mp_policy out',
+        {},
+    ),
+    "keep_fp32": (
+        lambda mesh: shard(mlp(), mesh, ()),
+        r'"2" stays in fp32, and shares the unit of the model itself with "0.weight"',
+        {"keep_fp32": "2"},
+    ),
+    "no masters": (
+        lambda mesh: shard(mlp(), mesh),
+        r"O5 without master weights does not work under fully_shard",
+        {"master_weights": False},
+    ),
+    "O3": (
+        lambda mesh: shard(mlp(), mesh),
+        r"O3 without master weights does not work under fully_shard.*Use O2 or O5",
+        {"opt_level": "O3"},
+    ),
+    "tensor parallelism alone": (
+        lambda mesh: parallelize_module(mlp(), mesh, {"0": ColwiseParallel(), "2": ColwiseParallel()}),
+        r"DTensor of torch.float32.*With tensor parallelism alone use O1 or O4",
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_refused_by_name_and_nothing_changes(mesh, why):
+    make, message, options = REFUSED[why]
+    model = make(mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = policies(model), hooks(model), [id(p) for p in model.parameters()], whole(model)
+    with pytest.raises(AmpError) as caught:
+        AmpSession().initialize(model, optimizer, **{"opt_level": "O5", "verbosity": 0, **options})
+    assert re.search(message, str(caught.value), flags=re.S), str(caught.value)
+    assert "docs/guide/fsdp_zero.md#fsdp2" in str(caught.value)
+    after = policies(model), hooks(model), [id(p) for p in model.parameters()]
+    assert after == before[:3]
+    assert same(whole(model), before[3])
+    assert "step" not in vars(optimizer)
+
+
+def test_units_that_ran_with_the_policy_of_the_level_are_fine(mesh):
+    model = shard(mlp(), mesh, mp_policy=BF16)
+    model(torch.ones(2, 5)).sum().backward()
+    model.zero_grad()
+    model.reshard()
+    assert same(Run(model, "O5").steps().end(), Run(shard(mlp(), mesh), "O5").steps().end())
+
+
+# --- other versions of torch ------------------------------------------------------------------------------------------
+
+
+def test_a_torch_without_the_private_attributes(mesh, monkeypatch):
+    """Units of ampctx's making still work; the message leads there."""
+    expected = Run(shard(mlp(), mesh), "O5").steps().end()
+    model, of_ours = shard(mlp(), mesh), fully_shard(mlp(), "O5", mesh=mesh, units=nn.Linear)
+    monkeypatch.delattr(fsdp.fully_shard, "state")
+    lines = re.escape('    model = ampctx.distributed.fully_shard(model, "O5", mesh=mesh, units=[...])')
+    with pytest.raises(AmpError, match=rf"(?s)policy of the unit .* in torch {re.escape(torch.__version__)}.*\n{lines}"):
+        AmpSession().initialize(model, None, opt_level="O5", verbosity=0)
+    assert same(Run(of_ours, "O5").steps().end(), expected)
+
+
+@pytest.mark.parametrize("place", ["mp_policy", "_mp_policy"])
+def test_a_torch_that_keeps_policies_elsewhere(mesh, place):
+    model = shard(mlp(), mesh)
+    before = policies(model)
+    state = fsdp.fully_shard.state(model[2])
+    holder = state if place == "_mp_policy" else state._fsdp_param_group.fsdp_params[0]
+    kept = vars(holder).pop(place)
+    with pytest.raises(AmpError, match='cannot read or set the policy of the unit "2"'):
+        AmpSession().initialize(model, None, opt_level="O5", verbosity=0)
+    setattr(holder, place, kept)
+    assert policies(model) == before
+
+
+def test_a_policy_that_does_not_take(mesh, monkeypatch):
+    model = shard(mlp(), mesh)
+    group = fsdp.fully_shard.state(model[2])._fsdp_param_group
+    monkeypatch.setattr(group, "_init_mp_dtypes", lambda: None)  # a torch that derives dtypes at another time
+    with pytest.raises(AmpError, match='cannot read or set the policy of the unit "2"'):
+        AmpSession().initialize(model, None, opt_level="O5", verbosity=0)
+    assert {*policies(model)} == {MixedPrecisionPolicy()}
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"opt_level": "O3"}, AmpValueError, "opt_level O3 keeps no fp32 weights"),
+        ({"opt_level": "05"}, AmpValueError, "Unexpected optimization level '05'"),
+        ({"reduce_dtype": "fp32"}, AmpTypeError, "reduce_dtype is 'fp32', expected a floating torch.dtype"),
+        ({"reduce_dtype": torch.int32}, AmpTypeError, "reduce_dtype is torch.int32"),
+        ({"units": "layers.*"}, AmpTypeError, "units .*expected a module class or a module"),
+        ({"units": nn.Conv2d}, AmpValueError, "units has a Conv2d that is no module of the model"),
+        ({"units": [nn.Linear(1, 1)]}, AmpValueError, "units has a Linear that is no module of the model"),
+        ({"keep_fp32": "head"}, AmpValueError, "keep_fp32: no module of the models has a name that matches 'head'"),
+        ({"mp_policy": BF16}, AmpTypeError, "opt_level sets mp_policy"),
+        ({"model": None}, AmpTypeError, "model must be a torch.nn.Module, got NoneType"),
+    ],
+)
+def test_invalid_arguments_of_fully_shard(mesh, options, kind, message):
+    arguments = {"model": mlp(), "opt_level": "O5", "mesh": mesh, **options}
+    model = arguments.pop("model")
+    with pytest.raises(kind, match=message):
+        ampctx.distributed.fully_shard(model, **arguments)
+    assert model is None or units(model) == []
