@@ -84,6 +84,7 @@ def fully_shard(
 
     Raises:
         AmpTypeError, AmpValueError: an invalid argument, or an entry that matches no module. Nothing has changed then.
+        AmpError: torch 2.11 does not take parametrizations as units. Nothing has changed then.
     """
     if not isinstance(model, nn.Module):
         raise AmpTypeError(f"fully_shard: model must be a torch.nn.Module, got {type(model).__name__}.")
@@ -102,16 +103,27 @@ def fully_shard(
         hand_over = {m for m in (*kept.entries, *(others - inside)) if any(True for _ in m.parameters())} - {model}
     from torch.distributed import fsdp
 
-    # Inner units first: an outer one takes the parameters that are left.
-    for module in reversed(list(model.modules())):
-        if (module in chosen or module in hand_over) and not is_fully_sharded(module):
-            given = policy
-            if module in hand_over:
-                given = fsdp.MixedPrecisionPolicy(output_dtype=low)
-            elif kept is not None and module in kept.modules:
-                given = fsdp.MixedPrecisionPolicy()
+    # Inner units first: an outer one takes the parameters that are left. Before them parametrizations, which torch may
+    # refuse.
+    inner_first = reversed([m for m in model.modules() if m in chosen or m in hand_over])
+    for module in sorted(inner_first, key=lambda m: not isinstance(m, ParametrizationList)):
+        if is_fully_sharded(module):
+            continue
+        given = policy
+        if module in hand_over:
+            given = fsdp.MixedPrecisionPolicy(output_dtype=low)
+        elif kept is not None and module in kept.modules:
+            given = fsdp.MixedPrecisionPolicy()
+        try:
             fsdp.fully_shard(module, mesh=mesh, mp_policy=given, **options)
-            note_given(module, given, mesh)
+        except ValueError as error:
+            if not isinstance(module, ParametrizationList):
+                raise
+            raise AmpError(
+                f"fully_shard: torch {torch.__version__} takes no parametrization as a unit, and at {opt_level} they "
+                "compute in fp32. Pass the modules that have one to keep_fp32, here and to amp.initialize."
+            ) from error
+        note_given(module, given, mesh)
     return model
 
 
@@ -270,7 +282,7 @@ def _is_16_bit(
                 f'"{module}" stays in fp32, and shares {unit} with "{low[0]}", which the level casts to '
                 f"{wanted.param_dtype}. torch gathers a unit in one dtype. Make it a unit of its own, first:\n"
                 f'    fully_shard(model.get_submodule("{module}"), mesh=mesh)\n'
-                "or let ampctx.distributed.fully_shard do that. See docs/guide/fsdp_zero.md#fsdp2."
+                "or let ampctx.distributed.fully_shard do that, or pass the module around it to keep_fp32. See docs/guide/fsdp_zero.md#fsdp2."
             )
     if given is None and unit.has_run():
         raise AmpError(

@@ -33,13 +33,17 @@ def mlp() -> nn.Sequential:
 
 
 def of_all_kinds() -> nn.Sequential:
-    """Layers that O2 and O5 keep in fp32, and one for ``keep_fp32``. In a process group masters start from the rounded
-    weights, and shards do not: these are rounded already."""
+    """BatchNorm, which O2 and O5 keep in fp32, and a layer for ``keep_fp32``."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        *(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.ReLU(), weight_norm(nn.Linear(7, 6)), nn.LayerNorm(6)),
+        *(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 6), nn.LayerNorm(6)),
         nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3, affine=False)),
     )
+    return rounded(model)
+
+
+def rounded(model):
+    """In a process group amp's masters start from the rounded weights, and shards do not."""
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p.bfloat16().half())
@@ -123,13 +127,33 @@ def test_a_sharded_model_trains_as_one_that_is_not(mesh, level, by):
     if by == "ampctx":
         fully_shard(model, level, mesh=mesh, units=[model[0], nn.LayerNorm], keep_fp32="5.0")
         assert [name for name, m in model.named_modules() if isinstance(m, FSDPModule)] == [
-            *("", "0", "1", "3.parametrizations.weight", "4", "5.0")
+            *("", "0", "1", "4", "5.0")
         ]
     else:
-        fsdp.fully_shard(model[3].parametrizations["weight"], mesh=mesh)
         fsdp.fully_shard(model[5][0], mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
         shard(model, mesh, (0, 1, 4))
     assert same(Run(model, level, keep_fp32="5.0").steps().end(), expected)
+
+
+def test_parametrizations_compute_in_fp32(mesh):
+    def model():
+        model = mlp()
+        weight_norm(model[0])
+        return rounded(model)
+
+    sharded = model()
+    expected = Run(model(), "O5").steps().end()
+    try:
+        fully_shard(sharded, "O5", mesh=mesh)
+    except AmpError as error:
+        assert "takes no parametrization as a unit" in str(error)
+        assert torch.__version__ < "2.13"
+        assert units(sharded) == []
+        expected = Run(model(), "O5", keep_fp32="0").steps().end()
+        fully_shard(sharded, "O5", mesh=mesh, keep_fp32="0")
+        assert same(Run(sharded, "O5", keep_fp32="0").steps().end(), expected)
+    else:
+        assert same(Run(sharded, "O5").steps().end(), expected)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
