@@ -1,7 +1,8 @@
 """Collectives that name their call when they fail, and hooks for DistributedDataParallel.
 
-``average_hook`` and ``lossy`` are for ``register_comm_hook``, ``fully_shard`` and ``mixed_precision_policy`` for FSDP2. The rest implements ``process_group=`` of
-``amp.initialize`` and ``GradScaler``, ``amp.check_ranks`` and ``amp.joinable``.
+``average_hook`` and ``lossy`` are for ``register_comm_hook``, ``fully_shard`` and ``mixed_precision_policy`` for O2 and
+O5 with FSDP2. The rest implements ``process_group=`` of ``amp.initialize`` and ``GradScaler``, ``amp.check_ranks`` and
+``amp.joinable``.
 """
 
 import math

@@ -166,11 +166,13 @@ class Sharded(NamedTuple):
         policy: what units without a policy get.
         without: these units.
         kept: fp32 modules that are units, and hand their outputs over in 16 bits.
+        casts_outputs: whether the policy of the model itself has an ``output_dtype``. The level's comes after it.
     """
 
     policy: MixedPrecisionPolicy
     without: list[Unit]
     kept: list[nn.Module]
+    casts_outputs: bool
 
     def apply(self, undo: ExitStack) -> None:
         """Raises AmpError if a policy did not take. ``undo`` restores the former ones."""
@@ -211,12 +213,14 @@ def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharde
     without: list[Unit] = []
     meshes: list[tuple[Unit, Any]] = []
     sums: list[tuple[Unit, Any]] = []
+    casts_outputs = False
     for unit in units:
         try:
             if names := unit.left_out():
                 raise _in_no_unit(names[0], low)
             meshes += [(unit, mesh) for mesh in unit.meshes()]
             given = unit.policy()
+            casts_outputs |= model in unit.modules and given.output_dtype is not None
             lacks = given == type(given)()
             if _is_16_bit(unit, None if lacks else given, wanted, in_fp32, keeper):
                 without += [unit] * lacks
@@ -236,7 +240,7 @@ def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharde
             f"policy to each fully_shard:{_lines(wanted)}"
         )
     roots = [m for unit in units for m in unit.modules if m in in_fp32 and m is not model]
-    return Sharded(wanted, without, [m for m in roots if m not in kept.entries])
+    return Sharded(wanted, without, [m for m in roots if m not in kept.entries], casts_outputs)
 
 
 def _is_16_bit(
@@ -266,8 +270,9 @@ def _is_16_bit(
     dtypes = unit.param_dtypes() if given is not None else dict.fromkeys(floating, wanted.param_dtype)
     for name in low:
         if dtypes[name] != wanted.param_dtype:
+            has = f'casts "{name}" to {dtypes[name]}' if dtypes[name] else f'does not cast "{name}"'
             raise AmpError(
-                f'{unit} has a policy that casts "{name}" to {dtypes[name]}, and the level computes in '
+                f"{unit} has a policy that {has}, and the level computes in "
                 f"{wanted.param_dtype}. Pass its policy:{_lines(wanted)}"
             )
     if given is not None and not low and given.param_dtype not in (None, wanted.param_dtype):
@@ -282,7 +287,8 @@ def _is_16_bit(
                 f'"{module}" stays in fp32, and shares {unit} with "{low[0]}", which the level casts to '
                 f"{wanted.param_dtype}. torch gathers a unit in one dtype. Make it a unit of its own, first:\n"
                 f'    fully_shard(model.get_submodule("{module}"), mesh=mesh)\n'
-                "or let ampctx.distributed.fully_shard do that, or pass the module around it to keep_fp32. See docs/guide/fsdp_zero.md#fsdp2."
+                "or let ampctx.distributed.fully_shard do that, or pass the module around it to keep_fp32. See "
+                "docs/guide/fsdp_zero.md#fsdp2."
             )
     if given is None and unit.has_run():
         raise AmpError(
@@ -315,7 +321,7 @@ def _lines(wanted: MixedPrecisionPolicy) -> str:
 
 
 def _unknown_torch(unit: Unit, wanted: MixedPrecisionPolicy) -> AmpError:
-    level = {torch.float16: "O2", torch.bfloat16: "O5"}[wanted.param_dtype]
+    level = "O2" if wanted.param_dtype == torch.float16 else "O5"
     return AmpError(
         f"ampctx cannot read or set the policy of {unit} in torch {torch.__version__}. Shard the model by:\n"
         f'    model = ampctx.distributed.fully_shard(model, "{level}", mesh=mesh, units=[...])\n'

@@ -94,7 +94,8 @@ def cast_models(
             originals.update(data)
             undo.callback(casting.install_state_dict_upcast(model, ShowMasters))
         takes = torch.float32 if policy.casts_model and model in kept.modules else policy.input_dtype
-        undo.callback(casting.install_io_casts(model, takes, policy.output_dtype))
+        outputs_last = model in sharded and sharded[model].casts_outputs
+        undo.callback(casting.install_io_casts(model, takes, policy.output_dtype, outputs_last))
     if policy.input_dtype not in (None, torch.float32):
         for module in kept.entries:
             if module not in models:

@@ -208,18 +208,21 @@ class _CastOutputs(ModelHook):
         return map_floating(output, self.dtype)
 
 
-def install_io_casts(model: nn.Module, input_dtype: torch.dtype | None, output_dtype: torch.dtype | None) -> Undo:
+def install_io_casts(
+    model: nn.Module, input_dtype: torch.dtype | None, output_dtype: torch.dtype | None, outputs_last: bool = False
+) -> Undo:
     """Casts inputs and outputs of ``model(...)``; None leaves that side alone. No host sync.
 
     The hooks are on ``model`` only, not on its children. Hooks that the user registered earlier see inputs before the
-    cast and outputs after it. fully_shard's hooks run last and apply its MixedPrecisionPolicy.
+    cast and outputs after it. fully_shard's hooks run last and apply its MixedPrecisionPolicy. ``outputs_last``: cast
+    outputs after all these hooks.
     """
     with ExitStack() as stack:
         if input_dtype is not None:
             cast, prepend = _CastInputs(input_dtype), is_fully_sharded(model)
             stack.callback(model.register_forward_pre_hook(cast, prepend=prepend, with_kwargs=True).remove)
         if output_dtype is not None:
-            stack.callback(model.register_forward_hook(_CastOutputs(output_dtype), prepend=True).remove)
+            stack.callback(model.register_forward_hook(_CastOutputs(output_dtype), prepend=not outputs_last).remove)
         return stack.pop_all().close
 
 

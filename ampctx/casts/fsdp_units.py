@@ -6,8 +6,8 @@ one that touches torch's private attributes for that. They are the same in torch
 - a state has one group of parameters (2.11), or a list of groups
 - groups keep the policy beside their parameters (until 2.14)
 
-Whatever is missing raises ``UnknownTorchError``. ``tests/reliability/test_fsdp_levels.py`` guards these names: a policy set
-here trains bit for bit like one given to ``fully_shard``.
+Whatever is missing raises ``UnknownTorchError``. ``tests/reliability/test_fsdp_levels.py`` guards these names: a policy
+set here trains bit for bit like one given to ``fully_shard``.
 """
 
 from __future__ import annotations
@@ -140,9 +140,9 @@ class Unit:
         Raises:
             UnknownTorchError: it did not take. Nothing has changed then.
         """
-        former = self.policy()
         with ExitStack() as undo:
-            undo.callback(self._put, former)
+            # Weak, so that the undo does not keep the model alive.
+            undo.callback(_restore, weakref.ref(self.modules[0]), self.policy())
             self._put(policy)
             for p in self._sharded():
                 # What torch has made of the policy. It leaves out a cast to the dtype of the parameter.
@@ -161,8 +161,7 @@ class Unit:
         for holder, name in [*places, *((group, derive) for group in groups)]:
             _read(holder, name)
         if self.has_run():
-            for module in self.modules:
-                module.reshard()  # type: ignore[operator]
+            self.modules[0].reshard()  # type: ignore[operator]
         for holder, name in places:
             setattr(holder, name, policy)
         for p in sharded:
@@ -171,6 +170,11 @@ class Unit:
             vars(p).pop(_GATHERED, None)
         for group in groups:
             getattr(group, derive)()
+
+
+def _restore(reference: weakref.ref[nn.Module], policy: MixedPrecisionPolicy) -> None:
+    if (module := reference()) is not None:
+        Unit("", [module], {})._put(policy)
 
 
 def _read(holder: Any, name: str) -> Any:

@@ -1,6 +1,8 @@
 """O2 and O5 of a model sharded over one rank: as without sharding, and what each refusal leaves."""
 
+import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -126,9 +128,7 @@ def test_a_sharded_model_trains_as_one_that_is_not(mesh, level, by):
     model = of_all_kinds()
     if by == "ampctx":
         fully_shard(model, level, mesh=mesh, units=[model[0], nn.LayerNorm], keep_fp32="5.0")
-        assert [name for name, m in model.named_modules() if isinstance(m, FSDPModule)] == [
-            *("", "0", "1", "4", "5.0")
-        ]
+        assert [name for name, m in model.named_modules() if isinstance(m, FSDPModule)] == [*("", "0", "1", "4", "5.0")]
     else:
         fsdp.fully_shard(model[5][0], mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
         shard(model, mesh, (0, 1, 4))
@@ -142,18 +142,14 @@ def test_parametrizations_compute_in_fp32(mesh):
         return rounded(model)
 
     sharded = model()
-    expected = Run(model(), "O5").steps().end()
-    try:
-        fully_shard(sharded, "O5", mesh=mesh)
-    except AmpError as error:
-        assert "takes no parametrization as a unit" in str(error)
-        assert torch.__version__ < "2.13"
+    if torch.__version__ < "2.13":
+        with pytest.raises(AmpError, match=r"takes no parametrization as a unit.*keep_fp32"):
+            fully_shard(sharded, "O5", mesh=mesh)
         assert units(sharded) == []
-        expected = Run(model(), "O5", keep_fp32="0").steps().end()
-        fully_shard(sharded, "O5", mesh=mesh, keep_fp32="0")
-        assert same(Run(sharded, "O5", keep_fp32="0").steps().end(), expected)
-    else:
-        assert same(Run(sharded, "O5").steps().end(), expected)
+    options = {"keep_fp32": "0"} if torch.__version__ < "2.13" else {}
+    expected = Run(model(), "O5", **options).steps().end()
+    fully_shard(sharded, "O5", mesh=mesh, **options)
+    assert same(Run(sharded, "O5", **options).steps().end(), expected)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
@@ -174,6 +170,19 @@ def test_a_policy_of_the_level_is_taken_as_it_is(mesh, reduce_dtype):
     assert {*policies(model)} == {given}
     run.end()
     assert {*policies(model)} == {given}
+
+
+def test_outputs_are_those_of_the_level(mesh):
+    """Also where the policy has other ones."""
+    given = policy(torch.bfloat16, output_dtype=torch.bfloat16)
+    expected = Run(shard(mlp(), mesh), "O5").steps().end()
+    assert same(Run(shard(mlp(), mesh, mp_policy=given), "O5").steps().end(), expected)
+    model = shard(mlp(), mesh)
+    session = AmpSession()
+    session.initialize(model, None, opt_level="O5", cast_model_outputs=torch.float16, verbosity=0)
+    assert model(torch.ones(2, 5)).dtype == torch.float16
+    session.reset()
+    assert model(torch.ones(2, 5)).dtype == torch.float32
 
 
 def test_layers_of_one_unit_and_a_compiled_model(mesh):
@@ -237,6 +246,15 @@ def test_initialize_again_after_reset(mesh):
     assert same(Run(model, "O5").steps().end(), Run(shard(mlp(), mesh), "O5").steps().end())
 
 
+def test_a_session_does_not_keep_the_model_alive(mesh):
+    run = Run(shard(mlp(), mesh), "O5").steps()
+    session, model = run.session, weakref.ref(run.model)
+    del run
+    gc.collect()
+    assert model() is None
+    session.reset()
+
+
 def test_an_initialize_that_fails_later_restores_the_policies(mesh):
     model = shard(mlp(), mesh)
     before = hooks(model)
@@ -252,17 +270,16 @@ def test_an_initialize_that_fails_later_restores_the_policies(mesh):
 def test_a_checkpoint_resumes_bit_for_bit(mesh, level):
     expected = Run(shard(mlp(), mesh), level).steps().end()
     half = Run(shard(mlp(), mesh), level).steps(last=4)
-    saved = half.model.state_dict(), half.optimizer.state_dict(), half.session.state_dict(masters=True, grads=True)
-    saved = tuple({key: value for key, value in state.items()} for state in saved)
-    weights = {name: t.detach().clone() for name, t in saved[0].items()}
+    weights = {name: t.detach().clone() for name, t in half.model.state_dict().items()}
+    saved = half.optimizer.state_dict(), half.session.state_dict(masters=True, grads=True)
     assert {t.dtype for t in weights.values()} == {torch.float32}
     exported = half.session.master_state_dict(half.model)
     assert all(torch.equal(exported[name].full_tensor(), t.full_tensor()) for name, t in weights.items())
 
     rest = Run(shard(mlp(), mesh), level)
     rest.model.load_state_dict(weights)
-    rest.optimizer.load_state_dict(saved[1])
-    rest.session.load_state_dict(saved[2])
+    rest.optimizer.load_state_dict(saved[0])
+    rest.session.load_state_dict(saved[1])
     assert same(rest.steps(first=4).end(), expected)
 
 
@@ -305,7 +322,9 @@ def over_two_meshes(mesh):
     return shard(model, init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard")), (2,))
 
 
-LINES = r"\n    policy = MixedPrecisionPolicy\(param_dtype=torch.bfloat16, reduce_dtype=torch.float32\)\n    fully_shard"
+LINES = (
+    r"\n    policy = MixedPrecisionPolicy\(param_dtype=torch.bfloat16, reduce_dtype=torch.float32\)\n    fully_shard"
+)
 BF16 = policy(torch.bfloat16)
 REFUSED = {
     "after a forward": (has_run, r'the unit of the model itself|the unit "0" has run its forward.*' + LINES, {}),
@@ -317,6 +336,11 @@ REFUSED = {
     "fp32": (
         lambda mesh: by_layer(mesh, policy(torch.float32), BF16, BF16),
         r'the unit "0" has a policy that casts "0.weight" to torch.float32.*' + LINES,
+        {},
+    ),
+    "only outputs": (
+        lambda mesh: by_layer(mesh, policy(None, output_dtype=torch.bfloat16), BF16, BF16),
+        r'the unit "0" has a policy that does not cast "0.weight".*' + LINES,
         {},
     ),
     "inputs in another dtype": (
@@ -412,7 +436,9 @@ def test_a_torch_without_the_private_attributes(mesh, monkeypatch):
     model, of_ours = shard(mlp(), mesh), fully_shard(mlp(), "O5", mesh=mesh, units=nn.Linear)
     monkeypatch.delattr(fsdp.fully_shard, "state")
     lines = re.escape('    model = ampctx.distributed.fully_shard(model, "O5", mesh=mesh, units=[...])')
-    with pytest.raises(AmpError, match=rf"(?s)policy of the unit .* in torch {re.escape(torch.__version__)}.*\n{lines}"):
+    with pytest.raises(
+        AmpError, match=rf"(?s)policy of the unit .* in torch {re.escape(torch.__version__)}.*\n{lines}"
+    ):
         AmpSession().initialize(model, None, opt_level="O5", verbosity=0)
     assert same(Run(of_ours, "O5").steps().end(), expected)
 
