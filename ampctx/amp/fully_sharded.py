@@ -56,7 +56,6 @@ def fully_shard(
     mesh: Any = None,
     units: Any = (),
     keep_fp32: Any = (),
-    keep_batchnorm_fp32: bool = True,
     reduce_dtype: torch.dtype | None = torch.float32,
     **options: Any,
 ) -> nn.Module:
@@ -75,7 +74,7 @@ def fully_shard(
         opt_level: the level to pass to ``amp.initialize``, any but "O3".
         mesh: a ``DeviceMesh`` of one dimension, or of two for HSDP: (replicate, shard). None, the default: all ranks.
         units: modules or module classes, one or several, to gather one at a time. The model itself is always a unit.
-        keep_fp32, keep_batchnorm_fp32: as in ``amp.initialize``. Pass the same there.
+        keep_fp32: as in ``amp.initialize``. Pass the same there.
         reduce_dtype: see ``mixed_precision_policy``.
         options: other arguments of torch's ``fully_shard``.
 
@@ -84,12 +83,15 @@ def fully_shard(
 
     Raises:
         AmpTypeError, AmpValueError: an invalid argument, or an entry that matches no module. Nothing has changed then.
-        AmpError: torch 2.11 does not take parametrizations as units. Nothing has changed then.
+        AmpError: the model is sharded already; torch 2.11 does not take parametrizations as units. Nothing has changed
+            then.
     """
     if not isinstance(model, nn.Module):
         raise AmpTypeError(f"fully_shard: model must be a torch.nn.Module, got {type(model).__name__}.")
     if "mp_policy" in options:
         raise AmpTypeError("fully_shard: opt_level sets mp_policy. Leave it out, or call torch's fully_shard.")
+    if is_fully_sharded(model):
+        raise AmpError("fully_shard: the model is sharded already. Call one fully_shard, torch's or ampctx's.")
     low = _low_dtype(opt_level)
     level = resolve(opt_level, keep_fp32=keep_fp32)
     policy = _policy(low, reduce_dtype)
@@ -98,7 +100,7 @@ def fully_shard(
     hand_over: set[nn.Module] = set()
     if low is not None:
         kept = find_kept([model], level.keep_fp32)
-        others = modules_in_fp32(model, keep_batchnorm_fp32) - kept.modules
+        others = modules_in_fp32(model, True) - kept.modules
         inside = {m for p in others if isinstance(p, ParametrizationList) for m in p.modules() if m is not p}
         hand_over = {m for m in (*kept.entries, *(others - inside)) if any(True for _ in m.parameters())} - {model}
     from torch.distributed import fsdp
@@ -208,7 +210,13 @@ def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharde
         )
     if outside:
         raise _in_no_unit(next(iter(outside)), low)
-    in_fp32 = modules_in_fp32(model, bool(policy.keep_batchnorm_fp32), kept.modules)
+    in_fp32 = modules_in_fp32(model, True, kept.modules)
+    if not policy.keep_batchnorm_fp32 and (cast := in_fp32 - modules_in_fp32(model, False, kept.modules)):
+        name = next(name for name, module in model.named_modules() if module in cast)
+        raise AmpError(
+            f'keep_batchnorm_fp32=False would cast "{name}", and fully_shard casts no running statistics. Leave it at '
+            "None. See docs/guide/fsdp_zero.md#fsdp2."
+        )
     keeper = {id(p): module for module in in_fp32 for p in module.parameters(recurse=False)}
     without: list[Unit] = []
     meshes: list[tuple[Unit, Any]] = []

@@ -380,6 +380,11 @@ REFUSED = {
         r'"1.weight" stays in fp32, and the unit "1" casts it to torch.bfloat16. Leave mp_policy out',
         {},
     ),
+    "BatchNorm that is cast": (
+        lambda mesh: shard(with_norm(), mesh, (0, 1)),
+        r'keep_batchnorm_fp32=False would cast "1", and fully_shard casts no running statistics',
+        {"keep_batchnorm_fp32": False},
+    ),
     "keep_fp32": (
         lambda mesh: shard(mlp(), mesh, ()),
         r'"2" stays in fp32, and shares the unit of the model itself with "0.weight"',
@@ -489,3 +494,11 @@ def test_invalid_arguments_of_fully_shard(mesh, options, kind, message):
     with pytest.raises(kind, match=message):
         ampctx.distributed.fully_shard(model, **arguments)
     assert model is None or units(model) == []
+
+
+def test_a_model_is_sharded_once(mesh):
+    model = fully_shard(with_norm(), "O5", mesh=mesh)
+    before = policies(model)
+    with pytest.raises(AmpError, match="the model is sharded already"):
+        fully_shard(model, "O2", mesh=mesh)
+    assert policies(model) == before
