@@ -112,12 +112,12 @@ class Rank:
         session.check_ranks(same_parameters=False)
         session.reset()
 
-    def sharded(self) -> None:
+    def sharded(self, level: str) -> None:
         """fully_shard: ranks skip together, and clip by the norm of the whole model."""
         model = self.model()
         for module in (model[0], model[2], model):
             fully_shard(module, mesh=self.mesh)
-        session, optimizer = self.start("O1", model)
+        session, optimizer = self.start(level, model)
         norms = self.train(session, model, optimizer, clip=True)
         self.same("norms", [norm for i, norm in enumerate(norms) if i != OVERFLOW_AT])
         session.reset()
@@ -153,7 +153,8 @@ class Rank:
         }
         others = [self.different_parameters, self.uneven, self.scales_that_differ]
         if self.device.type == "cpu" or "nccl" in dist.get_backend_config():
-            others.append(self.sharded)  # gloo need not have its collectives for CUDA tensors
+            # gloo need not have its collectives for CUDA tensors.
+            cases |= {f"sharded {level}": partial(self.sharded, level) for level in ("O1", "O2", "O5")}
         cases |= {case.__name__: case for case in others}
         found = {}
         for name, case in cases.items():
