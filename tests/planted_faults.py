@@ -250,6 +250,18 @@ FAULTS = [
         f"{AMP}casting.py",
     ),
     Fault(
+        "a sharded unit keeps its policy after reset", "ampctx",
+        "undo.callback(_restore, weakref.ref(self.modules[0]), self.policy())", "pass", f"{ROWS}fsdp_levels.py",
+    ),
+    Fault(
+        "shards are gathered in the dtype of before reset", "ampctx",
+        "vars(p).pop(_GATHERED, None)", "pass", f"{ROWS}fsdp_levels.py",
+    ),
+    Fault(
+        "a BatchNorm unit hands fp32 over", "ampctx",
+        "undo.callback(install_io_casts(module, None, self.policy.param_dtype))", "pass", f"{ROWS}fsdp_levels.py",
+    ),
+    Fault(
         "a master begins with the rounded weight", "ampctx",
         "source = p if original is None or is_distributed() else original", "source = p",
         f"{AMP}parameters.py {AMP}initialize.py",

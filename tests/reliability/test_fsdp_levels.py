@@ -130,9 +130,20 @@ def test_a_sharded_model_trains_as_one_that_is_not(mesh, level, by):
         fully_shard(model, level, mesh=mesh, units=[model[0], nn.LayerNorm], keep_fp32="5.0")
         assert [name for name, m in model.named_modules() if isinstance(m, FSDPModule)] == [*("", "0", "1", "4", "5.0")]
     else:
-        fsdp.fully_shard(model[5][0], mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+        fsdp.fully_shard(model[5][0], mesh=mesh, mp_policy=policy(torch.float32))
         shard(model, mesh, (0, 1, 4))
     assert same(Run(model, level, keep_fp32="5.0").steps().end(), expected)
+
+
+def test_a_unit_in_fp32_by_its_policy_hands_16_bits_over(mesh):
+    model = with_norm()
+    fsdp.fully_shard(model[1], mesh=mesh, mp_policy=policy(torch.float32))
+    shard(model, mesh, ())
+    run = Run(model, "O5")
+    seen = []
+    model[2].register_forward_pre_hook(lambda module, args: seen.append((args[0].dtype, model[1].running_mean.dtype)))
+    run.steps().end()
+    assert {*seen} == {(torch.bfloat16, torch.float32)}
 
 
 def test_parametrizations_compute_in_fp32(mesh):
