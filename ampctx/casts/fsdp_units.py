@@ -188,10 +188,12 @@ def units_of(model: nn.Module) -> tuple[list[Unit], dict[str, Tensor]]:
     units: dict[Any, Unit] = {}
     outside: dict[str, Tensor] = {}
     seen: set[nn.Module] = set()
-
-    def visit(module: nn.Module, name: str, unit: Unit | None) -> None:
+    # No recursive inner function: it would be a cycle that keeps the model alive.
+    left: list[tuple[nn.Module, str, Unit | None]] = [(model, "", None)]
+    while left:
+        module, name, unit = left.pop()
         if module in seen:
-            return
+            continue
         seen.add(module)
         if is_fully_sharded(module):
             one = Unit(name, [module], {})
@@ -203,9 +205,7 @@ def units_of(model: nn.Module) -> tuple[list[Unit], dict[str, Tensor]]:
                 unit.modules.append(module)
         params = outside if unit is None else unit.params
         params.update((f"{name}.{n}" if name else n, p) for n, p in module.named_parameters(recurse=False))
-        for n, child in module.named_children():
-            visit(child, name if n == "_orig_mod" else f"{name}.{n}" if name else n, unit)
-
-    visit(model, "", None)
+        children = [(c, name if n == "_orig_mod" else f"{name}.{n}" if name else n) for n, c in module.named_children()]
+        left += [(child, path, unit) for child, path in reversed(children)]
     inside = {id(p) for unit in units.values() for p in unit.params.values()}
     return list(units.values()), {name: p for name, p in outside.items() if id(p) not in inside}
