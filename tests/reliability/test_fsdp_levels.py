@@ -294,6 +294,19 @@ def test_a_checkpoint_resumes_bit_for_bit(mesh, level):
     assert same(rest.steps(first=4).end(), expected)
 
 
+@pytest.mark.parametrize("sharded_first", [True, False])
+def test_state_by_names_goes_to_a_model_that_is_not_sharded_and_back(mesh, sharded_first):
+    def start(sharded):
+        return Run(shard(rounded(mlp()), mesh) if sharded else rounded(mlp()), "O5")
+
+    expected = start(True).steps().end()
+    half = start(sharded_first).steps(last=4)
+    state = half.session.get_state_dict(half.model, half.optimizer, full_state_dict=True)
+    rest = start(not sharded_first)
+    rest.session.set_state_dict(rest.model, rest.optimizer, state)
+    assert same(rest.steps(first=4).end(), expected)
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
