@@ -1,6 +1,6 @@
 """One rank that runs programs, and trains examples/mesh.py with engines and levels: prints what each left.
 
-python scale_worker.py RENDEZVOUS_FILE RANKS RANK ENGINES LEVELS MASTER_PORT [PROGRAM ...]
+python scale_worker.py RENDEZVOUS_FILE RANKS RANK ENGINES LEVELS PORTS [PROGRAM ...]
 """
 
 import argparse
@@ -14,7 +14,7 @@ import sys
 FILE, RANKS, RANK = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 ENGINES, LEVELS = sys.argv[4].split(","), sys.argv[5].split(",")
 # As torchrun sets them.
-os.environ |= {"RANK": str(RANK), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "localhost", "MASTER_PORT": sys.argv[6]}
+os.environ |= {"RANK": str(RANK), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "localhost"}
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "..", "examples"))
 
 import mesh  # noqa: E402, it reads the variables
@@ -72,17 +72,21 @@ def trained(engine, level):
     return {"loss": loss, "about": about, "same": all(torch.equal(weights, others) for others in same)}
 
 
-def printed_by(program):
+def printed_by(port, program):
+    # One for each: a rank that is ahead would join the store of the program before.
+    os.environ["MASTER_PORT"] = port
     with contextlib.redirect_stdout(io.StringIO()) as out:
         exec(compile(program, "a program", "exec"), {"__name__": "__main__"})
     return out.getvalue()
 
 
 torch.set_num_threads(1)
-printed = list(map(printed_by, sys.argv[7:]))
+printed = [printed_by(*each) for each in zip(sys.argv[6].split(","), sys.argv[7:], strict=False)]
 dist.init_process_group(
     "gloo", store=dist.FileStore(FILE, RANKS), rank=RANK, world_size=RANKS, timeout=datetime.timedelta(seconds=20)
 )
 runs = {f"{engine} {level}": trained(engine, level) for engine in ["none", *ENGINES] for level in LEVELS}
 dist.destroy_process_group()
-print(json.dumps({"printed": printed, "runs": runs}))
+print(json.dumps({"printed": printed, "runs": runs}), flush=True)
+# gloo's threads may still be there at exit, and end the process with an abort then.
+os._exit(0)

@@ -6,6 +6,8 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -45,12 +47,18 @@ def programs() -> list[tuple[str, str]]:
 
 
 def run(tmp_path_factory, ranks: int, engines: list[str], levels: list[str], *some: str) -> list[dict]:
+    rendezvous = tmp_path_factory.mktemp("ranks") / "rendezvous"
+    with ExitStack() as until_all_are_found:
+        ports = [str(until_all_are_found.enter_context(free_port())) for _ in some]
+    words = ",".join(engines), ",".join(levels), ",".join(ports)
+    return run_ranks("integration/scale_worker.py", ranks, rendezvous, 120, *words, *some)
+
+
+@contextmanager
+def free_port() -> Iterator[int]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    rendezvous = tmp_path_factory.mktemp("ranks") / "rendezvous"
-    words = ",".join(engines), ",".join(levels), str(port)
-    return run_ranks("integration/scale_worker.py", ranks, rendezvous, 120, *words, *some)
+        yield free.getsockname()[1]
 
 
 def check_runs(found: list[dict], engines: list[str], levels: list[str]) -> None:
