@@ -191,7 +191,7 @@ def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharde
     """Checks the units of a model against the level. Changes nothing, no host sync.
 
     Returns:
-        None if the model has no units, or the level does not cast weights to 16 bits.
+        None if the model has no units, or the level does not cast weights to 16 bits, or has to keep masters of none.
 
     Raises:
         AmpError: the level does not work with these units, by the name of the unit or the parameter.
@@ -204,6 +204,8 @@ def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharde
         return None
     wanted = _policy(low, torch.float32)
     if not policy.master_weights:
+        if all(p.dtype == low for p in model.parameters() if p.is_floating_point()):
+            return None  # 16-bit shards: the optimizer keeps what their dtype cannot
         raise AmpError(
             f"{policy.opt_level} without master weights does not work under fully_shard, whose fp32 shards are the "
             "masters. Use O2 or O5, and leave master_weights at None. See docs/guide/fsdp_zero.md#fsdp2."

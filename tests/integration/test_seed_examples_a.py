@@ -352,4 +352,5 @@ def test_examples_table_and_readme_have_every_example():
         "digits.py",
         "char_lm.py",
         "apex_digits.py",
+        "mesh.py",
     }
