@@ -480,8 +480,8 @@ class OptimizerBinding:
         self.gradients.drop_model_grads()
         self.loop.zeroed()
         # The flags of an interrupted block or step go with its gradients.
-        if self.flags.of_failed_step or self.gradients.incomplete:
-            self.flags.clear()
+        if self.flags.has_failed or self.gradients.incomplete:
+            self.flags.drop_failed()
         self.gradients.forget()
 
     def _add_param_group(self, original: Callable, param_group: dict[str, Any]) -> None:

@@ -56,8 +56,8 @@ class Blocks:
         """Prepares the backward of a block in this thread. Returns the scale."""
         thread.enter_block(bool(casts.undo) and casts.enabled)
         bindings = block.bindings
-        for binding in self._bindings.values() if waiting.ALL else ():
-            binding.flags.decide("amp.scale_loss")
+        if waiting.ALL:
+            self.decide("amp.scale_loss")
         fresh = all(binding.gradients.is_idle for binding in bindings)
         # Read both now: a nested block may change the scale before this one ends.
         block.scale, block.inv_scale, block.found_inf = loss_scale.factors(block.device, fresh)
@@ -150,7 +150,7 @@ class Blocks:
         groups = [group for binding in bindings for group in binding.masters.groups]
         if groups or scale.process_group is not None:
             if not delay and self._may_wait(bindings, scale):
-                return bindings[0].flags.wait(loss_id % len(bindings[0].loss_scales), scale, found_inf, groups)
+                return bindings[0].flags.wait(loss_id % len(bindings[0].loss_scales), scale, found_inf, groups, self)
             found_inf = scale.agreed(found_inf, groups, "the end of an amp.scale_loss block")
         for binding in bindings:
             binding.flags.add(loss_id % len(binding.loss_scales), scale, found_inf, final=not delay)
@@ -165,6 +165,11 @@ class Blocks:
         else:
             self.deferred.pop(scale, None)
             scale.update(found_inf)
+
+    def decide(self, call: str) -> None:
+        """Lets ranks agree on the flags of earlier blocks. Every rank must take part. ``call``: for messages."""
+        for flag in waiting.of(self):
+            flag.decide(call)
 
     def _may_wait(self, bindings: list[OptimizerBinding], scale: LossScale) -> bool:
         """Whether ranks may agree on the flag of a block later: nobody else sees it, and no block is open."""

@@ -32,6 +32,7 @@ from ampctx.casts.model_watch import ParameterNames
 from ampctx.casts.switch import CastSwitch
 from ampctx.distributed import check_process_group
 from ampctx.kernels.foreach import PerDevice
+from ampctx.masters import waiting
 from ampctx.masters.params import MasterParams
 from ampctx.scaling.guarded_step import GuardedStep, Listeners
 from ampctx.scaling.history import DEFAULT_LENGTH, check_length
@@ -268,6 +269,8 @@ class AmpSession(SessionState):
             # If an undo raises, the others still run, and the session is empty again.
             for forget in (self._casts.undo, self._step_hooks, self._skip_hooks, self._bindings, self._blocks.deferred):
                 stack.callback(forget.clear)
+            for flag in waiting.of(self._blocks):
+                stack.callback(flag.drop)
             stack.callback(self._log.forget)
             stack.callback(setattr, self, "loss_scales", [])
             stack.callback(setattr, self, "policy", None)

@@ -25,6 +25,7 @@ from ampctx.amp.param_mistakes import ParamMistakes
 from ampctx.amp.setup import as_list, is_optimizer
 from ampctx.amp.skip_log import SkipLog
 from ampctx.distributed import check_process_group, is_distributed
+from ampctx.masters import waiting
 from ampctx.scaling import formats
 from ampctx.scaling.history import History, StepHistory
 from ampctx.scaling.loss_scale import LossScale
@@ -337,8 +338,7 @@ class SessionState:
 
     def _run_state(self, bindings: list[OptimizerBinding], grads: bool, call: str) -> dict[str, Any]:
         assert self.policy is not None
-        for binding in bindings:
-            binding.flags.decide(call)
+        self._blocks.decide(call)
         state = run_state.saved(bindings, self.loss_scales, self._blocks.deferred, self.policy.opt_level, grads, call)
         if not grads and any(map(run_state.drops_gradients, bindings)):
             logger.warning(
@@ -405,6 +405,8 @@ class SessionState:
                         *(call, i, scale.value(), entries[i]["loss_scale"]),
                     )
                 scale.load_state_dict(entries[i])
+            for flag in waiting.of(self._blocks):
+                flag.moves_scale = False  # of the scale before
             load_run()
 
         return load

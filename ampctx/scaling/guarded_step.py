@@ -48,8 +48,8 @@ class FoundInfFlags:
         self.of_failed_step = False
         # The flags of a running step.
         self._taken: tuple[Flags, Flags] | None = None
-        # The flag of the latest block while ranks have yet to agree on it, and the call that makes them.
-        self._undecided: tuple[waiting.Waiting, Callable[[str], None]] | None = None
+        # The flag of the latest block while ranks have yet to agree on it.
+        self._undecided: waiting.Waiting | None = None
 
     def add(self, loss_id: int, scale: LossScale, found_inf: Tensor, final: bool = True) -> None:
         """ORs a flag in. ``final``: ``drop_provisional`` does not drop it. No host sync."""
@@ -67,25 +67,26 @@ class FoundInfFlags:
                 if loss_id in self._final:
                     self.by_loss[loss_id] = self._final[loss_id]
 
-    def wait(self, loss_id: int, scale: LossScale, found_inf: Tensor, groups: list[Any]) -> None:
+    def wait(self, loss_id: int, scale: LossScale, found_inf: Tensor, groups: list[Any], owner: Any) -> None:
         """Leaves a flag, and the update of its scale, to the next call that reduces over the process groups. The flag
-        is final then. No host sync."""
+        is final then. ``owner``: see ``Waiting``. No host sync."""
         reference = weakref.ref(self)
 
-        def conclude(agreed: Tensor) -> None:
-            waiting.remove(flag)
+        def conclude(flag: waiting.Waiting, agreed: Tensor) -> None:
             if (flags := reference()) is not None:
                 flags._undecided = None
                 flags.add(loss_id, scale, agreed)
-            scale.update(agreed)
+            if flag.moves_scale:
+                scale.update(agreed)
 
-        flag = waiting.Waiting(
+        self._undecided = waiting.Waiting(
+            owner,
             groups,
             lambda: scale.sent(found_inf),
-            lambda joined, call: conclude(scale.received(joined, groups, call)),
+            lambda joined, call: scale.received(joined, groups, call),
+            lambda call: scale.agreed(found_inf, groups, call),
+            conclude,
         )
-        waiting.add(flag)
-        self._undecided = flag, lambda call: conclude(scale.agreed(found_inf, groups, call))
 
     def decide(self, call: str) -> None:
         """Lets ranks agree on a flag that waits. Every rank must take part. ``call``: for messages.
@@ -94,12 +95,22 @@ class FoundInfFlags:
             AmpRankError: see ``LossScale.agreed``. The flag waits on.
         """
         if self._undecided is not None:
-            self._undecided[1](call)
+            self._undecided.decide(call)
 
     def drop_undecided(self) -> None:
         if self._undecided is not None:
-            waiting.remove(self._undecided[0])
+            self._undecided.drop()
             self._undecided = None
+
+    def drop_failed(self) -> None:
+        """Drops the flags of a block or step that an exception has ended."""
+        if self._undecided is not None and self._undecided.failed:
+            self.drop_undecided()
+        self.clear()
+
+    @property
+    def has_failed(self) -> bool:
+        return self.of_failed_step or (self._undecided is not None and self._undecided.failed)
 
     @property
     def are_of_blocks(self) -> bool:
