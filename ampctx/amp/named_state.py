@@ -33,7 +33,7 @@ from ampctx.amp.binding import OptimizerBinding
 from ampctx.amp.run_state import State, entry, typed
 from ampctx.amp.skip_log import is_rank_zero
 from ampctx.casts.arguments import LOW_PRECISION
-from ampctx.kernels.sharding import is_sharded, steps_a_partition
+from ampctx.kernels.sharding import grids_of, is_sharded, steps_a_partition
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import without_amp
 from ampctx.optimizers._state import EXTRAS, divided, joined
@@ -163,13 +163,31 @@ class Run:
                     compensation[name] = state["compensation"]
             if each.names:
                 of_amp = {} if amp is None else amp["optimizers"][number]
-                described[each.names[0]] = (_facts(each, without_state, of_amp),)
+                described[each.names[0]] = (_facts(each, self._without_state(each, without_state), of_amp),)
         tree: State = {"model": model, "optim": optim, "optimizers": described}
         if compensation:
             tree["compensation"] = compensation
         if amp is not None:
             tree["amp"] = _amp_entries(amp)
         return tree
+
+    def _without_state(self, each: Stepped, here: list[str]) -> list[str]:
+        """The parameters that no rank has a state of. ``here``: those that this rank has none of, which may differ
+        where ranks have parts of a parameter. One all_reduce for them."""
+        found = dict.fromkeys(here)
+        grids = grids_of(each.members)
+        for grid in dict.fromkeys(grids.values()):
+            parts = [
+                name
+                for name, member in zip(each.names, each.members, strict=True)
+                if is_sharded(member) and grids.get(member.device_mesh) is grid  # type: ignore[attr-defined]
+            ]
+            some = torch.tensor([name not in found for name in parts], dtype=torch.float32)
+            grid.reduce(some, torch.distributed.ReduceOp.MAX, self.call, f"the state of {len(parts)} parameters")
+            for name, has_state in zip(parts, some.tolist(), strict=True):
+                if has_state:
+                    found.pop(name, None)
+        return list(found)
 
     def _states(self, each: Stepped) -> Iterator[tuple[int, State, bool]]:
         """Place, state, and whether it is made up, which it is where a trainable parameter has none.
@@ -178,12 +196,26 @@ class Run:
         of the run that resumes, which has taken none.
         """
         found = each.optimizer.state_dict()["state"]
+        if unknown := found.keys() - set(each.ids):
+            raise AmpError(
+                f"{self.call}: {type(each.optimizer).__name__} keeps state[{min(unknown, key=str)!r}], which belongs "
+                "to no parameter and has no name here. Save optimizer.state_dict() instead."
+            )
         groups = [group for group in each.optimizer.param_groups for _ in group["params"]]
         for i, (key, member, group) in enumerate(zip(each.ids, each.members, groups, strict=True)):
             state = found.get(key, {})
             is_made_up = member.requires_grad and not _moments(state)
             if is_made_up:
-                state = {**_first_state(each.optimizer, group, member, self.call), **state}
+                try:
+                    state = {**_first_state(each.optimizer, group, member), **state}
+                except Exception as error:
+                    # LBFGS keeps the state of all parameters with the first one.
+                    if not found:
+                        raise AmpError(
+                            f"{self.call}: {type(each.optimizer).__name__} does not show which state it keeps: a step "
+                            f"of zeros on a copy of it raised {type(error).__name__}: {error}. Take a step first, or "
+                            "save and load optimizer.state_dict()."
+                        ) from error
             yield i, state, is_made_up
 
     # --- loading ------------------------------------------------------------------------------------------------------
@@ -379,9 +411,9 @@ class _Described:
     def options(self, names: list[str], here: Mapping[str, Any]) -> State:
         """The options of a group with these parameters. Tensors where ``here`` has them."""
         saved = [self._options[name] for name in names]
-        for name, options in zip(names, saved, strict=True):
+        for name, options in zip(names[1:], saved[1:], strict=True):
             for key, value in options.items():
-                if value != saved[0].get(key, value):
+                if repr(value) != repr(saved[0].get(key, value)):  # nan is not equal to itself
                     raise AmpValueError(
                         f'state_dict["optimizers"]: {names[0]} and {name} are in one param group here, and had '
                         f"{key}={saved[0][key]!r} and {value!r}. Make the param groups of the run that was saved."
@@ -535,25 +567,25 @@ def gathered(tree: State, full: bool, to_cpu: bool) -> State:
 # --- the state of a parameter that was not stepped --------------------------------------------------------------------
 
 
-def _first_state(optimizer: Any, group: Mapping[str, Any], member: Tensor, call: str) -> State:
-    """The keys, shapes and dtypes of the state that a first step makes; the values are those of a step of zeros.
+def _first_state(optimizer: Any, group: Mapping[str, Any], member: Tensor) -> State:
+    """The keys, shapes and dtypes of the state that a first step makes.
 
-    A twin of the optimizer steps a parameter of its own, so that hooks, weights and state of the run stay as they are.
+    Of torch's optimizers a twin takes a step of zeros, so that weights and state of the run stay as they are.
+
+    Raises:
+        Exception: the twin cannot step: it needs a closure, say.
     """
-    stand_in = torch.zeros_like(member.detach()).requires_grad_()
-    stand_in.grad = torch.zeros_like(member.detach())
+    if isinstance(optimizer, FusedOptimizer):
+        return optimizer.first_state(member, dict(group))
     # Without hooks (private in torch), which ``__setstate__`` makes anew.
     attributes = {name: value for name, value in without_amp(optimizer).items() if not name.endswith("_hooks")}
+    stand_in = torch.zeros_like(member.detach()).requires_grad_()
     attributes |= {"state": defaultdict(dict), "param_groups": [{**group, "params": [stand_in]}]}
     twin = object.__new__(type(optimizer))
-    try:
-        twin.__setstate__({**attributes, "defaults": dict(optimizer.defaults)})
-        type(optimizer).step(twin)
-    except Exception as error:
-        raise AmpError(
-            f"{call}: {type(optimizer).__name__} does not show which state it keeps: a step of zeros on a copy of it "
-            f"raised {type(error).__name__}: {error}. Take a step first, or save optimizer.state_dict()."
-        ) from error
+    twin.__setstate__({**attributes, "defaults": dict(optimizer.defaults)})
+    zeros = torch.zeros_like(member.detach())
+    stand_in.grad = zeros.to_sparse(1) if isinstance(optimizer, torch.optim.SparseAdam) else zeros
+    type(optimizer).step(twin)
     state: State = twin.state[stand_in]
     return state
 

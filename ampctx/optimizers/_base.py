@@ -350,11 +350,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _states(self, lists: Mapping[str, str | None], destination: str, params: list[Tensor]) -> list[State]:
         """The states of parameters. Creates missing entries, and resyncs masters from the weights."""
-        sized = [key for key in lists.values() if key is not None]
-        # A dict keeps the order, which is the order in checkpoints.
-        needed = dict.fromkeys([*self._one_element.values(), *sized])
-        if destination in EXTRAS:
-            needed[EXTRAS[destination]] = None
+        needed = self._needed(lists, destination)
         states = [self.state[p] for p in params]
         for p, state in zip(params, states, strict=True):
             if not needed.keys() <= state.keys():
@@ -362,6 +358,19 @@ class FusedOptimizer(torch.optim.Optimizer):
             if destination in EXTRAS:
                 follow(p, state, self._seen)
         return states
+
+    def _needed(self, lists: Mapping[str, str | None], destination: str) -> dict[str, None]:
+        """The keys of a state. A dict keeps the order, which is the order in checkpoints."""
+        sized = [key for key in lists.values() if key is not None]
+        extra = [EXTRAS[destination]] if destination in EXTRAS else []
+        return dict.fromkeys([*self._one_element.values(), *sized, *extra])
+
+    @torch.no_grad()
+    def first_state(self, p: Tensor, group: Group) -> State:
+        """The state of a parameter before its first step. Changes nothing; no collective, no host sync."""
+        state: State = {}
+        self._make_state(p, state, self._needed(self._state_lists(group), self.layout_of(p)))
+        return state
 
     def _make_state(self, p: Tensor, state: dict[str, Any], needed: Iterable[str]) -> None:
         make_state(p, state, needed, self._one_element.values(), self._initial_step)

@@ -6,6 +6,7 @@ python mesh_worker.py RENDEZVOUS_FILE RANKS RANK [meshes]
 
 import copy
 import functools
+import gc
 import json
 import os
 import sys
@@ -26,6 +27,7 @@ import ampctx
 from ampctx import clip_grad_norm_, multi_tensor_applier, optimizers
 from ampctx.amp import AmpSession, GradScaler
 from ampctx.kernels.sharding import groups_of
+from ampctx.masters import waiting
 from ampctx.multi_tensor_apply import multi_tensor_l2norm
 
 with warnings.catch_warnings():
@@ -551,6 +553,32 @@ def flags_that_wait() -> dict:
     return found
 
 
+def flags_left_behind() -> dict:
+    """A scale that is loaded while a flag waits. Then an optimizer that one rank has collected, and no other."""
+    model = fully_sharded()
+    loop = Loop(model, OPTIMIZERS["FusedAdam"](model.parameters()), "O0")
+    loop.backward(loop.loss(OVERFLOW_AT))
+    loop.optimizer.zero_grad()
+    loop.session.load_state_dict({"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 7}})
+    loop.backward(loop.loss(0))
+    loop.step()
+    found = {"loaded": loop.session.state_dict()["loss_scaler0"], "moved": list(loop.moved)}
+    loop.optimizer.zero_grad()
+    loop.backward(loop.loss(0))
+    kept = loop.optimizer if RANK == 0 else None
+    loop.optimizer = OPTIMIZERS["FusedAdam"](model.parameters())
+    gc.collect()
+    loop.session.initialize(model, loop.optimizer, opt_level="O0", verbosity=0, loss_scale="dynamic")
+    found["optimizers"] = len(loop.session._bindings)
+    loop.backward(loop.loss(1))
+    loop.step()
+    found["moved"].append(loop.moved[-1])
+    loop.backward(loop.loss(1))
+    del kept
+    loop.end()
+    return {**found, "waiting": len(waiting.ALL)}
+
+
 def a_scale_that_differs() -> dict:
     """Rank 1 alone has loaded another scale: clipping raises on every rank, and changes nothing."""
     model = fully_sharded()
@@ -671,6 +699,7 @@ def everything() -> dict:
     results["errors"] = errors()
     results["one rank"] = gradients_on_one_rank()
     results["waiting"] = flags_that_wait()
+    results["left behind"] = flags_left_behind()
     results["other scale"] = a_scale_that_differs()
     results["lacking"] = sums_that_a_rank_lacks()
     results["calls fsdp"] = calls_of_all_reduce(fully_sharded(), api="O1")

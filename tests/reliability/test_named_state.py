@@ -499,5 +499,49 @@ def test_an_optimizer_that_needs_a_closure_is_refused_before_its_first_step():
         session.get_state_dict(model, optimizer)
 
 
+def test_an_optimizer_that_keeps_its_state_with_the_first_parameter():
+    def stepped(seed):
+        session, model, optimizer = started(torch.optim.LBFGS, seed, opt_level="O1", loss_scale=1.0)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(torch.ones(4, 5)).float().square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        return session, model, optimizer
+
+    session, model, optimizer = stepped(0)
+    state = copy.deepcopy(session.get_state_dict(model, optimizer))
+    assert list(state["optim"]) == ["0.weight"]
+    other, other_model, other_optimizer = stepped(1)
+    other.set_state_dict(other_model, other_optimizer, state)
+    assert_same(other.get_state_dict(other_model, other_optimizer), state)
+
+
+def test_sparse_gradients():
+    def run(seed):
+        torch.manual_seed(seed)
+        return started(torch.optim.SparseAdam, model=nn.Embedding(4, 3, sparse=True), opt_level="O1")
+
+    session, model, optimizer = run(0)
+    with session.scale_loss(model(torch.tensor([1, 2])).square().sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    state = copy.deepcopy(session.get_state_dict(model, optimizer))
+    assert state["optim"]["weight"]["exp_avg"].any()
+    other, other_model, other_optimizer = run(1)
+    other.set_state_dict(other_model, other_optimizer, state)
+    assert_same(other.get_state_dict(other_model, other_optimizer), state)
+
+
+def test_state_of_no_parameter_is_refused():
+    session, model, optimizer = started(torch.optim.SGD, opt_level="O1")
+    optimizer.state["global"]["n"] = 1
+    with pytest.raises(AmpError, match=r"SGD keeps state\['global'\], which belongs to no parameter"):
+        session.get_state_dict(model, optimizer)
+
+
 def test_the_default_session_has_them():
     assert amp.get_state_dict.__self__ is amp.Stateful.__self__ is amp.set_state_dict.__self__

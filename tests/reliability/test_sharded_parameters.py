@@ -202,6 +202,15 @@ def test_a_flag_waits_for_the_next_block_or_for_a_state(ranks):
         assert found["later"] == [NORM]  # of clipping
 
 
+def test_a_flag_left_behind_moves_no_scale_and_stops_no_rank(ranks):
+    for i, rank in enumerate(ranks):
+        found = rank["left behind"]
+        # The flag of before the load skips its step, and counts no more.
+        assert found["loaded"] == {"loss_scale": 1024.0, "unskipped": 8}
+        assert found["moved"] == [False, True]
+        assert (found["optimizers"], found["waiting"]) == (2 - i, 0)
+
+
 def test_clipping_finds_a_scale_that_differs(ranks):
     for i, rank in enumerate(ranks):
         error = rank["other scale"]["error"]
