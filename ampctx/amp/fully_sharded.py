@@ -283,7 +283,8 @@ def _is_16_bit(
             has = f'casts "{name}" to {dtypes[name]}' if dtypes[name] else f'does not cast "{name}"'
             raise AmpError(
                 f"{unit} has a policy that {has}, and the level computes in "
-                f"{wanted.param_dtype}. Pass its policy:{_lines(wanted)}"
+                f"{wanted.param_dtype}. If fully_shard got keep_fp32, pass the same to amp.initialize. Else pass the "
+                f"level's policy:{_lines(wanted)}"
             )
     if given is not None and not low and given.param_dtype not in (None, wanted.param_dtype):
         raise AmpError(

@@ -33,7 +33,7 @@ from ampctx.amp.binding import OptimizerBinding
 from ampctx.amp.run_state import State, entry, typed
 from ampctx.amp.skip_log import is_rank_zero
 from ampctx.casts.arguments import LOW_PRECISION
-from ampctx.kernels.sharding import grids_of, is_sharded, steps_a_partition
+from ampctx.kernels.sharding import grids_of, is_sharded, reshard_units, steps_a_partition
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import without_amp
 from ampctx.optimizers._state import EXTRAS, divided, joined
@@ -89,6 +89,7 @@ class Run:
                 f"{call}: model must be a torch.nn.Module, got {type(model).__name__}. Put several models into one "
                 "nn.ModuleDict."
             )
+        reshard_units(model)
         self.model, self.call = model, call
         self.bindings = [binding for binding in bindings if binding is not None]
         for binding in self.bindings:
@@ -230,6 +231,11 @@ class Run:
             AmpKeyError, AmpTypeError, AmpValueError: an entry that does not fit, by its key. Nothing has changed then.
         """
         typed(tree, Mapping, "state_dict")
+        if not tree:
+            raise AmpKeyError(
+                "state_dict is empty on this rank. full_state_dict=True with cpu_offload=True gives rank 0 alone the "
+                "tensors. Broadcast them, or load the saved file on every rank."
+            )
         for key in ("model", "optim", "optimizers", *(["amp"] if amp_loader else [])):
             if key not in tree:
                 raise AmpKeyError(

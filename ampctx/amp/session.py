@@ -32,6 +32,7 @@ from ampctx.casts.model_watch import ParameterNames
 from ampctx.casts.switch import CastSwitch
 from ampctx.distributed import check_process_group
 from ampctx.kernels.foreach import PerDevice
+from ampctx.kernels.sharding import reshard_units
 from ampctx.masters import waiting
 from ampctx.masters.params import MasterParams
 from ampctx.scaling.guarded_step import GuardedStep, Listeners
@@ -176,6 +177,8 @@ class AmpSession(SessionState):
         self._thread.check("initialize", self._casts.enabled)
         if not self.allow_incoming_model_not_fp32:
             mistakes.refuse_models_under_amp(model_list, self)
+        for model in model_list:
+            reshard_units(model)
         casting.check_models(model_list, self.allow_incoming_model_not_fp32)
         setup.check_optimizers(optimizer_list, self._bindings)
         setup.check_cudnn(model_list)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ampctx._errors import AmpError, AmpTypeError
 from ampctx.amp.binding import OptimizerBinding
 from ampctx.casts.arguments import LOW_PRECISION, ModelHook
-from ampctx.kernels.sharding import local
+from ampctx.kernels.sharding import local, reshard_units
 
 # Entries of other floating types (float8) stay as they are.
 _CAST = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -59,6 +59,7 @@ def master_state_dict(model: nn.Module, bindings: list[OptimizerBinding], dtype:
         raise AmpTypeError(f"master_state_dict: model must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(dtype, torch.dtype) or dtype not in _CAST:
         raise AmpTypeError(f"master_state_dict: dtype is {dtype!r}, expected one of {', '.join(map(str, _CAST))}")
+    reshard_units(model)
     masters = {**_kept_by_optimizers(bindings), **masters_of(bindings)}
     shown = _Shown(model)
     # All names of a tied weight: functional_call requires that they agree.

@@ -35,6 +35,17 @@ def is_fully_sharded(module: torch.nn.Module) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
+def reshard_units(model: torch.nn.Module) -> None:
+    """Puts the parts of parameters back into a ``fully_shard`` model. No collective.
+
+    torch leaves the outermost unit gathered after a forward without backward. Until its next backward the model has
+    other parameters than the optimizer.
+    """
+    for module in model.modules():
+        if is_fully_sharded(module):
+            module.reshard()  # type: ignore[operator]
+
+
 def steps_a_partition(optimizer: Any) -> bool:
     """Whether ``optimizer`` is a ZeroRedundancyOptimizer, which steps only a part of its parameters on each rank."""
     kind = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)

@@ -1,5 +1,6 @@
 """O2 and O5 of a model sharded over one rank: as without sharding, and what each refusal leaves."""
 
+import copy
 import gc
 import re
 import weakref
@@ -305,6 +306,32 @@ def test_state_by_names_goes_to_a_model_that_is_not_sharded_and_back(mesh, shard
     rest = start(not sharded_first)
     rest.session.set_state_dict(rest.model, rest.optimizer, state)
     assert same(rest.steps(first=4).end(), expected)
+
+
+def evaluate(model):
+    model.eval()
+    with torch.no_grad():
+        model(torch.ones(2, 5))
+    model.train()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_a_forward_without_backward_leaves_nothing_behind(mesh, level):
+    """torch leaves the model itself gathered after it."""
+    model = shard(mlp(), mesh, mp_policy=policy(torch.float16 if level == "O2" else torch.bfloat16))
+    evaluate(model)
+    run = Run(model, level).steps(last=2)
+    before = copy.deepcopy(run.session.get_state_dict(model, run.optimizer))
+    exported = run.session.master_state_dict(model)
+    evaluate(model)
+    after = run.session.get_state_dict(model, run.optimizer)
+    assert same(after["model"].values(), before["model"].values())
+    assert after["optim"].keys() == before["optim"].keys()
+    evaluate(model)
+    run.session.set_state_dict(model, run.optimizer, before)
+    evaluate(model)
+    assert same(run.session.master_state_dict(model).values(), exported.values())
+    run.end()
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

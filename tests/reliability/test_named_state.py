@@ -474,7 +474,8 @@ def test_looking_at_state_calls_no_hook_of_a_step():
         (lambda s, m, o: s.get_state_dict(m, torch.optim.SGD(m.parameters())), AmpError, "did not go through"),
         (lambda s, m, o: s.get_state_dict(m, m), AmpTypeError, "optimizer"),
         (lambda s, m, o: s.set_state_dict(m, o, []), AmpTypeError, "state_dict must be a dict, got list"),
-        (lambda s, m, o: s.set_state_dict(m, o, {}), AmpKeyError, r'no "model", only nothing\. Pass what'),
+        (lambda s, m, o: s.set_state_dict(m, o, {}), AmpKeyError, "state_dict is empty on this rank"),
+        (lambda s, m, o: s.set_state_dict(m, o, {"x": 1}), AmpKeyError, r'no "model", only x\. Pass what'),
     ],
 )
 def test_wrong_calls_name_what_is_wrong(call, error, message):
