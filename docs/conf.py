@@ -38,5 +38,8 @@ napoleon_use_ivar = True
 nitpicky = True
 # Types of others, to whose pages there is nothing here that leads.
 nitpick_ignore_regex = [("py:.*", r"(torch|collections|contextlib|typing)\..*")]
-# What amp passes to the ops, and users do not.
-nitpick_ignore = [("py:class", "ampctx.kernels.ops.ScaleUpdate")]
+nitpick_ignore = [
+    ("py:class", "ampctx.kernels.ops.ScaleUpdate"),  # amp passes it to the ops, users do not
+    ("py:class", "ampctx.amp.named_state.Stateful"),  # what amp.Stateful() returns
+    ("py:class", "MixedPrecisionPolicy"),  # torch's, imported late
+]
