@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.utils.hooks import RemovableHandle
 
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx.amp import joining, named_state, ranks, run_state
+from ampctx.amp import joining, named_entries, named_state, ranks, run_state
 from ampctx.amp import weights as master_weights
 from ampctx.amp.binding import OptimizerBinding
 from ampctx.amp.blocks import Blocks
@@ -488,7 +488,7 @@ class SessionState:
                 for i, scale in enumerate(self.loss_scales)
             }
         tree = run.saved(amp)
-        return named_state.gathered(tree, full_state_dict, cpu_offload) if full_state_dict or cpu_offload else tree
+        return named_entries.gathered(tree, full_state_dict, cpu_offload) if full_state_dict or cpu_offload else tree
 
     def set_state_dict(
         self,
@@ -524,7 +524,7 @@ class SessionState:
         def amp_loader(state: dict[str, Any]) -> Callable[[], None]:
             assert self.policy is not None
             level = self.policy.opt_level
-            state = named_state.entries_for_level(state, self.loss_scales, level, allow_level_change, call)
+            state = named_entries.entries_for_level(state, self.loss_scales, level, allow_level_change, call)
             return self._loader(state, run.bindings, call)
 
         run.loader(state_dict, amp_loader if on else None)()

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampctx import optimizers
 from ampctx.amp import AmpSession
-from ampctx.amp.named_state import names_of
+from ampctx.amp.named_entries import names_of
 
 FILE, RANKS, RANK, ACTION, DIRECTORY = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5])
 GIVEN = sys.argv[6].split(",") if len(sys.argv) > 6 else []
@@ -252,23 +252,23 @@ def refusals() -> dict:
     run = Run("split").train(0, 2)
     tree, before, found = run.full(), run.digests(), {}
 
-    def spoiled(name, change):
+    def refused_where(name, change):
         given = copy.deepcopy(tree)
         change(given)
         found[name] = error_of(lambda: run.session.set_state_dict(run.model, run.optimizer, given))
 
-    spoiled("no model", lambda t: t.pop("model"))
-    spoiled("missing weight", lambda t: t["model"].pop("0.weight"))
-    spoiled("unknown weight", lambda t: t["model"].update(head=torch.ones(2)))
-    spoiled("shape", lambda t: t["model"].update({"0.weight": torch.ones(2, 2)}))
-    spoiled("missing state", lambda t: t["optim"].pop("2.bias"))
-    spoiled("unknown state", lambda t: t["optim"].update(head={"step": torch.ones(())}))
-    spoiled("missing moment", lambda t: t["optim"]["2.bias"].pop("exp_avg"))
-    spoiled("moment", lambda t: t["optim"]["2.bias"].update(exp_avg=torch.ones(4)))
-    spoiled("nan", lambda t: t["optim"]["2.bias"]["exp_avg"].fill_(torch.nan))
-    spoiled("level", lambda t: t["amp"].update(opt_level="O2"))
-    spoiled("scale", lambda t: t["amp"]["loss_scaler0"].pop("loss_scale"))
-    spoiled("facts", lambda t: t["optimizers"].update({"0.weight": {}}))
+    refused_where("no model", lambda t: t.pop("model"))
+    refused_where("missing weight", lambda t: t["model"].pop("0.weight"))
+    refused_where("unknown weight", lambda t: t["model"].update(head=torch.ones(2)))
+    refused_where("shape", lambda t: t["model"].update({"0.weight": torch.ones(2, 2)}))
+    refused_where("missing state", lambda t: t["optim"].pop("2.bias"))
+    refused_where("unknown state", lambda t: t["optim"].update(head={"step": torch.ones(())}))
+    refused_where("missing moment", lambda t: t["optim"]["2.bias"].pop("exp_avg"))
+    refused_where("moment", lambda t: t["optim"]["2.bias"].update(exp_avg=torch.ones(4)))
+    refused_where("nan", lambda t: t["optim"]["2.bias"]["exp_avg"].fill_(torch.nan))
+    refused_where("level", lambda t: t["amp"].update(opt_level="O2"))
+    refused_where("scale", lambda t: t["amp"]["loss_scaler0"].pop("loss_scale"))
+    refused_where("facts", lambda t: t["optimizers"].update({"0.weight": {}}))
     found["same"] = run.digests() == before
     run.end()
     return found

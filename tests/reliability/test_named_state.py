@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from ampctx import AmpError, AmpKeyError, AmpSession, AmpTypeError, AmpValueError, amp
-from ampctx.amp.named_state import names_of
+from ampctx.amp.named_entries import names_of
 from ampctx.optimizers import FusedAdam
 from ampctx.optimizers._state import divided, joined
 
