@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from page_programs import programs
 
 import ampctx
 
@@ -66,22 +67,12 @@ def test_a_block_that_crashes_is_seen(run_block):
 
 def test_the_tutorial_prints_what_it_shows(run_block):
     """Its programs, as the diffs below them change them, print the lines of the text that follows."""
-    page, program, shown = (ROOT / "docs" / "tutorial.md").read_text(), "", 0
-    for kind, text in re.findall(r"```(python|diff|text)\n(.*?)```", page, flags=re.S):
-        if kind == "python":
-            program = text
-        elif kind == "diff":
-            before, after = (
-                "".join(line[1:] + "\n" for line in text.splitlines() if line[0] in signs) for signs in (" -", " +")
-            )
-            assert program.count(before) == 1, f"no place for\n{text}"
-            program = program.replace(before, after)
-        else:
-            status, output = run_block("tutorial", program)
-            assert status == 0, output
-            assert set(text.splitlines()) <= set(output.splitlines()), output
-            shown += 1
-    assert shown == 4
+    shown = programs((ROOT / "docs" / "tutorial.md").read_text())
+    for program, text in shown:
+        status, output = run_block("tutorial", program)
+        assert status == 0, output
+        assert set(text.splitlines()) <= set(output.splitlines()), output
+    assert len(shown) == 4
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES.get)

@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("matplotlib", reason="the examples draw plots: pip install 'ampctx[examples]'")
 pytest.importorskip("tqdm", reason="the examples show a progress bar: pip install 'ampctx[examples]'")
 from example_runs import ROOT, refusal
+from page_programs import programs
 from rank_processes import environment, run_ranks
 
 PAGE = ROOT / "docs" / "guide" / "scale.md"
@@ -27,23 +28,6 @@ ENGINES = {
     "hsdp": ("HSDP", 4),
     "fsdp+tp": ("FSDP2 x tensor parallelism", 4),
 }
-
-
-def programs() -> list[tuple[str, str]]:
-    """The programs of the page, each from the one before by diffs, and what the page says that they print."""
-    program, found = "", []
-    for kind, text in re.findall(r"```(python|diff|text)\n(.*?)```", PAGE.read_text(), flags=re.S):
-        if kind == "python":
-            program = text
-        elif kind == "diff":
-            before, after = (
-                "".join(line[1:] + "\n" for line in text.splitlines() if line[0] in signs) for signs in (" -", " +")
-            )
-            assert program.count(before) == 1, f"no place for\n{text}"
-            program = program.replace(before, after)
-        else:
-            found.append((program, text))
-    return found
 
 
 def run(tmp_path_factory, ranks: int, engines: list[str], levels: list[str], *some: str) -> list[dict]:
@@ -87,7 +71,7 @@ def check_printed(found: list[dict], shown: list[str]) -> None:
 
 def test_two_ranks(tmp_path_factory):
     """The programs of the page for two ranks print what it shows. The example with two engines learns as alone."""
-    (_, _), *two, _ = programs()
+    (_, _), *two, _ = programs(PAGE.read_text())
     found = run(tmp_path_factory, 2, ["ddp", "fsdp"], ["O1"], *(program for program, _ in two))
     check_runs(found, ["ddp", "fsdp"], ["O1"])
     check_printed(found, [text for _, text in two])
@@ -95,7 +79,7 @@ def test_two_ranks(tmp_path_factory):
 
 @pytest.mark.full
 def test_every_engine_and_level(tmp_path_factory):
-    program, text = programs()[-1]
+    program, text = programs(PAGE.read_text())[-1]
     works: dict[str, list[str]] = {}
     for ranks in (2, 4):
         engines = [engine for engine, (_, count) in ENGINES.items() if count == ranks]

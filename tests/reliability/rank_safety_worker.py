@@ -5,7 +5,6 @@ python rank_safety_worker.py RENDEZVOUS_FILE RANKS RANK [full]
 
 import datetime
 import gc
-import hashlib
 import json
 import logging
 import os
@@ -14,6 +13,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from digests import digest
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.join import Join
@@ -59,27 +59,6 @@ def train(session, model, optimizer, x):
     with session.scale_loss(model(x).float().square().mean(), optimizer) as scaled:
         scaled.backward()
     optimizer.step()
-
-
-def digest(*states) -> str:
-    """Of every bit of the tensors, and of the numbers."""
-    found = hashlib.sha256()
-
-    def add(value):
-        if isinstance(value, torch.Tensor):
-            found.update(f"{value.dtype}{tuple(value.shape)}".encode())
-            found.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        elif isinstance(value, dict):
-            for key in sorted(value, key=str):
-                found.update(str(key).encode())
-                add(value[key])
-        elif isinstance(value, (list, tuple)):
-            list(map(add, value))
-        else:
-            found.update(repr(value).encode())
-
-    add(states)
-    return found.hexdigest()[:16]
 
 
 def all_state(session, model, optimizer) -> str:

@@ -8,7 +8,6 @@ ACTION: "both" (a fast check of everything), "save", "load" (what every number o
 
 import copy
 import datetime
-import hashlib
 import json
 import logging
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from digests import digest
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ampctx import optimizers
@@ -115,28 +114,6 @@ class Run:
 
     def end(self):
         self.session.reset()
-
-
-def digest(*states) -> str:
-    """Of every bit of the tensors, and of the other values."""
-    found = hashlib.sha256()
-
-    def add(value):
-        if isinstance(value, torch.Tensor):
-            assert not isinstance(value, DTensor)
-            found.update(f"{value.dtype}{tuple(value.shape)}".encode())
-            found.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        elif isinstance(value, dict):
-            for key in sorted(value, key=str):
-                found.update(str(key).encode())
-                add(value[key])
-        elif isinstance(value, (list, tuple)):
-            list(map(add, value))
-        else:
-            found.update(repr(value).encode())
-
-    add(states)
-    return found.hexdigest()[:16]
 
 
 def save(layouts) -> dict:
