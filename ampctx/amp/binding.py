@@ -172,7 +172,7 @@ class OptimizerBinding:
     # --- changes outside of blocks ------------------------------------------------------------------------------------
 
     @outside_of_graphs
-    @torch.no_grad()
+    @without_grad
     def refresh(self, weights_final: bool = False) -> None:
         """Updates masters and their gradients after changes outside scale_loss blocks. No host sync.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -44,7 +44,14 @@ def can_be_held(tensor: Tensor) -> bool:
     return not (tensor.is_neg() or tensor._is_zerotensor())
 
 
-class HeldTensors(Sequence[Tensor]):
+# Not derived from Sequence: its isinstance() is a function of Python, which each op call would pay for each list.
+if TYPE_CHECKING:
+    _Listed = Sequence[Tensor]
+else:
+    _Listed = object
+
+
+class HeldTensors(_Listed):
     """A tensor-list handle: the compiled ops keep the list, and a call passes a number instead of the tensors.
 
     Use it for a list that many calls share; every op takes it in place of any list. Each call still checks dtype, size,
@@ -86,6 +93,11 @@ class HeldTensors(Sequence[Tensor]):
 
     def __getitem__(self, index: Any) -> Any:
         return self.tensors[index]
+
+    index, count = Sequence.index, Sequence.count
+
+
+Sequence.register(HeldTensors)
 
 
 class ReadTensors(HeldTensors):

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ampctx._compiling import without_grad
 from ampctx._errors import AmpError, AmpValueError
 from ampctx.kernels.each import version_of
 from ampctx.kernels.foreach import Clipped, Factor, PerDevice, product
@@ -21,7 +22,7 @@ from ampctx.kernels.reference import KERNEL_DTYPES
 from ampctx.kernels.reference_steps import LOW_PRECISION
 from ampctx.kernels.sharding import place_grads, wrote
 from ampctx.kernels.spec import SPECS
-from ampctx.optimizers import _checkpoint, _options, _over_ranks, _work
+from ampctx.optimizers import _checkpoint, _hooks, _options, _over_ranks, _work
 from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._options import Group, param_name
 from ampctx.optimizers._state import EXTRAS, State, follow, joined, make_state
@@ -70,6 +71,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     _flags: ClassVar[tuple[str, ...]]
     # Whether a group has a parameter twice.
     _has_repeats = False
+    # torch calls it for each class that has instances.
+    profile_hook_step = staticmethod(_hooks.profile_hook_step)  # type: ignore[assignment]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -252,7 +255,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         return self._step(closure)
 
-    @torch.no_grad()
+    @without_grad
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         """``step`` without the hooks, which torch wraps around the ``step`` of each class."""
         loss = None
