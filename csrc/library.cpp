@@ -328,6 +328,9 @@ AMPCTX_EXPORT int ampctx_read_tensors(PyObject* tensors, int64_t number) {
 AMPCTX_EXPORT int ampctx_read_grads(PyObject* params, PyObject* grads, int every, int64_t number) {
   return guarded(-1, ampctx::python_lists::read_grads, params, grads, every != 0, number);
 }
+AMPCTX_EXPORT int ampctx_read_along(PyObject* params, PyObject* grads, int64_t number, int64_t of_params) {
+  return guarded(-1, ampctx::python_lists::read_along, params, grads, number, of_params);
+}
 AMPCTX_EXPORT int ampctx_read_entries(PyObject* dicts, PyObject* key, PyObject* found, int64_t number) {
   return guarded(-1, ampctx::python_lists::read_entries, dicts, key, found, number);
 }
@@ -342,6 +345,14 @@ AMPCTX_EXPORT int ampctx_same_mapping(PyObject* dict, PyObject* keys, PyObject* 
 }
 AMPCTX_EXPORT int ampctx_same_entries(PyObject* dicts, PyObject* keys, PyObject* columns) {
   return guarded(-1, ampctx::python_passes::same_entries, dicts, keys, columns);
+}
+AMPCTX_EXPORT int ampctx_nothing_changed(PyObject* groups, PyObject* members, int64_t number, PyObject* kinds,
+                                         PyObject* leaves) {
+  return guarded(-1, ampctx::python_passes::nothing_changed, groups, members, number, kinds, leaves);
+}
+AMPCTX_EXPORT int ampctx_same_plan(PyObject* kept, PyObject* groups, PyObject* state, PyObject* models,
+                                   PyObject* lazy) {
+  return guarded(-1, ampctx::python_passes::same_plan, kept, groups, state, models, lazy);
 }
 AMPCTX_EXPORT int ampctx_are_plain(PyObject* tensors) { return guarded(-1, ampctx::python_passes::are_plain, tensors); }
 AMPCTX_EXPORT int ampctx_have_no_grad(PyObject* tensors, int stored) {

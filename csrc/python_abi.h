@@ -32,6 +32,8 @@ AMPCTX_PYTHON PyObject* PyTuple_Pack(ptrdiff_t count, ...);
 AMPCTX_PYTHON PyObject* PyLong_FromLongLong(long long value);
 AMPCTX_PYTHON long long PyLong_AsLongLong(PyObject* number);
 AMPCTX_PYTHON PyObject* PyBytes_FromStringAndSize(const char* bytes, ptrdiff_t count);
+AMPCTX_PYTHON char* PyBytes_AsString(PyObject* bytes);
+AMPCTX_PYTHON ptrdiff_t PyBytes_Size(PyObject* bytes);
 AMPCTX_PYTHON PyObject* PyCapsule_New(void* pointer, const char* name, void (*destructor)(PyObject*));
 AMPCTX_PYTHON void* PyCapsule_GetPointer(PyObject* capsule, const char* name);
 AMPCTX_PYTHON extern PyObject* PyExc_TypeError;

@@ -195,9 +195,10 @@ inline bool is_contiguous(const torch_abi::Layout& layout) {
 
 // Whether a tensor may be one that torch reads as the negative of what lies in memory, which DLPack does not tell. Such
 // views come from imaginary parts, whose elements lie two apart: of those that fill a block, one of one element alone.
-// True with an exception set where a mode of torch's that looks on raises.
-inline bool may_be_negated(PyObject* tensor, int64_t numel) {
-  if (numel != 1) return false;
+// It lies behind its real part, and both together at a multiple of their size. True with an exception set where a mode
+// of torch's that looks on raises.
+inline bool may_be_negated(PyObject* tensor, const ReadList::Entry& entry, uintptr_t element_bytes) {
+  if (entry.numel != 1 || reinterpret_cast<uintptr_t>(entry.data) % (2 * element_bytes) == 0) return false;
   const python_abi::Reference answer(PyObject_CallMethodObjArgs(tensor, python().is_neg, nullptr));
   return !answer.get() || PyObject_IsTrue(answer.get()) != 0;
 }
@@ -233,7 +234,7 @@ class Reader {
     if (entry.numel > 0) {
       entry.is_contiguous = is_contiguous(entry.layout);
       if (!entry.is_contiguous && !is_dense(entry.layout)) return false;
-      if (may_be_freed(entry.data) || may_be_negated(tensor, entry.numel)) return false;
+      if (may_be_freed(entry.data) || may_be_negated(tensor, entry, found.dtype.bits / 8)) return false;
     }
     list_.tensors.push_back(entry);
     return true;
@@ -286,7 +287,8 @@ inline int read_entries(PyObject* dicts, PyObject* key, PyObject* found, int64_t
 }
 
 // Reads the gradients of parameters: those in `grads`, which has one for each of them or is empty. Empty, it gets the
-// `.grad` of each, None too, in any case, and those that are there are read. `every`: only where all are there.
+// `.grad` of each, None too, in any case, and those that are there are read. `every`: only where all are there. 2 where
+// one is missing.
 inline int read_grads(PyObject* params, PyObject* grads, bool every, int64_t number) {
   using python_abi::Reference;
   constexpr const char* changed = "read_grads: a list changed its length while it was read";
@@ -294,7 +296,7 @@ inline int read_grads(PyObject* params, PyObject* grads, bool every, int64_t num
   if (given < 0) return type_error("read_grads: params or grads is no list");
   if (given > 0 && given != count) return 0;
   Reader of_grads(count);
-  bool can_be_read = python().exchange != nullptr;
+  bool can_be_read = python().exchange != nullptr, are_there = true;
   for (ptrdiff_t i = 0; i < count; ++i) {
     given ? prefetch_ahead<Look::kMemory>(grads, i, count) : prefetch_ahead<Look::kGradMemory>(params, i, count);
     const Reference param = Reference::to_borrowed(PyList_GetItem(params, i));
@@ -306,6 +308,7 @@ inline int read_grads(PyObject* params, PyObject* grads, bool every, int64_t num
     if (!can_be_read) continue;
     if (grad.get() == python().none) {
       can_be_read = !every;
+      are_there = false;
     } else {
       can_be_read = of_grads.add(grad.get());
       if (!can_be_read && PyErr_Occurred()) return -1;
@@ -314,7 +317,7 @@ inline int read_grads(PyObject* params, PyObject* grads, bool every, int64_t num
   if (PyList_Size(params) != count || PyList_Size(grads) != count) return type_error(changed);
   if (!can_be_read || of_grads.list().tensors.empty()) return 0;
   of_grads.put(number);
-  return 1;
+  return are_there ? 1 : 2;
 }
 
 // Whether all tensors of a known list are contiguous.
@@ -348,6 +351,13 @@ inline bool lie_alike(int64_t of_grads, int64_t of_params) {
   return true;
 }
 
+// read_grads() of parameters that a held list has, all of them, where they lie_alike(). 2 where they are contiguous.
+inline int read_along(PyObject* params, PyObject* grads, int64_t number, int64_t of_params) {
+  if (const int read = read_grads(params, grads, true, number); read != 1) return read;
+  if (!lie_alike(number, of_params)) return 0;
+  return are_contiguous(number) ? 2 : 1;
+}
+
 // Whether one op call can take a held list: of one dtype and device, each tensor dense and with memory. Its tensors
 // were plain ones.
 inline bool is_uniform(int64_t number, bool fill_storages) {
@@ -372,26 +382,28 @@ inline bool is_uniform(int64_t number, bool fill_storages) {
 
 // Whether no two tensors of the known lists begin at one place. Those without elements begin nowhere.
 inline bool are_apart(const int64_t* numbers, int64_t count) {
-  std::vector<uintptr_t> places;
+  std::vector<KnownListPointer> lists;
+  size_t all = 0, size = 64;
   for (int64_t i = 0; i < count; ++i) {
-    const KnownListPointer list = known_lists().find(numbers[i]);
-    if (!list) return false;
+    lists.push_back(known_lists().find(numbers[i]));
+    if (!lists.back()) return false;
+    all += view(*lists.back()).size();
+  }
+  // A table of places is faster than sorting them.
+  while (size < 2 * all) size *= 2;
+  std::vector<uintptr_t> table(size);
+  for (const KnownListPointer& list : lists) {
     const ListView tensors = view(*list);
     for (size_t k = 0; k < tensors.size(); ++k) {
       tensors.prefetch_ahead(k, tensors.size());
-      if (tensors.numel(k) > 0) places.push_back(reinterpret_cast<uintptr_t>(tensors.data(k, false)));
+      if (tensors.numel(k) == 0) continue;
+      const auto place = reinterpret_cast<uintptr_t>(tensors.data(k, false));
+      size_t at = (place * 0x9e3779b97f4a7c15ull >> 32) & (size - 1);
+      for (; table[at] != 0; at = (at + 1) & (size - 1)) {
+        if (table[at] == place) return false;
+      }
+      table[at] = place;
     }
-  }
-  // A table of places is faster than sorting them.
-  size_t size = 64;
-  while (size < 2 * places.size()) size *= 2;
-  std::vector<uintptr_t> table(size);
-  for (const uintptr_t place : places) {
-    size_t at = (place * 0x9e3779b97f4a7c15ull >> 32) & (size - 1);
-    for (; table[at] != 0; at = (at + 1) & (size - 1)) {
-      if (table[at] == place) return false;
-    }
-    table[at] = place;
   }
   return true;
 }

@@ -141,6 +141,50 @@ inline int prefetch_versions(PyObject* tensors) {
   return 1;
 }
 
+// Dtype and device of a tensor.
+struct Kind {
+  int32_t dtype, device_type, device_index;
+};
+
+inline Kind kind_of(const torch_abi::Tensor& tensor) {
+  return {tensor.dtype(), tensor.device_type(), tensor.device_index()};
+}
+
+// Between two blocks nothing has changed: same_members(), the tensors of a held list are of the `kinds` that
+// held_kinds() gave, and have_no_grad() of the leaves.
+inline int nothing_changed(PyObject* groups, PyObject* members, int64_t number, PyObject* kinds, PyObject* leaves) {
+  if (!same_members(groups, members)) return 0;
+  const KnownListPointer list = known_lists().find(number);
+  const auto* tensors = list ? std::get_if<torch_abi::TensorList>(list.get()) : nullptr;
+  const ptrdiff_t bytes = PyBytes_Size(kinds);
+  if (!tensors || bytes != static_cast<ptrdiff_t>(tensors->size() * sizeof(Kind))) return no();
+  const char* known = PyBytes_AsString(kinds);
+  for (size_t i = 0; i < tensors->size(); ++i, known += sizeof(Kind)) {
+    view(*list).prefetch_ahead(i, tensors->size());
+    const Kind kind = kind_of((*tensors)[i]);
+    if (std::memcmp(&kind, known, sizeof(kind)) != 0) return 0;
+  }
+  return have_no_grad(leaves, 0);
+}
+
+// Whether the calls of a step are those of the step before. `kept`: its groups and members; keys and values of the
+// optimizer's state; those of its model weights by master; its masters with lazy gradients; its parameters without a
+// gradient; and of each call the dicts, keys and columns of same_entries(), end to end.
+inline int same_plan(PyObject* kept, PyObject* groups, PyObject* state, PyObject* models, PyObject* lazy) {
+  constexpr ptrdiff_t before_calls = 8;
+  const ptrdiff_t count = PyList_Size(kept);
+  if (count < before_calls) return no();
+  const auto at = [&](ptrdiff_t place) { return PyList_GetItem(kept, place); };
+  if (!same_items(groups, at(0)) || !same_members(groups, at(1)) || !same_mapping(state, at(2), at(3)) ||
+      !same_mapping(models, at(4), at(5)) || !same_items(lazy, at(6))) {
+    return 0;
+  }
+  for (ptrdiff_t i = before_calls; i + 3 <= count; i += 3) {
+    if (!same_entries(at(i), at(i + 1), at(i + 2))) return 0;
+  }
+  return have_no_grad(at(7), 0);
+}
+
 template <class T>
 PyObject* as_bytes(const std::vector<T>& values) {
   return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(values.data()),
@@ -149,13 +193,13 @@ PyObject* as_bytes(const std::vector<T>& values) {
 
 // Dtype and device of each tensor of a held list, as bytes to compare. None for another list.
 inline PyObject* held_kinds(int64_t number) {
-  std::vector<int32_t> kinds;
+  std::vector<Kind> kinds;
   const KnownListPointer list = known_lists().find(number);
   const auto* tensors = list ? std::get_if<torch_abi::TensorList>(list.get()) : nullptr;
+  if (tensors) kinds.reserve(tensors->size());
   for (size_t i = 0; tensors && i < tensors->size(); ++i) {
     view(*list).prefetch_ahead(i, tensors->size());
-    const torch_abi::Device device = (*tensors)[i].device();
-    for (const int32_t word : {(*tensors)[i].dtype(), device.type, device.index}) kinds.push_back(word);
+    kinds.push_back(kind_of((*tensors)[i]));
   }
   return as_bytes(kinds);
 }

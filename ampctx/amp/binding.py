@@ -150,10 +150,13 @@ class OptimizerBinding:
         is_idle = self.gradients.is_idle
         self.refuse("enter" if is_idle or self.gradients.phase is Phase.WINDOW else "enter nested", "amp.scale_loss")
         self.steps.epoch += 1
-        self._catch_up(weights_final=True, gradients=is_idle)
+        as_before = is_idle and self.masters.nothing_changed(self._optimizer())
+        if not as_before:
+            self._catch_up(weights_final=True, gradients=is_idle)
         mistakes.block_begins(self, is_idle)
-        self.masters.check()
-        self.gradients.begin(scale, inv_scale)
+        if not as_before:
+            self.masters.check()
+        self.gradients.begin(scale, inv_scale, as_before)
 
     def abandon(self, depth: int, committing: bool) -> None:
         """Ends a block that raised, see ``BlockGradients.abandon``. Also undoes SAM's ``first_step``: the step that it

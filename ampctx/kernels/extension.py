@@ -65,6 +65,7 @@ class Extension:
     # The functions that read return whether they have read the tensors into the handle ``number``.
     read_tensors: Callable[[list[Tensor], int], int] = lambda tensors, number: 0
     read_grads: Callable[[list[Tensor], list[Any], bool, int], int] | None = None
+    read_along: Callable[[list[Tensor], list[Any], int, int], int] = lambda params, grads, number, of_params: 0
     read_entries: Callable[[list[Any], str, list[Tensor], int], int] = lambda dicts, key, found, number: 0
     are_contiguous: Callable[[int], int] = lambda number: False
     lie_alike: Callable[[int, int], int] = lambda grads, params: False
@@ -189,6 +190,7 @@ def _readers(path: Path) -> dict[str, Any]:
         "use_types": use_types,
         "read_tensors": function("read_tensors", named, number),
         "read_grads": function("read_grads", named, named, flag, number),
+        "read_along": function("read_along", named, named, number, number),
         "read_entries": function("read_entries", named, named, named, number),
         "are_contiguous": function("are_contiguous", number),
         "lie_alike": function("lie_alike", number, number),
@@ -200,6 +202,8 @@ def _readers(path: Path) -> dict[str, Any]:
             "same_members": function("same_members", named, named),
             "same_mapping": function("same_mapping", named, named, named),
             "same_entries": function("same_entries", named, named, named),
+            "nothing_changed": function("nothing_changed", named, named, number, named, named),
+            "same_plan": function("same_plan", named, named, named, named, named),
             "are_plain": function("are_plain", named),
             "have_no_grad": function("have_no_grad", named, flag),
             "clear_grads": function("clear_grads", named),

@@ -16,7 +16,7 @@ from torch import Tensor
 from ampctx._errors import AmpTypeError, AmpValueError
 from ampctx.kernels import passes
 from ampctx.kernels.definitions import NAMESPACE, define
-from ampctx.kernels.each import all_there, device_of, grad_of, layout_of
+from ampctx.kernels.each import device_of, grad_of, layout_of
 from ampctx.kernels.extension import Extension, load
 
 _library = define(NAMESPACE, lambda: extension)
@@ -106,8 +106,12 @@ class ReadTensors(HeldTensors):
     One from ``read`` or ``read_grads`` is valid for calls made at once, before any tensor changes.
     """
 
-    def __init__(self, tensors: list[Tensor], number: int, owner: Any) -> None:
-        self.tensors, self.number, self._owner = tensors, number, owner
+    def __init__(self, tensors: list[Tensor], number: int, owner: Any, are_contiguous: bool = False) -> None:
+        self.tensors, self.number, self._owner, self._are_contiguous = tensors, number, owner, are_contiguous
+
+    @property
+    def are_contiguous(self) -> bool:
+        return self._are_contiguous or bool(extension.are_contiguous(self.number))
 
     @property
     def device(self) -> torch.device:
@@ -154,13 +158,13 @@ def read_grads(params: Iterable[Tensor]) -> tuple[list[Tensor | None], ReadTenso
         if is_watched() or extension.read_grads is None:
             return list(map(grad_of, listed)), None
         number, owner = extension.new_list()
-        if not extension.read_grads(listed, grads, False, number):
+        if not (read := extension.read_grads(listed, grads, False, number)):
             return grads, None
     except AttributeError:
         _check_types(listed, "read_grads: params")
         raise
     # A copy, because the caller may change ``grads``.
-    present = list(grads) if all_there(grads) else [g for g in grads if g is not None]
+    present = list(grads) if read == 1 else [g for g in grads if g is not None]
     return grads, _as_read(present, number, owner)
 
 
@@ -208,16 +212,16 @@ def read_along(params: Iterable[Tensor], grads: Iterable[Tensor] | None = None) 
     found: list[Any] = [] if grads is None else _listed(grads, "read_along: grads")
     if is_watched() or extension.read_grads is None:
         return None
-    number, owner = extension.new_list()
-    try:
-        read = _as_read(found, number, owner) if extension.read_grads(listed, found, True, number) else None
-    except AttributeError:
+    if isinstance(params, HeldTensors):
+        held: HeldTensors | None = params
+    else:
         _check_types(listed, "read_along: params")
-        raise
-    if read is None:
+        held = hold(listed)
+    if held is None:
         return None
-    held = params if isinstance(params, HeldTensors) else hold(listed)
-    return read if held is not None and lie_alike(read, held) else None
+    number, owner = extension.new_list()
+    read = extension.read_along(listed, found, number, held.number)
+    return _as_read(found, number, owner, read == 2) if read else None
 
 
 def read_entries(dicts: list[Any], key: str) -> ReadTensors | None:
@@ -235,8 +239,8 @@ def lie_alike(grads: HeldTensors, params: HeldTensors) -> bool:
     return bool(extension.lie_alike(grads.number, params.number))
 
 
-def _as_read(tensors: list[Tensor], number: int, owner: Any) -> ReadTensors | None:
-    found = ReadTensors(tensors, number, owner)
+def _as_read(tensors: list[Tensor], number: int, owner: Any, are_contiguous: bool = False) -> ReadTensors | None:
+    found = ReadTensors(tensors, number, owner, are_contiguous)
     device = tensors[0].device.type
     # Without compiled kernels for the device the fallback runs, which takes tensors only.
     served = "cpu" in extension.backends if device == "cpu" else extension.serves(device)

@@ -17,6 +17,9 @@ from torch.autograd.graph import increment_version
 
 from ampctx.kernels.each import all_none, grad_of, set_each, stored_grad, version_of
 
+# Tensors that need no look ahead.
+_FEW = 8
+
 
 def same_items(items: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether two lists hold the same objects, in order."""
@@ -37,6 +40,33 @@ def same_entries(dicts: list[dict[str, Any]], keys: list[str], columns: list[lis
     """Whether ``dicts[i][keys[k]]`` is ``columns[k][i]``, for all of them."""
     return all(
         same_items([entries.get(key) for entries in dicts], column) for key, column in zip(keys, columns, strict=True)
+    )
+
+
+def nothing_changed(
+    groups: Sequence[Mapping[str, Any]], members: list[Any], number: int, kinds: bytes, leaves: list[Any]
+) -> bool:
+    """Whether the groups hold the members, the tensors of a held list are of the ``kinds`` of ``held_kinds``, and no
+    leaf has a gradient."""
+    return same_members(groups, members) and held_kinds(number) == kinds and have_no_grad(leaves, False)
+
+
+def same_plan(
+    kept: list[Any], groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], models: Mapping[Any, Any],
+    lazy: Sequence[Any],
+) -> bool:  # fmt: skip
+    """Whether the calls of a step are those of the step before. ``kept`` is one list, for the library: the groups and
+    their members; keys and values of the state; those of ``models``; ``lazy``; the parameters without a gradient; and
+    of each call the three arguments of ``same_entries``."""
+    of_groups, members, keys, values, masters, weights, of_lazy, idle, *calls = kept
+    return (
+        same_items(groups, of_groups)
+        and same_members(groups, members)
+        and same_mapping(state, keys, values)
+        and same_mapping(models, masters, weights)
+        and same_items(lazy, of_lazy)
+        and all(map(same_entries, calls[::3], calls[1::3], calls[2::3]))
+        and have_no_grad(idle, False)
     )
 
 
@@ -64,7 +94,8 @@ def bump_versions(tensors: Sequence[Tensor]) -> None:
     listed = tensors if type(tensors) is list else list(tensors)
     for begin in range(0, len(listed), 512):  # as many as a cache keeps
         chunk = listed if len(listed) <= 512 else listed[begin : begin + 512]
-        prefetch_versions(chunk)
+        if len(chunk) > _FEW:
+            prefetch_versions(chunk)
         increment_version(chunk)
 
 

@@ -173,17 +173,16 @@ class BlockGradients:
         """Whether no block is open and no gradients are delayed, so that ``.grad`` is unscaled."""
         return not self._stack
 
-    def _leaves(self) -> list[Tensor]:
-        """The parameters that a backward writes gradients into."""
-        return [*self._masters.params_with_master, *self._masters.params_without_master]
-
-    def begin(self, scale: Factor, inv_scale: Factor) -> None:
+    def begin(self, scale: Factor, inv_scale: Factor, have_none: bool = False) -> None:
         """Opens a block whose loss is multiplied by ``scale``. If gradients are idle, call ``collect_outside_grads``
-        first: no parameter with a master may have a gradient."""
+        first: no parameter with a master may have a gradient. ``have_none``: gradients are idle, and none is there."""
         if self.checked is not None:
             self.materialize()
+        if have_none:
+            self._stack.append(Block({}, None, False, scale, inv_scale))
+            return
         window = self._stack[-1] if self._stack else None
-        leaves = self._leaves() if self._stack else self._masters.params_without_master
+        leaves = self._masters.leaves if self._stack else self._masters.params_without_master
         present = {} if passes.have_no_grad(leaves, False) else {p: g for p in leaves if (g := p.grad) is not None}
         if not isinstance(window, Window):
             # Recorded before anything changes, so that abandon() can restore it.
@@ -220,7 +219,7 @@ class BlockGradients:
             block = self._stack[-1]
             assert isinstance(block, Block)
             was_there = block.stash if block.copies is None else block.copies
-            for p in self._leaves():
+            for p in self._masters.leaves:
                 p.grad = was_there.get(p)
             if block.outcome.lazy is not None:
                 block.outcome.lazy.drop()
@@ -229,14 +228,14 @@ class BlockGradients:
 
     def delay(self, inv_scale: Factor, loss: Any) -> None:
         """Ends the outermost block, and leaves its gradients scaled for a later block."""
-        scaled = [p for p in self._leaves() if p.grad is not None]
+        scaled = [p for p in self._masters.leaves if p.grad is not None]
         self._stack[:] = [Window(self._stack[-1].stash, inv_scale, scaled, loss)]
 
     def declare_scaled(self, inv_scale: Factor, loss: Any) -> None:
         """Treats ``.grad`` as scaled: part of the window, or a new one. For a caller that runs backward outside of
         blocks. Between blocks."""
         self.materialize()
-        scaled = [p for p in self._leaves() if p.grad is not None]
+        scaled = [p for p in self._masters.leaves if p.grad is not None]
         if self.window is None:
             self._stack[:] = [Window({}, inv_scale, scaled, loss)]
         else:
@@ -245,7 +244,7 @@ class BlockGradients:
     def drop_window(self) -> None:
         """Restores the gradients from before the window. Between blocks."""
         if self._stack:
-            for p in self._leaves():
+            for p in self._masters.leaves:
                 p.grad = self.stash.get(p)
             self._stack.clear()
 
@@ -405,7 +404,7 @@ class BlockGradients:
 
     def have_arrived(self) -> bool:
         """Whether gradients have arrived in the open block. False with a window: they cannot be told apart."""
-        return self.window is None and not passes.have_no_grad(self._leaves(), False)
+        return self.window is None and not passes.have_no_grad(self._masters.leaves, False)
 
     def may_have_outside_grads(self) -> bool:
         """Whether ``collect_outside_grads`` has anything to do."""
@@ -434,7 +433,7 @@ class BlockGradients:
         """The gradients that no step has used, without copies. Between blocks."""
         lazy = self.checked
         return Pending(
-            {p: p.grad for p in self._leaves() if p.grad is not None},
+            {p: p.grad for p in self._masters.leaves if p.grad is not None},
             {m: grad for m in self._masters.masters if (grad := stored_grad(m)) is not None},
             Lazy(lazy.grads, lazy.inv_scale, lazy.norm()) if lazy is not None and lazy.masters else None,
             self.window,
@@ -445,7 +444,7 @@ class BlockGradients:
         """Replaces all gradients by these. Between blocks."""
         self._drop_lazy()
         self.incomplete = False
-        for p in self._leaves():
+        for p in self._masters.leaves:
             p.grad = pending.model.get(p)
         for _, master in self._masters.pairs:
             master.grad = pending.masters.get(master)
@@ -473,7 +472,7 @@ class BlockGradients:
     def drop_incomplete(self) -> None:
         """Drops the incomplete sums of an exception: after ``reset`` no check would refuse them."""
         if self.incomplete:
-            for p in self._leaves():
+            for p in self._masters.leaves:
                 p.grad = None
             self.drop_master_grads()
             self.forget()

@@ -96,6 +96,7 @@ class MasterParams:
         self.pairs: list[tuple[Tensor, Tensor]] = []
         # What is derived from the pairs and ``params_without_master``, see ``_membership_changed``.
         self._lists: tuple[list[Tensor], Masters] | None = None
+        self._leaves: list[Tensor] | None = None
         self._held: HeldTensors | None = None
         self._checked_kinds: bytes | None = None
         self.model_of: dict[Tensor, Tensor] = {}
@@ -139,7 +140,7 @@ class MasterParams:
     # --- membership ---------------------------------------------------------------------------------------------------
 
     def _membership_changed(self) -> None:
-        self._lists = self._held = self._checked_kinds = None
+        self._lists = self._leaves = self._held = self._checked_kinds = None
 
     def _pair_lists(self) -> tuple[list[Tensor], Masters]:
         if self._lists is None:
@@ -155,6 +156,13 @@ class MasterParams:
     def masters(self) -> Masters:
         """The masters of ``pairs``. A list to read only."""
         return self._pair_lists()[1]
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """The parameters that a backward writes gradients into. A list to read only."""
+        if self._leaves is None:
+            self._leaves = [*self.params_with_master, *self.params_without_master]
+        return self._leaves
 
     def _handle(self) -> HeldTensors | None:
         """A handle for all parameters and masters, those with a master first. None if the library cannot hold them."""
@@ -247,6 +255,14 @@ class MasterParams:
         """Whether the groups have the same members as at the last look, and nothing was unfrozen."""
         alike = passes.same_members(optimizer.param_groups, self._members)
         return bool(alike) and not any(p.requires_grad for p in self._frozen)
+
+    def nothing_changed(self, optimizer: Any) -> bool:
+        """Whether neither groups nor dtypes and devices have changed since the last look, weights and masters agree,
+        and no parameter has a gradient. False if it is not known."""
+        if self.may_disagree or self.are_ahead or self._frozen or not self._checked_kinds or self._held is None:
+            return False
+        groups, kinds = optimizer.param_groups, self._checked_kinds
+        return bool(passes.nothing_changed(groups, self._members, self._held.number, kinds, self.leaves))
 
     @torch.no_grad()
     def follow_groups(self, optimizer: Any, taken: Callable[[], Container[int]], drop_grads: bool) -> None:

@@ -287,7 +287,7 @@ class _Call:
         # Parameters and gradients have one layout now. The state may still have the former one.
         if (None if read.are_contiguous else list(map(Tensor.stride, members))) != self._strides:
             return None
-        state = self._held_state() if self._holds_state else self._read_state(members)
+        state = {} if self._holds_state else self._read_state(members)
         return None if state is None else self.work._replace(lists={**lists, **state, "grads": read})
 
     def _hold(self) -> tuple[HeldTensors | None, dict[str, Any]]:
@@ -299,10 +299,12 @@ class _Call:
         are_params = passes.same_items(work.lists["params"], work.members)
         return lists["params"] if are_params else hold(work.members), lists
 
-    def _held_state(self) -> dict[str, Any] | None:
-        """Nothing to add if the state holds the same tensors as before, else None."""
-        keys, columns = list(self.work.keys.values()), [self.work.lists[name] for name in self.work.keys]
-        return {} if passes.same_entries(self._states, keys, columns) else None
+    def entries(self) -> tuple[list[Any], list[str], list[list[Tensor]]]:
+        """The arguments of ``passes.same_entries``: the state must hold the same tensors as before. On a GPU each step
+        reads them again."""
+        if not self._holds_state:
+            return [], [], []
+        return self._states, list(self.work.keys.values()), [self.work.lists[name] for name in self.work.keys]
 
     def _read_state(self, members: HeldTensors) -> dict[str, Any] | None:
         """The lists of state as they are now. None if they do not go along with the members as before."""
@@ -329,14 +331,16 @@ class Plan:
     def __init__(self, optimizer: Any, works: Sequence[Work], scaling: Scaling) -> None:
         groups, state, models = optimizer.param_groups, optimizer.state, scaling.models
         self._options = self._options_of(optimizer)
-        self._groups = list(groups)
-        self._members = [p for group in groups for p in group["params"]]
-        self._state = list(state), list(state.values())
-        self._models = list(models), list(models.values())
-        self._lazy_masters = [] if scaling.lazy is None else list(scaling.lazy.masters)
-        self._calls = [_Call(work, state, self._lazy_masters, optimizer._one_element) for work in works]
+        lazy_masters = [] if scaling.lazy is None else list(scaling.lazy.masters)
+        self._calls = [_Call(work, state, lazy_masters, optimizer._one_element) for work in works]
+        members = [p for group in groups for p in group["params"]]
         stepped = {p for work in works for p in work.members}
-        self._idle = [p for p in self._members if p not in stepped]
+        idle = [p for p in members if p not in stepped]
+        # What passes.same_plan compares.
+        self._kept: list[Any] = [list(groups), members, list(state), list(state.values())]
+        self._kept += [list(models), list(models.values()), lazy_masters, idle]
+        for call in self._calls:
+            self._kept += call.entries()
         # 16-bit weights whose masters, remainders or compensations must follow later writes.
         self._followed = [p for work in works if work.kind[0] in EXTRAS for p in work.members]
         self._versions = list(map(version_of, self._followed))
@@ -344,16 +348,10 @@ class Plan:
     def works(self, optimizer: Any, scaling: Scaling) -> list[Work] | None:
         """The calls of a new step, None if something has changed. No host sync."""
         groups, lazy = optimizer.param_groups, scaling.lazy
-        if not (
-            passes.same_items(groups, self._groups)
-            and passes.same_members(groups, self._members)
-            and self._options == self._options_of(optimizer)
-            and passes.same_mapping(optimizer.state, *self._state)
-            and passes.same_mapping(scaling.models, *self._models)
-            and passes.same_items([] if lazy is None else lazy.masters, self._lazy_masters)
-            and self._versions == list(map(version_of, self._followed))
-            and passes.have_no_grad(self._idle, False)
-        ):
+        masters = [] if lazy is None else lazy.masters
+        if not passes.same_plan(self._kept, groups, optimizer.state, scaling.models, masters):
+            return None
+        if self._options != self._options_of(optimizer) or self._versions != list(map(version_of, self._followed)):
             return None
         found = []
         for kept in self._calls:

@@ -130,6 +130,50 @@ def test_what_is_no_tensor_has_no_gradient_to_look_for(side, stored):
         side.clear_grads([*params(), None])
 
 
+@either
+@pytest.mark.parametrize("change", [None, "group", "dtype", "gradient"])
+def test_a_block_sees_what_has_changed_since_the_last_one(side, change):
+    members = params()
+    held = handles.HeldTensors(members)
+    kinds = side.held_kinds(held.number)
+    groups = [{"params": members[:30]}, {"params": members[30:]}]
+    if change == "group":
+        groups[1]["params"] = members[31:]
+    if change == "dtype":
+        members[-1].data = members[-1].data.half()
+    if change == "gradient":
+        members[-1].grad = torch.ones(3)
+    unchanged = side.nothing_changed(groups, members, held.number, kinds, members)
+    # Python has no kinds of held lists: nobody asks it.
+    assert bool(unchanged) == (change is None or (change == "dtype" and side is PYTHON))
+    assert LIBRARY.nothing_changed(groups, members, -1, kinds, members) == 0
+
+
+_CHANGES = {
+    "nothing": lambda groups, state, models, lazy: None,
+    "group": lambda groups, state, models, lazy: groups.append(dict(groups[0])),
+    "member": lambda groups, state, models, lazy: groups[1]["params"].pop(),
+    "state": lambda groups, state, models, lazy: state.update({next(iter(state)): {}}),
+    "entry": lambda groups, state, models, lazy: state[next(iter(state))].update(m=torch.ones(1)),
+    "model": lambda groups, state, models, lazy: models.popitem(),
+    "lazy": lambda groups, state, models, lazy: lazy.pop(),
+    "idle": lambda groups, state, models, lazy: setattr(groups[0]["params"][0], "grad", torch.ones(3)),
+}
+
+
+@either
+@pytest.mark.parametrize("change", _CHANGES)
+def test_a_step_sees_what_has_changed_since_the_last_one(side, change):
+    members = params()
+    groups = [{"params": members[:30]}, {"params": members[30:]}]
+    state = {p: {"m": torch.ones(1)} for p in members[1:]}
+    models, lazy = {p: torch.ones(3) for p in members[1:5]}, members[1:5]
+    kept = [list(groups), members, list(state), list(state.values()), list(models), list(models.values()), list(lazy)]
+    kept += [members[:1], list(state.values()), ["m"], [[entries["m"] for entries in state.values()]], [], [], []]
+    _CHANGES[change](groups, state, models, lazy)
+    assert bool(side.same_plan(kept, groups, state, models, lazy)) == (change == "nothing")
+
+
 def test_lists_that_are_none_are_not_the_same():
     """The caller looks at them with Python then, and says what is wrong."""
     tensors = params(2)

@@ -311,8 +311,9 @@ def test_an_interrupt_while_a_tensor_is_looked_at_arrives():
             return func(*args, **(kwargs or {}))
 
     param = with_grads(1)[0]
-    param.data, param.grad = torch.ones(1), None
-    param.grad = torch.ones(1)
+    # Where an imaginary part may lie.
+    param.data, param.grad = torch.ones(2)[1:], None
+    param.grad = torch.ones(2)[1:]
     for entry in (handles.read_grads, handles.read_along, lambda params: handles.read([p.detach() for p in params])):
         with pytest.raises(KeyboardInterrupt), Interrupted():
             entry([param])
