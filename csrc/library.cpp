@@ -328,6 +328,9 @@ AMPCTX_EXPORT int ampctx_read_tensors(PyObject* tensors, int64_t number) {
 AMPCTX_EXPORT int ampctx_read_grads(PyObject* params, PyObject* grads, int every, int64_t number) {
   return guarded(-1, ampctx::python_lists::read_grads, params, grads, every != 0, number);
 }
+AMPCTX_EXPORT int ampctx_collect_grads(PyObject* params, PyObject* grads) {
+  return guarded(-1, ampctx::python_lists::collect_grads, params, grads);
+}
 AMPCTX_EXPORT int ampctx_read_along(PyObject* params, PyObject* grads, int64_t number, int64_t of_params) {
   return guarded(-1, ampctx::python_lists::read_along, params, grads, number, of_params);
 }

@@ -39,12 +39,22 @@ inline bool& is_known_layout() {
   return known;
 }
 
+// Where a TensorImpl has the address of its Python object. 0 if that is not known.
+inline ptrdiff_t& place_of_object() {
+  static ptrdiff_t place = 0;
+  return place;
+}
+AMPCTX_HINT void object(const void* impl) {
+  if (place_of_object()) at(pointer_at(impl, place_of_object()), 0);
+}
+
 // Whether a tensor's object has its TensorImpl, storage and gradient where hints look for them. `plain`: of a tensor
 // without autograd's part. The other numbers are addresses as Python tells them: `param` of a TensorImpl, and of its
 // gradient's and its storage.
 inline bool has_layout(const void* object, const void* param, const void* plain, const void* grad,
                        const void* storage) {
   if (pointer_at(object, 16) != param || pointer_at(param, 16) != storage || pointer_at(plain, 24)) return false;
+  place_of_object() = pointer_at(param, 48) == object ? 48 : pointer_at(param, 56) == object ? 56 : 0;
   // Autograd's part is not an address that Python tells: it has to look like one.
   const auto autograd = reinterpret_cast<uintptr_t>(pointer_at(param, 24));
   return autograd > 65536 && autograd % alignof(void*) == 0 && grad_of(param) == grad;

@@ -142,7 +142,7 @@ AMPCTX_HINT void prefetch_ahead(PyObject* list, ptrdiff_t i, ptrdiff_t count) {
     if (const void* grad = prefetch::grad_of(impl)) prefetch::tensor(grad), prefetch::sizes(grad);
   }
   if (const void* impl = impl_at(list, i + kStages[4], count)) {
-    if (const void* grad = prefetch::grad_of(impl)) prefetch::storage(grad);
+    if (const void* grad = prefetch::grad_of(impl)) prefetch::storage(grad), prefetch::object(grad);
   }
 }
 
@@ -284,6 +284,23 @@ inline int read_entries(PyObject* dicts, PyObject* key, PyObject* found, int64_t
   }
   reader.put(number);
   return 1;
+}
+
+// Puts the `.grad` of each parameter into an empty list. 1 where all are there and of types that are read, else 0.
+inline int collect_grads(PyObject* params, PyObject* grads) {
+  const ptrdiff_t count = PyList_Size(params);
+  if (count < 0 || PyList_Size(grads) != 0)
+    return type_error("collect_grads: params is no list, or grads no empty one");
+  bool are_plain = true;
+  for (ptrdiff_t i = 0; i < count; ++i) {
+    prefetch_ahead<Look::kGradMemory>(params, i, count);
+    const auto param = python_abi::Reference::to_borrowed(PyList_GetItem(params, i));
+    if (!param.get()) return type_error("collect_grads: params became shorter while it was read");
+    const python_abi::Reference grad(grad_of(param.get()));
+    if (!grad.get() || PyList_Append(grads, grad.get()) != 0) return -1;
+    are_plain = are_plain && plain_type(grad.get());
+  }
+  return are_plain;
 }
 
 // Reads the gradients of parameters: those in `grads`, which has one for each of them or is empty. Empty, it gets the

@@ -446,8 +446,7 @@ class OptimizerBinding:
         """Scales, and the norm before clipping if a clip computed it. ``lazy``: the lazy gradients. No host sync."""
         without_master = self.masters.params_without_master
         if lazy is None:
-            stepped = itertools.chain((master for _, master in self.masters.pairs), without_master)
-            norm = norm_before_clipping(grad for p in stepped if (grad := stored_grad(p)) is not None)
+            norm = norm_before_clipping(map(stored_grad, itertools.chain(self.masters.masters, without_master)))
         elif lazy.clipped_from is not None:
             norm = lazy.clipped_from
         else:

@@ -54,11 +54,11 @@ class Blocks:
     @without_grad
     def begin(self, block: Block, loss_scale: LossScale, thread: OwnThread, casts: CastSwitch) -> Factor:
         """Prepares the backward of a block in this thread. Returns the scale."""
-        thread.enter_block(bool(casts.undo) and casts.enabled)
+        thread.enter_block(casts.enabled)
         bindings = block.bindings
         if waiting.ALL:
             self.decide("amp.scale_loss")
-        fresh = all(binding.gradients.is_idle for binding in bindings)
+        fresh = not [binding for binding in bindings if not binding.gradients.is_idle]
         # Read both now: a nested block may change the scale before this one ends.
         block.scale, block.inv_scale, block.found_inf = loss_scale.factors(block.device, fresh)
         if len(self._bindings) > len(bindings):
@@ -75,10 +75,11 @@ class Blocks:
         """Unscales and checks the gradients of the block's backward, or leaves them to a later block."""
         bindings = block.bindings
         mistakes.block_ends(block)
+        nested = False
         for binding in bindings:
             binding.flags.scales_used[block.loss_id % len(binding.loss_scales)] = block.scale
             binding.follow_groups()  # parameters that joined or were unfrozen in the block got gradients in it
-        nested = any(binding.gradients.depth > 1 for binding in bindings)
+            nested |= binding.gradients.depth > 1
         if block.delay_unscale and not nested and not self._share_parameters(bindings):
             block.committing = True
             for binding in reversed(bindings):

@@ -42,12 +42,12 @@ class OwnThread:
     def enter_block(self, casts_on: bool) -> None:
         """Notes that a block begins in this thread. Raises like ``check``; call ``leave_block`` in any case."""
         # No lock: an interrupt could leave it locked. If two threads come at once, the first one recorded stays.
+        here = threading.current_thread()
         for thread in list(self._of_blocks):
             if not thread.is_alive() and thread in self._of_blocks:
                 self._of_blocks.remove(thread)
-        here = threading.current_thread()
         self._of_blocks.append(here)
-        if casts_on or self._of_blocks[0] is not here:
+        if self._of_blocks[0] is not here or (casts_on and self._of_casts is not here):
             self.check("scale_loss", casts_on)
 
     def leave_block(self) -> None:

@@ -29,7 +29,8 @@ class CastSwitch:
 
     @property
     def enabled(self) -> bool:
-        return any(autocast.enabled for autocast in self.undo)
+        current = self.current
+        return current is not None and current.enabled
 
     def active_dtype(self) -> torch.dtype | None:
         """The 16-bit dtype that ops are cast to right now, or None."""

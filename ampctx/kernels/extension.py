@@ -65,6 +65,7 @@ class Extension:
     # The functions that read return whether they have read the tensors into the handle ``number``.
     read_tensors: Callable[[list[Tensor], int], int] = lambda tensors, number: 0
     read_grads: Callable[[list[Tensor], list[Any], bool, int], int] | None = None
+    collect_grads: Callable[[list[Tensor], list[Any]], int] | None = None
     read_along: Callable[[list[Tensor], list[Any], int, int], int] = lambda params, grads, number, of_params: 0
     read_entries: Callable[[list[Any], str, list[Tensor], int], int] = lambda dicts, key, found, number: 0
     are_contiguous: Callable[[int], int] = lambda number: False
@@ -190,6 +191,7 @@ def _readers(path: Path) -> dict[str, Any]:
         "use_types": use_types,
         "read_tensors": function("read_tensors", named, number),
         "read_grads": function("read_grads", named, named, flag, number),
+        "collect_grads": function("collect_grads", named, named),
         "read_along": function("read_along", named, named, number, number),
         "read_entries": function("read_entries", named, named, named, number),
         "are_contiguous": function("are_contiguous", number),

@@ -131,7 +131,7 @@ def scale(
     src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: FoundInf, factor: float | PerDevice, last: bool = False
 ) -> None:
     """``dst[i] = src[i] * factor`` (``ops.multi_tensor_scale``). ``last``: no later call raises ``found_inf``."""
-    if src is dst and (known := _known(src)):
+    if src is dst and (known := _known(src)) is not None:
         return _scale_fused(known, known, found_inf, factor, known.device, last)
     for device, fused, (s, d) in buckets(src, dst):
         if fused:

@@ -122,6 +122,10 @@ class ReadTensors(HeldTensors):
         return self.tensors[0].dtype
 
 
+# isinstance() of each list in each op call would cost more.
+HANDLES = frozenset((HeldTensors, ReadTensors))
+
+
 def is_watched() -> bool:
     """Whether torch.compile or a TorchDispatchMode must see the tensors of each op call."""
     # Private; torch has no public test for a TorchDispatchMode.
@@ -182,10 +186,18 @@ def hold(tensors: Iterable[Tensor]) -> HeldTensors | None:
     return HeldTensors(listed)
 
 
-def hold_grads(grads: list[Tensor]) -> ReadTensors | None:
+def collect_grads(params: list[Tensor]) -> tuple[list[Any], bool]:
+    """The ``.grad`` of each parameter, and whether all are there and plain tensors. False also if that is not known."""
+    if extension.collect_grads is None:
+        return list(map(grad_of, params)), False
+    grads: list[Any] = []
+    return grads, bool(extension.collect_grads(params, grads))
+
+
+def hold_grads(grads: list[Tensor], are_plain: bool = False) -> ReadTensors | None:
     """A handle for gradients that stays valid for as long as it is kept. None as from ``read``, and also if a gradient
-    is a part of a larger storage."""
-    if is_watched() or not grads or not extension.passes or not passes.are_plain(grads):
+    is a part of a larger storage. ``are_plain``: it is known that they are plain tensors."""
+    if is_watched() or not grads or not extension.passes or not (are_plain or passes.are_plain(grads)):
         return None
     number, owner = extension.new_list()
     found = _as_read(grads, number, owner)
@@ -241,9 +253,8 @@ def lie_alike(grads: HeldTensors, params: HeldTensors) -> bool:
 
 def _as_read(tensors: list[Tensor], number: int, owner: Any, are_contiguous: bool = False) -> ReadTensors | None:
     found = ReadTensors(tensors, number, owner, are_contiguous)
-    device = tensors[0].device.type
     # Without compiled kernels for the device the fallback runs, which takes tensors only.
-    served = "cpu" in extension.backends if device == "cpu" else extension.serves(device)
+    served = "cpu" in extension.backends if tensors[0].is_cpu else extension.serves(tensors[0].device.type)
     return found if served else None
 
 

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import repeat
-from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -24,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ampctx.kernels import passes
-from ampctx.kernels.handles import HeldTensors, is_watched
+from ampctx.kernels.handles import HANDLES, HeldTensors, is_watched
 
 _ops = torch.ops.ampctx
 
@@ -45,16 +43,15 @@ _kept_number = lru_cache(maxsize=64)(_number)
 
 
 _NO_LIST: Any = SimpleNamespace(number=0)
-_number_of = attrgetter("number")
 
 
 def call(op: Any, lists: Sequence[Sequence[Tensor]], *others: Any) -> Any:
     """Calls an op of ``torch.ops.ampctx``. If one list is a handle, the others become handles too."""
     try:
-        if not any(map(isinstance, lists, repeat(HeldTensors))):
+        if HANDLES.isdisjoint(map(type, lists)):
             return op.default(*lists, *others)
-        known = [t if isinstance(t, HeldTensors) else HeldTensors(t) if len(t) else _NO_LIST for t in lists]
-        return op.held(*map(_number_of, known), *others)
+        known: list[Any] = [t if type(t) in HANDLES else HeldTensors(t) if len(t) else _NO_LIST for t in lists]
+        return op.held(*[t.number for t in known], *others)
     except RuntimeError as error:
         raise_out_of_memory(error)
         raise
@@ -70,7 +67,8 @@ def wrote(*lists: Sequence[Tensor]) -> None:
     """Tells autograd that the tensors changed, which a C++ op outside autograd does not do by itself."""
     if not torch.compiler.is_compiling():
         for tensors in lists:
-            passes.bump_versions(tensors.tensors if isinstance(tensors, HeldTensors) else tensors)
+            if tensors:
+                passes.bump_versions(tensors.tensors if isinstance(tensors, HeldTensors) else tensors)
 
 
 class ScaleUpdate(NamedTuple):

@@ -6,15 +6,14 @@ import functools
 import math
 import warnings
 from collections.abc import Generator, Iterable, Sequence
-from itertools import repeat
 from numbers import Real
 
 import torch
 from torch import Tensor
 
-from ampctx._compiling import outside_of_graphs
+from ampctx._compiling import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx.kernels import foreach
+from ampctx.kernels import foreach, passes
 from ampctx.kernels.each import device_of, set_each, stored_grad
 from ampctx.kernels.foreach import Clipped, PerDevice, Unread, joined_norm, move
 from ampctx.kernels.handles import read_grads
@@ -45,7 +44,7 @@ def _checked_parameters(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
             "amp.master_params(optimizer) or model.parameters()."
         )
     found = list(parameters)
-    if not all(map(isinstance, found, repeat(Tensor))):
+    if not all(issubclass(kind, Tensor) for kind in set(map(type, found))):
         i = next(i for i, p in enumerate(found) if not isinstance(p, Tensor))
         raise AmpTypeError(f"parameters[{i}] must be a tensor, got {type(found[i]).__name__}")
     if not found and isinstance(parameters, Generator):
@@ -79,11 +78,13 @@ def _checked_norm_type(norm_type: float | str) -> float:
     return order
 
 
-def norm_before_clipping(grads: Iterable[Tensor]) -> Tensor | None:
+def norm_before_clipping(grads: Iterable[Tensor | None]) -> Tensor | None:
     """Removes and returns the norm that ``clip_grad_norm_`` has stored on the first dense gradient, None without one.
     No host sync."""
-    first = next((grad for grad in grads if grad.layout == torch.strided and grad.numel() > 0), None)
-    return None if first is None else first.__dict__.pop("norm_before_clipping", None)
+    for grad in grads:
+        if grad is not None and grad.layout == torch.strided and grad.numel() > 0:
+            return grad.__dict__.pop("norm_before_clipping", None)
+    return None
 
 
 def forget_norm_before_clipping(grads: Iterable[Tensor]) -> None:
@@ -92,7 +93,7 @@ def forget_norm_before_clipping(grads: Iterable[Tensor]) -> None:
         grad.__dict__.pop("norm_before_clipping", None)
 
 
-@torch.no_grad()
+@without_grad
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float | Tensor,
@@ -132,36 +133,38 @@ def clip_grad_norm_(
         AmpRankError: another rank of a DTensor's mesh has ended, has left this call out, or has another loss scale.
     """
     found = _checked_parameters(parameters)
-    place_grads(found)
+    if are_sharded := any_sharded(found):
+        place_grads(found)
     max_norm, order = _checked_max_norm(max_norm), _checked_norm_type(norm_type)
     # dynamo cannot trace lazy gradients, nor what ranks have yet to agree on.
     leaves = torch.compiler.is_compiling() and (
-        any_sharded(found) or any(isinstance(p, lazy_grads.MasterParam) for p in found)
+        are_sharded or any(isinstance(p, lazy_grads.MasterParam) for p in found)
     )
     clip = _clip_outside_of_graphs if leaves else _clip
-    return clip(found, max_norm, order, error_if_nonfinite, foreach)
+    return clip(found, are_sharded, max_norm, order, error_if_nonfinite, foreach)
 
 
 def _clip(
-    found: list[Tensor], max_norm: float | Tensor, order: float, error_if_nonfinite: bool, use_foreach: bool | None
-) -> Tensor:
+    found: list[Tensor], are_sharded: bool, max_norm: float | Tensor, order: float, error_if_nonfinite: bool,
+    use_foreach: bool | None,
+) -> Tensor:  # fmt: skip
+    in_graph = torch.compiler.is_compiling()
     lazy = lazy_grads.all_of(found) if order == 2.0 else []
-    untouched = {i for group in lazy for i in group.masters.ids}
-    _, known = read_grads(found) if order == 2.0 and not lazy and not torch.compiler.is_compiling() else (None, None)
+    _, known = read_grads(found) if order == 2.0 and not lazy and not in_graph else (None, None)
     has_all = known is not None and len(known) == len(found)
-    if not (has_all or lazy or torch.compiler.is_compiling()) and params.ALIVE:
+    if not (has_all or lazy or in_graph) and params.ALIVE:
         without = {id(p) for p in found if stored_grad(p) is None}
         for masters in list(params.ALIVE) if without else ():
             masters.refuse_to_clip(without)
     grads: Sequence[Tensor]
-    touched = [p for p in found if id(p) not in untouched] if untouched else found
+    touched = _without(lazy, found)
     if known is not None:
         grads = known
     else:
         # An empty gradient has no part in any norm; torch refuses the infinity norm of one.
         grads = [grad for grad in map(strided_grad, touched) if grad is not None and grad.numel() > 0]
     norms = [group.norm() for group in lazy]
-    if any_sharded(found):
+    if are_sharded:
         norms.append(_norm_over_ranks(touched, order, use_foreach))
     elif grads or not lazy:
         norms.append(_total_norm(grads, order, use_foreach))
@@ -173,7 +176,7 @@ def _clip(
         )
     if grads:
         _scale_down(grads, max_norm, norm)
-        if not torch.compiler.is_compiling():
+        if not in_graph:
             set_each(grads, "norm_before_clipping", norm)
     for group in lazy:
         if isinstance(max_norm, Tensor):
@@ -185,6 +188,14 @@ def _clip(
 
 
 _clip_outside_of_graphs = outside_of_graphs(_clip)
+
+
+def _without(lazy: list[lazy_grads.ModelGrads], found: list[Tensor]) -> list[Tensor]:
+    """The parameters without lazy gradients."""
+    if len(lazy) == 1 and passes.same_items(found, lazy[0].masters):
+        return []
+    untouched = {i for group in lazy for i in group.masters.ids}
+    return [p for p in found if id(p) not in untouched] if untouched else found
 
 
 def _total_norm(grads: Sequence[Tensor], order: float, use_foreach: bool | None) -> Tensor:

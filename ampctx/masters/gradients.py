@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from ampctx.kernels import foreach, passes
-from ampctx.kernels.each import all_there, grad_of, layout_of, stored_grad
+from ampctx.kernels.each import all_there, layout_of, stored_grad
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, product
-from ampctx.kernels.handles import are_apart, hold_grads, read_grads
+from ampctx.kernels.handles import are_apart, collect_grads, hold_grads, read_grads
 from ampctx.kernels.sharding import place_grads, values_of
 from ampctx.masters.clip import forget_norm_before_clipping
 from ampctx.masters.lazy_grads import Masters, ModelGrads
@@ -297,7 +297,8 @@ class BlockGradients:
             grads, totals = map(list, zip(*outcome.added, strict=True))
             foreach.axpby(grads, totals, totals, found_inf, outcome.factor, 1.0, arg_to_check=0)
             forget_norm_before_clipping(totals)
-        passes.clear_grads(outcome.used)
+        if outcome.used:
+            passes.clear_grads(outcome.used)
         for t, grad in outcome.grads.items():
             t.grad = grad
         if outcome.lazy is not None:
@@ -332,7 +333,7 @@ class BlockGradients:
             )
             # Two parameters may hold one gradient.
             if are_whole and (are_apart([known]) if known is not None else len(set(map(id, grads))) == len(grads)):
-                if grads and inv_scale != 1.0:
+                if (known is not None or grads) and inv_scale != 1.0:
                     foreach.scale(grads, grads, found_inf, inv_scale, last=not block.outcome.added)
                 return
         arrived, before, unseen = [], [], []
@@ -372,9 +373,11 @@ class BlockGradients:
     ) -> None:
         """master.grad += model.grad * factor, then frees the model's gradient."""
         outcome.factor = factor
+        if not self._masters.pairs:
+            return
         params, masters = self._masters.params_with_master, self._masters.masters
-        grads: list[Any] = list(map(grad_of, params))
-        if not all_there(grads):
+        grads, are_plain = collect_grads(params)
+        if not (are_plain or all_there(grads)):
             there = [grad is not None for grad in grads]
             params, grads = list(compress(params, there)), list(compress(grads, there))
             masters = Masters(compress(masters, there))
@@ -383,7 +386,7 @@ class BlockGradients:
         outcome.used = params
         if self._masters.lazy and not nested and self.checked is None and self._masters.have_no_grads():
             # Not views into memory that other code may write to before the step.
-            known = hold_grads(grads)
+            known = hold_grads(grads, are_plain)
             if known is not None or all(map(fills_its_storage, grads)):
                 last = not self._masters.params_without_master
                 outcome.lazy = ModelGrads(masters, grads if known is None else known, factor, found_inf, last=last)
@@ -410,7 +413,7 @@ class BlockGradients:
         """Whether ``collect_outside_grads`` has anything to do."""
         if self._stack:
             return self.phase is Phase.WINDOW
-        return not passes.have_no_grad(self._masters.params_with_master, False)
+        return bool(self._masters.pairs) and not passes.have_no_grad(self._masters.params_with_master, False)
 
     def collect_outside_grads(self, check_before: Callable[[], bool] = bool) -> FoundInf:
         """Collects gradients of a plain backward, and ends a window that no block has ended. Between blocks.

@@ -253,9 +253,9 @@ class ModelGrads:
 def all_of(params: Iterable[Tensor]) -> list[ModelGrads]:
     """The lazy gradients whose masters are all in ``params`` and have no other gradients. Materializes the rest."""
     found = list(params)
-    if torch.compiler.is_compiling() or MasterParam not in set(map(type, found)):
+    if torch.compiler.is_compiling() or MasterParam not in (types := set(map(type, found))):
         return []
-    masters = [p for p in found if type(p) is MasterParam]
+    masters: list[Any] = found if len(types) == 1 else [p for p in found if type(p) is MasterParam]
     if (first := _lazy_in(masters[0]._place)) is not None and passes.same_items(masters, first.masters):
         candidates = {first: True}  # as usual: all masters of one optimizer
     else:

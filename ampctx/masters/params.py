@@ -254,7 +254,7 @@ class MasterParams:
     def agrees_with(self, optimizer: Any) -> bool:
         """Whether the groups have the same members as at the last look, and nothing was unfrozen."""
         alike = passes.same_members(optimizer.param_groups, self._members)
-        return bool(alike) and not any(p.requires_grad for p in self._frozen)
+        return bool(alike) and not (self._frozen and any(p.requires_grad for p in self._frozen))
 
     def nothing_changed(self, optimizer: Any) -> bool:
         """Whether neither groups nor dtypes and devices have changed since the last look, weights and masters agree,
@@ -539,6 +539,8 @@ class MasterParams:
 
     def drop_master_grads(self) -> None:
         """Sets ``grad`` of masters to None. Lazy gradients stay."""
+        if not self.pairs:
+            return
         if not self.have_no_grads():
             for master in self.masters:
                 if stored_grad(master) is not None:

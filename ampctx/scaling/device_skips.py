@@ -41,9 +41,11 @@ class SkipCounts:
         if self.is_taken or device != self.device:
             return ()
         self.is_taken = True
-        if self._held is None and isinstance(along, handles.HeldTensors):
+        if type(along) not in handles.HANDLES:
+            return self.tensors
+        if self._held is None:
             self._held = handles.hold(self.tensors)
-        return self._held if self._held is not None and isinstance(along, handles.HeldTensors) else self.tensors
+        return self.tensors if self._held is None else self._held
 
 
 class DeviceSkips:
@@ -136,10 +138,12 @@ class DeviceSkips:
 
     def poll(self) -> None:
         """Reports counts that have arrived, and starts the next copy. No host sync."""
-        if self._counts is None or is_capturing():
+        if self._counts is None:
             return
         if self._counts.is_cpu and not self._counts_in_a_row:
             return self._tell(self._counts.tolist())
+        if is_capturing():
+            return
         if self._copy is None:
             self._copy = _Copy(self._counts)
         if self._copy.event is None or self._copy.event.query():
@@ -204,11 +208,11 @@ def skips_by_itself(optimizer: Any, before_backward: bool = False) -> bool:
     """
     return (
         declares(optimizer, "_step_supports_amp_scaling")
-        and all(group.get("fused", True) for group in optimizer.param_groups)
+        and not [group for group in optimizer.param_groups if not group.get("fused", True)]
         # For LARC, the optimizer inside decides.
         and (
-            not isinstance(getattr(optimizer, "optim", optimizer), torch.optim.SGD)
-            or set_up_momentum(getattr(optimizer, "optim", optimizer), before_backward)
+            not isinstance(inner := getattr(optimizer, "optim", optimizer), torch.optim.SGD)
+            or set_up_momentum(inner, before_backward)
         )
     )
 
