@@ -243,6 +243,22 @@ def test_exceptions_leave_casts_as_they_were(enabled, context):
     assert matmul_dtype() == HALF
 
 
+def test_suspended_is_a_decorator_and_ends_with_its_object(enabled):
+    autocast = enabled(Net())
+
+    @autocast.suspended()
+    def nested(times):
+        return [matmul_dtype()] + (nested(times - 1) if times else [])
+
+    assert nested(2) == [FLOAT] * 3
+    assert matmul_dtype() == HALF
+    interrupted = autocast.suspended()
+    interrupted.__enter__()
+    assert matmul_dtype() == FLOAT
+    del interrupted  # as where an interrupt comes before __exit__
+    assert matmul_dtype() == HALF
+
+
 def test_suspended_covers_the_casts_of_an_earlier_one(enabled):
     first = Net()
     enabled(first)

@@ -230,6 +230,25 @@ def test_each_version_is_bumped_once(side, count):
 # --- handles that gradients keep until the step ----------------------------------------------------------------------
 
 
+def test_gradients_are_collected():
+    tensors = params()
+    for p in tensors:
+        p.grad = torch.ones(3)
+    grads, are_plain = handles.collect_grads(tensors)
+    assert passes.same_items(grads, [p.grad for p in tensors])
+    assert are_plain
+    tensors[-1].grad = None
+    assert handles.collect_grads(tensors) == ([*grads[:-1], None], False)
+    tensors[-1] = OwnGrad(torch.ones(3))
+    grads, are_plain = handles.collect_grads(tensors)
+    assert torch.equal(grads[-1], torch.ones(3))
+    assert are_plain
+    with pytest.raises(AttributeError):
+        handles.collect_grads([*tensors, None])
+    with pytest.raises(TypeError, match="collect_grads: params is no list, or grads no empty one"):
+        handles.collect_grads(tuple(tensors))
+
+
 def test_gradients_that_are_held_stay_valid():
     grads = [torch.full((5,), float(i)) for i in range(COUNT)]
     held = handles.hold_grads(grads)

@@ -10,6 +10,7 @@ import torch
 from optimizer_cases import OPTIMIZERS, OWN_MASTERS, assert_same, give, gradients, parameters, params_of, run, snapshot
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import ampctx
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
@@ -162,6 +163,24 @@ def test_hooks_run_once_around_a_step(name):
     optimizer.register_step_post_hook(lambda o, args, kwargs: seen.append(o.state[params_of(o)[0]]["step"].item()))
     run(optimizer, 2)
     assert seen == ["before", 1, "before", 2]
+
+
+def test_profilers_and_hooks_of_all_optimizers_see_each_step():
+    """ampctx leaves out what torch wraps around a step where nobody looks."""
+    optimizer = FusedAdam(parameters(shapes=[(3,)]))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        run(optimizer, 2)
+    assert [event.name for event in profiler.events()].count("Optimizer.step#FusedAdam.step") == 2
+    seen = []
+    before = register_optimizer_step_pre_hook(lambda o, *_: seen.append(o))
+    after = register_optimizer_step_post_hook(lambda o, *_: seen.append("after"))
+    try:
+        run(optimizer, 1)
+    finally:
+        before.remove()
+        after.remove()
+    run(optimizer, 1)
+    assert seen == [optimizer, "after"]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
