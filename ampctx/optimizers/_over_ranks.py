@@ -2,9 +2,9 @@
 
 Muon gathers its matrices. The others need norms, which no rank knows. So each makes sums of squares of its parts, one
 all_reduce adds up those of all parameters, and the step goes on with the roots. Every rank sends a number for each
-split parameter in the order of the groups: 0 where it has no elements or no gradient. The ops of LAMB and NovoGrad make these norms themselves, so their steps are
-put together here from ops that do not: that of LAMB makes Adam's directions (a step of length -1 from weights of 0),
-that of SGD averages gradients likewise, and takes the steps.
+split parameter in the order of the groups: 0 where it has no elements or no gradient. The ops of LAMB and NovoGrad make
+these norms themselves, so their steps are put together here from ops that do not: that of LAMB makes Adam's directions
+(a step of length -1 from weights of 0), that of SGD averages gradients likewise, and takes the steps.
 
 No host sync.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ampctx.optimizers import (
     FusedLAMB,
     FusedLion,
     FusedMixedPrecisionLamb,
+    FusedMuon,
     FusedNovoGrad,
     FusedSGD,
 )
@@ -22,6 +24,17 @@ from ampctx.optimizers import (
 LOW = {"fp16": torch.float16, "bf16": torch.bfloat16}
 DTYPES = {"fp32": torch.float32, **LOW, "fp64": torch.float64}
 SHAPES = [(3, 5), (), (0,), (1,), (17,), (2, 3, 4, 4), (5, 4)]
+
+
+def muon(params: Any, **options: Any) -> FusedMuon:
+    """FusedMuon with the parameters in their order: each run of matrices, or of others, is a group."""
+    params, found = list(params), []
+    groups = params if params and isinstance(params[0], dict) else [{"params": params}]
+    for group in groups:
+        runs = groupby(group["params"], lambda p: (p[1] if isinstance(p, tuple) else p).dim() in (2, 3))
+        found += [{**group, "params": list(run), "use_muon": are_matrices} for are_matrices, run in runs]
+    return FusedMuon(found or groups, **{"lr": 0.01, "weight_decay": 0.1, **options})
+
 
 # Each with options that use all of its state.
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
@@ -31,6 +44,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "novograd": lambda p, **o: FusedNovoGrad(p, **{"lr": 0.01, "weight_decay": 0.1, **o}),
     "adagrad": lambda p, **o: FusedAdagrad(p, **{"lr": 0.01, "weight_decay": 0.1, **o}),
     "lion": lambda p, **o: FusedLion(p, **{"lr": 0.01, "weight_decay": 0.1, **o}),
+    "muon": muon,
     "mixed-lamb": lambda p, **o: FusedMixedPrecisionLamb(p, **{"lr": 0.01, **o}),
 }
 # Dtypes of parameters, and how an optimizer keeps what they round off.
@@ -42,6 +56,8 @@ MODES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "kahan": (torch.bfloat16, {"write_back": "kahan"}),
     "stochastic": (torch.float16, {"write_back": "stochastic"}),
 }
+# Those whose step is one op call for each bucket of parameters.
+ONE_CALL = [name for name in OPTIMIZERS if name != "muon"]
 OWN_MASTERS = [name for name in OPTIMIZERS if name != "mixed-lamb"]
 STATE = {
     "adam": {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
@@ -50,6 +66,7 @@ STATE = {
     "novograd": {"exp_avg", "exp_avg_sq"},
     "adagrad": {"sum"},
     "lion": {"exp_avg"},
+    "muon": {"momentum_buffer"},
     "mixed-lamb": {"exp_avg", "exp_avg_sq"},
 }
 
