@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 import torch
+from muon_groups import muon
 from torch import Tensor, nn
 
 from ampctx.optimizers import (
@@ -16,7 +16,6 @@ from ampctx.optimizers import (
     FusedLAMB,
     FusedLion,
     FusedMixedPrecisionLamb,
-    FusedMuon,
     FusedNovoGrad,
     FusedSGD,
 )
@@ -24,17 +23,6 @@ from ampctx.optimizers import (
 LOW = {"fp16": torch.float16, "bf16": torch.bfloat16}
 DTYPES = {"fp32": torch.float32, **LOW, "fp64": torch.float64}
 SHAPES = [(3, 5), (), (0,), (1,), (17,), (2, 3, 4, 4), (5, 4)]
-
-
-def muon(params: Any, **options: Any) -> FusedMuon:
-    """FusedMuon with the parameters in their order: each run of matrices, or of others, is a group."""
-    params, found = list(params), []
-    groups = params if params and isinstance(params[0], dict) else [{"params": params}]
-    for group in groups:
-        runs = groupby(group["params"], lambda p: (p[1] if isinstance(p, tuple) else p).dim() in (2, 3))
-        found += [{**group, "params": list(run), "use_muon": are_matrices} for are_matrices, run in runs]
-    return FusedMuon(found or groups, **{"lr": 0.01, "weight_decay": 0.1, **options})
-
 
 # Each with options that use all of its state.
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
