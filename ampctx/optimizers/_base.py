@@ -106,7 +106,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _flags(self, group: Group) -> tuple[str, ...]:
         """The bool options of a group."""
-        return _options.flags_of(self._op_of(group))
+        return _options.FLAGS[self._op_of(group)]
 
     def _check_options(self, group: Group) -> None:
         """Checks the options of a group. Tensors among them, except lr, become numbers."""
@@ -127,11 +127,11 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _state_lists(self, group: Group) -> dict[str, str | None]:
         """The op's lists of state of the parameters' size -> the key in the state; None for an empty list."""
-        return _options.made_functions(self._op_of(group)).state_lists(self, group)
+        return _options.FUNCTIONS[self._op_of(group)].state_lists(self, group)
 
     def _op_options(self, group: Group) -> dict[str, Any]:
         """The op's numbers, except those of all optimizers."""
-        return _options.made_functions(self._op_of(group)).op_options(self, group)
+        return _options.FUNCTIONS[self._op_of(group)].op_options(self, group)
 
     def _may_keep_masters(self) -> bool:
         return bool(self.master_weights)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.kernels.foreach import move
-from ampctx.kernels.spec import SPECS
+from ampctx.kernels.spec import SPECS, OpSpec
 
 Group = dict[str, Any]
 
@@ -170,10 +169,7 @@ def seed_of_call(seed: int, number: int) -> int:
     return (seed + number * 0xD1342543DE82EF95) % 2**63  # fits int64; the first call uses seed itself
 
 
-@functools.cache
-def flags_of(op: str) -> tuple[str, ...]:
-    """The bool options of a group that an op steps."""
-    spec = SPECS[op]
+def _flags_of(spec: OpSpec) -> tuple[str, ...]:
     numbers = [number.name for number in spec.numbers]
     flags = [number.name for number in spec.numbers if number.type == "bool" and not number.of]
     return "maximize", *flags, *(s.if_set for s in spec.states if s.if_set and s.if_set not in numbers)
@@ -186,10 +182,8 @@ class OpFunctions(NamedTuple):
     state_lists: Callable[[Any, Group], dict[str, str | None]]
 
 
-@functools.cache
-def made_functions(op: str) -> OpFunctions:
+def _functions_of(spec: OpSpec) -> OpFunctions:
     """Compiled once from the spec: faster than reading it each step."""
-    spec = SPECS[op]
     numbers = [f"{number.name!r}: {number.source}" for number in spec.numbers]
     numbers += [f"{name!r}: 0.0" for name in spec.factors]  # if no group needs the factor
     lists = [f"{s.name!r}: {s.key!r}" + (f" if group[{s.if_set!r}] else None" if s.if_set else "") for s in spec.sized]
@@ -198,8 +192,13 @@ def made_functions(op: str) -> OpFunctions:
         f"def state_lists(self, group):\n    return {{{', '.join(lists)}}}\n"
     )
     made: dict[str, Any] = {}
-    exec(compile(source, f"<{__name__}.{op}>", "exec"), {}, made)
+    exec(compile(source, f"<{__name__}.{spec.name}>", "exec"), {}, made)
     return OpFunctions(**made)
+
+
+# The bool options of a group that an op steps, and the functions of each op. No caches: torch.compile warns of them.
+FLAGS = {name: _flags_of(spec) for name, spec in SPECS.items()}
+FUNCTIONS = {name: _functions_of(spec) for name, spec in SPECS.items()}
 
 
 def check_choice(name: str, value: Any, choices: tuple) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -51,6 +52,12 @@ def stacks(matrices: Iterable[tuple[Any, int]]) -> list[list[int]]:
     return found
 
 
+def uncast(device: torch.device) -> AbstractContextManager:
+    """A context without autocast, which O1 and O4 leave on between forward passes."""
+    is_on = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
+
+
 def orthogonalized(directions: Sequence[Tensor], function: Orthogonalize) -> list[Tensor]:
     """``function`` of directions (m, n) or (experts, m, n), all of one m and n, in stacks of at most
     ``MOST_ELEMENTS``.
@@ -58,12 +65,13 @@ def orthogonalized(directions: Sequence[Tensor], function: Orthogonalize) -> lis
     Raises:
         AmpTypeError, AmpValueError: the function returns no tensor of its argument's shape and device.
     """
-    stack = torch.cat([u.reshape(-1, *u.shape[-2:]) for u in directions])
-    if not stack.numel():
-        return list(directions)
-    parts = stack.split(max(1, MOST_ELEMENTS // stack[0].numel()))
-    results = [_checked(function(part), part) for part in parts]
-    result = results[0] if len(results) == 1 else torch.cat(results)
+    with uncast(directions[0].device):
+        stack = torch.cat([u.reshape(-1, *u.shape[-2:]) for u in directions])
+        if not stack.numel():
+            return list(directions)
+        parts = stack.split(max(1, MOST_ELEMENTS // stack[0].numel()))
+        results = [_checked(function(part), part) for part in parts]
+        result = results[0] if len(results) == 1 else torch.cat(results)
     counts = [math.prod(u.shape[:-2]) for u in directions]
     return [o.reshape(u.shape) for o, u in zip(result.split(counts), directions, strict=True)]
 

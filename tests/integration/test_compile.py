@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from muon_groups import muon
 from torch import nn
 
 from ampctx import AmpSession, clip_grad_norm_, ops, optimizers
@@ -223,6 +224,7 @@ def test_functions_of_the_user_and_disabled_casts_break_no_graph(session, level)
 FUSED = {
     "FusedAdam": lambda p: optimizers.FusedAdam(p, lr=0.1),
     "FusedLAMB": lambda p: optimizers.FusedLAMB(p, lr=0.1),
+    "FusedMuon": lambda p: muon(p, lr=0.1),
 }
 
 

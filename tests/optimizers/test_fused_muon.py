@@ -218,6 +218,15 @@ def test_clipping_and_the_loss_scale_are_taken_off_once(level):
     session.reset()
 
 
+def test_a_step_under_autocast_is_the_same():
+    """O1 and O4 leave autocast on between forward passes."""
+    first, second = (FusedMuon(parameters(shapes=[(3, 4), (4, 3), (3, 4)])) for _ in range(2))
+    run(first, 2)
+    with torch.autocast("cpu", dtype=torch.float16):
+        run(second, 2)
+    assert_same(snapshot(first), snapshot(second))
+
+
 def test_a_grad_scaler_skips_and_goes_on():
     optimizer = FusedMuon(parameters(shapes=[(4, 6)]), lr=0.02)
     (p,) = params_of(optimizer)
