@@ -214,7 +214,8 @@ def test_clipping_and_the_loss_scale_are_taken_off_once(level):
     for p, q, g in zip(session.master_params(optimizer), before, clipped, strict=True):
         if p.dim() == 2:
             torch.testing.assert_close(optimizer.state[p]["momentum_buffer"], (1 - 0.95) * g, rtol=1e-2, atol=1e-6)
-            assert ((q - p).norm() / (0.01 * max(1, p.shape[0] / p.shape[1]) ** 0.5 * min(p.shape) ** 0.5)) < 1.25
+            most = 0.01 * max(1, p.shape[0] / p.shape[1]) ** 0.5 * min(p.shape) ** 0.5
+            assert 0.3 * most < (q - p).norm() < 1.25 * most
     session.reset()
 
 
