@@ -42,6 +42,7 @@ ELEMENTWISE: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "sgd": ("sgd", 0, 1, {"momentum": 0.0, **_SGD}),
     "momentum": ("sgd", 1, 0, {"momentum": 0.9, **_SGD}),
     "lion": ("lion", 1, 0, {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}),
+    "muon": ("muon", 1, 0, {"momentum": 0.95, "nesterov": True}),
     "adagrad": ("adagrad", 1, 0, {"eps": 1e-8, "weight_decay": 0.1, "adagrad_w_mode": True}),
 }
 LAMB = {

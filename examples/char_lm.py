@@ -2,6 +2,7 @@
 
     python examples/char_lm.py                      # O5: bf16 model, fp32 master weights, no loss scaling
     python examples/char_lm.py --opt-level O2       # fp16 model, fp32 master weights, dynamic loss scale
+    python examples/char_lm.py --optimizer muon     # Muon for the matrices of the blocks, AdamW for the rest
     python examples/char_lm.py --plot char_lm.png   # and draw the loss
 
 The text is Python's language reference, ``pydoc_data.topics`` of the standard library. Its last tenth is held out.
@@ -24,6 +25,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 import ampctx
 from ampctx import amp
+from ampctx.optimizers import FusedMuon
 
 # --- data -------------------------------------------------------------------------------------------------------------
 
@@ -111,13 +113,24 @@ def sample(model: nn.Module, text: Text, context: int, prompt: str, length: int,
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
+def make_optimizer(kind: str, model: GPT, lr: float) -> torch.optim.Optimizer:
+    if kind == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.05)
+    matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
+    chosen = set(matrices)
+    others = [p for p in model.parameters() if p not in chosen]  # embeddings, the tied head, norms and biases
+    groups = [{"params": matrices}, {"params": others, "use_muon": False, "betas": (0.9, 0.98)}]
+    # Updates as large as AdamW's, so that both share the learning rate and its schedule.
+    return FusedMuon(groups, lr=lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
+
+
 def train(
     args: argparse.Namespace, text: Text, device: torch.device
 ) -> tuple[nn.Module, list[tuple[int, float, float]], int]:
     """Trains. Returns the model, (step, training, held-out bits per char) of each evaluation, and skipped steps."""
     torch.manual_seed(args.seed)
     model = GPT(len(text.alphabet), args.context, args.width, args.layers, heads=args.width // 32).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.05)
+    optimizer = make_optimizer(args.optimizer, model, args.lr)
     model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=args.verbosity)
     generator = torch.Generator().manual_seed(args.seed)
     history = [(0, float("nan"), bits_per_char(model, text.test, args.context))]
@@ -173,6 +186,7 @@ def positive(text: str) -> int:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--opt-level", default="O5", choices=["O0", "O1", "O2", "O3", "O4", "O5"], help="default O5")
+    parser.add_argument("--optimizer", default="adamw", choices=["adamw", "muon"], help="default adamw")
     parser.add_argument("--steps", type=positive, default=800, help="optimizer steps; default 800")
     parser.add_argument("--batch-size", type=positive, default=8, help="samples per micro-batch; default 8")
     parser.add_argument("--accumulate", type=positive, default=2, help="micro-batches per step; default 2")

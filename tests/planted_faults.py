@@ -70,6 +70,10 @@ FAULTS = [
         "lion goes against the sign", "csrc/functors/lion.h",
         "c > 0 ? 1 : c < 0 ? -1 : c;", "c > 0 ? -1 : c < 0 ? 1 : c;", f"{OPS}lion.py {CPU}",
     ),
+    Fault(
+        "muon averages from the wrong end", "csrc/functors/muon.h",
+        "weight < 0.5 ? weight : weight - 1", "weight < 0.5 ? weight : 1 - weight", f"{OPS}muon.py {CPU}",
+    ),
     Fault("axpby subtracts", "csrc/functors/axpby.h", "a * x + b * y;", "a * x - b * y;", f"{OPS}axpby.py {CPU}"),
     Fault("scale negates", "csrc/functors/scale.h", "return x * scale;", "return -x * scale;", f"{OPS}scale.py {CPU}"),
     Fault(
@@ -299,6 +303,29 @@ FAULTS = [
         "(*BETAS, NO_DECAY),\n        (EXP_AVG,),",
         '(*BETAS, Number("weight_decay", default=0.0, of="0.0")),\n        (EXP_AVG,),',
         "tests/optimizers/test_optimizer_formulas.py -k lion",
+    ),
+    Fault(
+        "both calls of muon advance the counts", "ampctx",
+        'steps = list(torch.stack([step.reshape(()) for step in work.lists["steps"]]).unbind())',
+        'steps = work.lists["steps"]', "tests/optimizers/test_fused_muon.py",
+    ),
+    Fault(
+        "muon clips its updates, too", "ampctx",
+        'done = {"grad_norm", "max_norm", "skips"}', 'done = {"skips"}', "tests/optimizers/test_fused_muon.py",
+    ),
+    Fault(
+        "muon orthogonalises under autocast", "ampctx",
+        "torch.autocast(device.type, enabled=False) if is_on else nullcontext()", "nullcontext()",
+        "tests/optimizers/test_fused_muon.py",
+    ),
+    Fault(
+        "muon's adjustment is that of the transpose", "ampctx",
+        "max(1.0, rows / max(columns, 1))", "max(1.0, columns / max(rows, 1))", "tests/optimizers/test_fused_muon.py",
+    ),
+    Fault(
+        "ranks take the rows of the first one", "ampctx",
+        "redistribute(mesh, stacked).to_local()", "to_local()[:, : len(own[0])]",
+        "tests/optimizers/test_layerwise_on_meshes.py -k Muon",
     ),
     Fault(
         "an op's numbers are not checked", "ampctx",

@@ -28,6 +28,7 @@ class Tape(TorchDispatchMode):
         return result
 
     @torch.no_grad()
+    @torch.autocast("cpu", enabled=False)  # its casts are recorded
     def replay(self):
         for func, args, kwargs, result in self._calls:
             again = func(*args, **kwargs)

@@ -293,6 +293,18 @@ def lion(p: _Place, o: Options) -> Tensor:
     return p.w - p.lr * (u + o.weight_decay * p.w)
 
 
+def _lerp(a: Tensor, b: Tensor, weight: float) -> Tensor:
+    """torch.lerp: from the nearer end. Without its fused multiply-add."""
+    return a + weight * (b - a) if weight < 0.5 else b + (weight - 1) * (b - a)
+
+
+def muon(p: _Place, o: Options) -> Tensor:
+    """The average of Muon (Jordan et al. 2024), whose directions take the place of the weights."""
+    m = _lerp(p.read(0), p.g, 1 - o.momentum)
+    p.write(0, m)
+    return _lerp(p.g, m, o.momentum) if o.nesterov else m
+
+
 def _norm(x: Tensor, order: float = 2.0) -> Tensor:
     """Computed in fp64 and rounded once, so it equals the kernels' norm if their sums are exact."""
     return torch.linalg.vector_norm(x.to(reference.widest(x.device)), order).to(x.dtype)

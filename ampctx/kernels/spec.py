@@ -160,6 +160,16 @@ _ALL = (
         ("Lion<T>",),
     ),
     OpSpec(
+        "muon",
+        """The average of Muon, which comes before the orthogonalisation: ``params`` become the directions u.
+
+    m = m + (1 - momentum) (g - m), then u = g + momentum (m - g) with ``nesterov``, else u = m. Reads neither lr nor
+    the former ``params``. The step of the weights is that of ``sgd``. No host sync.""",
+        (Number("momentum"), Number("nesterov", "bool", True)),
+        (State("momentum_buffers", "momentum_buffer"),),
+        ("Muon<T>",),
+    ),
+    OpSpec(
         "lamb",
         """LAMB: p -= lr ||p|| / ||u|| u, with Adam's direction u (plus weight_decay p in ``adam_w_mode``).
 

@@ -35,6 +35,12 @@ def lion(
     write_back: str = "nearest", seed: int = 0, unscale_grads: bool = False, grad_norm: Factor = 1.0,
     max_norm: float = -1.0, skips: Tensors = ()
 ) -> None: ...  # fmt: skip
+def muon(
+    grads: Tensors, params: Tensors, momentum_buffers: Tensors, extras: Tensors, steps: Tensors, found_inf: Tensor,
+    inv_scale: Factor, lr: Factor, *, momentum: float, nesterov: bool = True, maximize: bool = False,
+    write_back: str = "nearest", seed: int = 0, unscale_grads: bool = False, grad_norm: Factor = 1.0,
+    max_norm: float = -1.0, skips: Tensors = ()
+) -> None: ...  # fmt: skip
 def lamb(
     grads: Tensors, params: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, extras: Tensors, steps: Tensors,
     found_inf: Tensor, inv_scale: Factor, lr: Factor, global_grad_norm: Factor, *, beta1: float, beta2: float,

@@ -1,4 +1,5 @@
-"""The fused optimizers of apex, and LARC. A step calls one op for each bucket of parameters, without a host sync.
+"""The fused optimizers of apex, Lion, Muon, and LARC. A step calls one op for each bucket of parameters, without a host
+sync.
 
 docs/optimizers.md shows how to use them.
 """
@@ -7,6 +8,7 @@ from ampctx.optimizers.fused_adagrad import FusedAdagrad
 from ampctx.optimizers.fused_adam import FusedAdam
 from ampctx.optimizers.fused_lamb import FusedLAMB, FusedMixedPrecisionLamb
 from ampctx.optimizers.fused_lion import FusedLion
+from ampctx.optimizers.fused_muon import FusedMuon
 from ampctx.optimizers.fused_novograd import FusedNovoGrad
 from ampctx.optimizers.fused_sgd import FusedSGD
 from ampctx.optimizers.larc import LARC
@@ -18,6 +20,7 @@ __all__ = [
     "FusedLAMB",
     "FusedLion",
     "FusedMixedPrecisionLamb",
+    "FusedMuon",
     "FusedNovoGrad",
     "FusedSGD",
 ]

@@ -8,7 +8,7 @@ bf16 weight lacks of fp32. The first step creates it, so that it includes an ear
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -65,10 +65,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     # The op's lists of one-element state -> the key in the state.
     _one_element: ClassVar[dict[str, str]]
     _initial_step = 0
-    # Whether elements are independent, so that the op can step a shard.
-    _elementwise: bool
-    # The bool options of a group.
-    _flags: ClassVar[tuple[str, ...]]
     # Whether a group has a parameter twice.
     _has_repeats = False
     # torch calls it for each class that has instances.
@@ -77,15 +73,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "_op" in vars(cls):
-            spec = SPECS[cls._op]
-            cls._elementwise = spec.elementwise
-            cls._one_element = {state.name: state.key for state in reversed(spec.one_element)}
-            numbers = [number.name for number in spec.numbers]
-            switches = [state.if_set for state in spec.states if state.if_set and state.if_set not in numbers]
-            flags = [number.name for number in spec.numbers if number.type == "bool" and not number.of]
-            cls._flags = ("maximize", *flags, *switches)
-            for name, method in _options.made_methods(spec).items():
-                setattr(cls, name, method)
+            cls._one_element = {state.name: state.key for state in reversed(SPECS[cls._op].one_element)}
         elif "step" in vars(cls) and "_step_supports_amp_scaling" not in vars(cls):
             # A step that a program wrote reads neither found_inf nor lazy gradients. amp unscales, skips and copies.
             cls._step_supports_amp_scaling = cls._step_supports_model_params = False
@@ -115,26 +103,38 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # --- definitions by a subclass or by the spec of its op -----------------------------------------------------------
 
+    def _op_of(self, group: Group) -> str:
+        """The op that steps a group."""
+        return self._op
+
+    def _flags(self, group: Group) -> tuple[str, ...]:
+        """The bool options of a group."""
+        return _options.FLAGS[self._op_of(group)]
+
     def _check_options(self, group: Group) -> None:
         """Checks the options of a group. Tensors among them, except lr, become numbers."""
         group["lr"] = _options.check_lr(group["lr"])
-        for number in SPECS[self._op].numbers:
+        for number in SPECS[self._op_of(group)].numbers:
             if number.type == "float" and not number.of:
                 check = _options.check_number if number.checked else _options.check_finite
                 group[number.name] = check(number.name, group[number.name])
             if number.name == "beta1":
                 group["betas"] = _options.check_betas(group["betas"])
-        for name in self._flags:
+        for name in self._flags(group):
             group[name] = _options.check_flag(name, group[name])
         group["seed"] = _options.check_seed(group["seed"])
 
+    def _saved_options(self, group: Group) -> Sequence[str]:
+        """The options that all versions of torch, apex and ampctx save, besides lr."""
+        return _checkpoint.options_of(SPECS[self._op_of(group)])
+
     def _state_lists(self, group: Group) -> dict[str, str | None]:
         """The op's lists of state of the parameters' size -> the key in the state; None for an empty list."""
-        raise NotImplementedError
+        return _options.FUNCTIONS[self._op_of(group)].state_lists(self, group)
 
     def _op_options(self, group: Group) -> dict[str, Any]:
         """The op's numbers, except those of all optimizers."""
-        raise NotImplementedError
+        return _options.FUNCTIONS[self._op_of(group)].op_options(self, group)
 
     def _may_keep_masters(self) -> bool:
         return bool(self.master_weights)
@@ -270,7 +270,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if isinstance(group["lr"], Tensor):
                 _options.check_one_element("lr", group["lr"])
             try:
-                _options.check_between_steps(group, self._flags)
+                _options.check_between_steps(group, self._flags(group))
             except AmpError as error:
                 raise _options.in_group(error, f"param_groups[{g}]") from None
         # handles.read_along does not work in graphs, so these always make new lists.
@@ -279,7 +279,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if works is None:
             self._plan, works = None, self._new_works(scaling)
         calls = _work.each_gradient_once(works) if scaling.unscales else works
-        if not self._elementwise and _over_ranks.any_split(self.param_groups):
+        if self._op in _over_ranks.STEPS and _over_ranks.any_split(self.param_groups):
             _over_ranks.STEPS[self._op](self, calls, scaling)
         else:
             norm = self._global_norm(works, scaling)
@@ -394,6 +394,15 @@ class FusedOptimizer(torch.optim.Optimizer):
                     follow(p, state, self._seen)
 
     def _launch(self, work: Work, number: int, scaling: Scaling, norm: PerDevice | None) -> None:
+        arguments = self._arguments(work, number, scaling)
+        if norm is not None:
+            arguments["global_grad_norm"] = norm.on(work.device)
+        _work.call(self._op_of(work.group), work, arguments)
+        if work.sharded:
+            wrote(work.members)
+
+    def _arguments(self, work: Work, number: int, scaling: Scaling) -> dict[str, Any]:
+        """What the op of call ``number`` is given besides lists. Takes the skip counts for the first call."""
         group, device = work.group, work.device
         inv_scale: Any = scaling.inv_scale
         if work.kind[1] and scaling.lazy is not None:
@@ -415,11 +424,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         }
         if scaling.skips is not None:
             arguments["skips"] = scaling.skips.take(device, work.lists["grads"])
-        if norm is not None:
-            arguments["global_grad_norm"] = norm.on(device)
-        _work.call(self._op, work, arguments)
-        if work.sharded:
-            wrote(work.members)
+        return arguments
 
     # --- checkpoints and copies ---------------------------------------------------------------------------------------
 
@@ -477,11 +482,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _restored(self, groups: list[SavedGroup]) -> dict[Tensor, dict[str, Any]]:
         result, names = {}, {}
-        spec, one_element = SPECS[self._op], set(self._one_element.values())
+        one_element = set(self._one_element.values())
         for g, group in enumerate(groups):
             self._adapt_checkpoint(group)
+            spec = SPECS[self._op_of(group.saved)]
             # Adds defaults here, because __setstate__ runs after the checks.
-            _checkpoint.check_options(spec, g, group.saved)
+            _checkpoint.check_options(("lr", *self._saved_options(group.saved)), g, group.saved)
             for name, default in self.defaults.items():
                 group.saved.setdefault(name, default)
             try:

@@ -7,7 +7,7 @@ parameter. This module gives each tensor the dtype and memory layout that the op
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +28,12 @@ SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "sum"}
 
 
 class SavedGroup(NamedTuple):
-    """One param group of a checkpoint. ``states``: (parameter of the optimizer, its name, its saved state)."""
+    """One param group of a checkpoint, and the optimizer's own group. ``states``: (parameter of the optimizer, its
+    name, its saved state)."""
 
     saved: Group
     states: list[tuple[Tensor, str, State]]
+    own: Group
 
 
 def matched(
@@ -70,6 +72,7 @@ def matched(
                 for i, (key, p) in enumerate(zip(saved["params"], group["params"], strict=True))
                 if key in states
             ],
+            group,
         )
         for g, (saved, group) in enumerate(zip(saved_groups, groups, strict=True))
     ]
@@ -128,12 +131,16 @@ def take_step_from_group(group: SavedGroup) -> None:
                 state.setdefault("step", step)
 
 
-def check_options(spec: OpSpec, g: int, saved: Group) -> None:
-    """Raises AmpKeyError if a group lacks an option that all versions of torch, apex and ampctx save. Missing flags
-    keep the values of the loading optimizer."""
-    numbers = [number.name for number in spec.numbers if number.type == "float" and not number.of]
+def options_of(spec: OpSpec) -> list[str]:
+    """The group options that give an op its floats."""
     betas = ["betas"] if any(number.name == "beta1" for number in spec.numbers) else []
-    for name in ("lr", *betas, *numbers):
+    return betas + [number.name for number in spec.numbers if number.type == "float" and not number.of]
+
+
+def check_options(names: Iterable[str], g: int, saved: Group) -> None:
+    """Raises AmpKeyError if a group lacks one of the options. Missing flags keep the values of the loading
+    optimizer."""
+    for name in names:
         if name not in saved:
             raise AmpKeyError(
                 f"a param group of the checkpoint has no {name!r}: param_groups[{g}] has only {_listed(saved)}"

@@ -1,22 +1,24 @@
-"""Steps by the norm of each parameter where parameters are DTensors split over ranks: LAMB, NovoGrad and LARC.
+"""Steps by the whole of each parameter where parameters are DTensors split over ranks: LAMB, NovoGrad, LARC and Muon.
 
-No rank knows such a norm. So each makes sums of squares of its parts, one all_reduce adds up those of all parameters,
-and the step goes on with the roots. Every rank sends a number for each split parameter in the order of the groups: 0
-where it has no elements or no gradient. The ops of LAMB and NovoGrad make these norms themselves, so their steps are
-put together here from ops that do not: that of LAMB makes Adam's directions (a step of length -1 from weights of 0),
-that of SGD averages gradients likewise, and takes the steps.
+Muon gathers its matrices. The others need norms, which no rank knows. So each makes sums of squares of its parts, one
+all_reduce adds up those of all parameters, and the step goes on with the roots. Every rank sends a number for each
+split parameter in the order of the groups: 0 where it has no elements or no gradient. The ops of LAMB and NovoGrad make
+these norms themselves, so their steps are put together here from ops that do not: that of LAMB makes Adam's directions
+(a step of length -1 from weights of 0), that of SGD averages gradients likewise, and takes the steps.
 
 No host sync.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ampctx.distributed import named_collective
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Factor, PerDevice, Unread, move, product
 from ampctx.kernels.reference import compute_dtype, scalar, widest
@@ -24,6 +26,7 @@ from ampctx.kernels.reference_steps import join
 from ampctx.kernels.sharding import Grid, any_sharded, by_layout, grids_of, is_split, local, wrote
 from ampctx.optimizers import _options, _work
 from ampctx.optimizers._options import Group
+from ampctx.optimizers._orthogonal import has_split_matrices, stacks, uncast
 from ampctx.optimizers._work import Scaling, Work
 
 _SGD: dict[str, Any] = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "wd_after_momentum": False}
@@ -316,7 +319,59 @@ def _novograd_step(optimizer: Any, call: _Call, norm: Tensor) -> None:
     call.step(moves, 0.0 if inside else decay)
 
 
-STEPS = {"lamb": lamb, "novograd": novograd}
+def muon(optimizer: Any, works: Sequence[Work], scaling: Scaling) -> None:
+    """A step of FusedMuon. One all_gather for each stack of split matrices, in bf16: each rank orthogonalises all of
+    them, and takes its rows."""
+    directions: dict[Tensor, Tensor] = {}
+    calls = []
+    for number, work in enumerate(works):
+        if work.group["use_muon"] and has_split_matrices(work.members[0]):
+            arguments = optimizer._arguments(work, number, scaling)
+            directions.update(zip(work.members, optimizer.directions(work, arguments), strict=True))
+            calls.append((work, arguments))
+        else:
+            optimizer._launch(work, number, scaling, None)
+    for group in optimizer.param_groups:
+        if group["use_muon"]:
+            # A parameter without gradient on this rank takes part: another rank may have one.
+            members = [p for p in group["params"] if has_split_matrices(p) and (p in directions or p.requires_grad)]
+            for placed, alike in by_layout(members).items():
+                for places in stacks((p.shape, p.numel()) for p in alike):
+                    with uncast(local(alike[:1])[0].device):
+                        _orthogonalize_rows(optimizer, group, placed, [alike[i] for i in places], directions)
+    for work, arguments in calls:
+        optimizer.descend(work, arguments, [directions[p] for p in work.members])
+
+
+def _orthogonalize_rows(
+    optimizer: Any, group: Group, placed: Any, params: Sequence[Tensor], directions: dict[Tensor, Tensor]
+) -> None:
+    """Replaces the directions of the rank's rows of ``params``, which have one shape and lie on ``placed``: mesh and
+    placements."""
+    tensor, (mesh, placements) = sys.modules["torch.distributed.tensor"], placed
+    own = [directions[p] if p in directions else _no_direction(p) for p in params]
+    stacked = [tensor.Replicate() if each.is_replicate() else tensor.Shard(1) for each in placements]
+    shape = torch.Size((len(params), *params[0].shape))
+    rows = tensor.DTensor.from_local(
+        torch.stack(own), mesh, stacked, run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride()
+    )
+    call = f"{type(optimizer).__name__}.step()"
+    with named_collective(call, grids_of(params)[mesh].groups[0], f"{len(params)} of the matrices to gather"):
+        whole = rows.full_tensor()
+    if not any(p in directions for p in params):
+        return
+    updates = torch.stack(optimizer.orthogonalized(group, whole.unbind()))
+    everywhere = [tensor.Replicate()] * mesh.ndim
+    mine = tensor.DTensor.from_local(updates, mesh, everywhere, run_check=False).redistribute(mesh, stacked).to_local()
+    directions.update(zip(params, mine.unbind(), strict=True))
+
+
+def _no_direction(p: Tensor) -> Tensor:
+    (rows,) = local([p])
+    return torch.zeros(rows.shape, dtype=torch.bfloat16, device=rows.device)
+
+
+STEPS = {"lamb": lamb, "novograd": novograd, "muon": muon}
 
 
 @torch.no_grad()

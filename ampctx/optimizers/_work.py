@@ -142,7 +142,7 @@ class Work(NamedTuple):
         return self.kind[1]
 
 
-def _in_layout_of(p: Tensor, grad: Tensor) -> Tensor:
+def in_layout_of(p: Tensor, grad: Tensor) -> Tensor:
     """``grad``, or a copy in the layout of ``p`` for the kernels."""
     if same_layout(grad, p) or not is_dense(p):
         return grad
@@ -177,7 +177,7 @@ def works_of(
     params, extras = map(local, _targets(members.params, states, destination, scaling))
     given = local(members.grads)
     grads = [
-        grad if grad.is_contiguous() and p.is_contiguous() else _in_layout_of(p, grad)
+        grad if grad.is_contiguous() and p.is_contiguous() else in_layout_of(p, grad)
         for p, grad in zip(params, given, strict=True)
     ]
     relaid: Sequence[tuple[Tensor, Tensor]] = ()
@@ -201,6 +201,13 @@ def works_of(
         named = {**empty, **dict(zip(names, lists, strict=True))}
         yield Work(group, kind, device, fused, stepped, named, keys, sharded, relaid)
         relaid = ()
+
+
+def part_of(work: Work, places: Sequence[int], is_first: bool) -> Work:
+    """The op call for some of the members. ``is_first``: of the parts of a call, which copies of gradients go with."""
+    lists = {name: [tensors[i] for i in places] if tensors else tensors for name, tensors in work.lists.items()}
+    members = [work.members[i] for i in places]
+    return work._replace(members=members, lists=lists, relaid=work.relaid if is_first else ())
 
 
 def each_gradient_once(works: list[Work]) -> list[Work]:

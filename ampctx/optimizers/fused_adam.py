@@ -51,19 +51,9 @@ class FusedAdam(FusedOptimizer):
         )  # fmt: skip
 
     def _adapt_checkpoint(self, group: SavedGroup) -> None:
-        """Compares ``decoupled_weight_decay`` of torch's Adam, a group option, with ``adam_w_mode``."""
         super()._adapt_checkpoint(group)
-        theirs = group.saved.get("decoupled_weight_decay")
-        if theirs is None:
-            return
-        theirs = check_flag("decoupled_weight_decay", theirs)
-        if theirs != bool(self.adam_w_mode) and group.saved.get("weight_decay"):
-            raise AmpValueError(
-                f"the checkpoint was made with decoupled_weight_decay={theirs}, and FusedAdam has adam_w_mode="
-                f"{bool(self.adam_w_mode)}. Its weight_decay would have another meaning. Pass adam_w_mode={theirs}, or "
-                "delete 'decoupled_weight_decay' from its param groups."
-            )
-        group.saved["decoupled_weight_decay"] = bool(self.adam_w_mode)
+        ours = bool(self.adam_w_mode)
+        compare_decay(group, ours, f"FusedAdam has adam_w_mode={ours}", f"Pass adam_w_mode={not ours}")
 
     def step(
         self, closure: Callable[[], Any] | None = None, grads: None = None, output_params: None = None,
@@ -82,6 +72,24 @@ class FusedAdam(FusedOptimizer):
         if kwargs and (scaler := split_grad_scaler("FusedAdam", kwargs)) is not None:
             return self._step_by(scaler, closure)
         return self._step(closure)
+
+
+def compare_decay(group: SavedGroup, ours: bool, has: str, fix: str) -> None:
+    """Compares ``decoupled_weight_decay`` of torch's Adam, an option of the group, with what this optimizer does.
+
+    Raises:
+        AmpValueError: the decay of the checkpoint would have another meaning.
+    """
+    theirs = group.saved.get("decoupled_weight_decay")
+    if theirs is None:
+        return
+    theirs = check_flag("decoupled_weight_decay", theirs)
+    if theirs != ours and group.saved.get("weight_decay"):
+        raise AmpValueError(
+            f"the checkpoint was made with decoupled_weight_decay={theirs}, and {has}. Its weight_decay would have "
+            f"another meaning. {fix}, or delete 'decoupled_weight_decay' from its param groups."
+        )
+    group.saved["decoupled_weight_decay"] = ours
 
 
 def _refuse_former_options(**given: Any) -> None:

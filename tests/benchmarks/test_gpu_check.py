@@ -522,7 +522,7 @@ def _counts_too_far(call):
     [
         (ops, "multi_tensor_scale", _beyond, "memory around list"),
         (ops, "multi_tensor_scale", _unflagged, "inf at 0 is flagged"),
-        *((optimizer_ops, name, _stale, f"{name}, ") for name in ("adam", "sgd", "adagrad", "lion", "novograd")),
+        *((optimizer_ops, n, _stale, f"{n}, ") for n in ("adam", "sgd", "adagrad", "lion", "muon", "novograd")),
         (optimizer_ops, "lamb", _stale, "nvlamb, split"),
         (optimizer_ops, "adam", _counts_too_far, "numbers after an overflow"),
     ],

@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from muon_groups import muon
 from tape import Tape
 from torch import nn
 
@@ -17,6 +18,7 @@ OPTIMIZERS = {
     "FusedLAMB": lambda p: optimizers.FusedLAMB(p, lr=0.01, capturable=True),
     "FusedMixedPrecisionLamb": lambda p: optimizers.FusedMixedPrecisionLamb(p, lr=0.01),
     "FusedNovoGrad": lambda p: optimizers.FusedNovoGrad(p, lr=0.01, capturable=True),
+    "FusedMuon": lambda p: muon(p, capturable=True),
     "FusedAdam-lr-tensor": lambda p: optimizers.FusedAdam(p, lr=torch.tensor(0.01)),
     "torch-fused-Adam": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), fused=True),
 }

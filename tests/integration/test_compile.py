@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from muon_groups import muon
 from torch import nn
 
 from ampctx import AmpSession, clip_grad_norm_, ops, optimizers
@@ -223,6 +224,7 @@ def test_functions_of_the_user_and_disabled_casts_break_no_graph(session, level)
 FUSED = {
     "FusedAdam": lambda p: optimizers.FusedAdam(p, lr=0.1),
     "FusedLAMB": lambda p: optimizers.FusedLAMB(p, lr=0.1),
+    "FusedMuon": lambda p: muon(p, lr=0.1),
 }
 
 
@@ -253,7 +255,11 @@ def tail_of(params, optimizer, state):
     return tail
 
 
-@pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
+@pytest.mark.parametrize(
+    "make",
+    [FUSED["FusedAdam"], FUSED["FusedLAMB"], pytest.param(FUSED["FusedMuon"], marks=pytest.mark.full)],
+    ids=FUSED,
+)
 def test_the_tail_is_one_graph(make):
     results = []
     for compiled in (False, True):

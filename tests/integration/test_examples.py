@@ -220,6 +220,13 @@ def test_char_lm_learns_at_o5(tmp_path):
 
 
 @pytest.mark.full
+def test_char_lm_learns_with_muon(server, tmp_path):
+    arguments = ("--optimizer", "muon", "--opt-level", "O0", "--width", 64, "--steps", 60, "--eval-every", 60)
+    found = bits(forked(server, "char_lm.py", *SMALL_LM, *arguments, cwd=tmp_path))
+    assert float(found[1]) < 3.8 < 6.0 < float(found[2])
+
+
+@pytest.mark.full
 def test_char_lm_accumulates_at_o2_in_fp16(server, tmp_path):
     arguments = ("--width", 32, "--batch-size", 4, "--accumulate", 3, "--opt-level", "O2", "--steps", 30)
     found = bits(forked(server, "char_lm.py", *SMALL_LM, *arguments, cwd=tmp_path))

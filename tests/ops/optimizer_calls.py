@@ -43,6 +43,7 @@ SGD = Optimizer("sgd", "multi_tensor_sgd", (), {"momentum": 0.0, **_SGD})
 MOMENTUM = Optimizer("momentum", "multi_tensor_sgd", ("momentum_buffers",), {"momentum": 0.9, **_SGD})
 ADAGRAD = Optimizer("adagrad", "multi_tensor_adagrad", ("sums",), {"eps": 1e-10, "adagrad_w_mode": False})
 LION = Optimizer("lion", "multi_tensor_lion", ("exp_avgs",), {"beta1": 0.9, "beta2": 0.99})
+MUON = Optimizer("muon", "multi_tensor_muon", ("momentum_buffers",), {"momentum": 0.95, "nesterov": True})
 _LAMB = {**_ADAM, "eps": 1e-6, "max_grad_norm": 1.0, "grad_averaging": True, "use_nvlamb": False}
 _LAMB |= {"global_grad_norm": torch.tensor(4.0)}
 LAMB = Optimizer("lamb", "multi_tensor_lamb", ADAM.states, _LAMB)
@@ -51,7 +52,7 @@ _NOVOGRAD = {"beta1": 0.9, "beta2": 0.98, "eps": 1e-8, "bias_correction": True, 
 _NOVOGRAD |= {"reg_inside_moment": False, "inf_norm": False, "init_zero": False}
 NOVOGRAD = Optimizer("novograd", "multi_tensor_novograd", ("exp_avgs",), _NOVOGRAD, ("exp_avg_sqs",))
 LARC = Optimizer("larc", "multi_tensor_larc", (), {"trust_coefficient": 0.02, "eps": 1e-8, "clip": True})
-ELEMENTWISE = (ADAM, AMSGRAD, SGD, MOMENTUM, ADAGRAD, LION)
+ELEMENTWISE = (ADAM, AMSGRAD, SGD, MOMENTUM, ADAGRAD, LION, MUON)
 OPTIMIZERS = (*ELEMENTWISE, LAMB, LAMB_WITHOUT_RATIO, NOVOGRAD)  # LARC takes no step
 UNSCALING = tuple(replace(o, op=o.op.replace("tensor_", "tensor_unscaling_")) for o in OPTIMIZERS)
 on_elementwise = pytest.mark.parametrize("optimizer", ELEMENTWISE, ids=lambda o: o.name)
@@ -200,8 +201,10 @@ def make_call(
     for name in optimizer.per_tensor:
         lists[name] = [t.abs()[0] for t in backend.randn([1] * len(sizes), seed=8)]
     lists["extras"] = make_extras(backend, sizes, write_back, param, extra)
-    numbers = {"weight_decay": 0.1, **optimizer.options, "maximize": False, **options, "seed": seed}
-    lists = {name: lists[name] for name in argument_names(optimizer.op) if name in lists}
+    names = argument_names(optimizer.op)
+    decay = {"weight_decay": 0.1} if "weight_decay" in names else {}
+    numbers = {**decay, **optimizer.options, "maximize": False, **options, "seed": seed}
+    lists = {name: lists[name] for name in names if name in lists}
     return Call(optimizer, lists, {**numbers, "write_back": WRITE_BACKS.index(write_back)})
 
 

@@ -181,6 +181,7 @@ LAUNCHES = {
     "momentum": (1, 5),
     "adagrad": (1, 5),
     "lion": (1, 5),
+    "muon": (1, 5),
     "lamb": (3, 18),
     "novograd": (4, 12),
 }

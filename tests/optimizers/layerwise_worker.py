@@ -1,5 +1,5 @@
-"""One rank of several over which the parameters of LAMB, NovoGrad and LARC are split: prints how far each run is from
-the same run on this rank alone.
+"""One rank of several over which the parameters of LAMB, NovoGrad, LARC and Muon are split: prints how far each run is
+from the same run on this rank alone.
 
 python layerwise_worker.py RENDEZVOUS_FILE RANKS RANK [full]
 """
@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from ampctx._errors import AmpValueError
 from ampctx.amp import AmpSession, GradScaler
 from ampctx.optimizers import LARC, FusedLAMB, FusedLion, FusedNovoGrad
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from muon_groups import muon
 
 FILE, RANKS, RANK = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 FULL = "full" in sys.argv[4:]
@@ -42,8 +47,9 @@ OPTIMIZERS = {
     "LARC": _larc,
     "LARC-unclipped": lambda params: _larc(params, clip=False),
     "Lion": lambda params: FusedLion(params, lr=0.01),
+    "Muon": lambda params: muon(params),
 }
-FAST = ("LAMB", "NovoGrad", "NovoGrad-inf", "LARC")
+FAST = ("LAMB", "NovoGrad", "NovoGrad-inf", "LARC", "Muon")
 
 
 def mlp(dtype=torch.float32) -> nn.Sequential:
@@ -169,7 +175,7 @@ def run(make, kind, api="O0", like=mlp) -> dict:
 
 def sixteen_bit(kind, **options) -> dict:
     """bf16 parameters with fp32 masters, or with what stands for them, of the optimizer's own."""
-    classes = {"LAMB": FusedLAMB, "NovoGrad": FusedNovoGrad}
+    classes = {"LAMB": FusedLAMB, "NovoGrad": FusedNovoGrad, "Muon": muon}
     models = [mlp(torch.bfloat16), fsdp(torch.bfloat16)]
     for model in models:
         optimizer = classes[kind](model.parameters(), lr=0.01, weight_decay=0.01, **options)
@@ -207,16 +213,39 @@ def gradients_on_one_rank(kind) -> dict:
     return {"kept": kept, "distance": distance([t for t in theirs if len(t)], expected)}
 
 
+class Experts(nn.Module):
+    """A stack of three matrices, which ranks share out, one layer that both hold in part, and a frozen one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.out = nn.Parameter(torch.randn(3, 5, 4) / 2), nn.Linear(4, 3, bias=False)
+        self.frozen = nn.Linear(5, 5, bias=False).requires_grad_(False)
+
+    def forward(self, x):
+        return self.out(torch.einsum("bi,eij->bj", self.frozen(x), self.weight))
+
+
+def refused_by_muon(model) -> str:
+    try:
+        muon(model.parameters())
+    except AmpValueError as error:
+        return str(error)
+    return "taken"
+
+
 def everything() -> dict:
     results = {f"fsdp O0 {kind}": run(fsdp, kind) for kind in (OPTIMIZERS if FULL else FAST)}
     results["tp O0 LAMB"] = run(tensor_parallel, "LAMB", like=small)
+    results["experts Muon"] = run(lambda: fully_shard(Experts(), mesh=MESH), "Muon", like=Experts)
+    results["tp Muon"] = refused_by_muon(tensor_parallel())
     results["fsdp plain NovoGrad"] = run(fsdp, "NovoGrad", "plain")
-    for kind in ("LAMB-nv", "NovoGrad", "LARC") if FULL else ("LAMB-nv",):
+    for kind in ("LAMB-nv", "Muon", "NovoGrad", "LARC") if FULL else ("LAMB-nv", "Muon"):
         results[f"one rank {kind}"] = gradients_on_one_rank(kind)
-    for kind in FAST if FULL else ("LAMB",):
+    for kind in FAST if FULL else ("LAMB", "Muon"):
         results[f"fsdp scaler {kind}"] = run(fsdp, kind, "scaler")
     extras = ({"master_weights": "split"}, {"master_weights": True}, {"write_back": "kahan"})
-    for kind in ("LAMB", "NovoGrad") if FULL else ("LAMB",):
+    for kind in ("LAMB", "NovoGrad", "Muon") if FULL else ("LAMB", "Muon"):
         for options in extras if FULL else extras[:1]:
             results[f"bf16 {kind} {next(iter(options.values()))}"] = sixteen_bit(kind, **options)
     return results
@@ -225,7 +254,10 @@ def everything() -> dict:
 def of_four_ranks() -> dict:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)  # torch's own, of a view
-        results = {f"2x2 O0 {kind}": run(two_dimensions, kind, like=small) for kind in FAST}
+        results = {f"2x2 O0 {kind}": run(two_dimensions, kind, like=small) for kind in FAST if kind != "Muon"}
+        results["2x2 Muon"] = refused_by_muon(two_dimensions())
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    results["hsdp Muon"] = run(lambda: fully_shard(mlp(), mesh=mesh), "Muon")
     return results | {f"fsdp O0 {kind}": run(fsdp, kind) for kind in FAST}
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from muon_groups import muon
 from torch import Tensor, nn
 
 from ampctx.optimizers import (
@@ -31,6 +32,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "novograd": lambda p, **o: FusedNovoGrad(p, **{"lr": 0.01, "weight_decay": 0.1, **o}),
     "adagrad": lambda p, **o: FusedAdagrad(p, **{"lr": 0.01, "weight_decay": 0.1, **o}),
     "lion": lambda p, **o: FusedLion(p, **{"lr": 0.01, "weight_decay": 0.1, **o}),
+    "muon": muon,
     "mixed-lamb": lambda p, **o: FusedMixedPrecisionLamb(p, **{"lr": 0.01, **o}),
 }
 # Dtypes of parameters, and how an optimizer keeps what they round off.
@@ -42,6 +44,8 @@ MODES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "kahan": (torch.bfloat16, {"write_back": "kahan"}),
     "stochastic": (torch.float16, {"write_back": "stochastic"}),
 }
+# Those whose step is one op call for each bucket of parameters.
+ONE_CALL = [name for name in OPTIMIZERS if name != "muon"]
 OWN_MASTERS = [name for name in OPTIMIZERS if name != "mixed-lamb"]
 STATE = {
     "adam": {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
@@ -50,6 +54,7 @@ STATE = {
     "novograd": {"exp_avg", "exp_avg_sq"},
     "adagrad": {"sum"},
     "lion": {"exp_avg"},
+    "muon": {"momentum_buffer"},
     "mixed-lamb": {"exp_avg", "exp_avg_sq"},
 }
 

@@ -26,12 +26,18 @@ from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.optimizers import LARC, FusedAdagrad, FusedAdam, FusedLion, FusedNovoGrad, FusedSGD
 
 SHAPES = [(3, 5), (17,), (), (2, 3)]
+MATRICES = [(3, 5), (17, 1), (2, 2, 3), (2, 3)]
 NAN, INF = math.nan, math.inf
 AVERAGES = {"exp_avg", "momentum_buffer"}
 
 
 def make(name):
-    return OPTIMIZERS[name](parameters(shapes=SHAPES))
+    return OPTIMIZERS[name](parameters(shapes=shapes_of(name)))
+
+
+def shapes_of(name):
+    """Those that go into one group."""
+    return MATRICES if name == "muon" else SHAPES
 
 
 def trained(name, steps=3):
@@ -180,12 +186,13 @@ FOREIGN = {
     "adagrad": torch.optim.Adam,
     "novograd": torch.optim.Adam,
     "lion": torch.optim.AdamW,
+    "muon": torch.optim.AdamW,
 }
 
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_the_state_of_another_optimizer(name):
-    source = FOREIGN[name](parameters(shapes=SHAPES))
+    source = FOREIGN[name](parameters(shapes=shapes_of(name)))
     run(source, 2)
     checkpoint = source.state_dict()
     refused(trained(name, 1), checkpoint, AmpError, "has no|which Fused.* does not keep|elements, expected 1")
@@ -272,6 +279,7 @@ NEEDED = {
     "lamb": ["lr", "betas", "eps", "weight_decay"],
     "novograd": ["lr", "betas", "eps", "weight_decay"],
     "lion": ["lr", "betas", "weight_decay"],
+    "muon": ["lr", "momentum", "weight_decay", "ns_coefficients", "eps", "ns_steps"],
 }
 
 
@@ -289,6 +297,7 @@ FLAGS = {
     "lamb": ["maximize", "bias_correction", "grad_averaging"],
     "novograd": ["maximize", "bias_correction", "grad_averaging", "init_zero"],
     "lion": ["maximize"],
+    "muon": ["maximize", "nesterov"],
     "mixed-lamb": ["maximize", "bias_correction", "grad_averaging"],
 }
 EACH_FLAG = pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in FLAGS.items() for key in keys])
@@ -322,6 +331,14 @@ def test_a_flag_of_another_type(name, key):
         ("novograd", "norm_type", "2"),
         ("novograd", "norm_type", True),
         ("lamb", "max_grad_norm", NAN),
+        ("muon", "momentum", -0.5),
+        ("muon", "weight_decay", NAN),
+        ("muon", "eps", -1e-7),
+        ("muon", "ns_steps", 100),
+        ("muon", "ns_steps", 2.5),
+        ("muon", "ns_coefficients", (1.0, 2.0)),
+        ("muon", "ns_coefficients", (1.0, 2.0, NAN)),
+        ("muon", "adjust_lr_fn", "match"),
     ],
 )
 def test_an_option_that_cannot_be_used(name, key, value):
@@ -338,7 +355,7 @@ def test_no_bound_for_the_norm_of_the_gradients():
 
 @EACH_FLAG
 def test_a_flag_that_is_set_to_text_between_steps_is_refused_before_any_group_is_stepped(name, key):
-    first, second = parameters(shapes=[(3,), (4,)])
+    first, second = parameters(shapes=[(3, 1), (4, 1)])
     optimizer = OPTIMIZERS[name]([{"params": [first]}, {"params": [second]}])
     run(optimizer, 2)
     before = snapshot(optimizer)

@@ -1,4 +1,5 @@
-"""LAMB, NovoGrad and LARC step by norms of whole parameters where ranks hold parts of them."""
+"""LAMB, NovoGrad and LARC step by norms of whole parameters, and Muon by whole matrices, where ranks hold parts of
+them."""
 
 import pytest
 from rank_processes import run_ranks
@@ -13,6 +14,7 @@ BYTES = {
     "NovoGrad": [NUMBERS],
     "LARC": [2 * NUMBERS],
     "Lion": [],
+    "Muon": [],
 }
 
 
@@ -34,6 +36,7 @@ def assert_as_alone(rank, name):
         "NovoGrad",
         "NovoGrad-inf",
         "LARC",
+        "Muon",
         *(
             pytest.param(kind, marks=pytest.mark.full)
             for kind in ("LAMB-nv", "LAMB-without-ratio", "LAMB-l2", "NovoGrad-inside", "LARC-unclipped", "Lion")
@@ -62,7 +65,8 @@ def test_without_amp(ranks):
 
 
 @pytest.mark.parametrize(
-    "kind", ["LAMB", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("NovoGrad", "NovoGrad-inf", "LARC"))]
+    "kind",
+    ["LAMB", "Muon", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("NovoGrad", "NovoGrad-inf", "LARC"))],
 )
 def test_a_grad_scaler_skips_on_every_rank(ranks, kind):
     for rank in ranks:
@@ -70,7 +74,7 @@ def test_a_grad_scaler_skips_on_every_rank(ranks, kind):
 
 
 @pytest.mark.parametrize(
-    "kind", ["LAMB-nv", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("NovoGrad", "LARC"))]
+    "kind", ["LAMB-nv", "Muon", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("NovoGrad", "LARC"))]
 )
 def test_a_step_with_gradients_on_one_rank_returns_on_all(ranks, kind):
     for i, rank in enumerate(ranks):
@@ -82,6 +86,7 @@ def test_a_step_with_gradients_on_one_rank_returns_on_all(ranks, kind):
     ("kind", "kept"),
     [
         ("LAMB", "split"),
+        ("Muon", "split"),
         *(
             pytest.param(kind, kept, marks=pytest.mark.full)
             for kind, kept in (
@@ -90,6 +95,8 @@ def test_a_step_with_gradients_on_one_rank_returns_on_all(ranks, kind):
                 ("NovoGrad", "split"),
                 ("NovoGrad", "True"),
                 ("NovoGrad", "kahan"),
+                ("Muon", "True"),
+                ("Muon", "kahan"),
             )
         ),
     ],
@@ -99,9 +106,24 @@ def test_16_bit_parameters_with_what_the_optimizer_keeps(ranks, kind, kept):
         assert rank[f"bf16 {kind} {kept}"] == {"distance": 0.0}
 
 
+def test_muon_steps_the_experts_of_each_rank(ranks):
+    """Whole matrices, uneven over the ranks; a frozen layer takes no part."""
+    for rank in ranks:
+        assert_as_alone(rank, "experts Muon")
+    assert [rank["experts Muon"]["elements"][0] for rank in ranks] == [40, 20]
+
+
+def test_muon_refuses_tensor_parallel_weights(ranks):
+    message = "param_groups[2]['params'][0] has placements (Shard(dim=1),). Put tensor-parallel parameters into a group"
+    assert all(message in rank["tp Muon"] for rank in ranks)
+
+
 @pytest.mark.full
 def test_four_ranks(tmp_path):
     for rank in run_ranks(WORKER, 4, tmp_path / "rendezvous"):
         for kind in ("LAMB", "NovoGrad", "NovoGrad-inf", "LARC"):
             assert_as_alone(rank, f"fsdp O0 {kind}")
             assert_as_alone(rank, f"2x2 O0 {kind}")
+        assert_as_alone(rank, "fsdp O0 Muon")
+        assert_as_alone(rank, "hsdp Muon")
+        assert "tensor-parallel parameters into a group with use_muon=False" in rank["2x2 Muon"]

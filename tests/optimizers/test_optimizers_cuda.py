@@ -26,6 +26,12 @@ def run_on_device(optimizer, steps, first=0):
         optimizer.step()
 
 
+def assert_close(name, a, b):
+    """Muon's products of bf16 matrices are summed in another order on each device."""
+    bounds = {"rtol": 0.0, "atol": 5e-3} if name == "muon" else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(a.cpu(), b, **bounds)
+
+
 @pytest.mark.parametrize("masters", [False, True], ids=["fp32", "masters"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_as_on_the_cpu(name, masters):
@@ -37,7 +43,7 @@ def test_as_on_the_cpu(name, masters):
     key = "master_param" if masters else None
     for p, q in zip(params_of(on_gpu), params_of(on_cpu), strict=True):
         a, b = (o.state[t][key] if masters else t.detach() for o, t in ((on_gpu, p), (on_cpu, q)))
-        torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-6)
+        assert_close(name, a, b)
         assert {t.device.type for t in on_gpu.state[p].values()} == {DEVICE}
 
 
@@ -51,7 +57,7 @@ def test_a_group_on_two_devices(name):
     run(plain, 3)
     run_on_device(optimizer, 3)
     for p, q in zip(mixed, params_of(plain), strict=True):
-        torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-5, atol=1e-6)
+        assert_close(name, p.detach(), q.detach())
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -14,6 +14,9 @@ from torch import nn
 from ampctx import AmpSession, clip_grad_norm_
 from ampctx.optimizers import LARC, FusedAdagrad, FusedAdam, FusedLAMB, FusedLion, FusedNovoGrad, FusedSGD
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script
+from muon_groups import muon
+
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 # eps: fp16 weights at O3 keep 16-bit state in torch's optimizers.
 OPTIMIZERS = {
@@ -26,6 +29,7 @@ OPTIMIZERS = {
     "FusedNovoGrad": lambda p: FusedNovoGrad(p, lr=0.01, weight_decay=0.1),
     "FusedAdagrad": lambda p: FusedAdagrad(p, lr=0.02),
     "FusedLion": lambda p: FusedLion(p, lr=0.001),
+    "FusedMuon": lambda p: muon(p, lr=0.02),
     "LARC": lambda p: LARC(torch.optim.SGD(p, lr=0.05, momentum=0.9)),
     "Adam-fused": lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-3, fused=True),
     "AdamW-foreach": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-3, amsgrad=True, foreach=True),

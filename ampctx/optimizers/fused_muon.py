@@ -1,0 +1,211 @@
+"""Muon for matrices, and AdamW for the other parameters, in one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ampctx._errors import AmpTypeError, AmpValueError
+from ampctx.kernels.foreach import PerDevice
+from ampctx.kernels.reference import is_dense
+from ampctx.kernels.sharding import wrote
+from ampctx.kernels.spec import SPECS
+from ampctx.optimizers import _options, _work
+from ampctx.optimizers._base import FusedOptimizer
+from ampctx.optimizers._checkpoint import SavedGroup
+from ampctx.optimizers._options import Group, check_finite, check_flag, check_number, param_name
+from ampctx.optimizers._orthogonal import (
+    adjustment,
+    check_matrix,
+    has_split_matrices,
+    newton_schulz,
+    orthogonalized,
+    stacks,
+)
+from ampctx.optimizers._work import Scaling, Work
+from ampctx.optimizers.fused_adam import compare_decay
+
+
+class FusedMuon(FusedOptimizer):
+    """Implements Muon (Jordan et al. 2024) as torch.optim.Muon does, and AdamW for groups with ``use_muon=False``. No
+    host sync in ``step``.
+
+    ``ampctx.optimizer_ops.muon`` averages the gradients of matrices of one shape, torch multiplies them in bf16 until
+    they are orthogonal, and ``w -= lr (weight_decay w + adjustment O)``. State of each parameter, fp32: ``step`` and
+    ``momentum_buffer``, or AdamW's. Checkpoints have the format of torch.optim.Muon, and of AdamW.
+
+    Args:
+        params: parameters or groups, on any mix of devices and dtypes. In groups with ``use_muon=True``, the default,
+            parameters are (rows, columns) or (experts, rows, columns). Embeddings, the last layer, norms and biases go
+            into groups with ``use_muon=False``. These have ``betas``, (0.9, 0.999) by default, ``eps``, 1e-8 by
+            default, ``amsgrad`` and ``bias_correction`` of FusedAdam, and lr and weight_decay of the constructor.
+        lr: a number >= 0, or a one-element tensor.
+        weight_decay: decoupled.
+        momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in torch.optim.Muon.
+        orthogonalize: replaces the iterations: takes a bf16 tensor (k, m, n) of k matrices, returns the result in that
+            shape. ``ns_coefficients``, ``eps`` and ``ns_steps`` have no effect then. None by default.
+        set_grad_none: whether ``zero_grad()`` sets gradients to None.
+        maximize, write_back, seed, master_weights, capturable: see ``FusedOptimizer``.
+
+    Raises:
+        AmpValueError, AmpTypeError: an invalid argument, or a parameter that is no matrix or tensor parallel, by name.
+    """
+
+    _op = "muon"
+    # Groups of AdamW have its decoupled decay.
+    adam_w_mode = 1
+    _adamw: ClassVar[Group] = {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "bias_correction": True}
+
+    def __init__(
+        self, params: Any, lr: float | Tensor = 1e-3, weight_decay: float = 0.1, momentum: float = 0.95,
+        nesterov: bool = True, ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7, ns_steps: int = 5, adjust_lr_fn: str | None = None, *,
+        orthogonalize: Callable[[Tensor], Tensor] | None = None, set_grad_none: bool = True, maximize: bool = False,
+        write_back: str = "nearest", seed: int = 0, master_weights: bool | str = False, capturable: bool = False,
+    ) -> None:  # fmt: skip
+        if orthogonalize is not None and not callable(orthogonalize):
+            raise AmpTypeError(f"orthogonalize must be a function of a tensor, got {type(orthogonalize).__name__}")
+        self.orthogonalize = orthogonalize
+        defaults = {
+            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
+            "use_muon": True,
+        }  # fmt: skip
+        super().__init__(
+            params, defaults, set_grad_none=set_grad_none, maximize=maximize, write_back=write_back, seed=seed,
+            master_weights=master_weights, capturable=capturable,
+        )  # fmt: skip
+
+    # --- groups -------------------------------------------------------------------------------------------------------
+
+    def _op_of(self, group: Group) -> str:
+        return "muon" if group["use_muon"] else "adam"
+
+    def _flags(self, group: Group) -> tuple[str, ...]:
+        return "use_muon", *super()._flags(group)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Adds a param group, as in torch. Invalid options or parameters raise, and nothing is added. May be a host
+        sync: reads tensors among the options."""
+        if isinstance(param_group, dict) and not check_flag("use_muon", param_group.get("use_muon", True)):
+            for name, default in self._adamw.items():
+                param_group.setdefault(name, default)
+        super().add_param_group(param_group)
+
+    def _check_options(self, group: Group) -> None:
+        group["use_muon"] = check_flag("use_muon", group["use_muon"])
+        super()._check_options(group)
+        if not group["use_muon"]:
+            return
+        for name in ("weight_decay", "eps"):
+            group[name] = check_number(name, group[name])
+        group["ns_coefficients"] = _checked_coefficients(group["ns_coefficients"])
+        group["ns_steps"] = _checked_steps(group["ns_steps"])
+        _options.check_choice("adjust_lr_fn", group["adjust_lr_fn"], (None, "original", "match_rms_adamw"))
+
+    def _check_param(self, g: int, i: int, p: Tensor) -> None:
+        super()._check_param(g, i, p)
+        if self.param_groups[g]["use_muon"]:
+            check_matrix(param_name(self.param_groups, g, i), p)
+
+    # --- the step -----------------------------------------------------------------------------------------------------
+
+    def _new_works(self, scaling: Scaling) -> list[Work]:
+        """The calls, with those of Muon cut into one for each stack."""
+        works: list[Work] = []
+        for work in super()._new_works(scaling):
+            if not work.group["use_muon"]:
+                works.append(work)
+                continue
+            local = work.lists["params"]
+            kinds = [(*p.shape[-2:], has_split_matrices(p)) for p in work.members]
+            found = stacks((kind, p.numel()) for kind, p in zip(kinds, local, strict=True))
+            works += [_work.part_of(work, places, places is found[0]) for places in found]
+        return works
+
+    def _launch(self, work: Work, number: int, scaling: Scaling, norm: PerDevice | None) -> None:
+        if not work.group["use_muon"]:
+            super()._launch(work, number, scaling, norm)
+            return
+        arguments = self._arguments(work, number, scaling)
+        updates = self.orthogonalized(work.group, self.directions(work, arguments))
+        self.descend(work, arguments, updates)
+
+    def directions(self, work: Work, arguments: dict[str, Any]) -> list[Tensor]:
+        """Averages the gradients, and returns the directions in bf16: zeros if the step is skipped."""
+        params = list(work.lists["params"])
+        flat = torch.zeros(sum(p.numel() for p in params), dtype=torch.bfloat16, device=work.device)
+        found = [
+            part.as_strided(p.shape, p.stride()) if is_dense(p) else part.view(p.shape)
+            for part, p in zip(flat.split([p.numel() for p in params]), params, strict=True)
+        ]
+        # A copy: ``descend`` advances the counts, from which both calls draw random bits.
+        steps = list(torch.stack([step.reshape(()) for step in work.lists["steps"]]).unbind())
+        lists = {**work.lists, "params": found, "extras": [], "steps": steps}
+        _work.call("muon", work._replace(kind=("nearest", work.is_lazy), lists=lists), arguments)
+        return found
+
+    def orthogonalized(self, group: Group, directions: Sequence[Tensor]) -> list[Tensor]:
+        """The directions of matrices of one shape, orthogonalised."""
+        function = self.orthogonalize
+        if function is None:
+            steps, eps = group["ns_steps"], group["eps"]
+            function = partial(newton_schulz, coefficients=group["ns_coefficients"], steps=steps, eps=eps)
+        return orthogonalized(directions, function)
+
+    def descend(self, work: Work, arguments: dict[str, Any], updates: Sequence[Tensor]) -> None:
+        """Steps the weights, and advances the step counts."""
+        group, params, spec = work.group, work.lists["params"], SPECS["sgd"]
+        lists: dict[str, Any] = {name: [] for name in spec.lists if name != "skips"}
+        lists |= {name: work.lists[name] for name in ("params", "extras", "steps")}
+        lists["grads"] = [_work.in_layout_of(p, update) for p, update in zip(params, updates, strict=True)]
+        # The gradients have been unscaled, clipped and turned round, and the step counted.
+        done = {"grad_norm", "max_norm", "skips"}
+        numbers = {
+            **{name: value for name, value in arguments.items() if name not in done},
+            **{number.name: number.default for number in spec.numbers},
+            "weight_decay": group["weight_decay"],
+            "inv_scale": adjustment(group["adjust_lr_fn"], work.members[0].shape),
+            "maximize": False,
+            "unscale_grads": False,
+        }
+        _work.call("sgd", work._replace(lists=lists), numbers)
+        if work.sharded:
+            wrote(work.members)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def _saved_options(self, group: Group) -> Sequence[str]:
+        muon = ("weight_decay", "ns_coefficients", "eps", "ns_steps") if group["use_muon"] else ()
+        return *super()._saved_options(group), *muon
+
+    def _adapt_checkpoint(self, group: SavedGroup) -> None:
+        super()._adapt_checkpoint(group)
+        saved, own = group.saved, group.own["use_muon"]
+        if check_flag("use_muon", saved.setdefault("use_muon", own)) != own:
+            raise AmpValueError(
+                f"a param group of the checkpoint has use_muon={not own}, and the optimizer's group has use_muon={own}."
+                " Build the groups as in the run that saved it."
+            )
+        if not own:
+            compare_decay(group, True, "groups with use_muon=False step by AdamW", "Save it from AdamW")
+            for name in ("amsgrad", "bias_correction"):
+                saved.setdefault(name, group.own[name])
+
+
+def _checked_coefficients(value: Any) -> tuple[float, float, float]:
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__len__") or len(value) != 3:
+        raise AmpTypeError(f"ns_coefficients must be three numbers, got {value!r}")
+    a, b, c = (float(check_finite(f"ns_coefficients[{i}]", number)) for i, number in enumerate(value))
+    return a, b, c
+
+
+def _checked_steps(value: Any) -> int:
+    number = _options.plain(value)
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 100:
+        raise AmpValueError(f"ns_steps is {value!r}, expected an int from 0 to 99")
+    return number
