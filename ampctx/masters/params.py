@@ -334,6 +334,13 @@ class MasterParams:
                 "ZeroRedundancyOptimizer(..., optimizer_class=ampctx.optimizers.FusedAdam, master_weights=True), "
                 "which keeps the masters in its state."
             )
+        if declares(optimizer, "_steps_on_host"):
+            raise AmpError(
+                f"{self._name_of(p)} is {p.dtype}, and amp would keep its fp32 master weight on {p.device}, where "
+                f"{type(optimizer).__name__}(offload='cpu') has nothing else. Pass master_weights=False to "
+                "amp.initialize, and master_weights='split' (bf16) or True (fp16) to the optimizer. See "
+                "docs/guide/offload.md."
+            )
         if is_sharded(p):
             raise AmpError(
                 f"{self._name_of(p)} is a DTensor of {p.dtype}, and amp keeps fp32 master weights only for plain "

@@ -1,0 +1,356 @@
+"""``offload="cpu"``: weights, state and step of an optimizer in host memory, for parameters on a GPU.
+
+The step is that of a second optimizer of the same class and options over *twins*: host tensors laid out as the
+parameters. So its bits are those of the optimizer without offload. One step:
+
+    down   weights that changed, gradients, ``found_inf`` and the scale go to host memory
+    step   the optimizer over the twins, once all of that has arrived: no weight changes before ``found_inf`` is known
+    up     the weights of each op call go back, unless the step was skipped
+
+On a CUDA device the twins are pinned, and copies have a stream of their own. Elsewhere copies are made at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampctx._compiling import outside_of_graphs
+from ampctx._errors import AmpError, AmpValueError
+from ampctx.kernels import foreach, passes
+from ampctx.kernels.foreach import Factor, PerDevice, Unread
+from ampctx.kernels.sharding import is_sharded
+from ampctx.optimizers._options import Group, param_name, refuse_sparse
+from ampctx.optimizers._state import State
+from ampctx.optimizers._work import Scaling
+
+# Host memory is pinned in blocks of this size: many small ones take minutes.
+_BLOCK_BYTES = 2**28
+_ALIGNMENT = 64
+# An op call steps about so many elements, so that their way up overlaps with the next call.
+CALL_ELEMENTS = 2**24
+CPU = torch.device("cpu")
+
+
+# --- host memory ------------------------------------------------------------------------------------------------------
+
+
+def available_bytes() -> int | None:
+    """Host memory that can be allocated: what the kernel estimates, or less in a control group. None if unknown."""
+    found = []
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
+    with contextlib.suppress(OSError, StopIteration, ValueError):  # of "max", too
+        group = Path("/sys/fs/cgroup")
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        lines = (group / "memory.stat").read_text().splitlines()
+        # Cached files do not count: the kernel drops them.
+        cached = int(next(line for line in lines if line.startswith("inactive_file ")).split()[1])
+        found.append(limit - used + cached)
+    return min(found, default=None)
+
+
+def _buffers(params: Sequence[Tensor]) -> list[Tensor]:
+    """Host tensors laid out as the parameters, without values; pinned for those on a CUDA device."""
+    result: dict[int, Tensor] = {}
+    kinds: dict[tuple[torch.dtype, bool], list[tuple[int, Tensor]]] = {}
+    for i, p in enumerate(params):
+        # Of a dense tensor empty_like keeps the strides.
+        like = torch.empty_like(p, device="meta", requires_grad=False)
+        kinds.setdefault((p.dtype, p.is_cuda), []).append((i, like))
+    for (dtype, pinned), members in kinds.items():
+        blocks: list[list[tuple[int, Tensor, int]]] = []
+        sizes: list[int] = []
+        step = _ALIGNMENT // dtype.itemsize
+        for i, like in members:
+            size = -(-like.numel() // step) * step
+            if not blocks or (sizes[-1] + size) * dtype.itemsize > _BLOCK_BYTES:
+                blocks.append([])
+                sizes.append(0)
+            blocks[-1].append((i, like, sizes[-1]))
+            sizes[-1] += size
+        for block, size in zip(blocks, sizes, strict=True):
+            storage = torch.empty(size, dtype=dtype, pin_memory=pinned).untyped_storage()
+            for i, like, place in block:
+                # Not a view, which would share its version with the others.
+                result[i] = torch.empty(0, dtype=dtype).set_(storage, place, like.shape, like.stride())
+    return [result[i] for i in range(len(params))]
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+class _Lane:
+    """Copies between a device and host memory: on a CUDA device on a stream of its own, elsewhere at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def follow_current(self) -> None:
+        """Later copies come after what the current stream has been given so far. No host sync."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def copy(self, to: Tensor, source: Tensor) -> None:
+        if self._stream is None:
+            to.copy_(source)
+            return
+        with torch.cuda.stream(self._stream):
+            to.copy_(source, non_blocking=True)
+
+    def be_followed(self) -> None:
+        """What the current stream is given from now on comes after the copies. No host sync."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def finish(self) -> None:
+        """Waits on the host for the copies."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+class _Twin:
+    """The host side of one parameter: ``weight``, whose ``grad`` is set for a step, and the memory of that gradient."""
+
+    def __init__(self, p: Tensor, weight: Tensor, grad: Tensor) -> None:
+        self.weight, self.grad = weight, grad
+        self._kind = self._kind_of(p)
+        # Version and address of the parameter when the weight had its value.
+        self._seen: tuple[int, int] | None = None
+
+    @staticmethod
+    def _kind_of(p: Tensor) -> tuple[Any, ...]:
+        return p.dtype, p.device, p.shape, p.stride()
+
+    def fits(self, p: Tensor) -> bool:
+        return self._kind == self._kind_of(p)
+
+    def read(self, p: Tensor, lane: _Lane) -> None:
+        """Copies the weight down if the program has changed it."""
+        if self._seen != (p._version, p.data_ptr()):
+            lane.copy(self.weight, p.detach())
+            self.agrees(p)
+
+    def agrees(self, p: Tensor) -> None:
+        self._seen = p._version, p.data_ptr()
+
+    def forget(self) -> None:
+        self._seen = None
+
+
+class Offload:
+    """The host side of one optimizer, to which it does not refer."""
+
+    def __init__(self) -> None:
+        self._twins: dict[Tensor, _Twin] = {}
+        self._lanes: dict[torch.device, _Lane] = {}
+        self._host: Any = None
+
+    # --- membership ---------------------------------------------------------------------------------------------------
+
+    def add(self, optimizer: Any, g: int) -> None:
+        """Takes the host memory of a param group.
+
+        Raises:
+            AmpError: a DTensor.
+            AmpValueError: too little host memory, with the bytes that are needed.
+        """
+        group = optimizer.param_groups[g]
+        for i, p in enumerate(group["params"]):
+            if is_sharded(p):
+                raise AmpError(
+                    f"{_of(optimizer)} does not support DTensors, and {param_name(optimizer.param_groups, g, i)} is "
+                    "one. Leave out offload, and pass fully_shard(..., offload_policy=CPUOffloadPolicy()): the "
+                    "optimizer then steps on the CPU."
+                )
+        buffers = sum(2 * p.nbytes for p in group["params"])
+        state = sum(_state_bytes(optimizer, each) for each in optimizer.param_groups)
+        available = available_bytes()
+        if available is not None and buffers + state > available:
+            raise AmpValueError(
+                f"{_of(optimizer)} needs {buffers + state:,} bytes of host memory for weights, gradients and state, "
+                f"and {available:,} are available. Free memory, keep less state, or leave out offload."
+            )
+        self._fit(group["params"])
+
+    def _fit(self, params: Iterable[Tensor]) -> None:
+        """Makes twins of parameters that have none of their dtype, device and layout."""
+        new = [p for p in dict.fromkeys(params) if p not in self._twins or not self._twins[p].fits(p)]
+        for p in new:
+            self._twins.pop(p, None)  # frees its memory first
+        for p, weight, grad in zip(new, _buffers(new), _buffers(new), strict=True):
+            self._twins[p] = _Twin(p, weight, grad)
+
+    def masters_follow_model(self, optimizer: Any) -> None:
+        """Reads all weights, and resyncs what the state keeps of them."""
+        self.forget()
+        params = list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
+        self._fit(params)
+        lanes = {p.device: self._lane(p.device) for p in params}
+        for lane in lanes.values():
+            lane.follow_current()
+        for p in params:
+            self._twins[p].read(p, lanes[p.device])
+        for lane in lanes.values():
+            lane.finish()
+        self._host_of(optimizer).masters_follow_model()
+
+    def twin_of(self, p: Tensor) -> Tensor:
+        """A host tensor of the dtype and layout of the parameter."""
+        self._fit([p])
+        return self._twins[p].weight
+
+    def forget(self) -> None:
+        """Makes the next step read all weights, and resync what the state keeps of them."""
+        for twin in self._twins.values():
+            twin.forget()
+        if self._host is not None:
+            self._host._seen, self._host._plan = {}, None
+
+    def _lane(self, device: torch.device) -> _Lane:
+        if device not in self._lanes:
+            self._lanes[device] = _Lane(device)
+        return self._lanes[device]
+
+    def _host_of(self, optimizer: Any) -> Any:
+        """The optimizer over the twins, with the options and the state that ``optimizer`` has now."""
+        # Attributes that a program may set between steps, such as adam_w_mode.
+        attributes = {**optimizer.__getstate__(), "offload": None}
+        groups, state = attributes.pop("param_groups"), attributes.pop("state")
+        if self._host is None:
+            self._host = object.__new__(type(optimizer))
+            self._host.__setstate__({**attributes, "param_groups": [], "state": {}})
+            self._host._call_elements = CALL_ELEMENTS
+        host = self._host
+        vars(host).update(attributes)
+        host.param_groups[len(groups) :] = [{"params": []} for _ in groups[len(host.param_groups) :]]
+        for group, here in zip(groups, host.param_groups, strict=True):
+            here.update({name: value for name, value in group.items() if name != "params"})
+            if isinstance(lr := group["lr"], Tensor):
+                # As the ops on a device take it.
+                here["lr"] = lr.detach().to(CPU, lr.dtype if lr.device == CPU else torch.float32, copy=True)
+            twins = [self._twins[p].weight for p in group["params"]]
+            if not passes.same_items(here["params"], twins):
+                here["params"] = twins
+        host.state = {twin.weight: state[p] for p, twin in self._twins.items() if p in state}
+        return host
+
+    # --- the step -----------------------------------------------------------------------------------------------------
+
+    @outside_of_graphs
+    def step(self, optimizer: Any, scaling: Scaling) -> None:
+        """The step of ``optimizer``, after its checks of options."""
+        stepped = _with_gradients(optimizer)
+        members = list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
+        for p in self._twins.keys() - set(members):
+            del self._twins[p]
+        self._fit(members)
+        lanes = {device: self._lane(device) for device in {p.device for p in stepped}}
+        for p in stepped:
+            optimizer.state[p]  # a dict for the host to fill
+        host, arrived = self._host_of(optimizer), self._down(members, lanes, scaling)
+        for lane in lanes.values():
+            # Before the device changes a gradient, or frees it.
+            lane.be_followed()
+        if scaling.unscales:
+            _unscale([p.grad for p in stepped], scaling)
+        try:
+            self._run(host, arrived, stepped, lanes)
+        finally:
+            for lane in lanes.values():
+                lane.be_followed()
+            passes.bump_versions(stepped)
+            for p in stepped:
+                self._twins[p].agrees(p)
+
+    def _down(self, members: list[Tensor], lanes: dict[torch.device, _Lane], scaling: Scaling) -> Scaling:
+        """Copies down what a step reads. Returns the scaling on the host, with values once the lanes have finished."""
+        for lane in lanes.values():
+            lane.follow_current()
+        for p in members:
+            twin, grad = self._twins[p], p.grad
+            twin.weight.grad = None
+            if grad is not None:
+                twin.read(p, lanes[p.device])
+                lanes[p.device].copy(twin.grad, grad)
+                twin.weight.grad = twin.grad
+        found_inf, inv_scale = scaling.found_inf, scaling.inv_scale
+        return Scaling(
+            None if found_inf is None else self._number_down(found_inf, lanes),
+            self._number_down(inv_scale, lanes) if isinstance(inv_scale, PerDevice) else inv_scale,
+        )
+
+    def _number_down(self, number: PerDevice, lanes: dict[torch.device, _Lane]) -> PerDevice:
+        value = number.value.detach()
+        here = torch.empty_like(value, device=CPU, pin_memory=value.is_cuda)
+        lane = lanes.setdefault(value.device, self._lane(value.device))
+        lane.follow_current()
+        lane.copy(here, value)
+        return PerDevice(here)
+
+    def _run(self, host: Any, scaling: Scaling, stepped: list[Tensor], lanes: dict[torch.device, _Lane]) -> None:
+        """Steps the twins, and sends their weights up."""
+        for lane in lanes.values():
+            lane.finish()
+        is_skipped = scaling.found_inf is not None and bool(scaling.found_inf.value != 0)
+        param_of = {self._twins[p].weight: p for p in stepped}
+
+        def up(twins: Iterable[Tensor]) -> None:
+            for twin in twins if not is_skipped else ():
+                if (p := param_of.pop(twin, None)) is not None:
+                    # Not through ``p``, whose version says that the copy has ended.
+                    lanes[p.device].copy(p.data, twin)
+
+        try:
+            host._apply(scaling, up)
+        finally:
+            # After an exception, too: a twin that has stepped is the parameter's value.
+            up(list(param_of))
+
+
+def _of(optimizer: Any) -> str:
+    return f"{type(optimizer).__name__}(offload='cpu')"
+
+
+def _state_bytes(optimizer: Any, group: Group) -> int:
+    """The bytes of the state that steps have yet to make."""
+    total = 0
+    for p in group["params"]:
+        if p not in optimizer.state:
+            made: State = {}
+            needed = optimizer._needed(optimizer._state_lists(group), optimizer.layout_of(p))
+            optimizer._make_state(torch.empty_like(p, device="meta"), made, needed)
+            total += sum(value.nbytes for value in made.values())
+    return total
+
+
+def _with_gradients(optimizer: Any) -> list[Tensor]:
+    """The parameters that have a gradient, after its check."""
+    found: dict[Tensor, None] = {}
+    for g, group in enumerate(optimizer.param_groups):
+        for i, p in enumerate(group["params"]):
+            if (grad := p.grad) is None:
+                continue
+            if grad.layout is not torch.strided:
+                refuse_sparse(type(optimizer).__name__, param_name(optimizer.param_groups, g, i))
+            optimizer._check_param(g, i, p)
+            found[p] = None
+    return list(found)
+
+
+def _unscale(grads: Sequence[Any], scaling: Scaling) -> None:
+    """Unscales gradients in place, as the step of an optimizer without offload does, unless it is skipped."""
+    each = list({grad.data_ptr() if grad.numel() else id(grad): grad for grad in grads}.values())
+    factor: Factor = scaling.inv_scale
+    if scaling.found_inf is not None:
+        flag = scaling.found_inf.value
+        inv_scale = factor.on(flag.device) if isinstance(factor, PerDevice) else factor
+        factor = PerDevice(torch.where(flag.reshape(()) != 0, 1.0, inv_scale).float())
+    foreach.scale(each, each, Unread(), factor)
