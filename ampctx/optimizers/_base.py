@@ -56,6 +56,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             new tensor at the next step.
         offload: "cpu" keeps weights, masters and state in host memory and steps there, with the bits of the optimizer
             without it. None, the default, steps where the parameters are. Not with ``capturable``.
+        overlap: for ``offload``. "forward" steps in a thread after ``step`` has returned; each module waits for its
+            weights in its next forward. None, the default, steps within ``step``, which then waits on the host.
 
     Raises:
         AmpValueError, AmpTypeError: an invalid argument or parameter, by name; too little host memory for ``offload``.
@@ -77,6 +79,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _has_repeats = False
     # Of ``Offload``, whose host optimizer splits its op calls.
     offload: str | None = None
+    overlap: str | None = None
     _steps_on_host = False
     _call_elements: int | None = None
 
@@ -99,6 +102,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __init__(
         self, params: Any, defaults: Group, *, set_grad_none: bool, maximize: bool, write_back: str, seed: int,
         master_weights: bool | str = False, capturable: bool = False, offload: str | None = None,
+        overlap: str | None = None,
     ) -> None:  # fmt: skip
         self.set_grad_none = set_grad_none
         self.write_back = _options.check_choice("write_back", write_back, ("nearest", "stochastic", "kahan"))
@@ -107,6 +111,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.offload = _options.check_choice("offload", offload, (None, "cpu"))
         if offload and capturable:
             raise AmpValueError("offload='cpu' steps on the CPU, which no CUDA graph captures: pass capturable=False.")
+        self.overlap = _options.check_choice("overlap", overlap, (None, "forward"))
+        if overlap and not offload:
+            raise AmpValueError(f"overlap={overlap!r} is for steps on the host: pass offload='cpu', too.")
         self._make_offload()
         self._zero_flags: dict[tuple[torch.device, str], Tensor] = {}
         # The version of each weight when it agreed with its entry of EXTRAS.
@@ -162,7 +169,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return 1.0
 
     def _make_offload(self) -> None:
-        self._offload = Offload() if self.offload else None
+        self._offload = Offload(self.overlap is not None) if self.offload else None
         if self.offload:
             # amp keeps no masters beside those on the host, and counts skipped steps itself.
             self._steps_on_host, self._step_counts_skips = True, False
@@ -172,6 +179,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         """Adds a param group, as in torch. Invalid options or parameters raise, and nothing is added. May be a host
         sync: reads tensors among the options."""
+        self.wait()
         super().add_param_group(param_group)
         g = len(self.param_groups) - 1
         try:
@@ -237,6 +245,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def param_groups_master(self) -> list[dict[str, list[Tensor | None]]]:
         """The fp32 weights, as ``{"params": [...]}`` for each group, with the master (for "split" a copy), or the
         parameter itself if it is not in 16 bits. None for a parameter without master, or before the first step."""
+        self.wait()
         return [{"params": [self._master_of(p) for p in group["params"]]} for group in self.param_groups]
 
     def _master_of(self, p: Tensor) -> Tensor | None:
@@ -416,6 +425,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         ``step`` does this after changes that bump the version counter (``load_state_dict``, ``p.copy_()`` under
         no_grad). Call it after a change through ``p.data`` or by another library.
         """
+        self.wait()
         if self._offload is not None:
             return self._offload.masters_follow_model(self)
         self._seen, self._plan = {}, None
@@ -453,7 +463,25 @@ class FusedOptimizer(torch.optim.Optimizer):
         if work.sharded:
             wrote(work.members)
 
+    def wait(self) -> None:
+        """Waits until the latest step has ended and its weights are there, with ``overlap``. Otherwise does nothing.
+
+        Call it before code that reads or changes weights or ``state`` between ``step`` and the next forward. Only
+        forwards of modules, ``state_dict()`` and ``load_state_dict()`` of modules that had one, and the optimizer's
+        methods wait themselves.
+
+        Raises:
+            Exception: of the step, at the first call that waits for it.
+        """
+        if self._offload is not None:
+            self._offload.wait()
+
     # --- checkpoints and copies ---------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch. With ``offload``, tensors of the state are on the CPU."""
+        self.wait()
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a checkpoint of this class, of the same optimizer of torch.optim, or of apex. May be a host sync.
@@ -472,6 +500,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         All errors name group, parameter and key. Nothing has changed then.
         """
+        self.wait()
         states: dict[Tensor, dict[str, Any]] = {}
         rates = [group["lr"] for group in self.param_groups]
 
@@ -543,6 +572,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         _checkpoint.take_step_from_group(group)
 
     def __getstate__(self) -> dict[str, Any]:
+        self.wait()
         # Without hooks (private in torch), as torch's own optimizers.
         return {
             name: value

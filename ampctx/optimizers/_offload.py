@@ -5,20 +5,27 @@ parameters. So its bits are those of the optimizer without offload. One step:
 
     down   weights that changed, gradients, ``found_inf`` and the scale go to host memory
     step   the optimizer over the twins, once all of that has arrived: no weight changes before ``found_inf`` is known
-    up     the weights of each op call go back, unless the step was skipped
+    up     the weights of each op call go back
 
 On a CUDA device the twins are pinned, and copies have a stream of their own. Elsewhere copies are made at once.
+
+With ``overlap="forward"`` a thread makes the step and the way up while the program goes on. A weight *lands* when its
+module's forward begins, or at ``wait``. Until it is there it is nan, so that no code uses the old value unseen.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
+import weakref
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ampctx._compiling import outside_of_graphs
 from ampctx._errors import AmpError, AmpValueError
@@ -105,10 +112,14 @@ class _Lane:
         with torch.cuda.stream(self._stream):
             to.copy_(source, non_blocking=True)
 
-    def be_followed(self) -> None:
-        """What the current stream is given from now on comes after the copies. No host sync."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+    def mark(self) -> torch.cuda.Event | None:
+        """A place after the copies so far."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def be_followed(self, mark: torch.cuda.Event | None) -> None:
+        """What the current stream is given from now on comes after the mark. No host sync."""
+        if mark is not None:
+            torch.cuda.current_stream(self._device).wait_event(mark)
 
     def finish(self) -> None:
         """Waits on the host for the copies."""
@@ -145,13 +156,155 @@ class _Twin:
         self._seen = None
 
 
-class Offload:
-    """The host side of one optimizer, to which it does not refer."""
+class _Flight:
+    """The step of the twins, and the weights on their way up."""
 
-    def __init__(self) -> None:
+    def __init__(self, twins: dict[Tensor, _Twin], lanes: dict[torch.device, _Lane], sends_all: bool) -> None:
+        self._sends_all = sends_all  # a skipped step, too
+        # Of the parameters that have not landed.
+        self.twins = twins
+        self._lanes = lanes
+        self._to_send = {twin.weight: p for p, twin in twins.items()}
+        # The mark on its lane of each parameter that was sent.
+        self._sent: dict[Tensor, Any] = {}
+        self.is_over = False
+        self._error: BaseException | None = None
+        self._news = threading.Condition()
+
+    # Of the thread that steps.
+
+    @torch.no_grad()
+    def run(self, host: Any, scaling: Scaling) -> None:
+        try:
+            for lane in self._lanes.values():
+                lane.finish()
+            is_skipped = scaling.found_inf is not None and bool(scaling.found_inf.value != 0)
+            if is_skipped and not self._sends_all:
+                self._to_send.clear()
+            host._apply(scaling, self._send)
+        except BaseException as error:
+            self._error = error
+        finally:
+            # After an exception, too: a twin that has stepped is the parameter's value.
+            self._send(list(self._to_send))
+            with self._news:
+                self.is_over = True
+                self._news.notify_all()
+
+    def _send(self, weights: Iterable[Tensor]) -> None:
+        found = [(self._to_send.pop(weight), weight) for weight in weights if weight in self._to_send]
+        for p, weight in found:
+            # Not through ``p``: its version changes when it lands.
+            self._lanes[p.device].copy(p.data, weight)
+        marks = {device: self._lanes[device].mark() for device in {p.device for p, _ in found}}
+        with self._news:
+            self._sent.update((p, marks[p.device]) for p, _ in found)
+            self._news.notify_all()
+
+    # Of the program.
+
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
+    def land(self, params: Iterable[Tensor]) -> None:
+        """Waits for these weights: the host until they are sent, the current streams until they are there."""
+        params = [p for p in params if p in self.twins]
+        with self._news:
+            self._news.wait_for(lambda: self.is_over or all(p in self._sent for p in params))
+        for p in params:
+            self._lanes[p.device].be_followed(self._sent.get(p))
+        passes.bump_versions(params)
+        for p in params:
+            self.twins.pop(p).agrees(p)
+
+    def end(self) -> None:
+        """Waits for all. Raises the exception of the step."""
+        self.land(list(self.twins))
+        with self._news:
+            self._news.wait_for(lambda: self.is_over)
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+
+class _BeforeStateDict:
+    """A hook of modules: all weights land before a state dict is made or loaded. In a copy of a module it is empty."""
+
+    def __init__(self, of: weakref.ref[Offload] | None = None) -> None:
+        self._of = of
+
+    def __call__(self, *_: Any) -> None:
+        if self._of is not None and (offload := self._of()) is not None:
+            offload.wait()
+
+    def __reduce__(self) -> tuple:
+        return _BeforeStateDict, ()
+
+
+class Offload:
+    """The host side of one optimizer, to which it does not refer.
+
+    ``overlaps``: a thread of its own steps, while the program goes on.
+    """
+
+    def __init__(self, overlaps: bool) -> None:
         self._twins: dict[Tensor, _Twin] = {}
         self._lanes: dict[torch.device, _Lane] = {}
         self._host: Any = None
+        # The step that has not ended, in a list for the finalizer.
+        self._flights: list[_Flight] = []
+        self._thread = ThreadPoolExecutor(1, "ampctx-offload") if overlaps else None
+        # Modules that have had a forward, and their parameters. The others land before any forward: a module may read
+        # them of a module that it never calls, as nn.MultiheadAttention does.
+        self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._known: set[Tensor] = set()
+        if overlaps:
+            self._watch_modules()
+
+    def _watch_modules(self) -> None:
+        reference = weakref.ref(self)
+
+        @outside_of_graphs
+        def before_forward(module: nn.Module, _: Any) -> None:
+            if (alive := reference()) is not None:
+                alive._before_forward(module)
+
+        hook = register_module_forward_pre_hook(before_forward)
+        flights = self._flights
+
+        def end() -> None:
+            hook.remove()
+            for flight in flights:
+                flight.end()
+
+        weakref.finalize(self, end)
+
+    def _before_forward(self, module: nn.Module) -> None:
+        own = [p for p in module.parameters(recurse=False) if p in self._twins]
+        if module not in self._called:
+            self._called.add(module)
+            self._known.update(own)
+            if any(p in self._twins for p in module.parameters()):
+                hook = _BeforeStateDict(weakref.ref(self))
+                module.register_state_dict_pre_hook(hook)
+                module.register_load_state_dict_pre_hook(hook)
+        for flight in self._flights:
+            if not torch.is_grad_enabled():
+                # There are modules that read weights of others only then, as nn.TransformerEncoderLayer does.
+                return self.wait()
+            flight.land([*own, *(flight.twins.keys() - self._known)])
+            if flight.has_failed or not flight.twins:
+                self.wait()
+
+    def wait(self) -> None:
+        """Waits for the step that has not ended. Raises its exception."""
+        for flight in list(self._flights):
+            try:
+                flight.end()
+            finally:
+                if flight.is_over:  # else an interrupt has ended the wait
+                    self._flights.remove(flight)
 
     # --- membership ---------------------------------------------------------------------------------------------------
 
@@ -179,6 +332,8 @@ class Offload:
                 f"and {available:,} are available. Free memory, keep less state, or leave out offload."
             )
         self._fit(group["params"])
+        self._called.clear()  # some may have parameters of the group
+        self._known.clear()
 
     def _fit(self, params: Iterable[Tensor]) -> None:
         """Makes twins of parameters that have none of their dtype, device and layout."""
@@ -247,10 +402,12 @@ class Offload:
     @outside_of_graphs
     def step(self, optimizer: Any, scaling: Scaling) -> None:
         """The step of ``optimizer``, after its checks of options."""
+        self.wait()
         stepped = _with_gradients(optimizer)
         members = list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
         for p in self._twins.keys() - set(members):
             del self._twins[p]
+            self._known.discard(p)
         self._fit(members)
         lanes = {device: self._lane(device) for device in {p.device for p in stepped}}
         for p in stepped:
@@ -258,17 +415,20 @@ class Offload:
         host, arrived = self._host_of(optimizer), self._down(members, lanes, scaling)
         for lane in lanes.values():
             # Before the device changes a gradient, or frees it.
-            lane.be_followed()
+            lane.be_followed(lane.mark())
         if scaling.unscales:
             _unscale([p.grad for p in stepped], scaling)
-        try:
-            self._run(host, arrived, stepped, lanes)
-        finally:
-            for lane in lanes.values():
-                lane.be_followed()
-            passes.bump_versions(stepped)
+        flight = _Flight({p: self._twins[p] for p in stepped}, lanes, sends_all=self._thread is not None)
+        if self._thread is None:
+            flight.run(host, arrived)
+            flight.end()
+        else:
+            self._flights.append(flight)
             for p in stepped:
-                self._twins[p].agrees(p)
+                p.data.fill_(torch.nan)
+            for lane in lanes.values():
+                lane.follow_current()
+            self._thread.submit(flight.run, host, arrived)
 
     def _down(self, members: list[Tensor], lanes: dict[torch.device, _Lane], scaling: Scaling) -> Scaling:
         """Copies down what a step reads. Returns the scaling on the host, with values once the lanes have finished."""
@@ -294,25 +454,6 @@ class Offload:
         lane.follow_current()
         lane.copy(here, value)
         return PerDevice(here)
-
-    def _run(self, host: Any, scaling: Scaling, stepped: list[Tensor], lanes: dict[torch.device, _Lane]) -> None:
-        """Steps the twins, and sends their weights up."""
-        for lane in lanes.values():
-            lane.finish()
-        is_skipped = scaling.found_inf is not None and bool(scaling.found_inf.value != 0)
-        param_of = {self._twins[p].weight: p for p in stepped}
-
-        def up(twins: Iterable[Tensor]) -> None:
-            for twin in twins if not is_skipped else ():
-                if (p := param_of.pop(twin, None)) is not None:
-                    # Not through ``p``, whose version says that the copy has ended.
-                    lanes[p.device].copy(p.data, twin)
-
-        try:
-            host._apply(scaling, up)
-        finally:
-            # After an exception, too: a twin that has stepped is the parameter's value.
-            up(list(param_of))
 
 
 def _of(optimizer: Any) -> str:
