@@ -56,6 +56,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             new tensor at the next step.
         offload: "cpu" keeps weights, masters and state in host memory and steps there, with the bits of the optimizer
             without it. None, the default, steps where the parameters are. Not with ``capturable``.
+        offload_gradients: for ``offload``. True moves each gradient to the host when it has arrived; ``.grad`` is None
+            then. Clip with ``ampctx.clip_grad_norm_``. Not under amp, nor with a GradScaler or a process group.
         overlap: for ``offload``. "forward" steps in a thread after ``step`` has returned; each module waits for its
             weights in its next forward. None, the default, steps within ``step``, which then waits on the host.
 
@@ -80,7 +82,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     # Of ``Offload``, whose host optimizer splits its op calls.
     offload: str | None = None
     overlap: str | None = None
-    _steps_on_host = False
+    offload_gradients = False
+    _steps_on_host = _gradients_on_host = False
     _call_elements: int | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -102,7 +105,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __init__(
         self, params: Any, defaults: Group, *, set_grad_none: bool, maximize: bool, write_back: str, seed: int,
         master_weights: bool | str = False, capturable: bool = False, offload: str | None = None,
-        overlap: str | None = None,
+        overlap: str | None = None, offload_gradients: bool = False,
     ) -> None:  # fmt: skip
         self.set_grad_none = set_grad_none
         self.write_back = _options.check_choice("write_back", write_back, ("nearest", "stochastic", "kahan"))
@@ -114,6 +117,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.overlap = _options.check_choice("overlap", overlap, (None, "forward"))
         if overlap and not offload:
             raise AmpValueError(f"overlap={overlap!r} is for steps on the host: pass offload='cpu', too.")
+        self.offload_gradients = _options.check_flag("offload_gradients", offload_gradients)
+        if offload_gradients and not offload:
+            raise AmpValueError("offload_gradients=True is for steps on the host: pass offload='cpu', too.")
         self._make_offload()
         self._zero_flags: dict[tuple[torch.device, str], Tensor] = {}
         # The version of each weight when it agreed with its entry of EXTRAS.
@@ -169,10 +175,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         return 1.0
 
     def _make_offload(self) -> None:
-        self._offload = Offload(self.overlap is not None) if self.offload else None
+        self._offload = Offload(self.overlap is not None, self.offload_gradients) if self.offload else None
         if self.offload:
             # amp keeps no masters beside those on the host, and counts skipped steps itself.
             self._steps_on_host, self._step_counts_skips = True, False
+            self._gradients_on_host = self.offload_gradients
 
     # --- groups -------------------------------------------------------------------------------------------------------
 
@@ -258,7 +265,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Sets gradients to None or 0, by default as ``set_grad_none`` says. No host sync."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+        set_to_none = self.set_grad_none if set_to_none is None else set_to_none
+        super().zero_grad(set_to_none)
+        if self._offload is not None and self._offload.grads is not None:
+            self._offload.grads.zero(set_to_none)
 
     # --- the step -----------------------------------------------------------------------------------------------------
 

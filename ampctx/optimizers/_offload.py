@@ -15,12 +15,10 @@ module's forward begins, or at ``wait``. Until it is there it is nan, so that no
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,100 +29,16 @@ from ampctx._compiling import outside_of_graphs
 from ampctx._errors import AmpError, AmpValueError
 from ampctx.kernels import foreach, passes
 from ampctx.kernels.foreach import Factor, PerDevice, Unread
+from ampctx.kernels.host_memory import Lane, available_bytes, buffers
 from ampctx.kernels.sharding import is_sharded
+from ampctx.masters.host_grads import HostGrads
 from ampctx.optimizers._options import Group, param_name, refuse_sparse
 from ampctx.optimizers._state import State
 from ampctx.optimizers._work import Scaling
 
-# Host memory is pinned in blocks of this size: many small ones take minutes.
-_BLOCK_BYTES = 2**28
-_ALIGNMENT = 64
 # An op call steps about so many elements, so that their way up overlaps with the next call.
 CALL_ELEMENTS = 2**24
 CPU = torch.device("cpu")
-
-
-# --- host memory ------------------------------------------------------------------------------------------------------
-
-
-def available_bytes() -> int | None:
-    """Host memory that can be allocated: what the kernel estimates, or less in a control group. None if unknown."""
-    found = []
-    with contextlib.suppress(OSError, StopIteration, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
-    with contextlib.suppress(OSError, StopIteration, ValueError):  # of "max", too
-        group = Path("/sys/fs/cgroup")
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        lines = (group / "memory.stat").read_text().splitlines()
-        # Cached files do not count: the kernel drops them.
-        cached = int(next(line for line in lines if line.startswith("inactive_file ")).split()[1])
-        found.append(limit - used + cached)
-    return min(found, default=None)
-
-
-def _buffers(params: Sequence[Tensor]) -> list[Tensor]:
-    """Host tensors laid out as the parameters, without values; pinned for those on a CUDA device."""
-    result: dict[int, Tensor] = {}
-    kinds: dict[tuple[torch.dtype, bool], list[tuple[int, Tensor]]] = {}
-    for i, p in enumerate(params):
-        # Of a dense tensor empty_like keeps the strides.
-        like = torch.empty_like(p, device="meta", requires_grad=False)
-        kinds.setdefault((p.dtype, p.is_cuda), []).append((i, like))
-    for (dtype, pinned), members in kinds.items():
-        blocks: list[list[tuple[int, Tensor, int]]] = []
-        sizes: list[int] = []
-        step = _ALIGNMENT // dtype.itemsize
-        for i, like in members:
-            size = -(-like.numel() // step) * step
-            if not blocks or (sizes[-1] + size) * dtype.itemsize > _BLOCK_BYTES:
-                blocks.append([])
-                sizes.append(0)
-            blocks[-1].append((i, like, sizes[-1]))
-            sizes[-1] += size
-        for block, size in zip(blocks, sizes, strict=True):
-            storage = torch.empty(size, dtype=dtype, pin_memory=pinned).untyped_storage()
-            for i, like, place in block:
-                # Not a view, which would share its version with the others.
-                result[i] = torch.empty(0, dtype=dtype).set_(storage, place, like.shape, like.stride())
-    return [result[i] for i in range(len(params))]
-
-
-# --- copies -----------------------------------------------------------------------------------------------------------
-
-
-class _Lane:
-    """Copies between a device and host memory: on a CUDA device on a stream of its own, elsewhere at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def follow_current(self) -> None:
-        """Later copies come after what the current stream has been given so far. No host sync."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-
-    def copy(self, to: Tensor, source: Tensor) -> None:
-        if self._stream is None:
-            to.copy_(source)
-            return
-        with torch.cuda.stream(self._stream):
-            to.copy_(source, non_blocking=True)
-
-    def mark(self) -> torch.cuda.Event | None:
-        """A place after the copies so far."""
-        return None if self._stream is None else self._stream.record_event()
-
-    def be_followed(self, mark: torch.cuda.Event | None) -> None:
-        """What the current stream is given from now on comes after the mark. No host sync."""
-        if mark is not None:
-            torch.cuda.current_stream(self._device).wait_event(mark)
-
-    def finish(self) -> None:
-        """Waits on the host for the copies."""
-        if self._stream is not None:
-            self._stream.synchronize()
 
 
 class _Twin:
@@ -143,7 +57,7 @@ class _Twin:
     def fits(self, p: Tensor) -> bool:
         return self._kind == self._kind_of(p)
 
-    def read(self, p: Tensor, lane: _Lane) -> None:
+    def read(self, p: Tensor, lane: Lane) -> None:
         """Copies the weight down if the program has changed it."""
         if self._seen != (p._version, p.data_ptr()):
             lane.copy(self.weight, p.detach())
@@ -159,7 +73,7 @@ class _Twin:
 class _Flight:
     """The step of the twins, and the weights on their way up."""
 
-    def __init__(self, twins: dict[Tensor, _Twin], lanes: dict[torch.device, _Lane], sends_all: bool) -> None:
+    def __init__(self, twins: dict[Tensor, _Twin], lanes: dict[torch.device, Lane], sends_all: bool) -> None:
         self._sends_all = sends_all  # a skipped step, too
         # Of the parameters that have not landed.
         self.twins = twins
@@ -212,8 +126,8 @@ class _Flight:
         params = [p for p in params if p in self.twins]
         with self._news:
             self._news.wait_for(lambda: self.is_over or all(p in self._sent for p in params))
-        for p in params:
-            self._lanes[p.device].be_followed(self._sent.get(p))
+        for device, mark in {(p.device, self._sent.get(p)) for p in params}:
+            self._lanes[device].be_followed(mark)
         passes.bump_versions(params)
         for p in params:
             self.twins.pop(p).agrees(p)
@@ -245,12 +159,14 @@ class _BeforeStateDict:
 class Offload:
     """The host side of one optimizer, to which it does not refer.
 
-    ``overlaps``: a thread of its own steps, while the program goes on.
+    ``overlaps``: a thread of its own steps, while the program goes on. ``gradients``: they leave the device when they
+    arrive.
     """
 
-    def __init__(self, overlaps: bool) -> None:
+    def __init__(self, overlaps: bool, gradients: bool) -> None:
+        self.grads = HostGrads(self) if gradients else None
         self._twins: dict[Tensor, _Twin] = {}
-        self._lanes: dict[torch.device, _Lane] = {}
+        self._lanes: dict[torch.device, Lane] = {}
         self._host: Any = None
         # The step that has not ended, in a list for the finalizer.
         self._flights: list[_Flight] = []
@@ -323,12 +239,12 @@ class Offload:
                     "one. Leave out offload, and pass fully_shard(..., offload_policy=CPUOffloadPolicy()): the "
                     "optimizer then steps on the CPU."
                 )
-        buffers = sum(2 * p.nbytes for p in group["params"])
+        memory = sum(2 * p.nbytes for p in group["params"])
         state = sum(_state_bytes(optimizer, each) for each in optimizer.param_groups)
         available = available_bytes()
-        if available is not None and buffers + state > available:
+        if available is not None and memory + state > available:
             raise AmpValueError(
-                f"{_of(optimizer)} needs {buffers + state:,} bytes of host memory for weights, gradients and state, "
+                f"{_of(optimizer)} needs {memory + state:,} bytes of host memory for weights, gradients and state, "
                 f"and {available:,} are available. Free memory, keep less state, or leave out offload."
             )
         self._fit(group["params"])
@@ -340,15 +256,19 @@ class Offload:
         new = [p for p in dict.fromkeys(params) if p not in self._twins or not self._twins[p].fits(p)]
         for p in new:
             self._twins.pop(p, None)  # frees its memory first
-        for p, weight, grad in zip(new, _buffers(new), _buffers(new), strict=True):
+        for p, weight, grad in zip(new, buffers(new), buffers(new), strict=True):
             self._twins[p] = _Twin(p, weight, grad)
+            if self.grads is not None:
+                self.grads.add(p, weight.detach(), grad)
+        if self.grads is not None:
+            self.grads.watch()
 
     def masters_follow_model(self, optimizer: Any) -> None:
         """Reads all weights, and resyncs what the state keeps of them."""
         self.forget()
         params = list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
         self._fit(params)
-        lanes = {p.device: self._lane(p.device) for p in params}
+        lanes = {p.device: self.lane(p.device) for p in params}
         for lane in lanes.values():
             lane.follow_current()
         for p in params:
@@ -369,9 +289,9 @@ class Offload:
         if self._host is not None:
             self._host._seen, self._host._plan = {}, None
 
-    def _lane(self, device: torch.device) -> _Lane:
+    def lane(self, device: torch.device) -> Lane:
         if device not in self._lanes:
-            self._lanes[device] = _Lane(device)
+            self._lanes[device] = Lane(device)
         return self._lanes[device]
 
     def _host_of(self, optimizer: Any) -> Any:
@@ -403,21 +323,31 @@ class Offload:
     def step(self, optimizer: Any, scaling: Scaling) -> None:
         """The step of ``optimizer``, after its checks of options."""
         self.wait()
-        stepped = _with_gradients(optimizer)
+        if self.grads is not None and "grad_scale" in vars(optimizer):
+            raise AmpError(
+                f"{_of(optimizer)} with offload_gradients=True has gradients on the host, where a GradScaler neither "
+                "unscales nor checks them. Pass offload_gradients=False."
+            )
         members = list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
         for p in self._twins.keys() - set(members):
             del self._twins[p]
             self._known.discard(p)
+            if self.grads is not None:
+                self.grads.remove(p)
+        grads = self._gradients(optimizer, members)
         self._fit(members)
-        lanes = {device: self._lane(device) for device in {p.device for p in stepped}}
+        stepped = list(grads)
+        lanes = {device: self.lane(device) for device in {p.device for p in stepped}}
         for p in stepped:
             optimizer.state[p]  # a dict for the host to fill
-        host, arrived = self._host_of(optimizer), self._down(members, lanes, scaling)
+        host, arrived = self._host_of(optimizer), self._down(grads, lanes, scaling)
         for lane in lanes.values():
             # Before the device changes a gradient, or frees it.
             lane.be_followed(lane.mark())
         if scaling.unscales:
-            _unscale([p.grad for p in stepped], scaling)
+            _unscale(list(grads.values()), scaling)
+        if self.grads is not None:
+            self.grads.stepped()
         flight = _Flight({p: self._twins[p] for p in stepped}, lanes, sends_all=self._thread is not None)
         if self._thread is None:
             flight.run(host, arrived)
@@ -430,27 +360,38 @@ class Offload:
                 lane.follow_current()
             self._thread.submit(flight.run, host, arrived)
 
-    def _down(self, members: list[Tensor], lanes: dict[torch.device, _Lane], scaling: Scaling) -> Scaling:
+    def _gradients(self, optimizer: Any, members: list[Tensor]) -> dict[Tensor, Tensor]:
+        """The gradient of each parameter that has one, after its checks."""
+        for g, group in enumerate(optimizer.param_groups):
+            for i, p in enumerate(group["params"]):
+                if p.grad is not None:
+                    if p.grad.layout is not torch.strided:
+                        refuse_sparse(type(optimizer).__name__, param_name(optimizer.param_groups, g, i))
+                    optimizer._check_param(g, i, p)
+        holders = members if self.grads is None else self.grads.collect(members)
+        return {p: grad for p, holder in zip(members, holders, strict=True) if (grad := holder.grad) is not None}
+
+    def _down(self, grads: dict[Tensor, Tensor], lanes: dict[torch.device, Lane], scaling: Scaling) -> Scaling:
         """Copies down what a step reads. Returns the scaling on the host, with values once the lanes have finished."""
         for lane in lanes.values():
             lane.follow_current()
-        for p in members:
-            twin, grad = self._twins[p], p.grad
+        for p, twin in self._twins.items():
             twin.weight.grad = None
-            if grad is not None:
+            if p in grads:
                 twin.read(p, lanes[p.device])
-                lanes[p.device].copy(twin.grad, grad)
-                twin.weight.grad = twin.grad
+                if self.grads is None:
+                    lanes[p.device].copy(twin.grad, grads[p])
+                twin.weight.grad = twin.grad if self.grads is None else grads[p]
         found_inf, inv_scale = scaling.found_inf, scaling.inv_scale
         return Scaling(
             None if found_inf is None else self._number_down(found_inf, lanes),
             self._number_down(inv_scale, lanes) if isinstance(inv_scale, PerDevice) else inv_scale,
         )
 
-    def _number_down(self, number: PerDevice, lanes: dict[torch.device, _Lane]) -> PerDevice:
+    def _number_down(self, number: PerDevice, lanes: dict[torch.device, Lane]) -> PerDevice:
         value = number.value.detach()
         here = torch.empty_like(value, device=CPU, pin_memory=value.is_cuda)
-        lane = lanes.setdefault(value.device, self._lane(value.device))
+        lane = lanes.setdefault(value.device, self.lane(value.device))
         lane.follow_current()
         lane.copy(here, value)
         return PerDevice(here)
@@ -470,20 +411,6 @@ def _state_bytes(optimizer: Any, group: Group) -> int:
             optimizer._make_state(torch.empty_like(p, device="meta"), made, needed)
             total += sum(value.nbytes for value in made.values())
     return total
-
-
-def _with_gradients(optimizer: Any) -> list[Tensor]:
-    """The parameters that have a gradient, after its check."""
-    found: dict[Tensor, None] = {}
-    for g, group in enumerate(optimizer.param_groups):
-        for i, p in enumerate(group["params"]):
-            if (grad := p.grad) is None:
-                continue
-            if grad.layout is not torch.strided:
-                refuse_sparse(type(optimizer).__name__, param_name(optimizer.param_groups, g, i))
-            optimizer._check_param(g, i, p)
-            found[p] = None
-    return list(found)
 
 
 def _unscale(grads: Sequence[Any], scaling: Scaling) -> None:

@@ -36,15 +36,17 @@ def test_100_steps_have_the_bits_of_steps_on_the_gpu(name, mode):
     assert all(twin.weight.is_pinned() and twin.grad.is_pinned() for twin in offloaded._offload._twins.values())
 
 
+@pytest.mark.parametrize("offload_gradients", [False, True])
 @pytest.mark.parametrize("overlap", [None, "forward"])
-def test_a_network_trains_to_the_bits_and_its_memory_does_not_grow(overlap):
+def test_a_network_trains_to_the_bits_and_its_memory_does_not_grow(overlap, offload_gradients):
     found, taken = [], []
-    for options in ({}, {"offload": "cpu", "overlap": overlap}):
+    for options in ({}, {"offload": "cpu", "overlap": overlap, "offload_gradients": offload_gradients}):
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))).bfloat16().to(DEVICE)
         optimizer = FusedAdam(model.parameters(), lr=1e-3, master_weights="split", **options)
         for step in range(100):
-            model(torch.randn(64, 256, device=DEVICE, dtype=torch.bfloat16)).float().square().mean().backward()
+            for _ in range(2):
+                model(torch.randn(64, 256, device=DEVICE, dtype=torch.bfloat16)).float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             if step in (20, 99):
