@@ -82,6 +82,7 @@ class _Flight:
         # The mark on its lane of each parameter that was sent.
         self._sent: dict[Tensor, Any] = {}
         self.is_over = False
+        self.was_met = False  # by a forward
         self._error: BaseException | None = None
         self._news = threading.Condition()
 
@@ -197,8 +198,11 @@ class Offload:
         weakref.finalize(self, end)
 
     def _before_forward(self, module: nn.Module) -> None:
+        is_known = module in self._called
+        if is_known and not self._flights:
+            return
         own = [p for p in module.parameters(recurse=False) if p in self._twins]
-        if module not in self._called:
+        if not is_known:
             self._called.add(module)
             self._known.update(own)
             if any(p in self._twins for p in module.parameters()):
@@ -209,7 +213,10 @@ class Offload:
             if not torch.is_grad_enabled():
                 # There are modules that read weights of others only then, as nn.TransformerEncoderLayer does.
                 return self.wait()
-            flight.land([*own, *(flight.twins.keys() - self._known)])
+            if not flight.was_met:
+                flight.was_met = True
+                flight.land(flight.twins.keys() - self._known)
+            flight.land(own)
             if flight.has_failed or not flight.twins:
                 self.wait()
 
@@ -239,7 +246,8 @@ class Offload:
                     "one. Leave out offload, and pass fully_shard(..., offload_policy=CPUOffloadPolicy()): the "
                     "optimizer then steps on the CPU."
                 )
-        memory = sum(2 * p.nbytes for p in group["params"])
+        # With ``grads``, a second gradient of each for micro-batches.
+        memory = sum((2 if self.grads is None else 3) * p.nbytes for p in group["params"])
         state = sum(_state_bytes(optimizer, each) for each in optimizer.param_groups)
         available = available_bytes()
         if available is not None and memory + state > available:

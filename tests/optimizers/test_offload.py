@@ -375,6 +375,30 @@ def test_too_little_host_memory_is_told_with_the_bytes():
     assert params_of(optimizer) == [few]
 
 
+def test_a_dtensor_is_refused(tmp_path):
+    from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        p = nn.Parameter(distribute_tensor(torch.ones(4), DeviceMesh("cpu", [0]), [Shard(0)]))
+        with pytest.raises(
+            ampctx.AmpError, match=r"not support DTensors, .*\['params'\]\[0\] is one.*CPUOffloadPolicy"
+        ):
+            FusedAdam([p], offload="cpu")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_compiled_step_leaves_the_graph():
+    resident, offloaded = pair("adam")
+    compiled = torch.compile(offloaded.step, backend="eager")
+    for step in range(3):
+        for optimizer, take in ((resident, resident.step), (offloaded, compiled)):
+            give(params_of(optimizer), gradients(params_of(optimizer), step))
+            take()
+    assert_alike((resident, offloaded))
+
+
 def test_what_a_step_refuses_changes_nothing():
     _, offloaded = pair("adam", "split")
     run(offloaded, 1)
