@@ -10,6 +10,7 @@ from ampctx.optimizers.fused_lion import FusedLion
 from ampctx.optimizers.fused_novograd import FusedNovoGrad
 from ampctx.optimizers.fused_sgd import FusedSGD
 from ampctx.optimizers.larc import LARC
+from ampctx.optimizers.split_masters import SplitMasters
 
 __all__ = [
     "LARC",
@@ -20,4 +21,5 @@ __all__ = [
     "FusedMixedPrecisionLamb",
     "FusedNovoGrad",
     "FusedSGD",
+    "SplitMasters",
 ]
