@@ -3,6 +3,7 @@
     python examples/char_lm.py                      # O5: bf16 model, fp32 master weights, no loss scaling
     python examples/char_lm.py --opt-level O2       # fp16 model, fp32 master weights, dynamic loss scale
     python examples/char_lm.py --optimizer muon     # Muon for the matrices of the blocks, AdamW for the rest
+    python examples/char_lm.py --offload            # masters and optimizer state in host memory
     python examples/char_lm.py --plot char_lm.png   # and draw the loss
 
 The text is Python's language reference, ``pydoc_data.topics`` of the standard library. Its last tenth is held out.
@@ -25,7 +26,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 import ampctx
 from ampctx import amp
-from ampctx.optimizers import FusedMuon
+from ampctx.optimizers import FusedAdam, FusedMuon
 
 # --- data -------------------------------------------------------------------------------------------------------------
 
@@ -113,15 +114,18 @@ def sample(model: nn.Module, text: Text, context: int, prompt: str, length: int,
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def make_optimizer(kind: str, model: GPT, lr: float) -> torch.optim.Optimizer:
-    if kind == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.05)
+def make_optimizer(args: argparse.Namespace, model: GPT) -> torch.optim.Optimizer:
+    options = {"lr": args.lr, "betas": (0.9, 0.98), "weight_decay": 0.05}
+    if args.offload:  # the optimizer keeps the masters, and steps beside the next forward
+        return FusedAdam(model.parameters(), **options, master_weights="split", offload="cpu", overlap="forward")
+    if args.optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters(), **options)
     matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
     chosen = set(matrices)
     others = [p for p in model.parameters() if p not in chosen]  # embeddings, the tied head, norms and biases
     groups = [{"params": matrices}, {"params": others, "use_muon": False, "betas": (0.9, 0.98)}]
     # Updates as large as AdamW's, so that both share the learning rate and its schedule.
-    return FusedMuon(groups, lr=lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
+    return FusedMuon(groups, lr=args.lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
 
 
 def train(
@@ -130,8 +134,11 @@ def train(
     """Trains. Returns the model, (step, training, held-out bits per char) of each evaluation, and skipped steps."""
     torch.manual_seed(args.seed)
     model = GPT(len(text.alphabet), args.context, args.width, args.layers, heads=args.width // 32).to(device)
-    optimizer = make_optimizer(args.optimizer, model, args.lr)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=args.verbosity)
+    optimizer = make_optimizer(args, model)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=args.opt_level, master_weights=False if args.offload else None,
+        verbosity=args.verbosity,
+    )  # fmt: skip
     generator = torch.Generator().manual_seed(args.seed)
     history = [(0, float("nan"), bits_per_char(model, text.test, args.context))]
     since_last = []
@@ -187,6 +194,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--opt-level", default="O5", choices=["O0", "O1", "O2", "O3", "O4", "O5"], help="default O5")
     parser.add_argument("--optimizer", default="adamw", choices=["adamw", "muon"], help="default adamw")
+    parser.add_argument("--offload", action="store_true", help="keep optimizer state in host memory; at O5")
     parser.add_argument("--steps", type=positive, default=800, help="optimizer steps; default 800")
     parser.add_argument("--batch-size", type=positive, default=8, help="samples per micro-batch; default 8")
     parser.add_argument("--accumulate", type=positive, default=2, help="micro-batches per step; default 2")
@@ -202,6 +210,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--verbosity", type=int, default=1, help="0 silences amp; default 1")
     parser.add_argument("--no-progress", action="store_true", help="hide the progress bar")
     args = parser.parse_args()
+    if args.offload and args.optimizer != "adamw":
+        parser.error(f"--offload: --optimizer {args.optimizer} was given, and this program shows it with adamw")
+    if args.offload and args.opt_level != "O5":
+        parser.error(f"--offload: {args.opt_level} was given, and this program shows it at O5")
     if args.width % 32:
         parser.error(f"--width: {args.width} is not a multiple of 32, the width of one attention head")
     if args.device == "cuda" and not torch.cuda.is_available():

@@ -165,7 +165,7 @@ BUDGETS = {
     " guide/several_losses",
     400: "contributing guide/ddp guide/fp32_layers guide/schedulers",
     500: "options limitations performance from_torch_amp"
-    " guide/compile_export guide/debug_nans guide/fsdp_zero guide/scale",
+    " guide/compile_export guide/debug_nans guide/fsdp_zero guide/offload guide/scale",
     600: "../README install reliability guide/checkpoints",
     700: "to_torch_amp why levels frameworks optimizers how_a_step_works",
     800: "from_apex",

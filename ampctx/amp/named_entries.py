@@ -19,6 +19,7 @@ from ampctx.kernels.sharding import is_sharded
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import without_amp
 from ampctx.optimizers._state import EXTRAS
+from ampctx.optimizers.split_masters import SplitMasters
 from ampctx.scaling.formats import KEY, plain
 from ampctx.scaling.loss_scale import LossScale
 
@@ -45,7 +46,7 @@ class Stepped(NamedTuple):
             return "masters"
         if p.dtype not in LOW_PRECISION:
             return "fp32"
-        return self.optimizer.layout_of(p) if isinstance(self.optimizer, FusedOptimizer) else "nearest"
+        return self.optimizer.layout_of(p) if isinstance(self.optimizer, FusedOptimizer | SplitMasters) else "nearest"
 
 
 class Described:
@@ -228,6 +229,11 @@ def first_state_of(optimizer: Any, group: Mapping[str, Any], member: Tensor) -> 
     """
     if isinstance(optimizer, FusedOptimizer):
         return optimizer.first_state(member, dict(group))
+    if isinstance(optimizer, SplitMasters) and optimizer.inner is not None:
+        weight = member.detach()
+        wide = weight.float() if weight.dtype == torch.bfloat16 else weight
+        rest = {"remainder": torch.zeros_like(weight, dtype=torch.int16)} if wide is not weight else {}
+        return {**first_state_of(optimizer.inner, group, wide), **rest}
     # Without hooks (private in torch), which ``__setstate__`` makes anew.
     attributes = {name: value for name, value in without_amp(optimizer).items() if not name.endswith("_hooks")}
     stand_in = torch.zeros_like(member.detach()).requires_grad_()

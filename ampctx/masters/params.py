@@ -76,7 +76,8 @@ class MasterParams:
         name_of: gives the name of a parameter, for messages.
 
     Raises:
-        AmpError: a 16-bit parameter without values (of a lazy module), or with a master already.
+        AmpError: a 16-bit parameter without values (of a lazy module), or with a master already; an optimizer that
+            takes gradients to the host.
     """
 
     def __init__(
@@ -87,6 +88,11 @@ class MasterParams:
         taken: Container[int] = (),
         name_of: Callable[[Tensor], str] | None = None,
     ) -> None:
+        if declares(optimizer, "_gradients_on_host"):
+            raise AmpError(
+                f"{type(optimizer).__name__} has offload_gradients=True: its gradients are on the host before amp can "
+                "unscale and check them. Pass offload_gradients=False. See docs/guide/offload.md."
+            )
         self.master_weights = master_weights
         self._name_of = name_of or ParameterNames()
         # Whether the optimizer reads 16-bit gradients, so that those of the masters can stay lazy.
@@ -349,6 +355,13 @@ class MasterParams:
                 "master weight. Use O1 or O4; or O5 with master_weights=False and "
                 "ZeroRedundancyOptimizer(..., optimizer_class=ampctx.optimizers.FusedAdam, master_weights=True), "
                 "which keeps the masters in its state."
+            )
+        if declares(optimizer, "_steps_on_host"):
+            raise AmpError(
+                f"{self._name_of(p)} is {p.dtype}, and amp would keep its fp32 master weight on {p.device}, where "
+                f"{type(optimizer).__name__}(offload='cpu') has nothing else. Pass master_weights=False to "
+                "amp.initialize, and master_weights='split' (bf16) or True (fp16) to the optimizer. See "
+                "docs/guide/offload.md."
             )
         if is_sharded(p):
             raise AmpError(

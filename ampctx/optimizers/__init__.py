@@ -12,6 +12,7 @@ from ampctx.optimizers.fused_muon import FusedMuon
 from ampctx.optimizers.fused_novograd import FusedNovoGrad
 from ampctx.optimizers.fused_sgd import FusedSGD
 from ampctx.optimizers.larc import LARC
+from ampctx.optimizers.split_masters import SplitMasters
 
 __all__ = [
     "LARC",
@@ -23,4 +24,5 @@ __all__ = [
     "FusedMuon",
     "FusedNovoGrad",
     "FusedSGD",
+    "SplitMasters",
 ]

@@ -24,6 +24,7 @@ from ampctx.kernels.sharding import place_grads, wrote
 from ampctx.kernels.spec import SPECS
 from ampctx.optimizers import _checkpoint, _hooks, _options, _over_ranks, _work
 from ampctx.optimizers._checkpoint import SavedGroup
+from ampctx.optimizers._offload import Offload
 from ampctx.optimizers._options import Group, param_name
 from ampctx.optimizers._state import EXTRAS, State, follow, joined, make_state
 from ampctx.optimizers._work import Kind, Members, Plan, Scaling, Work
@@ -31,6 +32,7 @@ from ampctx.optimizers._work import Kind, Members, Plan, Scaling, Work
 # Attributes that exist only around a step, or that a copy creates again.
 _TRANSIENT = (
     "found_inf", "grad_scale", "model_params", "model_grads", "skip_counts", "_zero_flags", "_seen", "_plan",
+    "_offload",
 )  # fmt: skip
 
 
@@ -53,9 +55,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         capturable: makes each group's lr an fp32 tensor on the device of its parameters, so that a captured CUDA graph
             reads changes. LR schedulers and ``load_state_dict`` fill it. A number assigned to ``group["lr"]`` becomes a
             new tensor at the next step.
+        offload: "cpu" keeps weights, masters and state in host memory and steps there, with the bits of the optimizer
+            without it. None, the default, steps where the parameters are. Not with ``capturable``.
+        offload_gradients: for ``offload``. True moves each gradient to the host when it has arrived; ``.grad`` is None
+            then. Clip with ``ampctx.clip_grad_norm_``. Not under amp, nor with a GradScaler or a process group.
+        overlap: for ``offload``. "forward" steps in a thread after ``step`` has returned; each module waits for its
+            weights in its next forward. None, the default, steps within ``step``, which then waits on the host.
 
     Raises:
-        AmpValueError, AmpTypeError: an invalid argument or parameter, by name.
+        AmpValueError, AmpTypeError: an invalid argument or parameter, by name; too little host memory for ``offload``.
+        AmpError: a DTensor with ``offload``.
     """
 
     _step_supports_amp_scaling = True
@@ -69,6 +78,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     _has_repeats = False
     # torch calls it for each class that has instances.
     profile_hook_step = staticmethod(_hooks.profile_hook_step)  # type: ignore[assignment]
+    # Of ``Offload``, whose host optimizer splits its op calls.
+    offload: str | None = None
+    overlap: str | None = None
+    offload_gradients = False
+    _steps_on_host = _gradients_on_host = False
+    _call_elements: int | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -80,12 +95,23 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self, params: Any, defaults: Group, *, set_grad_none: bool, maximize: bool, write_back: str, seed: int,
-        master_weights: bool | str = False, capturable: bool = False,
+        master_weights: bool | str = False, capturable: bool = False, offload: str | None = None,
+        overlap: str | None = None, offload_gradients: bool = False,
     ) -> None:  # fmt: skip
         self.set_grad_none = set_grad_none
         self.write_back = _options.check_choice("write_back", write_back, ("nearest", "stochastic", "kahan"))
         self.master_weights = _options.check_choice("master_weights", master_weights, (False, True, "split"))
         self.capturable = capturable
+        self.offload = _options.check_choice("offload", offload, (None, "cpu"))
+        if offload and capturable:
+            raise AmpValueError("offload='cpu' steps on the CPU, which no CUDA graph captures: pass capturable=False.")
+        self.overlap = _options.check_choice("overlap", overlap, (None, "forward"))
+        if overlap and not offload:
+            raise AmpValueError(f"overlap={overlap!r} is for steps on the host: pass offload='cpu', too.")
+        self.offload_gradients = _options.check_flag("offload_gradients", offload_gradients)
+        if offload_gradients and not offload:
+            raise AmpValueError("offload_gradients=True is for steps on the host: pass offload='cpu', too.")
+        self._make_offload()
         self._zero_flags: dict[tuple[torch.device, str], Tensor] = {}
         # The version of each weight when it agreed with its entry of EXTRAS.
         self._seen: dict[Tensor, int] = {}
@@ -151,15 +177,25 @@ class FusedOptimizer(torch.optim.Optimizer):
         """An additional factor for the gradients in ``.grad``."""
         return 1.0
 
+    def _make_offload(self) -> None:
+        self._offload = Offload(self.overlap is not None, self.offload_gradients) if self.offload else None
+        if self.offload:
+            # amp keeps no masters beside those on the host, and counts skipped steps itself.
+            self._steps_on_host, self._step_counts_skips = True, False
+            self._gradients_on_host = self.offload_gradients
+
     # --- groups -------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: Group) -> None:
         """Adds a param group, as in torch. Invalid options or parameters raise, and nothing is added. May be a host
         sync: reads tensors among the options."""
+        self.wait()
         super().add_param_group(param_group)
         g = len(self.param_groups) - 1
         try:
             self._check_group(g)
+            if self._offload is not None:
+                self._offload.add(self, g)
         except BaseException:
             del self.param_groups[g]
             raise
@@ -219,6 +255,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def param_groups_master(self) -> list[dict[str, list[Tensor | None]]]:
         """The fp32 weights, as ``{"params": [...]}`` for each group, with the master (for "split" a copy), or the
         parameter itself if it is not in 16 bits. None for a parameter without master, or before the first step."""
+        self.wait()
         return [{"params": [self._master_of(p) for p in group["params"]]} for group in self.param_groups]
 
     def _master_of(self, p: Tensor) -> Tensor | None:
@@ -231,7 +268,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Sets gradients to None or 0, by default as ``set_grad_none`` says. No host sync."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+        set_to_none = self.set_grad_none if set_to_none is None else set_to_none
+        super().zero_grad(set_to_none)
+        if self._offload is not None and self._offload.grads is not None:
+            self._offload.grads.zero(set_to_none)
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
@@ -273,6 +313,14 @@ class FusedOptimizer(torch.optim.Optimizer):
                 _options.check_between_steps(group, self._flags(group))
             except AmpError as error:
                 raise _options.in_group(error, f"param_groups[{g}]") from None
+        if self._offload is not None:
+            self._offload.step(self, scaling)
+        else:
+            self._apply(scaling)
+        return loss
+
+    def _apply(self, scaling: Scaling, after: Callable[[list[Tensor]], None] | None = None) -> None:
+        """Steps all parameters that have a gradient. ``after`` gets the parameters of each op call after it."""
         # handles.read_along does not work in graphs, so these always make new lists.
         kept = None if torch.compiler.is_compiling() else self._plan
         works = None if kept is None else kept.works(self, scaling)
@@ -285,6 +333,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             norm = self._global_norm(works, scaling)
             for number, work in enumerate(calls):
                 self._launch(work, number, scaling, norm)
+                if after is not None:
+                    after(work.members)
         if scaling.unscales:
             _work.finish_unscaling(calls)
         if self._plan is None and _work.can_be_kept(works, self.param_groups):
@@ -294,7 +344,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         else:
             followed = [p for work in works if work.kind[0] in EXTRAS for p in work.members]
             self._seen.update(zip(followed, map(version_of, followed), strict=True))
-        return loss
 
     def _new_works(self, scaling: Scaling) -> list[Work]:
         members = [self._members(g, scaling) for g in range(len(self.param_groups))]
@@ -304,6 +353,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             for kind, found in kinds.items():
                 states = self._states(lists, kind[0], found.params)
                 works += _work.works_of(group, kind, found, states, lists, self._one_element, scaling)
+        if self._call_elements is not None:
+            works = [piece for work in works for piece in _work.pieces(work, self._call_elements)]
         return works
 
     def _step_by(self, scaler: Any, closure: Callable[[], Any] | None) -> Any:
@@ -372,7 +423,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def first_state(self, p: Tensor, group: Group) -> State:
         """The state of a parameter before its first step. Changes nothing; no collective, no host sync."""
         state: State = {}
-        self._make_state(p, state, self._needed(self._state_lists(group), self.layout_of(p)))
+        at = p.detach().cpu() if self._offload is not None else p
+        self._make_state(at, state, self._needed(self._state_lists(group), self.layout_of(p)))
         return state
 
     def _make_state(self, p: Tensor, state: dict[str, Any], needed: Iterable[str]) -> None:
@@ -386,6 +438,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         ``step`` does this after changes that bump the version counter (``load_state_dict``, ``p.copy_()`` under
         no_grad). Call it after a change through ``p.data`` or by another library.
         """
+        self.wait()
+        if self._offload is not None:
+            return self._offload.masters_follow_model(self)
         self._seen, self._plan = {}, None
         for group in self.param_groups:
             for p in group["params"]:
@@ -426,7 +481,25 @@ class FusedOptimizer(torch.optim.Optimizer):
             arguments["skips"] = scaling.skips.take(device, work.lists["grads"])
         return arguments
 
+    def wait(self) -> None:
+        """Waits until the latest step has ended and its weights are there, with ``overlap``. Otherwise does nothing.
+
+        Call it before code that reads or changes weights or ``state`` between ``step`` and the next forward. Only
+        forwards of modules, ``state_dict()`` and ``load_state_dict()`` of modules that had one, and the optimizer's
+        methods wait themselves.
+
+        Raises:
+            Exception: of the step, at the first call that waits for it.
+        """
+        if self._offload is not None:
+            self._offload.wait()
+
     # --- checkpoints and copies ---------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch. With ``offload``, tensors of the state are on the CPU."""
+        self.wait()
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a checkpoint of this class, of the same optimizer of torch.optim, or of apex. May be a host sync.
@@ -445,6 +518,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         All errors name group, parameter and key. Nothing has changed then.
         """
+        self.wait()
         states: dict[Tensor, dict[str, Any]] = {}
         rates = [group["lr"] for group in self.param_groups]
 
@@ -497,7 +571,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             for p, name, state in group.states:
                 names[p] = name
                 _checkpoint.check_complete(spec, type(self).__name__, name, state, group.saved)
-                result[p] = _checkpoint.restored(p, name, state, one_element, self._useless_state(p))
+                at = p if self._offload is None else self._offload.twin_of(p)
+                result[p] = _checkpoint.restored(at, name, state, one_element, self._useless_state(p))
         _checkpoint.check_values(result, names)
         return result
 
@@ -516,6 +591,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         _checkpoint.take_step_from_group(group)
 
     def __getstate__(self) -> dict[str, Any]:
+        self.wait()
         # Without hooks (private in torch), as torch's own optimizers.
         return {
             name: value
@@ -528,6 +604,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         # A CUDA graph may read the existing flags, so keep them.
         self.__dict__.setdefault("_zero_flags", {})
         self._seen, self._plan = {}, None
+        if (kept := self.__dict__.get("_offload")) is not None:
+            kept.forget()
+        else:
+            self._make_offload()
         # torch adds this default to every optimizer. Later groups and checkpoints must not get it.
         self.defaults.pop("differentiable", None)
         for group in self.param_groups:

@@ -53,10 +53,15 @@ def follow(p: Tensor, state: State, seen: dict[Tensor, int]) -> None:
 def joined(p: Tensor, state: State) -> Tensor | None:
     """The fp32 weight that a 16-bit parameter and its entry of ``EXTRAS`` stand for. None without an entry."""
     if "remainder" in state:
-        return join(p.detach(), state["remainder"])
+        return join(_beside(p, state["remainder"]), state["remainder"])
     if "compensation" in state:
-        return p.detach().float() + state["compensation"].float()
+        return _beside(p, state["compensation"]).float() + state["compensation"].float()
     return state.get("master_param")
+
+
+def _beside(p: Tensor, entry: Tensor) -> Tensor:
+    """The parameter on the device of its entry, which ``offload`` keeps on the CPU."""
+    return p.detach().to(entry.device)
 
 
 def divided(

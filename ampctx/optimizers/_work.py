@@ -210,6 +210,21 @@ def part_of(work: Work, places: Sequence[int], is_first: bool) -> Work:
     return work._replace(members=members, lists=lists, relaid=work.relaid if is_first else ())
 
 
+def pieces(work: Work, most: int) -> Iterator[Work]:
+    """The call as several, each of the members up to ``most`` elements, or of one that has more.
+
+    Not with random bits, which depend on a member's place in its call.
+    """
+    starts, size = [0], 0
+    for i, p in enumerate(work.members):
+        size += p.numel()
+        if i > starts[-1] and size > most and work.kind[0] != "stochastic":
+            starts.append(i)
+            size = p.numel()
+    for start, end in zip(starts, [*starts[1:], len(work.members)], strict=True):
+        yield part_of(work, range(start, end), start == 0)
+
+
 def each_gradient_once(works: list[Work]) -> list[Work]:
     """Copies gradients that an earlier parameter shares, so that only one call unscales each. No host sync."""
     is_traced = torch.compiler.is_compiling()  # tensors have no addresses

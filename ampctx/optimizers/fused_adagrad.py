@@ -24,7 +24,8 @@ class FusedAdagrad(FusedOptimizer):
         eps, weight_decay: as in torch.optim.Adagrad.
         set_grad_none: whether ``zero_grad()`` sets gradients to None.
         adagrad_w_mode: use decoupled weight decay.
-        maximize, write_back, seed, master_weights, capturable: see ``FusedOptimizer``.
+        maximize, write_back, seed, master_weights, capturable, offload, overlap, offload_gradients: see
+            ``FusedOptimizer``.
     """
 
     _op = "adagrad"
@@ -33,6 +34,7 @@ class FusedAdagrad(FusedOptimizer):
         self, params: Any, lr: float | Tensor = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0,
         set_grad_none: bool = True, adagrad_w_mode: bool = False, *, maximize: bool = False,
         write_back: str = "nearest", seed: int = 0, master_weights: bool | str = False, capturable: bool = False,
+        offload: str | None = None, overlap: str | None = None, offload_gradients: bool = False,
     ) -> None:  # fmt: skip
         self.adagrad_w_mode = 1 if adagrad_w_mode else 0
         # torch.optim.Adagrad needs lr_decay in a checkpoint.
@@ -40,6 +42,7 @@ class FusedAdagrad(FusedOptimizer):
         super().__init__(
             params, defaults, set_grad_none=set_grad_none, maximize=maximize, write_back=write_back, seed=seed,
             master_weights=master_weights, capturable=capturable,
+            offload=offload, overlap=overlap, offload_gradients=offload_gradients,
         )  # fmt: skip
 
     def _check_options(self, group: Group) -> None:

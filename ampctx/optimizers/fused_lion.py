@@ -20,7 +20,8 @@ class FusedLion(FusedOptimizer):
         lr: a number >= 0, or a one-element tensor. The paper uses a third to a tenth of AdamW's.
         betas, weight_decay: of the formula. The decay is decoupled.
         set_grad_none: whether ``zero_grad()`` sets gradients to None.
-        maximize, write_back, seed, master_weights, capturable: see ``FusedOptimizer``.
+        maximize, write_back, seed, master_weights, capturable, offload, overlap, offload_gradients: see
+            ``FusedOptimizer``.
     """
 
     _op = "lion"
@@ -29,8 +30,10 @@ class FusedLion(FusedOptimizer):
         self, params: Any, lr: float | Tensor = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0, set_grad_none: bool = True, *, maximize: bool = False, write_back: str = "nearest",
         seed: int = 0, master_weights: bool | str = False, capturable: bool = False,
+        offload: str | None = None, overlap: str | None = None, offload_gradients: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(
             params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, set_grad_none=set_grad_none,
             maximize=maximize, write_back=write_back, seed=seed, master_weights=master_weights, capturable=capturable,
+            offload=offload, overlap=overlap, offload_gradients=offload_gradients,
         )  # fmt: skip

@@ -29,7 +29,8 @@ class FusedSGD(FusedOptimizer):
         wd_after_momentum: add weight_decay * p after the momentum instead of to the gradient.
         materialize_master_grads: apex's option, kept as an attribute. It has no effect.
         set_grad_none: whether ``zero_grad()`` sets gradients to None. False by default.
-        maximize, write_back, seed, master_weights, capturable: see ``FusedOptimizer``.
+        maximize, write_back, seed, master_weights, capturable, offload, overlap, offload_gradients: see
+            ``FusedOptimizer``.
     """
 
     _op = "sgd"
@@ -39,6 +40,7 @@ class FusedSGD(FusedOptimizer):
         weight_decay: float = 0.0, nesterov: bool = False, wd_after_momentum: bool = False,
         materialize_master_grads: bool = True, set_grad_none: bool = False, *, maximize: bool = False,
         write_back: str = "nearest", seed: int = 0, master_weights: bool | str = False, capturable: bool = False,
+        offload: str | None = None, overlap: str | None = None, offload_gradients: bool = False,
     ) -> None:  # fmt: skip
         self.wd_after_momentum = wd_after_momentum
         self.materialize_master_grads = materialize_master_grads
@@ -51,6 +53,7 @@ class FusedSGD(FusedOptimizer):
         super().__init__(
             params, defaults, set_grad_none=set_grad_none, maximize=maximize, write_back=write_back, seed=seed,
             master_weights=master_weights, capturable=capturable,
+            offload=offload, overlap=overlap, offload_gradients=offload_gradients,
         )  # fmt: skip
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx._errors import AmpTypeError
+from ampctx._errors import AmpError, AmpTypeError
 from ampctx.kernels import reference_steps, steps
 from ampctx.kernels.foreach import FoundInf, PerDevice
 from ampctx.kernels.grouping import buckets
@@ -41,11 +41,17 @@ class LARC:
 
     Raises:
         AmpTypeError: ``optimizer`` is no optimizer.
+        AmpError: it offloads.
     """
 
     def __init__(self, optimizer: Any, trust_coefficient: float = 0.02, clip: bool = True, eps: float = 1e-8) -> None:
         if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "step")):
             raise AmpTypeError(f"LARC: optimizer must be an optimizer to wrap, got {type(optimizer).__name__}")
+        if declares(optimizer, "_steps_on_host"):
+            raise AmpError(
+                f"LARC computes rates on the device from weights that {type(optimizer).__name__}(offload='cpu') keeps "
+                "on the host. Leave out offload."
+            )
         # Set around a step by a GradScaler, or by ampctx.amp.
         self.found_inf: Tensor
         self.optim = optimizer

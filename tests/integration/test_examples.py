@@ -234,10 +234,17 @@ def test_char_lm_accumulates_at_o2_in_fp16(server, tmp_path):
     assert float(found[3]) == 65536 / 2 ** int(found[4])
 
 
+def test_char_lm_offloads_its_optimizer(server, tmp_path):
+    arguments = ("--width", 32, "--batch-size", 4, "--steps", 10, "--offload")
+    found = bits(forked(server, "char_lm.py", *SMALL_LM, *arguments, cwd=tmp_path))
+    assert float(found[1]) < 6.0 < float(found[2])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         pytest.param(("--width", "40"), "40 is not a multiple of 32", id="width"),
+        pytest.param(("--offload", "--opt-level", "O2"), "O2 was given", id="offload"),
         pytest.param(("--steps", "0"), "0 is not above 0", id="no-steps"),
         pytest.param(("--plot", "none/lm.png"), "none/lm.png cannot be written", id="plot-in-no-folder"),
     ],

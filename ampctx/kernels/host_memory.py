@@ -1,0 +1,98 @@
+"""Host memory beside a device: what there is, buffers for tensors, and copies that the device does not wait for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+# Memory is pinned in blocks of this size: many small ones take minutes.
+_BLOCK_BYTES = 2**28
+_ALIGNMENT = 64
+
+
+def available_bytes() -> int | None:
+    """Host memory that can be allocated: what the kernel estimates, or less in a control group. None if unknown."""
+    found = []
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
+    with contextlib.suppress(OSError, StopIteration, ValueError):  # of "max", too
+        group = Path("/sys/fs/cgroup")
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        lines = (group / "memory.stat").read_text().splitlines()
+        # Cached files do not count: the kernel drops them.
+        cached = int(next(line for line in lines if line.startswith("inactive_file ")).split()[1])
+        found.append(limit - used + cached)
+    return min(found, default=None)
+
+
+def buffers(params: Sequence[Tensor]) -> list[Tensor]:
+    """Host tensors laid out as the parameters, without values; pinned for those on a CUDA device."""
+    result: dict[int, Tensor] = {}
+    kinds: dict[tuple[torch.dtype, bool], list[tuple[int, Tensor]]] = {}
+    for i, p in enumerate(params):
+        # Of a dense tensor empty_like keeps the strides.
+        like = torch.empty_like(p, device="meta", requires_grad=False)
+        kinds.setdefault((p.dtype, p.is_cuda), []).append((i, like))
+    for (dtype, pinned), members in kinds.items():
+        blocks: list[list[tuple[int, Tensor, int]]] = []
+        sizes: list[int] = []
+        step = _ALIGNMENT // dtype.itemsize
+        for i, like in members:
+            size = -(-like.numel() // step) * step
+            if not blocks or (sizes[-1] + size) * dtype.itemsize > _BLOCK_BYTES:
+                blocks.append([])
+                sizes.append(0)
+            blocks[-1].append((i, like, sizes[-1]))
+            sizes[-1] += size
+        for block, size in zip(blocks, sizes, strict=True):
+            storage = torch.empty(size, dtype=dtype, pin_memory=pinned).untyped_storage()
+            for i, like, place in block:
+                # Not a view, which would share its version with the others.
+                result[i] = torch.empty(0, dtype=dtype).set_(storage, place, like.shape, like.stride())
+    return [result[i] for i in range(len(params))]
+
+
+class Lane:
+    """Copies between a device and host memory: on a CUDA device on a stream of its own, elsewhere at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def follow_current(self) -> None:
+        """Later copies come after what the current stream has been given so far. No host sync."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def copy(self, to: Tensor, source: Tensor) -> None:
+        if self._stream is None:
+            to.copy_(source)
+            return
+        with torch.cuda.stream(self._stream):
+            to.copy_(source, non_blocking=True)
+
+    def take(self, to: Tensor, source: Tensor) -> None:
+        """A copy of a source that the caller then frees."""
+        self.follow_current()
+        self.copy(to, source)
+        if self._stream is not None:
+            source.record_stream(self._stream)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """A place after the copies so far."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def be_followed(self, mark: torch.cuda.Event | None) -> None:
+        """What the current stream is given from now on comes after the mark. No host sync."""
+        if mark is not None:
+            torch.cuda.current_stream(self._device).wait_event(mark)
+
+    def finish(self) -> None:
+        """Waits on the host for the copies."""
+        if self._stream is not None:
+            self._stream.synchronize()

@@ -1,0 +1,317 @@
+"""fp32 masters of bf16 parameters for the classes of ``torch.optim``, in 16 bits beside each weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ampctx._errors import AmpError, AmpTypeError, AmpValueError
+from ampctx.kernels.passes import bump_versions
+from ampctx.kernels.reference_steps import LOW_PRECISION, split
+from ampctx.kernels.sharding import is_sharded
+from ampctx.optimizers._checkpoint import without_amp
+from ampctx.optimizers._options import Group, param_name, refuse_sparse
+from ampctx.optimizers._state import State, follow, joined
+
+_KEY = "remainder"
+_TRANSIENT = ("_seen",)
+
+
+class SplitMasters(torch.optim.Optimizer):
+    """Steps bf16 parameters by a class of torch.optim, with the bits of that class on fp32 weights.
+
+    ``state[p]`` has the class's fp32 state, and ``remainder``: the 16 bits (int16) that the bf16 weight lacks of fp32.
+    For a step, parameters become fp32 in chunks, and so do their gradients. fp32 and fp64 parameters are stepped as
+    they are. Under amp use O5 with ``master_weights=False``. amp and GradScalers skip steps on the host, by one sync.
+
+    Example::
+
+        optimizer = SplitMasters(torch.optim.NAdam, model.parameters(), lr=2e-3)
+
+    Args:
+        kind: a class of torch.optim, except LBFGS and SparseAdam.
+        params: parameters or groups, as for the class; plain tensors.
+        chunk_bytes: the fp32 weights of a chunk, 2**28 by default. Their gradients take as much. A larger parameter is
+            a chunk of its own.
+        options: of the class. Not ``differentiable=True``.
+
+    Raises:
+        AmpTypeError, AmpValueError, AmpError: an invalid argument or parameter, by name. Nothing has changed then.
+    """
+
+    def __init__(
+        self, kind: type[torch.optim.Optimizer], params: Any, chunk_bytes: int = 2**28, **options: Any
+    ) -> None:
+        _check_kind(kind, options)
+        if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int):
+            raise AmpTypeError(f"chunk_bytes must be an int, got {type(chunk_bytes).__name__}")
+        if chunk_bytes <= 0:
+            raise AmpValueError(f"chunk_bytes is {chunk_bytes}, expected a number above 0")
+        self.chunk_bytes = chunk_bytes
+        # Steps proxies: fp32 tensors, which have memory only within a step.
+        self.inner: torch.optim.Optimizer | None = None
+        self._proxies: dict[Tensor, nn.Parameter] = {}
+        # The version of each weight when it agreed with its remainder.
+        self._seen: dict[Tensor, int] = {}
+        super().__init__(params, {})
+        self.inner = kind([self._of_proxies(group) for group in self.param_groups], **options)
+        self.defaults = self.inner.defaults
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            group.update(_options_of(inner))
+        self._share_state()
+
+    # --- groups -------------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Adds a param group, as in torch. Invalid options or parameters raise, and nothing is added."""
+        super().add_param_group(param_group)
+        g = len(self.param_groups) - 1
+        group = self.param_groups[g]
+        try:
+            for i, p in enumerate(group["params"]):
+                self._check(p, g, i)
+            if self.inner is not None:
+                self.inner.add_param_group(self._of_proxies(group))
+                group.update(_options_of(self.inner.param_groups[g]))
+                self._share_state()
+        except BaseException:
+            del self.param_groups[g]
+            raise
+
+    def _check(self, p: Tensor, g: int, i: int) -> None:
+        name = param_name(self.param_groups, g, i)
+        if is_sharded(p):
+            raise AmpError(f"SplitMasters does not support DTensors, and {name} is one. Use FusedAdam, which does.")
+        if p.dtype not in (torch.bfloat16, torch.float32, torch.float64):
+            raise AmpValueError(
+                f"SplitMasters keeps the 16 bits that bfloat16 lacks of float32, and {name} is {p.dtype}. Use bfloat16."
+            )
+
+    def _of_proxies(self, group: Group) -> Group:
+        for p in group["params"]:
+            if p not in self._proxies:
+                dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
+                self._proxies[p] = nn.Parameter(_without_memory(p, dtype))
+        given = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        return {**given, "params": [self._proxies[p] for p in group["params"]]}
+
+    def _share_state(self) -> None:
+        """Puts the inner state into ``state``."""
+        assert self.inner is not None
+        for p, proxy in self._proxies.items():
+            if proxy in self.inner.state:
+                rest = self.state[p].get(_KEY) if p in self.state else None
+                self.state[p] = self.inner.state[proxy]
+                if rest is not None:
+                    self.state[p][_KEY] = rest
+
+    # --- the step -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps every parameter with a gradient. No host sync of its own.
+
+        Args:
+            closure: evaluates the model once, with gradients enabled. None by default.
+
+        Returns:
+            The result of the closure, else None.
+
+        Raises:
+            AmpError, AmpValueError: a sparse gradient, or a parameter that has become fp16. Nothing has changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        assert self.inner is not None
+        stepped: dict[Tensor, None] = {}
+        for g, group in enumerate(self.param_groups):
+            for i, p in enumerate(group["params"]):
+                if p.grad is None:
+                    continue
+                if p.grad.layout is not torch.strided:
+                    refuse_sparse("SplitMasters", param_name(self.param_groups, g, i))
+                self._check(p, g, i)
+                stepped[p] = None
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update(self._of_proxies(group))
+        for chunk in self._chunks(list(stepped)):
+            self._step_chunk(chunk)
+        return loss
+
+    def _chunks(self, params: list[Tensor]) -> Iterator[list[Tensor]]:
+        chunk: list[Tensor] = []
+        size = 0
+        for p in params:
+            if chunk and size + 4 * p.numel() > self.chunk_bytes:
+                yield chunk
+                chunk, size = [], 0
+            chunk.append(p)
+            size += 4 * p.numel()
+        if chunk:
+            yield chunk
+
+    def _step_chunk(self, chunk: list[Tensor]) -> None:
+        assert self.inner is not None
+        rests: dict[Tensor, Tensor | None] = {}
+        try:
+            for p in chunk:
+                proxy, state = self._proxies[p], self.state.get(p, {})
+                follow(p, state, self._seen)
+                weight = _wide(p, state)
+                proxy.data = weight
+                proxy.grad = None if p.grad is None else p.grad.to(weight.dtype)
+                # The class takes a state that is not empty for one that it has made.
+                rests[p] = state.pop(_KEY, None)
+                if state:
+                    self.inner.state[proxy] = state
+                else:
+                    self.inner.state.pop(proxy, None)
+            self.inner.step()
+            for p in chunk:
+                if p.dtype == torch.bfloat16:
+                    high, low = split(self._proxies[p].data)
+                    p.copy_(high)
+                    rest = rests[p]
+                    rests[p] = low if rest is None else rest.copy_(low)
+                    self._seen[p] = p._version
+            bump_versions([p for p in chunk if p.dtype != torch.bfloat16])
+        finally:
+            for p, rest in rests.items():
+                proxy = self._proxies[p]
+                if proxy in self.inner.state:
+                    self.state[p] = self.inner.state[proxy]
+                if rest is not None:
+                    self.state[p][_KEY] = rest
+            for p in chunk:
+                proxy = self._proxies[p]
+                proxy.grad, proxy.data = None, _without_memory(p, proxy.dtype)
+
+    # --- masters ------------------------------------------------------------------------------------------------------
+
+    @property
+    def param_groups_master(self) -> list[dict[str, list[Tensor]]]:
+        """The fp32 weights, as ``{"params": [...]}`` for each group: copies for bf16 parameters, others themselves."""
+        return [
+            {
+                "params": [
+                    p if p.dtype not in LOW_PRECISION else _wide(p.detach(), self.state.get(p, {}))
+                    for p in group["params"]
+                ]
+            }
+            for group in self.param_groups
+        ]
+
+    @torch.no_grad()
+    def masters_follow_model(self) -> None:
+        """Makes remainders fit weights that were changed. ``step`` does this, too. No host sync."""
+        for p, state in self.state.items():
+            if isinstance(p, Tensor):
+                follow(p, state, {})
+
+    def layout_of(self, p: Tensor) -> str:
+        """As of ``FusedOptimizer``, for states by names."""
+        return "split" if p.dtype == torch.bfloat16 else "nearest"
+
+    # --- checkpoints and copies ---------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a checkpoint of this class, or of the class of torch.optim.
+
+        Raises:
+            ValueError: torch's, for a checkpoint of other groups.
+            AmpValueError: a remainder of another dtype or shape, by name. Nothing has changed then.
+        """
+        inner = self.inner
+        assert inner is not None
+
+        def before(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+            groups = [{k: v for k, v in group.items() if k != "param_names"} for group in given["param_groups"]]
+            rests = self._remainders(groups, given["state"])
+            states = {
+                key: {k: v for k, v in state.items() if k != _KEY} if isinstance(state, dict) else state
+                for key, state in given["state"].items()
+            }
+            inner.load_state_dict({"state": states, "param_groups": groups})
+            self.state.clear()
+            self._share_state()
+            for p, rest in rests.items():
+                self.state[p][_KEY] = rest.to(p.device, copy=True)
+            kept = dict(self.state)
+            hooks.append(self.register_load_state_dict_post_hook(lambda _: self.state.update(kept), prepend=True))
+            return {**given, "state": {}}
+
+        # The last hook before torch's own work, so that the user's hooks come first.
+        hooks = [self.register_load_state_dict_pre_hook(before)]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _remainders(self, groups: list[Group], states: dict[Any, Any]) -> dict[Tensor, Tensor]:
+        found: dict[Tensor, Tensor] = {}
+        for g, (saved, group) in enumerate(zip(groups, self.param_groups, strict=False)):
+            for i, (key, p) in enumerate(zip(saved["params"], group["params"], strict=False)):
+                rest = states[key].get(_KEY) if isinstance(states.get(key), dict) else None
+                if rest is None or p.dtype != torch.bfloat16:
+                    continue
+                if not isinstance(rest, Tensor) or rest.dtype != torch.int16 or rest.shape != p.shape:
+                    is_of = f"{rest.dtype} and shape {tuple(rest.shape)}" if isinstance(rest, Tensor) else type(rest)
+                    raise AmpValueError(
+                        f"the state 'remainder' of {param_name(self.param_groups, g, i)} is of {is_of}, expected "
+                        f"torch.int16 and {tuple(p.shape)}"
+                    )
+                found[p] = rest
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without hooks (private in torch), as torch's own optimizers.
+        return {
+            name: value
+            for name, value in without_amp(self).items()
+            if name not in _TRANSIENT and not (name.startswith("_optimizer_") and name.endswith("_hooks"))
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._seen = {}
+
+
+def _check_kind(kind: Any, options: Group) -> None:
+    if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
+        raise AmpTypeError(
+            f"SplitMasters: kind must be a class of torch.optim, such as torch.optim.NAdam, got {kind!r}"
+        )
+    if issubclass(kind, torch.optim.LBFGS):
+        raise AmpValueError("SplitMasters steps parameters in chunks, and LBFGS all of them as one. Keep fp32 weights.")
+    if issubclass(kind, torch.optim.SparseAdam):
+        raise AmpValueError("SplitMasters takes dense gradients, and SparseAdam sparse ones. Keep fp32 weights.")
+    if getattr(torch.optim, kind.__name__, None) is not kind:
+        raise AmpValueError(
+            f"SplitMasters steps parameters in chunks, which {kind.__name__} may not allow: classes of torch.optim do. "
+            "Keep fp32 masters, by amp.initialize."
+        )
+    if options.get("differentiable"):
+        raise AmpValueError("SplitMasters steps without autograd: pass differentiable=False.")
+
+
+def _options_of(group: Group) -> Group:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _without_memory(p: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of the shape of ``p`` that shares one element."""
+    return torch.zeros((), dtype=dtype, device=p.device).expand(p.shape)
+
+
+def _wide(p: Tensor, state: State) -> Tensor:
+    """The weight in fp32; an fp32 or fp64 parameter itself."""
+    if p.dtype != torch.bfloat16:
+        return p.detach()
+    exact = joined(p, state)
+    return p.detach().float() if exact is None else exact

@@ -1,0 +1,421 @@
+"""``offload="cpu"`` against the same optimizer without it: every bit of weights, state and gradients.
+
+The parameters are on the CPU here, so that copies take the place of streams.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from optimizer_cases import MODES, OPTIMIZERS, assert_same, give, gradients, parameters, params_of, run, snapshot
+from torch import nn
+
+import ampctx
+from ampctx.amp import AmpSession
+from ampctx.optimizers import LARC, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD, _offload
+
+OFFLOADED = ["adam", "sgd", "adagrad", "lion"]
+
+
+@pytest.fixture(autouse=True)
+def small_calls(monkeypatch):
+    """Op calls of a few elements, so that a step has several."""
+    monkeypatch.setattr(_offload, "CALL_ELEMENTS", 20)
+
+
+def pair(name, mode="split", **more):
+    dtype, options = MODES[mode]
+    return [OPTIMIZERS[name](parameters(dtype), **options, **more, offload=offload) for offload in (None, "cpu")]
+
+
+def step_both(optimizers, step, **attributes):
+    for optimizer in optimizers:
+        give(params_of(optimizer), gradients(params_of(optimizer), step))
+        vars(optimizer).update(attributes)
+        optimizer.step()
+        for attribute in attributes:
+            delattr(optimizer, attribute)
+
+
+def assert_alike(optimizers):
+    resident, offloaded = optimizers
+    assert_same(snapshot(resident), snapshot(offloaded))
+    assert_same([p.grad for p in params_of(resident)], [p.grad for p in params_of(offloaded)])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_steps_have_the_bits_of_the_optimizer_without_it(name, mode):
+    both = pair(name, mode)
+    for step in range(6):
+        step_both(both, step, found_inf=torch.tensor(float(step == 2)), grad_scale=torch.tensor(8.0))
+        assert_alike(both)
+    assert all(state["step"] == 5 for state in both[1].state.values() if "step" in state)
+
+
+def test_a_step_is_several_op_calls_and_the_next_one_keeps_them():
+    _, offloaded = pair("adam")
+    run(offloaded, 2)
+    plan = offloaded._offload._host._plan
+    run(offloaded, 1, first=2)
+    assert len(plan._calls) > 3
+    assert offloaded._offload._host._plan is plan
+
+
+def test_a_first_step_that_is_skipped_changes_nothing():
+    both = pair("sgd")
+    before = [p.detach().clone() for p in params_of(both[1])]
+    step_both(both, 0, found_inf=torch.tensor(1.0))
+    assert_same([p.detach() for p in params_of(both[1])], before)
+    step_both(both, 1)
+    assert_alike(both)
+
+
+def change_weights(optimizer):
+    with torch.no_grad():
+        params_of(optimizer)[0].mul_(1.01)
+
+
+def change_masters(optimizer):
+    params_of(optimizer)[0].data.mul_(1.01)
+    optimizer.masters_follow_model()
+
+
+def replace_data(optimizer):
+    params_of(optimizer)[0].data = params_of(optimizer)[0].data * 1.01
+    optimizer.masters_follow_model()  # fp32 masters do not see it, with or without offload
+
+
+def change_options(optimizer):
+    optimizer.param_groups[0].update(lr=torch.tensor(0.005), weight_decay=0.0)
+    optimizer.adam_w_mode = 0
+
+
+def add_group(optimizer):
+    optimizer.add_param_group({"params": parameters(torch.bfloat16, [(3, 3)], seed=1), "lr": 0.1})
+
+
+def remove_parameter(optimizer):
+    del optimizer.param_groups[0]["params"][3]
+
+
+def clear_state(optimizer):
+    optimizer.state.clear()
+
+
+def cast(optimizer):
+    for p in params_of(optimizer):
+        p.data = p.data.float()
+        p.grad = None
+
+
+CHANGES = [
+    change_weights, change_masters, replace_data, change_options, add_group, remove_parameter, clear_state, cast,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("mode", ["masters", "split", "kahan"])
+def test_what_changes_between_steps_is_seen(mode, change):
+    both = pair("adam", mode)
+    for step in range(2):
+        step_both(both, step)
+    for optimizer in both:
+        change(optimizer)
+    for step in range(2, 4):
+        step_both(both, step)
+    assert_alike(both)
+
+
+def test_a_parameter_without_gradient_stays():
+    both = pair("adam")
+    step_both(both, 0)
+    for optimizer in both:
+        give(params_of(optimizer), [None, *gradients(params_of(optimizer), 1)[1:]])
+        optimizer.step()
+    assert_same(snapshot(both[0]), snapshot(both[1]))
+    assert both[1].state[params_of(both[1])[0]]["step"] == 1
+
+
+def test_one_gradient_of_two_parameters_is_unscaled_once():
+    found = []
+    for offload in (None, "cpu"):
+        params = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+        optimizer = FusedAdam(params, offload=offload)
+        params[0].grad = params[1].grad = torch.full((4,), 8.0)
+        optimizer.grad_scale = torch.tensor(4.0)
+        optimizer.step()
+        found.append([*snapshot(optimizer), params[0].grad])
+    assert_same(*found)
+    assert found[1][-1].tolist() == [2.0] * 4
+
+
+def test_fp32_weights_of_both_are_shown_as_masters():
+    resident, offloaded = pair("adam")
+    run(resident, 2)
+    run(offloaded, 2)
+    ours, theirs = ([p for group in o.param_groups_master for p in group["params"]] for o in (offloaded, resident))
+    assert_same(ours, theirs)
+
+
+def through_a_file(state, path):
+    torch.save(state, path)
+    return torch.load(path, weights_only=True)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "masters", "split"])
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_checkpoints_go_both_ways(name, mode, tmp_path):
+    both = pair(name, mode)
+    for step in range(2):
+        step_both(both, step)
+    states = [optimizer.state_dict() for optimizer in both]
+    assert states[0]["param_groups"] == states[1]["param_groups"]
+    resumed = pair(name, mode)
+    for optimizer, saver, state in zip(resumed, both[::-1], states[::-1], strict=True):
+        for p, q in zip(params_of(optimizer), params_of(saver), strict=True):
+            p.data.copy_(q)
+        optimizer.load_state_dict(through_a_file(state, tmp_path / "state.pt"))
+    for step in range(2, 4):
+        step_both([*both, *resumed], step)
+    for optimizer in (both[1], *resumed):
+        assert_same(snapshot(optimizer), snapshot(both[0]))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_a_copy_goes_on_by_itself(duplicate):
+    resident, offloaded = pair("adam")
+    run(offloaded, 2)
+    copied, before = duplicate(offloaded), snapshot(offloaded)
+    run(copied, 2, first=2)
+    run(resident, 4)
+    assert_same(snapshot(copied), snapshot(resident))
+    assert_same(snapshot(offloaded), before)
+    assert copied._offload is not offloaded._offload
+
+
+# --- under amp and a GradScaler, for 100 steps ------------------------------------------------------------------------
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def losses_of(model, steps):
+    """Of two micro-batches each; some overflow."""
+    generator = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        x = torch.randn(2, 16, 4, generator=generator).to(next(model.parameters()).dtype)
+        factor = float("inf") if step % 11 == 5 else 1.0
+        yield [(model(half).float() - half.float().sum(1, keepdim=True)).square().mean() * factor for half in x]
+
+
+def by_amp(level, **options):
+    def train(offload, steps):
+        model, session = network(), AmpSession()
+        kept = {"O2": True, "O5": "split"}.get(level, False)
+        optimizer = FusedAdam(model.parameters(), lr=0.01, master_weights=kept, offload=offload)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+        session.initialize(
+            model, optimizer, opt_level=level, loss_scale="dynamic", max_loss_scale=2.0**10, verbosity=0, **options
+        )
+        for losses in losses_of(model, steps):
+            for i, loss in enumerate(losses):
+                with session.scale_loss(loss, optimizer, delay_unscale=i == 0) as scaled:
+                    scaled.backward()
+            norm = ampctx.clip_grad_norm_(session.master_params(optimizer), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        found = [*snapshot(optimizer), norm, torch.tensor(session.skipped_steps(optimizer))]
+        session.reset()
+        return found
+
+    return train
+
+
+def by_scaler(make, unscale):
+    def train(offload, steps):
+        # torch's unscale_ refuses fp16 gradients.
+        dtype, kept = (torch.bfloat16, "split") if unscale else (torch.float16, True)
+        model, scaler = network().to(dtype), make()
+        optimizer = FusedSGD(model.parameters(), lr=0.01, momentum=0.9, master_weights=kept, offload=offload)
+        for losses in losses_of(model, steps):
+            scaler.scale(sum(losses)).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return [*snapshot(optimizer), torch.tensor(scaler.get_scale())]
+
+    return train
+
+
+def ours():
+    return ampctx.GradScaler("cpu", init_scale=2.0**10)
+
+
+def torchs():
+    return torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+
+LOOPS = {
+    "O0": by_amp("O0"),
+    "O1": by_amp("O1"),
+    "O2": by_amp("O2", master_weights=False),
+    "O4": by_amp("O4"),
+    "O5": by_amp("O5", master_weights=False),
+    "ours": by_scaler(ours, False),
+    "ours, clipped": by_scaler(ours, True),
+    "torch's": by_scaler(torchs, False),
+    "torch's, clipped": by_scaler(torchs, True),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_100_steps_are_the_same(loop):
+    resident, offloaded = (LOOPS[loop](offload, 100) for offload in (None, "cpu"))
+    assert_same(offloaded, resident)
+    if loop.startswith("O"):
+        assert resident[-1] == 9
+
+
+def test_amp_counts_a_skip_and_names_its_gradients():
+    model, session = network(), AmpSession()
+    optimizer = FusedAdam(model.parameters(), offload="cpu")
+    session.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    with session.scale_loss(model(torch.randn(8, 4)).sum() * float("nan"), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    outcome = session.outcome(optimizer)
+    assert outcome.skipped
+    assert outcome.culprits[0].name == "0.weight"
+    session.reset()
+
+
+@pytest.mark.parametrize("there", [None, "cpu"])
+def test_a_state_by_names_goes_both_ways(there):
+    def trained(offload, steps, state=None):
+        model, session = network(), AmpSession()
+        optimizer = FusedAdam(model.parameters(), lr=0.01, master_weights="split", offload=offload)
+        session.initialize(model, optimizer, opt_level="O5", master_weights=False, verbosity=0)
+        if state is not None:
+            session.set_state_dict(model, optimizer, state)
+        for loss, _ in losses_of(model, steps):
+            if loss.isfinite():
+                with session.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found = snapshot(optimizer), copy.deepcopy(session.get_state_dict(model, optimizer))
+        session.reset()
+        return found
+
+    _, saved = trained(there, 4)
+    here = "cpu" if there is None else None
+    assert_same(trained(here, 3, saved)[0], trained(there, 3, saved)[0])
+    assert_same(
+        trained(there, 0)[1]["optim"]["0.weight"]["exp_avg"], trained(here, 0)[1]["optim"]["0.weight"]["exp_avg"]
+    )
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"offload": "disk"}, "offload is 'disk', expected None or 'cpu'"),
+        ({"offload": True}, "offload is True"),
+        ({"offload": "cpu", "capturable": True}, "capturable=False"),
+    ],
+)
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_options_that_do_not_fit_are_refused(name, options, match):
+    with pytest.raises(ampctx.AmpValueError, match=match):
+        OPTIMIZERS[name](parameters(), **options)
+
+
+@pytest.mark.parametrize("kind", [FusedLAMB, FusedNovoGrad])
+def test_steps_by_norms_do_not_have_it(kind):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'offload'"):
+        kind(parameters(), offload="cpu")
+
+
+def test_larc_refuses_it():
+    with pytest.raises(ampctx.AmpError, match=r"FusedSGD\(offload='cpu'\) keeps on the host"):
+        LARC(FusedSGD(parameters(), lr=0.1, offload="cpu"))
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_amp_keeps_no_masters_beside_it(level):
+    model, session = network(), AmpSession()
+    optimizer = FusedAdam(model.parameters(), offload="cpu")
+    with pytest.raises(ampctx.AmpError, match='"0.weight" is .*Pass master_weights=False to amp.initialize'):
+        session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert params_of(optimizer) == list(model.parameters())
+
+
+def test_too_little_host_memory_is_told_with_the_bytes():
+    few = nn.Parameter(torch.empty(2**10, dtype=torch.bfloat16, device="meta"))
+    many = nn.Parameter(torch.empty(2**45, dtype=torch.bfloat16, device="meta"))
+    # Weights and gradients 4, remainders 2, moments 8, and the step count.
+    with pytest.raises(ampctx.AmpValueError, match=f"FusedAdam.* needs {14 * 2**45 + 4:,} bytes of host memory"):
+        FusedAdam([many], master_weights="split", offload="cpu")
+    optimizer = FusedAdam([few], master_weights="split", offload="cpu")
+    with pytest.raises(ampctx.AmpValueError, match=f"needs {14 * 2**45 + 10 * 2**10 + 8:,} bytes"):
+        optimizer.add_param_group({"params": [many]})
+    assert params_of(optimizer) == [few]
+
+
+def test_a_dtensor_is_refused(tmp_path):
+    from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        p = nn.Parameter(distribute_tensor(torch.ones(4), DeviceMesh("cpu", [0]), [Shard(0)]))
+        with pytest.raises(
+            ampctx.AmpError, match=r"not support DTensors, .*\['params'\]\[0\] is one.*CPUOffloadPolicy"
+        ):
+            FusedAdam([p], offload="cpu")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_compiled_step_leaves_the_graph():
+    resident, offloaded = pair("adam")
+    compiled = torch.compile(offloaded.step, backend="eager")
+    for step in range(3):
+        for optimizer, take in ((resident, resident.step), (offloaded, compiled)):
+            give(params_of(optimizer), gradients(params_of(optimizer), step))
+            take()
+    assert_alike((resident, offloaded))
+
+
+def test_what_a_step_refuses_changes_nothing():
+    _, offloaded = pair("adam", "split")
+    run(offloaded, 1)
+    before = snapshot(offloaded)
+    give(params_of(offloaded), gradients(params_of(offloaded), 1))
+    params_of(offloaded)[5].grad = params_of(offloaded)[5].grad.to_sparse()
+    with pytest.raises(ampctx.AmpError, match=r"sparse gradients, and param_groups\[0\]\['params'\]\[5\]"):
+        offloaded.step()
+    assert_same(snapshot(offloaded), before)
+
+
+def test_a_parameter_that_split_weights_cannot_hold_is_refused_before_the_step():
+    params = parameters(torch.float32)
+    optimizer = FusedAdam(params, master_weights="split", offload="cpu")
+    for p in params:
+        p.data = p.data.half()
+    give(params, gradients(params, 0))
+    with pytest.raises(ampctx.AmpValueError, match="is float16: pass master_weights=True"):
+        optimizer.step()
+    assert not optimizer.state

@@ -1,0 +1,71 @@
+"""``offload="cpu"`` of parameters on a GPU: pinned memory, streams, and the bits of the kernels there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from optimizer_cases import MODES, OPTIMIZERS, assert_same, give, gradients, parameters, params_of, snapshot
+from torch import nn
+
+from ampctx.optimizers import FusedAdam
+
+pytestmark = pytest.mark.cuda
+DEVICE = "cuda"
+
+
+def on_device(dtype):
+    return [nn.Parameter(p.detach().to(DEVICE)) for p in parameters(dtype)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["adam", "sgd", "adagrad", "lion"])
+def test_100_steps_have_the_bits_of_steps_on_the_gpu(name, mode):
+    dtype, options = MODES[mode]
+    both = [OPTIMIZERS[name](on_device(dtype), **options, offload=offload) for offload in (None, "cpu")]
+    for step in range(100):
+        for optimizer in both:
+            params = params_of(optimizer)
+            give(params, [g.to(DEVICE) for g in gradients(params, step)])
+            optimizer.found_inf = torch.full((), float(step % 9 == 4), device=DEVICE)
+            optimizer.grad_scale = torch.full((), 8.0, device=DEVICE)
+            optimizer.step()
+    assert_same(*([t.cpu() for t in snapshot(optimizer)] for optimizer in both))
+    assert_same(*([p.grad.cpu() for p in params_of(optimizer)] for optimizer in both))
+    offloaded = both[1]
+    assert {t.device.type for state in offloaded.state.values() for t in state.values()} == {"cpu"}
+    assert all(twin.weight.is_pinned() and twin.grad.is_pinned() for twin in offloaded._offload._twins.values())
+
+
+@pytest.mark.parametrize("offload_gradients", [False, True])
+@pytest.mark.parametrize("overlap", [None, "forward"])
+def test_a_network_trains_to_the_bits_and_its_memory_does_not_grow(overlap, offload_gradients):
+    found, taken = [], []
+    for options in ({}, {"offload": "cpu", "overlap": overlap, "offload_gradients": offload_gradients}):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))).bfloat16().to(DEVICE)
+        optimizer = FusedAdam(model.parameters(), lr=1e-3, master_weights="split", **options)
+        for step in range(100):
+            for _ in range(2):
+                model(torch.randn(64, 256, device=DEVICE, dtype=torch.bfloat16)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step in (20, 99):
+                optimizer.wait()
+                torch.cuda.synchronize()
+                taken.append(torch.cuda.memory_allocated())
+        found.append([t.cpu() for t in snapshot(optimizer)])
+        del model, optimizer
+    assert_same(*found)
+    assert taken[2] == taken[3] < taken[0]
+
+
+def test_a_weight_that_is_read_too_early_is_nan():
+    weight = nn.Parameter(torch.ones(2**22, device=DEVICE))
+    optimizer = FusedAdam([weight], offload="cpu", overlap="forward")
+    optimizer.step()
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    early = weight.detach().clone()
+    optimizer.wait()
+    assert weight.isfinite().all()
+    assert ((early == weight) | early.isnan()).all()
