@@ -82,7 +82,7 @@ class Exercise:
     def random(self) -> Tensor:
         """No value near 0, where a gradient would have no sign."""
         values = torch.randn(self.layout.elements, device=self.device)
-        return (values + values.sign() * 0.1).to(self.dtype)
+        return (values + torch.where(values < 0, -0.1, 0.1)).to(self.dtype)  # torch draws 0 now and then
 
     def of_each(self, value: float = 0.0) -> tuple[Tensor, list[Tensor]]:
         """One fp32 number for each tensor."""
