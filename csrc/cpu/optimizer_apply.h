@@ -32,7 +32,7 @@ TensorScalars<T>* advance_steps(const StepCall& call) {
     if (t != known) last = tensor_scalars<T>(call.rule, t, number);
     known = t;
     scalars[number] = last;
-    scalars[number].key = random_key(call.rule.seed, to_int64(t), number);
+    scalars[number].key = random_key(call.rule.seed, to_int64(t), call.numbers ? call.numbers[number] : number);
     ++number;
   }
   return scalars;
@@ -91,12 +91,26 @@ class StepAccess {
 
   void read_states(StepBlock<T>& at, const Block& block, Buffers& buffers) const {
     for (int state = 0; state < call_.states(); ++state) {
-      at.state[state] = access_.update(2 + state, block, buffers.list[2 + state]);
+      const int list = 2 + state;
+      if (is_code(call_.lists.dtype[list])) {
+        at.state[state] = buffers.list[list].data;
+        read_codes(state, block, at.state[state]);
+      } else {
+        at.state[state] = access_.update(list, block, buffers.list[list]);
+      }
     }
   }
 
-  void write_states(const Block& block, const Buffers& buffers) const {
-    for (int state = 0; state < call_.states(); ++state) access_.write(2 + state, block, buffers.list[2 + state]);
+  void write_states(const StepBlock<T>& at, const Block& block, const Buffers& buffers) const {
+    for (int state = 0; state < call_.states(); ++state) {
+      const int list = 2 + state;
+      const DType type = call_.lists.dtype[list];
+      if (is_code(type) || (call_.stochastic_state && type == DType::bf16)) {
+        round_state(state, block, at);
+      } else {
+        access_.write(list, block, buffers.list[list]);
+      }
+    }
   }
 
   void write_weights(const StepBlock<T>& at, const Block& block, const Buffers& buffers) const {
@@ -112,6 +126,27 @@ class StepAccess {
   void* memory(int list, const Block& block) const { return access_.memory(list, block); }
 
  private:
+  float* scales(int state, const Block& block) const {
+    if (!is_code(call_.lists.dtype[2 + state])) return nullptr;
+    return static_cast<float*>(call_.scales[state][block.tensor]) + block.begin / kCodeBlock;
+  }
+
+  // Codes go with fp32 alone, and so do random bits of states.
+  void read_codes(int state, const Block& block, T* values) const {
+    if constexpr (sizeof(T) == sizeof(float)) {
+      const DType type = call_.lists.dtype[2 + state];
+      simd().optimizers.decode(type, memory(2 + state, block), scales(state, block), values, block.size);
+    }
+  }
+
+  void round_state(int state, const Block& block, const StepBlock<T>& at) const {
+    if constexpr (sizeof(T) == sizeof(float)) {
+      const RandomKey key = key_at(at.tensor.key, block.begin);
+      simd().optimizers.round({call_.lists.dtype[2 + state], state, call_.stochastic_state, key}, at.state[state],
+                              memory(2 + state, block), scales(state, block), block.size);
+    }
+  }
+
   StepBlock<T> begin(const Block& block) const {
     StepBlock<T> at{};
     at.n = block.size;
@@ -173,7 +208,7 @@ void update(const Context& context, const StepCall& call, const TensorScalars<T>
     StepBlock<T> at = access.open(block, buffers);
     access.read_gradients(at, block, buffers);
     loops.plain(at, optimizer);
-    access.write_states(block, buffers);
+    access.write_states(at, block, buffers);
     access.write_weights(at, block, buffers);
   });
 }

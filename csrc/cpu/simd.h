@@ -3,6 +3,7 @@
 
 #include <stdint.h>
 
+#include "../functors/codes.h"
 #include "../functors/write_back.h"
 #include "functors.h"
 
@@ -71,6 +72,14 @@ struct Weights {
   void (*store)(WriteBack mode, DType type, T* weight, T* extra, int64_t n, RandomKey key);
 };
 
+// How a state is stored in fewer bits: functors/codes.h.
+struct StateRounding {
+  DType type;  // bf16 or a code
+  int state;   // which of the random bits of an element
+  bool is_random;
+  RandomKey key;
+};
+
 struct OptimizerLoops {
   template <class T>
   struct Of {
@@ -80,6 +89,9 @@ struct OptimizerLoops {
   };
   Of<float> f32;
   Of<double> f64;
+  // `from` and `to` are of the type of the memory. Null scales for bf16.
+  void (*decode)(DType type, const void* from, const float* scales, float* values, int64_t n);
+  void (*round)(const StateRounding& how, const float* values, void* to, float* scales, int64_t n);
 };
 
 using Convert = void (*)(const void* from, void* to, int64_t n);
