@@ -43,8 +43,8 @@ def in_memory_order(t: Tensor) -> Tensor:
 def encode(values: Tensor, dtype: torch.dtype, h: Tensor | float = 0.5) -> tuple[Tensor, Tensor]:
     """Codes and scales of fp32 ``values``, 1-d in memory order. ``h``: one number, or one for each element."""
     blocks = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
-    magnitudes = blocks.abs() if dtype == torch.int8 else root(blocks)
-    scales = magnitudes.amax(dim=1) if values.numel() else values.new_empty(0)  # nan where one is
+    scales = blocks.abs().amax(dim=1) if values.numel() else values.new_empty(0)  # nan where one is
+    scales = scales if dtype == torch.int8 else root(scales)
     scales = torch.where(torch.isfinite(scales), scales, torch.nan)
     per_element = scales.repeat_interleave(BLOCK)[: values.numel()]
     holds = per_element > 0
@@ -53,7 +53,7 @@ def encode(values: Tensor, dtype: torch.dtype, h: Tensor | float = 0.5) -> tuple
         z = torch.where(holds, values, 0.0) / divisor
         q = torch.floor(127.0 * ((z + z) / (1.0 + z.abs())) + h)
     else:
-        v = torch.where(holds, values, 0.0)
+        v = torch.where(holds & (values > 0), values, 0.0)
         y = root(root(v) / divisor)
         q = torch.floor(255.0 * y + h).clamp(max=255.0)
         q = torch.where(v > 0, q.clamp(min=1.0), q)

@@ -49,7 +49,7 @@ AMPCTX_FN int32_t floor_to_int(float x) {
 template <DType code>
 AMPCTX_FN int32_t encode(float value, float scale, float place) {
   const bool holds = scale > 0;
-  const float x = holds ? value : 0.0f, divisor = holds ? scale : 1.0f;
+  const float x = holds && (code == DType::i8 || value > 0) ? value : 0.0f, divisor = holds ? scale : 1.0f;
   if (code == DType::i8) {
     const float z = x / divisor;
     const float magnitude = float_of(bits_of(z) & 0x7fffffffu);
