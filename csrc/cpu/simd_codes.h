@@ -43,18 +43,22 @@ void encode_block(const StateRounding& how, const float* values, uint32_t first,
   uint32_t most = 0;
   for (int64_t i = 0; i < n; ++i) most = largest(most, values[i]);
   const float of_block = *scale = code_scale<type>(most);
+  if (!(of_block > 0)) {
+    for (int64_t i = 0; i < n; ++i) codes[i] = 0;
+    return;
+  }
   const RandomKey key = how.key;
   const int state = how.state;
   if (how.is_random) {
     AMPCTX_INDEPENDENT
     for (int64_t i = 0; i < n; ++i) {
       const uint32_t random = state_bits(random_bits(key, first + static_cast<uint32_t>(i)), state);
-      codes[i] = static_cast<CodeOf<type>>(encode<type>(values[i], of_block, rounding_place(random)));
+      codes[i] = static_cast<CodeOf<type>>(encode_scaled<type>(values[i], of_block, rounding_place(random)));
     }
   } else {
     AMPCTX_INDEPENDENT
     for (int64_t i = 0; i < n; ++i) {
-      codes[i] = static_cast<CodeOf<type>>(encode<type>(values[i], of_block, kNearest));
+      codes[i] = static_cast<CodeOf<type>>(encode_scaled<type>(values[i], of_block, kNearest));
     }
   }
 }

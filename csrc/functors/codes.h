@@ -45,20 +45,25 @@ AMPCTX_FN int32_t floor_to_int(float x) {
   return towards_zero - (x < static_cast<float>(towards_zero) ? 1 : 0);
 }
 
-// Without branches, so that compilers vectorize it. Codes of a block with scale 0 or nan are 0.
+// Of a block whose scale is above 0. Without branches, so that compilers vectorize it.
 template <DType code>
-AMPCTX_FN int32_t encode(float value, float scale, float place) {
-  const bool holds = scale > 0;
-  const float x = holds && (code == DType::i8 || value > 0) ? value : 0.0f, divisor = holds ? scale : 1.0f;
+AMPCTX_FN int32_t encode_scaled(float value, float scale, float place) {
   if (code == DType::i8) {
-    const float z = x / divisor;
+    const float z = value / scale;
     const float magnitude = float_of(bits_of(z) & 0x7fffffffu);
     return floor_to_int(127.0f * ((z + z) / (1.0f + magnitude)) + place);
   }
-  const float y = square_root(square_root(x) / divisor);
+  const float square = value > 0 ? value : 0.0f;
+  const float y = square_root(square_root(square) / scale);
   const int32_t rounded = static_cast<int32_t>(255.0f * y + place);
-  const int32_t at_most = rounded > 255 ? 255 : rounded;
-  return x > 0 && at_most < 1 ? 1 : at_most;
+  const int32_t at_most = rounded > 255 ? 255 : rounded, at_least = square > 0 ? 1 : 0;
+  return at_most < at_least ? at_least : at_most;
+}
+
+// Codes of a block with scale 0 or nan are 0.
+template <DType code>
+AMPCTX_FN int32_t encode(float value, float scale, float place) {
+  return scale > 0 ? encode_scaled<code>(value, scale, place) : 0;
 }
 
 template <DType code>
