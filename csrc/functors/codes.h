@@ -18,10 +18,12 @@ constexpr int kCodedStates = 2;  // how many states of an optimizer may be round
 
 AMPCTX_FN constexpr int64_t code_blocks(int64_t elements) { return (elements + kCodeBlock - 1) / kCodeBlock; }
 
-// The 16 random bits of a state, of the 32 that the element has: none of those that round its weight.
-AMPCTX_FN uint32_t state_bits(uint32_t random, int state) {
-  return (mix32(random + 0x9e3779b9u) >> (16 * state)) & 0xffffu;
+// The random bits of an element's states, of those that round its weight, and the 16 of one state.
+AMPCTX_FN uint32_t bits_of_states(uint32_t random) { return mix32(random + 0x9e3779b9u); }
+AMPCTX_FN uint32_t bits_of_state(uint32_t bits_of_states, int state) {
+  return bits_of_states >> (16 * state) & 0xffffu;
 }
+AMPCTX_FN uint32_t state_bits(uint32_t random, int state) { return bits_of_state(bits_of_states(random), state); }
 
 // The place between two codes that rounds up, from random bits. To nearest it is 1/2.
 AMPCTX_FN float rounding_place(uint32_t sixteen_bits) {
