@@ -3,6 +3,7 @@
 docs/optimizers.md shows how to use them.
 """
 
+from ampctx.optimizers._state_types import unpack_state
 from ampctx.optimizers.fused_adagrad import FusedAdagrad
 from ampctx.optimizers.fused_adam import FusedAdam
 from ampctx.optimizers.fused_lamb import FusedLAMB, FusedMixedPrecisionLamb
@@ -20,4 +21,5 @@ __all__ = [
     "FusedMixedPrecisionLamb",
     "FusedNovoGrad",
     "FusedSGD",
+    "unpack_state",
 ]

@@ -29,12 +29,13 @@ from ampctx.kernels.handles import (
 from ampctx.kernels.ops import factor
 from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, overwrite, same_layout
 from ampctx.kernels.reference_steps import WRITE_BACKS
-from ampctx.kernels.sharding import any_sharded, local, wrote
+from ampctx.kernels.sharding import any_sharded, local, part_number, wrote
 from ampctx.masters.lazy_grads import ModelGrads
 from ampctx.optimizers._options import Group, check_one_element
 from ampctx.optimizers._state import EXTRAS, State
+from ampctx.optimizers._state_types import Forms
 
-_KNOWN_DTYPES = (*KERNEL_DTYPES, torch.int16)
+_KNOWN_DTYPES = (*KERNEL_DTYPES, torch.int16, torch.int8, torch.uint8)
 _FACTORS = ("inv_scale", "lr", "global_grad_norm", "grad_norm")
 
 
@@ -110,14 +111,36 @@ def taken_found_inf(optimizer: Any) -> PerDevice | None:
 
 
 class Members(NamedTuple):
-    """The parameters of a group with gradients, and these gradients."""
+    """The parameters of a group with gradients, these gradients, and the numbers of the parameters in all groups."""
 
     params: list[Tensor]
     grads: list[Tensor]
+    numbers: list[int]
 
 
-# The destination (a write back, or "model" for the model weight of amp's master), and whether the gradients are lazy.
-Kind = tuple[str, bool]
+# The destination (a write back, or "model" for the model weight of amp's master), whether the gradients are lazy, and
+# whether the parameters are large enough for 8-bit codes.
+Kind = tuple[str, bool, bool]
+
+
+# The ``numbers`` of op calls, by their device and values.
+Numbers = dict[tuple[torch.device, tuple[int, ...]], Tensor]
+# Enough for the calls of some steps. A run whose parameters with gradients change would add new ones without end.
+_MOST_NUMBERS = 64
+
+
+def numbers_on(made: Numbers, device: torch.device, numbers: Sequence[int]) -> Tensor:
+    """``numbers`` as int64 on ``device``. Made once, as a captured graph keeps the address. No host sync."""
+    key = device, tuple(numbers)
+    found = made.get(key)
+    if found is None:
+        found = move(torch.tensor(key[1], dtype=torch.int64), device)
+        if torch.compiler.is_compiling():
+            return found
+        if len(made) >= _MOST_NUMBERS:
+            del made[next(iter(made))]
+        made[key] = found
+    return found
 
 
 class Work(NamedTuple):
@@ -134,6 +157,8 @@ class Work(NamedTuple):
     lists: dict[str, Any]
     keys: dict[str, str]
     sharded: bool = False  # whether some members are DTensors
+    # The op's ``numbers`` and ``stochastic_state``, where it draws random bits.
+    random: Mapping[str, Any] = {}
     # (gradient, its copy in another layout for the op), for gradients to unscale.
     relaid: Sequence[tuple[Tensor, Tensor]] = ()
 
@@ -162,17 +187,18 @@ def _targets(
 
 
 def works_of(
-    group: Group, kind: Kind, members: Members, states: list[State], sized: Mapping[str, str | None],
-    one_element: Mapping[str, str], scaling: Scaling,
+    group: Group, kind: Kind, members: Members, states: list[State], forms: Forms, one_element: Mapping[str, str],
+    scaling: Scaling, made: Numbers,
 ) -> Iterator[Work]:  # fmt: skip
     """The op calls that step ``members``, one for each device and combination of dtypes.
 
     Args:
         states: the members' states.
-        sized: the op's lists of state of the parameters' size -> the key in the state; None for an empty list.
-        one_element: the same for one-element state.
+        forms: how they are kept.
+        one_element: the op's lists of one-element state -> the key in the state.
+        made: the optimizer's ``numbers`` of earlier calls.
     """
-    destination = kind[0]
+    destination, sized = kind[0], forms.sized
     # Local parts of DTensors, which may have another layout.
     params, extras = map(local, _targets(members.params, states, destination, scaling))
     given = local(members.grads)
@@ -183,24 +209,37 @@ def works_of(
     relaid: Sequence[tuple[Tensor, Tensor]] = ()
     if scaling.unscales and not kind[1]:
         relaid = [(grad, copy) for grad, copy in zip(given, grads, strict=True) if copy is not grad]
-    keys = {**{name: key for name, key in sized.items() if key is not None}, **one_element}
+    of_other_sizes = {**one_element, **forms.scales}
+    keys = {**{name: key for name, key in sized.items() if key is not None}, **of_other_sizes}
     compared = {
         "grads": grads,
         "params": params,
         **{name: [state[keys[name]] for state in states] for name in sized if name in keys},
         **({"extras": extras} if extras else {}),
     }
-    along = {name: [state[key] for state in states] for name, key in one_element.items()}
+    along = {name: local([state[key] for state in states]) for name, key in of_other_sizes.items()}
     empty: dict[str, list[Tensor]] = {name: [] for name in ("extras", *sized)}
     names = [*compared, *along]
     if destination in EXTRAS:
         keys["params" if destination == "copy" else "extras"] = EXTRAS[destination]
     sharded = any_sharded(members.params)
-    found = buckets(*compared.values(), along=[*along.values(), members.params], known_dtypes=_KNOWN_DTYPES)
-    for device, fused, (*lists, stepped) in found:
+    found = buckets(
+        *compared.values(), along=[*along.values(), members.params, members.numbers], known_dtypes=_KNOWN_DTYPES
+    )
+    for device, fused, (*lists, stepped, numbered) in found:
         named = {**empty, **dict(zip(names, lists, strict=True))}
-        yield Work(group, kind, device, fused, stepped, named, keys, sharded, relaid)
+        random: dict[str, Any] = {}
+        if forms.dtypes or destination == "stochastic":
+            drawn = _numbers_of_parts(stepped, numbered) if sharded else numbered
+            drawn = [number for number, p in zip(drawn, named["params"], strict=True) if p.numel()]
+            random = {"numbers": numbers_on(made, device, drawn), "stochastic_state": bool(forms.dtypes)}
+        yield Work(group, kind, device, fused, stepped, named, keys, sharded, random, relaid)
         relaid = ()
+
+
+def _numbers_of_parts(params: Sequence[Tensor], numbers: Sequence[int]) -> list[int]:
+    """Numbers of their own for the parts of a DTensor: places in memory begin at 0 in each."""
+    return [number + (part_number(p) << 32) for p, number in zip(params, numbers, strict=True)]
 
 
 def each_gradient_once(works: list[Work]) -> list[Work]:
@@ -236,11 +275,11 @@ def call(op: str, work: Work, arguments: dict[str, Any]) -> None:
     """Calls ``op`` of ``ampctx.optimizer_ops`` on the lists of ``work``, or its reference if no kernel accepts them."""
     write_back = "copy" if work.kind[0] == "model" else work.kind[0]
     if work.fused:
-        getattr(steps, op)(**work.lists, **arguments, write_back=write_back)
+        getattr(steps, op)(**work.lists, **arguments, **work.random, write_back=write_back)
     else:
         tensors = {name: factor(value) for name, value in arguments.items() if name in _FACTORS}
         code = WRITE_BACKS.index(write_back)
-        reference_steps.run(op, {**work.lists, **arguments, **tensors, "write_back": code})
+        reference_steps.run(op, {**work.lists, **arguments, **tensors, **work.random, "write_back": code})
 
 
 # --- kept calls -------------------------------------------------------------------------------------------------------
@@ -259,7 +298,8 @@ class _Call:
         # Whether the call has all lazy gradients, in their order.
         self.takes_all = passes.same_items(lazy_masters, work.members)
         self._states = [state[p] for p in work.members]
-        self._one_element = one_element
+        # The lists of state whose tensors are not of the parameters' size.
+        self._of_other_sizes = {*one_element, *(name for name in work.keys if name.endswith("_scales"))}
         self._dtypes = {name: tensors[0].dtype for name, tensors in work.lists.items() if tensors}
         self._dtype = work.members[0].dtype
         self._strides = None if all(map(Tensor.is_contiguous, work.members)) else list(map(Tensor.stride, work.members))
@@ -310,7 +350,7 @@ class _Call:
         for name, read in state.items():
             if read is None or read.dtype != self._dtypes[name]:
                 return None
-            if name not in self._one_element and not lie_alike(read, members):
+            if name not in self._of_other_sizes and not lie_alike(read, members):
                 return None
         return state
 
@@ -374,4 +414,8 @@ class Plan:
     @staticmethod
     def _options_of(optimizer: Any) -> list[Any]:
         """The settings that decide about write backs and state."""
-        return [*optimizer._write_backs(), *map(optimizer._state_lists, optimizer.param_groups)]
+        groups = optimizer.param_groups
+        # Copies, as a program may change a dict in place.
+        given = [(group.get("state_dtype"), group.get("min_8bit_size")) for group in groups]
+        forms = [(dict(kept) if isinstance(kept, dict) else kept, size) for kept, size in given]
+        return [*optimizer._write_backs(), *map(optimizer._state_lists, groups), *forms]
