@@ -40,6 +40,8 @@ inline bool to_dtype(int32_t code, DType& dtype) {
   if (code == aoti_torch_dtype_bfloat16()) return dtype = DType::bf16, true;
   if (code == aoti_torch_dtype_float64()) return dtype = DType::f64, true;
   if (code == aoti_torch_dtype_int16()) return dtype = DType::i16, true;
+  if (code == aoti_torch_dtype_int8()) return dtype = DType::i8, true;
+  if (code == aoti_torch_dtype_uint8()) return dtype = DType::u8, true;
   return false;
 }
 

@@ -17,6 +17,17 @@ constexpr AllowedDTypes kCpuDTypes = {kCudaFloats | one_of(DType::f64), "float32
 // The low halves of split weights alone: functors/write_back.h.
 constexpr AllowedDTypes kRemainderDTypes = {one_of(DType::i16), "int16"};
 
+// Those of a state that may be codes.
+constexpr AllowedDTypes or_codes(const AllowedDTypes& floats, DType code) {
+  const bool is_cpu = (floats.set & one_of(DType::f64)) != 0;
+  if (code == DType::i8) {
+    return {floats.set | one_of(code),
+            is_cpu ? "float32, float16, bfloat16, float64 or int8" : "float32, float16, bfloat16 or int8"};
+  }
+  return {floats.set | one_of(code),
+          is_cpu ? "float32, float16, bfloat16, float64 or uint8" : "float32, float16, bfloat16 or uint8"};
+}
+
 AMPCTX_FN constexpr bool allows(const AllowedDTypes& allowed, DType dtype) {
   return (allowed.set & one_of(dtype)) != 0;
 }

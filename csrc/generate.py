@@ -58,19 +58,29 @@ def _array(of: str, name: str, items: list[str]) -> str:
     return f"  static constexpr std::array<{of}, {len(items)}> {name} = {{{', '.join(items)}}};"
 
 
+def _state_list(state) -> str:
+    code = {"signed": "i8", "unsigned": "u8", "": "f32"}[state.code]
+    return f'StateList{{"{state.name}", {str(bool(state.if_set)).lower()}, DType::{code}, "{state.scales}"}}'
+
+
 def _step_ops_header(specs) -> str:
     steps = [spec for spec in specs if spec.takes_step]
     parts = [_HEADER, "#include <array>\n", '#include "functors.h"\n']
     for macro, chosen in (("STEP_OPS", steps), ("ELEMENTWISE_OPS", [s for s in steps if s.elementwise])):
         rows = " ".join(f"OP({spec.name}, {_options(spec)}, with)" for spec in chosen)
         parts.append(f"#define AMPCTX_{macro}(OP, with) {rows}")
-    parts += ["\nnamespace ampctx {\n", "struct StateList {", "  const char* name;", "  bool is_optional;", "};\n"]
+    parts += ["\nnamespace ampctx {\n", "struct StateList {", "  const char* name;", "  bool is_optional;"]
+    parts += [
+        "  DType code;          // of 8 bits, that may hold it; f32 for none",
+        "  const char* scales;  // the list of its scales",
+        "};\n",
+    ]
     parts += ["template <class Options>", "struct StepOp;\n"]
     for spec in steps:
         numbers = {number.name for number in spec.numbers}
         rule = "{options.beta1, options.beta2, options.bias_correction, 0}" if "bias_correction" in numbers else "{}"
         argument = "options" if "bias_correction" in numbers else ""
-        sized = [f'StateList{{"{state.name}", {str(bool(state.if_set)).lower()}}}' for state in spec.sized]
+        sized = [_state_list(state) for state in spec.sized]
         parts += ["template <>", f"struct StepOp<{_options(spec)}> {{"]
         names = {"name": spec.op, "unscaling_name": spec.unscaling_op}
         names |= {f"held_{name}": f"{op}.held" for name, op in names.items()}

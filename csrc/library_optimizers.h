@@ -14,7 +14,11 @@ namespace {
 // The end of the arguments, of one pattern too.
 struct StoreArguments {
   explicit StoreArguments(Arguments& in)
-      : maximize(in.flag()), write_back(in.integer()), seed(in.integer()), max_norm(in.number()) {
+      : maximize(in.flag()),
+        write_back(in.integer()),
+        seed(in.integer()),
+        max_norm(in.number()),
+        stochastic_state(in.flag()) {
     in.check_held();
   }
 
@@ -22,6 +26,7 @@ struct StoreArguments {
   int64_t write_back;
   int64_t seed;
   double max_norm;
+  bool stochastic_state;
 };
 
 WriteBack check_write_back(const char* op, int64_t write_back) {
@@ -97,17 +102,97 @@ SkipCounts check_skips(const char* op, const ListArgument& skips, const CallDevi
   return {at(0), at(1), at(2), at(3), at(4)};
 }
 
-// Checks the arguments that all optimizer ops have. `elementwise`: grads, params and states; `one_element`: lists of
-// the op itself and, last, the step counts.
+// The scales of codes, for the tensors that have elements.
+std::vector<void*> check_scales(const char* op, const ListArgument& argument, const ListView& grads,
+                                const CallDevice& call) {
+  const ListView& scales = argument.tensors;
+  if (scales.size() != grads.size()) {
+    fail(op, ": ", argument.name, " has ", scales.size(), " tensors, grads has ", grads.size());
+  }
+  std::vector<void*> pointers;
+  pointers.reserve(scales.size());
+  for (size_t i = 0; i < scales.size(); ++i) {
+    const auto refuse = [&](const auto&... why) { fail(op, ": ", argument.name, "[", i, "] ", why...); };
+    if (!scales.is_strided(i)) refuse("is not a strided tensor");
+    if (scales.dtype(i) != aoti_torch_dtype_float32()) {
+      refuse("has dtype ", dtype_name(scales.dtype(i)), ", expected float32");
+    }
+    if (const Device device = scales.device(i); device != call.device) {
+      refuse("is on ", device.name(), ", ", call.decided_by, " is on ", call.device.name());
+    }
+    const int64_t elements = scales.numel(i), expected = code_blocks(grads.numel(i));
+    if (elements != expected) {
+      refuse("has ", elements, " elements, expected ", expected, ": one for each ", kCodeBlock, " of grads[", i, "]");
+    }
+    if (!scales.is_contiguous(i)) refuse("is not contiguous");
+    if (elements == 0) continue;
+    if (!scales.has_memory(i, elements, sizeof(float))) refuse(kNoMemory);
+    pointers.push_back(scales.data(i, true));
+  }
+  return pointers;
+}
+
+// What goes with codes, and with states that are rounded at random. `given`: the lists of states, in their order.
+template <size_t count>
+void check_state_types(const char* op, const std::array<StateList, count>& states, const std::vector<ListView>& given,
+                       const std::vector<ListArgument>& scales, const ListView& grads, const CallDevice& call,
+                       StepCall& step) {
+  const char *coded = nullptr, *uncoded = nullptr;
+  size_t place = 0;
+  for (size_t i = 0; i < count; ++i) {
+    if (states[i].code == DType::f32) {
+      if (!given[i].empty()) uncoded = states[i].name;
+      continue;
+    }
+    const ListArgument& argument = scales[place];
+    DType dtype;
+    if (!given[i].empty() && to_dtype(given[i].dtype(0), dtype) && dtype == states[i].code) {
+      step.scales[place] = check_scales(op, argument, grads, call);
+      if (!coded) coded = states[i].name;
+    } else if (!argument.tensors.empty()) {
+      fail(op, ": ", argument.name, " has ", argument.tensors.size(), " tensors, expected none: ", states[i].name,
+           " has no codes");
+    }
+    ++place;
+  }
+  if (!coded && !step.stochastic_state) return;
+  const std::string what = coded ? std::string(coded) + " in codes" : "stochastic_state";
+  if (step.lists.computes_in_f64()) fail(op, ": ", what, " does not go with float64 tensors");
+  if (uncoded) fail(op, ": ", what, " does not go with ", uncoded, ", which must not be rounded down");
+}
+
+// Null for none.
+const int64_t* check_numbers(const char* op, const Tensor& numbers, const TensorLists& lists, const CallDevice& call) {
+  if (!numbers.is_defined()) fail(op, ": numbers is None, expected a tensor");
+  if (numbers.dtype() != aoti_torch_dtype_int64()) {
+    fail(op, ": numbers has dtype ", dtype_name(numbers.dtype()), ", expected int64");
+  }
+  const int64_t elements = numbers.numel();
+  if (elements == 0) return nullptr;
+  if (elements != lists.size()) {
+    fail(op, ": numbers has ", elements, " elements, expected none or ", lists.size(),
+         ": one for each tensor with elements");
+  }
+  check_device(op, "numbers", numbers, call);
+  if (!numbers.is_contiguous()) fail(op, ": numbers is not contiguous");
+  if (!numbers.has_memory(elements, sizeof(int64_t))) fail(op, ": numbers ", kNoMemory);
+  return static_cast<const int64_t*>(numbers.data());
+}
+
+// Checks the arguments that all optimizer ops have. `elementwise`: grads, params and states; `codes`: of each, the one
+// that may hold it, f32 for none; `one_element`: lists of the op itself and, last, the step counts.
 StepCall check_step(const char* op, const Backend& backend, const CallDevice& call,
-                    const std::vector<ListArgument>& elementwise, const ListView& extras,
-                    const std::vector<ListArgument>& one_element, const ListArgument& skips, const Tensor& found_inf,
-                    const Tensor& inv_scale, const Tensor& grad_norm, const Tensor& lr, const StoreArguments& store) {
+                    const std::vector<ListArgument>& elementwise, const std::vector<DType>& codes,
+                    const ListView& extras, const std::vector<ListArgument>& one_element, const ListArgument& skips,
+                    const Tensor& found_inf, const Tensor& inv_scale, const Tensor& grad_norm, const Tensor& lr,
+                    const StoreArguments& store) {
   std::vector<ListArgument> alike = elementwise;
   if (!extras.empty()) alike.push_back({"extras", extras, true});
   ListChecker checker(op, call, alike, one_element);
   for (const ListArgument& argument : elementwise) checker.check_length(argument);
-  for (const ListArgument& argument : elementwise) checker.add(argument, backend.dtypes);
+  for (size_t i = 0; i < elementwise.size(); ++i) {
+    checker.add(elementwise[i], codes[i] == DType::f32 ? backend.dtypes : or_codes(backend.dtypes, codes[i]));
+  }
   StepCall step;
   step.write_back = check_write_back(op, store.write_back);
   check_extras(op, backend.dtypes, elementwise[1].tensors, extras, step.write_back, checker);
@@ -156,28 +241,40 @@ void step_op(StableIValue* stack, uint64_t, uint64_t) {
   constexpr const char* name = unscales ? Op::unscaling_name : Op::name;
   Arguments in(name, stack, held);
   std::vector<ListArgument> elementwise = {{"grads", in.list(), unscales}, {"params", in.list(), true}}, one_element;
+  std::vector<DType> codes(elementwise.size(), DType::f32);
+  std::vector<ListView> states;
   for (const StateList& state : Op::states) {
     const ListArgument argument{state.name, in.list(), true};
-    if (!state.is_optional || !argument.tensors.empty()) elementwise.push_back(argument);
+    states.push_back(argument.tensors);
+    if (state.is_optional && argument.tensors.empty()) continue;
+    elementwise.push_back(argument);
+    codes.push_back(state.code);
   }
   const ListView extras = in.list();
   for (const char* list : Op::one_element) one_element.push_back({list, in.list(), true});
   one_element.push_back({"steps", in.list(), true});
+  std::vector<ListArgument> scales;
+  for (const StateList& state : Op::states) {
+    if (state.code != DType::f32) scales.push_back({state.scales, in.list(), true});
+  }
   const ListArgument skips{"skips", in.list(), true};
   const Tensor found_inf = in.tensor(), inv_scale = in.tensor(), lr = in.tensor();
   std::vector<Tensor> factors;
   for (size_t i = 0; i < Op::factors.size(); ++i) factors.push_back(in.tensor());
-  const Tensor grad_norm = in.tensor();
+  const Tensor grad_norm = in.tensor(), numbers = in.tensor();
   const Options options = Options::taken(in);
   const StoreArguments store(in);
 
   const CallDevice call = call_device(elementwise[0], found_inf);
-  StepCall step = check_step(name, backend, call, elementwise, extras, one_element, skips, found_inf, inv_scale,
+  StepCall step = check_step(name, backend, call, elementwise, codes, extras, one_element, skips, found_inf, inv_scale,
                              grad_norm, lr, store);
   step.unscales = unscales;
   for (size_t i = 0; i < factors.size(); ++i) {
     step.factors.push_back(check_factor(name, Op::factors[i], factors[i], call, backend.has_device_pointers));
   }
+  step.stochastic_state = store.stochastic_state;
+  check_state_types(name, Op::states, states, scales, elementwise[0].tensors, call, step);
+  step.numbers = check_numbers(name, numbers, step.lists, call);
   step.rule = Op::rule(options);
   step.rule.seed = store.seed;
   run_step(backend, call, step, norms_for(options), backend.*kernel, options);

@@ -1,6 +1,7 @@
 // The entry points of the optimizer kernels, free of torch, and what they are given: ops.h for the rest.
 #pragma once
 
+#include "functors/codes.h"
 #include "functors/write_back.h"
 #include "ops.h"
 #include "step_ops.h"
@@ -28,7 +29,11 @@ struct StepCall : OptimizerCall {
   bool maximize;
   bool unscales;  // whether the gradients become what the step computes with: times inv_scale, whatever the sign
   WriteBack write_back;
-  TensorRule rule;   // what becomes of the step counts
+  bool stochastic_state = false;  // whether bf16 states and codes are rounded at random
+  // Of the states that are codes, the fp32 scales of each tensor with elements: functors/codes.h.
+  std::array<std::vector<void*>, kCodedStates> scales;
+  const int64_t* numbers = nullptr;  // of these tensors, for random bits; readable by the kernel. Null: their places
+  TensorRule rule;                   // what becomes of the step counts
   SkipCounts skips;  // counted even where found_inf is set; without elements or on the CPU by who makes this
   void* workspace;   // step_workspace bytes on the CPU
 

@@ -68,6 +68,7 @@ struct DLDataType {
   uint16_t lanes;
 };
 constexpr uint8_t kDLInt = 0;
+constexpr uint8_t kDLUInt = 1;
 constexpr uint8_t kDLFloat = 2;
 constexpr uint8_t kDLBfloat = 4;
 

@@ -174,6 +174,8 @@ inline bool to_torch(python_abi::DLDataType dtype, int32_t& code) {
   if (dtype.code == kDLBfloat && dtype.bits == 16) return code = aoti_torch_dtype_bfloat16(), true;
   if (dtype.code == kDLFloat && dtype.bits == 64) return code = aoti_torch_dtype_float64(), true;
   if (dtype.code == kDLInt && dtype.bits == 16) return code = aoti_torch_dtype_int16(), true;
+  if (dtype.code == kDLInt && dtype.bits == 8) return code = aoti_torch_dtype_int8(), true;
+  if (dtype.code == kDLUInt && dtype.bits == 8) return code = aoti_torch_dtype_uint8(), true;
   return false;
 }
 

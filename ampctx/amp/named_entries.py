@@ -19,6 +19,7 @@ from ampctx.kernels.sharding import is_sharded
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import without_amp
 from ampctx.optimizers._state import EXTRAS
+from ampctx.optimizers._state_types import unpacked
 from ampctx.optimizers.split_masters import SplitMasters
 from ampctx.scaling.formats import KEY, plain
 from ampctx.scaling.loss_scale import LossScale
@@ -122,8 +123,8 @@ def own(value: Any) -> Any:
 
 
 def moments_of(state: State) -> State:
-    """The state of a parameter without what ``joined`` adds to the parameter."""
-    return {key: value for key, value in state.items() if key not in EXTRAS.values()}
+    """The state of a parameter without what ``joined`` adds to the parameter. In fp32, whatever the ``state_dtype``."""
+    return unpacked({key: value for key, value in state.items() if key not in EXTRAS.values()})
 
 
 def facts_of(each: Stepped, without_state: list[str], of_amp: State) -> State:
@@ -172,24 +173,6 @@ def checked(value: Any, shape: torch.Size, where: str) -> Tensor:
         raise AmpValueError(f"{where} is {has}, expected a tensor of shape {tuple(shape)} as in the run here")
     result: Tensor = value
     return result
-
-
-def laid_out_as(value: Tensor, like: Tensor) -> Tensor:
-    """``value`` as a DTensor laid out as ``like``, or as a plain tensor. A collective if it is a DTensor laid out
-    otherwise."""
-    if is_sharded(value):
-        there: Any = value
-        here: Any = like
-        if is_sharded(like) and (there.device_mesh, there.placements) == (here.device_mesh, here.placements):
-            return value
-        value = there.full_tensor()
-    if not is_sharded(like):
-        return value
-    from torch.distributed.tensor import distribute_tensor
-
-    like_: Any = like
-    # None: each rank takes its part of its own tensor.
-    return distribute_tensor(value.to(like.device), like_.device_mesh, like_.placements, src_data_rank=None)
 
 
 @torch.no_grad()

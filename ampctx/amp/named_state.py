@@ -37,13 +37,12 @@ from ampctx.amp.named_entries import (
     checked,
     facts_of,
     first_state_of,
-    laid_out_as,
     moments_of,
     names_of,
     own,
 )
 from ampctx.amp.run_state import State, entry, typed
-from ampctx.kernels.sharding import grids_of, is_sharded, reshard_units, steps_a_partition
+from ampctx.kernels.sharding import grids_of, is_sharded, laid_out_as, reshard_units, steps_a_partition
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._state import EXTRAS, divided, joined
 from ampctx.optimizers.larc import LARC

@@ -187,7 +187,7 @@ def run_op(
 
     Lists are keyed by the op's arguments: of parameter size, of one-element tensors, and ``empty`` ones.
     """
-    kind = ("copy" if "extras" in lists else "nearest", False)
+    kind = ("copy" if "extras" in lists else "nearest", False, False)
     for device, fused, rows in buckets(*lists.values(), along=list(one_element.values())):
         named: dict[str, Any] = {**{name: [] for name in empty}, **dict(zip([*lists, *one_element], rows, strict=True))}
         _call_op(op, Work({}, kind, device, fused, [], named, {}), {**numbers, "seed": 0})

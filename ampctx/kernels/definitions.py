@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx.kernels import reference, reference_steps
+from ampctx.kernels import reference, step_checks
 from ampctx.kernels.extension import Extension
 from ampctx.kernels.spec import SPECS
 
@@ -161,7 +161,7 @@ FALLBACKS = {
     "update_scale": _update_scale_checked,
     "block_factors": _block_factors_checked,
     "count_skip": _count_skip_checked,
-    **reference_steps.FALLBACKS,
+    **step_checks.FALLBACKS,
 }
 
 
@@ -219,7 +219,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "update_scale": _fake_update_scale,
     "block_factors": _fake_block_factors,
     "count_skip": lambda counts, *others: _check_fake([counts, *(t for t in others if isinstance(t, Tensor))]),
-    **dict.fromkeys(reference_steps.FALLBACKS, _fake_nothing),
+    **dict.fromkeys(step_checks.FALLBACKS, _fake_nothing),
 }
 
 

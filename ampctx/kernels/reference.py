@@ -48,12 +48,12 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
 _ALLOWED = (KERNEL_DTYPES, "float32, float16, bfloat16 or float64")
 
 
-def _has_memory(t: Tensor) -> bool:
+def has_memory(t: Tensor) -> bool:
     """Whether a dense tensor lies within its storage. FSDP frees the storage of a parameter between uses."""
     return (t.storage_offset() + t.numel()) * t.element_size() <= t.untyped_storage().nbytes()
 
 
-_NO_MEMORY = "has no memory: its storage has been freed or made smaller"
+NO_MEMORY = "has no memory: its storage has been freed or made smaller"
 
 
 def check_lists(
@@ -89,8 +89,8 @@ def check_lists(
                 raise RuntimeError(f"{where} is not contiguous: its elements do not fill one block of memory")
             if not same_layout(t, first[i]):
                 raise RuntimeError(f"{where} and {first_name}[{i}] have different memory layouts")
-            if not _has_memory(t):
-                raise RuntimeError(f"{where} {_NO_MEMORY}")
+            if not has_memory(t):
+                raise RuntimeError(f"{where} {NO_MEMORY}")
 
 
 def require_one_element(tensor: Tensor, where: str, dtypes: tuple[torch.dtype, ...], suffix: str = "") -> None:
@@ -104,8 +104,8 @@ def require_one_element(tensor: Tensor, where: str, dtypes: tuple[torch.dtype, .
     if tensor.dtype not in dtypes:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise RuntimeError(f"{where} has dtype {tensor.dtype}, expected {names}{suffix}")
-    if not _has_memory(tensor):
-        raise RuntimeError(f"{where} {_NO_MEMORY}")
+    if not has_memory(tensor):
+        raise RuntimeError(f"{where} {NO_MEMORY}")
 
 
 def check_flag(op: str, found_inf: Tensor, decided_by: str, device: torch.device | None) -> None:

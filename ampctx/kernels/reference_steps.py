@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx.kernels import reference
+from ampctx.kernels import codes, reference
 from ampctx.kernels.reference import compute_dtype
-from ampctx.kernels.spec import END, SPECS, OpSpec
+from ampctx.kernels.spec import SPECS
 
 WRITE_BACKS = ("nearest", "copy", "split", "kahan", "stochastic")
 NEAREST, COPY, SPLIT, KAHAN, STOCHASTIC = range(len(WRITE_BACKS))
@@ -98,15 +98,23 @@ def _mix32(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def random_bits(seed: int, step: Tensor, tensor: int, place: Tensor) -> Tensor:
+def random_bits(seed: int, step: Tensor, tensor: int | Tensor, place: Tensor) -> Tensor:
     """32 random bits for each place (int64).
 
-    They depend only on seed, step count, ``tensor`` (its index among the call's non-empty tensors) and place in memory.
+    They depend only on seed, step count, ``tensor`` (the number of the parameter) and place in memory.
     """
     key = _mix64(step.reshape(()).long() * _GOLDEN + _wrapped(seed))
-    key = _mix64(key + _wrapped(_GOLDEN * (tensor + 1)))
+    # The mask keeps Python's unbounded product in 64 bits; a tensor wraps by itself.
+    number = _wrapped(_GOLDEN * (tensor + 1)) if isinstance(tensor, int) else (tensor + 1) * _GOLDEN
+    key = _mix64(key + number)
     low = ((place & _32_BITS) * 0x9E3779B1 + (key & _32_BITS) + _shift(place, 32)) & _32_BITS
     return _mix32(_mix32(low) ^ _shift(key, 32))
+
+
+def state_bits(random: Tensor, i: int) -> Tensor:
+    """The 16 random bits of state ``i``, 0 or 1. They are none of those that the "stochastic" write back uses."""
+    mixed = _mix32((random + 0x9E3779B9) & _32_BITS)
+    return (mixed >> (16 * i)) & 0xFFFF
 
 
 def round_stochastically(w: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
@@ -166,26 +174,31 @@ Options = SimpleNamespace  # the arguments of a call by name
 class _Walk:
     """One op call, tensor by tensor: the part that all optimizers share."""
 
-    def __init__(self, o: Options, states: Sequence[Sequence[Tensor]]) -> None:
+    def __init__(self, op: str, o: Options, states: Sequence[Sequence[Tensor]]) -> None:
         self.o = o
         self.lists = (o.grads, o.params, o.extras or [None] * len(o.grads), o.steps, *states)
         self.dtype = compute_dtype(*o.grads, *o.params, *o.extras, *(t for tensors in states for t in tensors))
+        # By the place of a state; empty for those that are no codes.
+        self.scales = [getattr(o, state.scales) for state in SPECS[op].coded]
 
     def scalar(self, value: Tensor, like: Tensor) -> Tensor:
         return reference.scalar(value, like, self.dtype)
 
     def __iter__(self) -> Iterator[_Place]:
-        number = 0
-        for row in zip(*self.lists, strict=True):
-            yield _Place(self, number, *row)
-            number += row[0].numel() > 0
+        number, given = 0, self.o.numbers
+        for i, row in enumerate(zip(*self.lists, strict=True)):
+            scales = [scales[i] if scales else None for scales in self.scales]
+            has_elements = row[0].numel() > 0
+            yield _Place(self, given[number] if has_elements and given.numel() else number, scales, *row)
+            number += has_elements
 
 
 class _Place:
     """One tensor of a call: gradient, weight, advanced step count and rates, in the dtype of arithmetic."""
 
-    def __init__(self, walk: _Walk, number, grad, param, extra, step, *state) -> None:
+    def __init__(self, walk: _Walk, number, scales, grad, param, extra, step, *state) -> None:
         self.walk, self.number, self.param, self.extra, self.step, self.state = walk, number, param, extra, step, state
+        self.scales = scales
         self.skip = walk.o.found_inf.reshape(()).to(param.device) != 0
         self.taken = next_step(step.reshape(()))
         self.lr = walk.scalar(walk.o.lr, param)
@@ -195,13 +208,36 @@ class _Place:
 
     def read(self, i: int) -> Tensor:
         """State ``i`` in the shape of the parameter, which may differ from its own."""
-        return self.state[i].reshape(self.param.shape).to(self.walk.dtype)
+        state = self.state[i]
+        if state.dtype in codes.DTYPES.values():
+            return self._placed(codes.decode(codes.in_memory_order(state), self.scales[i]))
+        return state.reshape(self.param.shape).to(self.walk.dtype)
 
     def write(self, i: int, value: Tensor) -> Tensor:
         """Stores state ``i``. Returns the stored value in the dtype of arithmetic."""
-        stored = value.to(self.state[i].dtype)
-        _update(self.state[i], stored, self.skip)
+        state, is_random = self.state[i], self.walk.o.stochastic_state
+        if state.dtype in codes.DTYPES.values():
+            flat = codes.in_memory_order(torch.empty_like(self.param, dtype=value.dtype).copy_(value))
+            h = state_bits(self._bits(), i).float() / 65536 if is_random else 0.5
+            new, scales = codes.encode(flat, state.dtype, h)
+            _update(codes.in_memory_order(state), new, self.skip)
+            _update(self.scales[i], scales, self.skip)
+            return self._placed(codes.decode(new, scales))
+        if is_random and state.dtype == torch.bfloat16:
+            value = round_stochastically(value, state.dtype, self._placed(state_bits(self._bits(), i)))
+        stored = value.to(state.dtype)
+        _update(state, stored, self.skip)
         return stored.to(self.walk.dtype)
+
+    def _bits(self) -> Tensor:
+        """32 random bits for each element, in memory order."""
+        place = torch.arange(self.param.numel(), device=self.param.device)
+        return random_bits(self.walk.o.seed, self.taken, self.number, place)
+
+    def _placed(self, flat: Tensor) -> Tensor:
+        """Values in memory order, in the shape and layout of the parameter."""
+        p = self.param
+        return flat.as_strided(p.shape, p.stride()) if reference.is_dense(p) else flat.reshape(p.shape)
 
     def correction(self, beta: float) -> Tensor:
         """1 - beta**step, in fp64, or by expm1, which avoids fp32 cancellation."""
@@ -214,14 +250,7 @@ class _Place:
 
     def finish(self, w: Tensor) -> None:
         walk = self.walk
-
-        def bits() -> Tensor:  # a dense tensor counts its elements in memory order
-            place = torch.arange(w.numel(), device=w.device)
-            drawn = random_bits(walk.o.seed, self.taken, self.number, place)
-            is_dense = reference.is_dense(self.param)
-            return drawn.as_strided(w.shape, self.param.stride()) if is_dense else drawn.reshape(w.shape)
-
-        _store(w, self.param, self.extra, walk.o.write_back, bits, self.skip)
+        _store(w, self.param, self.extra, walk.o.write_back, lambda: self._placed(self._bits()), self.skip)
         if walk.o.unscale_grads:
             unscaled = self.unscaled.to(self.grad.dtype).reshape(self.grad.shape)
             reference.overwrite(self.grad, torch.where(self.skip, self.grad, unscaled))
@@ -246,11 +275,6 @@ def adam(p: _Place, o: Options) -> Tensor:
     return p.w - p.lr * (u + o.weight_decay * p.w if o.adam_w_mode else u)
 
 
-def _sqrt(x: Tensor) -> Tensor:
-    """A correctly rounded root, as in the kernels. torch's fp32 root on the CPU may be off by one bit."""
-    return x.to(reference.widest(x.device)).sqrt().to(x.dtype)
-
-
 def _corrections(p: _Place, o: Options) -> tuple[Tensor, Tensor]:
     if not o.bias_correction:
         return _one(p), _one(p)
@@ -259,7 +283,7 @@ def _corrections(p: _Place, o: Options) -> tuple[Tensor, Tensor]:
 
 def _adam_direction(p: _Place, o: Options, m: Tensor, v: Tensor) -> Tensor:
     rc1, rsc2 = _corrections(p, o)
-    return (m * rc1) / (_sqrt(v) * rsc2 + o.eps)
+    return (m * rc1) / (codes.root(v) * rsc2 + o.eps)
 
 
 def sgd(p: _Place, o: Options) -> Tensor:
@@ -281,7 +305,7 @@ def adagrad(p: _Place, o: Options) -> Tensor:
     g = p.g if o.adagrad_w_mode else p.g + o.weight_decay * p.w
     h = p.read(0) + g * g
     p.write(0, h)
-    u = g / (_sqrt(h) + o.eps)
+    u = g / (codes.root(h) + o.eps)
     return p.w - p.lr * (u + o.weight_decay * p.w if o.adagrad_w_mode else u)
 
 
@@ -335,7 +359,7 @@ def novograd(p: _Place, o: Options) -> Tensor:
     former = p.cast(p.state[1]).reshape(())
     blended = o.beta2 * former + (1 - o.beta2) * norm
     if not o.inf_norm:
-        blended = _sqrt(o.beta2 * former * former + (1 - o.beta2) * norm * norm)
+        blended = codes.root(o.beta2 * former * former + (1 - o.beta2) * norm * norm)
     n = blended if o.init_zero else torch.where(p.taken == 1, norm, blended)
     p.write(1, n.reshape(p.state[1].shape))
     rc1, rsc2 = _corrections(p, o)
@@ -363,9 +387,15 @@ def larc(o: Options) -> None:
         _update(grad, torch.where((of_w != 0) & (of_g != 0), adapted, g), skip)
 
 
+_NO_NUMBERS = torch.empty(0, dtype=torch.int64, device="cpu")
+
+
 def run(op: str, given: dict[str, Any]) -> None:
     """Runs the op of a spec without checks. Arguments by name: factors as tensors, ``write_back`` as its number."""
-    spec, o = SPECS[op], SimpleNamespace(**{"unscale_grads": False, **given})
+    spec = SPECS[op]
+    defaults = {"unscale_grads": False, "stochastic_state": False, "numbers": _NO_NUMBERS}
+    o = SimpleNamespace(**defaults, **{state.scales: [] for state in spec.coded})
+    vars(o).update(given)
     if not spec.takes_step:
         return larc(o)
     if "max_norm" in given:
@@ -375,85 +405,5 @@ def run(op: str, given: dict[str, Any]) -> None:
         reference.count_skip(counts, o.found_inf, o.found_inf, scale)
     states = [given[state.name] for state in spec.sized if given[state.name]]
     states += [given[state.name] for state in spec.one_element if state.name != "steps"]
-    for place in _Walk(o, states):
+    for place in _Walk(op, o, states):
         place.finish(globals()[op](place, o))
-
-
-# --- checks: the kernels' own, with the same messages -----------------------------------------------------------------
-
-_KNOWN = "float32, float16, bfloat16 or float64"
-
-
-def _check_extras(op: str, grads: Sequence[Tensor], params: Sequence[Tensor], extras, write_back: int) -> None:
-    if not 0 <= write_back < len(WRITE_BACKS):
-        raise RuntimeError(f"{op}: write_back is {write_back}, expected 0 to {len(WRITE_BACKS) - 1}")
-    if write_back in (NEAREST, STOCHASTIC):
-        if extras:
-            raise RuntimeError(f"{op}: extras has {len(extras)} tensors, expected none to go with this write_back")
-        return
-    allowed = ((torch.int16,), "int16") if write_back == SPLIT else (reference.KERNEL_DTYPES, _KNOWN)
-    reference.check_lists(op, {"grads": grads, "extras": extras}, {"extras": allowed})
-    if not params:
-        return
-    if write_back == SPLIT and params[0].dtype != torch.bfloat16:
-        raise RuntimeError(f"{op}: params[0] has dtype {params[0].dtype}, expected bfloat16 to go with remainders")
-    if write_back == KAHAN and params[0].dtype not in LOW_PRECISION:
-        raise RuntimeError(
-            f"{op}: params[0] has dtype {params[0].dtype}, expected float16 or bfloat16 to go with compensations"
-        )
-    if write_back == KAHAN and extras[0].dtype != params[0].dtype:
-        raise RuntimeError(f"{op}: extras[0] has dtype {extras[0].dtype}, params[0] has {params[0].dtype}")
-
-
-def _check_one_element(op: str, name: str, tensors: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    if len(tensors) != len(grads):
-        raise RuntimeError(f"{op}: {name} has {len(tensors)} tensors, grads has {len(grads)}")
-    for i, t in enumerate(tensors):
-        where = f"{op}: {name}[{i}]"
-        reference.require_one_element(t, where, (torch.float32,))
-        if t.device != grads[0].device:
-            raise RuntimeError(f"{where} is on {t.device}, grads[0] is on {grads[0].device}")
-
-
-def _check_skips(op: str, skips: Sequence[Tensor], grads: Sequence[Tensor], found_inf: Tensor) -> None:
-    if skips and len(skips) != 5:
-        raise RuntimeError(f"{op}: skips has {len(skips)} tensors, expected none or 5")
-    decided_by, device = ("grads[0]", grads[0].device) if grads else ("found_inf", found_inf.device)
-    for i, t in enumerate(skips):
-        reference.require_one_element(t, f"{op}: skips[{i}]", (torch.float32,))
-        if t.device != device:
-            raise RuntimeError(f"{op}: skips[{i}] is on {t.device}, {decided_by} is on {device}")
-
-
-def _checked(spec: OpSpec, unscale_grads: bool = False) -> Callable[..., None]:
-    """The fallback of an op: checks the arguments, then calls ``run``."""
-    numbers = [number.name for number in spec.numbers]
-    end = END if spec.takes_step else ()
-    names = [*spec.lists, *spec.tensors, *numbers, *end]
-    op = spec.unscaling_op if unscale_grads else spec.op
-
-    def fallback(*arguments: Any) -> None:
-        given = dict(zip(names, arguments, strict=True))
-        grads, params = given["grads"], given["params"]
-        lists = {state.name: given[state.name] for state in spec.sized if given[state.name] or not state.if_set}
-        reference.check_lists(op, {"grads": grads, "params": params, **lists})
-        if spec.takes_step:
-            _check_extras(op, grads, params, given["extras"], given["write_back"])
-            _check_one_element(op, "steps", given["steps"], grads)
-        factors = {name: given[name] for name in spec.tensors[1:] if name not in spec.factors}
-        reference.check_scalars(op, given["found_inf"], {"grads": grads}, **factors)
-        for state in spec.one_element:
-            if state.name != "steps":
-                _check_one_element(op, state.name, given[state.name], grads)
-        if spec.takes_step:
-            _check_skips(op, given["skips"], grads, given["found_inf"])
-        reference.check_scalars(
-            op, given["found_inf"], {"grads": grads}, **{name: given[name] for name in spec.factors}
-        )
-        run(spec.name, {**given, "unscale_grads": unscale_grads})
-
-    return fallback
-
-
-FALLBACKS = {spec.op: _checked(spec) for spec in SPECS.values()}
-FALLBACKS |= {spec.unscaling_op: _checked(spec, True) for spec in SPECS.values() if spec.takes_step}

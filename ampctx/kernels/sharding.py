@@ -81,6 +81,56 @@ def is_split(t: Tensor) -> bool:
     return kind is not None and isinstance(t, kind) and not all(p.is_replicate() for p in t.placements)
 
 
+def part_number(t: Any) -> int:
+    """Which part of a DTensor this rank has: 0 for whole tensors. Ranks that hold the same part agree."""
+    number = 0
+    if is_split(t) and (places := t.device_mesh.get_coordinate()) is not None:
+        for size, place, placement in zip(t.device_mesh.shape, places, t.placements, strict=True):
+            if not placement.is_replicate():
+                number = number * size + place
+    return number
+
+
+def is_row_sharded(t: Any, block: int) -> bool:
+    """Whether a DTensor is sharded by rows only, if at all, and its rows are multiples of ``block`` in one piece."""
+    if not is_sharded(t) or t.dim() < 2 or t.shape[0] == 0:
+        return False
+    row = t.shape[1:].numel()
+    shard: Any = sys.modules["torch.distributed.tensor"].Shard
+    # Exactly this class: those of interleaved rows derive from it.
+    by_rows = all(p.is_replicate() or (type(p) is shard and p.dim == 0) for p in t.placements)
+    return by_rows and row > 0 and row % block == 0 and (t.shape[0] == 1 or t.stride(0) == row)
+
+
+def like_rows_of(t: Any, columns: int, dtype: torch.dtype) -> Tensor:
+    """Zeros of shape (rows of ``t``, columns), sharded as ``t`` is, which is sharded by rows."""
+    part, kind = _part(t), _dtensor()
+    zeros = torch.zeros(part.shape[0], columns, dtype=dtype, device=part.device)
+    shape = torch.Size((t.shape[0], columns))
+    result: Tensor = kind.from_local(  # type: ignore[union-attr]
+        zeros, t.device_mesh, t.placements, run_check=False, shape=shape, stride=(columns, 1)
+    )
+    return result
+
+
+def laid_out_as(value: Tensor, like: Tensor) -> Tensor:
+    """``value`` as a DTensor laid out as ``like``, or as a plain tensor. A collective if it is a DTensor laid out
+    otherwise."""
+    if is_sharded(value):
+        there: Any = value
+        here: Any = like
+        if is_sharded(like) and (there.device_mesh, there.placements) == (here.device_mesh, here.placements):
+            return value
+        value = there.full_tensor()
+    if not is_sharded(like):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    like_: Any = like
+    # None: each rank takes its part of its own tensor.
+    return distribute_tensor(value.to(like.device), like_.device_mesh, like_.placements, src_data_rank=None)
+
+
 class Grid:
     """The ranks over which some DTensors are spread: those of the largest of their meshes.
 

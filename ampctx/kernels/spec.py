@@ -33,16 +33,30 @@ class Number:
 
 @dataclass(frozen=True)
 class State:
-    """A state list and its key in the optimizer's state. ``if_set``: empty unless ``group[if_set]`` is true."""
+    """A state list and its key in the optimizer's state. ``if_set``: empty unless ``group[if_set]`` is true.
+
+    ``code``: the 8-bit code that may hold it (``ampctx.kernels.codes``), "signed" or "unsigned"; none by default.
+    """
 
     name: str
     key: str
     if_set: str = ""
     one_element: bool = False  # one 0-d fp32 tensor per parameter
+    code: str = ""
+
+    @property
+    def codes_key(self) -> str:
+        """Its key where it is kept in codes."""
+        return f"{self.key}_codes"
+
+    @property
+    def scales(self) -> str:
+        """The list with the scales of codes, and its key. Empty for state that is no codes."""
+        return f"{self.key}_scales"
 
 
 # The last arguments of every step.
-END = {"maximize": "bool", "write_back": "int", "seed": "int", "max_norm": "float"}
+END = {"maximize": "bool", "write_back": "int", "seed": "int", "max_norm": "float", "stochastic_state": "bool"}
 
 
 @dataclass(frozen=True)
@@ -77,6 +91,11 @@ class OpSpec:
         return tuple(state for state in self.states if not state.one_element)
 
     @property
+    def coded(self) -> tuple[State, ...]:
+        """State lists that may hold 8-bit codes."""
+        return tuple(state for state in self.states if state.code)
+
+    @property
     def one_element(self) -> tuple[State, ...]:
         steps = (State("steps", "step", one_element=True),) if self.takes_step else ()
         return (*(state for state in self.states if state.one_element), *steps)
@@ -84,12 +103,14 @@ class OpSpec:
     @property
     def lists(self) -> tuple[str, ...]:
         lists = ("grads", "params", *(state.name for state in self.sized))
-        return (*lists, "extras", *(state.name for state in self.one_element), "skips") if self.takes_step else lists
+        scales = (state.scales for state in self.coded)
+        last = ("extras", *(state.name for state in self.one_element), *scales, "skips")
+        return (*lists, *last) if self.takes_step else lists
 
     @property
     def tensors(self) -> tuple[str, ...]:
         """The single-tensor arguments, which follow the lists."""
-        return ("found_inf", "inv_scale", "lr", *self.factors, *(("grad_norm",) if self.takes_step else ()))
+        return ("found_inf", "inv_scale", "lr", *self.factors, *(("grad_norm", "numbers") if self.takes_step else ()))
 
     @property
     def schemas(self) -> tuple[str, ...]:
@@ -99,7 +120,7 @@ class OpSpec:
 
     def _schema(self, op: str, reads: str = "") -> str:
         """``reads``: the list that the op does not write."""
-        letters = iter("abcdefghi")
+        letters = iter("abcdefghijk")
         lists = [f"Tensor[] {name}" if name == reads else f"Tensor({next(letters)}!)[] {name}" for name in self.lists]
         end = [f"{type} {name}" for name, type in END.items()] if self.takes_step else []
         numbers = [f"{number.type} {number.name}" for number in self.numbers]
@@ -112,7 +133,8 @@ NO_DECAY = Number("weight_decay", default=0.0)
 BIAS_CORRECTION = Number("bias_correction", "bool", True)
 ADAM_W_MODE = Number("adam_w_mode", "bool", True, of="self.adam_w_mode")
 GRAD_AVERAGING = Number("grad_averaging", "bool", True)
-EXP_AVG, EXP_AVG_SQ = State("exp_avgs", "exp_avg"), State("exp_avg_sqs", "exp_avg_sq")
+EXP_AVG = State("exp_avgs", "exp_avg", code="signed")
+EXP_AVG_SQ = State("exp_avg_sqs", "exp_avg_sq", code="unsigned")
 
 _ALL = (
     OpSpec(
@@ -139,7 +161,7 @@ _ALL = (
             Number("nesterov", "bool", False),
             Number("wd_after_momentum", "bool", False, of="self.wd_after_momentum"),
         ),
-        (State("momentum_buffers", "momentum_buffer", if_set="momentum"),),
+        (State("momentum_buffers", "momentum_buffer", if_set="momentum", code="signed"),),
         ("Sgd<T, false>", "Sgd<T, true>"),
     ),
     OpSpec(
@@ -166,7 +188,7 @@ _ALL = (
     m = m + (1 - momentum) (g - m), then u = g + momentum (m - g) with ``nesterov``, else u = m. Reads neither lr nor
     the former ``params``. The step of the weights is that of ``sgd``. No host sync.""",
         (Number("momentum"), Number("nesterov", "bool", True)),
-        (State("momentum_buffers", "momentum_buffer"),),
+        (State("momentum_buffers", "momentum_buffer", code="signed"),),
         ("Muon<T>",),
     ),
     OpSpec(

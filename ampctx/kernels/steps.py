@@ -9,8 +9,16 @@ If ``found_inf`` (one element, fp32 or int32) is not 0, the call changes nothing
 the flag on the device. ``inv_scale`` and ``lr`` are floats or one-element tensors, fp32 on the device of the lists or
 on the CPU. The kernel multiplies gradients by ``inv_scale`` as it reads them. It stores the result only with
 ``unscale_grads``, rounded to the gradient's dtype and without the sign of ``maximize``. That is a separate op,
-``multi_tensor_unscaling_*``, whose schema declares the write. ``seed`` feeds the "stochastic" write back, whose random
-numbers depend only on seed, step count and place. No host sync.
+``multi_tensor_unscaling_*``, whose schema declares the write. No host sync.
+
+State lists of averages may be 8-bit codes (``ampctx.kernels.codes``): int8, or uint8 for averages of squares. Their
+list of scales then has a contiguous fp32 tensor per parameter, with one number for each 64 elements; it is empty
+otherwise. With ``stochastic_state``, bf16 state and codes are rounded at random, which is right on average, and
+otherwise to nearest. The step itself uses the fp32 values before they are rounded; LAMB uses the stored ones.
+
+Random numbers, also those of the "stochastic" write back, depend on ``seed``, the step count, the element's place, and
+the number of the parameter: ``numbers``, int64 on the device of the lists, has one for each tensor with elements. By
+default that is its place among these.
 
 With ``max_norm`` (negative by default, for none) the kernel clips: gradients are also multiplied by
 ``min(max_norm / (grad_norm + 1e-6), 1)``, in fp32 as in torch. ``skips`` are none, or five 0-d fp32 tensors: the loss
@@ -38,6 +46,8 @@ _ops = torch.ops.ampctx
 _CODES = {name: code for code, name in enumerate(WRITE_BACKS)}
 
 Factor = float | Tensor
+# Random numbers then count the tensors of the call.
+NO_NUMBERS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 __all__ = sorted(SPECS)
 
@@ -45,18 +55,20 @@ __all__ = sorted(SPECS)
 def source(spec: OpSpec) -> str:
     """The source of an op's typed call."""
     lists, tensors = spec.lists, spec.tensors
-    positional = [*(f"{name}: Sequence[Tensor]" for name in lists if name != "skips"), "found_inf: Tensor"]
-    positional += [f"{name}: Factor" for name in tensors[1:] if name != "grad_norm"]
+    named_lists = [*(state.scales for state in spec.coded), "skips"]
+    positional = [*(f"{name}: Sequence[Tensor]" for name in lists if name not in named_lists), "found_inf: Tensor"]
+    positional += [f"{name}: Factor" for name in tensors[1:] if name not in ("grad_norm", "numbers")]
     named = [f"{n.name}: {n.type}" + ("" if n.default is None else f" = {n.default!r}") for n in spec.numbers]
     numbers, op, written = [number.name for number in spec.numbers], f"_ops.{spec.op}", "wrote(grads)"
     if spec.takes_step:
         named += ["maximize: bool = False", 'write_back: str = "nearest"', "seed: int = 0"]
         named += ["unscale_grads: bool = False", "grad_norm: Factor = 1.0", "max_norm: float = -1.0"]
-        named += ["skips: Sequence[Tensor] = ()"]
-        numbers += ["maximize", "_CODES[write_back]", "seed", "max_norm"]
+        named += [f"{name}: Sequence[Tensor] = ()" for name in named_lists]
+        named += ["stochastic_state: bool = False", "numbers: Tensor = NO_NUMBERS"]
+        numbers += ["maximize", "_CODES[write_back]", "seed", "max_norm", "stochastic_state"]
         op = f"_ops.{spec.unscaling_op} if unscale_grads else {op}"
         written = "wrote(params, extras, *((grads,) if unscale_grads else ()))"
-    scalars = ["found_inf", *(f"factor({name})" for name in tensors[1:])]
+    scalars = ["found_inf", *(name if name == "numbers" else f"factor({name})" for name in tensors[1:])]
     return (
         f'def {spec.name}({", ".join(positional)}, *, {", ".join(named)}) -> None:\n    """{spec.doc}"""\n'
         f"    call({op}, ({', '.join(lists)}), {', '.join([*scalars, *numbers])})\n    {written}\n"

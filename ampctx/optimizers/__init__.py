@@ -4,6 +4,7 @@ sync.
 docs/optimizers.md shows how to use them.
 """
 
+from ampctx.optimizers._state_types import unpack_state
 from ampctx.optimizers.fused_adagrad import FusedAdagrad
 from ampctx.optimizers.fused_adam import FusedAdam
 from ampctx.optimizers.fused_lamb import FusedLAMB, FusedMixedPrecisionLamb
@@ -25,4 +26,5 @@ __all__ = [
     "FusedNovoGrad",
     "FusedSGD",
     "SplitMasters",
+    "unpack_state",
 ]

@@ -4,11 +4,14 @@ A step needs no host sync. The attributes that amp sets, and the op calls, are i
 
 With ``master_weights``, ``state[p]`` of a 16-bit parameter holds ``master_param``, or ``remainder``: the 16 bits that a
 bf16 weight lacks of fp32. The first step creates it, so that it includes an earlier broadcast of the weights.
+
+With ``state_dtype`` a state is kept in fewer bits, see ``_state_types``. Its random bits, and those of the "stochastic"
+write back, belong to the parameter: its number in all groups and its step count choose them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -22,17 +25,18 @@ from ampctx.kernels.reference import KERNEL_DTYPES
 from ampctx.kernels.reference_steps import LOW_PRECISION
 from ampctx.kernels.sharding import place_grads, wrote
 from ampctx.kernels.spec import SPECS
-from ampctx.optimizers import _checkpoint, _hooks, _options, _over_ranks, _work
+from ampctx.optimizers import _checkpoint, _hooks, _options, _over_ranks, _state_types, _work
 from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._offload import Offload
 from ampctx.optimizers._options import Group, param_name
 from ampctx.optimizers._state import EXTRAS, State, follow, joined, make_state
+from ampctx.optimizers._state_types import Forms
 from ampctx.optimizers._work import Kind, Members, Plan, Scaling, Work
 
 # Attributes that exist only around a step, or that a copy creates again.
 _TRANSIENT = (
     "found_inf", "grad_scale", "model_params", "model_grads", "skip_counts", "_zero_flags", "_seen", "_plan",
-    "_offload",
+    "_numbers", "_offload",
 )  # fmt: skip
 
 
@@ -55,6 +59,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         capturable: makes each group's lr an fp32 tensor on the device of its parameters, so that a captured CUDA graph
             reads changes. LR schedulers and ``load_state_dict`` fill it. A number assigned to ``group["lr"]`` becomes a
             new tensor at the next step.
+        state_dtype: how averages are kept: torch.float32, the default; torch.bfloat16; "8bit", codes with a scale for
+            each 64 elements; or a dict of these by state name. They are rounded at random, from ``seed``, which is
+            right on average. A group option. If you change it, the next step converts the state.
+        min_8bit_size: smaller parameters keep fp32 with "8bit"; 4096 elements by default. A group option.
         offload: "cpu" keeps weights, masters and state in host memory and steps there, with the bits of the optimizer
             without it. None, the default, steps where the parameters are. Not with ``capturable``.
         offload_gradients: for ``offload``. True moves each gradient to the host when it has arrived; ``.grad`` is None
@@ -71,6 +79,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     _step_supports_model_params = True
     _step_counts_skips = True
     _op: str
+    # That op, and others that some groups step by.
+    _ops: ClassVar[tuple[str, ...]]
     # The op's lists of one-element state -> the key in the state.
     _one_element: ClassVar[dict[str, str]]
     _initial_step = 0
@@ -89,14 +99,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__init_subclass__(**kwargs)
         if "_op" in vars(cls):
             cls._one_element = {state.name: state.key for state in reversed(SPECS[cls._op].one_element)}
+            cls._ops = vars(cls).get("_ops", (cls._op,))
         elif "step" in vars(cls) and "_step_supports_amp_scaling" not in vars(cls):
             # A step that a program wrote reads neither found_inf nor lazy gradients. amp unscales, skips and copies.
             cls._step_supports_amp_scaling = cls._step_supports_model_params = False
 
     def __init__(
         self, params: Any, defaults: Group, *, set_grad_none: bool, maximize: bool, write_back: str, seed: int,
-        master_weights: bool | str = False, capturable: bool = False, offload: str | None = None,
-        overlap: str | None = None, offload_gradients: bool = False,
+        master_weights: bool | str = False, capturable: bool = False, state_dtype: Any = torch.float32,
+        min_8bit_size: int = 4096, offload: str | None = None, overlap: str | None = None,
+        offload_gradients: bool = False,
     ) -> None:  # fmt: skip
         self.set_grad_none = set_grad_none
         self.write_back = _options.check_choice("write_back", write_back, ("nearest", "stochastic", "kahan"))
@@ -117,12 +129,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._seen: dict[Tensor, int] = {}
         # The op calls of the latest step, kept for the next one.
         self._plan: Plan | None = None
+        # Of op calls, on the devices.
+        self._numbers: _work.Numbers = {}
         if write_back != "nearest" and self._may_keep_masters():
             raise AmpValueError(
                 f"write_back={write_back!r} is for 16-bit parameters without masters. With masters, weights are "
                 "rounded to nearest. Leave out write_back, or the masters."
             )
-        defaults = {**defaults, "maximize": maximize, "seed": seed}
+        states = _state_types.options_of(state_dtype, min_8bit_size)
+        defaults = {**defaults, "maximize": maximize, "seed": seed, **states}
         if defaults["lr"] is not None:
             self._check_options(defaults)
         super().__init__(params, defaults)
@@ -149,6 +164,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for name in self._flags(group):
             group[name] = _options.check_flag(name, group[name])
         group["seed"] = _options.check_seed(group["seed"])
+        _state_types.check(type(self).__name__, self._ops, group)
 
     def _saved_options(self, group: Group) -> Sequence[str]:
         """The options that all versions of torch, apex and ampctx save, besides lr."""
@@ -225,6 +241,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 "master_weights='split' keeps the 16 bits that bfloat16 lacks of float32, and "
                 f"{param_name(self.param_groups, g, i)} is float16: pass master_weights=True."
             )
+        if p.dtype == torch.float64 and _state_types.is_reduced(self.param_groups[g]):
+            _state_types.refuse_fp64(self.param_groups[g], param_name(self.param_groups, g, i))
 
     def _lr_to_tensor(self) -> None:
         """Turns numbers assigned to a group's lr into tensors, with capturable. The former tensor keeps its value, as
@@ -311,6 +329,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 _options.check_one_element("lr", group["lr"])
             try:
                 _options.check_between_steps(group, self._flags(group))
+                _state_types.check(type(self).__name__, self._ops, group)
             except AmpError as error:
                 raise _options.in_group(error, f"param_groups[{g}]") from None
         if self._offload is not None:
@@ -331,8 +350,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             _over_ranks.STEPS[self._op](self, calls, scaling)
         else:
             norm = self._global_norm(works, scaling)
-            for number, work in enumerate(calls):
-                self._launch(work, number, scaling, norm)
+            for work in calls:
+                self._launch(work, scaling, norm)
                 if after is not None:
                     after(work.members)
         if scaling.unscales:
@@ -351,10 +370,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group, kinds in zip(self.param_groups, members, strict=True):
             lists = self._state_lists(group)
             for kind, found in kinds.items():
-                states = self._states(lists, kind[0], found.params)
-                works += _work.works_of(group, kind, found, states, lists, self._one_element, scaling)
+                forms = _state_types.forms_of(SPECS[self._op_of(group)], group, lists, kind[2])
+                states = self._states(forms, kind[0], found.params)
+                works += _work.works_of(group, kind, found, states, forms, self._one_element, scaling, self._numbers)
         if self._call_elements is not None:
-            works = [piece for work in works for piece in _work.pieces(work, self._call_elements)]
+            works = [piece for work in works for piece in _work.pieces(work, self._call_elements, self._numbers)]
         return works
 
     def _step_by(self, scaler: Any, closure: Callable[[], Any] | None) -> Any:
@@ -371,7 +391,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         group = self.param_groups[g]
         lazy_grads = {} if scaling.lazy is None else scaling.lazy.grads
         place_grads(group["params"])
-        strided, found = torch.strided, {}
+        first = sum(len(group["params"]) for group in self.param_groups[:g])
+        strided, found, smallest_coded = torch.strided, {}, _state_types.smallest_coded(group)
         for i, p in _options.places(group["params"]) if self._has_repeats else enumerate(group["params"]):
             # Reading .grad of a master would materialize its lazy gradient.
             grad = lazy_grads.get(p)
@@ -381,11 +402,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             if grad.layout is not strided:
                 _options.refuse_sparse(type(self).__name__, param_name(self.param_groups, g, i))
             self._check_param(g, i, p)
-            kind = (self._destination(p, scaling), is_lazy)
+            kind = (self._destination(p, scaling), is_lazy, p.numel() >= smallest_coded)
             if kind not in found:
-                found[kind] = Members([], [])
+                found[kind] = Members([], [], [])
             found[kind].params.append(p)
             found[kind].grads.append(grad)
+            found[kind].numbers.append(first + i)
         return found
 
     def _destination(self, p: Tensor, scaling: Scaling) -> str:
@@ -402,32 +424,41 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The settings that ``_destination`` depends on, besides the parameter and its model weight."""
         return self.write_back, self.master_weights
 
-    def _states(self, lists: Mapping[str, str | None], destination: str, params: list[Tensor]) -> list[State]:
-        """The states of parameters. Creates missing entries, and resyncs masters from the weights."""
-        needed = self._needed(lists, destination)
+    def _states(self, forms: Forms, destination: str, params: list[Tensor]) -> list[State]:
+        """The states of parameters. Creates missing entries, converts those of another form, and resyncs masters from
+        the weights."""
+        needed = self._needed(forms, destination)
         states = [self.state[p] for p in params]
         for p, state in zip(params, states, strict=True):
+            if not _state_types.has_forms(state, forms):
+                _state_types.convert(p, state, forms)
             if not needed.keys() <= state.keys():
                 self._make_state(p, state, needed)
             if destination in EXTRAS:
                 follow(p, state, self._seen)
         return states
 
-    def _needed(self, lists: Mapping[str, str | None], destination: str) -> dict[str, None]:
-        """The keys of a state. A dict keeps the order, which is the order in checkpoints."""
-        sized = [key for key in lists.values() if key is not None]
+    def _needed(self, forms: Forms, destination: str) -> dict[str, torch.dtype | None]:
+        """The keys of a state and their dtypes, in the order of checkpoints. None: as ``make_state`` chooses."""
+        sized = [key for key in forms.sized.values() if key is not None]
         extra = [EXTRAS[destination]] if destination in EXTRAS else []
-        return dict.fromkeys([*self._one_element.values(), *sized, *extra])
+        keys = [*self._one_element.values(), *sized, *forms.scales.values(), *extra]
+        return {key: _state_types.dtype_of(key, forms) for key in keys}
+
+    def _forms(self, p: Tensor, group: Group) -> Forms:
+        """How the state of a parameter is kept."""
+        in_codes = p.numel() >= _state_types.smallest_coded(group)
+        return _state_types.forms_of(SPECS[self._op_of(group)], group, self._state_lists(group), in_codes)
 
     @torch.no_grad()
     def first_state(self, p: Tensor, group: Group) -> State:
         """The state of a parameter before its first step. Changes nothing; no collective, no host sync."""
         state: State = {}
         at = p.detach().cpu() if self._offload is not None else p
-        self._make_state(at, state, self._needed(self._state_lists(group), self.layout_of(p)))
+        self._make_state(at, state, self._needed(self._forms(p, group), self.layout_of(p)))
         return state
 
-    def _make_state(self, p: Tensor, state: dict[str, Any], needed: Iterable[str]) -> None:
+    def _make_state(self, p: Tensor, state: dict[str, Any], needed: Mapping[str, torch.dtype | None]) -> None:
         make_state(p, state, needed, self._one_element.values(), self._initial_step)
 
     @torch.no_grad()
@@ -448,21 +479,21 @@ class FusedOptimizer(torch.optim.Optimizer):
                 if p.dtype in LOW_PRECISION and not state.keys().isdisjoint(EXTRAS.values()):
                     follow(p, state, self._seen)
 
-    def _launch(self, work: Work, number: int, scaling: Scaling, norm: PerDevice | None) -> None:
-        arguments = self._arguments(work, number, scaling)
+    def _launch(self, work: Work, scaling: Scaling, norm: PerDevice | None) -> None:
+        arguments = self._arguments(work, scaling)
         if norm is not None:
             arguments["global_grad_norm"] = norm.on(work.device)
         _work.call(self._op_of(work.group), work, arguments)
         if work.sharded:
             wrote(work.members)
 
-    def _arguments(self, work: Work, number: int, scaling: Scaling) -> dict[str, Any]:
-        """What the op of call ``number`` is given besides lists. Takes the skip counts for the first call."""
+    def _arguments(self, work: Work, scaling: Scaling) -> dict[str, Any]:
+        """What the op of a call is given besides lists. Takes the skip counts for the first call."""
         group, device = work.group, work.device
         inv_scale: Any = scaling.inv_scale
         if work.kind[1] and scaling.lazy is not None:
             inv_scale = product(scaling.lazy.inv_scale, inv_scale)
-        found_inf, lr, seed = scaling.found_inf, group["lr"], group["seed"]
+        found_inf, lr = scaling.found_inf, group["lr"]
         clip: dict[str, Any] = {}
         if isinstance(inv_scale, Clipped):
             clip = {"grad_norm": inv_scale.norm.on(device), "max_norm": inv_scale.max_norm}
@@ -473,7 +504,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             "inv_scale": inv_scale.on(device) if isinstance(inv_scale, PerDevice) else inv_scale,
             "lr": _work.on_device(lr, device) if isinstance(lr, Tensor) else lr,
             "maximize": bool(group["maximize"]),
-            "seed": _options.seed_of_call(seed, number) if number else seed,
+            "seed": group["seed"],
             "unscale_grads": scaling.unscales and not work.is_lazy,
             **clip,
         }
@@ -497,23 +528,32 @@ class FusedOptimizer(torch.optim.Optimizer):
     # --- checkpoints and copies ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch. With ``offload``, tensors of the state are on the CPU."""
+        """Returns state and options, as in torch, with tensors of the optimizer. No host sync. With ``offload``, waits
+        for the step, and the tensors are on the CPU.
+
+        With ``state_dtype`` it has bf16 state and 8-bit codes. Codes of a DTensor that is not sharded by rows of whole
+        blocks become fp32, which any ranks can load.
+        """
         self.wait()
-        return super().state_dict()
+        found = super().state_dict()
+        return {**found, "state": _state_types.for_any_ranks(found["state"])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a checkpoint of this class, of the same optimizer of torch.optim, or of apex. May be a host sync.
 
-        Copies the state and keeps it in fp32 for all parameter dtypes. Options come from the checkpoint, as in torch.
+        Copies the state and keeps it in fp32 for all parameter dtypes, or as ``state_dtype`` says: fp32 of a checkpoint
+        is then rounded to nearest. Options come from the checkpoint, as in torch, but for ``state_dtype`` and
+        ``min_8bit_size``, which stay.
 
         Args:
             state_dict: the dict to load.
 
         Raises:
             ValueError, KeyError: torch's, for a checkpoint of other groups.
-            AmpKeyError: a partial state, state of another optimizer or of no parameter, or a group without an option.
-            AmpValueError: state of another size or dtype, or with invalid values (nan, squares below 0, a step that is
-                no count).
+            AmpKeyError: a partial state, state of another optimizer or of no parameter, a group without an option, or
+                codes without scales.
+            AmpValueError: state of another size or dtype, or with invalid values (nan, squares or scales below 0, a
+                step that is no count).
             AmpValueError, AmpTypeError: an invalid option.
 
         All errors name group, parameter and key. Nothing has changed then.
@@ -560,6 +600,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for g, group in enumerate(groups):
             self._adapt_checkpoint(group)
             spec = SPECS[self._op_of(group.saved)]
+            _state_types.keep_options(group.saved, self.param_groups[g])
             # Adds defaults here, because __setstate__ runs after the checks.
             _checkpoint.check_options(("lr", *self._saved_options(group.saved)), g, group.saved)
             for name, default in self.defaults.items():
@@ -574,6 +615,10 @@ class FusedOptimizer(torch.optim.Optimizer):
                 at = p if self._offload is None else self._offload.twin_of(p)
                 result[p] = _checkpoint.restored(at, name, state, one_element, self._useless_state(p))
         _checkpoint.check_values(result, names)
+        for group in groups:
+            for p, _, _ in group.states:
+                at = p if self._offload is None else self._offload.twin_of(p)
+                _state_types.convert(at, result[p], self._forms(p, group.saved))
         return result
 
     def layout_of(self, p: Tensor) -> str:
@@ -603,6 +648,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         # A CUDA graph may read the existing flags, so keep them.
         self.__dict__.setdefault("_zero_flags", {})
+        self.__dict__.setdefault("_numbers", {})
         self._seen, self._plan = {}, None
         if (kept := self.__dict__.get("_offload")) is not None:
             kept.forget()

@@ -17,12 +17,14 @@ from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.kernels.reference import compute_dtype
 from ampctx.kernels.sharding import local
 from ampctx.kernels.spec import SPECS, OpSpec
+from ampctx.optimizers import _state_types
 from ampctx.optimizers._options import Group
 from ampctx.optimizers._state import EXTRAS, State
+from ampctx.optimizers._state_types import CODED, CODES_OF, SCALES_OF
 
 # The state keys of all optimizers. Of the parameter's size, unless an optimizer keeps one element.
-KEPT = {state.key for spec in SPECS.values() for state in spec.states}
-SIZED = {*KEPT, *EXTRAS.values()}
+SIZED = {*(state.key for spec in SPECS.values() for state in spec.states), *EXTRAS.values()}
+KEPT = {*SIZED.difference(EXTRAS.values()), *CODES_OF, *SCALES_OF}
 # Sums and averages of squares, and norms: 0 or above. The others are averages of gradients.
 SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "sum"}
 
@@ -150,6 +152,7 @@ def check_options(names: Iterable[str], g: int, saved: Group) -> None:
 def check_complete(spec: OpSpec, optimizer: str, name: str, state: State, group: Group) -> None:
     """Raises AmpKeyError for the state of another optimizer, or a partial state: the rest would silently start at 0."""
     known = {kept.key for kept in spec.states}
+    known |= {key for kept in spec.coded for key in (kept.codes_key, kept.scales)}
     foreign = sorted(KEPT.intersection(state).difference(known))
     if foreign:
         raise AmpKeyError(
@@ -161,7 +164,8 @@ def check_complete(spec: OpSpec, optimizer: str, name: str, state: State, group:
     for kept in spec.states:
         # SGD has a buffer only after a first step with momentum.
         needed = kept.if_set != "momentum" and (not kept.if_set or group[kept.if_set])
-        if needed and kept.key not in state:
+        has_codes = bool(kept.code) and not state.keys().isdisjoint((kept.codes_key, kept.scales))
+        if needed and kept.key not in state and not has_codes:
             raise AmpKeyError(
                 f"the state of {name} has no {kept.key!r}, only {_listed(state)}. It would start at 0 beside the rest."
             )
@@ -189,6 +193,11 @@ def restored(p: Tensor, name: str, state: State, one_element: Collection[str], d
     result: State = {}
     for key, value in state.items():
         if key in dropped:
+            continue
+        if (of := CODES_OF.get(key, SCALES_OF.get(key))) is not None:
+            # Together, at the first of the two.
+            if result.keys().isdisjoint((of, CODED[of].codes_key)):
+                result.update(_state_types.restored(p, name, of, state))
             continue
         where = f"the state {key!r} of {name}"
         if isinstance(value, Tensor) and value.is_meta and not p.is_meta:
@@ -240,7 +249,12 @@ def check_values(states: Mapping[Tensor, State], names: Mapping[Tensor, str]) ->
         ends = [torch.stack(torch.aminmax(value.detach())).to(wide) for _, _, value in found]
         for (key, p, _), (low, high) in zip(found, torch.stack(ends).tolist(), strict=True):
             where = f"the state {key!r} of {names[p]}"
-            if key == "step":
+            if key in SCALES_OF:
+                _state_types.check_scales(where, low, high)
+            elif key in CODES_OF:
+                if low < -127:
+                    raise AmpValueError(f"{where} has {low:g}, expected codes from -127 to 127: the file is damaged")
+            elif key == "step":
                 if not (0 <= low < math.inf and low == int(low)):
                     raise AmpValueError(f"{where} is {low!r}, expected a count")
             elif key in SQUARES:
@@ -281,6 +295,8 @@ def is_zero(value: Any) -> bool:
 def _dtype(key: str, value: Tensor, p: Tensor) -> torch.dtype:
     if not value.is_floating_point():
         return value.dtype
+    if key in CODED and value.dtype == torch.bfloat16:
+        return value.dtype  # as it is, until the optimizer converts it
     return p.dtype if key == "compensation" else compute_dtype(p)
 
 

@@ -415,7 +415,7 @@ def _state_bytes(optimizer: Any, group: Group) -> int:
     for p in group["params"]:
         if p not in optimizer.state:
             made: State = {}
-            needed = optimizer._needed(optimizer._state_lists(group), optimizer.layout_of(p))
+            needed = optimizer._needed(optimizer._forms(p, group), optimizer.layout_of(p))
             optimizer._make_state(torch.empty_like(p, device="meta"), made, needed)
             total += sum(value.nbytes for value in made.values())
     return total

@@ -159,16 +159,6 @@ def check_seed(seed: Any) -> int:
     return number
 
 
-def seed_of_call(seed: int, number: int) -> int:
-    """The seed of op call ``number`` of a step. With one seed all calls would draw the same random numbers.
-
-    ``seed + number`` could equal the seed of another group. The multiplier (of Steele and Vigna's 64-bit congruential
-    generators) keeps calls far apart. It must differ from the multiplier of the step count in csrc/functors/random.h:
-    otherwise a call would draw the numbers that its neighbour draws a step later.
-    """
-    return (seed + number * 0xD1342543DE82EF95) % 2**63  # fits int64; the first call uses seed itself
-
-
 def _flags_of(spec: OpSpec) -> tuple[str, ...]:
     numbers = [number.name for number in spec.numbers]
     flags = [number.name for number in spec.numbers if number.type == "bool" and not number.of]

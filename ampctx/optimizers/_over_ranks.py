@@ -24,7 +24,7 @@ from ampctx.kernels.foreach import Factor, PerDevice, Unread, move, product
 from ampctx.kernels.reference import compute_dtype, scalar, widest
 from ampctx.kernels.reference_steps import join
 from ampctx.kernels.sharding import Grid, any_sharded, by_layout, grids_of, is_split, local, wrote
-from ampctx.optimizers import _options, _work
+from ampctx.optimizers import _work
 from ampctx.optimizers._options import Group
 from ampctx.optimizers._orthogonal import has_split_matrices, stacks, uncast
 from ampctx.optimizers._work import Scaling, Work
@@ -129,8 +129,8 @@ def _largest(t: Tensor) -> Tensor:
 class _Call:
     """One call of a step, whose tensors are those of ``work``."""
 
-    def __init__(self, optimizer: Any, work: Work, number: int, scaling: Scaling) -> None:
-        self.optimizer, self.work, self.number, self.scaling = optimizer, work, number, scaling
+    def __init__(self, optimizer: Any, work: Work, scaling: Scaling) -> None:
+        self.optimizer, self.work, self.scaling = optimizer, work, scaling
         self.group, self.members = work.group, work.members
         self.grads, self.params = work.lists["grads"], work.lists["params"]
         self.dtype = compute_dtype(*(t for name in work.lists for t in work.lists[name]))
@@ -166,8 +166,8 @@ class _Call:
 
     def run(self, op: str, lists: Mapping[str, Any], inv_scale: Factor, lr: float, options: Mapping[str, Any]) -> None:
         """Calls an op that writes to ``lists`` alone, and rounds nothing to 16 bits."""
-        work = self.work._replace(kind=("nearest", False), lists={"extras": [], **lists})
-        none = {"maximize": False, "seed": 0, "unscale_grads": False, "skips": ()}
+        work = self.work._replace(kind=("nearest", False, False), lists={"extras": [], **lists})
+        none = {"maximize": False, "seed": self.group["seed"], "unscale_grads": False, "skips": ()}
         factor = inv_scale.on(self.work.device) if isinstance(inv_scale, PerDevice) else inv_scale
         _work.call(op, work, {"found_inf": self.found_inf, "inv_scale": factor, "lr": lr, **none, **options})
 
@@ -175,7 +175,7 @@ class _Call:
         """``p -= lr * (move + weight_decay * p)``, and the step counts advance."""
         work, group, device = self.work, self.group, self.work.device
         lists = {"grads": moves, "params": self.params, "momentum_buffers": [], "extras": work.lists["extras"]}
-        lr, seed, skips = group["lr"], group["seed"], self.scaling.skips
+        lr, skips = group["lr"], self.scaling.skips
         _work.call(
             "sgd",
             work._replace(lists={**lists, "steps": work.lists["steps"]}),
@@ -186,7 +186,7 @@ class _Call:
                 "lr": _work.on_device(lr, device) if isinstance(lr, Tensor) else lr,
                 "weight_decay": weight_decay,
                 "maximize": False,
-                "seed": _options.seed_of_call(seed, self.number) if self.number else seed,
+                "seed": group["seed"],
                 "unscale_grads": False,
                 "skips": () if skips is None else skips.take(device, moves),
             },
@@ -204,7 +204,7 @@ def _multiply(tensors: Sequence[Tensor], factors: Tensor) -> None:
 def lamb(optimizer: Any, works: Sequence[Work], scaling: Scaling) -> None:
     """A step of LAMB. Two all_reduces; one where no group needs a ratio of norms."""
     norms = Norms(optimizer.param_groups, f"{type(optimizer).__name__}.step()")
-    calls = [_Call(optimizer, work, number, scaling) for number, work in enumerate(works)]
+    calls = [_Call(optimizer, work, scaling) for work in works]
     of_w, of_g, of_u = norms.empty(), norms.empty(), norms.empty()
     weights = [call.weights() for call in calls]
     for call, w in zip(calls, weights, strict=True):
@@ -248,7 +248,8 @@ def _directions(call: _Call, weights: Sequence[Tensor], norm: Tensor) -> list[Te
     # The step of SGD that follows advances the counts themselves.
     steps = list(torch.stack([step.reshape(()) for step in call.work.lists["steps"]]).unbind())
     lists = {"grads": read, "params": updates, "steps": steps}
-    lists.update((name, call.work.lists[name]) for name in ("exp_avgs", "exp_avg_sqs"))
+    moments = ("exp_avgs", "exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales")
+    lists.update((name, call.work.lists[name]) for name in moments if name in call.work.lists)
     plain = {"weight_decay": 0.0, "max_grad_norm": 0.0, "use_nvlamb": False, "adam_w_mode": True}
     call.run("lamb", lists, _factor_of_op(factor), -1.0, {**options, **plain, "global_grad_norm": 0.0})
     if optimizer.adam_w_mode and decay != 0:
@@ -266,7 +267,7 @@ def _factor_of_op(factor: Factor) -> Factor:
 def novograd(optimizer: Any, works: Sequence[Work], scaling: Scaling) -> None:
     """A step of NovoGrad. One all_reduce, and another one if groups differ in their ``norm_type``."""
     norms = Norms(optimizer.param_groups, f"{type(optimizer).__name__}.step()")
-    calls = [_Call(optimizer, work, number, scaling) for number, work in enumerate(works)]
+    calls = [_Call(optimizer, work, scaling) for work in works]
     by_order: dict[float, Tensor] = {}
     for order in dict.fromkeys(map(_order, optimizer.param_groups)):
         values = norms.empty()
@@ -309,9 +310,10 @@ def _novograd_step(optimizer: Any, call: _Call, norm: Tensor) -> None:
         foreach.axpby(read, call.weights(), read, Unread(), 1.0, decay)
         factor = 1.0
     moves = call.new()
-    # A count of 1: at 0 the op would start the average with the whole gradient.
-    begun = list(torch.ones_like(taken).unbind())
+    # Of the step after this one: at 0 the op would start the average with the whole gradient.
+    begun = list(taken.unbind())
     lists = {"grads": read, "params": moves, "momentum_buffers": work.lists["exp_avgs"], "steps": begun}
+    lists["momentum_buffer_scales"] = work.lists.get("exp_avg_scales", ())
     dampening = beta1 if group["grad_averaging"] else 0.0
     average = {**_SGD, "momentum": beta1, "dampening": dampening, "weight_decay": 0.0}
     call.run("sgd", lists, _factor_of_op(factor), -1.0, average)
@@ -324,13 +326,13 @@ def muon(optimizer: Any, works: Sequence[Work], scaling: Scaling) -> None:
     them, and takes its rows."""
     directions: dict[Tensor, Tensor] = {}
     calls = []
-    for number, work in enumerate(works):
+    for work in works:
         if work.group["use_muon"] and has_split_matrices(work.members[0]):
-            arguments = optimizer._arguments(work, number, scaling)
+            arguments = optimizer._arguments(work, scaling)
             directions.update(zip(work.members, optimizer.directions(work, arguments), strict=True))
             calls.append((work, arguments))
         else:
-            optimizer._launch(work, number, scaling, None)
+            optimizer._launch(work, scaling, None)
     for group in optimizer.param_groups:
         if group["use_muon"]:
             # A parameter without gradient on this rank takes part: another rank may have one.

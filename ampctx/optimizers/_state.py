@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -10,22 +10,33 @@ from torch import Tensor
 
 from ampctx.kernels.reference import compute_dtype
 from ampctx.kernels.reference_steps import join, spacing, split
+from ampctx.optimizers._state_types import CODED, SCALES_OF, zero_scales
 
 State = dict[str, Any]
 # The state key of the extra precision of 16-bit parameters, by destination.
 EXTRAS = {"copy": "master_param", "split": "remainder", "kahan": "compensation"}
 
 
-def make_state(p: Tensor, state: State, needed: Iterable[str], one_element: Collection[str], step: int) -> None:
-    """Creates missing entries. ``step``: the step count of a new parameter."""
+def make_state(
+    p: Tensor, state: State, needed: Mapping[str, torch.dtype | None], one_element: Collection[str], step: int
+) -> None:
+    """Creates missing entries.
+
+    Args:
+        needed: key -> dtype; None for that of arithmetic.
+        step: the step count of a new parameter.
+    """
     dtypes = {"remainder": torch.int16, "compensation": p.dtype, "master_param": torch.float32}
-    for key in needed:
+    for key, dtype in needed.items():
         if key in state:
             continue
         if key in one_element:
             state[key] = torch.full((), float(step if key == "step" else 0), dtype=torch.float32, device=p.device)
+        elif key in SCALES_OF:
+            state[key] = zero_scales(state[CODED[SCALES_OF[key]].codes_key])
         else:
-            state[key] = torch.zeros_like(p, dtype=dtypes.get(key, compute_dtype(p)), requires_grad=False)
+            dtype = dtype or dtypes.get(key, compute_dtype(p))
+            state[key] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
         if key == "master_param":
             state[key].copy_(p)
 

@@ -29,12 +29,13 @@ from ampctx.kernels.handles import (
 from ampctx.kernels.ops import factor
 from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, overwrite, same_layout
 from ampctx.kernels.reference_steps import WRITE_BACKS
-from ampctx.kernels.sharding import any_sharded, local, wrote
+from ampctx.kernels.sharding import any_sharded, local, part_number, wrote
 from ampctx.masters.lazy_grads import ModelGrads
 from ampctx.optimizers._options import Group, check_one_element
 from ampctx.optimizers._state import EXTRAS, State
+from ampctx.optimizers._state_types import Forms
 
-_KNOWN_DTYPES = (*KERNEL_DTYPES, torch.int16)
+_KNOWN_DTYPES = (*KERNEL_DTYPES, torch.int16, torch.int8, torch.uint8)
 _FACTORS = ("inv_scale", "lr", "global_grad_norm", "grad_norm")
 
 
@@ -110,14 +111,36 @@ def taken_found_inf(optimizer: Any) -> PerDevice | None:
 
 
 class Members(NamedTuple):
-    """The parameters of a group with gradients, and these gradients."""
+    """The parameters of a group with gradients, these gradients, and the numbers of the parameters in all groups."""
 
     params: list[Tensor]
     grads: list[Tensor]
+    numbers: list[int]
 
 
-# The destination (a write back, or "model" for the model weight of amp's master), and whether the gradients are lazy.
-Kind = tuple[str, bool]
+# The destination (a write back, or "model" for the model weight of amp's master), whether the gradients are lazy, and
+# whether the parameters are large enough for 8-bit codes.
+Kind = tuple[str, bool, bool]
+
+
+# The ``numbers`` of op calls, by their device and values.
+Numbers = dict[tuple[torch.device, tuple[int, ...]], Tensor]
+# Enough for the calls of some steps. A run whose parameters with gradients change would add new ones without end.
+_MOST_NUMBERS = 64
+
+
+def numbers_on(made: Numbers, device: torch.device, numbers: Sequence[int]) -> Tensor:
+    """``numbers`` as int64 on ``device``. Made once, as a captured graph keeps the address. No host sync."""
+    key = device, tuple(numbers)
+    found = made.get(key)
+    if found is None:
+        found = move(torch.tensor(key[1], dtype=torch.int64), device)
+        if torch.compiler.is_compiling():
+            return found
+        if len(made) >= _MOST_NUMBERS:
+            del made[next(iter(made))]
+        made[key] = found
+    return found
 
 
 class Work(NamedTuple):
@@ -134,6 +157,9 @@ class Work(NamedTuple):
     lists: dict[str, Any]
     keys: dict[str, str]
     sharded: bool = False  # whether some members are DTensors
+    # Where it draws random bits: the numbers of the members, and the op's ``numbers`` and ``stochastic_state``.
+    numbers: Sequence[int] = ()
+    random: Mapping[str, Any] = {}
     # (gradient, its copy in another layout for the op), for gradients to unscale.
     relaid: Sequence[tuple[Tensor, Tensor]] = ()
 
@@ -162,17 +188,18 @@ def _targets(
 
 
 def works_of(
-    group: Group, kind: Kind, members: Members, states: list[State], sized: Mapping[str, str | None],
-    one_element: Mapping[str, str], scaling: Scaling,
+    group: Group, kind: Kind, members: Members, states: list[State], forms: Forms, one_element: Mapping[str, str],
+    scaling: Scaling, made: Numbers,
 ) -> Iterator[Work]:  # fmt: skip
     """The op calls that step ``members``, one for each device and combination of dtypes.
 
     Args:
         states: the members' states.
-        sized: the op's lists of state of the parameters' size -> the key in the state; None for an empty list.
-        one_element: the same for one-element state.
+        forms: how they are kept.
+        one_element: the op's lists of one-element state -> the key in the state.
+        made: the optimizer's ``numbers`` of earlier calls.
     """
-    destination = kind[0]
+    destination, sized = kind[0], forms.sized
     # Local parts of DTensors, which may have another layout.
     params, extras = map(local, _targets(members.params, states, destination, scaling))
     given = local(members.grads)
@@ -183,46 +210,68 @@ def works_of(
     relaid: Sequence[tuple[Tensor, Tensor]] = ()
     if scaling.unscales and not kind[1]:
         relaid = [(grad, copy) for grad, copy in zip(given, grads, strict=True) if copy is not grad]
-    keys = {**{name: key for name, key in sized.items() if key is not None}, **one_element}
+    of_other_sizes = {**one_element, **forms.scales}
+    keys = {**{name: key for name, key in sized.items() if key is not None}, **of_other_sizes}
     compared = {
         "grads": grads,
         "params": params,
         **{name: [state[keys[name]] for state in states] for name in sized if name in keys},
         **({"extras": extras} if extras else {}),
     }
-    along = {name: [state[key] for state in states] for name, key in one_element.items()}
+    along = {name: local([state[key] for state in states]) for name, key in of_other_sizes.items()}
     empty: dict[str, list[Tensor]] = {name: [] for name in ("extras", *sized)}
     names = [*compared, *along]
     if destination in EXTRAS:
         keys["params" if destination == "copy" else "extras"] = EXTRAS[destination]
     sharded = any_sharded(members.params)
-    found = buckets(*compared.values(), along=[*along.values(), members.params], known_dtypes=_KNOWN_DTYPES)
-    for device, fused, (*lists, stepped) in found:
+    found = buckets(
+        *compared.values(), along=[*along.values(), members.params, members.numbers], known_dtypes=_KNOWN_DTYPES
+    )
+    for device, fused, (*lists, stepped, numbered) in found:
         named = {**empty, **dict(zip(names, lists, strict=True))}
-        yield Work(group, kind, device, fused, stepped, named, keys, sharded, relaid)
+        drawn: Sequence[int] = ()
+        random: dict[str, Any] = {}
+        if forms.dtypes or destination == "stochastic":
+            drawn = _numbers_of_parts(stepped, numbered) if sharded else numbered
+            random = {"numbers": _numbers_of_call(drawn, named, device, made), "stochastic_state": bool(forms.dtypes)}
+        yield Work(group, kind, device, fused, stepped, named, keys, sharded, drawn, random, relaid)
         relaid = ()
 
 
-def part_of(work: Work, places: Sequence[int], is_first: bool) -> Work:
-    """The op call for some of the members. ``is_first``: of the parts of a call, which copies of gradients go with."""
+def _numbers_of_parts(params: Sequence[Tensor], numbers: Sequence[int]) -> list[int]:
+    """Numbers of their own for the parts of a DTensor: places in memory begin at 0 in each."""
+    return [number + (part_number(p) << 32) for p, number in zip(params, numbers, strict=True)]
+
+
+def _numbers_of_call(
+    numbers: Sequence[int], lists: Mapping[str, Any], device: torch.device, made: Numbers
+) -> Tensor:  # fmt: skip
+    """The op's ``numbers``: of the tensors that have elements."""
+    return numbers_on(made, device, [n for n, p in zip(numbers, lists["params"], strict=True) if p.numel()])
+
+
+def part_of(work: Work, places: Sequence[int], is_first: bool, made: Numbers) -> Work:
+    """The op call for some of the members. ``is_first``: of the parts of a call, which copies of gradients go with.
+    ``made``: as for ``works_of``."""
     lists = {name: [tensors[i] for i in places] if tensors else tensors for name, tensors in work.lists.items()}
-    members = [work.members[i] for i in places]
-    return work._replace(members=members, lists=lists, relaid=work.relaid if is_first else ())
+    members, numbers, random = [work.members[i] for i in places], work.numbers, work.random
+    if random:
+        numbers = [numbers[i] for i in places]
+        random = {**random, "numbers": _numbers_of_call(numbers, lists, work.device, made)}
+    relaid = work.relaid if is_first else ()
+    return work._replace(members=members, lists=lists, numbers=numbers, random=random, relaid=relaid)
 
 
-def pieces(work: Work, most: int) -> Iterator[Work]:
-    """The call as several, each of the members up to ``most`` elements, or of one that has more.
-
-    Not with random bits, which depend on a member's place in its call.
-    """
+def pieces(work: Work, most: int, made: Numbers) -> Iterator[Work]:
+    """The call as several, each of the members up to ``most`` elements, or of one that has more."""
     starts, size = [0], 0
     for i, p in enumerate(work.members):
         size += p.numel()
-        if i > starts[-1] and size > most and work.kind[0] != "stochastic":
+        if i > starts[-1] and size > most:
             starts.append(i)
             size = p.numel()
     for start, end in zip(starts, [*starts[1:], len(work.members)], strict=True):
-        yield part_of(work, range(start, end), start == 0)
+        yield part_of(work, range(start, end), start == 0, made)
 
 
 def each_gradient_once(works: list[Work]) -> list[Work]:
@@ -258,11 +307,11 @@ def call(op: str, work: Work, arguments: dict[str, Any]) -> None:
     """Calls ``op`` of ``ampctx.optimizer_ops`` on the lists of ``work``, or its reference if no kernel accepts them."""
     write_back = "copy" if work.kind[0] == "model" else work.kind[0]
     if work.fused:
-        getattr(steps, op)(**work.lists, **arguments, write_back=write_back)
+        getattr(steps, op)(**work.lists, **arguments, **work.random, write_back=write_back)
     else:
         tensors = {name: factor(value) for name, value in arguments.items() if name in _FACTORS}
         code = WRITE_BACKS.index(write_back)
-        reference_steps.run(op, {**work.lists, **arguments, **tensors, "write_back": code})
+        reference_steps.run(op, {**work.lists, **arguments, **tensors, **work.random, "write_back": code})
 
 
 # --- kept calls -------------------------------------------------------------------------------------------------------
@@ -281,7 +330,8 @@ class _Call:
         # Whether the call has all lazy gradients, in their order.
         self.takes_all = passes.same_items(lazy_masters, work.members)
         self._states = [state[p] for p in work.members]
-        self._one_element = one_element
+        # The lists of state whose tensors are not of the parameters' size.
+        self._of_other_sizes = {*one_element, *(name for name in work.keys if name.endswith("_scales"))}
         self._dtypes = {name: tensors[0].dtype for name, tensors in work.lists.items() if tensors}
         self._dtype = work.members[0].dtype
         self._strides = None if all(map(Tensor.is_contiguous, work.members)) else list(map(Tensor.stride, work.members))
@@ -334,7 +384,7 @@ class _Call:
         for name, read in state.items():
             if read is None or read.dtype != self._dtypes[name]:
                 return None
-            if name not in self._one_element and not lie_alike(read, members):
+            if name not in self._of_other_sizes and not lie_alike(read, members):
                 return None
         return state
 
@@ -394,4 +444,8 @@ class Plan:
     @staticmethod
     def _options_of(optimizer: Any) -> list[Any]:
         """The settings that decide about write backs and state."""
-        return [*optimizer._write_backs(), *map(optimizer._state_lists, optimizer.param_groups)]
+        groups = optimizer.param_groups
+        # Copies, as a program may change a dict in place.
+        given = [(group.get("state_dtype"), group.get("min_8bit_size")) for group in groups]
+        forms = [(dict(kept) if isinstance(kept, dict) else kept, size) for kept, size in given]
+        return [*optimizer._write_backs(), *map(optimizer._state_lists, groups), *forms]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ampctx._errors import AmpValueError
@@ -26,6 +27,7 @@ class FusedAdagrad(FusedOptimizer):
         adagrad_w_mode: use decoupled weight decay.
         maximize, write_back, seed, master_weights, capturable, offload, overlap, offload_gradients: see
             ``FusedOptimizer``.
+        state_dtype: torch.float32 only. The sum grows, and fewer bits would stop it.
     """
 
     _op = "adagrad"
@@ -34,6 +36,7 @@ class FusedAdagrad(FusedOptimizer):
         self, params: Any, lr: float | Tensor = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0,
         set_grad_none: bool = True, adagrad_w_mode: bool = False, *, maximize: bool = False,
         write_back: str = "nearest", seed: int = 0, master_weights: bool | str = False, capturable: bool = False,
+        state_dtype: Any = torch.float32,
         offload: str | None = None, overlap: str | None = None, offload_gradients: bool = False,
     ) -> None:  # fmt: skip
         self.adagrad_w_mode = 1 if adagrad_w_mode else 0
@@ -41,7 +44,7 @@ class FusedAdagrad(FusedOptimizer):
         defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "lr_decay": 0.0}
         super().__init__(
             params, defaults, set_grad_none=set_grad_none, maximize=maximize, write_back=write_back, seed=seed,
-            master_weights=master_weights, capturable=capturable,
+            master_weights=master_weights, capturable=capturable, state_dtype=state_dtype,
             offload=offload, overlap=overlap, offload_gradients=offload_gradients,
         )  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
@@ -18,7 +19,7 @@ class FusedAdam(FusedOptimizer):
     sync in ``step``.
 
     ``ampctx.optimizer_ops.adam`` has the formula. State of each parameter: ``step``, ``exp_avg``, ``exp_avg_sq`` and,
-    with ``amsgrad``, ``max_exp_avg_sq``; fp32. Checkpoints have the format of torch.optim.Adam and AdamW.
+    with ``amsgrad``, ``max_exp_avg_sq``; fp32 by default. Checkpoints have the format of torch.optim.Adam and AdamW.
 
     Args:
         params: parameters or groups, on any mix of devices and dtypes.
@@ -26,8 +27,8 @@ class FusedAdam(FusedOptimizer):
         bias_correction, betas, eps, weight_decay, amsgrad: as in torch.optim.Adam.
         adam_w_mode: use decoupled weight decay. False adds weight_decay * p to the gradient.
         set_grad_none: whether ``zero_grad()`` sets gradients to None.
-        capturable, master_weights, maximize, write_back, seed, offload, overlap, offload_gradients: see
-            ``FusedOptimizer``.
+        capturable, master_weights, maximize, write_back, seed, state_dtype, min_8bit_size, offload, overlap,
+            offload_gradients: see ``FusedOptimizer``.
     """
 
     _op = "adam"
@@ -37,6 +38,7 @@ class FusedAdam(FusedOptimizer):
         betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, adam_w_mode: bool = True,
         weight_decay: float = 0.0, amsgrad: bool = False, set_grad_none: bool = True, capturable: bool = False,
         master_weights: bool | str = False, *, maximize: bool = False, write_back: str = "nearest", seed: int = 0,
+        state_dtype: Any = torch.float32, min_8bit_size: int = 4096,
         offload: str | None = None, overlap: str | None = None, offload_gradients: bool = False, **former: Any,
     ) -> None:  # fmt: skip
         if former:
@@ -48,7 +50,7 @@ class FusedAdam(FusedOptimizer):
         }  # fmt: skip
         super().__init__(
             params, defaults, set_grad_none=set_grad_none, maximize=maximize, write_back=write_back, seed=seed,
-            master_weights=master_weights, capturable=capturable,
+            master_weights=master_weights, capturable=capturable, state_dtype=state_dtype, min_8bit_size=min_8bit_size,
             offload=offload, overlap=overlap, offload_gradients=offload_gradients,
         )  # fmt: skip
 

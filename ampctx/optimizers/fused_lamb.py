@@ -34,7 +34,7 @@ class FusedLAMB(FusedOptimizer):
         set_grad_none: whether ``zero_grad()`` sets gradients to None.
         max_grad_norm: the bound, a group option. 0 or None: no bound.
         use_nvlamb: scale by the ratio of norms without weight decay, too.
-        maximize, write_back, seed, master_weights, capturable: see ``FusedOptimizer``.
+        maximize, write_back, seed, master_weights, capturable, state_dtype, min_8bit_size: see ``FusedOptimizer``.
     """
 
     _op = "lamb"
@@ -45,6 +45,7 @@ class FusedLAMB(FusedOptimizer):
         amsgrad: bool = False, adam_w_mode: bool = True, grad_averaging: bool = True, set_grad_none: bool = True,
         max_grad_norm: float | None = 1.0, use_nvlamb: bool = False, *, maximize: bool = False,
         write_back: str = "nearest", seed: int = 0, master_weights: bool | str = False, capturable: bool = False,
+        state_dtype: Any = torch.float32, min_8bit_size: int = 4096,
     ) -> None:  # fmt: skip
         refuse_amsgrad(type(self).__name__, amsgrad)
         self.adam_w_mode = 1 if adam_w_mode else 0
@@ -55,7 +56,7 @@ class FusedLAMB(FusedOptimizer):
         }  # fmt: skip
         super().__init__(
             params, defaults, set_grad_none=set_grad_none, maximize=maximize, write_back=write_back, seed=seed,
-            master_weights=master_weights, capturable=capturable,
+            master_weights=master_weights, capturable=capturable, state_dtype=state_dtype, min_8bit_size=min_8bit_size,
         )  # fmt: skip
 
     def _check_options(self, group: Group) -> None:
@@ -104,7 +105,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         amsgrad: bool = False, adam_w_mode: bool = True, grad_averaging: bool = True,
         max_grad_norm: float | None = 1.0, use_nvlamb: bool = False,
         reduced_precision_dtype: torch.dtype | None = None, *, maximize: bool = False, write_back: str = "nearest",
-        seed: int = 0,
+        seed: int = 0, state_dtype: Any = torch.float32, min_8bit_size: int = 4096,
     ) -> None:  # fmt: skip
         if isinstance(step, bool) or not isinstance(step, int):
             raise AmpTypeError(f"step must be an int, the number of steps so far, got {type(step).__name__}")
@@ -115,6 +116,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             params, lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay,
             amsgrad=amsgrad, adam_w_mode=adam_w_mode, grad_averaging=grad_averaging, max_grad_norm=max_grad_norm,
             use_nvlamb=use_nvlamb, maximize=maximize, write_back=write_back, seed=seed, capturable=True,
+            state_dtype=state_dtype, min_8bit_size=min_8bit_size,
         )  # fmt: skip
 
     @property

@@ -49,13 +49,15 @@ class FusedMuon(FusedOptimizer):
         orthogonalize: replaces the iterations: takes a bf16 tensor (k, m, n) of k matrices, returns the result in that
             shape. ``ns_coefficients``, ``eps`` and ``ns_steps`` have no effect then. None by default.
         set_grad_none: whether ``zero_grad()`` sets gradients to None.
-        maximize, write_back, seed, master_weights, capturable: see ``FusedOptimizer``.
+        maximize, write_back, seed, master_weights, capturable, min_8bit_size: see ``FusedOptimizer``.
+        state_dtype: see ``FusedOptimizer``. A dict may have the state of both kinds of groups.
 
     Raises:
         AmpValueError, AmpTypeError: an invalid argument, or a parameter that is no matrix or tensor parallel, by name.
     """
 
     _op = "muon"
+    _ops = ("muon", "adam")
     # Groups of AdamW have its decoupled decay.
     adam_w_mode = 1
     _adamw: ClassVar[Group] = {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "bias_correction": True}
@@ -66,6 +68,7 @@ class FusedMuon(FusedOptimizer):
         eps: float = 1e-7, ns_steps: int = 5, adjust_lr_fn: str | None = None, *,
         orthogonalize: Callable[[Tensor], Tensor] | None = None, set_grad_none: bool = True, maximize: bool = False,
         write_back: str = "nearest", seed: int = 0, master_weights: bool | str = False, capturable: bool = False,
+        state_dtype: Any = torch.float32, min_8bit_size: int = 4096,
     ) -> None:  # fmt: skip
         if orthogonalize is not None and not callable(orthogonalize):
             raise AmpTypeError(f"orthogonalize must be a function of a tensor, got {type(orthogonalize).__name__}")
@@ -77,7 +80,7 @@ class FusedMuon(FusedOptimizer):
         }  # fmt: skip
         super().__init__(
             params, defaults, set_grad_none=set_grad_none, maximize=maximize, write_back=write_back, seed=seed,
-            master_weights=master_weights, capturable=capturable,
+            master_weights=master_weights, capturable=capturable, state_dtype=state_dtype, min_8bit_size=min_8bit_size,
         )  # fmt: skip
 
     # --- groups -------------------------------------------------------------------------------------------------------
@@ -124,14 +127,14 @@ class FusedMuon(FusedOptimizer):
             local = work.lists["params"]
             kinds = [(*p.shape[-2:], has_split_matrices(p)) for p in work.members]
             found = stacks((kind, p.numel()) for kind, p in zip(kinds, local, strict=True))
-            works += [_work.part_of(work, places, places is found[0]) for places in found]
+            works += [_work.part_of(work, places, places is found[0], self._numbers) for places in found]
         return works
 
-    def _launch(self, work: Work, number: int, scaling: Scaling, norm: PerDevice | None) -> None:
+    def _launch(self, work: Work, scaling: Scaling, norm: PerDevice | None) -> None:
         if not work.group["use_muon"]:
-            super()._launch(work, number, scaling, norm)
+            super()._launch(work, scaling, norm)
             return
-        arguments = self._arguments(work, number, scaling)
+        arguments = self._arguments(work, scaling)
         updates = self.orthogonalized(work.group, self.directions(work, arguments))
         self.descend(work, arguments, updates)
 
@@ -146,7 +149,7 @@ class FusedMuon(FusedOptimizer):
         # A copy: ``descend`` advances the counts, from which both calls draw random bits.
         steps = list(torch.stack([step.reshape(()) for step in work.lists["steps"]]).unbind())
         lists = {**work.lists, "params": found, "extras": [], "steps": steps}
-        _work.call("muon", work._replace(kind=("nearest", work.is_lazy), lists=lists), arguments)
+        _work.call("muon", work._replace(kind=("nearest", *work.kind[1:]), lists=lists), arguments)
         return found
 
     def orthogonalized(self, group: Group, directions: Sequence[Tensor]) -> list[Tensor]:

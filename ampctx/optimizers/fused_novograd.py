@@ -34,7 +34,7 @@ class FusedNovoGrad(FusedOptimizer):
         norm_type: 2 for the L2 norm, 0 for the largest magnitude.
         init_zero: start the running norm at 0 instead of the first norm.
         set_grad_none: whether ``zero_grad()`` sets gradients to None.
-        maximize, write_back, seed, master_weights, capturable: see ``FusedOptimizer``.
+        maximize, write_back, seed, master_weights, capturable, state_dtype, min_8bit_size: see ``FusedOptimizer``.
     """
 
     _op = "novograd"
@@ -44,7 +44,8 @@ class FusedNovoGrad(FusedOptimizer):
         betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False,
         reg_inside_moment: bool = False, grad_averaging: bool = True, norm_type: int = 2, init_zero: bool = False,
         set_grad_none: bool = True, *, maximize: bool = False, write_back: str = "nearest", seed: int = 0,
-        master_weights: bool | str = False, capturable: bool = False,
+        master_weights: bool | str = False, capturable: bool = False, state_dtype: Any = torch.float32,
+        min_8bit_size: int = 4096,
     ) -> None:  # fmt: skip
         refuse_amsgrad("FusedNovoGrad", amsgrad)
         self.moment_mode = 0 if reg_inside_moment else 1
@@ -54,7 +55,7 @@ class FusedNovoGrad(FusedOptimizer):
         }  # fmt: skip
         super().__init__(
             params, defaults, set_grad_none=set_grad_none, maximize=maximize, write_back=write_back, seed=seed,
-            master_weights=master_weights, capturable=capturable,
+            master_weights=master_weights, capturable=capturable, state_dtype=state_dtype, min_8bit_size=min_8bit_size,
         )  # fmt: skip
 
     def _check_options(self, group: Group) -> None:

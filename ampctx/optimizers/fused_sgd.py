@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ class FusedSGD(FusedOptimizer):
         wd_after_momentum: add weight_decay * p after the momentum instead of to the gradient.
         materialize_master_grads: apex's option, kept as an attribute. It has no effect.
         set_grad_none: whether ``zero_grad()`` sets gradients to None. False by default.
-        maximize, write_back, seed, master_weights, capturable, offload, overlap, offload_gradients: see
-            ``FusedOptimizer``.
+        maximize, write_back, seed, master_weights, capturable, state_dtype, min_8bit_size, offload, overlap,
+            offload_gradients: see ``FusedOptimizer``.
     """
 
     _op = "sgd"
@@ -40,6 +40,7 @@ class FusedSGD(FusedOptimizer):
         weight_decay: float = 0.0, nesterov: bool = False, wd_after_momentum: bool = False,
         materialize_master_grads: bool = True, set_grad_none: bool = False, *, maximize: bool = False,
         write_back: str = "nearest", seed: int = 0, master_weights: bool | str = False, capturable: bool = False,
+        state_dtype: Any = torch.float32, min_8bit_size: int = 4096,
         offload: str | None = None, overlap: str | None = None, offload_gradients: bool = False,
     ) -> None:  # fmt: skip
         self.wd_after_momentum = wd_after_momentum
@@ -52,7 +53,7 @@ class FusedSGD(FusedOptimizer):
         }  # fmt: skip
         super().__init__(
             params, defaults, set_grad_none=set_grad_none, maximize=maximize, write_back=write_back, seed=seed,
-            master_weights=master_weights, capturable=capturable,
+            master_weights=master_weights, capturable=capturable, state_dtype=state_dtype, min_8bit_size=min_8bit_size,
             offload=offload, overlap=overlap, offload_gradients=offload_gradients,
         )  # fmt: skip
 
@@ -72,8 +73,8 @@ class FusedSGD(FusedOptimizer):
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise AmpValueError("Nesterov momentum requires a momentum and zero dampening.")
 
-    def _make_state(self, p: Tensor, state: dict[str, Any], needed: Iterable[str]) -> None:
-        if "momentum_buffer" in needed and "momentum_buffer" not in state:
+    def _make_state(self, p: Tensor, state: dict[str, Any], needed: Mapping[str, torch.dtype | None]) -> None:
+        if any(key in needed and key not in state for key in ("momentum_buffer", "momentum_buffer_codes")):
             # At a count of 0 the op starts the buffer with the gradient.
             state.pop("step", None)
         super()._make_state(p, state, needed)
@@ -83,7 +84,7 @@ class FusedSGD(FusedOptimizer):
         for _, _, state in group.states:
             # torch and apex do not count steps: an existing buffer has started. If our first step was skipped and torch
             # then started the buffer, the checkpoint has our count of 0.
-            buffer = state.get("momentum_buffer")
+            buffer = state.get("momentum_buffer", state.get("momentum_buffer_codes"))
             if not isinstance(buffer, torch.Tensor) or buffer.is_meta:
                 continue
             begun = "step" not in state or (is_zero(state["step"]) and buffer.any())

@@ -51,7 +51,7 @@ class LambStep {
     StepBlock<T> at = access_.open(block, buffers);
     access_.read_gradients(at, block, buffers);
     loops_.lamb_moments(at, lamb_);
-    access_.write_states(block, buffers);
+    access_.write_states(at, block, buffers);
     access_.read_states(at, block, buffers);
     return at;
   }

@@ -32,7 +32,7 @@ TensorScalars<T>* advance_steps(const StepCall& call) {
     if (t != known) last = tensor_scalars<T>(call.rule, t, number);
     known = t;
     scalars[number] = last;
-    scalars[number].key = random_key(call.rule.seed, to_int64(t), number);
+    scalars[number].key = random_key(call.rule.seed, to_int64(t), call.numbers ? call.numbers[number] : number);
     ++number;
   }
   return scalars;
@@ -51,7 +51,10 @@ class StepAccess {
         scalars_(scalars),
         weights_(optimizer_loops<T>(cpu::simd()).weights),
         unscale_(arithmetic<T>(cpu::simd()).scale),
-        access_(call.lists, cpu::simd()) {}
+        access_(call.lists, cpu::simd()) {
+    rounds_states_ = call.stochastic_state;
+    for (int state = 0; state < call.states(); ++state) rounds_states_ |= is_code(call.lists.dtype[2 + state]);
+  }
 
   // For weights and states whose memory holds T.
   StepBlock<T> open_in_place(const Block& block, Buffers& unused) const {
@@ -91,11 +94,18 @@ class StepAccess {
 
   void read_states(StepBlock<T>& at, const Block& block, Buffers& buffers) const {
     for (int state = 0; state < call_.states(); ++state) {
-      at.state[state] = access_.update(2 + state, block, buffers.list[2 + state]);
+      const int list = 2 + state;
+      if (is_code(call_.lists.dtype[list])) {
+        at.state[state] = buffers.list[list].data;
+        read_codes(state, block, at.state[state]);
+      } else {
+        at.state[state] = access_.update(list, block, buffers.list[list]);
+      }
     }
   }
 
-  void write_states(const Block& block, const Buffers& buffers) const {
+  void write_states(const StepBlock<T>& at, const Block& block, const Buffers& buffers) const {
+    if (rounds_states_) return round_states(at, block, buffers);
     for (int state = 0; state < call_.states(); ++state) access_.write(2 + state, block, buffers.list[2 + state]);
   }
 
@@ -112,6 +122,37 @@ class StepAccess {
   void* memory(int list, const Block& block) const { return access_.memory(list, block); }
 
  private:
+  float* scales(int state, const Block& block) const {
+    if (!is_code(call_.lists.dtype[2 + state])) return nullptr;
+    return static_cast<float*>(call_.scales[state][block.tensor]) + block.begin / kCodeBlock;
+  }
+
+  // Codes go with fp32 alone, and so do random bits of states.
+  void read_codes(int state, const Block& block, T* values) const {
+    if constexpr (sizeof(T) == sizeof(float)) {
+      const DType type = call_.lists.dtype[2 + state];
+      simd().optimizers.decode(type, memory(2 + state, block), scales(state, block), values, block.size);
+    }
+  }
+
+  void round_states(const StepBlock<T>& at, const Block& block, const Buffers& buffers) const {
+    if constexpr (sizeof(T) == sizeof(float)) {
+      const OptimizerLoops& loops = simd().optimizers;
+      uint32_t random[kBlock];
+      if (call_.stochastic_state) loops.draw(key_at(at.tensor.key, block.begin), random, block.size);
+      for (int state = 0; state < call_.states(); ++state) {
+        const int list = 2 + state;
+        const DType type = call_.lists.dtype[list];
+        if (is_code(type) || (call_.stochastic_state && type == DType::bf16)) {
+          loops.round({type, state, call_.stochastic_state ? random : nullptr}, at.state[state], memory(list, block),
+                      scales(state, block), block.size);
+        } else {
+          access_.write(list, block, buffers.list[list]);
+        }
+      }
+    }
+  }
+
   StepBlock<T> begin(const Block& block) const {
     StepBlock<T> at{};
     at.n = block.size;
@@ -127,6 +168,7 @@ class StepAccess {
   const Weights<T>& weights_;
   const decltype(Arithmetic<T>::scale) unscale_;
   const BlockAccess<T> access_;
+  bool rounds_states_;  // otherwise than by a conversion of each element
 };
 
 // The loop that converts gradients and copies on the way, or null. Gradients that were unscaled are fp32.
@@ -173,7 +215,7 @@ void update(const Context& context, const StepCall& call, const TensorScalars<T>
     StepBlock<T> at = access.open(block, buffers);
     access.read_gradients(at, block, buffers);
     loops.plain(at, optimizer);
-    access.write_states(block, buffers);
+    access.write_states(at, block, buffers);
     access.write_weights(at, block, buffers);
   });
 }

@@ -1,5 +1,6 @@
 // The CPU's inner loops of the optimizers. Compiled once per instruction set, with the rules of simd.cpp.
 #include "simd.h"
+#include "simd_codes.h"
 #include "simd_convert.h"
 #include "simd_table.h"
 
@@ -154,6 +155,9 @@ extern const OptimizerLoops AMPCTX_TABLE(optimizers);
 const OptimizerLoops AMPCTX_TABLE(optimizers) = {
     {kWeights<float>, kStepLoops<float>, kLayerLoops<float>},
     {kWeights<double>, kStepLoops<double>, kLayerLoops<double>},
+    draw_state_bits,
+    decode_state,
+    round_state,
 };
 
 }  // namespace ampctx::cpu

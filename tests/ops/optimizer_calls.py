@@ -11,7 +11,10 @@ import torch
 from backends import ALL_FLOATS, COMPILED, CUDA, EMULATED, FULL_BLOCKS, REFERENCE, SHUFFLED, Backend, _factor
 from torch import Tensor
 
+from ampctx.kernels import codes
 from ampctx.kernels.reference_steps import WRITE_BACKS
+from ampctx.kernels.spec import SPECS
+from ampctx.kernels.steps import NO_NUMBERS
 
 LOW = (torch.float16, torch.bfloat16)
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -81,7 +84,7 @@ class Call:
     @property
     def elementwise(self) -> list[str]:
         """The lists that are in use and agree in sizes and layouts."""
-        alone = ("steps", *self.optimizer.per_tensor)
+        alone = ("steps", *self.optimizer.per_tensor, *SCALES)
         return [name for name, tensors in self.lists.items() if tensors and name not in alone]
 
     def clone(self) -> Call:
@@ -91,7 +94,7 @@ class Call:
 
     def arguments(self, found_inf: Tensor, inv_scale: Tensor, lr: Tensor) -> tuple:
         """In the order of the schema."""
-        given = {"skips": [], "grad_norm": _factor(0.0), "max_norm": -1.0, **self.lists, **self.options}
+        given = {**DEFAULTS, **self.lists, **self.options}
         given |= {"found_inf": found_inf, "inv_scale": inv_scale, "lr": lr}
         return tuple(given[name] for name in argument_names(self.op))
 
@@ -142,6 +145,8 @@ def assert_nearly_same(call: Call, expected: Call) -> None:
         message = lambda text, name=name: f"{name}: {text}"  # noqa: E731
         if a.dtype == torch.float32:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=message)
+        elif not a.is_floating_point():
+            assert torch.equal(a, b), name
         else:
             torch.testing.assert_close(a, b, rtol=torch.finfo(a.dtype).eps, atol=1e-7, msg=message)
             others += int((bits(a) != bits(b)).sum())
@@ -157,6 +162,25 @@ def _joined(p: Tensor, extra: Tensor, write_back: str) -> Tensor:
     if write_back == "kahan":
         return p.float() + extra.float()
     return ((bits(p).int() << 16) + extra.int()).view(torch.float32)
+
+
+# The lists of scales, by the state that they belong to.
+CODED = {state.name: state for spec in SPECS.values() for state in spec.coded}
+SCALES = {state.scales: [] for state in CODED.values()}
+DEFAULTS = {"skips": [], "grad_norm": _factor(0.0), "max_norm": -1.0, "stochastic_state": False, **SCALES}
+DEFAULTS |= {"numbers": NO_NUMBERS}
+
+
+def encoded(values: list[Tensor], code: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Codes in the layouts of fp32 ``values``, and their scales."""
+    found, scales = [], []
+    for t in values:
+        of_t = torch.empty_like(t, dtype=codes.DTYPES[code])
+        flat, of_blocks = codes.encode(codes.in_memory_order(t), of_t.dtype)
+        codes.in_memory_order(of_t).copy_(flat)
+        found.append(of_t)
+        scales.append(of_blocks)
+    return found, scales
 
 
 REFERENCE_ON = {
@@ -180,24 +204,33 @@ def make_call(
     *,
     grad: torch.dtype = torch.float32,
     param: torch.dtype = torch.float32,
-    state: torch.dtype = torch.float32,
+    state: torch.dtype | str = torch.float32,
     extra: torch.dtype = torch.float16,
     write_back: str = "nearest",
     counts: Sequence[int] = (0, 1, 5),
     seed: int = 0,
     **options: Any,
 ) -> Call:
-    """A call with random tensors of these sizes; ``counts`` are the steps taken before, in turn."""
+    """A call with random tensors of these sizes; ``counts`` are the steps taken before, in turn.
+
+    ``state``: "8bit" for codes; "mixed" for codes beside bf16.
+    """
     lists = {
         "grads": backend.randn(sizes, grad, seed=1),
         "params": backend.randn(sizes, param, seed=2),
         "max_exp_avg_sqs": [],
         "momentum_buffers": [],
+        **SCALES,
         "steps": [torch.full((), float(counts[i % len(counts)]), device=backend.device) for i in range(len(sizes))],
     }
     for i, name in enumerate(optimizer.states):
-        values = backend.randn(sizes, state, seed=3 + i)
+        dtype = state if isinstance(state, torch.dtype) else torch.float32
+        values = backend.randn(sizes, dtype, seed=3 + i)
         lists[name] = [v.abs() for v in values] if name in _NEVER_NEGATIVE else values
+        if state == "8bit" or (state == "mixed" and i == 0):
+            lists[name], lists[CODED[name].scales] = encoded(lists[name], CODED[name].code)
+        elif state == "mixed":
+            lists[name] = [t.bfloat16() for t in lists[name]]
     for name in optimizer.per_tensor:
         lists[name] = [t.abs()[0] for t in backend.randn([1] * len(sizes), seed=8)]
     lists["extras"] = make_extras(backend, sizes, write_back, param, extra)

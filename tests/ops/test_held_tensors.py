@@ -10,7 +10,7 @@ from itertools import combinations
 import pytest
 import torch
 from backends import COMPILED, EMULATED, _factor
-from optimizer_calls import NOVOGRAD, OPTIMIZERS, argument_names, make_call
+from optimizer_calls import DEFAULTS, NOVOGRAD, OPTIMIZERS, argument_names, make_call
 
 from ampctx import optimizer_ops
 from ampctx._errors import AmpValueError
@@ -25,9 +25,7 @@ def held(call, backend, found_inf=None, **lists):
     numbers = {name: hold(tensors) if tensors else 0 for name, tensors in call.lists.items()}
     flag = backend.flag() if found_inf is None else found_inf
     given = {
-        "skips": 0,
-        "grad_norm": _factor(1.0),
-        "max_norm": -1.0,
+        **{name: 0 if value == [] else value for name, value in DEFAULTS.items()},
         **call.options,
         **numbers,
         **lists,

@@ -34,7 +34,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ops"))
 from backends import ALL_FLOATS, COMPILED, REFERENCE
-from optimizer_calls import ELEMENTWISE, LARC, OPTIMIZERS, WRITE_BACKS, make_call, takes
+from optimizer_calls import CODED, DEFAULTS, ELEMENTWISE, LARC, OPTIMIZERS, WRITE_BACKS, make_call, takes
 
 from ampctx.kernels import definitions, handles
 
@@ -101,9 +101,21 @@ class Case:
             "state": dtypes[1],
             "extra": param if write_back == "kahan" else dtypes[2],
         }
+        are_coded = {*optimizer.states} <= CODED.keys() and torch.float64 not in types.values()
+        if are_coded and rng.random() < 0.5:
+            types |= {"state": rng.choice((torch.bfloat16, "8bit", "mixed")), "stochastic_state": rng.random() < 0.5}
         call = make_call(COMPILED, optimizer, sizes, write_back=write_back, **types)
         flag.fill_(rng.choice((0, 0, 0, 1)))
-        given = {**call.lists, **call.options, "found_inf": flag, "inv_scale": self._factor(), "lr": self._factor()}
+        given = {
+            **DEFAULTS,
+            **call.lists,
+            **call.options,
+            "found_inf": flag,
+            "inv_scale": self._factor(),
+            "lr": self._factor(),
+        }
+        if rng.random() < 0.5:
+            given["numbers"] = torch.arange(sum(size != 0 for size in sizes)) * 3
         given["skips"] = [torch.ones(()) for _ in range(rng.choice((0, 5)))]
         given |= {"grad_norm": self._factor(), "max_norm": rng.choice((-1.0, 0.25, 1.0))}
         return optimizer.op, {a.name: given[a.name] for a in schema(optimizer.op)}

@@ -1,0 +1,377 @@
+"""``state_dtype``: state in fp32, in bf16, or in 8-bit codes with a scale for each 64 elements (``kernels.codes``).
+
+Codes are kept under keys of their own: ``exp_avg_codes`` and ``exp_avg_scales`` for ``exp_avg``. So torch's optimizers
+refuse them with a KeyError, and do not train on codes as if they were floats.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError
+from ampctx.kernels import codes as kernel_codes
+from ampctx.kernels.codes import BLOCK, DTYPES
+from ampctx.kernels.reference import compute_dtype, is_dense, same_layout
+from ampctx.kernels.sharding import is_row_sharded, is_sharded, laid_out_as, like_rows_of, local
+from ampctx.kernels.spec import SPECS, OpSpec
+from ampctx.optimizers._options import Group, plain
+
+CODED = {state.key: state for spec in SPECS.values() for state in spec.coded}
+CODES_OF = {state.codes_key: key for key, state in CODED.items()}
+SCALES_OF = {state.scales: key for key, state in CODED.items()}
+_CHOICES = (torch.float32, torch.bfloat16, "8bit")
+_WIDE = torch.float32
+_MIN_8BIT_SIZE = 4096
+DEFAULTS: Group = {"state_dtype": _WIDE, "min_8bit_size": _MIN_8BIT_SIZE}
+
+
+# --- the options ------------------------------------------------------------------------------------------------------
+
+
+def options_of(state_dtype: Any, min_8bit_size: Any) -> Group:
+    """The options as group options. None by default, so that the groups of fp32 state are torch's."""
+    given = {"state_dtype": state_dtype, "min_8bit_size": min_8bit_size}
+    return {} if given == DEFAULTS else given
+
+
+def keep_options(saved: Group, own: Group) -> None:
+    """Puts the options of ``own`` in the place of a checkpoint's: how to keep state is a choice of this run, as for
+    masters."""
+    for name in DEFAULTS:
+        saved.pop(name, None)
+        if name in own:
+            saved[name] = own[name]
+
+
+def is_reduced(group: Group) -> bool:
+    """Whether some state may be below fp32."""
+    given = group.get("state_dtype", _WIDE)
+    return given is not _WIDE and (not isinstance(given, dict) or any(v is not _WIDE for v in given.values()))
+
+
+def check(of: str, ops: Sequence[str], group: Group) -> None:
+    """Checks ``state_dtype`` and ``min_8bit_size`` of a group. ``ops``: those of the optimizer, which name its state.
+
+    Raises:
+        AmpTypeError, AmpValueError: an invalid option, by name.
+    """
+    if DEFAULTS.keys().isdisjoint(group):
+        return
+    given, names = group.get("state_dtype", _WIDE), [state.key for op in ops for state in SPECS[op].coded]
+    if not names:
+        if given is not _WIDE:
+            raise AmpValueError(
+                f"state_dtype is {given!r}, and {of} keeps its state in torch.float32: a sum that only grows must not "
+                "be rounded. Leave it out."
+            )
+        return
+    if isinstance(given, Mapping):
+        if unknown := [name for name in given if name not in names]:
+            raise AmpValueError(
+                f"state_dtype has {unknown[0]!r}, and {of} keeps no such state in fewer bits: expected "
+                f"{' or '.join(map(repr, names))}"
+            )
+        group["state_dtype"] = {name: _choice(f"state_dtype[{name!r}]", value) for name, value in given.items()}
+    else:
+        group["state_dtype"] = _choice(
+            "state_dtype", given, f", or a dict of these by {' and '.join(map(repr, names))}"
+        )
+    size = plain(group.get("min_8bit_size", _MIN_8BIT_SIZE))
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise AmpTypeError(f"min_8bit_size must be an int, got {type(size).__name__}")
+    if size < 0:
+        raise AmpValueError(f"min_8bit_size is {size}, expected a number of elements >= 0")
+    if "min_8bit_size" in group:
+        group["min_8bit_size"] = size
+    if group.get("amsgrad") and is_reduced(group):
+        raise AmpValueError(
+            f"state_dtype={given!r} does not go with amsgrad=True: its running maximum must not be rounded down. Leave "
+            "out one of them."
+        )
+
+
+def _choice(name: str, value: Any, more: str = "") -> Any:
+    for choice in _CHOICES:
+        if value is choice or (isinstance(value, str) and value == choice):
+            return choice
+    raise AmpValueError(f"{name} is {value!r}, expected torch.float32, torch.bfloat16 or '8bit'{more}")
+
+
+def refuse_fp64(group: Group, name: str) -> None:
+    raise AmpValueError(
+        f"state_dtype={group['state_dtype']!r} does not go with float64 parameters, and {name} is one. Put it into a "
+        "group with state_dtype=torch.float32."
+    )
+
+
+def smallest_coded(group: Group) -> float:
+    """The size from which parameters of a group have codes; inf if none have."""
+    given = group.get("state_dtype", _WIDE)
+    has_codes = given == "8bit" or (isinstance(given, dict) and "8bit" in given.values())
+    size: float = group.get("min_8bit_size", _MIN_8BIT_SIZE)
+    return size if has_codes else math.inf
+
+
+# --- forms of state ---------------------------------------------------------------------------------------------------
+
+
+class Forms(NamedTuple):
+    """How the states of some parameters are kept.
+
+    sized: the op's lists of state of the parameters' size -> the key in the state; None for an empty list.
+    scales: the op's lists of scales -> the key.
+    dtypes: the state's key without "_codes" -> bf16, int8 or uint8. Others are in the type of arithmetic.
+    """
+
+    sized: Mapping[str, str | None]
+    scales: Mapping[str, str]
+    dtypes: Mapping[str, torch.dtype]
+
+
+def forms_of(spec: OpSpec, group: Group, sized: Mapping[str, str | None], in_codes: bool) -> Forms:
+    """``in_codes``: whether the parameters are large enough for codes."""
+    if not is_reduced(group):
+        return Forms(sized, {}, {})
+    given, lists = group["state_dtype"], dict(sized)
+    scales, dtypes = {}, {}
+    for state in spec.coded:
+        if sized.get(state.name) is None:
+            continue
+        of_state = given.get(state.key, _WIDE) if isinstance(given, dict) else given
+        if of_state is torch.bfloat16:
+            dtypes[state.key] = torch.bfloat16
+        elif of_state == "8bit" and in_codes:
+            lists[state.name] = state.codes_key
+            scales[state.scales] = state.scales
+            dtypes[state.key] = DTYPES[state.code]
+    return Forms(lists, scales, dtypes)
+
+
+def dtype_of(key: str, forms: Forms) -> torch.dtype | None:
+    """The dtype of an entry of the state; None for that of arithmetic."""
+    return forms.dtypes.get(CODES_OF.get(key, key))
+
+
+def has_forms(state: Mapping[str, Any], forms: Forms) -> bool:
+    """Whether no entry has another form, as after a change of ``state_dtype``."""
+    for key, coded in CODED.items():
+        found = state.get(key)
+        if found is None and (found := state.get(coded.codes_key)) is None:
+            continue
+        want = forms.dtypes.get(key)
+        if found.dtype is not want and (want is not None or found.dtype in _REDUCED):
+            return False
+    return True
+
+
+_REDUCED = frozenset({torch.bfloat16, torch.int8, torch.uint8})
+
+
+def convert(p: Tensor, state: dict[str, Any], forms: Forms) -> None:
+    """Puts entries of another form into theirs: to nearest, and exactly to fp32."""
+    for key, coded in CODED.items():
+        if has_forms({k: state[k] for k in (key, coded.codes_key) if k in state}, forms):
+            continue
+        if coded.codes_key in state:
+            value = decoded(state.pop(coded.codes_key), state.pop(coded.scales))
+        else:
+            value = state.pop(key)
+        want = forms.dtypes.get(key)
+        if want is not None and want in DTYPES.values():
+            state[coded.codes_key], state[coded.scales] = encoded(p, value, want)
+        else:
+            state[key] = value.to(want or compute_dtype(p))
+
+
+# --- codes ------------------------------------------------------------------------------------------------------------
+
+
+def scales_shape(t: Tensor) -> tuple[int, ...]:
+    """(rows, blocks of a row) where a row of a plain tensor is whole blocks and lies in one piece, else (blocks,)."""
+    rows = t.shape[0] if t.dim() else 0
+    row = t.numel() // rows if rows else 0
+    if row and row % BLOCK == 0 and is_dense(t) and (rows == 1 or t.stride(0) == row):
+        return rows, row // BLOCK
+    return (kernel_codes.blocks_of(t.numel()),)
+
+
+def zero_scales(codes: Tensor) -> Tensor:
+    """Scales of 0. A DTensor if it can be sharded like the codes, else those of this rank's part."""
+    (part,) = local([codes])
+    if is_row_sharded(codes, BLOCK):
+        return like_rows_of(codes, codes.shape[1:].numel() // BLOCK, torch.float32)
+    return torch.zeros(scales_shape(part), dtype=torch.float32, device=part.device)
+
+
+@torch.no_grad()
+def encoded(p: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes to nearest, in the layout of ``p``, and their scales."""
+    codes = torch.zeros_like(p, dtype=dtype, requires_grad=False)
+    scales = zero_scales(codes)
+    into, part, of_part = local([codes, value, scales])
+    values = torch.empty_like(into, dtype=torch.float32).copy_(part)
+    found, found_scales = kernel_codes.encode(kernel_codes.in_memory_order(values), dtype)
+    kernel_codes.in_memory_order(into).copy_(found)
+    of_part.copy_(found_scales.reshape(of_part.shape))
+    return codes, scales
+
+
+@torch.no_grad()
+def decoded(codes: Tensor, scales: Tensor) -> Tensor:
+    """The fp32 values, in the layout of the codes. Exact."""
+    values = torch.empty_like(codes, dtype=torch.float32)
+    from_, of_part, into = local([codes, scales, values])
+    found = kernel_codes.decode(kernel_codes.in_memory_order(from_), of_part)
+    kernel_codes.in_memory_order(into).copy_(found)
+    return values
+
+
+def _whole(t: Any) -> Tensor:
+    whole: Tensor = t.full_tensor() if is_sharded(t) else t
+    return whole
+
+
+@torch.no_grad()
+def restored(p: Tensor, name: str, key: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Copies the codes of state ``key`` for ``p``: bit for bit, or decoded where ``p`` is laid out otherwise.
+
+    A collective if codes are sharded otherwise than ``p``.
+
+    Raises:
+        AmpKeyError: codes without scales. AmpValueError: a wrong dtype or shape, by name.
+    """
+    coded = CODED[key]
+    codes, scales = _checked(name, key, state)
+    if codes.shape != p.shape:
+        where = f"the state {coded.codes_key!r} of {name}"
+        raise AmpValueError(f"{where} has shape {tuple(codes.shape)}, the parameter has {tuple(p.shape)}")
+    mine = torch.zeros_like(p, dtype=codes.dtype, requires_grad=False)
+    mine_scales = zero_scales(mine)
+    if _lies_as(codes, mine) and _lies_as(scales, mine_scales):
+        return {coded.codes_key: mine.copy_(codes), coded.scales: mine_scales.copy_(scales)}
+    codes, scales = _whole(codes), _whole(scales)
+    low, high = (x.item() for x in torch.aminmax(scales)) if scales.numel() else (0.0, 0.0)
+    check_scales(f"the state {coded.scales!r} of {name}", low, high)
+    value = laid_out_as(decoded(codes, scales), p)
+    return {key: torch.empty_like(p, dtype=torch.float32, requires_grad=False).copy_(value)}
+
+
+def _lies_as(t: Any, mine: Any) -> bool:
+    if is_sharded(t) != is_sharded(mine):
+        return False
+    if is_sharded(t) and (t.device_mesh, t.placements) != (mine.device_mesh, mine.placements):
+        return False
+    part, of_mine = local([t, mine])
+    return part.shape == of_mine.shape and same_layout(part, of_mine)
+
+
+def _checked(name: str, key: str, state: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """The codes and scales of state ``key``, after checks of their types and shapes."""
+    coded = CODED[key]
+    for one, other in ((coded.codes_key, coded.scales), (coded.scales, coded.codes_key)):
+        if other not in state:
+            raise AmpKeyError(f"the state of {name} has {one!r} without {other!r}. Each is nothing without the other.")
+    if key in state:
+        raise AmpKeyError(f"the state of {name} has both {key!r} and {coded.codes_key!r}. Remove one of them.")
+    codes, scales = state[coded.codes_key], state[coded.scales]
+    for part, value, dtype in (
+        (coded.codes_key, codes, DTYPES[coded.code]),
+        (coded.scales, scales, torch.float32),
+    ):
+        where = f"the state {part!r} of {name}"
+        if not isinstance(value, Tensor):
+            raise AmpValueError(f"{where} is of type {type(value).__name__}, expected a tensor")
+        if value.is_meta:
+            raise AmpValueError(f"{where} is on the meta device, without values")
+        if value.layout != torch.strided:
+            raise AmpValueError(f"{where} is of layout {value.layout}, expected torch.strided")
+        if value.dtype != dtype:
+            raise AmpValueError(f"{where} is of {value.dtype}, expected {dtype}")
+    # Without values, so that each rank of a sharded state sees the whole.
+    expected = tuple(zero_scales(codes).shape) if is_sharded(scales) else scales_shape(local([codes])[0])
+    if tuple(scales.shape) != expected:
+        raise AmpValueError(
+            f"the state {coded.scales!r} of {name} has shape {tuple(scales.shape)}, expected {expected}: one for each "
+            f"{BLOCK} elements of {coded.codes_key!r}, as they lie in memory"
+        )
+    return codes, scales
+
+
+def check_scales(where: str, low: float, high: float) -> None:
+    """Raises AmpValueError unless all scales are finite numbers >= 0."""
+    if not (low >= 0 and math.isfinite(high)):
+        raise AmpValueError(
+            f"{where} has {low if not low >= 0 else high!r}, expected finite numbers >= 0: the file is damaged, or the "
+            "run that saved it had diverged"
+        )
+
+
+# --- other formats ----------------------------------------------------------------------------------------------------
+
+
+def unpacked(state: Mapping[str, Any], name: str = "a parameter") -> dict[str, Any]:
+    """The state of a parameter with fp32 in place of codes and bf16. Exact; other entries as they are."""
+    result: dict[str, Any] = {}
+    for key, value in state.items():
+        if key in SCALES_OF:
+            _checked(name, SCALES_OF[key], state)
+        elif key in CODES_OF:
+            result[CODES_OF[key]] = decoded(*_checked(name, CODES_OF[key], state))
+        elif key in CODED and isinstance(value, Tensor) and value.dtype == torch.bfloat16:
+            result[key] = value.float()
+        else:
+            result[key] = value
+    return result
+
+
+def for_any_ranks(states: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The states of a checkpoint, with fp32 in place of codes whose scales belong to this rank's part alone."""
+
+    def is_local(state: Any) -> bool:
+        return isinstance(state, Mapping) and any(
+            is_sharded(state[codes]) and not is_sharded(state[CODED[key].scales])
+            for codes, key in CODES_OF.items()
+            if codes in state
+        )
+
+    return {key: unpacked(state) if is_local(state) else state for key, state in states.items()}
+
+
+@torch.no_grad()
+def unpack_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns an optimizer's state dict in torch's format: state on the CPU, moments in fp32. Host sync for GPU state.
+
+    The result loads into torch.optim.AdamW, SGD and others, and into ampctx's optimizers with any ``state_dtype``. It
+    is exact: codes and bf16 are fp32 numbers. Of DTensors it has the whole tensors, and every rank must call it.
+
+    Args:
+        state_dict: what ``optimizer.state_dict()`` of an ampctx optimizer returned. It is not changed.
+
+    Returns:
+        a new dict; entries that are no tensors are shared. Its groups lack ``state_dtype`` and ``min_8bit_size``.
+
+    Raises:
+        AmpTypeError: no state dict of an optimizer.
+        AmpKeyError: codes without their scales. AmpValueError: a wrong dtype or shape, by name.
+    """
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise AmpTypeError("unpack_state: state_dict must be what optimizer.state_dict() returned")
+
+    def on_cpu(value: Any) -> Any:
+        return _whole(value.detach()).to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+    states = {
+        key: unpacked({k: on_cpu(v) for k, v in state.items()}, f"parameter {key!r}")
+        if isinstance(state, Mapping)
+        else on_cpu(state)
+        for key, state in state_dict["state"].items()
+    }
+    groups = [
+        {key: value for key, value in group.items() if key not in DEFAULTS} for group in state_dict["param_groups"]
+    ]
+    return {**state_dict, "state": states, "param_groups": groups}
