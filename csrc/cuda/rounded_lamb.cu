@@ -9,7 +9,7 @@ template <Walk walk, class Table>
 __global__ void __launch_bounds__(kThreads, kRoundedBlocks)
     rounded_lamb_kernel(const __grid_constant__ Table table, int64_t share, LambParameters call, StepCounts counts,
                         RoundingParameters how) {
-  constexpr int states = 2, n = kRoundedAtOnce;
+  constexpr int states = 2;
   using Lists = RoundedLists<states>;
   if (call.step.is_skipped()) return;
   __shared__ CodeTable<states> codes;
@@ -25,45 +25,32 @@ __global__ void __launch_bounds__(kThreads, kRoundedBlocks)
         if constexpr (walk == Walk::weights) {
           rate = lamb_rate(lr, call.norms[int64_t{2} * tensor], call.norms[int64_t{2} * tensor + 1]);
         }
-        for_each_step_octet(table, tensor, begin, size, rounding, call.step.write_back, [&](auto& octet) {
-          octet.load(walk != Walk::weights);
+        for_each_step_octet(table, tensor, begin, size, rounding, call.step.write_back, [&](const auto& octet) {
+          Weights value;
+          float state[states][kVector], u[kVector];
+          octet.template load<walk != Walk::weights>(value, state);
           if constexpr (walk != Walk::weights) {
-            float fresh[states][kVector];
 #pragma unroll
-            for (int first = 0; first < kVector; first += n) {
-              float value[Lists::kWalked][n];
-              octet.read(first, value);
-#pragma unroll
-              for (int k = 0; k < n; ++k) {
-                lamb_moments(lamb, gradient.of(value[0][k]), value[1][k], value[2][k], value[3][k]);
-                fresh[0][first + k] = value[2][k];
-                fresh[1][first + k] = value[3][k];
-              }
-              if (how.unscales) octet.keep_grads(first, value[0]);
+            for (int k = 0; k < kVector; ++k) {
+              lamb_moments(lamb, gradient.of(value[0][k]), value[1][k], state[0][k], state[1][k]);
             }
-            if (how.unscales) octet.store_grads();
-            octet.store_states(scalars.key, fresh);
+            if (how.unscales) octet.store_grads(value[0]);
+            octet.store_states(scalars.key, state);
           }
 #pragma unroll
-          for (int first = 0; first < kVector; first += n) {
-            float value[Lists::kWalked][n], u[n];
-            octet.read(first, value);
-#pragma unroll
-            for (int k = 0; k < n; ++k) {
-              u[k] = lamb_direction(lamb, scalars, value[1][k], value[2][k], value[3][k]);
-            }
-            if constexpr (walk == Walk::moments) {
-#pragma unroll
-              for (int k = 0; k < n; ++k) u[k] = octet.has(first + k) ? u[k] : 0.0f;  // 0 / 0 where eps is 0
-              sum[0] += L2Norm::of(value[1], 1.0f);
-              sum[1] += L2Norm::of(u, 1.0f);
-            } else {
-#pragma unroll
-              for (int k = 0; k < n; ++k) value[1][k] -= rate * u[k];
-              octet.keep_weights(first, scalars.key, value);
-            }
+          for (int k = 0; k < kVector; ++k) {
+            u[k] = lamb_direction(lamb, scalars, value[1][k], state[0][k], state[1][k]);
           }
-          if constexpr (walk != Walk::moments) octet.store_weights_and_extras();
+          if constexpr (walk == Walk::moments) {
+#pragma unroll
+            for (int k = 0; k < kVector; ++k) u[k] = octet.has(k) ? u[k] : 0.0f;  // 0 / 0 where eps is 0
+            sum[0] += L2Norm::of(value[1], 1.0f);
+            sum[1] += L2Norm::of(u, 1.0f);
+          } else {
+#pragma unroll
+            for (int k = 0; k < kVector; ++k) value[1][k] -= rate * u[k];
+            octet.store_weights(scalars.key, value);
+          }
         });
         if constexpr (walk == Walk::moments) leave_piece<L2Norm>(table, share, tensor, sum, call.partial);
       });

@@ -5,8 +5,8 @@
 // shuffles. The walk through single elements at the ends of a share has no place for that: here shares are cut at
 // multiples of 64 elements within each tensor, and what a thread has beyond the end of a tensor is 0.
 //
-// Few programs need these kernels, and each serves all types, write backs and unscaling ops, so that they are few: what
-// an unused list costs them is a branch, and registers that they would not gain a third block with.
+// Each kernel serves all types, write backs and unscaling ops, so that the library has few of them: a list that a call
+// does not have costs a branch.
 #pragma once
 
 #include "step_walk.cuh"
@@ -73,6 +73,7 @@ struct CodeTable {
 
   // Called by all threads, with a barrier behind it.
   __device__ void fill() {
+#pragma unroll 1
     for (int q = threadIdx.x; q < 256; q += kThreads) {
       value[0][q] = unscaled<DType::i8>(static_cast<int8_t>(q));
       if constexpr (states > 1) value[1][q] = unscaled<DType::u8>(q);
@@ -108,26 +109,20 @@ class TensorAccess {
  public:
   using Lists = RoundedLists<states>;
 
-  __device__ TensorAccess(const Table& table, int tensor, bool has_extras) : table_(table) {
+  __device__ TensorAccess(const Table& table, int tensor) : table_(table), tensor_(tensor), is_aligned_(true) {
 #pragma unroll
     for (int list = 0; list < Lists::kWalked; ++list) {
-      base_[list] = list < Lists::kExtras || has_extras ? tensor_data(table, list, tensor) : nullptr;
       const int64_t bytes = is_code(table.dtype[list]) ? kVector : kAccessBytes;
-      aligned_[list] = reinterpret_cast<uintptr_t>(base_[list]) % bytes == 0;
-    }
-#pragma unroll
-    for (int state = 0; state < states; ++state) {
-      const bool is_coded = is_code(table.dtype[2 + state]);
-      scales_[state] = is_coded ? static_cast<float*>(tensor_data(table, Lists::kScales + state, tensor)) : nullptr;
+      is_aligned_ = is_aligned_ && reinterpret_cast<uintptr_t>(table.pointer[list][tensor]) % bytes == 0;
     }
   }
 
   // Elements beyond the end are 0.
   __device__ __forceinline__ void load(int list, const Octet& octet, Raw& raw) const {
     const DType dtype = table_.dtype[list];
-    if (octet.count == kVector && aligned_[list]) {
-      is_code(dtype) ? load_words<2, 0>(base_[list], octet.at, raw)
-                     : load_vector(base_[list], dtype, true, octet.places(), raw);
+    if (octet.count == kVector && is_aligned_) {
+      is_code(dtype) ? load_words<2, 0>(base(list), octet.at, raw)
+                     : load_vector(base(list), dtype, true, octet.places(), raw);
     } else {
       dtype == DType::f32 ? load_singly<uint32_t>(list, octet, raw)
       : is_code(dtype)    ? load_singly<uint8_t>(list, octet, raw)
@@ -137,9 +132,9 @@ class TensorAccess {
 
   __device__ __forceinline__ void store(int list, const Octet& octet, const Raw& raw) const {
     const DType dtype = table_.dtype[list];
-    if (octet.count == kVector && aligned_[list]) {
-      is_code(dtype) ? store_words<2, 0>(base_[list], octet.at, raw)
-                     : store_vector(base_[list], dtype, true, octet.places(), raw);
+    if (octet.count == kVector && is_aligned_) {
+      is_code(dtype) ? store_words<2, 0>(base(list), octet.at, raw)
+                     : store_vector(base(list), dtype, true, octet.places(), raw);
     } else {
       dtype == DType::f32 ? store_singly<uint32_t>(list, octet, raw)
       : is_code(dtype)    ? store_singly<uint8_t>(list, octet, raw)
@@ -149,20 +144,28 @@ class TensorAccess {
 
   // The scale of the octet's block, of a state in codes.
   __device__ __forceinline__ float load_scale(int state, const Octet& octet) const {
-    return scales_[state] && octet.count > 0 ? scales_[state][octet.at / kCodeBlock] : 0.0f;
+    const bool has_scale = is_code(table_.dtype[2 + state]) && octet.count > 0;
+    return has_scale ? scales(state)[octet.at / kCodeBlock] : 0.0f;
   }
 
   __device__ __forceinline__ void store_scale(int state, const Octet& octet, float scale) const {
-    if (threadIdx.x % kLanesOfBlock == 0 && octet.count > 0) scales_[state][octet.at / kCodeBlock] = scale;
+    if (threadIdx.x % kLanesOfBlock != 0 || octet.count == 0) return;
+    scales(state)[octet.at / kCodeBlock] = scale;
   }
 
   __device__ __forceinline__ DType dtype(int list) const { return table_.dtype[list]; }
 
  private:
+  // Looked up for each access: less to keep while elements are computed.
+  __device__ __forceinline__ void* base(int list) const { return tensor_data(table_, list, tensor_); }
+  __device__ __forceinline__ float* scales(int state) const {
+    return static_cast<float*>(base(Lists::kScales + state));
+  }
+
   template <class Word>
   __device__ __forceinline__ void load_singly(int list, const Octet& octet, Raw& raw) const {
     constexpr int each = sizeof(uint32_t) / sizeof(Word), bits = 8 * sizeof(Word);
-    const auto* const words = static_cast<const Word*>(base_[list]) + octet.at;
+    const auto* const words = static_cast<const Word*>(base(list)) + octet.at;
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
       const uint32_t word = k < octet.count ? words[k] : 0;
@@ -173,7 +176,7 @@ class TensorAccess {
   template <class Word>
   __device__ __forceinline__ void store_singly(int list, const Octet& octet, const Raw& raw) const {
     constexpr int each = sizeof(uint32_t) / sizeof(Word), bits = 8 * sizeof(Word);
-    auto* const words = static_cast<Word*>(base_[list]) + octet.at;
+    auto* const words = static_cast<Word*>(base(list)) + octet.at;
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
       if (k < octet.count) words[k] = static_cast<Word>(raw.word[k / each] >> k % each * bits);
@@ -181,10 +184,13 @@ class TensorAccess {
   }
 
   const Table& table_;
-  void* base_[Lists::kWalked];
-  float* scales_[states];
-  bool aligned_[Lists::kWalked];
+  const int tensor_;
+  bool is_aligned_;  // all lists: one branch for the loads of all
 };
+
+// Random bits that round to nearest.
+constexpr uint32_t kHalf = 0x8000;
+static_assert(kNearest == kHalf * 0x1p-16f);
 
 // What a kernel knows of states besides their tensors.
 template <int states>
@@ -192,53 +198,54 @@ struct StateRounding {
   const CodeTable<states>& codes;
   bool is_random;
 
-  // The elements of a state from `first` on.
-  template <int state, int n>
-  __device__ __forceinline__ void read(DType dtype, const Raw& raw, float scale, int first, float (&value)[n]) const {
-    if (dtype != code_of_state(state)) return from_raw(dtype, raw, first, value);
+  template <int state>
+  __device__ __forceinline__ void read(DType dtype, const Raw& raw, float scale, float (&value)[kVector]) const {
+    if (dtype != code_of_state(state)) return from_raw(dtype, raw, 0, value);
 #pragma unroll
-    for (int k = 0; k < n; ++k) {
-      const uint32_t q = raw.word[(first + k) / 4] >> (first + k) % 4 * 8 & 0xff;
+    for (int k = 0; k < kVector; ++k) {
+      const uint32_t q = raw.word[k / 4] >> k % 4 * 8 & 0xff;
       value[k] = with_scale<code_of_state(state)>(codes.value[state][q], scale);
     }
   }
 
-  // Rounds a state, for all lanes of a warp at once, and returns the scale of the octet's block. `random`: of elements.
+  // Rounds a state, for all lanes of a warp at once, and returns the scale of the octet's block.
   template <int state>
-  __device__ __forceinline__ float round(DType dtype, const uint32_t (&random)[kVector], const Octet& octet,
+  __device__ __forceinline__ float round(DType dtype, const RandomKey& here, const Octet& octet,
                                          float (&value)[kVector], Raw& raw) const {
     constexpr DType code = code_of_state(state);
-    float scale = 0;
-    if (dtype == code) {
-      uint32_t most = 0;
+    uint32_t random[kVector];
 #pragma unroll
-      for (int k = 0; k < kVector; ++k) {
-        value[k] = k < octet.count ? value[k] : 0.0f;
-        most = largest(most, value[k]);
-      }
+    for (int k = 0; k < kVector; ++k) random[k] = is_random ? state_bits(random_bits(here, k), state) : kHalf;
+    if (dtype != code) {
+      if (is_random && dtype == DType::bf16) {
 #pragma unroll
-      for (int distance = kLanesOfBlock / 2; distance > 0; distance /= 2) {
-        most = larger(most, __shfl_sync(kAllLanes, most, threadIdx.x % kWarp ^ distance));
+        for (int k = 0; k < kVector; ++k) value[k] = round_stochastically(value[k], DType::bf16, random[k]);
       }
-      scale = code_scale<code>(most);
-#pragma unroll
-      for (int k = 0; k < kVector; ++k) {
-        const float place = is_random ? rounding_place(state_bits(random[k], state)) : kNearest;
-        const uint32_t q = static_cast<uint32_t>(encode<code>(value[k], scale, place)) & 0xff;
-        raw.word[k / 4] = k % 4 == 0 ? q : raw.word[k / 4] | q << k % 4 * 8;
-      }
-      return scale;
+      to_raw(dtype, value, 0, raw);
+      return 0;
     }
-    if (is_random && dtype == DType::bf16) {
+    uint32_t most = 0;
 #pragma unroll
-      for (int k = 0; k < kVector; ++k) {
-        value[k] = round_stochastically(value[k], DType::bf16, state_bits(random[k], state));
-      }
+    for (int k = 0; k < kVector; ++k) {
+      value[k] = k < octet.count ? value[k] : 0.0f;
+      most = largest(most, value[k]);
     }
-    to_raw(dtype, value, 0, raw);
+#pragma unroll
+    for (int distance = kLanesOfBlock / 2; distance > 0; distance /= 2) {
+      most = larger(most, __shfl_sync(kAllLanes, most, threadIdx.x % kWarp ^ distance));
+    }
+    const float scale = code_scale<code>(most);
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) {
+      const uint32_t q = static_cast<uint32_t>(encode<code>(value[k], scale, rounding_place(random[k]))) & 0xff;
+      raw.word[k / 4] = k % 4 == 0 ? q : raw.word[k / 4] | q << k % 4 * 8;
+    }
     return scale;
   }
 };
+
+// The numbers that a thread computes with: gradients, weights, and room for extras, as load_weights() has them.
+using Weights = float[3][kVector];
 
 // Eight elements of a thread on their way through a step.
 template <int states, class Table>
@@ -251,77 +258,64 @@ class StepOctet {
       : access_(access), rounding_(rounding), write_back_(write_back), octet_(octet) {}
 
   // All loads before the first conversion: access.cuh.
-  __device__ __forceinline__ void load(bool grads) {
+  template <bool grads>
+  __device__ __forceinline__ void load(Weights& value, float (&state)[states][kVector]) const {
+    Raw raw[Lists::kWalked];
+    float scale[states];
 #pragma unroll
-    for (int list = grads ? 0 : 1; list < Lists::kExtras; ++list) access_.load(list, octet_, raw_[list]);
-    if (reads_extras(write_back_)) access_.load(Lists::kExtras, octet_, raw_[Lists::kExtras]);
+    for (int list = grads ? 0 : 1; list < Lists::kExtras; ++list) access_.load(list, octet_, raw[list]);
+    if (reads_extras(write_back_)) access_.load(Lists::kExtras, octet_, raw[Lists::kExtras]);
 #pragma unroll
-    for (int state = 0; state < states; ++state) scale_[state] = access_.load_scale(state, octet_);
-  }
-
-  // The values of n elements, weights as what params and extras stand for.
-  template <int n>
-  __device__ __forceinline__ void read(int first, float (&value)[Lists::kWalked][n]) const {
-#pragma unroll
-    for (int list = 0; list < 2; ++list) from_raw(access_.dtype(list), raw_[list], first, value[list]);
-    rounding_.template read<0>(access_.dtype(2), raw_[2], scale_[0], first, value[2]);
-    if constexpr (states > 1) rounding_.template read<1>(access_.dtype(3), raw_[3], scale_[1], first, value[3]);
+    for (int s = 0; s < states; ++s) scale[s] = access_.load_scale(s, octet_);
+    if constexpr (grads) from_raw(access_.dtype(0), raw[0], 0, value[0]);
+    from_raw(access_.dtype(1), raw[1], 0, value[1]);
     if (reads_extras(write_back_)) {
-      from_raw(access_.dtype(Lists::kExtras), raw_[Lists::kExtras], first, value[Lists::kExtras]);
+      from_raw(access_.dtype(Lists::kExtras), raw[Lists::kExtras], 0, value[2]);
       load_weights<true>(write_back_, value);
     }
+    rounding_.template read<0>(access_.dtype(2), raw[2], scale[0], state[0]);
+    if constexpr (states > 1) rounding_.template read<1>(access_.dtype(3), raw[3], scale[1], state[1]);
   }
 
-  template <int n>
-  __device__ __forceinline__ void keep_grads(int first, const float (&value)[n]) {
-    to_raw(access_.dtype(0), value, first, raw_[0]);
+  __device__ __forceinline__ void store_grads(const float (&grad)[kVector]) const { store(0, grad); }
+
+  __device__ __forceinline__ void store_weights(RandomKey key, Weights& value) const {
+    cuda::store_weights<true>(write_back_, access_.dtype(1), key, value, octet_.places());
+    cuda::store_weights<false>(write_back_, access_.dtype(1), key, value, octet_.places());
+    store(1, value[1]);
+    if (has_extras(write_back_)) store(Lists::kExtras, value[2]);
   }
 
-  // Weights are value[1].
-  template <int n>
-  __device__ __forceinline__ void keep_weights(int first, RandomKey key, float (&value)[Lists::kWalked][n]) {
-    const int64_t at = octet_.at + first;
-    store_weights<true>(write_back_, access_.dtype(1), key, value, Places{at, at});
-    store_weights<false>(write_back_, access_.dtype(1), key, value, Places{at, at});
-    to_raw(access_.dtype(1), value[1], first, raw_[1]);
-    if (!has_extras(write_back_)) return;
-    to_raw(access_.dtype(Lists::kExtras), value[Lists::kExtras], first, raw_[Lists::kExtras]);
-  }
-
-  __device__ __forceinline__ void store_grads() const { access_.store(0, octet_, raw_[0]); }
-
-  __device__ __forceinline__ void store_weights_and_extras() const {
-    access_.store(1, octet_, raw_[1]);
-    if (has_extras(write_back_)) access_.store(Lists::kExtras, octet_, raw_[Lists::kExtras]);
-  }
-
-  // Rounds the states and stores them. read() then has what was stored.
-  __device__ __forceinline__ void store_states(RandomKey key, float (&value)[states][kVector]) {
-    uint32_t random[kVector];
+  // Rounds the states and stores them. Then they are what was stored.
+  __device__ __forceinline__ void store_states(RandomKey key, float (&state)[states][kVector]) const {
     const RandomKey here = key_at(key, octet_.at);
-#pragma unroll
-    for (int k = 0; k < kVector; ++k) random[k] = rounding_.is_random ? random_bits(here, k) : 0;
-    store_state<0>(random, value[0]);
-    if constexpr (states > 1) store_state<1>(random, value[1]);
+    store_state<0>(here, state[0]);
+    if constexpr (states > 1) store_state<1>(here, state[1]);
   }
 
   __device__ __forceinline__ bool has(int k) const { return k < octet_.count; }
 
  private:
+  __device__ __forceinline__ void store(int list, const float (&value)[kVector]) const {
+    Raw raw;
+    to_raw(access_.dtype(list), value, 0, raw);
+    access_.store(list, octet_, raw);
+  }
+
   template <int state>
-  __device__ __forceinline__ void store_state(const uint32_t (&random)[kVector], float (&value)[kVector]) {
+  __device__ __forceinline__ void store_state(const RandomKey& here, float (&value)[kVector]) const {
     const DType dtype = access_.dtype(2 + state);
-    scale_[state] = rounding_.template round<state>(dtype, random, octet_, value, raw_[2 + state]);
-    access_.store(2 + state, octet_, raw_[2 + state]);
-    if (is_code(dtype)) access_.store_scale(state, octet_, scale_[state]);
+    Raw raw;
+    const float scale = rounding_.template round<state>(dtype, here, octet_, value, raw);
+    access_.store(2 + state, octet_, raw);
+    if (is_code(dtype)) access_.store_scale(state, octet_, scale);
+    rounding_.template read<state>(dtype, raw, scale, value);
   }
 
   const TensorAccess<states, Table>& access_;
   const StateRounding<states>& rounding_;
-  WriteBack write_back_;
-  Octet octet_;
-  Raw raw_[Lists::kWalked];
-  float scale_[states];
+  const WriteBack write_back_;
+  const Octet octet_;
 };
 
 // visit(octet) for each StepOctet of a segment.
@@ -329,11 +323,9 @@ template <int states, class Table, class Visit>
 __device__ __forceinline__ void for_each_step_octet(const Table& table, int tensor, int64_t begin, int64_t size,
                                                     const StateRounding<states>& rounding, WriteBack write_back,
                                                     const Visit& visit) {
-  const TensorAccess<states, Table> access(table, tensor, has_extras(write_back));
-  for_each_octet(table, tensor, begin, size, [&](const Octet& octet) {
-    StepOctet<states, Table> elements(access, rounding, write_back, octet);
-    visit(elements);
-  });
+  const TensorAccess<states, Table> access(table, tensor);
+  for_each_octet(table, tensor, begin, size,
+                 [&](const Octet& octet) { visit(StepOctet<states, Table>(access, rounding, write_back, octet)); });
 }
 
 // How a call rounds, besides what all steps are given.
@@ -344,6 +336,5 @@ struct RoundingParameters {
 };
 
 constexpr int kRoundedBlocks = 2;  // that a multiprocessor is to run at once
-constexpr int kRoundedAtOnce = kVector / 4;
 
 }  // namespace ampctx::cuda

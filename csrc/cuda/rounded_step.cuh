@@ -9,7 +9,7 @@ template <class Optimizer, class Table>
 __global__ void __launch_bounds__(kThreads, kRoundedBlocks)
     rounded_step_kernel(const __grid_constant__ Table table, int64_t share, StepParameters call, Optimizer optimizer,
                         StepCounts counts, RoundingParameters how) {
-  constexpr int states = Optimizer::kStates, n = kRoundedAtOnce;
+  constexpr int states = Optimizer::kStates;
   using Lists = RoundedLists<states>;
   if (call.is_skipped()) return;
   __shared__ CodeTable<states> codes;
@@ -19,28 +19,24 @@ __global__ void __launch_bounds__(kThreads, kRoundedBlocks)
   const float lr = call.lr.get();
   for_each_step_segment<Lists::kSteps>(
       table, share, counts, [&](int tensor, int64_t begin, int64_t size, const TensorScalars<float>& scalars) {
-        for_each_step_octet(table, tensor, begin, size, rounding, call.write_back, [&](auto& octet) {
-          octet.load(true);
-          float fresh[states][kVector];
+        for_each_step_octet(table, tensor, begin, size, rounding, call.write_back, [&](const auto& octet) {
+          Weights value;
+          float state[states][kVector];
+          octet.template load<true>(value, state);
 #pragma unroll
-          for (int first = 0; first < kVector; first += n) {
-            float value[Lists::kWalked][n];
-            octet.read(first, value);
+          for (int k = 0; k < kVector; ++k) value[0][k] *= gradient.scale;
+          if (how.unscales) octet.store_grads(value[0]);
 #pragma unroll
-            for (int k = 0; k < n; ++k) {
-              float state[states];
+          for (int k = 0; k < kVector; ++k) {
+            float of_element[states];
 #pragma unroll
-              for (int s = 0; s < states; ++s) state[s] = value[2 + s][k];
-              value[1][k] = step_element(optimizer, scalars, lr, gradient.of(value[0][k]), value[1][k], state);
+            for (int s = 0; s < states; ++s) of_element[s] = state[s][k];
+            value[1][k] = step_element(optimizer, scalars, lr, value[0][k] * gradient.sign, value[1][k], of_element);
 #pragma unroll
-              for (int s = 0; s < states; ++s) fresh[s][first + k] = state[s];
-            }
-            if (how.unscales) octet.keep_grads(first, value[0]);
-            octet.keep_weights(first, scalars.key, value);
+            for (int s = 0; s < states; ++s) state[s][k] = of_element[s];
           }
-          if (how.unscales) octet.store_grads();
-          octet.store_weights_and_extras();
-          octet.store_states(scalars.key, fresh);
+          octet.store_weights(scalars.key, value);
+          octet.store_states(scalars.key, state);
         });
       });
 }

@@ -1,6 +1,6 @@
-// What the kernels that take a step have in common. A block reads the step counts of its tensors and makes their scalars;
-// a count is written once all blocks with a part of the tensor have read it. All look at found_inf and leave everything
-// as it is where that is set.
+// What the kernels that take a step have in common. A block reads the step counts of its tensors and makes their
+// scalars; a count is written once all blocks with a part of the tensor have read it. All look at found_inf and leave
+// everything as it is where that is set.
 #pragma once
 
 #include "../optimizer_ops.h"
