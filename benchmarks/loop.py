@@ -3,7 +3,8 @@
     python benchmarks/loop.py --model gpt-small --opt-level O0,O1,O2,O5,O5-split --json loop.json
 
 Beside fp32, and torch's autocast with the dtype of the level, in fp16 with ``torch.amp.GradScaler``. O5 has fp32
-masters beside the model's bf16 weights; O5-split, ``FusedAdam(master_weights="split")``, keeps the 16 bits they lack.
+masters beside the model's bf16 weights; O5-split, ``FusedAdam(master_weights="split")``, keeps the 16 bits they lack;
+O5-split-bf16 and O5-split-8bit keep the optimizer's state in that ``state_dtype``, too.
 All sides start from the same weights and see the same batch, and their losses must stay together.
 
 Memory is that of tensors: model, optimizer, activations, gradients, temporaries, over the first iterations, in a pass
@@ -27,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from measuring import Bandwidth, Clock, add_against, add_several, case, interleave, options, parse, report
 from networks import NETWORKS
-from peers import OPTIMIZERS, Make, ours
+from peers import OPTIMIZERS, STATE_DTYPES, TAKE_STATE_DTYPE, Make, ours
 from tail import MAX_NORM, peers_of
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -36,7 +37,12 @@ from ampctx import clip_grad_norm_
 from ampctx.amp import AmpSession
 
 # The dtype of torch's autocast that stands against each level.
-LEVELS = {"O0": None, "O1": torch.float16, "O2": torch.float16, "O5": torch.bfloat16, "O5-split": torch.bfloat16}
+LEVELS = {
+    "O0": None,
+    "O1": torch.float16,
+    "O2": torch.float16,
+    **dict.fromkeys(("O5", "O5-split", "O5-split-bf16", "O5-split-8bit"), torch.bfloat16),
+}
 ITERATIONS_FOR_MEMORY = 3
 # How far a loss may lie from that of fp32, in parts of the first loss. O0 computes the same in another order.
 LOSS_TOLERANCE = {None: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
@@ -65,12 +71,15 @@ class AmpctxLoop:
     def __init__(self, work: Workload, level: str, optimizer: str, clip: bool) -> None:
         self.work, self.clip = work, clip
         self.model = work.model()
-        self.optimizer = ours(
-            optimizer, self.model.parameters(), **({"master_weights": "split"} if "-" in level else {})
-        )
-        self.options = {"opt_level": level.partition("-")[0], "verbosity": 0}
-        if "-" in level:
+        opt_level, *more = level.split("-")
+        self.options = {"opt_level": opt_level, "verbosity": 0}
+        kept: dict[str, Any] = {}
+        if more:
+            kept["master_weights"] = "split"
             self.options["master_weights"] = False  # the optimizer has them
+        if more[1:]:
+            kept["state_dtype"] = STATE_DTYPES[more[1]]
+        self.optimizer = ours(optimizer, self.model.parameters(), **kept)
         self.state: dict[str, Any] | None = None
         self.session: AmpSession | None = None
 
@@ -248,8 +257,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--clip", action="store_true", help=f"clip the norm of the gradients to {MAX_NORM:g}")
     add_against(parser)
     args = parse(parser, arguments)
-    if "O5-split" in args.opt_level and args.optimizer in ("LARC", "FusedMixedPrecisionLamb"):
-        parser.error(f"--opt-level: O5-split is not for {args.optimizer}, which takes no master_weights")
+    split = [level for level in args.opt_level if level.startswith("O5-split")]
+    if split and args.optimizer in ("LARC", "FusedMixedPrecisionLamb"):
+        parser.error(f"--opt-level: {split[0]} is not for {args.optimizer}, which takes no master_weights")
+    small = [level for level in split if level != "O5-split"]
+    if small and args.optimizer not in TAKE_STATE_DTYPE:
+        parser.error(f"--opt-level: {small[0]} is not for {args.optimizer}, which takes no state_dtype")
     work = Workload(args.model, torch.device(args.device))
     report(parser, args, measure(work, args, peers_of(parser, args.optimizer, args)))
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from measuring import Bandwidth, Clock, add_against, add_several, case, interleave, options, parse, report
-from peers import ATOL, INEXACT, OPTIMIZERS, RTOL, STATES, ours
+from peers import ATOL, INEXACT, OPTIMIZERS, RTOL, STATE_DTYPES, STATES, TAKE_STATE_DTYPE, ours
 from shapes import MODELS, shapes
 from tail import gradients, peers_of
 from torch import Tensor
@@ -241,7 +241,7 @@ def weight_casts(inputs: Inputs) -> Op:
 
 
 def step(name: str, peers: dict[str, tuple[Any, str]]) -> Callable[[Inputs], Op]:
-    """The step of an optimizer, without scaling, on fp32 weights."""
+    """The step of an optimizer, without scaling, on fp32 weights; beside torch's, its own with smaller state."""
 
     def side(inputs: Inputs, what: str, make: Callable[[list[Tensor]], Any], grads: list[Tensor]) -> Side:
         params = inputs.random(1)
@@ -255,7 +255,14 @@ def step(name: str, peers: dict[str, tuple[Any, str]]) -> Callable[[Inputs], Op]
         grads = inputs.random(0)
         sides = {"ampctx": side(inputs, name, lambda params: ours(name, params), grads)}
         sides.update({who: side(inputs, what, make, grads) for who, (make, what) in peers.items()})
-        for who in peers.keys() & set(INEXACT):
+        for kind, dtype in STATE_DTYPES.items() if name in TAKE_STATE_DTYPE else ():
+            sides[f"{kind} state"] = side(
+                inputs,
+                f"{name}(state_dtype={dtype!r})",
+                lambda params, dtype=dtype: ours(name, params, state_dtype=dtype),
+                grads,
+            )
+        for who in sides.keys() & {*INEXACT, *(f"{kind} state" for kind in STATE_DTYPES)}:
             sides[who].result = None
         return Op(12 + 8 * STATES[name], sides, RTOL, ATOL)
 

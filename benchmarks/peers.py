@@ -128,6 +128,9 @@ _IN_TE = ("FusedAdam", "FusedSGD")
 OPTIMIZERS = (*_APEX, "LARC", "torch-Adam")
 # fp32 numbers of state that an optimizer reads and writes for each weight.
 STATES = {name: 1 if name in ("FusedSGD", "FusedAdagrad", "FusedNovoGrad", "LARC") else 2 for name in OPTIMIZERS}
+# Types of state below fp32, and the optimizers that take them.
+STATE_DTYPES = {"bf16": torch.bfloat16, "8bit": "8bit"}
+TAKE_STATE_DTYPE = ("FusedAdam", "FusedSGD", "FusedLAMB", "FusedNovoGrad")
 
 # How far weights may lie apart after the rounds: the same formula in fp32, in another order of operations and with
 # sums in another order, a few steps on.

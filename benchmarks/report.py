@@ -281,14 +281,17 @@ def gains(found: Reports) -> Iterator[str]:
 
 
 def levels(found: Reports) -> Iterator[str]:
-    yield from _head("level", "ms per iteration", "times fp32 torch", "peak MB", "MB between steps")
+    yield from _head(
+        "level", "ms per iteration", "times fp32 torch", "peak MB", "MB between steps", "bytes per parameter"
+    )
     for name, report in found.items():
         if re.fullmatch("loop-cpu-.*", name):
             for level, case in report["cases"].items():
                 side = case["sides"]["ampctx"]
                 slower = 1 / case["sides"]["fp32, torch-fused"]["over_ampctx"]["median"]
                 memory = (f"{side[key]:.1f}" for key in ("peak_MB", "held_MB"))
-                yield _row(level, f"{side['ms']['median']:.0f}", f"{slower:.1f}", *memory)
+                each = f"{side['held_MB'] * 1e6 / case['elements']:.1f}"
+                yield _row(level, f"{side['ms']['median']:.0f}", f"{slower:.1f}", *memory, each)
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

@@ -51,7 +51,10 @@ class StepAccess {
         scalars_(scalars),
         weights_(optimizer_loops<T>(cpu::simd()).weights),
         unscale_(arithmetic<T>(cpu::simd()).scale),
-        access_(call.lists, cpu::simd()) {}
+        access_(call.lists, cpu::simd()) {
+    rounds_states_ = call.stochastic_state;
+    for (int state = 0; state < call.states(); ++state) rounds_states_ |= is_code(call.lists.dtype[2 + state]);
+  }
 
   // For weights and states whose memory holds T.
   StepBlock<T> open_in_place(const Block& block, Buffers& unused) const {
@@ -102,15 +105,8 @@ class StepAccess {
   }
 
   void write_states(const StepBlock<T>& at, const Block& block, const Buffers& buffers) const {
-    for (int state = 0; state < call_.states(); ++state) {
-      const int list = 2 + state;
-      const DType type = call_.lists.dtype[list];
-      if (is_code(type) || (call_.stochastic_state && type == DType::bf16)) {
-        round_state(state, block, at);
-      } else {
-        access_.write(list, block, buffers.list[list]);
-      }
-    }
+    if (rounds_states_) return round_states(at, block, buffers);
+    for (int state = 0; state < call_.states(); ++state) access_.write(2 + state, block, buffers.list[2 + state]);
   }
 
   void write_weights(const StepBlock<T>& at, const Block& block, const Buffers& buffers) const {
@@ -139,11 +135,21 @@ class StepAccess {
     }
   }
 
-  void round_state(int state, const Block& block, const StepBlock<T>& at) const {
+  void round_states(const StepBlock<T>& at, const Block& block, const Buffers& buffers) const {
     if constexpr (sizeof(T) == sizeof(float)) {
-      const RandomKey key = key_at(at.tensor.key, block.begin);
-      simd().optimizers.round({call_.lists.dtype[2 + state], state, call_.stochastic_state, key}, at.state[state],
-                              memory(2 + state, block), scales(state, block), block.size);
+      const OptimizerLoops& loops = simd().optimizers;
+      uint32_t random[kBlock];
+      if (call_.stochastic_state) loops.draw(key_at(at.tensor.key, block.begin), random, block.size);
+      for (int state = 0; state < call_.states(); ++state) {
+        const int list = 2 + state;
+        const DType type = call_.lists.dtype[list];
+        if (is_code(type) || (call_.stochastic_state && type == DType::bf16)) {
+          loops.round({type, state, call_.stochastic_state ? random : nullptr}, at.state[state], memory(list, block),
+                      scales(state, block), block.size);
+        } else {
+          access_.write(list, block, buffers.list[list]);
+        }
+      }
     }
   }
 
@@ -162,6 +168,7 @@ class StepAccess {
   const Weights<T>& weights_;
   const decltype(Arithmetic<T>::scale) unscale_;
   const BlockAccess<T> access_;
+  bool rounds_states_;  // otherwise than by a conversion of each element
 };
 
 // The loop that converts gradients and copies on the way, or null. Gradients that were unscaled are fp32.

@@ -75,9 +75,8 @@ struct Weights {
 // How a state is stored in fewer bits: functors/codes.h.
 struct StateRounding {
   DType type;  // bf16 or a code
-  int state;   // which of the random bits of an element
-  bool is_random;
-  RandomKey key;
+  int state;
+  const uint32_t* random;  // bits_of_states() of each element; null for codes to nearest
 };
 
 struct OptimizerLoops {
@@ -89,6 +88,8 @@ struct OptimizerLoops {
   };
   Of<float> f32;
   Of<double> f64;
+  // bits_of_states() of the places from that of the key on.
+  void (*draw)(RandomKey key, uint32_t* bits, int64_t n);
   // `from` and `to` are of the type of the memory. Null scales for bf16.
   void (*decode)(DType type, const void* from, const float* scales, float* values, int64_t n);
   void (*round)(const StateRounding& how, const float* values, void* to, float* scales, int64_t n);

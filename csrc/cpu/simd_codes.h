@@ -9,6 +9,11 @@
 namespace ampctx::cpu {
 namespace {
 
+void draw_state_bits(RandomKey key, uint32_t* bits, int64_t n) {
+  AMPCTX_INDEPENDENT
+  for (int64_t i = 0; i < n; ++i) bits[i] = bits_of_states(random_bits(key, static_cast<uint32_t>(i)));
+}
+
 template <DType type>
 using CodeOf = std::conditional_t<type == DType::i8, int8_t, uint8_t>;
 
@@ -38,23 +43,27 @@ void decode_state(DType type, const void* from, const float* scales, float* valu
 }
 
 template <DType type>
-void encode_block(const StateRounding& how, const float* values, uint32_t first, CodeOf<type>* codes, float* scale,
+void encode_block(const StateRounding& how, const float* values, int64_t first, CodeOf<type>* codes, float* scale,
                   int64_t n) {
   uint32_t most = 0;
   for (int64_t i = 0; i < n; ++i) most = largest(most, values[i]);
   const float of_block = *scale = code_scale<type>(most);
-  const RandomKey key = how.key;
-  const int state = how.state;
-  if (how.is_random) {
+  if (!(of_block > 0)) {
+    for (int64_t i = 0; i < n; ++i) codes[i] = 0;
+    return;
+  }
+  if (how.random) {
+    const uint32_t* const random = how.random + first;
+    const int state = how.state;
     AMPCTX_INDEPENDENT
     for (int64_t i = 0; i < n; ++i) {
-      const uint32_t random = state_bits(random_bits(key, first + static_cast<uint32_t>(i)), state);
-      codes[i] = static_cast<CodeOf<type>>(encode<type>(values[i], of_block, rounding_place(random)));
+      const float place = rounding_place(bits_of_state(random[i], state));
+      codes[i] = static_cast<CodeOf<type>>(encode_scaled<type>(values[i], of_block, place));
     }
   } else {
     AMPCTX_INDEPENDENT
     for (int64_t i = 0; i < n; ++i) {
-      codes[i] = static_cast<CodeOf<type>>(encode<type>(values[i], of_block, kNearest));
+      codes[i] = static_cast<CodeOf<type>>(encode_scaled<type>(values[i], of_block, kNearest));
     }
   }
 }
@@ -62,8 +71,7 @@ void encode_block(const StateRounding& how, const float* values, uint32_t first,
 template <DType type>
 void encode_state(const StateRounding& how, const float* values, void* to, float* scales, int64_t n) {
   for_each_code_block(n, [&](int64_t i, int64_t size) {
-    encode_block<type>(how, values + i, static_cast<uint32_t>(i), static_cast<CodeOf<type>*>(to) + i,
-                       scales + i / kCodeBlock, size);
+    encode_block<type>(how, values + i, i, static_cast<CodeOf<type>*>(to) + i, scales + i / kCodeBlock, size);
   });
 }
 
@@ -71,12 +79,11 @@ void round_state(const StateRounding& how, const float* values, void* to, float*
   if (how.type == DType::i8) return encode_state<DType::i8>(how, values, to, scales, n);
   if (how.type == DType::u8) return encode_state<DType::u8>(how, values, to, scales, n);
   uint16_t* const out = static_cast<uint16_t*>(to);
-  const RandomKey key = how.key;
+  const uint32_t* const random = how.random;
   const int state = how.state;
   AMPCTX_INDEPENDENT
   for (int64_t i = 0; i < n; ++i) {
-    const uint32_t random = state_bits(random_bits(key, static_cast<uint32_t>(i)), state);
-    out[i] = float_to_bfloat16(round_stochastically(values[i], DType::bf16, random));
+    out[i] = float_to_bfloat16(round_stochastically(values[i], DType::bf16, bits_of_state(random[i], state)));
   }
 }
 

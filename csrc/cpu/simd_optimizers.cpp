@@ -155,6 +155,7 @@ extern const OptimizerLoops AMPCTX_TABLE(optimizers);
 const OptimizerLoops AMPCTX_TABLE(optimizers) = {
     {kWeights<float>, kStepLoops<float>, kLayerLoops<float>},
     {kWeights<double>, kStepLoops<double>, kLayerLoops<double>},
+    draw_state_bits,
     decode_state,
     round_state,
 };

@@ -18,10 +18,12 @@ constexpr int kCodedStates = 2;  // how many states of an optimizer may be round
 
 AMPCTX_FN constexpr int64_t code_blocks(int64_t elements) { return (elements + kCodeBlock - 1) / kCodeBlock; }
 
-// The 16 random bits of a state, of the 32 that the element has: none of those that round its weight.
-AMPCTX_FN uint32_t state_bits(uint32_t random, int state) {
-  return (mix32(random + 0x9e3779b9u) >> (16 * state)) & 0xffffu;
+// The random bits of an element's states, of those that round its weight, and the 16 of one state.
+AMPCTX_FN uint32_t bits_of_states(uint32_t random) { return mix32(random + 0x9e3779b9u); }
+AMPCTX_FN uint32_t bits_of_state(uint32_t bits_of_states, int state) {
+  return bits_of_states >> (16 * state) & 0xffffu;
 }
+AMPCTX_FN uint32_t state_bits(uint32_t random, int state) { return bits_of_state(bits_of_states(random), state); }
 
 // The place between two codes that rounds up, from random bits. To nearest it is 1/2.
 AMPCTX_FN float rounding_place(uint32_t sixteen_bits) {
@@ -45,20 +47,25 @@ AMPCTX_FN int32_t floor_to_int(float x) {
   return towards_zero - (x < static_cast<float>(towards_zero) ? 1 : 0);
 }
 
-// Without branches, so that compilers vectorize it. Codes of a block with scale 0 or nan are 0.
+// Of a block whose scale is above 0. Without branches, so that compilers vectorize it.
 template <DType code>
-AMPCTX_FN int32_t encode(float value, float scale, float place) {
-  const bool holds = scale > 0;
-  const float x = holds && (code == DType::i8 || value > 0) ? value : 0.0f, divisor = holds ? scale : 1.0f;
+AMPCTX_FN int32_t encode_scaled(float value, float scale, float place) {
   if (code == DType::i8) {
-    const float z = x / divisor;
+    const float z = value / scale;
     const float magnitude = float_of(bits_of(z) & 0x7fffffffu);
     return floor_to_int(127.0f * ((z + z) / (1.0f + magnitude)) + place);
   }
-  const float y = square_root(square_root(x) / divisor);
+  const float square = value > 0 ? value : 0.0f;
+  const float y = square_root(square_root(square) / scale);
   const int32_t rounded = static_cast<int32_t>(255.0f * y + place);
-  const int32_t at_most = rounded > 255 ? 255 : rounded;
-  return x > 0 && at_most < 1 ? 1 : at_most;
+  const int32_t at_most = rounded > 255 ? 255 : rounded, at_least = square > 0 ? 1 : 0;
+  return at_most < at_least ? at_least : at_most;
+}
+
+// Codes of a block with scale 0 or nan are 0.
+template <DType code>
+AMPCTX_FN int32_t encode(float value, float scale, float place) {
+  return scale > 0 ? encode_scaled<code>(value, scale, place) : 0;
 }
 
 // decode() in two parts: what the code says alone, which CUDA kernels look up, and what its block adds.

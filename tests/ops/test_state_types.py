@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from backends import COMPILED
 from optimizer_calls import (
     ADAGRAD,
     ADAM,
@@ -291,3 +292,40 @@ def test_the_reference_and_the_kernels_share_the_seed_of_old(backend):
     call = make_call(backend, ADAM, [5, 0, 70], **what)
     numbered = make_call(backend, ADAM, [5, 0, 70], numbers=torch.tensor([0, 1], device=backend.device), **what)
     call.run(backend).assert_same(numbered.run(backend))
+
+
+# --- what the rounding is for -----------------------------------------------------------------------------------------
+
+
+def roots_of_squares(state, stochastic):
+    """sqrt(v) after noise of size 1, then after ten times smaller noise, 3,000 steps of Adam each; beta2 = 0.999."""
+    generator = torch.Generator().manual_seed(0)
+    call = make_call(COMPILED, ADAM, [4096], state=state, counts=[0], stochastic_state=stochastic)
+    for name in ("exp_avgs", "exp_avg_sqs"):
+        for t in (*call[name], *call.lists[CODED[name].scales]):
+            t.zero_()
+    call.options.update(beta1=0.9, beta2=0.999)
+    for size in (1.0, 0.1):
+        for _ in range(3000):
+            call["grads"][0].normal_(std=size, generator=generator)
+            call.run(COMPILED, inv_scale=1.0)
+    v = call["exp_avg_sqs"][0]
+    return (v.float() if v.is_floating_point() else codes.decode(v, call["exp_avg_sq_scales"][0])).sqrt()
+
+
+@pytest.fixture(scope="module")
+def exact_roots():
+    return roots_of_squares(torch.float32, False)
+
+
+@pytest.mark.parametrize("state", [torch.bfloat16, "8bit"], ids=str)
+def test_averages_of_squares_follow_gradients_that_shrink(state, exact_roots):
+    """A step shrinks v by a thousandth. A place of bf16 is more, so rounding to nearest would never let it shrink."""
+    ratio = roots_of_squares(state, True) / exact_roots
+    assert ratio.mean() == pytest.approx(1.0, abs=0.03)
+    assert ratio.min() > 0.7
+
+
+def test_rounding_squares_to_nearest_keeps_them_from_shrinking(exact_roots):
+    """What stochastic_state is for: without it bf16 fails the test above."""
+    assert (roots_of_squares(torch.bfloat16, False) / exact_roots).mean() > 2
