@@ -188,9 +188,9 @@ class TensorAccess {
   bool is_aligned_;  // all lists: one branch for the loads of all
 };
 
-// Random bits that round to nearest.
-constexpr uint32_t kHalf = 0x8000;
-static_assert(kNearest == kHalf * 0x1p-16f);
+// Bits of states that round to nearest.
+constexpr uint32_t kToNearest = 0x80008000u;
+static_assert(kNearest == (kToNearest & 0xffff) * 0x1p-16f);
 
 // What a kernel knows of states besides their tensors.
 template <int states>
@@ -208,18 +208,24 @@ struct StateRounding {
     }
   }
 
+  // The bits that round the states of an octet.
+  __device__ __forceinline__ void draw(RandomKey key, const Octet& octet, uint32_t (&bits)[kVector]) const {
+    const RandomKey here = key_at(key, octet.at);
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) bits[k] = is_random ? bits_of_states(random_bits(here, k)) : kToNearest;
+  }
+
   // Rounds a state, for all lanes of a warp at once, and returns the scale of the octet's block.
   template <int state>
-  __device__ __forceinline__ float round(DType dtype, const RandomKey& here, const Octet& octet,
+  __device__ __forceinline__ float round(DType dtype, const uint32_t (&bits)[kVector], const Octet& octet,
                                          float (&value)[kVector], Raw& raw) const {
     constexpr DType code = code_of_state(state);
-    uint32_t random[kVector];
-#pragma unroll
-    for (int k = 0; k < kVector; ++k) random[k] = is_random ? state_bits(random_bits(here, k), state) : kHalf;
     if (dtype != code) {
       if (is_random && dtype == DType::bf16) {
 #pragma unroll
-        for (int k = 0; k < kVector; ++k) value[k] = round_stochastically(value[k], DType::bf16, random[k]);
+        for (int k = 0; k < kVector; ++k) {
+          value[k] = round_stochastically(value[k], DType::bf16, bits_of_state(bits[k], state));
+        }
       }
       to_raw(dtype, value, 0, raw);
       return 0;
@@ -235,10 +241,13 @@ struct StateRounding {
       most = larger(most, __shfl_sync(kAllLanes, most, threadIdx.x % kWarp ^ distance));
     }
     const float scale = code_scale<code>(most);
+    raw.word[0] = raw.word[1] = 0;
+    if (!(scale > 0)) return scale;
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
-      const uint32_t q = static_cast<uint32_t>(encode<code>(value[k], scale, rounding_place(random[k]))) & 0xff;
-      raw.word[k / 4] = k % 4 == 0 ? q : raw.word[k / 4] | q << k % 4 * 8;
+      const float place = rounding_place(bits_of_state(bits[k], state));
+      const int32_t q = encode_scaled<code>(value[k], scale, place);
+      raw.word[k / 4] |= (static_cast<uint32_t>(q) & 0xff) << k % 4 * 8;
     }
     return scale;
   }
@@ -288,9 +297,10 @@ class StepOctet {
 
   // Rounds the states and stores them. Then they are what was stored.
   __device__ __forceinline__ void store_states(RandomKey key, float (&state)[states][kVector]) const {
-    const RandomKey here = key_at(key, octet_.at);
-    store_state<0>(here, state[0]);
-    if constexpr (states > 1) store_state<1>(here, state[1]);
+    uint32_t bits[kVector];
+    rounding_.draw(key, octet_, bits);
+    store_state<0>(bits, state[0]);
+    if constexpr (states > 1) store_state<1>(bits, state[1]);
   }
 
   __device__ __forceinline__ bool has(int k) const { return k < octet_.count; }
@@ -303,10 +313,10 @@ class StepOctet {
   }
 
   template <int state>
-  __device__ __forceinline__ void store_state(const RandomKey& here, float (&value)[kVector]) const {
+  __device__ __forceinline__ void store_state(const uint32_t (&bits)[kVector], float (&value)[kVector]) const {
     const DType dtype = access_.dtype(2 + state);
     Raw raw;
-    const float scale = rounding_.template round<state>(dtype, here, octet_, value, raw);
+    const float scale = rounding_.template round<state>(dtype, bits, octet_, value, raw);
     access_.store(2 + state, octet_, raw);
     if (is_code(dtype)) access_.store_scale(state, octet_, scale);
     rounding_.template read<state>(dtype, raw, scale, value);
