@@ -3,7 +3,7 @@
     python benchmarks/gpu_check.py exercise --device cuda|cpu --tensors 7,300,2500 [--json FILE]
 
 7 tensors travel in the smallest table of a kernel's parameters, 300 in larger ones, 2,500 in a table on the device. The
-default fills the tables of every size, for one to seven lists; behind 1,600 tensors, 2,500 are for kernels of one list.
+default fills the tables of every size, for one to eight lists; behind 1,600 tensors, 2,500 are for kernels of one list.
 Element-wise steps are compared with the plain-torch reference over all elements end to end, those with norms of tensors
 with their formula. Results are collected on the device, which the host waits for once for each dtype.
 """
@@ -22,6 +22,7 @@ from gpu_lists import Checks, Layout, TensorList, sizes
 from torch import Tensor
 
 from ampctx import ops, optimizer_ops
+from ampctx.kernels import codes
 from ampctx.kernels import ops as inner_ops
 from ampctx.kernels import reference_steps as reference
 from ampctx.kernels.spec import SPECS
@@ -45,6 +46,19 @@ ELEMENTWISE: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "muon": ("muon", 1, 0, {"momentum": 0.95, "nesterov": True}),
     "adagrad": ("adagrad", 1, 0, {"eps": 1e-8, "weight_decay": 0.1, "adagrad_w_mode": True}),
 }
+# Ops whose states may be codes or bf16 that is rounded at random, numbers, and state in other forms: of the first list
+# and the second.
+ROUNDED: dict[str, dict[str, Any]] = {
+    "adam": _ADAM,
+    "sgd": {"momentum": 0.9, **_SGD},
+    "lion": ELEMENTWISE["lion"][3],
+    "novograd": {"beta1": 0.9, "beta2": 0.5, "eps": 1e-8, "weight_decay": 0.1},
+    "lamb": {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1, "max_grad_norm": 1.0},
+    "lamb without ratio": {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.0, "max_grad_norm": 1.0},
+}
+FORMS = (("codes", "codes"), (torch.bfloat16, "codes"), ("codes", torch.float32))
+# Tensors that a kernel of these has in a table of each size, the last on the device; more are the same again.
+ROUNDED_TABLES = (52, 450, 1 << 30)
 LAMB = {
     "lamb": {"weight_decay": 0.1, "use_nvlamb": False},
     "lamb without ratio": {"weight_decay": 0.0, "use_nvlamb": False},
@@ -243,7 +257,8 @@ class Exercise:
             self.left(what, grads, g)
             count = torch.full((), taken, device=self.device)
             rest = [state.pop()] if extras else [torch.zeros_like(p, dtype=held)] if held else []
-            lists = ([g], [p], *([s] for s in state), *left_out, rest, [count], [])
+            no_scales: list[list[Tensor]] = [[]] * len(SPECS[op].coded)
+            lists = ([g], [p], *([s] for s in state), *left_out, rest, [count], *no_scales, [])
             given = dict(zip(SPECS[op].lists, lists, strict=True))
             given |= {"found_inf": self.flag(), "inv_scale": inv_scale, "lr": self.lr, "maximize": False, "seed": 1}
             numbers = {number.name: number.default for number in SPECS[op].numbers}
@@ -312,6 +327,76 @@ class Exercise:
         got = self.weights(after[0], after[-1] if extras else None, write_back)
         self.checks.close(what, got, w - LR * (g / denominator + 0.1 * w), **self.tolerance(write_back))
         self.checks.same(f"{what}: counts", counts.clone(), torch.ones_like(counts))
+
+    def rounded(self, name: str, form: tuple[Any, Any], write_back: str, extra: torch.dtype | None) -> None:
+        """Two steps of states in fewer bits, beside the reference's with the same random bits."""
+        layout, options = self.layout, ROUNDED[name]
+        op = name.split()[0]
+        numbers = torch.arange(sum(n > 0 for n in layout.sizes), device=self.device).flip(0) * 3
+        states = [state for state in SPECS[op].sized if state.key != "max_exp_avg_sq"]
+        found = {"grads": layout.make(self.random()), "params": layout.make(self.random(), odd=True)}
+        scales: dict[str, list[Tensor]] = {}
+        for i, (state, dtype) in enumerate(zip(states, form, strict=False)):
+            if dtype == "codes":
+                of_each = [codes.blocks_of(n) for n in layout.sizes]
+                scales[state.scales] = list(torch.zeros(sum(of_each), device=self.device).split(of_each))
+            found[state.name] = layout.full(0, codes.DTYPES[state.code] if dtype == "codes" else dtype, odd=i == 0)
+        written = [*found][1:]
+        if extra:
+            found["extras"] = layout.full(0, extra)
+        lists = {"extras": [], **{key: x.tensors for key, x in found.items()}, **scales}
+        if op == "adam":
+            lists["max_exp_avg_sqs"] = []
+        counts, lists["steps"] = self.of_each()
+        if op == "novograd":
+            lists["exp_avg_sqs"] = self.of_each()[1]
+        same = {"numbers": numbers, "stochastic_state": True, "seed": 1, "unscale_grads": self.unscales}
+        factors = {"global_grad_norm": torch.full_like(self.lr, 2.0)} if op == "lamb" else {}
+
+        def step(found_inf: Tensor) -> None:
+            aside = {"found_inf": found_inf, "inv_scale": INV_SCALE, "lr": self.lr, **factors, **self.aside}
+            getattr(optimizer_ops, op)(**lists, **aside, **same, **options, write_back=write_back)
+
+        what = f"{name}, states {form}, {write_back}"
+        for taken in (0.0, 1.0):
+            expected = {key: [t.clone() for t in tensors] for key, tensors in lists.items()}
+            flats = [found[key] for key in [*written, *(["extras"] if extra else [])]]
+            self.stepped(f"{what}, step {taken + 1:.0f}", flats, [counts], write_back, step)
+            given = {"found_inf": self.flag(), "inv_scale": torch.tensor(INV_SCALE), "lr": self.lr, "maximize": False}
+            given |= {number.name: number.default for number in SPECS[op].numbers} | options | same | factors | expected
+            reference.run(op, {**given, "write_back": reference.WRITE_BACKS.index(write_back)})
+            self.alike(what, lists, expected, scales, write_back)
+        self.intact(what, found.values())
+
+    def alike(self, what: str, lists: dict, expected: dict, scales: dict, write_back: str) -> None:
+        """Checks what a rounded step has left. A last bit of fp32 may decide now and then how a state is rounded."""
+        for key, tensors in lists.items():
+            if not tensors or key in ("params", "extras"):
+                continue
+            got, want = (torch.cat([t.flatten() for t in of]) for of in (tensors, expected[key]))
+            if got.dtype in codes.DTYPES.values():
+                off = (got.int() - want.int()).abs()
+                self.checks.add(f"{what}: {key}", (off.amax() <= 1) & (off.float().mean() < 1e-3))
+            elif got.dtype == torch.bfloat16 and key != "grads":
+                others = (got != want).float().mean() < 1e-3
+                self.checks.add(f"{what}: {key}", others)
+            else:
+                self.checks.close(f"{what}: {key}", got, want, 1e-5, 1e-7)
+        got, want = (
+            self.weights(torch.cat(of["params"]), torch.cat(of["extras"]) if of["extras"] else None, write_back)
+            for of in (lists, expected)
+        )
+        self.checks.close(f"{what}: weights", got, want, **self.tolerance(write_back))
+
+    def run_rounded(self) -> None:
+        """With many tensors, whose kernels differ in where their tables are, in one form."""
+        for turn, (write_back, extra) in enumerate(write_backs(self.dtype)):
+            self.unscales = turn % 2 == 1
+            for name in ROUNDED:
+                self.rounded(name, FORMS[turn % len(FORMS)], write_back, extra)
+            if len(self.layout.sizes) > ROUNDED_TABLES[0]:
+                break
+        self.checks.settle()
 
     def larc(self, clip: bool) -> None:
         layout = self.layout
@@ -383,12 +468,17 @@ def main(arguments: list[str], started: float) -> None:
     torch.zeros((), device=device).item()
     before = time.monotonic() - started
     print(f"exercise: starts work after {before:.1f} s", flush=True)
-    most = 0
+    most, tables = 0, set[int]()
     for count in args.tensors:
         start, checks = time.monotonic(), Checks()
+        table = next(most_in for most_in in ROUNDED_TABLES if count <= most_in)
+        is_new = table not in tables
+        tables.add(table)
         for turn, dtype in enumerate(DTYPES):
             exercise = Exercise(sizes(count, turn), dtype, device, checks)
             exercise.run_one_list() if ONE_LIST_LEFT <= most < count else exercise.run()
+            if is_new:
+                exercise.run_rounded()
         most = max(most, count)
         found[str(count)] = {"seconds": round(time.monotonic() - start, 2), "checks": checks.count}
         print(

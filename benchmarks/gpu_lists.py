@@ -32,7 +32,7 @@ def sizes(count: int, turn: int) -> list[int]:
 
 def guard(dtype: torch.dtype) -> float:
     """What lies between tensors: a sum that reads it is nan."""
-    return float("nan") if dtype.is_floating_point else 0x5A5A
+    return float("nan") if dtype.is_floating_point else 0x5A5A if dtype.itemsize > 1 else 0x5A
 
 
 class TensorList:

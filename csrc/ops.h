@@ -12,7 +12,7 @@
 
 namespace ampctx {
 
-constexpr int kMaxLists = 7;
+constexpr int kMaxLists = 8;
 
 // Lists of tensors that agree in number of elements and memory layout at each index, without the empty ones. A tensor
 // of one list may be the tensor at the same index of another (in place); no other overlap is allowed.

@@ -37,6 +37,7 @@ constexpr int kThreads = AMPCTX_THREADS;
 constexpr int kVector = 8;  // elements a thread takes at a time
 constexpr int kMaxBlocks = 4096;
 constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Kernels may have 4 KB of parameters, and nearly 32 KB from sm_70 on with CUDA 12.1 and a driver that knows it. Tables
 // have several sizes because parameters are copied at each launch. Some bytes stay for the other parameters.

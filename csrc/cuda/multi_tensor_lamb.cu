@@ -2,13 +2,10 @@
 //
 // One walk stores m and v and leaves partial sums of ||w||^2 and ||u||^2; with the norms of each tensor known, a second
 // one makes u again, of what was stored, and takes the step. One walk does both where no ratio is asked for.
-#include "layer_norms.cuh"
-#include "optimizer_apply.cuh"
+#include "lamb.cuh"
 
 namespace ampctx::cuda {
 namespace {
-
-enum class Walk { moments, weights, all };
 
 template <Walk walk, bool extras, bool unscales>
 struct LambFunctor {
@@ -45,15 +42,6 @@ struct LambFunctor {
       store_weights<extras>(write_back, param, tensor.key, value, places);
     }
   }
-};
-
-// What lamb_kernel is given besides the table and its share.
-struct LambParameters {
-  StepParameters step;
-  KernelFactor global_grad_norm;
-  Lamb<float> lamb;
-  const float* norms;  // of w and u
-  float* partial;
 };
 
 // Lists: grads, params, exp_avgs, exp_avg_sqs, and extras where the write back has them. The walk that reads gradients
@@ -105,8 +93,7 @@ int64_t launch_walk(const Context& context, const Table& table, const LambParame
 template <bool extras, bool unscales>
 void launch_lamb(const Context& context, const StepCall& call, const LambOptions& options) {
   const NormsWorkspace workspace(call, 2);
-  LambParameters parameters{StepParameters(call), KernelFactor(call.factors[0]), Lamb<float>(options), workspace.norms,
-                            workspace.partial};
+  LambParameters parameters(call, options, workspace);
   StepCounts counts(call);
   unsigned* const tickets = call.lists.size() > 0 ? tickets_for(context) : nullptr;
   for_each_table<5 + extras, !unscales>(context, call.lists, [&](const auto& table) {
@@ -127,6 +114,7 @@ void launch_lamb(const Context& context, const StepCall& call, const LambOptions
 }  // namespace
 
 void lamb(const Context& context, const StepCall& call, const LambOptions& options) {
+  if (rounds_states(call)) return rounded_lamb(context, call, options);
   const auto launch = [&](auto unscales) {
     has_extras(call.write_back) ? launch_lamb<true, unscales>(context, call, options)
                                 : launch_lamb<false, unscales>(context, call, options);

@@ -83,7 +83,7 @@ void novograd(const Context& context, const StepCall& call, const NovogradOption
                   denominators);
     first += table.elements();
   });
-  update(context, call, optimizer, denominators);
+  update<NovogradOptions>(context, call, optimizer, denominators);
 }
 
 }  // namespace ampctx::cuda

@@ -13,8 +13,6 @@
 
 namespace ampctx::cuda {
 
-constexpr unsigned kAllLanes = 0xffffffffu;
-
 // A norm is what a thread makes of n elements, how values are joined, starting from 0, and what becomes of the last.
 struct L2Norm {
   template <int n>

@@ -68,16 +68,27 @@ AMPCTX_FN int32_t encode(float value, float scale, float place) {
   return scale > 0 ? encode_scaled<code>(value, scale, place) : 0;
 }
 
+// decode() in two parts: what the code says alone, which CUDA kernels look up, and what its block adds.
 template <DType code>
-AMPCTX_FN float decode(int32_t q, float scale) {
+AMPCTX_FN float unscaled(int32_t q) {
   if (code == DType::i8) {
     const float y = static_cast<float>(q) / 127.0f;
     const float magnitude = float_of(bits_of(y) & 0x7fffffffu);
-    return y / (2.0f - magnitude) * scale;
+    return y / (2.0f - magnitude);
   }
   const float y = static_cast<float>(q) / 255.0f;
-  const float r = (y * y) * scale;
-  return r * r;
+  return y * y;
+}
+
+template <DType code>
+AMPCTX_FN float with_scale(float unscaled, float scale) {
+  const float r = unscaled * scale;
+  return code == DType::i8 ? r : r * r;
+}
+
+template <DType code>
+AMPCTX_FN float decode(int32_t q, float scale) {
+  return with_scale<code>(unscaled<code>(q), scale);
 }
 
 }  // namespace ampctx

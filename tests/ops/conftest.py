@@ -51,6 +51,19 @@ def emulation_256():
     yield from _emulation(FULL_BLOCKS, emulation_build.THREADS_ON_A_GPU, "-O0")
 
 
+@pytest.fixture
+def runtime(emulation):
+    """Has the runtime say that the stream is capturing, that copies are under way, that memory has run out, or that
+    the driver is an older one."""
+
+    def says(capturing=False, copying=False, no_memory=False, driver=13000):
+        emulation.ampctx_test_runtime(capturing, copying or no_memory, no_memory)
+        emulation.ampctx_test_driver(driver)
+
+    yield says
+    says()
+
+
 @pytest.fixture(scope="session")
 def reference():
     """torch.ops.ampctx_reference: the ops with nothing but their fallback."""

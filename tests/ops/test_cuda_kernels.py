@@ -20,19 +20,6 @@ HUGE = (1 << 31) + 1
 VISIT = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 5)
 
 
-@pytest.fixture
-def runtime(emulation):
-    """Has the runtime say that the stream is capturing, that copies are under way, that memory has run out, or that
-    the driver is an older one."""
-
-    def says(capturing=False, copying=False, no_memory=False, driver=13000):
-        emulation.ampctx_test_runtime(capturing, copying or no_memory, no_memory)
-        emulation.ampctx_test_driver(driver)
-
-    yield says
-    says()
-
-
 def cut(library, sizes, max_blocks):
     """The pieces (launch, block, tensor, begin, size) that a GPU with ``max_blocks`` resident blocks would work on."""
     pieces = []
@@ -393,7 +380,10 @@ for dtype in (torch.float32, torch.float16):
         assert abs(norm.item() ** 2 - sum(sizes) / 4) < 1e-2, norm
 for optimizer, write_back in ((ADAM, "nearest"), (AMSGRAD, "copy"), (ADAM, "split"), (ADAM, "stochastic"),
                               (LAMB, "split"), (LAMB, "copy"), (NOVOGRAD, "kahan"), (LARC, "nearest")):
-    make_call(backend, optimizer, sizes, param=torch.bfloat16, write_back=write_back).run(backend)
+    for state in (torch.float32, torch.bfloat16, "8bit") if optimizer not in (AMSGRAD, LARC) else (torch.float32,):
+        how = {"state": state, "stochastic_state": state is not torch.float32 and optimizer is not LARC}
+        call = make_call(backend, optimizer, sizes, param=torch.bfloat16, write_back=write_back, **how)
+        call.run(backend)
 print("end of the valid calls", flush=True)
 short = torch.from_numpy(numpy.lib.stride_tricks.as_strided(numpy.ones(90, dtype=numpy.float32), (100,)))
 backend.scale([torch.ones(100)], [short], flag, 2.0)

@@ -1,0 +1,165 @@
+// What the kernels that take a step have in common. A block reads the step counts of its tensors and makes their
+// scalars; a count is written once all blocks with a part of the tensor have read it. All look at found_inf and leave
+// everything as it is where that is set.
+#pragma once
+
+#include "../optimizer_ops.h"
+#include "tickets.cuh"
+#include "vectorized.cuh"
+
+namespace ampctx::cuda {
+
+// Advances the step counts of tensors without elements.
+void advance_empty_steps(const Context& context, const StepCall& call);
+
+// The step counts of a launch: the list of its table behind those that are walked.
+struct StepCounts {
+  TensorRule rule;
+  unsigned* tickets = nullptr;          // null: another walk of this step advances them
+  const float* denominators = nullptr;  // NovoGrad's, for each tensor with elements
+  const int64_t* numbers = nullptr;     // of these tensors, for random bits; null: their places
+  int64_t first = 0;                    // the place of the table's first among these
+
+  explicit StepCounts(const StepCall& call) : rule(call.rule), numbers(call.numbers) {}
+
+  // In front of the last walk of a step.
+  StepCounts advanced(unsigned* with) const {
+    StepCounts counts = *this;
+    counts.tickets = with;
+    return counts;
+  }
+};
+
+// Makes the scalars of the block's tensors from `tensor` on, kThreads of them, each by a thread: powers are slow.
+// Called by all threads. `list` of the table are the step counts.
+template <int list, class Table>
+__device__ void make_scalars(const Table& table, int64_t share, const StepCounts& counts, int tensor,
+                             TensorScalars<float> (&scalars)[kThreads]) {
+  const int64_t begin = blockIdx.x * share, end = begin + share;
+  const int own = tensor + static_cast<int>(threadIdx.x);
+  const bool is_here = own < table.count && table.offset[own] < end;
+  double t = 0;
+  __syncthreads();  // the scalars before these may still be read
+  if (is_here) {
+    const int64_t place = counts.first + own, number = counts.numbers ? counts.numbers[place] : place;
+    t = next_step(*static_cast<const float*>(tensor_data(table, list, own)));
+    scalars[threadIdx.x] = tensor_scalars<float>(counts.rule, t, number);
+    if (counts.denominators) scalars[threadIdx.x].denominator = counts.denominators[place];
+  }
+  __syncthreads();
+  if (!is_here || !counts.tickets) return;
+  const int64_t first = table.offset[own], last = table.offset[own + 1] - 1;
+  const bool is_whole = first >= begin && last < end;
+  if (is_whole || takes_last_of_tensor(counts.tickets, first / share, last / share)) {
+    *static_cast<float*>(tensor_data(table, list, own)) = static_cast<float>(t);
+  }
+}
+
+// for_each_segment with the scalars of each tensor: visit(tensor, begin, size, scalars).
+template <int list, class Table, class Visit>
+__device__ __forceinline__ void for_each_step_segment(const Table& table, int64_t share, const StepCounts& counts,
+                                                      const Visit& visit) {
+  __shared__ TensorScalars<float> scalars[kThreads];
+  __shared__ int next;  // the first tensor without scalars; not in a register, which are scarce
+  if (threadIdx.x == 0) next = 0;
+  __syncthreads();
+  for_each_segment(table, share, [&](int tensor, int64_t begin, int64_t size) {
+    if (tensor >= next) {
+      make_scalars<list>(table, share, counts, tensor, scalars);
+      if (threadIdx.x == 0) next = tensor + kThreads;
+      __syncthreads();
+    }
+    visit(tensor, begin, size, scalars[kThreads - (next - tensor)]);
+  });
+}
+
+// What a step kernel is given besides the table, the scalars and the optimizer.
+struct StepParameters {
+  FoundInf found_inf;
+  KernelClippedFactor inv_scale;
+  KernelFactor lr;
+  bool maximize;
+  WriteBack write_back;
+  SkipCounts skips;
+
+  explicit StepParameters(const StepCall& call)
+      : found_inf(call.found_inf),
+        inv_scale(call.inv_scale),
+        lr(call.lr),
+        maximize(call.maximize),
+        write_back(call.write_back),
+        skips(call.skips) {}
+
+  // What a kernel does first: counts the step, in its first launch, and says whether it is skipped.
+  __device__ bool is_skipped() const {
+    const bool skipped = found_inf.is_set();
+    if (blockIdx.x == 0 && threadIdx.x == 0) count_skip_element(skips, skipped, skipped);
+    return skipped;
+  }
+};
+
+// Weights out of params (list 1) and extras (the last list), and back into them.
+template <WriteBack mode, int depth, int n>
+__device__ __forceinline__ void load_weights(float (&value)[depth][n]) {
+#pragma unroll
+  for (int k = 0; k < n; ++k) value[1][k] = load_weight(mode, value[1][k], value[depth - 1][k]);
+}
+
+template <WriteBack mode, int depth, int n>
+__device__ __forceinline__ void store_weights(DType param, RandomKey key, float (&value)[depth][n],
+                                              const Places& places) {
+#pragma unroll
+  for (int k = 0; k < n; ++k) {
+    const uint32_t random = mode == WriteBack::stochastic ? random_bits(key_at(key, places.of(k)), 0) : 0;
+    float rest = 0;
+    store_weight(mode, param, value[1][k], random, value[1][k], rest);
+    if constexpr (has_extras(mode)) value[depth - 1][k] = rest;
+  }
+}
+
+// The same with a mode of run time; `extras` says whether the last list is that of extras.
+template <bool extras, int depth, int n>
+__device__ __forceinline__ void load_weights(WriteBack mode, float (&value)[depth][n]) {
+  if constexpr (extras) {
+    if (mode == WriteBack::split) load_weights<WriteBack::split>(value);
+    if (mode == WriteBack::kahan) load_weights<WriteBack::kahan>(value);
+  }
+}
+
+template <bool extras, int depth, int n>
+__device__ __forceinline__ void store_weights(WriteBack mode, DType param, RandomKey key, float (&value)[depth][n],
+                                              const Places& places) {
+  if constexpr (extras) {
+    if (mode == WriteBack::copy) store_weights<WriteBack::copy>(param, key, value, places);
+    if (mode == WriteBack::split) store_weights<WriteBack::split>(param, key, value, places);
+    if (mode == WriteBack::kahan) store_weights<WriteBack::kahan>(param, key, value, places);
+  } else {
+    if (mode == WriteBack::stochastic) store_weights<WriteBack::stochastic>(param, key, value, places);
+  }
+}
+
+// How gradients are scaled. Kernels that store the unscaled ones (`unscales`) take the sign apart; they are others than
+// those that do not, as a gradient that is kept until it is stored takes registers.
+template <bool unscales>
+struct GradientScale {
+  float scale, sign;
+
+  __device__ GradientScale(float inv_scale, bool maximize)
+      : scale(maximize && !unscales ? -inv_scale : inv_scale), sign(maximize ? -1.0f : 1.0f) {}
+
+  // What the step computes with.
+  __device__ __forceinline__ float of(float& grad) const {
+    if constexpr (!unscales) return grad * scale;
+    grad *= scale;
+    return grad * sign;
+  }
+};
+
+// How many blocks a multiprocessor is to run at once: as many as registers allow without spills.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 1000
+constexpr int resident_blocks_for(int lists) { return lists <= 3 ? 3 : 2; }
+#else
+constexpr int resident_blocks_for(int lists) { return lists <= 6 ? 2 : 1; }
+#endif
+
+}  // namespace ampctx::cuda
