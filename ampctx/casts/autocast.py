@@ -22,7 +22,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -176,43 +176,6 @@ class ForwardHook(ModelHook):
         return ForwardHook, (None, None)
 
 
-class _Suspended(ContextDecorator, AbstractContextManager):
-    """What ``Autocast.suspended`` returns, for one ``with``.
-
-    torch.autocast costs more, twice per iteration, and an interrupt during its entry or exit leaves the wrong state.
-    Here the state is restored at the latest when this object goes.
-    """
-
-    # Until the state is restored: that of the autocast, of the thread, and torch's.
-    _former: tuple[tuple[States, ...], bool, States] | None = None
-
-    def __init__(self, autocast: Autocast) -> None:
-        self._autocast = autocast
-
-    def _recreate_cm(self) -> _Suspended:
-        return _Suspended(self._autocast)
-
-    def __enter__(self) -> None:
-        autocast = self._autocast
-        if not autocast._enabled:
-            return
-        thread = autocast._thread
-        before, wanted = autocast._states({*autocast.device_types, *_ambient.device_types})
-        self._former = outer, _, _ = thread.suspensions, _ambient.suspended, before
-        thread.suspensions, _ambient.suspended = (*outer, wanted), True
-        for d in before:
-            torch.set_autocast_enabled(d, False)
-
-    def __exit__(self, *_: Any) -> None:
-        if self._former is not None:
-            self._autocast._thread.suspensions, _ambient.suspended, before = self._former
-            _set_states(before)
-            torch.clear_autocast_cache()  # weights may have been stepped inside
-            self._former = None
-
-    __del__ = __exit__
-
-
 # --- Autocast ---------------------------------------------------------------------------------------------------------
 
 
@@ -360,11 +323,36 @@ class Autocast:
         torch.set_autocast_cache_enabled(cache)
         torch.clear_autocast_cache()
 
-    def suspended(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
         """A context without casts in this thread. May nest. Always restores the previous state. No host sync."""
+        if not self._enabled:
+            yield
+            return
         if torch.compiler.is_compiling():  # no weight is stepped in compiled code, and no closure runs
-            return autocast_off_on(self.device_types) if self._enabled else nullcontext()
-        return _Suspended(self)
+            with autocast_off_on(self.device_types):
+                yield
+            return
+        thread, outer, suspended = self._thread, self._thread.suspensions, _ambient.suspended
+        before, wanted = self._states({*self.device_types, *_ambient.device_types})
+        # torch.autocast costs more, twice per iteration, and an interrupt during its entry or exit leaves the wrong
+        # state. Here an interrupt in one of the two restores still reaches the other.
+        try:
+            try:
+                thread.suspensions, _ambient.suspended = (*outer, wanted), True
+                for d in before:
+                    torch.set_autocast_enabled(d, False)
+                yield
+            finally:
+                self._restore(before, outer, suspended)
+        except BaseException:
+            self._restore(before, outer, suspended)
+            raise
+
+    def _restore(self, before: States, suspensions: tuple[States, ...], suspended: bool) -> None:
+        self._thread.suspensions, _ambient.suspended = suspensions, suspended
+        _set_states(before)
+        torch.clear_autocast_cache()  # weights may have been stepped inside
 
     @contextmanager
     def resumed(self) -> Iterator[None]:
