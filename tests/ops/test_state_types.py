@@ -14,6 +14,7 @@ from optimizer_calls import (
     LAMB_WITHOUT_RATIO,
     LION,
     MOMENTUM,
+    MUON,
     NOVOGRAD,
     UNSCALING,
     bits,
@@ -24,7 +25,7 @@ from optimizer_calls import (
 from ampctx.kernels import codes
 
 pytestmark = pytest.mark.usefixtures("reference")
-WITH_CODES = (ADAM, MOMENTUM, LION, LAMB, LAMB_WITHOUT_RATIO, NOVOGRAD)
+WITH_CODES = (ADAM, MOMENTUM, LION, MUON, LAMB, LAMB_WITHOUT_RATIO, NOVOGRAD)
 UNSCALING_WITH_CODES = [o for o in UNSCALING if CODED.keys() >= {*o.states} != set()]
 SIZES = [1, 63, 64, 65, 0, 700, 2047, 2049]
 on_states = pytest.mark.parametrize("state", [torch.bfloat16, "8bit", "mixed"], ids=str)

@@ -419,3 +419,27 @@ def test_a_parameter_that_split_weights_cannot_hold_is_refused_before_the_step()
     with pytest.raises(ampctx.AmpValueError, match="is float16: pass master_weights=True"):
         optimizer.step()
     assert not optimizer.state
+
+
+@pytest.mark.parametrize("overlap", [None, "forward"])
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, "8bit"], ids=str)
+def test_state_in_fewer_bits_is_that_of_the_resident(state_dtype, overlap):
+    """Codes and random bits, too: these belong to the parameter, wherever its op call is made."""
+
+    def trained(**options):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(n, 64).bfloat16()) for n in (3, 70, 64)]
+        what = {"state_dtype": state_dtype, "min_8bit_size": 0, "master_weights": "split", "seed": 3}
+        optimizer = FusedAdam(params, lr=0.01, **what, **options)
+        for step in range(4):
+            for i, p in enumerate(params):
+                p.grad = torch.full_like(p, 0.1 * (i + 1) * (-1) ** step)
+            optimizer.step()
+        saved = optimizer.state_dict()
+        resumed = FusedAdam([nn.Parameter(p.detach().clone()) for p in params], lr=0.01, **what, **options)
+        resumed.load_state_dict(saved)
+        again = resumed.state_dict()["state"]
+        return [p.detach() for p in params], saved["state"], again
+
+    for found, expected in zip(trained(offload="cpu", overlap=overlap), trained(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
