@@ -206,6 +206,19 @@ struct Bfe {
   }
 };
 
+// Four bytes of the eight of a and b, by the nibbles of `which`; the highest bit of one repeats the sign of its byte.
+struct Prmt {
+  static uint32_t of(uint32_t a, uint32_t b, uint32_t which) {
+    const uint64_t bytes = uint64_t{b} << 32 | a;
+    uint32_t result = 0;
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t nibble = which >> 4 * i & 0xf, byte = bytes >> 8 * (nibble & 7) & 0xff;
+      result |= (nibble & 8 ? (byte & 0x80 ? 0xffu : 0u) : byte) << 8 * i;
+    }
+    return result;
+  }
+};
+
 template <class T, class Operation>
 void unary(Warp& warp, const Instruction& in, uint32_t lanes) {
   uint64_t* const d = warp.write(in.operand[0]);
@@ -653,6 +666,7 @@ Opcodes make_table() {
   table["mul.wide.s32"] = {mul_wide<int32_t, int64_t>};
   table["mul.wide.u32"] = {mul_wide<uint32_t, uint64_t>};
   table["bfe.u32"] = {ternary<uint32_t, Bfe>};
+  table["prmt.b32"] = {ternary<uint32_t, Prmt>};
   table["rcp.approx.ftz.f64"] = {unary<double, RcpApprox>};
   table["cvt.f64.f32"] = {cvt<double, float>};
   table["cvt.rn.f32.f64"] = {cvt<float, double>};
