@@ -45,7 +45,8 @@ def muon(
     grads: Tensors, params: Tensors, momentum_buffers: Tensors, extras: Tensors, steps: Tensors, found_inf: Tensor,
     inv_scale: Factor, lr: Factor, *, momentum: float, nesterov: bool = True, maximize: bool = False,
     write_back: str = "nearest", seed: int = 0, unscale_grads: bool = False, grad_norm: Factor = 1.0,
-    max_norm: float = -1.0, skips: Tensors = ()
+    max_norm: float = -1.0, momentum_buffer_scales: Tensors = (), skips: Tensors = (), stochastic_state: bool = False,
+    numbers: Tensor = NO_NUMBERS
 ) -> None: ...  # fmt: skip
 def lamb(
     grads: Tensors, params: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, extras: Tensors, steps: Tensors,

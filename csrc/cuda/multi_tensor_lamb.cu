@@ -44,10 +44,16 @@ struct LambFunctor {
   }
 };
 
+// The walk that keeps most at a time would spill registers with a second block.
+constexpr int resident_lamb_blocks(Walk walk, bool extras, bool unscales) {
+  if (walk == Walk::all && extras && unscales) return 1;
+  return resident_blocks_for(walk == Walk::weights ? 3 + extras : 4);
+}
+
 // Lists: grads, params, exp_avgs, exp_avg_sqs, and extras where the write back has them. The walk that reads gradients
 // stores them, where that is asked for.
 template <Walk walk, bool extras, bool unscales, class Table>
-__global__ void __launch_bounds__(kThreads, resident_blocks_for(walk == Walk::weights ? 3 + extras : 4))
+__global__ void __launch_bounds__(kThreads, resident_lamb_blocks(walk, extras, unscales))
     lamb_kernel(const __grid_constant__ Table table, int64_t share, LambParameters call, StepCounts counts) {
   if (call.step.is_skipped()) return;
   constexpr unsigned grads = one_of_lists(0), params = one_of_lists(1), states = one_of_lists(2) | one_of_lists(3);

@@ -101,7 +101,7 @@ def test_weights_of_8_bit_states_are_not_compared(tmp_path, monkeypatch):
     assert check["overflow_step_changes_nothing"] is True
     monkeypatch.setattr(ops, "peers_of", lambda *_: elsewhere)
     report = run(ops, tmp_path, "--model", "digits", "--rounds", 2, "--optimizer", "FusedAdam")
-    assert list(report["cases"]["FusedAdam.step"]["sides"]) == ["ampctx", "torchao-8bit"]
+    assert list(report["cases"]["FusedAdam.step"]["sides"]) == ["ampctx", "torchao-8bit", "bf16 state", "8bit state"]
 
 
 @pytest.mark.filterwarnings("default")  # of the packages' imports
