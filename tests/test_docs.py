@@ -163,14 +163,15 @@ def test_a_guide_shows_what_its_program_prints(run_block, name, code, text):
 BUDGETS = {
     250: "cli guide/accumulate guide/clip guide/custom_functions guide/gradient_penalty guide/muon"
     " guide/several_losses",
-    400: "contributing guide/ddp guide/fp32_layers guide/schedulers",
+    400: "contributing guide/ddp guide/fp32_layers guide/schedulers guide/smaller_state",
     500: "options limitations performance from_torch_amp"
     " guide/compile_export guide/debug_nans guide/fsdp_zero guide/offload guide/scale",
     600: "../README install reliability guide/checkpoints",
-    700: "to_torch_amp why levels frameworks optimizers how_a_step_works",
+    700: "to_torch_amp why levels frameworks how_a_step_works",
+    760: "optimizers",
     800: "from_apex",
     1000: "tutorial apex_differences kernels",
-    1250: "design",
+    1350: "design",
     1800: "errors",
 }
 

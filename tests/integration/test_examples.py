@@ -240,6 +240,35 @@ def test_char_lm_offloads_its_optimizer(server, tmp_path):
     assert float(found[1]) < 6.0 < float(found[2])
 
 
+STATE_LINE = re.compile(r"^(\w+) state: held-out bits per char ([\d.]+) \| ([\d.]+) bytes per parameter$", flags=re.M)
+
+
+def test_state_types_compares_losses_and_memory(server, tmp_path):
+    sizes = ("--width", 32, "--layers", 1, "--context", 8, "--batch-size", 4, "--min-8bit-size", 0)
+    arguments = ("--steps", 30, "--large-steps", 10, "--lr", 0.01, "--eval-every", 15, "--plot", "states.png")
+    lines = STATE_LINE.findall(forked(server, "state_types.py", *sizes, *arguments, cwd=tmp_path))
+    assert [kind for kind, _, _ in lines] == ["fp32", "bf16", "8bit"]
+    fp32, bf16, codes = (float(bits) for _, bits, _ in lines)
+    assert fp32 < 5.5
+    assert abs(bf16 - fp32) < 0.1
+    assert abs(codes - fp32) < 0.1
+    assert [size for _, _, size in lines][:2] == ["8.00", "4.00"]
+    assert 2.12 <= float(lines[2][2]) < 2.2
+    for colour in ((31, 119, 180), (255, 127, 14), (44, 160, 44)):
+        assert share_of_colour(tmp_path / "states.png", *colour) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(("--width", "40"), "40 is not a multiple of 32, the width", id="width"),
+        pytest.param(("--plot", "none/states.png"), "none/states.png cannot be written", id="plot-in-no-folder"),
+    ],
+)
+def test_state_types_refuses(arguments, message, tmp_path, monkeypatch, capsys):
+    assert message in refusal("state_types.py", *arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
