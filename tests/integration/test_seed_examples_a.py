@@ -350,6 +350,7 @@ def test_examples_table_and_readme_have_every_example():
     # Longer programs, of no section of their own.
     assert {name for name in scripts if f"../examples/{name}" in page} == scripts - {
         "digits.py",
+        "state_types.py",
         "char_lm.py",
         "apex_digits.py",
         "mesh.py",
