@@ -26,21 +26,15 @@ from ampctx.kernels.reference_steps import LOW_PRECISION
 from ampctx.kernels.sharding import place_grads, wrote
 from ampctx.kernels.spec import SPECS
 from ampctx.optimizers import _checkpoint, _hooks, _options, _over_ranks, _state_types, _work
-from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._offload import Offload
 from ampctx.optimizers._options import Group, param_name
+from ampctx.optimizers._saving import Saved
 from ampctx.optimizers._state import EXTRAS, State, follow, joined, make_state
 from ampctx.optimizers._state_types import Forms
 from ampctx.optimizers._work import Kind, Members, Plan, Scaling, Work
 
-# Attributes that exist only around a step, or that a copy creates again.
-_TRANSIENT = (
-    "found_inf", "grad_scale", "model_params", "model_grads", "skip_counts", "_zero_flags", "_seen", "_plan",
-    "_numbers", "_offload",
-)  # fmt: skip
 
-
-class FusedOptimizer(torch.optim.Optimizer):
+class FusedOptimizer(Saved):
     """Base of the fused optimizers: options, state, masters, scaling, checkpoints and op calls.
 
     A subclass names its op (``_op``); the op's spec defines state and options. Each rank steps its part of a DTensor;
@@ -420,6 +414,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             return "split" if self.master_weights == "split" else "copy"
         return self.write_back
 
+    def layout_of(self, p: Tensor) -> str:
+        """Where a step leaves the new value of a 16-bit parameter, see ``Kind``: "copy", "split", "kahan" keep more
+        than its 16 bits."""
+        return self._destination(p, Scaling())
+
     def _write_backs(self) -> tuple[Any, ...]:
         """The settings that ``_destination`` depends on, besides the parameter and its model weight."""
         return self.write_back, self.master_weights
@@ -524,138 +523,3 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         if self._offload is not None:
             self._offload.wait()
-
-    # --- checkpoints and copies ---------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns state and options, as in torch, with tensors of the optimizer. No host sync. With ``offload``, waits
-        for the step, and the tensors are on the CPU.
-
-        With ``state_dtype`` it has bf16 state and 8-bit codes. Codes of a DTensor that is not sharded by rows of whole
-        blocks become fp32, which any ranks can load.
-        """
-        self.wait()
-        found = super().state_dict()
-        return {**found, "state": _state_types.for_any_ranks(found["state"])}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a checkpoint of this class, of the same optimizer of torch.optim, or of apex. May be a host sync.
-
-        Copies the state and keeps it in fp32 for all parameter dtypes, or as ``state_dtype`` says: fp32 of a checkpoint
-        is then rounded to nearest. Options come from the checkpoint, as in torch, but for ``state_dtype`` and
-        ``min_8bit_size``, which stay.
-
-        Args:
-            state_dict: the dict to load.
-
-        Raises:
-            ValueError, KeyError: torch's, for a checkpoint of other groups.
-            AmpKeyError: a partial state, state of another optimizer or of no parameter, a group without an option, or
-                codes without scales.
-            AmpValueError: state of another size or dtype, or with invalid values (nan, squares or scales below 0, a
-                step that is no count).
-            AmpValueError, AmpTypeError: an invalid option.
-
-        All errors name group, parameter and key. Nothing has changed then.
-        """
-        self.wait()
-        states: dict[Tensor, dict[str, Any]] = {}
-        rates = [group["lr"] for group in self.param_groups]
-
-        def before(_: Any, given: dict[str, Any]) -> dict[str, Any] | None:
-            found = _checkpoint.matched(given, self.param_groups, lambda g, i: param_name(self.param_groups, g, i))
-            if found is None:
-                return None
-            with torch.no_grad():
-                states.update(self._restored(found))
-            return {**given, "param_groups": [g.saved for g in found], "state": _checkpoint.leftover(given)}
-
-        def after(_: Any) -> None:
-            self.state.update(states)
-            if not self.capturable:
-                return
-            self._lr_to_tensor()
-            for i, (group, rate) in enumerate(zip(self.param_groups, rates, strict=True)):
-                loaded, is_shared = group["lr"], any(rate is other for other in rates[:i])
-                # A CUDA graph may read this tensor, so fill it.
-                if not is_shared and _options.is_lr_on_device(rate, _options.device_of(group)):
-                    with torch.no_grad():
-                        rate.copy_(loaded.reshape(rate.shape))
-                    group["lr"] = rate
-
-        # The last hook before torch's own work and the first after it, so that the user's hooks see complete states.
-        hooks = [
-            self.register_load_state_dict_pre_hook(before),
-            self.register_load_state_dict_post_hook(after, prepend=True),
-        ]
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _restored(self, groups: list[SavedGroup]) -> dict[Tensor, dict[str, Any]]:
-        result, names = {}, {}
-        one_element = set(self._one_element.values())
-        for g, group in enumerate(groups):
-            self._adapt_checkpoint(group)
-            spec = SPECS[self._op_of(group.saved)]
-            _state_types.keep_options(group.saved, self.param_groups[g])
-            # Adds defaults here, because __setstate__ runs after the checks.
-            _checkpoint.check_options(("lr", *self._saved_options(group.saved)), g, group.saved)
-            for name, default in self.defaults.items():
-                group.saved.setdefault(name, default)
-            try:
-                self._check_given(group.saved)
-            except AmpError as error:
-                raise _options.in_group(error, f"param_groups[{g}] of the checkpoint") from None
-            for p, name, state in group.states:
-                names[p] = name
-                _checkpoint.check_complete(spec, type(self).__name__, name, state, group.saved)
-                at = p if self._offload is None else self._offload.twin_of(p)
-                result[p] = _checkpoint.restored(at, name, state, one_element, self._useless_state(p))
-        _checkpoint.check_values(result, names)
-        for group in groups:
-            for p, _, _ in group.states:
-                at = p if self._offload is None else self._offload.twin_of(p)
-                _state_types.convert(at, result[p], self._forms(p, group.saved))
-        return result
-
-    def layout_of(self, p: Tensor) -> str:
-        """Where a step leaves the new value of a 16-bit parameter, see ``Kind``: "copy", "split", "kahan" keep more
-        than its 16 bits."""
-        return self._destination(p, Scaling())
-
-    def _useless_state(self, p: Tensor) -> set[str]:
-        """The state keys of a checkpoint that this optimizer never reads for ``p``."""
-        used = self.layout_of(p)
-        return {key for write_back, key in EXTRAS.items() if write_back != used}
-
-    def _adapt_checkpoint(self, group: SavedGroup) -> None:
-        """Converts the layout of other optimizers' checkpoints."""
-        _checkpoint.take_step_from_group(group)
-
-    def __getstate__(self) -> dict[str, Any]:
-        self.wait()
-        # Without hooks (private in torch), as torch's own optimizers.
-        return {
-            name: value
-            for name, value in _checkpoint.without_amp(self).items()
-            if name not in _TRANSIENT and not (name.startswith("_optimizer_") and name.endswith("_hooks"))
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        # A CUDA graph may read the existing flags, so keep them.
-        self.__dict__.setdefault("_zero_flags", {})
-        self.__dict__.setdefault("_numbers", {})
-        self._seen, self._plan = {}, None
-        if (kept := self.__dict__.get("_offload")) is not None:
-            kept.forget()
-        else:
-            self._make_offload()
-        # torch adds this default to every optimizer. Later groups and checkpoints must not get it.
-        self.defaults.pop("differentiable", None)
-        for group in self.param_groups:
-            for name, default in self.defaults.items():
-                group.setdefault(name, default)
