@@ -281,17 +281,24 @@ def gains(found: Reports) -> Iterator[str]:
 
 
 def levels(found: Reports) -> Iterator[str]:
+    """A row for each level, then one for each loop of torch's autocast that a level stands beside."""
     yield from _head(
-        "level", "ms per iteration", "times fp32 torch", "peak MB", "MB between steps", "bytes per parameter"
+        "loop", "ms per iteration", "times fp32 torch", "peak MB", "MB between steps", "bytes per parameter"
     )
     for name, report in found.items():
         if re.fullmatch("loop-cpu-.*", name):
-            for level, case in report["cases"].items():
-                side = case["sides"]["ampctx"]
-                slower = 1 / case["sides"]["fp32, torch-fused"]["over_ampctx"]["median"]
+            cases, others = report["cases"], dict[str, str]()
+            for level, case in cases.items():
+                others.update((who, level) for who in case["sides"] if who not in ("ampctx", "bandwidth"))
+            for title, level in {**{level: level for level in cases}, **others}.items():
+                sides, side = cases[level]["sides"], cases[level]["sides"]["ampctx" if title in cases else title]
+                fp32 = sides["fp32, torch-fused"]
+                slower = side["ms"]["median"] / fp32["ms"]["median"]
+                if title in cases:  # of pairs, run one after the other
+                    slower = 1 / fp32["over_ampctx"]["median"]
                 memory = (f"{side[key]:.1f}" for key in ("peak_MB", "held_MB"))
-                each = f"{side['held_MB'] * 1e6 / case['elements']:.1f}"
-                yield _row(level, f"{side['ms']['median']:.0f}", f"{slower:.1f}", *memory, each)
+                each = f"{side['held_MB'] * 1e6 / cases[level]['elements']:.1f}"
+                yield _row(title, f"{side['ms']['median']:.0f}", f"{slower:.1f}", *memory, each)
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

@@ -18,9 +18,11 @@ from optimizer_cases import (
     assert_same,
     give,
     gradients,
+    like,
     parameters,
     params_of,
     run,
+    saved,
     snapshot,
     with_masters,
 )
@@ -43,19 +45,6 @@ def make(name, kind, params=None, **options):
     if name == "mixed-lamb" and "master_weights" in mode:
         return with_masters(name, params, **options)
     return OPTIMIZERS[name](params, **mode, **options)
-
-
-def saved(state_dict):
-    """Through a file, read as safely as torch can."""
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def like(optimizer):
-    """New parameters with the values of the optimizer's."""
-    return [nn.Parameter(p.detach().clone()) for p in params_of(optimizer)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

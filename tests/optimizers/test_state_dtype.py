@@ -1,13 +1,23 @@
 """``state_dtype``: the state of an optimizer in bf16 or 8-bit codes. The arithmetic: tests/ops/test_state_types.py."""
 
 import copy
-import io
 import pickle
 import re
 
 import pytest
 import torch
-from optimizer_cases import OPTIMIZERS, assert_same, give, gradients, parameters, params_of, run, snapshot
+from optimizer_cases import (
+    OPTIMIZERS,
+    assert_same,
+    give,
+    gradients,
+    like,
+    parameters,
+    params_of,
+    run,
+    saved,
+    snapshot,
+)
 from torch import nn
 
 from ampctx import AmpKeyError, AmpSession, AmpTypeError, AmpValueError, optimizers
@@ -55,17 +65,6 @@ def make(name, kind, params=None, of_params="fp32", **options):
     return OPTIMIZERS[name](
         params, **{"state_dtype": state_dtype_of(name, kind), "min_8bit_size": 0, "seed": 5, **mode, **options}
     )
-
-
-def through_a_file(state_dict):
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def like(optimizer):
-    return [nn.Parameter(p.detach().clone()) for p in params_of(optimizer)]
 
 
 def one(kind="8bit", shape=(4, 128), steps=2, **options):
@@ -164,7 +163,7 @@ def test_a_skipped_step_changes_no_byte(name, of_params):
 def test_training_resumes_bit_for_bit(name, kind, of_params):
     optimizer = make(name, kind, of_params=of_params)
     run(optimizer, 2)
-    checkpoint = through_a_file(optimizer.state_dict())
+    checkpoint = saved(optimizer.state_dict())
     resumed = make(name, kind, like(optimizer), of_params=of_params)
     resumed.load_state_dict(checkpoint)
     assert_same(snapshot(resumed), snapshot(optimizer))
@@ -423,7 +422,7 @@ def test_any_state_loads_into_any_other(name, of, to):
     source = make(name, of)
     run(source, 3)
     target = make(name, to, like(source))
-    target.load_state_dict(through_a_file(source.state_dict()))
+    target.load_state_dict(saved(source.state_dict()))
     if "state_dtype" in target.param_groups[0]:
         assert target.param_groups[0]["state_dtype"] == state_dtype_of(name, to)
     there, here = (unpack_state(each.state_dict())["state"] for each in (source, target))
@@ -461,7 +460,7 @@ def test_state_goes_to_torch_and_back():
     run(ours, 3)
     checkpoint = ours.state_dict()
     theirs = torch.optim.AdamW(like(ours), lr=0.01)
-    theirs.load_state_dict(unpack_state(through_a_file(checkpoint)))
+    theirs.load_state_dict(unpack_state(saved(checkpoint)))
     assert {
         key: value.dtype for key, value in theirs.state[theirs.param_groups[0]["params"][0]].items()
     } == dict.fromkeys(("step", "exp_avg", "exp_avg_sq"), torch.float32)
