@@ -135,8 +135,9 @@ def stepped(beta2):
     for _ in range(4):
         g = torch.randn(50, generator=generator)
         step_checks.FALLBACKS["multi_tensor_adam"](
-            [g], [p], [m], [v], [], [], [step], [], torch.zeros(()), torch.ones(()), torch.tensor(0.1), torch.zeros(()),
-            0.9, beta2, 1e-8, 0.1, True, True, False, 0, 0, -1.0,
+            [g], [p], [m], [v], [], [], [step], [], [], [], torch.zeros(()), torch.ones(()), torch.tensor(0.1),
+            torch.zeros(()), torch.zeros(0, dtype=torch.int64), 0.9, beta2, 1e-8, 0.1, True, True, False, 0, 0, -1.0,
+            False,
         )  # fmt: skip
     return p
 
