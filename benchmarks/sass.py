@@ -207,20 +207,21 @@ class Loop:
         bits = [i.bits for i in self.code if (i.is_load if accesses == "loads" else i.is_store)]
         return {width: bits.count(width) for width in sorted(set(bits), reverse=True)}
 
-    def has_wide_way(self, stores: bool) -> bool:
-        """Whether an iteration can do with wide accesses: some loads, and some stores where ``stores``."""
+    def has_wide_way(self, stores: bool, narrowest: int = WIDE) -> bool:
+        """Whether an iteration can do with wide loads, wide stores where ``stores``, and none below ``narrowest``."""
         start = (self.first, False, not stores)
         seen, left = {start}, [start]
         while left:
             place, loaded, stored = left.pop()
             instruction = self.of.code[place]
-            if (instruction.is_load or instruction.is_store) and instruction.bits < WIDE:
+            is_wide = instruction.bits >= WIDE
+            if (instruction.is_load or instruction.is_store) and instruction.bits < narrowest:
                 if not instruction.guard:
                     continue
             elif instruction.is_load:
-                loaded = True
+                loaded = loaded or is_wide
             elif instruction.is_store:
-                stored = True
+                stored = stored or is_wide
             for way in self.of.successors[place]:
                 if way == self.first and loaded and stored:
                     return True

@@ -58,6 +58,20 @@ def test_a_loop_without_wide_accesses_breaks_the_rule():
         assert rules_broken_by(kernel) == [WIDE]
 
 
+def test_kernels_of_rounded_states_may_have_accesses_of_codes_beside_wide_ones():
+    text = (SNIPPETS / "guarded_loop.sass").read_text()
+    rounded = Name("rounded_step_kernel", ("Adam", "0"), "DeviceTable", (8,))
+    wide = re.search(r"LDG\.E\.128", text)
+    for bits, breaks in (("64", []), ("32", [WIDE])):
+        opcode = "LDG.E" if bits == "32" else f"LDG.E.{bits}"
+        one = text[: wide.start()] + opcode + text[wide.end() :]
+        code = sass.Code(sass.instructions(one))
+        assert rules_broken_by(Kernel(STEP, 90, 32, 0, 0, 0, 4016, code)) == [WIDE]
+        assert rules_broken_by(Kernel(rounded, 90, 32, 0, 0, 0, 4016, code)) == breaks
+    none = sass.Code(sass.instructions(text.replace("LDG.E.128", "LDG.E.64")))
+    assert rules_broken_by(Kernel(rounded, 90, 32, 0, 0, 0, 4016, none)) == [WIDE]
+
+
 def test_kernels_that_write_nothing_need_no_stores():
     reading = Name("l2norm_kernel", (), "Table", (1, 3936))
     assert rules_broken_by(a_kernel("l2norm_loop", reading)) == []
