@@ -52,6 +52,7 @@ ROUNDED: dict[str, dict[str, Any]] = {
     "adam": _ADAM,
     "sgd": {"momentum": 0.9, **_SGD},
     "lion": ELEMENTWISE["lion"][3],
+    "muon": ELEMENTWISE["muon"][3],
     "novograd": {"beta1": 0.9, "beta2": 0.5, "eps": 1e-8, "weight_decay": 0.1},
     "lamb": {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1, "max_grad_norm": 1.0},
     "lamb without ratio": {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.0, "max_grad_norm": 1.0},

@@ -38,8 +38,9 @@ SUITES = {
         "tests/compat/test_amp_C_elementwise.py",
         "tests/compat/test_amp_C_layerwise.py",
         "tests/compat/test_amp_C_optimizers.py",
+        # Offloaded and split weights are stepped on a CPU, by the ops of the other files.
         "-k",
-        "not fp64 and not float64",
+        "not fp64 and not float64 and not test_offload and not test_split_masters",
     ],
     "exercise": ["tests/ptx/test_exercise.py", "tests/ptx/test_order_of_loads.py"],
     # The interpreter's own checks, and what run.py refuses: the same for every target, run on the first alone.
@@ -58,6 +59,12 @@ LEFT_OUT = (
     "tests/optimizers/test_optimizer_plan.py::test_calls_are_kept_and_are_the_same",
     "tests/optimizers/test_optimizer_plan.py::test_state_that_is_offloaded_frees_its_memory",
     "tests/optimizers/test_optimizer_plan.py::test_what_is_no_plain_tensor_is_not_held",
+    "tests/optimizers/test_state_dtype.py::test_kept_calls_are_as_new_ones",
+    # Averages over a million draws, which the emulation makes, and shares of threads of the CPU.
+    "tests/ops/test_state_types.py::test_rounding_is_right_on_average",
+    "tests/optimizers/test_state_dtype.py::test_an_average_of_squares_shrinks_in_bf16",
+    "tests/optimizers/test_state_dtype.py::test_one_thread_and_four_have_the_same_bits",
+    "tests/optimizers/test_state_dtype.py::test_state_is_right_on_average",
     "tests/test_foreach.py::test_the_last_check_updates_the_scale_if_one_flag_knows_all",
 )
 
