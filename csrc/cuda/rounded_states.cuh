@@ -142,10 +142,13 @@ class TensorAccess {
     }
   }
 
-  // The scale of the octet's block, of a state in codes.
+  // The scale of the octet's block, of a state in codes. The thread that stores it is the one that reads it: no other
+  // could read after that. Called by all lanes of a warp.
   __device__ __forceinline__ float load_scale(int state, const Octet& octet) const {
-    const bool has_scale = is_code(table_.dtype[2 + state]) && octet.count > 0;
-    return has_scale ? scales(state)[octet.at / kCodeBlock] : 0.0f;
+    if (!is_code(table_.dtype[2 + state])) return 0;
+    const int lane = threadIdx.x % kWarp, first = lane / kLanesOfBlock * kLanesOfBlock;
+    const float own = lane == first && octet.count > 0 ? scales(state)[octet.at / kCodeBlock] : 0.0f;
+    return __shfl_sync(kAllLanes, own, first);
   }
 
   __device__ __forceinline__ void store_scale(int state, const Octet& octet, float scale) const {

@@ -10,7 +10,7 @@ namespace {
 constexpr uint32_t kSeveral = 0xffffffffu;  // readers
 constexpr uint32_t kNoBlock = 0xffffffffu;
 constexpr uint32_t kNoList = 0xffffffffu;
-constexpr uint64_t kCellBytes = 2;        // of the smallest type
+constexpr uint64_t kCellBytes = 1;        // of the smallest type
 constexpr uint64_t kNone = ~uint64_t{0};  // cells
 
 uint64_t cells_of(int bytes) { return (static_cast<uint64_t>(bytes) + kCellBytes - 1) / kCellBytes; }
