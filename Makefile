@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 WORKERS ?= auto
 ARGS   ?=
+PEERS  := torch-optimi==0.3.3 bitsandbytes==0.50.2 torchao==0.18.0
 
 PY      := $(VENV)/bin/python
 SOURCES := $(wildcard csrc/*.* csrc/*/*.*) ampctx/kernels/spec.py setup.py pyproject.toml
@@ -89,8 +90,8 @@ test-wheel: wheel $(VENV)/test.done
 
 # Records all figures of docs/performance.md, docs/benchmarks.md and benchmarks/GOALS.md: a quarter of an hour on two idle
 # cores. One thread: with more, torch cuts each small tensor into shares for all threads, and slows down.
-bench: $(VENV)/examples.done
-	OMP_NUM_THREADS=1 $(PY) benchmarks/suite.py $(ARGS)
+bench: $(VENV)/examples.done $(VENV)/peers.done
+	OMP_NUM_THREADS=1 PYTHONPATH=$(abspath $(VENV)/peers) $(PY) benchmarks/suite.py $(ARGS)
 	$(PY) benchmarks/plot.py --gains docs/_static/gains.png
 	$(PY) benchmarks/report.py
 
@@ -128,6 +129,11 @@ $(VENV)/built.done: $(VENV)/torch.done $(SOURCES)
 
 $(VENV)/clients.done: $(VENV)/test.done .ci/clients.py
 	$(PY) .ci/clients.py $(VENV)/clients
+	@touch $@
+
+# What the benchmarks compare with, apart from what is in .venv. --no-deps: they would bring a torch of their own.
+$(VENV)/peers.done: $(VENV)/built.done
+	$(PIP) --no-deps --upgrade --target $(VENV)/peers $(PEERS)
 	@touch $@
 
 $(VENV)/%.done: $(VENV)/built.done

@@ -167,6 +167,8 @@ def loop(found: Reports) -> Iterator[str]:
             continue
         for level, case in report["cases"].items():
             for who, side in case["sides"].items():
+                if level != "O0" and re.fullmatch("fp32, (?!torch-fused).*", who):
+                    continue  # says no more than the rows of O0
                 own = who == "ampctx"
                 ratio = "" if own else _spread(side["over_ampctx"])
                 memory = (f"{side[key]:.1f}" for key in ("peak_MB", "held_MB"))
@@ -221,9 +223,11 @@ GROUPS = (
     Group("`GradScaler.unscale_`", "ops-cpu-.*", "unscale", "torch: .*"),
     Group("scale and axpby of plain lists", "ops-cpu-.*", "scale|axpby", "torch: .*"),
     Group("casts of plain lists", "ops-cpu-.*", "cast .*", "torch: .*"),
-    Group("small GPT, 16 bits, against autocast", "loop-cpu-.*", "O.*", "autocast.*"),
-    Group("small GPT, O0, against fp32", "loop-cpu-.*", "O0", "fp32.*"),
-    Group("small GPT, 16 bits, against fp32", "loop-cpu-.*", "O[^0].*", "fp32.*"),
+    Group("small GPT, 16 bits, against autocast", "loop-cpu-.*", "O[125]|O5-split", "autocast.*, torch-fused: .*"),
+    Group("small GPT, O0, against fp32", "loop-cpu-.*", "O0", "fp32, torch-fused: .*"),
+    Group("small GPT, 16 bits, against fp32", "loop-cpu-.*", "O[125]|O5-split", "fp32, torch-fused: .*"),
+    Group("small GPT, smaller state, against autocast", "loop-cpu-.*", "O5-split-.*", "autocast.*, torch-fused: .*"),
+    Group("small GPT, 8-bit state, against others'", "loop-cpu-.*", "O5-split-8bit", "autocast.*-8bit: .*"),
 )
 
 
@@ -289,7 +293,7 @@ def levels(found: Reports) -> Iterator[str]:
         if re.fullmatch("loop-cpu-.*", name):
             cases, others = report["cases"], dict[str, str]()
             for level, case in cases.items():
-                others.update((who, level) for who in case["sides"] if who not in ("ampctx", "bandwidth"))
+                others.update((who, level) for who in case["sides"] if re.fullmatch(".*, torch-fused|.* bf16, .*", who))
             for title, level in {**{level: level for level in cases}, **others}.items():
                 sides, side = cases[level]["sides"], cases[level]["sides"]["ampctx" if title in cases else title]
                 fp32 = sides["fp32, torch-fused"]
@@ -301,11 +305,25 @@ def levels(found: Reports) -> Iterator[str]:
                 yield _row(title, f"{side['ms']['median']:.0f}", f"{slower:.1f}", *memory, each)
 
 
+def states(found: Reports) -> Iterator[str]:
+    """The step of each optimizer with smaller state, beside its own with fp32 state."""
+    yield from _head("step alone", "state", "ms (quartiles)", "ns per element", "times fp32 state")
+    for name, report in found.items():
+        for of_case in report["cases"].values() if re.fullmatch("ops-cpu-resnet50", name) else ():
+            kinds = {"ampctx": "fp32", **{who: who.split()[0] for who in of_case["sides"] if who.endswith(" state")}}
+            for who, kind in kinds.items() if len(kinds) > 1 else ():
+                side = of_case["sides"][who]
+                each = side["ms"]["median"] * 1e6 / of_case["elements"]
+                slower = side["over_ampctx"]["median"] if kind != "fp32" else 1.0
+                optimizer = side["what"].partition("(")[0]
+                yield _row(optimizer, kind, _spread(side["ms"]), f"{each:.2f}", f"{slower:.1f}")
+
+
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
 PAGES: dict[Path, dict[str, Callable[[Reports], Iterator[str]]]] = {
-    ROOT / "docs" / "performance.md": {"gains": gains, "picture": picture, "levels": levels},
+    ROOT / "docs" / "performance.md": {"gains": gains, "picture": picture, "levels": levels, "states": states},
     ROOT / "docs" / "benchmarks.md": {
         "tails": lambda found: cases(found, "tail"),
         "ops": lambda found: cases(found, "ops"),

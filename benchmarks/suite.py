@@ -38,6 +38,10 @@ class Entry:
         return [f"benchmarks/{self.script}.py", *self.options, "--rounds", str(rounds), "--json", str(output)]
 
 
+# The packages that `make bench` installs.
+PEERS = ("optimi", "bitsandbytes", "bitsandbytes-8bit", "torchao-8bit")
+
+
 def _tail(device: str, model: str, level: str, optimizer: str, clip: bool, goal: bool, *more: str) -> Entry:
     file = f"tail-{device}-{model}-{level}-{optimizer}{'-clip' if clip else ''}"
     options = ("--device", device, "--model", model, "--opt-level", level, "--optimizer", optimizer)
@@ -51,7 +55,9 @@ def entries(device: str) -> Iterator[Entry]:
         yield _tail(device, model, "O1", "FusedAdam", True, True)
         yield _tail(device, model, "O2", "FusedAdam", False, True)
         yield _tail(device, model, "O2", "FusedAdam", True, True)
-        yield _tail(device, model, "O5", "FusedAdam", False, False)
+        # torchao compiles its step for each shape.
+        others = ",".join(("torch-fused", *PEERS[:-1])) if model == "resnet50" else "torch-fused"
+        yield _tail(device, model, "O5", "FusedAdam", False, False, "--against", others)
         yield _tail(device, model, "O5", "FusedAdam", True, False)
     for model in ("tiny161", "tiny1000", "tiny20000") if device == "cpu" else ():
         for level, clip in itertools.product(("O1", "O2"), (False, True)):
@@ -65,7 +71,8 @@ def entries(device: str) -> Iterator[Entry]:
         cold = ("--opt-level", "O1", "--tensors", "161,5000", "--flush")
         yield Entry("host-cpu-O1-flush", "host", ("--device", "cpu", *cold), True)
     model = "gpt-small" if device == "cpu" else "resnet50"
-    yield Entry(f"loop-{device}-{model}", "loop", ("--device", device, "--model", model), False)
+    against = ("--against", ",".join(("torch-fused", *PEERS)))
+    yield Entry(f"loop-{device}-{model}", "loop", ("--device", device, "--model", model, *against), False)
 
 
 def record(device: str, runs: int, rounds: int, output: Path) -> int:
