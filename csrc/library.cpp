@@ -361,8 +361,8 @@ AMPCTX_EXPORT int ampctx_are_plain(PyObject* tensors) { return guarded(-1, ampct
 AMPCTX_EXPORT int ampctx_have_no_grad(PyObject* tensors, int stored) {
   return guarded(-1, ampctx::python_passes::have_no_grad, tensors, stored);
 }
-AMPCTX_EXPORT int ampctx_clear_grads(PyObject* tensors) {
-  return guarded(-1, ampctx::python_passes::clear_grads, tensors);
+AMPCTX_EXPORT int ampctx_clear_grads(PyObject* tensors, int stored) {
+  return guarded(-1, ampctx::python_passes::clear_grads, tensors, stored);
 }
 AMPCTX_EXPORT int ampctx_prefetch_versions(PyObject* tensors) {
   return guarded(-1, ampctx::python_passes::prefetch_versions, tensors);

@@ -115,8 +115,8 @@ inline int have_no_grad(PyObject* tensors, int stored) {
   return 1;
 }
 
-// grad = None for each tensor.
-inline int clear_grads(PyObject* tensors) {
+// grad = None for each tensor. `stored`: as for have_no_grad().
+inline int clear_grads(PyObject* tensors, int stored) {
   const ptrdiff_t count = PyList_Size(tensors);
   if (count < 0) return -1;
   for (ptrdiff_t i = 0; i < count; ++i) {
@@ -124,8 +124,9 @@ inline int clear_grads(PyObject* tensors) {
     const Reference tensor = Reference::to_borrowed(PyList_GetItem(tensors, i));
     if (!tensor.get()) return -1;
     const python_lists::PlainType* const type = python_lists::plain_type(tensor.get());
-    const int failed = type && type->stores_grad ? python().set_grad(python().stored_grad, tensor.get(), python().none)
-                                                 : PyObject_SetAttr(tensor.get(), python().grad, python().none);
+    const int failed = type && (stored || type->stores_grad)
+                           ? python().set_grad(python().stored_grad, tensor.get(), python().none)
+                           : PyObject_SetAttr(tensor.get(), python().grad, python().none);
     if (failed) return -1;
   }
   return 1;

@@ -180,7 +180,7 @@ def _readers(path: Path) -> dict[str, Any]:
         return {"new_list": new_list}
     use_types = function("use_types", named)
     use_types([Tensor, torch.nn.Parameter])
-    uses_hints = bool(function("use_hints", named, named)(*_sample()))
+    uses_hints = _allow_hints(function("use_hints", named, named))
     count_apart = function("are_apart", ctypes.POINTER(number), number)
 
     def are_apart(numbers: list[int]) -> bool:
@@ -208,7 +208,7 @@ def _readers(path: Path) -> dict[str, Any]:
             "same_plan": function("same_plan", named, named, named, named, named),
             "are_plain": function("are_plain", named),
             "have_no_grad": function("have_no_grad", named, flag),
-            "clear_grads": function("clear_grads", named),
+            "clear_grads": function("clear_grads", named, flag),
             "prefetch_versions": function("prefetch_versions", named),
             "held_kinds": function("held_kinds", number, result=named),
             "write_counts": function("write_counts", named, number, result=named),
@@ -216,13 +216,14 @@ def _readers(path: Path) -> dict[str, Any]:
     }
 
 
-def _sample() -> tuple[Tensor, list[int]]:
-    """A parameter with a gradient, and the addresses of its parts and of a plain tensor: torch tells them in private
-    attributes, which hints compare with what they find."""
+def _allow_hints(use_hints: Callable[[Any, list[int]], int]) -> bool:
+    """Shows the library a parameter with a gradient, and the addresses of its parts and of a plain tensor: torch tells
+    them in private attributes, which hints compare with what they find."""
+    # The variables keep all of them alive until the library has looked.
     first, plain, grad = (torch.zeros(1, device="cpu") for _ in range(3))
     param = torch.nn.Parameter(first)
     param.grad = grad
-    return param, [param._cdata, plain._cdata, grad._cdata, param.untyped_storage()._cdata]
+    return bool(use_hints(param, [param._cdata, plain._cdata, grad._cdata, param.untyped_storage()._cdata]))
 
 
 def _register_cpu(library: ctypes.CDLL, namespace: str) -> None:

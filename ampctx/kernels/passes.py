@@ -80,8 +80,8 @@ def have_no_grad(tensors: list[Tensor], stored: bool) -> bool:
     return all_none(map(stored_grad if stored else grad_of, tensors))
 
 
-def clear_grads(tensors: list[Tensor]) -> None:
-    """``grad = None`` for each tensor."""
+def clear_grads(tensors: list[Tensor], stored: bool) -> None:
+    """``grad = None`` for each tensor. ``stored``: as for ``have_no_grad``, of types that the library reads."""
     set_each(tensors, "grad", None)
 
 

@@ -188,7 +188,7 @@ class BlockGradients:
             # Recorded before anything changes, so that abandon() can restore it.
             stash = {p: g if owns_its_memory(g) else g.clone() for p, g in present.items()}
             self._stack.append(Block(stash, None, window is not None, scale, inv_scale))
-            passes.clear_grads(list(present))
+            passes.clear_grads(list(present), False)
             return
         for p in window.scaled:
             if p.grad is None:  # the user has zeroed it through the model
@@ -298,7 +298,7 @@ class BlockGradients:
             foreach.axpby(grads, totals, totals, found_inf, outcome.factor, 1.0, arg_to_check=0)
             forget_norm_before_clipping(totals)
         if outcome.used:
-            passes.clear_grads(outcome.used)
+            passes.clear_grads(outcome.used, False)
         for t, grad in outcome.grads.items():
             t.grad = grad
         if outcome.lazy is not None:
@@ -492,4 +492,4 @@ class BlockGradients:
         self.incomplete = self.stepped = False
 
     def drop_model_grads(self) -> None:
-        passes.clear_grads(self._masters.params_with_master)
+        passes.clear_grads(self._masters.params_with_master, False)

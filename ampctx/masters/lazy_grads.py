@@ -252,25 +252,37 @@ class ModelGrads:
 
 def all_of(params: Iterable[Tensor]) -> list[ModelGrads]:
     """The lazy gradients whose masters are all in ``params`` and have no other gradients. Materializes the rest."""
-    found = list(params)
-    if torch.compiler.is_compiling() or MasterParam not in (types := set(map(type, found))):
+    if torch.compiler.is_compiling():
         return []
-    masters: list[Any] = found if len(types) == 1 else [p for p in found if type(p) is MasterParam]
-    if (first := _lazy_in(masters[0]._place)) is not None and passes.same_items(masters, first.masters):
-        candidates = {first: True}  # as usual: all masters of one optimizer
-    else:
-        given = set(map(id, masters))
-        lazies = filter(None, map(_lazy_in, dict.fromkeys(map(_PLACE, masters))))
-        candidates = {
-            lazy: lazy.masters.id_set <= given for lazy in lazies if not given.isdisjoint(lazy.masters.id_set)
-        }
     complete = []
-    for lazy, is_whole in candidates.items():
+    for lazy, is_whole in _lazy_of(list(params)).items():
         if is_whole and lazy.is_alone():
             complete.append(lazy)
         else:
             lazy.materialize()
     return complete
+
+
+def clear_grads(params: list[Tensor]) -> None:
+    """``grad = None`` for each. Lazy gradients of these parameters alone are dropped. No host sync."""
+    for lazy, is_whole in _lazy_of(params).items():
+        if is_whole:
+            lazy.drop()
+        else:
+            lazy.materialize()
+    passes.clear_grads(params, True)
+
+
+def _lazy_of(params: list[Tensor]) -> dict[ModelGrads, bool]:
+    """The lazy gradients of these parameters, and whether all their masters are here."""
+    if MasterParam not in (types := set(map(type, params))):
+        return {}
+    masters: list[Any] = params if len(types) == 1 else [p for p in params if type(p) is MasterParam]
+    if (first := _lazy_in(masters[0]._place)) is not None and passes.same_items(masters, first.masters):
+        return {first: True}  # as usual: all masters of one optimizer
+    given = set(map(id, masters))
+    lazies = filter(None, map(_lazy_in, dict.fromkeys(map(_PLACE, masters))))
+    return {lazy: lazy.masters.id_set <= given for lazy in lazies if not given.isdisjoint(lazy.masters.id_set)}
 
 
 def _lazy_in(place: _Place) -> ModelGrads | None:

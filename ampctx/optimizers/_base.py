@@ -25,6 +25,7 @@ from ampctx.kernels.reference import KERNEL_DTYPES
 from ampctx.kernels.reference_steps import LOW_PRECISION
 from ampctx.kernels.sharding import place_grads, wrote
 from ampctx.kernels.spec import SPECS
+from ampctx.masters.lazy_grads import clear_grads
 from ampctx.optimizers import _checkpoint, _hooks, _options, _over_ranks, _state_types, _work
 from ampctx.optimizers._offload import Offload
 from ampctx.optimizers._options import Group, param_name
@@ -279,9 +280,15 @@ class FusedOptimizer(Saved):
         return joined(p, state)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Sets gradients to None or 0, by default as ``set_grad_none`` says. No host sync."""
+        """Sets gradients to None or 0, by default as ``set_grad_none`` says. No host sync.
+
+        To None: lazy gradients of masters are dropped, and no fp32 gradient is made of them.
+        """
         set_to_none = self.set_grad_none if set_to_none is None else set_to_none
-        super().zero_grad(set_to_none)
+        if set_to_none and not torch.compiler.is_compiling() and not _hooks.may_be_profiled():
+            clear_grads([p for group in self.param_groups for p in group["params"]])
+        else:
+            super().zero_grad(set_to_none)
         if self._offload is not None and self._offload.grads is not None:
             self._offload.grads.zero(set_to_none)
 

@@ -19,6 +19,11 @@ _after = getattr(_torch_optimizer, "_global_optimizer_post_hooks", None)
 _is_profiled: Callable[[], bool] | None = getattr(torch.autograd, "_profiler_enabled", None)
 
 
+def may_be_profiled() -> bool:
+    """Whether a profiler may look for torch's labels."""
+    return _is_profiled is None or _is_profiled()
+
+
 def profile_hook_step(step: Callable[..., Any]) -> Callable[..., Any]:
     """``torch.optim.Optimizer.profile_hook_step``, which does its work only where somebody sees it."""
     whole: Callable[..., Any] = torch.optim.Optimizer.profile_hook_step(step)

@@ -242,6 +242,25 @@ def test_zero_grad_drops_waiting_gradients(session, level, set_to_none):
         assert p.grad is None if set_to_none else not p.grad.any()
 
 
+@levels
+def test_zero_grad_makes_no_gradient_in_fp32(session, level):
+    model, optimizer = start(session, level)
+    backward(session, model, optimizer)
+    with OpCalls() as calls:
+        optimizer.zero_grad()
+    assert not calls.of
+
+
+def test_zero_grad_keeps_the_waiting_gradient_of_a_parameter_that_was_removed(session):
+    model, optimizer = start(session, "O2")
+    backward(session, model, optimizer)
+    first, second, *_ = masters(session, optimizer)
+    optimizer.param_groups[0]["params"][:] = [p for p in optimizer.param_groups[0]["params"] if p is not first]
+    type(optimizer).zero_grad(optimizer)
+    assert first.grad.any()
+    assert second.grad is None
+
+
 def test_setting_one_gradient_keeps_the_others(session):
     model, optimizer = start(session, "O2")
     backward(session, model, optimizer)

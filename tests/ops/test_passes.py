@@ -115,8 +115,12 @@ def test_gradients_are_looked_for_and_cleared(side):
         tensor.grad = torch.ones(3)
         assert not side.have_no_grad(tensors[:-1], True)
         assert not side.have_no_grad(tensors[:-1], False)
-        side.clear_grads(tensors)
+        side.clear_grads(tensors, False)
         assert tensor.grad is None
+    assert tensors[-1].was_set is None
+    tensors[COUNT].grad, tensors[-1].was_set = torch.ones(3), 1
+    side.clear_grads(tensors, True)
+    assert tensors[COUNT].grad is None
     assert tensors[-1].was_set is None
     assert side.have_no_grad([], False)
 
@@ -127,7 +131,7 @@ def test_what_is_no_tensor_has_no_gradient_to_look_for(side, stored):
     with pytest.raises((AttributeError, TypeError)):
         side.have_no_grad([*params(), None], stored)
     with pytest.raises(AttributeError):
-        side.clear_grads([*params(), None])
+        side.clear_grads([*params(), None], stored)
 
 
 @either

@@ -170,7 +170,10 @@ def test_profilers_and_hooks_of_all_optimizers_see_each_step():
     optimizer = FusedAdam(parameters(shapes=[(3,)]))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         run(optimizer, 2)
-    assert [event.name for event in profiler.events()].count("Optimizer.step#FusedAdam.step") == 2
+        optimizer.zero_grad()
+    seen_by_profiler = [event.name for event in profiler.events()]
+    assert seen_by_profiler.count("Optimizer.step#FusedAdam.step") == 2
+    assert "Optimizer.zero_grad#FusedAdam.zero_grad" in seen_by_profiler
     seen = []
     before = register_optimizer_step_pre_hook(lambda o, *_: seen.append(o))
     after = register_optimizer_step_post_hook(lambda o, *_: seen.append("after"))
