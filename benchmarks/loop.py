@@ -41,7 +41,7 @@ LEVELS = {
     "O0": None,
     "O1": torch.float16,
     "O2": torch.float16,
-    **dict.fromkeys(("O5", "O5-split", "O5-split-bf16", "O5-split-8bit"), torch.bfloat16),
+    **dict.fromkeys(("O4", "O5", "O5-split", "O5-split-bf16", "O5-split-8bit"), torch.bfloat16),
 }
 ITERATIONS_FOR_MEMORY = 3
 # How far a loss may lie from that of fp32, in parts of the first loss. O0 computes the same in another order.
@@ -84,7 +84,8 @@ class AmpctxLoop:
         self.session: AmpSession | None = None
 
     def start(self) -> None:
-        """O1's casts are the thread's, and would reach the forward of the other sides: it leaves after each turn."""
+        """The casts of O1 and O4 are the thread's, and would reach the forward of the other sides: a session with them
+        leaves after each turn."""
         if self.session is None:
             self.session = AmpSession()
             self.session.initialize(self.model, self.optimizer, **self.options)
@@ -102,7 +103,7 @@ class AmpctxLoop:
         return loss
 
     def stop(self, for_good: bool = False) -> None:
-        if self.session and (for_good or self.options["opt_level"] == "O1"):
+        if self.session and (for_good or self.options["opt_level"] in ("O1", "O4")):
             self.state = self.session.state_dict()
             self.session.reset()
             self.session = None

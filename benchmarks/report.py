@@ -223,9 +223,9 @@ GROUPS = (
     Group("`GradScaler.unscale_`", "ops-cpu-.*", "unscale", "torch: .*"),
     Group("scale and axpby of plain lists", "ops-cpu-.*", "scale|axpby", "torch: .*"),
     Group("casts of plain lists", "ops-cpu-.*", "cast .*", "torch: .*"),
-    Group("small GPT, 16 bits, against autocast", "loop-cpu-.*", "O[125]|O5-split", "autocast.*, torch-fused: .*"),
+    Group("small GPT, 16 bits, against autocast", "loop-cpu-.*", "O[1245]|O5-split", "autocast.*, torch-fused: .*"),
     Group("small GPT, O0, against fp32", "loop-cpu-.*", "O0", "fp32, torch-fused: .*"),
-    Group("small GPT, 16 bits, against fp32", "loop-cpu-.*", "O[125]|O5-split", "fp32, torch-fused: .*"),
+    Group("small GPT, 16 bits, against fp32", "loop-cpu-.*", "O[1245]|O5-split", "fp32, torch-fused: .*"),
     Group("small GPT, smaller state, against autocast", "loop-cpu-.*", "O5-split-.*", "autocast.*, torch-fused: .*"),
     Group("small GPT, 8-bit state, against others'", "loop-cpu-.*", "O5-split-8bit", "autocast.*-8bit: .*"),
 )
