@@ -2,7 +2,7 @@
 // without hints each look waits for memory, one after the other.
 //
 // Hints follow pointers at the places where torch 2.11 to 2.15 has them, in objects that are alive. is_known_layout()
-// tells whether this torch has them there; without that there are no hints.
+// tells whether this torch has them there; without that there are no hints, and no handle_of().
 #pragma once
 
 #include <cstddef>
@@ -38,6 +38,9 @@ inline bool& is_known_layout() {
   static bool known = false;
   return known;
 }
+
+// The at::Tensor in a tensor's object, which is what the C shim of torch calls a handle.
+inline void* handle_of(void* object) { return static_cast<char*>(object) + 16; }
 
 // Where a TensorImpl has the address of its Python object. 0 if that is not known.
 inline ptrdiff_t& place_of_object() {

@@ -208,6 +208,16 @@ inline bool may_be_negated(PyObject* tensor, const ReadList::Entry& entry, uintp
 // A freed storage has the address null, and a view into it null and an offset, which is small.
 inline bool may_be_freed(const void* data) { return reinterpret_cast<uintptr_t>(data) < (uintptr_t{1} << 32); }
 
+// Whether the elements lie within the tensor's storage, which DLPack does not tell. True without a known layout of
+// torch's objects: lists that a program hands to an op are not read then.
+inline bool has_memory(PyObject* tensor, int64_t elements, int64_t element_bytes) {
+  if (!prefetch::is_known_layout()) return true;
+  const auto handle = static_cast<AtenTensorHandle>(prefetch::handle_of(tensor));
+  int64_t offset, bytes;
+  return aoti_torch_get_storage_offset(handle, &offset) == 0 && aoti_torch_get_storage_size(handle, &bytes) == 0 &&
+         (offset + elements) * element_bytes <= bytes;
+}
+
 // Adds tensors to a list as long as they can be read and agree.
 class Reader {
  public:
@@ -236,7 +246,9 @@ class Reader {
     if (entry.numel > 0) {
       entry.is_contiguous = is_contiguous(entry.layout);
       if (!entry.is_contiguous && !is_dense(entry.layout)) return false;
-      if (may_be_freed(entry.data) || may_be_negated(tensor, entry, found.dtype.bits / 8)) return false;
+      const int64_t bytes = found.dtype.bits / 8;
+      if (may_be_freed(entry.data) || may_be_negated(tensor, entry, bytes)) return false;
+      if (!has_memory(tensor, entry.numel, bytes)) return false;
     }
     list_.tensors.push_back(entry);
     return true;

@@ -72,8 +72,9 @@ class Extension:
     lie_alike: Callable[[int, int], int] = lambda grads, params: False
     is_uniform: Callable[[int, bool], int] = lambda number, fill_storages: False
     are_apart: Callable[[list[int]], bool] = lambda numbers: False
-    # Whether torch has its objects as csrc/prefetch.h expects them, so that passes look ahead.
-    uses_hints: bool = False
+    # Whether torch has its objects as csrc/prefetch.h expects them, so that passes look ahead, and that reading sees
+    # whether a storage was made smaller.
+    knows_objects: bool = False
     # Functions of csrc/python_passes.h by name, for ``ampctx.kernels.passes``.
     passes: dict[str, Callable[..., Any]] = field(default_factory=dict)
     late: LateKernels | None = None
@@ -180,7 +181,7 @@ def _readers(path: Path) -> dict[str, Any]:
         return {"new_list": new_list}
     use_types = function("use_types", named)
     use_types([Tensor, torch.nn.Parameter])
-    uses_hints = _allow_hints(function("use_hints", named, named))
+    knows_objects = _allow_hints(function("use_hints", named, named))
     count_apart = function("are_apart", ctypes.POINTER(number), number)
 
     def are_apart(numbers: list[int]) -> bool:
@@ -198,7 +199,7 @@ def _readers(path: Path) -> dict[str, Any]:
         "lie_alike": function("lie_alike", number, number),
         "is_uniform": function("is_uniform", number, flag),
         "are_apart": are_apart,
-        "uses_hints": uses_hints,
+        "knows_objects": knows_objects,
         "passes": {
             "same_items": function("same_items", named, named),
             "same_members": function("same_members", named, named),

@@ -149,6 +149,24 @@ def read(tensors: Iterable[Tensor]) -> ReadTensors | None:
     return _as_read(listed, number, owner) if extension.read_tensors(listed, number) else None
 
 
+# From so many tensors on, reading a list takes less time than the dispatcher.
+_MANY = 24
+
+
+def read_each(lists: Sequence[Sequence[Tensor]]) -> list[ReadTensors] | None:
+    """Handles for the lists of an op call. None if the dispatcher has to take one of them, or is faster."""
+    if not lists or not extension.knows_objects:
+        return None
+    found: list[ReadTensors] = []
+    for i, tensors in enumerate(lists):
+        again = next((k for k in range(i) if lists[k] is tensors), None)
+        known = found[again] if again is not None else read(tensors) if len(tensors) >= _MANY else None
+        if known is None:
+            return None
+        found.append(known)
+    return found
+
+
 def read_grads(params: Iterable[Tensor]) -> tuple[list[Tensor | None], ReadTensors | None]:
     """The ``.grad`` of each parameter, and a handle for those that are not None, or None as from ``read``.
 

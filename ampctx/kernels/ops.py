@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ampctx.kernels import passes
-from ampctx.kernels.handles import HANDLES, HeldTensors, is_watched
+from ampctx.kernels.handles import HANDLES, HeldTensors, is_watched, read_each
 
 _ops = torch.ops.ampctx
 
@@ -46,11 +46,16 @@ _NO_LIST: Any = SimpleNamespace(number=0)
 
 
 def call(op: Any, lists: Sequence[Sequence[Tensor]], *others: Any) -> Any:
-    """Calls an op of ``torch.ops.ampctx``. If one list is a handle, the others become handles too."""
+    """Calls an op of ``torch.ops.ampctx``. If one list is a handle, the others become handles too. Otherwise the lists
+    are read where they can be: the dispatcher makes objects of each tensor."""
     try:
+        known: Sequence[Any] | None
         if HANDLES.isdisjoint(map(type, lists)):
-            return op.default(*lists, *others)
-        known: list[Any] = [t if type(t) in HANDLES else HeldTensors(t) if len(t) else _NO_LIST for t in lists]
+            known = read_each(lists)
+            if known is None:
+                return op.default(*lists, *others)
+        else:
+            known = [t if type(t) in HANDLES else HeldTensors(t) if len(t) else _NO_LIST for t in lists]
         return op.held(*[t.number for t in known], *others)
     except RuntimeError as error:
         raise_out_of_memory(error)

@@ -37,7 +37,7 @@ def test_the_library_has_the_passes():
 
 def test_the_passes_look_ahead():
     """Else torch has its objects in another way than csrc/prefetch.h expects, and passes over many tensors are slow."""
-    assert handles.extension.uses_hints
+    assert handles.extension.knows_objects
 
 
 def params(count=COUNT):

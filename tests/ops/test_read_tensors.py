@@ -115,6 +115,14 @@ def freed(offset=0):
     return tensor
 
 
+def made_smaller():
+    """A view of the last elements of a storage that has lost one of them."""
+    whole = torch.ones(8)
+    view = whole[4:]
+    whole.untyped_storage().resize_(7 * 4)
+    return view
+
+
 NOT_READ = {
     "nothing": [],
     "none": [torch.ones(2), None],
@@ -131,6 +139,7 @@ NOT_READ = {
     "zero": [torch._efficientzerotensor(3)],
     "freed": [torch.ones(2), freed()],
     "freed-under-a-view": [freed(3)],
+    "made-smaller": [torch.ones(2), made_smaller()],
     "mkldnn": [torch.ones(2).to_mkldnn()],
 }
 
@@ -139,6 +148,39 @@ NOT_READ = {
 def test_what_cannot_be_read_is_left_to_the_dispatcher(tensors):
     assert handles.read(tensors) is None
     torch.ones(1).sum().item()  # no exception is left behind
+
+
+@pytest.fixture
+def lists_read(monkeypatch):
+    """What ``handles.read`` has given to the ops."""
+    found, read = [], handles.read
+    monkeypatch.setattr(handles, "read", lambda tensors: (found.append(read(tensors)), found[-1])[1])
+    return found
+
+
+def test_ops_read_long_lists(lists_read):
+    tensors, out = ([torch.full((4,), value) for _ in range(100)] for value in (1.0, 0.0))
+    ops.multi_tensor_scale(tensors, out, torch.zeros(()), 2.0)
+    assert len(lists_read) == 2
+    assert all(isinstance(known, ReadTensors) for known in lists_read)
+    assert all(torch.equal(o, torch.full((4,), 2.0)) for o in out)
+    ops.multi_tensor_scale(out, out, torch.zeros(()), 2.0)
+    assert len(lists_read) == 3
+    ops.multi_tensor_scale(tensors[:2], out[:2], torch.zeros(()), 2.0)
+    assert len(lists_read) == 3
+
+
+@pytest.mark.parametrize(
+    ("last", "why"),
+    [(made_smaller(), "has no memory"), (torch.ones(4).half(), r"has dtype torch.float16, src\[0\]")],
+    ids=["made-smaller", "two-dtypes"],
+)
+def test_an_op_says_what_is_wrong_with_a_long_list(lists_read, last, why):
+    out = [torch.zeros(4) for _ in range(100)]
+    with pytest.raises(RuntimeError, match=rf"src\[99\] {why}"):
+        ops.multi_tensor_scale([*(torch.ones(4) for _ in range(99)), last], out, torch.zeros(()), 2.0)
+    assert lists_read == [None]
+    assert not any(map(torch.any, out))
 
 
 def test_wrapped_tensors_are_not_read():

@@ -24,7 +24,10 @@ BUILD = ROOT / "build" / "sanitize"
 LIBRARY = BUILD / "lib"
 # All ops on all backends, without what takes minutes even without sanitizers, and what tests the build or the fakes.
 TESTS = ["tests/ops", "tests/reliability/test_odd_tensors.py"]
-LEFT_OUT = "not 20k and not many and not test_cuda_kernels and not test_simd and not test_torch_abi and not seconds"
+LEFT_OUT = (
+    "not 20k and not many and not test_cuda_kernels and not test_simd and not test_torch_abi and not seconds "
+    "and not out_of_memory"  # AddressSanitizer ends a process whose allocations fail
+)
 
 BEYOND_THE_END = """
 import numpy, torch
