@@ -106,7 +106,7 @@ abi-check: wheel $(VENV)/test.done
 	  $(PYTHON) -m venv .abi/$$version && \
 	  .abi/$$version/bin/python -m pip install --quiet torch==$$version "$$(ls dist/ampctx-*.whl)[test]" && \
 	  .abi/$$version/bin/python .ci/wheel.py dist && \
-	  AMPCTX_REQUIRE_EXTENSION=1 PYTHONPATH=. .abi/$$version/bin/python -m pytest --full tests/ops tests/amp tests/optimizers $(ARGS) || exit 1; \
+	  OMP_NUM_THREADS=1 AMPCTX_REQUIRE_EXTENSION=1 PYTHONPATH=. .abi/$$version/bin/python -m pytest -n $(WORKERS) --dist loadfile --full tests/ops tests/amp tests/optimizers $(ARGS) || exit 1; \
 	done
 
 # For a machine with a GPU, the CUDA toolkit and a python that has torch and pytest; installs nothing. Nine minutes.
