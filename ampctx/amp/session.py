@@ -184,11 +184,11 @@ class AmpSession(SessionState):
             reshard_units(model)
         casting.check_models(model_list, self.allow_incoming_model_not_fp32)
         setup.check_optimizers(optimizer_list, self._bindings)
-        if policy.master_weights == "split":
-            split_weights.check(optimizer_list, self._bindings)
         setup.check_cudnn(model_list)
         kept = find_kept(model_list, policy.keep_fp32)
         plans = {model: fully_sharded.plan(model, policy, kept) for model in model_list}
+        if policy.master_weights == "split":
+            split_weights.check(optimizer_list, self._bindings)
         sharded = {model: plan for model, plan in plans.items() if plan is not None}
         policy = replace(policy, keep_fp32=kept.described, ops_fp32=op_names(policy.ops_fp32))
         if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
