@@ -16,6 +16,7 @@ from ampctx.amp.binding import OptimizerBinding
 from ampctx.casts.casting import set_dtype
 from ampctx.distributed import is_distributed
 from ampctx.kernels.reference_steps import split
+from ampctx.kernels.sharding import is_sharded
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._state import EXTRAS, joined
 from ampctx.optimizers.fused_lamb import FusedMixedPrecisionLamb
@@ -32,7 +33,7 @@ def check(optimizers: Sequence[Any], bindings: Mapping[Any, OptimizerBinding]) -
         AmpValueError: options of the optimizer that exclude them.
         AmpError: a parameter without values (of a lazy module), or one that two optimizers step.
     """
-    stepped = {id(p) for binding in bindings.values() for p in binding.model_params()}
+    stepped = {id(p) for _, binding in bindings.items() for p in binding.model_params()}
     for i, optimizer in enumerate(optimizers):
         name = type(optimizer).__name__
         if not isinstance(optimizer, SplitMasters):
@@ -77,7 +78,8 @@ def _check_fused(optimizer: Any, which: str) -> None:
 
 @torch.no_grad()
 def begin(undo: ExitStack, optimizer: Any, originals: Mapping[Tensor, Tensor]) -> None:
-    """Splits the weights before the cast into the bf16 weights and the state of the optimizer. No host sync."""
+    """Splits the weights before the cast into the bf16 weights and the state of the optimizer. Host sync only with
+    ``offload``."""
     fused = isinstance(optimizer, FusedOptimizer)
     undo.callback(_end, weakref.ref(optimizer), optimizer.master_weights if fused else None)
     if fused:
@@ -86,7 +88,7 @@ def begin(undo: ExitStack, optimizer: Any, originals: Mapping[Tensor, Tensor]) -
     for p in _low(optimizer):
         if p not in originals:
             continue
-        # Of weights that the cast has replaced.
+        # Of an earlier cast.
         optimizer.state.get(p, {}).pop(_KEY, None)
         if is_distributed():
             # As the masters of other levels: a broadcast makes only the models of the ranks equal.
@@ -94,7 +96,7 @@ def begin(undo: ExitStack, optimizer: Any, originals: Mapping[Tensor, Tensor]) -
         high, low = split(originals[p].float())
         rest = torch.empty_like(p, dtype=torch.int16, device="cpu" if on_host else None, requires_grad=False)
         optimizer.state[p][_KEY] = rest.copy_(low)
-        # Another value than the cast's half way between two bf16 numbers.
+        # Differs from the cast half way between two bf16 numbers.
         p.copy_(high)
 
 
@@ -117,5 +119,6 @@ def _end(reference: weakref.ref[Any], former: Any) -> None:
 
 
 def _low(optimizer: Any) -> list[Tensor]:
+    """bf16 parameters that train, except DTensors, which amp cannot cast."""
     members = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
-    return [p for p in members if p.dtype == torch.bfloat16 and p.requires_grad]
+    return [p for p in members if p.dtype == torch.bfloat16 and p.requires_grad and not is_sharded(p)]

@@ -360,9 +360,8 @@ class MasterParams:
         if declares(optimizer, "_steps_on_host"):
             raise AmpError(
                 f"{self._name_of(p)} is {p.dtype}, and amp would keep its fp32 master weight on {p.device}, where "
-                f"{type(optimizer).__name__}(offload='cpu') has nothing else. Pass master_weights=False to "
-                "amp.initialize, and master_weights='split' (bf16) or True (fp16) to the optimizer. See "
-                "docs/guide/offload.md."
+                f"{type(optimizer).__name__}(offload='cpu') has nothing else. Pass master_weights='split' to "
+                "amp.initialize at O5; or False, and master_weights=True to the optimizer. See docs/guide/offload.md."
             )
         if is_sharded(p):
             raise AmpError(
