@@ -116,8 +116,8 @@ def sample(model: nn.Module, text: Text, context: int, prompt: str, length: int,
 
 def make_optimizer(args: argparse.Namespace, model: GPT) -> torch.optim.Optimizer:
     options = {"lr": args.lr, "betas": (0.9, 0.98), "weight_decay": 0.05}
-    if args.offload:  # the optimizer keeps the masters, and steps beside the next forward
-        return FusedAdam(model.parameters(), **options, master_weights="split", offload="cpu", overlap="forward")
+    if args.offload:  # the step runs beside the next forward
+        return FusedAdam(model.parameters(), **options, offload="cpu", overlap="forward")
     if args.optimizer == "adamw":
         return torch.optim.AdamW(model.parameters(), **options)
     matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
@@ -136,7 +136,7 @@ def train(
     model = GPT(len(text.alphabet), args.context, args.width, args.layers, heads=args.width // 32).to(device)
     optimizer = make_optimizer(args, model)
     model, optimizer = amp.initialize(
-        model, optimizer, opt_level=args.opt_level, master_weights=False if args.offload else None,
+        model, optimizer, opt_level=args.opt_level, master_weights="split" if args.offload else None,
         verbosity=args.verbosity,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(args.seed)

@@ -203,12 +203,13 @@ def plan(model: nn.Module, policy: PrecisionPolicy, kept: KeptModules) -> Sharde
     if not units:
         return None
     wanted = _policy(low, torch.float32)
-    if not policy.master_weights:
+    if not policy.keeps_masters:
         if all(p.dtype == low for p in model.parameters() if p.is_floating_point()):
             return None  # 16-bit shards: the optimizer keeps what their dtype cannot
         raise AmpError(
-            f"{policy.opt_level} without master weights does not work under fully_shard, whose fp32 shards are the "
-            "masters. Use O2 or O5, and leave master_weights at None. See docs/guide/fsdp_zero.md#fsdp2."
+            f"{policy.opt_level} {'with split' if policy.master_weights else 'without'} master weights does not work "
+            "under fully_shard, whose fp32 shards are the masters. Use O2 or O5, and leave master_weights at None. See "
+            "docs/guide/fsdp_zero.md#fsdp2."
         )
     if outside:
         raise _in_no_unit(next(iter(outside)), low)

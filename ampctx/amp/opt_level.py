@@ -28,7 +28,8 @@ class PrecisionPolicy:
         patch_torch_functions: whether autocast casts each op (O1, O4).
         patch_torch_functions_type: the 16-bit dtype of these casts.
         keep_batchnorm_fp32: whether BatchNorm stays in fp32 when the model is cast.
-        master_weights: whether the optimizer steps fp32 copies of 16-bit weights.
+        master_weights: whether the optimizer steps fp32 copies of 16-bit weights. "split": its state holds the 16 bits
+            that bf16 weights lack of fp32.
         loss_scale: "dynamic" or a number.
         cast_model_outputs: dtype of the model's floating outputs.
         keep_fp32: modules that compute in fp32.
@@ -41,7 +42,7 @@ class PrecisionPolicy:
     patch_torch_functions: bool
     patch_torch_functions_type: torch.dtype | None
     keep_batchnorm_fp32: bool | None
-    master_weights: bool | None
+    master_weights: bool | Literal["split"] | None
     loss_scale: float | Literal["dynamic"]
     cast_model_outputs: torch.dtype | None = None
     # As passed. The policy of a session holds their names.
@@ -62,6 +63,11 @@ class PrecisionPolicy:
     def output_dtype(self) -> torch.dtype | None:
         """The dtype of the model's floating outputs. None leaves them."""
         return self.cast_model_outputs or (torch.float32 if self.casts_model else None)
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether amp keeps fp32 masters."""
+        return bool(self.master_weights) and self.master_weights != "split"
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -99,6 +105,7 @@ def resolve(opt_level: str = "O1", **overrides: Any) -> PrecisionPolicy:
     Args:
         opt_level: "O0" to "O5".
         enabled, patch_torch_functions, keep_batchnorm_fp32, master_weights: a bool, 0 or 1, "True" or "False".
+            master_weights at O5 also "split".
         cast_model_type: a floating dtype, or False to cast nothing. O1 and O4 accept False and float32 only.
         patch_torch_functions_type: float16 at O1, bfloat16 at O4, None elsewhere.
         loss_scale: "dynamic", or a finite number above 0 (also as a string or a one-element tensor).
@@ -124,7 +131,13 @@ def resolve(opt_level: str = "O1", **overrides: Any) -> PrecisionPolicy:
     if unknown:
         raise AmpTypeError(f"unknown option {sorted(unknown)[0]!r}. Options are {', '.join(_CHECKS)}.")
     given = {name: _CHECKS[name](policy, name, value) for name, value in overrides.items() if value is not None}
-    return replace(policy, **given)
+    policy = replace(policy, **given)
+    if policy.master_weights == "split" and policy.cast_model_type is not torch.bfloat16:
+        raise AmpValueError(
+            f"master_weights='split' is for bf16 weights, and cast_model_type is {policy.cast_model_type}. Leave "
+            "cast_model_type at None. See docs/levels.md."
+        )
+    return policy
 
 
 def banner(opt_level: str, policy: PrecisionPolicy) -> list[str]:
@@ -171,6 +184,19 @@ def _not_with_casts_by_op(level: PrecisionPolicy, name: str, value: Any) -> bool
             f"op. Leave it at None, or use {'O2' if level.opt_level == 'O1' else 'O5'}. See docs/levels.md."
         )
     return _bool(level, name, value)
+
+
+def _master_weights(level: PrecisionPolicy, name: str, value: Any) -> bool | Literal["split"]:
+    if isinstance(value, str) and value == "split":
+        if level.opt_level != "O5":
+            raise AmpValueError(
+                f"{name}='split' keeps the 16 bits that bf16 weights lack of fp32, and this is {level.opt_level}. Use "
+                "O5. See docs/levels.md."
+            )
+        return "split"
+    if isinstance(value, str) and value not in ("True", "False"):
+        raise AmpValueError(f"{name} is {value!r}, expected True, False, 'split' (at O5), 'True', 'False', or None.")
+    return _not_with_casts_by_op(level, name, value)
 
 
 def _patch(level: PrecisionPolicy, name: str, value: Any) -> bool:
@@ -265,7 +291,7 @@ _CHECKS: Mapping[str, Callable[[PrecisionPolicy, str, Any], Any]] = MappingProxy
         "patch_torch_functions": _patch,
         "patch_torch_functions_type": _patch_type,
         "keep_batchnorm_fp32": _not_with_casts_by_op,
-        "master_weights": _not_with_casts_by_op,
+        "master_weights": _master_weights,
         "loss_scale": _loss_scale,
         "cast_model_outputs": _floating_dtype,
         "keep_fp32": _keep_fp32,

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from ampctx._errors import AmpError, AmpTypeError
 from ampctx.amp.binding import OptimizerBinding
 from ampctx.casts.arguments import LOW_PRECISION, ModelHook
+from ampctx.kernels.reference_steps import split
 from ampctx.kernels.sharding import local, reshard_units
+from ampctx.optimizers._state import EXTRAS
 
 # Entries of other floating types (float8) stay as they are.
 _CAST = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -37,7 +39,9 @@ def _kept_by_optimizers(bindings: Iterable[OptimizerBinding]) -> dict[Tensor, Te
             for p, master in zip(group["params"], shown["params"], strict=True):
                 if master is not None and p.dtype in LOW_PRECISION:
                     # Where the model was changed, use its value, as the next step would.
-                    result[p] = torch.where(master.to(p.dtype) == p, master, p.to(master.dtype))
+                    is_split = EXTRAS["split"] in binding.optimizer.state.get(p, {})
+                    rounded = split(master)[0] if is_split else master.to(p.dtype)
+                    result[p] = torch.where(rounded == p, master, p.to(master.dtype))
     return result
 
 

@@ -97,6 +97,7 @@ class MasterParams:
         self._name_of = name_of or ParameterNames()
         # Whether the optimizer reads 16-bit gradients, so that those of the masters can stay lazy.
         self.lazy = declares(optimizer, "_step_supports_model_params")
+        self._wide_state = self.lazy or declares(optimizer, "_state_is_fp32")
         # A master of the group whose lazy gradients belong together.
         self._like: MasterParam | None = None
         self.pairs: list[tuple[Tensor, Tensor]] = []
@@ -339,8 +340,8 @@ class MasterParams:
                 )
 
     def _state_dtype(self, of_param: torch.dtype) -> torch.dtype:
-        """The dtype of the optimizer's state: at least fp32 for optimizers that read 16-bit gradients."""
-        return torch.promote_types(of_param, torch.float32) if self.lazy else of_param
+        """The dtype of the optimizer's state: at least fp32 for the optimizers of ampctx."""
+        return torch.promote_types(of_param, torch.float32) if self._wide_state else of_param
 
     def _give_master(self, optimizer: Any, group: Group, i: int, original: Tensor | None) -> None:
         p = group["params"][i]
@@ -359,9 +360,8 @@ class MasterParams:
         if declares(optimizer, "_steps_on_host"):
             raise AmpError(
                 f"{self._name_of(p)} is {p.dtype}, and amp would keep its fp32 master weight on {p.device}, where "
-                f"{type(optimizer).__name__}(offload='cpu') has nothing else. Pass master_weights=False to "
-                "amp.initialize, and master_weights='split' (bf16) or True (fp16) to the optimizer. See "
-                "docs/guide/offload.md."
+                f"{type(optimizer).__name__}(offload='cpu') has nothing else. Pass master_weights='split' to "
+                "amp.initialize at O5; or False, and master_weights=True to the optimizer. See docs/guide/offload.md."
             )
         if is_sharded(p):
             raise AmpError(

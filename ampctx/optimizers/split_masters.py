@@ -25,7 +25,7 @@ class SplitMasters(torch.optim.Optimizer):
 
     ``state[p]`` has the class's fp32 state, and ``remainder``: the 16 bits (int16) that the bf16 weight lacks of fp32.
     For a step, parameters become fp32 in chunks, and so do their gradients. fp32 and fp64 parameters are stepped as
-    they are. Under amp use O5 with ``master_weights=False``. amp and GradScalers skip steps on the host, by one sync.
+    they are. Under amp use O5 with ``master_weights="split"``. amp and GradScalers skip steps on the host, by one sync.
 
     Example::
 
@@ -41,6 +41,9 @@ class SplitMasters(torch.optim.Optimizer):
     Raises:
         AmpTypeError, AmpValueError, AmpError: an invalid argument or parameter, by name. Nothing has changed then.
     """
+
+    # That of 16-bit parameters, too.
+    _state_is_fp32 = True
 
     def __init__(
         self, kind: type[torch.optim.Optimizer], params: Any, chunk_bytes: int = 2**28, **options: Any

@@ -238,7 +238,7 @@ def overflow_at_a_static_scale(level, group) -> dict:
 def uneven(level, kind, epochs=3, batches=(2, 4), empty_first=False) -> dict:
     """Digests of all state after each epoch, and of the masters after each step that both ranks take. In the second
     epoch the first batch of rank 1 overflows, in each epoch its last one."""
-    master_weights = False if kind.endswith("split") else None
+    master_weights = "split" if kind.endswith("split") else None
     session, model, optimizer = started(level, kind, mlp(RANK), master_weights=master_weights)
     ddp = DistributedDataParallel(model)
     steps, states = [], []

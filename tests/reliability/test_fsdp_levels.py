@@ -446,6 +446,11 @@ REFUSED = {
         r"O5 without master weights does not work under fully_shard",
         {"master_weights": False},
     ),
+    "split masters": (
+        lambda mesh: shard(mlp(), mesh),
+        r"O5 with split master weights does not work under fully_shard.*leave master_weights at None",
+        {"master_weights": "split"},
+    ),
     "O3": (
         lambda mesh: shard(mlp(), mesh),
         r"O3 without master weights does not work under fully_shard.*Use O2 or O5",
