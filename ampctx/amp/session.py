@@ -226,9 +226,12 @@ class AmpSession(SessionState):
         bound: dict[Any, OptimizerBinding] = {}
         names = ParameterNames(models)
         run = mistakes.Run(scales, self._log)
+        originals: dict[Tensor, Tensor] = {}
         with ExitStack() as undo:
+            # Last: the undo of a cast gives the dtype back, and not what rounding has taken.
+            undo.callback(setup.put_back, originals)
             undo.callback(mistakes.note_models(models, self))
-            originals = setup.cast_models(undo, policy, models, kept, sharded)
+            originals.update(setup.cast_models(undo, policy, models, kept, sharded))
             if policy.ops_fp32:
                 # Runs at the latest when the session is garbage-collected.
                 undo.callback(finalizer(self, install_fp32_ops(policy.ops_fp32)))
@@ -255,6 +258,7 @@ class AmpSession(SessionState):
                 undo.callback(self.cast_ops(autocast))
             for observe in self.observers:
                 undo.callback(observe(bound))
+            originals.clear()  # from here on, the undo keeps what training has made
             self._undo.enter_context(undo.pop_all())
         self._bindings.update(bound)
 

@@ -72,6 +72,12 @@ def check_cudnn(models: list[nn.Module]) -> None:
         raise AmpError("Amp requires torch.backends.cudnn.enabled = True")
 
 
+@torch.no_grad()
+def put_back(data: Mapping[Tensor, Tensor]) -> None:
+    for t, former in data.items():
+        t.data = former
+
+
 def cast_models(
     undo: ExitStack,
     policy: PrecisionPolicy,
@@ -79,7 +85,7 @@ def cast_models(
     kept: KeptModules,
     sharded: Mapping[nn.Module, Sharded],
 ) -> dict[Tensor, Tensor]:
-    """Casts weights, inputs and outputs as the level says. Returns the former data of the parameters.
+    """Casts weights, inputs and outputs as the level says. Returns the former data of parameters and buffers.
 
     Leaves the weights of ``sharded`` models, which ``fully_shard`` casts.
     """

@@ -41,7 +41,8 @@ def _kept_by_optimizers(bindings: Iterable[OptimizerBinding]) -> dict[Tensor, Te
                     # Where the model was changed, use its value, as the next step would.
                     is_split = EXTRAS["split"] in binding.optimizer.state.get(p, {})
                     rounded = split(master)[0] if is_split else master.to(p.dtype)
-                    result[p] = torch.where(rounded == p, master, p.to(master.dtype))
+                    here = p.detach().to(master.device)  # an optimizer with offload has its masters on the CPU
+                    result[p] = torch.where(rounded == here, master, here.to(master.dtype))
     return result
 
 

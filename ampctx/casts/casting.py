@@ -154,7 +154,8 @@ def cast_model(
         keep_statistics_fp32: False keeps only affine batch norms in fp32, as apex does.
 
     Returns:
-        The undo, which casts current values back to the original dtypes, and each cast parameter's original data.
+        The undo, which casts current values back to the original dtypes, and the original data of each parameter and
+        buffer that was cast.
 
     Raises:
         AmpError: the cast would need a DTensor in another dtype. Nothing has been cast then.
@@ -176,7 +177,7 @@ def cast_model(
                     continue
                 _refuse_sharded(t, to)
                 stack.callback(_set_former, weakref.ref(t), t.dtype)
-                if isinstance(t, nn.Parameter) and not is_lazy(t):
+                if not is_lazy(t):
                     originals[t] = t.data
                 set_dtype(t, to)
         for parametrization in parametrizations:

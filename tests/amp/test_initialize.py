@@ -10,6 +10,7 @@ from torch import nn
 
 from ampctx import AmpError, AmpTypeError, AmpValueError, amp
 from ampctx.casts.autocast import Autocast
+from ampctx.optimizers import FusedSGD
 
 
 def sgd(model, lr=0.1):
@@ -211,8 +212,9 @@ def test_16_bit_models_are_refused_unless_allowed(session):
     assert all(m.dtype == torch.float32 for m in amp.master_params(optimizer))
 
 
-def test_a_failure_late_in_initialize_undoes_all_of_it(session):
-    class Broken(torch.optim.SGD):
+@pytest.mark.parametrize("master_weights", [None, False, "split"])
+def test_a_failure_late_in_initialize_undoes_all_of_it(session, master_weights):
+    class Broken(FusedSGD):
         __slots__ = ()
 
         def __setattr__(self, name, value):
@@ -221,11 +223,15 @@ def test_a_failure_late_in_initialize_undoes_all_of_it(session):
             super().__setattr__(name, value)
 
     model = mlp()
-    first, second = sgd(model), Broken(mlp().parameters(), lr=0.1)
+    model.register_buffer("table", torch.randn(5))
+    former = copy.deepcopy(model.state_dict())
+    first, second = FusedSGD(model.parameters(), lr=0.1), Broken(mlp().parameters(), lr=0.1)
     with pytest.raises(OSError, match="read-only"):
-        session.initialize(model, [first, second], opt_level="O2", verbosity=0)
-    assert all(p.dtype == torch.float32 for p in model.parameters())
+        session.initialize(model, [first, second], opt_level="O5", master_weights=master_weights, verbosity=0)
+    # To the last bit, which the cast had rounded away.
+    torch.testing.assert_close(model.state_dict(), former, rtol=0, atol=0)
     assert list(amp.master_params(first)) == list(model.parameters())
+    assert not first.state
     assert "step" not in vars(first)
     assert "step" not in vars(second)
     assert session.policy is None
