@@ -155,7 +155,7 @@ _MANY = 24
 
 def read_each(lists: Sequence[Sequence[Tensor]]) -> list[ReadTensors] | None:
     """Handles for the lists of an op call. None if the dispatcher has to take one of them, or is faster."""
-    if not lists or not extension.knows_objects:
+    if not extension.knows_objects:
         return None
     found: list[ReadTensors] = []
     for i, tensors in enumerate(lists):

@@ -51,7 +51,7 @@ def call(op: Any, lists: Sequence[Sequence[Tensor]], *others: Any) -> Any:
     try:
         known: Sequence[Any] | None
         if HANDLES.isdisjoint(map(type, lists)):
-            known = read_each(lists)
+            known = read_each(lists) if lists else None
             if known is None:
                 return op.default(*lists, *others)
         else:
