@@ -66,15 +66,22 @@ class Inputs:
     def empty(self, dtype: torch.dtype) -> list[Tensor]:
         return [torch.empty(shape, dtype=dtype, device=self.device) for shape in self.shapes]
 
+    def empty_twice(self, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], list[Tensor]]:
+        """A list for each of two sides, allocated in turn: the first list alone would get the scattered memory that
+        earlier cases have left."""
+        both = [[torch.empty(shape, dtype=dtype, device=self.device) for _ in range(2)] for shape in self.shapes]
+        first, second = zip(*both, strict=True)
+        return list(first), list(second)
+
 
 def unscale(inputs: Inputs) -> Op:
     """``GradScaler.unscale_``, torch's and ampctx's: gradients unscaled in place, and inf and nan looked for."""
     grads = inputs.random(0)
 
-    def side(what: str, scaler: Any) -> Side:
+    def side(what: str, scaler: Any, own: list[Tensor]) -> Side:
         params = [torch.zeros_like(g).requires_grad_() for g in grads]
-        for param in params:
-            param.grad = torch.empty_like(param)
+        for param, grad in zip(params, own, strict=True):
+            param.grad = grad
         optimizer = torch.optim.SGD(params)
         scaler.scale(torch.ones((), device=inputs.device))
 
@@ -87,11 +94,12 @@ def unscale(inputs: Inputs) -> Op:
         )
 
     kind, options = inputs.device.type, {"init_scale": SCALE, "growth_interval": 10**6}
+    mine, theirs = inputs.empty_twice()
     return Op(
         8,
         {
-            "ampctx": side("ampctx.GradScaler.unscale_", ampctx.GradScaler(kind, **options)),
-            "torch": side("torch.amp.GradScaler.unscale_", torch.amp.GradScaler(kind, **options)),
+            "ampctx": side("ampctx.GradScaler.unscale_", ampctx.GradScaler(kind, **options), mine),
+            "torch": side("torch.amp.GradScaler.unscale_", torch.amp.GradScaler(kind, **options), theirs),
         },
     )
 
@@ -99,7 +107,7 @@ def unscale(inputs: Inputs) -> Op:
 def scale(inputs: Inputs) -> Op:
     """The op below ``unscale_`` and its counterpart."""
     grads = inputs.random(0)
-    mine, theirs = ([torch.empty_like(g) for g in grads] for _ in range(2))
+    mine, theirs = inputs.empty_twice()
     found_inf, inverse = torch.zeros((), device=inputs.device), torch.full((), 1 / SCALE, device=inputs.device)
     return Op(
         8,
@@ -123,7 +131,7 @@ def scale(inputs: Inputs) -> Op:
 def axpby(inputs: Inputs) -> Op:
     """y = a x + b y in place; ampctx looks for inf and nan as well, torch does not."""
     x, y = inputs.random(0), inputs.random(1)
-    mine, theirs = inputs.empty(torch.float32), inputs.empty(torch.float32)
+    mine, theirs = inputs.empty_twice()
 
     def in_two_passes() -> None:
         torch._foreach_mul_(theirs, 0.25)
@@ -180,7 +188,7 @@ def cast(source: torch.dtype, target: torch.dtype) -> Callable[[Inputs], Op]:
 
     def make(inputs: Inputs) -> Op:
         tensors = inputs.random(0, source)
-        mine, theirs = inputs.empty(target), inputs.empty(target)
+        mine, theirs = inputs.empty_twice(target)
         return Op(
             source.itemsize + target.itemsize,
             {
