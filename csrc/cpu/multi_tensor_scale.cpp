@@ -19,7 +19,7 @@ void scale_as(const Context& context, const TensorLists& lists, FoundInf found_i
   NonfiniteSeen nonfinite;
   const auto mixed = simd.scale_mixed[static_cast<int>(lists.dtype[0])][static_cast<int>(lists.dtype[1])];
   const bool streams = output_bytes(lists) >= kStreamed;
-  for_each_block(context, lists, [&](const Block& block) {
+  const auto scale_block = [&](const Block& block) {
     if (mixed) {
       return nonfinite.note(mixed(access.memory(0, block), access.memory(1, block), block.size, factor, streams));
     }
@@ -27,7 +27,9 @@ void scale_as(const Context& context, const TensorLists& lists, FoundInf found_i
     const T* x = access.read(0, block, in);
     nonfinite.note(arithmetic<T>(simd).scale(x, access.target(1, block, out), block.size, factor));
     access.write(1, block, out);
-  });
+  };
+  const bool has_buffers = !mixed && !(access.is_in_place(0) && access.is_in_place(1));
+  for_each_block(context, lists, scale_block, has_buffers ? 1 : kAtOnce);
   nonfinite.report(found_inf);
 }
 

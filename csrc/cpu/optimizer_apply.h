@@ -198,7 +198,7 @@ void update(const Context& context, const StepCall& call, const TensorScalars<T>
   const StepAccess<T> access(call, scalars);
   if (const MixedLoop<Optimizer> mixed = mixed_loop(call, loops)) {
     if constexpr (sizeof(T) == sizeof(float)) {
-      return for_each_block(context, call.lists, [&](const Block& block) {
+      const auto step_block = [&](const Block& block) {
         typename StepAccess<T>::Buffers buffers;
         StepBlock<T> at = access.open_in_place(block, buffers);
         const void* grad = access.memory(0, block);
@@ -207,7 +207,9 @@ void update(const Context& context, const StepCall& call, const TensorScalars<T>
           grad = at.grad;
         }
         mixed(at, grad, access.memory(call.lists.depth - 1, block), optimizer);
-      });
+      };
+      const bool has_buffers = call.unscales && call.lists.dtype[0] != DType::f32;
+      return for_each_block(context, call.lists, step_block, has_buffers ? 1 : kAtOnce);
     }
   }
   for_each_block(context, call.lists, [&](const Block& block) {
