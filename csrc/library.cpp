@@ -315,8 +315,8 @@ static Result guarded(Result failed, const Function& function, Arguments... argu
 AMPCTX_EXPORT int ampctx_use_python(PyObject* exchange, PyObject* objects) {
   return guarded(-1, ampctx::python_lists::use, exchange, objects);
 }
-AMPCTX_EXPORT int ampctx_use_hints(PyObject* param, PyObject* addresses) {
-  return guarded(-1, ampctx::python_lists::use_hints, param, addresses);
+AMPCTX_EXPORT int ampctx_use_hints(PyObject* param, PyObject* addresses, int64_t version) {
+  return guarded(-1, ampctx::python_lists::use_hints, param, addresses, version);
 }
 AMPCTX_EXPORT int ampctx_use_types(PyObject* types) { return guarded(-1, ampctx::python_lists::use_types, types); }
 AMPCTX_EXPORT PyObject* ampctx_new_list() {
@@ -364,9 +364,7 @@ AMPCTX_EXPORT int ampctx_have_no_grad(PyObject* tensors, int stored) {
 AMPCTX_EXPORT int ampctx_clear_grads(PyObject* tensors, int stored) {
   return guarded(-1, ampctx::python_passes::clear_grads, tensors, stored);
 }
-AMPCTX_EXPORT int ampctx_prefetch_versions(PyObject* tensors) {
-  return guarded(-1, ampctx::python_passes::prefetch_versions, tensors);
-}
+AMPCTX_EXPORT int ampctx_bump_each(PyObject* tensors) { return guarded(-1, ampctx::python_passes::bump_each, tensors); }
 AMPCTX_EXPORT PyObject* ampctx_held_kinds(int64_t number) {
   return guarded(static_cast<PyObject*>(nullptr), ampctx::python_passes::held_kinds, number);
 }

@@ -68,15 +68,22 @@ inline int use(PyObject* exchange, PyObject* objects) {
 }
 
 // Looks at a parameter with a gradient and at a tensor without autograd's part, and allows hints if torch has their
-// parts where hints look. `addresses`: numbers, as for prefetch::has_layout. 1 if so.
-inline int use_hints(PyObject* param, PyObject* addresses) {
-  const void* found[4];
-  for (ptrdiff_t i = 0; i < 4; ++i) {
+// parts where hints look. `addresses`: numbers, as for prefetch::has_layout, and two of parameters without a gradient.
+// `version`: of the tensor without autograd's part. 1 if so.
+inline int use_hints(PyObject* param, PyObject* addresses, int64_t version) {
+  const void* found[6];
+  for (ptrdiff_t i = 0; i < 6; ++i) {
     PyObject* const number = PyList_GetItem(addresses, i);
     if (!number) return -1;
     found[i] = reinterpret_cast<const void*>(PyLong_AsLongLong(number));
   }
-  prefetch::is_known_layout() = prefetch::has_layout(param, found[0], found[1], found[2], found[3]);
+  const python_abi::Reference type(PyObject_Type(param));
+  prefetch::is_known_layout() = prefetch::has_layout(param, type.get(), found[0], found[1], found[2], found[3]);
+  if (prefetch::is_known_layout()) {
+    const void* const none = prefetch::grad_of(found[4]);
+    if (none != found[2] && none == prefetch::grad_of(found[5])) prefetch::no_gradient() = none;
+    prefetch::knows_versions() = *prefetch::version_of(found[1]) == version && *prefetch::version_of(found[0]) == 0;
+  }
   return prefetch::is_known_layout();
 }
 
@@ -94,9 +101,11 @@ inline int use_types(PyObject* types) {
 
 // Null for a type that was not given.
 inline const PlainType* plain_type(PyObject* tensor) {
-  const python_abi::Reference type(PyObject_Type(tensor));
+  const bool is_known = prefetch::is_known_layout();
+  const python_abi::Reference asked(is_known ? nullptr : PyObject_Type(tensor));
+  const void* const type = is_known ? prefetch::type_of(tensor) : asked.get();
   for (const PlainType& known : python().types) {
-    if (known.type == type.get()) return &known;
+    if (known.type == type) return &known;
   }
   return nullptr;
 }
@@ -110,11 +119,7 @@ AMPCTX_HINT const void* impl_at(PyObject* list, ptrdiff_t index, ptrdiff_t count
   if (!prefetch::is_known_layout() || index < 0 || index >= count) return nullptr;
   PyObject* const item = PyList_GetItem(list, index);
   if (!item) return PyErr_Clear(), nullptr;  // Python code has made the list shorter
-  const void* const type = prefetch::pointer_at(item, 8);
-  for (const PlainType& known : python().types) {
-    if (known.type == type) return prefetch::pointer_at(item, 16);
-  }
-  return nullptr;
+  return plain_type(item) ? prefetch::pointer_at(item, 16) : nullptr;
 }
 
 template <Look look>
@@ -151,6 +156,19 @@ inline PyObject* grad_of(PyObject* tensor) {
   const PlainType* const type = plain_type(tensor);
   return type && type->stores_grad ? python().get_grad(python().stored_grad, tensor, type->type)
                                    : PyObject_GetAttr(tensor, python().grad);
+}
+
+// Whether `.grad` is None, without asking torch. `stored`: torch's own attribute, also of a type with a property
+// `grad`. False if that is not known.
+inline bool is_without_grad(PyObject* tensor, bool stored) {
+  const PlainType* const type = prefetch::no_gradient() ? plain_type(tensor) : nullptr;
+  return type && (stored || type->stores_grad) && prefetch::is_without_grad(prefetch::pointer_at(tensor, 16));
+}
+
+// The version of a tensor of the types that are read. Null if that is not known.
+inline prefetch::Version* version_of(PyObject* tensor) {
+  const bool known = prefetch::knows_versions() && plain_type(tensor);
+  return known ? prefetch::version_of(prefetch::pointer_at(tensor, 16)) : nullptr;
 }
 
 inline constexpr const char* kOwner = "ampctx list";

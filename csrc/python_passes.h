@@ -104,7 +104,9 @@ inline int have_no_grad(PyObject* tensors, int stored) {
   if (count < 0) return no();
   for (ptrdiff_t i = 0; i < count; ++i) {
     python_lists::prefetch_ahead<Look::kGrad>(tensors, i, count);
-    const Reference tensor = Reference::to_borrowed(PyList_GetItem(tensors, i));
+    PyObject* const item = PyList_GetItem(tensors, i);
+    if (item && python_lists::is_without_grad(item, stored)) continue;
+    const Reference tensor = Reference::to_borrowed(item);
     if (!tensor.get()) return no();
     const Reference type(stored ? PyObject_Type(tensor.get()) : nullptr);
     const Reference grad(stored ? python().get_grad(python().stored_grad, tensor.get(), type.get())
@@ -132,13 +134,19 @@ inline int clear_grads(PyObject* tensors, int stored) {
   return 1;
 }
 
-// Brings the versions of tensors into the cache: torch bumps them one after the other.
-inline int prefetch_versions(PyObject* tensors) {
+// Bumps the version of each tensor, as torch.autograd.graph.increment_version does. 0, and none is bumped, where one is
+// not known.
+inline int bump_each(PyObject* tensors) {
   const ptrdiff_t count = PyList_Size(tensors);
   if (count < 0) return no();
-  for (ptrdiff_t i = -prefetch::kStages[0]; i < count; ++i) {
+  std::vector<prefetch::Version*> versions;
+  versions.reserve(count);
+  for (ptrdiff_t i = 0; i < count; ++i) {
     python_lists::prefetch_ahead<Look::kVersion>(tensors, i, count);
+    versions.push_back(python_lists::version_of(PyList_GetItem(tensors, i)));
+    if (!versions.back()) return no();
   }
+  for (prefetch::Version* version : versions) ++*version;
   return 1;
 }
 
@@ -221,11 +229,15 @@ inline PyObject* write_counts(PyObject* tensors, int64_t number) {
     python_lists::prefetch_ahead<Look::kVersion>(tensors, i, count);
     addresses.prefetch_ahead(i, count);
     PyObject* const tensor = PyList_GetItem(tensors, i);
-    const Reference type(PyObject_Type(tensor));
-    const Reference version(python().get_version(python().version, tensor, type.get()));
-    if (!version.get()) return nullptr;
     counts.push_back(reinterpret_cast<int64_t>(tensor));
-    counts.push_back(PyLong_AsLongLong(version.get()));
+    if (const prefetch::Version* const known = python_lists::version_of(tensor)) {
+      counts.push_back(*known);
+    } else {
+      const Reference type(PyObject_Type(tensor));
+      const Reference version(python().get_version(python().version, tensor, type.get()));
+      if (!version.get()) return nullptr;
+      counts.push_back(PyLong_AsLongLong(version.get()));
+    }
     counts.push_back(reinterpret_cast<int64_t>((*held)[i].data()));
   }
   return as_bytes(counts);

@@ -72,8 +72,8 @@ class Extension:
     lie_alike: Callable[[int, int], int] = lambda grads, params: False
     is_uniform: Callable[[int, bool], int] = lambda number, fill_storages: False
     are_apart: Callable[[list[int]], bool] = lambda numbers: False
-    # Whether torch has its objects as csrc/prefetch.h expects them, so that passes look ahead, and that reading sees
-    # whether a storage was made smaller.
+    # Whether torch has its objects as csrc/prefetch.h expects them. Then passes look ahead, and find versions, missing
+    # gradients and the sizes of storages there.
     knows_objects: bool = False
     # Functions of csrc/python_passes.h by name, for ``ampctx.kernels.passes``.
     passes: dict[str, Callable[..., Any]] = field(default_factory=dict)
@@ -181,7 +181,7 @@ def _readers(path: Path) -> dict[str, Any]:
         return {"new_list": new_list}
     use_types = function("use_types", named)
     use_types([Tensor, torch.nn.Parameter])
-    knows_objects = _allow_hints(function("use_hints", named, named))
+    knows_objects = _allow_hints(function("use_hints", named, named, number))
     count_apart = function("are_apart", ctypes.POINTER(number), number)
 
     def are_apart(numbers: list[int]) -> bool:
@@ -210,21 +210,24 @@ def _readers(path: Path) -> dict[str, Any]:
             "are_plain": function("are_plain", named),
             "have_no_grad": function("have_no_grad", named, flag),
             "clear_grads": function("clear_grads", named, flag),
-            "prefetch_versions": function("prefetch_versions", named),
+            "bump_each": function("bump_each", named),
             "held_kinds": function("held_kinds", number, result=named),
             "write_counts": function("write_counts", named, number, result=named),
         },
     }
 
 
-def _allow_hints(use_hints: Callable[[Any, list[int]], int]) -> bool:
-    """Shows the library a parameter with a gradient, and the addresses of its parts and of a plain tensor: torch tells
-    them in private attributes, which hints compare with what they find."""
+def _allow_hints(use_hints: Callable[[Any, list[int], int], int]) -> bool:
+    """Shows the library a parameter with a gradient, the addresses of its parts, of a plain tensor and of parameters
+    without a gradient, and a version: torch tells them in private attributes, which are compared with what is found."""
     # The variables keep all of them alive until the library has looked.
-    first, plain, grad = (torch.zeros(1, device="cpu") for _ in range(3))
-    param = torch.nn.Parameter(first)
+    plain, grad = (torch.zeros(1, device="cpu") for _ in range(2))
+    param, *others = (torch.nn.Parameter(torch.zeros(1, device="cpu")) for _ in range(3))
     param.grad = grad
-    return bool(use_hints(param, [param._cdata, plain._cdata, grad._cdata, param.untyped_storage()._cdata]))
+    for _ in range(3):
+        plain.zero_()
+    parts: list[Any] = [param, plain, grad, param.untyped_storage(), *others]
+    return bool(use_hints(param, [part._cdata for part in parts], plain._version))
 
 
 def _register_cpu(library: ctypes.CDLL, namespace: str) -> None:

@@ -17,9 +17,6 @@ from torch.autograd.graph import increment_version
 
 from ampctx.kernels.each import all_none, grad_of, set_each, stored_grad, version_of
 
-# Tensors that need no look ahead.
-_FEW = 8
-
 
 def same_items(items: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether two lists hold the same objects, in order."""
@@ -85,18 +82,16 @@ def clear_grads(tensors: list[Tensor], stored: bool) -> None:
     set_each(tensors, "grad", None)
 
 
-def prefetch_versions(tensors: list[Tensor]) -> None:
-    """Brings the versions of tensors into the cache, for ``bump_versions``."""
+def bump_each(tensors: list[Tensor]) -> bool:
+    """Bumps the version of each tensor. False, and none is bumped, where the library does not know one."""
+    return False
 
 
 def bump_versions(tensors: Sequence[Tensor]) -> None:
     """Tells autograd that the tensors changed."""
     listed = tensors if type(tensors) is list else list(tensors)
-    for begin in range(0, len(listed), 512):  # as many as a cache keeps
-        chunk = listed if len(listed) <= 512 else listed[begin : begin + 512]
-        if len(chunk) > _FEW:
-            prefetch_versions(chunk)
-        increment_version(chunk)
+    if not bump_each(listed):
+        increment_version(listed)
 
 
 def held_kinds(number: int) -> bytes:

@@ -38,6 +38,7 @@ def test_the_library_has_the_passes():
 def test_the_passes_look_ahead():
     """Else torch has its objects in another way than csrc/prefetch.h expects, and passes over many tensors are slow."""
     assert handles.extension.knows_objects
+    assert passes.bump_each([torch.ones(1)])
 
 
 def params(count=COUNT):
@@ -229,6 +230,55 @@ def test_each_version_is_bumped_once(side, count):
     tensors = [torch.ones(1) for _ in range(count)]
     side.bump_versions(tuple(tensors))
     assert [t._version for t in tensors] == [1] * count
+
+
+@either
+def test_versions_of_all_kinds_of_tensors_are_bumped(side):
+    class Mine(torch.Tensor):
+        pass
+
+    whole = torch.ones(4)
+    tensors = [
+        *params(3),
+        MasterParam(torch.ones(3)),
+        torch.ones(3).as_subclass(Mine),
+        whole[1:],
+        OwnGrad(torch.ones(3)),
+    ]
+    former = [t._version for t in tensors]
+    side.bump_versions(tensors)
+    assert [t._version for t in tensors] == [version + 1 for version in former]
+    assert whole._version == former[5] + 1
+    weight = tensors[0]
+    loss = (weight * weight).sum()
+    side.bump_versions([weight])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@either
+def test_a_tensor_of_inference_mode_has_no_version(side):
+    with torch.inference_mode():
+        tensor = torch.ones(3)
+    other = torch.ones(3)
+    side.bump_versions([other, tensor])
+    assert other._version == 1
+    held = handles.HeldTensors([tensor])
+    with pytest.raises(RuntimeError, match="Inference tensors do not track version counter"):
+        side.write_counts([tensor], held.number)
+
+
+def test_gradients_of_a_backward_are_seen_and_gone():
+    tensors = params(3)
+    assert passes.have_no_grad(tensors, False)
+    sum(p.sum() for p in tensors[1:]).backward()
+    assert not passes.have_no_grad(tensors, False)
+    assert passes.have_no_grad(tensors[:1], False)
+    for p in tensors:
+        p.grad = None
+    assert passes.have_no_grad(tensors, False)
+    with torch.no_grad():
+        assert passes.have_no_grad([torch.ones(3), tensors[0][1:]], False)
 
 
 # --- handles that gradients keep until the step ----------------------------------------------------------------------
