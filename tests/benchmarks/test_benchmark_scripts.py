@@ -239,7 +239,7 @@ def test_real_models_have_the_parameters_of_their_tables(name):
         (ops, "--optimizer FusedAdam,Lion", "--optimizer: 'Lion' is none of FusedAdam"),
         (host, "--tensors 0", "--tensors: 0 tensors are none"),
         (host, "--tensors few", "--tensors: invalid tensor_counts value: 'few'"),
-        (loop, "--opt-level O3", "--opt-level: 'O3' is none of O0, O1, O2, O5, O5-split"),
+        (loop, "--opt-level O3", "--opt-level: 'O3' is none of O0, O1, O2, O4, O5, O5-split"),
         (loop, "--optimizer LARC", "--opt-level: O5-split is not for LARC"),
     ],
 )
