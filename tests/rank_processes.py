@@ -1,12 +1,20 @@
 """Starts the ranks of a worker script over gloo and collects what they print."""
 
 import json
+import multiprocessing
 import os
-import subprocess
+import runpy
 import sys
+import tempfile
+import time
+import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+
+# Ranks are forked from a process that has imported torch: an import takes longer than most workers.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch.distributed", "ampctx"])
 
 
 def environment() -> dict[str, str]:
@@ -15,14 +23,41 @@ def environment() -> dict[str, str]:
 
 def run_ranks(worker: str, ranks: int, rendezvous: Path, timeout: float = 240, *more: str) -> list[dict]:
     """What each rank of ``tests/<worker>`` printed: one JSON object each. ``more``: arguments after the rank."""
-    command = [sys.executable, "-W", "error", str(ROOT / "tests" / worker), str(rendezvous), str(ranks)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen([*command, str(rank), *more], env=environment(), **pipes) for rank in range(ranks)]
-    try:
-        outputs = [process.communicate(timeout=timeout) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors
-    return [json.loads(out) for out, _ in outputs]
+    script, given = ROOT / "tests" / worker, environment()
+    with tempfile.TemporaryDirectory() as folder:
+        files = [(Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")) for rank in range(ranks)]
+        processes = [
+            _CONTEXT.Process(
+                target=_rank, args=(script, [str(rendezvous), str(ranks), str(rank), *more], given, *written)
+            )
+            for rank, written in enumerate(files)
+        ]
+        end = time.monotonic() + timeout
+        try:
+            for process in processes:
+                process.start()
+            for process in processes:
+                process.join(max(0.0, end - time.monotonic()))
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+        for process, (_, errors) in zip(processes, files, strict=True):
+            # None: killed after the timeout.
+            assert process.exitcode == 0, f"exit code {process.exitcode}\n{errors.read_text()}"
+        return [json.loads(out.read_text()) for out, _ in files]
+
+
+def _rank(script: Path, arguments: list[str], given: dict[str, str], out: Path, errors: Path) -> None:
+    import torch
+
+    for number, file in ((1, out), (2, errors)):
+        with file.open("wb") as written:
+            os.dup2(written.fileno(), number)
+    os.environ.clear()
+    os.environ.update(given)
+    torch.set_num_threads(1)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))
+    warnings.simplefilter("error")
+    runpy.run_path(str(script), run_name="__main__")
