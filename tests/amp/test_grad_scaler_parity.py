@@ -173,7 +173,7 @@ def scalers(device="cpu", **kwargs):
     return (lambda: GradScaler(device, **kwargs)), (lambda: torch.amp.GradScaler(device, **kwargs))
 
 
-@pytest.mark.full(but=16)
+@pytest.mark.full(but=8)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda p: p.__name__)
 def test_training_is_torchs_to_the_last_bit(pattern, name):

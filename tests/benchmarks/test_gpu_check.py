@@ -431,14 +431,15 @@ def test_benchmarks_go_from_short_to_long_with_the_peers_that_are_there(check):
 # --- what runs on the GPU, here on the CPU ----------------------------------------------------------------------------
 
 
-def test_the_exercise_runs_on_the_cpu(tmp_path):
+@pytest.mark.parametrize("counts", ["7", pytest.param("7,300", marks=pytest.mark.full)])
+def test_the_exercise_runs_on_the_cpu(tmp_path, counts):
     file = tmp_path / "exercise.json"
-    done = command("exercise", "--device", "cpu", "--tensors", "7,300", "--json", file)
+    done = command("exercise", "--device", "cpu", "--tensors", counts, "--json", file)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("exercise: starts work after")
     found = json.loads(file.read_text())["tensors"]
-    assert list(found) == ["7", "300"]
+    assert list(found) == counts.split(",")
     assert all(of_count["checks"] > 1500 for of_count in found.values())
 
 

@@ -28,7 +28,7 @@ def expected_grad(pattern, name):
     return torch.full((3,), sum(parts), dtype=torch.float64) if parts else None
 
 
-@pytest.mark.full(but=72)
+@pytest.mark.full(but=36)
 @pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD], ids=["SGD", "FusedSGD"])
 @pytest.mark.parametrize("delayed", [False, True], ids=["each-unscaled", "last-unscales"])
 @pytest.mark.parametrize("passes", [1, 2, 3])

@@ -26,6 +26,7 @@ def one(tmp_path_factory):
 JOINED = {"sum": (8.0, 4.0), "predivided-sum": (4.0, 2.0)}
 
 
+@pytest.mark.full(but=12)
 @pytest.mark.parametrize("options", HOOKS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_are_joined(two, dtype, options):

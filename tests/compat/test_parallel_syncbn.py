@@ -69,6 +69,7 @@ def check(ranks, shape, dtype, options, add=False):
         torch.testing.assert_close(first["buffers"][name], wanted, **bound)
 
 
+@pytest.mark.full(but=20)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("shape", SHAPES)

@@ -65,7 +65,7 @@ def test_run_module(program, tmp_path):
     assert lines == [f"__main__ ['x'] {tmp_path}", "ampctx.amp.session"]
 
 
-@pytest.mark.full(but=2)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize(
     ("end", "code"), [("sys.exit(7)", 7), ("sys.exit('wrong')", 1), ("raise KeyError('gone')", 1), ("", 0)]
 )
@@ -93,7 +93,7 @@ def test_what_cannot_be_run_is_said(tmp_path, arguments, message):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.full(but=2)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -72,6 +72,7 @@ def compare(eager, replayed):
     assert eager.session.skipped_steps(eager.optimizer) == replayed.session.skipped_steps(replayed.optimizer) == 3
 
 
+@pytest.mark.full(but=24)
 @pytest.mark.parametrize("max_norm", [None, 0.5], ids=["", "clip"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())

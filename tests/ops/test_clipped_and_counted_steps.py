@@ -57,6 +57,7 @@ def skips_of(backend):
     return [torch.full((), 8.0 if name == "scale" else 0.0, device=backend.device) for name in SKIPS]
 
 
+@pytest.mark.full(but=80)
 @on_optimizers
 @pytest.mark.parametrize("sizes", [[], [0, 0], [5], [700, 3, 0, 9000], [3] * 200], ids=lambda s: f"{len(s)}-tensors")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
@@ -85,6 +86,7 @@ def test_an_emulated_list_of_several_launches_counts_once(emulation):
         emulation.ampctx_test_runtime(0, 0, 0)
 
 
+@pytest.mark.full(but=12)
 @pytest.mark.parametrize("empty", [1, 300, pytest.param(3000, marks=pytest.mark.full)])
 @pytest.mark.parametrize("optimizer", [ADAM, LAMB, NOVOGRAD], ids=lambda o: o.name)
 def test_tensors_without_elements_are_counted(backend, reference, optimizer, empty):

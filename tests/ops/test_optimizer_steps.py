@@ -119,6 +119,7 @@ def test_copies(backend, param, extra):
         assert all(torch.equal(e, p.to(extra)) for e, p in zip(call["extras"], call["params"], strict=True))
 
 
+@pytest.mark.full(but=120)
 @pytest.mark.parametrize(("dtypes", "write_back"), with_write_backs(combinations(FLOATS, 1)))
 @on_optimizers
 def test_write_backs(backend, optimizer, dtypes, write_back):

@@ -55,7 +55,7 @@ def run(name):
     return result.stdout.splitlines()
 
 
-@pytest.mark.full(but=2)
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("name", ["l2norm", "unscale_l2norm", "held", "lamb", "held-lamb", "larc"])
 def test_a_workspace_that_cannot_be_had(name):
     error, state = run(name)

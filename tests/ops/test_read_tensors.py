@@ -297,6 +297,7 @@ def test_the_library_itself_refuses_what_is_no_list(wrong):
         extension.read_grads(with_grads(), wrong, True, number)
 
 
+@pytest.mark.full(but=3)
 @pytest.mark.parametrize("change", ["clear", "pop", "append"])
 @pytest.mark.parametrize("entry", [handles.read_grads, handles.read_along], ids=lambda f: f.__name__)
 def test_a_list_that_changes_while_it_is_read_is_refused(entry, change):

@@ -48,6 +48,7 @@ def train(model, optimizer, steps, micro=1, max_norm=None, of=None):
     return norms
 
 
+@pytest.mark.full(but=9)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("micro", [1, 2, 4])

@@ -274,6 +274,7 @@ def test_a_compiled_model_waits():
     assert_same(*found)
 
 
+@pytest.mark.full(but=1)
 @pytest.mark.parametrize("overlap", [None, "forward"])
 def test_memory_does_not_grow(overlap):
     model, optimizer = make(overlap)

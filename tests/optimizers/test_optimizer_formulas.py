@@ -145,6 +145,7 @@ def compare(case, dtype, optimizer, ours, masters):
     assert error(masters(), exact.params) <= 2 * of_torch
 
 
+@pytest.mark.full(but=24)
 @pytest.mark.parametrize("name", CASES)
 def test_against_fp64(name):
     case, ours = CASES[name], parameters()

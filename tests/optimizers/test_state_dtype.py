@@ -157,6 +157,7 @@ def test_a_skipped_step_changes_no_byte(name, of_params):
     assert not torch.equal(snapshot(optimizer)[0], before[0])
 
 
+@pytest.mark.full(but=60)
 @pytest.mark.parametrize("of_params", DTYPES_OF_PARAMS)
 @pytest.mark.parametrize("kind", ["bf16", "8bit", "mixed"])
 @pytest.mark.parametrize("name", KINDS)

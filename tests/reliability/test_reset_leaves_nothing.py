@@ -92,7 +92,7 @@ def new_objects_alone():
 
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.full(but=6)
+@pytest.mark.full(but=3)
 def test_init_reset_rounds_leave_nothing(level, name):
     session, rounds = AmpSession(), 50
     model = mlp()
