@@ -34,6 +34,7 @@ def test_gradients_are_joined(two, dtype, options):
     assert two(f"joined-{dtype}-{options}") == [([weight], [bias])] * 2
 
 
+@pytest.mark.full(but=4)
 @pytest.mark.parametrize("options", HOOKS)
 def test_one_process_keeps_its_gradients(one, options):
     divisor = 2.0 if options == "predivided-sum" else 1.0

@@ -407,6 +407,7 @@ FORMS = {
 }
 
 
+@pytest.mark.full(but=30)
 @pytest.mark.parametrize(("replacements", "expected"), FORMS.values(), ids=FORMS)
 def test_forms_of_the_loop(tmp_path, replacements, expected):
     after = torch_of(tmp_path, formed(replacements)).after

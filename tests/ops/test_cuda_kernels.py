@@ -177,6 +177,7 @@ LAUNCHES = {
 WITHOUT_LISTS = ("update_scale", "block_factors", "count_skip")
 
 
+@pytest.mark.full(but=8)
 @pytest.mark.parametrize("name", LAUNCHES)
 @pytest.mark.parametrize("most", [4000, pytest.param(20_000, marks=pytest.mark.full)])
 def test_launches(emulation, runtime, most, name):
@@ -195,7 +196,7 @@ def test_launches(emulation, runtime, most, name):
     assert [launches(n) for n in (161, 400)] == [always, always]
 
 
-@pytest.mark.full(but=4)
+@pytest.mark.full(but=2)
 @pytest.mark.parametrize("name", [name for name in LAUNCHES if name not in WITHOUT_LISTS])
 def test_tables_of_both_kinds_give_the_same(runtime, name):
     sizes = [1 + i % 5 for i in range(3000)]

@@ -62,6 +62,7 @@ def test_steps_that_unscale(backend, optimizer):
     call.run(backend, times=2).assert_agrees(expected)
 
 
+@pytest.mark.full(but=1)
 @on_kernels
 def test_many_tensors(backend):
     """Several launches, and tensors that no thread has alone."""
