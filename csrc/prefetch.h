@@ -68,7 +68,7 @@ inline bool& knows_versions() {
   return known;
 }
 
-// The type of an object, where Python 3.10 to 3.14 have it, without the GIL taken away.
+// The type of an object, where Python 3.10 to 3.14 have it in builds with the GIL.
 AMPCTX_HINT const void* type_of(const void* object) { return pointer_at(object, 8); }
 
 // The at::Tensor in a tensor's object, which is what the C shim of torch calls a handle.
@@ -83,6 +83,12 @@ AMPCTX_HINT void object(const void* impl) {
   if (place_of_object()) at(pointer_at(impl, place_of_object()), 0);
 }
 
+// Of what Python tells no address: whether it can be one.
+inline bool may_be_address(const void* found) {
+  const auto number = reinterpret_cast<uintptr_t>(found);
+  return number > 65536 && number < uintptr_t{1} << 56 && number % alignof(void*) == 0;
+}
+
 // Whether a tensor's object has its type, TensorImpl, storage and gradient where hints look for them. `plain`: of a
 // tensor without autograd's part. The other numbers are addresses as Python tells them: `param` of a TensorImpl, and of
 // its gradient's and its storage.
@@ -92,9 +98,12 @@ inline bool has_layout(const void* object, const void* type, const void* param, 
       pointer_at(plain, 24))
     return false;
   place_of_object() = pointer_at(param, 48) == object ? 48 : pointer_at(param, 56) == object ? 56 : 0;
-  // Autograd's part is not an address that Python tells: it has to look like one.
-  const auto autograd = reinterpret_cast<uintptr_t>(pointer_at(param, 24));
-  return autograd > 65536 && autograd % alignof(void*) == 0 && grad_of(param) == grad;
+  return may_be_address(pointer_at(param, 24)) && grad_of(param) == grad;
+}
+
+// Whether a tensor has its version, a number that Python tells, where version_of() looks.
+inline bool has_version(const void* impl, int64_t version) {
+  return may_be_address(pointer_at(impl, 40)) && *version_of(impl) == version;
 }
 
 // How many tensors ahead each stage looks. A stage reads pointers that the one before has brought.

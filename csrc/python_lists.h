@@ -82,7 +82,7 @@ inline int use_hints(PyObject* param, PyObject* addresses, int64_t version) {
   if (prefetch::is_known_layout()) {
     const void* const none = prefetch::grad_of(found[4]);
     if (none != found[2] && none == prefetch::grad_of(found[5])) prefetch::no_gradient() = none;
-    prefetch::knows_versions() = *prefetch::version_of(found[1]) == version && *prefetch::version_of(found[0]) == 0;
+    prefetch::knows_versions() = prefetch::has_version(found[1], version) && prefetch::has_version(found[0], 0);
   }
   return prefetch::is_known_layout();
 }
