@@ -16,7 +16,7 @@
 namespace ampctx::cpu {
 
 constexpr int64_t kBlock = 2048;   // elements: three fp32 lists fit a 32 KB cache
-constexpr int64_t kAtOnce = 16;    // blocks that a function without buffers takes as one: calls cost 5% of a step
+constexpr int64_t kAtOnce = 16;    // blocks that a function without buffers takes as one, for fewer calls
 constexpr int64_t kGrain = 32768;  // elements below which a second thread does not pay
 
 struct Block {
