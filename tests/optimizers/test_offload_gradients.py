@@ -230,4 +230,4 @@ def test_memory_does_not_grow():
     train(model, optimizer, 4, micro=2, max_norm=0.1)
     before = tensors()
     train(model, optimizer, 20, micro=2, max_norm=0.1)
-    assert tensors() == before
+    assert tensors() <= before  # fewer where something of an earlier test goes only now

@@ -285,9 +285,11 @@ def test_memory_does_not_grow(overlap):
         return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()), threading.active_count()
 
     train(model, optimizer, 4)
-    before = tensors()
+    before, threads = tensors()
     train(model, optimizer, 20)
-    assert tensors() == before
+    now, threads_now = tensors()
+    assert now <= before  # fewer where something of an earlier test goes only now
+    assert threads_now <= threads
 
 
 @pytest.mark.parametrize(
