@@ -101,6 +101,7 @@ def norm_net(name, mode):
     return model, torch.randn(4, 2, *[5] * dims)
 
 
+@pytest.mark.full(but=120)
 @pytest.mark.parametrize("mode", ["train", "eval", "frozen"])
 @pytest.mark.parametrize(
     ("name", "level"), [(n, level) for n in NORMS for level in CAST_LEVELS if level in PER_OP or n not in NO_16_BIT]

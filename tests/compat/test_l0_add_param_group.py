@@ -47,6 +47,7 @@ def train(models, optimizer, backward, zero, when, passes):
             zero_grads(zero, models, [optimizer])
 
 
+@pytest.mark.full(but=90)
 @pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD], ids=["SGD", "FusedSGD"])
 @pytest.mark.parametrize("passes", [1, 2], ids=["one-backward", "two-backwards"])
 @pytest.mark.parametrize("when", ["zero-then-add", "add-then-zero", "add-before-step"])

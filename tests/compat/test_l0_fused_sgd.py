@@ -9,7 +9,7 @@ from apex.optimizers import FusedSGD
 from l0_scenarios import OPTIONS, check_run, every_case, every_scaler, every_zero
 
 
-@pytest.mark.full(but=240)
+@pytest.mark.full(but=100)
 @pytest.mark.parametrize("materialize", [True, False], ids=["materialized", "not-materialized"])
 @every_scaler
 @every_zero

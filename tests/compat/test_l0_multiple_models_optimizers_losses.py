@@ -5,7 +5,7 @@ import torch
 from l0_scenarios import OPTIONS, check_run, every_case, every_scaler, every_zero
 
 
-@pytest.mark.full(but=240)
+@pytest.mark.full(but=100)
 @every_scaler
 @every_zero
 @every_case

@@ -38,6 +38,7 @@ def flag_id(flags):
     return "-".join(name if value else f"no_{name}" for name, value in flags.items())
 
 
+@pytest.mark.full(but=60)
 @pytest.mark.parametrize("flags", COMBINATIONS, ids=flag_id)
 def test_formula(backend, flags):
     """Three steps from a state of zeros, without weight decay and with it."""

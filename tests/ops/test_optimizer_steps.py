@@ -93,7 +93,7 @@ def with_write_backs(dtypes):
     ]
 
 
-@pytest.mark.full(but=240)
+@pytest.mark.full(but=100)
 @pytest.mark.parametrize(("dtypes", "write_back"), with_write_backs(combinations(ALL_FLOATS, 2)))
 @pytest.mark.parametrize("optimizer", [ADAM, MOMENTUM, LAMB, NOVOGRAD], ids=lambda o: o.name)
 def test_grad_and_param_dtypes(backend, optimizer, dtypes, write_back):
@@ -201,6 +201,7 @@ FLAGS = {
 }
 
 
+@pytest.mark.full(but=100)
 @pytest.mark.parametrize(("value", "dtype", "skips"), FLAGS.values(), ids=FLAGS.keys())
 @on_optimizers
 def test_found_inf(backend, optimizer, value, dtype, skips):

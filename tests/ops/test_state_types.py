@@ -32,7 +32,7 @@ on_states = pytest.mark.parametrize("state", [torch.bfloat16, "8bit", "mixed"], 
 on_optimizers = pytest.mark.parametrize("optimizer", WITH_CODES, ids=lambda o: o.name)
 
 
-@pytest.mark.full(but=60)
+@pytest.mark.full(but=40)
 @pytest.mark.parametrize(
     ("write_back", "param"),
     [("nearest", torch.float32), ("copy", torch.float32), ("split", torch.bfloat16), ("stochastic", torch.bfloat16)],

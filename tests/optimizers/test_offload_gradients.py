@@ -220,6 +220,7 @@ def test_hooks_end_with_the_optimizer():
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.full
 def test_memory_does_not_grow():
     model, optimizer = make(**OFFLOAD)
 

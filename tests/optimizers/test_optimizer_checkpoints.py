@@ -465,6 +465,7 @@ def by_file(optimizer):
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda o: pickle.loads(pickle.dumps(o)), "torch.save": by_file}
 
 
+@pytest.mark.full(but=48)
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize("kind", ["fp32", "bf16-masters", "bf16-split", "fp16-stochastic"])
 @pytest.mark.parametrize("name", OPTIMIZERS)

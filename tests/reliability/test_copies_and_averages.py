@@ -62,7 +62,7 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda o: pickle.loads(pickle.dum
 # --- moving averages --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full(but=20)
+@pytest.mark.full(but=12)
 @pytest.mark.parametrize(
     ("rule", "use_buffers"),
     # torch's SWA rule takes no integer buffers.

@@ -189,6 +189,7 @@ def assert_agree(parameters, expected) -> None:
         )
 
 
+@pytest.mark.full(but=50)
 @optimizers
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 @pytest.mark.parametrize("all_empty", [False, True], ids=["odd", "all-empty"])
@@ -246,6 +247,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.full(but=120)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @optimizers
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -450,6 +450,7 @@ def test_hooks_wait_only_while_they_are_there(session):
 # --- what is gated ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full(but=40)
 @pytest.mark.parametrize("by", ["outcome", "hook"])
 @pytest.mark.parametrize("level", LEVELS)
 @every_optimizer

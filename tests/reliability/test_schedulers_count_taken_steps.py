@@ -150,6 +150,7 @@ def test_every_kind_that_torch_has_is_here():
     assert found - {"LRScheduler"} == KINDS.keys() - {"SWALR"}
 
 
+@pytest.mark.full(but=64)
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("built", ["before", "after"])
 @pytest.mark.parametrize("kind", KINDS)
