@@ -1,10 +1,21 @@
 """Leaves out what this machine cannot run, and without --full the rest of long tests: pyproject.toml has the marks."""
 
+import gc
 from collections import Counter
 from heapq import heapify, heappop, heapreplace
 from itertools import combinations
 
+import pytest
 import torch
+
+
+@pytest.fixture
+def only_new_objects():
+    """``gc.get_objects`` gives what the test has made: what earlier tests have left may go at any time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def pytest_addoption(parser):
