@@ -116,7 +116,7 @@ enum class Look { kGrad, kGradMemory, kVersion, kMemory };
 // The TensorImpl of an item, null for what is no plain tensor. For hints alone: Python 3.10 to 3.14 have the type
 // there, and torch the TensorImpl.
 AMPCTX_HINT const void* impl_at(PyObject* list, ptrdiff_t index, ptrdiff_t count) {
-  if (!prefetch::is_known_layout() || index < 0 || index >= count) return nullptr;
+  if (!prefetch::is_known_layout() || index >= count) return nullptr;
   PyObject* const item = PyList_GetItem(list, index);
   if (!item) return PyErr_Clear(), nullptr;  // Python code has made the list shorter
   return plain_type(item) ? prefetch::pointer_at(item, 16) : nullptr;
@@ -125,7 +125,7 @@ AMPCTX_HINT const void* impl_at(PyObject* list, ptrdiff_t index, ptrdiff_t count
 template <Look look>
 AMPCTX_HINT void prefetch_ahead(PyObject* list, ptrdiff_t i, ptrdiff_t count) {
   using prefetch::kStages;
-  if (i + kStages[0] >= 0 && i + kStages[0] < count) {
+  if (i + kStages[0] < count) {
     if (PyObject* const item = PyList_GetItem(list, i + kStages[0])) {
       prefetch::at(item, 0);
     } else {

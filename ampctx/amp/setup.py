@@ -74,6 +74,7 @@ def check_cudnn(models: list[nn.Module]) -> None:
 
 @torch.no_grad()
 def put_back(data: Mapping[Tensor, Tensor]) -> None:
+    """Gives tensors the data that ``cast_models`` has returned. No host sync."""
     for t, former in data.items():
         t.data = former
 
