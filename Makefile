@@ -9,7 +9,7 @@ ARGS   ?=
 PEERS  := torch-optimi==0.3.3 bitsandbytes==0.50.2 torchao==0.18.0
 
 PY      := $(VENV)/bin/python
-SOURCES := $(wildcard csrc/*.* csrc/*/*.*) ampctx/kernels/spec.py setup.py pyproject.toml
+SOURCES := $(wildcard csrc/*.* csrc/*/*.*) ampctx/kernels/spec.py setup.py pyproject.toml ampctx-apex/setup.py ampctx-apex/pyproject.toml
 FORMATTED = $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh' 'tests/cuda_emulation/*.h' 'tests/cuda_emulation/*.cpp' 'tests/ops/*.cpp' 'tests/ptx/*.h' 'tests/ptx/*.cpp')
 # The cuobjdump of a CUDA toolkit; where there is none, it is installed into .venv.
 CUOBJDUMP  := $(or $(wildcard $(CUDA_HOME)/bin/cuobjdump /usr/local/cuda/bin/cuobjdump),$(shell command -v cuobjdump))
@@ -43,7 +43,7 @@ test-faults: $(VENV)/test.done
 test-ptx: $(VENV)/test.done $(CUDA_TOOLS)
 	$(PY) tests/ptx/run.py $(ARGS)
 
-# Programs of other people that use apex, run through ampctx.compat. clients installs them, apart from what is in .venv.
+# Programs of other people that use apex, run through ampctx_apex. clients installs them, apart from what is in .venv.
 clients: $(VENV)/clients.done
 
 test-clients: $(VENV)/clients.done
@@ -62,7 +62,7 @@ test-hard: sanitize
 lint: $(VENV)/lint.done
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy ampctx
+	$(PY) -m mypy
 	$(VENV)/bin/clang-format --dry-run --Werror $(FORMATTED)
 
 format: $(VENV)/lint.done
@@ -124,7 +124,7 @@ $(VENV)/torch.done: .ci/bootstrap.py
 $(VENV)/built.done: $(VENV)/torch.done $(SOURCES)
 	$(PIP) 'setuptools>=77' wheel
 	$(PY) setup.py --quiet build_ext --inplace
-	$(PIP) --no-build-isolation --editable .
+	$(PIP) --no-build-isolation --editable . --editable ./ampctx-apex
 	@touch $@
 
 $(VENV)/clients.done: $(VENV)/test.done .ci/clients.py

@@ -1,41 +1,19 @@
-"""Builds ampctx-apex. The names of the modules and the version come from ampctx, beside this folder."""
+"""Adds the file that Python reads at each start. pyproject.toml has the rest."""
 
-import re
 from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
-from setuptools.command.editable_wheel import editable_wheel
-from setuptools.errors import SetupError
-
-HERE = Path(__file__).resolve().parent
-AMPCTX = HERE.parent / "ampctx"
-if not (AMPCTX / "__init__.py").exists():
-    raise SetupError(f"{AMPCTX} does not exist. Build ampctx-apex in a checkout of ampctx")
-VERSION = re.search(r'^__version__ = "(.+)"$', (AMPCTX / "__init__.py").read_text(), flags=re.M)[1]
-MODULES = AMPCTX / "compat" / "modules"
-NAMES = sorted(path.stem for path in MODULES.iterdir() if not path.name.startswith(("_", ".")))
 
 
-class BuildModules(build_py):
-    """Takes module.py for each of apex's names, and adds the line that Python runs at startup."""
-
-    def find_modules(self):
-        return [("", name, "module.py" if name in NAMES else f"{name}.py") for name in self.py_modules]
-
+class WithStartup(build_py):
     def run(self):
         super().run()
-        Path(self.build_lib, "ampctx_apex.pth").write_text("import ampctx_apex_metadata\n")
+        # An editable install takes from build_lib only what is in the source tree.
+        place = self.get_finalized_command("install").install_lib if self.editable_mode else self.build_lib
+        line = "import ampctx_apex.startup; ampctx_apex.startup.serve()\n"
+        Path(place).mkdir(parents=True, exist_ok=True)
+        Path(place, "ampctx_apex.pth").write_text(line)
 
 
-class NoEditable(editable_wheel):
-    def run(self):
-        raise SetupError("ampctx-apex cannot be installed with -e. Run: pip install ./ampctx-apex")
-
-
-setup(
-    version=VERSION,
-    install_requires=[f"ampctx=={VERSION}"],
-    py_modules=["ampctx_apex_metadata", *NAMES],
-    cmdclass={"build_py": BuildModules, "editable_wheel": NoEditable},
-)
+setup(cmdclass={"build_py": WithStartup})

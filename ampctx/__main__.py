@@ -1,8 +1,7 @@
 """``python -m ampctx`` and the ``ampctx`` command.
 
-``info`` shows versions, the apex and the kernels in use. ``run`` runs a program written for apex. ``path`` prints the
-directory that does the same through PYTHONPATH. ``migrate`` rewrites imports. Without torch, ``--help`` and
-``--version`` work; the commands print one line that says what to install.
+``info`` shows versions and the kernels in use. Without torch, ``--help`` and ``--version`` work; ``info`` prints one
+line that says what to install.
 """
 
 from __future__ import annotations
@@ -19,18 +18,16 @@ from typing import Any
 
 from ampctx import __version__
 from ampctx._torch_version import why_no_torch
-from ampctx.migrate import cli as migrate
 
 
 def info() -> dict[str, Any]:
-    """Collects versions, the apex in use and the compiled extension's state on this machine. No host sync."""
+    """Collects versions and the compiled extension's state on this machine. No host sync."""
     import torch
 
     with warnings.catch_warnings():
         # The import may warn about the extension. The report says the same.
         warnings.simplefilter("ignore", RuntimeWarning)
         import ampctx
-        from ampctx.compat.handover import apex_in_use
         from ampctx.kernels import cuda_support
         from ampctx.kernels import extension as _extension
 
@@ -54,7 +51,6 @@ def info() -> dict[str, Any]:
         "driver_cuda": driver and cuda_support.dotted(driver),
         "gpus": [torch.cuda.get_device_name(i) for i in gpus],
         "gpu_archs": [cuda_support.arch_name(torch.cuda.get_device_capability(i)) for i in gpus],
-        "apex": apex_in_use(),
         "extension": {
             "loaded": extension.loaded,
             "path": str(_extension.LIBRARY),
@@ -63,25 +59,6 @@ def info() -> dict[str, Any]:
             **extension.build,
         },
     }
-
-
-def _apex(report: dict[str, Any]) -> str:
-    """What ``import apex`` gives, in words."""
-    ours = report["ampctx_apex"] and f"ampctx-apex {report['ampctx_apex']}"
-    parts = "with amp" if report["has_amp"] else "without amp"
-    other = f"version {report['version'] or 'unknown'} in {report['path']}, {parts}"
-    match report["provider"]:
-        case "ampctx-apex":
-            return f"from {ours}"
-        case "ampctx":
-            return "from ampctx, because AMPCTX_APEX=1"
-        case "other" if ours:
-            return f"not from ampctx: {other}. To use {ours}, run 'pip uninstall apex'"
-        case "other":
-            return f"not from ampctx: {other}"
-        case "conflict":
-            return f"does not import: {ours} does not hide {other}. Uninstall one of the two"
-    return "not installed: 'ampctx run' or ampctx-apex provides it"
 
 
 def _lines(report: dict[str, Any]) -> list[str]:
@@ -95,7 +72,6 @@ def _lines(report: dict[str, Any]) -> list[str]:
         ("torch", f"{report['torch']} (CUDA {report['torch_cuda'] or 'not built in'})"),
         ("driver", f"serves CUDA {driver}" if driver else "no NVIDIA driver"),
         ("GPUs", ", ".join(gpus) or "none visible"),
-        ("apex", _apex(report["apex"])),
     ]
     if extension["loaded"]:
         rows.append(("extension", f"loaded, kernels in use for {' and '.join(extension['backends'])}"))
@@ -116,48 +92,22 @@ def _lines(report: dict[str, Any]) -> list[str]:
     ]
 
 
-def _run(parser: argparse.ArgumentParser, program: Sequence[str], module: bool) -> None:
-    if not program:
-        parser.error("name the script, or with -m the module, to run")
-    if not module and program[0] != "-" and not os.path.exists(program[0]):
-        parser.error(f"there is no script {program[0]!r}")
-    from ampctx.compat.run import run
-
-    run(program, module)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="ampctx", description="Run apex.amp training scripts on current PyTorch.")
+    parser = argparse.ArgumentParser(prog="ampctx", description="Show versions and the kernels that ampctx uses here.")
     parser.add_argument("--version", action="version", version=f"ampctx {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command")
-    info_parser = commands.add_parser("info", help="show versions, the apex and the kernels in use (the default)")
+    info_parser = commands.add_parser("info", help="show versions and the kernels in use (the default)")
     info_parser.add_argument("--json", action="store_true", help="print one JSON object")
-    run_parser = commands.add_parser(
-        "run",
-        usage="ampctx run [-h] (script.py | directory | - | -m module) ...",
-        help="run a program written for apex; its apex imports resolve to ampctx",
-    )
-    run_parser.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m does")
-    run_parser.add_argument(
-        "program", nargs=argparse.REMAINDER, help="a script (- for stdin) or a module name, then its arguments"
-    )
-    commands.add_parser("path", help="print the directory to add to PYTHONPATH for AMPCTX_APEX=1")
-    migrate_parser = commands.add_parser("migrate", help="rewrite apex imports to ampctx, or O1 loops to torch.amp")
-    migrate.add_arguments(migrate_parser)
-    arguments = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] in (["run"], ["migrate"]):
+        print(
+            f"ampctx has no command {words[0]!r}. Install ampctx-apex and run 'ampctx-apex {words[0]}'", file=sys.stderr
+        )
+        return 2
+    arguments = parser.parse_args(words)
     if problem := why_no_torch():
         print(problem, file=sys.stderr)
         return 1
-    if arguments.command == "migrate":
-        return migrate.run(arguments)
-    if arguments.command == "run":
-        _run(run_parser, arguments.program, arguments.module)
-        return 0
-    if arguments.command == "path":
-        from ampctx.compat.run import STARTUP
-
-        print(STARTUP)
-        return 0
     report = info()
     if getattr(arguments, "json", False):
         _print(json.dumps(report, indent=2))

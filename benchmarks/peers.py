@@ -174,9 +174,9 @@ def peer(name: str, against: str, device: str) -> tuple[Make, str]:
 
 
 def _is_installed(module: str) -> bool:
-    """Not counting what ampctx.compat serves under apex's names."""
+    """Not counting what ampctx-apex serves under apex's names."""
     spec = importlib.util.find_spec(module)
-    return spec is not None and not Path(spec.origin or "/").is_relative_to(Path(ampctx.__file__).parent)
+    return spec is not None and not Path(spec.origin or "/").is_relative_to(Path(ampctx.__file__).parents[1])
 
 
 _PACKAGES = {

@@ -21,9 +21,9 @@ ROOMS = {
     "optimizers": r"ampctx\.optimizers(\.\w+)?",
     "amp": r"ampctx\.amp(\.\w+)?",
     "the package": r"ampctx",
-    "compat": r"ampctx\.compat(\.\w+)*",
-    "migrate": r"ampctx\.migrate(\.\w+)*",
+    "what ampctx-apex may use": r"ampctx\.spi",
     "the command": r"ampctx\.__main__",
+    "ampctx-apex": r"ampctx_apex(\.\w+)*",
 }
 
 
@@ -50,7 +50,7 @@ def without_types(tree: ast.AST) -> ast.AST:
 
 
 TREES = {name: without_types(ast.parse(path.read_text())) for name, path in MODULES.items()}
-SERVED = "ampctx.compat.modules"
+SERVED = "ampctx_apex.modules"
 
 
 def in_our_words(name: str) -> str:
@@ -98,10 +98,10 @@ def test_imports_of_apex_are_seen():
     """As modules of compat write them: beside each other, and by apex's names."""
     assert f"{SERVED}.apex.amp._amp_state" in GRAPH[f"{SERVED}.apex.amp.scaler"]
     assert f"{SERVED}.apex.fp16_utils.fp16_optimizer" in GRAPH[f"{SERVED}.apex.contrib.optimizers.fp16_optimizer"]
-    assert source("ampctx.compat.apex", ast.ImportFrom("apex.amp", [], 0)) == f"{SERVED}.apex.amp"
+    assert source("ampctx_apex.apex", ast.ImportFrom("apex.amp", [], 0)) == f"{SERVED}.apex.amp"
 
 
-DOORS = "ampctx.compat.doors"
+DOORS = "ampctx.spi"
 COMPAT = sorted(name for name in MODULES if re.fullmatch(ROOMS["compat"], name))
 PUBLIC = re.compile(r"ampctx(\.(amp|distributed|foreach|multi_tensor_apply|ops|optimizer_ops|optimizers))?")
 
@@ -126,7 +126,7 @@ OF_THE_CORE = set().union(*(private_names(TREES[name]) for name in MODULES if na
 def test_compat_reaches_the_core_through_its_doors(name):
     """Other modules of compat import public names alone, and touch no private attribute of what these give."""
     for other in GRAPH[name] - set(COMPAT):
-        assert PUBLIC.fullmatch(other), f"{name} imports {other}: let ampctx.compat.doors do that"
+        assert PUBLIC.fullmatch(other), f"{name} imports {other}: let ampctx.spi do that"
     own = private_names(TREES[name])
     for node in ast.walk(TREES[name]):
         if isinstance(node, ast.ImportFrom) and source(name, node) not in COMPAT:

@@ -439,7 +439,7 @@ class SessionState:
             raise AmpValueError(
                 f"amp.load_state_dict: the state of a GradScaler holds one loss scale, and num_losses={n} was given to "
                 "amp.initialize. To start all of them from it, load "
-                f"ampctx.compat.checkpoints.to_amp_state(state, num_losses={n})."
+                f"ampctx_apex.checkpoints.to_amp_state(state, num_losses={n})."
             )
         saved = formats.read_grad_scaler_state(state)
         ours = self.loss_scales[0]

@@ -133,7 +133,7 @@ def only_amp_entry(state: Any, loss_id: int | None = None) -> dict[str, Any]:
         if len(entries) > 1:
             raise AmpValueError(
                 f"the state holds {len(entries)} loss scales ({names}), and a GradScaler has one. Choose one with "
-                "ampctx.compat.checkpoints.to_grad_scaler_state(state, loss_id=0)."
+                "ampctx_apex.checkpoints.to_grad_scaler_state(state, loss_id=0)."
             )
         loss_id = next(iter(entries), 0)
     loss_id = check_loss_id(loss_id)

@@ -234,7 +234,7 @@ class ScalerState(torch.amp.GradScaler):
         """Loads a ``state_dict()`` of this class, of torch's GradScaler, or of ``amp`` with one loss scale.
 
         torch's state has no bounds and hysteresis: these stay as constructed. From ``amp.state_dict()`` of apex or
-        ampctx it loads scale and counter only. ``ampctx.compat.checkpoints.to_grad_scaler_state`` picks one of several
+        ampctx it loads scale and counter only. ``ampctx_apex.checkpoints.to_grad_scaler_state`` picks one of several
         scales. An invalid state changes nothing. A disabled scaler loads nothing.
 
         Args:

@@ -4,12 +4,12 @@ import logging
 
 import pytest
 import torch
+from ampctx_apex.checkpoints import to_grad_scaler_state
 from models import LEVELS, assert_unchanged, snapshot
 from probe import START, Probe, backward, grads, overflow, probe
 from torch import nn
 
 from ampctx import AmpError, AmpIndexError, AmpTypeError, amp
-from ampctx.compat.checkpoints import to_grad_scaler_state
 
 
 @pytest.mark.parametrize("passes", [1, 2, 3])

@@ -6,11 +6,11 @@ import logging
 
 import pytest
 import torch
+from ampctx_apex.checkpoints import load_checkpoint
 from test_resume_exactly import assert_identical
 from torch import nn
 
 from ampctx import AmpError, AmpKeyError, AmpSession, AmpTypeError, AmpValueError, clip_grad_norm_
-from ampctx.compat.checkpoints import load_checkpoint
 from ampctx.optimizers import FusedAdam, FusedNovoGrad
 
 

@@ -12,6 +12,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from ampctx_apex.checkpoints import load_checkpoint
 from host_reads import HostReads
 from resumed_runs import LEVELS, OPTIMIZERS, Case, Run
 from test_resume_exactly import assert_identical
@@ -19,7 +20,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from ampctx import AmpError, AmpSession
-from ampctx.compat.checkpoints import load_checkpoint
 from ampctx.optimizers import FusedAdam, FusedSGD
 
 WITH_MASTERS = ("O2", "O5")

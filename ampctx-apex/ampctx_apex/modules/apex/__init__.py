@@ -1,0 +1,80 @@
+"""apex's names over ampctx. ``ampctx_apex.install_apex()`` puts this package under the name ``apex``."""
+
+import importlib
+import logging
+import warnings
+from pkgutil import extend_path
+from typing import Any
+
+import torch
+from ampctx_apex.distribution import ApexDistribution as _Distribution
+from ampctx_apex.install import ApexImportError
+
+__version__ = _Distribution().version
+__path__ = extend_path(__path__, __name__)
+
+from . import amp, fp16_utils, normalization, optimizers
+
+if torch.distributed.is_available():
+    from . import parallel
+
+
+def _rank() -> int:
+    dist = torch.distributed
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+class DeprecatedFeatureWarning(FutureWarning):
+    """The category of ``deprecated_warning``. ampctx deprecates no apex name."""
+
+
+def deprecated_warning(msg: str) -> None:
+    """Warns on rank 0."""
+    if _rank() == 0:
+        warnings.warn(msg, DeprecatedFeatureWarning, stacklevel=3)
+
+
+def check_cudnn_version_and_warn(global_option: str, required_cudnn_version: int) -> bool:
+    """Whether cuDNN has at least this version, such as 8500; warns if not."""
+    version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    if version is not None and version >= required_cudnn_version:
+        return True
+    found = "cuDNN is not available" if version is None else f"this is {version}"
+    warnings.warn(f"`{global_option}` needs cuDNN {required_cudnn_version} or later, and {found}", stacklevel=2)
+    return False
+
+
+class RankInfoFormatter(logging.Formatter):
+    """A formatter whose format string may name ``%(rank_info)s``: the rank in the default process group, or 0."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.rank_info = _rank()
+        return super().format(record)
+
+
+def __getattr__(name: str) -> Any:
+    # Submodules that apex imported eagerly, and those of an installed apex.
+    if not name.startswith("_"):
+        try:
+            return importlib.import_module(f"{__name__}.{name}")
+        except ApexImportError as error:
+            raise AttributeError(str(error)) from None
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = [
+    "DeprecatedFeatureWarning",
+    "RankInfoFormatter",
+    "amp",
+    "check_cudnn_version_and_warn",
+    "deprecated_warning",
+    "fp16_utils",
+    "normalization",
+    "optimizers",
+]
+
+if torch.distributed.is_available():
+    __all__ += ["parallel"]

@@ -1,0 +1,402 @@
+"""What apex put on an optimizer: ``_amp_stash`` and the private methods, as views on the optimizer's binding."""
+
+import copy
+import gc
+import pickle
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+from amp_models import LOW, OPTIMIZERS, Probe, backward, probe, same, weights
+from ampctx_apex.names import AMP
+from apex import amp
+from apex.amp import _process_optimizer as functions
+
+import ampctx
+from ampctx import AmpError, AmpTypeError
+from ampctx.optimizers import LARC
+
+LEVELS = ["O1", "O2", "O5"]
+METHODS = ["_lazy_init_maybe_master_weights", "_amp_lazy_init", "_prepare_amp_backward", "_post_amp_backward"]
+STAMPS = ["_amp_stash", *METHODS, "_master_params_to_model_params"]
+
+
+def stamped(optimizer):
+    return [name for name in STAMPS if hasattr(optimizer, name)]
+
+
+# --- when they are there ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_from_initialize_to_reset(level, optimizer):
+    model = Probe()
+    optimizer = OPTIMIZERS[optimizer](model.parameters())
+    before = set(vars(optimizer))
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    assert stamped(optimizer) == (STAMPS if level in ("O2", "O5") else STAMPS[:-1])
+    backward(model, optimizer)
+    optimizer.step()
+    ampctx.amp.reset()
+    assert stamped(optimizer) == []
+    assert set(vars(optimizer)) == before
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert stamped(optimizer)
+
+
+def test_not_where_initialize_is_disabled_or_fails():
+    model = Probe()
+    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    amp.initialize(model, optimizer, enabled=False)
+    assert stamped(optimizer) == []
+    other = torch.optim.SGD(model.half().parameters(), lr=1.0)
+    with pytest.raises(AmpError, match="Found param"):
+        amp.initialize(model, [optimizer, other], opt_level="O2", verbosity=0)
+    assert stamped(optimizer) == []
+
+
+def test_initialize_is_undone_when_an_observer_fails():
+    from ampctx.amp import _default_session as session
+
+    def fail(bound):
+        raise ValueError("mine")
+
+    model = Probe()
+    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    session.observers.append(fail)
+    try:
+        with pytest.raises(ValueError, match="mine"):
+            amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    finally:
+        session.observers.remove(fail)
+    assert stamped(optimizer) == []
+    assert model.weight.dtype == torch.float32
+
+
+IN_FRESH_PROCESS = """
+import torch
+from ampctx import amp
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+other = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1.0)
+amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+from ampctx_apex import install_apex, uninstall_apex
+install_apex()
+assert not hasattr(optimizer, "_amp_stash")
+import apex.amp
+assert apex.amp._amp_state.loss_scalers[0].loss_scale() == 65536.0
+for again in range(2):
+    assert len(optimizer._amp_stash.all_fp32_from_fp16_params) == 2
+    uninstall_apex()
+    assert not hasattr(optimizer, "_amp_stash"), "a stamp is left"
+    assert amp._default_session.observers == []
+    with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    install_apex()
+    import apex.amp
+amp.reset()
+assert not hasattr(optimizer, "_amp_stash")
+uninstall_apex()
+amp.initialize(model, other, opt_level="O1", verbosity=0)
+assert not hasattr(other, "_amp_stash")
+"""
+
+
+@pytest.mark.full
+def test_apex_imported_late_and_uninstalled():
+    result = subprocess.run([sys.executable, "-W", "error", "-c", IN_FRESH_PROCESS], capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+@pytest.mark.full(but=2)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_freed_without_the_collector(level, optimizer):
+    gc.collect()
+    gc.disable()
+    try:
+        model, optimizer = probe(level, optimizer)
+        backward(model, optimizer)
+        optimizer._amp_stash.mine = 1
+        optimizer._prepare_amp_backward()
+        (model.loss(1.0) * 4096.0).backward()
+        optimizer._post_amp_backward(amp._amp_state.loss_scalers[0])
+        optimizer.step()
+        watched = [weakref.ref(optimizer), weakref.ref(model), weakref.ref(weights_of(optimizer)[0])]
+        del model, optimizer
+        assert [w() for w in watched] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def weights_of(optimizer):
+    return optimizer.param_groups[0]["params"]
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+def wrap(name, params):
+    return LARC(torch.optim.SGD(params, lr=0.125, momentum=0.5)) if name == "LARC" else OPTIMIZERS[name](params)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "LARC"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_copies_leave_the_stamps_behind(level, name, copied):
+    model = Probe()
+    optimizer = wrap(name, model.parameters())
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, max_loss_scale=4096.0, loss_scale="dynamic")
+    backward(model, optimizer)
+    twin = copied(optimizer)
+    assert stamped(twin) == []
+    before = weights(optimizer)
+    for group in twin.param_groups:
+        for p in group["params"]:
+            p.grad = torch.ones_like(p)
+    if level in ("O2", "O5"):
+        with pytest.raises(AmpError, match="is a copy of one under amp"):
+            twin.step()
+    else:
+        twin.step()
+    assert same(weights(optimizer), before)
+    optimizer.step()
+    assert not same(weights(optimizer), before)
+
+
+def test_a_copied_stash_is_an_empty_one():
+    _, optimizer = probe()
+    twin = copy.deepcopy(optimizer._amp_stash)
+    assert twin.lazy_init_called is False
+    for name in ("all_fp16_params", "params_have_scaled_gradients", "already_patched"):
+        assert not hasattr(twin, name)
+    twin.mine = 1
+    assert twin.mine == 1
+
+
+# --- the stash --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_lists_with_master_weights(level):
+    model, optimizer = probe(level)
+    extra = torch.nn.Parameter(torch.ones(4, dtype=LOW[level]))
+    optimizer.add_param_group({"params": [extra]})
+    stash = optimizer._amp_stash
+    groups = [group["params"] for group in optimizer.param_groups]
+    masters = [groups[0][0], groups[1][0]]
+    assert [p.dtype for p in masters] == [torch.float32] * 2
+
+    def is_(given, expected):
+        return len(given) == len(expected) and all(
+            is_(a, b) if isinstance(b, list) else a is b for a, b in zip(given, expected, strict=True)
+        )
+
+    norm = list(model.norm.parameters())
+    assert is_(stash.fp16_groups, [[model.weight], [extra]])
+    assert is_(stash.fp32_from_fp16_groups, [[masters[0]], [masters[1]]])
+    assert is_(stash.fp32_from_fp32_groups, [norm, []])
+    assert is_(stash.all_fp16_params, [model.weight, extra])
+    assert is_(stash.all_fp32_from_fp16_params, masters)
+    assert is_(stash.all_fp32_from_fp32_params, norm)
+    assert stash.all_fp16_grad_stash == [None, None]
+    assert stash.all_fp32_from_fp32_grad_stash == [None, None]
+    assert not hasattr(stash, "all_fp32_params")
+
+
+def test_lists_without_master_weights():
+    amp._amp_state.allow_incoming_model_not_fp32 = True
+    try:
+        model = Probe()
+        model.weight.data = model.weight.data.half()
+        optimizer = OPTIMIZERS["SGD"](model.parameters())
+        amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    finally:
+        amp._amp_state.allow_incoming_model_not_fp32 = False
+    stash = optimizer._amp_stash
+    assert stash.all_fp16_params == [model.weight]
+    assert [id(p) for p in stash.all_fp32_params] == [id(p) for p in model.norm.parameters()]
+    assert (stash.all_fp16_grad_stash, stash.all_fp32_grad_stash) == ([None], [None, None])
+    assert not hasattr(stash, "all_fp32_from_fp16_params")
+
+
+def test_the_grad_stash_inside_a_block():
+    model, optimizer = probe()
+    backward(model, optimizer, 2.0)
+    with amp.scale_loss(model.loss(1.0), optimizer) as scaled:
+        stash = optimizer._amp_stash.all_fp32_from_fp32_grad_stash
+        assert [g.tolist() for g in stash] == [[2.0, 2.0]] * 2
+        scaled.backward()
+    assert optimizer._amp_stash.all_fp32_from_fp32_grad_stash == [None, None]
+
+
+def test_computed_lists_cannot_be_assigned_and_the_rest_can():
+    _, optimizer = probe()
+    stash = optimizer._amp_stash
+    with pytest.raises(AttributeError, match="all_fp16_params is computed from optimizer.param_groups"):
+        stash.all_fp16_params = []
+    stash.mine = [1]
+    assert optimizer._amp_stash.mine == [1]
+    assert stash.lazy_init_called is True
+    stash.lazy_init_called = True
+    with pytest.raises(AttributeError, match="'AmpOptimizerState' object has no attribute 'nothing'"):
+        stash.nothing  # noqa: B018
+
+
+def test_flag_and_kernels_of_the_stash():
+    _, optimizer = probe()
+    stash = optimizer._amp_stash
+    flag, out = stash.dummy_overflow_buf, torch.zeros(2)
+    assert (flag.dtype, flag.tolist()) == (torch.int32, [0])
+    ampctx.multi_tensor_applier(stash.multi_tensor_scale, flag, [[torch.ones(2)], [out]], 3.0)
+    assert out.tolist() == [3.0, 3.0]
+    norm, _ = ampctx.multi_tensor_applier(stash.multi_tensor_l2norm, flag, [[torch.full((4,), 2.0)]], False)
+    assert norm.item() == 4.0
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_already_patched_tells_of_a_skip_to_come(level, optimizer):
+    model, optimizer = probe(level, optimizer)
+    stash = optimizer._amp_stash
+    assert stash.already_patched is False
+    backward(model, optimizer, float("inf"))
+    assert stash.already_patched is True
+    optimizer.zero_grad()
+    optimizer.step()
+    assert stash.already_patched is False
+    stash.already_patched = True
+    assert stash.already_patched is True
+    backward(model, optimizer)
+    before = weights(optimizer)
+    optimizer.step()
+    assert not same(weights(optimizer), before)  # assigning it decides nothing
+    stash.already_patched = False
+    assert stash.already_patched is False
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_params_have_scaled_gradients_after_delayed_blocks(level):
+    model, optimizer = probe(level)
+    stash = optimizer._amp_stash
+    assert stash.params_have_scaled_gradients is False
+    backward(model, optimizer, delay_unscale=True)
+    assert stash.params_have_scaled_gradients is True
+    backward(model, optimizer)
+    assert stash.params_have_scaled_gradients is False
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_dropping_master_gradients_through_the_stash(level, optimizer):
+    """Also those that wait in 16 bits for a fused optimizer."""
+    model, optimizer = probe(level, optimizer)
+    backward(model, optimizer)
+    for p in optimizer._amp_stash.all_fp32_from_fp16_params:
+        p.grad = None
+    assert [p.grad for p in optimizer._amp_stash.all_fp32_from_fp16_params] == [None]
+    master = optimizer._amp_stash.all_fp32_from_fp16_params[0]
+    before = master.detach().clone()
+    optimizer.step()
+    assert torch.equal(master, before)
+    backward(model, optimizer)
+    optimizer.step()
+    assert not torch.equal(master, before)
+
+
+# --- the methods ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lazy_init", ["_lazy_init_maybe_master_weights", "_amp_lazy_init"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_lazy_init_may_be_called_at_any_time(level, lazy_init):
+    model, optimizer = probe(level)
+    params = list(weights_of(optimizer))
+    getattr(optimizer, lazy_init)()
+    with torch.no_grad():
+        model.weight.fill_(3.0)
+    getattr(optimizer, lazy_init)()
+    assert weights_of(optimizer)[0].tolist() == [3.0] * 3
+    backward(model, optimizer, delay_unscale=True)
+    getattr(optimizer, lazy_init)()  # leaves the scaled gradients alone
+    backward(model, optimizer)
+    assert [p.grad.tolist() for p in amp.master_params(optimizer)] == [[2.0] * p.numel() for p in params]
+    assert all(a is b for a, b in zip(weights_of(optimizer), params, strict=True))
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_master_params_to_model_params(level):
+    model, optimizer = probe(level)
+    backward(model, optimizer)
+    optimizer.step()
+    (master,) = optimizer._amp_stash.all_fp32_from_fp16_params
+    master.data.copy_(torch.full((3,), 5.0))
+    optimizer._master_params_to_model_params()
+    assert model.weight.tolist() == [5.0] * 3
+
+
+def test_resuming_as_the_bert_examples_do():
+    """Masters by hand, lazy_init_called set, state loaded into fp32, saved masters copied in."""
+    model, optimizer = probe("O2", "FusedAdam")
+    for _ in range(2):
+        backward(model, optimizer, 1.0 / 3)
+        optimizer.step()
+        optimizer.zero_grad()
+    checkpoint = copy.deepcopy(
+        {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "master params": list(amp.master_params(optimizer)),
+        }
+    )
+    ampctx.amp.reset()
+    other, resumed = probe("O2", "FusedAdam")
+    other.load_state_dict(checkpoint["model"])
+    resumed._lazy_init_maybe_master_weights()
+    resumed._amp_stash.lazy_init_called = True
+    resumed.load_state_dict(checkpoint["optimizer"])
+    for p, saved in zip(amp.master_params(resumed), checkpoint["master params"], strict=True):
+        p.data.copy_(saved.data)
+    assert same(weights(resumed), [p.detach() for p in checkpoint["master params"]])
+    backward(other, resumed, 1.0 / 3)
+    assert same(weights(resumed), [p.detach() for p in checkpoint["master params"]])
+    assert resumed.state[weights_of(resumed)[0]]["exp_avg"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("method", ["_prepare_amp_backward", "_post_amp_backward"])
+def test_prepare_and_post_are_refused_inside_a_block(method):
+    model, optimizer = probe()
+    args = [amp._amp_state.loss_scalers[0]] if "post" in method else []
+    with amp.scale_loss(model.loss(1.0), optimizer) as scaled:
+        with pytest.raises(AmpError, match=rf"optimizer.{method}\(\) was called inside a scale_loss block"):
+            getattr(optimizer, method)(*args)
+        with pytest.raises(AmpError, match="params_have_scaled_gradients was assigned inside a scale_loss block"):
+            optimizer._amp_stash.params_have_scaled_gradients = True
+        scaled.backward()
+
+
+def test_post_takes_a_loss_scaler():
+    _, optimizer = probe()
+    with pytest.raises(AmpTypeError, match="_post_amp_backward takes an apex.amp.scaler.LossScaler"):
+        optimizer._post_amp_backward(128.0)
+
+
+SERVED = [n.rpartition(".")[2] for n, e in AMP.items() if "the method that amp adds" in e.note]
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_functions_of_the_module_call_the_methods(name):
+    _, optimizer = probe()
+    called = []
+    for method in STAMPS[1:]:
+        setattr(optimizer, method, lambda *args, m=method: called.append((m, args)))
+    getattr(functions, name)(optimizer, *(["scaler"] if "post" in name else []))
+    ((method, args),) = called
+    assert args == (("scaler",) if "post" in name else ())
+    assert (
+        method.strip("_").split("_")[0] == name.strip("_").split("_")[0] or method == "_lazy_init_maybe_master_weights"
+    )

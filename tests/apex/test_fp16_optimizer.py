@@ -1,0 +1,569 @@
+"""apex.fp16_utils.FP16_Optimizer."""
+
+import copy
+import io
+import logging
+import math
+import pickle
+import types
+
+import pytest
+import torch
+from ampctx_apex.names import NAMES
+from apex import amp, optimizers
+from apex.fp16_utils import FP16_Optimizer
+from torch import nn
+
+import ampctx
+
+DYNAMIC = {"dynamic_loss_scale": True}
+
+
+def make_model(dtype=torch.float16):
+    """Two 16-bit layers and an fp32 batch norm between them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(dtype)
+    model[1].float()
+    return model
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def loss_of(model, seed=0, factor=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(5, 3, generator=generator).to(model[0].weight.dtype)
+    return (model[2](model[1](model[0](x).float()).to(x.dtype)).float() * factor).pow(2).mean()
+
+
+def train(model, optimizer, steps=3):
+    for step in range(steps):
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model, step))
+        optimizer.step()
+
+
+def tensors_of(value):
+    return [t.detach().clone() for t in value]
+
+
+def assert_same(a, b):
+    torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+# --- masters ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_16_bit_parameters_get_masters_and_the_rest_is_stepped_as_it_is(dtype):
+    model = make_model(dtype)
+    model[2].bias.requires_grad_(False)
+    inner = sgd([{"params": model[0].parameters()}, {"params": [*model[1].parameters(), *model[2].parameters()]}])
+    optimizer = FP16_Optimizer(inner)
+    assert optimizer.optimizer is inner
+    assert optimizer.fp16_groups == [[model[0].weight, model[0].bias], [model[2].weight]]
+    assert optimizer.fp32_from_fp32_groups == [[], [model[1].weight, model[1].bias]]
+    masters = optimizer.fp32_from_fp16_groups
+    assert [len(group) for group in masters] == [2, 1]
+    for p, m in zip(optimizer.all_fp16_params, optimizer.all_fp32_from_fp16_params, strict=True):
+        assert (m.dtype, m.requires_grad) == (torch.float32, True)
+        assert torch.equal(m, p.float())
+    assert inner.param_groups[0]["params"] == masters[0]
+    assert inner.param_groups[1]["params"] == [*model[1].parameters(), masters[1][0], model[2].bias]
+    assert optimizer.all_fp32_from_fp32_params == [model[1].weight, model[1].bias]
+
+
+def test_state_that_was_there_goes_over_to_the_masters():
+    model = make_model()
+    inner = sgd(model.parameters())
+    loss_of(model).backward()
+    inner.step()
+    momentum = inner.state[model[0].weight]["momentum_buffer"]
+    optimizer = FP16_Optimizer(inner)
+    master = optimizer.all_fp32_from_fp16_params[0]
+    assert model[0].weight not in optimizer.state
+    assert torch.equal(optimizer.state[master]["momentum_buffer"], momentum.float())
+
+
+@pytest.mark.parametrize("arguments", [{}, {"static_loss_scale": 128.0}, DYNAMIC], ids=["1", "128", "dynamic"])
+@pytest.mark.parametrize(
+    "make",
+    [sgd, lambda p: optimizers.FusedSGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.Adam(p, lr=0.01)],
+    ids=["sgd", "fused-sgd", "adam"],
+)
+def test_training_is_that_of_the_masters_by_hand(arguments, make):
+    model, twin = make_model(), make_model()
+    optimizer = FP16_Optimizer(make(model.parameters()), **arguments)
+    masters = [p.detach().float().requires_grad_() for p in twin.parameters()]
+    reference = make(masters)
+    for step in range(3):
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model, step))
+        optimizer.step()
+        twin.zero_grad()
+        (loss_of(twin, step) * optimizer.loss_scale).backward()
+        for p, m in zip(twin.parameters(), masters, strict=True):
+            m.grad = p.grad.float() / optimizer.loss_scale
+        reference.step()
+        with torch.no_grad():
+            for p, m in zip(twin.parameters(), masters, strict=True):
+                p.copy_(m)
+    assert not optimizer.overflow
+    assert_same(tensors_of(model.parameters()), tensors_of(twin.parameters()))
+    assert_same([p.detach() for g in optimizer.param_groups for p in g["params"]], tensors_of(masters))
+
+
+def test_losses_add_up_when_the_masters_wait():
+    model = make_model()
+    optimizer = FP16_Optimizer(sgd(model.parameters()), static_loss_scale=8.0)
+    loss = loss_of(model)
+    optimizer.backward(loss, update_master_grads=False, retain_graph=True)
+    assert optimizer.all_fp32_from_fp16_params[0].grad is None
+    optimizer.backward(loss, update_master_grads=False)
+    optimizer.update_master_grads()
+    twice = tensors_of(optimizer.inspect_master_grad_data()[0])
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(model))
+    for a, b in zip(twice, optimizer.inspect_master_grad_data()[0], strict=True):
+        assert torch.equal(a, 2 * b)
+
+
+def test_a_parameter_without_gradient_is_not_stepped():
+    model = make_model()
+    optimizer = FP16_Optimizer(sgd(model.parameters()))
+    optimizer.backward(loss_of(model))
+    # The model's own, which does not reach the masters.
+    model.zero_grad()
+    optimizer.backward(model[2](torch.ones(1, 4).half()).sum())
+    before = model[0].weight.clone()
+    optimizer.step()
+    assert optimizer.fp32_from_fp16_groups[0][0].grad is None
+    assert torch.equal(model[0].weight, before)
+
+
+def test_without_any_gradient_nothing_happens():
+    model = make_model()
+    optimizer = FP16_Optimizer(sgd(model.parameters()), **DYNAMIC)
+    before = tensors_of(model.parameters())
+    optimizer.update_master_grads()
+    optimizer.step()
+    assert not optimizer.overflow
+    assert_same(tensors_of(model.parameters()), before)
+
+
+def test_sparse_gradients_reach_the_master():
+    table = nn.Embedding(4, 2, sparse=True).half()
+    optimizer = FP16_Optimizer(torch.optim.SGD(table.parameters(), lr=1.0), static_loss_scale=4.0)
+    before = table.weight.clone()
+    optimizer.backward(table(torch.tensor([1, 1])).sum())
+    optimizer.step()
+    assert torch.equal(before - table.weight, torch.tensor([[0, 0], [2, 2], [0, 0], [0, 0]]).half())
+
+
+def test_what_begins_to_train_later_gets_a_master():
+    model = make_model()
+    model[0].weight.requires_grad_(False)
+    optimizer = FP16_Optimizer(sgd([*model[0].parameters(), *model[1].parameters()]))
+    optimizer.backward(loss_of(model))
+    optimizer.step()
+    model[0].weight.requires_grad_(True)
+    optimizer.optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.5})
+    before = [model[0].weight.clone(), model[2].weight.clone()]
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(model))
+    optimizer.step()
+    assert optimizer.fp16_groups == [[model[0].weight, model[0].bias], [model[2].weight, model[2].bias]]
+    assert not torch.equal(model[0].weight, before[0])
+    assert not torch.equal(model[2].weight, before[1])
+
+
+def test_masters_follow_weights_that_change_before_the_first_gradients():
+    model = make_model()
+    optimizer = FP16_Optimizer(sgd(model.parameters()))
+    with torch.no_grad():
+        model[0].weight.fill_(0.25)
+    optimizer.backward(loss_of(model))
+    assert torch.equal(optimizer.all_fp32_from_fp16_params[0], torch.full((4, 3), 0.25))
+
+
+# --- the scale --------------------------------------------------------------------------------------------------------
+
+
+def test_the_scale_is_read_and_assigned():
+    optimizer = FP16_Optimizer(sgd(make_model().parameters()), static_loss_scale=128)
+    assert (optimizer.loss_scale, optimizer.dynamic_loss_scale) == (128.0, False)
+    assert optimizer.loss_scaler.loss_scale() == optimizer.loss_scaler._loss_scale == 128.0
+    optimizer.loss_scale = 4
+    assert optimizer.loss_scale == optimizer.loss_scaler.loss_scale() == 4.0
+    with pytest.raises(ampctx.AmpValueError, match="loss_scale is 0.0"):
+        optimizer.loss_scale = 0
+
+
+def test_a_dynamic_scale_starts_where_its_arguments_say():
+    assert FP16_Optimizer(sgd(make_model().parameters()), **DYNAMIC).loss_scale == 2.0**16
+    arguments = {"init_scale": 8.0, "scale_window": 2, "max_loss_scale": 16.0}
+    model = make_model()
+    optimizer = FP16_Optimizer(sgd(model.parameters()), dynamic_loss_scale=True, dynamic_loss_args=arguments)
+    scales = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model))
+        optimizer.step()
+        scales.append(optimizer.loss_scale)
+    assert scales == [8.0, 16.0, 16.0, 16.0, 16.0]
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan], ids=str)
+def test_an_overflow_skips_the_step_and_halves_the_scale(bad, caplog):
+    model = make_model()
+    optimizer = FP16_Optimizer(sgd(model.parameters()), **DYNAMIC)
+    before = tensors_of(model.parameters())
+    optimizer.backward(loss_of(model, factor=bad))
+    assert optimizer.overflow is True
+    assert optimizer.clip_master_grads(1.0) == -1
+    with caplog.at_level(logging.WARNING, logger="ampctx"):
+        assert optimizer.inspect_master_grad_data() is None
+        assert optimizer.step() is None
+    assert "returning None" in caplog.messages[0]
+    assert caplog.messages[1] == "Gradient overflow.  Skipping step, reducing loss scale to 32768.0"
+    assert optimizer.loss_scale == 2.0**15
+    assert_same(tensors_of(model.parameters()), before)
+    assert not optimizer.state
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(model))
+    optimizer.step()
+    assert optimizer.overflow is False
+    assert not torch.equal(model[0].weight, before[0])
+
+
+def test_a_static_scale_does_not_look():
+    model = make_model()
+    optimizer = FP16_Optimizer(sgd(model.parameters()), static_loss_scale=2.0)
+    optimizer.backward(loss_of(model, factor=math.nan))
+    optimizer.step()
+    assert optimizer.overflow is False
+    assert model[0].weight.isnan().all()
+
+
+# --- closures ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_closure_steps_like_calls_by_hand():
+    model, twin = make_model(), make_model()
+    optimizer, by_hand = FP16_Optimizer(sgd(model.parameters())), FP16_Optimizer(sgd(twin.parameters()))
+    by_hand.backward(loss := loss_of(twin))
+    by_hand.step()
+
+    def closure():
+        assert not optimizer.first_closure_call_this_step
+        optimizer.zero_grad()
+        optimizer.backward(value := loss_of(model))
+        return value
+
+    assert optimizer.first_closure_call_this_step
+    assert optimizer.step(closure) == loss
+    assert optimizer.first_closure_call_this_step
+    assert_same(tensors_of(model.parameters()), tensors_of(twin.parameters()))
+
+
+def test_later_calls_of_a_closure_see_the_weights_that_the_optimizer_has_moved():
+    model = make_model()
+    seen = []
+    optimizer = FP16_Optimizer(torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3))
+
+    def closure():
+        seen.append(model[0].weight.clone())
+        assert torch.equal(optimizer.all_fp32_from_fp16_params[0].half(), seen[-1])
+        optimizer.zero_grad()
+        optimizer.backward(loss := loss_of(model))
+        return loss
+
+    optimizer.step(closure)
+    assert len(seen) > 1
+    assert not torch.equal(seen[0], seen[-1])
+
+
+def test_a_closure_runs_again_while_it_overflows(caplog):
+    model = make_model()
+    factors = [math.inf, math.inf, 1.0]
+    optimizer = FP16_Optimizer(sgd(model.parameters()), **DYNAMIC)
+    # A verdict of before says nothing about what the closure will find.
+    optimizer.overflow = True
+
+    def closure():
+        optimizer.zero_grad()
+        optimizer.backward(loss := loss_of(model, factor=factors.pop(0)))
+        return loss
+
+    with caplog.at_level(logging.WARNING, logger="ampctx"):
+        loss = optimizer.step(closure)
+    assert loss.isfinite()
+    assert factors == []
+    assert optimizer.loss_scale == 2.0**14
+    assert [message.rpartition(" ")[2] for message in caplog.messages] == ["32768.0", "16384.0"]
+    assert model[0].weight.isfinite().all()
+
+
+def test_a_closure_that_overflows_at_every_scale_is_an_error():
+    model = make_model()
+    arguments = {"init_scale": 4.0, "min_loss_scale": 2.0}
+    optimizer = FP16_Optimizer(sgd(model.parameters()), dynamic_loss_scale=True, dynamic_loss_args=arguments)
+    before = tensors_of(model.parameters())
+
+    def closure():
+        optimizer.backward(loss := loss_of(model, factor=math.inf))
+        return loss
+
+    with pytest.raises(ampctx.AmpError, match="overflow at the lowest loss scale, 2.0, too"):
+        optimizer.step(closure)
+    assert optimizer.first_closure_call_this_step
+    assert_same(tensors_of(model.parameters()), before)
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["set_grads_to_None", "set_to_none"])
+def test_zero_grad(name):
+    model = make_model()
+    optimizer = FP16_Optimizer(sgd(model.parameters()))
+    optimizer.backward(loss_of(model))
+    everything = [*model.parameters(), *optimizer.all_fp32_from_fp16_params]
+    optimizer.zero_grad()
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in everything)
+    optimizer.zero_grad(**{name: True})
+    assert all(p.grad is None for p in everything)
+
+
+@pytest.mark.parametrize("norm_type", [2, math.inf], ids=["l2", "inf"])
+def test_clip_master_grads(norm_type):
+    model = make_model()
+    optimizer = FP16_Optimizer(sgd(model.parameters()), static_loss_scale=16.0)
+    optimizer.backward(loss_of(model))
+    grads = torch.cat([g.flatten() for g in optimizer.inspect_master_grad_data()[0]])
+    norm = optimizer.clip_master_grads(0.01, norm_type=norm_type)
+    torch.testing.assert_close(norm, torch.linalg.vector_norm(grads, norm_type))
+    clipped = torch.cat([g.flatten() for g in optimizer.inspect_master_grad_data()[0]])
+    torch.testing.assert_close(clipped, grads * 0.01 / (norm + 1e-6))
+
+
+def test_inspect_master_grad_data_has_an_entry_for_each_parameter():
+    model = make_model()
+    optimizer = FP16_Optimizer(sgd([{"params": model[0].parameters()}, {"params": model[2].parameters()}]))
+    optimizer.backward(model[0](torch.ones(1, 3).half()).sum())
+    first, second = optimizer.inspect_master_grad_data()
+    assert [g.dtype for g in first] == [torch.float32, torch.float32]
+    assert torch.equal(first[1], torch.ones(4))
+    assert second == [None, None]
+
+
+def test_masters_that_are_changed_by_hand_go_to_the_model():
+    model = make_model()
+    optimizer = FP16_Optimizer(sgd(model.parameters()))
+    with torch.no_grad():
+        optimizer.all_fp32_from_fp16_params[0].fill_(1 / 3)
+    optimizer._master_params_to_model_params()
+    assert torch.equal(model[0].weight, torch.full((4, 3), 1 / 3).half())
+
+
+def test_attributes_are_what_the_table_says():
+    prefix = "apex.fp16_utils.FP16_Optimizer."
+    rows = {name.removeprefix(prefix): row for name, row in NAMES.items() if name.startswith(prefix)}
+    assert {"fp16_groups", "loss_scale", "inspect_master_grad_data"} < rows.keys()
+    optimizer = FP16_Optimizer(sgd(make_model().parameters()), **DYNAMIC)
+    for name, row in rows.items():
+        assert row.status != "refused"
+        assert hasattr(optimizer, name), name
+
+
+def test_state_and_param_groups_are_those_of_the_optimizer():
+    inner = sgd(make_model().parameters())
+    optimizer = FP16_Optimizer(inner)
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.state is inner.state
+    groups, state = [dict(inner.param_groups[0], lr=0.5)], {}
+    optimizer.param_groups, optimizer.state = groups, state
+    assert inner.param_groups is groups
+    assert inner.state is state
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def through_a_file(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    # With the defaults, as code of apex's time calls it.
+    return torch.load(file)
+
+
+@pytest.mark.parametrize("arguments", [{"static_loss_scale": 8.0}, DYNAMIC], ids=["static", "dynamic"])
+def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_been(arguments):
+    model = make_model()
+    optimizer = FP16_Optimizer(sgd(model.parameters()), **arguments)
+    train(model, optimizer)
+    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    resumed = make_model()
+    other = FP16_Optimizer(sgd(resumed.parameters()), **arguments)
+    resumed.load_state_dict(saved["model"])
+    other.load_state_dict(saved["optimizer"])
+    assert other.loss_scaler._unskipped == optimizer.loss_scaler._unskipped
+    train(model, optimizer)
+    train(resumed, other)
+    assert_same(tensors_of(resumed.parameters()), tensors_of(model.parameters()))
+    assert_same(tensors_of(other.all_fp32_from_fp16_params), tensors_of(optimizer.all_fp32_from_fp16_params))
+    assert other.loss_scale == optimizer.loss_scale
+
+
+def test_the_state_dict_has_apex_keys():
+    optimizer = FP16_Optimizer(sgd(make_model().parameters()), **DYNAMIC)
+    state = optimizer.state_dict()
+    assert set(state) == {
+        *("loss_scaler", "dynamic_loss_scale", "overflow", "first_closure_call_this_step", "optimizer_state_dict"),
+        "fp32_from_fp16",
+    }
+    assert (state["dynamic_loss_scale"], state["overflow"], state["first_closure_call_this_step"]) == (
+        True,
+        False,
+        True,
+    )
+    assert state["loss_scaler"].loss_scale() == 2.0**16
+    assert type(state["loss_scaler"]).__module__ == "apex.amp.scaler"
+    assert [[type(m) for m in group] for group in state["fp32_from_fp16"]] == [[torch.Tensor] * 4]
+    # It tells what was, whatever comes.
+    optimizer.loss_scale = 2.0
+    assert state["loss_scaler"].loss_scale() == 2.0**16
+
+
+def saved_scaler(**attributes):
+    return types.SimpleNamespace(**attributes)
+
+
+@pytest.mark.parametrize(
+    "scaler",
+    [
+        saved_scaler(dynamic=True, _loss_scale=64.0, _unskipped=7, _scale_seq_len=10, _max_loss_scale=128.0),
+        saved_scaler(cur_scale=64.0, cur_iter=18, last_overflow_iter=10, scale_factor=2.0, scale_window=10),
+        {"loss_scale": 64.0, "unskipped": 7, "scale_window": 10},
+    ],
+    ids=["apex.amp", "fp16_utils", "dict"],
+)
+def test_loss_scalers_of_all_ages_load(scaler):
+    model = make_model()
+    optimizer = FP16_Optimizer(sgd(model.parameters()))
+    optimizer.load_state_dict({**optimizer.state_dict(), "loss_scaler": scaler, "dynamic_loss_scale": True})
+    assert (optimizer.loss_scale, optimizer.dynamic_loss_scale) == (64.0, True)
+    scales = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model))
+        scales.append(optimizer.loss_scale)
+    assert scales == [64.0, 64.0, 128.0]
+
+
+def test_masters_win_over_the_model_that_was_there():
+    model = make_model()
+    optimizer = FP16_Optimizer(sgd(model.parameters()))
+    state = copy.deepcopy(optimizer.state_dict())
+    state["fp32_from_fp16"][0][0].fill_(0.125)
+    optimizer.load_state_dict(state)
+    optimizer.update_master_grads()
+    optimizer.step()
+    assert torch.equal(model[0].weight, torch.full((4, 3), 0.125).half())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("loss_scaler"), 'has no "loss_scaler"'),
+        (lambda s: s.pop("fp32_from_fp16"), 'has no "fp32_from_fp16"'),
+        (lambda s: s.update(loss_scaler={}), "holds no loss scale"),
+        (lambda s: s.update(loss_scaler={"loss_scale": 0.0}), "a loss scale must be > 0"),
+        (lambda s: s["fp32_from_fp16"][0].pop(), r"has groups of \[3\] masters, the optimizer has \[4\]"),
+        (lambda s: s["fp32_from_fp16"][0].insert(0, s["fp32_from_fp16"][0].pop()), r"\[0\]\[0\] has shape \(2,\)"),
+        (lambda s: s["optimizer_state_dict"]["param_groups"].clear(), "different number of parameter groups"),
+    ],
+    ids=["no-scaler", "no-masters", "empty-scaler", "zero-scale", "few-masters", "shapes", "optimizer"],
+)
+def test_a_bad_checkpoint_changes_nothing(change, message):
+    model = make_model()
+    optimizer = FP16_Optimizer(sgd(model.parameters()), static_loss_scale=8.0)
+    train(model, optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    for master in state["fp32_from_fp16"][0]:
+        master.fill_(9.0)
+    change(state)
+    before = tensors_of(optimizer.all_fp32_from_fp16_params)
+    with pytest.raises((ampctx.AmpError, ValueError), match=message):
+        optimizer.load_state_dict(state)
+    assert optimizer.loss_scale == 8.0
+    assert_same(tensors_of(optimizer.all_fp32_from_fp16_params), before)
+
+
+def test_a_checkpoint_is_a_dict():
+    with pytest.raises(ampctx.AmpTypeError, match="state_dict must be a dict, got list"):
+        FP16_Optimizer(sgd(make_model().parameters())).load_state_dict([])
+
+
+# --- what it refuses --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy], ids=["pickle", "deepcopy"])
+def test_it_is_not_copied(copied):
+    with pytest.raises(RuntimeError, match="FP16_Optimizer cannot be pickled or copied: save its state_dict"):
+        copied(FP16_Optimizer(sgd(make_model().parameters())))
+
+
+def test_it_is_not_unpickled():
+    with pytest.raises(RuntimeError, match="cannot be unpickled"):
+        FP16_Optimizer.__new__(FP16_Optimizer).__setstate__({})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"static_loss_scale": 0.0}, ampctx.AmpValueError, "static_loss_scale is 0.0"),
+        ({"static_loss_scale": "dynamic"}, ampctx.AmpTypeError, "static_loss_scale must be a number, got str"),
+        ({**DYNAMIC, "dynamic_loss_args": 4}, ampctx.AmpTypeError, "dynamic_loss_args must be a dict, got int"),
+        ({**DYNAMIC, "dynamic_loss_args": {"scale": 4}}, ampctx.AmpTypeError, "dynamic_loss_args has no 'scale'"),
+    ],
+    ids=["zero", "string", "no-dict", "unknown"],
+)
+def test_bad_arguments_are_refused_by_name_before_anything_changes(arguments, error, message):
+    inner = sgd(make_model().parameters())
+    before = list(inner.param_groups[0]["params"])
+    with pytest.raises(error, match=message):
+        FP16_Optimizer(inner, **arguments)
+    assert inner.param_groups[0]["params"] == before
+
+
+def test_only_optimizers_are_taken():
+    with pytest.raises(ampctx.AmpTypeError, match="init_optimizer must be an optimizer, got Linear"):
+        FP16_Optimizer(nn.Linear(1, 1))
+    with pytest.raises(ampctx.AmpTypeError, match="init_optimizer is an FP16_Optimizer already"):
+        FP16_Optimizer(FP16_Optimizer(sgd(make_model().parameters())))
+
+
+def test_a_loss_is_a_tensor():
+    with pytest.raises(ampctx.AmpTypeError, match="loss must be a tensor, got float"):
+        FP16_Optimizer(sgd(make_model().parameters())).backward(1.0)
+
+
+@pytest.mark.parametrize("in_list", [False, True], ids=["alone", "in-a-list"])
+def test_amp_initialize_says_why_it_does_not_take_one(in_list):
+    model = nn.Linear(2, 2)
+    optimizer = FP16_Optimizer(sgd(model.parameters()))
+    with pytest.raises(RuntimeError, match="instance of apex.fp16_utils.FP16_Optimizer. It keeps fp32 masters"):
+        amp.initialize(model, [optimizer] if in_list else optimizer, verbosity=0)
+
+
+def test_verbose_logs_what_is_taken(caplog):
+    with caplog.at_level(logging.INFO, logger="ampctx"):
+        FP16_Optimizer(sgd(make_model().parameters()), verbose=False)
+        assert caplog.messages == []
+        FP16_Optimizer(sgd(make_model().parameters()))
+    assert len(caplog.messages) == 6
+    assert "group 0, shape (4, 3), stepped through an fp32 master of a torch.float16 parameter" in caplog.messages[0]
+    assert "shape (4,), stepped as it is" in caplog.messages[2]
