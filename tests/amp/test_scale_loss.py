@@ -4,7 +4,6 @@ import logging
 
 import pytest
 import torch
-from ampctx_apex.checkpoints import to_grad_scaler_state
 from models import LEVELS, assert_unchanged, snapshot
 from probe import START, Probe, backward, grads, overflow, probe
 from torch import nn
@@ -275,9 +274,6 @@ def test_a_loss_id_that_is_no_number_of_a_loss(session, loss_id):
         session.scale_loss(model.loss(1.0), optimizer, loss_id=loss_id),
     ):
         pytest.fail("the block was entered")
-    if loss_id is not None:  # the only one there is
-        with pytest.raises(AmpTypeError, match="loss_id must be an int"):
-            to_grad_scaler_state(session.state_dict(), loss_id=loss_id)
     backward(session, model, optimizer, 1.0, loss_id=1)
     optimizer.step()
 
@@ -288,7 +284,7 @@ def test_an_integer_of_numpy_is_a_loss_id(session):
     backward(session, model, optimizer, float("inf"), loss_id=np.int64(1))
     optimizer.step()
     assert set(session.outcome(optimizer).overflowed) == {1}
-    assert to_grad_scaler_state(session.state_dict(), loss_id=np.int64(1))["scale"] == START / 2
+    assert session.state_dict()["loss_scaler1"]["loss_scale"] == START / 2
 
 
 @pytest.mark.parametrize("kind", ["one-tensor", "two-views"])

@@ -3,18 +3,12 @@
 import importlib
 import io
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from ampctx_apex.names import NAMES
 from apex import amp
 from apex import optimizers as apex_optimizers
-from apex.contrib import optimizers as contrib
-from apex.contrib.optimizers import FP16_Optimizer, FusedAdam, FusedLAMB, FusedSGD
+from apex.contrib.optimizers import FP16_Optimizer, FusedAdam, FusedSGD
 from torch import nn
 
 import ampctx
@@ -86,82 +80,6 @@ def test_the_old_places_of_fp16_optimizer():
     assert apex_optimizers.FP16_Optimizer is FP16_Optimizer
     assert importlib.import_module("apex.optimizers.fp16_optimizer").FP16_Optimizer is FP16_Optimizer
     assert importlib.import_module("apex.contrib.optimizers.fp16_optimizer").FP16_Optimizer is FP16_Optimizer
-
-
-def test_lamb_is_that_of_ampctx():
-    assert FusedLAMB is optimizers.FusedLAMB
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "replacement"),
-    [
-        ("apex.optimizers", "FusedLARS", "LARC around FusedSGD"),
-        ("apex.optimizers.fused_lars", "FusedLARS", "LARC around FusedSGD"),
-        ("apex.contrib.optimizers", "DistributedFusedLAMB", "ZeroRedundancyOptimizer"),
-        ("apex.contrib.optimizers.distributed_fused_adam_v2", "DistributedFusedAdamV2", "torch.distributed.fsdp"),
-        ("apex.contrib.optimizers.distributed_fused_adam_v3", "DistributedFusedAdamV3", "torch.distributed.fsdp"),
-        ("apex.contrib.optimizers.distributed_fused_lamb", "DistributedFusedLAMB", "torch.distributed.fsdp"),
-    ],
-)
-def test_refused_classes_are_imported_and_say_so_when_called(module, name, replacement):
-    cls = getattr(importlib.import_module(module), name)
-    with pytest.raises(NotImplementedError, match=rf"{name} is not supported by ampctx\. Use .*{replacement}"):
-        cls(params_of(), lr=0.1)
-
-
-@pytest.mark.parametrize(
-    ("module", "below", "name"),
-    [
-        ("apex.contrib.optimizers", "distributed_fused_adam", "DistributedFusedAdam"),
-        ("apex.optimizers", "fused_lars", "FusedLARS"),
-    ],
-    ids=["distributed-adam", "lars"],
-)
-@pytest.mark.full(but=1)
-def test_an_installed_apex_serves_what_is_refused_without_it(tmp_path, module, below, name):
-    file = tmp_path.joinpath(*module.split("."), f"{below}.py")
-    file.parent.mkdir(parents=True)
-    for folder in file.relative_to(tmp_path).parents:
-        if folder.name:
-            (tmp_path / folder / "__init__.py").write_text("raise AssertionError('not this one')")
-    file.write_text(f"class {name}:\n    of = 'installed'\n")
-    program = (
-        "import ampctx_apex; ampctx_apex.install_apex()\n"
-        f"from {module} import {name}\n"
-        f"from {module}.{below} import {name} as below\n"
-        f"assert below is {name}\n"
-        f"print({name}.of)\n"
-    )
-    paths = os.pathsep.join([str(Path(ampctx.__file__).parents[1]), str(tmp_path)])
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        env={**os.environ, "PYTHONPATH": paths},
-        text=True,
-        capture_output=True,
-    )
-    assert (result.stdout, result.stderr) == ("installed\n", "")
-
-
-def test_other_names_are_not_there():
-    assert not hasattr(contrib, "FusedAdamW")
-    assert not hasattr(apex_optimizers, "FusedAdamW")
-
-
-@pytest.mark.parametrize(
-    ("cls", "options"),
-    [
-        *((c, {"lr": 0.1}) for c in (optimizers.FusedAdam, optimizers.FusedSGD, optimizers.FusedLAMB)),
-        *((c, {}) for c in (optimizers.FusedMixedPrecisionLamb, optimizers.FusedNovoGrad, optimizers.FusedAdagrad)),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_attributes_are_what_the_table_says(cls, options):
-    optimizer = cls(params_of(), **options)
-    prefix = f"apex.optimizers.{cls.__name__}."
-    rows = {name.removeprefix(prefix): row for name, row in NAMES.items() if name.startswith(prefix)}
-    assert {"set_grad_none", "_dummy_overflow_buf", "step", "zero_grad"} < rows.keys()
-    for name, row in rows.items():
-        assert hasattr(optimizer, name) == (row.status != "refused"), name
 
 
 # --- the old arguments of step ----------------------------------------------------------------------------------------
@@ -501,8 +419,8 @@ def test_a_run_goes_on_from_a_checkpoint(arguments, flat):
         (lambda s: s.pop("cur_scale"), 'has no "cur_scale"'),
         (lambda s: s.pop("scale_window"), 'has no "scale_window"'),
         (lambda s: s.update(cur_scale=0.0), "a loss scale must be > 0"),
-        (lambda s: s["fp32_groups"][0].pop(), r"\['fp32_groups'\] has groups of \[3\] masters"),
-        (lambda s: s.update(fp32_groups_flat=[torch.zeros(3)]), r"fp32_groups_flat'\] has \[3\] elements by group"),
+        (lambda s: s["fp32_groups"][0].pop(), r"\['fp32_groups'\]\[0\] has masters of shapes"),
+        (lambda s: s.update(fp32_groups_flat=[torch.zeros(3)]), r"fp32_groups_flat'\]\[0\] is flat with 3 elements"),
     ],
     ids=["no-scale", "no-window", "zero", "masters", "flat"],
 )
@@ -521,17 +439,12 @@ def test_a_closure_is_refused():
         FP16_Optimizer(FusedAdam(model_of().parameters())).step(lambda: None)
 
 
-@pytest.mark.parametrize("name", ["update_master_grads", "clip_master_grads", "inspect_master_grad_data"])
+@pytest.mark.parametrize("name", ["update_master_grads", "clip_master_grads"])
 def test_what_apexs_class_has_not_is_not_there(name):
     optimizer = FP16_Optimizer(FusedAdam(model_of().parameters()))
     assert not hasattr(optimizer, name)
     with pytest.raises(AttributeError, match=f"has no {name}, as it unscales in step.*: give FusedAdam max_grad_norm"):
         getattr(optimizer, name)
-
-
-def test_unknown_arguments_of_the_dynamic_scale_are_refused():
-    with pytest.raises(ampctx.AmpTypeError, match="dynamic_loss_args has no 'window'"):
-        FP16_Optimizer(FusedAdam(model_of().parameters()), dynamic_loss_scale=True, dynamic_loss_args={"window": 1})
 
 
 def test_amp_initialize_says_why_it_does_not_take_one():

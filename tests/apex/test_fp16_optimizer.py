@@ -9,7 +9,6 @@ import types
 
 import pytest
 import torch
-from ampctx_apex.names import NAMES
 from apex import amp, optimizers
 from apex.fp16_utils import FP16_Optimizer
 from torch import nn
@@ -46,6 +45,10 @@ def train(model, optimizer, steps=3):
 
 def tensors_of(value):
     return [t.detach().clone() for t in value]
+
+
+def grads_of(optimizer):
+    return [p.grad for group in optimizer.param_groups for p in group["params"]]
 
 
 def assert_same(a, b):
@@ -122,10 +125,10 @@ def test_losses_add_up_when_the_masters_wait():
     assert optimizer.all_fp32_from_fp16_params[0].grad is None
     optimizer.backward(loss, update_master_grads=False)
     optimizer.update_master_grads()
-    twice = tensors_of(optimizer.inspect_master_grad_data()[0])
+    twice = tensors_of(grads_of(optimizer))
     optimizer.zero_grad()
     optimizer.backward(loss_of(model))
-    for a, b in zip(twice, optimizer.inspect_master_grad_data()[0], strict=True):
+    for a, b in zip(twice, grads_of(optimizer), strict=True):
         assert torch.equal(a, 2 * b)
 
 
@@ -223,10 +226,8 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(bad, caplog):
     assert optimizer.overflow is True
     assert optimizer.clip_master_grads(1.0) == -1
     with caplog.at_level(logging.WARNING, logger="ampctx"):
-        assert optimizer.inspect_master_grad_data() is None
         assert optimizer.step() is None
-    assert "returning None" in caplog.messages[0]
-    assert caplog.messages[1] == "Gradient overflow.  Skipping step, reducing loss scale to 32768.0"
+    assert caplog.messages[0] == "Gradient overflow.  Skipping step, reducing loss scale to 32768.0"
     assert optimizer.loss_scale == 2.0**15
     assert_same(tensors_of(model.parameters()), before)
     assert not optimizer.state
@@ -341,21 +342,11 @@ def test_clip_master_grads(norm_type):
     model = make_model()
     optimizer = FP16_Optimizer(sgd(model.parameters()), static_loss_scale=16.0)
     optimizer.backward(loss_of(model))
-    grads = torch.cat([g.flatten() for g in optimizer.inspect_master_grad_data()[0]])
+    grads = torch.cat([g.flatten() for g in grads_of(optimizer)])
     norm = optimizer.clip_master_grads(0.01, norm_type=norm_type)
     torch.testing.assert_close(norm, torch.linalg.vector_norm(grads, norm_type))
-    clipped = torch.cat([g.flatten() for g in optimizer.inspect_master_grad_data()[0]])
+    clipped = torch.cat([g.flatten() for g in grads_of(optimizer)])
     torch.testing.assert_close(clipped, grads * 0.01 / (norm + 1e-6))
-
-
-def test_inspect_master_grad_data_has_an_entry_for_each_parameter():
-    model = make_model()
-    optimizer = FP16_Optimizer(sgd([{"params": model[0].parameters()}, {"params": model[2].parameters()}]))
-    optimizer.backward(model[0](torch.ones(1, 3).half()).sum())
-    first, second = optimizer.inspect_master_grad_data()
-    assert [g.dtype for g in first] == [torch.float32, torch.float32]
-    assert torch.equal(first[1], torch.ones(4))
-    assert second == [None, None]
 
 
 def test_masters_that_are_changed_by_hand_go_to_the_model():
@@ -365,16 +356,6 @@ def test_masters_that_are_changed_by_hand_go_to_the_model():
         optimizer.all_fp32_from_fp16_params[0].fill_(1 / 3)
     optimizer._master_params_to_model_params()
     assert torch.equal(model[0].weight, torch.full((4, 3), 1 / 3).half())
-
-
-def test_attributes_are_what_the_table_says():
-    prefix = "apex.fp16_utils.FP16_Optimizer."
-    rows = {name.removeprefix(prefix): row for name, row in NAMES.items() if name.startswith(prefix)}
-    assert {"fp16_groups", "loss_scale", "inspect_master_grad_data"} < rows.keys()
-    optimizer = FP16_Optimizer(sgd(make_model().parameters()), **DYNAMIC)
-    for name, row in rows.items():
-        assert row.status != "refused"
-        assert hasattr(optimizer, name), name
 
 
 def test_state_and_param_groups_are_those_of_the_optimizer():
@@ -481,8 +462,11 @@ def test_masters_win_over_the_model_that_was_there():
         (lambda s: s.pop("fp32_from_fp16"), 'has no "fp32_from_fp16"'),
         (lambda s: s.update(loss_scaler={}), "holds no loss scale"),
         (lambda s: s.update(loss_scaler={"loss_scale": 0.0}), "a loss scale must be > 0"),
-        (lambda s: s["fp32_from_fp16"][0].pop(), r"has groups of \[3\] masters, the optimizer has \[4\]"),
-        (lambda s: s["fp32_from_fp16"][0].insert(0, s["fp32_from_fp16"][0].pop()), r"\[0\]\[0\] has shape \(2,\)"),
+        (lambda s: s["fp32_from_fp16"][0].pop(), r"\[0\] has masters of shapes \[\(4, 3\), \(4,\), \(2, 4\)\]"),
+        (
+            lambda s: s["fp32_from_fp16"][0].insert(0, s["fp32_from_fp16"][0].pop()),
+            r"\[0\] has masters of shapes \[\(2,\),",
+        ),
         (lambda s: s["optimizer_state_dict"]["param_groups"].clear(), "different number of parameter groups"),
     ],
     ids=["no-scaler", "no-masters", "empty-scaler", "zero-scale", "few-masters", "shapes", "optimizer"],
@@ -526,10 +510,9 @@ def test_it_is_not_unpickled():
     [
         ({"static_loss_scale": 0.0}, ampctx.AmpValueError, "static_loss_scale is 0.0"),
         ({"static_loss_scale": "dynamic"}, ampctx.AmpTypeError, "static_loss_scale must be a number, got str"),
-        ({**DYNAMIC, "dynamic_loss_args": 4}, ampctx.AmpTypeError, "dynamic_loss_args must be a dict, got int"),
-        ({**DYNAMIC, "dynamic_loss_args": {"scale": 4}}, ampctx.AmpTypeError, "dynamic_loss_args has no 'scale'"),
+        ({**DYNAMIC, "dynamic_loss_args": {"scale": 4}}, TypeError, "unexpected keyword argument 'scale'"),
     ],
-    ids=["zero", "string", "no-dict", "unknown"],
+    ids=["zero", "string", "unknown"],
 )
 def test_bad_arguments_are_refused_by_name_before_anything_changes(arguments, error, message):
     inner = sgd(make_model().parameters())
@@ -540,9 +523,9 @@ def test_bad_arguments_are_refused_by_name_before_anything_changes(arguments, er
 
 
 def test_only_optimizers_are_taken():
-    with pytest.raises(ampctx.AmpTypeError, match="init_optimizer must be an optimizer, got Linear"):
+    with pytest.raises(ampctx.AmpTypeError, match="init_optimizer must be an optimizer to wrap, got Linear"):
         FP16_Optimizer(nn.Linear(1, 1))
-    with pytest.raises(ampctx.AmpTypeError, match="init_optimizer is an FP16_Optimizer already"):
+    with pytest.raises(ampctx.AmpTypeError, match="init_optimizer must be an optimizer to wrap, got FP16_Optimizer"):
         FP16_Optimizer(FP16_Optimizer(sgd(make_model().parameters())))
 
 
@@ -564,6 +547,4 @@ def test_verbose_logs_what_is_taken(caplog):
         FP16_Optimizer(sgd(make_model().parameters()), verbose=False)
         assert caplog.messages == []
         FP16_Optimizer(sgd(make_model().parameters()))
-    assert len(caplog.messages) == 6
-    assert "group 0, shape (4, 3), stepped through an fp32 master of a torch.float16 parameter" in caplog.messages[0]
-    assert "shape (4,), stepped as it is" in caplog.messages[2]
+    assert caplog.messages == ["FP16_Optimizer: 4 parameters have fp32 masters"]
