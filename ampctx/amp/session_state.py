@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.utils.hooks import RemovableHandle
 
+from ampctx._collectives import check_process_group, is_distributed
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.amp import joining, named_entries, named_state, ranks, run_state
 from ampctx.amp import weights as master_weights
@@ -24,7 +25,6 @@ from ampctx.amp.opt_level import PrecisionPolicy
 from ampctx.amp.param_mistakes import ParamMistakes
 from ampctx.amp.setup import as_list, is_optimizer
 from ampctx.amp.skip_log import SkipLog
-from ampctx.distributed import check_process_group, is_distributed
 from ampctx.masters import waiting
 from ampctx.scaling import formats
 from ampctx.scaling.history import History, StepHistory

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from ampctx._collectives import is_distributed
 from ampctx._errors import AmpError
 from ampctx.casts.arguments import LOW_PRECISION
 from ampctx.casts.model_watch import ParameterNames
-from ampctx.distributed import is_distributed
 from ampctx.kernels import foreach, passes
 from ampctx.kernels.each import dtype_of, stored_grad, version_of
 from ampctx.kernels.foreach import Unread

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ampctx.distributed import is_distributed
+from ampctx._collectives import is_distributed
 from ampctx.kernels import reference
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx.distributed import named_collective
+from ampctx._collectives import named_collective
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Factor, PerDevice, Unread, move, product
 from ampctx.kernels.reference import compute_dtype, scalar, widest
