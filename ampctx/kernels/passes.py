@@ -23,9 +23,16 @@ def same_items(items: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(items) == len(others) and all(map(operator.is_, items, others))
 
 
-def same_members(groups: Sequence[Mapping[str, Any]], members: list[Any]) -> bool:
-    """Whether the param groups of an optimizer hold the members, in order."""
-    return same_items(list(chain.from_iterable(group["params"] for group in groups)), members)
+def members_of(groups: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """A copy of each group's list of parameters."""
+    return [list(group["params"]) for group in groups]
+
+
+def same_members(groups: Sequence[Mapping[str, Any]], members: list[list[Any]]) -> bool:
+    """Whether the param groups hold the parameters of ``members_of``, each in its group, in order."""
+    return len(groups) == len(members) and all(
+        same_items(group["params"], params) for group, params in zip(groups, members, strict=True)
+    )
 
 
 def same_mapping(mapping: Mapping[Any, Any], keys: list[Any], values: list[Any]) -> bool:
@@ -41,7 +48,7 @@ def same_entries(dicts: list[dict[str, Any]], keys: list[str], columns: list[lis
 
 
 def nothing_changed(
-    groups: Sequence[Mapping[str, Any]], members: list[Any], number: int, kinds: bytes, leaves: list[Any]
+    groups: Sequence[Mapping[str, Any]], members: list[list[Any]], number: int, kinds: bytes, leaves: list[Any]
 ) -> bool:
     """Whether the groups hold the members, the tensors of a held list are of the ``kinds`` of ``held_kinds``, and no
     leaf has a gradient."""

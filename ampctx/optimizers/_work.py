@@ -405,9 +405,9 @@ class Plan:
         self._options = self._options_of(optimizer)
         lazy_masters = [] if scaling.lazy is None else list(scaling.lazy.masters)
         self._calls = [_Call(work, state, lazy_masters, optimizer._one_element) for work in works]
-        members = [p for group in groups for p in group["params"]]
+        members = passes.members_of(groups)
         stepped = {p for work in works for p in work.members}
-        idle = [p for p in members if p not in stepped]
+        idle = [p for params in members for p in params if p not in stepped]
         # What passes.same_plan compares.
         self._kept: list[Any] = [list(groups), members, list(state), list(state.values())]
         self._kept += [list(models), list(models.values()), lazy_masters, idle]
