@@ -93,6 +93,18 @@ inline int are_plain(PyObject* tensors) {
   return 1;
 }
 
+// Whether all are tensors of these types with their values in their memory. 0 too if that is not known.
+inline int are_resolved(PyObject* tensors) {
+  const ptrdiff_t count = PyList_Size(tensors);
+  if (count < 0) return no();
+  for (ptrdiff_t i = 0; i < count; ++i) {
+    python_lists::prefetch_ahead<Look::kMemory>(tensors, i, count);
+    PyObject* const tensor = PyList_GetItem(tensors, i);
+    if (!python_lists::plain_type(tensor) || !python_lists::is_resolved(tensor)) return 0;
+  }
+  return 1;
+}
+
 // Whether no tensor has a gradient. `stored`: torch's own attribute, also of a type with a property `grad`.
 inline int have_no_grad(PyObject* tensors, int stored) {
   const ptrdiff_t count = PyList_Size(tensors);

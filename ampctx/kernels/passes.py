@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ampctx.kernels.each import all_none, grad_of, set_each, stored_grad, version_of
+from ampctx.kernels.each import all_none, grad_of, is_resolved, set_each, stored_grad, version_of
 
 
 def same_items(items: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -77,6 +78,19 @@ def same_plan(
 def are_plain(tensors: list[Tensor]) -> bool:
     """Whether the library reads tensors of all these types."""
     return False
+
+
+def are_resolved(tensors: list[Tensor]) -> bool:
+    """Whether each tensor ``is_resolved``. The library answers for tensors of the types that it reads."""
+    return all(map(is_resolved, tensors))
+
+
+def all_resolved(tensors: Sequence[Tensor]) -> bool:
+    """``are_resolved``, for tensors of any type. True in graphs, where torch resolves them."""
+    if torch.compiler.is_compiling():
+        return True
+    listed = tensors if type(tensors) is list else list(tensors)
+    return bool(are_resolved(listed)) or all(map(is_resolved, listed))
 
 
 def have_no_grad(tensors: list[Tensor], stored: bool) -> bool:

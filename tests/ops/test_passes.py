@@ -37,7 +37,7 @@ def test_the_library_has_the_passes():
 
 def test_the_passes_look_ahead():
     """Else torch has its objects in another way than csrc/prefetch.h expects, and passes over many tensors are slow."""
-    assert handles.extension.knows_objects
+    assert handles.read([torch.ones(1)]) is not None
     assert passes.bump_each([torch.ones(1)])
 
 
@@ -109,6 +109,22 @@ class OwnGrad(nn.Parameter):
     @grad.setter
     def grad(self, value):
         self.was_set = value
+
+
+@either
+@pytest.mark.parametrize(
+    "other",
+    [torch._neg_view(torch.ones(3)), torch.ones(3, dtype=torch.complex64).conj(), torch._efficientzerotensor(3)],
+    ids=["negated", "conjugated", "zero"],
+)
+def test_values_that_are_not_those_in_memory_are_seen(side, other):
+    tensors = [*params(), torch.ones(2, dtype=torch.complex64), MasterParam(torch.ones(3)), torch.ones(())]
+    assert side.are_resolved(tensors)
+    assert not side.are_resolved([*tensors, other])
+    assert not side.are_resolved([nn.Parameter(other), *tensors])
+    # The library does not know the type.
+    assert side.all_resolved([*tensors, OwnGrad(torch.ones(3))])
+    assert not side.all_resolved([*tensors, OwnGrad(other)])
 
 
 @either
