@@ -25,6 +25,7 @@ from ampctx.amp.opt_level import PrecisionPolicy
 from ampctx.amp.param_mistakes import ParamMistakes
 from ampctx.amp.setup import as_list, is_optimizer
 from ampctx.amp.skip_log import SkipLog
+from ampctx.casts.arguments import autocast_off
 from ampctx.masters import waiting
 from ampctx.scaling import formats
 from ampctx.scaling.history import History, StepHistory
@@ -348,6 +349,7 @@ class SessionState:
             )
         return state
 
+    @autocast_off()
     def load_state_dict(self, state_dict: dict[str, Any], *, process_group: Any = None) -> None:
         """Loads a ``state_dict()`` of ampctx or apex. An invalid one raises and changes nothing. May be a host sync.
 
@@ -490,6 +492,7 @@ class SessionState:
         tree = run.saved(amp)
         return named_entries.gathered(tree, full_state_dict, cpu_offload) if full_state_dict or cpu_offload else tree
 
+    @autocast_off()
     def set_state_dict(
         self,
         model: nn.Module,

@@ -329,7 +329,9 @@ class BlockGradients:
             found, known = read_grads(params)
             grads: Sequence[Tensor] = known if known is not None else [grad for grad in found if grad is not None]
             are_whole = known is not None or (
-                set(map(layout_of, grads)) <= {torch.strided} and all(map(Tensor.is_contiguous, grads))
+                set(map(layout_of, grads)) <= {torch.strided}
+                and all(map(Tensor.is_contiguous, grads))
+                and passes.all_resolved(grads)
             )
             # Two parameters may hold one gradient.
             if are_whole and (are_apart([known]) if known is not None else len(set(map(id, grads))) == len(grads)):
