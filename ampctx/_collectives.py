@@ -97,7 +97,7 @@ def maximum_over_ranks(t: Tensor, groups: Iterable[Any], call: str, has: str) ->
     return joined
 
 
-class _Place(NamedTuple):
+class _TensorPlace(NamedTuple):
     """Stands for the i-th tensor of a tree."""
 
     i: int
@@ -130,11 +130,11 @@ def broadcast_tree(tree: Any, source: int, group: Any, call: str) -> Any:
         if isinstance(value, Tensor):
             dense = torch.empty_like(value).stride() == value.stride()
             tensors.append(value.detach() if dense else value.detach().contiguous())
-            return _Place(len(tensors) - 1)
+            return _TensorPlace(len(tensors) - 1)
         return _mapped(taken_out, value)
 
     def put_back(value: Any) -> Any:
-        return received[value.i] if isinstance(value, _Place) else _mapped(put_back, value)
+        return received[value.i] if isinstance(value, _TensorPlace) else _mapped(put_back, value)
 
     skeleton = taken_out(tree)
     objects = [skeleton, [_Kind(tuple(t.shape), t.stride(), t.dtype, t.device.type) for t in tensors]]

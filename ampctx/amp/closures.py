@@ -21,7 +21,7 @@ from ampctx.scaling.guarded_step import FoundInfFlags, GuardedStep, Overflowed, 
 from ampctx.scaling.undo import snapshot
 
 
-class Binding(Protocol):
+class SteppedBinding(Protocol):
     """What these functions use of the optimizer's binding, ``binding.OptimizerBinding``, which imports this module."""
 
     masters: MasterParams
@@ -54,14 +54,14 @@ class _OverflowInClosure(Exception):
     """Leaves ``optimizer.step(closure)`` from inside the closure, before the optimizer has seen the gradients."""
 
 
-def step(binding: Binding, original: Callable, closure: Callable, args: tuple, kwargs: dict) -> Any:
+def step(binding: SteppedBinding, original: Callable, closure: Callable, args: tuple, kwargs: dict) -> Any:
     """``optimizer.step(closure)``. The device or the host decides about the skip."""
     if binding.is_left_to_device(before_backward=True):
         return _step_on_device(binding, original, closure, args, kwargs)
     return _step_on_host(binding, original, closure, args, kwargs)
 
 
-def _step_on_device(binding: Binding, original: Callable, closure: Callable, args: tuple, kwargs: dict) -> Any:
+def _step_on_device(binding: SteppedBinding, original: Callable, closure: Callable, args: tuple, kwargs: dict) -> Any:
     former = vars(binding.optimizer).get("found_inf")
 
     def evaluate() -> Any:
@@ -79,7 +79,7 @@ def _step_on_device(binding: Binding, original: Callable, closure: Callable, arg
     return binding.step_on_device(original, evaluate, args, kwargs)
 
 
-def _step_on_host(binding: Binding, original: Callable, closure: Callable, args: tuple, kwargs: dict) -> Any:
+def _step_on_host(binding: SteppedBinding, original: Callable, closure: Callable, args: tuple, kwargs: dict) -> Any:
     """For an optimizer that may evaluate the closure several times, and move in between."""
     binding.check_gradients(before_closure=True)  # the step uses gradients from before the closure, as SAM does
     if losses := overflowed(binding.take_flags()):
@@ -119,7 +119,7 @@ def _step_on_host(binding: Binding, original: Callable, closure: Callable, args:
     return result
 
 
-def first_step(binding: Binding, original: Callable, *args: Any, **kwargs: Any) -> Any:
+def first_step(binding: SteppedBinding, original: Callable, *args: Any, **kwargs: Any) -> Any:
     """SAM's step to perturbed weights, called by the user. Also writes the model's weights. Skipped after an
     overflow."""
     if binding.phase in NOT_THE_USERS:
@@ -141,7 +141,7 @@ def first_step(binding: Binding, original: Callable, *args: Any, **kwargs: Any) 
     return result
 
 
-def second_step(binding: Binding, original: Callable, *args: Any, **kwargs: Any) -> Any:
+def second_step(binding: SteppedBinding, original: Callable, *args: Any, **kwargs: Any) -> Any:
     """SAM's second step: restores the unperturbed weights and steps them. After an overflow in either backward, or
     without gradients, the weights stay the unperturbed ones."""
     if binding.phase in NOT_THE_USERS:
@@ -166,7 +166,7 @@ def second_step(binding: Binding, original: Callable, *args: Any, **kwargs: Any)
     return None
 
 
-def _begin(binding: Binding, name: str) -> Overflowed:
+def _begin(binding: SteppedBinding, name: str) -> Overflowed:
     binding.refuse(name, f"optimizer.{name}()")
     binding.loop.before_step(binding)
     binding.steps.epoch += 1
@@ -180,7 +180,7 @@ def _begin(binding: Binding, name: str) -> Overflowed:
         raise
 
 
-def _zero_if_asked(binding: Binding, args: tuple, kwargs: dict) -> None:
+def _zero_if_asked(binding: SteppedBinding, args: tuple, kwargs: dict) -> None:
     """Handles SAM's ``first_step(zero_grad=True)``."""
     if args[0] if args else kwargs.get("zero_grad", False):
         binding.optimizer.zero_grad()

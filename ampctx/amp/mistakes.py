@@ -38,7 +38,7 @@ ENOUGH_STEPS = 100
 MARKS = 16
 
 
-class Run:
+class LoopGroup:
     """The optimizers of one ``initialize``. ``log`` takes the warnings."""
 
     def __init__(self, loss_scales: Sequence[LossScale], log: SkipLog) -> None:
@@ -70,7 +70,7 @@ class Run:
 class Loop:
     """The state of one optimizer's training loop that mistakes show in."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: LoopGroup) -> None:
         self.run = run
         self.steps = 0
         # Blocks that have named the optimizer.

@@ -225,7 +225,7 @@ class AmpSession(SessionState):
         """Makes all changes of ``initialize``, and undoes them all if one fails."""
         bound: dict[Any, OptimizerBinding] = {}
         names = ParameterNames(models)
-        run = mistakes.Run(scales, self._log)
+        run = mistakes.LoopGroup(scales, self._log)
         originals: dict[Tensor, Tensor] = {}
         with ExitStack() as undo:
             # Last: the undo of a cast gives the dtype back, and not what rounding has taken.

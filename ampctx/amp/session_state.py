@@ -550,7 +550,7 @@ class SessionState:
         """
         return named_state.Stateful(self, model, optimizers, options)
 
-    def _named_run(self, model: nn.Module, optimizers: Any, call: str) -> tuple[named_state.Run, bool]:
+    def _named_run(self, model: nn.Module, optimizers: Any, call: str) -> tuple[named_state.NamedModel, bool]:
         """The run, and whether amp is on."""
         if self.policy is None:
             raise AmpError(
@@ -560,4 +560,4 @@ class SessionState:
         given = as_list(optimizers, "optimizer", is_optimizer)
         on = self.policy.enabled
         bindings = [self._watched(optimizer, call.removeprefix("amp.")) if on else None for optimizer in given]
-        return named_state.Run(model, given, bindings, call), on
+        return named_state.NamedModel(model, given, bindings, call), on

@@ -324,7 +324,7 @@ def call(op: str, work: Work, arguments: dict[str, Any]) -> None:
 _HELD_ON = frozenset({"cpu"})
 
 
-class _Call:
+class _KeptCall:
     """A call of the previous step, without its gradients but with their dtype and strides."""
 
     def __init__(
@@ -407,7 +407,7 @@ class Plan:
         groups, state, models = optimizer.param_groups, optimizer.state, scaling.models
         self._options = self._options_of(optimizer)
         lazy_masters = [] if scaling.lazy is None else list(scaling.lazy.masters)
-        self._calls = [_Call(work, state, lazy_masters, optimizer._one_element) for work in works]
+        self._calls = [_KeptCall(work, state, lazy_masters, optimizer._one_element) for work in works]
         members = passes.members_of(groups)
         stepped = {p for work in works for p in work.members}
         idle = [p for params in members for p in params if p not in stepped]
