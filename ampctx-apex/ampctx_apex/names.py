@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from ampctx_apex.startup import MODULES
+from ampctx_apex.roots import MODULES
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx.distributed import named_collective
+from ampctx._collectives import named_collective
+from ampctx.casts.arguments import autocast_off
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Factor, PerDevice, Unread, move, product
 from ampctx.kernels.reference import compute_dtype, scalar, widest
@@ -26,7 +27,7 @@ from ampctx.kernels.reference_steps import join
 from ampctx.kernels.sharding import Grid, any_sharded, by_layout, grids_of, is_split, local, wrote
 from ampctx.optimizers import _work
 from ampctx.optimizers._options import Group
-from ampctx.optimizers._orthogonal import has_split_matrices, stacks, uncast
+from ampctx.optimizers._orthogonal import has_split_matrices, stacks
 from ampctx.optimizers._work import Scaling, Work
 
 _SGD: dict[str, Any] = {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "wd_after_momentum": False}
@@ -339,7 +340,7 @@ def muon(optimizer: Any, works: Sequence[Work], scaling: Scaling) -> None:
             members = [p for p in group["params"] if has_split_matrices(p) and (p in directions or p.requires_grad)]
             for placed, alike in by_layout(members).items():
                 for places in stacks((p.shape, p.numel()) for p in alike):
-                    with uncast(local(alike[:1])[0].device):
+                    with autocast_off():
                         _orthogonalize_rows(optimizer, group, placed, [alike[i] for i in places], directions)
     for work, arguments in calls:
         optimizer.descend(work, arguments, [directions[p] for p in work.members])

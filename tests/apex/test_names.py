@@ -10,7 +10,7 @@ import torch
 from ampctx_apex import names
 from ampctx_apex.install import refused
 from ampctx_apex.names import NAMES, lookup, refusal
-from ampctx_apex.startup import MODULES
+from ampctx_apex.roots import MODULES
 from apex import amp
 
 TABLE = names.tomllib.loads(Path(names.__file__).with_suffix(".toml").read_text())

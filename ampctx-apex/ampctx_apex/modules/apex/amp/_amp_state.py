@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from ampctx import AmpError, AmpTypeError, spi
+from ampctx import AmpTypeError, spi
 from ampctx.amp import master_params
 from ampctx.spi import LossScale, session
 
+from .frontend import LiveOptions, Properties, settings, warn_or_err
 from .handle import Handle
 from .scaler import LossScaler
 
@@ -47,8 +48,8 @@ class _LossScalers(MutableSequence):
         return repr(list(self))
 
 
-def _of_session(name: str) -> Any:
-    return property(lambda self: getattr(session, name), lambda self, value: setattr(session, name, value))
+def _of(owner: Any, name: str) -> Any:
+    return property(lambda self: getattr(owner, name), lambda self, value: setattr(owner, name, value))
 
 
 class AmpState:
@@ -59,12 +60,12 @@ class AmpState:
     """
 
     def __init__(self) -> None:
-        self.hard_override = False
-        self._properties: Any = None
+        self._properties: Properties | None = None
         self._handle: Handle | None = None
 
-    verbosity = _of_session("verbosity")
-    allow_incoming_model_not_fp32 = _of_session("allow_incoming_model_not_fp32")
+    hard_override = _of(settings, "hard_override")
+    verbosity = _of(session, "verbosity")
+    allow_incoming_model_not_fp32 = _of(session, "allow_incoming_model_not_fp32")
 
     @property
     def _amp_state(self) -> AmpState:
@@ -72,13 +73,11 @@ class AmpState:
         return self
 
     @property
-    def opt_properties(self) -> Any:
+    def opt_properties(self) -> Properties:
         """The options in force. AttributeError before ``initialize``."""
         if session.policy is None:
             raise AttributeError("_amp_state has no opt_properties: amp is not initialized")
         if self._properties is None:
-            from .frontend import LiveOptions, Properties  # it needs this module
-
             self._properties = Properties(LiveOptions(session))
         return self._properties
 
@@ -102,19 +101,12 @@ class AmpState:
             raise AttributeError(
                 "_amp_state has no handle: neither amp.init nor an opt_level O1 or O4 switched on casts"
             )
-        if self._handle is None or self._handle._autocast is not autocast:
+        if self._handle is None or self._handle.autocast is not autocast:
             self._handle = Handle(autocast)
         return self._handle
 
 
 _amp_state = AmpState()
-
-
-def warn_or_err(msg: str) -> None:
-    """Raises AmpError (a RuntimeError); under ``_amp_state.hard_override`` it prints a warning."""
-    if not _amp_state.hard_override:
-        raise AmpError(msg)
-    print("Warning:  " + msg)
 
 
 def maybe_print(msg: str, rank0: bool = False) -> None:

@@ -13,11 +13,11 @@ class Handle:
     """``amp._amp_state.handle``, and what ``amp.init`` returns. Without an ``autocast`` it does nothing."""
 
     def __init__(self, autocast: Autocast | None) -> None:
-        self._autocast = autocast
+        self.autocast = autocast
 
     def is_active(self) -> bool:
         """Whether ops are cast now. No host sync."""
-        return self._autocast is not None and self._autocast.active
+        return self.autocast is not None and self.autocast.active
 
     @property
     def _is_active(self) -> bool:
@@ -25,16 +25,16 @@ class Handle:
 
     @_is_active.setter
     def _is_active(self, value: bool) -> None:
-        if self._autocast is not None:
-            self._autocast.active = value
+        if self.autocast is not None:
+            self.autocast.active = value
 
     def _clear_cache(self) -> None:
         torch.clear_autocast_cache()
 
     def _deactivate(self) -> None:
         """Ends the casts."""
-        if self._autocast is not None:
-            spi.end_casts(self._autocast)
+        if self.autocast is not None:
+            spi.end_casts(self.autocast)
 
 
 __all__ = ["disable_casts", "scale_loss"]
