@@ -24,12 +24,8 @@ class Name(NamedTuple):
     """One apex name.
 
     ``status``: "supported" works as in apex; "adapted" differs as ``note`` says; "refused" raises, and ``note`` names
-    the replacement; "missing" is not there, unless an installed apex has it.
-
-    ``target``: its name in ampctx or torch, where that is the same object.
-
-    ``at_import``: a refused name raises when it is imported, not when it is called.
-
+    the replacement; "missing" is not there, unless an installed apex has it. ``target``: its name in ampctx or torch,
+    where that is the same object. ``at_import``: a refused name raises when it is imported, not when it is called.
     ``used_by``: the programs for which it is served.
     """
 
@@ -41,21 +37,19 @@ class Name(NamedTuple):
 
     @property
     def is_served(self) -> bool:
-        """Whether programs can use it."""
         return self.status in ("supported", "adapted")
 
 
 def _expanded(names: str) -> Iterator[str]:
     """The words of ``names``; of a word with {a,b} one for each choice."""
     for word in names.split():
-        parts = [part.split(",") for part in re.split(r"[{}]", word)]
-        yield from map("".join, itertools.product(*parts))
+        yield from map("".join, itertools.product(*(part.split(",") for part in re.split(r"[{}]", word))))
 
 
 def _public(module: str) -> list[str]:
     """``__all__`` of a module in ``modules/``, without its import. A package may go by the names of submodules, too."""
     path = os.path.join(MODULES, *module.split("."))
-    file = next((Path(f) for f in (f"{path}.py", os.path.join(path, "__init__.py")) if os.path.exists(f)), None)
+    file = next((Path(f) for f in (f"{path}.py", f"{path}/__init__.py") if os.path.exists(f)), None)
     if file is None:
         return _public(module.rpartition(".")[0])
     lists = re.findall(r"^\s*__all__ \+?= (\[.*?\])", file.read_text(), flags=re.M | re.S)
@@ -78,12 +72,16 @@ def _read() -> Iterator[tuple[str, Name]]:
     table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
     for row in table["served"]:
         yield from _served(row)
-    for kind in ("refused", "refused_at_import", "missing"):
-        beside = " If an NVIDIA apex with this module is installed too, the module comes from there."
-        for names, replacement in table[kind].items():
-            note = f"Use {replacement}.{beside if kind == 'refused_at_import' else ''}"
-            for name in _expanded(names):
-                yield name, Name("missing" if kind == "missing" else "refused", None, note, kind == "refused_at_import")
+    beside = " If an NVIDIA apex with this module is installed too, the module comes from there."
+    refused, missing = Name("refused"), Name("missing")
+    at_import = refused._replace(at_import=True)
+    for kind, entry, more in (
+        ("refused", refused, ""),
+        ("refused_at_import", at_import, beside),
+        ("missing", missing, ""),
+    ):
+        for names, text in table[kind].items():
+            yield from ((name, entry._replace(note=f"Use {text}.{more}")) for name in _expanded(names))
 
 
 NAMES: Mapping[str, Name] = MappingProxyType(dict(_read()))
@@ -99,13 +97,10 @@ def lookup(name: str) -> Name | None:
 
 def refusal(name: str) -> str | None:
     """The error text for a call of ``name``; None unless it is refused."""
-    entry = lookup(name)
-    if entry is None or entry.status != "refused":
-        return None
-    return f"{name} is not supported by ampctx. {entry.note}"
+    refused = (entry := lookup(name)) is not None and entry.status == "refused"
+    return f"{name} is not supported by ampctx. {entry.note}" if refused else None
 
 
 def is_refused_at_import(name: str) -> bool:
     """Whether the import of ``name`` raises. False unless it is refused."""
-    entry = lookup(name)
-    return entry is not None and entry.at_import
+    return (entry := lookup(name)) is not None and entry.at_import

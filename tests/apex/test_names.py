@@ -68,7 +68,7 @@ def test_served_names_of_objects_are_there():
 def test_every_module_has_a_row():
     files = (path.relative_to(MODULES).with_suffix("") for path in Path(MODULES).rglob("*.py"))
     modules = {".".join(part for part in file.parts if part != "__init__") for file in files}
-    private = {m for m in modules if m.rpartition(".")[2] in ("_old_step", "_stash")}
+    private = {m for m in modules if m.rpartition(".")[2] in ("fused", "_stash")}
     assert modules - private <= {n for n, e in NAMES.items() if e.is_served}
 
 

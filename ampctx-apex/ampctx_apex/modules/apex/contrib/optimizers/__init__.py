@@ -9,9 +9,8 @@ from ampctx.optimizers import FusedLAMB
 __path__ = extend_path(__path__, __name__)
 
 from .fp16_optimizer import FP16_Optimizer
-from .fused_adam import FusedAdam
-from .fused_sgd import FusedSGD
+from .fused import FusedAdam, FusedSGD
 
-also_called(__name__, "fused_lamb")
+also_called(__name__, "fused_adam", "fused_lamb", "fused_sgd")
 
 __all__ = ["FP16_Optimizer", "FusedAdam", "FusedLAMB", "FusedSGD"]
