@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import itertools
 import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from ampctx_apex.roots import MODULES
@@ -52,8 +50,8 @@ def _public(module: str) -> list[str]:
     file = next((Path(f) for f in (f"{path}.py", f"{path}/__init__.py") if os.path.exists(f)), None)
     if file is None:
         return _public(module.rpartition(".")[0])
-    lists = re.findall(r"^\s*__all__ \+?= (\[.*?\])", file.read_text(), flags=re.M | re.S)
-    return [name for names in lists for name in ast.literal_eval(names)]
+    lists = re.findall(r"^\s*__all__ \+?= \[(.*?)\]", file.read_text(), flags=re.M | re.S)
+    return re.findall(r'"(\w+)"', "".join(lists))
 
 
 def _served(row: Mapping[str, Any]) -> Iterator[tuple[str, Name]]:
@@ -73,18 +71,14 @@ def _read() -> Iterator[tuple[str, Name]]:
     for row in table["served"]:
         yield from _served(row)
     beside = " If an NVIDIA apex with this module is installed too, the module comes from there."
-    refused, missing = Name("refused"), Name("missing")
-    at_import = refused._replace(at_import=True)
-    for kind, entry, more in (
-        ("refused", refused, ""),
-        ("refused_at_import", at_import, beside),
-        ("missing", missing, ""),
-    ):
+    at_import = Name("refused", at_import=True)
+    for kind, entry in {"refused": Name("refused"), "refused_at_import": at_import, "missing": Name("missing")}.items():
         for names, text in table[kind].items():
-            yield from ((name, entry._replace(note=f"Use {text}.{more}")) for name in _expanded(names))
+            note = f"Use {text}.{beside if entry.at_import else ''}"
+            yield from ((name, entry._replace(note=note)) for name in _expanded(names))
 
 
-NAMES: Mapping[str, Name] = MappingProxyType(dict(_read()))
+NAMES: Mapping[str, Name] = dict(_read())
 
 
 def lookup(name: str) -> Name | None:
@@ -97,8 +91,9 @@ def lookup(name: str) -> Name | None:
 
 def refusal(name: str) -> str | None:
     """The error text for a call of ``name``; None unless it is refused."""
-    refused = (entry := lookup(name)) is not None and entry.status == "refused"
-    return f"{name} is not supported by ampctx. {entry.note}" if refused else None
+    if (entry := lookup(name)) is None or entry.status != "refused":
+        return None
+    return f"{name} is not supported by ampctx. {entry.note}"
 
 
 def is_refused_at_import(name: str) -> bool:

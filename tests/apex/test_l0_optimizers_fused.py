@@ -42,109 +42,85 @@ def run(ours, reference, optimizer, reference_optimizer, iterations=ITERATIONS):
         yield differences(ours, reference)
 
 
-def check(cls, reference_cls, options, sizes=((SIZE,),), dtype=torch.float32, most=1e-3, reference_options=None):
-    ours, reference = pairs(sizes, dtype)
+ADAM_OPTIONS = (
+    ADAM,
+    {"lr": 0.01, "betas": (0.6, 0.9), "eps": 3e-6, "weight_decay": 0.0},
+    {**ADAM, "betas": (0.5, 0.5), "eps": 1e-3},
+    {**ADAM, "weight_decay": 0.1},
+)
+ADAGRAD_OPTIONS = (ADAGRAD, {**ADAGRAD, "weight_decay": 0.0}, {"lr": 0.01, "eps": 3e-6, "weight_decay": 0.0})
+SGD_OPTIONS = (
+    {"lr": 0.25},
+    SGD,
+    {**SGD, "nesterov": True},
+    {**SGD, "dampening": 0.5},
+    {**SGD, "weight_decay": 0.01},
+)
+# Ours, torch's, the options of both, and more of ours.
+CASES = [
+    *((optimizers.FusedAdam, torch.optim.AdamW, options, {}) for options in ADAM_OPTIONS),
+    *((optimizers.FusedAdam, torch.optim.Adam, options, {"adam_w_mode": False}) for options in ADAM_OPTIONS),
+    *((optimizers.FusedAdagrad, torch.optim.Adagrad, options, {}) for options in ADAGRAD_OPTIONS),
+    *((optimizers.FusedSGD, torch.optim.SGD, options, {}) for options in SGD_OPTIONS),
+]
+
+
+@pytest.mark.parametrize("sizes", [[[SIZE]], SIZES], ids=["one", "many"])
+@pytest.mark.parametrize(("cls", "reference_cls", "options", "more"), CASES)
+def test_steps_are_torchs(cls, reference_cls, options, more, sizes):
+    """apex's bound for Adam is 1e-3: a step is 5e-4."""
+    ours, reference = pairs(sizes)
     start = [p.detach().clone() for p in ours]
-    by_reference = reference_cls(reference, **(options if reference_options is None else reference_options))
-    for absolute, relative in run(ours, reference, cls(ours, **options), by_reference):
-        assert absolute <= most
+    for absolute, relative in run(ours, reference, cls(ours, **options, **more), reference_cls(reference, **options)):
+        assert absolute <= 1e-6
         assert relative <= 1
     assert all((p != before).any() for p, before in zip(ours, start, strict=True))
 
 
-# --- Adam -------------------------------------------------------------------------------------------------------------
-
-# In fp32 these are far inside apex's bound of 1e-3: a step is 5e-4.
-ADAM_BOUND = 1e-6
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ADAM,
-        {"lr": 0.01, "betas": (0.6, 0.9), "eps": 3e-6, "weight_decay": 0.0},
-        {**ADAM, "betas": (0.5, 0.5), "eps": 1e-3},
-    ],
-    ids=["defaults", "lr-betas-eps", "betas-eps"],
-)
-@pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "l2"])
-def test_adam_is_torchs(options, adam_w_mode):
-    check(
-        optimizers.FusedAdam,
-        torch.optim.Adam,
-        {**options, "adam_w_mode": adam_w_mode},
-        most=ADAM_BOUND,
-        reference_options=options,
-    )
+PAIRS = {
+    "adam": (optimizers.FusedAdam, torch.optim.AdamW, ADAM),
+    "adagrad": (optimizers.FusedAdagrad, torch.optim.Adagrad, ADAGRAD),
+    "sgd": (optimizers.FusedSGD, torch.optim.SGD, SGD),
+}
+each = pytest.mark.parametrize(("cls", "reference_cls", "options"), PAIRS.values(), ids=PAIRS)
 
 
-@pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "l2"])
-def test_adam_with_weight_decay_is_torchs(adam_w_mode):
-    options = {**ADAM, "weight_decay": 0.1}
-    reference = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
-    check(
-        optimizers.FusedAdam,
-        reference,
-        {**options, "adam_w_mode": adam_w_mode},
-        most=ADAM_BOUND,
-        reference_options=options,
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_adam_steps_16_bit_parameters(dtype):
-    """Once in apex's suite and unchecked. The state is fp32, so that a step is that of fp32 rounded."""
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)], ids=["fp16", "bf16"])
+@each
+def test_16_bit_parameters(cls, reference_cls, options, dtype, most):
+    """The state is fp32, so that a first step is that of fp32 rounded. Each later step rounds the weights once, to at
+    most half a place of 2."""
     ours, reference = pairs([[SIZE]], dtype)
     wide = [nn.Parameter(q.detach().float()) for q in reference]
-    give_grads(ours, reference, 0)
-    for p, q in zip(reference, wide, strict=True):
-        q.grad = p.grad.float()
-    optimizer = optimizers.FusedAdam(ours, **ADAM)
-    optimizer.step()
-    torch.optim.AdamW(wide, **ADAM).step()
-    torch.testing.assert_close([p.detach() for p in ours], [q.detach().to(dtype) for q in wide])
-    assert optimizer.state[ours[0]]["exp_avg"].dtype == torch.float32
+    optimizer, by_reference = cls(ours, **options), reference_cls(wide, **options)
+    for step in range(ITERATIONS if cls is optimizers.FusedSGD else 1):
+        give_grads(ours, reference, step)
+        wide[0].grad = reference[0].grad.float()
+        optimizer.step()
+        by_reference.step()
+        if step == 0:
+            torch.testing.assert_close(ours[0].detach(), wide[0].detach().to(dtype))
+        absolute, _ = differences([p.float() for p in ours], wide)
+        assert absolute <= most * (step + 1)
+    assert all(v.dtype == torch.float32 for v in optimizer.state[ours[0]].values() if v.dim())
 
 
-def test_adam_of_many_parameters():
-    check(optimizers.FusedAdam, torch.optim.Adam, ADAM, sizes=SIZES, most=ADAM_BOUND)
-
-
-@pytest.mark.parametrize("when", ["before", "between"])
-@pytest.mark.parametrize("cls", [optimizers.FusedAdam, optimizers.FusedAdagrad, optimizers.FusedSGD])
-def test_an_empty_group_is_tolerated(cls, when):
+@pytest.mark.parametrize("when", ["first", "before", "between"])
+@each
+def test_an_empty_group_is_tolerated(cls, reference_cls, options, when):
     ours, twins = pairs([[17]])
-    optimizer, reference = cls(ours, lr=0.1), cls(twins, lr=0.1)
-    if when == "before":
-        optimizer.add_param_group({"params": []})
+    optimizer = cls([{"params": []}, {"params": ours}] if when == "first" else ours, lr=0.1)
+    reference = cls(twins, lr=0.1)
     for step in range(ITERATIONS):
+        if (when, step) in (("before", 0), ("between", 3)):
+            optimizer.add_param_group({"params": []})
         give_grads(ours, twins, step)
         optimizer.step()
         reference.step()
-        if when == "between" and step == 2:
-            optimizer.add_param_group({"params": []})
     assert torch.equal(ours[0], twins[0])
 
 
-def test_an_empty_first_group_is_tolerated():
-    ours, twins = pairs([[17]])
-    optimizer = optimizers.FusedSGD([{"params": []}, {"params": ours}], lr=0.1)
-    reference = optimizers.FusedSGD(twins, lr=0.1)
-    give_grads(ours, twins, 0)
-    optimizer.step()
-    reference.step()
-    assert torch.equal(ours[0], twins[0])
-
-
-@pytest.mark.parametrize(
-    ("cls", "reference_cls", "options"),
-    [
-        (optimizers.FusedAdam, torch.optim.Adam, ADAM),
-        (optimizers.FusedAdagrad, torch.optim.Adagrad, ADAGRAD),
-        (optimizers.FusedSGD, torch.optim.SGD, SGD),
-    ],
-    ids=["adam", "adagrad", "sgd"],
-)
+@each
 def test_groups_that_come_between_steps_are_stepped(cls, reference_cls, options):
     """apex's FusedAdam never stepped them."""
     ours, reference = pairs([[33], [5, 7]])
@@ -160,15 +136,7 @@ def test_groups_that_come_between_steps_are_stepped(cls, reference_cls, options)
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize(
-    ("cls", "reference_cls", "options"),
-    [
-        (optimizers.FusedAdam, torch.optim.Adam, ADAM),
-        (optimizers.FusedAdagrad, torch.optim.Adagrad, ADAGRAD),
-        (optimizers.FusedSGD, torch.optim.SGD, SGD),
-    ],
-    ids=["adam", "adagrad", "sgd"],
-)
+@each
 def test_parameters_on_several_devices_are_stepped(cls, reference_cls, options):
     """apex raised, or needed the current device to be theirs."""
     on_host, reference = pairs([[33]])
@@ -179,66 +147,11 @@ def test_parameters_on_several_devices_are_stepped(cls, reference_cls, options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("cls", [optimizers.FusedAdam, optimizers.FusedAdagrad, optimizers.FusedSGD])
-def test_channels_last_parameters(cls, dtype):
+@each
+def test_channels_last_parameters(cls, reference_cls, options, dtype):
     ours, twins = pairs([[4, 3, 5, 5]], dtype)
     ours[0].data = ours[0].data.to(memory_format=torch.channels_last)
-    optimizer, reference = cls(ours, lr=0.1), cls(twins, lr=0.1)
-    for step in range(3):
-        give_grads(ours, twins, step)
-        optimizer.step()
-        reference.step()
+    for _ in run(ours, twins, cls(ours, lr=0.1), cls(twins, lr=0.1), 3):
+        pass
     assert ours[0].is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(ours[0], twins[0])
-
-
-# --- Adagrad ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "options",
-    [ADAGRAD, {**ADAGRAD, "weight_decay": 0.0}, {"lr": 0.01, "eps": 3e-6, "weight_decay": 0.0}],
-    ids=["decay", "no-decay", "lr-eps"],
-)
-@pytest.mark.parametrize("sizes", [[[SIZE]], SIZES], ids=["one", "many"])
-def test_adagrad_is_torchs(options, sizes):
-    check(optimizers.FusedAdagrad, torch.optim.Adagrad, options, sizes=sizes, most=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_adagrad_steps_16_bit_parameters(dtype):
-    ours, reference = pairs([[SIZE]], dtype)
-    wide = [nn.Parameter(q.detach().float()) for q in reference]
-    give_grads(ours, reference, 0)
-    wide[0].grad = reference[0].grad.float()
-    optimizers.FusedAdagrad(ours, **ADAGRAD).step()
-    torch.optim.Adagrad(wide, **ADAGRAD).step()
-    torch.testing.assert_close(ours[0].detach(), wide[0].detach().to(dtype))
-
-
-# --- SGD --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "options",
-    [SGD, {"lr": 0.25}, {**SGD, "nesterov": True}, {**SGD, "dampening": 0.5}, {**SGD, "weight_decay": 0.01}],
-    ids=["momentum", "plain", "nesterov", "dampening", "decay"],
-)
-@pytest.mark.parametrize("sizes", [[[SIZE]], SIZES], ids=["one", "many"])
-def test_sgd_is_torchs(options, sizes):
-    check(optimizers.FusedSGD, torch.optim.SGD, options, sizes=sizes, most=1e-6)
-
-
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)], ids=["fp16", "bf16"])
-def test_sgd_steps_16_bit_parameters(dtype, most):
-    """Against torch's in fp32: each of our steps rounds the weights once, to at most half a place of 2."""
-    ours, reference = pairs([[SIZE]], dtype)
-    wide = [nn.Parameter(q.detach().float()) for q in reference]
-    optimizer, by_reference = optimizers.FusedSGD(ours, **SGD), torch.optim.SGD(wide, **SGD)
-    for step in range(ITERATIONS):
-        give_grads(ours, reference, step)
-        wide[0].grad = reference[0].grad.float()
-        optimizer.step()
-        by_reference.step()
-        absolute, _ = differences([p.float() for p in ours], wide)
-        assert absolute <= most * (step + 1)
