@@ -1,4 +1,4 @@
-"""apex.fp16_utils.FP16_Optimizer."""
+"""FP16_Optimizer of apex.fp16_utils and of apex.contrib.optimizers: one implementation, two faces."""
 
 import copy
 import io
@@ -10,12 +10,14 @@ import types
 import pytest
 import torch
 from apex import amp, optimizers
+from apex.contrib import optimizers as contrib
 from apex.fp16_utils import FP16_Optimizer
 from torch import nn
 
 import ampctx
 
 DYNAMIC = {"dynamic_loss_scale": True}
+each_face = pytest.mark.parametrize("face", [FP16_Optimizer, contrib.FP16_Optimizer], ids=["fp16_utils", "contrib"])
 
 
 def make_model(dtype=torch.float16):
@@ -92,12 +94,18 @@ def test_state_that_was_there_goes_over_to_the_masters():
 @pytest.mark.parametrize("arguments", [{}, {"static_loss_scale": 128.0}, DYNAMIC], ids=["1", "128", "dynamic"])
 @pytest.mark.parametrize(
     "make",
-    [sgd, lambda p: optimizers.FusedSGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.Adam(p, lr=0.01)],
-    ids=["sgd", "fused-sgd", "adam"],
+    [
+        sgd,
+        lambda p: optimizers.FusedSGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.Adam(p, lr=0.01),
+        lambda p: contrib.FusedAdam(p, lr=0.1, weight_decay=0.1),
+    ],
+    ids=["sgd", "fused-sgd", "adam", "old-adam"],
 )
-def test_training_is_that_of_the_masters_by_hand(arguments, make):
+@each_face
+def test_training_is_that_of_the_masters_by_hand(face, arguments, make):
     model, twin = make_model(), make_model()
-    optimizer = FP16_Optimizer(make(model.parameters()), **arguments)
+    optimizer = face(make(model.parameters()), **arguments)
     masters = [p.detach().float().requires_grad_() for p in twin.parameters()]
     reference = make(masters)
     for step in range(3):
@@ -381,16 +389,18 @@ def through_a_file(value):
 
 
 @pytest.mark.parametrize("arguments", [{"static_loss_scale": 8.0}, DYNAMIC], ids=["static", "dynamic"])
-def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_been(arguments):
+@each_face
+def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_been(face, arguments):
     model = make_model()
-    optimizer = FP16_Optimizer(sgd(model.parameters()), **arguments)
+    optimizer = face(sgd(model.parameters()), **arguments)
     train(model, optimizer)
     saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     resumed = make_model()
-    other = FP16_Optimizer(sgd(resumed.parameters()), **arguments)
+    other = face(sgd(resumed.parameters()), **arguments)
     resumed.load_state_dict(saved["model"])
     other.load_state_dict(saved["optimizer"])
-    assert other.loss_scaler._unskipped == optimizer.loss_scaler._unskipped
+    for count in ("_unskipped", "cur_iter"):
+        assert getattr(other.loss_scaler, count, 0) == getattr(optimizer.loss_scaler, count, 0)
     train(model, optimizer)
     train(resumed, other)
     assert_same(tensors_of(resumed.parameters()), tensors_of(model.parameters()))
@@ -535,10 +545,11 @@ def test_a_loss_is_a_tensor():
 
 
 @pytest.mark.parametrize("in_list", [False, True], ids=["alone", "in-a-list"])
-def test_amp_initialize_says_why_it_does_not_take_one(in_list):
+@each_face
+def test_amp_initialize_says_why_it_does_not_take_one(face, in_list):
     model = nn.Linear(2, 2)
-    optimizer = FP16_Optimizer(sgd(model.parameters()))
-    with pytest.raises(RuntimeError, match="instance of apex.fp16_utils.FP16_Optimizer. It keeps fp32 masters"):
+    optimizer = face(sgd(model.parameters()))
+    with pytest.raises(RuntimeError, match=f"instance of {face.__module__}.FP16_Optimizer. It keeps fp32 masters"):
         amp.initialize(model, [optimizer] if in_list else optimizer, verbosity=0)
 
 
@@ -548,3 +559,125 @@ def test_verbose_logs_what_is_taken(caplog):
         assert caplog.messages == []
         FP16_Optimizer(sgd(make_model().parameters()))
     assert caplog.messages == ["FP16_Optimizer: 4 parameters have fp32 masters"]
+
+
+# --- that of apex.contrib.optimizers ----------------------------------------------------------------------------------
+
+
+def of_contrib(model, **arguments):
+    return contrib.FP16_Optimizer(contrib.FusedAdam(model.parameters()), **arguments)
+
+
+def test_its_groups_hold_every_parameter():
+    model = make_model()
+    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters()}]
+    optimizer = contrib.FP16_Optimizer(contrib.FusedAdam(groups))
+    assert optimizer.fp16_groups == [list(model[0].parameters()), list(model[1].parameters())]
+    assert [[m.dtype for m in group] for group in optimizer.fp32_groups] == [[torch.float32] * 2] * 2
+    assert optimizer.fp32_groups[1] is optimizer.optimizer.param_groups[1]["params"]
+
+
+def test_its_backward_leaves_scaled_gradients_which_step_consumes():
+    model = make_model()
+    optimizer = contrib.FP16_Optimizer(contrib.FusedSGD(model.parameters(), lr=0.1), static_loss_scale=4.0)
+    optimizer.backward(model[0](torch.ones(1, 3).half()).sum())
+    assert torch.equal(model[0].bias.grad, torch.full((4,), 4.0).half())
+    assert all(m.grad is None for m in optimizer.all_fp32_from_fp16_params)
+    before = model[0].bias.clone()
+    optimizer.step()
+    assert torch.equal(model[0].bias, (before.float() - 0.1).half())
+    assert all(m.grad is None for m in optimizer.all_fp32_from_fp16_params)
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    optimizer.backward(loss_of(model))
+    optimizer.zero_grad(set_grads_to_None=False)
+    assert torch.equal(model[0].bias.grad, torch.zeros(4).half())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "after"), [(DYNAMIC, 2.0**15), ({"static_loss_scale": 8.0}, 8.0)], ids=["dynamic", "static"]
+)
+@pytest.mark.parametrize("bad", [math.inf, math.nan], ids=str)
+def test_its_overflow_skips_the_step(arguments, after, bad, caplog):
+    model = make_model()
+    optimizer = of_contrib(model, **arguments)
+    before = tensors_of(model.parameters())
+    optimizer.backward(loss_of(model, factor=bad))
+    assert optimizer.step() is None
+    assert (optimizer.overflow, optimizer.cur_iter) == (True, 1)
+    assert optimizer.cur_scale == optimizer.loss_scale == after
+    assert f"Gradient overflow.  Skipping step, reducing loss scale to {after}" in caplog.messages
+    assert_same(tensors_of(model.parameters()), before)
+    train(model, optimizer, steps=1)
+    assert not torch.equal(model[0].weight, before[0])
+
+
+def test_its_dynamic_scale_grows_after_its_window_and_is_assigned():
+    model = make_model()
+    optimizer = of_contrib(model, **DYNAMIC, dynamic_loss_args={"init_scale": 4.0, "scale_window": 2})
+    scales = []
+    for step in range(4):
+        train(model, optimizer, steps=1)
+        scales.append(optimizer.cur_scale)
+        assert optimizer.cur_iter == step + 1
+    assert scales == [4.0, 8.0, 8.0, 16.0]
+    assert (optimizer.last_overflow_iter, optimizer.scale_factor, optimizer.scale_window) == (-1, 2.0, 2)
+    default = of_contrib(make_model(), **DYNAMIC)
+    assert (default.cur_scale, default.scale_window) == (2.0**16, 1000)
+    optimizer.cur_scale = 64.0
+    assert optimizer.loss_scale == optimizer.loss_scaler.cur_scale == 64.0
+    optimizer.loss_scale = 32.0
+    assert optimizer.cur_scale == 32.0
+    with pytest.raises(ampctx.AmpValueError, match="loss_scale is -1.0"):
+        optimizer.loss_scale = -1
+
+
+def test_its_state_dict_has_apex_keys_and_flat_masters_load():
+    model = make_model()
+    optimizer = of_contrib(model, **DYNAMIC)
+    train(model, optimizer)
+    state = optimizer.state_dict()
+    assert state.keys() == {
+        *("dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window"),
+        *("optimizer_state_dict", "fp32_groups"),
+    }
+    static = of_contrib(make_model()).state_dict()
+    assert state.keys() - static.keys() == {"last_overflow_iter", "scale_factor", "scale_window"}
+    masters = [m.clone() for m in state["fp32_groups"][0]]
+    state["fp32_groups_flat"] = [torch.cat([m.flatten() for m in state.pop("fp32_groups")[0]])]
+    other = of_contrib(make_model(), **DYNAMIC)
+    other.load_state_dict(through_a_file(state))
+    assert_same(tensors_of(other.fp32_groups[0]), masters)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("cur_scale"), 'has no "cur_scale"'),
+        (lambda s: s.pop("scale_window"), 'has no "scale_window"'),
+        (lambda s: s.update(cur_scale=0.0), "a loss scale must be > 0"),
+        (lambda s: s["fp32_groups"][0].pop(), r"\['fp32_groups'\]\[0\] has masters of shapes"),
+        (lambda s: s.update(fp32_groups_flat=[torch.zeros(3)]), r"fp32_groups_flat'\]\[0\] is flat with 3 elements"),
+    ],
+    ids=["no-scale", "no-window", "zero", "masters", "flat"],
+)
+def test_its_bad_checkpoint_changes_nothing(change, message):
+    optimizer = of_contrib(make_model(), **DYNAMIC)
+    state = {**optimizer.state_dict(), "cur_scale": 2.0}
+    change(state)
+    with pytest.raises(ampctx.AmpError, match=message):
+        optimizer.load_state_dict(state)
+    assert optimizer.cur_scale == 2.0**16
+
+
+def test_it_takes_no_closure():
+    with pytest.raises(NotImplementedError, match="takes no closure: use apex.fp16_utils.FP16_Optimizer"):
+        of_contrib(make_model()).step(lambda: None)
+
+
+@pytest.mark.parametrize("name", ["update_master_grads", "clip_master_grads"])
+def test_what_apexs_class_has_not_is_not_there(name):
+    optimizer = of_contrib(make_model())
+    assert not hasattr(optimizer, name)
+    with pytest.raises(AttributeError, match=f"has no {name}, as it unscales in step.*: give FusedAdam max_grad_norm"):
+        getattr(optimizer, name)
