@@ -172,19 +172,6 @@ def test_an_o2_checkpoint_of_apex_goes_on_as_the_run_did(name):
     assert_same(resumed, expected)
 
 
-def test_without_masters_they_start_from_the_models_weights():
-    model, optimizer = start("O2")
-    train(model, optimizer, 3)
-    content = filed(made_by_apex("adam", model, optimizer, 3, masters=False))
-    amp.reset()
-    model, optimizer = start("O2", seed=1)
-    train(model, optimizer, 1)
-    resume(content, model, optimizer)
-    own = [v for k, v in content["model"].items() if k.endswith(("weight", "bias"))]
-    assert_same(masters_of(optimizer), own)
-    assert_same(weights(model), dict(content["model"]))
-
-
 def test_adams_next_step_by_hand():
     """One weight, O2, from numbers that apex would have saved: computed in plain Python."""
     model = nn.Linear(1, 1, bias=False)
