@@ -1,7 +1,7 @@
 """One declaration per optimizer op. Must not import torch, because the build reads this file without it.
 
 Schemas, fakes, checks and typed calls come from it, and the state keys and numbers of the optimizer classes.
-``csrc/generate.py`` writes the C++ side. Written by hand: the arithmetic (``csrc/functors/<op>.h``,
+``csrc/generate.py`` writes the C++ side and ``steps.py``. Written by hand: the arithmetic (``csrc/functors/<op>.h``,
 ``reference_steps``), the class, the entry points of LAMB and NovoGrad (which walk elements more than once), and the
 boxed function of LARC (which takes no step).
 """
