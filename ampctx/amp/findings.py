@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from ampctx.kernels.each import stored_grad
+from ampctx.kernels.tensor_loops import stored_grad
 from ampctx.masters.lazy_grads import ModelGrads
 from ampctx.scaling.outcome import Culprit, Culprits, culprits_among
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from ampctx._errors import AmpAttributeError, AmpError, AmpTypeError
 from ampctx.casts.arguments import LOW_PRECISION, Undo
 from ampctx.distributed import is_distributed
-from ampctx.kernels.each import all_none, grad_of, stored_grad, version_of
 from ampctx.kernels.sharding import values_of
+from ampctx.kernels.tensor_loops import all_none, grad_of, stored_grad, version_of
 from ampctx.scaling.device_skips import is_capturing
 from ampctx.scaling.loss_scale import LossScale
 

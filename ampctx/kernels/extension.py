@@ -75,7 +75,7 @@ class Extension:
     # Whether torch has its objects as csrc/prefetch.h expects them. Then passes look ahead, and find versions, missing
     # gradients and the sizes of storages there.
     knows_objects: bool = False
-    # Functions of csrc/python_passes.h by name, for ``ampctx.kernels.passes``.
+    # Functions of csrc/python_passes.h by name, for ``ampctx.kernels.tensor_loops``.
     passes: dict[str, Callable[..., Any]] = field(default_factory=dict)
     late: LateKernels | None = None
     # If the kernels run on only some GPUs: the ops for those.

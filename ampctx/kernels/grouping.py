@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampctx.kernels.each import device_of, dtype_of, layout_of
 from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, same_layout
 from ampctx.kernels.sharding import local
+from ampctx.kernels.tensor_loops import device_of, dtype_of, layout_of
 
 
 class Bucket(NamedTuple):

@@ -27,7 +27,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ampctx._compiling import outside_of_graphs
 from ampctx._errors import AmpError, AmpValueError
-from ampctx.kernels import foreach, passes
+from ampctx.kernels import foreach, tensor_loops
 from ampctx.kernels.foreach import Factor, PerDevice, Unread
 from ampctx.kernels.host_memory import Lane, available_bytes, buffers
 from ampctx.kernels.sharding import is_sharded
@@ -129,7 +129,7 @@ class _Flight:
             self._news.wait_for(lambda: self.is_over or all(p in self._sent for p in params))
         for device, mark in {(p.device, self._sent.get(p)) for p in params}:
             self._lanes[device].be_followed(mark)
-        passes.bump_versions(params)
+        tensor_loops.bump_versions(params)
         for p in params:
             self.twins.pop(p).agrees(p)
 
@@ -320,7 +320,7 @@ class Offload:
                 # As the ops on a device take it.
                 here["lr"] = lr.detach().to(CPU, lr.dtype if lr.device == CPU else torch.float32, copy=True)
             twins = [self._twins[p].weight for p in group["params"]]
-            if not passes.same_items(here["params"], twins):
+            if not tensor_loops.same_items(here["params"], twins):
                 here["params"] = twins
         host.state = {twin.weight: state[p] for p, twin in self._twins.items() if p in state}
         return host
