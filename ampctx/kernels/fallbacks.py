@@ -34,7 +34,8 @@ def _check(
     elif t.layout != torch.strided:
         problem = "is not a strided tensor"
     elif t.dtype not in dtypes:
-        problem = f"has dtype {t.dtype}, expected {' or '.join(map(str, dtypes))}"
+        *most, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        problem = f"has dtype {t.dtype}, expected {', '.join(most)}{' or ' if most else ''}{last}"
     elif t.device != device:
         problem = f"is on {t.device}, expected {device}"
     elif numel is not None and t.numel() != numel:
@@ -58,11 +59,13 @@ def _check_list(
     if len(tensors) != len(first):
         raise RuntimeError(f"{op}: {name} has {len(tensors)} tensors, expected {len(first)}")
     for i, (t, like) in enumerate(zip(tensors, first, strict=True)):
-        allowed, where = (tensors[0].dtype,) if i else dtypes, f"{op}: {name}[{i}]"
+        where = f"{op}: {name}[{i}]"
         if numel is None:
-            _check(where, t, allowed, first[0].device, like.numel(), like)
+            _check(where, t, dtypes, first[0].device, like.numel(), like)
         else:
-            _check(where, t, allowed, first[0].device, numel(like))
+            _check(where, t, dtypes, first[0].device, numel(like))
+        if t.dtype != tensors[0].dtype:
+            raise RuntimeError(f"{where} has dtype {t.dtype}, {name}[0] has {tensors[0].dtype}")
 
 
 def _check_rule(op: str, given: Mapping[str, Any]) -> None:
