@@ -34,7 +34,7 @@ class Fault(NamedTuple):
 
 OPS, AMP, ROWS = "tests/ops/test_multi_tensor_", "tests/amp/test_", "tests/reliability/test_"
 CPU = "-k cpu"  # the compiled kernels: without building the emulated ones
-FORMULAS = f"tests/ops/test_elementwise_formulas.py {CPU}"
+FORMULAS, LAYERWISE = (f"tests/ops/test_{kind}_formulas.py {CPU}" for kind in ("elementwise", "layerwise"))
 STEPS = f"{AMP}device_steps.py {AMP}overflow.py {AMP}scale_loss.py"
 
 FAULTS = [
@@ -53,19 +53,19 @@ FAULTS = [
     ),
     Fault(
         "lamb's ratio is the other way round", "csrc/functors/lamb.h",
-        "(norm_of_w / norm_of_u)", "(norm_of_u / norm_of_w)", f"{OPS}lamb.py {CPU}",
+        "(norm_of_w / norm_of_u)", "(norm_of_u / norm_of_w)", LAYERWISE,
     ),
     Fault(
         "lamb decays upwards", "csrc/functors/lamb.h",
-        "u + lamb.weight_decay * w : u", "u - lamb.weight_decay * w : u", f"{OPS}lamb.py {CPU}",
+        "u + lamb.weight_decay * w : u", "u - lamb.weight_decay * w : u", LAYERWISE,
     ),
     Fault(
         "novograd subtracts the gradient from the moment", "csrc/functors/novograd.h",
-        "state[0] + novograd.of_g * g;", "state[0] - novograd.of_g * g;", f"{OPS}novograd.py {CPU}",
+        "state[0] + novograd.of_g * g;", "state[0] - novograd.of_g * g;", LAYERWISE,
     ),
     Fault(
         "larc decays upwards", "csrc/functors/larc.h",
-        "(g + tensor.weight_decay * w)", "(g - tensor.weight_decay * w)", f"{OPS}larc.py {CPU}",
+        "(g + tensor.weight_decay * w)", "(g - tensor.weight_decay * w)", LAYERWISE,
     ),
     Fault(
         "lion goes against the sign", "csrc/functors/lion.h",
