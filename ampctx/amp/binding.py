@@ -27,9 +27,9 @@ from ampctx.amp.phases import NOT_THE_USERS, PERTURBED, READY, RELEASED, STEPPIN
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.casts.switch import CastSwitch
 from ampctx.kernels import foreach
-from ampctx.kernels.each import stored_grad
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, join_flags
 from ampctx.kernels.sharding import values_of
+from ampctx.kernels.tensor_loops import stored_grad
 from ampctx.masters import waiting
 from ampctx.masters.clip import norm_before_clipping
 from ampctx.masters.gradients import BlockGradients, Phase

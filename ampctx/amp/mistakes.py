@@ -25,8 +25,8 @@ from ampctx.amp.binding import OptimizerBinding
 from ampctx.amp.blocks import Block
 from ampctx.amp.skip_log import SkipLog
 from ampctx.casts.arguments import LOW_PRECISION, Undo
-from ampctx.kernels.each import all_none, grad_of, stored_grad, version_of
 from ampctx.kernels.sharding import values_of
+from ampctx.kernels.tensor_loops import all_none, grad_of, stored_grad, version_of
 from ampctx.scaling.device_skips import is_capturing
 from ampctx.scaling.loss_scale import LossScale
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.amp.binding import OptimizerBinding
 from ampctx.casts.model_watch import PLACE
-from ampctx.kernels.each import stored_grad
 from ampctx.kernels.foreach import Factor, PerDevice
+from ampctx.kernels.tensor_loops import stored_grad
 from ampctx.scaling.device_skips import Flags
 from ampctx.scaling.formats import KEY, read_amp_entries
 from ampctx.scaling.guarded_step import OUTSIDE_OF_BLOCKS

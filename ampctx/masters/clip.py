@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ampctx._compiling import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx.kernels import foreach, passes
-from ampctx.kernels.each import device_of, set_each, stored_grad
+from ampctx.kernels import foreach, tensor_loops
 from ampctx.kernels.foreach import Clipped, PerDevice, Unread, joined_norm, move
 from ampctx.kernels.handles import read_grads
 from ampctx.kernels.sharding import Grid, any_sharded, by_layout, grids_of, is_split, local, place_grads
+from ampctx.kernels.tensor_loops import device_of, set_each, stored_grad
 from ampctx.masters import lazy_grads, params, waiting
 
 
@@ -192,7 +192,7 @@ _clip_outside_of_graphs = outside_of_graphs(_clip)
 
 def _without(lazy: list[lazy_grads.ModelGrads], found: list[Tensor]) -> list[Tensor]:
     """The parameters without lazy gradients."""
-    if len(lazy) == 1 and passes.same_items(found, lazy[0].masters):
+    if len(lazy) == 1 and tensor_loops.same_items(found, lazy[0].masters):
         return []
     untouched = {i for group in lazy for i in group.masters.ids}
     return [p for p in found if id(p) not in untouched] if untouched else found

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from ampctx._compiling import without_grad
 from ampctx._errors import AmpError, AmpValueError
-from ampctx.kernels.each import version_of
 from ampctx.kernels.foreach import Clipped, Factor, PerDevice, product
 from ampctx.kernels.reference import KERNEL_DTYPES
 from ampctx.kernels.reference_steps import LOW_PRECISION
 from ampctx.kernels.sharding import place_grads, wrote
 from ampctx.kernels.spec import SPECS
+from ampctx.kernels.tensor_loops import version_of
 from ampctx.masters.lazy_grads import clear_grads
 from ampctx.optimizers import _checkpoint, _hooks, _options, _over_ranks, _state_types, _work
 from ampctx.optimizers._offload import Offload

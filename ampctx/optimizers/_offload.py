@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ampctx._compiling import outside_of_graphs
 from ampctx._errors import AmpError, AmpValueError
-from ampctx.kernels import foreach, passes
+from ampctx.kernels import foreach, tensor_loops
 from ampctx.kernels.foreach import Factor, PerDevice, Unread
 from ampctx.kernels.host_memory import Lane, available_bytes, buffers
 from ampctx.kernels.sharding import is_sharded
@@ -154,7 +154,7 @@ class Offload:
                 # As the ops on a device take it.
                 here["lr"] = lr.detach().to(CPU, lr.dtype if lr.device == CPU else torch.float32, copy=True)
             twins = [self._twins[p].weight for p in group["params"]]
-            if not passes.same_items(here["params"], twins):
+            if not tensor_loops.same_items(here["params"], twins):
                 here["params"] = twins
         host.state = {twin.weight: state[p] for p, twin in self._twins.items() if p in state}
         return host
@@ -199,7 +199,7 @@ class Offload:
             send(list(to_send))
             for lane in lanes.values():
                 lane.be_followed(lane.mark())
-            passes.bump_versions(stepped)
+            tensor_loops.bump_versions(stepped)
             for p in stepped:
                 self._twins[p].agrees(p)
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ampctx import clip_grad_norm_, optimizers
 from ampctx.amp import AmpSession, GradScaler
-from ampctx.kernels import definitions, step_checks
+from ampctx.kernels import definitions
 from ampctx.kernels import reference as _reference
 from ampctx.kernels.steps import NO_NUMBERS
 
@@ -135,7 +135,7 @@ def stepped(beta2):
     p, m, v, step = torch.randn(50, generator=generator), torch.zeros(50), torch.zeros(50), torch.zeros(())
     for _ in range(4):
         g = torch.randn(50, generator=generator)
-        step_checks.FALLBACKS["multi_tensor_adam"](
+        definitions.FALLBACKS["multi_tensor_adam"](
             [g], [p], [m], [v], [], [], [step], [], [], [], torch.zeros(()), torch.ones(()), torch.tensor(0.1),
             torch.zeros(()), NO_NUMBERS, 0.9, beta2, 1e-8, 0.1, True, True, False, 0, 0, -1.0, False,
         )  # fmt: skip

@@ -18,7 +18,6 @@ import argparse
 import collections
 import json
 import random
-import re
 import subprocess
 import sys
 import tempfile
@@ -310,9 +309,7 @@ def check(seed: int, number: int) -> tuple[str, str]:
         return verdict, ""  # torch's own ops ask for a clone, where the kernels just write
     if held and verdict == "NotImplementedError":
         return verdict, ""  # there are no fake kernels for held lists
-    # torch's own refusals depend on the overload.
-    same_words = held or (verdict == other_verdict and _plain(str(result)) == _plain(str(other_result)))
-    if (verdict == "accepted") != (other_verdict == "accepted") or (verdict != "accepted" and not same_words):
+    if (verdict == "accepted") != (other_verdict == "accepted"):
         return verdict, f"compiled: {verdict} {result!s:.300}, reference: {other_verdict} {other_result!s:.300}"
     if verdict == "accepted" and case.op in ELEMENTWISE_OPS and not case.shares_memory and not case.has_fp64_lists():
         theirs = [_content(t) for t in other.tensors()]
@@ -320,11 +317,6 @@ def check(seed: int, number: int) -> tuple[str, str]:
             if not _same(a, b):
                 return verdict, f"compiled and reference differ in tensor {i} of the arguments"
     return verdict, ""
-
-
-def _plain(message: str) -> str:
-    """Without what differs from process to process or between the namespaces."""
-    return re.sub(r"(0x[0-9a-f]+|tensor\(|Could not run).*", "", message, flags=re.DOTALL)
 
 
 def child(seed: int, first: int, seconds: float, progress: Path) -> None:

@@ -1,4 +1,4 @@
-"""The passes over lists of tensors: those of the library answer as those of Python."""
+"""The loops over lists of tensors: those of the library answer as those of Python."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ import pytest
 import torch
 from torch import nn
 
-from ampctx.kernels import handles, ops, passes
+from ampctx.kernels import handles, ops, tensor_loops
 from ampctx.masters.lazy_grads import MasterParam
 
-# More than the passes look ahead.
+# More than the loops look ahead.
 COUNT = 100
 
 
 def python():
     """The module as it is without the library."""
-    spec = importlib.util.spec_from_file_location("passes_of_python", passes.__file__)
+    spec = importlib.util.spec_from_file_location("passes_of_python", tensor_loops.__file__)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-LIBRARY, PYTHON = SimpleNamespace(**vars(passes)), python()
+LIBRARY, PYTHON = SimpleNamespace(**vars(tensor_loops)), python()
 either = pytest.mark.parametrize("side", [LIBRARY, PYTHON], ids=["library", "python"])
 
 
 def test_the_library_has_the_passes():
     """Else the tests of this file compare Python with itself."""
-    assert all(getattr(passes, name) is function for name, function in handles.extension.passes.items())
+    assert all(getattr(tensor_loops, name) is function for name, function in handles.extension.passes.items())
     assert len(handles.extension.passes) > 5
 
 
 def test_the_passes_look_ahead():
     """Else torch has its objects in another way than csrc/prefetch.h expects, and passes over many tensors are slow."""
     assert handles.read([torch.ones(1)]) is not None
-    assert passes.bump_each([torch.ones(1)])
+    assert tensor_loops.bump_each([torch.ones(1)])
 
 
 def params(count=COUNT):
@@ -242,11 +242,11 @@ def test_counts_tell_of_writes_and_of_other_memory(side):
 def test_kinds_tell_of_another_dtype():
     tensors = params()
     held = handles.HeldTensors(tensors)
-    kinds = passes.held_kinds(held.number)
-    assert passes.held_kinds(held.number) == kinds
+    kinds = tensor_loops.held_kinds(held.number)
+    assert tensor_loops.held_kinds(held.number) == kinds
     tensors[5].data = tensors[5].data.half()
-    assert passes.held_kinds(held.number) != kinds
-    assert passes.held_kinds(-1) == b""
+    assert tensor_loops.held_kinds(held.number) != kinds
+    assert tensor_loops.held_kinds(-1) == b""
 
 
 @either
@@ -295,15 +295,15 @@ def test_a_tensor_of_inference_mode_has_no_version(side):
 
 def test_gradients_of_a_backward_are_seen_and_gone():
     tensors = params(3)
-    assert passes.have_no_grad(tensors, False)
+    assert tensor_loops.have_no_grad(tensors, False)
     sum(p.sum() for p in tensors[1:]).backward()
-    assert not passes.have_no_grad(tensors, False)
-    assert passes.have_no_grad(tensors[:1], False)
+    assert not tensor_loops.have_no_grad(tensors, False)
+    assert tensor_loops.have_no_grad(tensors[:1], False)
     for p in tensors:
         p.grad = None
-    assert passes.have_no_grad(tensors, False)
+    assert tensor_loops.have_no_grad(tensors, False)
     with torch.no_grad():
-        assert passes.have_no_grad([torch.ones(3), tensors[0][1:]], False)
+        assert tensor_loops.have_no_grad([torch.ones(3), tensors[0][1:]], False)
 
 
 # --- handles that gradients keep until the step ----------------------------------------------------------------------
@@ -314,7 +314,7 @@ def test_gradients_are_collected():
     for p in tensors:
         p.grad = torch.ones(3)
     grads, are_plain = handles.collect_grads(tensors)
-    assert passes.same_items(grads, [p.grad for p in tensors])
+    assert tensor_loops.same_items(grads, [p.grad for p in tensors])
     assert are_plain
     tensors[-1].grad = None
     assert handles.collect_grads(tensors) == ([*grads[:-1], None], False)

@@ -1,22 +1,53 @@
-"""Passes over lists and dicts of tensors that each block and step makes: is all as before, is nothing there.
+"""Loops over tensors that each block and step makes: attributes, gradients, versions, "is all as before".
 
-The library has them in C (csrc/python_passes.h), because a loop of Python costs more for a small tensor than its
-kernel. Without the library these run.
+A line of Python for each tensor costs more than the kernel of a small one. So each loop is ``map`` over C functions, or
+a function of the library (csrc/python_passes.h), which takes the place of the one here. For the same reason avoid dicts
+with tensor keys: torch hashes tensors in Python.
 """
 
 from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ampctx.kernels.each import all_none, grad_of, is_resolved, set_each, stored_grad, version_of
+grad_of: Any = operator.attrgetter("grad")
+_of_tensor: Any = Tensor
+# Bypasses the property ``grad`` of a subclass.
+stored_grad: Any = _of_tensor.grad.__get__
+dtype_of: Any = _of_tensor.dtype.__get__
+device_of: Any = _of_tensor.device.__get__
+layout_of: Any = _of_tensor.layout.__get__
+# Private name. torch has no public way to see a write without reading the tensor.
+version_of: Any = operator.attrgetter("_version")
+
+
+def is_resolved(tensor: Tensor) -> bool:
+    """Whether the tensor's values are those in its memory. torch negates or conjugates others as it reads them, and
+    takes a ZeroTensor, which has no memory, for zeros."""
+    # _is_zerotensor is private; torch has no public name for it.
+    return not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
+
+
+def set_each(objects: Iterable[Any], name: str, value: Any) -> None:
+    """``setattr(object, name, value)`` for each object."""
+    deque(map(setattr, objects, repeat(name), repeat(value)), maxlen=0)
+
+
+def all_none(items: Iterable[Any]) -> bool:
+    return all(map(operator.is_, items, repeat(None)))
+
+
+def all_there(items: Iterable[Any]) -> bool:
+    """Whether no item is None."""
+    return all(map(operator.is_not, items, repeat(None)))
 
 
 def same_items(items: Sequence[Any], others: Sequence[Any]) -> bool:
