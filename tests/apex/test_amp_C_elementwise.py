@@ -271,7 +271,7 @@ GOOD = [torch.ones(1), torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=to
         (0, torch.ones(1).half(), "current_scale has dtype torch.float16, expected float32"),
         (1, torch.zeros(1), "growth_tracker has dtype torch.float32, expected int32"),
         (2, torch.zeros(2, dtype=torch.int32), "hysteresis_tracker has 2 elements, expected 1"),
-        (3, torch.zeros(1, device="meta"), "found_inf is on meta, not on the same device as the first tensor"),
+        (3, torch.zeros(1, device="meta"), "found_inf is on meta, and current_scale is on cpu"),
         (3, torch.zeros(1).bool(), "found_inf has dtype torch.bool, expected float32 or int32"),
     ],
     ids=["number", "scale-type", "tracker-type", "elements", "device", "flag-type"],
