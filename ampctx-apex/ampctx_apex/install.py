@@ -21,7 +21,7 @@ from typing import Any, Literal
 from ampctx import AmpError, AmpNotImplementedError, AmpValueError
 from ampctx_apex.distribution import ApexDistribution
 from ampctx_apex.names import NAMES, is_refused_at_import, refusal
-from ampctx_apex.startup import MODULES, ROOTS
+from ampctx_apex.roots import MODULES, ROOTS
 
 
 def served(fullname: str) -> importlib.machinery.ModuleSpec | None:

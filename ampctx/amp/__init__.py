@@ -3,7 +3,6 @@
 ``AmpSession()`` has the same methods, for a second configuration in one process.
 """
 
-from ampctx.amp import former_names as _former_names  # noqa: F401
 from ampctx.amp.explain import CastCount, Explanation, OpCount, explain
 from ampctx.amp.opt_level import OPT_LEVELS, PrecisionPolicy
 from ampctx.amp.session import AmpSession

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
+from ampctx._collectives import broadcast_tree, maximum_over_ranks, ranks_of
 from ampctx._errors import AmpError, AmpRankError
 from ampctx.amp import ranks, run_state
 from ampctx.amp.binding import OptimizerBinding
-from ampctx.distributed import broadcast_tree, maximum_over_ranks, ranks_of
 from ampctx.kernels.sharding import steps_a_partition
 
 CALL = "amp.joinable at the end of Join"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.utils.hooks import RemovableHandle
 
+from ampctx._collectives import check_process_group, is_distributed
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.amp import joining, named_entries, named_state, ranks, run_state
 from ampctx.amp import weights as master_weights
@@ -24,7 +25,7 @@ from ampctx.amp.opt_level import PrecisionPolicy
 from ampctx.amp.param_mistakes import ParamMistakes
 from ampctx.amp.setup import as_list, is_optimizer
 from ampctx.amp.skip_log import SkipLog
-from ampctx.distributed import check_process_group, is_distributed
+from ampctx.casts.arguments import autocast_off
 from ampctx.masters import waiting
 from ampctx.scaling import formats
 from ampctx.scaling.history import History, StepHistory
@@ -348,6 +349,7 @@ class SessionState:
             )
         return state
 
+    @autocast_off()
     def load_state_dict(self, state_dict: dict[str, Any], *, process_group: Any = None) -> None:
         """Loads a ``state_dict()`` of ampctx or apex. An invalid one raises and changes nothing. May be a host sync.
 
@@ -490,6 +492,7 @@ class SessionState:
         tree = run.saved(amp)
         return named_entries.gathered(tree, full_state_dict, cpu_offload) if full_state_dict or cpu_offload else tree
 
+    @autocast_off()
     def set_state_dict(
         self,
         model: nn.Module,
@@ -547,7 +550,7 @@ class SessionState:
         """
         return named_state.Stateful(self, model, optimizers, options)
 
-    def _named_run(self, model: nn.Module, optimizers: Any, call: str) -> tuple[named_state.Run, bool]:
+    def _named_run(self, model: nn.Module, optimizers: Any, call: str) -> tuple[named_state.NamedModel, bool]:
         """The run, and whether amp is on."""
         if self.policy is None:
             raise AmpError(
@@ -557,4 +560,4 @@ class SessionState:
         given = as_list(optimizers, "optimizer", is_optimizer)
         on = self.policy.enabled
         bindings = [self._watched(optimizer, call.removeprefix("amp.")) if on else None for optimizer in given]
-        return named_state.Run(model, given, bindings, call), on
+        return named_state.NamedModel(model, given, bindings, call), on

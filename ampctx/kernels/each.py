@@ -25,6 +25,13 @@ layout_of: Any = _of_tensor.layout.__get__
 version_of: Any = operator.attrgetter("_version")
 
 
+def is_resolved(tensor: Tensor) -> bool:
+    """Whether the tensor's values are those in its memory. torch negates or conjugates others as it reads them, and
+    takes a ZeroTensor, which has no memory, for zeros."""
+    # _is_zerotensor is private; torch has no public name for it.
+    return not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
+
+
 def set_each(objects: Iterable[Any], name: str, value: Any) -> None:
     """``setattr(object, name, value)`` for each object."""
     deque(map(setattr, objects, repeat(name), repeat(value)), maxlen=0)

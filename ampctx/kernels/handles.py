@@ -38,12 +38,6 @@ def _check_types(tensors: Sequence[Any], name: str) -> None:
             raise AmpTypeError(f"{name}[{i}] is a {type(t).__name__}, expected a tensor")
 
 
-def can_be_held(tensor: Tensor) -> bool:
-    """Whether torch's dispatcher hands an op the tensor itself and not a copy."""
-    # _is_zerotensor is private; torch has no public name for it.
-    return not (tensor.is_neg() or tensor._is_zerotensor())
-
-
 # Not derived from Sequence: its isinstance() is a function of Python, which each op call would pay for each list.
 if TYPE_CHECKING:
     _Listed = Sequence[Tensor]
@@ -71,7 +65,7 @@ class HeldTensors(_Listed):
         if not self.tensors:
             raise AmpValueError("HeldTensors: the list is empty. Pass one or more tensors of one device.")
         _check_types(self.tensors, "HeldTensors: tensors")
-        if not all(map(can_be_held, self.tensors)):
+        if not passes.all_resolved(self.tensors):
             raise AmpValueError(
                 "HeldTensors: a tensor is a negating view or has no memory, so torch would hand over a copy. "
                 "Pass its clone()."
@@ -155,8 +149,6 @@ _MANY = 24
 
 def read_each(lists: Sequence[Sequence[Tensor]]) -> list[ReadTensors] | None:
     """Handles for the lists of an op call. None if the dispatcher has to take one of them, or is faster."""
-    if not extension.knows_objects:
-        return None
     found: list[ReadTensors] = []
     for i, tensors in enumerate(lists):
         again = next((k for k in range(i) if lists[k] is tensors), None)
@@ -199,7 +191,7 @@ def hold(tensors: Iterable[Tensor]) -> HeldTensors | None:
     if is_watched() or not listed or not extension.passes or not passes.are_plain(listed):
         return None
     served = all(map(extension.serves, {device.type for device in map(device_of, listed)}))
-    if not served or set(map(layout_of, listed)) != {torch.strided} or not all(map(can_be_held, listed)):
+    if not served or set(map(layout_of, listed)) != {torch.strided} or not passes.all_resolved(listed):
         return None
     return HeldTensors(listed)
 

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ampctx.kernels.each import all_none, grad_of, set_each, stored_grad, version_of
+from ampctx.kernels.each import all_none, grad_of, is_resolved, set_each, stored_grad, version_of
 
 
 def same_items(items: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -23,9 +24,16 @@ def same_items(items: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(items) == len(others) and all(map(operator.is_, items, others))
 
 
-def same_members(groups: Sequence[Mapping[str, Any]], members: list[Any]) -> bool:
-    """Whether the param groups of an optimizer hold the members, in order."""
-    return same_items(list(chain.from_iterable(group["params"] for group in groups)), members)
+def members_of(groups: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    """A copy of each group's list of parameters."""
+    return [list(group["params"]) for group in groups]
+
+
+def same_members(groups: Sequence[Mapping[str, Any]], members: list[list[Any]]) -> bool:
+    """Whether the param groups hold the parameters of ``members_of``, each in its group, in order."""
+    return len(groups) == len(members) and all(
+        same_items(group["params"], params) for group, params in zip(groups, members, strict=True)
+    )
 
 
 def same_mapping(mapping: Mapping[Any, Any], keys: list[Any], values: list[Any]) -> bool:
@@ -41,7 +49,7 @@ def same_entries(dicts: list[dict[str, Any]], keys: list[str], columns: list[lis
 
 
 def nothing_changed(
-    groups: Sequence[Mapping[str, Any]], members: list[Any], number: int, kinds: bytes, leaves: list[Any]
+    groups: Sequence[Mapping[str, Any]], members: list[list[Any]], number: int, kinds: bytes, leaves: list[Any]
 ) -> bool:
     """Whether the groups hold the members, the tensors of a held list are of the ``kinds`` of ``held_kinds``, and no
     leaf has a gradient."""
@@ -70,6 +78,19 @@ def same_plan(
 def are_plain(tensors: list[Tensor]) -> bool:
     """Whether the library reads tensors of all these types."""
     return False
+
+
+def are_resolved(tensors: list[Tensor]) -> bool:
+    """Whether each tensor ``is_resolved``. The library answers for tensors of the types that it reads."""
+    return all(map(is_resolved, tensors))
+
+
+def all_resolved(tensors: Sequence[Tensor]) -> bool:
+    """``are_resolved``, for tensors of any type. True in graphs, where torch resolves them."""
+    if torch.compiler.is_compiling():
+        return True
+    listed = tensors if type(tensors) is list else list(tensors)
+    return bool(are_resolved(listed)) or all(map(is_resolved, listed))
 
 
 def have_no_grad(tensors: list[Tensor], stored: bool) -> bool:

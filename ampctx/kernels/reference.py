@@ -190,6 +190,8 @@ def multi_tensor_scale(src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: 
     """dst = src * scale."""
     for s, d in zip(src, dst, strict=True):
         raise_flag(found_inf, s)
+        if s is d and not torch.compiler.is_compiling() and s._is_zerotensor():
+            continue  # torch refuses to write it
         dtype = s.dtype if s.is_complex() else compute_dtype(s, d)
         d.copy_((s.to(dtype) * scalar(scale, s, dtype)).reshape(d.shape))
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ampctx.distributed import all_reduce, named_collective
+from ampctx._collectives import all_reduce, named_collective
 from ampctx.kernels.each import grad_of
 
 

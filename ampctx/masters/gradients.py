@@ -64,7 +64,7 @@ class _Outcome:
 
 
 @dataclass(eq=False)
-class Block:
+class Frame:
     """An open block.
 
     stash: the gradients from before: unscaled in the outermost block, scaled in nested ones.
@@ -125,7 +125,7 @@ class BlockGradients:
     def __init__(self, masters: MasterParams) -> None:
         self._masters = masters
         # If there is a window, it is the first entry.
-        self._stack: list[Window | Block] = []
+        self._stack: list[Window | Frame] = []
         # The latest lazy gradients with their check, even if they have been materialized since.
         self.checked: ModelGrads | None = None
         # An exception came while gradients were added up: ``.grad`` holds neither the old sum nor the new one.
@@ -166,7 +166,7 @@ class BlockGradients:
     def factors(self) -> tuple[Factor, Factor]:
         """The factors of the innermost block for its loss and for its gradients. 1 outside of blocks."""
         block = self._stack[-1] if self._stack else None
-        return (block.scale, block.inv_scale) if isinstance(block, Block) else (1.0, 1.0)
+        return (block.scale, block.inv_scale) if isinstance(block, Frame) else (1.0, 1.0)
 
     @property
     def is_idle(self) -> bool:
@@ -179,7 +179,7 @@ class BlockGradients:
         if self.checked is not None:
             self.materialize()
         if have_none:
-            self._stack.append(Block({}, None, False, scale, inv_scale))
+            self._stack.append(Frame({}, None, False, scale, inv_scale))
             return
         window = self._stack[-1] if self._stack else None
         leaves = self._masters.leaves if self._stack else self._masters.params_without_master
@@ -187,7 +187,7 @@ class BlockGradients:
         if not isinstance(window, Window):
             # Recorded before anything changes, so that abandon() can restore it.
             stash = {p: g if owns_its_memory(g) else g.clone() for p, g in present.items()}
-            self._stack.append(Block(stash, None, window is not None, scale, inv_scale))
+            self._stack.append(Frame(stash, None, window is not None, scale, inv_scale))
             passes.clear_grads(list(present), False)
             return
         for p in window.scaled:
@@ -195,7 +195,7 @@ class BlockGradients:
                 window.stash.pop(p, None)
         # Copies, because the block's backward adds to the gradients of the window in place.
         copies = {p: g.clone() for p, g in present.items()}
-        self._stack.append(Block(window.stash, copies, False, scale, inv_scale))
+        self._stack.append(Frame(window.stash, copies, False, scale, inv_scale))
         if window.inv_scale is not inv_scale:
             self._rescale(present, product(scale, window.inv_scale))
 
@@ -217,7 +217,7 @@ class BlockGradients:
         self.incomplete |= committing
         while self.depth > depth:
             block = self._stack[-1]
-            assert isinstance(block, Block)
+            assert isinstance(block, Frame)
             was_there = block.stash if block.copies is None else block.copies
             for p in self._masters.leaves:
                 p.grad = was_there.get(p)
@@ -251,7 +251,7 @@ class BlockGradients:
     @torch.no_grad()
     def close_window(self, inv_scale: Factor, found_inf: FoundInf, check_before: Callable[[], bool] = bool) -> None:
         """Unscales and adds the gradients of a window that no block ends. Between blocks."""
-        self._stack.append(Block(self.stash))
+        self._stack.append(Frame(self.stash))
         try:
             self.prepare(inv_scale, found_inf, None, check_before)
             self.commit(found_inf)
@@ -273,7 +273,7 @@ class BlockGradients:
         whether the gradients from before need a check, too, because a skipped step may have left them.
         """
         block = self._stack[-1]
-        assert isinstance(block, Block)
+        assert isinstance(block, Frame)
         # The outermost block has stashed the unscaled gradients; nested ones have stashed scaled gradients.
         outer = self._stack[0] if block.nested else None
         self._unscale_into_masters(inv_scale, found_inf, block.outcome, block.nested)
@@ -284,7 +284,7 @@ class BlockGradients:
     def commit(self, found_inf: FoundInf) -> None:
         """Ends the block: adds the results of ``prepare`` to the gradients from before."""
         block = self._stack[-1]
-        assert isinstance(block, Block)
+        assert isinstance(block, Frame)
         self._apply(block.outcome, found_inf)
         if block.nested:
             self._stack[0].stash.update(block.outcome.stashed)
@@ -306,8 +306,8 @@ class BlockGradients:
 
     def _unscale_params_without_master(
         self,
-        block: Block,
-        outer: Window | Block | None,
+        block: Frame,
+        outer: Window | Frame | None,
         inv_scale: Factor,
         found_inf: FoundInf,
         done: set[int] | None,
@@ -329,7 +329,9 @@ class BlockGradients:
             found, known = read_grads(params)
             grads: Sequence[Tensor] = known if known is not None else [grad for grad in found if grad is not None]
             are_whole = known is not None or (
-                set(map(layout_of, grads)) <= {torch.strided} and all(map(Tensor.is_contiguous, grads))
+                set(map(layout_of, grads)) <= {torch.strided}
+                and all(map(Tensor.is_contiguous, grads))
+                and passes.all_resolved(grads)
             )
             # Two parameters may hold one gradient.
             if are_whole and (are_apart([known]) if known is not None else len(set(map(id, grads))) == len(grads)):
@@ -487,7 +489,7 @@ class BlockGradients:
             del self._stack[0]
         for block in self._stack:
             block.stash.clear()
-            if isinstance(block, Block) and block.copies is not None:
+            if isinstance(block, Frame) and block.copies is not None:
                 block.copies.clear()
         self.incomplete = self.stepped = False
 

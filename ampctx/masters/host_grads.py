@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampctx._collectives import is_distributed
 from ampctx._errors import AmpError
-from ampctx.distributed import is_distributed
 from ampctx.kernels.host_memory import buffers
 
 # Of all optimizers, to look up the holder of a parameter.

@@ -40,7 +40,7 @@ _GRAD: Any = torch.Tensor.grad
 _PLACE: Any = operator.attrgetter("_place")
 
 
-class _Place:
+class _GradPlace:
     """Shared by the masters whose lazy gradients belong together."""
 
     lazy: weakref.ref[ModelGrads] | None = None
@@ -57,11 +57,11 @@ class MasterParam(nn.Parameter):
         like: a master of the same group of lazy gradients.
     """
 
-    _place: _Place
+    _place: _GradPlace
 
     def __new__(cls, data: Tensor, requires_grad: bool = True, like: MasterParam | None = None) -> MasterParam:
         master = super().__new__(cls, data, requires_grad)
-        master._place = _Place() if like is None else like._place
+        master._place = _GradPlace() if like is None else like._place
         return master
 
     @property
@@ -117,7 +117,7 @@ class Masters(list):
         return frozenset(self.ids)
 
     @cached_property
-    def places(self) -> set[_Place]:
+    def places(self) -> set[_GradPlace]:
         return set(map(_PLACE, self))
 
     @property
@@ -285,5 +285,5 @@ def _lazy_of(params: list[Tensor]) -> dict[ModelGrads, bool]:
     return {lazy: lazy.masters.id_set <= given for lazy in lazies if not given.isdisjoint(lazy.masters.id_set)}
 
 
-def _lazy_in(place: _Place) -> ModelGrads | None:
+def _lazy_in(place: _GradPlace) -> ModelGrads | None:
     return None if place.lazy is None else place.lazy()

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from ampctx._collectives import is_distributed
 from ampctx._errors import AmpError
 from ampctx.casts.arguments import LOW_PRECISION
 from ampctx.casts.model_watch import ParameterNames
-from ampctx.distributed import is_distributed
 from ampctx.kernels import foreach, passes
 from ampctx.kernels.each import dtype_of, stored_grad, version_of
 from ampctx.kernels.foreach import Unread
@@ -122,7 +122,7 @@ class MasterParams:
         # Ids of parameters without master that were 16-bit when they were added.
         self._low: set[int] = set()
         # The members of the groups at the last look.
-        self._members: list[Tensor] = []
+        self._members: list[list[Tensor]] = []
         # The write counts of the 16-bit weights when they were last written from their masters.
         self._written = b""
         # The masters may have moved, and the 16-bit weights not yet.
@@ -218,7 +218,7 @@ class MasterParams:
             else:
                 self._frozen.append(p)
         self._membership_changed()
-        self._members = _members(optimizer)
+        self._members = passes.members_of(optimizer.param_groups)
         self.has_sharded = any(map(is_sharded, self.params_without_master))
         self.groups = groups_of(self.params_without_master)
 
@@ -396,7 +396,7 @@ class MasterParams:
                     elif id(p) in unfrozen:
                         self._give_master(optimizer, group, i, None)
                         given[id(p)] = group["params"][i]
-            self._members = _members(optimizer)
+            self._members = passes.members_of(optimizer.param_groups)
 
     @torch.no_grad()
     def restore_params(self, optimizer: Any) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpError
+from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.spec import SPECS
 from ampctx.optimizers import _checkpoint, _options, _state_types
 from ampctx.optimizers._checkpoint import SavedGroup
@@ -35,6 +36,7 @@ class Saved(torch.optim.Optimizer):
         found = super().state_dict()
         return {**found, "state": _state_types.for_any_ranks(found["state"])}
 
+    @autocast_off()
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         """Loads a checkpoint of this class, of the same optimizer of torch.optim, or of apex. May be a host sync.
 

@@ -160,7 +160,7 @@ class Work(NamedTuple):
     # Where it draws random bits: the numbers of the members, and the op's ``numbers`` and ``stochastic_state``.
     numbers: Sequence[int] = ()
     random: Mapping[str, Any] = {}
-    # (gradient, its copy in another layout for the op), for gradients to unscale.
+    # (gradient, its copy for the op), for gradients to unscale.
     relaid: Sequence[tuple[Tensor, Tensor]] = ()
 
     @property
@@ -169,9 +169,9 @@ class Work(NamedTuple):
 
 
 def in_layout_of(p: Tensor, grad: Tensor) -> Tensor:
-    """``grad``, or a copy in the layout of ``p`` for the kernels."""
+    """``grad``, or a copy for the kernels: in the layout of ``p``, and with its values in memory."""
     if same_layout(grad, p) or not is_dense(p):
-        return grad
+        return grad if passes.all_resolved([grad]) else grad.clone()
     return torch.empty_like(p, dtype=grad.dtype, requires_grad=False).copy_(grad)
 
 
@@ -203,13 +203,16 @@ def works_of(
     # Local parts of DTensors, which may have another layout.
     params, extras = map(local, _targets(members.params, states, destination, scaling))
     given = local(members.grads)
+    resolved = passes.all_resolved(given)
     grads = [
-        grad if grad.is_contiguous() and p.is_contiguous() else in_layout_of(p, grad)
+        grad if resolved and grad.is_contiguous() and p.is_contiguous() else in_layout_of(p, grad)
         for p, grad in zip(params, given, strict=True)
     ]
     relaid: Sequence[tuple[Tensor, Tensor]] = ()
     if scaling.unscales and not kind[1]:
         relaid = [(grad, copy) for grad, copy in zip(given, grads, strict=True) if copy is not grad]
+        if not resolved:  # torch refuses to write a ZeroTensor
+            relaid = [(grad, copy) for grad, copy in relaid if not grad._is_zerotensor()]
     of_other_sizes = {**one_element, **forms.scales}
     keys = {**{name: key for name, key in sized.items() if key is not None}, **of_other_sizes}
     compared = {
@@ -294,8 +297,8 @@ def each_gradient_once(works: list[Work]) -> list[Work]:
 
 
 def finish_unscaling(works: Sequence[Work]) -> None:
-    """Writes back unscaled gradients in another layout than their parameter's, and bumps the versions of DTensors whose
-    parts were written. After a skipped step the values are the same. No host sync."""
+    """Writes back unscaled gradients that the ops had copies of, and bumps the versions of DTensors whose parts were
+    written. After a skipped step the values are the same. No host sync."""
     for work in works:
         for grad, copy in work.relaid:
             overwrite(grad, copy)
@@ -321,7 +324,7 @@ def call(op: str, work: Work, arguments: dict[str, Any]) -> None:
 _HELD_ON = frozenset({"cpu"})
 
 
-class _Call:
+class _KeptCall:
     """A call of the previous step, without its gradients but with their dtype and strides."""
 
     def __init__(
@@ -404,10 +407,10 @@ class Plan:
         groups, state, models = optimizer.param_groups, optimizer.state, scaling.models
         self._options = self._options_of(optimizer)
         lazy_masters = [] if scaling.lazy is None else list(scaling.lazy.masters)
-        self._calls = [_Call(work, state, lazy_masters, optimizer._one_element) for work in works]
-        members = [p for group in groups for p in group["params"]]
+        self._calls = [_KeptCall(work, state, lazy_masters, optimizer._one_element) for work in works]
+        members = passes.members_of(groups)
         stepped = {p for work in works for p in work.members}
-        idle = [p for p in members if p not in stepped]
+        idle = [p for params in members for p in params if p not in stepped]
         # What passes.same_plan compares.
         self._kept: list[Any] = [list(groups), members, list(state), list(state.values())]
         self._kept += [list(models), list(models.values()), lazy_masters, idle]

@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ampctx._collectives import named_collective
 from ampctx._errors import AmpTypeError, AmpValueError
-from ampctx.distributed import named_collective
+from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.foreach import PerDevice
 from ampctx.kernels.reference import is_dense
 from ampctx.kernels.sharding import by_layout, grids_of, local, wrote
@@ -27,7 +28,6 @@ from ampctx.optimizers._orthogonal import (
     newton_schulz,
     orthogonalized,
     stacks,
-    uncast,
 )
 from ampctx.optimizers._work import Scaling, Work
 from ampctx.optimizers.fused_adam import compare_decay
@@ -201,7 +201,7 @@ class FusedMuon(FusedOptimizer):
                 members = [p for p in group["params"] if has_split_matrices(p) and (p in directions or p.requires_grad)]
                 for placed, alike in by_layout(members).items():
                     for places in stacks((p.shape, p.numel()) for p in alike):
-                        with uncast(local(alike[:1])[0].device):
+                        with autocast_off():
                             self._orthogonalize_rows(group, placed, [alike[i] for i in places], directions)
         for work, arguments in calls:
             self.descend(work, arguments, [directions[p] for p in work.members])

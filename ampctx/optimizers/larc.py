@@ -164,6 +164,8 @@ class LARC:
                     refuse_sparse("LARC", param_name(self.param_groups, g, i))
                 if p.dtype not in KERNEL_DTYPES:
                     refuse_dtype("LARC", param_name(self.param_groups, g, i), p.dtype)
+                if grad._is_zerotensor():  # torch refuses to write it
+                    grad = p.grad = grad.clone()
                 grads.append(grad)
                 params.append(p)
             result.append((grads, params))

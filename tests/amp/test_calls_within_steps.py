@@ -1,14 +1,10 @@
 """What hooks and closures of a step call, blocks that outlive their session, and pickles of earlier versions."""
 
-import pickle
-import sys
-
 import pytest
 import torch
 from probe import Probe
 
 from ampctx import AmpStallError, GradScaler
-from ampctx.amp import AmpSession, former_names
 
 LEVELS = ("O0", "O2")
 
@@ -86,31 +82,3 @@ def test_a_scaler_goes_on_after_a_stall(fused):
     scaler.step(optimizer)
     scaler.update()
     assert torch.equal(p, torch.full((3,), 0.875))
-
-
-FORMER = [(module, name) for module, contents in former_names._CONTENTS.items() for name in contents]
-
-
-@pytest.mark.parametrize(("module", "name"), FORMER)
-def test_pickles_find_classes_by_their_former_names(module, name):
-    found = pickle.loads(f"campctx.amp.{module}\n{name}\n.".encode())
-    assert found is getattr(sys.modules[f"ampctx.amp.{module}"], name)
-    assert callable(found)
-
-
-@pytest.mark.parametrize("level", ["O0", "O2", "O4"])
-def test_a_pickled_model_of_an_earlier_version_loads(level):
-    """As whole models were saved while casts lived in ``ampctx.amp``."""
-    session, model = AmpSession(), torch.nn.Linear(2, 2)
-    session.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
-    data = pickle.dumps(model, protocol=2)
-    session.reset()
-    for now, former in (
-        (b"ampctx.casts.casting\n", b"ampctx.amp.casting\n"),
-        (b"ampctx.casts.autocast\nForwardHook\n", b"ampctx.amp.autocast\n_ForwardHook\n"),
-        (b"ampctx.casts.model_watch\n", b"ampctx.amp.model_watch\n"),
-        (b"ampctx.masters.params\n", b"ampctx.amp.master_params\n"),
-    ):
-        data = data.replace(now, former)
-    assert b"ampctx.casts" not in data
-    assert pickle.loads(data)(torch.ones(1, 2)).shape == (1, 2)

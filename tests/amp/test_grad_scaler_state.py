@@ -216,22 +216,6 @@ def test_copies_go_on_alike_and_apart(clone):
     assert steps(first, [0, 0, 0, 1, 1, 1]) == went
 
 
-def test_a_pickle_of_an_earlier_version_loads():
-    first = configured()
-    went = steps(first, [0, 1, 1, 1])
-    saved = pickle.dumps(configured(), protocol=2)
-    for now, then in (
-        (b"ampctx.scaling.grad_scaler\nGradScaler\n", b"ampctx.amp.grad_scaler\nGradScaler\n"),
-        (b"ampctx.scaling.loss_scale\nLossScale\n", b"ampctx.amp.loss_scale\nLossScale\n"),
-        (b"ampctx.scaling.scaler_state\nfresh_", b"ampctx.amp.grad_scaler\n_fresh_"),
-    ):
-        assert saved.count(now) == 1
-        saved = saved.replace(now, then)
-    second = pickle.loads(saved)
-    assert type(second) is GradScaler
-    assert steps(second, [0, 1, 1, 1]) == went
-
-
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [

@@ -12,7 +12,7 @@ from probe import Probe
 from ampctx import AmpError, optimizers
 from ampctx.amp import AmpSession
 from ampctx.amp.binding import OptimizerBinding
-from ampctx.amp.phases import PERTURBED, READY, RELEASED, SKIPPED, STEPPING, TABLE, Blocks, Mark, Step
+from ampctx.amp.phases import PERTURBED, READY, RELEASED, SKIPPED, STEPPING, TABLE, Mark, StackChange, Step
 from ampctx.masters.gradients import Phase
 
 STEPS_OF_A_WALK = 150
@@ -175,16 +175,16 @@ class Walk:
 
     def follow(self, row, event):
         self.step = row.steps[self.step]
-        if row.blocks is Blocks.PUSH:
+        if row.blocks is StackChange.PUSH:
             self.depth += 1
-        elif row.blocks is Blocks.POP:
+        elif row.blocks is StackChange.POP:
             self.depth -= 1
             self.window &= self.depth > 0
-        elif row.blocks is Blocks.DELAY:
+        elif row.blocks is StackChange.DELAY:
             self.depth, self.window = 0, True
-        elif row.blocks is Blocks.UNDO:
+        elif row.blocks is StackChange.UNDO:
             self.depth -= 1
-        elif row.blocks is Blocks.CLEAR:
+        elif row.blocks is StackChange.CLEAR:
             self.window = False
         if event == "load" and self.saved["optimizers"][0].get("gradients"):
             self.window = self.saved["optimizers"][0]["gradients"]["window"] is not None
@@ -235,7 +235,7 @@ def test_the_table_names_every_phase():
     for name, row in TABLE.items():
         assert set(row.steps.values()) <= set(Step), name
         assert row.steps.get(STEPPING, STEPPING) in (STEPPING, RELEASED), name
-    assert {row.blocks for row in TABLE.values()} == set(Blocks)
+    assert {row.blocks for row in TABLE.values()} == set(StackChange)
     assert {row.incomplete for row in TABLE.values()} == set(Mark)
 
 

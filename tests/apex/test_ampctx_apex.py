@@ -8,7 +8,7 @@ from email.parser import Parser
 
 import apex_environment as environments
 import pytest
-from ampctx_apex.startup import ROOTS
+from ampctx_apex.roots import ROOTS
 
 import ampctx
 from ampctx.kernels import extension

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ampctx
 from ampctx import optimizers
+from ampctx._collectives import broadcast_tree
 from ampctx.amp import AmpSession
-from ampctx.distributed import broadcast_tree
 
 FILE, RANKS, RANK = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 FULL = "full" in sys.argv

@@ -9,7 +9,8 @@ import torch
 from rank_processes import ROOT, environment, run_ranks
 
 from ampctx import AmpError, AmpSession, AmpTypeError
-from ampctx.distributed import device_for, lossy
+from ampctx._collectives import device_for
+from ampctx.distributed import lossy
 
 START = 2.0**16
 

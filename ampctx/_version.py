@@ -1,9 +1,10 @@
-"""The versions of PyTorch that ampctx supports."""
+"""The version of ampctx, and the versions of PyTorch that it supports."""
 
 from __future__ import annotations
 
 from packaging.version import Version
 
+__version__ = "0.1.0"
 SUPPORTED = "2.11 to 2.15"
 _OLDEST = (2, 11)
 
