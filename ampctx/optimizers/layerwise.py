@@ -125,7 +125,7 @@ class Layers:
     def step(self, moves: Sequence[Tensor], lr: Any, **options: Any) -> None:
         """``params -= lr * moves``, with SGD's options."""
         kept = {name: self.lists[name] for name in ("params", "momentum_buffers", "extras") if name in self.lists}
-        steps = torch.ones(len(moves), device=self.found_inf.device).unbind()
+        steps = torch.ones(len(moves), dtype=torch.float32, device=self.found_inf.device).unbind()
         self.run("sgd", {"grads": moves, **kept}, {"steps": steps}, lr=lr, **{**_SGD, **options})
 
 

@@ -146,8 +146,8 @@ _LAMB_ARGUMENTS = (
 )
 
 
-def _layers(call: Call, found_inf: Tensor) -> Layers:
-    return Layers({_AS_OP.get(name, name): tensors for name, tensors in call.lists.items()}, found_inf)
+def _layers(call: Call, found_inf: Tensor, **others: list[Tensor]) -> Layers:
+    return Layers({**{_AS_OP.get(name, name): ts for name, ts in call.lists.items()}, **others}, found_inf)
 
 
 def _each_norm(tensors: Sequence[Tensor], flag: Tensor) -> Tensor:
@@ -167,10 +167,8 @@ def _directions(call: Call, found_inf: Tensor, factor: Tensor, **options: Any) -
 
     ampctx goes on with moments as they are stored, apex with those of before they were rounded.
     """
-    layers = _layers(call, found_inf)
     moments = {name: [t.to(compute_dtype(t)) for t in call[name]] for name in ("exp_avgs", "exp_avg_sqs")}
-    layers.lists = {**layers.lists, **moments}
-    updates = layers.directions(foreach_factor(factor), call["params"], **options)
+    updates = _layers(call, found_inf, **moments).directions(foreach_factor(factor), call["params"], **options)
     for name, advanced in moments.items():
         for t, new in zip(call[name], advanced, strict=True):
             if new is not t:
