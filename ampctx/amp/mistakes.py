@@ -137,7 +137,7 @@ class Loop:
         log, key = self.run.log, ("edits", id(binding))
         if not log.has_said(key) and (names := binding.masters.overwritten()):
             # DistributedDataParallel broadcasts at the end of ``join``, and the other ranks see no change.
-            joined = " After ddp.join(), use Join([ddp, amp.joinable(optimizer)]) instead. See docs/guide/ddp.md."
+            joined = " ddp.join() does not work with masters: give every rank as many batches."
             log.warn_once(
                 key,
                 f"{_named(binding)}: {_listed(names)} {'was' if len(names) == 1 else 'were'} changed in place. This "

@@ -18,7 +18,7 @@ from ampctx.kernels.each import device_of, set_each, stored_grad
 from ampctx.kernels.foreach import Clipped, PerDevice, Unread, joined_norm, move
 from ampctx.kernels.handles import read_grads
 from ampctx.kernels.sharding import Grid, any_sharded, by_layout, grids_of, is_split, local, place_grads
-from ampctx.masters import host_grads, lazy_grads, params, waiting
+from ampctx.masters import lazy_grads, params, waiting
 
 
 def strided_grad(parameter: Tensor) -> Tensor | None:
@@ -108,7 +108,7 @@ def clip_grad_norm_(
     ``ampctx.optimizers`` at O2 and O5, gradients stay in 16 bits until the step: clipping then only changes the factor
     that the step multiplies them by. The norm of DTensors is that of the whole tensors, by one all_reduce, which takes
     the overflow flag of their ``scale_loss`` block along; every rank of their mesh must call this, with or without
-    gradients. Gradients of an optimizer with ``offload_gradients`` are clipped on the host, which waits for them.
+    gradients.
 
     Example::
 
@@ -133,8 +133,6 @@ def clip_grad_norm_(
         AmpRankError: another rank of a DTensor's mesh has ended, has left this call out, or has another loss scale.
     """
     found = _checked_parameters(parameters)
-    if host_grads.ALIVE:
-        found = host_grads.holders_of(found)
     if are_sharded := any_sharded(found):
         place_grads(found)
     max_norm, order = _checked_max_norm(max_norm), _checked_norm_type(norm_type)

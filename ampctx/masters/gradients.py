@@ -22,13 +22,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampctx.kernels import foreach, passes
-from ampctx.kernels.each import all_there, layout_of, stored_grad
+from ampctx.kernels.each import all_there, layout_of
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, product
 from ampctx.kernels.handles import are_apart, collect_grads, hold_grads, read_grads
 from ampctx.kernels.sharding import place_grads, values_of
@@ -93,30 +93,6 @@ class Window:
     inv_scale: Factor
     scaled: list[Tensor]
     loss: Any = None
-
-
-class Lazy(NamedTuple):
-    """The contents of a ``ModelGrads``."""
-
-    grads: Grads
-    inv_scale: Factor
-    norm: Tensor
-
-
-class Pending(NamedTuple):
-    """The gradients that no step has used, between blocks.
-
-    model: ``.grad`` of the parameters that a backward writes to. masters: fp32 ``.grad``, by master. lazy: 16-bit
-    gradients in place of those of masters, by master.
-    """
-
-    model: Grads
-    masters: Grads
-    lazy: Lazy | None
-    window: Window | None
-
-
-NOTHING_PENDING = Pending({}, {}, None, None)
 
 
 class BlockGradients:
@@ -434,29 +410,13 @@ class BlockGradients:
             raise
         return found_inf
 
-    def pending(self) -> Pending:
-        """The gradients that no step has used, without copies. Between blocks."""
-        lazy = self.checked
-        return Pending(
-            {p: p.grad for p in self._masters.leaves if p.grad is not None},
-            {m: grad for m in self._masters.masters if (grad := stored_grad(m)) is not None},
-            Lazy(lazy.grads, lazy.inv_scale, lazy.norm()) if lazy is not None and lazy.masters else None,
-            self.window,
-        )
-
-    @torch.no_grad()
-    def restore(self, pending: Pending) -> None:
-        """Replaces all gradients by these. Between blocks."""
+    def drop_all(self) -> None:
+        """Drops all gradients. Between blocks."""
         self._drop_lazy()
-        self.incomplete = False
-        for p in self._masters.leaves:
-            p.grad = pending.model.get(p)
-        for _, master in self._masters.pairs:
-            master.grad = pending.masters.get(master)
-        if pending.lazy is not None:
-            grads, inv_scale, norm = pending.lazy
-            self.checked = ModelGrads(list(grads), list(grads.values()), inv_scale, Unread(), norm)
-        self._stack[:] = [] if pending.window is None else [pending.window]
+        self.incomplete = self.stepped = False
+        for tensor in (*self._masters.leaves, *self._masters.masters):
+            tensor.grad = None
+        self._stack.clear()
 
     def materialize(self) -> None:
         """Turns lazy gradients into ``master.grad``."""

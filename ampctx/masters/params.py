@@ -76,8 +76,7 @@ class MasterParams:
         name_of: gives the name of a parameter, for messages.
 
     Raises:
-        AmpError: a 16-bit parameter without values (of a lazy module), or with a master already; an optimizer that
-            takes gradients to the host.
+        AmpError: a 16-bit parameter without values (of a lazy module), or with a master already.
     """
 
     def __init__(
@@ -88,11 +87,6 @@ class MasterParams:
         taken: Container[int] = (),
         name_of: Callable[[Tensor], str] | None = None,
     ) -> None:
-        if declares(optimizer, "_gradients_on_host"):
-            raise AmpError(
-                f"{type(optimizer).__name__} has offload_gradients=True: its gradients are on the host before amp can "
-                "unscale and check them. Pass offload_gradients=False. See docs/guide/offload.md."
-            )
         self.master_weights = master_weights
         self._name_of = name_of or ParameterNames()
         # Whether the optimizer reads 16-bit gradients, so that those of the masters can stay lazy.

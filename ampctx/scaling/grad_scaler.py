@@ -186,11 +186,6 @@ class GradScaler(ScalerState):
         # amp marks the step of an optimizer with masters.
         if (refuse := getattr(getattr(optimizer, "step", None), "refuse_grad_scaler", None)) is not None:
             refuse()
-        if declares(optimizer, "_gradients_on_host"):
-            raise AmpError(
-                f"{funcname}: {type(optimizer).__name__} has offload_gradients=True: its gradients are on the host "
-                "before a GradScaler can unscale and check them. Pass offload_gradients=False."
-            )
         scale, _ = self._check_scale_growth_tracker(funcname)
         state = self._per_optimizer_states[id(optimizer)]
         # A step raised. The same gradients are for a second try; new ones are scaled and not checked.
