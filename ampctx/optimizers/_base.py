@@ -27,7 +27,7 @@ from ampctx.kernels.sharding import place_grads, wrote
 from ampctx.kernels.spec import SPECS
 from ampctx.kernels.tensor_loops import version_of
 from ampctx.masters.lazy_grads import clear_grads
-from ampctx.optimizers import _checkpoint, _hooks, _options, _over_ranks, _state_types, _work
+from ampctx.optimizers import _checkpoint, _hooks, _options, _state_types, _work, layerwise
 from ampctx.optimizers._offload import Offload
 from ampctx.optimizers._options import Group, param_name
 from ampctx.optimizers._saving import Saved
@@ -77,6 +77,8 @@ class FusedOptimizer(Saved):
     # The op's lists of one-element state -> the key in the state.
     _one_element: ClassVar[dict[str, str]]
     _initial_step = 0
+    # The step by norms or matrices of which ranks hold parts: (optimizer, calls, scaling).
+    _split_step: Callable[..., None] | None = None
     # Whether a group has a parameter twice.
     _has_repeats = False
     # torch calls it for each class that has instances.
@@ -331,8 +333,8 @@ class FusedOptimizer(Saved):
         if works is None:
             self._plan, works = None, self._new_works(scaling)
         calls = _work.each_gradient_once(works) if scaling.unscales else works
-        if self._op in _over_ranks.STEPS and _over_ranks.any_split(self.param_groups):
-            _over_ranks.STEPS[self._op](self, calls, scaling)
+        if self._split_step is not None and layerwise.any_split(self.param_groups):
+            self._split_step(calls, scaling)
         else:
             norm = self._global_norm(works, scaling)
             for work in calls:
