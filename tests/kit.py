@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampctx import clip_grad_norm_, optimizers
+from ampctx import GradScaler, clip_grad_norm_, optimizers
 
 INF, NAN = float("inf"), float("nan")
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -182,6 +182,20 @@ def train(
     return losses
 
 
+def parameter(grad: list[float], dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    """Ones with this gradient."""
+    p = nn.Parameter(torch.ones(len(grad), dtype=dtype))
+    p.grad = torch.tensor(grad, dtype=dtype)
+    return p
+
+
+def ready(*parameters: Any, scaler: Any = None, make: Callable = torch.optim.SGD, **options: Any) -> tuple[Any, Any]:
+    """A GradScaler with a scale of 8 on the CPU, and an optimizer with a learning rate of 1."""
+    scaler = scaler or GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    return scaler, make(parameters, lr=1.0, **options)
+
+
 def grads(session: Any, optimizer: Any) -> list[Tensor | None]:
     return [p.grad for p in session.master_params(optimizer)]
 
@@ -203,8 +217,8 @@ def snapshot(optimizer: Any, model: nn.Module | None = None) -> list[Tensor]:
 
 
 def assert_same(found: Any, expected: Any, where: str = "") -> None:
-    """The same types, keys and values, through dicts, lists and tuples; tensors by dtype and without a tolerance."""
-    assert type(found) is type(expected), where
+    """The same types, keys and values, through dicts, lists and tuples; tensors (and parameters) by dtype and value."""
+    assert type(found) is type(expected) or (isinstance(found, Tensor) and isinstance(expected, Tensor)), where
     if isinstance(found, Tensor):
         assert found.dtype == expected.dtype, where
         assert torch.equal(found, expected), where

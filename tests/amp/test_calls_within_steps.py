@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from probe import Probe
+from kit import Probe
 
 from ampctx import AmpStallError, GradScaler
 from ampctx.amp import AmpSession, former_names

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from models import LEVELS, LOW
+from kit import LEVELS, LOW
 from test_cast_table import FP32_CASES, LOW_CASES, PROMOTE_CASES, as_type, first_as_type, outputs, overload, pictures, t
 from test_map_floating import SAMPLES, leaves
 from torch import nn

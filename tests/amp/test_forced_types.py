@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from models import LEVELS, LOW
+from kit import LEVELS, LOW
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from models import LEVELS, LOW, loss_of, mlp
+from kit import LEVELS, LOW, loss_of, mlp
 from torch import nn
 
 from ampctx import AmpError, AmpTypeError, AmpValueError, amp

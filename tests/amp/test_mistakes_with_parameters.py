@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from models import batch, loss_of, mlp
+from kit import batch, loss_of, mlp
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 

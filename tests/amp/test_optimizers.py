@@ -7,8 +7,7 @@ import warnings
 
 import pytest
 import torch
-from models import LEVELS, assert_unchanged, batch, loss_of, mlp, snapshot
-from probe import START, Probe, backward, grads, overflow, probe
+from kit import INF, LEVELS, START, Probe, assert_same, backward, batch, grads, loss_of, mlp, probe, snapshot
 
 from ampctx import amp, clip_grad_norm_
 
@@ -27,11 +26,11 @@ def test_lr_schedulers_see_no_warning_on_a_first_skipped_step(session, level, be
         scheduler = schedule() if before_initialize else None
         session.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", max_loss_scale=START, verbosity=0)
         scheduler = scheduler or schedule()
-        overflow(session, model, optimizer)
+        backward(session, model.loss(INF), optimizer)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        backward(session, model, optimizer, 1.0)
+        backward(session, model.loss(1.0), optimizer)
         optimizer.step()
         scheduler.step()
     assert model.weight.eq(1.5).all()
@@ -42,10 +41,10 @@ def test_lr_schedulers_see_no_warning_on_a_first_skipped_step(session, level, be
 @pytest.mark.parametrize("clip", [torch.nn.utils.clip_grad_norm_, clip_grad_norm_], ids=["torch", "ampctx"])
 def test_clipping_master_params(session, level, clip):
     model, optimizer = probe(session, level, loss_scale=1024.0)
-    backward(session, model, optimizer, 2.0)
+    backward(session, model.loss(2.0), optimizer)
     norm = clip(amp.master_params(optimizer), 1.0)
     torch.testing.assert_close(norm.float(), torch.tensor(2.0 * 7**0.5), rtol=1e-3, atol=1e-3)
-    total = torch.linalg.vector_norm(torch.cat([g.float() for g in grads(optimizer)]))
+    total = torch.linalg.vector_norm(torch.cat([g.float() for g in grads(session, optimizer)]))
     torch.testing.assert_close(total, torch.tensor(1.0), rtol=2e-3, atol=2e-3)
 
 
@@ -76,7 +75,7 @@ def test_an_overflow_inside_a_closure_skips_the_step(session):
 
     before = snapshot(optimizer, model)
     assert optimizer.step(closure) is None
-    assert_unchanged(before, snapshot(optimizer, model))
+    assert_same(before, snapshot(optimizer, model))
     assert session.skipped_steps(optimizer) == 1
 
 
@@ -184,7 +183,7 @@ def test_a_tensor_lr_stays_the_users_object_after_a_skipped_closure(session):
     session.initialize(model, optimizer, opt_level="O1", verbosity=0)
 
     def closure():
-        backward(session, model, optimizer, float("inf"))
+        backward(session, model.loss(float("inf")), optimizer)
         return model.loss(1.0)
 
     assert optimizer.step(closure) is None

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from models import mlp
+from kit import mlp
 
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.amp import GradScaler
