@@ -10,6 +10,7 @@ fixture of that name. ``train``, ``Net``, ``LEVELS`` and ``OPTIMIZERS`` are defi
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections.abc import Callable, Container, Iterable
 from functools import partial
@@ -162,21 +163,29 @@ def train(
     loss: Callable[[nn.Module, int], Tensor] = loss_of,
     overflow_at: Container[int] = (),
     max_norm: float | None = None,
+    in_block: Callable[[], Any] | None = None,
+    before_step: Callable[[], Any] | None = None,
+    after_step: Callable[[], Any] | None = None,
 ) -> list[float]:
     """Steps ``first``, ``first + 1``, ...: the losses. ``session`` None: without amp.
 
-    The loss of the steps in ``overflow_at`` is inf. ``max_norm``: clips gradients.
+    The loss of the steps in ``overflow_at`` is inf. ``max_norm``: clips gradients. The last three are called there.
     """
     losses = []
     for step in range(first, first + steps):
-        value = loss(model, step) * (INF if step in overflow_at else 1.0)
-        if session is None:
-            value.backward()
-        else:
-            backward(session, value, optimizer)
+        value = loss(model, step)
+        value = value * INF if step in overflow_at else value
+        with contextlib.nullcontext(value) if session is None else session.scale_loss(value, optimizer) as scaled:
+            scaled.backward()
+            if in_block:
+                in_block()
         if max_norm is not None:
             clip_grad_norm_(model.parameters() if session is None else session.master_params(optimizer), max_norm)
+        if before_step:
+            before_step()
         optimizer.step()
+        if after_step:
+            after_step()
         optimizer.zero_grad()
         losses.append(value.item())
     return losses

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from host_reads import HostReads
-from kit import assert_same, batch, loss_of, mlp, snapshot
+from kit import assert_same, backward, batch, loss_of, mlp, snapshot
 from torch import nn
 
 from ampctx import GradScaler, clip_grad_norm_, optimizers
@@ -188,8 +188,7 @@ def test_blocks_in_a_closure_leave_the_weights_of_their_forward_alone(session, n
             loss = loss_of(model)
             if zero == "after forward":
                 optimizer.zero_grad()
-            with session.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
+            backward(session, loss, optimizer)
             return loss
 
         for _ in range(3):
@@ -276,8 +275,7 @@ def test_grad_scaler_beside_a_session(session):
     model, optimizer = prepare(session, OPTIMIZERS["FusedAdam"], "O1")
     iteration(session, model, optimizer)
     before = snapshot(optimizer, model)
-    with session.scale_loss(loss_of(model), optimizer) as scaled:
-        scaled.backward()
+    backward(session, loss_of(model), optimizer)
     optimizer.found_inf = torch.tensor(2.0)
     optimizer.step()
     assert optimizer.found_inf == 2.0
@@ -314,8 +312,7 @@ def test_a_copied_optimizer_between_backward_and_step(session, copied):
     """Gradients that wait in 16 bits do not stand in the way of a copy, and are still there."""
     model, optimizer = prepare(session, OPTIMIZERS["FusedAdam"], "O2")
     iteration(session, model, optimizer)
-    with session.scale_loss(loss_of(model), optimizer) as scaled:
-        scaled.backward()
+    backward(session, loss_of(model), optimizer)
     twin = copied(optimizer)
     for mine, theirs in zip(optimizer.param_groups[0]["params"], twin.param_groups[0]["params"], strict=True):
         assert torch.equal(mine, theirs)

@@ -75,8 +75,7 @@ def test_a_disabled_grad_scaler_passes(session, said, level):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session.initialize(model, optimizer, opt_level=level, verbosity=1)
     before, scaler = weights(model), torch.amp.GradScaler("cpu", enabled=False)
-    with session.scale_loss(scaler.scale(loss_of(model)), optimizer) as scaled:
-        scaled.backward()
+    backward(session, scaler.scale(loss_of(model)), optimizer)
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
@@ -139,8 +138,7 @@ def pair(session, level, scale, **kwargs):
 
 
 def reach_both(session, models, named, factor=1.0, **kwargs):
-    with session.scale_loss(sum(m.loss(factor) for m in models), named, **kwargs) as scaled:
-        scaled.backward()
+    backward(session, sum(m.loss(factor) for m in models), named, **kwargs)
 
 
 @pytest.mark.full(but=6)
@@ -593,8 +591,7 @@ def test_zero_grad_in_the_block_asks_the_device_nothing(session, said):
     session.initialize(models, opts, opt_level="O1", verbosity=0)
     x = torch.randn(8, 4)
     for _ in range(2):
-        with session.scale_loss(models[1](models[0](x)).float().square().mean(), opts[0]) as scaled_loss:
-            scaled_loss.backward()
+        backward(session, models[1](models[0](x)).float().square().mean(), opts[0])
         with HostReads() as reads, session.scale_loss(models[1](x).float().square().mean(), opts[1]) as scaled:
             opts[1].zero_grad()
             scaled.backward()

@@ -55,8 +55,7 @@ def test_closures(session, level):
     def closure():
         optimizer.zero_grad()
         loss = model.loss(1.0)
-        with session.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        backward(session, loss, optimizer)
         return loss
 
     assert optimizer.step(closure) is not None
@@ -69,8 +68,7 @@ def test_an_overflow_inside_a_closure_skips_the_step(session):
     def closure():
         optimizer.zero_grad()
         loss = model.loss(float("inf"))
-        with session.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        backward(session, loss, optimizer)
         return loss
 
     before = snapshot(optimizer, model)
@@ -102,8 +100,7 @@ def test_scaling_by_powers_of_two_changes_no_bit(session, level, name):
     other.initialize(model, optimizer, opt_level="O2", cast_model_type=False, loss_scale=1024.0, verbosity=0)
     for step in range(10):
         optimizer.zero_grad()
-        with other.scale_loss(loss_of(model, step), optimizer) as scaled:
-            scaled.backward()
+        backward(other, loss_of(model, step), optimizer)
         optimizer.step()
         by_hand.zero_grad()
         (loss_of(by_hand, step) * 1024.0).backward()
@@ -203,8 +200,7 @@ def test_lbfgs_with_an_overflow_in_an_evaluation(session, bad):
         evaluations += 1
         optimizer.zero_grad()
         loss = loss_of(model) * (float("inf") if evaluations == overflow_at else 1.0)
-        with session.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        backward(session, loss, optimizer)
         return loss
 
     first = float(optimizer.step(closure).detach())

@@ -14,8 +14,7 @@ def test_overflow_skips_the_step_and_backs_off(session, level, where, bad):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     session.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
     for _ in range(2):
-        with session.scale_loss(loss_of(model), optimizer) as scaled:
-            scaled.backward()
+        backward(session, loss_of(model), optimizer)
         optimizer.step()
         optimizer.zero_grad()
     buffers = [b.clone() for b in model.buffers()]
@@ -32,8 +31,7 @@ def test_overflow_skips_the_step_and_backs_off(session, level, where, bad):
     assert_same(before, snapshot(optimizer, model))
     assert session.skipped_steps(optimizer) == 1
     optimizer.zero_grad()
-    with session.scale_loss(loss_of(model), optimizer) as scaled:
-        scaled.backward()
+    backward(session, loss_of(model), optimizer)
     optimizer.step()
     assert session.skipped_steps(optimizer) == 1
     assert not torch.equal(before[0], snapshot(optimizer, model)[0])
@@ -71,8 +69,7 @@ def test_only_the_optimizers_of_the_block_are_skipped(session, level):
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.125) for m in models]
     session.initialize(models, optimizers, opt_level=level, num_losses=2, max_loss_scale=START, verbosity=0)
     inf = sum(m.loss(float("inf")) for m in models[:2])
-    with session.scale_loss(inf, optimizers[:2], loss_id=0) as scaled:
-        scaled.backward()
+    backward(session, inf, optimizers[:2], loss_id=0)
     backward(session, models[2].loss(1.0), optimizers[2], loss_id=1)
     for optimizer in optimizers:
         optimizer.step()

@@ -40,8 +40,7 @@ def test_add_param_group(session, level, when):
         optimizer.zero_grad()
     optimizer.add_param_group({"params": other.parameters(), "lr": 1.0})
     before = model.weight.float().clone()
-    with session.scale_loss(model.loss(0.0) + other.loss(1.0), optimizer) as scaled:
-        scaled.backward()
+    backward(session, model.loss(0.0) + other.loss(1.0), optimizer)
     optimizer.step()
     assert other.weight.eq(1.0).all()
     momentum = 0.125 * 0.5 if when == "between steps" else 0.0
@@ -73,8 +72,7 @@ def test_host_reads(session, level):
     for _step in range(3):
         loss = model.loss(1.0)
         with HostReads() as reads:
-            with session.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
+            backward(session, loss, optimizer)
             clip_grad_norm_(amp.master_params(optimizer), 1.0)
         assert reads.count == 0
         with HostReads() as reads:
@@ -95,8 +93,7 @@ def test_a_parameter_in_two_optimizers(session, level):
         return
     session.initialize(model, optimizers, opt_level=level, loss_scale=128.0, verbosity=0)
     for accumulated in (1.0, 2.0):
-        with session.scale_loss(model.loss(1.0), optimizers) as scaled:
-            scaled.backward()
+        backward(session, model.loss(1.0), optimizers)
         assert model.weight.grad.eq(accumulated).all()
     with pytest.raises(MemoryError), session.scale_loss(model.loss(1.0), optimizers) as scaled:
         scaled.backward()
@@ -113,8 +110,7 @@ def test_two_optimizers_that_take_turns_without_masters(session, level, options)
     weight = model.weight.detach().clone()
     for optimizer, lr in zip(optimizers, (0.125, 0.25), strict=True):
         optimizer.zero_grad()
-        with session.scale_loss(model.loss(1.0), optimizer) as scaled:
-            scaled.backward()
+        backward(session, model.loss(1.0), optimizer)
         optimizer.step()
         weight -= lr * model.weight.grad
         assert torch.equal(model.weight, weight)
@@ -149,8 +145,7 @@ def test_an_interrupt_between_two_optimizers_of_a_block(session, level, where, m
             scaled.backward()
     for optimizer in optimizers:
         optimizer.zero_grad()
-    with session.scale_loss(sum(m.loss(1.0) for m in models), optimizers) as scaled:
-        scaled.backward()
+    backward(session, sum(m.loss(1.0) for m in models), optimizers)
     for model, optimizer in zip(models, optimizers, strict=True):
         optimizer.step()
         assert model.weight.eq(1.875).all()
@@ -266,8 +261,7 @@ def test_state_from_before_initialize_follows_the_weights(session, level):
     optimizer.step()
     optimizer.zero_grad()
     session.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
-    with session.scale_loss(loss_of(model), optimizer) as scaled:
-        scaled.backward()
+    backward(session, loss_of(model), optimizer)
     optimizer.step()
     session.reset()
     loss_of(model).backward()

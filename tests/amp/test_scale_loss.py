@@ -70,8 +70,7 @@ def test_the_model_holds_no_scaled_gradients_afterwards(session, level):
 def test_parameters_without_a_gradient(session, level):
     model, optimizer = probe(session, level, loss_scale="dynamic")
     for used in (model.weight, model.norm.weight):
-        with session.scale_loss(used.float().sum(), optimizer) as scaled:
-            scaled.backward()
+        backward(session, used.float().sum(), optimizer)
     for p, master in zip(model.parameters(), list(amp.master_params(optimizer)), strict=True):
         expected = torch.ones_like(master) if p is model.weight or p is model.norm.weight else None
         assert (master.grad is None) == (expected is None)
@@ -83,8 +82,7 @@ def test_parameters_without_a_gradient(session, level):
 def test_a_step_without_any_gradient_changes_nothing(session, level):
     model, optimizer = probe(session, level, loss_scale="dynamic")
     before = snapshot(optimizer, model)
-    with session.scale_loss(torch.zeros((), requires_grad=True), optimizer) as scaled:
-        scaled.backward()
+    backward(session, torch.zeros((), requires_grad=True), optimizer)
     optimizer.step()
     assert_same(before, snapshot(optimizer, model))
 
@@ -168,8 +166,7 @@ def test_sparse_gradients(session, level):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     session.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
     for _ in range(2):
-        with session.scale_loss(model(torch.tensor([1, 1, 4])).sum(), optimizer) as scaled:
-            scaled.backward()
+        backward(session, model(torch.tensor([1, 1, 4])).sum(), optimizer)
     optimizer.step()
     expected = start.clone()
     expected[1] -= 2.0
