@@ -243,16 +243,16 @@ FAULTS = [
     Fault(
         "a model's inputs stay fp32", "ampctx",
         "return map_floating(args, self.dtype), map_floating(kwargs, self.dtype)", "return args, kwargs",
-        f"{AMP}casting.py",
+        f"{AMP}casting_rows.py",
     ),
     Fault(
         "a model's output stays in 16 bits", "ampctx",
-        "return map_floating(output, self.dtype)", "return output", f"{AMP}casting.py",
+        "return map_floating(output, self.dtype)", "return output", f"{AMP}casting_rows.py",
     ),
     Fault(
         "batch norms become 16-bit", "ampctx",
         "return isinstance(module, _BatchNorm) or module.running_mean is not None", "return False",
-        f"{AMP}casting.py",
+        f"{AMP}casting_rows.py",
     ),
     Fault(
         "a sharded unit keeps its policy after reset", "ampctx",
