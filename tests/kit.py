@@ -79,6 +79,32 @@ ON_HOST: dict[str, Callable[..., torch.optim.Optimizer]] = {
 OPTIMIZERS = {**ON_DEVICE, **ON_HOST}
 
 
+class SAM(torch.optim.SGD):
+    """The two steps of SAM over SGD: up by ``rho`` times the gradient, then back and down."""
+
+    def __init__(self, params: Any, lr: float = 0.25, rho: float = 0.5):
+        super().__init__(params, lr=lr)
+        self.rho = rho
+
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        for p in params_of(self):
+            self.state[p]["before"] = p.clone()
+            if p.grad is not None:
+                p.add_(p.grad, alpha=self.rho)
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad: bool = False) -> None:
+        for p in params_of(self):
+            if "before" in self.state[p]:
+                p.copy_(self.state[p].pop("before"))
+        self.step()
+        if zero_grad:
+            self.zero_grad()
+
+
 def params_of(optimizer: Any) -> list:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
@@ -180,7 +206,10 @@ def train(
             if in_block:
                 in_block()
         if max_norm is not None:
-            clip_grad_norm_(model.parameters() if session is None else session.master_params(optimizer), max_norm)
+            if session is None:
+                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            else:
+                clip_grad_norm_(session.master_params(optimizer), max_norm)
         if before_step:
             before_step()
         optimizer.step()

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from kit import LEVELS, LOW, backward, loss_of, mlp
+from kit import LEVELS, LOW, backward, loss_of, mlp, start
 from torch import nn
 
 from ampctx import AmpError, AmpTypeError, AmpValueError, amp
@@ -108,9 +108,7 @@ def test_state_loaded_after_initialize_stays_fp32(session):
     trained = sgd(source)
     loss_of(source).backward()
     trained.step()
-    model = mlp()
-    optimizer = sgd(model)
-    session.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    _model, optimizer = start(session, "O2", "SGD-foreach")
     optimizer.load_state_dict(trained.state_dict())
     for master, p in zip(amp.master_params(optimizer), source.parameters(), strict=True):
         assert torch.equal(optimizer.state[master]["momentum_buffer"], trained.state[p]["momentum_buffer"])
@@ -188,9 +186,7 @@ def test_wrong_types(session, models, optimizers, message):
 
 
 def test_an_optimizer_goes_through_once(session):
-    model = mlp()
-    optimizer = sgd(model)
-    session.initialize(model, optimizer, opt_level="O0", verbosity=0)
+    _model, optimizer = start(session, "O0", "SGD-foreach")
     with pytest.raises(AmpError, match="only be passed through amp.initialize once"):
         session.initialize(mlp(), optimizer, opt_level="O0", verbosity=0)
     session.reset()
@@ -292,9 +288,7 @@ def test_two_sessions_with_different_levels(session):
 
 
 def test_a_copied_or_pickled_model_uses_its_own_weights(session):
-    model = mlp()
-    optimizer = sgd(model)
-    session.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    model, _optimizer = start(session, "O2", "SGD-foreach")
     model.eval()
     x = torch.randn(3, 4)
     expected = model(x)

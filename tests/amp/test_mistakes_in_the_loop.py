@@ -264,14 +264,6 @@ def test_a_parameter_of_two_optimizers_is_unscaled_for_both(session, level, scal
     assert shared.weight.eq(1.75).all()
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_next_to_masters_scaled_gradients_are_dropped_from_fp32_parameters_too(session, level):
-    models, both = pair(session, level, 128.0)
-    reach_both(session, models, both[0])
-    both[1].step()
-    assert all(torch.equal(p, q) for p, q in zip(Probe().parameters(), models[1].parameters(), strict=True))
-
-
 def test_a_parameter_that_was_taken_out_holds_no_step_up(session):
     models, both = pair(session, "O1", 128.0)
     reach_both(session, models, both[0])

@@ -4,35 +4,10 @@ model's own. Sums that an exception has left half made are never stepped."""
 import pytest
 import torch
 from host_reads import HostReads
+from kit import SAM, backward
 from torch import nn
 
 from ampctx import AmpError
-
-LEVELS = ("O0", "O1", "O2", "O5")
-
-
-class SAM(torch.optim.SGD):
-    """The two steps of SAM over SGD: up by ``rho`` times the gradient, then back and down."""
-
-    def __init__(self, params, lr=0.25, rho=0.5):
-        super().__init__(params, lr=lr)
-        self.rho = rho
-
-    @torch.no_grad()
-    def first_step(self, zero_grad=False):
-        for p in self.param_groups[0]["params"]:
-            self.state[p]["before"] = p.clone()
-            p.add_(p.grad, alpha=self.rho)
-        if zero_grad:
-            self.zero_grad()
-
-    @torch.no_grad()
-    def second_step(self, zero_grad=False):
-        for p in self.param_groups[0]["params"]:
-            p.copy_(self.state[p]["before"])
-        self.step()
-        if zero_grad:
-            self.zero_grad()
 
 
 class Training:
@@ -45,8 +20,7 @@ class Training:
         session.initialize(self.model, self.optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
 
     def backward(self, value=1.0):
-        with self.session.scale_loss(self.loss(value), self.optimizer) as scaled:
-            scaled.backward()
+        backward(self.session, self.loss(value), self.optimizer)
 
     def loss(self, value=1.0):
         return self.model(torch.ones(1, 4)).float().sum() * value
@@ -75,7 +49,7 @@ class Training:
                 self.backward()
 
 
-@pytest.fixture(params=LEVELS)
+@pytest.fixture(params=["O0", "O1", "O2", "O5"])
 def training(request, session):
     return Training(session, request.param)
 

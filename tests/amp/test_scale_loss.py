@@ -239,6 +239,9 @@ def test_errors_of_scale_loss(session):
     ):
         pass
     backward(session, model.loss(1.0), optimizer)
+    for call in (optimizer.step, session.reset):
+        with pytest.raises(AmpError, match="inside a scale_loss block"), session.scale_loss(model.loss(1.0), optimizer):
+            call()
 
 
 def test_messages_go_to_the_logger_and_are_few(session, caplog):

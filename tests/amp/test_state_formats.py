@@ -159,28 +159,6 @@ def test_more_than_nine_scales_go_by_number_in_any_order(session):
     assert session.state_dict() == saved
 
 
-@pytest.mark.parametrize(
-    ("entry", "error", "message"),
-    [
-        (
-            {"loss_scale": torch.ones(2), "unskipped": 0},
-            AmpTypeError,
-            r'\["loss_scaler1"\]: loss_scale must be a number',
-        ),
-        ({"loss_scale": 4.0, "unskipped": 1.5}, AmpTypeError, r'\["loss_scaler1"\]: unskipped must be an int'),
-        ({"loss_scale": "4", "unskipped": 0}, AmpTypeError, r'\["loss_scaler1"\]: loss_scale must be a number'),
-        ({"loss_scale": torch.tensor(0.0), "unskipped": 0}, AmpValueError, r'\["loss_scaler1"\]: loss_scale is 0.0'),
-        ({"loss_scale": 4.0, "unskipped": 0, "hysteresis": -1}, AmpValueError, r'"loss_scaler1"\]: hysteresis is -1'),
-    ],
-    ids=["two-elements", "fractional-count", "string", "collapsed", "hysteresis"],
-)
-def test_a_bad_entry_is_named_and_nothing_loaded(session, entry, error, message):
-    init(session, 2)
-    with pytest.raises(error, match=message):
-        session.load_state_dict({**APEX, "loss_scaler1": entry})
-    assert session.state_dict()["loss_scaler0"]["loss_scale"] == 65536.0
-
-
 # --- into a GradScaler ------------------------------------------------------------------------------------------------
 
 

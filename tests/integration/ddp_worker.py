@@ -10,18 +10,13 @@ import sys
 
 import torch
 import torch.distributed as dist
-from kit import backward
+from kit import backward, mlp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ampctx import amp, clip_grad_norm_, optimizers
 
 FILE, RANKS, RANK = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-
-
-def model_of(seed):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
 
 
 def batch(step, rank, n=8):
@@ -37,7 +32,7 @@ def fingerprint(optimizer, model):
 
 def plain(level, seed, steps=6, blocks=1, overflow=False, fused=False, **ddp):
     """``blocks`` backward passes per step, all but the last in no_sync; on rank 1, step 2 overflows if asked for."""
-    model = model_of(seed)
+    model = mlp(seed)
     sgd = optimizers.FusedSGD if fused else torch.optim.SGD
     optimizer = sgd(model.parameters(), lr=0.1, momentum=0.9)
     scale = "dynamic" if overflow else 128.0
@@ -73,10 +68,10 @@ def one_parameter_in_a_bucket_view(level):
 
 def loaded(level, ranks, resumed=False, wrapped_first=False, make=torch.optim.Adam):
     """Weights that ``ranks`` load, wrapped afterwards: masters are equal, and exact where every rank loads."""
-    model = model_of(RANK)
+    model = mlp(RANK)
     optimizer = make(model.parameters(), lr=0.01)
     amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
-    source = model_of(7)
+    source = mlp(7)
     state = make(source.parameters(), lr=0.01)
     source(batch(0, 0)).square().mean().backward()
     state.step()
@@ -108,7 +103,7 @@ SCENARIOS = {
     "loaded-into-wrapped": lambda level: loaded(level, ranks=[0, 1], wrapped_first=True, make=torch.optim.SGD),
 }
 
-LEVELS = {
+LEVELS_OF = {
     **dict.fromkeys(("loaded-by-one", "loaded-by-all", "loaded-into-wrapped"), ("O0", "O2", "O5")),
     "overflow": ("O1", "O2"),
     "fused-overflow": ("O1", "O2"),
@@ -118,7 +113,7 @@ LEVELS = {
 dist.init_process_group("gloo", init_method=f"file://{FILE}", rank=RANK, world_size=RANKS)
 results = {}
 for scenario, run in SCENARIOS.items():
-    for level in LEVELS.get(scenario, ("O0", "O1", "O2", "O5")):
+    for level in LEVELS_OF.get(scenario, ("O0", "O1", "O2", "O5")):
         print(scenario, level, file=sys.stderr, flush=True)
         results[f"{scenario} {level}"] = run(level)
         amp.reset()

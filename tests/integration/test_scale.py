@@ -15,11 +15,11 @@ import pytest
 pytest.importorskip("matplotlib", reason="the examples draw plots: pip install 'ampctx[examples]'")
 pytest.importorskip("tqdm", reason="the examples show a progress bar: pip install 'ampctx[examples]'")
 from example_runs import ROOT, refusal
+from kit import LEVELS
 from page_programs import programs
 from rank_processes import environment, run_ranks
 
 PAGE = ROOT / "docs" / "guide" / "scale.md"
-LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 # The engines of examples/mesh.py, as the page calls them, and how many ranks train with each.
 ENGINES = {
     "ddp": ("DistributedDataParallel", 2),
@@ -83,8 +83,8 @@ def test_every_engine_and_level(tmp_path_factory):
     works: dict[str, list[str]] = {}
     for ranks in (2, 4):
         engines = [engine for engine, (_, count) in ENGINES.items() if count == ranks]
-        found = run(tmp_path_factory, ranks, engines, LEVELS, *([program] if ranks == 4 else []))
-        check_runs(found, engines, LEVELS)
+        found = run(tmp_path_factory, ranks, engines, list(LEVELS), *([program] if ranks == 4 else []))
+        check_runs(found, engines, list(LEVELS))
         if ranks == 4:
             check_printed(found, [text])
         for engine in engines:
