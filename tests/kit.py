@@ -163,6 +163,14 @@ def probe(session: Any, level: str = "O2", n_losses: int = 1, make: Any = None, 
     return start(session, level, make or partial(torch.optim.SGD, lr=0.125), Probe(), **options)
 
 
+def probes(session: Any, level: str = "O2", n: int = 2, make: Any = None, **options: Any) -> tuple[list, list]:
+    """As ``probe``, of several models with an optimizer each."""
+    models = [Probe() for _ in range(n)]
+    optimizers = [(make or partial(torch.optim.SGD, lr=0.125))(model.parameters()) for model in models]
+    session.initialize(models, optimizers, opt_level=level, **{"max_loss_scale": START, "verbosity": 0, **options})
+    return models, optimizers
+
+
 # --- training ---------------------------------------------------------------------------------------------------------
 
 

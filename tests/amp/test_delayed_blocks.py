@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from kit import INF, LEVELS, START, Probe, assert_same, backward, grads, probe, scale_of, snapshot
+from kit import INF, LEVELS, START, Probe, assert_same, backward, grads, probe, probes, scale_of, snapshot
 
 from ampctx.scaling.guarded_step import overflowed
 
@@ -113,9 +113,7 @@ def test_reset_keeps_true_gradients(session, level, plain):
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("loss_scale", [1.0, 128.0])
 def test_an_optimizer_that_a_block_leaves_out_keeps_its_plain_gradients(session, level, loss_scale):
-    models = [Probe(), Probe()]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.125) for m in models]
-    session.initialize(models, optimizers, opt_level=level, loss_scale=loss_scale, verbosity=0)
+    models, optimizers = probes(session, level, loss_scale=loss_scale)
     models[1].weight.float().sum().backward()
     backward(session, models[0].loss(1.0) + models[1].weight.float().sum(), optimizers[0])
     optimizers[1].step()

@@ -175,6 +175,9 @@ def test_functions_keep_their_name_and_can_be_pickled():
     assert decorated_at_import.__doc__ == "Has a docstring."
     assert pickle.loads(pickle.dumps(decorated_at_import)) is decorated_at_import
     assert decorated_at_import(t()) == HALF
+    decorated_at_import.note = "kept"
+    assert at_import(decorated_at_import).note == "kept"
+    assert "_parameters" not in vars(at_import(nn.ReLU()))  # the state of an object does not come along
 
 
 @pytest.mark.parametrize(
@@ -200,13 +203,6 @@ def test_callables_of_every_sort(casts, switch, fn, arguments):
     assert out.dtype == HALF
     out.float().sum().backward()
     assert x.grad.dtype == FLOAT
-
-
-def test_attributes_of_a_function_come_along_and_the_state_of_an_object_does_not(casts):
-    fn = types.FunctionType(seen.__code__, {})
-    fn.note = "kept"
-    assert casts.decorate("half", fn).note == "kept"
-    assert "_parameters" not in vars(casts.decorate("half", nn.ReLU()))
 
 
 def test_methods_of_every_sort(casts, switch):

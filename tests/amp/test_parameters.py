@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 from host_reads import HostReads
-from kit import LEVELS, START, Probe, backward, grads, loss_of, mlp, probe, scale_of
+from kit import LEVELS, START, Probe, backward, grads, loss_of, mlp, probe, probes, scale_of
 
 from ampctx import AmpError, amp, clip_grad_norm_
 
@@ -129,9 +129,7 @@ def test_add_param_group_with_a_parameter_that_has_a_master_elsewhere(session):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("where", ["begin", "unscale"])
 def test_an_interrupt_between_two_optimizers_of_a_block(session, level, where, monkeypatch):
-    models = [Probe(), Probe()]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.125) for m in models]
-    session.initialize(models, optimizers, opt_level=level, loss_scale=4.0, verbosity=0)
+    models, optimizers = probes(session, level, loss_scale=4.0)
     second = session._bindings[optimizers[1]].gradients
 
     def interrupt(*args, **kwargs):
@@ -215,9 +213,7 @@ def test_loaded_weights_count_without_another_block(session, level, then):
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("raises", [False, True], ids=["", "raises"])
 def test_scaled_gradients_do_not_reach_an_optimizer_that_the_block_leaves_out(session, level, raises):
-    models = [Probe(), Probe()]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.125) for m in models]
-    session.initialize(models, optimizers, opt_level=level, loss_scale=128.0, verbosity=0)
+    models, optimizers = probes(session, level, loss_scale=128.0)
     with (
         pytest.raises(MemoryError) if raises else contextlib.nullcontext(),
         session.scale_loss(sum(m.loss(1.0) for m in models), optimizers[0]) as scaled,

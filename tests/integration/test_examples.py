@@ -256,27 +256,3 @@ def test_state_types_compares_losses_and_memory(server, tmp_path):
     assert 2.12 <= float(lines[2][2]) < 2.2
     for colour in ((31, 119, 180), (255, 127, 14), (44, 160, 44)):
         assert share_of_colour(tmp_path / "states.png", *colour) > 1e-4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        pytest.param(("--width", "40"), "40 is not a multiple of 32, the width", id="width"),
-        pytest.param(("--plot", "none/states.png"), "none/states.png cannot be written", id="plot-in-no-folder"),
-    ],
-)
-def test_state_types_refuses(arguments, message, tmp_path, monkeypatch, capsys):
-    assert message in refusal("state_types.py", *arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        pytest.param(("--width", "40"), "40 is not a multiple of 32", id="width"),
-        pytest.param(("--offload", "--opt-level", "O2"), "O2 was given", id="offload"),
-        pytest.param(("--steps", "0"), "0 is not above 0", id="no-steps"),
-        pytest.param(("--plot", "none/lm.png"), "none/lm.png cannot be written", id="plot-in-no-folder"),
-    ],
-)
-def test_char_lm_refuses(arguments, message, tmp_path, monkeypatch, capsys):
-    assert message in refusal("char_lm.py", *arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
