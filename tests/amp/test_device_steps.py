@@ -185,7 +185,7 @@ def test_a_step_that_raises_keeps_verdict_and_gradients(session):
     with session.scale_loss(loss_of(model), optimizer) as scaled:
         scaled.backward()
         model[0].bias.grad[0] = float("inf")
-    handle = optimizer.register_step_pre_hook(_raise)
+    handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         optimizer.step()
     handle.remove()
@@ -194,10 +194,6 @@ def test_a_step_that_raises_keeps_verdict_and_gradients(session):
     n = len(list(model.parameters()))
     assert_same(before[:n], snapshot(optimizer, model)[:n])
     assert session.skipped_steps(optimizer) == 1
-
-
-def _raise(*args):
-    raise ZeroDivisionError
 
 
 @every_optimizer
@@ -249,16 +245,50 @@ class Wrapper:
         return self.inner.step()
 
 
-@pytest.mark.parametrize("around", [lambda o: o, optimizers.LARC], ids=["", "in-LARC"])
-@pytest.mark.parametrize("name", ["FusedAdam", "Adam-fused"])
+class AsksForGradScaler(torch.optim.SGD):
+    """torch's former protocol: the flag comes from the GradScaler that ``step`` is given."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure=None, *, grad_scaler=None):
+        return super().step(closure)
+
+
+def loaded(kind):
+    """Fused until the checkpoint of one that was not."""
+
+    def make(params):
+        optimizer = kind(params, lr=0.01, fused=True)
+        optimizer.load_state_dict(kind(mlp().parameters(), lr=0.01).state_dict())
+        return optimizer
+
+    return make
+
+
+ODD = {
+    "FusedAdam": lambda p: Wrapper(ON_DEVICE["FusedAdam"](p)),
+    "Adam-fused": lambda p: Wrapper(ON_DEVICE["Adam-fused"](p)),
+    "FusedAdam-in-LARC": lambda p: optimizers.LARC(Wrapper(ON_DEVICE["FusedAdam"](p))),
+    "Adam-fused-in-LARC": lambda p: optimizers.LARC(Wrapper(ON_DEVICE["Adam-fused"](p))),
+    "loaded-Adam": loaded(torch.optim.Adam),
+    "loaded-SGD": loaded(torch.optim.SGD),
+    "asking-SGD": lambda p: AsksForGradScaler(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
 @every_level
-def test_a_wrapper_does_not_pass_for_the_optimizer_inside(session, name, level, around):
-    model, optimizer = dynamic(session, level, lambda p: around(Wrapper(ON_DEVICE[name](p))))
+def test_optimizers_that_only_seem_to_skip_on_the_device(session, name, level):
+    """A wrapper does not pass for the optimizer inside, nor groups that are not fused for fused ones."""
+    model, optimizer = dynamic(session, level, ODD[name])
     for bad, moves in ((None, True), (float("inf"), False), (None, True)):
         before = [p.clone() for p in model.parameters()]
         iteration(session, model, optimizer, bad=bad)
         assert all(torch.isfinite(p).all() for p in model.parameters())
-        assert all(torch.equal(a, b) != moves for a, b in zip(before, model.parameters(), strict=True))
+        moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+        assert any(moved) == moves
+        # Biases before BatchNorm have gradients of 0, which Adam alone makes steps of.
+        assert all(moved) == moves or "SGD" in name
     assert session.skipped_steps(optimizer) == 1
 
 
@@ -271,19 +301,6 @@ def test_grad_scaler_with_a_wrapper():
     before = [p.clone() for p in model.parameters()]
     scaler.step(optimizer)
     assert_same(before, list(model.parameters()))
-
-
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
-def test_groups_that_are_not_fused_leave_the_decision_to_the_host(session, kind):
-    """As after loading the checkpoint of an optimizer that was not fused."""
-    model, optimizer = dynamic(session, "O1", lambda p: kind(p, lr=0.01, fused=True))
-    optimizer.load_state_dict(kind(mlp().parameters(), lr=0.01).state_dict())
-    before = snapshot(optimizer, model)
-    iteration(session, model, optimizer, bad=float("inf"))
-    assert torch.equal(before[0], snapshot(optimizer, model)[0])
-    iteration(session, model, optimizer)
-    assert not torch.equal(before[0], snapshot(optimizer, model)[0])
-    assert session.skipped_steps(optimizer) == 1
 
 
 @pytest.mark.parametrize("flag", [torch.ones(1), torch.tensor([2]), 1.0, True], ids=["1-d", "int", "float", "bool"])
@@ -300,24 +317,6 @@ def test_flags_of_any_kind_beside_a_session(session, flag, bad):
     iteration(session, model, optimizer)
     assert not torch.equal(before[0], model[0].weight)
     assert session.skipped_steps(optimizer) == 1
-
-
-class AsksForGradScaler(torch.optim.SGD):
-    """torch's former protocol: the flag comes from the GradScaler that ``step`` is given."""
-
-    _step_supports_amp_scaling = True
-
-    def step(self, closure=None, *, grad_scaler=None):
-        return super().step(closure)
-
-
-def test_an_optimizer_that_asks_for_a_grad_scaler(session):
-    model, optimizer = dynamic(session, "O1", lambda p: AsksForGradScaler(p, lr=0.01))
-    before = [p.clone() for p in model.parameters()]
-    iteration(session, model, optimizer, bad=float("inf"))
-    assert_same(before, list(model.parameters()))
-    iteration(session, model, optimizer)
-    assert not torch.equal(before[0], model[0].weight)
 
 
 def test_frozen_parameters_get_no_momentum(session):

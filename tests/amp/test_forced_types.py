@@ -113,29 +113,85 @@ def test_trains_like_fp32(session, level):
         torch.testing.assert_close(p.float(), q, rtol=0.05, atol=0.02, msg=name)
 
 
-def test_entries_can_be_patterns_classes_and_modules(session):
-    for i, entry in enumerate(["head", "head.*", "h*", [Network().head.__class__], "pick"]):
-        model = Network()
-        session.initialize(model, opt_level="O2", verbosity=0, keep_fp32=model.head if entry == "pick" else entry)
-        assert {p.dtype for p in model.head.parameters()} == {FLOAT}, i
-        assert model.body.weight.dtype == HALF
-        # The Sequential has what is in it, though nothing else says so.
-        assert watch(model.head[1]) is not None
-        model(batch()[0])
-        session.reset()
+class Listed(nn.Module):
+    """Containers without a forward pass it on to what they hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.ModuleDict({"a": nn.Linear(4, 4)})])
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.last(self.blocks[1]["a"](self.blocks[0](x)))
 
 
-def test_the_whole_model_can_be_kept(session):
-    x = batch()[0]
-    expected = Network()(x)
-    for level in LEVELS:
-        model = Network()
-        session.initialize(model, opt_level=level, verbosity=0, keep_fp32="*")
-        seen = watch(model.first)
-        assert torch.equal(model(x), expected)
-        assert seen.types == (FLOAT, FLOAT)
-        assert torch.is_autocast_enabled("cpu") == (level in ("O1", "O4"))
-        session.reset()
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.body, self.out = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.out(self.body(self.embed(torch.arange(7))))
+
+
+def shared():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    return model.append(model[0])
+
+
+def normed():
+    return nn.Sequential(nn.Linear(4, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 2))
+
+
+HEAD = ["head", "head.0", "head.1", "head.2"]
+# The model, keep_fp32, and the modules that compute in fp32 then.
+KEPT = {
+    "name": (Network, "head", HEAD),
+    "pattern": (Network, "head.*", HEAD[1:]),
+    "wildcard": (Network, "h*", HEAD),
+    "class": (Network, [nn.Sequential], HEAD),
+    "module": (Network, lambda model: model.head, HEAD),
+    "whole model": (Network, "*", ["first", "norm", "body", *HEAD]),
+    "without a forward": (Listed, "blocks", ["blocks.0", "blocks.1.a"]),
+    "tied": (Tied, ["out", "embed"], ["out", "embed"]),
+    "shared": (shared, "2", ["0"]),
+    "parametrized": (normed, "1", ["1"]),
+}
+
+
+@every_level
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_kept_computes_in_fp32(session, level, name):
+    make, keep, kept = KEPT[name]
+    torch.manual_seed(0)
+    model, x = make(), batch()[0]
+    expected = model(x)
+    optimizer = initialize(session, model, level, keep_fp32=keep(model) if name == "module" else keep)
+    seen = [watch(model.get_submodule(module)) for module in kept]
+    out = model(x)
+    backward(session, out.float().square().mean(), optimizer)
+    optimizer.step()
+    assert {types[1] for types in (s.types for s in seen)} == {FLOAT}
+    assert {types[0] for types in (s.types for s in seen)} <= {FLOAT, torch.int64}
+    in_fp32 = {id(p) for module in kept for p in model.get_submodule(module).parameters()}
+    for n, p in model.named_parameters():
+        assert p.dtype == (FLOAT if id(p) in in_fp32 else LOW.get(level, FLOAT)), n
+    assert torch.is_autocast_enabled("cpu") == (level in ("O1", "O4"))
+    if name == "whole model":
+        assert torch.equal(out, expected)
+    if name == "parametrized":
+        assert model[1].weight.dtype == FLOAT
+
+
+@every_level
+def test_a_weight_of_a_module_that_is_kept_and_of_one_that_is_not(session, level):
+    model, inside = Tied(), nn.Sequential(nn.Sequential(linear := nn.Linear(4, 4), nn.ReLU()), linear)
+    for given, keep, names in ((model, "out", ("out", "embed")), (inside, "0", ("0.0", "1"))):
+        message = rf'^keep_fp32 covers "{names[0]}.weight", which is also "{names[1]}.weight" in a module'
+        with pytest.raises(AmpValueError, match=message):
+            session.initialize(given, opt_level=level, verbosity=0, keep_fp32=keep)
+    assert {p.dtype for p in [*model.parameters(), *inside.parameters()]} == {FLOAT}
 
 
 @every_level
@@ -155,25 +211,6 @@ def test_a_last_layer_that_is_a_model_of_its_own_returns_fp32(session, level):
     session.initialize([model, model.head], opt_level=level, verbosity=0, keep_fp32="head")
     # 2 ** 17 + 4 is neither a number of fp16 nor one of bf16.
     assert torch.equal(model(batch()[0]), torch.full((6, 2), 2.0**17 + 4))
-
-
-def test_containers_without_a_forward_pass_it_on_to_what_they_hold(session):
-    class Listed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.ModuleDict({"a": nn.Linear(4, 4)})])
-            self.last = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.last(self.blocks[1]["a"](self.blocks[0](x)))
-
-    for level in LEVELS:
-        model = Listed()
-        session.initialize(model, opt_level=level, verbosity=0, keep_fp32="blocks")
-        seen = watch(model.blocks[0]), watch(model.blocks[1]["a"])
-        model(batch()[0])
-        assert [s.types for s in seen] == [(FLOAT, FLOAT)] * 2
-        session.reset()
 
 
 class Pair(NamedTuple):
@@ -254,14 +291,6 @@ def test_attention_with_its_fast_path(session, level, keep):
     assert layer.self_attn.in_proj_weight.dtype == (FLOAT if attention_kept else LOW.get(level, FLOAT))
 
 
-@every_level
-def test_parametrized_weights_of_kept_modules_stay_fp32(session, level):
-    model = nn.Sequential(nn.Linear(4, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 2))
-    session.initialize(model, opt_level=level, verbosity=0, keep_fp32="1")
-    model(batch()[0])
-    assert model[1].weight.dtype == FLOAT
-
-
 def test_with_keep_batchnorm_fp32_and_output_types(session):
     for keep_bn in (False, True):
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Linear(4, 2))
@@ -304,51 +333,6 @@ def test_models_and_names_of_several_models(session):
     session.initialize([one, two], opt_level="O2", verbosity=0, keep_fp32=["head", "1"])
     assert (one.head[0].weight.dtype, two[1].weight.dtype) == (FLOAT, FLOAT)
     assert (one.norm.weight.dtype, two[0].weight.dtype) == (HALF, HALF)
-
-
-# --- keep_fp32: tied weights and shared modules -----------------------------------------------------------------------
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.body, self.out = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7, bias=False)
-        self.out.weight = self.embed.weight
-
-    def forward(self, ids):
-        return self.out(self.body(self.embed(ids)))
-
-
-@every_level
-def test_a_tied_weight_is_kept_with_both_its_modules(session, level):
-    ids = torch.arange(7)
-    model = Tied()
-    with pytest.raises(
-        AmpValueError, match=r'^keep_fp32 covers "out.weight", which is also "embed.weight" in a module'
-    ):
-        session.initialize(model, opt_level=level, verbosity=0, keep_fp32="out")
-    assert model.body.weight.dtype == FLOAT
-    optimizer = initialize(session, model, level, keep_fp32=["out", "embed"])
-    assert model.out.weight is model.embed.weight
-    seen = watch(model.embed), watch(model.out)
-    loss = model(ids).float().square().mean()
-    backward(session, loss, optimizer)
-    optimizer.step()
-    assert [s.types[1] for s in seen] == [FLOAT, FLOAT]
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_shared_module_is_kept_by_any_of_its_names(session, level):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model.append(model[0])
-    session.initialize(model, opt_level=level, verbosity=0, keep_fp32="2")
-    seen = watch(model[0])
-    model(batch()[0])
-    assert seen.types == (FLOAT, FLOAT)
-    session.reset()
-    inside = nn.Sequential(nn.Sequential(model[0], nn.ReLU()), model[0])
-    with pytest.raises(AmpValueError, match=r'covers "0.0.weight", which is also "1.weight"'):
-        session.initialize(inside, opt_level=level, verbosity=0, keep_fp32="0")
 
 
 # --- keep_fp32: copies, threads, failures -----------------------------------------------------------------------------
