@@ -52,11 +52,8 @@ def test_it_tells_of_each_step_what_its_outcome_told(session, level, make):
     assert history.scale == {0: [65536.0, 65536.0, 32768.0, 32768.0, 32768.0]}
     assert same(history.grad_norm, [o.grad_norm for o in outcomes])
     assert [math.isfinite(norm) for norm in history.grad_norm] == [True, False, True, True, False]
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_static_scales(session, level):
-    model, optimizer = start(session, level, loss_scale=8.0)
+    session.reset()
+    model, optimizer = start(session, level, make, loss_scale=8.0)
     iterate(session, model, optimizer)
     history = session.history(optimizer)
     assert (history.scale, history.skipped) == ({0: [8.0]}, [False])
@@ -74,11 +71,21 @@ def test_it_takes_no_read_per_step_and_one_for_all(session, make):
     assert session.history(optimizer).step == list(range(steps + 1))
 
 
-def test_everything_in_it_is_a_plain_python_number(session):
-    model, optimizer = start(session)
-    iterate(session, model, optimizer)
-    history = session.history(optimizer)
-    assert json.loads(json.dumps(history._asdict()))["step"] == [0]
+def test_its_values_text_and_latest_few(session):
+    model, optimizer = start(session, make="SGD-foreach")
+    assert str(session.history()) == "no steps"
+    for bad in (False, True):
+        iterate(session, model, optimizer, bad)
+    assert str(session.history()) == "steps 0 to 1, 1 skipped; latest gradient norm inf, loss scale 65536"
+    for bad in (True, False):
+        iterate(session, model, optimizer, bad)
+    assert session.history(last=2).step == [2, 3]
+    assert session.history(optimizer, 2).skipped == [True, False]
+    assert session.history(last=0).step == []
+    assert session.history(last=100).step == [0, 1, 2, 3]
+    # Plain numbers of Python.
+    history = session.history()
+    assert json.loads(json.dumps(history._asdict()))["step"] == [0, 1, 2, 3]
     for values, kind in ((history.step, int), (history.skipped, bool), (history.grad_norm, float)):
         assert {type(v) for v in values} == {kind}
     assert {type(v) for v in history.scale[0]} == {float}
@@ -125,16 +132,6 @@ def test_what_is_kept_is_bounded():
     assert 100 <= held < 100 + GATHERED_AT_ONCE
     assert len(history._latest) < GATHERED_AT_ONCE
     assert history.lists().grad_norm == [1.0] * 100
-
-
-def test_the_latest_few(session):
-    model, optimizer = start(session)
-    for bad in (False, False, True, False):
-        iterate(session, model, optimizer, bad)
-    assert session.history(last=2).step == [2, 3]
-    assert session.history(optimizer, 2).skipped == [True, False]
-    assert session.history(last=0).step == []
-    assert session.history(last=100).step == [0, 1, 2, 3]
 
 
 def test_several_losses(session):
@@ -202,14 +199,6 @@ def test_reset_ends_it_and_initialize_begins_anew(session):
     assert session.history().step == []
     iterate(session, model, optimizer)
     assert session.history().step == [0]
-
-
-def test_its_text_is_a_summary(session):
-    model, optimizer = start(session, make="SGD-foreach")
-    assert str(session.history()) == "no steps"
-    for bad in (False, True):
-        iterate(session, model, optimizer, bad)
-    assert str(session.history()) == "steps 0 to 1, 1 skipped; latest gradient norm inf, loss scale 65536"
 
 
 @pytest.mark.parametrize("options", [{"enabled": False}, {"optimizers": None, "num_losses": 2}], ids=str)
