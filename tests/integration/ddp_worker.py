@@ -10,17 +10,13 @@ import sys
 
 import torch
 import torch.distributed as dist
+from kit import backward, mlp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ampctx import amp, clip_grad_norm_, optimizers
 
 FILE, RANKS, RANK = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-
-
-def model_of(seed):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
 
 
 def batch(step, rank, n=8):
@@ -36,7 +32,7 @@ def fingerprint(optimizer, model):
 
 def plain(level, seed, steps=6, blocks=1, overflow=False, fused=False, **ddp):
     """``blocks`` backward passes per step, all but the last in no_sync; on rank 1, step 2 overflows if asked for."""
-    model = model_of(seed)
+    model = mlp(seed)
     sgd = optimizers.FusedSGD if fused else torch.optim.SGD
     optimizer = sgd(model.parameters(), lr=0.1, momentum=0.9)
     scale = "dynamic" if overflow else 128.0
@@ -51,8 +47,7 @@ def plain(level, seed, steps=6, blocks=1, overflow=False, fused=False, **ddp):
                 loss = wrapped(x).float().square().mean() / blocks
                 if overflow and step == 2 and RANK == 1:
                     loss = loss * float("inf")
-                with amp.scale_loss(loss, optimizer, delay_unscale=not last) as scaled_loss:
-                    scaled_loss.backward()
+                backward(amp, loss, optimizer, delay_unscale=not last)
         if fused:
             clip_grad_norm_(amp.master_params(optimizer), 0.5)
         optimizer.step()
@@ -67,17 +62,16 @@ def one_parameter_in_a_bucket_view(level):
     amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     for value in (1.0, 2.0, 0.5):
-        with amp.scale_loss(wrapped(torch.full((1, 4), value)).float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(amp, wrapped(torch.full((1, 4), value)).float().sum(), optimizer)
     return next(iter(amp.master_params(optimizer))).grad.unique().tolist()
 
 
 def loaded(level, ranks, resumed=False, wrapped_first=False, make=torch.optim.Adam):
     """Weights that ``ranks`` load, wrapped afterwards: masters are equal, and exact where every rank loads."""
-    model = model_of(RANK)
+    model = mlp(RANK)
     optimizer = make(model.parameters(), lr=0.01)
     amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
-    source = model_of(7)
+    source = mlp(7)
     state = make(source.parameters(), lr=0.01)
     source(batch(0, 0)).square().mean().backward()
     state.step()
@@ -88,8 +82,7 @@ def loaded(level, ranks, resumed=False, wrapped_first=False, make=torch.optim.Ad
         if resumed:
             optimizer.load_state_dict(state.state_dict())
     wrapped = model if wrapped_first else DistributedDataParallel(model)
-    with amp.scale_loss(wrapped(batch(1, 0)).float().square().mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(amp, wrapped(batch(1, 0)).float().square().mean(), optimizer)
     masters = [p.detach() for p in amp.master_params(optimizer)]
     exact = all(torch.equal(m, p) for m, p in zip(masters, source.parameters(), strict=True))
     optimizer.step()
@@ -110,7 +103,7 @@ SCENARIOS = {
     "loaded-into-wrapped": lambda level: loaded(level, ranks=[0, 1], wrapped_first=True, make=torch.optim.SGD),
 }
 
-LEVELS = {
+LEVELS_OF = {
     **dict.fromkeys(("loaded-by-one", "loaded-by-all", "loaded-into-wrapped"), ("O0", "O2", "O5")),
     "overflow": ("O1", "O2"),
     "fused-overflow": ("O1", "O2"),
@@ -120,7 +113,7 @@ LEVELS = {
 dist.init_process_group("gloo", init_method=f"file://{FILE}", rank=RANK, world_size=RANKS)
 results = {}
 for scenario, run in SCENARIOS.items():
-    for level in LEVELS.get(scenario, ("O0", "O1", "O2", "O5")):
+    for level in LEVELS_OF.get(scenario, ("O0", "O1", "O2", "O5")):
         print(scenario, level, file=sys.stderr, flush=True)
         results[f"{scenario} {level}"] = run(level)
         amp.reset()
