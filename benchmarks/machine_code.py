@@ -85,7 +85,7 @@ class Code:
         wide = {i for i, one in enumerate(self.code) if one.name in ("LDG", "LD") and one.bits >= WIDE}
         found: dict[int, set[int]] = {}
         for first, lasts in before.items():
-            for last in filter(first.__le__, lasts):
+            for last in lasts if max(lasts, default=-1) >= first else ():  # compilers put one way back below the start
                 body, left = {first}, [last]
                 while left:
                     place = left.pop()
