@@ -158,17 +158,18 @@ class Check:
 
     def tests(self) -> None:
         end = time.monotonic() + PARTS["tests"]
-        rest = ["tests", *(f"--ignore=tests/{folder}" for folder in FOLDERS)]
-        for name, paths in {**{folder: [f"tests/{folder}"] for folder in FOLDERS}, "rest": rest}.items():
-            self.part(f"tests-{name}", end - time.monotonic(), lambda limit, paths=paths: self.pytest(paths, limit))
+        for name in FOLDERS:
+            self.part(
+                f"tests-{name}", end - time.monotonic(), lambda limit, name=name: self.pytest(f"tests/{name}", limit)
+            )
 
-    def pytest(self, paths: list[str], limit: float) -> dict[str, Any]:
+    def pytest(self, folder: str, limit: float) -> dict[str, Any]:
         """Counts from the lines of `pytest -v`, so that a run that is ended still counts. A process that crashes or
         loses its CUDA context costs the test it was in: the others run in a new one."""
         end, results = time.monotonic() + limit, dict[str, str]()
         without = self.file.with_suffix(".args")
         while True:
-            without.write_text("\n".join(["-v", *paths, *(f"--deselect={name}" for name in results)]))
+            without.write_text("\n".join(["-v", folder, *(f"--deselect={name}" for name in results)]))
             command = ("-m", "pytest", "-m", "cuda", "--tb=short", "-p", "no:cacheprovider", "--maxfail=20")
             done, text = self.child(end - time.monotonic(), sys.executable, *command, f"@{without}")
             new = {name: result.lower() for name, result in RESULT.findall(text)}
@@ -185,8 +186,8 @@ class Check:
         counts = {result: list(results.values()).count(result) for result in sorted(set(results.values()))}
         bad = [name for name, result in results.items() if result not in ("passed", "skipped", "xfail")]
         if done["exit_code"] in (0, 5):  # 5: nothing was left
-            done["status"] = FAILED if bad else OK
-        return {**done, "command": f"python {' '.join(command)} {' '.join(paths)}", "counts": counts, "failing": bad}
+            done["status"] = FAILED if bad or not results else OK
+        return {**done, "command": f"python {' '.join(command)} {folder}", "counts": counts, "failing": bad}
 
     def sanitize(self) -> None:
         end = time.monotonic() + PARTS["sanitize"]
@@ -227,12 +228,11 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # which ends the child, too
-    words = sys.argv[1:] if arguments is None else arguments
-    check = Check(args.out.resolve(), facts(), args.budget, " ".join(["python benchmarks/gpu_check.py", *words]))
+    command = f"python benchmarks/gpu_check.py --only {args.only} --budget {args.budget:g}"
+    check = Check(args.out.resolve(), facts(), args.budget, command)
     check.write()
     check.file.with_suffix(".log").unlink(missing_ok=True)
-    found = check.report["facts"]
-    if found["gpu"] is None:
+    if (found := check.report["facts"])["gpu"] is None:
         print(f"gpu-check: nothing has run: torch {found['torch']} finds no CUDA device")
         return 3
     for name in args.only.split(","):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+from pathlib import Path
 
 import gpu_check
 import pytest
@@ -131,7 +132,7 @@ def cases(check, tmp_path):
         folder.mkdir()
         (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = cuda\n")
         (folder / "test_x.py").write_text(textwrap.dedent(text))
-        return check.pytest(["tests"], 60.0)
+        return check.pytest("tests", 60.0)
 
     return write
 
@@ -162,16 +163,23 @@ def test_a_test_out_of_time_is_named(check, cases, monkeypatch):
     code = (
         "import pytest, time\n\n@pytest.mark.cuda\ndef test_a(): pass\n@pytest.mark.cuda\ndef test_b(): time.sleep(99)"
     )
-    monkeypatch.setattr(check, "end", 0.0)
     pytest_of = check.pytest
-    monkeypatch.setattr(check, "pytest", lambda paths, limit: pytest_of(paths, 15.0))
+    monkeypatch.setattr(check, "pytest", lambda folder, limit: pytest_of(folder, 15.0))
     found = cases(code)
     assert (found["status"], found["counts"]) == (TIMED_OUT, {"passed": 1, "timed out": 1})
 
 
-@pytest.mark.parametrize(("code", "status"), [("def test_a(): pass", OK), ("import no_such_module", FAILED)])
+@pytest.mark.parametrize(
+    ("code", "status"), [("def test_a(): pass", OK), ("import no_such_module", FAILED), ("", FAILED)]
+)
 def test_tests_succeed_if_all_do(cases, code, status):
     assert cases(f"import pytest\npytestmark = pytest.mark.cuda\n{code}")["status"] == status
+
+
+def test_each_test_of_a_gpu_is_in_a_folder_that_runs():
+    tests = Path(__file__).parents[1]
+    marked = {path for path in tests.rglob("*.py") if "mark.cuda" in path.read_text() and path != Path(__file__)}
+    assert {path.relative_to(tests).parts[0] for path in marked} == set(gpu_check.FOLDERS)
 
 
 # --- the exercise -----------------------------------------------------------------------------------------------------
