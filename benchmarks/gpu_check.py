@@ -36,8 +36,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # a checkout need not be installed
 REPORT = ROOT / "build" / "gpu-check.json"
 OK, RUNNING, FAILED, TIMED_OUT, NOT_STARTED = "ok", "running", "failed", "timed out", "not started"
-# Seconds of each part at the most.
-PARTS = {"build": 240.0, "exercise": 60.0, "tests": 240.0, "sanitize": 200.0, "bench": 300.0}
+# Shares of the time that is left: what one part leaves, later ones have.
+PARTS = {"build": 200, "exercise": 40, "tests": 140, "sanitize": 100, "bench": 60}
 FOLDERS = ("ops", "optimizers", "amp", "integration", "compat", "reliability")
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 EXERCISE = "tests/ptx/exercise.py"
@@ -91,7 +91,7 @@ class Check:
     """``report`` is the JSON, ``parts`` its parts by name, such as "tests-ops"."""
 
     def __init__(self, file: Path, facts: dict[str, Any], budget: float, command: str) -> None:
-        self.file, self.end = file, time.monotonic() + budget
+        self.file, self.end, self.share = file, time.monotonic() + budget, budget
         self.report: dict[str, Any] = {"command": command, "facts": facts, "parts": {}}
         before = json.loads(file.read_text()) if file.exists() else {"facts": {}}
         if all(before["facts"].get(key, "") == facts[key] for key in ("commit", "changed", "torch", "gpu")):
@@ -108,19 +108,16 @@ class Check:
         limit = min(limit, self.end - time.monotonic())
         self.parts[name] = {"status": RUNNING}
         self.write()
-        if limit < 1:
-            found = {"status": NOT_STARTED, "reason": "no time is left"}
-        else:
-            start = time.monotonic()
-            try:
-                found = run(limit)
-            except Exception as error:
-                found = {"status": FAILED, "reason": f"{type(error).__name__}: {error}"}
-            found["seconds"] = round(time.monotonic() - start, 1)
-        self.parts[name] = found
+        start, found = time.monotonic(), {"status": NOT_STARTED, "reason": "no time is left"}
+        try:
+            found = run(limit) if limit >= 1 else found
+        except Exception as error:
+            found = {"status": FAILED, "reason": f"{type(error).__name__}: {error}"}
+        self.parts[name] = {**found, "seconds": round(time.monotonic() - start, 1)}
         self.write()
         shown = {key: value for key, value in found.items() if key not in ("last_lines", "figures", "command")}
-        print(f"{name}: {shown}", *(found.get("last_lines", []) if found["status"] != OK else []), sep="\n    ")
+        lines = found.get("last_lines", []) if found["status"] != OK else []
+        print(f"{name}: {shown}", *lines, sep="\n    ", flush=True)
         return found["status"] == OK
 
     def child(self, limit: float, *command: str, **env: str) -> tuple[dict[str, Any], str]:
@@ -151,13 +148,13 @@ class Check:
     def build(self) -> None:
         archs = {"AMPCTX_CUDA": "1", "AMPCTX_CUDA_ARCHS": self.report["facts"]["capability"]}
         command = (sys.executable, "setup.py", "--quiet", "build_ext", "--inplace")  # compiles what has changed
-        self.part("build", PARTS["build"], lambda limit: self.child(limit, *command, **archs)[0])
+        self.part("build", self.share, lambda limit: self.child(limit, *command, **archs)[0])
 
     def exercise(self) -> None:
-        self.part("exercise", PARTS["exercise"], lambda limit: self.child(limit, sys.executable, EXERCISE)[0])
+        self.part("exercise", self.share, lambda limit: self.child(limit, sys.executable, EXERCISE)[0])
 
     def tests(self) -> None:
-        end = time.monotonic() + PARTS["tests"]
+        end = time.monotonic() + self.share
         for name in FOLDERS:
             self.part(
                 f"tests-{name}", end - time.monotonic(), lambda limit, name=name: self.pytest(f"tests/{name}", limit)
@@ -190,7 +187,7 @@ class Check:
         return {**done, "command": f"python {' '.join(command)} {folder}", "counts": counts, "failing": bad}
 
     def sanitize(self) -> None:
-        end = time.monotonic() + PARTS["sanitize"]
+        end = time.monotonic() + self.share
         for i, tool in enumerate(TOOLS):
             words = [cuda_tool("compute-sanitizer"), "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
             if tool != "initcheck":  # which has to see who writes the memory that the kernels read
@@ -212,7 +209,7 @@ class Check:
             done, _ = self.child(limit, sys.executable, *entry.command(figures, 11))
             return {**done, "figures": measuring.read(figures) if done["status"] == OK else {}}
 
-        end = time.monotonic() + PARTS["bench"]
+        end = time.monotonic() + self.share
         for entry in sorted(suite.entries("cuda"), key=lambda entry: entry.script != "tail"):
             self.part(f"bench-{entry.name}", end - time.monotonic(), lambda left, entry=entry: run(entry, left))
         figures.unlink(missing_ok=True)
@@ -227,7 +224,6 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := set(args.only.split(",")) - PARTS.keys():
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # which ends the child, too
     command = f"python benchmarks/gpu_check.py --only {args.only} --budget {args.budget:g}"
     check = Check(args.out.resolve(), facts(), args.budget, command)
     check.write()
@@ -235,7 +231,9 @@ def main(arguments: list[str] | None = None) -> int:
     if (found := check.report["facts"])["gpu"] is None:
         print(f"gpu-check: nothing has run: torch {found['torch']} finds no CUDA device")
         return 3
-    for name in args.only.split(","):
+    names = args.only.split(",")
+    for i, name in enumerate(names):
+        check.share = (check.end - time.monotonic()) * PARTS[name] / sum(PARTS[later] for later in names[i:])
         if check.parts.get("build", {"status": OK})["status"] == OK or name == "build":
             getattr(check, name)()
     if args.out == REPORT:
@@ -247,4 +245,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # which ends the child, too
     sys.exit(main())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import gpu_check
 import pytest
+import suite
 import torch
 from gpu_check import FAILED, NOT_STARTED, OK, RUNNING, TIMED_OUT, Check
 
@@ -100,7 +101,7 @@ def test_a_part_out_of_time_ends_with_all_that_it_started(check, tmp_path):
 def test_no_part_starts_without_time(tmp_path):
     check = Check(tmp_path / "gpu-check.json", FACTS, 0.5, "the test")
     assert not check.part("late", 9.0, lambda limit: pytest.fail("it ran"))
-    assert report_of(check)["parts"]["late"] == {"status": NOT_STARTED, "reason": "no time is left"}
+    assert report_of(check)["parts"]["late"] == {"status": NOT_STARTED, "reason": "no time is left", "seconds": 0.0}
 
 
 @pytest.mark.parametrize(("changed", "kept"), [({}, True), ({"gpu": "another"}, False), ({"changed": " M a"}, False)])
@@ -108,6 +109,18 @@ def test_a_later_run_keeps_parts_of_the_same_sources_and_gpu(check, changed, kep
     check.part("done", 9.0, lambda limit: {"status": OK})
     later = Check(check.file, {**FACTS, **changed}, 60.0, "the test")
     assert ("done" in later.parts) == kept
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_parts_without_a_gpu_fail(tmp_path, monkeypatch):
+    one = suite.Entry("tail", ("--device", "cuda", "--model", "digits"))
+    monkeypatch.setattr(suite, "entries", lambda device: [one])
+    check = Check(tmp_path / "gpu-check.json", FACTS, 60.0, "the test")
+    check.bench()
+    check.exercise()
+    bench, exercised = check.parts["bench-tail-cuda-digits-O2-FusedAdam"], check.parts["exercise"]
+    assert (bench["status"], bench["figures"], exercised["status"]) == (FAILED, {}, FAILED)
+    assert bench["command"].startswith("python benchmarks/tail.py --device cuda")
 
 
 # --- tests ------------------------------------------------------------------------------------------------------------
