@@ -116,6 +116,22 @@ def test_the_scale_of_before_is_not_recorded(before):
         loop.session.reset()
 
 
+def graph_of(loop, feed):
+    """The iteration after WARMUP others, in a CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for i in range(WARMUP):
+            feed(i)
+            loop.iterate()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    feed(WARMUP)
+    with torch.cuda.graph(graph):
+        loop.iterate()
+    return graph
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("max_norm", [None, 0.5], ids=["", "clip"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
@@ -126,17 +142,7 @@ def test_cuda_graph(name, level, max_norm):
     for i in range(WARMUP + REPLAYS):
         eager.feed(i)
         eager.iterate()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for i in range(WARMUP):
-            captured.feed(i)
-            captured.iterate()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    captured.feed(WARMUP)
-    with torch.cuda.graph(graph):
-        captured.iterate()
+    graph = graph_of(captured, captured.feed)
     for i in range(WARMUP, WARMUP + REPLAYS):
         captured.feed(i)
         graph.replay()
@@ -162,3 +168,33 @@ def test_no_synchronization(name, level):
             torch.cuda.set_sync_debug_mode("default")
     assert loop.session.skipped_steps(loop.optimizer) == 21
     loop.session.reset()
+
+
+@pytest.mark.cuda
+def test_a_thousand_replays_skip_and_grow_by_the_rule(monkeypatch):
+    """The 2,000th clean update in a row doubles the scale, 10 overflows halve it; bit for bit as run eagerly."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats a result on another stream with one size
+    inputs = torch.randn(1003, 8, 6, device="cuda")
+    poison = torch.tensor([float("inf") if i % 97 == 96 else 1.0 for i in range(1003)], device="cuda")
+    loops = [Loop(OPTIMIZERS["FusedAdam"], "O2", "cuda", max_norm=0.5) for _ in range(2)]
+    for loop in loops:
+        state = loop.session.state_dict(masters=True)
+        state["loss_scaler0"] = {"loss_scale": 2.0**9, "unskipped": 1990}
+        loop.session.load_state_dict(state)
+
+        def feed(i, loop=loop):
+            loop.input.copy_(inputs[i])
+            loop.poison.copy_(poison[i])
+
+        iterate, first = (loop.iterate, 0) if loop is loops[0] else (graph_of(loop, feed).replay, WARMUP)
+        for i in range(first, 1003):
+            feed(i)
+            iterate()
+        assert loop.session.skipped_steps(loop.optimizer) == 10
+        assert loop.session.state_dict()["loss_scaler0"]["loss_scale"] == 1.0
+    (tensors, _), (others, _) = (loop.result() for loop in loops)
+    for a, b in zip(tensors, others, strict=True):
+        assert torch.isfinite(a).all()
+        assert torch.equal(a, b)
+    for loop in loops:
+        loop.session.reset()

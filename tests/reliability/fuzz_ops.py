@@ -377,7 +377,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10.0, help="for each seed; default 10")
     parser.add_argument("--seed", type=int, nargs="+", default=[0])
-    parser.add_argument("--json", type=Path, help="write the counts to this file")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="put the counts there, in place of earlier ones")
     parser.add_argument("--only", type=int, help="the number of one call, to be repeated in this process")
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--progress", type=Path, help=argparse.SUPPRESS)
@@ -399,8 +399,10 @@ def main() -> int:
         print(f"{len(found['crashes'])} crashes, {len(found['wrong'])} calls that went wrong")
         for problem in (*found["wrong"], *found["crashes"]):
             print(problem)
-    if arguments.json is not None:
-        figures.write(arguments.json, results)
+    if arguments.csv is not None:
+        kinds = {kind: [found[kind] for found in results] for kind in ("calls", "accepted", "wrong", "crashes")}
+        counts = {f"fuzz/{kind}": sum(n if isinstance(n, int) else len(n) for n in of) for kind, of in kinds.items()}
+        figures.write(arguments.csv, "fuzz-cpu", counts)
     return 1 if any(found["crashes"] or found["wrong"] for found in results) else 0
 
 

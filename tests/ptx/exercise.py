@@ -1,9 +1,10 @@
-"""Every kernel on lists of every dtype, checked: what gpu-check runs, and watches with compute-sanitizer.
+"""Every kernel on lists of every dtype, checked: on a GPU, under compute-sanitizer, and on the PTX.
 
-    python benchmarks/gpu_check.py exercise --device cuda|cpu --tensors 7,300,2500 [--json FILE]
+    python tests/ptx/exercise.py --device cuda|cpu --tensors 7,300,2500
 
-7 tensors travel in the smallest table of a kernel's parameters, 300 in larger ones, 2,500 in a table on the device. The
-default fills the tables of every size, for one to eight lists; behind 1,600 tensors, 2,500 are for kernels of one list.
+7 tensors travel in the small table of a kernel's parameters, 300 in the large one, 2,500 in a table on the device. The
+default fills both and the one on the device, for one to eight lists; behind 1,600 tensors, 2,500 are for kernels of one
+list.
 Element-wise steps are compared with the plain-torch reference over all elements end to end, those with norms of tensors
 with their formula. Results are collected on the device, which the host waits for once for each dtype.
 """
@@ -11,15 +12,16 @@ with their formula. Results are collected on the device, which the host waits fo
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_lists import Checks, Layout, TensorList, sizes
 from torch import Tensor
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout need not be installed
 
 from ampctx import ops, optimizer_ops
 from ampctx.kernels import codes
@@ -29,7 +31,7 @@ from ampctx.kernels.spec import SPECS
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Tensors for each kind of table, some of them empty: see kCapacity in csrc/cuda/multi_tensor_apply.cuh.
-EVERY_TABLE = (7, 130, 250, 460, 600, 1000, 1600, 2500)
+EVERY_TABLE = (7, 300, 1600, 2500)
 # No table in the parameters holds so many with two lists or more: with more tensors, only kernels of one list take
 # another table.
 ONE_LIST_LEFT = 1600
@@ -66,6 +68,146 @@ LAMB = {
     "lamb without ratio": {"weight_decay": 0.0, "use_nvlamb": False},
     "nvlamb": {"weight_decay": 0.0, "use_nvlamb": True},
 }
+
+
+# Around nothing, a vector of 16 bytes, a warp, the 256 threads of a block, and the blocks of both backends.
+EDGES = (0, 1, 7, 8, 9, 31, 33, 255, 256, 257, 511, 513, 2047, 2048, 2049)
+TINY = (3, 1, 8, 0, 5, 9, 2)
+# Elements that a tensor starts off its boundary, in the even and in the odd lists of a call: kernels go another way
+# where lists differ. Four of them and 15 edges meet in all combinations.
+OFFSETS = ((0, 0), (1, 1), (3, 3), (1, 0))
+# Fewer tensors than this lie in memory of their own, where a sanitizer knows the end of each.
+TOGETHER = 64
+GUARD = 8  # elements at the least before each tensor of those that lie together
+
+
+def sizes(count: int, turn: int) -> list[int]:
+    """Of ``count`` tensors: edges, then tiny ones, then a large one, and none at the end. ``turn`` picks other edges
+    where not all fit in."""
+    few = max(0, count - 2)
+    start = turn * few % len(EDGES)
+    edges = (EDGES[start:] + EDGES[:start]) * len(OFFSETS)
+    tiny = TINY * (few // len(TINY) + 1)
+    large = 70001 if count < TOGETHER else 5000
+    return [*edges[:few], *tiny[: max(0, few - len(edges))], large, 0][-count:]
+
+
+def guard(dtype: torch.dtype) -> float:
+    """What lies between tensors: a sum that reads it is nan."""
+    return float("nan") if dtype.is_floating_point else 0x5A5A if dtype.itemsize > 1 else 0x5A
+
+
+class TensorList:
+    """``tensors`` with the values that they were made with; ``flat()`` has the values of now, end to end."""
+
+    def __init__(self, layout: Layout, values: Tensor, odd: bool) -> None:
+        self.layout, self.odd = layout, odd
+        self.blocks = [torch.full((n,), guard(values.dtype), dtype=values.dtype, device=values.device)
+                       for n in layout.block_sizes[odd]]  # fmt: skip
+        if layout.together:
+            self.blocks[0].index_copy_(0, layout.places[odd], values)
+            self.tensors = list(self.blocks[0].split(layout.cuts[odd])[1::2])
+        else:
+            self.tensors = [b[offset[odd] :] for b, offset in zip(self.blocks, layout.offsets, strict=True)]
+            for tensor, part in zip(self.tensors, values.split(layout.sizes), strict=True):
+                tensor.copy_(part)
+
+    def flat(self) -> Tensor:
+        if self.layout.together:
+            return self.blocks[0].index_select(0, self.layout.places[self.odd])
+        return torch.cat(self.tensors)
+
+    def is_intact(self) -> Tensor:
+        """Whether all that lies around the tensors is as it was; a flag on the device."""
+        if self.layout.together:
+            around = self.blocks[0].index_select(0, self.layout.gaps[self.odd])
+        else:
+            starts = zip(self.blocks, self.layout.offsets, strict=True)
+            around = torch.cat([block[: offset[self.odd]] for block, offset in starts])
+        return (around.isnan() if around.is_floating_point() else around == guard(around.dtype)).all()
+
+
+class Layout:
+    """Where the tensors of the lists of a call lie: those of even and those of odd lists."""
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        self.sizes, self.device, self.elements = list(sizes), device, sum(sizes)
+        self.together = len(sizes) >= TOGETHER
+        self.offsets = [OFFSETS[i % len(OFFSETS)] for i in range(len(sizes))]
+        counts = torch.tensor(self.sizes)
+        self.owner = torch.repeat_interleave(counts).to(device)  # the number of each element's tensor
+        self.counts = counts.to(device)
+        self.cuts, self.places, self.gaps, self.block_sizes = [], [], [], []
+        for odd in (False, True):
+            cuts = list(self._cuts(odd)) if self.together else []
+            self.cuts.append(cuts)
+            of_each = torch.tensor(cuts, dtype=torch.int64)
+            is_tensor = torch.arange(len(cuts)) % 2 == 1
+            belongs = torch.repeat_interleave(is_tensor, of_each) if cuts else torch.zeros(0, dtype=torch.bool)
+            self.places.append(belongs.nonzero().flatten().to(device))
+            self.gaps.append((~belongs).nonzero().flatten().to(device))
+            self.block_sizes.append(
+                [sum(cuts)] if self.together else [n + o[odd] for n, o in zip(self.sizes, self.offsets, strict=True)]
+            )
+
+    def _cuts(self, odd: bool) -> Iterator[int]:
+        """The sizes of gap, tensor, gap, tensor, ..., gap."""
+        place = 0
+        for size, offset in zip(self.sizes, self.offsets, strict=True):
+            gap = GUARD + (offset[odd] - place - GUARD) % 16
+            yield gap
+            yield size
+            place += gap + size
+        yield GUARD
+
+    def make(self, values: Tensor, odd: bool = False) -> TensorList:
+        return TensorList(self, values, odd)
+
+    def full(self, value: float, dtype: torch.dtype, odd: bool = False) -> TensorList:
+        return self.make(torch.full((self.elements,), value, dtype=dtype, device=self.device), odd)
+
+    def norms(self, flat: Tensor) -> Tensor:
+        """The norm of each tensor, from fp64."""
+        sums = torch.zeros(len(self.sizes), dtype=torch.float64, device=self.device)
+        return sums.index_add_(0, self.owner, flat.double().square()).sqrt()
+
+    def largest(self, flat: Tensor) -> Tensor:
+        """The largest magnitude of each tensor, 0 of one without elements."""
+        found = torch.zeros(len(self.sizes), dtype=torch.float64, device=self.device)
+        return found.scatter_reduce_(0, self.owner, flat.double().abs(), "amax")
+
+    def spread(self, of_each: Tensor) -> Tensor:
+        """A number of each tensor, for each of its elements."""
+        return of_each.index_select(0, self.owner)
+
+
+class Checks:
+    """What is checked on the device, until ``settle`` waits for it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.names: list[str] = []
+        self.flags: list[Tensor] = []
+
+    def add(self, name: str, flag: Tensor) -> None:
+        self.names.append(name)
+        self.flags.append(flag)
+
+    def close(self, name: str, got: Tensor, want: Tensor, rtol: float, atol: float = 0.0) -> None:
+        got, want = got.double(), want.double()
+        self.add(name, ((got - want).abs() <= atol + rtol * want.abs()).all())
+
+    def same(self, name: str, got: Tensor, want: Tensor) -> None:
+        self.add(name, (got == want).all())
+
+    def settle(self) -> None:
+        """AssertionError that names what was wrong."""
+        right = torch.stack(self.flags).tolist()
+        wrong = [name for name, is_right in zip(self.names, right, strict=True) if not is_right]
+        self.count += len(self.names)
+        self.names, self.flags = [], []
+        if wrong:
+            raise AssertionError(f"{len(wrong)} checks failed: {'; '.join(wrong[:20])}")
 
 
 def write_backs(dtype: torch.dtype) -> list[tuple[str, torch.dtype | None]]:
@@ -159,34 +301,19 @@ class Exercise:
             ops.multi_tensor_l2norm(x.tensors, seen[2])
             ops.multi_tensor_unscale_l2norm(x.tensors, seen[3], 0.5)
             self.checks.same(f"inf at {place} is flagged", torch.stack(seen), torch.tensor([1, 1, 1, 1, 0]).to(seen[0]))
+        # The rules of these are tests of their own: tests/ops/test_update_scale.py, test_checks_with_updates.py.
         scale, growth = torch.full((), 8.0, device=self.device), torch.zeros((), dtype=torch.int32, device=self.device)
-        patience = torch.full_like(growth, 2)
-        rule = {"hysteresis": 2, "growth_interval": 2, "min_scale": 3.0, "max_scale": 6.0}
-        # With a hysteresis of 2 the first overflow is let go; the floor is 3, the ceiling 6 after two clean updates.
-        for overflow, wanted in ((1, 8.0), (1, 4.0), (1, 3.0), (0, 3.0), (0, 6.0), (1, 6.0), (1, 3.0)):
-            ops.update_scale(scale, growth, patience, self.flag(float(overflow)), **rule)
-            self.checks.same(f"scale {wanted} after overflow={overflow}", scale.clone(), torch.full_like(scale, wanted))
-        together = [scale.clone(), growth.clone(), patience.clone()]
-        update = inner_ops.ScaleUpdate(*together, 2.0, 0.5, rule["growth_interval"], 2, 3.0, 6.0)
-        for bad in (True, False, False, True, True):
-            values = self.random()
-            values[-1] = float("inf") if bad else 1.0
-            x, flag = self.layout.make(values), self.flag()
-            if bad:
-                ops.multi_tensor_scale(x.tensors, out.tensors, flag, 1.0, update)
-            else:
-                ops.multi_tensor_unscale_l2norm(x.tensors, flag, 0.5, per_tensor=True, update=update)
-            ops.update_scale(scale, growth, patience, flag, **rule)
-            for name, a, b in zip(("scale", "growth", "patience"), together, (scale, growth, patience), strict=True):
-                self.checks.same(f"{name} updated with a check", a.clone(), b.clone())
+        update = inner_ops.ScaleUpdate(scale, growth, torch.ones_like(growth), 2.0, 0.5, 2, 1, 1.0, 16.0)
+        ops.multi_tensor_scale(x.tensors, out.tensors, self.flag(), 1.0, update)
+        ops.multi_tensor_unscale_l2norm(x.tensors, self.flag(), 0.5, per_tensor=True, update=update)
+        self.checks.same("two overflows quarter the scale", scale.clone(), torch.full_like(scale, 2.0))
         copy, inverse, clear = inner_ops.block_factors(scale)
-        self.checks.same(
-            "factors of a block", torch.stack((copy, inverse, clear)), torch.tensor([3, 1 / 3, 0]).to(scale)
-        )
+        self.checks.same("factors of a block", torch.stack((copy, inverse, clear)), torch.tensor([2, 0.5, 0]).to(scale))
+        ops.update_scale(scale, growth, update[2], self.flag(), growth_interval=1)
+        self.checks.same("a clean update doubles it", scale.clone(), torch.full_like(scale, 4.0))
         counts = torch.zeros(4, device=self.device)
-        for bad in (1.0, 1.0, 0.0, 1.0):
-            inner_ops.count_skip(counts, self.flag(bad), self.flag(bad), scale, 0, True)
-        self.checks.same("counts of skips", counts.clone(), torch.tensor([3.0, 1.0, 3.0, 3.0]).to(counts))
+        inner_ops.count_skip(counts, self.flag(1.0), self.flag(1.0), scale, 0, True)
+        self.checks.same("counts of skips", counts.clone(), torch.tensor([1.0, 1.0, 1.0, 4.0]).to(counts))
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -445,47 +572,26 @@ class Exercise:
         self.checks.settle()
 
 
-def tensor_counts(text: str) -> tuple[int, ...]:
-    counts = tuple(int(word) for word in text.split(","))
-    if min(counts) < 2:
-        raise argparse.ArgumentTypeError(f"{min(counts)} tensors are too few, 2 is the least")
-    return counts
-
-
-def main(arguments: list[str], started: float) -> None:
-    """``started``: the ``time.monotonic()`` of the start of the process."""
-    parser = argparse.ArgumentParser(
-        prog="python benchmarks/gpu_check.py exercise",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--tensors", type=tensor_counts, default=EVERY_TABLE, metavar="N,...")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the seconds and checks there")
+    parser.add_argument("--tensors", default=",".join(map(str, EVERY_TABLE)), metavar="N,...", help="2 at the least")
     args = parser.parse_args(arguments)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device: cuda was asked for and torch finds no CUDA device here")
-    device, found = torch.device(args.device), {}
     torch.manual_seed(0)
-    torch.zeros((), device=device).item()
-    before = time.monotonic() - started
-    print(f"exercise: starts work after {before:.1f} s", flush=True)
     most, tables = 0, set[int]()
-    for count in args.tensors:
+    for count in map(int, args.tensors.split(",")):
         start, checks = time.monotonic(), Checks()
         table = next(most_in for most_in in ROUNDED_TABLES if count <= most_in)
-        is_new = table not in tables
-        tables.add(table)
         for turn, dtype in enumerate(DTYPES):
-            exercise = Exercise(sizes(count, turn), dtype, device, checks)
+            exercise = Exercise(sizes(count, turn), dtype, torch.device(args.device), checks)
             exercise.run_one_list() if ONE_LIST_LEFT <= most < count else exercise.run()
-            if is_new:
+            if table not in tables:
                 exercise.run_rounded()
+        tables.add(table)
         most = max(most, count)
-        found[str(count)] = {"seconds": round(time.monotonic() - start, 2), "checks": checks.count}
-        print(
-            f"exercise: {count} tensors on {device}: {checks.count} checks, {found[str(count)]['seconds']} s",
-            flush=True,
-        )
-    if args.json:
-        args.json.write_text(json.dumps({"start_seconds": round(before, 1), "tensors": found}) + "\n")
+        seconds = time.monotonic() - start
+        print(f"exercise: {count} tensors on {args.device}: {checks.count} checks, {seconds:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
