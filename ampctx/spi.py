@@ -1,4 +1,4 @@
-"""The private core names that compat uses. No other file of compat imports private names.
+"""What ampctx-apex may use of the core beyond its public API.
 
 When the core changes, only this file follows.
 """
@@ -17,26 +17,18 @@ from ampctx.amp.opt_level import BRIEFS, resolve
 from ampctx.casts.arguments import LOW_PRECISION, Undo, map_leaves
 from ampctx.casts.autocast import Autocast
 from ampctx.casts.casting import cast_model, set_dtype
-from ampctx.casts.functions import call_cast
 from ampctx.foreach import Factor, FoundInf
 from ampctx.kernels.calling_form import Call, Number, TensorLists, foreach_factor, found_in, norms
 from ampctx.kernels.reference import compute_dtype
 from ampctx.masters.clip import strided_grad
 from ampctx.masters.params import MasterParams
-from ampctx.masters.state_dicts import masters_of
 from ampctx.optimizers._base import FusedOptimizer
-from ampctx.optimizers._checkpoint import SIZED
 from ampctx.optimizers._options import Group
 from ampctx.optimizers._options import check_number as check_option
 from ampctx.optimizers._work import Scaling, Work
 from ampctx.optimizers.layerwise import Layers, adapt, multiply, run_op, trust
 from ampctx.scaling.formats import (
     fp16_optimizer_entry,
-    is_amp_state,
-    is_grad_scaler_state,
-    plain,
-    read_amp_entries,
-    read_grad_scaler_state,
     to_amp_state,
     to_grad_scaler_state,
 )
@@ -176,7 +168,6 @@ __all__ = [
     "BRIEFS",
     "DYNAMIC",
     "LOW_PRECISION",
-    "SIZED",
     "Autocast",
     "Call",
     "FusedOptimizer",
@@ -192,7 +183,6 @@ __all__ = [
     "Work",
     "active_casts",
     "adapt",
-    "call_cast",
     "cast_model",
     "check_bounds",
     "check_count",
@@ -209,18 +199,12 @@ __all__ = [
     "found_in",
     "fp16_optimizer_entry",
     "in_block",
-    "is_amp_state",
     "is_deferred",
-    "is_grad_scaler_state",
     "map_leaves",
     "masters_in",
-    "masters_of",
     "multiply",
     "norms",
     "open_window",
-    "plain",
-    "read_amp_entries",
-    "read_grad_scaler_state",
     "refresh",
     "resolve",
     "run_op",

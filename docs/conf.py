@@ -12,11 +12,14 @@ import ampctx
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import report
 
+# For apex_names.py.
+sys.path.append(str(Path(__file__).parent))
+
 project = "ampctx"
 author = "the authors of ampctx"
 release = version = ampctx.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "apex_names"]
 root_doc = "docs/index"
 include_patterns = ["docs/**", "examples/README.md", "examples/data/README.md", "benchmarks/*.md", "CHANGELOG.md"]
 exclude_patterns = ["build", ".*", "**/.*"]

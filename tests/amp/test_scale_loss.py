@@ -4,7 +4,6 @@ import logging
 
 import pytest
 import torch
-from ampctx_apex.checkpoints import to_grad_scaler_state
 from kit import INF, LEVELS, START, Probe, assert_same, backward, grads, probe, snapshot, start
 from torch import nn
 
@@ -266,20 +265,13 @@ def test_messages_go_to_the_logger_and_are_few(session, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("loss_id", ["0", 1.0, True, [0], torch.tensor(1)], ids=repr)
-def test_the_loss_id_of_a_converted_state_is_checked(session, loss_id):
-    probe(session, "O1", n_losses=2)
-    with pytest.raises(AmpTypeError, match="loss_id must be an int"):
-        to_grad_scaler_state(session.state_dict(), loss_id=loss_id)
-
-
 def test_an_integer_of_numpy_is_a_loss_id(session):
     np = pytest.importorskip("numpy")
     model, optimizer = probe(session, "O1", n_losses=2)
     backward(session, model.loss(float("inf")), optimizer, loss_id=np.int64(1))
     optimizer.step()
     assert set(session.outcome(optimizer).overflowed) == {1}
-    assert to_grad_scaler_state(session.state_dict(), loss_id=np.int64(1))["scale"] == START / 2
+    assert session.state_dict()["loss_scaler1"]["loss_scale"] == START / 2
 
 
 @pytest.mark.parametrize("kind", ["one-tensor", "two-views"])

@@ -226,13 +226,14 @@ def test_the_settings_that_are_written_are_those_of_amp(session):
     [
         (lambda: to_grad_scaler_state(TWO), AmpValueError, r"2 loss scales \(loss_scaler0, loss_scaler1\)"),
         (lambda: to_grad_scaler_state(TWO, 2), AmpKeyError, 'no "loss_scaler2", only: loss_scaler0, loss_scaler1'),
+        (lambda: to_grad_scaler_state(TWO, True), AmpTypeError, "loss_id must be an int"),
         (lambda: to_grad_scaler_state({}), AmpKeyError, 'no "loss_scaler0", only: none'),
         (lambda: to_grad_scaler_state(TORCH), AmpKeyError, 'Unexpected key.*"scale"'),
         (lambda: to_amp_state({}), AmpError, "saved from a disabled instance"),
         (lambda: to_amp_state(APEX), AmpKeyError, 'no "scale"'),
         (lambda: to_amp_state(TORCH, num_losses=0), AmpValueError, "num_losses is 0"),
     ],
-    ids=["several", "missing-id", "empty", "torchs", "disabled", "apexs", "no-losses"],
+    ids=["several", "missing-id", "flag-id", "empty", "torchs", "disabled", "apexs", "no-losses"],
 )
 def test_what_cannot_be_converted(convert, kind, message):
     with pytest.raises(kind, match=message):

@@ -3,7 +3,7 @@
 They are views on its ``OptimizerBinding``, which holds the optimizer weakly. Copies and pickles of the optimizer drop
 them.
 
-Loops that re-implement ``scale_loss`` use the same code: prepare opens an accumulation window (``compat.doors``), post
+Loops that re-implement ``scale_loss`` use the same code: prepare opens an accumulation window (``ampctx.spi``), post
 closes it, and its ``found_inf`` flag waits for ``scaler.update_scale()``, as with ``delay_overflow_check``.
 """
 
@@ -14,69 +14,57 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from ampctx_apex.install import at_uninstall
 from torch import Tensor
 
 from ampctx import AmpError, AmpTypeError, spi
 from ampctx.foreach import Factor
-from ampctx.multi_tensor_apply import multi_tensor_l2norm, multi_tensor_scale
 from ampctx.spi import LOW_PRECISION, LossScale, OptimizerBinding, Undo
-from ampctx_apex.install import at_uninstall
-from ampctx_apex.views.groups import (
-    Groups,
-    ModelOf,
-    flat,
-    fp16_groups,
-    fp32_from_fp16_groups,
-    fp32_from_fp32_groups,
-)
-from ampctx_apex.views.scaler import LossScaler
 
-_Params = Callable[["AmpOptimizerState"], Any]
+from .scaler import LossScaler
+
+Groups = list[list[Tensor]]
+# From a master to its parameter in the model.
+ModelOf = Mapping[Tensor, Tensor]
 
 
-def _by_group(lists: Callable[[Groups, ModelOf], Groups]) -> _Params:
-    return lambda stash: lists(stash._groups(), stash._binding.masters.model_of)
+def _fp16(groups: Groups, model_of: ModelOf) -> Groups:
+    return [[model_of[p] for p in group if p in model_of] for group in groups]
 
 
-def _flat(by_group: _Params) -> _Params:
-    return lambda stash: flat(by_group(stash))
+def _fp32_from_fp16(groups: Groups, model_of: ModelOf) -> Groups:
+    return [[p for p in group if p in model_of] for group in groups]
 
 
-def _of_dtype(low: bool) -> _Params:
-    return lambda stash: [p for p in flat(stash._groups()) if (p.dtype in LOW_PRECISION) == low]
+def _fp32_from_fp32(groups: Groups, model_of: ModelOf) -> Groups:
+    return [[p for p in group if p not in model_of and p.requires_grad] for group in groups]
 
 
-def _stashed(params: _Params) -> _Params:
-    return lambda stash: [spi.stashed_grads(stash._binding).get(p) for p in params(stash)]
+def _flat(lists: Callable[[Groups, ModelOf], Groups]) -> Callable[[Groups, ModelOf], list[Tensor]]:
+    return lambda groups, model_of: [p for group in lists(groups, model_of) for p in group]
 
 
-_Lists = dict[str, _Params]
-_fp16_groups, _fp32_from_fp16_groups, _fp32_from_fp32_groups = map(
-    _by_group, (fp16_groups, fp32_from_fp16_groups, fp32_from_fp32_groups)
-)
+def _of_dtype(low: bool) -> Callable[[Groups, ModelOf], list[Tensor]]:
+    return lambda groups, _: [p for group in groups for p in group if (p.dtype in LOW_PRECISION) == low]
 
-_WITH_MASTERS: _Lists = {
-    "fp16_groups": _fp16_groups,
-    "fp32_from_fp16_groups": _fp32_from_fp16_groups,
-    "fp32_from_fp32_groups": _fp32_from_fp32_groups,
-    "all_fp16_params": _flat(_fp16_groups),
-    "all_fp32_from_fp16_params": _flat(_fp32_from_fp16_groups),
-    "all_fp32_from_fp32_params": _flat(_fp32_from_fp32_groups),
-    "all_fp16_grad_stash": _stashed(_flat(_fp16_groups)),
-    "all_fp32_from_fp32_grad_stash": _stashed(_flat(_fp32_from_fp32_groups)),
+
+# apex's lists of an optimizer's parameters: those with a master, their masters in the same order, and the trainable
+# rest; by param group and in a row. bfloat16 counts as fp16.
+WITH_MASTERS: Mapping[str, Callable[[Groups, ModelOf], Any]] = {
+    "fp16_groups": _fp16,
+    "fp32_from_fp16_groups": _fp32_from_fp16,
+    "fp32_from_fp32_groups": _fp32_from_fp32,
+    "all_fp16_params": _flat(_fp16),
+    "all_fp32_from_fp16_params": _flat(_fp32_from_fp16),
+    "all_fp32_from_fp32_params": _flat(_fp32_from_fp32),
 }
-_WITHOUT: _Lists = {
-    "all_fp16_params": _of_dtype(True),
-    "all_fp32_params": _of_dtype(False),
-    "all_fp16_grad_stash": _stashed(_of_dtype(True)),
-    "all_fp32_grad_stash": _stashed(_of_dtype(False)),
-}
+_WITHOUT = {"all_fp16_params": _of_dtype(True), "all_fp32_params": _of_dtype(False)}
 
 
 class AmpOptimizerState:
     """``optimizer._amp_stash``: apex's parameter lists, computed from the optimizer's groups on each read.
 
-    Each read gives a new list of the same parameters; bfloat16 counts as fp16. ``_WITH_MASTERS`` or ``_WITHOUT`` names
+    Each read gives a new list of the same parameters; bfloat16 counts as fp16. ``WITH_MASTERS`` or ``_WITHOUT`` names
     the lists; assigning one raises. Other names can be set freely.
 
     ``lazy_init_called``: True, because ``initialize`` creates masters.
@@ -84,13 +72,7 @@ class AmpOptimizerState:
     True after its backward.
     ``already_patched``: whether the next step will be skipped, by the checks so far. A host sync. An assigned value is
     read back, but does not change the step.
-    ``multi_tensor_scale``, ``multi_tensor_l2norm``, ``dummy_overflow_buf``: for ``multi_tensor_applier``.
     """
-
-    __module__ = "apex.amp._process_optimizer"
-
-    multi_tensor_scale = staticmethod(multi_tensor_scale)
-    multi_tensor_l2norm = staticmethod(multi_tensor_l2norm)
 
     def __init__(self, binding: OptimizerBinding | None = None) -> None:
         self._of = binding
@@ -109,15 +91,15 @@ class AmpOptimizerState:
         optimizer = self._binding.optimizer
         return [] if optimizer is None else [group["params"] for group in optimizer.param_groups]
 
-    def _lists(self) -> _Lists:
+    def _lists(self) -> Mapping[str, Callable[[Groups, ModelOf], Any]]:
         if vars(self).get("_of") is None:
             return {}
-        return _WITH_MASTERS if self._binding.masters.master_weights else _WITHOUT
+        return WITH_MASTERS if self._binding.masters.master_weights else _WITHOUT
 
     def __getattr__(self, name: str) -> Any:
         lists = self._lists()
         if name in lists:
-            return lists[name](self)
+            return lists[name](self._groups(), self._binding.masters.model_of)
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -133,10 +115,6 @@ class AmpOptimizerState:
 
     def _device(self) -> torch.device:
         return next((p.device for group in self._groups() for p in group), torch.device("cpu"))
-
-    @property
-    def dummy_overflow_buf(self) -> Tensor:
-        return torch.zeros(1, dtype=torch.int32, device=self._device())
 
     @property
     def already_patched(self) -> bool:
@@ -222,33 +200,23 @@ def _stamp(optimizer: Any, binding: OptimizerBinding) -> None:
     stash = AmpOptimizerState(binding)
     for scale in binding.loss_scales:
         LossScaler.of(scale)  # there from the first check on
+    methods: list[Callable[..., None]] = [stash._lazy_init, stash._lazy_init, stash._prepare, stash._post]
+    if binding.masters.master_weights:
+        methods.append(binding.masters.copy_to_model)
+    optimizer._amp_stash = stash
+    for name, method in zip(_STAMPS[1:], methods):  # noqa: B905 - the last needs master weights
+        setattr(optimizer, name, _plain(method))
+    stash.of_amp = True
 
-    def _lazy_init_maybe_master_weights() -> None:
-        stash._lazy_init()
 
-    def _amp_lazy_init() -> None:
-        stash._lazy_init()
+def _plain(method: Callable[..., None]) -> Callable[..., None]:
+    """``method`` as a function with the mark by which copies of the optimizer leave it behind."""
 
-    def _prepare_amp_backward() -> None:
-        stash._prepare()
+    def call(*args: Any) -> None:
+        method(*args)
 
-    def _post_amp_backward(scaler: Any) -> None:
-        stash._post(scaler)
-
-    def _master_params_to_model_params() -> None:
-        binding.masters.copy_to_model()
-
-    values: list[Any] = [
-        stash,
-        _lazy_init_maybe_master_weights,
-        _amp_lazy_init,
-        _prepare_amp_backward,
-        _post_amp_backward,
-        *([_master_params_to_model_params] if binding.masters.master_weights else []),
-    ]
-    for name, value in zip(_STAMPS, values):  # noqa: B905 - the last needs master weights
-        value.of_amp = True
-        setattr(optimizer, name, value)
+    call.of_amp = True  # type: ignore[attr-defined]
+    return call
 
 
 def _unstamp(optimizers: Iterable[Any]) -> None:
