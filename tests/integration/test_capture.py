@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from muon_groups import muon
+from kit import muon
 from tape import Tape
 from torch import nn
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from muon_groups import muon
+from kit import muon
 from torch import nn
 
 from ampctx import AmpSession, clip_grad_norm_, ops, optimizers

@@ -24,7 +24,7 @@ from ampctx.amp import AmpSession, GradScaler
 from ampctx.optimizers import LARC, FusedLAMB, FusedLion, FusedNovoGrad
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from muon_groups import muon
+from kit import muon
 
 FILE, RANKS, RANK = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 FULL = "full" in sys.argv[4:]

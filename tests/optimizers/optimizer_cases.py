@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from muon_groups import muon
+from kit import muon
 from torch import Tensor, nn
 
 from ampctx.optimizers import (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from host_reads import OpCalls
-from muon_groups import muon
+from kit import muon
 from optimizer_cases import assert_same, give, gradients, parameters, params_of, run, snapshot
 from torch import nn
 

@@ -15,7 +15,7 @@ from ampctx import AmpSession, clip_grad_norm_
 from ampctx.optimizers import LARC, FusedAdagrad, FusedAdam, FusedLAMB, FusedLion, FusedNovoGrad, FusedSGD
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script
-from muon_groups import muon
+from kit import muon
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 # eps: fp16 weights at O3 keep 16-bit state in torch's optimizers.
