@@ -1,5 +1,6 @@
 """Runs the body of a test on several ranks, or a worker script whose output is collected."""
 
+import contextlib
 import datetime
 import functools
 import importlib
@@ -108,6 +109,46 @@ def all_ranks(value: object) -> list:
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
+
+
+@functools.cache
+def flat_mesh():
+    """All ranks in one dimension."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (RANKS,))
+
+
+def whole(t):
+    """A copy of a tensor, or of all parts of a DTensor, in fp32."""
+    t = t.detach()
+    return getattr(t, "full_tensor", lambda: t)().float().clone()
+
+
+def weights(model) -> list:
+    return [whole(p) for p in model.parameters()]
+
+
+def distance(some, others) -> float:
+    return max((a.double() - b.double()).abs().max().item() for a, b in zip(some, others, strict=True))
+
+
+@contextlib.contextmanager
+def counted_all_reduce():
+    """The bytes of each ``all_reduce`` of ours."""
+    import torch.distributed as dist
+
+    sizes, original = [], dist.all_reduce
+
+    def counted(t, *args, **kwargs):
+        sizes.append(t.nbytes)
+        return original(t, *args, **kwargs)
+
+    dist.all_reduce = counted
+    try:
+        yield sizes
+    finally:
+        dist.all_reduce = original
 
 
 _POOLS: dict[int, "_Pool"] = {}

@@ -5,8 +5,7 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
-from rank_processes import RANK, RANKS, all_ranks, on_ranks
+from rank_processes import RANK, RANKS, all_ranks, counted_all_reduce, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -92,21 +91,15 @@ def sent_in(dtype) -> tuple:
     amp.initialize(network, optimizer, opt_level="O1", verbosity=0)
     wrapped = DistributedDataParallel(network)
     wrapped.register_comm_hook(None, average_hook(predivide=1, dtype=dtype))
-    sent, stepped, all_reduce = [], [], dist.all_reduce
-
-    def counted(t, *args, **kwargs):
-        sent.append(t.nbytes)
-        return all_reduce(t, *args, **kwargs)
-
-    dist.all_reduce = counted
-    for x in batches:
-        optimizer.zero_grad()
-        loss = wrapped(x).float().square().mean() * (45000 / 65536 / largest)
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        stepped.append(amp.outcome(optimizer).stepped)
-    dist.all_reduce = all_reduce
+    stepped = []
+    with counted_all_reduce() as sent:
+        for x in batches:
+            optimizer.zero_grad()
+            loss = wrapped(x).float().square().mean() * (45000 / 65536 / largest)
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            stepped.append(amp.outcome(optimizer).stepped)
     scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
     amp.reset()
     return sum(sent), stepped, scale, [p.tolist() for p in network.parameters()]

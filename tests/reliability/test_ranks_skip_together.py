@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import RANK, on_ranks
+from rank_processes import RANK, counted_all_reduce, on_ranks
 from torch import nn
 
 from ampctx import AmpError, AmpRankError, AmpTypeError, AmpValueError, optimizers
@@ -211,24 +211,16 @@ def test_an_exit_is_one_collective_and_its_step_none():
     models = [shard(), shard()]
     both = [KINDS["plain"](model.parameters()) for model in models]
     session = session_of(models, both, "O2", dist.group.WORLD)
-    counts, original = [0], dist.all_reduce
-
-    def counted(*args, **kwargs):
-        counts[-1] += 1
-        return original(*args, **kwargs)
-
-    dist.all_reduce = counted
-    try:
+    counts = []
+    with counted_all_reduce() as calls:
         with session.scale_loss(loss_of(models[0]) + loss_of(models[1]), both) as scaled:
             scaled.backward()
-        counts.append(0)
+        counts.append(len(calls))
         both[0].step()
-        counts.append(0)
         one_block(session, models[0], both[0], False, delay_unscale=True)
-    finally:
-        dist.all_reduce = original
+        counts.append(len(calls))
     session.reset()
-    assert counts == [1, 0, 0]
+    assert counts == [1, 1]
 
 
 @on_ranks(2)
