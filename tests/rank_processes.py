@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import functools
 import importlib
+import inspect
 import json
 import multiprocessing
 import os
@@ -213,7 +214,7 @@ def _serve(script: Path, folder: Path, given: dict[str, str], rank: int, ranks: 
     while True:
         test, params = pipe.recv()
         try:
-            getattr(module, test).__wrapped__(**params)
+            inspect.unwrap(getattr(module, test))(**params)
         except BaseException:
             pipe.send(traceback.format_exc())
         else:

@@ -1,12 +1,11 @@
-"""The state of a run by names of parameters: any layout of masters, engine and number of ranks loads what another one
-has saved, bit for bit."""
+"""The state of a run by names of parameters, in one process: every optimizer and level resumes bit for bit, and what
+does not fit is refused."""
 
 import copy
 import logging
 
 import pytest
 import torch
-from rank_processes import run_ranks
 from resumed_runs import OPTIMIZERS
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -16,130 +15,7 @@ from ampctx.amp.named_entries import names_of
 from ampctx.optimizers import FusedAdam
 from ampctx.optimizers._state import divided, joined
 
-WORKER = "reliability/state_worker.py"
 KEPT_BY_OPTIMIZER = {"opt_level": "O5", "master_weights": False}
-FULL = ["ddp-O2", "ddp-O5", "ddp-O5-torch", "ddp-masters", "ddp-split", "shards", "shards-torch", "masters", "split"]
-ROUNDED = ["kahan", "stochastic"]
-
-
-# --- ranks ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("two")
-    return run_ranks(WORKER, 2, directory / "rendezvous", 60, "both", str(directory), "ddp-O5,split")
-
-
-def test_two_ranks_resume_bit_for_bit(two):
-    for rank in two:
-        assert rank["saved"] == two[0]["saved"]
-        for layout, run in rank["saved"].items():
-            loaded = rank["loaded"][f"{layout} 2"]
-            assert loaded["loaded"] == run["saved"]
-            assert loaded["end"] == run["end"] != run["saved"]
-            assert loaded["heard"] == 0
-
-
-def test_layouts_load_each_other(two):
-    for rank in two:
-        assert len(rank["converted"]) == 4
-        for names, found in rank["converted"].items():
-            assert found[:3] == rank["saved"][names.split()[0]]["saved"][:3], names
-        assert rank["messages"] == []
-
-
-def test_whole_tensors_load_into_any_engine(two):
-    for rank in two:
-        assert rank["whole"] == {
-            **dict.fromkeys(("empty elsewhere", "ddp", "back", "plain"), True),
-            "kinds": ["torch.float32", "torch.int64"],
-            "heard": 0,
-        }
-
-
-def test_names_are_those_of_torch_under_wrappers(two):
-    for rank in two:
-        assert rank["names"] == [True, True]
-
-
-def test_the_functions_of_torch_make_no_step_of_the_run_and_refuse_masters(two):
-    for rank in two:
-        found = rank["torch"]
-        assert (found["heard"], found["outcome"], found["same"], found["state"]) == ([], None, True, 0)
-        for when in ("masters", "masters later"):
-            assert found[when].startswith("AmpError: torch's get_optimizer_state_dict")
-            assert "amp.get_state_dict(model, optimizer)" in found[when]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("no model", 'AmpKeyError: state_dict has no "model", only optim, optimizers, amp. Pass what'),
-        ("missing weight", 'AmpKeyError: state_dict["model"] has no "0.weight", which the model has here. Build'),
-        ("unknown weight", 'AmpKeyError: state_dict["model"] has "head", and the model here has not. Build'),
-        (
-            "shape",
-            'AmpValueError: state_dict["model"]["0.weight"] is of shape (2, 2), expected a tensor of shape (7, 5',
-        ),
-        ("missing state", 'AmpKeyError: state_dict["optim"] has no "2.bias", which is stepped here. It was frozen'),
-        ("unknown state", 'AmpKeyError: state_dict["optim"] has "head", and no optimizer here steps that parameter'),
-        ("missing moment", 'AmpKeyError: state_dict["optim"]["2.bias"] has no "exp_avg", and the optimizer here keeps'),
-        ("moment", 'AmpValueError: state_dict["optim"]["2.bias"]["exp_avg"] is of shape (4,), expected'),
-        ("nan", "AmpValueError: the state 'exp_avg' of param_groups[0]['params'][3] has nan"),
-        (
-            "level",
-            """AmpValueError: state_dict["amp"]["opt_level"] is 'O2', and amp.initialize was given opt_level='O5'""",
-        ),
-        ("scale", """AmpKeyError: state_dict["loss_scaler0"]: the loss scale's state has no "loss_scale\""""),
-        ("facts", 'AmpTypeError: state_dict["optimizers"]["0.weight"] must be a tuple of one dict'),
-    ],
-)
-def test_a_state_that_does_not_fit_is_refused_on_every_rank_and_changes_nothing(two, change, message):
-    # A nan is in the part of rank 0, and the other reads none.
-    ranks = two[:1] if change == "nan" else two
-    for rank in ranks:
-        assert rank["refused"][change].startswith(message)
-        assert rank["refused"]["same"]
-
-
-@pytest.fixture(scope="module")
-def saved_by(tmp_path_factory):
-    """What 1, 2 and 4 ranks have saved of every layout, and the folder."""
-    directory = tmp_path_factory.mktemp("saved")
-    ranks = {n: run_ranks(WORKER, n, directory / f"saving-{n}", 120, "save", str(directory)) for n in (1, 2, 4)}
-    for found in ranks.values():
-        assert all(rank == found[0] for rank in found)
-    return directory, {n: found[0] for n, found in ranks.items()}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_any_number_of_ranks_loads_what_another_has_saved(saved_by, ranks):
-    directory, saved = saved_by
-    for rank in run_ranks(WORKER, ranks, directory / f"loading-{ranks}", 120, "load", str(directory)):
-        assert len(rank) == 3 * 12
-        for case, found in rank.items():
-            layout, number = case.split()
-            of_run = saved[int(number)][layout]
-            assert found["loaded"] == of_run["saved"], case
-            assert found["heard"] == 0
-            assert found.get("end", of_run["end"]) == of_run["end"], case
-
-
-@pytest.mark.full
-def test_any_layout_loads_what_another_has_saved(saved_by):
-    directory, saved = saved_by
-    for rank in run_ranks(WORKER, 2, directory / "converting", 120, "convert", str(directory)):
-        for case, found in rank.items():
-            there, here = case.split()
-            weights, moments, scale, _ = saved[2][there]["saved"]
-            assert found[1:3] == [moments, scale], case
-            assert here in ROUNDED or found[0] == weights, case
-        assert {case.split()[0] for case in rank} >= {*FULL, *ROUNDED}
-
-
-# --- one process ------------------------------------------------------------------------------------------------------
 
 
 def mlp(seed=0):
