@@ -10,6 +10,7 @@ fixture of that name. ``train``, ``Net``, ``LEVELS`` and ``OPTIMIZERS`` are defi
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections.abc import Callable, Container, Iterable
 from functools import partial
@@ -20,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ampctx import clip_grad_norm_, optimizers
+from ampctx import GradScaler, clip_grad_norm_, optimizers
 
 INF, NAN = float("inf"), float("nan")
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -162,24 +163,46 @@ def train(
     loss: Callable[[nn.Module, int], Tensor] = loss_of,
     overflow_at: Container[int] = (),
     max_norm: float | None = None,
+    in_block: Callable[[], Any] | None = None,
+    before_step: Callable[[], Any] | None = None,
+    after_step: Callable[[], Any] | None = None,
 ) -> list[float]:
     """Steps ``first``, ``first + 1``, ...: the losses. ``session`` None: without amp.
 
-    The loss of the steps in ``overflow_at`` is inf. ``max_norm``: clips gradients.
+    The loss of the steps in ``overflow_at`` is inf. ``max_norm``: clips gradients. The last three are called there.
     """
     losses = []
     for step in range(first, first + steps):
-        value = loss(model, step) * (INF if step in overflow_at else 1.0)
-        if session is None:
-            value.backward()
-        else:
-            backward(session, value, optimizer)
+        value = loss(model, step)
+        value = value * INF if step in overflow_at else value
+        with contextlib.nullcontext(value) if session is None else session.scale_loss(value, optimizer) as scaled:
+            scaled.backward()
+            if in_block:
+                in_block()
         if max_norm is not None:
             clip_grad_norm_(model.parameters() if session is None else session.master_params(optimizer), max_norm)
+        if before_step:
+            before_step()
         optimizer.step()
+        if after_step:
+            after_step()
         optimizer.zero_grad()
         losses.append(value.item())
     return losses
+
+
+def parameter(grad: list[float], dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    """Ones with this gradient."""
+    p = nn.Parameter(torch.ones(len(grad), dtype=dtype))
+    p.grad = torch.tensor(grad, dtype=dtype)
+    return p
+
+
+def ready(*parameters: Any, scaler: Any = None, make: Callable = torch.optim.SGD, **options: Any) -> tuple[Any, Any]:
+    """A GradScaler with a scale of 8 on the CPU, and an optimizer with a learning rate of 1."""
+    scaler = scaler or GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    return scaler, make(parameters, lr=1.0, **options)
 
 
 def grads(session: Any, optimizer: Any) -> list[Tensor | None]:
@@ -203,8 +226,8 @@ def snapshot(optimizer: Any, model: nn.Module | None = None) -> list[Tensor]:
 
 
 def assert_same(found: Any, expected: Any, where: str = "") -> None:
-    """The same types, keys and values, through dicts, lists and tuples; tensors by dtype and without a tolerance."""
-    assert type(found) is type(expected), where
+    """The same types, keys and values, through dicts, lists and tuples; tensors (and parameters) by dtype and value."""
+    assert type(found) is type(expected) or (isinstance(found, Tensor) and isinstance(expected, Tensor)), where
     if isinstance(found, Tensor):
         assert found.dtype == expected.dtype, where
         assert torch.equal(found, expected), where

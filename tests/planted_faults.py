@@ -132,7 +132,7 @@ FAULTS = [
     Fault(
         "the host goes by the flag of the first loss", "ampctx",
         "if join_flags(each, each[0].device).item() == 0:", "if each[0].item() == 0:",
-        "tests/compat/test_l0_multiple_models_optimizers_losses.py",
+        "tests/apex/test_l0_multiple_models_optimizers_losses.py",
     ),
     Fault(
         "joined flags are the last of them", "ampctx",
@@ -243,16 +243,16 @@ FAULTS = [
     Fault(
         "a model's inputs stay fp32", "ampctx",
         "return map_floating(args, self.dtype), map_floating(kwargs, self.dtype)", "return args, kwargs",
-        f"{AMP}casting.py",
+        f"{AMP}casting_rows.py",
     ),
     Fault(
         "a model's output stays in 16 bits", "ampctx",
-        "return map_floating(output, self.dtype)", "return output", f"{AMP}casting.py",
+        "return map_floating(output, self.dtype)", "return output", f"{AMP}casting_rows.py",
     ),
     Fault(
         "batch norms become 16-bit", "ampctx",
         "return isinstance(module, _BatchNorm) or module.running_mean is not None", "return False",
-        f"{AMP}casting.py",
+        f"{AMP}casting_rows.py",
     ),
     Fault(
         "a sharded unit keeps its policy after reset", "ampctx",
@@ -388,7 +388,7 @@ FAULTS = [
     Fault(
         "an update reads the flag on the host", "ampctx",
         "if found_inf.device != scale.device:", "if found_inf.item() and found_inf.device != scale.device:",
-        f"{AMP}device_steps.py {AMP}loss_scale.py",
+        f"{AMP}device_steps.py",
     ),
     Fault(
         "a step on the device waits for the count of skips", "ampctx",

@@ -2,16 +2,14 @@ import copy
 import gc
 import logging
 import pickle
-import resource
 import threading
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from kit import half_dtypes
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ampctx import AmpError, AmpNotImplementedError
 from ampctx.casts.autocast import Autocast
@@ -71,7 +69,7 @@ def in_thread(fn):
     return result[0]
 
 
-class Net(nn.Module):
+class Layer(nn.Module):
     """Uses one weight twice, and tells in which type it ran."""
 
     def __init__(self):
@@ -99,9 +97,9 @@ def matmul_dtype():
 # --- on and off -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [HALF, BF16], ids=["fp16", "bf16"])
+@half_dtypes
 def test_forward_and_loss_are_cast(enabled, dtype):
-    model = Net()
+    model = Layer()
     enabled(model, dtype=dtype)
     out = model(X)
     assert out.dtype == dtype
@@ -114,7 +112,7 @@ def test_forward_and_loss_are_cast(enabled, dtype):
 
 def test_undo_leaves_torch_and_the_model_as_they_were():
     before = torch_state()
-    model = Net()
+    model = Layer()
     torch.set_autocast_dtype("cpu", HALF)
     try:
         changed = torch_state()
@@ -136,24 +134,15 @@ def test_undo_leaves_torch_and_the_model_as_they_were():
 
 
 def test_enable_twice_is_refused(enabled):
-    autocast = enabled(Net())
+    autocast = enabled(Layer())
     with pytest.raises(AmpError, match="enabled already"):
         autocast.enable()
     assert autocast.active
 
 
-def test_it_can_be_enabled_again():
-    autocast = Autocast([Net()], HALF)
-    for _ in range(2):
-        undo = autocast.enable()
-        assert matmul_dtype() == HALF
-        undo()
-        assert matmul_dtype() == FLOAT
-
-
 @pytest.mark.parametrize("order", ["first-out-last", "first-out-first"])
 def test_two_at_once_come_and_go_in_any_order(order):
-    low, brain = Net(), Net()
+    low, brain = Layer(), Layer()
     undos = [Autocast([low], HALF).enable(), Autocast([brain], BF16).enable()]
     assert matmul_dtype() == BF16
     # Each model runs in the type it was initialized with.
@@ -169,13 +158,15 @@ def test_two_at_once_come_and_go_in_any_order(order):
 def test_device_types_come_from_the_models():
     assert Autocast([], HALF).device_types == ["cpu"]
     assert Autocast([nn.ReLU()], HALF).device_types == ["cpu"]
-    assert Autocast([Net()], HALF).device_types == ["cpu"]
+    assert Autocast([Layer()], HALF).device_types == ["cpu"]
     with torch.device("meta"):
         assert Autocast([nn.Linear(2, 2)], HALF).device_types == ["cpu"]
+    assert Autocast([], HALF, device_types=["cuda", "cpu"]).device_types == ["cpu", "cuda"]
+    assert Autocast([nn.Linear(1, 1)], HALF, device_types=["cuda"]).device_types == ["cpu", "cuda"]
 
 
 def test_the_model_is_not_kept_alive():
-    model = Net()
+    model = Layer()
     alive = weakref.ref(model)
     undo = Autocast([model], HALF).enable()
     gc.disable()
@@ -200,7 +191,7 @@ def test_undo_in_another_thread_says_what_it_cannot_do(caplog):
 
 
 def test_suspended_and_resumed(enabled):
-    model = Net()
+    model = Layer()
     autocast = enabled(model)
     with autocast.suspended():
         assert not autocast.active
@@ -230,7 +221,7 @@ def test_suspended_and_resumed(enabled):
 
 @pytest.mark.parametrize("context", ["suspended", "resumed"])
 def test_exceptions_leave_casts_as_they_were(enabled, context):
-    autocast = enabled(Net())
+    autocast = enabled(Layer())
     with pytest.raises(KeyboardInterrupt), getattr(autocast, context)():
         raise KeyboardInterrupt
     assert matmul_dtype() == HALF
@@ -244,7 +235,7 @@ def test_exceptions_leave_casts_as_they_were(enabled, context):
 
 
 def test_suspended_is_a_decorator_and_ends_with_its_object(enabled):
-    autocast = enabled(Net())
+    autocast = enabled(Layer())
 
     @autocast.suspended()
     def nested(times):
@@ -260,7 +251,7 @@ def test_suspended_is_a_decorator_and_ends_with_its_object(enabled):
 
 
 def test_suspended_covers_the_casts_of_an_earlier_one(enabled):
-    first = Net()
+    first = Layer()
     enabled(first)
     second = Autocast([], BF16)
     second.device_types = []  # as if its models were on another device
@@ -272,13 +263,13 @@ def test_suspended_covers_the_casts_of_an_earlier_one(enabled):
 
 
 def test_suspended_is_nothing_when_not_enabled():
-    autocast = Autocast([Net()], HALF)
+    autocast = Autocast([Layer()], HALF)
     with torch.autocast("cpu", dtype=BF16), autocast.suspended(), autocast.resumed():
         assert matmul_dtype() == BF16
 
 
 def test_torch_autocast_blocks_of_the_user_decide(enabled):
-    model = Net()
+    model = Layer()
     autocast = enabled(model)
     with torch.autocast("cpu", enabled=False):
         assert not autocast.active
@@ -305,7 +296,7 @@ class CountsCasts(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def test_a_weight_is_cast_once_per_forward(enabled):
-    model = Net()
+    model = Layer()
     enabled(model)
     for _ in range(2):
         with CountsCasts() as counter:
@@ -317,7 +308,7 @@ def test_a_weight_is_cast_once_per_forward(enabled):
 
 
 def test_the_user_may_switch_the_cache_off(enabled):
-    model = Net()
+    model = Layer()
     enabled(model)
     for cached in (True, False):
         with torch.autocast("cpu", dtype=HALF, cache_enabled=cached), CountsCasts() as counter:
@@ -331,26 +322,8 @@ def edit(model):
         model.fc.weight.add_(1.0)
 
 
-@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
-@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
-def test_an_edited_weight_is_seen_at_once(enabled, train, grad):
-    model, uncached = Net().train(train), Net().train(train)
-    enabled(model)
-    with torch.set_grad_enabled(grad):
-        for _ in range(3):
-            with torch.autocast("cpu", dtype=HALF, cache_enabled=False):
-                expected = uncached(X)
-            assert torch.equal(model(X), expected)
-            edit(model)
-            edit(uncached)
-        state = {k: v * 2 for k, v in model.state_dict().items()}
-        model.load_state_dict(state)
-        uncached.load_state_dict(state)
-        assert torch.equal(model(X), uncached(X))
-
-
 def test_a_weight_used_outside_the_forward_is_never_stale(enabled):
-    model = Net()
+    model = Layer()
     autocast = enabled(model)
     for _ in range(3):
         expected = F.linear(X.half(), model.fc.weight.half())
@@ -361,7 +334,7 @@ def test_a_weight_used_outside_the_forward_is_never_stale(enabled):
 
 
 def test_a_step_within_an_autocast_block_of_the_user_is_seen(enabled):
-    model = Net()
+    model = Layer()
     autocast = enabled(model)
     with torch.autocast("cpu", dtype=HALF, cache_enabled=True):
         before = F.linear(X, model.fc.weight)
@@ -371,7 +344,7 @@ def test_a_step_within_an_autocast_block_of_the_user_is_seen(enabled):
 
 
 def test_an_interrupted_forward_leaves_no_stale_weight(enabled):
-    model = Net()
+    model = Layer()
     autocast = enabled(model)
 
     def interrupt(module, args):
@@ -389,28 +362,8 @@ def test_an_interrupted_forward_leaves_no_stale_weight(enabled):
         assert torch.equal(result, half(X.half()))
 
 
-def resident_mb():
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / 2**20
-
-
-@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
-def test_passes_hold_no_memory(enabled, grad):
-    # The fp16 copy has 32 MB, which the C library gives back to the system as soon as it is freed.
-    model, x = nn.Linear(4096, 4096, bias=False), torch.ones(1, 4096)
-    enabled(model)
-    with torch.set_grad_enabled(grad):
-        model(x)
-        before = resident_mb()
-        for _ in range(50 if not grad else 5):
-            model(x)
-            assert resident_mb() < before + 16
-        torch.clear_autocast_cache()
-        assert resident_mb() > before - 16
-
-
 def test_a_no_grad_pass_inside_a_forward_does_not_cut_the_gradient(enabled):
-    class Twice(Net):
+    class Twice(Layer):
         def forward(self, x):
             with torch.no_grad():
                 self.fc(x)
@@ -423,20 +376,8 @@ def test_a_no_grad_pass_inside_a_forward_does_not_cut_the_gradient(enabled):
     assert model.fc.weight.grad.abs().sum() > 0
 
 
-def test_gradients_equal_those_without_a_cache(enabled):
-    model, uncached = Net(), Net()
-    autocast = enabled(model)
-    with torch.autocast("cpu", dtype=HALF, cache_enabled=False):
-        loss = uncached(X).float().square().sum()
-    mine = model(X).float().square().sum()
-    with autocast.suspended():
-        loss.backward()
-        mine.backward()
-    torch.testing.assert_close(model.fc.weight.grad, uncached.fc.weight.grad, rtol=2e-3, atol=2e-3)
-
-
 def test_a_failing_forward_restores_the_state(enabled):
-    model = Net()
+    model = Layer()
     model.fail = True
     enabled(model)
     for _ in range(2):
@@ -446,12 +387,12 @@ def test_a_failing_forward_restores_the_state(enabled):
 
 
 def test_a_failing_pre_hook_of_the_user_restores_the_state(enabled):
-    model = Net()
+    model = Layer()
 
     def fail(module, args):
         raise OSError("hook failed")
 
-    class Outer(Net):
+    class Outer(Layer):
         def forward(self, x):
             with pytest.raises(OSError, match="hook failed"):
                 model(x)
@@ -470,7 +411,7 @@ def test_a_failing_pre_hook_of_the_user_restores_the_state(enabled):
 
 
 def test_nested_and_recursive_forwards(enabled):
-    class Recursive(Net):
+    class Recursive(Layer):
         def forward(self, x, depth=2):
             y = self.fc(x)
             assert torch.is_autocast_cache_enabled()
@@ -480,7 +421,7 @@ def test_nested_and_recursive_forwards(enabled):
             return y
 
     model = Recursive()
-    model.inner = Net()
+    model.inner = Layer()
     enabled(model, model.inner)
     assert model(X).dtype == HALF
     assert not torch.is_autocast_cache_enabled()
@@ -490,7 +431,7 @@ def test_nested_and_recursive_forwards(enabled):
 
 
 def test_another_thread_casts_in_the_forward_alone(enabled):
-    model = Net()
+    model = Layer()
     autocast = enabled(model)
 
     def work():
@@ -508,7 +449,7 @@ def test_another_thread_casts_in_the_forward_alone(enabled):
 
 
 def test_suspending_in_one_thread_leaves_others_alone(enabled):
-    model = Net()
+    model = Layer()
     autocast = enabled(model)
     with autocast.suspended():
         assert in_thread(lambda: model(X).dtype) == HALF
@@ -516,7 +457,7 @@ def test_suspending_in_one_thread_leaves_others_alone(enabled):
 
 
 def test_the_thread_that_enabled_may_end(enabled):
-    model = Net()
+    model = Layer()
 
     def enable():
         undo = Autocast([model], BF16).enable()
@@ -530,7 +471,7 @@ def test_the_thread_that_enabled_may_end(enabled):
 
 
 def test_the_thread_that_enabled_first_is_any_thread_later():
-    model = Net()
+    model = Layer()
     autocast = Autocast([model], HALF)
     autocast.enable()()
     undo = in_thread(autocast.enable)
@@ -540,7 +481,7 @@ def test_the_thread_that_enabled_first_is_any_thread_later():
 
 
 def test_threads_at_the_same_time(enabled):
-    models = [Net() for _ in range(4)]
+    models = [Layer() for _ in range(4)]
     enabled(*models)
     expected = models[0](X)
     wrong = []
@@ -562,7 +503,7 @@ def test_threads_at_the_same_time(enabled):
 
 
 def test_a_deep_copy_casts_like_the_original_until_undo():
-    model = Net()
+    model = Layer()
     undo = Autocast([model], HALF).enable()
     twin = copy.deepcopy(model)
     edit(twin)
@@ -573,7 +514,7 @@ def test_a_deep_copy_casts_like_the_original_until_undo():
 
 
 def test_a_pickle_loads_as_a_plain_model(enabled, tmp_path):
-    model = Net()
+    model = Layer()
     enabled(model)
     expected = model(X)
     torch.save(model, tmp_path / "model.pt")
@@ -582,52 +523,6 @@ def test_a_pickle_loads_as_a_plain_model(enabled, tmp_path):
         assert in_thread(lambda twin=twin: twin(X).dtype) == FLOAT
         assert torch.equal(twin(X), expected)
         assert not torch.is_autocast_cache_enabled()
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_activation_checkpointing_gives_the_same_gradients(enabled, use_reentrant):
-    class Net2(Net):
-        def forward(self, x):
-            return F.softmax(super().forward(x), dim=-1).square().sum()
-
-    model, plain = Net2(), Net2()
-    autocast = enabled(model, plain)
-    loss = checkpoint(model, X.clone().requires_grad_(), use_reentrant=use_reentrant)
-    expected = plain(X)
-    assert torch.equal(loss, expected)
-    with autocast.suspended():
-        loss.backward()
-        expected.backward()
-    assert torch.equal(model.fc.weight.grad, plain.fc.weight.grad)
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_torch_compile_before_or_after(enabled, when):
-    class Net2(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4), nn.Softmax(-1))
-
-        def forward(self, x):
-            return self.net(x).square()
-
-    model = Net2()
-    if when == "before":
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-        assert torch.equal(compiled(X), model(X))
-    autocast = enabled(model)
-    if when == "after":
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(X), model(X))
-    loss, expected = compiled(X).sum(), model(X).sum()
-    with autocast.suspended():
-        grads = torch.autograd.grad(loss, model.parameters())
-        wanted = torch.autograd.grad(expected, model.parameters())
-        exact = model(X)
-        assert torch.equal(compiled(X), exact)
-    for a, b in zip(grads, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
-    assert not torch.equal(compiled(X), exact)
 
 
 def test_the_hooks_leave_no_trace_in_compiled_graphs(enabled):
@@ -663,9 +558,9 @@ def test_suspended_inside_compiled_code(enabled):
 # --- binary_cross_entropy ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [HALF, BF16], ids=["fp16", "bf16"])
+@half_dtypes
 def test_bce_with_16_bit_input_is_refused(enabled, dtype):
-    autocast = enabled(Net(), dtype=dtype)
+    autocast = enabled(Layer(), dtype=dtype)
     p, target = torch.full((2,), 0.5), torch.ones(2)
     for args in ((p.to(dtype), target), (p, target.to(dtype)), (p, target, p.to(dtype))):
         with pytest.raises(
@@ -681,7 +576,7 @@ def test_bce_with_16_bit_input_is_refused(enabled, dtype):
 def test_bce_in_fp32_is_computed(enabled):
     p, target = torch.rand(4), torch.ones(4)
     expected = BCE(p, target, reduction="sum")
-    enabled(Net())
+    enabled(Layer())
     assert torch.equal(F.binary_cross_entropy(p, target, reduction="sum"), expected)
     assert torch.equal(nn.BCELoss(reduction="sum")(p, target), expected)
 
@@ -695,7 +590,7 @@ def test_bce_is_replaced_once_and_put_back():
     assert F.binary_cross_entropy is BCE
 
 
-@pytest.mark.parametrize("dtype", [HALF, BF16], ids=str)
+@half_dtypes
 def test_binary_cross_entropy_where_it_is_allowed(dtype):
     undo = Autocast([], dtype, allow_banned=True).enable()
     p = torch.full((2,), 0.5, dtype=dtype, requires_grad=True)
@@ -752,9 +647,3 @@ def test_set_off_inside_a_suspended_block_and_on_after_it():
     autocast.active = True
     assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype == HALF
     undo()
-
-
-def test_device_types_besides_those_of_the_models():
-    assert Autocast([], HALF, device_types=["cuda", "cpu"]).device_types == ["cpu", "cuda"]
-    assert Autocast([nn.Linear(1, 1)], HALF, device_types=["cuda"]).device_types == ["cpu", "cuda"]
-    assert Autocast([], HALF).device_types == ["cpu"]

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from probe import Probe
+from kit import Probe, backward
 
 from ampctx import AmpStallError, GradScaler
 from ampctx.amp import AmpSession, former_names
@@ -22,8 +22,7 @@ def training(session, level, **options):
 
 def iterate(session, model, optimizer):
     optimizer.zero_grad()
-    with session.scale_loss(model.loss(1.0), optimizer) as scaled:
-        scaled.backward()
+    backward(session, model.loss(1.0), optimizer)
     optimizer.step()
 
 

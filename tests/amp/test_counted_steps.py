@@ -3,7 +3,7 @@
 import pytest
 import torch
 from host_reads import OpCalls
-from models import loss_of, mlp
+from kit import loss_of, mlp
 from torch import nn
 
 from ampctx import clip_grad_norm_, optimizers

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from host_reads import HostReads
-from models import assert_unchanged, batch, loss_of, mlp, snapshot
+from kit import assert_same, backward, batch, loss_of, mlp, snapshot
 from torch import nn
 
 from ampctx import GradScaler, clip_grad_norm_, optimizers
@@ -96,8 +96,8 @@ def test_an_overflow_changes_nothing(session, make, level):
     optimizer.zero_grad()
     after = snapshot(optimizer, model)
     n = len(before[0])
-    assert_unchanged(before[1][:n], after[:n])
-    assert_unchanged(before[1][n + len(buffers) :], after[n + len(buffers) :])
+    assert_same(before[1][:n], after[:n])
+    assert_same(before[1][n + len(buffers) :], after[n + len(buffers) :])
     assert scale == 32768.0
     assert session.skipped_steps(optimizer) == 1
     iteration(session, model, optimizer)
@@ -124,7 +124,7 @@ def test_a_run_with_overflows_is_the_run_without_them(session, make, level):
     clean, none = run(())
     injected, skipped = run((0, 3))
     assert (none, skipped) == (0, 2)
-    assert_unchanged(clean, injected)
+    assert_same(clean, injected)
 
 
 @pytest.mark.parametrize("wrap", [lambda o: o, optimizers.LARC], ids=["alone", "in-LARC"])
@@ -144,7 +144,7 @@ def test_torch_fused_sgd_survives_an_overflow_at_its_first_step(session, dampeni
         session.reset()
         return result
 
-    assert_unchanged(run(False), run(True))
+    assert_same(run(False), run(True))
 
 
 @every_level
@@ -188,15 +188,14 @@ def test_blocks_in_a_closure_leave_the_weights_of_their_forward_alone(session, n
             loss = loss_of(model)
             if zero == "after forward":
                 optimizer.zero_grad()
-            with session.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
+            backward(session, loss, optimizer)
             return loss
 
         for _ in range(3):
             optimizer.step(evaluate) if with_closure else (evaluate(), optimizer.step())
         models.append(snapshot(optimizer, model))
         session.reset()
-    assert_unchanged(*models)
+    assert_same(*models)
 
 
 @every_optimizer
@@ -228,7 +227,7 @@ def test_closure(session, make, level):
             assert loss.requires_grad
             optimizer.zero_grad()
             iteration(twin_session, twin, other, seed, bad)
-        assert_unchanged(snapshot(other, twin), snapshot(optimizer, model))
+        assert_same(snapshot(other, twin), snapshot(optimizer, model))
         assert session.skipped_steps(optimizer) == 1
     finally:
         twin_session.reset()
@@ -248,7 +247,7 @@ def test_a_step_that_raises_keeps_verdict_and_gradients(session):
     assert not {"found_inf", "model_params", "model_grads"} & set(vars(optimizer))
     optimizer.step()
     n = len(list(model.parameters()))
-    assert_unchanged(before[:n], snapshot(optimizer, model)[:n])
+    assert_same(before[:n], snapshot(optimizer, model)[:n])
     assert session.skipped_steps(optimizer) == 1
 
 
@@ -276,13 +275,12 @@ def test_grad_scaler_beside_a_session(session):
     model, optimizer = prepare(session, OPTIMIZERS["FusedAdam"], "O1")
     iteration(session, model, optimizer)
     before = snapshot(optimizer, model)
-    with session.scale_loss(loss_of(model), optimizer) as scaled:
-        scaled.backward()
+    backward(session, loss_of(model), optimizer)
     optimizer.found_inf = torch.tensor(2.0)
     optimizer.step()
     assert optimizer.found_inf == 2.0
     n = len(list(model.parameters()))
-    assert_unchanged(before[:n], snapshot(optimizer, model)[:n])
+    assert_same(before[:n], snapshot(optimizer, model)[:n])
 
 
 @every_optimizer
@@ -314,8 +312,7 @@ def test_a_copied_optimizer_between_backward_and_step(session, copied):
     """Gradients that wait in 16 bits do not stand in the way of a copy, and are still there."""
     model, optimizer = prepare(session, OPTIMIZERS["FusedAdam"], "O2")
     iteration(session, model, optimizer)
-    with session.scale_loss(loss_of(model), optimizer) as scaled:
-        scaled.backward()
+    backward(session, loss_of(model), optimizer)
     twin = copied(optimizer)
     for mine, theirs in zip(optimizer.param_groups[0]["params"], twin.param_groups[0]["params"], strict=True):
         assert torch.equal(mine, theirs)
@@ -356,7 +353,7 @@ def test_grad_scaler_with_a_wrapper():
     model[0].bias.grad[0] = float("inf")
     before = [p.clone() for p in model.parameters()]
     scaler.step(optimizer)
-    assert_unchanged(before, list(model.parameters()))
+    assert_same(before, list(model.parameters()))
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
@@ -380,7 +377,7 @@ def test_flags_of_any_kind_beside_a_session(session, flag, bad):
     before = [p.clone() for p in model.parameters()]
     optimizer.found_inf = flag
     iteration(session, model, optimizer, bad=bad)
-    assert_unchanged(before, list(model.parameters()))
+    assert_same(before, list(model.parameters()))
     del optimizer.found_inf
     iteration(session, model, optimizer)
     assert not torch.equal(before[0], model[0].weight)
@@ -400,7 +397,7 @@ def test_an_optimizer_that_asks_for_a_grad_scaler(session):
     model, optimizer = prepare(session, lambda p: AsksForGradScaler(p, lr=0.01), "O1")
     before = [p.clone() for p in model.parameters()]
     iteration(session, model, optimizer, bad=float("inf"))
-    assert_unchanged(before, list(model.parameters()))
+    assert_same(before, list(model.parameters()))
     iteration(session, model, optimizer)
     assert not torch.equal(before[0], model[0].weight)
 

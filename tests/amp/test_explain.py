@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.fsdp
 import torch.nn.functional as F
-from models import LEVELS, assert_unchanged, batch, loss_of, mlp, snapshot
+from kit import LEVELS, assert_same, batch, loss_of, mlp, snapshot
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -230,7 +230,7 @@ def test_nothing_is_left_behind(train, grads, fail):
     else:
         assert amp.explain(model, x).calls("addmm") == 2
     after = traces(model, x)
-    assert_unchanged(before[0], after[0])
+    assert_same(before[0], after[0])
     assert before[1:] == after[1:]
     # The test sees what a forward leaves.
     model.fail = False
@@ -250,7 +250,7 @@ def test_arguments_are_what_they_were():
     x, y, z = torch.randn(4), torch.randn(2), torch.randn(2)
     before = [t.clone() for t in (x, y, z)]
     explanation = amp.explain(Writes(), x, y, {"z": [z]})
-    assert_unchanged(before, [x, y, z])
+    assert_same(before, [x, y, z])
     assert [t.shape for t in before] == [x.shape, y.shape, z.shape]
     assert not y.requires_grad
     assert explanation.calls("relu_") == 1
@@ -296,7 +296,7 @@ def test_a_run_goes_on_as_if_nobody_had_asked(session, level):
         session.reset()
         return result
 
-    assert_unchanged(train(False), train(True))
+    assert_same(train(False), train(True))
 
 
 def test_a_graph_from_before_can_go_backward(session):
@@ -317,7 +317,7 @@ def test_on_a_gpu(session, level):
     explanation = amp.explain(model, x)
     low = LOW_NAME.get(level, "float32")
     assert (explanation.calls("convolution", low), explanation.calls("addmm", low)) == (1, 1)
-    assert_unchanged(before, [torch.cuda.get_rng_state(), *model.buffers()])
+    assert_same(before, [torch.cuda.get_rng_state(), *model.buffers()])
 
 
 # --- models of every sort ---------------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ def test_scripted_modules():
     before = [t.clone() for t in scripted.buffers()]
     for model in (scripted, nn.Sequential(scripted, nn.ReLU())):
         assert amp.explain(model, torch.randn(8, 8)).calls("native_batch_norm") == 1
-        assert_unchanged(before, list(scripted.buffers()))
+        assert_same(before, list(scripted.buffers()))
     scripted(torch.randn(8, 8))
     assert not torch.equal(before[0], next(scripted.buffers()))
 

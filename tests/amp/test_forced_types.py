@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from models import LEVELS, LOW
+from kit import LEVELS, LOW, backward
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -75,8 +75,7 @@ def step(session, model, optimizer, seed=0):
     x, y = batch(seed=seed)
     loss = F.cross_entropy(model(x), y)
     optimizer.zero_grad()
-    with session.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
+    backward(session, loss, optimizer)
     optimizer.step()
     return loss.item()
 
@@ -259,8 +258,7 @@ def test_recurrent_modules(session, level, packed):
     optimizer = initialize(session, model, level, keep_fp32="rnn")
     assert {p.dtype for p in model.rnn.parameters()} == {FLOAT}
     loss = model(torch.randn(3, 2, 4)).float().sum()
-    with session.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
+    backward(session, loss, optimizer)
     assert model.rnn.weight_hh_l0.grad is not None
 
 
@@ -359,8 +357,7 @@ def test_a_tied_weight_is_kept_with_both_its_modules(session, level):
     assert model.out.weight is model.embed.weight
     seen = watch(model.embed), watch(model.out)
     loss = model(ids).float().square().mean()
-    with session.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
+    backward(session, loss, optimizer)
     optimizer.step()
     assert [s.types[1] for s in seen] == [FLOAT, FLOAT]
 
@@ -596,8 +593,7 @@ def test_gradients_flow_through_and_checkpointing_agrees(session, level):
         model = Net(recompute=recompute)
         optimizer = initialize(session, model, level, ops_fp32="softmax", keep_fp32="norm")
         x, y = batch()
-        with session.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
-            scaled.backward()
+        backward(session, F.cross_entropy(model(x), y), optimizer)
         grads.append([p.grad.clone() for p in session.master_params(optimizer)])
         session.reset()
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from grad_scalers import parameter, ready
+from kit import parameter, ready
 
 from ampctx._errors import AmpAssertionError, AmpError, AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.scaling.grad_scaler import GradScaler

@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 from host_reads import HostReads
-from models import LEVELS, batch, mlp
+from kit import LEVELS, batch, mlp
 from torch import nn
 
 from ampctx import AmpError, AmpSession, AmpTypeError, AmpValueError, GradScaler, amp, clip_grad_norm_, optimizers

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from models import LEVELS, LOW, loss_of, mlp
+from kit import LEVELS, LOW, backward, loss_of, mlp
 from torch import nn
 
 from ampctx import AmpError, AmpTypeError, AmpValueError, amp
@@ -85,8 +85,7 @@ def test_masters_do_not_alias_what_the_user_kept(session):
     before = kept.clone()
     optimizer = sgd(model)
     session.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    with session.scale_loss(loss_of(model), optimizer) as scaled:
-        scaled.backward()
+    backward(session, loss_of(model), optimizer)
     optimizer.step()
     assert torch.equal(kept, before)
 
@@ -123,8 +122,7 @@ def test_gradients_from_before_initialize_are_kept(session):
     loss_of(model, 1).backward()
     before = [p.grad.clone() for p in model.parameters()]
     session.initialize(model, optimizer, opt_level="O2", loss_scale=8.0, verbosity=0)
-    with session.scale_loss(sum(p.float().sum() for p in model.parameters()), optimizer) as scaled:
-        scaled.backward()
+    backward(session, sum(p.float().sum() for p in model.parameters()), optimizer)
     for master, old in zip(amp.master_params(optimizer), before, strict=True):
         torch.testing.assert_close(master.grad, old + 1, rtol=2e-3, atol=2e-3)
 
@@ -254,8 +252,7 @@ def test_reset_restores_model_and_optimizer(session, level):
     optimizer = sgd(model)
     parameters = list(model.parameters())
     session.initialize(model, optimizer, opt_level=level, verbosity=0)
-    with session.scale_loss(loss_of(model), optimizer) as scaled:
-        scaled.backward()
+    backward(session, loss_of(model), optimizer)
     optimizer.step()
     trained = [m.detach().clone() for m in amp.master_params(optimizer)]
     momentum = [optimizer.state[m]["momentum_buffer"] for m in amp.master_params(optimizer)]
@@ -284,8 +281,7 @@ def test_two_sessions_with_different_levels(session):
     other.initialize(full, b, opt_level="O0", loss_scale=2.0, verbosity=0)
     for _ in range(3):
         for s, model, optimizer in ((session, low, a), (other, full, b)):
-            with s.scale_loss(loss_of(model), optimizer) as scaled:
-                scaled.backward()
+            backward(s, loss_of(model), optimizer)
             optimizer.step()
             optimizer.zero_grad()
     for p, q in zip(amp.master_params(a), amp.master_params(b), strict=True):
@@ -316,13 +312,12 @@ def test_everything_is_freed_with_its_last_reference(session, level):
     model = nn.Linear(4, 2)
     optimizer = sgd(model)
     session.initialize(model, optimizer, opt_level=level, verbosity=0)
-    with session.scale_loss(model(torch.ones(1, 4)).float().sum(), optimizer) as scaled:
-        scaled.backward()
+    backward(session, model(torch.ones(1, 4)).float().sum(), optimizer)
     optimizer.step()
     alive = [weakref.ref(o) for o in (optimizer, model, model.weight, next(amp.master_params(optimizer)))]
     gc.disable()
     try:
-        del optimizer, model, scaled
+        del optimizer, model
         assert [ref() for ref in alive] == [None] * 4
     finally:
         gc.enable()
@@ -349,8 +344,7 @@ def test_batch_norms_of_models_that_come_in_another_type_are_fp32(session, level
     optimizer = sgd(model)
     session.initialize(model, optimizer, opt_level=level, verbosity=0)
     assert {t.dtype for t in model[1].state_dict().values() if t.is_floating_point()} == {torch.float32}
-    with session.scale_loss(loss_of(model), optimizer) as scaled:
-        scaled.backward()
+    backward(session, loss_of(model), optimizer)
     optimizer.step()
     session.reset()
     assert {p.dtype for p in model.parameters()} <= {incoming, torch.float32}

@@ -9,8 +9,7 @@ import threading
 import pytest
 import torch
 from host_reads import HostReads
-from models import LEVELS
-from probe import Probe, backward, grads, probe
+from kit import LEVELS, Probe, backward, grads, probe
 from torch import nn
 
 from ampctx import AmpAttributeError, AmpError, AmpTypeError, optimizers
@@ -76,8 +75,7 @@ def test_a_disabled_grad_scaler_passes(session, said, level):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session.initialize(model, optimizer, opt_level=level, verbosity=1)
     before, scaler = weights(model), torch.amp.GradScaler("cpu", enabled=False)
-    with session.scale_loss(scaler.scale(loss_of(model)), optimizer) as scaled:
-        scaled.backward()
+    backward(session, scaler.scale(loss_of(model)), optimizer)
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
@@ -140,8 +138,7 @@ def pair(session, level, scale, **kwargs):
 
 
 def reach_both(session, models, named, factor=1.0, **kwargs):
-    with session.scale_loss(sum(m.loss(factor) for m in models), named, **kwargs) as scaled:
-        scaled.backward()
+    backward(session, sum(m.loss(factor) for m in models), named, **kwargs)
 
 
 @pytest.mark.full(but=6)
@@ -194,8 +191,8 @@ def test_an_adversarial_loop_passes(session, said, level, zero):
     for _ in range(3):
         ZERO[zero](d, of_d)
         for loss_id in (0, 1):
-            backward(session, d, of_d, 0.5, loss_id=loss_id)
-        assert all(torch.equal(grad, torch.ones_like(grad)) for grad in grads(of_d))
+            backward(session, d.loss(0.5), of_d, loss_id=loss_id)
+        assert all(torch.equal(grad, torch.ones_like(grad)) for grad in grads(session, of_d))
         of_d.step()
         ZERO[zero](g, of_g)
         reach_both(session, (d, g), of_g, 0.5, loss_id=2)
@@ -211,7 +208,7 @@ def test_scaled_gradients_of_another_optimizers_block_are_not_added_up(session, 
     reach_both(session, models, both[0])
     left = models[1].weight.grad.clone()
     with pytest.raises(AmpError, match="has left scaled gradients in .*this block would add its own to them"):
-        backward(session, models[1], both[1], 1.0)
+        backward(session, models[1].loss(1.0), both[1])
     assert torch.equal(models[1].weight.grad, left)
     with pytest.raises(AmpError, match="has left scaled gradients"):
         both[1].step()
@@ -227,13 +224,13 @@ def test_gradients_that_are_no_leftovers_of_another_block_pass(session, level, s
     models, both = pair(session, level, scale)
     # What a plain backward has left before the block, and the block does not touch.
     models[1].loss(1.0).backward()
-    backward(session, models[0], both[0], 1.0)
+    backward(session, models[0].loss(1.0), both[0])
     both[1].step()
     assert models[1].weight.eq(1.875).all()
     models[1].zero_grad()
     # A block of its own inside of the other one.
     with session.scale_loss(models[0].loss(1.0), both[0]) as scaled:
-        backward(session, models[1], both[1], 1.0)
+        backward(session, models[1].loss(1.0), both[1])
         scaled.backward()
     both[1].step()
     assert models[1].weight.eq(1.75).all()
@@ -261,7 +258,7 @@ def test_a_parameter_of_two_optimizers_is_unscaled_for_both(session, level, scal
     second = torch.optim.SGD([*shared.parameters(), *own.parameters()], lr=0.125)
     options = {"opt_level": level, "loss_scale": scale, "max_loss_scale": 4096.0, "verbosity": 0}
     session.initialize([shared, own], [first, second], **options)
-    backward(session, shared, first, 1.0)
+    backward(session, shared.loss(1.0), first)
     first.step()
     second.step()
     assert shared.weight.eq(1.75).all()
@@ -291,7 +288,7 @@ def test_a_closure_may_zero_what_another_block_has_left(session):
 
     def closure():
         both[1].zero_grad()
-        backward(session, models[1], both[1], 1.0)
+        backward(session, models[1].loss(1.0), both[1])
         return 0.0
 
     both[1].step(closure)
@@ -303,7 +300,7 @@ def test_blocks_over_several_optimizers_keep_no_gradient_alive_and_read_nothing(
     with HostReads() as reads:
         reach_both(session, models, both[0])
         models[1].zero_grad()
-        backward(session, models[1], both[1], 1.0)
+        backward(session, models[1].loss(1.0), both[1])
     assert reads.count == 0
     reach_both(session, models, both[0])
     alive = [reference() for reference, _ in session._bindings[both[1]].loop.left.values()]
@@ -334,7 +331,7 @@ def test_a_backward_past_the_scaled_loss_is_said_once(session, said, level, scal
 
 def test_a_backward_past_the_scaled_loss_of_a_second_optimizer_is_said(session, said):
     models, both = pair(session, "O1", "dynamic", verbosity=1)
-    backward(session, models[0], both[0], 1.0)
+    backward(session, models[0].loss(1.0), both[0])
     loss = models[1].loss(1.0)
     with session.scale_loss(loss, both[1]):
         loss.backward()
@@ -396,7 +393,7 @@ def test_the_scaled_loss_is_watched_until_a_backward_went_through_it(session, mo
     with session.scale_loss(model.loss(1.0), optimizer):
         pass
     for _ in range(3):
-        backward(session, model, optimizer, 1.0)
+        backward(session, model.loss(1.0), optimizer)
     assert len(hooks) == 2
 
 
@@ -422,7 +419,7 @@ def test_plain_backwards_pass_where_the_scale_is_static_or_blocks_are_there_too(
     optimizer.step()
     session.reset()
     model, optimizer = probe(session, level, loss_scale="dynamic", verbosity=1)
-    optimizer.step(lambda: backward(session, model, optimizer, 1.0))
+    optimizer.step(lambda: backward(session, model.loss(1.0), optimizer))
     optimizer.zero_grad()
     model.loss(1.0).backward()
     optimizer.step()
@@ -433,7 +430,7 @@ def test_plain_backwards_pass_where_the_scale_is_static_or_blocks_are_there_too(
 @pytest.mark.parametrize("delay", [False, True])
 def test_a_run_that_goes_on_from_saved_gradients_has_had_its_block(session, said, level, delay):
     model, optimizer = probe(session, level)
-    backward(session, model, optimizer, 1.0, delay_unscale=delay)
+    backward(session, model.loss(1.0), optimizer, delay_unscale=delay)
     saved = session.state_dict(grads=True)
     resumed = AmpSession()
     model, optimizer = probe(resumed, level, verbosity=1)
@@ -447,7 +444,7 @@ def run_losses(session, number, used, steps=mistakes.ENOUGH_STEPS, **kwargs):
     models, both = pair(session, "O1", "dynamic", num_losses=number, verbosity=1, **kwargs)
     for _ in range(steps):
         for loss_id, (model, optimizer) in zip(used, zip(models, both, strict=True), strict=True):
-            backward(session, model, optimizer, 0.0, loss_id=loss_id)
+            backward(session, model.loss(0.0), optimizer, loss_id=loss_id)
             optimizer.step()
             optimizer.zero_grad()
 
@@ -470,7 +467,7 @@ def test_nothing_is_said_of_loss_ids_that_are_used_or_may_be_still(session, said
 def test_loss_ids_wait_for_an_optimizer_that_steps_rarely(session, said):
     models, both = pair(session, "O1", "dynamic", num_losses=2, verbosity=1)
     for _ in range(mistakes.ENOUGH_STEPS):
-        backward(session, models[0], both[0], 0.0)
+        backward(session, models[0].loss(0.0), both[0])
         both[0].step()
     assert said() == []
 
@@ -493,7 +490,7 @@ def test_scale_loss_without_with_says_what_is_missing(session, enabled):
             use()
     with scaled as loss:
         loss.backward()
-    assert all(torch.equal(grad, torch.ones_like(grad)) for grad in grads(optimizer))
+    assert all(torch.equal(grad, torch.ones_like(grad)) for grad in grads(session, optimizer))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -509,7 +506,7 @@ def test_scale_loss_serves_an_exit_stack_and_a_decorator(session, level):
 
     decorated()
     decorated()
-    assert all(torch.equal(grad, torch.full_like(grad, 3.0)) for grad in grads(optimizer))
+    assert all(torch.equal(grad, torch.full_like(grad, 3.0)) for grad in grads(session, optimizer))
     block = session.scale_loss(model.loss(1.0), optimizer)
     with block, pytest.raises((AttributeError, RuntimeError)), block:
         pytest.fail("entered twice")
@@ -594,8 +591,7 @@ def test_zero_grad_in_the_block_asks_the_device_nothing(session, said):
     session.initialize(models, opts, opt_level="O1", verbosity=0)
     x = torch.randn(8, 4)
     for _ in range(2):
-        with session.scale_loss(models[1](models[0](x)).float().square().mean(), opts[0]) as scaled_loss:
-            scaled_loss.backward()
+        backward(session, models[1](models[0](x)).float().square().mean(), opts[0])
         with HostReads() as reads, session.scale_loss(models[1](x).float().square().mean(), opts[1]) as scaled:
             opts[1].zero_grad()
             scaled.backward()

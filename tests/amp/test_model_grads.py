@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from host_reads import OpCalls
-from models import LOW, assert_unchanged, loss_of, mlp, snapshot
+from kit import LOW, assert_same, loss_of, mlp, snapshot
 from torch import nn
 
 from ampctx import clip_grad_norm_, optimizers
@@ -78,10 +78,10 @@ def test_reading_one_gradient_makes_them_all(session, level):
     assert not are_waiting(session, optimizer)
     assert grad is masters(session, optimizer)[1].grad
     mine, eager = list(session.master_params(optimizer)), list(twin_session.master_params(other))
-    assert_unchanged([p.grad for p in eager], [p.grad for p in mine])
+    assert_same([p.grad for p in eager], [p.grad for p in mine])
     optimizer.step()
     other.step()
-    assert_unchanged(snapshot(other, twin), snapshot(optimizer, model))
+    assert_same(snapshot(other, twin), snapshot(optimizer, model))
     twin_session.reset()
 
 
@@ -102,7 +102,7 @@ def run(session, level, kind, clip, steps=8):
 @levels
 def test_without_clipping_the_weights_are_those_of_fp32_gradients(session, level):
     """Unscaling by a power of two is exact, so the lazy run is the eager one, bit for bit."""
-    assert_unchanged(run(session, level, Eager, None)[0], run(session, level, optimizers.FusedAdam, None)[0])
+    assert_same(run(session, level, Eager, None)[0], run(session, level, optimizers.FusedAdam, None)[0])
 
 
 @levels
@@ -119,8 +119,8 @@ def test_clipping_agrees_with_fp32_gradients(session, level, theirs):
 def test_torch_clipping_on_waiting_gradients(session, level):
     lazy, norms = run(session, level, optimizers.FusedAdam, nn.utils.clip_grad_norm_)
     eager, expected = run(session, level, Eager, nn.utils.clip_grad_norm_)
-    assert_unchanged(eager, lazy)
-    assert_unchanged(expected, norms)
+    assert_same(eager, lazy)
+    assert_same(expected, norms)
 
 
 @levels
@@ -216,7 +216,7 @@ def test_accumulation(session, level, blocks, scale):
             optimizer.zero_grad()
         results.append(snapshot(optimizer, model))
         session.reset()
-    assert_unchanged(*results)
+    assert_same(*results)
 
 
 @levels
@@ -228,7 +228,7 @@ def test_a_plain_backward_adds_to_waiting_gradients(session, level):
         loss_of(model, 1).backward()
         results.append([p.grad.clone() for p in session.master_params(optimizer)])
         session.reset()
-    assert_unchanged(*results)
+    assert_same(*results)
 
 
 @levels
@@ -296,7 +296,7 @@ def test_an_exception_in_a_later_block_leaves_the_earlier_gradients(session):
         raise ZeroDivisionError
     optimizer.step()
     other.step()
-    assert_unchanged(list(twin.parameters()), list(model.parameters()))
+    assert_same(list(twin.parameters()), list(model.parameters()))
     twin_session.reset()
 
 
@@ -319,7 +319,7 @@ def test_reset_keeps_waiting_gradients(session):
     backward(session, model, optimizer)
     session.reset()
     kept = [p.grad for n, p in model.named_parameters() if not n.startswith("1.")]
-    assert_unchanged(grads, kept)
+    assert_same(grads, kept)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
@@ -375,7 +375,7 @@ def test_a_backward_into_the_masters_is_added(session, level):
         optimizer.step()
         results.append([norm, *snapshot(optimizer, model)])
         session.reset()
-    assert_unchanged(*results)
+    assert_same(*results)
 
 
 def test_gradients_that_are_views_do_not_wait(session):

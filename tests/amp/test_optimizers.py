@@ -7,8 +7,7 @@ import warnings
 
 import pytest
 import torch
-from models import LEVELS, assert_unchanged, batch, loss_of, mlp, snapshot
-from probe import START, Probe, backward, grads, overflow, probe
+from kit import INF, LEVELS, START, Probe, assert_same, backward, batch, grads, loss_of, mlp, probe, snapshot
 
 from ampctx import amp, clip_grad_norm_
 
@@ -27,11 +26,11 @@ def test_lr_schedulers_see_no_warning_on_a_first_skipped_step(session, level, be
         scheduler = schedule() if before_initialize else None
         session.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", max_loss_scale=START, verbosity=0)
         scheduler = scheduler or schedule()
-        overflow(session, model, optimizer)
+        backward(session, model.loss(INF), optimizer)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        backward(session, model, optimizer, 1.0)
+        backward(session, model.loss(1.0), optimizer)
         optimizer.step()
         scheduler.step()
     assert model.weight.eq(1.5).all()
@@ -42,10 +41,10 @@ def test_lr_schedulers_see_no_warning_on_a_first_skipped_step(session, level, be
 @pytest.mark.parametrize("clip", [torch.nn.utils.clip_grad_norm_, clip_grad_norm_], ids=["torch", "ampctx"])
 def test_clipping_master_params(session, level, clip):
     model, optimizer = probe(session, level, loss_scale=1024.0)
-    backward(session, model, optimizer, 2.0)
+    backward(session, model.loss(2.0), optimizer)
     norm = clip(amp.master_params(optimizer), 1.0)
     torch.testing.assert_close(norm.float(), torch.tensor(2.0 * 7**0.5), rtol=1e-3, atol=1e-3)
-    total = torch.linalg.vector_norm(torch.cat([g.float() for g in grads(optimizer)]))
+    total = torch.linalg.vector_norm(torch.cat([g.float() for g in grads(session, optimizer)]))
     torch.testing.assert_close(total, torch.tensor(1.0), rtol=2e-3, atol=2e-3)
 
 
@@ -56,8 +55,7 @@ def test_closures(session, level):
     def closure():
         optimizer.zero_grad()
         loss = model.loss(1.0)
-        with session.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        backward(session, loss, optimizer)
         return loss
 
     assert optimizer.step(closure) is not None
@@ -70,13 +68,12 @@ def test_an_overflow_inside_a_closure_skips_the_step(session):
     def closure():
         optimizer.zero_grad()
         loss = model.loss(float("inf"))
-        with session.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        backward(session, loss, optimizer)
         return loss
 
     before = snapshot(optimizer, model)
     assert optimizer.step(closure) is None
-    assert_unchanged(before, snapshot(optimizer, model))
+    assert_same(before, snapshot(optimizer, model))
     assert session.skipped_steps(optimizer) == 1
 
 
@@ -103,8 +100,7 @@ def test_scaling_by_powers_of_two_changes_no_bit(session, level, name):
     other.initialize(model, optimizer, opt_level="O2", cast_model_type=False, loss_scale=1024.0, verbosity=0)
     for step in range(10):
         optimizer.zero_grad()
-        with other.scale_loss(loss_of(model, step), optimizer) as scaled:
-            scaled.backward()
+        backward(other, loss_of(model, step), optimizer)
         optimizer.step()
         by_hand.zero_grad()
         (loss_of(by_hand, step) * 1024.0).backward()
@@ -184,7 +180,7 @@ def test_a_tensor_lr_stays_the_users_object_after_a_skipped_closure(session):
     session.initialize(model, optimizer, opt_level="O1", verbosity=0)
 
     def closure():
-        backward(session, model, optimizer, float("inf"))
+        backward(session, model.loss(float("inf")), optimizer)
         return model.loss(1.0)
 
     assert optimizer.step(closure) is None
@@ -204,8 +200,7 @@ def test_lbfgs_with_an_overflow_in_an_evaluation(session, bad):
         evaluations += 1
         optimizer.zero_grad()
         loss = loss_of(model) * (float("inf") if evaluations == overflow_at else 1.0)
-        with session.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        backward(session, loss, optimizer)
         return loss
 
     first = float(optimizer.step(closure).detach())

@@ -6,6 +6,7 @@ CPU, which test_update_scale and test_optimizer_steps compare with the kernels.
 
 import pytest
 import torch
+from kit import backward
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -98,8 +99,7 @@ def test_amp(plain_torch, level, kind):
     session.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
     for _ in range(2):
         for delayed in (True, False):
-            with session.scale_loss(loss_of(model), optimizer, delay_unscale=delayed) as scaled_loss:
-                scaled_loss.backward()
+            backward(session, loss_of(model), optimizer, delay_unscale=delayed)
         clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
         optimizer.step()
         optimizer.zero_grad()

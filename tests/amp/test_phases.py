@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 import torch
-from probe import Probe
+from kit import Probe
 
 from ampctx import AmpError, optimizers
 from ampctx.amp import AmpSession

@@ -5,8 +5,7 @@ import logging
 import pytest
 import torch
 from ampctx_apex.checkpoints import to_grad_scaler_state
-from models import LEVELS, assert_unchanged, snapshot
-from probe import START, Probe, backward, grads, overflow, probe
+from kit import INF, LEVELS, START, Probe, assert_same, backward, grads, probe, snapshot
 from torch import nn
 
 from ampctx import AmpError, AmpIndexError, AmpTypeError, amp
@@ -18,8 +17,8 @@ from ampctx import AmpError, AmpIndexError, AmpTypeError, amp
 def test_gradients_are_unscaled_and_accumulate(session, level, loss_scale, passes):
     model, optimizer = probe(session, level, loss_scale=loss_scale)
     for _ in range(passes):
-        backward(session, model, optimizer, 0.5)
-    for grad in grads(optimizer):
+        backward(session, model.loss(0.5), optimizer)
+    for grad in grads(session, optimizer):
         assert torch.equal(grad, torch.full_like(grad, 0.5 * passes))
 
 
@@ -38,10 +37,10 @@ def test_yields_the_scaled_fp32_loss(session, level):
 def test_different_scales_within_one_step(session, level):
     model, optimizer = probe(session, level, n_losses=2, loss_scale=4.0)
     session.loss_scales[1].set(16.0)
-    backward(session, model, optimizer, 0.5, loss_id=0)
-    backward(session, model, optimizer, 0.25, loss_id=1)
-    backward(session, model, optimizer, 1.0, loss_id=-1)
-    assert all(torch.equal(g, torch.full_like(g, 1.75)) for g in grads(optimizer))
+    backward(session, model.loss(0.5), optimizer, loss_id=0)
+    backward(session, model.loss(0.25), optimizer, loss_id=1)
+    backward(session, model.loss(1.0), optimizer, loss_id=-1)
+    assert all(torch.equal(g, torch.full_like(g, 1.75)) for g in grads(session, optimizer))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -49,7 +48,7 @@ def test_different_scales_within_one_step(session, level):
 def test_step_and_zero_grad_start_afresh(session, level, zero):
     model, optimizer = probe(session, level, loss_scale=8.0)
     for _ in range(2):
-        backward(session, model, optimizer, 1.0)
+        backward(session, model.loss(1.0), optimizer)
         optimizer.step()
         if zero == "model":
             model.zero_grad()
@@ -63,7 +62,7 @@ def test_step_and_zero_grad_start_afresh(session, level, zero):
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_the_model_holds_no_scaled_gradients_afterwards(session, level):
     model, optimizer = probe(session, level, loss_scale=128.0)
-    backward(session, model, optimizer, 1.0)
+    backward(session, model.loss(1.0), optimizer)
     assert model.weight.grad is None
 
 
@@ -71,8 +70,7 @@ def test_the_model_holds_no_scaled_gradients_afterwards(session, level):
 def test_parameters_without_a_gradient(session, level):
     model, optimizer = probe(session, level, loss_scale="dynamic")
     for used in (model.weight, model.norm.weight):
-        with session.scale_loss(used.float().sum(), optimizer) as scaled:
-            scaled.backward()
+        backward(session, used.float().sum(), optimizer)
     for p, master in zip(model.parameters(), list(amp.master_params(optimizer)), strict=True):
         expected = torch.ones_like(master) if p is model.weight or p is model.norm.weight else None
         assert (master.grad is None) == (expected is None)
@@ -84,17 +82,16 @@ def test_parameters_without_a_gradient(session, level):
 def test_a_step_without_any_gradient_changes_nothing(session, level):
     model, optimizer = probe(session, level, loss_scale="dynamic")
     before = snapshot(optimizer, model)
-    with session.scale_loss(torch.zeros((), requires_grad=True), optimizer) as scaled:
-        scaled.backward()
+    backward(session, torch.zeros((), requires_grad=True), optimizer)
     optimizer.step()
-    assert_unchanged(before, snapshot(optimizer, model))
+    assert_same(before, snapshot(optimizer, model))
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_plain_backward_outside_the_block_counts_too(session, level):
     model, optimizer = probe(session, level, loss_scale=128.0)
     model.loss(1.0).backward()
-    backward(session, model, optimizer, 0.5)
+    backward(session, model.loss(0.5), optimizer)
     model.loss(0.25).backward()
     optimizer.step()
     weight = next(iter(amp.master_params(optimizer)))
@@ -105,12 +102,12 @@ def test_plain_backward_outside_the_block_counts_too(session, level):
 def test_nested_blocks(session, level):
     model, optimizer = probe(session, level, n_losses=2, loss_scale=4.0)
     session.loss_scales[1].set(32.0)
-    backward(session, model, optimizer, 1.0)
+    backward(session, model.loss(1.0), optimizer)
     with session.scale_loss(model.loss(0.5), optimizer, loss_id=0) as outer:
         outer.backward(retain_graph=True)
-        backward(session, model, optimizer, 2.0, loss_id=1)
+        backward(session, model.loss(2.0), optimizer, loss_id=1)
         outer.backward()
-    assert all(torch.equal(g, torch.full_like(g, 4.0)) for g in grads(optimizer))
+    assert all(torch.equal(g, torch.full_like(g, 4.0)) for g in grads(session, optimizer))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -119,9 +116,9 @@ def test_a_scale_that_moves_inside_a_nested_block(session, level):
     optimizer, second = (torch.optim.SGD(m.parameters(), lr=0.125) for m in (model, other))
     session.initialize([model, other], [optimizer, second], opt_level=level, max_loss_scale=START, verbosity=0)
     with session.scale_loss(model.loss(1.0), optimizer) as outer:
-        overflow(session, other, second)
+        backward(session, other.loss(INF), second)
         outer.backward()
-    assert all(torch.equal(g, torch.full_like(g, 1.0)) for g in grads(optimizer))
+    assert all(torch.equal(g, torch.full_like(g, 1.0)) for g in grads(session, optimizer))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -129,7 +126,7 @@ def test_a_scale_that_moves_inside_a_nested_block(session, level):
 def test_an_exception_leaves_gradients_as_before_the_block(session, level, accumulated):
     model, optimizer = probe(session, level, loss_scale="dynamic")
     for _ in range(accumulated):
-        backward(session, model, optimizer, 1.0, delay_unscale=True)
+        backward(session, model.loss(1.0), optimizer, delay_unscale=True)
     tensors = [*model.parameters(), *amp.master_params(optimizer)]
     before = [None if p.grad is None else p.grad.clone() for p in tensors]
     state = session.state_dict()
@@ -139,8 +136,8 @@ def test_an_exception_leaves_gradients_as_before_the_block(session, level, accum
     for old, p in zip(before, tensors, strict=True):
         assert old is p.grad is None or torch.equal(old, p.grad)
     assert session.state_dict() == state
-    backward(session, model, optimizer, 1.0)
-    assert all(torch.equal(g, torch.full_like(g, accumulated + 1.0)) for g in grads(optimizer))
+    backward(session, model.loss(1.0), optimizer)
+    assert all(torch.equal(g, torch.full_like(g, accumulated + 1.0)) for g in grads(session, optimizer))
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
@@ -156,7 +153,7 @@ def test_gradients_that_are_views_into_a_bucket(session, level):
 
     handle = p.register_post_accumulate_grad_hook(reduce_into_bucket)
     for _ in range(2):
-        backward(session, model, optimizer, 1.0)
+        backward(session, model.loss(1.0), optimizer)
     handle.remove()
     assert torch.equal(p.grad, torch.full_like(p, 2.0))
 
@@ -169,8 +166,7 @@ def test_sparse_gradients(session, level):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     session.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
     for _ in range(2):
-        with session.scale_loss(model(torch.tensor([1, 1, 4])).sum(), optimizer) as scaled:
-            scaled.backward()
+        backward(session, model(torch.tensor([1, 1, 4])).sum(), optimizer)
     optimizer.step()
     expected = start.clone()
     expected[1] -= 2.0
@@ -197,7 +193,7 @@ def test_sparse_duplicates_that_overflow_when_summed(session):
     with session.scale_loss(model(torch.tensor([1, 1])).sum() * 0.75, optimizer) as scaled:
         scaled.backward()  # 0.75 * 65536 fits fp16, its double does not
     optimizer.step()
-    assert_unchanged(before, snapshot(optimizer, model))
+    assert_same(before, snapshot(optimizer, model))
     assert session.skipped_steps(optimizer) == 1
 
 
@@ -211,7 +207,7 @@ def test_channels_last_and_expanded_gradients(session, level):
     for grad in (fill, fill.to(memory_format=torch.channels_last), torch.ones(1, 1, 1, 1).expand(4, 3, 2, 2)):
         with session.scale_loss(torch.zeros(()), optimizer):
             model.weight.grad = (grad * 4).to(model.weight.dtype) if grad.stride()[0] else grad.to(model.weight.dtype)
-    (master,) = grads(optimizer)
+    (master,) = grads(session, optimizer)
     torch.testing.assert_close(master.float(), fill * 2 + 0.25)
     optimizer.step()
     torch.testing.assert_close(model.weight.float(), (start - fill * 2 - 0.25), rtol=1e-2, atol=1e-1)
@@ -242,7 +238,7 @@ def test_errors_of_scale_loss(session):
         session.scale_loss(model.loss(1.0), (optimizer, stranger)),
     ):
         pass
-    backward(session, model, optimizer, 1.0)
+    backward(session, model.loss(1.0), optimizer)
 
 
 def test_messages_go_to_the_logger_and_are_few(session, caplog):
@@ -250,7 +246,7 @@ def test_messages_go_to_the_logger_and_are_few(session, caplog):
     session.verbosity = 1
     with caplog.at_level(logging.WARNING, "ampctx"):
         for _ in range(100):
-            overflow(session, model, optimizer)
+            backward(session, model.loss(INF), optimizer)
             optimizer.step()
             optimizer.zero_grad()
     texts = [r.getMessage() for r in caplog.records]
@@ -262,7 +258,7 @@ def test_messages_go_to_the_logger_and_are_few(session, caplog):
     assert "ampctx: 64 steps skipped so far" in texts
     caplog.clear()
     session.verbosity = 0
-    overflow(session, model, optimizer)
+    backward(session, model.loss(INF), optimizer)
     optimizer.step()
     assert not caplog.records
 
@@ -278,14 +274,14 @@ def test_a_loss_id_that_is_no_number_of_a_loss(session, loss_id):
     if loss_id is not None:  # the only one there is
         with pytest.raises(AmpTypeError, match="loss_id must be an int"):
             to_grad_scaler_state(session.state_dict(), loss_id=loss_id)
-    backward(session, model, optimizer, 1.0, loss_id=1)
+    backward(session, model.loss(1.0), optimizer, loss_id=1)
     optimizer.step()
 
 
 def test_an_integer_of_numpy_is_a_loss_id(session):
     np = pytest.importorskip("numpy")
     model, optimizer = probe(session, "O1", n_losses=2)
-    backward(session, model, optimizer, float("inf"), loss_id=np.int64(1))
+    backward(session, model.loss(float("inf")), optimizer, loss_id=np.int64(1))
     optimizer.step()
     assert set(session.outcome(optimizer).overflowed) == {1}
     assert to_grad_scaler_state(session.state_dict(), loss_id=np.int64(1))["scale"] == START / 2

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from kit import backward
 from torch import nn
 
 from ampctx.amp import AmpSession
@@ -40,8 +41,7 @@ class Run:
     def train(self, *numbers):
         for i in range(*numbers):
             x = torch.randn(16, 8, generator=torch.Generator().manual_seed(i))
-            with self.session.scale_loss((self.model(x) - x[:, :4]).square().mean(), self.optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(self.session, (self.model(x) - x[:, :4]).square().mean(), self.optimizer)
             self.optimizer.step()
             self.optimizer.zero_grad()
         return self
@@ -141,8 +141,7 @@ def test_bf16_weights_and_frozen_ones_have_no_remainder():
     session.initialize(model, optimizer, opt_level="O5", master_weights="split", verbosity=0)
     assert list(optimizer.state) == [model[1].bias]
     model[1].weight.requires_grad_()
-    with session.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(session, model(torch.ones(2, 4)).sum(), optimizer)
     optimizer.step()
     assert all("remainder" in optimizer.state[p] for p in model.parameters())
 

@@ -2,7 +2,7 @@ import logging
 
 import pytest
 import torch
-from models import mlp
+from kit import mlp
 
 from ampctx import AmpError, AmpKeyError, AmpTypeError, AmpValueError
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from models import mlp
+from kit import backward, mlp
 
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.amp import GradScaler
@@ -125,8 +125,7 @@ def test_a_static_scale_that_skips_takes_the_value_and_keeps_it(session, caplog,
         session.load_state_dict({"loss_scaler0": {"loss_scale": loaded, "unskipped": 1999}})
     assert f"It goes from 8192.0 to the checkpoint's {loaded} and stays" in caplog.text
     for i, factor in enumerate((1.0, float("inf"), float("nan"))):
-        with session.scale_loss(model(torch.ones(1, 2)).float().sum() * factor, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(session, model(torch.ones(1, 2)).float().sum() * factor, optimizer)
         optimizer.step()
         optimizer.zero_grad()
         assert session.skipped_steps(optimizer) == i

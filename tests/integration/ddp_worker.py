@@ -10,6 +10,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from kit import backward
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -51,8 +52,7 @@ def plain(level, seed, steps=6, blocks=1, overflow=False, fused=False, **ddp):
                 loss = wrapped(x).float().square().mean() / blocks
                 if overflow and step == 2 and RANK == 1:
                     loss = loss * float("inf")
-                with amp.scale_loss(loss, optimizer, delay_unscale=not last) as scaled_loss:
-                    scaled_loss.backward()
+                backward(amp, loss, optimizer, delay_unscale=not last)
         if fused:
             clip_grad_norm_(amp.master_params(optimizer), 0.5)
         optimizer.step()
@@ -67,8 +67,7 @@ def one_parameter_in_a_bucket_view(level):
     amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     for value in (1.0, 2.0, 0.5):
-        with amp.scale_loss(wrapped(torch.full((1, 4), value)).float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(amp, wrapped(torch.full((1, 4), value)).float().sum(), optimizer)
     return next(iter(amp.master_params(optimizer))).grad.unique().tolist()
 
 
@@ -88,8 +87,7 @@ def loaded(level, ranks, resumed=False, wrapped_first=False, make=torch.optim.Ad
         if resumed:
             optimizer.load_state_dict(state.state_dict())
     wrapped = model if wrapped_first else DistributedDataParallel(model)
-    with amp.scale_loss(wrapped(batch(1, 0)).float().square().mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(amp, wrapped(batch(1, 0)).float().square().mean(), optimizer)
     masters = [p.detach() for p in amp.master_params(optimizer)]
     exact = all(torch.equal(m, p) for m, p in zip(masters, source.parameters(), strict=True))
     optimizer.step()

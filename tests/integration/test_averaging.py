@@ -3,6 +3,7 @@ them. What averages are made of is in tests/reliability/test_copies_and_averages
 
 import pytest
 import torch
+from kit import backward
 from torch import nn
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 
@@ -39,8 +40,7 @@ def run(session, level, make):
     average, schedule = AveragedModel(source), SWALR(optimizer, swa_lr=0.05, anneal_epochs=2)
     rates = []
     for i, x in enumerate(DATA):
-        with session.scale_loss(model(x).float().square().mean(), optimizer) as scaled:
-            scaled.backward()
+        backward(session, model(x).float().square().mean(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
         if i >= 2 and session.outcome(optimizer).stepped:

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from kit import muon
+from kit import backward, muon
 from tape import Tape
 from torch import nn
 
@@ -49,8 +49,7 @@ class Loop:
     def iterate(self):
         out = self.model(self.input).float()
         self.loss = (out.square().mean() + out.sum().sin()) * self.poison
-        with self.session.scale_loss(self.loss, self.optimizer) as scaled:
-            scaled.backward()
+        backward(self.session, self.loss, self.optimizer)
         if self.max_norm is not None:
             clip_grad_norm_(self.session.master_params(self.optimizer), self.max_norm)
         self.optimizer.step()
@@ -103,8 +102,7 @@ def _a_block_that_raises(loop):
 
 def _a_block_without_an_update(loop):
     loss = loop.model(loop.input).float().sum()
-    with loop.session.scale_loss(loss, loop.optimizer, delay_overflow_check=True) as scaled:
-        scaled.backward()
+    backward(loop.session, loss, loop.optimizer, delay_overflow_check=True)
     loop.optimizer.zero_grad()
 
 

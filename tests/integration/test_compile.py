@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from kit import muon
+from kit import backward, muon
 from torch import nn
 
 from ampctx import AmpSession, clip_grad_norm_, ops, optimizers
@@ -54,8 +54,7 @@ def train(session, model, optimizer, forward, steps=2):
     losses = []
     for _ in range(steps):
         loss = loss_of(forward(X))
-        with session.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        backward(session, loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -298,8 +297,7 @@ def test_a_compiled_iteration_does_what_the_plain_one_does(level, make):
 
         def iterate(scale, session=session, model=model, optimizer=optimizer):
             loss = loss_of(model(X, scale))
-            with session.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
+            backward(session, loss, optimizer)
             clip_grad_norm_(session.master_params(optimizer), 0.5)
             optimizer.step()
             optimizer.zero_grad()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from kit import backward
 from test_opt_levels import data, make_model
 from torch import nn
 
@@ -30,8 +31,7 @@ def train(device, level, steps=40):
         if level is None:
             loss.backward()
         else:
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(amp, loss, optimizer)
             clip_grad_norm_(amp.master_params(optimizer), 100.0)
         optimizer.step()
         losses.append(loss.item())
@@ -57,8 +57,7 @@ def test_nothing_but_the_step_waits_for_the_device(level):
         try:
             loss = nn.functional.cross_entropy(model(images), labels)
             optimizer.zero_grad()
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(amp, loss, optimizer)
             clip_grad_norm_(amp.master_params(optimizer), 1.0)
         finally:
             torch.cuda.set_sync_debug_mode("default")

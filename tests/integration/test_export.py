@@ -5,6 +5,7 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
+from kit import backward
 from torch import nn
 
 from ampctx import AmpSession, optimizers
@@ -38,8 +39,7 @@ def trained(session, level):
     optimizer = optimizers.FusedSGD(model.parameters(), lr=0.1)
     session.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
     for _ in range(2):
-        with session.scale_loss(model(X)["probabilities"].float().square().sum(), optimizer) as scaled:
-            scaled.backward()
+        backward(session, model(X)["probabilities"].float().square().sum(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
     return model.eval(), optimizer  # which holds the masters

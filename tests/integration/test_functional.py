@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from kit import backward
 from torch import nn
 from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, vmap
 
@@ -109,8 +110,7 @@ def test_gradients_of_torch_func_are_stepped_by_way_of_a_block(session, level):
     model, optimizer = started(session, level)
     before = [p.detach().clone() for p in session.master_params(optimizer)]
     loss = loss_of(functional_call(model, dict(model.named_parameters()), (X,)))
-    with session.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
+    backward(session, loss, optimizer)
     optimizer.step()
     assert session.outcome(optimizer).stepped
     assert not any(torch.equal(a, b) for a, b in zip(before, session.master_params(optimizer), strict=True))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from kit import backward
 from torch import nn
 
 from ampctx import amp, clip_grad_norm_
@@ -62,8 +63,7 @@ def train_amp(level, steps, make_optimizer, max_norm=None, **kwargs):
         images, labels = data(step)
         loss = nn.functional.cross_entropy(model(images), labels)
         optimizer.zero_grad()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(amp, loss, optimizer)
         if max_norm:
             clip_grad_norm_(amp.master_params(optimizer), max_norm)
         optimizer.step()
@@ -107,8 +107,7 @@ def test_the_dynamic_scale_settles(level):
         images, labels = data(step)
         loss = nn.functional.cross_entropy(model(images), labels)
         optimizer.zero_grad()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(amp, loss, optimizer)
         optimizer.step()
         losses.append(loss.item())
     skipped = amp.skipped_steps(optimizer)
@@ -135,8 +134,7 @@ def test_pure_bf16_stalls_and_masters_do_not():
     fp32 = torch.optim.AdamW(exact.parameters(), lr=6e-4, weight_decay=0.0)
     amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
     for _ in range(100):
-        with amp.scale_loss(model.weight.float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(amp, model.weight.float().sum(), optimizer)
         optimizer.step()
         exact.weight.grad = torch.ones_like(exact.weight)
         fp32.step()

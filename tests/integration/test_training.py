@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit import backward
 from torch.nn import functional as F
 
 from ampctx import clip_grad_norm_, optimizers
@@ -51,8 +52,7 @@ def train(make, level, **kwargs):
     for batch in order.repeat(3)[: STEPS * BATCH].split(BATCH):
         loss = F.cross_entropy(model(images[batch]).float(), labels[batch])
         optimizer.zero_grad()
-        with session.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        backward(session, loss, optimizer)
         clip_grad_norm_(session.master_params(optimizer), 2.0)
         optimizer.step()
         losses.append(loss.detach())
