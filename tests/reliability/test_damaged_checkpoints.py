@@ -1,17 +1,16 @@
 """A damaged, foreign or mismatching checkpoint of a run is an error that names the entry, and changes nothing."""
 
 import copy
-import io
 import logging
 
 import pytest
 import torch
-from ampctx_apex.checkpoints import load_checkpoint
-from test_resume_exactly import assert_identical
+from kit import INF, NAN, assert_same, backward, loss_of, mlp, start
+from kit import train as train_with
 from torch import nn
 
 from ampctx import AmpError, AmpKeyError, AmpSession, AmpTypeError, AmpValueError, clip_grad_norm_
-from ampctx.optimizers import FusedAdam, FusedNovoGrad
+from ampctx.optimizers import FusedAdam
 
 
 @pytest.fixture
@@ -27,29 +26,19 @@ def sessions():
 def started(sessions):
     """Makes runs."""
 
-    def start(level="O2", seed=0, make=None, num_losses=2, width=8):
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 2))
-        optimizer = (make or (lambda p: FusedAdam(p, lr=0.01)))(model.parameters())
+    def started(level="O2", seed=0, make="FusedAdam"):
         sessions.append(session := AmpSession())
-        session.initialize(model, optimizer, opt_level=level, num_losses=num_losses, verbosity=0)
-        return session, model, optimizer
+        return session, *start(session, level, make, mlp(seed), num_losses=2)
 
-    return start
+    return started
 
 
 def block(run, seed=0, **kwargs):
-    session, model, optimizer = run
-    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(seed))
-    with session.scale_loss(model(x).float().square().mean(), optimizer, **kwargs) as scaled:
-        scaled.backward()
+    backward(run[0], loss_of(run[1], seed), run[2], **kwargs)
 
 
-def train(run, steps=2):
-    for step in range(steps):
-        block(run, step)
-        run[2].step()
-        run[2].zero_grad()
+def train(run):
+    train_with(*run)
 
 
 def everything(run):
@@ -100,11 +89,11 @@ def drop(*path):
 FIRST = ("optimizers", 0)
 GRADS = (*FIRST, "gradients")
 SCALE = {"loss_scale": 2.0, "unskipped": 0}
-NAN, ZERO = float("nan"), torch.tensor(0.0)
+ZERO = torch.tensor(0.0)
 DAMAGE = {
     "another level": (put("O5", "opt_level"), AmpValueError, r'"opt_level"\] is \'O5\', and .*opt_level=\'O2\''),
     "no level": (drop("opt_level"), AmpKeyError, 'state_dict has no "opt_level"'),
-    "nan scale": (put(float("nan"), "loss_scaler1", "loss_scale"), AmpValueError, "loss_scaler1.*loss_scale is nan"),
+    "nan scale": (put(NAN, "loss_scaler1", "loss_scale"), AmpValueError, "loss_scaler1.*loss_scale is nan"),
     "scale missing": (drop("loss_scaler1"), AmpValueError, "1 loss scales, and num_losses=2"),
     "a scale more": (put(SCALE, "loss_scaler2"), AmpValueError, "3 loss scales, and num_losses=2"),
     "foreign key": (put({}, "epoch"), AmpKeyError, r'Unexpected key\(s\) in state_dict: "epoch"'),
@@ -221,7 +210,7 @@ def test_a_damaged_state_names_the_entry_and_changes_nothing(started, name):
     edit(state)
     with pytest.raises(error, match=message):
         run[0].load_state_dict(state)
-    assert_identical(everything(run), before)
+    assert_same(everything(run), before)
 
 
 def test_the_state_that_is_damaged_above_loads(started):
@@ -238,7 +227,7 @@ def test_another_level_is_refused(started, level):
 
 
 def test_another_optimizer_than_reads_16_bit_gradients(started):
-    source, run = started(), started(make=lambda p: torch.optim.SGD(p, lr=0.1))
+    source, run = started(), started(make="SGD-plain")
     train(source)
     block(source)
     with pytest.raises(AmpValueError, match=r'\["waiting"\]: SGD does not read 16-bit gradients'):
@@ -264,7 +253,7 @@ def test_optimizers_in_another_order(sessions):
     before = copy.deepcopy([other.state_dict(masters=True), *(m.state_dict() for m in others[0])])
     with pytest.raises(AmpValueError, match=r"\[\"names\"\]\[0\] is 'models\[0\].0.weight', .* 'models\[1\].0.weight'"):
         other.load_state_dict(session.state_dict(masters=True))
-    assert_identical([other.state_dict(masters=True), *(m.state_dict() for m in others[0])], before)
+    assert_same([other.state_dict(masters=True), *(m.state_dict() for m in others[0])], before)
 
 
 def test_names_may_be_left_out_where_parameters_were_renamed(started):
@@ -276,7 +265,7 @@ def test_names_may_be_left_out_where_parameters_were_renamed(started):
         run[0].load_state_dict(state)
     del state["optimizers"][0]["names"]
     run[0].load_state_dict(state)
-    assert_identical(run[0].state_dict(masters=True)["optimizers"][0]["masters"], state["optimizers"][0]["masters"])
+    assert_same(run[0].state_dict(masters=True)["optimizers"][0]["masters"], state["optimizers"][0]["masters"])
 
 
 def test_a_parameter_of_no_model_has_no_name_that_could_be_wrong(sessions):
@@ -296,10 +285,9 @@ def test_a_parameter_of_no_model_has_no_name_that_could_be_wrong(sessions):
 
 def test_clipped_gradients_that_are_not_finite_resume(started):
     """What clipping multiplies is 0 or nan then, and no damage."""
-    for value in (float("inf"), float("nan")):
+    for value in (INF, NAN):
         source, run = started(), started(seed=1)
-        with source[0].scale_loss(source[1](torch.ones(4, 4)).float().sum() * value, source[2]) as scaled:
-            scaled.backward()
+        backward(source[0], source[1](torch.ones(4, 4)).float().sum() * value, source[2])
         clip_grad_norm_(source[0].master_params(source[2]), 1.0)
         run[0].load_state_dict(copy.deepcopy(source[0].state_dict(grads=True)))
         run[2].step()
@@ -350,50 +338,3 @@ def test_gradients_that_are_not_saved_are_reported_and_dropped_by_loading(starte
     assert "there are gradients that no step has used" in caplog.text
     run[0].load_state_dict(state)
     assert all(p.grad is None for p in (*run[1].parameters(), *run[0].master_params(run[2])))
-
-
-def test_a_file_that_was_cut_off(started, tmp_path):
-    session, model, optimizer = run = started()
-    train(run)
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": session.state_dict()}, file)
-    path = tmp_path / "checkpoint.pt"
-    before = everything(run)
-    for length in (0, 100, len(file.getvalue()) // 2, len(file.getvalue()) - 1):
-        path.write_bytes(file.getvalue()[:length])
-        with pytest.raises((RuntimeError, EOFError, OSError, ValueError)):
-            load_checkpoint(path, model, optimizer, scaler=session)
-    assert_identical(everything(run), before)
-
-
-def test_a_whole_checkpoint_with_the_state_of_a_run(started):
-    source, run = started(seed=1), started()
-    train(source)
-    block(source)
-    state = {
-        "model": source[1].state_dict(),
-        "optimizer": source[2].state_dict(),
-        "amp": source[0].state_dict(grads=True),
-    }
-    before = everything(run)
-    damaged = {**state, "amp": copy.deepcopy(state["amp"])}
-    del damaged["amp"]["optimizers"][0]["masters"][0]
-    with pytest.raises(AmpKeyError, match=r'\["masters"\] has no 0'):
-        load_checkpoint(damaged, run[1], run[2], scaler=run[0])
-    assert_identical(everything(run), before)
-
-    load_checkpoint(state, run[1], run[2], scaler=run[0])
-    assert_identical(everything(run), everything(source))
-
-
-@pytest.mark.parametrize("make", [FusedAdam, FusedNovoGrad])
-@pytest.mark.parametrize("lost", ["exp_avg", "exp_avg_sq"])
-def test_one_moment_without_the_other(started, make, lost):
-    run = started(make=lambda p: make(p, lr=0.01))
-    train(run)
-    state = copy.deepcopy(run[2].state_dict())
-    del state["state"][3][lost]
-    before = everything(run)
-    with pytest.raises(AmpKeyError, match=rf"param_groups\[0\]\['params'\]\[3\] has no '{lost}'"):
-        run[2].load_state_dict(state)
-    assert_identical(everything(run), before)
