@@ -224,34 +224,35 @@ def test_a_weight_decay_that_would_mean_something_else():
 # --- the form of a checkpoint -----------------------------------------------------------------------------------------
 
 
-def rename_states(checkpoint):
-    checkpoint["state"] = {str(key): value for key, value in checkpoint["state"].items()}
-
-
-def drop_params(checkpoint):
-    del checkpoint["param_groups"][0]["params"]
-
-
-def state_of_another(checkpoint):
-    checkpoint["param_groups"][0]["params"][1] = 0
+def to_group(**options):
+    return lambda c: c["param_groups"][0].update(options)
 
 
 FORMS = {
-    "by text": (rename_states, AmpKeyError, r"state for '0' \(str\), and no param group has a parameter"),
-    "no params": (drop_params, AmpKeyError, r"param_groups\[0\] of the checkpoint has no 'params'"),
-    "one for two": (state_of_another, AmpValueError, r"has 0 for param_groups\[0\]\['params'\]\[1\], and for another"),
+    "by text": (
+        lambda c: c.update(state={str(key): value for key, value in c["state"].items()}),
+        AmpKeyError,
+        r"state for '0' \(str\), and no param group has a parameter",
+    ),
+    "no params": (
+        lambda c: c["param_groups"][0].pop("params"),
+        AmpKeyError,
+        r"param_groups\[0\] of the checkpoint has no 'params'",
+    ),
+    "one for two": (
+        to_group(params=[0, 0, 2, 3]),
+        AmpValueError,
+        r"has 0 for param_groups\[0\]\['params'\]\[1\], and for another",
+    ),
     "params a number": (
-        lambda c: c["param_groups"][0].update(params=4),
+        to_group(params=4),
         AmpTypeError,
         r"param_groups\[0\] of the checkpoint: 'params' is of type int",
     ),
     "group no dict": (lambda c: c.update(param_groups=[3]), AmpTypeError, r"param_groups\[0\] .* is of type int"),
     "state a list": (lambda c: c.update(state=[]), AmpTypeError, "'state' of the checkpoint is of type list"),
-    "groups no list": (
-        lambda c: c.update(param_groups=3),
-        AmpTypeError,
-        "'param_groups' of the checkpoint is of type int",
-    ),
+    "groups no list": (lambda c: c.update(param_groups=3), AmpTypeError, "'param_groups' of the checkpoint is of type"),
+    "no groups": (lambda c: c.pop("param_groups"), KeyError, "param_groups"),
     "no state": (lambda c: c.pop("state"), AmpKeyError, "the checkpoint has no 'state'"),
     "state of one": (
         lambda c: c["state"].update({1: [1.0]}),
@@ -259,15 +260,36 @@ FORMS = {
         r"the state of param_groups\[0\]\['params'\]\[1\] is of type list, expected a dict",
     ),
     "state of one gone": (lambda c: c["state"].update({1: None}), AmpTypeError, "is of type NoneType, expected a dict"),
+    "state of one element": (
+        lambda c: c["state"][1].update(exp_avg_sq=torch.zeros(1)),
+        AmpValueError,
+        r"the state 'exp_avg_sq' of param_groups\[0\]\['params'\]\[1\] has shape \(1,\), the para",
+    ),
+    "lr": (to_group(lr=-1.0), AmpValueError, r"Invalid learning rate: -1.0 \(lr\)"),
+    "betas": (to_group(betas=(0.9, 1.0)), AmpValueError, r"Invalid beta parameter at index 1: 1.0 \(betas\[1\]\)"),
+    "seed": (to_group(seed=-1), AmpValueError, r"seed is -1, expected 0 to 2\*\*62 - 1"),
+    "a parameter less": (
+        lambda c: c["param_groups"][0]["params"].pop(),
+        ValueError,
+        "doesn't match the size of optimizer's group",
+    ),
+    "a group more": (
+        lambda c: c["param_groups"].append({"params": []}),
+        ValueError,
+        "loaded state dict has a different number of parameter groups",
+    ),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_checkpoint_of_another_form(form):
     edit, kind, message = FORMS[form]
-    checkpoint = copy.deepcopy(trained("adam").state_dict())
+    whole, optimizer = trained("adam").state_dict(), trained("adam", 1)
+    checkpoint = copy.deepcopy(whole)
     edit(checkpoint)
-    refused(trained("adam", 1), checkpoint, kind, message)
+    refused(optimizer, checkpoint, kind, message)
+    optimizer.load_state_dict(whole)
+    assert not optimizer._optimizer_load_state_dict_pre_hooks
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
@@ -397,8 +419,11 @@ def test_larc_refuses_a_flag_and_the_checkpoint_of_the_optimizer_in_it():
 
 
 def test_parameters_that_were_never_stepped():
-    """No entry, an empty one, or torch's None."""
+    """No entry, an empty one, or torch's None; or no state at all."""
     for name in OPTIMIZERS:
+        fresh = make(name)
+        fresh.load_state_dict(make(name).state_dict())
+        run(fresh, 1)
         checkpoint = trained(name).state_dict()
         del checkpoint["state"][0]
         checkpoint["state"][1] = {}

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from host_reads import OpCalls
-from kit import muon
+from kit import backward, muon
 from optimizer_cases import assert_same, give, gradients, parameters, params_of, run, snapshot
+from test_damaged_states import refused
 from torch import nn
 
 from ampctx import clip_grad_norm_
@@ -210,8 +211,7 @@ def test_clipping_and_the_loss_scale_are_taken_off_once(level):
         session.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
         masters = list(session.master_params(optimizer))
         before = [p.detach().clone() for p in masters]
-        with session.scale_loss(model(x).float().square().mean(), optimizer) as scaled:
-            scaled.backward()
+        backward(session, model(x).float().square().mean(), optimizer)
         factor = 1.0 if max_norm is None else max_norm / clip_grad_norm_(masters, max_norm)
         assert masters[0].model_grads is not None, "the clipping takes place in the step"
         optimizer.step()
@@ -310,14 +310,6 @@ def test_a_resumed_run_and_copies_have_the_same_bits(options):
         run(optimizer, 2, first=3)
     for optimizer in copies:
         assert_same(snapshot(optimizer), snapshot(first))
-
-
-def refused(optimizer, checkpoint, kind, message):
-    before, groups = snapshot(optimizer), repr(optimizer.param_groups)
-    with pytest.raises(kind, match=message):
-        optimizer.load_state_dict(checkpoint)
-    assert_same(snapshot(optimizer), before)
-    assert repr(optimizer.param_groups) == groups
 
 
 def test_checkpoints_that_do_not_fit():
@@ -443,8 +435,7 @@ def trained(make, level, steps) -> float:
         if level is None:
             loss.backward()
         else:
-            with session.scale_loss(loss, optimizers) as scaled:
-                scaled.backward()
+            backward(session, loss, optimizers)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 from host_reads import OpCalls
+from kit import backward
 from optimizer_cases import LOW, assert_same, give, gradients, parameters, params_of, run, snapshot
 from torch import nn
 
@@ -263,8 +264,7 @@ def test_amp_steps_it(name, level):
     for _ in range(20):
         larc.zero_grad()
         loss = (model(x).float() - x.sum(1, keepdim=True)).square().mean()
-        with session.scale_loss(loss, larc) as scaled:
-            scaled.backward()
+        backward(session, loss, larc)
         larc.step()
         losses.append(loss.item())
     session.reset()

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from kit import muon
+from kit import backward, muon
 from rank_processes import RANK, RANKS, all_ranks, counted_all_reduce, distance, flat_mesh, on_ranks, weights
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -103,8 +103,7 @@ def stepped(model, kind, api) -> list[int]:
         if session.policy is None:
             scaler.scale(loss).backward()
         else:
-            with session.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
+            backward(session, loss, optimizer)
         before = weights(model) if abs(step - OVERFLOW_AT) < 2 else None
         with counted_all_reduce() as calls:
             scaler.step(optimizer) if api == "scaler" else optimizer.step()

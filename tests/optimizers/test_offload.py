@@ -10,6 +10,7 @@ import pickle
 
 import pytest
 import torch
+from kit import backward
 from optimizer_cases import MODES, OPTIMIZERS, assert_same, give, gradients, parameters, params_of, run, snapshot
 from torch import nn
 
@@ -225,8 +226,7 @@ def by_amp(level, **options):
         )
         for losses in losses_of(model, steps):
             for i, loss in enumerate(losses):
-                with session.scale_loss(loss, optimizer, delay_unscale=i == 0) as scaled:
-                    scaled.backward()
+                backward(session, loss, optimizer, delay_unscale=i == 0)
             norm = ampctx.clip_grad_norm_(session.master_params(optimizer), 0.5)
             optimizer.step()
             optimizer.zero_grad()
@@ -290,8 +290,7 @@ def test_amp_counts_a_skip_and_names_its_gradients():
     model, session = network(), AmpSession()
     optimizer = FusedAdam(model.parameters(), offload="cpu")
     session.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    with session.scale_loss(model(torch.randn(8, 4)).sum() * float("nan"), optimizer) as scaled:
-        scaled.backward()
+    backward(session, model(torch.randn(8, 4)).sum() * float("nan"), optimizer)
     optimizer.step()
     outcome = session.outcome(optimizer)
     assert outcome.skipped
@@ -309,8 +308,7 @@ def test_a_state_by_names_goes_both_ways(there):
             session.set_state_dict(model, optimizer, state)
         for loss, _ in losses_of(model, steps):
             if loss.isfinite():
-                with session.scale_loss(loss, optimizer) as scaled:
-                    scaled.backward()
+                backward(session, loss, optimizer)
                 optimizer.step()
                 optimizer.zero_grad()
         found = snapshot(optimizer), copy.deepcopy(session.get_state_dict(model, optimizer))

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from kit import backward
 from optimizer_cases import assert_same, params_of, snapshot
 from torch import nn
 from torch.nn import functional
@@ -208,8 +209,7 @@ def test_under_amp_with_clipping_and_skips(level):
         )  # fmt: skip
         for step in range(20):
             loss = model(X).float().square().mean() * (float("nan") if step % 7 == 3 else 1.0)
-            with session.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
+            backward(session, loss, optimizer)
             ampctx.clip_grad_norm_(session.master_params(optimizer), 0.1)
             optimizer.step()
             optimizer.zero_grad()
@@ -231,8 +231,7 @@ def test_a_closure_begins_with_the_weights_of_the_step_before():
 
             def closure(step=step, model=model, optimizer=optimizer, session=session):
                 optimizer.zero_grad()
-                with session.scale_loss(loss_of(model) * (float("inf") if step == 3 else 1.0), optimizer) as scaled:
-                    scaled.backward()
+                backward(session, loss_of(model) * (float("inf") if step == 3 else 1.0), optimizer)
 
             optimizer.step(closure)
         optimizer.wait()

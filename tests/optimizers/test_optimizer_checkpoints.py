@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import re
 
 import pytest
 import torch
 from optimizer_cases import (
     DTYPES,
     OPTIMIZERS,
-    OWN_MASTERS,
     SHAPES,
     STATE,
     assert_same,
@@ -28,7 +26,7 @@ from optimizer_cases import (
 )
 from torch import nn
 
-from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError
+from ampctx._errors import AmpValueError
 from ampctx.optimizers import FusedAdagrad, FusedAdam, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
 
 KINDS = {
@@ -86,19 +84,13 @@ def test_masters_resume_in_either_order_of_loading(kind, model_first):
     assert_same(snapshot(resumed), snapshot(optimizer))
 
 
-def test_a_checkpoint_from_before_the_first_step_loads():
-    for name in OPTIMIZERS:
-        optimizer = OPTIMIZERS[name](parameters())
-        optimizer.load_state_dict(saved(OPTIMIZERS[name](parameters()).state_dict()))
-        run(optimizer, 1)
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_loaded_state_is_fp32_in_the_layout_of_the_parameter_and_a_copy(name):
     source = OPTIMIZERS[name](parameters(torch.bfloat16, [(3, 5), (5, 4)] if name == "muon" else SHAPES))
     run(source, 1)
     target = OPTIMIZERS[name]([nn.Parameter(p.detach().contiguous()) for p in params_of(source)])
     target.load_state_dict(source.state_dict())
+    assert not any(t.requires_grad for s in target.state.values() for t in s.values())
     for p, q in zip(params_of(source), params_of(target), strict=True):
         for key in STATE[name]:
             mine, theirs = target.state[q][key], source.state[p][key]
@@ -284,103 +276,6 @@ def test_apexs_novograd_norms_of_masters_load_into_parameters_of_any_dtype(dtype
 # --- what does not fit ------------------------------------------------------------------------------------------------
 
 
-def corrupt_shape(checkpoint):
-    checkpoint["state"][4]["exp_avg"] = torch.zeros(3)
-
-
-def corrupt_shape_to_one(checkpoint):
-    checkpoint["state"][4]["exp_avg_sq"] = torch.zeros(1)
-
-
-def corrupt_type(checkpoint):
-    checkpoint["state"][4]["exp_avg"] = 0.0
-
-
-def corrupt_lr(checkpoint):
-    checkpoint["param_groups"][0]["lr"] = -1.0
-
-
-def corrupt_betas(checkpoint):
-    checkpoint["param_groups"][0]["betas"] = (0.9, 1.0)
-
-
-def corrupt_seed(checkpoint):
-    checkpoint["param_groups"][0]["seed"] = -1
-
-
-def corrupt_step(checkpoint):
-    checkpoint["state"][4]["step"] = torch.zeros(2)
-
-
-def drop_parameter(checkpoint):
-    checkpoint["param_groups"][0]["params"].pop()
-
-
-def add_group(checkpoint):
-    checkpoint["param_groups"].append({"params": []})
-
-
-def drop_groups(checkpoint):
-    del checkpoint["param_groups"]
-
-
-def negative_step(checkpoint):
-    checkpoint["state"][4]["step"] = torch.tensor(-3.0)
-
-
-def step_of_text(checkpoint):
-    checkpoint["state"][4]["step"] = "3"
-
-
-def drop_lr(checkpoint):
-    del checkpoint["param_groups"][0]["lr"]
-
-
-@pytest.mark.parametrize(
-    ("corrupt", "kind", "message"),
-    [
-        (corrupt_shape, AmpValueError, "the state 'exp_avg' of param_groups[0]['params'][4] has shape (3,), the para"),
-        (
-            corrupt_shape_to_one,
-            AmpValueError,
-            "the state 'exp_avg_sq' of param_groups[0]['params'][4] has shape (1,), the",
-        ),
-        (
-            corrupt_type,
-            AmpValueError,
-            "the state 'exp_avg' of param_groups[0]['params'][4] is of type float, expected a",
-        ),
-        (corrupt_lr, AmpValueError, "Invalid learning rate: -1.0 (lr)"),
-        (corrupt_betas, AmpValueError, "Invalid beta parameter at index 1: 1.0 (betas[1])"),
-        (corrupt_seed, AmpValueError, "seed is -1, expected 0 to 2**62 - 1"),
-        (corrupt_step, AmpValueError, "the state 'step' of param_groups[0]['params'][4] has 2 elements, expected 1"),
-        (negative_step, AmpValueError, "the state 'step' of param_groups[0]['params'][4] is -3.0, expected a count"),
-        (
-            step_of_text,
-            AmpTypeError,
-            "the state 'step' of param_groups[0]['params'][4] is of type str, expected a number",
-        ),
-        (drop_lr, AmpKeyError, "a param group of the checkpoint has no 'lr'"),
-        (drop_parameter, ValueError, "doesn't match the size of optimizer's group"),
-        (add_group, ValueError, "loaded state dict has a different number of parameter groups"),
-        (drop_groups, KeyError, "param_groups"),
-    ],
-)
-def test_a_checkpoint_that_does_not_fit_changes_nothing(corrupt, kind, message):
-    optimizer, other = OPTIMIZERS["adam"](parameters(), lr=0.5), OPTIMIZERS["adam"](parameters(seed=1))
-    run(optimizer, 1)
-    run(other, 2)
-    checkpoint = saved(other.state_dict())
-    corrupt(checkpoint)
-    before = snapshot(optimizer)
-    with pytest.raises(kind, match=re.escape(message)):
-        optimizer.load_state_dict(checkpoint)
-    assert_same(snapshot(optimizer), before)
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    optimizer.load_state_dict(other.state_dict())
-    assert not optimizer._optimizer_load_state_dict_pre_hooks
-
-
 def test_state_that_the_write_back_has_no_use_for_is_left_out():
     for kind, key in {"bf16-masters": "master_param", "bf16-split": "remainder", "bf16-kahan": "compensation"}.items():
         optimizer = make("adam", kind)
@@ -458,8 +353,7 @@ def test_loading_fills_no_lr_tensor_twice():
 def by_file(optimizer):
     file = io.BytesIO()
     torch.save(optimizer, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
 
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda o: pickle.loads(pickle.dumps(o)), "torch.save": by_file}
@@ -526,13 +420,3 @@ def test_state_of_old_checkpoints_without_counts_begins_at_0():
     give(params_of(optimizer), gradients(params_of(optimizer), 0))
     optimizer.step()
     assert optimizer.state[p]["step"] == 1
-
-
-@pytest.mark.parametrize("name", OWN_MASTERS)
-def test_reading_a_checkpoint_needs_no_gradient_mode(name):
-    optimizer = OPTIMIZERS[name](parameters())
-    run(optimizer, 1)
-    resumed = OPTIMIZERS[name](like(optimizer))
-    with torch.enable_grad():
-        resumed.load_state_dict(optimizer.state_dict())
-    assert not any(t.requires_grad for s in resumed.state.values() for t in s.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from host_reads import OpCalls
+from kit import backward
 from optimizer_cases import OPTIMIZERS, assert_same, params_of
 from torch import nn
 
@@ -30,8 +31,7 @@ def train(make, level, steps=6, overflow_at=None):
     for step in range(steps):
         optimizer.zero_grad()
         loss = (model(x).float() - x.sum(1, keepdim=True)).square().mean()
-        with session.scale_loss(loss * (float("inf") if step == overflow_at else 1.0), optimizer) as scaled:
-            scaled.backward()
+        backward(session, loss * (float("inf") if step == overflow_at else 1.0), optimizer)
         optimizer.step()
         losses.append(loss.item())
     weights = [p.detach().clone() for p in session.master_params(optimizer)]
@@ -67,8 +67,7 @@ def test_a_step_is_one_pass_over_16_bit_gradients(name, level):
     optimizer, session = OPTIMIZERS[name](model.parameters()), AmpSession()
     session.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
     for step in range(3):
-        with session.scale_loss(model(torch.randn(8, 4)).float().square().mean(), optimizer) as scaled:
-            scaled.backward()
+        backward(session, model(torch.randn(8, 4)).float().square().mean(), optimizer)
         with OpCalls() as calls:
             optimizer.step()
         if step:
@@ -93,8 +92,7 @@ def test_groups_added_under_amp_train():
     optimizer.add_param_group({"params": list(model[1].parameters())})
     x = torch.randn(8, 4)
     for _ in range(3):
-        with session.scale_loss(model[1](model[0](x.half())).float().square().mean(), optimizer) as scaled:
-            scaled.backward()
+        backward(session, model[1](model[0](x.half())).float().square().mean(), optimizer)
         optimizer.step()
         optimizer.zero_grad()
     assert not torch.equal(model[1].weight, before)

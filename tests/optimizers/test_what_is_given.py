@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from kit import backward
 from optimizer_cases import OPTIMIZERS, assert_same, give, gradients, parameters, run, snapshot
 from torch import nn
 
@@ -63,8 +64,7 @@ def test_the_gradient_of_a_parameter_that_comes_twice_is_unscaled_once(name):
                     scaler.step(optimizer)
                     scaler.update()
                 else:
-                    with session.scale_loss(loss, optimizer) as scaled:
-                        scaled.backward()
+                    backward(session, loss, optimizer)
                     optimizer.step()
                 optimizer.zero_grad()
             session.reset()

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from kit import backward
 from rank_processes import RANK, RANKS, all_ranks, counted_all_reduce, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -96,8 +97,7 @@ def sent_in(dtype) -> tuple:
         for x in batches:
             optimizer.zero_grad()
             loss = wrapped(x).float().square().mean() * (45000 / 65536 / largest)
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
+            backward(amp, loss, optimizer)
             optimizer.step()
             stepped.append(amp.outcome(optimizer).stepped)
     scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
@@ -141,8 +141,7 @@ def accumulated(level, delay, one_batch) -> list[float]:
         with contextlib.nullcontext() if last or one_batch or not delay else wrapped.no_sync():
             # A sum over samples: the average over ranks is then half of that of the big batch.
             loss = wrapped(part).float().sum() / (RANKS if one_batch else 1)
-            with amp.scale_loss(loss, optimizer, delay_unscale=delay and not last) as scaled:
-                scaled.backward()
+            backward(amp, loss, optimizer, delay_unscale=delay and not last)
     result = torch.cat([p.grad.double().flatten() for p in amp.master_params(optimizer)]).tolist()
     amp.reset()
     return result

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
+from kit import backward
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -77,8 +78,7 @@ class Run:
             assert out.dtype == torch.float32 or self.session.policy.opt_level in ("O1", "O4")
             overflows = step == 3 and self.session.loss_scales[0].dynamic
             loss = out.square().mean() * (torch.inf if overflows else 1)
-            with self.session.scale_loss(loss, self.optimizer) as scaled:
-                scaled.backward()
+            backward(self.session, loss, self.optimizer)
             self.optimizer.step()
             self.optimizer.zero_grad()
         return self
@@ -216,8 +216,7 @@ def test_several_models_sharded_and_not(mesh):
     optimizer = torch.optim.SGD([*sharded.parameters(), *plain.parameters()], lr=0.1)
     session.initialize([sharded, plain], optimizer, opt_level="O5", verbosity=0)
     assert plain[0].weight.dtype == torch.bfloat16
-    with session.scale_loss((sharded(torch.ones(2, 5)) + plain(torch.ones(2, 5))).sum(), optimizer) as scaled:
-        scaled.backward()
+    backward(session, (sharded(torch.ones(2, 5)) + plain(torch.ones(2, 5))).sum(), optimizer)
     optimizer.step()
     session.reset()
     for mine, other in zip(whole(sharded), whole(plain), strict=True):

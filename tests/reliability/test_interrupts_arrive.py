@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from kit import backward
 from torch import nn
 
 from ampctx import optimizers
@@ -35,8 +36,7 @@ def training(level):
 
     def iterate():
         optimizer.zero_grad()
-        with session.scale_loss(model(x).float().square().mean(), optimizer) as scaled:
-            scaled.backward()
+        backward(session, model(x).float().square().mean(), optimizer)
         optimizer.step()
 
     return session, iterate

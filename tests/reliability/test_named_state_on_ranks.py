@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from digests import digest
+from kit import backward
 from rank_processes import RANK, RANKS, all_ranks, flat_mesh, on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -77,8 +78,7 @@ class Run:
             self.optimizer.zero_grad()
             loss = self.model(torch.randn(4, 5, generator=generator)).float().square().mean()
             loss = loss * float("inf") if step == OVERFLOW_AT and RANK == 0 else loss
-            with self.session.scale_loss(loss, self.optimizer) as scaled:
-                scaled.backward()
+            backward(self.session, loss, self.optimizer)
             self.optimizer.step()
             for name, buffer in self.model.named_buffers():
                 if name.endswith("steps"):

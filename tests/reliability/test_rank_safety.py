@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from digests import digest
-from kit import mlp, scale_of
+from kit import backward, mlp, scale_of
 from rank_processes import RANK, ROOT, all_ranks, environment, flat_mesh, on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -46,8 +46,7 @@ def started(level="O2", kind="SGD", model=None, **options):
 
 def step(session, model, optimizer, x, factor=1.0, **options):
     optimizer.zero_grad()
-    with session.scale_loss(model(x).float().square().mean() * factor, optimizer, **options) as scaled:
-        scaled.backward()
+    backward(session, model(x).float().square().mean() * factor, optimizer, **options)
     optimizer.step()
 
 

@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from kit import backward
 from rank_processes import RANK, counted_all_reduce, on_ranks
 from torch import nn
 
@@ -54,8 +55,7 @@ def session_of(model, optimizer, level, group, **options):
 
 
 def one_block(session, model, optimizer, overflow, **options):
-    with session.scale_loss(loss_of(model, overflow), optimizer, **options) as scaled:
-        scaled.backward()
+    backward(session, loss_of(model, overflow), optimizer, **options)
 
 
 def trained(body=one_block, kind="plain", level="O2", group=None) -> dict:
@@ -86,8 +86,7 @@ def test_inf_on_one_rank_skips_on_both(level, kind):
 def delayed(session, model, optimizer, overflow):
     """The second of three backward passes overflows; the third judges the sum."""
     for i in range(3):
-        with session.scale_loss(loss_of(model, overflow and i == 1) / 3, optimizer, delay_unscale=i < 2) as scaled:
-            scaled.backward()
+        backward(session, loss_of(model, overflow and i == 1) / 3, optimizer, delay_unscale=i < 2)
 
 
 def ended_by_the_step(session, model, optimizer, overflow):
@@ -213,8 +212,7 @@ def test_an_exit_is_one_collective_and_its_step_none():
     session = session_of(models, both, "O2", dist.group.WORLD)
     counts = []
     with counted_all_reduce() as calls:
-        with session.scale_loss(loss_of(models[0]) + loss_of(models[1]), both) as scaled:
-            scaled.backward()
+        backward(session, loss_of(models[0]) + loss_of(models[1]), both)
         counts.append(len(calls))
         both[0].step()
         one_block(session, models[0], both[0], False, delay_unscale=True)
@@ -296,7 +294,6 @@ def test_a_static_scale_needs_no_collective(group, monkeypatch):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session = session_of(model, optimizer, "O2", group, loss_scale=128.0)
-    with session.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled:
-        scaled.backward()
+    backward(session, model(torch.ones(1, 2)).float().sum(), optimizer)
     optimizer.step()
     session.reset()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from stepping import Loop, ScalerLoop
+from stepping import Loop, ScalerLoop, one_of_each
 
 from ampctx.scaling.loss_scale import LossScale
 
@@ -30,7 +30,7 @@ def test_a_hundred_thousand_clean_updates(ceiling, growth):
 
 
 @pytest.mark.parametrize("ceiling", [None, 2.0**24, 2.0**17])
-@pytest.mark.parametrize("name", ["FusedAdam", "torch-fused-AdamW", "plain-SGD"])
+@one_of_each
 def test_steps_of_a_session(session, name, ceiling):
     """The scale climbs to its bound, or to where the loss overflows, and training goes on."""
     loop = Loop(session, name, "O2", lr=1e-6, max_loss_scale=ceiling)
@@ -45,7 +45,7 @@ def test_steps_of_a_session(session, name, ceiling):
 
 
 @pytest.mark.parametrize("ceiling", [math.inf, 2.0**24])
-@pytest.mark.parametrize("name", ["FusedAdam", "torch-fused-AdamW", "plain-SGD"])
+@one_of_each
 def test_steps_of_a_grad_scaler(name, ceiling):
     loop = ScalerLoop(name, growth_interval=1, max_scale=ceiling)
     scales = [loop.iterate(seed).scale for seed in range(300)]

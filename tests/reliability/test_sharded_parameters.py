@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from kit import backward
 from rank_processes import RANK, RANKS, all_ranks, counted_all_reduce, distance, flat_mesh, on_ranks, weights, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -111,8 +112,7 @@ class Loop:
         if self.scaler is not None:
             self.scaler.scale(loss).backward()
             return
-        with self.session.scale_loss(loss, self.optimizer, **kwargs) as scaled:
-            scaled.backward()
+        backward(self.session, loss, self.optimizer, **kwargs)
 
     def step(self):
         if self.scaler is not None:
