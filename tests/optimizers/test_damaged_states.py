@@ -10,16 +10,8 @@ import re
 import pytest
 import torch
 from host_reads import HostReads
-from optimizer_cases import (
-    OPTIMIZERS,
-    STATE,
-    assert_same,
-    parameters,
-    params_of,
-    run,
-    snapshot,
-    with_masters,
-)
+from kit import assert_same, params_of, snapshot
+from optimizer_cases import BY_NAME, STATE, parameters, run, with_masters
 from torch import nn
 
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
@@ -32,7 +24,7 @@ AVERAGES = {"exp_avg", "momentum_buffer"}
 
 
 def make(name):
-    return OPTIMIZERS[name](parameters(shapes=shapes_of(name)))
+    return BY_NAME[name](parameters(shapes=shapes_of(name)))
 
 
 def shapes_of(name):
@@ -78,7 +70,7 @@ def test_a_missing_step_count_would_restart_bias_correction(name, value):
 
 # torch's SGD has None for a buffer until a parameter has a gradient.
 @pytest.mark.parametrize(
-    ("name", "key"), [(name, key) for name in OPTIMIZERS if name != "sgd" for key in sorted(STATE[name])]
+    ("name", "key"), [(name, key) for name in BY_NAME if name != "sgd" for key in sorted(STATE[name])]
 )
 def test_a_missing_part_of_a_state_would_begin_at_0(name, key):
     checkpoint = trained(name).state_dict()
@@ -115,7 +107,7 @@ def test_a_step_that_is_no_count(name, value, kind):
     refused(trained(name, 1), checkpoint, kind, r"the state 'step' of param_groups\[0\]\['params'\]\[3\] is|has 2")
 
 
-@pytest.mark.parametrize(("name", "key"), [(name, key) for name in OPTIMIZERS for key in sorted(STATE[name])])
+@pytest.mark.parametrize(("name", "key"), [(name, key) for name in BY_NAME for key in sorted(STATE[name])])
 def test_numbers_that_no_run_leaves(name, key):
     values = [NAN, INF, -INF] if key in AVERAGES else [NAN, -1e-3, -INF]
     for value in values:
@@ -147,7 +139,7 @@ def test_an_overflow_of_a_square_goes_on():
     ],
     ids=["int", "complex", "sparse", "meta", "shape", "list"],
 )
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_state_of_another_kind(name, value, message):
     (key, *_) = sorted(STATE[name])
     checkpoint = trained(name).state_dict()
@@ -170,9 +162,9 @@ def test_state_of_another_kind(name, value, message):
 @pytest.mark.parametrize("name", ["adam", "sgd"])
 def test_a_remainder_of_another_kind(name, damage):
     params = [nn.Parameter(torch.randn(3, 5).bfloat16())]
-    source = OPTIMIZERS[name](params, master_weights="split")
+    source = BY_NAME[name](params, master_weights="split")
     run(source, 2)
-    optimizer = OPTIMIZERS[name]([nn.Parameter(params[0].detach().clone())], master_weights="split")
+    optimizer = BY_NAME[name]([nn.Parameter(params[0].detach().clone())], master_weights="split")
     run(optimizer, 1)
     checkpoint = copy.deepcopy(source.state_dict())
     checkpoint["state"][0]["remainder"] = damage(checkpoint["state"][0]["remainder"])
@@ -370,7 +362,7 @@ def test_an_option_that_cannot_be_used(name, key, value):
 
 
 def test_no_bound_for_the_norm_of_the_gradients():
-    source = OPTIMIZERS["lamb"](parameters(shapes=SHAPES), max_grad_norm=INF)
+    source = BY_NAME["lamb"](parameters(shapes=SHAPES), max_grad_norm=INF)
     run(source, 1)
     make("lamb").load_state_dict(source.state_dict())
 
@@ -378,7 +370,7 @@ def test_no_bound_for_the_norm_of_the_gradients():
 @EACH_FLAG
 def test_a_flag_that_is_set_to_text_between_steps_is_refused_before_any_group_is_stepped(name, key):
     first, second = parameters(shapes=[(3, 1), (4, 1)])
-    optimizer = OPTIMIZERS[name]([{"params": [first]}, {"params": [second]}])
+    optimizer = BY_NAME[name]([{"params": [first]}, {"params": [second]}])
     run(optimizer, 2)
     before = snapshot(optimizer)
     optimizer.param_groups[1][key] = "False"
@@ -420,7 +412,7 @@ def test_larc_refuses_a_flag_and_the_checkpoint_of_the_optimizer_in_it():
 
 def test_parameters_that_were_never_stepped():
     """No entry, an empty one, or torch's None; or no state at all."""
-    for name in OPTIMIZERS:
+    for name in BY_NAME:
         fresh = make(name)
         fresh.load_state_dict(make(name).state_dict())
         run(fresh, 1)
@@ -485,7 +477,7 @@ def test_novograds_norms_of_another_form():
 
 def test_loading_reads_no_tensor_by_itself():
     """All that is looked at comes to the host together."""
-    for name in OPTIMIZERS:
+    for name in BY_NAME:
         for optimizer in (make(name), with_masters(name, parameters(torch.float16, shapes=SHAPES))):
             run(optimizer, 2)
             checkpoint = optimizer.state_dict()

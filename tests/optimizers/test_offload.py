@@ -10,8 +10,8 @@ import pickle
 
 import pytest
 import torch
-from kit import backward
-from optimizer_cases import MODES, OPTIMIZERS, assert_same, give, gradients, parameters, params_of, run, snapshot
+from kit import assert_same, backward, params_of, snapshot
+from optimizer_cases import BY_NAME, MODES, give, gradients, parameters, run
 from torch import nn
 
 import ampctx
@@ -29,7 +29,7 @@ def small_calls(monkeypatch):
 
 def pair(name, mode="split", **more):
     dtype, options = MODES[mode]
-    return [OPTIMIZERS[name](parameters(dtype), **options, **more, offload=offload) for offload in (None, "cpu")]
+    return [BY_NAME[name](parameters(dtype), **options, **more, offload=offload) for offload in (None, "cpu")]
 
 
 def step_both(optimizers, step, **attributes):
@@ -216,7 +216,7 @@ def losses_of(model, steps):
 
 
 def by_amp(level, **options):
-    def train(offload, steps):
+    def run_loop(offload, steps):
         model, session = network(), AmpSession()
         kept = {"O2": True, "O5": "split"}.get(level, False)
         optimizer = FusedAdam(model.parameters(), lr=0.01, master_weights=kept, offload=offload)
@@ -235,11 +235,11 @@ def by_amp(level, **options):
         session.reset()
         return found
 
-    return train
+    return run_loop
 
 
 def by_scaler(make, unscale):
-    def train(offload, steps):
+    def run_loop(offload, steps):
         # torch's unscale_ refuses fp16 gradients.
         dtype, kept = (torch.bfloat16, "split") if unscale else (torch.float16, True)
         model, scaler = network().to(dtype), make()
@@ -254,7 +254,7 @@ def by_scaler(make, unscale):
             optimizer.zero_grad()
         return [*snapshot(optimizer), torch.tensor(scaler.get_scale())]
 
-    return train
+    return run_loop
 
 
 def ours():
@@ -337,7 +337,7 @@ def test_a_state_by_names_goes_both_ways(there):
 @pytest.mark.parametrize("name", OFFLOADED)
 def test_options_that_do_not_fit_are_refused(name, options, match):
     with pytest.raises(ampctx.AmpValueError, match=match):
-        OPTIMIZERS[name](parameters(), **options)
+        BY_NAME[name](parameters(), **options)
 
 
 @pytest.mark.parametrize("kind", [FusedLAMB, FusedNovoGrad])

@@ -7,7 +7,7 @@ import gc
 
 import pytest
 import torch
-from optimizer_cases import assert_same, params_of, snapshot
+from kit import assert_same, params_of, snapshot
 from torch import nn
 
 import ampctx
@@ -35,7 +35,7 @@ def backward(model, i=0):
     model(X[i].to(next(model.parameters()).dtype)).float().square().mean().backward()
 
 
-def train(model, optimizer, steps, micro=1, max_norm=None, of=None):
+def iterate(model, optimizer, steps, micro=1, max_norm=None, of=None):
     norms = []
     for step in range(steps):
         for i in range(micro):
@@ -56,7 +56,7 @@ def test_100_steps_over_micro_batches_with_clipping_are_the_same(way, dtype, mic
     found = []
     for options in ({}, way):
         model, optimizer = make(dtype, **options)
-        norms = train(model, optimizer, 100, micro, max_norm=0.05)
+        norms = iterate(model, optimizer, 100, micro, max_norm=0.05)
         found.append([*snapshot(optimizer), *norms])
     assert_same(*found)
 
@@ -72,7 +72,7 @@ def test_a_skip_and_an_unclipped_norm():
     found = []
     for options in ({}, OFFLOAD):
         model, optimizer = make(**options)
-        train(model, optimizer, 1)
+        iterate(model, optimizer, 1)
         for flag in (1.0, 0.0):
             backward(model)
             norm = ampctx.clip_grad_norm_(params_of(optimizer), 1e9)
@@ -99,7 +99,7 @@ def test_zero_grad_of_the_optimizer_drops_them(set_to_none):
 
 def test_a_step_whose_gradients_were_zeroed_does_nothing():
     model, optimizer = make(**OFFLOAD)
-    train(model, optimizer, 1)
+    iterate(model, optimizer, 1)
     backward(model)
     before = snapshot(optimizer)
     optimizer.zero_grad()
@@ -113,11 +113,11 @@ def test_gradients_that_no_hook_takes_come_at_the_step():
     for options in ({}, OFFLOAD):
         model, optimizer = make(**options)
         model[0].weight.requires_grad_(False)
-        train(model, optimizer, 2, max_norm=0.05)
+        iterate(model, optimizer, 2, max_norm=0.05)
         model[0].weight.requires_grad_(True)
-        train(model, optimizer, 2, max_norm=0.05)
+        iterate(model, optimizer, 2, max_norm=0.05)
         model, optimizer = copy.deepcopy((model, optimizer))
-        train(model, optimizer, 2, max_norm=0.05)
+        iterate(model, optimizer, 2, max_norm=0.05)
         model[0].weight.grad = torch.ones_like(model[0].weight)
         optimizer.step()
         found.append(snapshot(optimizer))
@@ -145,7 +145,7 @@ def test_a_backward_into_gradients_of_the_step_before_is_refused():
     with pytest.raises(ampctx.AmpError, match=r"Call optimizer.zero_grad\(\) after each step"):
         backward(model)
     optimizer.zero_grad()
-    train(model, optimizer, 1)
+    iterate(model, optimizer, 1)
 
 
 def test_a_gradient_beside_that_of_the_backward_is_refused():
@@ -228,7 +228,7 @@ def test_memory_does_not_grow(only_new_objects):
         gc.collect()
         return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
 
-    train(model, optimizer, 4, micro=2, max_norm=0.1)
+    iterate(model, optimizer, 4, micro=2, max_norm=0.1)
     before = tensors()
-    train(model, optimizer, 20, micro=2, max_norm=0.1)
+    iterate(model, optimizer, 20, micro=2, max_norm=0.1)
     assert tensors() == before

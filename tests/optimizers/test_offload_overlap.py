@@ -10,8 +10,7 @@ import time
 
 import pytest
 import torch
-from kit import backward
-from optimizer_cases import assert_same, params_of, snapshot
+from kit import assert_same, backward, params_of, snapshot
 from torch import nn
 from torch.nn import functional
 
@@ -63,7 +62,7 @@ def loss_of(model):
     return model(X.bfloat16()).float().square().mean()
 
 
-def train(model, optimizer, steps, waits=False):
+def iterate(model, optimizer, steps, waits=False):
     for _ in range(steps):
         loss_of(model).backward()
         optimizer.step()
@@ -90,8 +89,8 @@ def in_flight(kind=Tied):
     """A model whose step has begun and cannot end, its weights after that step, and the way to let it."""
     model, optimizer = make(kind=kind)
     other, resident = make(overlap=None, kind=kind)
-    train(model, optimizer, 2, waits=True)
-    train(other, resident, 3)
+    iterate(model, optimizer, 2, waits=True)
+    iterate(other, resident, 3)
     loss_of(model).backward()
     held = Held(optimizer)
     optimizer.step()
@@ -106,7 +105,7 @@ def test_100_steps_have_the_bits_of_steps_that_wait():
     found = []
     for overlap in (None, "forward"):
         model, optimizer = make(overlap)
-        train(model, optimizer, 100)
+        iterate(model, optimizer, 100)
         optimizer.wait()
         found.append(snapshot(optimizer))
     assert_same(*found)
@@ -154,7 +153,7 @@ def test_who_reads_is_made_to_wait(reader):
 
 def test_a_module_waits_for_its_own_weights_only():
     model, optimizer = make(kind=lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
-    train(model, optimizer, 1)
+    iterate(model, optimizer, 1)
     loss_of(model).backward()
     optimizer.step()
     model[0](X.bfloat16())
@@ -173,7 +172,7 @@ def test_a_weight_that_is_read_too_early_is_nan():
 @pytest.mark.parametrize("reader", ["a forward", "wait", "state_dict", "the next step"])
 def test_an_exception_of_the_thread_reaches_the_next_call(reader):
     model, optimizer = make()
-    train(model, optimizer, 1)
+    iterate(model, optimizer, 1)
     optimizer.wait()
     optimizer.state[model.norm.bias]["exp_avg"] = torch.zeros(3)
     loss_of(model).backward()
@@ -185,7 +184,7 @@ def test_an_exception_of_the_thread_reaches_the_next_call(reader):
 
 def test_a_skipped_step_changes_nothing():
     model, optimizer = make()
-    train(model, optimizer, 1)
+    iterate(model, optimizer, 1)
     optimizer.wait()
     before = snapshot(optimizer)
     loss_of(model).backward()
@@ -242,7 +241,7 @@ def test_a_closure_begins_with_the_weights_of_the_step_before():
 
 def test_a_copy_of_the_model_is_its_own():
     model, optimizer = make()
-    train(model, optimizer, 1)
+    iterate(model, optimizer, 1)
     optimizer.wait()
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         copied.state_dict()
@@ -283,9 +282,9 @@ def test_memory_does_not_grow(overlap, only_new_objects):
         gc.collect()
         return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()), threading.active_count()
 
-    train(model, optimizer, 4)
+    iterate(model, optimizer, 4)
     before = tensors()
-    train(model, optimizer, 20)
+    iterate(model, optimizer, 20)
     assert tensors() == before
 
 

@@ -8,22 +8,9 @@ import pickle
 
 import pytest
 import torch
-from optimizer_cases import (
-    DTYPES,
-    OPTIMIZERS,
-    SHAPES,
-    STATE,
-    assert_same,
-    give,
-    gradients,
-    like,
-    parameters,
-    params_of,
-    run,
-    saved,
-    snapshot,
-    with_masters,
-)
+from kit import assert_same, params_of, snapshot
+from kit import through_a_file as saved
+from optimizer_cases import BY_NAME, DTYPES, SHAPES, STATE, give, gradients, like, parameters, run, with_masters
 from torch import nn
 
 from ampctx._errors import AmpValueError
@@ -42,11 +29,11 @@ def make(name, kind, params=None, **options):
     params = parameters(dtype) if params is None else params
     if name == "mixed-lamb" and "master_weights" in mode:
         return with_masters(name, params, **options)
-    return OPTIMIZERS[name](params, **mode, **options)
+    return BY_NAME[name](params, **mode, **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_training_resumes_bit_for_bit(name, kind):
     optimizer = make(name, kind, seed=7)
     run(optimizer, 3)
@@ -84,11 +71,11 @@ def test_masters_resume_in_either_order_of_loading(kind, model_first):
     assert_same(snapshot(resumed), snapshot(optimizer))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_loaded_state_is_fp32_in_the_layout_of_the_parameter_and_a_copy(name):
-    source = OPTIMIZERS[name](parameters(torch.bfloat16, [(3, 5), (5, 4)] if name == "muon" else SHAPES))
+    source = BY_NAME[name](parameters(torch.bfloat16, [(3, 5), (5, 4)] if name == "muon" else SHAPES))
     run(source, 1)
-    target = OPTIMIZERS[name]([nn.Parameter(p.detach().contiguous()) for p in params_of(source)])
+    target = BY_NAME[name]([nn.Parameter(p.detach().contiguous()) for p in params_of(source)])
     target.load_state_dict(source.state_dict())
     assert not any(t.requires_grad for s in target.state.values() for t in s.values())
     for p, q in zip(params_of(source), params_of(target), strict=True):
@@ -211,9 +198,9 @@ def as_apex_saves(optimizer, dtype, step):
 @pytest.mark.parametrize("name", ["adam", "lamb", "mixed-lamb"])
 def test_apexs_step_of_the_group_becomes_that_of_its_parameters(name, step):
     options = {"amsgrad": False} if name == "adam" else {}
-    optimizer = OPTIMIZERS[name](parameters(), **options)
+    optimizer = BY_NAME[name](parameters(), **options)
     run(optimizer, 3)
-    resumed = OPTIMIZERS[name](like(optimizer), **options)
+    resumed = BY_NAME[name](like(optimizer), **options)
     given = as_apex_saves(optimizer, torch.float32, step)
     kept = copy.deepcopy(given)
     resumed.load_state_dict(given)
@@ -226,9 +213,9 @@ def test_apexs_step_of_the_group_becomes_that_of_its_parameters(name, step):
 
 @pytest.mark.parametrize("name", ["sgd", "adagrad"])
 def test_apexs_state_in_half_is_taken_over_in_fp32(name):
-    optimizer = OPTIMIZERS[name](parameters(torch.float16))
+    optimizer = BY_NAME[name](parameters(torch.float16))
     run(optimizer, 3)
-    resumed = OPTIMIZERS[name](like(optimizer))
+    resumed = BY_NAME[name](like(optimizer))
     given = as_apex_saves(optimizer, torch.float16, None)
     del given["param_groups"][0]["step"]
     resumed.load_state_dict(given)
@@ -288,14 +275,14 @@ def test_state_that_the_write_back_has_no_use_for_is_left_out():
 
 
 def test_unknown_state_is_carried_along():
-    optimizer = OPTIMIZERS["adam"](parameters())
+    optimizer = BY_NAME["adam"](parameters())
     run(optimizer, 1)
     checkpoint = optimizer.state_dict()
     checkpoint["state"] = {**checkpoint["state"], "note": 5}
     checkpoint["state"][0]["flag"] = torch.tensor([1, 2])
     checkpoint["state"][0]["word"] = "x"
     checkpoint["state"][0]["absent"] = None
-    resumed = OPTIMIZERS["adam"](like(optimizer))
+    resumed = BY_NAME["adam"](like(optimizer))
     resumed.load_state_dict(checkpoint)
     state = resumed.state[params_of(resumed)[0]]
     assert resumed.state["note"] == 5
@@ -303,9 +290,9 @@ def test_unknown_state_is_carried_along():
 
 
 def test_hooks_see_whole_checkpoints_and_fp32_state():
-    optimizer = OPTIMIZERS["adam"](parameters(torch.float16))
+    optimizer = BY_NAME["adam"](parameters(torch.float16))
     run(optimizer, 2)
-    resumed = OPTIMIZERS["adam"](like(optimizer))
+    resumed = BY_NAME["adam"](like(optimizer))
     seen = []
 
     def before(opt, given):
@@ -326,7 +313,7 @@ def test_hooks_see_whole_checkpoints_and_fp32_state():
 
 @pytest.mark.parametrize("lr", [0.25, torch.tensor(0.25), torch.tensor([0.25], dtype=torch.float64)], ids=str)
 def test_loading_fills_the_lr_tensor_of_a_capturable_optimizer(lr):
-    for optimizer in (OPTIMIZERS["adam"](parameters(), capturable=True), FusedMixedPrecisionLamb(parameters())):
+    for optimizer in (BY_NAME["adam"](parameters(), capturable=True), FusedMixedPrecisionLamb(parameters())):
         source = type(optimizer)(parameters(), lr=lr)
         kept = optimizer.param_groups[0]["lr"]
         optimizer.load_state_dict(source.state_dict())
@@ -362,7 +349,7 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda o: pickle.loads(pickle.dum
 @pytest.mark.full(but=48)
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize("kind", ["fp32", "bf16-masters", "bf16-split", "fp16-stochastic"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_copies_train_on_by_themselves(name, kind, copied):
     if kind == "bf16-split" and name == "mixed-lamb":
         kind = "bf16-masters"
@@ -405,8 +392,8 @@ def test_every_attribute_is_copied():
 
 
 def test_a_group_added_after_loading_has_our_options_only():
-    optimizer = OPTIMIZERS["adam"](parameters())
-    optimizer.load_state_dict(OPTIMIZERS["adam"](parameters()).state_dict())
+    optimizer = BY_NAME["adam"](parameters())
+    optimizer.load_state_dict(BY_NAME["adam"](parameters()).state_dict())
     optimizer.add_param_group({"params": parameters(shapes=[(2,)])})
     assert optimizer.param_groups[0].keys() == optimizer.param_groups[1].keys()
 

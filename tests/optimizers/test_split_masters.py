@@ -7,8 +7,8 @@ import pickle
 
 import pytest
 import torch
-from kit import backward
-from optimizer_cases import assert_same, give, gradients, parameters, params_of
+from kit import assert_same, backward, params_of
+from optimizer_cases import give, gradients, parameters
 from torch import nn
 
 import ampctx

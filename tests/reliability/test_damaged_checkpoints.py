@@ -5,8 +5,7 @@ import logging
 
 import pytest
 import torch
-from kit import INF, NAN, assert_same, backward, loss_of, mlp, start
-from kit import train as train_with
+from kit import INF, NAN, assert_same, backward, loss_of, mlp, start, train
 from torch import nn
 
 from ampctx import AmpError, AmpKeyError, AmpSession, AmpTypeError, AmpValueError, clip_grad_norm_
@@ -37,8 +36,8 @@ def block(run, seed=0, **kwargs):
     backward(run[0], loss_of(run[1], seed), run[2], **kwargs)
 
 
-def train(run):
-    train_with(*run)
+def go_on(run):
+    train(*run)
 
 
 def everything(run):
@@ -200,10 +199,10 @@ DAMAGE = {
 def test_a_damaged_state_names_the_entry_and_changes_nothing(started, name):
     edit, error, message = DAMAGE[name]
     source = started(seed=1)
-    train(source)
+    go_on(source)
     state = saved(source)
     run = started()
-    train(run)
+    go_on(run)
     block(run, 3, delay_unscale=True)
     before = everything(run)
 
@@ -215,7 +214,7 @@ def test_a_damaged_state_names_the_entry_and_changes_nothing(started, name):
 
 def test_the_state_that_is_damaged_above_loads(started):
     source, run = started(seed=1), started()
-    train(source)
+    go_on(source)
     run[0].load_state_dict(saved(source))
 
 
@@ -228,7 +227,7 @@ def test_another_level_is_refused(started, level):
 
 def test_another_optimizer_than_reads_16_bit_gradients(started):
     source, run = started(), started(make="SGD-plain")
-    train(source)
+    go_on(source)
     block(source)
     with pytest.raises(AmpValueError, match=r'\["waiting"\]: SGD does not read 16-bit gradients'):
         run[0].load_state_dict(source[0].state_dict(grads=True))
@@ -258,7 +257,7 @@ def test_optimizers_in_another_order(sessions):
 
 def test_names_may_be_left_out_where_parameters_were_renamed(started):
     source, run = started(seed=1), started()
-    train(source)
+    go_on(source)
     state = saved(source)
     state["optimizers"][0]["names"][0] = "formerly.weight"
     with pytest.raises(AmpValueError, match=r'delete state_dict\["optimizers"\]\[0\]\["names"\]'):
@@ -304,19 +303,19 @@ def test_neither_saved_nor_loaded_inside_a_block(started):
             session.load_state_dict(state)
         assert set(session.state_dict()) == {"loss_scaler0", "loss_scaler1"}
         scaled.backward()
-    train(run)
+    go_on(run)
 
 
 def test_the_default_is_apexs_format(started):
     session, *_ = run = started()
-    train(run)
+    go_on(run)
     assert set(session.state_dict()) == {"loss_scaler0", "loss_scaler1"}
     assert set(session.state_dict(masters=True)) - set(session.state_dict()) == {"opt_level", "optimizers", "deferred"}
 
 
 def test_without_masters_a_message_says_once_what_is_approximated(started, caplog):
     source, run = started(seed=1), started()
-    train(source)
+    go_on(source)
     # What apex and versions of before saved: rounded weights.
     run[1].load_state_dict({n: t.half().float() for n, t in source[1].state_dict().items()})
     with caplog.at_level(logging.WARNING, "ampctx"):
@@ -329,7 +328,7 @@ def test_without_masters_a_message_says_once_what_is_approximated(started, caplo
 
 def test_gradients_that_are_not_saved_are_reported_and_dropped_by_loading(started, caplog):
     run = started()
-    train(run)
+    go_on(run)
     with caplog.at_level(logging.WARNING, "ampctx"):
         state = copy.deepcopy(run[0].state_dict(masters=True))
         assert not caplog.records

@@ -72,7 +72,7 @@ class Run:
         self.heard = []
         self.session.on_step(lambda *_: self.heard.append(1))
 
-    def train(self, first, last):
+    def steps(self, first, last):
         for step in range(first, last):
             generator = torch.Generator().manual_seed(100 * step + RANK)
             self.optimizer.zero_grad()
@@ -121,11 +121,11 @@ def nothing_logged():
 def save(directory, layouts):
     """Saves each layout in the middle of a run, and digests of then and of the end."""
     for layout in layouts:
-        run = Run(layout).train(0, SAVED_AT)
+        run = Run(layout).steps(0, SAVED_AT)
         path = directory / f"{layout}-{RANKS}"
         dcp.save({"app": run.session.stateful(run.model, run.optimizer)}, checkpoint_id=path)
         saved = run.digests()
-        end = run.train(SAVED_AT, STEPS).digests()
+        end = run.steps(SAVED_AT, STEPS).digests()
         assert end != saved
         assert all(other == [saved, end] for other in all_ranks([saved, end]))
         if RANK == 0:
@@ -141,12 +141,12 @@ def load(directory, layouts, numbers):
             saved, end = json.loads((path / "digests").read_text())
             if number == RANKS and isinstance(run.model, DistributedDataParallel):
                 # Its second iteration orders buckets anew, so that sums over four ranks round otherwise in the first.
-                run.train(0, 2)
+                run.steps(0, 2)
                 run.heard.clear()
             run.load(path)
             assert (run.digests(), run.heard) == (saved, []), path.name
             if number == RANKS:
-                assert run.train(SAVED_AT, STEPS).digests() == end, path.name
+                assert run.steps(SAVED_AT, STEPS).digests() == end, path.name
             run.end()
 
 
@@ -203,7 +203,7 @@ def test_any_layout_loads_what_another_has_saved(saved_by):
 def test_whole_tensors_load_into_any_engine(tmp_path):
     """State dicts of whole tensors, between engines and through one rank's file."""
     with nothing_logged():
-        split = Run("split").train(0, SAVED_AT)
+        split = Run("split").steps(0, SAVED_AT)
         expected, full = split.digests(), split.full(cpu_offload=True)
         assert full == {} or RANK == 0
         if RANK == 0:
@@ -225,7 +225,7 @@ def test_whole_tensors_load_into_any_engine(tmp_path):
 @on_ranks(2)
 def test_the_functions_of_torch_make_no_step_of_the_run_and_refuse_masters():
     """None hears of the step that builds state, and masters are refused by name."""
-    run, saved = Run("shards"), Run("shards").train(0, 2)
+    run, saved = Run("shards"), Run("shards").steps(0, 2)
     set_optimizer_state_dict(run.model, run.optimizer, get_optimizer_state_dict(saved.model, saved.optimizer))
     assert digest(run.full()["optim"]) == digest(saved.full()["optim"])
     assert (run.heard, run.session.outcome(run.optimizer)) == ([], None)
@@ -235,7 +235,7 @@ def test_the_functions_of_torch_make_no_step_of_the_run_and_refuse_masters():
         with pytest.raises(AmpError, match=f"^{message}"):
             get_optimizer_state_dict(ddp.model, ddp.optimizer)
         assert len(ddp.optimizer.state) == 0 or ddp.heard
-        ddp.train(0, 2)
+        ddp.steps(0, 2)
     for each in (run, saved, ddp):
         each.end()
 
@@ -303,7 +303,7 @@ WRONG = {
 
 @on_ranks(2)
 def test_a_state_that_does_not_fit_is_refused_on_every_rank_and_changes_nothing():
-    run = Run("split").train(0, 2)
+    run = Run("split").steps(0, 2)
     tree, before = run.full(), run.digests()
     for name, (change, message) in WRONG.items():
         given = copy.deepcopy(tree)

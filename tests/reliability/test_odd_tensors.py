@@ -284,15 +284,6 @@ def test_fused_torch_optimizers_and_parameters_with_gaps(session, through):
     assert not optimizer.state
 
 
-def test_two_parameters_with_one_gradient_are_unscaled_once(session):
-    a, b = (nn.Parameter(torch.zeros(3)) for _ in range(2))
-    _, optimizer = start(session, "O1", partial(FusedSGD, lr=1.0), nn.ParameterList([a, b]), loss_scale=8.0)
-    with session.scale_loss(torch.zeros(()), optimizer):
-        a.grad = b.grad = torch.full((3,), 8.0)
-    optimizer.step()
-    assert a.tolist() == b.tolist() == [-1.0] * 3
-
-
 # --- sparse, complex and double ---------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,6 @@ from kit import start as start_with
 from resumed_runs import BY_ITSELF, KINDS, ORDERS, UNUSABLE, Case, Run
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.optim.swa_utils import AveragedModel
 
 from ampctx import AmpError, AmpSession
 from ampctx.optimizers import FusedAdam, FusedSGD
@@ -478,26 +477,6 @@ def test_the_calls_of_dcp_for_models(session, level):
     train(session, model, optimizer, 3)
     set_model_state_dict(model, state)
     assert_same(masters_of(session, optimizer), masters)
-
-
-@with_masters
-def test_averages_in_fp32_take_the_masters_and_give_them_back(session, trained):
-    model, optimizer = trained
-    ema = tower(seed=3)
-    ema.load_state_dict(model.state_dict())
-    assert_same([p.detach() for p in ema.parameters()], masters_of(session, optimizer))
-    # A copy of the model is in 16 bits, as in torch: it has the rounded weights.
-    average = AveragedModel(model)
-    average.update_parameters(model)
-    copied = copy.deepcopy(model)
-    copied.load_state_dict(model.state_dict())
-    for each in (average.module, copied):
-        assert_same([p.detach() for p in each.parameters()], [p.detach() for p in model.parameters()])
-    with torch.no_grad():
-        for p in ema.parameters():
-            p.mul_(0.999)
-    model.load_state_dict(ema.state_dict())
-    assert_same(masters_of(session, optimizer), [p.detach() for p in ema.parameters()])
 
 
 @pytest.mark.parametrize("way_of_masters", [True, "split"])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kit import INF, NAN, OPTIMIZERS, loss_of
-from stepping import Loop, ScalerLoop, every_optimizer, few_levels, network
+from stepping import Loop, ScalerLoop, every_optimizer, network
 from torch.optim import lr_scheduler, swa_utils
 
 SCHEDULERS = {
@@ -29,37 +29,24 @@ def fp32_sequence(name, schedule, n):
     return rates
 
 
-@pytest.mark.full(but=80)
+@pytest.mark.full(but=100)
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("built", ["before", "after"])
 @every_scheduler
-@few_levels
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5", "GradScaler"])
 @every_optimizer
 def test_the_rates_are_those_of_fp32_without_the_skipped_steps(session, name, level, schedule, built):
-    if built == "before":
+    if level == "GradScaler":
+        loop = ScalerLoop(name)
+    elif built == "after":
+        loop = Loop(session, name, level)
+    else:
         loop = Loop.__new__(Loop)
         loop.session, loop.model = session, network()
         loop.optimizer = OPTIMIZERS[name](loop.model.parameters())
-        scheduler = SCHEDULERS[schedule](loop.optimizer)
-        session.initialize(loop.model, loop.optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
-    else:
-        loop = Loop(session, name, level)
-        scheduler = SCHEDULERS[schedule](loop.optimizer)
-    rates = []
-    for seed, bad in enumerate(PLAN):
-        rate = loop.optimizer.param_groups[0]["lr"]
-        if loop.iterate(seed, {"0.weight": bad} if bad else {}).stepped:
-            rates.append(rate)
-            scheduler.step()
-    assert rates == fp32_sequence(name, schedule, PLAN.count(None))
-
-
-@pytest.mark.filterwarnings("error")
-@every_scheduler
-@every_optimizer
-def test_with_a_grad_scaler(name, schedule):
-    loop = ScalerLoop(name)
     scheduler = SCHEDULERS[schedule](loop.optimizer)
+    if built == "before" and level != "GradScaler":
+        session.initialize(loop.model, loop.optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
     rates = []
     for seed, bad in enumerate(PLAN):
         rate = loop.optimizer.param_groups[0]["lr"]

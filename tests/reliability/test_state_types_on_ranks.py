@@ -51,7 +51,7 @@ class Run:
         self.optimizer = cls(self.model.parameters(), **given)
         self.session = None
 
-    def train(self, first, last):
+    def steps(self, first, last):
         """The same gradients on every rank, given by hand, so that parts are those of the whole to the last bit."""
         for step in range(first, last):
             generator = torch.Generator().manual_seed(step)
@@ -123,7 +123,7 @@ def as_alone(run, alone) -> bool:
 @on_ranks(2)
 def test_steps_are_those_of_whole_tensors(kind):
     """And a skipped step changes no byte."""
-    alone, run = Run(kind, sharded=False).train(0, 1), Run(kind).train(0, 1)
+    alone, run = Run(kind, sharded=False).steps(0, 1), Run(kind).steps(0, 1)
     # Adam and Lion step by what they read, zeros; LAMB steps along the rounded averages.
     found = max(off(a, b) for a, b in zip(alone.names().values(), run.names().values(), strict=True))
     assert found <= {"lamb": 0.05, "novograd": 1e-6}.get(kind, 0.0)
@@ -133,26 +133,26 @@ def test_steps_are_those_of_whole_tensors(kind):
             assert torch.equal(unsharded(value), alone.state("rows")[key])
         if key.endswith("_codes"):
             assert (unsharded(value).int() - alone.state("rows")[key].int()).abs().max() <= 1
-    alone.train(1, 4)
-    run.train(1, 4)
+    alone.steps(1, 4)
+    run.steps(1, 4)
     # LAMB and NovoGrad multiply by norms of the whole, to which other parts add other random bits.
     assert as_alone(run, alone) or RANK > 0 or kind in ("lamb", "novograd")
     before = run.bits()
     run.optimizer.found_inf = torch.ones(())
-    assert run.train(4, 5).bits() == before
+    assert run.steps(4, 5).bits() == before
     del run.optimizer.found_inf
     mine, theirs = (unpack_state(each.optimizer.state_dict())["state"] for each in (run, alone))
     for i, state in theirs.items():
         largest = state["exp_avg"].abs().max().item()
         assert off(mine[i]["exp_avg"], state["exp_avg"]) < (0.02 if kind == "bf16" else 0.04) * largest
-    assert run.train(4, 5).bits() != before
+    assert run.steps(4, 5).bits() != before
 
 
 @every_kind
 @on_ranks(2)
 def test_codes_are_of_rows_of_whole_blocks_and_by_the_size_of_the_whole_parameter(kind):
     """A state dict has fp32 of others."""
-    run, coded = Run(kind).train(0, 3), list(CODES)[: CODED[kind]]
+    run, coded = Run(kind).steps(0, 3), list(CODES)[: CODED[kind]]
     states = run.optimizer.state_dict()["state"].values()
     saved = {
         f"{name} {key}": (type(value), value.dtype, tuple(value.shape))
@@ -189,13 +189,13 @@ def test_parts_are_rounded_by_other_random_bits_and_copies_by_the_same():
 @on_ranks(2)
 def test_training_resumes_bit_for_bit(kind):
     """torch's state dict of the same sharding, into a run with other weights."""
-    run, other = Run(kind).train(0, 3), Run(kind, seed=1)
+    run, other = Run(kind).steps(0, 3), Run(kind, seed=1)
     other.optimizer.load_state_dict(run.optimizer.state_dict())
     with torch.no_grad():
         for p, q in zip(other.model.parameters(), run.model.parameters(), strict=True):
             part(p).copy_(part(q))
     assert other.bits() == run.bits()
-    assert other.train(3, 5).bits() == run.train(3, 5).bits()
+    assert other.steps(3, 5).bits() == run.steps(3, 5).bits()
 
 
 # --- distributed checkpoints ------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def digests_of(run) -> dict:
 def load(path, sharded):
     """A run that has loaded what other ranks have saved, after a step of its own, so that it has entries to fill; and
     how far its averages are off."""
-    run = Run("8bit", sharded, seed=1).train(9, 10)
+    run = Run("8bit", sharded, seed=1).steps(9, 10)
     tree = tree_of(run)
     if not sharded:
         # A whole tensor keeps codes where parts have fp32: the file has what they can exchange.
@@ -241,9 +241,9 @@ def load(path, sharded):
 
 def save(directory):
     """What two ranks save, with digests of it: of all, and by rank of its bits then and two steps later."""
-    run = Run("8bit").train(0, 3)
+    run = Run("8bit").steps(0, 3)
     dcp.save(tree_of(run), checkpoint_id=directory / "dcp")
-    digests, of_ranks = digests_of(run), all_ranks([run.bits(), run.train(3, 5).bits()])
+    digests, of_ranks = digests_of(run), all_ranks([run.bits(), run.steps(3, 5).bits()])
     if RANK == 0:
         (directory / "digests").write_text(json.dumps([digests, of_ranks]))
 
@@ -269,7 +269,7 @@ def test_the_ranks_that_saved_resume_from_a_distributed_checkpoint(saved_by_two)
     assert (digests_of(run), off_by) == (digests, 0.0)
     bits, end = of_ranks[RANK]
     assert run.bits() == bits != end
-    assert run.train(3, 5).bits() == end
+    assert run.steps(3, 5).bits() == end
 
 
 @on_ranks(2)
@@ -280,7 +280,7 @@ def test_one_process_loads_what_two_ranks_saved(saved_by_two):
     assert_loaded(found, digests)
     assert "cut exp_avg_codes" in found
     assert 0 < off_by < 0.008
-    found = [found, off_by, run.bits(), run.train(3, 5).bits()]
+    found = [found, off_by, run.bits(), run.steps(3, 5).bits()]
     assert all(other == found for other in all_ranks(found))
 
 
@@ -295,7 +295,7 @@ def test_four_ranks_load_what_two_saved(saved_by_two):
 @on_ranks(2)
 def test_a_state_by_names_goes_to_fp32_of_whole_tensors_and_back():
     """Decoded codes are exact, and come back as they were."""
-    run = Run("8bit").in_amp().train(0, 3)
+    run = Run("8bit").in_amp().steps(0, 3)
     tree, before = run.tree(full_state_dict=True), run.bits()
     assert {v.dtype for state in tree["optim"].values() for v in state.values()} == {torch.float32}
     plain = Run("fp32", sharded=False, seed=1, min_8bit_size=4096).in_amp()
@@ -306,6 +306,6 @@ def test_a_state_by_names_goes_to_fp32_of_whole_tensors_and_back():
     back.session.set_state_dict(back.model, back.optimizer, there)
     sharded.session.set_state_dict(sharded.model, sharded.optimizer, run.tree())
     assert back.bits() == sharded.bits() == before
-    assert back.train(3, 5).bits() == run.train(3, 5).bits() == sharded.train(3, 5).bits()
+    assert back.steps(3, 5).bits() == run.steps(3, 5).bits() == sharded.steps(3, 5).bits()
     for each in (run, plain, back, sharded):
         each.end()
