@@ -82,7 +82,7 @@ def _become(script: Path, given: dict[str, str], out: Path, errors: Path) -> Non
 # --- bodies of tests --------------------------------------------------------------------------------------------------
 
 
-def on_ranks(number: int, timeout: float = 60):
+def on_ranks(number: int, timeout: float = 240):
     """Has the body of a test run on so many ranks, in a gloo process group; a test's parameters have to be picklable.
 
     The ranks stay for the next test of the module, unless one has failed. What they compare between them goes through
@@ -208,7 +208,7 @@ def _serve(script: Path, folder: Path, given: dict[str, str], rank: int, ranks: 
     _become(script, given, folder / f"{RANK}.out", folder / f"{RANK}.err")
     import torch.distributed as dist
 
-    store, limit = f"file://{folder / 'rendezvous'}", datetime.timedelta(seconds=20)
+    store, limit = f"file://{folder / 'rendezvous'}", datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=store, rank=RANK, world_size=RANKS, timeout=limit)
     module = importlib.import_module(script.stem)
     while True:

@@ -221,56 +221,32 @@ def to_group(**options):
 
 
 FORMS = {
-    "by text": (
-        lambda c: c.update(state={str(key): value for key, value in c["state"].items()}),
-        AmpKeyError,
-        r"state for '0' \(str\), and no param group has a parameter",
-    ),
-    "no params": (
-        lambda c: c["param_groups"][0].pop("params"),
-        AmpKeyError,
-        r"param_groups\[0\] of the checkpoint has no 'params'",
-    ),
-    "one for two": (
-        to_group(params=[0, 0, 2, 3]),
-        AmpValueError,
-        r"has 0 for param_groups\[0\]\['params'\]\[1\], and for another",
-    ),
-    "params a number": (
-        to_group(params=4),
-        AmpTypeError,
-        r"param_groups\[0\] of the checkpoint: 'params' is of type int",
-    ),
+    "by text": (lambda c: c.update(state={str(key): value for key, value in c["state"].items()}), AmpKeyError,
+        r"state for '0' \(str\), and no param group has a parameter"),
+    "no params": (lambda c: c["param_groups"][0].pop("params"), AmpKeyError,
+        r"param_groups\[0\] of the checkpoint has no 'params'"),
+    "one for two": (to_group(params=[0, 0, 2, 3]), AmpValueError,
+        r"has 0 for param_groups\[0\]\['params'\]\[1\], and for another"),
+    "params a number": (to_group(params=4), AmpTypeError,
+        r"param_groups\[0\] of the checkpoint: 'params' is of type int"),
     "group no dict": (lambda c: c.update(param_groups=[3]), AmpTypeError, r"param_groups\[0\] .* is of type int"),
     "state a list": (lambda c: c.update(state=[]), AmpTypeError, "'state' of the checkpoint is of type list"),
     "groups no list": (lambda c: c.update(param_groups=3), AmpTypeError, "'param_groups' of the checkpoint is of type"),
     "no groups": (lambda c: c.pop("param_groups"), KeyError, "param_groups"),
     "no state": (lambda c: c.pop("state"), AmpKeyError, "the checkpoint has no 'state'"),
-    "state of one": (
-        lambda c: c["state"].update({1: [1.0]}),
-        AmpTypeError,
-        r"the state of param_groups\[0\]\['params'\]\[1\] is of type list, expected a dict",
-    ),
+    "state of one": (lambda c: c["state"].update({1: [1.0]}), AmpTypeError,
+        r"the state of param_groups\[0\]\['params'\]\[1\] is of type list, expected a dict"),
     "state of one gone": (lambda c: c["state"].update({1: None}), AmpTypeError, "is of type NoneType, expected a dict"),
-    "state of one element": (
-        lambda c: c["state"][1].update(exp_avg_sq=torch.zeros(1)),
-        AmpValueError,
-        r"the state 'exp_avg_sq' of param_groups\[0\]\['params'\]\[1\] has shape \(1,\), the para",
-    ),
+    "state of one element": (lambda c: c["state"][1].update(exp_avg_sq=torch.zeros(1)), AmpValueError,
+        r"the state 'exp_avg_sq' of param_groups\[0\]\['params'\]\[1\] has shape \(1,\), the para"),
     "lr": (to_group(lr=-1.0), AmpValueError, r"Invalid learning rate: -1.0 \(lr\)"),
     "betas": (to_group(betas=(0.9, 1.0)), AmpValueError, r"Invalid beta parameter at index 1: 1.0 \(betas\[1\]\)"),
     "seed": (to_group(seed=-1), AmpValueError, r"seed is -1, expected 0 to 2\*\*62 - 1"),
-    "a parameter less": (
-        lambda c: c["param_groups"][0]["params"].pop(),
-        ValueError,
-        "doesn't match the size of optimizer's group",
-    ),
-    "a group more": (
-        lambda c: c["param_groups"].append({"params": []}),
-        ValueError,
-        "loaded state dict has a different number of parameter groups",
-    ),
-}
+    "a parameter less": (lambda c: c["param_groups"][0]["params"].pop(), ValueError,
+        "doesn't match the size of optimizer's group"),
+    "a group more": (lambda c: c["param_groups"].append({"params": []}), ValueError,
+        "loaded state dict has a different number of parameter groups"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -374,63 +372,3 @@ def test_what_orthogonalize_returns(function, kind, message):
     with pytest.raises(kind, match=message):
         optimizer.step()
     assert_same([p.detach()], [before])
-
-
-# --- a character model ------------------------------------------------------------------------------------------------
-
-
-def char_lm():
-    sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
-    import char_lm
-
-    return char_lm
-
-
-def trained(make, level, steps) -> float:
-    """The loss on the held-out text."""
-    example = char_lm()
-    text, generator = example.Text(torch.device("cpu")), torch.Generator().manual_seed(0)
-    torch.manual_seed(0)
-    model = example.GPT(len(text.alphabet), context=32, width=32, layers=1, heads=1)
-    matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
-    others = [p for p in model.parameters() if all(p is not m for m in matrices)]
-    optimizers, session = make(matrices, others), AmpSession()
-    if level is not None:
-        session.initialize(model, optimizers, opt_level=level, verbosity=0)
-    for step in range(steps):
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = 5e-3 * min(1.0, (step + 1) / 20) * (1 - 0.9 * step / steps)
-        loss = example.loss_of(model, *text.batch(8, 32, generator))
-        if level is None:
-            loss.backward()
-        else:
-            backward(session, loss, optimizers)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    loss = example.bits_per_char(model, text.test, 32) * math.log(2)
-    session.reset()
-    return loss
-
-
-def of_torch(matrices, others):
-    how = {"weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
-    return [torch.optim.Muon(matrices, **how), torch.optim.AdamW(others, weight_decay=0.1)]
-
-
-def of_ours(matrices, others, **options):
-    groups = [{"params": matrices}, {"params": others, "use_muon": False}]
-    return [FusedMuon(groups, adjust_lr_fn="match_rms_adamw", **options)]
-
-
-@pytest.mark.parametrize("level", [None, *(pytest.param(level, marks=pytest.mark.full) for level in ("O2", "O5"))])
-def test_a_character_model_learns_as_with_torchs_muon(level, expected_loss):
-    assert abs(trained(of_ours, level, 100) - expected_loss) < 0.02
-
-
-@pytest.fixture(scope="module")
-def expected_loss():
-    loss = trained(of_torch, None, 100)
-    assert loss < 2.85
-    return loss

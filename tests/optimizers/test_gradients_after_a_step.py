@@ -24,11 +24,7 @@ SCALERS = {"torch": torch.amp.GradScaler, "ampctx": ampctx.GradScaler}
 on_scalers = pytest.mark.parametrize("scaler_type", SCALERS.values(), ids=SCALERS)
 on_optimizers = pytest.mark.parametrize("name", BY_NAME)
 # As torch's optimizers have them.
-TORCHS = {
-    "adam": torch.optim.AdamW,
-    "sgd": partial(torch.optim.SGD, momentum=0.9),
-    "adagrad": torch.optim.Adagrad,
-}
+TORCHS = {"adam": torch.optim.AdamW, "sgd": partial(torch.optim.SGD, momentum=0.9), "adagrad": torch.optim.Adagrad}
 
 
 @pytest.fixture(scope="module")

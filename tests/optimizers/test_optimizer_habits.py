@@ -407,35 +407,19 @@ ERRORS = [
     (FusedAdam, {"betas": (0.9, -0.1)}, AmpValueError, "Invalid beta parameter at index 1: -0.1"),
     (FusedAdam, {"betas": 0.9}, AmpTypeError, "betas must be a pair of numbers, got 0.9"),
     (FusedAdam, {"weight_decay": -1}, AmpValueError, "Invalid weight_decay value: -1"),
-    (
-        FusedAdam,
-        {"write_back": "up"},
-        AmpValueError,
-        "write_back is 'up', expected 'nearest' or 'stochastic' or 'kahan'",
-    ),
+    (FusedAdam, {"write_back": "up"}, AmpValueError,
+        "write_back is 'up', expected 'nearest' or 'stochastic' or 'kahan'"),
     (FusedAdam, {"master_weights": "whole"}, AmpValueError, "master_weights is 'whole', expected False or True or 'sp"),
     (FusedAdam, {"seed": 1.5}, AmpTypeError, "seed must be an int, got float"),
     (FusedAdam, {"seed": -1}, AmpValueError, r"seed is -1, expected 0 to 2\*\*62 - 1"),
-    (
-        FusedAdam,
-        {"write_back": "kahan", "master_weights": True},
-        AmpValueError,
-        "write_back='kahan' is for 16-bit para",
-    ),
+    (FusedAdam, {"write_back": "kahan", "master_weights": True}, AmpValueError,
+        "write_back='kahan' is for 16-bit para"),
     (FusedSGD, {}, AmpValueError, "parameter group didn't specify a value of required optimization parameter lr"),
     (FusedSGD, {"lr": 0.1, "momentum": -1.0}, AmpValueError, "Invalid momentum value: -1.0"),
-    (
-        FusedSGD,
-        {"lr": 0.1, "nesterov": True},
-        AmpValueError,
-        "Nesterov momentum requires a momentum and zero dampening",
-    ),
-    (
-        FusedSGD,
-        {"lr": 0.1, "nesterov": True, "momentum": 0.9, "dampening": 0.1},
-        AmpValueError,
-        "Nesterov momentum requires",
-    ),
+    (FusedSGD, {"lr": 0.1, "nesterov": True}, AmpValueError,
+        "Nesterov momentum requires a momentum and zero dampening"),
+    (FusedSGD, {"lr": 0.1, "nesterov": True, "momentum": 0.9, "dampening": 0.1}, AmpValueError,
+        "Nesterov momentum requires"),
     (FusedLAMB, {"amsgrad": True}, AmpError, "FusedLAMB does not support the AMSGrad variant"),
     (FusedLAMB, {"max_grad_norm": -1.0}, AmpValueError, "Invalid max_grad_norm value: -1.0"),
     (FusedNovoGrad, {"amsgrad": True}, AmpError, "FusedNovoGrad does not support the AMSGrad variant"),
@@ -444,19 +428,11 @@ ERRORS = [
     (FusedMixedPrecisionLamb, {"amsgrad": True}, AmpError, "FusedMixedPrecisionLamb does not support the AMSGrad"),
     (FusedMixedPrecisionLamb, {"step": 1.0}, AmpTypeError, "step must be an int, the number of .*, got float"),
     (FusedMixedPrecisionLamb, {"step": -1}, AmpValueError, "Invalid step value: -1"),
-    (
-        FusedMixedPrecisionLamb,
-        {"reduced_precision_dtype": torch.int8},
-        AmpValueError,
-        "reduced_precision_dtype is torch.int8",
-    ),
-    (
-        FusedMixedPrecisionLamb,
-        {"reduced_precision_dtype": torch.float16, "write_back": "stochastic"},
-        AmpValueError,
-        "write_back='stochastic' is for 16-bit parameters without masters",
-    ),
-]
+    (FusedMixedPrecisionLamb, {"reduced_precision_dtype": torch.int8}, AmpValueError,
+        "reduced_precision_dtype is torch.int8"),
+    (FusedMixedPrecisionLamb, {"reduced_precision_dtype": torch.float16, "write_back": "stochastic"}, AmpValueError,
+        "write_back='stochastic' is for 16-bit parameters without masters"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("cls", "options", "kind", "message"), ERRORS)

@@ -384,78 +384,43 @@ ITSELF = "the unit of the model itself"
 # How the model is made, the message, and options of initialize.
 REFUSED = {
     "after a forward": (has_run, rf'{ITSELF}|the unit "0" has run its forward.*{LINES}'),
-    "another dtype": (
-        partial(by_layer, policies=(BF16, policy(torch.float16), BF16)),
-        rf'the unit "2" has a policy that casts "2.weight" to torch.float16.*{LINES}',
-    ),
-    "fp32": (
-        partial(by_layer, policies=(policy(torch.float32), BF16, BF16)),
-        rf'the unit "0" has a policy that casts "0.weight" to torch.float32.*{LINES}',
-    ),
-    "only outputs": (
-        partial(by_layer, policies=(policy(None, output_dtype=torch.bfloat16), BF16, BF16)),
-        rf'the unit "0" has a policy that does not cast "0.weight".*{LINES}',
-    ),
-    "inputs in another dtype": (
-        partial(by_layer, policies=(BF16, BF16, policy(torch.float16))),
-        rf"{ITSELF} has a policy that casts its inputs to torch.float16.*{LINES}",
-    ),
-    "several policies": (
-        partial(by_layer, policies=(BF16, policy(torch.bfloat16, torch.bfloat16), BF16)),
-        rf'the unit "0" and the unit "2" have several policies.*torch.float32 and in torch.bfloat16.*{LINES}',
-    ),
+    "another dtype": (partial(by_layer, policies=(BF16, policy(torch.float16), BF16)),
+        rf'the unit "2" has a policy that casts "2.weight" to torch.float16.*{LINES}'),
+    "fp32": (partial(by_layer, policies=(policy(torch.float32), BF16, BF16)),
+        rf'the unit "0" has a policy that casts "0.weight" to torch.float32.*{LINES}'),
+    "only outputs": (partial(by_layer, policies=(policy(None, output_dtype=torch.bfloat16), BF16, BF16)),
+        rf'the unit "0" has a policy that does not cast "0.weight".*{LINES}'),
+    "inputs in another dtype": (partial(by_layer, policies=(BF16, BF16, policy(torch.float16))),
+        rf"{ITSELF} has a policy that casts its inputs to torch.float16.*{LINES}"),
+    "several policies": (partial(by_layer, policies=(BF16, policy(torch.bfloat16, torch.bfloat16), BF16)),
+        rf'the unit "0" and the unit "2" have several policies.*torch.float32 and in torch.bfloat16.*{LINES}'),
     "some have no policy": (
         partial(by_layer, policies=(MixedPrecisionPolicy(), policy(torch.bfloat16, torch.bfloat16), BF16)),
-        rf'the unit "0" and the unit "2" have several policies.*{LINES}',
-    ),
+        rf'the unit "0" and the unit "2" have several policies.*{LINES}'),
     "in no unit": (only_layers, r'"2.weight" is in no unit of fully_shard'),
     "ignored": (ignoring, r'"2.bias" is in no unit of fully_shard'),
-    "two meshes": (
-        over_two_meshes,
-        rf'the unit "0" is on the mesh \[0\], the unit "2" on the mesh \[\[0\]\]|{ITSELF} is on',
-    ),
-    "BatchNorm": (
-        partial(shard_norm, layers=()),
-        rf'"1" stays in fp32, and shares {ITSELF}.*\n    fully_shard\(model.get_submodule\("1"\)',
-    ),
-    "BatchNorm with a policy": (
-        partial(shard_norm, layers=(0,), mp_policy=BF16),
-        rf'"1" stays in fp32, and shares {ITSELF} with "2.weight"',
-    ),
-    "BatchNorm in 16 bits": (
-        partial(shard_norm, layers=(0, 1, 2), mp_policy=BF16),
-        r'"1.weight" stays in fp32, and the unit "1" casts it to torch.bfloat16. Leave mp_policy out',
-    ),
-    "BatchNorm that is cast": (
-        partial(shard_norm, layers=(0, 1)),
+    "two meshes": (over_two_meshes,
+        rf'the unit "0" is on the mesh \[0\], the unit "2" on the mesh \[\[0\]\]|{ITSELF} is on'),
+    "BatchNorm": (partial(shard_norm, layers=()),
+        rf'"1" stays in fp32, and shares {ITSELF}.*\n    fully_shard\(model.get_submodule\("1"\)'),
+    "BatchNorm with a policy": (partial(shard_norm, layers=(0,), mp_policy=BF16),
+        rf'"1" stays in fp32, and shares {ITSELF} with "2.weight"'),
+    "BatchNorm in 16 bits": (partial(shard_norm, layers=(0, 1, 2), mp_policy=BF16),
+        r'"1.weight" stays in fp32, and the unit "1" casts it to torch.bfloat16. Leave mp_policy out'),
+    "BatchNorm that is cast": (partial(shard_norm, layers=(0, 1)),
         r'keep_batchnorm_fp32=False would cast "1", and fully_shard casts no running statistics',
-        {"keep_batchnorm_fp32": False},
-    ),
-    "keep_fp32": (
-        partial(shard_mlp, layers=()),
-        rf'"2" stays in fp32, and shares {ITSELF} with "0.weight"',
-        {"keep_fp32": "2"},
-    ),
-    "no masters": (
-        shard_mlp,
-        r"O5 without master weights does not work under fully_shard",
-        {"master_weights": False},
-    ),
-    "split masters": (
-        shard_mlp,
+        {"keep_batchnorm_fp32": False}),
+    "keep_fp32": (partial(shard_mlp, layers=()), rf'"2" stays in fp32, and shares {ITSELF} with "0.weight"',
+        {"keep_fp32": "2"}),
+    "no masters": (shard_mlp, r"O5 without master weights does not work under fully_shard", {"master_weights": False}),
+    "split masters": (shard_mlp,
         r"O5 with split master weights does not work under fully_shard.*leave master_weights at None",
-        {"master_weights": "split"},
-    ),
-    "O3": (
-        shard_mlp,
-        r"O3 without master weights does not work under fully_shard.*Use O2 or O5",
-        {"opt_level": "O3"},
-    ),
+        {"master_weights": "split"}),
+    "O3": (shard_mlp, r"O3 without master weights does not work under fully_shard.*Use O2 or O5", {"opt_level": "O3"}),
     "tensor parallelism alone": (
         lambda mesh: parallelize_module(mlp(), mesh, {"0": ColwiseParallel(), "2": ColwiseParallel()}),
-        r"DTensor of torch.float32.*With tensor parallelism alone use O1 or O4",
-    ),
-}
+        r"DTensor of torch.float32.*With tensor parallelism alone use O1 or O4"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("why", REFUSED)

@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from kit import backward
+from kit import start, train
 from torch import nn
 
 from ampctx import optimizers
@@ -28,18 +28,9 @@ def steps(_):
 
 def training(level):
     """Whole iterations, where 1 in 200 was."""
-    torch.manual_seed(0)
-    model = nn.Linear(4, 2)
-    optimizer = optimizers.FusedAdam(model.parameters(), lr=1e-3)
-    session, x = AmpSession(), torch.randn(4, 4)
-    session.initialize(model, optimizer, opt_level=level, verbosity=0)
-
-    def iterate():
-        optimizer.zero_grad()
-        backward(session, model(x).float().square().mean(), optimizer)
-        optimizer.step()
-
-    return session, iterate
+    session = AmpSession()
+    model, optimizer = start(session, level, "FusedAdam", nn.Linear(4, 2))
+    return session, lambda: train(session, model, optimizer, 1)
 
 
 @pytest.mark.parametrize(

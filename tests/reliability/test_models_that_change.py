@@ -52,6 +52,19 @@ def under_amp(session, level, name=None, *, held="a", names=("a", "b"), **option
     return start(session, level, lambda _: make([model[n] for n in held]), model, **options)
 
 
+STEP, BOTH = "step", {"a": 1.0, "b": 1.0}
+
+
+def trains(name, on):
+    return lambda model, _: model[name].requires_grad_(on)
+
+
+def step(session, model, optimizer, **factors):
+    backward(session, model.loss(**factors), optimizer)
+    for each in optimizer if isinstance(optimizer, list) else [optimizer]:
+        each.step()
+
+
 class Twins:
     """The same training in fp32 without amp, and under amp: what is done to one is done to the other."""
 
@@ -73,11 +86,22 @@ class Twins:
         self.plain.loss(**factors).backward()
         backward(self.session, self.model.loss(**factors), self.optimizer, delay_unscale=delay)
 
-    def step(self):
+    def step(self, compares=True):
         for optimizer in (self.reference, self.optimizer):
             optimizer.step()
             optimizer.zero_grad()
-        self.compare()
+        if compares:
+            self.compare()
+
+    def play(self, *actions):
+        """Gradients of these factors, a step, or what is done to each model and its optimizer."""
+        for action in actions:
+            if isinstance(action, dict):
+                self.backward(**action)
+            elif action == STEP:
+                self.step()
+            else:
+                self.both(action)
 
     def compare(self):
         for name, p in self.plain.weights.items():
@@ -95,9 +119,7 @@ def test_steps_without_gradients_change_nothing_and_are_told_once(session, level
         for _ in range(3):
             twins.step()
     assert [r.message for r in caplog.records] == [f"{type(twins.optimizer).__name__}.step() {NO_GRADIENT}"]
-    for factors in ({"a": 1.0}, {"b": 0.5}, {"a": 1.0, "b": 1.0}):
-        twins.backward(**factors)
-        twins.step()
+    twins.play({"a": 1.0}, STEP, {"b": 0.5}, STEP, BOTH, STEP)
     assert session.skipped_steps(twins.optimizer) == 0
 
 
@@ -144,14 +166,8 @@ def test_a_grad_scaler_that_has_not_stepped_refuses_to_update_as_before():
 def test_freezing_and_unfreezing_between_the_blocks_of_a_step(session, level, name, delay):
     twins = Twins(session, level, name, "a", "b", "c", prepare=lambda m: m["b"].requires_grad_(False))
     for round_ in range(3):
-        twins.backward(delay, a=1.0)
-        twins.both(lambda model, _: model["b"].requires_grad_(True))
-        twins.backward(delay, a=0.5, b=1.0)
-        twins.both(lambda model, _: model["c"].requires_grad_(False))
-        twins.backward(a=0.5, b=0.25 * round_)
-        twins.step()
-        twins.both(lambda model, _: model["c"].requires_grad_(True))
-        twins.both(lambda model, _: model["b"].requires_grad_(False))
+        twins.play({"delay": delay, "a": 1.0}, trains("b", True), {"delay": delay, "a": 0.5, "b": 1.0})
+        twins.play(trains("c", False), {"a": 0.5, "b": 0.25 * round_}, STEP, trains("c", True), trains("b", False))
 
 
 @every_optimizer
@@ -173,9 +189,7 @@ def test_unfrozen_within_the_block(session, level, name):
 
 @every_optimizer
 @every_level
-@pytest.mark.parametrize(
-    "when", ["before the first backward", "in the accumulation", "between delayed blocks", "later"]
-)
+@pytest.mark.parametrize("when", ["before a backward", "in the accumulation", "between delayed blocks", "later"])
 def test_a_group_that_joins(session, level, name, when):
     twins = Twins(session, level, name, "a", "b")
     head = {id(o): Sum("h", start=4.0) for o in (twins.reference, twins.optimizer)}
@@ -186,25 +200,14 @@ def test_a_group_that_joins(session, level, name, when):
         model.weights["h"] = head[id(optimizer)]["h"]
         optimizer.add_param_group({"params": [model["h"]], "lr": 0.25})
 
-    if when == "before the first backward":
-        twins.both(join)
-    twins.backward(a=1.0, delay=when == "between delayed blocks")
-    if when in ("in the accumulation", "between delayed blocks"):
-        twins.both(join)
-    twins.backward(a=1.0)
-    twins.step()
-    if when == "later":
-        twins.both(join)
-    for factor in (1.0, 0.5):
-        twins.backward(a=factor, h=factor)
-        twins.step()
-    state = twins.optimizer.state
-    assert all(
-        state[p]["momentum_buffer"].dtype == torch.float32
-        for g in twins.optimizer.param_groups
-        for p in g["params"]
-        if p in state
+    delay, a = when == "between delayed blocks", {"a": 1.0}
+    plan = {"before a backward": (join, a, a, STEP), "later": (a, a, STEP, join)}.get(
+        when, ({"delay": delay, **a}, join, a, STEP)
     )
+    twins.play(*plan, {"a": 1.0, "h": 1.0}, STEP, {"a": 0.5, "h": 0.5}, STEP)
+    stepped = [p for g in twins.optimizer.param_groups for p in g["params"]]
+    state = twins.optimizer.state
+    assert all(state[p]["momentum_buffer"].dtype == torch.float32 for p in stepped if p in state)
 
 
 @every_level
@@ -220,8 +223,7 @@ def test_a_gradient_of_unknown_scale_does_not_join(session, level, how, caplog):
     assert model["a"].eq(1.875).all()
     assert model["b"].eq(2.0).all()
     assert '"weights.b" joined the optimizer with a gradient from before' in caplog.text
-    backward(session, model.loss(b=1.0), optimizer)
-    optimizer.step()
+    step(session, model, optimizer, b=1.0)
     assert model["b"].eq(1.875).all()
 
 
@@ -239,14 +241,12 @@ def test_a_group_that_is_refused_changes_nothing(session, level, name):
     # Not in the optimizer: nobody writes to it.
     with torch.no_grad():
         model["b"].fill_(7.0)
-    backward(session, model.loss(a=1.0, b=1.0), optimizer)
-    optimizer.step()
+    step(session, model, optimizer, a=1.0, b=1.0)
     assert model["b"].eq(7.0).all()
     # And in again.
     model.zero_grad()
     optimizer.add_param_group({"params": [model["b"]]})
-    backward(session, model.loss(b=1.0), optimizer)
-    optimizer.step()
+    step(session, model, optimizer, b=1.0)
     assert model["b"].eq(6.875).all()
 
 
@@ -289,19 +289,10 @@ def test_a_parameter_that_comes_back_in_a_group_of_its_own(session, level, name,
     def come_back(model, optimizer):
         optimizer.add_param_group({"params": [model["b"]], "lr": 2.0**-12})
 
-    for _ in range(2):
-        twins.backward(a=1.0, b=1.0)
-        twins.step()
-    twins.both(leave)
-    if not at_once:
-        twins.backward(a=1.0)
-        twins.step()
-    twins.both(come_back)
+    twins.play(BOTH, STEP, BOTH, STEP, leave, *([] if at_once else [{"a": 1.0}, STEP]), come_back)
     for _ in range(3):
         twins.backward(a=1.0, b=1.0)
-        for optimizer in (twins.reference, twins.optimizer):
-            optimizer.step()
-            optimizer.zero_grad()
+        twins.step(compares=False)
     stepped = [p for group in twins.optimizer.param_groups for p in group["params"]]
     assert [torch.equal(p, q) for p, q in zip(stepped, twins.plain.weights.values(), strict=True)] == [True, True]
     assert torch.equal(twins.model["b"], stepped[1].to(twins.model["b"].dtype))
@@ -371,17 +362,13 @@ def test_groups_edited_by_hand(session, level, name, delay):
         optimizer.state.pop(params[1], None)
         params[1] = model["b"]
 
-    for change in (drop_first, put_back, replace, lambda model, _: model["c"].requires_grad_(True)):
-        twins.backward(a=1.0, b=1.0)
-        twins.step()
-        twins.both(change)
-        for optimizer in (twins.reference, twins.optimizer):
-            optimizer.zero_grad()
-        twins.plain.zero_grad()
-        twins.model.zero_grad()
-    twins.backward(a=0.5, delay=delay)
-    twins.backward(a=0.5, b=0.5, c=1.0)
-    twins.step()
+    def zero_grad(model, optimizer):
+        optimizer.zero_grad()
+        model.zero_grad()
+
+    for change in (drop_first, put_back, replace, trains("c", True)):
+        twins.play(BOTH, STEP, change, zero_grad)
+    twins.play({"delay": delay, "a": 0.5}, {"a": 0.5, "b": 0.5, "c": 1.0}, STEP)
     held = [p for g in twins.optimizer.param_groups for p in g["params"]]
     assert all(p.dtype == torch.float32 for p in held)
 
@@ -392,16 +379,13 @@ def test_groups_edited_by_hand(session, level, name, delay):
 @every_optimizer
 @every_level
 def test_weights_loaded_between_blocks_and_steps(session, level, name):
-    twins = Twins(session, level, name, "a", "b")
-    for where in range(3):
-        twins.backward(a=1.0, b=1.0)
-        if where == 1:
-            twins.both(
-                lambda model, _: model.load_state_dict({"weights.a": torch.ones(3), "weights.b": torch.zeros(3)})
-            )
-        twins.step()
-        if where == 0:
-            twins.both(lambda model, _: model.weights.load_state_dict({"a": torch.full((3,), 8.0), "b": torch.ones(3)}))
+    def part(model, _):
+        model.weights.load_state_dict({"a": torch.full((3,), 8.0), "b": torch.ones(3)})
+
+    def whole(model, _):
+        model.load_state_dict({"weights.a": torch.ones(3), "weights.b": torch.zeros(3)})
+
+    Twins(session, level, name, "a", "b").play(BOTH, STEP, part, BOTH, whole, STEP, BOTH, STEP)
 
 
 @every_level
@@ -411,8 +395,7 @@ def test_assigning_load_state_dict_is_refused(session, level):
         with pytest.raises(AmpError, match=r'load_state_dict\(assign=True\) .* in the place of "b" of a ParameterDict'):
             model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}, assign=True)
     # The one that the optimizer steps is the model's still.
-    backward(session, model.loss(b=1.0), optimizer)
-    optimizer.step()
+    step(session, model, optimizer, b=1.0)
     assert model["b"].eq(1.875).all()
     session.reset()
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
@@ -472,8 +455,7 @@ def test_a_model_halved_without_masters_is_refused(session, level):
     ):
         pytest.fail("the block was entered")
     model.float()
-    backward(session, model.loss(a=1.0), optimizer)
-    optimizer.step()
+    step(session, model, optimizer, a=1.0)
 
 
 @cast_levels

@@ -184,19 +184,19 @@ def saved_by(tmp_path_factory):
     """What 1, 2 and 4 ranks have saved of every layout."""
     directory = tmp_path_factory.mktemp("saved")
     for number in (1, 2, 4):
-        on_ranks(number, 120)(save)(directory=directory, layouts=[*LAYOUTS])
+        on_ranks(number)(save)(directory=directory, layouts=[*LAYOUTS])
     return directory
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_any_number_of_ranks_loads_what_another_has_saved(saved_by, ranks):
-    on_ranks(ranks, 120)(load)(directory=saved_by, layouts=[*LAYOUTS], numbers=(1, 2, 4))
+    on_ranks(ranks)(load)(directory=saved_by, layouts=[*LAYOUTS], numbers=(1, 2, 4))
 
 
 @pytest.mark.full
 def test_any_layout_loads_what_another_has_saved(saved_by):
-    on_ranks(2, 120)(convert)(directory=saved_by, layouts=[*LAYOUTS])
+    on_ranks(2)(convert)(directory=saved_by, layouts=[*LAYOUTS])
 
 
 @on_ranks(2)
@@ -250,55 +250,31 @@ def test_names_are_those_of_torch_under_wrappers():
 
 
 WRONG = {
-    "no model": (
-        lambda t: t.pop("model"),
-        'AmpKeyError: state_dict has no "model", only optim, optimizers, amp. Pass what',
-    ),
-    "missing weight": (
-        lambda t: t["model"].pop("0.weight"),
-        'AmpKeyError: state_dict["model"] has no "0.weight", which the model has here. Build',
-    ),
-    "unknown weight": (
-        lambda t: t["model"].update(head=torch.ones(2)),
-        'AmpKeyError: state_dict["model"] has "head", and the model here has not. Build',
-    ),
-    "shape": (
-        lambda t: t["model"].update({"0.weight": torch.ones(2, 2)}),
-        'AmpValueError: state_dict["model"]["0.weight"] is of shape (2, 2), expected a tensor of shape (7, 5',
-    ),
-    "missing state": (
-        lambda t: t["optim"].pop("2.bias"),
-        'AmpKeyError: state_dict["optim"] has no "2.bias", which is stepped here. It was frozen',
-    ),
-    "unknown state": (
-        lambda t: t["optim"].update(head={"step": torch.ones(())}),
-        'AmpKeyError: state_dict["optim"] has "head", and no optimizer here steps that parameter',
-    ),
-    "missing moment": (
-        lambda t: t["optim"]["2.bias"].pop("exp_avg"),
-        'AmpKeyError: state_dict["optim"]["2.bias"] has no "exp_avg", and the optimizer here keeps',
-    ),
-    "moment": (
-        lambda t: t["optim"]["2.bias"].update(exp_avg=torch.ones(4)),
-        'AmpValueError: state_dict["optim"]["2.bias"]["exp_avg"] is of shape (4,), expected',
-    ),
-    "nan": (
-        lambda t: t["optim"]["2.bias"]["exp_avg"].fill_(torch.nan),
-        "AmpValueError: the state 'exp_avg' of param_groups[0]['params'][3] has nan",
-    ),
-    "level": (
-        lambda t: t["amp"].update(opt_level="O2"),
-        """AmpValueError: state_dict["amp"]["opt_level"] is 'O2', and amp.initialize was given opt_level='O5'""",
-    ),
-    "scale": (
-        lambda t: t["amp"]["loss_scaler0"].pop("loss_scale"),
-        """AmpKeyError: state_dict["loss_scaler0"]: the loss scale's state has no "loss_scale\"""",
-    ),
-    "facts": (
-        lambda t: t["optimizers"].update({"0.weight": {}}),
-        'AmpTypeError: state_dict["optimizers"]["0.weight"] must be a tuple of one dict',
-    ),
-}
+    "no model": (lambda t: t.pop("model"),
+        'AmpKeyError: state_dict has no "model", only optim, optimizers, amp. Pass what'),
+    "missing weight": (lambda t: t["model"].pop("0.weight"),
+        'AmpKeyError: state_dict["model"] has no "0.weight", which the model has here. Build'),
+    "unknown weight": (lambda t: t["model"].update(head=torch.ones(2)),
+        'AmpKeyError: state_dict["model"] has "head", and the model here has not. Build'),
+    "shape": (lambda t: t["model"].update({"0.weight": torch.ones(2, 2)}),
+        'AmpValueError: state_dict["model"]["0.weight"] is of shape (2, 2), expected a tensor of shape (7, 5'),
+    "missing state": (lambda t: t["optim"].pop("2.bias"),
+        'AmpKeyError: state_dict["optim"] has no "2.bias", which is stepped here. It was frozen'),
+    "unknown state": (lambda t: t["optim"].update(head={"step": torch.ones(())}),
+        'AmpKeyError: state_dict["optim"] has "head", and no optimizer here steps that parameter'),
+    "missing moment": (lambda t: t["optim"]["2.bias"].pop("exp_avg"),
+        'AmpKeyError: state_dict["optim"]["2.bias"] has no "exp_avg", and the optimizer here keeps'),
+    "moment": (lambda t: t["optim"]["2.bias"].update(exp_avg=torch.ones(4)),
+        'AmpValueError: state_dict["optim"]["2.bias"]["exp_avg"] is of shape (4,), expected'),
+    "nan": (lambda t: t["optim"]["2.bias"]["exp_avg"].fill_(torch.nan),
+        "AmpValueError: the state 'exp_avg' of param_groups[0]['params'][3] has nan"),
+    "level": (lambda t: t["amp"].update(opt_level="O2"),
+        """AmpValueError: state_dict["amp"]["opt_level"] is 'O2', and amp.initialize was given opt_level='O5'"""),
+    "scale": (lambda t: t["amp"]["loss_scaler0"].pop("loss_scale"),
+        """AmpKeyError: state_dict["loss_scaler0"]: the loss scale's state has no "loss_scale\""""),
+    "facts": (lambda t: t["optimizers"].update({"0.weight": {}}),
+        'AmpTypeError: state_dict["optimizers"]["0.weight"] must be a tuple of one dict'),
+}  # fmt: skip
 
 
 @on_ranks(2)
