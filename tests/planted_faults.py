@@ -365,7 +365,8 @@ FAULTS = [
     ),
     Fault(
         "a state by names has rounded weights of \"split\"", "ampctx",
-        'return join(p.detach(), state["remainder"])', "return p.detach().float()", f"{ROWS}named_state.py",
+        'return join(_beside(p, state["remainder"]), state["remainder"])', "return p.detach().float()",
+        f"{ROWS}named_state.py",
     ),
     Fault(
         "a weight with a compensation is its rounded sum", "ampctx",

@@ -20,7 +20,7 @@ def iterate(session, model, optimizer):
 def test_a_hook_of_a_step_saves(session, level, register):
     model, optimizer = probe(session, level, loss_scale=4.0)
     saved = []
-    getattr(optimizer, register)(lambda *_: saved.append(session.state_dict(grads=True)))
+    getattr(optimizer, register)(lambda *_: saved.append(session.state_dict(masters=True)))
     iterate(session, model, optimizer)
     assert len(saved) == 1
     iterate(session, model, optimizer)

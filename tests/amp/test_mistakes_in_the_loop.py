@@ -362,20 +362,6 @@ def test_plain_backwards_pass_where_the_scale_is_static_or_blocks_are_there_too(
     assert said() == []
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("delay", [False, True])
-def test_a_run_that_goes_on_from_saved_gradients_has_had_its_block(session, said, level, delay):
-    model, optimizer = probe(session, level)
-    backward(session, model.loss(1.0), optimizer, delay_unscale=delay)
-    saved = session.state_dict(grads=True)
-    resumed = AmpSession()
-    model, optimizer = probe(resumed, level, verbosity=1)
-    resumed.load_state_dict(saved)
-    optimizer.step()
-    assert model.weight.eq(1.875).all()
-    assert said() == []
-
-
 def run_losses(session, number, used, steps=mistakes.ENOUGH_STEPS, **kwargs):
     models, both = probes(session, "O1", loss_scale="dynamic", num_losses=number, verbosity=1, **kwargs)
     for _ in range(steps):

@@ -89,9 +89,6 @@ class Walk:
     def save(self):
         self.saved = self.session.state_dict(masters=True)
 
-    def save_gradients(self):
-        self.saved = self.session.state_dict(grads=True)
-
     def load(self):
         self.session.load_state_dict(self.saved)
 
@@ -112,7 +109,7 @@ class Walk:
 
     def choose(self):
         events = ["enter"] * 6 + ["exit"] * 6 + ["exit raised", "exit interrupted", "step", "step", "zero_grad"]
-        events += ["master_params", "save", "save gradients"]
+        events += ["master_params", "save"]
         events += ["add_param_group"] if self.rng.random() < 0.1 else []
         events += ["load"] if hasattr(self, "saved") else []
         events += ["first_step", "second_step"] * 2 if hasattr(self.optimizer, "first_step") else []
@@ -160,8 +157,6 @@ class Walk:
             self.depth -= 1
         elif row.blocks is StackChange.CLEAR:
             self.window = False
-        if event == "load" and self.saved["optimizers"][0].get("gradients"):
-            self.window = self.saved["optimizers"][0]["gradients"]["window"] is not None
         if row.incomplete in (Mark.ENDS, Mark.BEGINS):
             self.incomplete = row.incomplete is Mark.BEGINS
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from optimizer_cases import MODES, OPTIMIZERS, assert_same, give, gradients, parameters, params_of, snapshot
+from kit import assert_same, params_of, snapshot
+from optimizer_cases import BY_NAME, MODES, give, gradients, parameters
 from torch import nn
 
 from ampctx.optimizers import FusedAdam
@@ -21,7 +22,7 @@ def on_device(dtype):
 @pytest.mark.parametrize("name", ["adam", "sgd", "adagrad", "lion"])
 def test_100_steps_have_the_bits_of_steps_on_the_gpu(name, mode):
     dtype, options = MODES[mode]
-    both = [OPTIMIZERS[name](on_device(dtype), **options, offload=offload) for offload in (None, "cpu")]
+    both = [BY_NAME[name](on_device(dtype), **options, offload=offload) for offload in (None, "cpu")]
     for step in range(100):
         for optimizer in both:
             params = params_of(optimizer)
