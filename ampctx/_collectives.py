@@ -1,8 +1,8 @@
-"""Collectives that name their call when they fail, for ``process_group=``, ``amp.check_ranks`` and ``amp.joinable``."""
+"""Collectives that name their call when they fail, for ``process_group=`` and ``amp.check_ranks``."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,64 +95,3 @@ def maximum_over_ranks(t: Tensor, groups: Iterable[Any], call: str, has: str) ->
     for group in groups:
         all_reduce(joined, torch.distributed.ReduceOp.MAX, group, call, has)
     return joined
-
-
-class _TensorPlace(NamedTuple):
-    """Stands for the i-th tensor of a tree."""
-
-    i: int
-
-
-class _Kind(NamedTuple):
-    """What a rank must know about a tensor to receive it."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device_type: str
-
-
-def broadcast_tree(tree: Any, source: int, group: Any, call: str) -> Any:
-    """The tree of dicts, lists, tuples, tensors and picklable values that rank ``source`` of a group has; the others
-    pass None. Tensors arrive on devices of their type, in the same memory format. Host sync.
-
-    Tensors travel as bytes, because backends refuse some dtypes.
-
-    Raises:
-        AmpRankError: a broadcast failed, by the name of the call.
-    """
-    dist = torch.distributed
-    at = _device_of_group(group, torch.device("cpu"))
-    is_source, first = dist.get_rank(group) == source, dist.get_global_rank(group, source)
-    tensors: list[Tensor] = []
-
-    def taken_out(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            dense = torch.empty_like(value).stride() == value.stride()
-            tensors.append(value.detach() if dense else value.detach().contiguous())
-            return _TensorPlace(len(tensors) - 1)
-        return _mapped(taken_out, value)
-
-    def put_back(value: Any) -> Any:
-        return received[value.i] if isinstance(value, _TensorPlace) else _mapped(put_back, value)
-
-    skeleton = taken_out(tree)
-    objects = [skeleton, [_Kind(tuple(t.shape), t.stride(), t.dtype, t.device.type) for t in tensors]]
-    received: list[Tensor] = []
-    has = "state to send" if is_source else "state to receive"
-    with named_collective(call, group, has):
-        dist.broadcast_object_list(objects, src=first, group=group, device=at)
-    for i, (shape, stride, dtype, device_type) in enumerate(objects[1]):
-        t = tensors[i].to(at) if is_source else torch.empty_strided(shape, stride, dtype=dtype, device=at)
-        if t.numel():
-            in_memory_order = t.as_strided((t.numel(),), (1,)).view(torch.uint8)
-            with named_collective(call, group, has):
-                dist.broadcast(in_memory_order, src=first, group=group)
-        received.append(t.to(device_type))
-    return put_back(objects[0])
-
-
-def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: function(each) for key, each in value.items()}
-    return type(value)(map(function, value)) if type(value) in (list, tuple) else value

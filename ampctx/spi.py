@@ -5,7 +5,7 @@ When the core changes, only this file follows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from ampctx.casts.autocast import Autocast
 from ampctx.casts.casting import cast_model, set_dtype
 from ampctx.foreach import Factor, FoundInf
 from ampctx.kernels.calling_form import Call, Number, TensorLists, foreach_factor, found_in, norms
-from ampctx.kernels.grouping import buckets
 from ampctx.kernels.reference import compute_dtype
 from ampctx.masters.clip import strided_grad
 from ampctx.masters.params import MasterParams
@@ -27,7 +26,7 @@ from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._options import Group
 from ampctx.optimizers._options import check_number as check_option
 from ampctx.optimizers._work import Scaling, Work
-from ampctx.optimizers._work import call as _call_op
+from ampctx.optimizers.layerwise import Layers, adapt, multiply, run_op, trust
 from ampctx.scaling.formats import (
     fp16_optimizer_entry,
     to_amp_state,
@@ -165,26 +164,6 @@ def conclude(binding: OptimizerBinding, scale: LossScale, found_inf: Tensor) -> 
     session._blocks.conclude([binding], scale, loss_id, found_inf, delay=True)
 
 
-# --- op calls: amp_C --------------------------------------------------------------------------------------------------
-
-
-def run_op(
-    op: str,
-    lists: Mapping[str, Sequence[Tensor]],
-    one_element: Mapping[str, Sequence[Tensor]],
-    empty: Sequence[str],
-    numbers: Mapping[str, Any],
-) -> None:
-    """``ampctx.optimizer_ops``'s ``op``, once for each combination of dtypes and layouts in ``lists``.
-
-    Lists are keyed by the op's arguments: of parameter size, of one-element tensors, and ``empty`` ones.
-    """
-    kind = ("copy" if "extras" in lists else "nearest", False, False)
-    for device, fused, rows in buckets(*lists.values(), along=list(one_element.values())):
-        named: dict[str, Any] = {**{name: [] for name in empty}, **dict(zip([*lists, *one_element], rows, strict=True))}
-        _call_op(op, Work({}, kind, device, fused, [], named, {}), {**numbers, "seed": 0})
-
-
 __all__ = [
     "BRIEFS",
     "DYNAMIC",
@@ -193,6 +172,7 @@ __all__ = [
     "Call",
     "FusedOptimizer",
     "Group",
+    "Layers",
     "LossScale",
     "MasterParams",
     "Number",
@@ -202,6 +182,7 @@ __all__ = [
     "Undo",
     "Work",
     "active_casts",
+    "adapt",
     "cast_model",
     "check_bounds",
     "check_count",
@@ -221,6 +202,7 @@ __all__ = [
     "is_deferred",
     "map_leaves",
     "masters_in",
+    "multiply",
     "norms",
     "open_window",
     "refresh",
@@ -234,6 +216,7 @@ __all__ = [
     "take_deferred",
     "to_amp_state",
     "to_grad_scaler_state",
+    "trust",
     "unwatch_optimizers",
     "view_of",
     "watch_optimizers",

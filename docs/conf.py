@@ -9,6 +9,9 @@ from pathlib import Path
 
 import ampctx
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import report
+
 # For apex_names.py.
 sys.path.append(str(Path(__file__).parent))
 
@@ -49,3 +52,18 @@ nitpick_ignore = [
     ("py:class", "ampctx.amp.named_state.Stateful"),  # what amp.Stateful() returns
     ("py:class", "MixedPrecisionPolicy"),  # torch's, imported late
 ]
+
+
+def setup(app):
+    """Puts the figures of benchmarks/results into the pages: docs/benchmarks.md is made anew, others have marks."""
+    found = report.load()
+    page = Path(app.srcdir) / "docs" / "benchmarks.md"
+    if not page.exists() or page.read_text() != report.page(found):
+        page.write_text(report.page(found))
+
+    def fill(app, name, source):
+        if report.MARK.search(source[0]):
+            app.env.note_dependency(str(report.FIGURES))
+            source[0] = report.filled(source[0], found)
+
+    app.connect("source-read", fill)

@@ -8,6 +8,16 @@ from itertools import combinations
 import pytest
 import torch
 
+from ampctx import AmpSession
+
+
+@pytest.fixture
+def session():
+    """A session of the test's own, undone afterwards."""
+    session = AmpSession()
+    yield session
+    session.reset()
+
 
 @pytest.fixture
 def only_new_objects():

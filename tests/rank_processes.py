@@ -1,5 +1,10 @@
-"""Starts the ranks of a worker script over gloo and collects what they print."""
+"""Runs the body of a test on several ranks, or a worker script whose output is collected."""
 
+import contextlib
+import datetime
+import functools
+import importlib
+import inspect
 import json
 import multiprocessing
 import os
@@ -7,14 +12,21 @@ import runpy
 import sys
 import tempfile
 import time
+import traceback
 import warnings
+from multiprocessing.connection import wait
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
 # Ranks are forked from a process that has imported torch: an import takes longer than most workers.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch.distributed", "ampctx"])
+_CONTEXT.set_forkserver_preload(["torch.distributed", "ampctx", "pytest"])
+
+# Of a process that runs the bodies of tests.
+RANK, RANKS = 0, 1
 
 
 def environment() -> dict[str, str]:
@@ -49,6 +61,12 @@ def run_ranks(worker: str, ranks: int, rendezvous: Path, timeout: float = 240, *
 
 
 def _rank(script: Path, arguments: list[str], given: dict[str, str], out: Path, errors: Path) -> None:
+    _become(script, given, out, errors)
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _become(script: Path, given: dict[str, str], out: Path, errors: Path) -> None:
     import torch
 
     for number, file in ((1, out), (2, errors)):
@@ -57,7 +75,147 @@ def _rank(script: Path, arguments: list[str], given: dict[str, str], out: Path, 
     os.environ.clear()
     os.environ.update(given)
     torch.set_num_threads(1)
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.parent))
+    sys.path[:0] = [str(script.parent), str(Path(__file__).parent)]
     warnings.simplefilter("error")
-    runpy.run_path(str(script), run_name="__main__")
+
+
+# --- bodies of tests --------------------------------------------------------------------------------------------------
+
+
+def on_ranks(number: int, timeout: float = 240):
+    """Has the body of a test run on so many ranks, in a gloo process group; a test's parameters have to be picklable.
+
+    The ranks stay for the next test of the module, unless one has failed. What they compare between them goes through
+    ``all_ranks``.
+    """
+
+    def decorate(test):
+        @functools.wraps(test)
+        def start(**params):
+            script = Path(test.__code__.co_filename)
+            for pool in [pool for pool in _POOLS.values() if pool.script != script]:
+                pool.close()
+            pool = _POOLS.get(number) or _Pool(script, number)
+            pool.run(test.__name__, params, timeout)
+
+        return start
+
+    return decorate
+
+
+def all_ranks(value: object) -> list:
+    """What each rank has in the place of ``value``."""
+    import torch.distributed as dist
+
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+@functools.cache
+def flat_mesh():
+    """All ranks in one dimension."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (RANKS,))
+
+
+def whole(t):
+    """A copy of a tensor, or of all parts of a DTensor, in fp32."""
+    t = t.detach()
+    return getattr(t, "full_tensor", lambda: t)().float().clone()
+
+
+def weights(model) -> list:
+    return [whole(p) for p in model.parameters()]
+
+
+def distance(some, others) -> float:
+    return max((a.double() - b.double()).abs().max().item() for a, b in zip(some, others, strict=True))
+
+
+@contextlib.contextmanager
+def counted_all_reduce():
+    """The bytes of each ``all_reduce`` of ours."""
+    import torch.distributed as dist
+
+    sizes, original = [], dist.all_reduce
+
+    def counted(t, *args, **kwargs):
+        sizes.append(t.nbytes)
+        return original(t, *args, **kwargs)
+
+    dist.all_reduce = counted
+    try:
+        yield sizes
+    finally:
+        dist.all_reduce = original
+
+
+_POOLS: dict[int, "_Pool"] = {}
+
+
+class _Pool:
+    """The ranks of a test module."""
+
+    def __init__(self, script: Path, number: int) -> None:
+        self.script, self._number = script, number
+        self._folder = tempfile.TemporaryDirectory()
+        self._ranks = []
+        for rank in range(number):
+            mine, theirs = _CONTEXT.Pipe()
+            given = (script, Path(self._folder.name), environment(), rank, number, theirs)
+            process = _CONTEXT.Process(target=_serve, args=given, daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((mine, process))
+        _POOLS[number] = self
+
+    def run(self, test: str, params: dict, timeout: float) -> None:
+        pipes = [pipe for pipe, _ in self._ranks]
+        for pipe in pipes:
+            pipe.send((test, params))
+        answers, end = {}, time.monotonic() + timeout
+        while len(answers) < len(pipes):
+            ready = wait([pipe for pipe in pipes if pipe not in answers], max(0.0, end - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                try:
+                    answers[pipe] = pipe.recv()
+                except EOFError:
+                    answers[pipe] = "the process has ended"
+            if any(answers.values()):
+                end = min(end, time.monotonic() + 5)  # the others may wait for it
+        found = [f"rank {i}: {problem}" for i, pipe in enumerate(pipes) if (problem := answers.get(pipe, "no answer"))]
+        if found:
+            errors = [path.read_text() for path in sorted(Path(self._folder.name).glob("*.err"))]
+            self.close()
+            pytest.fail("\n".join([*found, *errors]), pytrace=False)
+
+    def close(self) -> None:
+        for pipe, process in self._ranks:
+            process.kill()
+            process.join()
+            pipe.close()
+        self._folder.cleanup()
+        del _POOLS[self._number]
+
+
+def _serve(script: Path, folder: Path, given: dict[str, str], rank: int, ranks: int, pipe) -> None:
+    global RANK, RANKS
+    RANK, RANKS = rank, ranks
+    _become(script, given, folder / f"{RANK}.out", folder / f"{RANK}.err")
+    import torch.distributed as dist
+
+    store, limit = f"file://{folder / 'rendezvous'}", datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=store, rank=RANK, world_size=RANKS, timeout=limit)
+    module = importlib.import_module(script.stem)
+    while True:
+        test, params = pipe.recv()
+        try:
+            inspect.unwrap(getattr(module, test))(**params)
+        except BaseException:
+            pipe.send(traceback.format_exc())
+        else:
+            pipe.send("")

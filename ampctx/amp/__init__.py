@@ -24,7 +24,6 @@ master_model = _default_session.master_model
 master_state_dict = _default_session.master_state_dict
 state_dict = _default_session.state_dict
 check_ranks = _default_session.check_ranks
-joinable = _default_session.joinable
 load_state_dict = _default_session.load_state_dict
 disable_casts = _default_session.disable_casts
 half_function = _default_session.half_function
@@ -61,7 +60,6 @@ __all__ = [
     "half_function",
     "history",
     "initialize",
-    "joinable",
     "load_state_dict",
     "master_model",
     "master_params",

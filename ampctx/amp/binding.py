@@ -27,12 +27,12 @@ from ampctx.amp.phases import NOT_THE_USERS, PERTURBED, READY, RELEASED, STEPPIN
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.casts.switch import CastSwitch
 from ampctx.kernels import foreach
-from ampctx.kernels.each import stored_grad
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, join_flags
 from ampctx.kernels.sharding import values_of
+from ampctx.kernels.tensor_loops import stored_grad
 from ampctx.masters import waiting
 from ampctx.masters.clip import norm_before_clipping
-from ampctx.masters.gradients import BlockGradients, Pending, Phase
+from ampctx.masters.gradients import BlockGradients, Phase
 from ampctx.masters.lazy_grads import ModelGrads
 from ampctx.masters.params import MasterParams
 from ampctx.scaling.device_skips import Flags, asks_for_grad_scaler, skips_by_itself
@@ -270,11 +270,10 @@ class OptimizerBinding:
 
     # --- checkpoints and the end --------------------------------------------------------------------------------------
 
-    def restore(self, pending: Pending, flags: Flags, scales_used: dict[int, Factor], stepped: bool) -> None:
-        """Replaces gradients, flags and scales by those of a checkpoint. Between blocks."""
+    def restore(self, flags: Flags, scales_used: dict[int, Factor]) -> None:
+        """Drops gradients, and replaces flags and scales by those of a checkpoint. Between blocks."""
         self.steps.epoch += 1
-        self.gradients.restore(pending)
-        self.gradients.stepped = stepped
+        self.gradients.drop_all()
         self.flags.replace(flags, scales_used)
         self.restore_unperturbed = None
         self.move_on("load")

@@ -25,8 +25,8 @@ from ampctx.amp.binding import OptimizerBinding
 from ampctx.amp.blocks import Block
 from ampctx.amp.skip_log import SkipLog
 from ampctx.casts.arguments import LOW_PRECISION, Undo
-from ampctx.kernels.each import all_none, grad_of, stored_grad, version_of
 from ampctx.kernels.sharding import values_of
+from ampctx.kernels.tensor_loops import all_none, grad_of, stored_grad, version_of
 from ampctx.scaling.device_skips import is_capturing
 from ampctx.scaling.loss_scale import LossScale
 
@@ -137,7 +137,7 @@ class Loop:
         log, key = self.run.log, ("edits", id(binding))
         if not log.has_said(key) and (names := binding.masters.overwritten()):
             # DistributedDataParallel broadcasts at the end of ``join``, and the other ranks see no change.
-            joined = " After ddp.join(), use Join([ddp, amp.joinable(optimizer)]) instead. See docs/guide/ddp.md."
+            joined = " ddp.join() does not work with masters: give every rank as many batches."
             log.warn_once(
                 key,
                 f"{_named(binding)}: {_listed(names)} {'was' if len(names) == 1 else 'were'} changed in place. This "

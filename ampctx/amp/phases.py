@@ -83,7 +83,6 @@ TABLE = {
     "master_params": Row(_ANY, StackChange.KEEP, _STAYS, Mark.STAYS),
     "add_param_group": Row(_ANY, StackChange.KEEP, _STAYS, Mark.STAYS),
     "save": Row(_BETWEEN, StackChange.KEEP, _UNPERTURBED, Mark.STAYS),
-    "save gradients": Row(_BETWEEN, StackChange.KEEP, _UNPERTURBED, Mark.REFUSED),
     "load": Row(_BETWEEN, StackChange.CLEAR, {**dict.fromkeys(_BETWEEN_STEPS, READY), STEPPING: STEPPING}, Mark.ENDS),
     "reset": Row(_BETWEEN, StackChange.CLEAR, dict.fromkeys(_STAYS, RELEASED), Mark.ENDS),
 }
@@ -113,7 +112,7 @@ _AFTER_RESET = "was called after amp.reset(), so amp no longer handles this opti
 def refusal(event: str, gradients: Phase, step: Step, incomplete: bool) -> str | None:
     """Why an event is refused in these states, None if it is allowed."""
     row = TABLE[event]
-    of_state = event in ("save", "save gradients", "load", "reset")
+    of_state = event in ("save", "load", "reset")
     if gradients not in row.gradients:
         return _STATE_IN_BLOCK if of_state else _IN_BLOCK
     if incomplete and row.incomplete is Mark.REFUSED:

@@ -72,7 +72,7 @@ class Extension:
     lie_alike: Callable[[int, int], int] = lambda grads, params: False
     is_uniform: Callable[[int, bool], int] = lambda number, fill_storages: False
     are_apart: Callable[[list[int]], bool] = lambda numbers: False
-    # Functions of csrc/python_passes.h by name, for ``ampctx.kernels.passes``.
+    # Functions of csrc/python_passes.h by name, for ``ampctx.kernels.tensor_loops``.
     passes: dict[str, Callable[..., Any]] = field(default_factory=dict)
     late: LateKernels | None = None
     # If the kernels run on only some GPUs: the ops for those.
@@ -224,6 +224,7 @@ def _allow_hints(use_hints: Callable[[Any, list[int], int], int]) -> None:
     param.grad = grad
     for _ in range(3):
         plain.zero_()
+    # _neg_view is private: the only way to make such a tensor that needs no complex one.
     negated = torch._neg_view(plain)
     parts: list[Any] = [param, plain, grad, param.untyped_storage(), *others, negated]
     keys = [torch._C._dispatch_keys(t).raw_repr() for t in (param, plain, negated)]

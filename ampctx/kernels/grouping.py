@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampctx.kernels import passes
-from ampctx.kernels.each import device_of, dtype_of, is_resolved, layout_of
+from ampctx.kernels import tensor_loops
 from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, same_layout
 from ampctx.kernels.sharding import local
+from ampctx.kernels.tensor_loops import device_of, dtype_of, is_resolved, layout_of
 
 
 class Bucket(NamedTuple):
@@ -93,7 +93,7 @@ def buckets(
     every = (*lists, *along)
     if len({len(tensors) for tensors in every}) > 1:
         raise ValueError(f"lists of different lengths: {[len(tensors) for tensors in every]}")
-    resolved = all(map(passes.all_resolved, lists))
+    resolved = all(map(tensor_loops.all_resolved, lists))
     common = _common_kind(lists) if resolved else None
     if common is not None and _has_kernel(common, known_dtypes):
         return [Bucket(common[0][0], True, [list(tensors) for tensors in every])]

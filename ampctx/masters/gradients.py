@@ -22,16 +22,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampctx.kernels import foreach, passes
-from ampctx.kernels.each import all_there, layout_of, stored_grad
+from ampctx.kernels import foreach, tensor_loops
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, product
 from ampctx.kernels.handles import are_apart, collect_grads, hold_grads, read_grads
 from ampctx.kernels.sharding import place_grads, values_of
+from ampctx.kernels.tensor_loops import all_there, layout_of
 from ampctx.masters.clip import forget_norm_before_clipping
 from ampctx.masters.lazy_grads import Masters, ModelGrads
 from ampctx.masters.params import MasterParams
@@ -93,30 +93,6 @@ class Window:
     inv_scale: Factor
     scaled: list[Tensor]
     loss: Any = None
-
-
-class Lazy(NamedTuple):
-    """The contents of a ``ModelGrads``."""
-
-    grads: Grads
-    inv_scale: Factor
-    norm: Tensor
-
-
-class Pending(NamedTuple):
-    """The gradients that no step has used, between blocks.
-
-    model: ``.grad`` of the parameters that a backward writes to. masters: fp32 ``.grad``, by master. lazy: 16-bit
-    gradients in place of those of masters, by master.
-    """
-
-    model: Grads
-    masters: Grads
-    lazy: Lazy | None
-    window: Window | None
-
-
-NOTHING_PENDING = Pending({}, {}, None, None)
 
 
 class BlockGradients:
@@ -183,12 +159,14 @@ class BlockGradients:
             return
         window = self._stack[-1] if self._stack else None
         leaves = self._masters.leaves if self._stack else self._masters.params_without_master
-        present = {} if passes.have_no_grad(leaves, False) else {p: g for p in leaves if (g := p.grad) is not None}
+        present = (
+            {} if tensor_loops.have_no_grad(leaves, False) else {p: g for p in leaves if (g := p.grad) is not None}
+        )
         if not isinstance(window, Window):
             # Recorded before anything changes, so that abandon() can restore it.
             stash = {p: g if owns_its_memory(g) else g.clone() for p, g in present.items()}
             self._stack.append(Frame(stash, None, window is not None, scale, inv_scale))
-            passes.clear_grads(list(present), False)
+            tensor_loops.clear_grads(list(present), False)
             return
         for p in window.scaled:
             if p.grad is None:  # the user has zeroed it through the model
@@ -298,7 +276,7 @@ class BlockGradients:
             foreach.axpby(grads, totals, totals, found_inf, outcome.factor, 1.0, arg_to_check=0)
             forget_norm_before_clipping(totals)
         if outcome.used:
-            passes.clear_grads(outcome.used, False)
+            tensor_loops.clear_grads(outcome.used, False)
         for t, grad in outcome.grads.items():
             t.grad = grad
         if outcome.lazy is not None:
@@ -331,7 +309,7 @@ class BlockGradients:
             are_whole = known is not None or (
                 set(map(layout_of, grads)) <= {torch.strided}
                 and all(map(Tensor.is_contiguous, grads))
-                and passes.all_resolved(grads)
+                and tensor_loops.all_resolved(grads)
             )
             # Two parameters may hold one gradient.
             if are_whole and (are_apart([known]) if known is not None else len(set(map(id, grads))) == len(grads)):
@@ -409,13 +387,13 @@ class BlockGradients:
 
     def have_arrived(self) -> bool:
         """Whether gradients have arrived in the open block. False with a window: they cannot be told apart."""
-        return self.window is None and not passes.have_no_grad(self._masters.leaves, False)
+        return self.window is None and not tensor_loops.have_no_grad(self._masters.leaves, False)
 
     def may_have_outside_grads(self) -> bool:
         """Whether ``collect_outside_grads`` has anything to do."""
         if self._stack:
             return self.phase is Phase.WINDOW
-        return bool(self._masters.pairs) and not passes.have_no_grad(self._masters.params_with_master, False)
+        return bool(self._masters.pairs) and not tensor_loops.have_no_grad(self._masters.params_with_master, False)
 
     def collect_outside_grads(self, check_before: Callable[[], bool] = bool) -> FoundInf:
         """Collects gradients of a plain backward, and ends a window that no block has ended. Between blocks.
@@ -434,29 +412,13 @@ class BlockGradients:
             raise
         return found_inf
 
-    def pending(self) -> Pending:
-        """The gradients that no step has used, without copies. Between blocks."""
-        lazy = self.checked
-        return Pending(
-            {p: p.grad for p in self._masters.leaves if p.grad is not None},
-            {m: grad for m in self._masters.masters if (grad := stored_grad(m)) is not None},
-            Lazy(lazy.grads, lazy.inv_scale, lazy.norm()) if lazy is not None and lazy.masters else None,
-            self.window,
-        )
-
-    @torch.no_grad()
-    def restore(self, pending: Pending) -> None:
-        """Replaces all gradients by these. Between blocks."""
+    def drop_all(self) -> None:
+        """Drops all gradients. Between blocks."""
         self._drop_lazy()
-        self.incomplete = False
-        for p in self._masters.leaves:
-            p.grad = pending.model.get(p)
-        for _, master in self._masters.pairs:
-            master.grad = pending.masters.get(master)
-        if pending.lazy is not None:
-            grads, inv_scale, norm = pending.lazy
-            self.checked = ModelGrads(list(grads), list(grads.values()), inv_scale, Unread(), norm)
-        self._stack[:] = [] if pending.window is None else [pending.window]
+        self.incomplete = self.stepped = False
+        for tensor in (*self._masters.leaves, *self._masters.masters):
+            tensor.grad = None
+        self._stack.clear()
 
     def materialize(self) -> None:
         """Turns lazy gradients into ``master.grad``."""
@@ -494,4 +456,4 @@ class BlockGradients:
         self.incomplete = self.stepped = False
 
     def drop_model_grads(self) -> None:
-        passes.clear_grads(self._masters.params_with_master, False)
+        tensor_loops.clear_grads(self._masters.params_with_master, False)

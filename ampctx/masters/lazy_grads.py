@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampctx.kernels import foreach, handles, passes
-from ampctx.kernels.each import stored_grad
+from ampctx.kernels import foreach, handles, tensor_loops
 from ampctx.kernels.foreach import Clipped, Factor, FoundInf, PerDevice, Unread, product
+from ampctx.kernels.tensor_loops import stored_grad
 
 
 def declares(optimizer: Any, name: str) -> bool:
@@ -240,7 +240,7 @@ class ModelGrads:
 
     def is_alone(self) -> bool:
         """Whether no master has another gradient."""
-        return passes.have_no_grad(self.masters, True)
+        return tensor_loops.have_no_grad(self.masters, True)
 
     def drop(self) -> None:
         """Forgets the gradients."""
@@ -270,7 +270,7 @@ def clear_grads(params: list[Tensor]) -> None:
             lazy.drop()
         else:
             lazy.materialize()
-    passes.clear_grads(params, True)
+    tensor_loops.clear_grads(params, True)
 
 
 def _lazy_of(params: list[Tensor]) -> dict[ModelGrads, bool]:
@@ -278,7 +278,7 @@ def _lazy_of(params: list[Tensor]) -> dict[ModelGrads, bool]:
     if MasterParam not in (types := set(map(type, params))):
         return {}
     masters: list[Any] = params if len(types) == 1 else [p for p in params if type(p) is MasterParam]
-    if (first := _lazy_in(masters[0]._place)) is not None and passes.same_items(masters, first.masters):
+    if (first := _lazy_in(masters[0]._place)) is not None and tensor_loops.same_items(masters, first.masters):
         return {first: True}  # as usual: all masters of one optimizer
     given = set(map(id, masters))
     lazies = filter(None, map(_lazy_in, dict.fromkeys(map(_PLACE, masters))))

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ampctx._collectives import is_distributed
 from ampctx.kernels import reference
-from ampctx.kernels.each import is_resolved
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice
+from ampctx.kernels.tensor_loops import is_resolved
 
 
 def fills_its_storage(t: Tensor) -> bool:

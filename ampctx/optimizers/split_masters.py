@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.casts.arguments import autocast_off
-from ampctx.kernels.passes import bump_versions
 from ampctx.kernels.reference_steps import LOW_PRECISION, split
 from ampctx.kernels.sharding import is_sharded
+from ampctx.kernels.tensor_loops import bump_versions
 from ampctx.optimizers._checkpoint import without_amp
 from ampctx.optimizers._options import Group, param_name, refuse_sparse
 from ampctx.optimizers._state import State, follow, joined

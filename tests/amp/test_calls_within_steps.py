@@ -2,42 +2,34 @@
 
 import pytest
 import torch
-from probe import Probe
+from kit import backward, probe
 
 from ampctx import AmpStallError, GradScaler
 
-LEVELS = ("O0", "O2")
-
-
-def training(session, level, **options):
-    model = Probe()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
-    session.initialize(model, optimizer, opt_level=level, loss_scale=4.0, verbosity=0, **options)
-    return model, optimizer
+on_levels = pytest.mark.parametrize("level", ["O0", "O2"])
 
 
 def iterate(session, model, optimizer):
     optimizer.zero_grad()
-    with session.scale_loss(model.loss(1.0), optimizer) as scaled:
-        scaled.backward()
+    backward(session, model.loss(1.0), optimizer)
     optimizer.step()
 
 
 @pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
-@pytest.mark.parametrize("level", LEVELS)
+@on_levels
 def test_a_hook_of_a_step_saves(session, level, register):
-    model, optimizer = training(session, level)
+    model, optimizer = probe(session, level, loss_scale=4.0)
     saved = []
-    getattr(optimizer, register)(lambda *_: saved.append(session.state_dict(grads=True)))
+    getattr(optimizer, register)(lambda *_: saved.append(session.state_dict(masters=True)))
     iterate(session, model, optimizer)
     assert len(saved) == 1
     iterate(session, model, optimizer)
     assert len(saved) == 2
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@on_levels
 def test_a_hook_of_a_step_resets(session, level):
-    model, optimizer = training(session, level)
+    model, optimizer = probe(session, level, loss_scale=4.0)
     handle = optimizer.register_step_post_hook(lambda *_: session.reset())
     iterate(session, model, optimizer)
     handle.remove()
@@ -48,9 +40,9 @@ def test_a_hook_of_a_step_resets(session, level):
     assert torch.equal(model.weight, before - 0.125)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@on_levels
 def test_a_block_that_a_generator_holds_open_ends_after_reset(session, level):
-    model, optimizer = training(session, level)
+    model, optimizer = probe(session, level, loss_scale=4.0)
 
     def held():
         with session.scale_loss(model.loss(1.0), optimizer) as scaled:

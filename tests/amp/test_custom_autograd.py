@@ -8,18 +8,13 @@ from torch import nn
 from torch.amp import custom_bwd, custom_fwd
 from torch.utils.checkpoint import checkpoint
 
-from ampctx.amp import AmpSession
-
 LOW = {"O1": torch.float16, "O4": torch.bfloat16}
 seen = []
 
 
-@pytest.fixture
-def session():
-    session = AmpSession()
+@pytest.fixture(autouse=True)
+def _nothing_seen():
     seen.clear()
-    yield session
-    session.reset()
 
 
 class Product(torch.autograd.Function):
@@ -40,17 +35,14 @@ class Product(torch.autograd.Function):
         return grad.mm(b.t()), grad_b
 
 
-class CustomProduct(Product):
-    forward = staticmethod(custom_fwd(Product.forward, device_type="cpu"))
-    backward = staticmethod(custom_bwd(Product.backward, device_type="cpu"))
+def custom(cast_inputs):
+    """As torch's decorators write it: without ``cast_inputs`` with the casts of the forward, else without casts."""
+    forward = custom_fwd(Product.forward, device_type="cpu", cast_inputs=cast_inputs)
+    backward = custom_bwd(Product.backward, device_type="cpu")
+    return type("Custom", (Product,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
 
 
-class Fp32Product(Product):
-    forward = staticmethod(custom_fwd(Product.forward, device_type="cpu", cast_inputs=torch.float32))
-    backward = staticmethod(custom_bwd(Product.backward, device_type="cpu"))
-
-
-class Net(nn.Module):
+class Model(nn.Module):
     def __init__(self, function):
         super().__init__()
         self.function = function
@@ -65,11 +57,12 @@ class Net(nn.Module):
         return self.function.apply(self.linear(x), self.weight)
 
 
+TYPES = [None, torch.float32, torch.float16, torch.bfloat16]
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
 
 
 def gradients(session, level, function, call=lambda net, x: net(x)):
-    net = Net(function)
+    net = Model(function)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     session.initialize(net, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
     loss = call(net, X).float().square().mean()
@@ -78,25 +71,26 @@ def gradients(session, level, function, call=lambda net, x: net(x)):
     return [p.grad for p in session.master_params(optimizer)]
 
 
-@pytest.mark.parametrize("function", [CustomProduct, Fp32Product])
+@pytest.mark.parametrize("cast_inputs", TYPES, ids=str)
 @pytest.mark.parametrize("level", ["O1", "O4"])
-def test_custom_fwd_computes_as_under_torch_autocast(session, level, function):
-    net = Net(function)
+def test_custom_fwd_computes_as_under_torch_autocast(session, level, cast_inputs):
+    function = custom(cast_inputs)
+    net = Model(function)
     with torch.autocast("cpu", LOW[level]):
         output = net(X)
     loss = output.float().square().mean()
     (loss * 128).backward()
     expected, types = [p.grad / 128 for p in net.parameters()], list(seen)
-    assert types == [LOW[level] if function is CustomProduct else torch.float32] * 2
+    assert types == [cast_inputs or LOW[level]] * 2
 
     seen.clear()
     assert all(map(torch.equal, gradients(session, level, function), expected))
     assert seen == types
 
 
-@pytest.mark.parametrize("function", [CustomProduct, Fp32Product])
-def test_custom_fwd_in_a_thread_and_recomputed_in_backward(session, function):
-    low = torch.float16 if function is CustomProduct else torch.float32
+@pytest.mark.parametrize("cast_inputs", TYPES, ids=str)
+def test_custom_fwd_in_a_thread_and_recomputed_in_backward(session, cast_inputs):
+    function, low = custom(cast_inputs), cast_inputs or torch.float16
     expected = gradients(session, "O1", function)
     session.reset()
     seen.clear()
@@ -120,21 +114,21 @@ def test_custom_fwd_in_a_thread_and_recomputed_in_backward(session, function):
     assert seen == [low] * 3  # forward twice
 
 
-@pytest.mark.parametrize("function", [CustomProduct, Fp32Product])
+@pytest.mark.parametrize("cast_inputs", TYPES, ids=str)
 @pytest.mark.parametrize(("level", "low"), [("O0", torch.float32), ("O2", torch.float16), ("O5", torch.bfloat16)])
-def test_custom_fwd_takes_what_it_gets_where_ops_are_not_cast(session, level, low, function):
-    assert all(grad is not None for grad in gradients(session, level, function))
+def test_custom_fwd_takes_what_it_gets_where_ops_are_not_cast(session, level, low, cast_inputs):
+    assert all(grad is not None for grad in gradients(session, level, custom(cast_inputs)))
     assert seen == [low] * 2
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
-@pytest.mark.parametrize(("kind", "like"), [("half", CustomProduct), ("float", Fp32Product)])
-def test_a_function_without_the_decorators_has_to_be_registered(session, level, kind, like):
+@pytest.mark.parametrize(("kind", "cast_inputs"), [("half", None), ("float", torch.float32)])
+def test_a_function_without_the_decorators_has_to_be_registered(session, level, kind, cast_inputs):
     with pytest.raises(RuntimeError, match="expected m1 and m2 to have the same dtype"):
         gradients(session, level, Product)
     session.reset()
     seen.clear()
-    expected, types = gradients(session, level, like), list(seen)
+    expected, types = gradients(session, level, custom(cast_inputs)), list(seen)
     session.reset()
     seen.clear()
 

@@ -4,10 +4,8 @@ import copy
 
 import pytest
 import torch
-from models import LEVELS, assert_unchanged, snapshot
-from probe import START, Probe, backward, grads, overflow, probe, scale_value
+from kit import INF, LEVELS, START, Probe, assert_same, backward, grads, probe, probes, scale_of, snapshot
 
-from ampctx import AmpError
 from ampctx.scaling.guarded_step import overflowed
 
 
@@ -15,9 +13,9 @@ from ampctx.scaling.guarded_step import overflowed
 def test_delay_unscale_updates_the_scale_once(session, level):
     model, optimizer = probe(session, level, loss_scale="dynamic")
     for last in (False, False, True):
-        backward(session, model, optimizer, 1.0, delay_unscale=not last)
+        backward(session, model.loss(1.0), optimizer, delay_unscale=not last)
     assert session.state_dict()["loss_scaler0"]["unskipped"] == 1
-    assert all(torch.equal(g, torch.full_like(g, 3.0)) for g in grads(optimizer))
+    assert all(torch.equal(g, torch.full_like(g, 3.0)) for g in grads(session, optimizer))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -25,15 +23,15 @@ def test_delay_unscale_updates_the_scale_once(session, level):
 def test_a_delayed_overflow_is_not_lost(session, level, delay):
     model, optimizer = probe(session, level)
     before = snapshot(optimizer, model)
-    overflow(session, model, optimizer, **{delay: True})
-    assert scale_value(session) == START
-    backward(session, model, optimizer, 1.0)
-    assert scale_value(session) == START / 2
+    backward(session, model.loss(INF), optimizer, **{delay: True})
+    assert scale_of(session) == START
+    backward(session, model.loss(1.0), optimizer)
+    assert scale_of(session) == START / 2
     optimizer.step()
-    assert_unchanged(before, snapshot(optimizer, model))
-    overflow(session, model, optimizer, **{delay: True})
+    assert_same(before, snapshot(optimizer, model))
+    backward(session, model.loss(INF), optimizer, **{delay: True})
     optimizer.step()
-    assert_unchanged(before, snapshot(optimizer, model))
+    assert_same(before, snapshot(optimizer, model))
     assert session.skipped_steps(optimizer) == 2
 
 
@@ -43,7 +41,7 @@ def test_a_closure_of_delayed_blocks(session, level):
 
     def closure():
         optimizer.zero_grad()
-        backward(session, model, optimizer, 1.0, delay_unscale=True)
+        backward(session, model.loss(1.0), optimizer, delay_unscale=True)
         return model.loss(1.0)
 
     optimizer.step(closure)
@@ -56,11 +54,11 @@ def test_delayed_blocks_of_optimizers_that_share_parameters(session, level):
     both = [torch.optim.SGD(model.parameters(), lr=0.125) for _ in range(2)]
     session.initialize(model, both, opt_level=level, num_losses=2, loss_scale=8.0, verbosity=0)
     session.loss_scales[1].set(32.0)
-    backward(session, model, both, 1.0, delay_unscale=True)
-    backward(session, model, both[0], 1.0, delay_unscale=True)
-    backward(session, model, both, 1.0, loss_id=1)
+    backward(session, model.loss(1.0), both, delay_unscale=True)
+    backward(session, model.loss(1.0), both[0], delay_unscale=True)
+    backward(session, model.loss(1.0), both, loss_id=1)
     assert model.weight.grad.eq(3).all()
-    backward(session, model, both, 1.0, delay_unscale=True)
+    backward(session, model.loss(1.0), both, delay_unscale=True)
     for optimizer in both:
         optimizer.step()
     assert model.weight.grad.eq(4).all()
@@ -71,19 +69,18 @@ def test_delayed_blocks_of_optimizers_that_share_parameters(session, level):
 def test_a_block_of_another_scale_goes_on_with_delayed_gradients(session, level):
     model, optimizer = probe(session, level, loss_scale=8.0, n_losses=2)
     session.loss_scales[1].set(32.0)
-    backward(session, model, optimizer, 3.0, delay_unscale=True)
-    backward(session, model, optimizer, 2.0, loss_id=1)
-    assert all(torch.equal(g, torch.full_like(g, 5.0)) for g in grads(optimizer))
+    backward(session, model.loss(3.0), optimizer, delay_unscale=True)
+    backward(session, model.loss(2.0), optimizer, loss_id=1)
+    assert all(torch.equal(g, torch.full_like(g, 5.0)) for g in grads(session, optimizer))
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_delayed_block_that_reaches_nothing_loses_nothing(session, level):
     model, optimizer = probe(session, level, loss_scale=8.0)
-    backward(session, model, optimizer, 3.0)
-    with session.scale_loss(torch.zeros((), requires_grad=True), optimizer, delay_unscale=True) as scaled:
-        scaled.backward()
-    backward(session, model, optimizer, 2.0)
-    assert all(g.eq(5).all() for g in grads(optimizer))
+    backward(session, model.loss(3.0), optimizer)
+    backward(session, torch.zeros((), requires_grad=True), optimizer, delay_unscale=True)
+    backward(session, model.loss(2.0), optimizer)
+    assert all(g.eq(5).all() for g in grads(session, optimizer))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -92,9 +89,9 @@ def test_unfrozen_between_delayed_blocks(session, level):
     model.weight.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
     session.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
-    backward(session, model, optimizer, 1.0, delay_unscale=True)
+    backward(session, model.loss(1.0), optimizer, delay_unscale=True)
     model.weight.requires_grad_(True)
-    backward(session, model, optimizer, 1.0)
+    backward(session, model.loss(1.0), optimizer)
     optimizer.step()
     assert model.weight.eq(1.875).all()
     assert model.norm.bias.eq(-0.25).all()
@@ -107,27 +104,18 @@ def test_reset_keeps_true_gradients(session, level, plain):
     if plain:
         model.loss(1.0).backward()
     else:
-        backward(session, model, optimizer, 1.0, delay_unscale=True)
+        backward(session, model.loss(1.0), optimizer, delay_unscale=True)
     session.reset()
     assert all(p.grad.eq(1).all() for p in model.parameters())
     assert all(p.grad.dtype == p.dtype == torch.float32 for p in model.parameters())
 
 
-def test_reset_inside_a_block_is_an_error(session):
-    model, optimizer = probe(session, "O2")
-    with pytest.raises(AmpError, match="inside a scale_loss block"), session.scale_loss(model.loss(1.0), optimizer):
-        session.reset()
-
-
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("loss_scale", [1.0, 128.0])
 def test_an_optimizer_that_a_block_leaves_out_keeps_its_plain_gradients(session, level, loss_scale):
-    models = [Probe(), Probe()]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.125) for m in models]
-    session.initialize(models, optimizers, opt_level=level, loss_scale=loss_scale, verbosity=0)
+    models, optimizers = probes(session, level, loss_scale=loss_scale)
     models[1].weight.float().sum().backward()
-    with session.scale_loss(models[0].loss(1.0) + models[1].weight.float().sum(), optimizers[0]) as scaled:
-        scaled.backward()
+    backward(session, models[0].loss(1.0) + models[1].weight.float().sum(), optimizers[0])
     optimizers[1].step()
     assert models[1].weight.eq(1.875).all()
 
@@ -135,7 +123,7 @@ def test_an_optimizer_that_a_block_leaves_out_keeps_its_plain_gradients(session,
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_failure_while_a_step_unscales_a_delayed_block(session, level, monkeypatch):
     model, optimizer = probe(session, level, loss_scale=8.0)
-    backward(session, model, optimizer, 1.0, delay_unscale=True)
+    backward(session, model.loss(1.0), optimizer, delay_unscale=True)
 
     def fail(*args, **kwargs):
         raise MemoryError
@@ -145,7 +133,7 @@ def test_a_failure_while_a_step_unscales_a_delayed_block(session, level, monkeyp
         with pytest.raises(MemoryError):
             optimizer.step()
     optimizer.zero_grad()
-    backward(session, model, optimizer, 1.0)
+    backward(session, model.loss(1.0), optimizer)
     optimizer.step()
     assert model.weight.eq(1.875).all()
 
@@ -164,11 +152,11 @@ def test_gradients_declared_scaled(session, level):
         scale.scale_on("cpu")
         binding.gradients.declare_scaled(scale.inv_scale(), (0, scale))
         if by_block:
-            backward(session, model, optimizer, 1.0)
+            backward(session, model.loss(1.0), optimizer)
         before = [w.clone() for w in session.master_params(optimizer)]
         optimizer.step()
         expected = [w - 0.125 * (2.0 if by_block else 1.0) for w in before]
-        assert_unchanged([e.detach() for e in expected], [w.detach() for w in session.master_params(optimizer)])
+        assert_same([e.detach() for e in expected], [w.detach() for w in session.master_params(optimizer)])
         optimizer.zero_grad()
 
 
@@ -178,13 +166,13 @@ def test_a_window_dropped(session, level):
     model, optimizer = probe(session, level, loss_scale="dynamic")
     (binding,) = session._bindings.values()
     binding.gradients.drop_window()  # none is there
-    backward(session, model, optimizer, 3.0)
+    backward(session, model.loss(3.0), optimizer)
     with torch.no_grad():
         binding.begin(1.0, 1.0)
         binding.gradients.delay(1.0, (0, session.loss_scales[0]))
     model.loss(float("inf")).backward()
     binding.gradients.drop_window()
-    assert all(torch.equal(g, torch.full_like(g, 3.0)) for g in grads(optimizer))
+    assert all(torch.equal(g, torch.full_like(g, 3.0)) for g in grads(session, optimizer))
     assert binding.gradients.window is None
 
 
@@ -193,7 +181,7 @@ def test_a_verdict_taken(session, level):
     """The next step is taken whatever it was, and the scale is left to the taker."""
     model, optimizer = probe(session, level, n_losses=2)
     assert session._blocks.take_deferred(session.loss_scales[0]) is None
-    overflow(session, model, optimizer, delay_overflow_check=True)
+    backward(session, model.loss(INF), optimizer, delay_overflow_check=True)
     assert overflowed(session._bindings[optimizer].flags.by_loss)
     assert session._blocks.take_deferred(session.loss_scales[1]) is None
     assert overflowed(session._bindings[optimizer].flags.by_loss)
@@ -201,8 +189,8 @@ def test_a_verdict_taken(session, level):
     assert not overflowed(session._bindings[optimizer].flags.by_loss)
     assert session._blocks.take_deferred(session.loss_scales[0]) is None
     optimizer.zero_grad()
-    backward(session, model, optimizer, 1.0)
-    assert scale_value(session) == START
+    backward(session, model.loss(1.0), optimizer)
+    assert scale_of(session) == START
     before = snapshot(optimizer, model)
     optimizer.step()
     assert session.skipped_steps(optimizer) == 0
@@ -221,10 +209,10 @@ class Recorder:
 def test_the_observer_of_a_scale_hears_every_verdict(session, loss_scale):
     model, optimizer = probe(session, "O2", loss_scale=loss_scale)
     session.loss_scales[0].observer = recorder = Recorder()
-    backward(session, model, optimizer, 1.0)
-    overflow(session, model, optimizer, delay_overflow_check=True)
-    backward(session, model, optimizer, 1.0)
-    overflow(session, model, optimizer, delay_unscale=True)
+    backward(session, model.loss(1.0), optimizer)
+    backward(session, model.loss(INF), optimizer, delay_overflow_check=True)
+    backward(session, model.loss(1.0), optimizer)
+    backward(session, model.loss(INF), optimizer, delay_unscale=True)
     assert recorder.flags == [0.0, 1.0, 1.0 if loss_scale == "dynamic" else 0.0]
     optimizer.step()
     assert recorder.flags[3:] == ([1.0] if loss_scale == "dynamic" else [])

@@ -1,17 +1,16 @@
 import collections
 import dataclasses
 import functools
-import math
 import pickle
 import types
 
 import pytest
 import torch
 import torch.nn.functional as F
+from kit import start, train
 from torch import nn
 
 from ampctx import AmpTypeError, AmpValueError
-from ampctx.amp import AmpSession
 from ampctx.casts.autocast import Autocast
 from ampctx.casts.functions import FunctionCasts, Shared
 
@@ -80,11 +79,6 @@ def test_what_each_kind_casts(casts, switch, kind, name):
     assert all(a is b for a, b in zip(got, args, strict=True) if a.dtype == b.dtype)
 
 
-def test_half_follows_the_type_of_the_session(casts, switch):
-    switch.dtype = BF16
-    assert casts.decorate("half", seen)(t())[0][0].dtype == BF16
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_nested_and_keyword_arguments(casts, switch, kind):
     fn = casts.decorate(kind, seen)
@@ -97,14 +91,6 @@ def test_nested_and_keyword_arguments(casts, switch, kind):
     assert (args[0][1][1], args[2], args[3], kwargs["named"]["n"], kwargs["flag"]) == ("text", None, 3, 1, True)
     assert isinstance(args[0], list)
     assert isinstance(args[0][1], tuple)
-
-
-def test_named_tuples_keep_their_type(casts, switch):
-    switch.dtype = HALF
-    eigen = torch.return_types.max((t(), torch.arange(2)))
-    (result,), _ = casts.decorate("half", seen)(eigen)
-    assert type(result) is type(eigen)
-    assert result.values.dtype == HALF
 
 
 def test_containers_keep_their_type_and_other_objects_are_left_alone(casts, switch):
@@ -129,16 +115,6 @@ def test_containers_keep_their_type_and_other_objects_are_left_alone(casts, swit
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_flow_through_the_casts(casts, switch, kind):
-    fn = casts.decorate(kind, lambda x, y: x * y)
-    switch.dtype = HALF
-    x, y = t(HALF).requires_grad_(), t(DOUBLE if kind == "promote" else FLOAT).requires_grad_()
-    fn(x, y).sum().backward()
-    assert torch.equal(x.grad, torch.ones(2, dtype=x.dtype))
-    assert torch.equal(y.grad, torch.ones(2, dtype=y.dtype))
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_torch_autocast_is_off_inside_float_functions_alone(casts, kind):
     autocast = Autocast([], HALF)
     undo = autocast.enable()
@@ -157,16 +133,12 @@ def test_torch_autocast_is_off_inside_float_functions_alone(casts, kind):
         undo()
 
 
-def test_a_half_method_may_use_its_own_fp32_weights():
+def test_a_half_method_may_use_its_own_fp32_weights(session):
     class Custom(torch.nn.Linear):
-        forward = FunctionCasts(lambda: HALF).decorate("half", torch.nn.Linear.forward)
+        forward = session.half_function(torch.nn.Linear.forward)
 
-    autocast = Autocast([], HALF)
-    undo = autocast.enable()
-    try:
-        assert Custom(2, 3)(torch.ones(1, 2)).dtype == HALF
-    finally:
-        undo()
+    session.initialize(Custom(2, 3), opt_level="O1", verbosity=0)
+    assert Custom(2, 3)(torch.ones(1, 2)).dtype == HALF
 
 
 # --- what can be decorated --------------------------------------------------------------------------------------------
@@ -193,17 +165,14 @@ def decorated_at_import(x):
     return x.dtype
 
 
-def test_before_any_session_is_active(casts):
-    fn = casts.decorate("half", seen)
-    x = t()
-    assert fn(x)[0][0] is x
-
-
 def test_functions_keep_their_name_and_can_be_pickled():
     assert decorated_at_import.__name__ == "decorated_at_import"
     assert decorated_at_import.__doc__ == "Has a docstring."
     assert pickle.loads(pickle.dumps(decorated_at_import)) is decorated_at_import
     assert decorated_at_import(t()) == HALF
+    decorated_at_import.note = "kept"
+    assert at_import(decorated_at_import).note == "kept"
+    assert "_parameters" not in vars(at_import(nn.ReLU()))  # the state of an object does not come along
 
 
 @pytest.mark.parametrize(
@@ -229,13 +198,6 @@ def test_callables_of_every_sort(casts, switch, fn, arguments):
     assert out.dtype == HALF
     out.float().sum().backward()
     assert x.grad.dtype == FLOAT
-
-
-def test_attributes_of_a_function_come_along_and_the_state_of_an_object_does_not(casts):
-    fn = types.FunctionType(seen.__code__, {})
-    fn.note = "kept"
-    assert casts.decorate("half", fn).note == "kept"
-    assert "_parameters" not in vars(casts.decorate("half", nn.ReLU()))
 
 
 def test_methods_of_every_sort(casts, switch):
@@ -324,16 +286,6 @@ def test_registering_twice_and_installing_twice_wraps_once(casts, switch, librar
     for undo in (third, second, first):
         undo()
     assert (library.f, library.g) == (seen, seen)
-
-
-def test_the_last_of_several_installs_puts_back(casts, switch, library):
-    casts.register("half", library, "f")
-    undos = [casts.install(), casts.install()]
-    switch.dtype = HALF
-    undos.pop(0)()
-    assert library.f(t())[0][0].dtype == HALF
-    undos.pop(0)()
-    assert library.f is seen
 
 
 def test_kinds_apply_in_the_order_of_registration(casts, switch, library):
@@ -457,50 +409,19 @@ def test_one_may_let_go_while_another_installs():
     assert undone == ["a", "b"]
 
 
-def test_sigmoid_in_fp32_makes_bce_usable():
-    autocast = Autocast([], HALF)
-    casts = FunctionCasts(lambda: HALF if autocast.active else None)
-    casts.register("float", torch, "sigmoid")
-    undos = [casts.install(), autocast.enable()]
-    try:
-        net = nn.Sequential(nn.Linear(2, 1), nn.Sigmoid())
-        loss = F.binary_cross_entropy(net(torch.ones(3, 2)), torch.ones(3, 1))
-        assert loss.dtype == FLOAT
-        assert math.isfinite(loss.item())
-    finally:
-        for undo in reversed(undos):
-            undo()
+def test_sigmoid_in_fp32_makes_bce_usable(session):
+    session.register_float_function(torch, "sigmoid")
+    net = session.initialize(nn.Sequential(nn.Linear(2, 1), nn.Sigmoid()), opt_level="O1", verbosity=0)
+    loss = F.binary_cross_entropy(net(torch.ones(3, 2)), torch.ones(3, 1))
+    assert loss.dtype == FLOAT
+    assert loss.isfinite()
 
 
-def test_what_amp_computes_for_itself_is_not_cast():
+def test_what_amp_computes_for_itself_is_not_cast(session):
     """The loss scale and its inverse are fp32 whatever the user has registered."""
-    session = AmpSession()
     for name in ("div", "mul", "reciprocal"):
         session.register_half_function(torch, name)
-    weight = nn.Parameter(torch.ones(4))
-    optimizer = torch.optim.SGD([weight], lr=0.5)
-    _, optimizer = session.initialize(nn.ParameterList([weight]), optimizer, opt_level="O1", verbosity=0)
-    with session.scale_loss(weight.sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    session.reset()
-    assert torch.equal(weight.detach(), torch.full((4,), 0.5))
-
-
-def test_torch_compile(casts):
-    autocast = Autocast([], BF16)
-    casts = FunctionCasts(lambda: BF16 if autocast.active else None)
-
-    @lambda f: casts.decorate("float", f)
-    def log_partition(x):
-        return x.exp().sum(-1).log()
-
-    w = torch.eye(4)
-    undo = autocast.enable()
-    try:
-        compiled = torch.compile(lambda x: log_partition(x @ w), backend="aot_eager")
-        x = torch.ones(2, 4)
-        assert compiled(x).dtype == FLOAT
-        assert torch.equal(compiled(x), log_partition(x @ w))
-    finally:
-        undo()
+    model = nn.ParameterList([torch.ones(4)])
+    model, optimizer = start(session, "O1", functools.partial(torch.optim.SGD, lr=0.5), model)
+    train(session, model, optimizer, 1, loss=lambda model, _: model[0].sum())
+    assert torch.equal(model[0].detach(), torch.full((4,), 0.5))

@@ -6,8 +6,8 @@ from collections import namedtuple
 
 import pytest
 import torch
-from grad_scalers import parameter, ready
 from host_reads import HostReads
+from kit import parameter, ready
 from torch import nn
 from torch.amp.grad_scaler import OptState
 
@@ -190,7 +190,7 @@ def test_a_thousand_overflows_leave_weights_and_scale_sane():
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
 def test_any_flag_but_zero_skips_the_step(fused, flag):
     p = parameter([8.0])
-    scaler, optimizer = ready(p, optimizer=torch.optim.Adam, fused=fused)
+    scaler, optimizer = ready(p, make=torch.optim.Adam, fused=fused)
     scaler.unscale_(optimizer)
     scaler._found_inf_per_device(optimizer)[torch.device("cpu")].fill_(flag)
     scaler.step(optimizer)
@@ -220,7 +220,7 @@ def test_flags_of_several_devices_join_and_stay_as_they_are(flags):
 @pytest.mark.parametrize("unscaled", [True, False], ids=["unscaled", "ready"])
 def test_host_reads_of_an_iteration(fused, unscaled):
     p = parameter([8.0])
-    scaler, optimizer = ready(p, optimizer=torch.optim.SGD, fused=fused)
+    scaler, optimizer = ready(p, make=torch.optim.SGD, fused=fused)
     with HostReads() as reads:
         scaler.scale(torch.ones(3))
         if unscaled:
@@ -256,35 +256,27 @@ class Recording(torch.optim.SGD):
         return "stepped"
 
 
-def test_optimizer_gets_scale_and_flag_for_the_length_of_the_step():
-    scaler, optimizer = ready(parameter([math.inf]), optimizer=Recording)
-    assert scaler.step(optimizer) == "stepped"
-    grad_scale, found_inf = optimizer.seen
-    assert (grad_scale.item(), found_inf.item(), found_inf.dtype) == (8.0, 1.0, torch.float32)
-    assert not hasattr(optimizer, "grad_scale")
-    assert not hasattr(optimizer, "found_inf")
-
-
-def test_optimizer_gets_no_scale_after_unscale():
-    scaler, optimizer = ready(parameter([8.0]), optimizer=Recording)
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    assert optimizer.seen[0] is None
-    assert optimizer.seen[1].item() == 0.0
-
-
-@pytest.mark.parametrize(("unscaled", "expected"), [(False, 32.0), (True, 4.0)])
-def test_scale_of_the_users_own_is_multiplied_in(unscaled, expected):
-    scaler, optimizer = ready(parameter([8.0]), optimizer=Recording)
-    optimizer.grad_scale = torch.tensor(4.0)
+@pytest.mark.parametrize("grad", [8.0, math.inf])
+@pytest.mark.parametrize(
+    ("unscaled", "own", "expected"), [(False, None, 8.0), (True, None, None), (False, 4.0, 32.0), (True, 4.0, 4.0)]
+)
+def test_optimizer_gets_scale_and_flag_for_the_length_of_the_step(unscaled, own, expected, grad):
+    """A scale that the program has set, too, is multiplied in."""
+    scaler, optimizer = ready(parameter([grad]), make=Recording)
+    if own is not None:
+        optimizer.grad_scale = torch.tensor(own)
     if unscaled:
         scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    assert optimizer.seen[0].item() == expected
+    assert scaler.step(optimizer) == "stepped"
+    grad_scale, found_inf = optimizer.seen
+    assert (grad_scale if expected is None else grad_scale.item()) == expected
+    assert (found_inf.item(), found_inf.dtype) == (grad == math.inf, torch.float32)
+    assert not hasattr(optimizer, "found_inf")
+    assert not hasattr(optimizer, "grad_scale")
 
 
 def test_a_failing_step_leaves_the_optimizer_ready_for_another():
-    scaler, optimizer = ready(parameter([8.0]), optimizer=Recording)
+    scaler, optimizer = ready(parameter([8.0]), make=Recording)
     optimizer.fails = True
     with pytest.raises(RuntimeError, match="out of memory"):
         scaler.step(optimizer)
@@ -303,7 +295,7 @@ class TakesTheScaler(torch.optim.SGD):
 
 def test_optimizer_that_takes_the_scaler_itself():
     p = parameter([8.0])
-    scaler, optimizer = ready(p, optimizer=TakesTheScaler)
+    scaler, optimizer = ready(p, make=TakesTheScaler)
     with pytest.warns(FutureWarning, match="GradScaler is going to stop passing itself as a keyword argument"):
         assert scaler.step(optimizer, 3) == (3, scaler)
     assert p.grad.item() == 1.0

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from grad_scalers import parameter, ready
+from kit import parameter, ready
 
 from ampctx._errors import AmpAssertionError, AmpError, AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.scaling.grad_scaler import GradScaler
@@ -84,14 +84,11 @@ def test_a_tracker_without_a_scale_is_an_error():
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
-        (lambda s: s.update(0.0), AmpValueError, "loss_scale is 0.0"),
         (lambda s: s.update("8"), AmpTypeError, "loss_scale must be a number"),
         (lambda s: s.set_growth_factor(1.0), AmpValueError, "The growth factor must be > 1.0"),
         (lambda s: s.set_backoff_factor(1.0), AmpValueError, "The backoff factor must be < 1.0"),
         (lambda s: s.set_growth_interval(0), AmpValueError, "growth_interval is 0"),
         (lambda s: GradScaler(0), AmpTypeError, "device must be a device type"),
-        (lambda s: GradScaler("cpu", growth_factor=0.5), AmpValueError, "The growth factor must be > 1.0"),
-        (lambda s: GradScaler("cpu", hysteresis=0), AmpValueError, "hysteresis is 0"),
     ],
 )
 def test_values_are_checked(call, kind, message):

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from models import mlp
+from kit import mlp
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 

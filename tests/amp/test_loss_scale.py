@@ -1,262 +1,139 @@
-import copy
+"""The rule of the loss scale in GradScaler and amp.initialize: test_grad_scaler_parity.py compares it with torch's."""
+
 import math
-import pickle
 
 import pytest
 import torch
-from host_reads import HostReads
+from kit import INF, Probe, backward, parameter, probe, ready, scale_of
 
-from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
+from ampctx import GradScaler
+from ampctx._errors import AmpTypeError, AmpValueError
 from ampctx.scaling.loss_scale import LossScale
 
-CLEAN, OVERFLOW = torch.tensor(0.0), torch.tensor(1.0)
 
-
-def dynamic(init_scale=1024.0, **kwargs):
-    return LossScale(init_scale, dynamic=True, **kwargs)
-
-
-def after(scale, flags):
-    """The scale and the clean count after each flag."""
-    seen = []
+def scales(flags, **options):
+    """The scale after each flag."""
+    scaler, seen = GradScaler("cpu", **options), []
+    p = parameter([1.0])
+    _, optimizer = ready(p, scaler=scaler)
     for flag in flags:
-        scale.update(torch.tensor(float(flag)))
-        seen.append((scale.value(), scale.unskipped()))
+        p.grad = torch.tensor([INF if flag else 0.0])
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append(scaler.get_scale())
     return seen
 
 
-# --- the rule ------------------------------------------------------------------------------------------------------
-
-
-def test_grows_after_the_interval_and_starts_counting_again():
-    scale = dynamic(growth_interval=3)
-    assert after(scale, [0, 0, 0, 0]) == [(1024, 1), (1024, 2), (2048, 0), (2048, 1)]
-
-
-def test_backs_off_and_starts_counting_again_at_an_overflow():
-    scale = dynamic(growth_interval=3)
-    assert after(scale, [0, 0, 1, 0]) == [(1024, 1), (1024, 2), (512, 0), (512, 1)]
-
-
-@pytest.mark.parametrize("flag", [1.0, 2.0, -1.0, math.nan, math.inf])
-def test_any_flag_but_zero_is_an_overflow(flag):
-    scale = dynamic()
-    scale.update(torch.tensor(flag))
-    assert scale.value() == 512.0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
-def test_flag_of_shape_1_in_fp32_and_int32(dtype):
-    scale = dynamic()
-    scale.update(torch.ones(1, dtype=dtype))
-    assert scale.value() == 512.0
-
-
-def test_factors_are_those_given():
-    scale = dynamic(64.0, growth_factor=4.0, backoff_factor=0.125, growth_interval=1)
-    assert after(scale, [0, 1]) == [(256, 0), (32, 0)]
-
-
-def test_bounds_hold():
-    scale = dynamic(16.0, min_scale=8.0, max_scale=24.0, growth_interval=1)
-    assert [s for s, _ in after(scale, [0, 0, 1, 1, 1])] == [24, 24, 12, 8, 8]
-
-
-def test_a_thousand_overflows_never_reach_zero():
-    scale = dynamic()
-    for _ in range(1000):
-        scale.update(OVERFLOW)
-    assert scale.value() > 0
-    assert math.isfinite(scale.inv_scale().value.item())
-
-
-def test_growth_never_reaches_inf():
-    scale = dynamic(2.0**120, growth_interval=1)
-    for _ in range(50):
-        scale.update(CLEAN)
-    assert scale.value() == 2.0**127
+def test_bounds_hold_and_growth_never_reaches_inf():
+    assert scales([0, 0, 1, 1, 1], init_scale=16.0, min_scale=8.0, max_scale=24.0, growth_interval=1) == [
+        *(24, 24, 12, 8, 8)
+    ]
+    assert scales([0] * 50, init_scale=2.0**120, growth_interval=1)[-1] == 2.0**127
 
 
 def test_hysteresis_waits_for_overflows_in_a_row():
-    scale = dynamic(hysteresis=3)
-    assert [s for s, _ in after(scale, [1, 1, 0, 1, 1, 1, 1, 0, 1])] == [1024] * 5 + [512, 256, 256, 256]
+    found = scales([1, 1, 0, 1, 1, 1, 1, 0, 1], init_scale=1024.0, hysteresis=3)
+    assert found == [1024] * 5 + [512, 256, 256, 256]
 
 
-def test_static_scale_stays_and_counts_clean_updates():
-    scale = LossScale(128.0, dynamic=False)
-    assert after(scale, [0, 1, 0]) == [(128, 1), (128, 1), (128, 2)]
+@pytest.mark.parametrize(("scale", "skips"), [(0.1, False), (8.0, True)])
+def test_a_static_scale_stays_and_counts_blocks(session, scale, skips):
+    model, optimizer = probe(session, "O1", loss_scale=scale, skip_nonfinite=skips)
+    clean = 0
+    for factor in (1.0, INF, 1.0):
+        backward(session, model.loss(factor), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        clean = 0 if skips and factor == INF else clean + 1
+        assert session.state_dict() == {"loss_scaler0": {"loss_scale": scale, "unskipped": clean}}
 
 
-# --- state on the device -------------------------------------------------------------------------------------------
+def test_a_static_scale_of_apex_counts_clean_updates():
+    scale, counts = LossScale(128.0, dynamic=False), []
+    for flag in (0.0, 1.0, 0.0):
+        scale.update(torch.tensor(flag))
+        counts.append(scale.unskipped())
+    assert (counts, scale.value()) == ([1, 1, 2], 128.0)
 
 
-def test_state_appears_on_the_first_device_asked_for():
-    scale = dynamic()
-    assert (scale.scale, scale.growth_tracker, scale.hysteresis_tracker) == (None, None, None)
-    assert torch.equal(scale.scale_on("cpu"), torch.tensor(1024.0))
-    assert (scale.scale.dtype, scale.growth_tracker.dtype, scale.hysteresis_tracker.dtype) == (
-        torch.float32,
-        torch.int32,
-        torch.int32,
-    )
-    assert scale.scale.shape == scale.growth_tracker.shape == scale.hysteresis_tracker.shape == ()
+def test_a_graph_built_before_an_update_runs_backward_after_it(session):
+    model, optimizer = probe(session, "O1", loss_scale="dynamic")
+    weight = torch.ones((), requires_grad=True)
+    with session.scale_loss(weight, optimizer) as kept:
+        model.weight.grad = torch.full_like(model.weight, INF)
+    kept.backward()
+    assert (weight.grad.item(), scale_of(session)) == (4096.0, 2048.0)
+
+
+def test_gradients_are_multiplied_by_the_nearest_inverse():
+    for value in (3.0, 1000.0, 65536.0 * 1.3, 2.0**-126, 2.0**120):
+        scaler, optimizer = ready(p := parameter([1.0]), scaler=GradScaler("cpu", init_scale=value))
+        scaler.unscale_(optimizer)
+        assert p.grad == torch.tensor(value).double().reciprocal().float()
 
 
 def test_another_device_gets_a_copy_kept_until_the_scale_moves():
-    scale = dynamic()
+    scale = LossScale(1024.0, dynamic=True)
     scale.scale_on("cpu")
     copy_there = scale.scale_on("meta")
     assert copy_there.device.type == "meta"
     assert scale.scale_on("meta") is copy_there
-    scale.update(OVERFLOW)
+    scale.update(torch.tensor(1.0))
     assert scale.scale_on("meta") is not copy_there
 
 
-def test_copies_and_inverse_follow_the_scale():
-    scale = dynamic()
-    assert scale.scale_on("cpu").item() == 1024.0
-    assert scale.inv_scale() is scale.inv_scale()
-    assert scale.inv_scale().value.item() == 1 / 1024
-    scale.update(OVERFLOW)
-    assert scale.inv_scale().value.item() == 1 / 512
-    assert scale.scale_on("cpu").item() == 512.0
-
-
-def test_a_graph_built_before_an_update_runs_backward_after_it():
-    scale = dynamic()
-    x = torch.ones((), requires_grad=True)
-    scaled = x * scale.scale_on("cpu")
-    scale.update(OVERFLOW)
-    scaled.backward()
-    assert x.grad.item() == 1024.0
-
-
-def test_inverse_is_the_nearest_fp32():
-    for value in (3.0, 1000.0, 65536.0 * 1.3, 2.0**-126, 2.0**120):
-        scale = dynamic(value)
-        exact = scale.scale_on("cpu").double().reciprocal().float()
-        assert torch.equal(scale.inv_scale().value, exact)
-
-
-def test_inverse_before_a_device_is_known_is_an_error():
-    with pytest.raises(AmpError, match="before scale_on"):
-        dynamic().inv_scale()
-
-
-@pytest.mark.parametrize("is_dynamic", [True, False], ids=["dynamic", "static"])
-def test_no_host_read_in_a_training_step(is_dynamic):
-    scale = LossScale(8.0, dynamic=is_dynamic)
-    with HostReads() as reads:
-        for _ in range(3):
-            scale.scale_on("cpu")
-            scale.inv_scale()
-            scale.update(CLEAN)
-            _ = scale.is_identity
-    assert reads.count == 0
-
-
-# --- values from the host ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_dynamic", [True, False], ids=["dynamic", "static"])
-@pytest.mark.parametrize("on_device", [True, False], ids=["on a device", "on none"])
-def test_set_replaces_the_scale_beyond_its_bounds(is_dynamic, on_device):
-    scale = LossScale(4.0, dynamic=is_dynamic, max_scale=8.0)
-    if on_device:
-        scale.scale_on("cpu")
-    scale.set(2**20)
-    assert scale.value() == 2.0**20
-    assert scale.scale_on("cpu").item() == 2.0**20
-    scale.set_unskipped(7)
-    assert scale.unskipped() == 7
-
-
-def test_static_value_needs_no_read_and_is_exact():
-    scale = LossScale(0.1, dynamic=False)
-    scale.scale_on("cpu")
-    with HostReads() as reads:
-        assert scale.value() == 0.1
-    assert reads.count == 0
-
-
-def test_set_takes_a_tensor_without_a_read():
-    scale = dynamic()
-    with HostReads() as reads:
-        scale.set(torch.tensor([32.0]))
-    assert reads.count == 0
-    assert scale.value() == 32.0
-
-
-@pytest.mark.parametrize(("is_dynamic", "n"), [(True, 2), (False, 1)], ids=["two elements", "static"])
-def test_set_refuses_other_tensors(is_dynamic, n):
-    scale, value = LossScale(2.0, dynamic=is_dynamic), torch.ones(n)
-    with pytest.raises(AmpValueError, match="only a dynamic loss scale takes a tensor, of one element"):
-        scale.set(value)
-
-
-@pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan, 1e300, 1e-60])
-def test_set_refuses_what_cannot_scale(value):
-    scale = dynamic()
-    with pytest.raises(AmpValueError, match="loss_scale is"):
-        scale.set(value)
-    assert scale.value() == 1024.0
-
-
-def test_identity_is_static_and_one():
-    assert LossScale(1.0, dynamic=False).is_identity
-    assert not LossScale(2.0, dynamic=False).is_identity
-    assert not dynamic(1.0).is_identity
-    scale = LossScale(2.0, dynamic=False)
-    scale.set(1)
-    assert scale.is_identity
-
-
-# --- options of amp.initialize -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("low", "high", "start"),
+    ("low", "high", "first"),
     [(None, 2.0**24, 2.0**16), (None, None, 2.0**16), (None, 128, 128.0), (2.0**20, None, 2.0**20), (1, 4.0, 4.0)],
 )
-def test_dynamic_option_starts_within_the_bounds(low, high, start):
-    scale = LossScale.from_option("dynamic", low, high)
-    assert scale.dynamic
-    assert scale.value() == start
+def test_a_dynamic_scale_starts_and_stays_within_its_bounds(session, low, high, first):
+    model, optimizer = probe(session, "O1", loss_scale="dynamic", min_loss_scale=low, max_loss_scale=high)
+    assert scale_of(session) == first
     for _ in range(40):
-        scale.update(OVERFLOW)
-    assert scale.value() == (low or 2.0 ** (math.log2(start) - 40))
+        backward(session, model.loss(INF), optimizer)
+    assert scale_of(session) == (low or 2.0 ** (math.log2(first) - 40))
 
 
-def test_static_option_ignores_the_bounds():
-    scale = LossScale.from_option(128, 1024.0, None)
-    assert not scale.dynamic
-    assert scale.value() == 128.0
+def test_a_scale_set_by_the_program_may_lie_beyond_the_bounds(session):
+    probe(session, "O1", max_loss_scale=8.0)
+    session.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**20, "unskipped": 7}})
+    assert session.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**20, "unskipped": 7}}
+    scaler, _ = ready(parameter([1.0]), scaler=GradScaler("cpu", init_scale=4.0, max_scale=8.0))
+    for value in (2.0**20, torch.tensor([32.0])):
+        scaler.update(value)
+        assert scaler.get_scale() == value
+
+
+def test_a_static_scale_ignores_the_bounds(session):
+    probe(session, "O1", loss_scale=128, min_loss_scale=1024.0)
+    assert scale_of(session) == 128.0
 
 
 @pytest.mark.parametrize(
-    ("option", "low", "high", "kind", "message"),
+    ("options", "kind", "message"),
     [
-        ("automatic", None, None, AmpValueError, 'loss_scale is "automatic"'),
-        (0.0, None, None, AmpValueError, "loss_scale is 0.0"),
-        (None, None, None, AmpTypeError, "loss_scale must be a number"),
-        ("dynamic", 8.0, 4.0, AmpValueError, "min_loss_scale is 8.0 and max_loss_scale is 4.0"),
-        ("dynamic", "8", 16.0, AmpTypeError, "min_loss_scale must be a number"),
-        ("dynamic", None, "8", AmpTypeError, "max_loss_scale must be a number"),
+        ({"loss_scale": "automatic"}, AmpValueError, "loss_scale is 'automatic'"),
+        ({"loss_scale": 1e300}, AmpValueError, "loss_scale is 1e[+]300"),
+        ({"loss_scale": 1e-60}, AmpValueError, "loss_scale is 1e-60"),
+        ({"min_loss_scale": 8.0, "max_loss_scale": 4.0}, AmpValueError, "min_loss_scale is 8.0 and max_loss_scale is"),
+        ({"min_loss_scale": "8", "max_loss_scale": 16.0}, AmpTypeError, "min_loss_scale must be a number"),
+        ({"max_loss_scale": "8"}, AmpTypeError, "max_loss_scale must be a number"),
     ],
+    ids=str,
 )
-def test_option_errors(option, low, high, kind, message):
+def test_errors_of_initialize(session, options, kind, message):
     with pytest.raises(kind, match=message):
-        LossScale.from_option(option, low, high)
+        session.initialize(Probe(), opt_level="O2", verbosity=0, **options)
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "kind", "message"),
+    ("options", "kind", "message"),
     [
         ({"init_scale": 0.0}, AmpValueError, "init_scale is 0.0"),
         ({"init_scale": "8"}, AmpTypeError, "init_scale must be a number, got str"),
         ({"init_scale": True}, AmpTypeError, "init_scale must be a number, got bool"),
         ({"growth_factor": 1.0}, AmpValueError, "The growth factor must be > 1.0"),
-        ({"growth_factor": math.inf}, AmpValueError, "growth_factor is inf"),
+        ({"growth_factor": INF}, AmpValueError, "growth_factor is inf"),
         ({"backoff_factor": 1.0}, AmpValueError, "The backoff factor must be < 1.0"),
         ({"backoff_factor": 0.0}, AmpValueError, "backoff_factor is 0.0"),
         ({"growth_interval": 0}, AmpValueError, "growth_interval is 0"),
@@ -269,75 +146,20 @@ def test_option_errors(option, low, high, kind, message):
         ({"init_scale": 2.0, "min_scale": 4.0}, AmpValueError, "init_scale is 2.0, outside min_scale=4.0"),
         ({"init_scale": 2.0, "max_scale": 1.0}, AmpValueError, "and max_scale=1.0"),
     ],
+    ids=str,
 )
-def test_constructor_errors(kwargs, kind, message):
+def test_errors_of_grad_scaler(options, kind, message):
     with pytest.raises(kind, match=message):
-        LossScale(**{"init_scale": 16.0, "dynamic": True, **kwargs})
+        GradScaler("cpu", **{"init_scale": 16.0, **options})
 
 
-@pytest.mark.parametrize(
-    ("flag", "kind", "message"),
-    [(1.0, AmpTypeError, "found_inf must be a tensor"), (torch.zeros(2), AmpValueError, "found_inf has 2 elements")],
-    ids=["float", "two elements"],
-)
-def test_update_errors(flag, kind, message):
-    with pytest.raises(kind, match=message):
-        dynamic().update(flag)
-
-
-# --- checkpoints ---------------------------------------------------------------------------------------------------
-
-
-def test_state_dict_is_in_the_format_of_apex():
-    scale = dynamic()
-    after(scale, [1, 0, 0])
-    assert scale.state_dict() == {"loss_scale": 512.0, "unskipped": 2}
-
-
-@pytest.mark.parametrize("on_device", [True, False], ids=["on a device", "on none"])
-def test_state_round_trip_goes_on_identically(on_device):
-    flags = [1, 0, 0, 1, 1, 0, 0, 0, 1]
-    first = dynamic(growth_interval=3, hysteresis=2)
-    after(first, [1, 0, 0, 0, 1])
-    second = dynamic(4.0, growth_interval=3, hysteresis=2)
-    if on_device:
-        second.scale_on("cpu")
-    second.load_state_dict(first.state_dict())
-    assert second.state_dict() == first.state_dict() == {"loss_scale": 2048.0, "unskipped": 0, "hysteresis": 1}
-    assert after(second, flags) == after(first, flags)
-
-
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))], ids=["deepcopy", "pickle"])
-@pytest.mark.parametrize("is_dynamic", [True, False], ids=["dynamic", "static"])
-def test_copies_are_whole_and_independent(clone, is_dynamic):
-    first = LossScale(16.0, dynamic=is_dynamic, growth_interval=3, hysteresis=2, min_scale=2.0, max_scale=64.0)
-    after(first, [0, 1])
-    second = clone(first)
-    before = first.state_dict()
-    assert second.state_dict() == before
-    flags = [1, 0, 0, 0, 0, 0, 0, 0, 0, 0]
-    went = after(second, flags)
-    assert first.state_dict() == before
-    assert after(first, flags) == went
-
-
-@pytest.mark.parametrize(
-    ("state", "kind", "message"),
-    [
-        ([], AmpTypeError, "must be a dict, got list"),
-        ({"unskipped": 1}, AmpKeyError, 'no "loss_scale", only'),
-        ({"loss_scale": 2.0}, AmpKeyError, 'no "unskipped", only'),
-        ({"loss_scale": 0.0, "unskipped": 1}, AmpValueError, "loss_scale is 0.0"),
-        ({"loss_scale": "2", "unskipped": 1}, AmpTypeError, "loss_scale must be a number"),
-        ({"loss_scale": 2.0, "unskipped": -1}, AmpValueError, "unskipped is -1"),
-        ({"loss_scale": 2.0, "unskipped": 1.5}, AmpTypeError, "unskipped must be an int"),
-        ({"loss_scale": 2.0, "unskipped": 1, "hysteresis": -1}, AmpValueError, "hysteresis is -1"),
-    ],
-)
-def test_bad_state_changes_nothing(state, kind, message):
-    scale = dynamic(hysteresis=2)
-    after(scale, [0, 0])
-    before = scale.state_dict()
-    with pytest.raises(kind, match=message):
-        scale.load_state_dict(state)
-    assert scale.state_dict() == before
+@pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan, 1e300, 1e-60])
+def test_a_scale_that_cannot_scale_is_refused_at_every_door(session, value):
+    scaler, _ = ready(parameter([1.0]))
+    with pytest.raises(AmpValueError, match="loss_scale is"):
+        scaler.update(value)
+    assert scaler.get_scale() == 8.0
+    probe(session, "O1")
+    with pytest.raises(AmpValueError, match=r'\["loss_scaler0"\]: loss_scale is'):
+        session.load_state_dict({"loss_scaler0": {"loss_scale": value, "unskipped": 1}})
+    assert scale_of(session) == 4096.0

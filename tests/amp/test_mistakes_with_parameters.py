@@ -8,37 +8,22 @@ import pickle
 
 import pytest
 import torch
-from models import batch, loss_of, mlp
+from kit import backward, batch, loss_of, mlp, start, train
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import ampctx
 from ampctx import AmpError, AmpSession
-from ampctx.optimizers import FusedAdam
 
-MAKE = {"ours": lambda p: FusedAdam(p, lr=0.01), "torch": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9)}
-
-
-def start(session, level, make=MAKE["torch"], model=None, **options):
-    model = mlp() if model is None else model
-    optimizer = make(model.parameters())
-    session.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
-    session.verbosity = 1  # the banner is left out
-    return model, optimizer
+MAKE = {"ours": "FusedAdam", "torch": "SGD-foreach"}
 
 
-def train(session, model, optimizer, in_block=None, after=None, after_step=None, steps=2):
-    for seed in range(steps):
-        with session.scale_loss(loss_of(model, seed), optimizer) as scaled_loss:
-            scaled_loss.backward()
-            if in_block:
-                in_block()
-        if after:
-            after()
-        optimizer.step()
-        if after_step:
-            after_step()
-        optimizer.zero_grad()
+def begin(session, level, make="SGD-foreach", **options):
+    return start(session, level, make, verbosity=1, **options)
+
+
+def at_any_moment(in_block, before_step, after_step):
+    return {"in_block": in_block, "before_step": before_step, "after_step": after_step}
 
 
 @pytest.fixture
@@ -92,7 +77,7 @@ READS = {
 @pytest.mark.parametrize(("level", "options"), [("O1", {}), ("O2", {}), ("O5", {"loss_scale": 128.0})])
 @pytest.mark.full(but=4)
 def test_clipping_scaled_gradients_is_said_once(session, said, level, options, clip):
-    model, optimizer = start(session, level, **options)
+    model, optimizer = begin(session, level, **options)
     train(session, model, optimizer, in_block=lambda: clip(model), steps=3)
     [message] = said()
     assert message.startswith("model.parameters() were clipped inside a scale_loss block")
@@ -104,7 +89,7 @@ def test_clipping_scaled_gradients_is_said_once(session, said, level, options, c
     ("level", "reason"), [("O1", "multiplied by the loss scale"), ("O5", "at the end of the block")]
 )
 def test_reading_gradients_by_master_params_in_a_block_is_said_once(session, said, level, reason, clips):
-    model, optimizer = start(session, level)
+    model, optimizer = begin(session, level)
     read = (lambda p: clip_grad_norm_(p, 1.0)) if clips else grad_norm
     train(session, model, optimizer, in_block=lambda: read(session.master_params(optimizer)), steps=3)
     [message] = said()
@@ -113,7 +98,7 @@ def test_reading_gradients_by_master_params_in_a_block_is_said_once(session, sai
 
 
 def test_a_loop_over_masters_in_a_block_is_seen_where_it_stands(session, said):
-    model, optimizer = start(session, "O1")
+    model, optimizer = begin(session, "O1")
     with session.scale_loss(loss_of(model), optimizer) as scaled_loss:
         scaled_loss.backward()
         norms = [p.grad.norm() for p in session.master_params(optimizer)]
@@ -123,9 +108,8 @@ def test_a_loop_over_masters_in_a_block_is_seen_where_it_stands(session, said):
 
 
 def test_clipping_between_delayed_blocks_is_said(session, said):
-    model, optimizer = start(session, "O1")
-    with session.scale_loss(loss_of(model), optimizer, delay_unscale=True) as scaled_loss:
-        scaled_loss.backward()
+    model, optimizer = begin(session, "O1")
+    backward(session, loss_of(model), optimizer, delay_unscale=True)
     clip_grad_norm_(session.master_params(optimizer), 1.0)
     [message] = said()
     assert "clipped between blocks with delay_unscale=True" in message
@@ -136,8 +120,8 @@ def test_clipping_between_delayed_blocks_is_said(session, said):
 @pytest.mark.parametrize("use", [*list(CLIPS.values())[:3], *READS.values()], ids=[*list(CLIPS)[:3], *READS])
 @pytest.mark.full(but=7)
 def test_gradients_that_are_in_masters_are_said_once(session, said, level, name, use):
-    model, optimizer = start(session, level, MAKE[name])
-    train(session, model, optimizer, after=lambda: use(model), steps=3)
+    model, optimizer = begin(session, level, MAKE[name])
+    train(session, model, optimizer, before_step=lambda: use(model), steps=3)
     [message] = said()
     clips = use in CLIPS.values()
     assert message.startswith('model.parameters(): "0.weight", "0.bias", "3.weight" and 1 more had grad None')
@@ -145,18 +129,19 @@ def test_gradients_that_are_in_masters_are_said_once(session, said, level, name,
     assert f"{'Clip' if clips else 'Read'} those of amp.master_params(optimizer)" in message
 
 
+SEEN = {
+    "after the step": ("after_step", lambda model: grad_norm(model.parameters())),
+    "DP": ("before_step", lambda model: clip_grad_norm_(nn.DataParallel(model).parameters(), 1.0)),
+    "around": ("before_step", lambda model: clip_grad_norm_(nn.Sequential(model).parameters(), 1.0)),
+    "part": ("before_step", lambda model: clip_grad_norm_(model[0].parameters(), 1.0)),
+}
+
+
 @pytest.mark.parametrize("name", MAKE)
-def test_reading_them_after_the_step_is_said_too(session, said, name):
-    model, optimizer = start(session, "O5", MAKE[name])
-    train(session, model, optimizer, after_step=lambda: grad_norm(model.parameters()))
-    assert len(said()) == 1
-
-
-@pytest.mark.parametrize("wrap", [nn.DataParallel, nn.Sequential, lambda m: m[0]], ids=["DP", "around", "part"])
-def test_wrappers_and_parts_of_a_model_are_seen(session, said, wrap):
-    model, optimizer = start(session, "O5")
-    wrapped = wrap(model)
-    train(session, model, optimizer, after=lambda: clip_grad_norm_(wrapped.parameters(), 1.0))
+@pytest.mark.parametrize(("when", "use"), SEEN.values(), ids=SEEN)
+def test_wrappers_and_parts_of_a_model_and_reads_after_the_step_are_seen(session, said, name, when, use):
+    model, optimizer = begin(session, "O5", MAKE[name])
+    train(session, model, optimizer, **{when: lambda: use(model)})
     assert len(said()) == 1
 
 
@@ -165,10 +150,9 @@ def test_wrappers_and_parts_of_a_model_are_seen(session, said, wrap):
 @pytest.mark.parametrize("as_list", [True, False])
 @pytest.mark.full(but=4)
 def test_our_clipping_refuses_parameters_whose_gradients_are_in_masters(session, said, name, norm_type, as_list):
-    model, optimizer = start(session, "O5", MAKE[name])
+    model, optimizer = begin(session, "O5", MAKE[name])
     params = list(model.parameters()) if as_list else model.parameters()
-    with session.scale_loss(loss_of(model), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(session, loss_of(model), optimizer)
     with pytest.raises(AmpError, match=r'clip_grad_norm_: "0.weight" has no gradient.*Pass amp.master_params'):
         ampctx.clip_grad_norm_(params, 1.0, norm_type)
     assert not said()
@@ -199,7 +183,7 @@ def right(session, model, optimizer):
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.full(but=3)
 def test_what_programs_do_with_weights_is_not_a_mistake(session, said, level, name):
-    model, optimizer = start(session, level, MAKE[name])
+    model, optimizer = begin(session, level, MAKE[name])
 
     def clip():
         right(session, model, optimizer)
@@ -224,7 +208,7 @@ def test_what_programs_do_with_weights_is_not_a_mistake(session, said, level, na
                 p.grad = None
         model.zero_grad()
 
-    train(session, model, optimizer, lambda: right(session, model, optimizer), clip, zero_by_hand)
+    train(session, model, optimizer, **at_any_moment(lambda: right(session, model, optimizer), clip, zero_by_hand))
     assert said() == []
 
 
@@ -264,25 +248,25 @@ class Logger:
     "walk", [of_inputs, by_autograd, of_masters, Logger()], ids=lambda f: getattr(f, "__name__", "")
 )
 def test_other_gradients_beside_a_walk_over_weights_are_not_taken_for_theirs(session, said, walk):
-    model, optimizer = start(session, "O5")
+    model, optimizer = begin(session, "O5")
     masters = [p for group in optimizer.param_groups for p in group["params"]]
-    train(session, model, optimizer, *[lambda: walk(model, masters)] * 3)
+    train(session, model, optimizer, **at_any_moment(*[lambda: walk(model, masters)] * 3))
     assert said() == []
 
 
 @pytest.mark.parametrize(("level", "options"), [("O0", {}), ("O4", {}), ("O1", {"loss_scale": 1.0}), ("O3", {})])
 def test_without_scale_and_masters_gradients_may_be_used_anywhere(session, said, level, options):
     before = nn.Module._named_members
-    model, optimizer = start(session, level, **options)
+    model, optimizer = begin(session, level, **options)
     use = [lambda f=f: f(model) for f in (*CLIPS.values(), *READS.values())]
     use.append(lambda: clip_grad_norm_(session.master_params(optimizer), 1.0))
-    train(session, model, optimizer, *[lambda: [f() for f in use]] * 3)
+    train(session, model, optimizer, **at_any_moment(*[lambda: [f() for f in use]] * 3))
     assert said() == []
     assert nn.Module._named_members is before
 
 
 def test_gradients_of_an_open_block_may_be_averaged_over_ranks_by_hand(session, said):
-    model, optimizer = start(session, "O2")
+    model, optimizer = begin(session, "O2")
 
     def average():
         for p in model.parameters():
@@ -297,13 +281,11 @@ def test_another_model_may_be_read_while_one_waits_for_its_step(session, said):
     """As in a GAN: the discriminator's gradients are done with when the generator's are there."""
     models, optimizers = [mlp(0), mlp(1)], []
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in models]
-    session.initialize(models, optimizers, opt_level="O2", verbosity=0)
-    session.verbosity = 1
+    session.initialize(models, optimizers, opt_level="O2", verbosity=1)
     other = mlp(2)
     for seed in range(2):
         for i, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            with session.scale_loss(loss_of(model, seed), optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(session, loss_of(model, seed), optimizer)
             grad_norm(other.parameters())
             if seed == 0 and i == 0:
                 grad_norm(models[1].parameters())
@@ -313,16 +295,17 @@ def test_another_model_may_be_read_while_one_waits_for_its_step(session, said):
 
 
 def test_nothing_is_said_at_verbosity_0(session, said):
-    model, optimizer = start(session, "O2")
+    model, optimizer = begin(session, "O2")
     session.verbosity = 0
-    train(session, model, optimizer, lambda: CLIPS["a generator"](model), lambda: READS["a loop"](model))
+    clip, read = (lambda: CLIPS["a generator"](model)), (lambda: READS["a loop"](model))
+    train(session, model, optimizer, in_block=clip, before_step=read)
     assert said() == []
 
 
 def test_reset_ends_the_look_out_and_sessions_share_it():
     before = nn.Module._named_members
     sessions = [AmpSession(), AmpSession()]
-    kept = [start(s, "O2") for s in sessions]
+    kept = [begin(s, "O2") for s in sessions]
     assert nn.Module._named_members is not before
     sessions[0].reset()
     assert nn.Module._named_members is not before
@@ -332,7 +315,7 @@ def test_reset_ends_the_look_out_and_sessions_share_it():
     # Of a session that nobody has any more, too.
     sessions.clear()
     session = AmpSession()
-    start(session, "O2")
+    begin(session, "O2")
     del session
     gc.collect()
     assert nn.Module._named_members is before
@@ -352,11 +335,10 @@ def test_graphs_and_exports_of_a_model_that_walks_over_itself(session, said):
                 total = total + p.float().sum()
             return self.body(x.to(next(self.parameters()).device)) * total
 
-    model, optimizer = start(session, "O5", model=Model())
+    model, optimizer = begin(session, "O5", model=Model())
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for seed in range(2):
-        with session.scale_loss(compiled(batch(seed)).square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(session, compiled(batch(seed)).square().mean(), optimizer)
         compiled(batch(seed))  # gradients are in the masters
         optimizer.step()
         optimizer.zero_grad()
@@ -369,7 +351,7 @@ def test_graphs_and_exports_of_a_model_that_walks_over_itself(session, said):
     torch.jit.script(model.body)
     torch.fx.symbolic_trace(model.body)
     assert said() == []
-    train(session, model, optimizer, after=lambda: clip_grad_norm_(compiled.parameters(), 1.0))
+    train(session, model, optimizer, before_step=lambda: clip_grad_norm_(compiled.parameters(), 1.0))
     assert len(said()) == 1
 
 
@@ -392,8 +374,7 @@ def test_replaced_parameters_are_named_after_the_first_step(session, said, level
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if when == "before":
         replace(model)
-    session.initialize(model, optimizer, opt_level=level, verbosity=0)
-    session.verbosity = 1
+    session.initialize(model, optimizer, opt_level=level, verbosity=1)
     if when == "after":
         replace(model)
     train(session, model, optimizer, steps=3)
@@ -405,10 +386,7 @@ def test_replaced_parameters_are_named_after_the_first_step(session, said, level
 
 
 def test_an_optimizer_of_another_model_is_named(session, said):
-    model = mlp()
-    optimizer = torch.optim.SGD(mlp().parameters(), lr=0.01)
-    session.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    session.verbosity = 1
+    model, optimizer = begin(session, "O1", lambda _: torch.optim.SGD(mlp().parameters(), lr=0.01))
     train(session, model, optimizer)
     assert any("got gradients and are in no optimizer" in m and "SGD has 6 that no model has" in m for m in said())
 
@@ -416,14 +394,11 @@ def test_an_optimizer_of_another_model_is_named(session, said):
 @pytest.mark.parametrize("closure", [False, True])
 def test_parameters_that_were_left_out_are_named(session, said, closure):
     model = mlp()
-    optimizer = torch.optim.SGD(model[3].parameters(), lr=0.01)
-    session.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    session.verbosity = 1
+    optimizer = begin(session, "O1", lambda _: torch.optim.SGD(model[3].parameters(), lr=0.01), model=model)[1]
 
     def evaluate():
         optimizer.zero_grad()
-        with session.scale_loss(loss_of(model), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(session, loss_of(model), optimizer)
 
     for _ in range(2):
         if closure:
@@ -447,15 +422,13 @@ def test_what_is_not_to_train_or_trains_elsewhere_is_not_named(session, said):
     params = [p for n, p in model.named_parameters() if n != "by_another" and not n.startswith("unused")]
     optimizer = torch.optim.SGD([*params, temperature], lr=0.01)
     plain = torch.optim.SGD([model.by_another], lr=0.01)
-    session.initialize([model, teacher, critic], optimizer, opt_level="O4", verbosity=0)
-    session.verbosity = 1
+    session.initialize([model, teacher, critic], optimizer, opt_level="O4", verbosity=1)
     for seed in range(2):
         x = model[:4](batch(seed)).float()
         with torch.no_grad():
             wanted = teacher(batch(seed)).float()
         loss = ((x - wanted) * temperature * model.by_another).square().mean() + critic(x.repeat(1, 2)).float().mean()
-        with session.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(session, loss, optimizer)
         optimizer.step()
         plain.step()
         optimizer.zero_grad()
@@ -466,8 +439,7 @@ def test_what_is_not_to_train_or_trains_elsewhere_is_not_named(session, said):
 @pytest.mark.parametrize("optimizers", [None, []])
 def test_without_optimizers_there_is_nothing_to_say(session, said, optimizers):
     model = mlp()
-    session.initialize(model, optimizers, opt_level="O4", verbosity=0)
-    session.verbosity = 1
+    session.initialize(model, optimizers, opt_level="O4", verbosity=1)
     optimizer = torch.optim.SGD(model[3].parameters(), lr=0.01)
     train(session, model, optimizer)
     assert said() == []
@@ -475,12 +447,11 @@ def test_without_optimizers_there_is_nothing_to_say(session, said, optimizers):
 
 def test_models_of_two_sessions_with_one_loss_are_both_trained(said):
     sessions = [AmpSession(), AmpSession()]
-    (first, a), (second, b) = [start(s, "O4") for s in sessions]
+    (first, a), (second, b) = [begin(s, "O4") for s in sessions]
     try:
         for _ in range(2):
             loss = second(first(batch()).repeat(1, 2)).float().square().mean()
-            with sessions[0].scale_loss(loss, a) as scaled_loss:
-                scaled_loss.backward()
+            backward(sessions[0], loss, a)
             a.step()
             b.step()
             a.zero_grad()

@@ -7,17 +7,32 @@ import warnings
 
 import pytest
 import torch
-from models import LEVELS, assert_unchanged, batch, loss_of, mlp, snapshot
-from probe import START, Probe, backward, grads, overflow, probe
+from kit import (
+    INF,
+    OPTIMIZERS,
+    START,
+    Probe,
+    assert_same,
+    backward,
+    batch,
+    every_level,
+    grads,
+    loss_of,
+    mlp,
+    probe,
+    snapshot,
+    start,
+)
 
 from ampctx import amp, clip_grad_norm_
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@every_level
+@pytest.mark.parametrize("fused", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("before_initialize", [True, False], ids=["scheduler-first", "initialize-first"])
-def test_lr_schedulers_see_no_warning_on_a_first_skipped_step(session, level, before_initialize):
+def test_lr_schedulers_see_no_warning_on_a_first_skipped_step(session, level, fused, before_initialize):
     model = Probe()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
 
     def schedule():
         return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
@@ -27,37 +42,36 @@ def test_lr_schedulers_see_no_warning_on_a_first_skipped_step(session, level, be
         scheduler = schedule() if before_initialize else None
         session.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", max_loss_scale=START, verbosity=0)
         scheduler = scheduler or schedule()
-        overflow(session, model, optimizer)
+        backward(session, model.loss(INF), optimizer)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        backward(session, model, optimizer, 1.0)
+        backward(session, model.loss(1.0), optimizer)
         optimizer.step()
         scheduler.step()
     assert model.weight.eq(1.5).all()
     assert optimizer.param_groups[0]["lr"] == 0.25
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@every_level
 @pytest.mark.parametrize("clip", [torch.nn.utils.clip_grad_norm_, clip_grad_norm_], ids=["torch", "ampctx"])
 def test_clipping_master_params(session, level, clip):
     model, optimizer = probe(session, level, loss_scale=1024.0)
-    backward(session, model, optimizer, 2.0)
+    backward(session, model.loss(2.0), optimizer)
     norm = clip(amp.master_params(optimizer), 1.0)
     torch.testing.assert_close(norm.float(), torch.tensor(2.0 * 7**0.5), rtol=1e-3, atol=1e-3)
-    total = torch.linalg.vector_norm(torch.cat([g.float() for g in grads(optimizer)]))
+    total = torch.linalg.vector_norm(torch.cat([g.float() for g in grads(session, optimizer)]))
     torch.testing.assert_close(total, torch.tensor(1.0), rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@every_level
 def test_closures(session, level):
     model, optimizer = probe(session, level)
 
     def closure():
         optimizer.zero_grad()
         loss = model.loss(1.0)
-        with session.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        backward(session, loss, optimizer)
         return loss
 
     assert optimizer.step(closure) is not None
@@ -70,25 +84,16 @@ def test_an_overflow_inside_a_closure_skips_the_step(session):
     def closure():
         optimizer.zero_grad()
         loss = model.loss(float("inf"))
-        with session.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        backward(session, loss, optimizer)
         return loss
 
     before = snapshot(optimizer, model)
     assert optimizer.step(closure) is None
-    assert_unchanged(before, snapshot(optimizer, model))
+    assert_same(before, snapshot(optimizer, model))
     assert session.skipped_steps(optimizer) == 1
 
 
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
-    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
-    "adagrad-foreach": lambda p: torch.optim.Adagrad(p, lr=0.05, foreach=True),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["SGD-foreach", "Adam-foreach", "AdamW-fused", "Adagrad-foreach"])
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_scaling_by_powers_of_two_changes_no_bit(session, level, name):
     """With exact factors the loop must equal the same arithmetic written out by hand."""
@@ -96,15 +101,14 @@ def test_scaling_by_powers_of_two_changes_no_bit(session, level, name):
     session.initialize(model, opt_level=level, verbosity=0)
     by_hand = copy.deepcopy(model)
     masters = [p.detach().float().clone().requires_grad_() for p in by_hand.parameters()]
-    reference = OPTIMIZERS[name](masters)
-    optimizer = OPTIMIZERS[name](model.parameters())
+    reference = OPTIMIZERS[name](masters, weight_decay=1e-3)
+    optimizer = OPTIMIZERS[name](model.parameters(), weight_decay=1e-3)
     other = amp.AmpSession()
     other.allow_incoming_model_not_fp32 = True
     other.initialize(model, optimizer, opt_level="O2", cast_model_type=False, loss_scale=1024.0, verbosity=0)
     for step in range(10):
         optimizer.zero_grad()
-        with other.scale_loss(loss_of(model, step), optimizer) as scaled:
-            scaled.backward()
+        backward(other, loss_of(model, step), optimizer)
         optimizer.step()
         by_hand.zero_grad()
         (loss_of(by_hand, step) * 1024.0).backward()
@@ -123,9 +127,7 @@ def test_scaling_by_powers_of_two_changes_no_bit(session, level, name):
 
 
 def test_double_backward_through_the_scaled_loss(session):
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session.initialize(model, optimizer, opt_level="O0", loss_scale=64.0, verbosity=0)
+    model, optimizer = start(session, "O0", "SGD-foreach", loss_scale=64.0)
     x = batch().requires_grad_()
     with session.scale_loss(model(x).square().mean(), optimizer) as scaled:
         (gx,) = torch.autograd.grad(scaled, x, create_graph=True)
@@ -184,7 +186,7 @@ def test_a_tensor_lr_stays_the_users_object_after_a_skipped_closure(session):
     session.initialize(model, optimizer, opt_level="O1", verbosity=0)
 
     def closure():
-        backward(session, model, optimizer, float("inf"))
+        backward(session, model.loss(float("inf")), optimizer)
         return model.loss(1.0)
 
     assert optimizer.step(closure) is None
@@ -204,8 +206,7 @@ def test_lbfgs_with_an_overflow_in_an_evaluation(session, bad):
         evaluations += 1
         optimizer.zero_grad()
         loss = loss_of(model) * (float("inf") if evaluations == overflow_at else 1.0)
-        with session.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        backward(session, loss, optimizer)
         return loss
 
     first = float(optimizer.step(closure).detach())

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from models import LEVELS, assert_unchanged, loss_of, mlp, snapshot
-from probe import START, Probe, backward, overflow, probe, scale_value
+from kit import INF, LEVELS, START, assert_same, backward, loss_of, mlp, probe, probes, scale_of, snapshot
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
@@ -15,8 +14,7 @@ def test_overflow_skips_the_step_and_backs_off(session, level, where, bad):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     session.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
     for _ in range(2):
-        with session.scale_loss(loss_of(model), optimizer) as scaled:
-            scaled.backward()
+        backward(session, loss_of(model), optimizer)
         optimizer.step()
         optimizer.zero_grad()
     buffers = [b.clone() for b in model.buffers()]
@@ -24,17 +22,16 @@ def test_overflow_skips_the_step_and_backs_off(session, level, where, bad):
     with session.scale_loss(loss_of(model), optimizer) as scaled:
         scaled.backward()
         dict(model.named_parameters())[where].grad.view(-1)[1] = bad
-    assert scale_value(session) == 32768.0
+    assert scale_of(session) == 32768.0
     assert optimizer.step() is None
     with torch.no_grad():
         # BatchNorm's running statistics moved in the forward, which is no part of the step.
         for b, old in zip(model.buffers(), buffers, strict=True):
             b.copy_(old)
-    assert_unchanged(before, snapshot(optimizer, model))
+    assert_same(before, snapshot(optimizer, model))
     assert session.skipped_steps(optimizer) == 1
     optimizer.zero_grad()
-    with session.scale_loss(loss_of(model), optimizer) as scaled:
-        scaled.backward()
+    backward(session, loss_of(model), optimizer)
     optimizer.step()
     assert session.skipped_steps(optimizer) == 1
     assert not torch.equal(before[0], snapshot(optimizer, model)[0])
@@ -44,23 +41,23 @@ def test_overflow_skips_the_step_and_backs_off(session, level, where, bad):
 def test_a_clean_backward_does_not_release_an_overflowed_step(session, level):
     model, optimizer = probe(session, level, n_losses=2)
     before = snapshot(optimizer, model)
-    overflow(session, model, optimizer, loss_id=0)
-    backward(session, model, optimizer, 1.0, loss_id=1)
+    backward(session, model.loss(INF), optimizer, loss_id=0)
+    backward(session, model.loss(1.0), optimizer, loss_id=1)
     optimizer.step()
-    assert_unchanged(before, snapshot(optimizer, model))
-    assert (scale_value(session, 0), scale_value(session, 1)) == (START / 2, START)
+    assert_same(before, snapshot(optimizer, model))
+    assert (scale_of(session, 0), scale_of(session, 1)) == (START / 2, START)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_two_overflows_before_a_step_skip_one_step_and_halve_twice(session, level):
     model, optimizer = probe(session, level)
-    overflow(session, model, optimizer)
-    overflow(session, model, optimizer)
+    backward(session, model.loss(INF), optimizer)
+    backward(session, model.loss(INF), optimizer)
     optimizer.step()
     optimizer.zero_grad()
-    assert scale_value(session) == START / 4
+    assert scale_of(session) == START / 4
     assert session.skipped_steps(optimizer) == 1
-    backward(session, model, optimizer, 1.0)
+    backward(session, model.loss(1.0), optimizer)
     before = snapshot(optimizer, model)
     optimizer.step()
     assert not torch.equal(before[0], snapshot(optimizer, model)[0])
@@ -68,13 +65,10 @@ def test_two_overflows_before_a_step_skip_one_step_and_halve_twice(session, leve
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_only_the_optimizers_of_the_block_are_skipped(session, level):
-    models = [Probe() for _ in range(3)]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.125) for m in models]
-    session.initialize(models, optimizers, opt_level=level, num_losses=2, max_loss_scale=START, verbosity=0)
+    models, optimizers = probes(session, level, 3, num_losses=2)
     inf = sum(m.loss(float("inf")) for m in models[:2])
-    with session.scale_loss(inf, optimizers[:2], loss_id=0) as scaled:
-        scaled.backward()
-    backward(session, models[2], optimizers[2], 1.0, loss_id=1)
+    backward(session, inf, optimizers[:2], loss_id=0)
+    backward(session, models[2].loss(1.0), optimizers[2], loss_id=1)
     for optimizer in optimizers:
         optimizer.step()
     assert [session.skipped_steps(o) for o in optimizers] == [1, 1, 0]
@@ -86,7 +80,7 @@ def test_only_the_optimizers_of_the_block_are_skipped(session, level):
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_static_scale_is_neither_checked_nor_changed(session, level):
     model, optimizer = probe(session, level, loss_scale=8.0)
-    overflow(session, model, optimizer)
+    backward(session, model.loss(INF), optimizer)
     optimizer.step()
     assert session.skipped_steps(optimizer) == 0
     assert not torch.isfinite(model.weight).any()
@@ -98,8 +92,8 @@ def test_overflow_of_a_plain_backward_is_caught_under_a_dynamic_scale(session):
     before = snapshot(optimizer, model)
     model.loss(float("nan")).backward()
     optimizer.step()
-    assert_unchanged(before[:1], snapshot(optimizer, model)[:1])
-    assert scale_value(session) == START
+    assert_same(before[:1], snapshot(optimizer, model)[:1])
+    assert scale_of(session) == START
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
@@ -107,15 +101,15 @@ def test_growth_after_the_window_and_bounds(session, level):
     model, optimizer = probe(session, level, loss_scale="dynamic", min_loss_scale=16384.0, max_loss_scale=131072.0)
     session.load_state_dict({"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 1998}})
     for expected in (65536.0, 131072.0):
-        backward(session, model, optimizer, 1e-6)
-        assert scale_value(session) == expected
+        backward(session, model.loss(1e-6), optimizer)
+        assert scale_of(session) == expected
     session.load_state_dict({"loss_scaler0": {"loss_scale": 131072.0, "unskipped": 1999}})
-    backward(session, model, optimizer, 1e-6)
-    assert scale_value(session) == 131072.0
+    backward(session, model.loss(1e-6), optimizer)
+    assert scale_of(session) == 131072.0
     optimizer.zero_grad()
     for expected in (65536.0, 32768.0, 16384.0, 16384.0):
-        overflow(session, model, optimizer)
-        assert scale_value(session) == expected
+        backward(session, model.loss(INF), optimizer)
+        assert scale_of(session) == expected
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -123,12 +117,12 @@ def test_a_thousand_overflows(session, level):
     model, optimizer = probe(session, level)
     before = snapshot(optimizer, model)
     for _ in range(1000):
-        overflow(session, model, optimizer)
+        backward(session, model.loss(INF), optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    assert scale_value(session) > 0
+    assert scale_of(session) > 0
     assert session.skipped_steps(optimizer) == 1000
-    assert_unchanged(before, snapshot(optimizer, model))
-    backward(session, model, optimizer, 1.0)
+    assert_same(before, snapshot(optimizer, model))
+    backward(session, model.loss(1.0), optimizer)
     optimizer.step()
     assert torch.isfinite(model.weight).all()

@@ -5,24 +5,24 @@ import contextlib
 import pytest
 import torch
 from host_reads import HostReads
-from models import LEVELS, loss_of, mlp
-from probe import START, Probe, backward, grads, probe, scale_value
+from kit import LEVELS, START, Probe, backward, grads, loss_of, mlp, probe, probes, scale_of
 
 from ampctx import AmpError, amp, clip_grad_norm_
 
 
+@pytest.mark.parametrize("block", [True, False], ids=["block", "plain-backward"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_parameter_unfrozen_later_trains_through_a_master(session, level):
+def test_a_parameter_unfrozen_later_trains_through_a_master(session, level, block):
     model = Probe()
     model.weight.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
     session.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
-    backward(session, model, optimizer, 1.0)
+    backward(session, model.loss(1.0), optimizer)
     optimizer.step()
     assert model.weight.eq(2).all()
     model.weight.requires_grad_(True)
     optimizer.zero_grad()
-    backward(session, model, optimizer, 1.0)
+    backward(session, model.loss(1.0), optimizer) if block else model.loss(1.0).backward()
     optimizer.step()
     assert model.weight.eq(1.875).all()
     if level in ("O2", "O5"):
@@ -36,13 +36,12 @@ def test_add_param_group(session, level, when):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
     session.initialize([model, other], optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
     if when == "between steps":
-        backward(session, model, optimizer, 1.0)
+        backward(session, model.loss(1.0), optimizer)
         optimizer.step()
         optimizer.zero_grad()
     optimizer.add_param_group({"params": other.parameters(), "lr": 1.0})
     before = model.weight.float().clone()
-    with session.scale_loss(model.loss(0.0) + other.loss(1.0), optimizer) as scaled:
-        scaled.backward()
+    backward(session, model.loss(0.0) + other.loss(1.0), optimizer)
     optimizer.step()
     assert other.weight.eq(1.0).all()
     momentum = 0.125 * 0.5 if when == "between steps" else 0.0
@@ -58,11 +57,11 @@ def test_masters_follow_a_model_that_was_loaded_or_broadcast(session, level):
     with torch.no_grad():
         master.copy_(torch.tensor([2.0001, 2.0, 2.0]))
         model.weight.copy_(torch.tensor([2.0, 5.0, 2.0]))  # what a broadcast from another rank does
-    backward(session, model, optimizer, 0.0)
+    backward(session, model.loss(0.0), optimizer)
     assert torch.equal(master, torch.tensor([2.0001, 5.0, 2.0]))
     optimizer.step()
     model.load_state_dict({k: v * 0 + 3.0 for k, v in model.state_dict().items()})
-    backward(session, model, optimizer, 8.0)
+    backward(session, model.loss(8.0), optimizer)
     optimizer.step()
     assert torch.equal(model.weight.float(), torch.full((3,), 2.0))
 
@@ -74,8 +73,7 @@ def test_host_reads(session, level):
     for _step in range(3):
         loss = model.loss(1.0)
         with HostReads() as reads:
-            with session.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
+            backward(session, loss, optimizer)
             clip_grad_norm_(amp.master_params(optimizer), 1.0)
         assert reads.count == 0
         with HostReads() as reads:
@@ -96,8 +94,7 @@ def test_a_parameter_in_two_optimizers(session, level):
         return
     session.initialize(model, optimizers, opt_level=level, loss_scale=128.0, verbosity=0)
     for accumulated in (1.0, 2.0):
-        with session.scale_loss(model.loss(1.0), optimizers) as scaled:
-            scaled.backward()
+        backward(session, model.loss(1.0), optimizers)
         assert model.weight.grad.eq(accumulated).all()
     with pytest.raises(MemoryError), session.scale_loss(model.loss(1.0), optimizers) as scaled:
         scaled.backward()
@@ -114,8 +111,7 @@ def test_two_optimizers_that_take_turns_without_masters(session, level, options)
     weight = model.weight.detach().clone()
     for optimizer, lr in zip(optimizers, (0.125, 0.25), strict=True):
         optimizer.zero_grad()
-        with session.scale_loss(model.loss(1.0), optimizer) as scaled:
-            scaled.backward()
+        backward(session, model.loss(1.0), optimizer)
         optimizer.step()
         weight -= lr * model.weight.grad
         assert torch.equal(model.weight, weight)
@@ -133,9 +129,7 @@ def test_add_param_group_with_a_parameter_that_has_a_master_elsewhere(session):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("where", ["begin", "unscale"])
 def test_an_interrupt_between_two_optimizers_of_a_block(session, level, where, monkeypatch):
-    models = [Probe(), Probe()]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.125) for m in models]
-    session.initialize(models, optimizers, opt_level=level, loss_scale=4.0, verbosity=0)
+    models, optimizers = probes(session, level, loss_scale=4.0)
     second = session._bindings[optimizers[1]].gradients
 
     def interrupt(*args, **kwargs):
@@ -150,8 +144,7 @@ def test_an_interrupt_between_two_optimizers_of_a_block(session, level, where, m
             scaled.backward()
     for optimizer in optimizers:
         optimizer.zero_grad()
-    with session.scale_loss(sum(m.loss(1.0) for m in models), optimizers) as scaled:
-        scaled.backward()
+    backward(session, sum(m.loss(1.0) for m in models), optimizers)
     for model, optimizer in zip(models, optimizers, strict=True):
         optimizer.step()
         assert model.weight.eq(1.875).all()
@@ -164,17 +157,17 @@ def test_zero_grad_inside_the_block_clears_what_was_there(session, level):
         with session.scale_loss(model.loss(1.0), optimizer) as scaled:
             optimizer.zero_grad()
             scaled.backward()
-    assert all(g.eq(1).all() for g in grads(optimizer))
+    assert all(g.eq(1).all() for g in grads(session, optimizer))
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_zero_grad_ends_a_window(session, level):
     for zero in ("optimizer", "model"):
         model, optimizer = probe(session, level, loss_scale=8.0)
-        backward(session, model, optimizer, 1.0, delay_unscale=True)
+        backward(session, model.loss(1.0), optimizer, delay_unscale=True)
         (optimizer if zero == "optimizer" else model).zero_grad()
-        backward(session, model, optimizer, 0.5)
-        assert all(g.eq(0.5).all() for g in grads(optimizer))
+        backward(session, model.loss(0.5), optimizer)
+        assert all(g.eq(0.5).all() for g in grads(session, optimizer))
         session.reset()
 
 
@@ -183,29 +176,29 @@ def test_delayed_gradients_stay_scaled_in_the_model(session, level):
     """So that DistributedDataParallel reduces the sum with the last of them."""
     model, optimizer = probe(session, level, n_losses=2, loss_scale=8.0)
     session.loss_scales[1].set(32.0)
-    backward(session, model, optimizer, 1.0)
-    backward(session, model, optimizer, 1.0, delay_unscale=True)
-    backward(session, model, optimizer, 1.0, delay_unscale=True)
+    backward(session, model.loss(1.0), optimizer)
+    backward(session, model.loss(1.0), optimizer, delay_unscale=True)
+    backward(session, model.loss(1.0), optimizer, delay_unscale=True)
     assert model.weight.grad.eq(16).all()
-    backward(session, model, optimizer, 1.0, loss_id=1)
-    assert all(g.eq(4).all() for g in grads(optimizer))
+    backward(session, model.loss(1.0), optimizer, loss_id=1)
+    assert all(g.eq(4).all() for g in grads(session, optimizer))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("factor", [1.0, float("inf")])
 def test_a_step_right_after_a_delayed_block(session, level, factor):
     model, optimizer = probe(session, level)
-    backward(session, model, optimizer, factor, delay_unscale=True)
+    backward(session, model.loss(factor), optimizer, delay_unscale=True)
     optimizer.step()
     assert model.weight.eq(1.875 if factor == 1.0 else 2.0).all()
-    assert scale_value(session) == (START if factor == 1.0 else START / 2)
+    assert scale_of(session) == (START if factor == 1.0 else START / 2)
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("then", ["step", "reset", "read"])
 def test_loaded_weights_count_without_another_block(session, level, then):
     model, optimizer = probe(session, level, loss_scale=8.0)
-    backward(session, model, optimizer, 1.0)
+    backward(session, model.loss(1.0), optimizer)
     optimizer.step()
     model.load_state_dict({k: torch.zeros_like(v) for k, v in model.state_dict().items()})
     if then == "read":
@@ -218,24 +211,9 @@ def test_loaded_weights_count_without_another_block(session, level, then):
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_unfrozen_and_stepped_without_a_block(session, level):
-    model = Probe()
-    model.weight.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
-    session.initialize(model, optimizer, opt_level=level, verbosity=0)
-    model.weight.requires_grad_(True)
-    model.loss(1.0).backward()
-    optimizer.step()
-    assert next(iter(amp.master_params(optimizer))).eq(1.875).all()
-    assert next(iter(amp.master_params(optimizer))).dtype == torch.float32
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("raises", [False, True], ids=["", "raises"])
 def test_scaled_gradients_do_not_reach_an_optimizer_that_the_block_leaves_out(session, level, raises):
-    models = [Probe(), Probe()]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.125) for m in models]
-    session.initialize(models, optimizers, opt_level=level, loss_scale=128.0, verbosity=0)
+    models, optimizers = probes(session, level, loss_scale=128.0)
     with (
         pytest.raises(MemoryError) if raises else contextlib.nullcontext(),
         session.scale_loss(sum(m.loss(1.0) for m in models), optimizers[0]) as scaled,
@@ -246,17 +224,7 @@ def test_scaled_gradients_do_not_reach_an_optimizer_that_the_block_leaves_out(se
     for optimizer in optimizers:
         optimizer.step()
     assert models[0].weight.eq(2.0 if raises else 1.875).all()
-    assert models[1].weight.eq(2).all()
-
-
-def test_step_inside_the_block_is_an_error(session):
-    model, optimizer = probe(session, "O1")
-    with (
-        pytest.raises(AmpError, match="inside a scale_loss block"),
-        session.scale_loss(model.loss(1.0), optimizer) as scaled,
-    ):
-        scaled.backward()
-        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(Probe().parameters(), models[1].parameters(), strict=True))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -267,8 +235,7 @@ def test_state_from_before_initialize_follows_the_weights(session, level):
     optimizer.step()
     optimizer.zero_grad()
     session.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
-    with session.scale_loss(loss_of(model), optimizer) as scaled:
-        scaled.backward()
+    backward(session, loss_of(model), optimizer)
     optimizer.step()
     session.reset()
     loss_of(model).backward()

@@ -4,8 +4,7 @@ import logging
 
 import pytest
 import torch
-from models import LEVELS, assert_unchanged, snapshot
-from probe import START, Probe, backward, grads, overflow, probe
+from kit import INF, LEVELS, START, Probe, assert_same, backward, grads, probe, snapshot, start
 from torch import nn
 
 from ampctx import AmpError, AmpIndexError, AmpTypeError, amp
@@ -17,8 +16,8 @@ from ampctx import AmpError, AmpIndexError, AmpTypeError, amp
 def test_gradients_are_unscaled_and_accumulate(session, level, loss_scale, passes):
     model, optimizer = probe(session, level, loss_scale=loss_scale)
     for _ in range(passes):
-        backward(session, model, optimizer, 0.5)
-    for grad in grads(optimizer):
+        backward(session, model.loss(0.5), optimizer)
+    for grad in grads(session, optimizer):
         assert torch.equal(grad, torch.full_like(grad, 0.5 * passes))
 
 
@@ -37,10 +36,10 @@ def test_yields_the_scaled_fp32_loss(session, level):
 def test_different_scales_within_one_step(session, level):
     model, optimizer = probe(session, level, n_losses=2, loss_scale=4.0)
     session.loss_scales[1].set(16.0)
-    backward(session, model, optimizer, 0.5, loss_id=0)
-    backward(session, model, optimizer, 0.25, loss_id=1)
-    backward(session, model, optimizer, 1.0, loss_id=-1)
-    assert all(torch.equal(g, torch.full_like(g, 1.75)) for g in grads(optimizer))
+    backward(session, model.loss(0.5), optimizer, loss_id=0)
+    backward(session, model.loss(0.25), optimizer, loss_id=1)
+    backward(session, model.loss(1.0), optimizer, loss_id=-1)
+    assert all(torch.equal(g, torch.full_like(g, 1.75)) for g in grads(session, optimizer))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -48,7 +47,7 @@ def test_different_scales_within_one_step(session, level):
 def test_step_and_zero_grad_start_afresh(session, level, zero):
     model, optimizer = probe(session, level, loss_scale=8.0)
     for _ in range(2):
-        backward(session, model, optimizer, 1.0)
+        backward(session, model.loss(1.0), optimizer)
         optimizer.step()
         if zero == "model":
             model.zero_grad()
@@ -62,7 +61,7 @@ def test_step_and_zero_grad_start_afresh(session, level, zero):
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_the_model_holds_no_scaled_gradients_afterwards(session, level):
     model, optimizer = probe(session, level, loss_scale=128.0)
-    backward(session, model, optimizer, 1.0)
+    backward(session, model.loss(1.0), optimizer)
     assert model.weight.grad is None
 
 
@@ -70,8 +69,7 @@ def test_the_model_holds_no_scaled_gradients_afterwards(session, level):
 def test_parameters_without_a_gradient(session, level):
     model, optimizer = probe(session, level, loss_scale="dynamic")
     for used in (model.weight, model.norm.weight):
-        with session.scale_loss(used.float().sum(), optimizer) as scaled:
-            scaled.backward()
+        backward(session, used.float().sum(), optimizer)
     for p, master in zip(model.parameters(), list(amp.master_params(optimizer)), strict=True):
         expected = torch.ones_like(master) if p is model.weight or p is model.norm.weight else None
         assert (master.grad is None) == (expected is None)
@@ -83,17 +81,16 @@ def test_parameters_without_a_gradient(session, level):
 def test_a_step_without_any_gradient_changes_nothing(session, level):
     model, optimizer = probe(session, level, loss_scale="dynamic")
     before = snapshot(optimizer, model)
-    with session.scale_loss(torch.zeros((), requires_grad=True), optimizer) as scaled:
-        scaled.backward()
+    backward(session, torch.zeros((), requires_grad=True), optimizer)
     optimizer.step()
-    assert_unchanged(before, snapshot(optimizer, model))
+    assert_same(before, snapshot(optimizer, model))
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_plain_backward_outside_the_block_counts_too(session, level):
     model, optimizer = probe(session, level, loss_scale=128.0)
     model.loss(1.0).backward()
-    backward(session, model, optimizer, 0.5)
+    backward(session, model.loss(0.5), optimizer)
     model.loss(0.25).backward()
     optimizer.step()
     weight = next(iter(amp.master_params(optimizer)))
@@ -104,12 +101,12 @@ def test_plain_backward_outside_the_block_counts_too(session, level):
 def test_nested_blocks(session, level):
     model, optimizer = probe(session, level, n_losses=2, loss_scale=4.0)
     session.loss_scales[1].set(32.0)
-    backward(session, model, optimizer, 1.0)
+    backward(session, model.loss(1.0), optimizer)
     with session.scale_loss(model.loss(0.5), optimizer, loss_id=0) as outer:
         outer.backward(retain_graph=True)
-        backward(session, model, optimizer, 2.0, loss_id=1)
+        backward(session, model.loss(2.0), optimizer, loss_id=1)
         outer.backward()
-    assert all(torch.equal(g, torch.full_like(g, 4.0)) for g in grads(optimizer))
+    assert all(torch.equal(g, torch.full_like(g, 4.0)) for g in grads(session, optimizer))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -118,9 +115,9 @@ def test_a_scale_that_moves_inside_a_nested_block(session, level):
     optimizer, second = (torch.optim.SGD(m.parameters(), lr=0.125) for m in (model, other))
     session.initialize([model, other], [optimizer, second], opt_level=level, max_loss_scale=START, verbosity=0)
     with session.scale_loss(model.loss(1.0), optimizer) as outer:
-        overflow(session, other, second)
+        backward(session, other.loss(INF), second)
         outer.backward()
-    assert all(torch.equal(g, torch.full_like(g, 1.0)) for g in grads(optimizer))
+    assert all(torch.equal(g, torch.full_like(g, 1.0)) for g in grads(session, optimizer))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -128,7 +125,7 @@ def test_a_scale_that_moves_inside_a_nested_block(session, level):
 def test_an_exception_leaves_gradients_as_before_the_block(session, level, accumulated):
     model, optimizer = probe(session, level, loss_scale="dynamic")
     for _ in range(accumulated):
-        backward(session, model, optimizer, 1.0, delay_unscale=True)
+        backward(session, model.loss(1.0), optimizer, delay_unscale=True)
     tensors = [*model.parameters(), *amp.master_params(optimizer)]
     before = [None if p.grad is None else p.grad.clone() for p in tensors]
     state = session.state_dict()
@@ -138,8 +135,8 @@ def test_an_exception_leaves_gradients_as_before_the_block(session, level, accum
     for old, p in zip(before, tensors, strict=True):
         assert old is p.grad is None or torch.equal(old, p.grad)
     assert session.state_dict() == state
-    backward(session, model, optimizer, 1.0)
-    assert all(torch.equal(g, torch.full_like(g, accumulated + 1.0)) for g in grads(optimizer))
+    backward(session, model.loss(1.0), optimizer)
+    assert all(torch.equal(g, torch.full_like(g, accumulated + 1.0)) for g in grads(session, optimizer))
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
@@ -155,7 +152,7 @@ def test_gradients_that_are_views_into_a_bucket(session, level):
 
     handle = p.register_post_accumulate_grad_hook(reduce_into_bucket)
     for _ in range(2):
-        backward(session, model, optimizer, 1.0)
+        backward(session, model.loss(1.0), optimizer)
     handle.remove()
     assert torch.equal(p.grad, torch.full_like(p, 2.0))
 
@@ -168,8 +165,7 @@ def test_sparse_gradients(session, level):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     session.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
     for _ in range(2):
-        with session.scale_loss(model(torch.tensor([1, 1, 4])).sum(), optimizer) as scaled:
-            scaled.backward()
+        backward(session, model(torch.tensor([1, 1, 4])).sum(), optimizer)
     optimizer.step()
     expected = start.clone()
     expected[1] -= 2.0
@@ -178,9 +174,7 @@ def test_sparse_gradients(session, level):
 
 
 def test_a_static_scale_of_one_leaves_gradients_as_backward_left_them(session):
-    table = nn.Embedding(4, 2, sparse=True)
-    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
-    session.initialize(table, optimizer, opt_level="O0", verbosity=0)
+    table, optimizer = start(session, "O0", "SGD-plain", nn.Embedding(4, 2, sparse=True))
     with session.scale_loss(table(torch.tensor([1, 1])).sum(), optimizer) as scaled:
         scaled.backward()
         grad = table.weight.grad
@@ -189,14 +183,12 @@ def test_a_static_scale_of_one_leaves_gradients_as_backward_left_them(session):
 
 
 def test_sparse_duplicates_that_overflow_when_summed(session):
-    model = nn.Embedding(4, 2, sparse=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    session.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic", verbosity=0)
+    model, optimizer = start(session, "O2", "SGD-plain", nn.Embedding(4, 2, sparse=True), loss_scale="dynamic")
     before = snapshot(optimizer, model)
     with session.scale_loss(model(torch.tensor([1, 1])).sum() * 0.75, optimizer) as scaled:
         scaled.backward()  # 0.75 * 65536 fits fp16, its double does not
     optimizer.step()
-    assert_unchanged(before, snapshot(optimizer, model))
+    assert_same(before, snapshot(optimizer, model))
     assert session.skipped_steps(optimizer) == 1
 
 
@@ -210,38 +202,45 @@ def test_channels_last_and_expanded_gradients(session, level):
     for grad in (fill, fill.to(memory_format=torch.channels_last), torch.ones(1, 1, 1, 1).expand(4, 3, 2, 2)):
         with session.scale_loss(torch.zeros(()), optimizer):
             model.weight.grad = (grad * 4).to(model.weight.dtype) if grad.stride()[0] else grad.to(model.weight.dtype)
-    (master,) = grads(optimizer)
+    (master,) = grads(session, optimizer)
     torch.testing.assert_close(master.float(), fill * 2 + 0.25)
     optimizer.step()
     torch.testing.assert_close(model.weight.float(), (start - fill * 2 - 0.25), rtol=1e-2, atol=1e-1)
 
 
 def test_errors_of_scale_loss(session):
-    with (
-        pytest.raises(AmpError, match="Invoked 'with amp.scale_loss'.*has not been initialized"),
-        session.scale_loss(torch.ones(()), []),
-    ):
-        pass
+    def enter(loss, *args, **options):
+        with session.scale_loss(loss, *args, **options):
+            pytest.fail("the block was entered")
+
+    with pytest.raises(AmpError, match="Invoked 'with amp.scale_loss'.*has not been initialized"):
+        enter(torch.ones(()), [])
     model, optimizer = probe(session, "O2", n_losses=2)
-    with (
-        pytest.raises(AmpIndexError, match="loss_id is 2, and num_losses=2"),
-        session.scale_loss(model.loss(1.0), optimizer, loss_id=2),
-    ):
-        pass
-    with (
-        pytest.raises(AmpTypeError, match="loss is torch.complex64"),
-        session.scale_loss(torch.ones(()) * 1j, optimizer),
-    ):
-        pytest.fail("the block was entered")
-    with pytest.raises(AmpTypeError, match="loss must be a tensor, got float"), session.scale_loss(1.0, optimizer):
-        pass
     stranger = torch.optim.SGD(Probe().parameters(), lr=0.1)
-    with (
-        pytest.raises(AmpError, match=r"optimizers\[1\] \(SGD\) did not go through amp.initialize"),
-        session.scale_loss(model.loss(1.0), (optimizer, stranger)),
+    for kind, message, args in (
+        (AmpIndexError, "loss_id is 2, and num_losses=2", (model.loss(1.0), optimizer, 2)),
+        (AmpTypeError, "loss is torch.complex64", (torch.ones(()) * 1j, optimizer)),
+        (AmpTypeError, "loss must be a tensor, got float", (1.0, optimizer)),
+        (
+            AmpError,
+            r"optimizers\[1\] \(SGD\) did not go through amp.initialize",
+            (model.loss(1.0), (optimizer, stranger)),
+        ),
+        *(
+            (
+                AmpTypeError,
+                "loss_id must be an int, got .*from 0 to num_losses - 1",
+                (model.loss(1.0), optimizer, loss_id),
+            )
+            for loss_id in ("0", None, 1.0, True, [0], torch.tensor(1))
+        ),
     ):
-        pass
-    backward(session, model, optimizer, 1.0)
+        with pytest.raises(kind, match=message):
+            enter(*args)
+    backward(session, model.loss(1.0), optimizer)
+    for call in (optimizer.step, session.reset):
+        with pytest.raises(AmpError, match="inside a scale_loss block"), session.scale_loss(model.loss(1.0), optimizer):
+            call()
 
 
 def test_messages_go_to_the_logger_and_are_few(session, caplog):
@@ -249,7 +248,7 @@ def test_messages_go_to_the_logger_and_are_few(session, caplog):
     session.verbosity = 1
     with caplog.at_level(logging.WARNING, "ampctx"):
         for _ in range(100):
-            overflow(session, model, optimizer)
+            backward(session, model.loss(INF), optimizer)
             optimizer.step()
             optimizer.zero_grad()
     texts = [r.getMessage() for r in caplog.records]
@@ -261,27 +260,15 @@ def test_messages_go_to_the_logger_and_are_few(session, caplog):
     assert "ampctx: 64 steps skipped so far" in texts
     caplog.clear()
     session.verbosity = 0
-    overflow(session, model, optimizer)
+    backward(session, model.loss(INF), optimizer)
     optimizer.step()
     assert not caplog.records
-
-
-@pytest.mark.parametrize("loss_id", ["0", None, 1.0, True, [0], torch.tensor(1)], ids=repr)
-def test_a_loss_id_that_is_no_number_of_a_loss(session, loss_id):
-    model, optimizer = probe(session, "O1", n_losses=2)
-    with (
-        pytest.raises(AmpTypeError, match="loss_id must be an int, got .*from 0 to num_losses - 1"),
-        session.scale_loss(model.loss(1.0), optimizer, loss_id=loss_id),
-    ):
-        pytest.fail("the block was entered")
-    backward(session, model, optimizer, 1.0, loss_id=1)
-    optimizer.step()
 
 
 def test_an_integer_of_numpy_is_a_loss_id(session):
     np = pytest.importorskip("numpy")
     model, optimizer = probe(session, "O1", n_losses=2)
-    backward(session, model, optimizer, float("inf"), loss_id=np.int64(1))
+    backward(session, model.loss(float("inf")), optimizer, loss_id=np.int64(1))
     optimizer.step()
     assert set(session.outcome(optimizer).overflowed) == {1}
     assert session.state_dict()["loss_scaler1"]["loss_scale"] == START / 2

@@ -1,17 +1,15 @@
 """Loss scales saved by apex, by torch and by us, read by each other."""
 
 import logging
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from models import mlp
+from kit import backward, mlp
 
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.amp import GradScaler
 from ampctx.scaling.formats import (
-    fp16_optimizer_entry,
     is_amp_state,
     is_grad_scaler_state,
     to_amp_state,
@@ -125,8 +123,7 @@ def test_a_static_scale_that_skips_takes_the_value_and_keeps_it(session, caplog,
         session.load_state_dict({"loss_scaler0": {"loss_scale": loaded, "unskipped": 1999}})
     assert f"It goes from 8192.0 to the checkpoint's {loaded} and stays" in caplog.text
     for i, factor in enumerate((1.0, float("inf"), float("nan"))):
-        with session.scale_loss(model(torch.ones(1, 2)).float().sum() * factor, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(session, model(torch.ones(1, 2)).float().sum() * factor, optimizer)
         optimizer.step()
         optimizer.zero_grad()
         assert session.skipped_steps(optimizer) == i
@@ -158,28 +155,6 @@ def test_more_than_nine_scales_go_by_number_in_any_order(session):
     saved = {f"loss_scaler{i}": {"loss_scale": float(2**i), "unskipped": i} for i in range(12)}
     session.load_state_dict(dict(sorted(saved.items())))  # "loss_scaler10" comes before "loss_scaler2"
     assert session.state_dict() == saved
-
-
-@pytest.mark.parametrize(
-    ("entry", "error", "message"),
-    [
-        (
-            {"loss_scale": torch.ones(2), "unskipped": 0},
-            AmpTypeError,
-            r'\["loss_scaler1"\]: loss_scale must be a number',
-        ),
-        ({"loss_scale": 4.0, "unskipped": 1.5}, AmpTypeError, r'\["loss_scaler1"\]: unskipped must be an int'),
-        ({"loss_scale": "4", "unskipped": 0}, AmpTypeError, r'\["loss_scaler1"\]: loss_scale must be a number'),
-        ({"loss_scale": torch.tensor(0.0), "unskipped": 0}, AmpValueError, r'\["loss_scaler1"\]: loss_scale is 0.0'),
-        ({"loss_scale": 4.0, "unskipped": 0, "hysteresis": -1}, AmpValueError, r'"loss_scaler1"\]: hysteresis is -1'),
-    ],
-    ids=["two-elements", "fractional-count", "string", "collapsed", "hysteresis"],
-)
-def test_a_bad_entry_is_named_and_nothing_loaded(session, entry, error, message):
-    init(session, 2)
-    with pytest.raises(error, match=message):
-        session.load_state_dict({**APEX, "loss_scaler1": entry})
-    assert session.state_dict()["loss_scaler0"]["loss_scale"] == 65536.0
 
 
 # --- into a GradScaler ------------------------------------------------------------------------------------------------
@@ -272,55 +247,3 @@ def test_what_cannot_be_converted(convert, kind, message):
 )
 def test_formats_are_told_apart(state, amp, torch_):
     assert (is_amp_state(state), is_grad_scaler_state(state)) == (amp, torch_)
-
-
-# --- FP16_Optimizer ---------------------------------------------------------------------------------------------------
-
-
-def dynamic_scaler_of_2018(flags, window):
-    """What ``fp16_utils.DynamicLossScaler`` and ``contrib.optimizers.FP16_Optimizer`` count; and clean steps since."""
-    state = {"cur_scale": 2.0**16, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": window}
-    clean = 0
-    for flag in flags:
-        if flag:
-            state["cur_scale"], state["last_overflow_iter"], clean = state["cur_scale"] / 2, state["cur_iter"], 0
-        else:
-            clean += 1
-            if (state["cur_iter"] - state["last_overflow_iter"]) % window == 0:
-                state["cur_scale"], clean = state["cur_scale"] * 2, 0
-        state["cur_iter"] += 1
-    return state, clean
-
-
-@pytest.mark.parametrize("as_object", [True, False], ids=["fp16_utils", "contrib"])
-@pytest.mark.parametrize(
-    "flags",
-    [[], [0, 0], [0, 0, 0], [0, 0, 0, 0], [1], [0, 1, 0, 0], [0, 1, 0, 0, 0, 0, 0, 0]],
-    ids=["new", "two", "window", "past-window", "overflow", "since-overflow", "windows-since"],
-)
-def test_the_counter_of_dynamic_scalers_of_2018(flags, as_object):
-    values, clean = dynamic_scaler_of_2018(flags, window=3)
-    state = {"loss_scaler": SimpleNamespace(**values)} if as_object else values
-    assert fp16_optimizer_entry(state) == {"loss_scale": values["cur_scale"], "unskipped": clean}
-
-
-@pytest.mark.parametrize(
-    ("state", "entry"),
-    [
-        ({"loss_scaler": SimpleNamespace(_loss_scale=64.0, _unskipped=5, dynamic=True)}, (64.0, 5)),
-        ({"loss_scaler": SimpleNamespace(cur_scale=128.0)}, (128.0, 0)),
-        ({"dynamic_loss_scale": False, "cur_scale": 128.0, "cur_iter": 40}, (128.0, 0)),
-    ],
-    ids=["amps-scaler", "static-object", "static-numbers"],
-)
-def test_the_other_scalers_of_fp16_optimizer(state, entry):
-    assert fp16_optimizer_entry(state) == dict(zip(("loss_scale", "unskipped"), entry, strict=True))
-
-
-def test_a_state_without_a_scale_has_no_entry():
-    assert fp16_optimizer_entry({"optimizer_state_dict": {}}) is None
-
-
-def test_a_dynamic_scaler_without_its_counts_is_an_error():
-    with pytest.raises(AmpKeyError, match='no "last_overflow_iter"'):
-        fp16_optimizer_entry({"cur_scale": 4.0, "scale_window": 1000})

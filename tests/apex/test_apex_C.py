@@ -59,7 +59,7 @@ def test_no_tensors_to_unflatten_to():
             "flatten",
             ([torch.ones(2), torch.ones(2, device="meta")],),
             AmpValueError,
-            r"tensors\[1\] is on meta, not on the same device as the first tensor, on cpu",
+            r"tensors\[1\] is on meta, and tensors\[0\] is on cpu",
         ),
         ("unflatten", (None, []), AmpTypeError, "flat must be a tensor, got NoneType"),
         ("unflatten", (torch.ones(2, 2), []), AmpValueError, "flat has 2 dimensions, expected 1"),

@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from muon_groups import muon
+from kit import OPTIMIZERS, muon, params_of
 from torch import Tensor, nn
-
-from ampctx.optimizers import (
-    FusedAdagrad,
-    FusedAdam,
-    FusedLAMB,
-    FusedLion,
-    FusedMixedPrecisionLamb,
-    FusedNovoGrad,
-    FusedSGD,
-)
 
 LOW = {"fp16": torch.float16, "bf16": torch.bfloat16}
 DTYPES = {"fp32": torch.float32, **LOW, "fp64": torch.float64}
 SHAPES = [(3, 5), (), (0,), (1,), (17,), (2, 3, 4, 4), (5, 4)]
 
 # Each with options that use all of its state.
-OPTIMIZERS: dict[str, Callable[..., Any]] = {
-    "adam": lambda p, **o: FusedAdam(p, **{"lr": 0.01, "weight_decay": 0.1, "amsgrad": True, **o}),
-    "sgd": lambda p, **o: FusedSGD(p, **{"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "dampening": 0.1, **o}),
-    "lamb": lambda p, **o: FusedLAMB(p, **{"lr": 0.01, **o}),
-    "novograd": lambda p, **o: FusedNovoGrad(p, **{"lr": 0.01, "weight_decay": 0.1, **o}),
-    "adagrad": lambda p, **o: FusedAdagrad(p, **{"lr": 0.01, "weight_decay": 0.1, **o}),
-    "lion": lambda p, **o: FusedLion(p, **{"lr": 0.01, "weight_decay": 0.1, **o}),
+BY_NAME: dict[str, Callable[..., Any]] = {
+    "adam": partial(OPTIMIZERS["FusedAdam"], weight_decay=0.1, amsgrad=True),
+    "sgd": partial(OPTIMIZERS["FusedSGD"], weight_decay=0.1, dampening=0.1),
+    "lamb": OPTIMIZERS["FusedLAMB"],
+    "novograd": partial(OPTIMIZERS["FusedNovoGrad"], weight_decay=0.1),
+    "adagrad": partial(OPTIMIZERS["FusedAdagrad"], weight_decay=0.1),
+    "lion": partial(OPTIMIZERS["FusedLion"], weight_decay=0.1),
     "muon": muon,
-    "mixed-lamb": lambda p, **o: FusedMixedPrecisionLamb(p, **{"lr": 0.01, **o}),
+    "mixed-lamb": OPTIMIZERS["FusedMixedPrecisionLamb"],
 }
 # Dtypes of parameters, and how an optimizer keeps what they round off.
 MODES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
@@ -46,8 +36,8 @@ MODES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "stochastic": (torch.float16, {"write_back": "stochastic"}),
 }
 # Those whose step is one op call for each bucket of parameters.
-ONE_CALL = [name for name in OPTIMIZERS if name != "muon"]
-OWN_MASTERS = [name for name in OPTIMIZERS if name != "mixed-lamb"]
+ONE_CALL = [name for name in BY_NAME if name != "muon"]
+OWN_MASTERS = [name for name in BY_NAME if name != "mixed-lamb"]
 STATE = {
     "adam": {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
     "sgd": {"momentum_buffer"},
@@ -62,16 +52,16 @@ STATE = {
 
 def with_masters(name: str, params: Any, **options: Any) -> Any:
     if name != "mixed-lamb":
-        return OPTIMIZERS[name](params, master_weights=True, **options)
+        return BY_NAME[name](params, master_weights=True, **options)
     params = list(params)
-    return OPTIMIZERS[name](params, reduced_precision_dtype=params[0].dtype, **options)
+    return BY_NAME[name](params, reduced_precision_dtype=params[0].dtype, **options)
 
 
 def make(name: str, mode: str) -> Any:
     dtype, options = MODES[mode]
     if "master_weights" in options and name == "mixed-lamb":
         return with_masters(name, parameters(dtype))
-    return OPTIMIZERS[name](parameters(dtype), **options)
+    return BY_NAME[name](parameters(dtype), **options)
 
 
 def parameters(dtype: torch.dtype = torch.float32, shapes: Any = SHAPES, seed: int = 0) -> list[nn.Parameter]:
@@ -99,27 +89,10 @@ def give(params: list, grads: list) -> None:
         p.grad = g
 
 
-def params_of(optimizer: Any) -> list:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def run(optimizer: Any, steps: int = 3, first: int = 0) -> None:
     for step in range(first, first + steps):
         give(params_of(optimizer), gradients(params_of(optimizer), step))
         optimizer.step()
-
-
-def snapshot(optimizer: Any) -> list[Tensor]:
-    """A copy of parameters and state."""
-    found = []
-    for p in params_of(optimizer):
-        found.append(p.detach().clone())
-        found += [value.clone() for _, value in sorted(optimizer.state.get(p, {}).items())]
-    return found
-
-
-def assert_same(a: list[Tensor], b: list[Tensor]) -> None:
-    torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 # --- the formulas -----------------------------------------------------------------------------------------------------
@@ -220,14 +193,6 @@ class Formula:
             p -= o["lr"] * self._average(s, "m", beta1, g / d + wd * p, beta3) / c1
         else:
             p -= o["lr"] * (self._average(s, "m", beta1, g, beta3) / c1 / d + wd * p)
-
-
-def saved(state_dict: Any) -> Any:
-    """Through a file, read as safely as torch can."""
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def like(optimizer: Any) -> list[nn.Parameter]:

@@ -10,16 +10,8 @@ import re
 import pytest
 import torch
 from host_reads import HostReads
-from optimizer_cases import (
-    OPTIMIZERS,
-    STATE,
-    assert_same,
-    parameters,
-    params_of,
-    run,
-    snapshot,
-    with_masters,
-)
+from kit import assert_same, params_of, snapshot
+from optimizer_cases import BY_NAME, STATE, parameters, run, with_masters
 from torch import nn
 
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
@@ -32,7 +24,7 @@ AVERAGES = {"exp_avg", "momentum_buffer"}
 
 
 def make(name):
-    return OPTIMIZERS[name](parameters(shapes=shapes_of(name)))
+    return BY_NAME[name](parameters(shapes=shapes_of(name)))
 
 
 def shapes_of(name):
@@ -78,7 +70,7 @@ def test_a_missing_step_count_would_restart_bias_correction(name, value):
 
 # torch's SGD has None for a buffer until a parameter has a gradient.
 @pytest.mark.parametrize(
-    ("name", "key"), [(name, key) for name in OPTIMIZERS if name != "sgd" for key in sorted(STATE[name])]
+    ("name", "key"), [(name, key) for name in BY_NAME if name != "sgd" for key in sorted(STATE[name])]
 )
 def test_a_missing_part_of_a_state_would_begin_at_0(name, key):
     checkpoint = trained(name).state_dict()
@@ -115,7 +107,7 @@ def test_a_step_that_is_no_count(name, value, kind):
     refused(trained(name, 1), checkpoint, kind, r"the state 'step' of param_groups\[0\]\['params'\]\[3\] is|has 2")
 
 
-@pytest.mark.parametrize(("name", "key"), [(name, key) for name in OPTIMIZERS for key in sorted(STATE[name])])
+@pytest.mark.parametrize(("name", "key"), [(name, key) for name in BY_NAME for key in sorted(STATE[name])])
 def test_numbers_that_no_run_leaves(name, key):
     values = [NAN, INF, -INF] if key in AVERAGES else [NAN, -1e-3, -INF]
     for value in values:
@@ -147,7 +139,7 @@ def test_an_overflow_of_a_square_goes_on():
     ],
     ids=["int", "complex", "sparse", "meta", "shape", "list"],
 )
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_state_of_another_kind(name, value, message):
     (key, *_) = sorted(STATE[name])
     checkpoint = trained(name).state_dict()
@@ -170,9 +162,9 @@ def test_state_of_another_kind(name, value, message):
 @pytest.mark.parametrize("name", ["adam", "sgd"])
 def test_a_remainder_of_another_kind(name, damage):
     params = [nn.Parameter(torch.randn(3, 5).bfloat16())]
-    source = OPTIMIZERS[name](params, master_weights="split")
+    source = BY_NAME[name](params, master_weights="split")
     run(source, 2)
-    optimizer = OPTIMIZERS[name]([nn.Parameter(params[0].detach().clone())], master_weights="split")
+    optimizer = BY_NAME[name]([nn.Parameter(params[0].detach().clone())], master_weights="split")
     run(optimizer, 1)
     checkpoint = copy.deepcopy(source.state_dict())
     checkpoint["state"][0]["remainder"] = damage(checkpoint["state"][0]["remainder"])
@@ -224,50 +216,48 @@ def test_a_weight_decay_that_would_mean_something_else():
 # --- the form of a checkpoint -----------------------------------------------------------------------------------------
 
 
-def rename_states(checkpoint):
-    checkpoint["state"] = {str(key): value for key, value in checkpoint["state"].items()}
-
-
-def drop_params(checkpoint):
-    del checkpoint["param_groups"][0]["params"]
-
-
-def state_of_another(checkpoint):
-    checkpoint["param_groups"][0]["params"][1] = 0
+def to_group(**options):
+    return lambda c: c["param_groups"][0].update(options)
 
 
 FORMS = {
-    "by text": (rename_states, AmpKeyError, r"state for '0' \(str\), and no param group has a parameter"),
-    "no params": (drop_params, AmpKeyError, r"param_groups\[0\] of the checkpoint has no 'params'"),
-    "one for two": (state_of_another, AmpValueError, r"has 0 for param_groups\[0\]\['params'\]\[1\], and for another"),
-    "params a number": (
-        lambda c: c["param_groups"][0].update(params=4),
-        AmpTypeError,
-        r"param_groups\[0\] of the checkpoint: 'params' is of type int",
-    ),
+    "by text": (lambda c: c.update(state={str(key): value for key, value in c["state"].items()}), AmpKeyError,
+        r"state for '0' \(str\), and no param group has a parameter"),
+    "no params": (lambda c: c["param_groups"][0].pop("params"), AmpKeyError,
+        r"param_groups\[0\] of the checkpoint has no 'params'"),
+    "one for two": (to_group(params=[0, 0, 2, 3]), AmpValueError,
+        r"has 0 for param_groups\[0\]\['params'\]\[1\], and for another"),
+    "params a number": (to_group(params=4), AmpTypeError,
+        r"param_groups\[0\] of the checkpoint: 'params' is of type int"),
     "group no dict": (lambda c: c.update(param_groups=[3]), AmpTypeError, r"param_groups\[0\] .* is of type int"),
     "state a list": (lambda c: c.update(state=[]), AmpTypeError, "'state' of the checkpoint is of type list"),
-    "groups no list": (
-        lambda c: c.update(param_groups=3),
-        AmpTypeError,
-        "'param_groups' of the checkpoint is of type int",
-    ),
+    "groups no list": (lambda c: c.update(param_groups=3), AmpTypeError, "'param_groups' of the checkpoint is of type"),
+    "no groups": (lambda c: c.pop("param_groups"), KeyError, "param_groups"),
     "no state": (lambda c: c.pop("state"), AmpKeyError, "the checkpoint has no 'state'"),
-    "state of one": (
-        lambda c: c["state"].update({1: [1.0]}),
-        AmpTypeError,
-        r"the state of param_groups\[0\]\['params'\]\[1\] is of type list, expected a dict",
-    ),
+    "state of one": (lambda c: c["state"].update({1: [1.0]}), AmpTypeError,
+        r"the state of param_groups\[0\]\['params'\]\[1\] is of type list, expected a dict"),
     "state of one gone": (lambda c: c["state"].update({1: None}), AmpTypeError, "is of type NoneType, expected a dict"),
-}
+    "state of one element": (lambda c: c["state"][1].update(exp_avg_sq=torch.zeros(1)), AmpValueError,
+        r"the state 'exp_avg_sq' of param_groups\[0\]\['params'\]\[1\] has shape \(1,\), the para"),
+    "lr": (to_group(lr=-1.0), AmpValueError, r"Invalid learning rate: -1.0 \(lr\)"),
+    "betas": (to_group(betas=(0.9, 1.0)), AmpValueError, r"Invalid beta parameter at index 1: 1.0 \(betas\[1\]\)"),
+    "seed": (to_group(seed=-1), AmpValueError, r"seed is -1, expected 0 to 2\*\*62 - 1"),
+    "a parameter less": (lambda c: c["param_groups"][0]["params"].pop(), ValueError,
+        "doesn't match the size of optimizer's group"),
+    "a group more": (lambda c: c["param_groups"].append({"params": []}), ValueError,
+        "loaded state dict has a different number of parameter groups"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_checkpoint_of_another_form(form):
     edit, kind, message = FORMS[form]
-    checkpoint = copy.deepcopy(trained("adam").state_dict())
+    whole, optimizer = trained("adam").state_dict(), trained("adam", 1)
+    checkpoint = copy.deepcopy(whole)
     edit(checkpoint)
-    refused(trained("adam", 1), checkpoint, kind, message)
+    refused(optimizer, checkpoint, kind, message)
+    optimizer.load_state_dict(whole)
+    assert not optimizer._optimizer_load_state_dict_pre_hooks
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
@@ -348,7 +338,7 @@ def test_an_option_that_cannot_be_used(name, key, value):
 
 
 def test_no_bound_for_the_norm_of_the_gradients():
-    source = OPTIMIZERS["lamb"](parameters(shapes=SHAPES), max_grad_norm=INF)
+    source = BY_NAME["lamb"](parameters(shapes=SHAPES), max_grad_norm=INF)
     run(source, 1)
     make("lamb").load_state_dict(source.state_dict())
 
@@ -356,7 +346,7 @@ def test_no_bound_for_the_norm_of_the_gradients():
 @EACH_FLAG
 def test_a_flag_that_is_set_to_text_between_steps_is_refused_before_any_group_is_stepped(name, key):
     first, second = parameters(shapes=[(3, 1), (4, 1)])
-    optimizer = OPTIMIZERS[name]([{"params": [first]}, {"params": [second]}])
+    optimizer = BY_NAME[name]([{"params": [first]}, {"params": [second]}])
     run(optimizer, 2)
     before = snapshot(optimizer)
     optimizer.param_groups[1][key] = "False"
@@ -397,8 +387,11 @@ def test_larc_refuses_a_flag_and_the_checkpoint_of_the_optimizer_in_it():
 
 
 def test_parameters_that_were_never_stepped():
-    """No entry, an empty one, or torch's None."""
-    for name in OPTIMIZERS:
+    """No entry, an empty one, or torch's None; or no state at all."""
+    for name in BY_NAME:
+        fresh = make(name)
+        fresh.load_state_dict(make(name).state_dict())
+        run(fresh, 1)
         checkpoint = trained(name).state_dict()
         del checkpoint["state"][0]
         checkpoint["state"][1] = {}
@@ -460,7 +453,7 @@ def test_novograds_norms_of_another_form():
 
 def test_loading_reads_no_tensor_by_itself():
     """All that is looked at comes to the host together."""
-    for name in OPTIMIZERS:
+    for name in BY_NAME:
         for optimizer in (make(name), with_masters(name, parameters(torch.float16, shapes=SHAPES))):
             run(optimizer, 2)
             checkpoint = optimizer.state_dict()

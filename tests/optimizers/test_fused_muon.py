@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from host_reads import OpCalls
-from muon_groups import muon
-from optimizer_cases import assert_same, give, gradients, parameters, params_of, run, snapshot
+from kit import assert_same, backward, muon, params_of, snapshot
+from optimizer_cases import give, gradients, parameters, run
+from test_damaged_states import refused
 from torch import nn
 
 from ampctx import clip_grad_norm_
 from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError
-from ampctx.amp import AmpSession, GradScaler
+from ampctx.amp import AmpSession
 from ampctx.optimizers import FusedAdam, FusedMuon, _orthogonal
 from ampctx.optimizers._orthogonal import newton_schulz, stacks
 
@@ -210,8 +208,7 @@ def test_clipping_and_the_loss_scale_are_taken_off_once(level):
         session.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
         masters = list(session.master_params(optimizer))
         before = [p.detach().clone() for p in masters]
-        with session.scale_loss(model(x).float().square().mean(), optimizer) as scaled:
-            scaled.backward()
+        backward(session, model(x).float().square().mean(), optimizer)
         factor = 1.0 if max_norm is None else max_norm / clip_grad_norm_(masters, max_norm)
         assert masters[0].model_grads is not None, "the clipping takes place in the step"
         optimizer.step()
@@ -233,21 +230,6 @@ def test_a_step_under_autocast_is_the_same():
     with torch.autocast("cpu", dtype=torch.float16):
         run(second, 2)
     assert_same(snapshot(first), snapshot(second))
-
-
-def test_a_grad_scaler_skips_and_goes_on():
-    optimizer = FusedMuon(parameters(shapes=[(4, 6)]), lr=0.02)
-    (p,) = params_of(optimizer)
-    scaler = GradScaler("cpu", init_scale=8.0)
-    for factor, moves in ((1.0, True), (math.inf, False), (1.0, True)):
-        before = p.detach().clone()
-        optimizer.zero_grad()
-        scaler.scale(p.square().sum() * factor).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        assert torch.equal(p, before) != moves
-    assert scaler.get_scale() == 4.0
-    assert optimizer.state[p]["step"] == 2
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -296,28 +278,6 @@ def test_checkpoints_of_torchs_muon_and_adamw_join():
         optimizer.step()
     for p, q in zip(ours, matrices + others, strict=True):
         assert (p - q).norm() <= (0.01 if p is ours[0] else 1e-6) * q.norm()
-
-
-@pytest.mark.parametrize("options", [{}, {"master_weights": "split"}, {"write_back": "stochastic", "seed": 3}])
-def test_a_resumed_run_and_copies_have_the_same_bits(options):
-    shapes = [(3, 5), (5, 3), (7,), (2, 3, 4)]
-    first = muon(parameters(torch.bfloat16, shapes), **options)
-    run(first, 3)
-    resumed = muon([nn.Parameter(p.detach().clone()) for p in params_of(first)], **options)
-    resumed.load_state_dict(first.state_dict())
-    copies = [resumed, copy.deepcopy(first), pickle.loads(pickle.dumps(first))]
-    for optimizer in (first, *copies):
-        run(optimizer, 2, first=3)
-    for optimizer in copies:
-        assert_same(snapshot(optimizer), snapshot(first))
-
-
-def refused(optimizer, checkpoint, kind, message):
-    before, groups = snapshot(optimizer), repr(optimizer.param_groups)
-    with pytest.raises(kind, match=message):
-        optimizer.load_state_dict(checkpoint)
-    assert_same(snapshot(optimizer), before)
-    assert repr(optimizer.param_groups) == groups
 
 
 def test_checkpoints_that_do_not_fit():
@@ -412,64 +372,3 @@ def test_what_orthogonalize_returns(function, kind, message):
     with pytest.raises(kind, match=message):
         optimizer.step()
     assert_same([p.detach()], [before])
-
-
-# --- a character model ------------------------------------------------------------------------------------------------
-
-
-def char_lm():
-    sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
-    import char_lm
-
-    return char_lm
-
-
-def trained(make, level, steps) -> float:
-    """The loss on the held-out text."""
-    example = char_lm()
-    text, generator = example.Text(torch.device("cpu")), torch.Generator().manual_seed(0)
-    torch.manual_seed(0)
-    model = example.GPT(len(text.alphabet), context=32, width=32, layers=1, heads=1)
-    matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
-    others = [p for p in model.parameters() if all(p is not m for m in matrices)]
-    optimizers, session = make(matrices, others), AmpSession()
-    if level is not None:
-        session.initialize(model, optimizers, opt_level=level, verbosity=0)
-    for step in range(steps):
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = 5e-3 * min(1.0, (step + 1) / 20) * (1 - 0.9 * step / steps)
-        loss = example.loss_of(model, *text.batch(8, 32, generator))
-        if level is None:
-            loss.backward()
-        else:
-            with session.scale_loss(loss, optimizers) as scaled:
-                scaled.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    loss = example.bits_per_char(model, text.test, 32) * math.log(2)
-    session.reset()
-    return loss
-
-
-def of_torch(matrices, others):
-    how = {"weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
-    return [torch.optim.Muon(matrices, **how), torch.optim.AdamW(others, weight_decay=0.1)]
-
-
-def of_ours(matrices, others, **options):
-    groups = [{"params": matrices}, {"params": others, "use_muon": False}]
-    return [FusedMuon(groups, adjust_lr_fn="match_rms_adamw", **options)]
-
-
-@pytest.mark.parametrize("level", [None, *(pytest.param(level, marks=pytest.mark.full) for level in ("O2", "O5"))])
-def test_a_character_model_learns_as_with_torchs_muon(level, expected_loss):
-    assert abs(trained(of_ours, level, 100) - expected_loss) < 0.02
-
-
-@pytest.fixture(scope="module")
-def expected_loss():
-    loss = trained(of_torch, None, 100)
-    assert loss < 2.85
-    return loss

@@ -9,7 +9,8 @@ from functools import partial
 import pytest
 import torch
 from host_reads import OpCalls
-from optimizer_cases import OPTIMIZERS, SHAPES, assert_same, give, gradients, make, parameters, params_of, snapshot
+from kit import assert_same, params_of, snapshot
+from optimizer_cases import BY_NAME, SHAPES, give, gradients, make, parameters
 from tape import Tape
 from torch import nn
 
@@ -21,13 +22,9 @@ from ampctx.optimizers import LARC, FusedAdam, FusedSGD
 
 SCALERS = {"torch": torch.amp.GradScaler, "ampctx": ampctx.GradScaler}
 on_scalers = pytest.mark.parametrize("scaler_type", SCALERS.values(), ids=SCALERS)
-on_optimizers = pytest.mark.parametrize("name", OPTIMIZERS)
+on_optimizers = pytest.mark.parametrize("name", BY_NAME)
 # As torch's optimizers have them.
-TORCHS = {
-    "adam": torch.optim.AdamW,
-    "sgd": partial(torch.optim.SGD, momentum=0.9),
-    "adagrad": torch.optim.Adagrad,
-}
+TORCHS = {"adam": torch.optim.AdamW, "sgd": partial(torch.optim.SGD, momentum=0.9), "adagrad": torch.optim.Adagrad}
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +60,7 @@ def grads_of(optimizer):
 @on_scalers
 @pytest.mark.parametrize("name", TORCHS)
 def test_gradients_are_those_that_torch_leaves(name, scaler_type, theirs, kind):
-    ours, torchs = OPTIMIZERS[name](parameters()), TORCHS[name](parameters(), lr=0.01, fused=True)
+    ours, torchs = BY_NAME[name](parameters()), TORCHS[name](parameters(), lr=0.01, fused=True)
     scalers = scaled(scaler_type), scaled(theirs)
     for step in range(3):
         for optimizer, scaler in zip((ours, torchs), scalers, strict=True):
@@ -167,7 +164,7 @@ def test_gradients_in_any_layout(name, layout, dense):
     pair = [parameters(shapes=shapes) for _ in range(2)]
     if not dense:
         pair = [[nn.Parameter(torch.stack([p.detach()] * 2, -1)[..., 0]) for p in params] for params in pair]
-    optimizer, plain = (OPTIMIZERS[name](params) for params in pair)
+    optimizer, plain = (BY_NAME[name](params) for params in pair)
     scaler = scaled()
     for step in range(3):
         grads = [layout(p, g) for p, g in zip(pair[0], gradients(pair[0], step, 64.0), strict=True)]
@@ -203,7 +200,7 @@ def test_a_gradient_that_two_parameters_share_is_unscaled_once(name, share, grou
         second = nn.Parameter(torch.ones_like(share(grad)))
         give([first, second, empty], [grad, share(grad) if shared else share(grad).clone(), torch.ones(0)])
         params = [first, second, empty]
-        pair.append(OPTIMIZERS[name]([{"params": params}] if groups == 1 else [{"params": [p]} for p in params]))
+        pair.append(BY_NAME[name]([{"params": params}] if groups == 1 else [{"params": [p]} for p in params]))
     for _ in range(2):
         give(params_of(pair[0])[:2], [grad := torch.arange(12.0).reshape(4, 3) * 64, share(grad)])
         scaler = scaled()
@@ -255,7 +252,7 @@ def test_clipped_gradients_stay_clipped():
 
 
 def test_lambs_own_clipping_is_not_left_in_gradients():
-    optimizer = OPTIMIZERS["lamb"](parameters(), max_grad_norm=1e-3)
+    optimizer = BY_NAME["lamb"](parameters(), max_grad_norm=1e-3)
     params = params_of(optimizer)
     give(params, [g * 64 for g in gradients(params, 0)])
     scaled().step(optimizer)
@@ -279,7 +276,7 @@ def test_larc_leaves_what_it_has_adapted(make_inner, scaler_type):
 @pytest.mark.parametrize("name", ["adam", "lamb", "novograd"])
 def test_a_captured_step_does_the_same(name):
     params = parameters(shapes=[(3,), (5,)])
-    optimizer = OPTIMIZERS[name](params, capturable=True)
+    optimizer = BY_NAME[name](params, capturable=True)
     give(params, grads := [torch.ones(3), torch.ones(5)])
     optimizer.step()  # makes the state
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(64.0), torch.tensor(0.0)

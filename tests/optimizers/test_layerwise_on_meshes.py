@@ -1,11 +1,27 @@
 """LAMB, NovoGrad and LARC step by norms of whole parameters, and Muon by whole matrices, where ranks hold parts of
 them."""
 
-import pytest
-from rank_processes import run_ranks
+import warnings
 
-WORKER = "optimizers/layerwise_worker.py"
+import pytest
+import torch
+from kit import backward, muon
+from rank_processes import RANK, RANKS, all_ranks, counted_all_reduce, distance, flat_mesh, on_ranks, weights
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from ampctx._errors import AmpValueError
+from ampctx.amp import AmpSession, GradScaler
+from ampctx.optimizers import LARC, FusedLAMB, FusedLion, FusedNovoGrad
+
+warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)  # torch's own, of a view
+
 EXACT = 1e-6
+STEPS = 20
+OVERFLOW_AT = 7
 # What ranks sum up: to agree on a flag, and for each of six parameters.
 FLAG, NUMBERS = 48, 6 * 8
 BYTES = {
@@ -18,112 +34,222 @@ BYTES = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks(request, tmp_path_factory):
-    more = ["full"] * request.config.getoption("full")
-    return run_ranks(WORKER, 2, tmp_path_factory.mktemp("layerwise") / "rendezvous", 240, *more)
+def _larc(params, **options):
+    return LARC(torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01), **options)
 
 
-def assert_as_alone(rank, name):
-    assert rank[name]["distance"] < EXACT
-    assert rank[name]["ranks"] == 0.0
+KINDS = {
+    "LAMB": lambda params: FusedLAMB(params, lr=0.01),
+    "NovoGrad": lambda params: FusedNovoGrad(params, lr=0.01, weight_decay=0.01),
+    "NovoGrad-inf": lambda params: FusedNovoGrad(params, lr=0.01, norm_type=0, init_zero=True),
+    "LARC": _larc,
+    "Muon": lambda params: muon(params),
+    "LAMB-nv": lambda params: FusedLAMB(params, lr=0.01, weight_decay=0.0, use_nvlamb=True),
+    "LAMB-without-ratio": lambda params: FusedLAMB(params, lr=0.01, weight_decay=0.0, max_grad_norm=0.0),
+    "LAMB-l2": lambda params: FusedLAMB(params, lr=0.01, adam_w_mode=False, maximize=True, grad_averaging=False),
+    "NovoGrad-inside": lambda params: FusedNovoGrad(params, lr=0.01, weight_decay=0.01, reg_inside_moment=True),
+    "LARC-unclipped": lambda params: _larc(params, clip=False),
+    "Lion": lambda params: FusedLion(params, lr=0.01),
+}
+FAST = ("LAMB", "NovoGrad", "NovoGrad-inf", "LARC", "Muon")
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "LAMB",
-        "NovoGrad",
-        "NovoGrad-inf",
-        "LARC",
-        "Muon",
-        *(
-            pytest.param(kind, marks=pytest.mark.full)
-            for kind in ("LAMB-nv", "LAMB-without-ratio", "LAMB-l2", "NovoGrad-inside", "LARC-unclipped", "Lion")
-        ),
-    ],
-)
-def test_steps_are_those_of_one_process(ranks, kind):
-    for rank in ranks:
-        assert_as_alone(rank, f"fsdp O0 {kind}")
-        assert rank[f"fsdp O0 {kind}"]["bytes"] == [FLAG, *BYTES.get(kind, BYTES[kind.partition("-")[0]])]
+def kinds(fast, full):
+    return pytest.mark.parametrize("kind", [*fast, *(pytest.param(kind, marks=pytest.mark.full) for kind in full)])
+
+
+def mlp(dtype=torch.float32) -> nn.Sequential:
+    """Sizes that ranks do not divide evenly: some have no element of the last bias, and of the scale."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 1)).to(dtype)
+
+
+def fsdp(dtype=torch.float32, model=None, mesh=None) -> nn.Module:
+    model = mlp(dtype) if model is None else model
+    for layer in (*(layer for layer in model.children() if isinstance(layer, nn.Linear)), model):
+        fully_shard(layer, mesh=mesh or flat_mesh())
+    return model
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def tensor_parallel(mesh=None) -> nn.Module:
+    return parallelize_module(small(), mesh or flat_mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def two_dimensions() -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return fsdp(model=tensor_parallel(mesh["tp"]), mesh=mesh["dp"])
+
+
+def data(step) -> torch.Tensor:
+    return torch.randn(8, 5, generator=torch.Generator().manual_seed(step))
+
+
+def stepped(model, kind, api) -> list[int]:
+    """Trains on the same batches everywhere. Returns the bytes of the collectives of the last step."""
+    optimizer = KINDS[kind](model.parameters())
+    session, scaler = AmpSession(), GradScaler("cpu", enabled=api == "scaler")
+    if api not in ("scaler", "plain"):
+        session.initialize(model, optimizer, opt_level=api, loss_scale="dynamic", verbosity=0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(data(step)).float().square().mean()
+        if step == OVERFLOW_AT and api != "plain":
+            loss = loss * torch.inf
+        if session.policy is None:
+            scaler.scale(loss).backward()
+        else:
+            backward(session, loss, optimizer)
+        before = weights(model) if abs(step - OVERFLOW_AT) < 2 else None
+        with counted_all_reduce() as calls:
+            scaler.step(optimizer) if api == "scaler" else optimizer.step()
+        scaler.update()
+        if before is not None:
+            moved = distance(before, weights(model)) > 0
+            assert moved == (step != OVERFLOW_AT or api == "plain"), step
+    session.reset()
+    return calls
+
+
+def as_alone(make, kind, api="O0", like=mlp) -> list[int]:
+    """Whether a run is that on this rank alone, on all ranks. Returns the bytes of the last step."""
+    alone, model = like(), make()
+    stepped(alone, kind, api)
+    calls = stepped(model, kind, api)
+    assert distance(weights(alone), weights(model)) < EXACT
+    assert max(distance(weights(model), other) for other in all_ranks(weights(model))) == 0.0
+    return calls
+
+
+@kinds(FAST, [kind for kind in KINDS if kind not in FAST])
+@on_ranks(2)
+def test_steps_are_those_of_one_process(kind):
+    sent = [FLAG, *BYTES.get(kind, BYTES[kind.partition("-")[0]])]
+    assert as_alone(fsdp, kind) == sent
     # Uneven parts, and one rank without any element of some parameters.
-    assert 0 in ranks[1][f"fsdp O0 {kind}"]["elements"]
+    assert RANK == 0 or 0 in [p.to_local().numel() for p in fsdp().parameters()]
 
 
-def test_tensor_parallelism_sends_numbers_of_split_parameters_alone(ranks):
-    for rank in ranks:
-        assert_as_alone(rank, "tp O0 LAMB")
-        # The last bias is whole on every rank.
-        assert rank["tp O0 LAMB"]["bytes"] == [FLAG, 2 * 3 * 8, 3 * 8]
+@on_ranks(2)
+def test_tensor_parallelism_sends_numbers_of_split_parameters_alone():
+    """The last bias is whole on every rank."""
+    assert as_alone(tensor_parallel, "LAMB", like=small) == [FLAG, 2 * 3 * 8, 3 * 8]
 
 
-def test_without_amp(ranks):
-    for rank in ranks:
-        assert_as_alone(rank, "fsdp plain NovoGrad")
-        assert rank["fsdp plain NovoGrad"]["bytes"] == [NUMBERS]
+@on_ranks(2)
+def test_without_amp():
+    assert as_alone(fsdp, "NovoGrad", "plain") == [NUMBERS]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["LAMB", "Muon", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("NovoGrad", "NovoGrad-inf", "LARC"))],
-)
-def test_a_grad_scaler_skips_on_every_rank(ranks, kind):
-    for rank in ranks:
-        assert_as_alone(rank, f"fsdp scaler {kind}")
+@kinds(("LAMB", "Muon"), ("NovoGrad", "NovoGrad-inf", "LARC"))
+@on_ranks(2)
+def test_a_grad_scaler_skips_on_every_rank(kind):
+    as_alone(fsdp, kind, "scaler")
 
 
-@pytest.mark.parametrize(
-    "kind", ["LAMB-nv", "Muon", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("NovoGrad", "LARC"))]
-)
-def test_a_step_with_gradients_on_one_rank_returns_on_all(ranks, kind):
-    for i, rank in enumerate(ranks):
-        assert rank[f"one rank {kind}"]["distance"] < EXACT
-        assert rank[f"one rank {kind}"]["kept"] == (i == 0)
+@kinds(("LAMB-nv", "Muon"), ("NovoGrad", "LARC"))
+@on_ranks(2)
+def test_a_step_with_gradients_on_one_rank_returns_on_all(kind):
+    """With norms of whole weights and of the last rank's gradients."""
+    model, alone = fsdp(), mlp()
+    parts, before = {}, {}
+    for m, distributed in ((model, True), (alone, False)):
+        optimizer = KINDS[kind](m.parameters())
+        m(data(0)).square().mean().backward()
+        for name, p in m.named_parameters():
+            if distributed:
+                parts[name], before[name] = p.grad.to_local().clone(), p.detach().to_local().clone()
+                if RANK < RANKS - 1:
+                    p.grad = None
+            else:
+                # What the last rank has of it, and 0 elsewhere.
+                there = all_ranks(parts[name])[-1]
+                p.grad = torch.zeros_like(p)
+                if there.numel():
+                    p.grad[-len(there) :] = there
+        optimizer.step()
+    assert all(torch.equal(p.to_local(), before[name]) for name, p in model.named_parameters()) == (RANK == 0)
+    theirs = all_ranks([p.to_local() for p in model.parameters()])[-1]
+    expected = [p[-len(t) :] for p, t in zip(alone.parameters(), theirs, strict=True) if len(t)]
+    assert distance([t for t in theirs if len(t)], expected) < EXACT
+
+
+KEPT = {"split": {"master_weights": "split"}, "masters": {"master_weights": True}, "kahan": {"write_back": "kahan"}}
 
 
 @pytest.mark.parametrize(
     ("kind", "kept"),
     [
-        ("LAMB", "split"),
-        ("Muon", "split"),
+        *(("LAMB", "split"), ("Muon", "split")),
         *(
             pytest.param(kind, kept, marks=pytest.mark.full)
-            for kind, kept in (
-                ("LAMB", "True"),
-                ("LAMB", "kahan"),
-                ("NovoGrad", "split"),
-                ("NovoGrad", "True"),
-                ("NovoGrad", "kahan"),
-                ("Muon", "True"),
-                ("Muon", "kahan"),
-            )
+            for kind in ("LAMB", "NovoGrad", "Muon")
+            for kept in KEPT
+            if kept != "split" or kind == "NovoGrad"
         ),
     ],
 )
-def test_16_bit_parameters_with_what_the_optimizer_keeps(ranks, kind, kept):
-    for rank in ranks:
-        assert rank[f"bf16 {kind} {kept}"] == {"distance": 0.0}
+@on_ranks(2)
+def test_16_bit_parameters_with_what_the_optimizer_keeps(kind, kept):
+    """bf16 parameters with fp32 masters, or with what stands for them."""
+    make = {"LAMB": FusedLAMB, "NovoGrad": FusedNovoGrad, "Muon": muon}[kind]
+    models = [mlp(torch.bfloat16), fsdp(torch.bfloat16)]
+    for model in models:
+        optimizer = make(model.parameters(), lr=0.01, weight_decay=0.01, **KEPT[kept])
+        for step in range(5):
+            optimizer.zero_grad()
+            model(data(step).bfloat16()).float().square().mean().backward()
+            optimizer.step()
+    assert distance(*map(weights, models)) == 0.0
 
 
-def test_muon_steps_the_experts_of_each_rank(ranks):
+class Experts(nn.Module):
+    """A stack of three matrices, which ranks share out, one layer that both hold in part, and a frozen one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.out = nn.Parameter(torch.randn(3, 5, 4) / 2), nn.Linear(4, 3, bias=False)
+        self.frozen = nn.Linear(5, 5, bias=False).requires_grad_(False)
+
+    def forward(self, x):
+        return self.out(torch.einsum("bi,eij->bj", self.frozen(x), self.weight))
+
+
+def sharded_experts():
+    return fully_shard(Experts(), mesh=flat_mesh())
+
+
+@on_ranks(2)
+def test_muon_steps_the_experts_of_each_rank():
     """Whole matrices, uneven over the ranks; a frozen layer takes no part."""
-    for rank in ranks:
-        assert_as_alone(rank, "experts Muon")
-    assert [rank["experts Muon"]["elements"][0] for rank in ranks] == [40, 20]
+    as_alone(sharded_experts, "Muon", like=Experts)
+    first = next(sharded_experts().parameters())
+    assert isinstance(first, DTensor)
+    assert first.to_local().numel() == [40, 20][RANK]
 
 
-def test_muon_refuses_tensor_parallel_weights(ranks):
-    message = "param_groups[2]['params'][0] has placements (Shard(dim=1),). Put tensor-parallel parameters into a group"
-    assert all(message in rank["tp Muon"] for rank in ranks)
+def refused_by_muon(model, where=""):
+    with pytest.raises(AmpValueError, match=f"{where}.*Put tensor-parallel parameters into a group with use_muon=Fal"):
+        muon(model.parameters())
+
+
+@on_ranks(2)
+def test_muon_refuses_tensor_parallel_weights():
+    refused_by_muon(tensor_parallel(), r"param_groups\[2\]\['params'\]\[0\] has placements \(Shard\(dim=1\),\)\.")
 
 
 @pytest.mark.full
-def test_four_ranks(tmp_path):
-    for rank in run_ranks(WORKER, 4, tmp_path / "rendezvous"):
-        for kind in ("LAMB", "NovoGrad", "NovoGrad-inf", "LARC"):
-            assert_as_alone(rank, f"fsdp O0 {kind}")
-            assert_as_alone(rank, f"2x2 O0 {kind}")
-        assert_as_alone(rank, "fsdp O0 Muon")
-        assert_as_alone(rank, "hsdp Muon")
-        assert "tensor-parallel parameters into a group with use_muon=False" in rank["2x2 Muon"]
+@on_ranks(4)
+def test_four_ranks():
+    for kind in FAST:
+        as_alone(fsdp, kind)
+        if kind != "Muon":
+            as_alone(two_dimensions, kind, like=small)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    as_alone(lambda: fully_shard(mlp(), mesh=mesh), "Muon")
+    refused_by_muon(two_dimensions())

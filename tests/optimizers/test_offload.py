@@ -10,7 +10,8 @@ import pickle
 
 import pytest
 import torch
-from optimizer_cases import MODES, OPTIMIZERS, assert_same, give, gradients, parameters, params_of, run, snapshot
+from kit import assert_same, backward, params_of, snapshot
+from optimizer_cases import BY_NAME, MODES, give, gradients, parameters, run
 from torch import nn
 
 import ampctx
@@ -28,7 +29,7 @@ def small_calls(monkeypatch):
 
 def pair(name, mode="split", **more):
     dtype, options = MODES[mode]
-    return [OPTIMIZERS[name](parameters(dtype), **options, **more, offload=offload) for offload in (None, "cpu")]
+    return [BY_NAME[name](parameters(dtype), **options, **more, offload=offload) for offload in (None, "cpu")]
 
 
 def step_both(optimizers, step, **attributes):
@@ -215,7 +216,7 @@ def losses_of(model, steps):
 
 
 def by_amp(level, **options):
-    def train(offload, steps):
+    def run_loop(offload, steps):
         model, session = network(), AmpSession()
         kept = {"O2": True, "O5": "split"}.get(level, False)
         optimizer = FusedAdam(model.parameters(), lr=0.01, master_weights=kept, offload=offload)
@@ -225,8 +226,7 @@ def by_amp(level, **options):
         )
         for losses in losses_of(model, steps):
             for i, loss in enumerate(losses):
-                with session.scale_loss(loss, optimizer, delay_unscale=i == 0) as scaled:
-                    scaled.backward()
+                backward(session, loss, optimizer, delay_unscale=i == 0)
             norm = ampctx.clip_grad_norm_(session.master_params(optimizer), 0.5)
             optimizer.step()
             optimizer.zero_grad()
@@ -235,11 +235,11 @@ def by_amp(level, **options):
         session.reset()
         return found
 
-    return train
+    return run_loop
 
 
 def by_scaler(make, unscale):
-    def train(offload, steps):
+    def run_loop(offload, steps):
         # torch's unscale_ refuses fp16 gradients.
         dtype, kept = (torch.bfloat16, "split") if unscale else (torch.float16, True)
         model, scaler = network().to(dtype), make()
@@ -254,7 +254,7 @@ def by_scaler(make, unscale):
             optimizer.zero_grad()
         return [*snapshot(optimizer), torch.tensor(scaler.get_scale())]
 
-    return train
+    return run_loop
 
 
 def ours():
@@ -290,8 +290,7 @@ def test_amp_counts_a_skip_and_names_its_gradients():
     model, session = network(), AmpSession()
     optimizer = FusedAdam(model.parameters(), offload="cpu")
     session.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    with session.scale_loss(model(torch.randn(8, 4)).sum() * float("nan"), optimizer) as scaled:
-        scaled.backward()
+    backward(session, model(torch.randn(8, 4)).sum() * float("nan"), optimizer)
     optimizer.step()
     outcome = session.outcome(optimizer)
     assert outcome.skipped
@@ -309,8 +308,7 @@ def test_a_state_by_names_goes_both_ways(there):
             session.set_state_dict(model, optimizer, state)
         for loss, _ in losses_of(model, steps):
             if loss.isfinite():
-                with session.scale_loss(loss, optimizer) as scaled:
-                    scaled.backward()
+                backward(session, loss, optimizer)
                 optimizer.step()
                 optimizer.zero_grad()
         found = snapshot(optimizer), copy.deepcopy(session.get_state_dict(model, optimizer))
@@ -339,7 +337,7 @@ def test_a_state_by_names_goes_both_ways(there):
 @pytest.mark.parametrize("name", OFFLOADED)
 def test_options_that_do_not_fit_are_refused(name, options, match):
     with pytest.raises(ampctx.AmpValueError, match=match):
-        OPTIMIZERS[name](parameters(), **options)
+        BY_NAME[name](parameters(), **options)
 
 
 @pytest.mark.parametrize("kind", [FusedLAMB, FusedNovoGrad])
@@ -421,9 +419,8 @@ def test_a_parameter_that_split_weights_cannot_hold_is_refused_before_the_step()
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("overlap", [None, "forward"])
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, "8bit"], ids=str)
-def test_state_in_fewer_bits_is_that_of_the_resident(state_dtype, overlap):
+def test_state_in_fewer_bits_is_that_of_the_resident(state_dtype):
     """Codes and random bits, too: these belong to the parameter, wherever its op call is made."""
 
     def trained(**options):
@@ -441,5 +438,5 @@ def test_state_in_fewer_bits_is_that_of_the_resident(state_dtype, overlap):
         again = resumed.state_dict()["state"]
         return [p.detach() for p in params], saved["state"], again
 
-    for found, expected in zip(trained(offload="cpu", overlap=overlap), trained(), strict=True):
+    for found, expected in zip(trained(offload="cpu"), trained(), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)

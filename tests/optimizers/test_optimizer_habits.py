@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import pytest
 import torch
-from optimizer_cases import OPTIMIZERS, OWN_MASTERS, assert_same, give, gradients, parameters, params_of, run, snapshot
+from kit import assert_same, params_of, snapshot
+from optimizer_cases import BY_NAME, OWN_MASTERS, give, gradients, parameters, run
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-import ampctx
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
 
 # --- groups and gradients ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_groups_come_late_and_with_options_of_their_own(name):
     first, late = parameters(shapes=[(3, 1), (4, 1)])
-    optimizer = OPTIMIZERS[name]([first])
+    optimizer = BY_NAME[name]([first])
     run(optimizer, 2)
     optimizer.add_param_group({"params": [late], "lr": 0.0})
     before = late.detach().clone()
@@ -35,11 +34,11 @@ def test_groups_come_late_and_with_options_of_their_own(name):
     assert optimizer.state[late]["step"] == 2
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_parameters_without_gradient_are_left_alone(name):
     used, unused, frozen = parameters(shapes=[(3,), (4,), (5,)])
     frozen.requires_grad_(False)
-    optimizer = OPTIMIZERS[name]([used, unused, frozen])
+    optimizer = BY_NAME[name]([used, unused, frozen])
     before = [p.detach().clone() for p in (unused, frozen)]
     used.grad = torch.ones(3)
     optimizer.step()
@@ -82,10 +81,10 @@ def test_novograd_does_not_hide_a_nan(norm_type):
     assert p.isnan().all()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_nothing_to_step(name):
     for params in ([nn.Parameter(torch.ones(2))], [{"params": []}], [nn.Parameter(torch.ones(0))]):
-        optimizer = OPTIMIZERS[name](params)
+        optimizer = BY_NAME[name](params)
         give(params_of(optimizer), [torch.ones(0) if p.numel() == 0 else None for p in params_of(optimizer)])
         optimizer.step()
         optimizer.zero_grad()
@@ -102,12 +101,12 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("of_grad", LAYOUTS)
 @pytest.mark.parametrize("of_param", LAYOUTS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_layouts_of_parameter_and_gradient_may_differ(name, of_param, of_grad):
     (plain,) = parameters(shapes=[(2, 3, 4, 5)])
     plain = nn.Parameter(plain.detach().contiguous())
     p = nn.Parameter(LAYOUTS[of_param](plain.detach().clone()))
-    optimizer, expected = OPTIMIZERS[name]([p]), OPTIMIZERS[name]([plain])
+    optimizer, expected = BY_NAME[name]([p]), BY_NAME[name]([plain])
     for step in range(3):
         (grad,) = gradients([plain], step)
         p.grad, plain.grad = LAYOUTS[of_grad](grad), grad
@@ -132,9 +131,9 @@ def test_a_parameter_may_change_its_layout_between_steps():
     assert_same([p.detach()], [plain.detach()])
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_zero_grad(name):
-    optimizer = OPTIMIZERS[name](parameters(shapes=[(3,)]))
+    optimizer = BY_NAME[name](parameters(shapes=[(3,)]))
     (p,) = params_of(optimizer)
     assert optimizer.set_grad_none is (name != "sgd")
     for argument, expected in [((), optimizer.set_grad_none), ((True,), True), ((False,), False)]:
@@ -154,10 +153,10 @@ def test_zero_grad(name):
 # --- hooks, closures, schedulers --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_hooks_run_once_around_a_step(name):
     FusedLAMB(parameters())  # torch wraps the step of each class that has instances: of a base class, too
-    optimizer = OPTIMIZERS[name](parameters(shapes=[(3,)]))
+    optimizer = BY_NAME[name](parameters(shapes=[(3,)]))
     seen = []
     optimizer.register_step_pre_hook(lambda o, args, kwargs: seen.append("before"))
     optimizer.register_step_post_hook(lambda o, args, kwargs: seen.append(o.state[params_of(o)[0]]["step"].item()))
@@ -186,10 +185,10 @@ def test_profilers_and_hooks_of_all_optimizers_see_each_step():
     assert seen == [optimizer, "after"]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_closures(name):
     (p,) = parameters(shapes=[(3,)])
-    optimizer = OPTIMIZERS[name]([p])
+    optimizer = BY_NAME[name]([p])
     start = p.detach().clone()
 
     def closure():
@@ -207,55 +206,15 @@ def test_closures(name):
     assert optimizer.state[p]["step"] == 4
 
 
-SCHEDULERS = {
-    "step": lambda o: lr_scheduler.StepLR(o, 1, gamma=0.5),
-    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 1 / (epoch + 1)),
-    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
-    "one-cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
-    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, cycle_momentum=False),
-}
-
-
-@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
-@pytest.mark.parametrize("schedule", SCHEDULERS.values(), ids=SCHEDULERS)
-@pytest.mark.parametrize("ours", [FusedAdam, FusedSGD], ids=["adam", "sgd"])
-def test_schedulers_drive_them_as_they_drive_torchs(ours, schedule, lr):
-    twin = torch.optim.AdamW if ours is FusedAdam else torch.optim.SGD
-    options = {"weight_decay": 0.0} if ours is FusedAdam else {"momentum": 0.9}
-    optimizer = ours(parameters(), lr=lr.clone() if isinstance(lr, torch.Tensor) else lr, **options)
-    expected = twin(parameters(), lr=0.1, **options)
-    schedulers = [schedule(optimizer), schedule(expected)]
-    for step in range(6):
-        run(optimizer, 1, first=step)
-        run(expected, 1, first=step)
-        for scheduler in schedulers:
-            scheduler.step()
-    torch.testing.assert_close(params_of(optimizer), params_of(expected), rtol=1e-5, atol=1e-6)
-    key = "betas" if ours is FusedAdam else "momentum"
-    assert optimizer.param_groups[0][key] == expected.param_groups[0][key]
-
-
 @pytest.mark.parametrize("name", ["adam", "mixed-lamb"])
 def test_schedulers_move_the_tensor_of_a_capturable_optimizer(name):
-    optimizer = OPTIMIZERS[name](parameters(), **({"capturable": True} if name == "adam" else {}))
+    optimizer = BY_NAME[name](parameters(), **({"capturable": True} if name == "adam" else {}))
     lr = optimizer.param_groups[0]["lr"]
     scheduler = lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     run(optimizer, 1)
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] is lr
     assert lr.item() == pytest.approx(0.005)
-
-
-def test_a_scheduler_and_a_skipped_first_step_do_not_warn():
-    optimizer = FusedAdam(parameters())
-    scheduler = lr_scheduler.StepLR(optimizer, 1)
-    scaler = ampctx.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(torch.ones(()))
-    give(params_of(optimizer), [torch.full_like(p, math.inf) for p in params_of(optimizer)])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scaler.step(optimizer)
-        scheduler.step()
 
 
 def test_tensor_lr_is_read_at_each_step():
@@ -411,11 +370,11 @@ def test_apexs_attributes():
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_sparse_gradients_are_refused_by_name_before_anything_changes(name):
     embedding = nn.Embedding(5, 3, sparse=True)
     (dense,) = parameters(shapes=[(3,)])
-    optimizer = OPTIMIZERS[name]([{"params": [("bias", dense)]}, {"params": [("table", embedding.weight)]}])
+    optimizer = BY_NAME[name]([{"params": [("bias", dense)]}, {"params": [("table", embedding.weight)]}])
     dense.grad = torch.ones(3)
     embedding(torch.tensor([1, 1])).sum().backward()
     before = [dense.detach().clone(), embedding.weight.detach().clone()]
@@ -426,9 +385,9 @@ def test_sparse_gradients_are_refused_by_name_before_anything_changes(name):
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_complex_parameters_are_refused_by_name(name):
-    optimizer = OPTIMIZERS[name](parameters())
+    optimizer = BY_NAME[name](parameters())
     z = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     groups = len(optimizer.param_groups)
     message = rf"does not support complex parameters, and param_groups\[{groups}\]\['params'\]\[0\] is one"
@@ -448,35 +407,19 @@ ERRORS = [
     (FusedAdam, {"betas": (0.9, -0.1)}, AmpValueError, "Invalid beta parameter at index 1: -0.1"),
     (FusedAdam, {"betas": 0.9}, AmpTypeError, "betas must be a pair of numbers, got 0.9"),
     (FusedAdam, {"weight_decay": -1}, AmpValueError, "Invalid weight_decay value: -1"),
-    (
-        FusedAdam,
-        {"write_back": "up"},
-        AmpValueError,
-        "write_back is 'up', expected 'nearest' or 'stochastic' or 'kahan'",
-    ),
+    (FusedAdam, {"write_back": "up"}, AmpValueError,
+        "write_back is 'up', expected 'nearest' or 'stochastic' or 'kahan'"),
     (FusedAdam, {"master_weights": "whole"}, AmpValueError, "master_weights is 'whole', expected False or True or 'sp"),
     (FusedAdam, {"seed": 1.5}, AmpTypeError, "seed must be an int, got float"),
     (FusedAdam, {"seed": -1}, AmpValueError, r"seed is -1, expected 0 to 2\*\*62 - 1"),
-    (
-        FusedAdam,
-        {"write_back": "kahan", "master_weights": True},
-        AmpValueError,
-        "write_back='kahan' is for 16-bit para",
-    ),
+    (FusedAdam, {"write_back": "kahan", "master_weights": True}, AmpValueError,
+        "write_back='kahan' is for 16-bit para"),
     (FusedSGD, {}, AmpValueError, "parameter group didn't specify a value of required optimization parameter lr"),
     (FusedSGD, {"lr": 0.1, "momentum": -1.0}, AmpValueError, "Invalid momentum value: -1.0"),
-    (
-        FusedSGD,
-        {"lr": 0.1, "nesterov": True},
-        AmpValueError,
-        "Nesterov momentum requires a momentum and zero dampening",
-    ),
-    (
-        FusedSGD,
-        {"lr": 0.1, "nesterov": True, "momentum": 0.9, "dampening": 0.1},
-        AmpValueError,
-        "Nesterov momentum requires",
-    ),
+    (FusedSGD, {"lr": 0.1, "nesterov": True}, AmpValueError,
+        "Nesterov momentum requires a momentum and zero dampening"),
+    (FusedSGD, {"lr": 0.1, "nesterov": True, "momentum": 0.9, "dampening": 0.1}, AmpValueError,
+        "Nesterov momentum requires"),
     (FusedLAMB, {"amsgrad": True}, AmpError, "FusedLAMB does not support the AMSGrad variant"),
     (FusedLAMB, {"max_grad_norm": -1.0}, AmpValueError, "Invalid max_grad_norm value: -1.0"),
     (FusedNovoGrad, {"amsgrad": True}, AmpError, "FusedNovoGrad does not support the AMSGrad variant"),
@@ -485,19 +428,11 @@ ERRORS = [
     (FusedMixedPrecisionLamb, {"amsgrad": True}, AmpError, "FusedMixedPrecisionLamb does not support the AMSGrad"),
     (FusedMixedPrecisionLamb, {"step": 1.0}, AmpTypeError, "step must be an int, the number of .*, got float"),
     (FusedMixedPrecisionLamb, {"step": -1}, AmpValueError, "Invalid step value: -1"),
-    (
-        FusedMixedPrecisionLamb,
-        {"reduced_precision_dtype": torch.int8},
-        AmpValueError,
-        "reduced_precision_dtype is torch.int8",
-    ),
-    (
-        FusedMixedPrecisionLamb,
-        {"reduced_precision_dtype": torch.float16, "write_back": "stochastic"},
-        AmpValueError,
-        "write_back='stochastic' is for 16-bit parameters without masters",
-    ),
-]
+    (FusedMixedPrecisionLamb, {"reduced_precision_dtype": torch.int8}, AmpValueError,
+        "reduced_precision_dtype is torch.int8"),
+    (FusedMixedPrecisionLamb, {"reduced_precision_dtype": torch.float16, "write_back": "stochastic"}, AmpValueError,
+        "write_back='stochastic' is for 16-bit parameters without masters"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("cls", "options", "kind", "message"), ERRORS)
@@ -564,12 +499,12 @@ def test_unknown_options_of_adam():
 @pytest.mark.parametrize("name", ["adam", "mixed-lamb"])
 def test_unknown_arguments_of_step(name):
     with pytest.raises(AmpTypeError, match=r"step\(\) got an unexpected keyword argument 'loss'"):
-        OPTIMIZERS[name](parameters()).step(loss=1.0)
+        BY_NAME[name](parameters()).step(loss=1.0)
 
 
 @pytest.mark.parametrize("name", OWN_MASTERS)
 def test_tensor_options_become_numbers_when_they_are_given(name):
     """Reading them in step would wait for the device."""
-    optimizer = OPTIMIZERS[name](parameters(), weight_decay=torch.tensor(0.5))
+    optimizer = BY_NAME[name](parameters(), weight_decay=torch.tensor(0.5))
     assert optimizer.param_groups[0]["weight_decay"] == 0.5
     assert isinstance(optimizer.param_groups[0]["weight_decay"], float)

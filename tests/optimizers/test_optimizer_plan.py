@@ -9,18 +9,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from optimizer_cases import (
-    MODES,
-    OPTIMIZERS,
-    assert_same,
-    give,
-    gradients,
-    make,
-    parameters,
-    params_of,
-    run,
-    snapshot,
-)
+from kit import assert_same, params_of, snapshot
+from optimizer_cases import BY_NAME, MODES, give, gradients, make, parameters, run
 from torch import nn
 
 from ampctx._errors import AmpValueError
@@ -46,7 +36,7 @@ def step_in_layout(optimizer, step):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_calls_are_kept_and_are_the_same(name, mode):
     kept, anew = make(name, mode), make(name, mode)
     plans = []
@@ -160,7 +150,7 @@ def step_on(optimizer, step):
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_what_changes_between_steps_is_seen(change):
-    kept, anew = (OPTIMIZERS["adam"](parameters()) for _ in range(2))
+    kept, anew = (BY_NAME["adam"](parameters()) for _ in range(2))
     for step in range(6):
         if step == 3:
             change(kept)
@@ -174,7 +164,7 @@ def test_what_changes_between_steps_is_seen(change):
 
 
 WITH_GROUPS = {
-    **OPTIMIZERS,
+    **BY_NAME,
     "offload": lambda groups: FusedAdam(groups, offload="cpu"),
     "split-masters": lambda groups: SplitMasters(torch.optim.AdamW, groups),
     "larc": lambda groups: LARC(FusedSGD(groups, lr=0.1)),
@@ -245,7 +235,7 @@ def expanded(grad):
 
 @pytest.mark.parametrize("form", [channels_last, expanded], ids=lambda form: form.__name__)
 def test_gradients_of_another_form_are_seen(form):
-    kept, anew = (OPTIMIZERS["adam"](parameters()) for _ in range(2))
+    kept, anew = (BY_NAME["adam"](parameters()) for _ in range(2))
     for step in range(6):
         for optimizer in (kept, anew):
             optimizer.zero_grad()
@@ -258,7 +248,7 @@ def test_gradients_of_another_form_are_seen(form):
 
 def test_parameters_that_go_over_to_channels_last_are_seen():
     """As ``model.to(memory_format=...)`` leaves them: gradients that are zeroed in place keep the old layout."""
-    kept, anew = (OPTIMIZERS["adam"]([nn.Parameter(torch.ones(2, 3, 4, 4)), nn.Parameter(torch.ones(3))]) for _ in "ab")
+    kept, anew = (BY_NAME["adam"]([nn.Parameter(torch.ones(2, 3, 4, 4)), nn.Parameter(torch.ones(3))]) for _ in "ab")
     for step in range(6):
         anew._plan = None
         for optimizer in (kept, anew):
@@ -271,7 +261,7 @@ def test_parameters_that_go_over_to_channels_last_are_seen():
 
 
 def test_a_sparse_gradient_is_refused_and_nothing_changes():
-    optimizer = OPTIMIZERS["adam"](parameters())
+    optimizer = BY_NAME["adam"](parameters())
     run(optimizer, 3)
     before = snapshot(optimizer)
     give(params_of(optimizer), gradients(params_of(optimizer), 3))
@@ -282,7 +272,7 @@ def test_a_sparse_gradient_is_refused_and_nothing_changes():
 
 
 def test_an_lr_of_several_elements_is_refused_and_nothing_changes():
-    optimizer = OPTIMIZERS["adam"](parameters())
+    optimizer = BY_NAME["adam"](parameters())
     run(optimizer, 3)
     before = snapshot(optimizer)
     optimizer.param_groups[0]["lr"] = torch.ones(2)
@@ -293,7 +283,7 @@ def test_an_lr_of_several_elements_is_refused_and_nothing_changes():
 
 def test_other_masters_are_seen():
     """``reduced_precision_dtype`` decides who has a master."""
-    kept, anew = (OPTIMIZERS["mixed-lamb"](parameters(torch.bfloat16)) for _ in range(2))
+    kept, anew = (BY_NAME["mixed-lamb"](parameters(torch.bfloat16)) for _ in range(2))
     for step in range(5):
         if step == 3:
             kept.reduced_precision_dtype = anew.reduced_precision_dtype = torch.bfloat16
@@ -339,7 +329,7 @@ def test_no_gradient_is_kept_and_nothing_outlives_the_optimizer():
 
 @pytest.mark.parametrize("lists", ["gpu"], indirect=True)
 def test_state_that_is_offloaded_frees_its_memory():
-    optimizer = OPTIMIZERS["adam"](parameters())
+    optimizer = BY_NAME["adam"](parameters())
     for step in range(3):
         step_in_layout(optimizer, step)
     plan, state = optimizer._plan, optimizer.state[params_of(optimizer)[0]]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from optimizer_cases import OPTIMIZERS, OWN_MASTERS, give, gradients, parameters, params_of, run, with_masters
+from kit import params_of
+from optimizer_cases import BY_NAME, OWN_MASTERS, give, gradients, parameters, run, with_masters
 from torch import nn
 
 from ampctx.optimizers import LARC, FusedAdam, FusedMixedPrecisionLamb, FusedSGD
@@ -33,9 +34,9 @@ def assert_close(name, a, b):
 
 
 @pytest.mark.parametrize("masters", [False, True], ids=["fp32", "masters"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_as_on_the_cpu(name, masters):
-    make, dtype = (with_masters, torch.bfloat16) if masters else (lambda n, p: OPTIMIZERS[n](p), torch.float32)
+    make, dtype = (with_masters, torch.bfloat16) if masters else (lambda n, p: BY_NAME[n](p), torch.float32)
     on_cpu = make(name, parameters(dtype))
     on_gpu = make(name, moved(parameters(dtype)))
     run(on_cpu, 5)
@@ -47,11 +48,11 @@ def test_as_on_the_cpu(name, masters):
         assert {t.device.type for t in on_gpu.state[p].values()} == {DEVICE}
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_a_group_on_two_devices(name):
     half = parameters()
     mixed = [p if i % 2 else q for i, (p, q) in enumerate(zip(half, moved(half), strict=True))]
-    plain, optimizer = OPTIMIZERS[name](parameters()), OPTIMIZERS[name](mixed)
+    plain, optimizer = BY_NAME[name](parameters()), BY_NAME[name](mixed)
     for o in (plain, optimizer):
         o.found_inf, o.grad_scale = torch.tensor(0.0), torch.tensor(2.0)
     run(plain, 3)
@@ -60,9 +61,9 @@ def test_a_group_on_two_devices(name):
         assert_close(name, p.detach(), q.detach())
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_a_step_does_not_wait_for_the_device(name):
-    optimizer = OPTIMIZERS[name](moved(parameters()))
+    optimizer = BY_NAME[name](moved(parameters()))
     run_on_device(optimizer, 2)
     optimizer.found_inf, optimizer.grad_scale = (torch.zeros((), device=DEVICE), torch.ones((), device=DEVICE))
     give(params_of(optimizer), [g.to(DEVICE) for g in gradients(params_of(optimizer), 0)])
@@ -80,7 +81,7 @@ def test_a_captured_step_follows_lr_flag_and_count(name):
     """Replays equal eager steps bit for bit, also over an overflow and a new lr."""
     runs = []
     for captured in (False, True):
-        optimizer = OPTIMIZERS[name](moved(parameters(torch.bfloat16)), master_weights=True, capturable=True)
+        optimizer = BY_NAME[name](moved(parameters(torch.bfloat16)), master_weights=True, capturable=True)
         optimizer.found_inf = torch.zeros((), device=DEVICE)
         params = params_of(optimizer)
         held = [torch.empty_like(p) for p in params]

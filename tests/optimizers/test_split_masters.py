@@ -7,7 +7,8 @@ import pickle
 
 import pytest
 import torch
-from optimizer_cases import assert_same, give, gradients, parameters, params_of
+from kit import assert_same, backward, params_of
+from optimizer_cases import give, gradients, parameters
 from torch import nn
 
 import ampctx
@@ -210,8 +211,7 @@ def loop(make, scaled):
         x = torch.randn(16, 4).to(next(model.parameters()).dtype)
         loss = model(x).float().square().mean() * (float("inf") if step % 7 == 3 else 1.0)
         if scaled == "amp":
-            with session.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(session, loss, optimizer)
             ampctx.clip_grad_norm_(session.master_params(optimizer), 0.5)
             optimizer.step()
             skips = session.skipped_steps(optimizer)
@@ -244,8 +244,7 @@ def test_a_state_by_names_resumes_to_the_bit():
             session.set_state_dict(model, optimizer, state)
         for i in range(*steps):
             x = torch.randn(8, 4, generator=torch.Generator().manual_seed(i))
-            with session.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(session, model(x).float().square().mean(), optimizer)
             optimizer.step()
             optimizer.zero_grad()
         found = [w.clone() for w in masters(optimizer)], states(optimizer)

@@ -6,18 +6,9 @@ import re
 
 import pytest
 import torch
-from optimizer_cases import (
-    OPTIMIZERS,
-    assert_same,
-    give,
-    gradients,
-    like,
-    parameters,
-    params_of,
-    run,
-    saved,
-    snapshot,
-)
+from kit import assert_same, params_of, snapshot
+from kit import through_a_file as saved
+from optimizer_cases import BY_NAME, give, gradients, like, parameters, run
 from torch import nn
 
 from ampctx import AmpKeyError, AmpSession, AmpTypeError, AmpValueError, optimizers
@@ -62,7 +53,7 @@ def make(name, kind, params=None, of_params="fp32", **options):
         options.setdefault("amsgrad", False)
     if name == "mixed-lamb" and "master_weights" in mode:
         mode = {"reduced_precision_dtype": dtype}
-    return OPTIMIZERS[name](
+    return BY_NAME[name](
         params, **{"state_dtype": state_dtype_of(name, kind), "min_8bit_size": 0, "seed": 5, **mode, **options}
     )
 

@@ -8,7 +8,8 @@ import warnings
 
 import pytest
 import torch
-from optimizer_cases import OPTIMIZERS, assert_same, give, gradients, parameters, run, snapshot
+from kit import assert_same, backward, snapshot
+from optimizer_cases import BY_NAME, give, gradients, parameters, run
 from torch import nn
 
 from ampctx import AmpSession
@@ -20,13 +21,13 @@ from ampctx.optimizers import LARC, FusedAdam, FusedNovoGrad, FusedSGD
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "in-larc"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_a_parameter_that_comes_twice_is_stepped_once(name, wrapped):
     """torch warns. The group and the checkpoint have it twice, as torch's."""
     once, twice = parameters(shapes=[(3,), (4,)]), parameters(shapes=[(3,), (4,)])
-    expected = OPTIMIZERS[name](once)
+    expected = BY_NAME[name](once)
     with pytest.warns(UserWarning, match="duplicate parameters"):
-        optimizer = OPTIMIZERS[name]([twice[0], twice[0], twice[1]])
+        optimizer = BY_NAME[name]([twice[0], twice[0], twice[1]])
     stepping = [LARC(o) if wrapped else o for o in (expected, optimizer)]
     for step in range(3):
         for params, o in zip((once, twice), stepping, strict=True):
@@ -50,7 +51,7 @@ def test_the_gradient_of_a_parameter_that_comes_twice_is_unscaled_once(name):
             model = nn.Linear(3, 2, bias=False)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                optimizer = OPTIMIZERS[name]([model.weight] * times)
+                optimizer = BY_NAME[name]([model.weight] * times)
             session, scaler = AmpSession(), GradScaler("cpu", init_scale=64.0)
             if level != "unscale_":
                 session.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
@@ -63,8 +64,7 @@ def test_the_gradient_of_a_parameter_that_comes_twice_is_unscaled_once(name):
                     scaler.step(optimizer)
                     scaler.update()
                 else:
-                    with session.scale_loss(loss, optimizer) as scaled:
-                        scaled.backward()
+                    backward(session, loss, optimizer)
                     optimizer.step()
                 optimizer.zero_grad()
             session.reset()
@@ -77,25 +77,25 @@ ODD_DTYPES = [torch.int32, torch.int8, torch.bool, torch.float8_e4m3fn, torch.co
 
 
 @pytest.mark.parametrize("dtype", ODD_DTYPES, ids=str)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_parameters_of_other_dtypes_are_refused_by_name(name, dtype):
     odd = nn.Parameter(torch.zeros(3).to(dtype), requires_grad=False)
     message = r"param_groups\[0\]\['params'\]\[1\] is"
     with pytest.raises(AmpValueError, match=message):
-        OPTIMIZERS[name]([*parameters(shapes=[(3,)]), odd])
-    optimizer = OPTIMIZERS[name](parameters(shapes=[(3,)]))
+        BY_NAME[name]([*parameters(shapes=[(3,)]), odd])
+    optimizer = BY_NAME[name](parameters(shapes=[(3,)]))
     with pytest.raises(AmpValueError, match=r"param_groups\[0\]\['params'\]\[0\] \(odd\) is"):
-        OPTIMIZERS[name]([("odd", odd)])
+        BY_NAME[name]([("odd", odd)])
     with pytest.raises(AmpValueError, match=r"param_groups\[1\]\['params'\]\[0\] is"):
         optimizer.add_param_group({"params": [odd]})
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_parameters_of_float64_are_stepped(name):
     params = parameters(torch.float64, shapes=[(3,)])
     before = [p.detach().clone() for p in params]
-    run(OPTIMIZERS[name](params), 1)
+    run(BY_NAME[name](params), 1)
     assert not torch.equal(params[0], before[0])
 
 

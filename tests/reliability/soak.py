@@ -33,7 +33,7 @@ from ampctx.amp import AmpSession
 
 LOW = {"O2": torch.float16, "O5": torch.bfloat16}
 INTERVAL = 2000
-OPTIMIZERS = {
+KINDS = {
     "SGD foreach": lambda p: torch.optim.SGD(p, lr=0.125, momentum=0.5, foreach=True),
     "SGD plain": lambda p: torch.optim.SGD(p, lr=0.125, foreach=False),
     "SGD fused": lambda p: torch.optim.SGD(p, lr=0.125, fused=True),
@@ -79,7 +79,7 @@ class Run:
         self.plan = plan
         names = ["a", "b", "c", *plan["joined"]]
         self.plain, self.model = Weights(names), Weights(names)
-        make = OPTIMIZERS[plan["optimizer"]]
+        make = KINDS[plan["optimizer"]]
         groups = [["a", "b", "c"], *([name] for name in plan["joined"])]
 
         def of(model):
@@ -345,7 +345,7 @@ FAULTS = {
 IN_CLOSURES = {"overflow in closure": "overflow", "exception in closure": "exception"}
 
 
-def train(run, rng, iterations, counts):
+def advance(run, rng, iterations, counts):
     for _ in range(iterations):
         faults = {kind: rng.random() < odds for kind, odds in FAULTS.items()}
         if run.begun:  # a closure would start with new gradients
@@ -370,7 +370,7 @@ def random_plan(rng):
     level = rng.choice(["O1", "O2", "O5"])
     return {
         "level": level,
-        "optimizer": rng.choice(sorted(OPTIMIZERS)),
+        "optimizer": rng.choice(sorted(KINDS)),
         "losses": rng.randint(1, 3),
         "max_scale": rng.choice([2.0**8, 2.0**11]),
         "joined": [],
@@ -395,7 +395,7 @@ def continue_in_fresh_processes(run, seed, iterations, counts):
                 raise Discrepancy(f"the resumed process ended with {result.returncode}: {result.stdout}{result.stderr}")
             counts["resume"] += 1
         counts["kill"] += 1
-        train(run, rng, iterations, counts)
+        advance(run, rng, iterations, counts)
         resumed, drawn = Run.resume(checkpoint)
         run.equal("training after a resume", run.values(), resumed.values())
         if (drawn, resumed.scales) != (rng.getstate(), run.scales):
@@ -409,7 +409,7 @@ def go_on(path, iterations, dies):
     rng = random.Random()
     rng.setstate(state)
     for _ in range(iterations):
-        train(run, rng, 1, Counter())
+        advance(run, rng, 1, Counter())
         run.save(path, rng)
     if dies:
         run.dies = True
@@ -423,7 +423,7 @@ def soak(iterations, seed, length, resume_every):
         run = Run(plan)
         counts["runs"] += 1
         try:
-            train(run, rng, min(length, iterations - counts["steps"]), counts)
+            advance(run, rng, min(length, iterations - counts["steps"]), counts)
             if resume_every and counts["runs"] % resume_every == 0:
                 continue_in_fresh_processes(run, rng.randrange(2**30), 10, counts)
         except Discrepancy as error:
@@ -440,7 +440,7 @@ def main():
     parser.add_argument(
         "--resume-every", type=int, default=10, help="runs between fresh processes; 0: none; default 10"
     )
-    parser.add_argument("--json", type=Path, help="write the counts to this file")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="put the counts there, in place of earlier ones")
     parser.add_argument("--resume", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--dies", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -457,8 +457,8 @@ def main():
     for kind in kinds:
         print(f"{kind}: {counts[kind]}")
     print("lost: 0")
-    if args.json is not None:
-        figures.write(args.json, {**{kind: counts[kind] for kind in kinds}, "lost": 0})
+    if args.csv is not None:
+        figures.write(args.csv, "soak-cpu", {**{f"soak/{kind}": counts[kind] for kind in kinds}, "soak/lost": 0})
     return 0
 
 

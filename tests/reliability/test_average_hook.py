@@ -1,77 +1,159 @@
 """Averaging fp16 gradients over ranks neither overflows nor loses small ones, and accumulation equals one big batch."""
 
+import contextlib
 import math
 
 import pytest
 import torch
-from rank_processes import run_ranks
+from kit import backward
+from rank_processes import RANK, RANKS, all_ranks, counted_all_reduce, on_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from ampctx import AmpTypeError, AmpValueError
+from ampctx import AmpTypeError, AmpValueError, amp
 from ampctx.distributed import average_hook
 
+HOOKS = {
+    "torch": None,
+    "default": {},
+    "afterwards": {"predivide": 1},
+    "fp32": {"dtype": torch.float32},
+    "fp32 afterwards": {"predivide": 1.0, "dtype": torch.float32},
+    "four": {"predivide": 4},
+    "same type": {"dtype": torch.float16},
+}
+NEAR_MAX = [60000.0, -65504.0, 1.0, 3.0]
+SMALLEST = 2.0**-24
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return run_ranks("reliability/averaging_worker.py", 2, tmp_path_factory.mktemp("ranks") / "rendezvous")
+
+class Weight(nn.Module):
+    """Its gradient is the input."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, dtype=dtype))
+
+    def forward(self, x):
+        return (self.weight * x).sum()
+
+
+def averaged(hook, mine, dtype=torch.float16, **ddp) -> list[float]:
+    wrapped = DistributedDataParallel(Weight(dtype), **ddp)
+    if HOOKS[hook] is not None:
+        wrapped.register_comm_hook(None, average_hook(**HOOKS[hook]))
+    wrapped(torch.tensor(mine, dtype=dtype)).backward()
+    return wrapped.module.weight.grad.tolist()
 
 
 @pytest.mark.full(but=2)
 @pytest.mark.parametrize("hook", ["torch", "default", "fp32", "fp32 afterwards", "four", "same type"])
-def test_gradients_near_the_largest_fp16_number_are_averaged(ranks, hook):
-    for rank in ranks:
-        assert rank["near max"][hook] == [60000.0, -65504.0, 1.0, 3.0]
+@on_ranks(2)
+def test_gradients_near_the_largest_fp16_number_are_averaged(hook):
+    assert averaged(hook, NEAR_MAX) == NEAR_MAX
 
 
-def test_dividing_after_the_sum_alone_overflows(ranks):
-    for rank in ranks:
-        assert rank["near max"]["afterwards"] == [math.inf, -math.inf, 1.0, 3.0]
+@on_ranks(2)
+def test_dividing_after_the_sum_alone_overflows():
+    assert averaged("afterwards", NEAR_MAX) == [math.inf, -math.inf, 1.0, 3.0]
 
 
-SMALLEST = 2.0**-24
+@pytest.mark.parametrize("hook", ["fp32", "fp32 afterwards", "afterwards", "torch", "default"])
+@on_ranks(2)
+def test_the_smallest_gradients_are_kept_unless_they_are_divided_before_the_sum_in_fp16(hook):
+    """What the options are for: half of the smallest number is 0 in fp16."""
+    found = averaged(hook, [SMALLEST, (3 - 2 * RANK) * SMALLEST, 2.0**-10, 0.0])
+    if hook in ("torch", "default"):
+        assert (found[0], found[2]) == (0.0, 2.0**-10)
+    else:
+        assert found == [SMALLEST, 2 * SMALLEST, 2.0**-10, 0.0]
 
 
-@pytest.mark.parametrize("hook", ["fp32", "fp32 afterwards", "afterwards"])
-def test_the_smallest_gradients_are_kept(ranks, hook):
-    for rank in ranks:
-        assert rank["tiny"][hook] == [SMALLEST, 2 * SMALLEST, 2.0**-10, 0.0]
+@on_ranks(2)
+def test_other_types_and_bucket_views():
+    mine = [3.0, 2.0, 1.0, 0.0] if RANK else [1.0, 2.0, 3.0, 4.0]
+    assert averaged("default", mine, torch.float32) == [2.0, 2.0, 2.0, 2.0]
+    assert averaged("fp32", NEAR_MAX, gradient_as_bucket_view=True) == NEAR_MAX
 
 
-@pytest.mark.parametrize("hook", ["torch", "default"])
-def test_dividing_before_the_sum_loses_the_smallest(ranks, hook):
-    """What the other options are for: half of the smallest number is 0 in fp16."""
-    for rank in ranks:
-        assert rank["tiny"][hook][0] == 0.0
-        assert rank["tiny"][hook][2] == 2.0**-10
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
-def test_other_types_and_bucket_views(ranks):
-    for rank in ranks:
-        assert rank["fp32 gradients"] == [2.0, 2.0, 2.0, 2.0]
-        assert rank["bucket view"] == [60000.0, -65504.0, 1.0, 3.0]
+def sent_in(dtype) -> tuple:
+    """Bytes, steps taken, scale and weights of four steps at O1, whose fp32 gradients travel in ``dtype``. The first,
+    scaled and summed, are beyond fp16."""
+    network = model()
+    batches = torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(1))
+    network(batches[0]).square().mean().backward()
+    largest = max(p.grad.abs().max().item() for p in network.parameters())
+    network.zero_grad()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.125)
+    amp.initialize(network, optimizer, opt_level="O1", verbosity=0)
+    wrapped = DistributedDataParallel(network)
+    wrapped.register_comm_hook(None, average_hook(predivide=1, dtype=dtype))
+    stepped = []
+    with counted_all_reduce() as sent:
+        for x in batches:
+            optimizer.zero_grad()
+            loss = wrapped(x).float().square().mean() * (45000 / 65536 / largest)
+            backward(amp, loss, optimizer)
+            optimizer.step()
+            stepped.append(amp.outcome(optimizer).stepped)
+    scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
+    amp.reset()
+    return sum(sent), stepped, scale, [p.tolist() for p in network.parameters()]
 
 
-@pytest.mark.parametrize("dtype", ["torch.float16", "torch.bfloat16"])
-def test_gradients_of_o1_travel_in_16_bits(ranks, dtype):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@on_ranks(2)
+def test_gradients_of_o1_travel_in_16_bits(dtype):
     """Half of the bytes. What overflows on the way skips the step on all ranks, and the scale falls."""
-    first, second = (rank["sent"][dtype] for rank in ranks)
-    assert first == second
-    full = ranks[0]["sent"]["None"]
-    assert full["stepped"] == [True] * 4
-    assert first["bytes"] * 2 == full["bytes"] == 4 * 4 * (8 * 4 + 8 + 2 * 8 + 2)
-    skips = first["stepped"].index(True)
-    assert first["stepped"] == [False] * skips + [True] * (4 - skips)
-    assert (skips > 0) == (dtype == "torch.float16")
-    assert first["scale"] == full["scale"] / 2**skips
-    assert first["weights"] != full["weights"]
+    of_full, stepped_in_full, full_scale, full_weights = sent_in(None)
+    assert stepped_in_full == [True] * 4
+    sent, stepped, scale, weights = found = sent_in(dtype)
+    assert all(other == found for other in all_ranks(found))
+    assert sent * 2 == of_full == 4 * 4 * (8 * 4 + 8 + 2 * 8 + 2)
+    skips = stepped.index(True)
+    assert stepped == [False] * skips + [True] * (4 - skips)
+    assert (skips > 0) == (dtype == torch.float16)
+    assert scale == full_scale / 2**skips
+    assert weights != full_weights
+
+
+def accumulated(level, delay, one_batch) -> list[float]:
+    """Gradients of 2 ranks times 3 micro-batches, in one or accumulated: what the optimizer gets.
+
+    Blocks that unscale at once reduce at once; delayed ones stand in ``no_sync``.
+    """
+    network = model()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.125)
+    amp.initialize(network, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+    # Small numbers with few bits: sums are exact in any order.
+    data = torch.randint(-2, 3, (12, 4), generator=torch.Generator().manual_seed(1)).float()
+    with torch.no_grad():
+        for p in (*amp.master_params(optimizer), *network.parameters()):
+            p.data.mul_(8).round_().div_(8)
+    wrapped = network if one_batch else DistributedDataParallel(network)
+    parts = [data] if one_batch else data.view(RANKS, 3, 2, 4)[RANK]
+    for i, part in enumerate(parts):
+        last = i == len(parts) - 1
+        with contextlib.nullcontext() if last or one_batch or not delay else wrapped.no_sync():
+            # A sum over samples: the average over ranks is then half of that of the big batch.
+            loss = wrapped(part).float().sum() / (RANKS if one_batch else 1)
+            backward(amp, loss, optimizer, delay_unscale=delay and not last)
+    result = torch.cat([p.grad.double().flatten() for p in amp.master_params(optimizer)]).tolist()
+    amp.reset()
+    return result
 
 
 @pytest.mark.parametrize("delay", [False, True], ids=["every block reduces", "delay_unscale in no_sync"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
-def test_accumulation_equals_one_big_batch(ranks, level, delay):
-    for rank in ranks:
-        accumulated, big = rank[f"{level} {delay}"]
-        assert accumulated == big
-        assert any(big)
+@on_ranks(2)
+def test_accumulation_equals_one_big_batch(level, delay):
+    big = accumulated(level, delay, True)
+    assert accumulated(level, delay, False) == big
+    assert any(big)
 
 
 @pytest.mark.parametrize(

@@ -3,50 +3,34 @@
 import copy
 import io
 import pickle
+from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from kit import assert_same, backward, batch, every_level, loss_of, mlp, same, start, train
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from ampctx import AmpError, AmpSession
 from ampctx.casts.arguments import ModelHook
-from ampctx.optimizers import FusedAdam, FusedSGD
+from ampctx.optimizers import FusedAdam
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
-OPTIMIZERS = {
-    "ours": lambda p: FusedSGD(p, lr=0.05, momentum=0.9),
-    "torch fused": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
-    "torch plain": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, foreach=False, fused=False),
-}
+every_optimizer = pytest.mark.parametrize("name", ["FusedSGD", "SGD-fused", "SGD-plain"])
 
 
 @pytest.fixture
-def session():
-    session = AmpSession()
-    yield session
-    session.reset()
-
-
-def mlp():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-
-
-def started(session, level, make=OPTIMIZERS["ours"]):
-    model = mlp()
-    optimizer = make(model.parameters())
-    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+def trained(session, level, request):
+    """A model and its optimizer, after two steps."""
+    model, optimizer = start(session, level, request.node.callspec.params.get("name", "FusedSGD"))
+    train(session, model, optimizer)
     return model, optimizer
 
 
-def train(session, model, optimizer, steps=1, first=0):
-    for step in range(first, first + steps):
-        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
-        with session.scale_loss(model(x).float().square().mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def moves_by_plain_steps(model, optimizer):
+    """Whether a step without amp changes the weights."""
+    before = model[0].weight.detach().clone()
+    loss_of(model).backward()
+    optimizer.step()
+    return not torch.equal(model[0].weight, before)
 
 
 def by_torch_save(o):
@@ -69,26 +53,24 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda o: pickle.loads(pickle.dum
     [(get_ema_multi_avg_fn(0.9999), False), (get_ema_multi_avg_fn(0.9999), True), (get_swa_multi_avg_fn(), False)],
     ids=["ema", "ema-of-buffers", "swa"],
 )
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@every_optimizer
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 def test_an_average_fed_from_the_masters_is_that_of_fp32_weights(session, level, name, rule, use_buffers):
-    model, optimizer = started(session, level, OPTIMIZERS[name])
+    model, optimizer = start(session, level, name)
     source = session.master_model(model)
     average = AveragedModel(source, multi_avg_fn=rule, use_buffers=use_buffers)
     # The same by fp32 models that know nothing of amp.
     weights = mlp()
     weights.load_state_dict(session.master_state_dict(model))
     expected = AveragedModel(weights, multi_avg_fn=rule, use_buffers=use_buffers)
-    start = copy.deepcopy(expected)
+    unfed = copy.deepcopy(expected)
     for step in range(20):
-        train(session, model, optimizer, first=step)
+        train(session, model, optimizer, 1, step)
         average.update_parameters(source)
         weights.load_state_dict(session.master_state_dict(model))
         expected.update_parameters(weights)
-    for (key, a), (_, b) in zip(*(m.state_dict().items() for m in (average, expected)), strict=True):
-        assert a.dtype == b.dtype, key
-        assert torch.equal(a, b), key
-    assert not torch.equal(average.module[0].weight, start.module[0].weight)
+    assert_same(average.state_dict(), expected.state_dict())
+    assert not torch.equal(average.module[0].weight, unfed.module[0].weight)
     session.reset()
     x = torch.randn(5, 4)
     assert torch.equal(average.eval()(x), expected.eval()(x))
@@ -96,7 +78,7 @@ def test_an_average_fed_from_the_masters_is_that_of_fp32_weights(session, level,
 
 def test_an_average_of_16_bit_weights_loses_what_the_one_of_masters_keeps(session):
     """Why averages need masters: at a decay of 0.9999 updates are below half a place of fp16."""
-    model, optimizer = started(session, "O2")
+    model, optimizer = start(session, "O2")
     source = session.master_model(model)
     rule = get_ema_multi_avg_fn(0.9999)
     rounded, kept = AveragedModel(model, multi_avg_fn=rule), AveragedModel(source, multi_avg_fn=rule)
@@ -105,7 +87,7 @@ def test_an_average_of_16_bit_weights_loses_what_the_one_of_masters_keeps(sessio
         average.update_parameters(fed_from)  # the first copies
         before = average.module[0].weight.clone()
         for step in range(20):
-            train(session, model, optimizer, first=step)
+            train(session, model, optimizer, 1, step)
             average.update_parameters(fed_from)
         moved.append((average.module[0].weight != before).float().mean().item())
     assert moved[0] < 0.1  # weights next to 0, whose places are fine
@@ -115,10 +97,9 @@ def test_an_average_of_16_bit_weights_loses_what_the_one_of_masters_keeps(sessio
 # --- the model over its masters ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_master_model_holds_the_masters_themselves(session, level):
-    model, optimizer = started(session, level)
-    train(session, model, optimizer)
+@every_level
+def test_the_master_model_holds_the_masters_themselves(session, trained, level):
+    model, optimizer = trained
     source = session.master_model(model)
     assert all(p is q for p, q in zip(source.parameters(), session.master_params(optimizer), strict=True))
     assert all(a is b for a, b in zip(source.buffers(), model.buffers(), strict=True))
@@ -126,30 +107,26 @@ def test_the_master_model_holds_the_masters_themselves(session, level):
     hooks = [h for m in source.modules() for d in vars(m).values() if isinstance(d, dict) for h in d.values()]
     assert not any(isinstance(hook, ModelHook) for hook in hooks)
     train(session, model, optimizer)
-    with session.disable_casts():
-        out = source.eval()(torch.ones(3, 4, dtype=torch.float16 if level == "O3" else torch.float32))
-    assert out.dtype == (torch.float16 if level == "O3" else torch.float32)
-    if level == "O3":
-        return
-    plain = mlp()
+    dtype, plain = torch.float16 if level == "O3" else torch.float32, mlp()
     plain.load_state_dict(session.master_state_dict(model))
     with session.disable_casts():
-        assert torch.equal(out, plain.eval()(torch.ones(3, 4)))
+        out = source.eval()(torch.ones(3, 4, dtype=dtype))
+        assert out.dtype == dtype
+        assert level == "O3" or torch.equal(out, plain.eval()(torch.ones(3, 4)))
 
 
 def test_the_model_is_left_alone(session):
-    model, optimizer = started(session, "O2")
     twin = AmpSession()
-    other, other_optimizer = started(twin, "O2")
-    session.master_model(model)
-    train(session, model, optimizer, 3)
-    train(twin, other, other_optimizer, 3)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    runs = [(each, *start(each, "O2")) for each in (session, twin)]
+    session.master_model(runs[0][1])
+    for run in runs:
+        train(*run, 3)
+    assert same(runs[0][1].parameters(), runs[1][1].parameters())
     twin.reset()
 
 
 def test_masters_in_the_optimizers_state_have_no_model(session):
-    model, optimizer = started(session, "O3", lambda p: FusedAdam(p, lr=0.01, master_weights=True))
+    model, optimizer = start(session, "O3", partial(FusedAdam, master_weights=True))
     train(session, model, optimizer)
     with pytest.raises(AmpError, match=r"the master weight of 0.weight is in the optimizer's state"):
         session.master_model(model)
@@ -159,22 +136,16 @@ def test_masters_in_the_optimizers_state_have_no_model(session):
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_copied_model_trains_on_its_own_weights(session, level, copied):
-    model, optimizer = started(session, level)
-    train(session, model, optimizer, 2)
+@every_level
+def test_a_copied_model_trains_on_its_own_weights(trained, copied):
+    model, _ = trained
     twin = copied(model)
     before = [p.detach().clone() for p in model.parameters()]
-    x = torch.randn(16, 4)
-    assert torch.equal(model.eval()(x), twin.eval()(x))
-    model.train()
+    assert torch.equal(model.eval()(batch()), twin.eval()(batch()))
     twin.train()
-    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
-    twin(x).float().square().mean().backward()
-    plain.step()
-    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
-    assert not torch.equal(twin[0].weight, model[0].weight)
-    assert not torch.equal(twin.eval()(x), model.eval()(x))
+    assert moves_by_plain_steps(twin, torch.optim.SGD(twin.parameters(), lr=0.1))
+    assert same(model.parameters(), before)
+    assert not torch.equal(twin.eval()(batch()), model.eval()(batch()))
 
 
 def _in_another_process(model, x, results):
@@ -183,10 +154,8 @@ def _in_another_process(model, x, results):
 
 @pytest.mark.full(but=1)
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_model_goes_to_a_spawned_process(session, level):
-    model, optimizer = started(session, level)
-    train(session, model, optimizer)
-    x = torch.randn(3, 4)
+def test_a_model_goes_to_a_spawned_process(trained):
+    (model, _), x = trained, batch(n=3)
     context = torch.multiprocessing.get_context("spawn")
     results = context.Queue()
     process = context.Process(target=_in_another_process, args=(model, x, results))
@@ -198,11 +167,10 @@ def test_a_model_goes_to_a_spawned_process(session, level):
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@every_optimizer
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_copied_optimizer_with_masters_refuses_to_step(session, level, name, copied):
-    model, optimizer = started(session, level, OPTIMIZERS[name])
-    train(session, model, optimizer, 2)
+def test_a_copied_optimizer_with_masters_refuses_to_step(session, trained, level, name, copied):
+    model, optimizer = trained
     twin_model, twin = copied((model, optimizer))
     scheduler = torch.optim.lr_scheduler.ConstantLR(twin)
     with pytest.raises(AmpError, match="SGD is a copy of one under amp.*no model follows them"):
@@ -214,38 +182,27 @@ def test_a_copied_optimizer_with_masters_refuses_to_step(session, level, name, c
     train(session, model, optimizer)
     twin.param_groups[0]["lr"] = expected["param_groups"][0]["lr"]
     optimizer.load_state_dict(twin.state_dict())
-    for i, state in expected["state"].items():
-        assert torch.equal(optimizer.state_dict()["state"][i]["momentum_buffer"], state["momentum_buffer"])
+    state = optimizer.state_dict()["state"]
+    for i, kept in expected["state"].items():
+        assert_same(state[i]["momentum_buffer"], kept["momentum_buffer"])
     train(session, model, optimizer)
     # The copied model is fit for a session of its own.
     other = AmpSession()
     other.allow_incoming_model_not_fp32 = True
-    fresh = OPTIMIZERS[name](twin_model.parameters())
-    other.initialize(twin_model, fresh, opt_level=level, verbosity=0)
-    train(other, twin_model, fresh)
+    train(other, *start(other, level, name, twin_model))
     other.reset()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@every_optimizer
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
-def test_a_copied_pair_without_masters_is_a_plain_pair(session, level, name):
-    model, optimizer = started(session, level, OPTIMIZERS[name])
-    train(session, model, optimizer, 2)
-    twin_model, twin = copy.deepcopy((model, optimizer))
-    twin_model(torch.randn(16, 4)).float().square().mean().backward()
-    before = twin_model[0].weight.detach().clone()
-    twin.step()
-    assert not torch.equal(twin_model[0].weight, before)
+def test_a_copied_pair_without_masters_is_a_plain_pair(trained, name):
+    assert moves_by_plain_steps(*copy.deepcopy(trained))
 
 
 def test_reset_makes_copies_plain_again(session):
-    model, optimizer = started(session, "O2")
+    pair = start(session, "O2")
     session.reset()
-    twin_model, twin = copy.deepcopy((model, optimizer))
-    twin_model(torch.randn(16, 4)).square().mean().backward()
-    before = twin_model[0].weight.detach().clone()
-    twin.step()
-    assert not torch.equal(twin_model[0].weight, before)
+    assert moves_by_plain_steps(*copy.deepcopy(pair))
 
 
 class Wrapper:
@@ -271,7 +228,7 @@ class TakesAllAlong(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-@pytest.mark.parametrize("level", LEVELS)
+@every_level
 @pytest.mark.parametrize(
     "make", [lambda p: Wrapper(torch.optim.SGD(p, lr=0.1)), lambda p: TakesAllAlong(p, lr=0.1)], ids=["wrapper", "sgd"]
 )
@@ -280,12 +237,10 @@ def test_a_copy_that_takes_all_attributes_along_leaves_the_original_alone(sessio
     optimizer = make(model.parameters())
     if isinstance(optimizer, TakesAllAlong):  # replaces step, too
         torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    start(session, level, lambda _: optimizer, model)
     train(session, model, optimizer)
     twin = copied(optimizer)
-    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
-    with session.scale_loss(model(x).float().square().mean(), optimizer) as scaled:
-        scaled.backward()
+    backward(session, loss_of(model), optimizer)
     before = [p.detach().clone() for p in model.parameters()]
     for group in twin.param_groups:
         for p in group["params"]:
@@ -299,7 +254,7 @@ def test_a_copy_that_takes_all_attributes_along_leaves_the_original_alone(sessio
         twin.step()
         assert not torch.equal(first, value)
     twin.zero_grad()
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert same(model.parameters(), before)
     assert all(p.grad is not None for p in session.master_params(optimizer))
     optimizer.step()
     assert not torch.equal(model[0].weight, before[0])
@@ -314,6 +269,6 @@ def test_a_copy_that_takes_all_attributes_along_leaves_the_original_alone(sessio
 @pytest.mark.parametrize("initialized", [False, True])
 def test_a_session_belongs_to_its_process(session, initialized, copied):
     if initialized:
-        started(session, "O1")
+        start(session, "O1")
     with pytest.raises(AmpError, match=r"an AmpSession cannot be copied or pickled.*call its initialize\(\), and load"):
         copied(session)

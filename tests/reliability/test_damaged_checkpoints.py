@@ -5,11 +5,11 @@ import logging
 
 import pytest
 import torch
-from test_resume_exactly import assert_identical
+from kit import NAN, assert_same, backward, loss_of, mlp, start, train
 from torch import nn
 
-from ampctx import AmpError, AmpKeyError, AmpSession, AmpTypeError, AmpValueError, clip_grad_norm_
-from ampctx.optimizers import FusedAdam, FusedNovoGrad
+from ampctx import AmpError, AmpKeyError, AmpSession, AmpTypeError, AmpValueError
+from ampctx.optimizers import FusedAdam
 
 
 @pytest.fixture
@@ -25,47 +25,30 @@ def sessions():
 def started(sessions):
     """Makes runs."""
 
-    def start(level="O2", seed=0, make=None, num_losses=2, width=8):
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 2))
-        optimizer = (make or (lambda p: FusedAdam(p, lr=0.01)))(model.parameters())
+    def started(level="O2", seed=0, make="FusedAdam"):
         sessions.append(session := AmpSession())
-        session.initialize(model, optimizer, opt_level=level, num_losses=num_losses, verbosity=0)
-        return session, model, optimizer
+        return session, *start(session, level, make, mlp(seed), num_losses=2)
 
-    return start
+    return started
 
 
 def block(run, seed=0, **kwargs):
-    session, model, optimizer = run
-    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(seed))
-    with session.scale_loss(model(x).float().square().mean(), optimizer, **kwargs) as scaled:
-        scaled.backward()
+    backward(run[0], loss_of(run[1], seed), run[2], **kwargs)
 
 
-def train(run, steps=2):
-    for step in range(steps):
-        block(run, step)
-        run[2].step()
-        run[2].zero_grad()
+def go_on(run):
+    train(*run)
 
 
 def everything(run):
     session, model, optimizer = run
-    return copy.deepcopy(
-        [dict(model.state_dict()), optimizer.state_dict(), session.state_dict(masters=True, grads=True)]
-    )
+    return copy.deepcopy([dict(model.state_dict()), optimizer.state_dict(), session.state_dict(masters=True)])
 
 
 def saved(run):
-    """The state of a run with a delayed block open, gradients that wait in 16 bits, and a latch."""
-    block(run, 7)
-    waits = copy.deepcopy(run[0].state_dict(grads=True))["optimizers"][0]["gradients"]["waiting"]
-    run[2].zero_grad()
+    """The state of a run with a delayed block open."""
     block(run, 7, delay_unscale=True)
-    state = copy.deepcopy(run[0].state_dict(grads=True))
-    state["optimizers"][0]["gradients"]["waiting"] = waits
-    return state
+    return copy.deepcopy(run[0].state_dict(masters=True))
 
 
 def within(*path):
@@ -96,13 +79,11 @@ def drop(*path):
 
 
 FIRST = ("optimizers", 0)
-GRADS = (*FIRST, "gradients")
 SCALE = {"loss_scale": 2.0, "unskipped": 0}
-NAN, ZERO = float("nan"), torch.tensor(0.0)
 DAMAGE = {
     "another level": (put("O5", "opt_level"), AmpValueError, r'"opt_level"\] is \'O5\', and .*opt_level=\'O2\''),
     "no level": (drop("opt_level"), AmpKeyError, 'state_dict has no "opt_level"'),
-    "nan scale": (put(float("nan"), "loss_scaler1", "loss_scale"), AmpValueError, "loss_scaler1.*loss_scale is nan"),
+    "nan scale": (put(NAN, "loss_scaler1", "loss_scale"), AmpValueError, "loss_scaler1.*loss_scale is nan"),
     "scale missing": (drop("loss_scaler1"), AmpValueError, "1 loss scales, and num_losses=2"),
     "a scale more": (put(SCALE, "loss_scaler2"), AmpValueError, "3 loss scales, and num_losses=2"),
     "foreign key": (put({}, "epoch"), AmpKeyError, r'Unexpected key\(s\) in state_dict: "epoch"'),
@@ -115,116 +96,49 @@ DAMAGE = {
     "count": (put(5, *FIRST, "params"), AmpValueError, r'\["params"\] is 5, and the optimizer has 6 parameters'),
     "masters missing": (drop(*FIRST, "masters"), AmpKeyError, r'\["optimizers"\]\[0\] has no "masters"'),
     "master missing": (drop(*FIRST, "masters", 4), AmpKeyError, r'\["masters"\] has no 4.*shape \(2, 8\)'),
-    "master of batch norm": (
-        change(lambda m: {**m, 2: torch.ones(8)}, *FIRST, "masters"),
-        AmpValueError,
-        r'\["masters"\]\[2\] is a master weight, and that parameter has none here',
-    ),
+    "master of batch norm": (change(lambda m: {**m, 2: torch.ones(8)}, *FIRST, "masters"), AmpValueError,
+        r'\["masters"\]\[2\] is a master weight, and that parameter has none here'),
     "master out of range": (put(torch.ones(1), *FIRST, "masters", 9), AmpKeyError, r'\["masters"\] has 9.*0 to 5'),
-    "master's shape": (
-        put(torch.ones(8, 2), *FIRST, "masters", 4),
-        AmpValueError,
-        r'\["masters"\]\[4\] is of shape \(8, 2\).*expected \(2, 8\)',
-    ),
+    "master's shape": (put(torch.ones(8, 2), *FIRST, "masters", 4), AmpValueError,
+        r'\["masters"\]\[4\] is of shape \(8, 2\).*expected \(2, 8\)'),
     "master's dtype": (change(torch.Tensor.half, *FIRST, "masters", 4), AmpValueError, r"torch.float16, expected"),
     "master no tensor": (put([1.0], *FIRST, "masters", 4), AmpTypeError, r'\["masters"\]\[4\] must be a Tensor'),
     "latch unknown": (put({2: True}, *FIRST, "overflows"), AmpKeyError, r'\["overflows"\] has 2, .* from -1 to 1'),
-    "gradient's dtype": (
-        change(torch.Tensor.float, *GRADS, "model", 0),
-        AmpValueError,
-        r'\["gradients"\]\["model"\]\[0\] is of shape \(8, 4\) and torch.float32, expected \(8, 4\) and torch.float16',
-    ),
-    "gradient of no master": (
-        put(torch.ones(8), *GRADS, "masters", 2),
-        AmpValueError,
-        r'\["masters"\]\[2\] is the gradient of a master weight, and that parameter has none here',
-    ),
-    "gradients missing": (drop(*GRADS, "model"), AmpKeyError, r'\["gradients"\] has no "model"'),
-    "window of no loss": (put(2, *GRADS, "window", "loss_id"), AmpValueError, r'\["loss_id"\] is 2, there are 2 loss'),
-    "window of no parameter": (put([6], *GRADS, "window", "scaled"), AmpKeyError, r'\["scaled"\] has 6'),
-    "window without scale": (drop(*GRADS, "window", "inv_scale"), AmpKeyError, r'\["window"\] has no "inv_scale"'),
-    "before's shape": (put(torch.ones(1), *GRADS, "window", "before", 2), AmpValueError, r'\["before"\]\[2\]'),
-    "waiting without norm": (drop(*GRADS, "waiting", "norm"), AmpKeyError, r'\["waiting"\] has no "norm"'),
-    "waiting scales": (
-        put(torch.ones(2), *GRADS, "waiting", "inv_scale"),
-        AmpValueError,
-        r'\["inv_scale"\] is a tensor of shape \(2,\)',
-    ),
-    "waiting gone": (drop(*GRADS, "waiting"), AmpKeyError, r'\["gradients"\] has no "waiting"'),
-    "window gone": (drop(*GRADS, "window"), AmpKeyError, r'\["gradients"\] has no "window"'),
-    "waiting scaled by nan": (put(NAN, *GRADS, "waiting", "inv_scale"), AmpValueError, r'\["inv_scale"\] is nan for'),
-    "waiting scaled by 0": (put(ZERO, *GRADS, "waiting", "inv_scale"), AmpValueError, r'\["inv_scale"\] is 0.0 for'),
-    "waiting turned around": (put(-1.0, *GRADS, "waiting", "inv_scale"), AmpValueError, r'\["inv_scale"\] is -1.0'),
-    "waiting scaled by int": (
-        put(torch.tensor(2), *GRADS, "waiting", "inv_scale"),
-        AmpValueError,
-        r'\["inv_scale"\] is a tensor of shape \(\) and torch.int64 on cpu',
-    ),
-    "norm complex": (put(torch.tensor(1j), *GRADS, "waiting", "norm"), AmpValueError, r'\["norm"\] is a tensor of'),
-    "norm on meta": (put(ZERO.to("meta"), *GRADS, "waiting", "norm"), AmpValueError, r'\["norm"\].* on meta'),
-    "window scaled by 0": (put(0.0, *GRADS, "window", "inv_scale"), AmpValueError, r'\["inv_scale"\] is 0.0, expected'),
-    "window scaled by nan": (
-        put(torch.tensor(NAN), *GRADS, "window", "inv_scale"),
-        AmpValueError,
-        r'\["inv_scale"\] is nan, expected a number > 0 and finite',
-    ),
-    "gradient on meta": (
-        change(lambda g: g.to("meta"), *GRADS, "model", 0),
-        AmpValueError,
-        r'\["gradients"\]\["model"\]\[0\] is on the meta device',
-    ),
-    "master on meta": (
-        change(lambda m: m.to("meta"), *FIRST, "masters", 4),
-        AmpValueError,
-        r'\["masters"\]\[4\] is on the meta device, without values',
-    ),
-    "master sparse": (
-        change(torch.Tensor.to_sparse, *FIRST, "masters", 4),
-        AmpValueError,
-        r'\["masters"\]\[4\] is of layout torch.sparse_coo',
-    ),
-    "place no int": (
-        change(lambda m: {True: m[1], **{i: t for i, t in m.items() if i != 1}}, *FIRST, "masters"),
-        AmpKeyError,
-        r'\["masters"\] has True',
-    ),
+    "master on meta": (change(lambda m: m.to("meta"), *FIRST, "masters", 4), AmpValueError,
+        r'\["masters"\]\[4\] is on the meta device, without values'),
+    "master sparse": (change(torch.Tensor.to_sparse, *FIRST, "masters", 4), AmpValueError,
+        r'\["masters"\]\[4\] is of layout torch.sparse_coo'),
+    "place no int": (change(lambda m: {True: m[1], **{i: t for i, t in m.items() if i != 1}}, *FIRST, "masters"),
+        AmpKeyError, r'\["masters"\] has True'),
     "names no list": (put({}, *FIRST, "names"), AmpTypeError, r'\["names"\] must be a list, got dict'),
-    "another name": (
-        put("head.weight", *FIRST, "names", 4),
-        AmpValueError,
-        r'\["names"\]\[4\] is \'head.weight\', and that parameter is \'3.weight\' here',
-    ),
+    "another name": (put("head.weight", *FIRST, "names", 4), AmpValueError,
+        r'\["names"\]\[4\] is \'head.weight\', and that parameter is \'3.weight\' here'),
     "scales missing": (drop(*FIRST, "scales"), AmpKeyError, r'\["optimizers"\]\[0\] has no "scales"'),
     "scale of no loss": (put(2.0, *FIRST, "scales", 2), AmpKeyError, r'\["scales"\] has 2, expected loss ids from 0'),
     "scale of 0": (put(0.0, *FIRST, "scales", 0), AmpValueError, r'\["scales"\]\[0\] is 0.0: a loss scale must be'),
-    "waiting shape": (
-        put(torch.ones(1), *GRADS, "waiting", "grads", 0),
-        AmpValueError,
-        r'\["grads"\]\[0\] is of shape',
-    ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_state_names_the_entry_and_changes_nothing(started, name):
     edit, error, message = DAMAGE[name]
     source = started(seed=1)
-    train(source)
+    go_on(source)
     state = saved(source)
     run = started()
-    train(run)
+    go_on(run)
     block(run, 3, delay_unscale=True)
     before = everything(run)
 
     edit(state)
     with pytest.raises(error, match=message):
         run[0].load_state_dict(state)
-    assert_identical(everything(run), before)
+    assert_same(everything(run), before)
 
 
 def test_the_state_that_is_damaged_above_loads(started):
     source, run = started(seed=1), started()
-    train(source)
+    go_on(source)
     run[0].load_state_dict(saved(source))
 
 
@@ -233,14 +147,6 @@ def test_another_level_is_refused(started, level):
     source, run = started("O2"), started(level)
     with pytest.raises(AmpValueError, match="opt_level"):
         run[0].load_state_dict(source[0].state_dict(masters=True))
-
-
-def test_another_optimizer_than_reads_16_bit_gradients(started):
-    source, run = started(), started(make=lambda p: torch.optim.SGD(p, lr=0.1))
-    train(source)
-    block(source)
-    with pytest.raises(AmpValueError, match=r'\["waiting"\]: SGD does not read 16-bit gradients'):
-        run[0].load_state_dict(source[0].state_dict(grads=True))
 
 
 def two_networks(sessions, swapped, seed):
@@ -262,19 +168,19 @@ def test_optimizers_in_another_order(sessions):
     before = copy.deepcopy([other.state_dict(masters=True), *(m.state_dict() for m in others[0])])
     with pytest.raises(AmpValueError, match=r"\[\"names\"\]\[0\] is 'models\[0\].0.weight', .* 'models\[1\].0.weight'"):
         other.load_state_dict(session.state_dict(masters=True))
-    assert_identical([other.state_dict(masters=True), *(m.state_dict() for m in others[0])], before)
+    assert_same([other.state_dict(masters=True), *(m.state_dict() for m in others[0])], before)
 
 
 def test_names_may_be_left_out_where_parameters_were_renamed(started):
     source, run = started(seed=1), started()
-    train(source)
+    go_on(source)
     state = saved(source)
     state["optimizers"][0]["names"][0] = "formerly.weight"
     with pytest.raises(AmpValueError, match=r'delete state_dict\["optimizers"\]\[0\]\["names"\]'):
         run[0].load_state_dict(state)
     del state["optimizers"][0]["names"]
     run[0].load_state_dict(state)
-    assert_identical(run[0].state_dict(masters=True)["optimizers"][0]["masters"], state["optimizers"][0]["masters"])
+    assert_same(run[0].state_dict(masters=True)["optimizers"][0]["masters"], state["optimizers"][0]["masters"])
 
 
 def test_a_parameter_of_no_model_has_no_name_that_could_be_wrong(sessions):
@@ -292,18 +198,6 @@ def test_a_parameter_of_no_model_has_no_name_that_could_be_wrong(sessions):
     assert torch.equal(runs[0][1].weight, runs[1][1].weight)
 
 
-def test_clipped_gradients_that_are_not_finite_resume(started):
-    """What clipping multiplies is 0 or nan then, and no damage."""
-    for value in (float("inf"), float("nan")):
-        source, run = started(), started(seed=1)
-        with source[0].scale_loss(source[1](torch.ones(4, 4)).float().sum() * value, source[2]) as scaled:
-            scaled.backward()
-        clip_grad_norm_(source[0].master_params(source[2]), 1.0)
-        run[0].load_state_dict(copy.deepcopy(source[0].state_dict(grads=True)))
-        run[2].step()
-        assert run[0].outcome(run[2]).skipped
-
-
 def test_neither_saved_nor_loaded_inside_a_block(started):
     session, model, optimizer = run = started()
     state = session.state_dict(masters=True)
@@ -314,19 +208,19 @@ def test_neither_saved_nor_loaded_inside_a_block(started):
             session.load_state_dict(state)
         assert set(session.state_dict()) == {"loss_scaler0", "loss_scaler1"}
         scaled.backward()
-    train(run)
+    go_on(run)
 
 
 def test_the_default_is_apexs_format(started):
     session, *_ = run = started()
-    train(run)
+    go_on(run)
     assert set(session.state_dict()) == {"loss_scaler0", "loss_scaler1"}
     assert set(session.state_dict(masters=True)) - set(session.state_dict()) == {"opt_level", "optimizers", "deferred"}
 
 
 def test_without_masters_a_message_says_once_what_is_approximated(started, caplog):
     source, run = started(seed=1), started()
-    train(source)
+    go_on(source)
     # What apex and versions of before saved: rounded weights.
     run[1].load_state_dict({n: t.half().float() for n, t in source[1].state_dict().items()})
     with caplog.at_level(logging.WARNING, "ampctx"):
@@ -339,7 +233,7 @@ def test_without_masters_a_message_says_once_what_is_approximated(started, caplo
 
 def test_gradients_that_are_not_saved_are_reported_and_dropped_by_loading(started, caplog):
     run = started()
-    train(run)
+    go_on(run)
     with caplog.at_level(logging.WARNING, "ampctx"):
         state = copy.deepcopy(run[0].state_dict(masters=True))
         assert not caplog.records
@@ -348,37 +242,3 @@ def test_gradients_that_are_not_saved_are_reported_and_dropped_by_loading(starte
     assert "there are gradients that no step has used" in caplog.text
     run[0].load_state_dict(state)
     assert all(p.grad is None for p in (*run[1].parameters(), *run[0].master_params(run[2])))
-
-
-def test_a_whole_checkpoint_with_the_state_of_a_run(started):
-    source, run = started(seed=1), started()
-    train(source)
-    block(source)
-    state = {
-        "model": source[1].state_dict(),
-        "optimizer": source[2].state_dict(),
-        "amp": source[0].state_dict(grads=True),
-    }
-    before = everything(run)
-    damaged = copy.deepcopy(state["amp"])
-    del damaged["optimizers"][0]["masters"][0]
-    with pytest.raises(AmpKeyError, match=r'\["masters"\] has no 0'):
-        run[0].load_state_dict(damaged)
-    assert_identical(everything(run), before)
-
-    for part, name in zip(run, ("amp", "model", "optimizer"), strict=True):
-        part.load_state_dict(state[name])
-    assert_identical(everything(run), everything(source))
-
-
-@pytest.mark.parametrize("make", [FusedAdam, FusedNovoGrad])
-@pytest.mark.parametrize("lost", ["exp_avg", "exp_avg_sq"])
-def test_one_moment_without_the_other(started, make, lost):
-    run = started(make=lambda p: make(p, lr=0.01))
-    train(run)
-    state = copy.deepcopy(run[2].state_dict())
-    del state["state"][3][lost]
-    before = everything(run)
-    with pytest.raises(AmpKeyError, match=rf"param_groups\[0\]\['params'\]\[3\] has no '{lost}'"):
-        run[2].load_state_dict(state)
-    assert_identical(everything(run), before)

@@ -1,5 +1,6 @@
 """An exception anywhere leaves the next iteration as if the interrupted one had never begun."""
 
+import contextlib
 import signal
 import sys
 import time
@@ -7,18 +8,19 @@ import time
 import pytest
 import torch
 from faults import Fault, fault_at_line, kernel_calls, lines_of
+from kit import INF, OPTIMIZERS, backward, every_level, loss_of, start
 from torch import nn
 
-from ampctx import AmpError, optimizers
+from ampctx import AmpError
 from ampctx.amp import AmpSession, GradScaler
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
-OPTIMIZERS = {
-    "plain": lambda params: torch.optim.SGD(params, lr=0.125, momentum=0.5),
-    "foreach": lambda params: torch.optim.Adam(params, lr=0.125, eps=1e-3, foreach=True),
-    "torch-fused": lambda params: torch.optim.Adam(params, lr=0.125, eps=1e-3, fused=True),
-    "ampctx": lambda params: optimizers.FusedAdam(params, lr=0.125, eps=1e-3),
+KINDS = {
+    "plain": lambda params: OPTIMIZERS["SGD-plain"](params, lr=0.125, momentum=0.5),
+    "foreach": lambda params: OPTIMIZERS["Adam-foreach"](params, lr=0.125),
+    "torch-fused": lambda params: OPTIMIZERS["Adam-fused"](params, lr=0.125),
+    "ampctx": lambda params: OPTIMIZERS["FusedAdam"](params, lr=0.125, eps=1e-3),
 }
+every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 class Training:
@@ -26,19 +28,16 @@ class Training:
 
     def __init__(self, level, kind="plain"):
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2))
-        self.optimizer = OPTIMIZERS[kind](self.model.parameters())
+        model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2))
         self.session = AmpSession()
-        options = {"opt_level": level, "loss_scale": "dynamic", "verbosity": 0}
-        self.session.initialize(self.model, self.optimizer, **options)
+        make = KINDS[kind] if isinstance(kind, str) else kind
+        self.model, self.optimizer = start(self.session, level, make, model, loss_scale="dynamic")
 
     def loss(self, seed):
-        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
-        return self.model(x).float().square().mean()
+        return loss_of(self.model, seed, 8)
 
     def block(self, seed, **kwargs):
-        with self.session.scale_loss(self.loss(seed), self.optimizer, **kwargs) as scaled:
-            scaled.backward()
+        backward(self.session, self.loss(seed), self.optimizer, **kwargs)
 
     def iterate(self, seed):
         self.optimizer.zero_grad()
@@ -46,8 +45,8 @@ class Training:
         self.optimizer.step()
 
     def gradients(self):
-        leaves = [*self.model.parameters(), *self.session.master_params(self.optimizer)]
-        return [None if p.grad is None else p.grad.clone() for p in leaves]
+        masters = self.session.master_params(self.optimizer)
+        return [*grads_of(self.model), *(None if p.grad is None else p.grad.clone() for p in masters)]
 
     def state(self):
         tensors = [*self.model.parameters()]
@@ -57,8 +56,12 @@ class Training:
         return [t.detach().clone() for t in tensors], others, self.session.skipped_steps(self.optimizer)
 
 
+def grads_of(model):
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
 @pytest.fixture
-def train():
+def make_training():
     """Makes a ``Training`` and undoes it."""
     made = []
 
@@ -81,6 +84,29 @@ def same(a, b):
     return equal(a[0], b[0]) and a[1:] == b[1:]
 
 
+@contextlib.contextmanager
+def step_raises(optimizer, register="register_step_pre_hook"):
+    """A hook of the user's raises, once."""
+    handle = getattr(optimizer, register)(_raise)
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    handle.remove()
+
+
+def _raise(*args):
+    raise KeyboardInterrupt
+
+
+def out_of_memory_at(number):
+    """The kernel call of that number raises, of those in the context."""
+
+    def on_call(now, name):
+        if now == number:
+            raise torch.OutOfMemoryError(name)
+
+    return kernel_calls(on_call)
+
+
 def finished(training):
     training.iterate(3)
     result = training.state()
@@ -94,10 +120,7 @@ def interrupted(make, level, kind, fault):
     training.iterate(1)
     training.optimizer.zero_grad()
 
-    def second():
-        training.block(2)
-
-    fault(training, second)
+    fault(training, lambda: training.block(2))
     return finished(training)
 
 
@@ -122,10 +145,10 @@ def references(make, level, kind):
         pytest.param("O2", "ampctx", id="O2-ampctx"),
     ],
 )
-def test_any_line_of_a_block_may_raise(train, level, kind):
+def test_any_line_of_a_block_may_raise(make_training, level, kind):
     never, whole = references(Training, level, kind)
     places = []
-    interrupted(train, level, kind, lambda _, second: places.extend(lines_of(second)))
+    interrupted(make_training, level, kind, lambda _, second: places.extend(lines_of(second)))
     assert len(places) > 200
 
     for place in places:
@@ -138,54 +161,45 @@ def test_any_line_of_a_block_may_raise(train, level, kind):
         assert same(result, never) or same(result, whole), place
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_any_kernel_may_run_out_of_memory(train, level, kind):
-    never, whole = references(train, level, kind)
+@every_kind
+@every_level
+def test_any_kernel_may_run_out_of_memory(make_training, level, kind):
+    never, whole = references(make_training, level, kind)
     calls = []
 
     def count(_, second):
         with kernel_calls(lambda number, name: calls.append(name)):
             second()
 
-    interrupted(train, level, kind, count)
+    interrupted(make_training, level, kind, count)
     for number in range(1, len(calls) + 1):
 
         def fault(_, second, number=number):
-            def on_call(now, name):
-                if now == number:
-                    raise torch.OutOfMemoryError(name)
-
-            with pytest.raises(torch.OutOfMemoryError), kernel_calls(on_call):
+            with pytest.raises(torch.OutOfMemoryError), out_of_memory_at(number):
                 second()
 
-        result = interrupted(train, level, kind, fault)
+        result = interrupted(make_training, level, kind, fault)
         assert same(result, never) or same(result, whole), calls[number - 1]
 
 
 @pytest.mark.parametrize("delay", [False, True], ids=["blocks", "delayed"])
 @pytest.mark.parametrize("kind", ["plain", "ampctx"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_what_was_accumulated_before_is_kept_or_refused(train, level, kind, delay):
+def test_what_was_accumulated_before_is_kept_or_refused(make_training, level, kind, delay):
     """The second of two blocks fails, gradients are not zeroed: they are those of the first, or the step says no."""
     outcomes = set()
     number = 0
     while True:
         number += 1
-        training = train(level, kind)
+        training = make_training(level, kind)
         training.block(1, delay_unscale=delay)
-        before = [None if p.grad is None else p.grad.clone() for p in training.model.parameters()]
-        masters = None if delay else training.gradients()
-
-        def on_call(now, name, number=number):
-            if now == number:
-                raise torch.OutOfMemoryError(name)
+        before, masters = grads_of(training.model), None if delay else training.gradients()
 
         try:
-            with kernel_calls(on_call):
+            with out_of_memory_at(number):
                 training.block(2)
         except torch.OutOfMemoryError:
-            after = [None if p.grad is None else p.grad.clone() for p in training.model.parameters()]
+            after = grads_of(training.model)
             if training.session._bindings[training.optimizer].gradients.incomplete:
                 outcomes.add("refused")
                 with pytest.raises(AmpError, match="Call optimizer.zero_grad\\(\\) and repeat"):
@@ -220,11 +234,11 @@ ERRORS = [KeyboardInterrupt("^C"), torch.OutOfMemoryError("out of memory"), Runt
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@every_kind
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_body_may_raise_at_any_parameter(train, level, kind, error):
+def test_the_body_may_raise_at_any_parameter(make_training, level, kind, error):
     """A gradient hook of each parameter raises in its turn, when some gradients are there and others are not."""
-    never, _ = references(train, level, kind)
+    never, _ = references(make_training, level, kind)
     for i in range(6):
 
         def fault(training, second, i=i):
@@ -236,13 +250,13 @@ def test_the_body_may_raise_at_any_parameter(train, level, kind, error):
                 second()
             handle.remove()
 
-        assert same(interrupted(train, level, kind, fault), never)
+        assert same(interrupted(make_training, level, kind, fault), never)
 
 
 @pytest.mark.parametrize("delay", [False, True], ids=["alone", "after a delayed block"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_backward_may_raise(train, level, delay):
-    never, _ = references(train, level, "plain")
+@every_level
+def test_backward_may_raise(make_training, level, delay):
+    never, _ = references(make_training, level, "plain")
 
     def fault(training, second):
         if delay:
@@ -251,17 +265,17 @@ def test_backward_may_raise(train, level, delay):
         with pytest.raises(KeyboardInterrupt), training.session.scale_loss(loss, training.optimizer) as scaled:
             scaled.backward()
 
-    assert same(interrupted(train, level, "plain", fault), never)
+    assert same(interrupted(make_training, level, "plain", fault), never)
 
 
 @pytest.mark.parametrize("after", [0.002, 0.004, 0.008])
-def test_an_interrupt_while_the_loss_is_multiplied(train, after):
+def test_an_interrupt_while_the_loss_is_multiplied(make_training, after):
     """Before the body has begun: the block is closed though somebody keeps the exception, as notebooks do."""
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    training = train("O0")
+    training = make_training("O0")
     loss = training.loss(1) * torch.ones(2**24)
     former = signal.signal(signal.SIGALRM, interrupt)
     try:
@@ -273,16 +287,16 @@ def test_an_interrupt_while_the_loss_is_multiplied(train, after):
         signal.signal(signal.SIGALRM, former)
     training.iterate(2)
     assert kept.value.__traceback__ is not None
-    never = train("O0")
+    never = make_training("O0")
     never.iterate(2)
     assert same(training.state(), never.state())
 
 
 @pytest.mark.parametrize("delay", [False, True], ids=["alone", "after a delayed block"])
 @pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
-def test_generators_that_are_closed_in_any_order(train, level, delay):
+def test_generators_that_are_closed_in_any_order(make_training, level, delay):
     """Each holds a block open; the first to begin is the first to go."""
-    training = train(level)
+    training = make_training(level)
     if delay:
         training.block(1, delay_unscale=True)
 
@@ -297,7 +311,7 @@ def test_generators_that_are_closed_in_any_order(train, level, delay):
     if delay:
         training.optimizer.step()
     training.iterate(4)
-    never = train(level)
+    never = make_training(level)
     if delay:
         never.block(1, delay_unscale=True)
         never.optimizer.step()
@@ -306,9 +320,9 @@ def test_generators_that_are_closed_in_any_order(train, level, delay):
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
-def test_casts_come_back_though_they_were_switched_off_half_way(train, level, monkeypatch):
+def test_casts_come_back_though_they_were_switched_off_half_way(make_training, level, monkeypatch):
     """An interrupt as soon as they are off."""
-    training, switch = train(level), torch.set_autocast_enabled
+    training, switch = make_training(level), torch.set_autocast_enabled
 
     def interrupted(device_type, on):
         switch(device_type, on)
@@ -324,9 +338,9 @@ def test_casts_come_back_though_they_were_switched_off_half_way(train, level, mo
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
-def test_casts_come_back_wherever_an_interrupt_comes(train, level):
+def test_casts_come_back_wherever_an_interrupt_comes(make_training, level):
     """At each line of entering and leaving, those of the standard library too."""
-    training, tracer = train(level), sys.gettrace()
+    training, tracer = make_training(level), sys.gettrace()
 
     def is_interrupted(at):
         lines = 0
@@ -356,20 +370,20 @@ def test_casts_come_back_wherever_an_interrupt_comes(train, level):
         assert torch.is_autocast_enabled("cpu"), at
         at += 1
     assert at > 30
-    never, _ = references(train, level, "plain")
+    never, _ = references(make_training, level, "plain")
     training.iterate(1)
     assert same(finished(training), never)
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
-def test_disable_casts_may_be_left_by_any_exception(train, level):
-    training = train(level)
+def test_disable_casts_may_be_left_by_any_exception(make_training, level):
+    training = make_training(level)
     for error in ERRORS:
         with pytest.raises(type(error)), training.session.disable_casts(), training.session.disable_casts():
             assert training.loss(1).grad_fn is not None
             raise error
         assert torch.is_autocast_enabled("cpu")
-    never, _ = references(train, level, "plain")
+    never, _ = references(make_training, level, "plain")
     training.iterate(1)
     assert same(finished(training), never)
 
@@ -377,42 +391,32 @@ def test_disable_casts_may_be_left_by_any_exception(train, level):
 # --- step -------------------------------------------------------------------------------------------------------------
 
 
-def _raise(*args):
-    raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_hook_before_the_step_may_raise(train, level, kind):
+@every_kind
+@every_level
+def test_a_hook_before_the_step_may_raise(make_training, level, kind):
     """The weights and the optimizer are as if the step had not been called."""
 
     def fault(training, second):
         second()
-        handle = training.optimizer.register_step_pre_hook(_raise)
-        with pytest.raises(KeyboardInterrupt):
+        with step_raises(training.optimizer):
             training.optimizer.step()
-        handle.remove()
 
-    _, whole = references(train, level, kind)
-    assert same(interrupted(train, level, kind, fault), whole)
+    _, whole = references(make_training, level, kind)
+    assert same(interrupted(make_training, level, kind, fault), whole)
 
 
 @pytest.mark.parametrize("kind", ["torch-fused", "ampctx"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_verdict_on_a_step_that_raised(train, level, kind):
+@every_level
+def test_the_verdict_on_a_step_that_raised(make_training, level, kind):
     """It counts where the step is tried again, and goes with its gradients where they are zeroed."""
 
     def overflowed():
-        training = train(level, kind)
+        training = make_training(level, kind)
         training.iterate(1)
         training.optimizer.zero_grad()
-        loss = training.loss(2) * float("inf")
-        with training.session.scale_loss(loss, training.optimizer) as scaled:
-            scaled.backward()
-        handle = training.optimizer.register_step_pre_hook(_raise)
-        with pytest.raises(KeyboardInterrupt):
+        backward(training.session, training.loss(2) * INF, training.optimizer)
+        with step_raises(training.optimizer):
             training.optimizer.step()
-        handle.remove()
         return training
 
     again = overflowed()
@@ -429,17 +433,15 @@ def test_the_verdict_on_a_step_that_raised(train, level, kind):
     assert training.session.skipped_steps(training.optimizer) == 0
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_hook_after_the_step_may_raise(train, level, kind):
+@every_kind
+@every_level
+def test_a_hook_after_the_step_may_raise(make_training, level, kind):
     """The step counts: the model has the new weights."""
-    training, reference = train(level, kind), train(level, kind)
+    training, reference = make_training(level, kind), make_training(level, kind)
 
     training.block(1)
-    handle = training.optimizer.register_step_post_hook(_raise)
-    with pytest.raises(KeyboardInterrupt):
+    with step_raises(training.optimizer, "register_step_post_hook"):
         training.optimizer.step()
-    handle.remove()
     reference.iterate(1)
     assert same(finished(training), finished(reference))
 
@@ -459,10 +461,9 @@ class HalfSGD(torch.optim.SGD):
                     raise torch.OutOfMemoryError("out of memory")
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_an_optimizer_that_fails_in_the_middle_leaves_model_and_masters_alike(train, level, monkeypatch):
-    monkeypatch.setitem(OPTIMIZERS, "half", lambda params: HalfSGD(params, lr=0.125))
-    training = train(level, "half")
+@every_level
+def test_an_optimizer_that_fails_in_the_middle_leaves_model_and_masters_alike(make_training, level):
+    training = make_training(level, lambda params: HalfSGD(params, lr=0.125))
     training.block(1)
     training.optimizer.fails = True
     with pytest.raises(torch.OutOfMemoryError):
@@ -479,10 +480,9 @@ def test_an_optimizer_that_fails_in_the_middle_leaves_model_and_masters_alike(tr
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
-def test_a_closure_that_raises_after_the_optimizer_has_moved(train, level, monkeypatch):
+def test_a_closure_that_raises_after_the_optimizer_has_moved(make_training, level):
     """L-BFGS evaluates more than once: parameters and state go back to where the step began."""
-    monkeypatch.setitem(OPTIMIZERS, "lbfgs", lambda params: torch.optim.LBFGS(params, lr=0.125, max_iter=3))
-    training = train(level, "lbfgs")
+    training = make_training(level, lambda params: torch.optim.LBFGS(params, lr=0.125, max_iter=3))
     before, evaluations = training.state(), []
 
     def closure():
@@ -491,8 +491,7 @@ def test_a_closure_that_raises_after_the_optimizer_has_moved(train, level, monke
             raise KeyboardInterrupt
         training.optimizer.zero_grad()
         loss = training.loss(1)
-        with training.session.scale_loss(loss, training.optimizer) as scaled:
-            scaled.backward()
+        backward(training.session, loss, training.optimizer)
         return loss
 
     with pytest.raises(KeyboardInterrupt):
@@ -508,14 +507,13 @@ class Scaled:
     def __init__(self, kind):
         torch.manual_seed(0)
         self.model = nn.Linear(4, 2)
-        self.optimizer = OPTIMIZERS[kind](self.model.parameters())
+        self.optimizer = KINDS[kind](self.model.parameters())
         self.scaler = GradScaler("cpu", growth_interval=100)
 
     def backward(self, seed, zero=True):
         if zero:
             self.optimizer.zero_grad()
-        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
-        self.scaler.scale(self.model(x).square().mean()).backward()
+        self.scaler.scale(loss_of(self.model, seed)).backward()
 
     def iterate(self, seed, unscale=False):
         self.backward(seed)
@@ -529,7 +527,7 @@ class Scaled:
 
 
 @pytest.mark.parametrize("unscale", [False, True], ids=["step", "unscale_"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@every_kind
 def test_grad_scaler_goes_on_after_a_step_that_raised(kind, unscale):
     """The next iteration's gradients are unscaled, though the interrupted one's were already."""
     run, reference = Scaled(kind), Scaled(kind)
@@ -539,41 +537,26 @@ def test_grad_scaler_goes_on_after_a_step_that_raised(kind, unscale):
     run.backward(2)
     if unscale:
         run.scaler.unscale_(run.optimizer)
-    handle = run.optimizer.register_step_pre_hook(_raise)
-    with pytest.raises(KeyboardInterrupt):
+    with step_raises(run.optimizer):
         run.scaler.step(run.optimizer)
-    handle.remove()
     assert not {"grad_scale", "found_inf"} & vars(run.optimizer).keys()
     run.iterate(3, unscale)
     reference.iterate(3, unscale)
     assert equal(run.weights(), reference.weights())
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_grad_scaler_takes_the_same_gradients_again(kind):
+@pytest.mark.parametrize("written_over", [False, True])
+@every_kind
+def test_grad_scaler_takes_the_same_gradients_again_and_tells_others_from_them(kind, written_over):
     run, reference = Scaled(kind), Scaled(kind)
 
     run.backward(1)
-    handle = run.optimizer.register_step_pre_hook(_raise)
-    with pytest.raises(KeyboardInterrupt):
+    with step_raises(run.optimizer):
         run.scaler.step(run.optimizer)
-    handle.remove()
+    if written_over:
+        run.optimizer.zero_grad(set_to_none=False)
+        run.backward(2, zero=False)
     run.scaler.step(run.optimizer)
     run.scaler.update()
-    reference.iterate(1)
-    assert equal(run.weights(), reference.weights())
-
-
-def test_grad_scaler_tells_gradients_that_were_written_over_from_the_same_ones():
-    run, reference = Scaled("plain"), Scaled("plain")
-
-    run.backward(1)
-    handle = run.optimizer.register_step_pre_hook(_raise)
-    with pytest.raises(KeyboardInterrupt):
-        run.scaler.step(run.optimizer)
-    handle.remove()
-    run.optimizer.zero_grad(set_to_none=False)
-    run.backward(2, zero=False)
-    run.scaler.step(run.optimizer)
-    reference.iterate(2)
+    reference.iterate(2 if written_over else 1)
     assert equal(run.weights(), reference.weights())

@@ -4,11 +4,13 @@ import copy
 import gc
 import re
 import weakref
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as fsdp
+from kit import backward, batch, same, start
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -16,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.utils.parametrizations import weight_norm
 
 import ampctx
-from ampctx import AmpError, AmpTypeError, AmpValueError, optimizers
+from ampctx import AmpError, AmpTypeError, AmpValueError
 from ampctx.amp import AmpSession
 from ampctx.distributed import fully_shard, mixed_precision_policy
 
@@ -59,6 +61,10 @@ def shard(model, mesh, layers=(0, 2), **options):
     return model
 
 
+def shard_mlp(mesh, layers=(0, 2)):
+    return shard(mlp(), mesh, layers)
+
+
 def policy(dtype, reduce_dtype=torch.float32, **options) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, **options)
 
@@ -67,18 +73,16 @@ class Run:
     """Steps of a session of its own, with an overflow in the fourth where the scale moves."""
 
     def __init__(self, model, level, **options):
-        self.model, self.session = model, AmpSession()
-        self.optimizer = optimizers.FusedAdam(model.parameters(), lr=0.01)
-        self.session.initialize(model, self.optimizer, opt_level=level, verbosity=0, **options)
+        self.session = AmpSession()
+        self.model, self.optimizer = start(self.session, level, "FusedAdam", model, **options)
 
     def steps(self, first=0, last=6):
         for step in range(first, last):
-            out = self.model(torch.randn(8, 5, generator=torch.Generator().manual_seed(step)))
+            out = self.model(batch(step, 8, 5))
             assert out.dtype == torch.float32 or self.session.policy.opt_level in ("O1", "O4")
             overflows = step == 3 and self.session.loss_scales[0].dynamic
             loss = out.square().mean() * (torch.inf if overflows else 1)
-            with self.session.scale_loss(loss, self.optimizer) as scaled:
-                scaled.backward()
+            backward(self.session, loss, self.optimizer)
             self.optimizer.step()
             self.optimizer.zero_grad()
         return self
@@ -95,10 +99,6 @@ class Run:
 def whole(model) -> list[torch.Tensor]:
     found = [*model.parameters(), *model.buffers()]
     return [getattr(t, "full_tensor", lambda t=t: t)().detach().clone() for t in found]
-
-
-def same(some, others) -> bool:
-    return len(some) == len(others) and all(map(torch.equal, some, others))
 
 
 def units(model) -> list[FSDPModule]:
@@ -187,9 +187,9 @@ def test_a_policy_of_the_level_is_taken_as_it_is(mesh, reduce_dtype):
 def test_outputs_are_those_of_the_level(mesh):
     """Also where the policy has other ones."""
     given = policy(torch.bfloat16, output_dtype=torch.bfloat16)
-    expected = Run(shard(mlp(), mesh), "O5").steps().end()
+    expected = Run(shard_mlp(mesh), "O5").steps().end()
     assert same(Run(shard(mlp(), mesh, mp_policy=given), "O5").steps().end(), expected)
-    model = shard(mlp(), mesh)
+    model = shard_mlp(mesh)
     session = AmpSession()
     session.initialize(model, None, opt_level="O5", cast_model_outputs=torch.float16, verbosity=0)
     assert model(torch.ones(2, 5)).dtype == torch.float16
@@ -199,12 +199,12 @@ def test_outputs_are_those_of_the_level(mesh):
 
 def test_layers_of_one_unit_and_a_compiled_model(mesh):
     """fully_shard of a list is one unit. torch.compile names the model another way."""
-    expected = Run(shard(mlp(), mesh), "O5").steps().end()
+    expected = Run(shard_mlp(mesh), "O5").steps().end()
     model = mlp()
     fsdp.fully_shard([model[0], model[2]], mesh=mesh)
     fsdp.fully_shard(model, mesh=mesh)
     assert same(Run(model, "O5").steps().end(), expected)
-    compiled = torch.compile(shard(mlp(), mesh), backend="eager")
+    compiled = torch.compile(shard_mlp(mesh), backend="eager")
     session = AmpSession()
     session.initialize(compiled, torch.optim.SGD(compiled.parameters(), lr=0.1), opt_level="O5", verbosity=0)
     assert {*policies(compiled)} == {policy(torch.bfloat16)}
@@ -212,12 +212,11 @@ def test_layers_of_one_unit_and_a_compiled_model(mesh):
 
 
 def test_several_models_sharded_and_not(mesh):
-    session, sharded, plain = AmpSession(), shard(mlp(), mesh), mlp()
+    session, sharded, plain = AmpSession(), shard_mlp(mesh), mlp()
     optimizer = torch.optim.SGD([*sharded.parameters(), *plain.parameters()], lr=0.1)
     session.initialize([sharded, plain], optimizer, opt_level="O5", verbosity=0)
     assert plain[0].weight.dtype == torch.bfloat16
-    with session.scale_loss((sharded(torch.ones(2, 5)) + plain(torch.ones(2, 5))).sum(), optimizer) as scaled:
-        scaled.backward()
+    backward(session, (sharded(torch.ones(2, 5)) + plain(torch.ones(2, 5))).sum(), optimizer)
     optimizer.step()
     session.reset()
     for mine, other in zip(whole(sharded), whole(plain), strict=True):
@@ -228,7 +227,7 @@ def test_several_models_sharded_and_not(mesh):
 
 
 def test_reset_restores_the_policy_and_initialize_works_again(mesh):
-    model = shard(mlp(), mesh)
+    model = shard_mlp(mesh)
     before = hooks(model)
     first = Run(model, "O5").steps()
     assert {*policies(model)} == {policy(torch.bfloat16)}
@@ -249,17 +248,17 @@ def test_reset_restores_the_policy_and_initialize_works_again(mesh):
 
 
 def test_initialize_again_after_reset(mesh):
-    model = shard(mlp(), mesh)
+    model = shard_mlp(mesh)
     state = {name: t.detach().clone() for name, t in model.state_dict().items()}
     first = Run(model, "O2").steps().end()
     model.load_state_dict(state)
     assert same(Run(model, "O2").steps().end(), first)
     model.load_state_dict(state)
-    assert same(Run(model, "O5").steps().end(), Run(shard(mlp(), mesh), "O5").steps().end())
+    assert same(Run(model, "O5").steps().end(), Run(shard_mlp(mesh), "O5").steps().end())
 
 
 def test_a_session_does_not_keep_the_model_alive(mesh):
-    run = Run(shard(mlp(), mesh), "O5").steps()
+    run = Run(shard_mlp(mesh), "O5").steps()
     session, model = run.session, weakref.ref(run.model)
     del run
     gc.collect()
@@ -268,7 +267,7 @@ def test_a_session_does_not_keep_the_model_alive(mesh):
 
 
 def test_an_initialize_that_fails_later_restores_the_policies(mesh):
-    model = shard(mlp(), mesh)
+    model = shard_mlp(mesh)
     before = hooks(model)
     low = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
     bad = [torch.optim.SGD([low], lr=0.1) for _ in range(2)]
@@ -280,15 +279,15 @@ def test_an_initialize_that_fails_later_restores_the_policies(mesh):
 
 @pytest.mark.parametrize("level", DTYPES)
 def test_a_checkpoint_resumes_bit_for_bit(mesh, level):
-    expected = Run(shard(mlp(), mesh), level).steps().end()
-    half = Run(shard(mlp(), mesh), level).steps(last=4)
+    expected = Run(shard_mlp(mesh), level).steps().end()
+    half = Run(shard_mlp(mesh), level).steps(last=4)
     weights = {name: t.detach().clone() for name, t in half.model.state_dict().items()}
-    saved = half.optimizer.state_dict(), half.session.state_dict(masters=True, grads=True)
+    saved = half.optimizer.state_dict(), half.session.state_dict(masters=True)
     assert {t.dtype for t in weights.values()} == {torch.float32}
     exported = half.session.master_state_dict(half.model)
     assert all(torch.equal(exported[name].full_tensor(), t.full_tensor()) for name, t in weights.items())
 
-    rest = Run(shard(mlp(), mesh), level)
+    rest = Run(shard_mlp(mesh), level)
     rest.model.load_state_dict(weights)
     rest.optimizer.load_state_dict(saved[0])
     rest.session.load_state_dict(saved[1])
@@ -343,7 +342,7 @@ def with_norm() -> nn.Sequential:
 
 
 def has_run(mesh):
-    model = shard(mlp(), mesh)
+    model = shard_mlp(mesh)
     model(torch.ones(2, 5)).sum().backward()
     return model
 
@@ -359,12 +358,16 @@ def ignoring(mesh):
     return shard(model, mesh, (0,), ignored_params={model[2].bias})
 
 
-def by_layer(mesh, *given):
+def by_layer(mesh, policies):
     """A policy for each of the layers and the model."""
     model = mlp()
-    for module, one in zip((model[0], model[2], model), given, strict=True):
+    for module, one in zip((model[0], model[2], model), policies, strict=True):
         fsdp.fully_shard(module, mesh=mesh, mp_policy=one)
     return model
+
+
+def shard_norm(mesh, **options):
+    return shard(with_norm(), mesh, **options)
 
 
 def over_two_meshes(mesh):
@@ -377,101 +380,57 @@ LINES = (
     r"\n    policy = MixedPrecisionPolicy\(param_dtype=torch.bfloat16, reduce_dtype=torch.float32\)\n    fully_shard"
 )
 BF16 = policy(torch.bfloat16)
+ITSELF = "the unit of the model itself"
+# How the model is made, the message, and options of initialize.
 REFUSED = {
-    "after a forward": (has_run, r'the unit of the model itself|the unit "0" has run its forward.*' + LINES, {}),
-    "another dtype": (
-        lambda mesh: by_layer(mesh, BF16, policy(torch.float16), BF16),
-        r'the unit "2" has a policy that casts "2.weight" to torch.float16.*' + LINES,
-        {},
-    ),
-    "fp32": (
-        lambda mesh: by_layer(mesh, policy(torch.float32), BF16, BF16),
-        r'the unit "0" has a policy that casts "0.weight" to torch.float32.*' + LINES,
-        {},
-    ),
-    "only outputs": (
-        lambda mesh: by_layer(mesh, policy(None, output_dtype=torch.bfloat16), BF16, BF16),
-        r'the unit "0" has a policy that does not cast "0.weight".*' + LINES,
-        {},
-    ),
-    "inputs in another dtype": (
-        lambda mesh: by_layer(mesh, BF16, BF16, policy(torch.float16)),
-        r"the unit of the model itself has a policy that casts its inputs to torch.float16.*" + LINES,
-        {},
-    ),
-    "several policies": (
-        lambda mesh: by_layer(mesh, BF16, policy(torch.bfloat16, torch.bfloat16), BF16),
-        r'the unit "0" and the unit "2" have several policies.*torch.float32 and in torch.bfloat16.*' + LINES,
-        {},
-    ),
+    "after a forward": (has_run, rf'{ITSELF}|the unit "0" has run its forward.*{LINES}'),
+    "another dtype": (partial(by_layer, policies=(BF16, policy(torch.float16), BF16)),
+        rf'the unit "2" has a policy that casts "2.weight" to torch.float16.*{LINES}'),
+    "fp32": (partial(by_layer, policies=(policy(torch.float32), BF16, BF16)),
+        rf'the unit "0" has a policy that casts "0.weight" to torch.float32.*{LINES}'),
+    "only outputs": (partial(by_layer, policies=(policy(None, output_dtype=torch.bfloat16), BF16, BF16)),
+        rf'the unit "0" has a policy that does not cast "0.weight".*{LINES}'),
+    "inputs in another dtype": (partial(by_layer, policies=(BF16, BF16, policy(torch.float16))),
+        rf"{ITSELF} has a policy that casts its inputs to torch.float16.*{LINES}"),
+    "several policies": (partial(by_layer, policies=(BF16, policy(torch.bfloat16, torch.bfloat16), BF16)),
+        rf'the unit "0" and the unit "2" have several policies.*torch.float32 and in torch.bfloat16.*{LINES}'),
     "some have no policy": (
-        lambda mesh: by_layer(mesh, MixedPrecisionPolicy(), policy(torch.bfloat16, torch.bfloat16), BF16),
-        r'the unit "0" and the unit "2" have several policies.*' + LINES,
-        {},
-    ),
-    "in no unit": (only_layers, r'"2.weight" is in no unit of fully_shard', {}),
-    "ignored": (ignoring, r'"2.bias" is in no unit of fully_shard', {}),
-    "two meshes": (
-        over_two_meshes,
-        r'the unit "0" is on the mesh \[0\], the unit "2" on the mesh \[\[0\]\]|the unit of the model itself is on',
-        {},
-    ),
-    "BatchNorm": (
-        lambda mesh: shard(with_norm(), mesh, ()),
-        r'"1" stays in fp32, and shares the unit of the model itself.*\n    fully_shard\(model.get_submodule\("1"\)',
-        {},
-    ),
-    "BatchNorm with a policy": (
-        lambda mesh: shard(with_norm(), mesh, (0,), mp_policy=BF16),
-        r'"1" stays in fp32, and shares the unit of the model itself with "2.weight"',
-        {},
-    ),
-    "BatchNorm in 16 bits": (
-        lambda mesh: shard(with_norm(), mesh, (0, 1, 2), mp_policy=BF16),
-        r'"1.weight" stays in fp32, and the unit "1" casts it to torch.bfloat16. Leave mp_policy out',
-        {},
-    ),
-    "BatchNorm that is cast": (
-        lambda mesh: shard(with_norm(), mesh, (0, 1)),
+        partial(by_layer, policies=(MixedPrecisionPolicy(), policy(torch.bfloat16, torch.bfloat16), BF16)),
+        rf'the unit "0" and the unit "2" have several policies.*{LINES}'),
+    "in no unit": (only_layers, r'"2.weight" is in no unit of fully_shard'),
+    "ignored": (ignoring, r'"2.bias" is in no unit of fully_shard'),
+    "two meshes": (over_two_meshes,
+        rf'the unit "0" is on the mesh \[0\], the unit "2" on the mesh \[\[0\]\]|{ITSELF} is on'),
+    "BatchNorm": (partial(shard_norm, layers=()),
+        rf'"1" stays in fp32, and shares {ITSELF}.*\n    fully_shard\(model.get_submodule\("1"\)'),
+    "BatchNorm with a policy": (partial(shard_norm, layers=(0,), mp_policy=BF16),
+        rf'"1" stays in fp32, and shares {ITSELF} with "2.weight"'),
+    "BatchNorm in 16 bits": (partial(shard_norm, layers=(0, 1, 2), mp_policy=BF16),
+        r'"1.weight" stays in fp32, and the unit "1" casts it to torch.bfloat16. Leave mp_policy out'),
+    "BatchNorm that is cast": (partial(shard_norm, layers=(0, 1)),
         r'keep_batchnorm_fp32=False would cast "1", and fully_shard casts no running statistics',
-        {"keep_batchnorm_fp32": False},
-    ),
-    "keep_fp32": (
-        lambda mesh: shard(mlp(), mesh, ()),
-        r'"2" stays in fp32, and shares the unit of the model itself with "0.weight"',
-        {"keep_fp32": "2"},
-    ),
-    "no masters": (
-        lambda mesh: shard(mlp(), mesh),
-        r"O5 without master weights does not work under fully_shard",
-        {"master_weights": False},
-    ),
-    "split masters": (
-        lambda mesh: shard(mlp(), mesh),
+        {"keep_batchnorm_fp32": False}),
+    "keep_fp32": (partial(shard_mlp, layers=()), rf'"2" stays in fp32, and shares {ITSELF} with "0.weight"',
+        {"keep_fp32": "2"}),
+    "no masters": (shard_mlp, r"O5 without master weights does not work under fully_shard", {"master_weights": False}),
+    "split masters": (shard_mlp,
         r"O5 with split master weights does not work under fully_shard.*leave master_weights at None",
-        {"master_weights": "split"},
-    ),
-    "O3": (
-        lambda mesh: shard(mlp(), mesh),
-        r"O3 without master weights does not work under fully_shard.*Use O2 or O5",
-        {"opt_level": "O3"},
-    ),
+        {"master_weights": "split"}),
+    "O3": (shard_mlp, r"O3 without master weights does not work under fully_shard.*Use O2 or O5", {"opt_level": "O3"}),
     "tensor parallelism alone": (
         lambda mesh: parallelize_module(mlp(), mesh, {"0": ColwiseParallel(), "2": ColwiseParallel()}),
-        r"DTensor of torch.float32.*With tensor parallelism alone use O1 or O4",
-        {},
-    ),
-}
+        r"DTensor of torch.float32.*With tensor parallelism alone use O1 or O4"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("why", REFUSED)
 def test_refused_by_name_and_nothing_changes(mesh, why):
-    make, message, options = REFUSED[why]
+    make, message, *options = REFUSED[why]
     model = make(mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = policies(model), hooks(model), [id(p) for p in model.parameters()], whole(model)
     with pytest.raises(AmpError) as caught:
-        AmpSession().initialize(model, optimizer, **{"opt_level": "O5", "verbosity": 0, **options})
+        AmpSession().initialize(model, optimizer, **{"opt_level": "O5", "verbosity": 0, **dict(*options)})
     assert re.search(message, str(caught.value), flags=re.S), str(caught.value)
     assert "docs/guide/fsdp_zero.md#fsdp2" in str(caught.value)
     after = policies(model), hooks(model), [id(p) for p in model.parameters()]
@@ -485,7 +444,7 @@ def test_units_that_ran_with_the_policy_of_the_level_are_fine(mesh):
     model(torch.ones(2, 5)).sum().backward()
     model.zero_grad()
     model.reshard()
-    assert same(Run(model, "O5").steps().end(), Run(shard(mlp(), mesh), "O5").steps().end())
+    assert same(Run(model, "O5").steps().end(), Run(shard_mlp(mesh), "O5").steps().end())
 
 
 # --- other versions of torch ------------------------------------------------------------------------------------------
@@ -493,8 +452,8 @@ def test_units_that_ran_with_the_policy_of_the_level_are_fine(mesh):
 
 def test_a_torch_without_the_private_attributes(mesh, monkeypatch):
     """Units of ampctx's making still work; the message leads there."""
-    expected = Run(shard(mlp(), mesh), "O5").steps().end()
-    model, of_ours = shard(mlp(), mesh), fully_shard(mlp(), "O5", mesh=mesh, units=nn.Linear)
+    expected = Run(shard_mlp(mesh), "O5").steps().end()
+    model, of_ours = shard_mlp(mesh), fully_shard(mlp(), "O5", mesh=mesh, units=nn.Linear)
     monkeypatch.delattr(fsdp.fully_shard, "state")
     lines = re.escape('    model = ampctx.distributed.fully_shard(model, "O5", mesh=mesh, units=[...])')
     with pytest.raises(
@@ -506,7 +465,7 @@ def test_a_torch_without_the_private_attributes(mesh, monkeypatch):
 
 @pytest.mark.parametrize("place", ["mp_policy", "_mp_policy"])
 def test_a_torch_that_keeps_policies_elsewhere(mesh, place):
-    model = shard(mlp(), mesh)
+    model = shard_mlp(mesh)
     before = policies(model)
     state = fsdp.fully_shard.state(model[2])
     holder = state if place == "_mp_policy" else state._fsdp_param_group.fsdp_params[0]
@@ -518,7 +477,7 @@ def test_a_torch_that_keeps_policies_elsewhere(mesh, place):
 
 
 def test_a_policy_that_does_not_take(mesh, monkeypatch):
-    model = shard(mlp(), mesh)
+    model = shard_mlp(mesh)
     group = fsdp.fully_shard.state(model[2])._fsdp_param_group
     monkeypatch.setattr(group, "_init_mp_dtypes", lambda: None)  # a torch that derives dtypes at another time
     with pytest.raises(AmpError, match='cannot read or set the policy of the unit "2"'):

@@ -7,36 +7,32 @@ import functools
 import pytest
 import torch
 from faults import Fault, fault_at_line, lines_of
+from kit import INF, OPTIMIZERS, backward, batch, same, scale_of, start
 from torch import nn
 from torch.amp.grad_scaler import OptState
 
-from ampctx import optimizers
 from ampctx.amp import AmpSession, GradScaler
 from ampctx.kernels import foreach, grouping
 
 INIT = 2.0**16
-OPTIMIZERS = {
-    "plain": lambda params: torch.optim.SGD(params, lr=0.125, momentum=0.5),
-    "torch-fused": lambda params: torch.optim.Adam(params, lr=0.125, eps=1e-3, fused=True),
-    "ampctx": lambda params: optimizers.FusedAdam(params, lr=0.125, eps=1e-3),
+KINDS = {
+    "plain": lambda params: OPTIMIZERS["SGD-plain"](params, lr=0.125, momentum=0.5),
+    "torch-fused": lambda params: OPTIMIZERS["Adam-fused"](params, lr=0.125),
+    "ampctx": lambda params: OPTIMIZERS["FusedAdam"](params, lr=0.125, eps=1e-3),
 }
 
 
 class Training:
     def __init__(self, level, kind):
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-        self.optimizer = OPTIMIZERS[kind](self.model.parameters())
-        self.session = AmpSession()
-        self.session.initialize(
-            self.model, self.optimizer, opt_level=level, loss_scale="dynamic", verbosity=0, max_consecutive_skips=20
+        model, self.session = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), AmpSession()
+        self.model, self.optimizer = start(
+            self.session, level, KINDS[kind], model, loss_scale="dynamic", max_consecutive_skips=20
         )
 
     def block(self, factor=2.0**-6, **kwargs):
-        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
-        loss = self.model(x).float().pow(4).mean() * factor
-        with self.session.scale_loss(loss, self.optimizer, **kwargs) as scaled:
-            scaled.backward()
+        loss = self.model(batch(1, 8)).float().pow(4).mean() * factor
+        backward(self.session, loss, self.optimizer, **kwargs)
 
     def delayed(self, factor):
         """Ends at the step: no block without ``delay_unscale`` comes."""
@@ -46,9 +42,6 @@ class Training:
         self.optimizer.zero_grad()
         self.block()
         self.optimizer.step()
-
-    def scale(self):
-        return self.session.state_dict()["loss_scaler0"]["loss_scale"]
 
     def masters(self):
         return [p.detach().clone() for p in self.session.master_params(self.optimizer)]
@@ -70,7 +63,7 @@ def goes_on(training, place, first_may_skip):
         training.iterate()
     before = training.masters()
     training.iterate()
-    assert training.scale() in (INIT, INIT / 2), place
+    assert scale_of(training.session) in (INIT, INIT / 2), place
     assert not training.session.outcome(training.optimizer).skipped, place
     after = training.masters()
     assert not any(map(torch.equal, before, after)), place
@@ -85,10 +78,10 @@ def called(work, training):
 
 CASES = [
     # What overflows, and what is interrupted: what runs before it, and it.
-    ("block", lambda t: None, lambda t: t.block(float("inf")), False),
-    ("deferred", lambda t: t.block(float("inf"), delay_overflow_check=True), lambda t: t.block(), True),
-    ("skipped", lambda t: t.block(float("inf")), lambda t: t.optimizer.step(), True),
-    ("window", lambda t: t.delayed(float("inf")), lambda t: t.optimizer.step(), False),
+    ("block", lambda t: None, lambda t: t.block(INF), False),
+    ("deferred", lambda t: t.block(INF, delay_overflow_check=True), lambda t: t.block(), True),
+    ("skipped", lambda t: t.block(INF), lambda t: t.optimizer.step(), True),
+    ("window", lambda t: t.delayed(INF), lambda t: t.optimizer.step(), False),
     ("taken", lambda t: t.block(), lambda t: t.optimizer.step(), False),
 ]
 
@@ -133,7 +126,7 @@ def test_an_interrupted_step_with_a_closure_holds_no_later_one_up(kind):
     """Whether the closure has met an overflow that nobody has decided about yet, or the step just did."""
 
     def work(training):
-        training.optimizer.step(lambda: (training.optimizer.zero_grad(), training.block(float("inf"))))
+        training.optimizer.step(lambda: (training.optimizer.zero_grad(), training.block(INF)))
 
     training = Training("O2", kind)
     files = ("amp/closures.py", "amp/binding.py", "scaling/guarded_step.py")
@@ -180,7 +173,7 @@ NEXT = {
     "block": lambda t: t.block(),
     "step": lambda t: t.optimizer.step(),
     "zero_grad": lambda t: t.optimizer.zero_grad(),
-    "amp.state_dict": lambda t: t.session.state_dict(masters=True, grads=True),
+    "amp.state_dict": lambda t: t.session.state_dict(masters=True),
     "master_state_dict": lambda t: t.session.master_state_dict(t.model),
     "master_model": lambda t: t.session.master_model(t.model),
     "master_params": lambda t: list(t.session.master_params(t.optimizer)),
@@ -192,21 +185,25 @@ def test_weights_are_written_though_the_copy_was_interrupted(comes, monkeypatch)
     training, masters = interrupted_copy("plain", monkeypatch)
     NEXT[comes](training)
     if comes != "step":
-        assert all(map(torch.equal, training.masters(), masters))
+        assert same(training.masters(), masters)
     training.check_model()
     training.session.reset()
 
 
-@pytest.mark.parametrize("comes", ["iterate", *(name for name in NEXT if name not in ("nothing", "deepcopy", "block"))])
-@pytest.mark.parametrize("kind", ["plain", "ampctx"])
-def test_weights_behind_their_masters_are_written_by_what_comes_next(kind, comes):
-    """As an interrupt leaves them that comes where nothing can be caught."""
+def interrupted_where_nothing_is_caught(kind):
+    """A training whose masters are written and whose weights are not, its masters, and their values."""
     training = Training("O2", kind)
     masters = training.session._bindings[training.optimizer].masters
     masters.begin_writing()
     for _, master in masters.pairs:
         master.data.mul_(1.5)
-    expected = [master.detach().clone() for _, master in masters.pairs]
+    return training, masters, [master.detach().clone() for _, master in masters.pairs]
+
+
+@pytest.mark.parametrize("comes", ["iterate", *(name for name in NEXT if name not in ("nothing", "deepcopy", "block"))])
+@pytest.mark.parametrize("kind", ["plain", "ampctx"])
+def test_weights_behind_their_masters_are_written_by_what_comes_next(kind, comes):
+    training, masters, expected = interrupted_where_nothing_is_caught(kind)
     {**NEXT, "iterate": lambda t: (t.optimizer.zero_grad(), t.block())}[comes](training)
     training.check_model()
     assert all(torch.equal(master, value) for (_, master), value in zip(masters.pairs, expected, strict=True))
@@ -215,16 +212,11 @@ def test_weights_behind_their_masters_are_written_by_what_comes_next(kind, comes
 
 def test_what_is_loaded_after_an_interrupted_copy_counts():
     """The rest of the weights are their rounded masters."""
-    training = Training("O2", "plain")
-    masters = training.session._bindings[training.optimizer].masters
-    masters.begin_writing()
-    for _, master in masters.pairs:
-        master.data.mul_(1.5)
-    expected = [master.detach().clone() for _, master in masters.pairs]
+    training, _, expected = interrupted_where_nothing_is_caught("plain")
     loaded = {"weight": torch.full((4, 4), 0.3).half(), "bias": torch.full((4,), 0.7).half()}
     training.model[0].load_state_dict(loaded)
     expected[:2] = loaded["weight"].float(), loaded["bias"].float()
-    assert all(map(torch.equal, training.masters(), expected))
+    assert same(training.masters(), expected)
     training.check_model()
     training.session.reset()
 
@@ -269,12 +261,12 @@ def test_the_scale_of_a_grad_scaler_falls_once_for_an_overflow(place):
         return lambda: scaler.step(optimizer)
 
     _, optimizer, scaler, backward = make()
-    backward(float("inf"))
+    backward(INF)
     places = lines_of(work(optimizer, scaler))
     assert len(places) > 15
     for at in places:
         model, optimizer, scaler, backward = make()
-        backward(float("inf"))
+        backward(INF)
         call = work(optimizer, scaler)
         with pytest.raises(Fault), fault_at_line(at):
             call()

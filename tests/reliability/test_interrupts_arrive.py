@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from kit import start, train
 from torch import nn
 
 from ampctx import optimizers
@@ -27,19 +28,9 @@ def steps(_):
 
 def training(level):
     """Whole iterations, where 1 in 200 was."""
-    torch.manual_seed(0)
-    model = nn.Linear(4, 2)
-    optimizer = optimizers.FusedAdam(model.parameters(), lr=1e-3)
-    session, x = AmpSession(), torch.randn(4, 4)
-    session.initialize(model, optimizer, opt_level=level, verbosity=0)
-
-    def iterate():
-        optimizer.zero_grad()
-        with session.scale_loss(model(x).float().square().mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-
-    return session, iterate
+    session = AmpSession()
+    model, optimizer = start(session, level, "FusedAdam", nn.Linear(4, 2))
+    return session, lambda: train(session, model, optimizer, 1)
 
 
 @pytest.mark.parametrize(

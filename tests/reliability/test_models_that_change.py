@@ -3,28 +3,31 @@ what fp32 gives, or an error that names the parameter; no update is lost in sile
 
 import logging
 import warnings
+from functools import partial
 
 import pytest
 import torch
+from kit import OPTIMIZERS, backward, start
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from ampctx import AmpError, GradScaler, optimizers
+from ampctx import AmpError, GradScaler
 
-LEVELS = ("O0", "O1", "O2", "O4", "O5")
 CAST = ("O2", "O5")
-MAKE = {
-    "plain": lambda p: torch.optim.SGD(p, lr=0.125, momentum=0.5, foreach=False),
-    "foreach": lambda p: torch.optim.SGD(p, lr=0.125, momentum=0.5, foreach=True),
-    "torch-fused": lambda p: torch.optim.SGD(p, lr=0.125, momentum=0.5, fused=True),
-    "FusedSGD": lambda p: optimizers.FusedSGD(p, lr=0.125, momentum=0.5, set_grad_none=True),
-}
+MAKE = {name: partial(OPTIMIZERS[name], lr=0.125, momentum=0.5) for name in ("SGD-plain", "SGD-foreach", "SGD-fused")}
+MAKE["FusedSGD"] = partial(OPTIMIZERS["FusedSGD"], lr=0.125, momentum=0.5, set_grad_none=True)
+# torch's fused SGD does not step a parameter that joins others with momentum.
+REFERENCE = {**MAKE, "SGD-fused": MAKE["SGD-foreach"]}
+SGD = partial(torch.optim.SGD, lr=0.125)
 NO_GRADIENT = (
     "changes nothing: none of its parameters has a gradient. The loss does not reach them, or zero_grad() ran after "
     "backward(). See docs/errors.md#no-inf-checks-were-recorded-for-this-optimizer."
 )
 every_optimizer = pytest.mark.parametrize("name", MAKE)
-every_level = pytest.mark.parametrize("level", LEVELS)
+few_optimizers = pytest.mark.parametrize("name", ["SGD-plain", "FusedSGD"])
+every_level = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
+cast_levels = pytest.mark.parametrize("level", CAST)
+delayed = pytest.mark.parametrize("delay", [False, True], ids=["", "delayed"])
 
 
 class Sum(nn.Module):
@@ -41,21 +44,39 @@ class Sum(nn.Module):
         return sum((self.weights[name].float() * factor).sum() for name, factor in factors.items())
 
 
+def under_amp(session, level, name=None, *, held="a", names=("a", "b"), **options):
+    """A model of which the optimizer has the weights ``held``."""
+    make = MAKE.get(name, SGD)
+    options = {"max_loss_scale": 1024.0, **options}
+    model = Sum(*names)
+    return start(session, level, lambda _: make([model[n] for n in held]), model, **options)
+
+
+STEP, BOTH = "step", {"a": 1.0, "b": 1.0}
+
+
+def trains(name, on):
+    return lambda model, _: model[name].requires_grad_(on)
+
+
+def step(session, model, optimizer, **factors):
+    backward(session, model.loss(**factors), optimizer)
+    for each in optimizer if isinstance(optimizer, list) else [optimizer]:
+        each.step()
+
+
 class Twins:
     """The same training in fp32 without amp, and under amp: what is done to one is done to the other."""
 
-    def __init__(self, session, level, name, *names, scale="dynamic", prepare=None):
+    def __init__(self, session, level, name, *names, prepare=None):
         self.session = session
         self.plain, self.model = Sum(*names), Sum(*names)
         for model in (self.plain, self.model):
             if prepare is not None:
                 prepare(model)
-        # torch's fused SGD does not step a parameter that joins others with momentum.
-        self.reference = MAKE["foreach" if name == "torch-fused" else name](self.plain.parameters())
-        self.optimizer = MAKE[name](self.model.parameters())
-        session.initialize(
-            self.model, self.optimizer, opt_level=level, loss_scale=scale, max_loss_scale=1024.0, verbosity=1
-        )
+        self.reference = REFERENCE[name](self.plain.parameters())
+        options = {"loss_scale": "dynamic", "max_loss_scale": 1024.0, "verbosity": 1}
+        _, self.optimizer = start(session, level, MAKE[name], self.model, **options)
 
     def both(self, change):
         change(self.plain, self.reference)
@@ -63,14 +84,24 @@ class Twins:
 
     def backward(self, delay=False, **factors):
         self.plain.loss(**factors).backward()
-        with self.session.scale_loss(self.model.loss(**factors), self.optimizer, delay_unscale=delay) as scaled:
-            scaled.backward()
+        backward(self.session, self.model.loss(**factors), self.optimizer, delay_unscale=delay)
 
-    def step(self):
+    def step(self, compares=True):
         for optimizer in (self.reference, self.optimizer):
             optimizer.step()
             optimizer.zero_grad()
-        self.compare()
+        if compares:
+            self.compare()
+
+    def play(self, *actions):
+        """Gradients of these factors, a step, or what is done to each model and its optimizer."""
+        for action in actions:
+            if isinstance(action, dict):
+                self.backward(**action)
+            elif action == STEP:
+                self.step()
+            else:
+                self.both(action)
 
     def compare(self):
         for name, p in self.plain.weights.items():
@@ -88,9 +119,7 @@ def test_steps_without_gradients_change_nothing_and_are_told_once(session, level
         for _ in range(3):
             twins.step()
     assert [r.message for r in caplog.records] == [f"{type(twins.optimizer).__name__}.step() {NO_GRADIENT}"]
-    for factors in ({"a": 1.0}, {"b": 0.5}, {"a": 1.0, "b": 1.0}):
-        twins.backward(**factors)
-        twins.step()
+    twins.play({"a": 1.0}, STEP, {"b": 0.5}, STEP, BOTH, STEP)
     assert session.skipped_steps(twins.optimizer) == 0
 
 
@@ -101,9 +130,9 @@ def test_grad_scaler_steps_without_gradients_change_nothing_and_are_told_once(na
     optimizer = MAKE[name](model.parameters())
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
     scaler = GradScaler("cpu", growth_interval=2)
-    for backward in (False, False, True, False, True):
+    for reached in (False, False, True, False, True):
         loss = scaler.scale(model.loss(a=1.0))
-        if backward:
+        if reached:
             loss.backward()
         if unscale:
             scaler.unscale_(optimizer)
@@ -120,7 +149,7 @@ def test_grad_scaler_steps_without_gradients_change_nothing_and_are_told_once(na
 
 def test_a_grad_scaler_that_has_not_stepped_refuses_to_update_as_before():
     model = Sum("a")
-    optimizer = MAKE["plain"](model.parameters())
+    optimizer = MAKE["SGD-plain"](model.parameters())
     scaler = GradScaler("cpu")
     scaler.scale(model.loss(a=1.0))
     scaler.unscale_(optimizer)
@@ -133,18 +162,12 @@ def test_a_grad_scaler_that_has_not_stepped_refuses_to_update_as_before():
 
 @every_optimizer
 @every_level
-@pytest.mark.parametrize("delay", [False, True], ids=["", "delayed"])
+@delayed
 def test_freezing_and_unfreezing_between_the_blocks_of_a_step(session, level, name, delay):
     twins = Twins(session, level, name, "a", "b", "c", prepare=lambda m: m["b"].requires_grad_(False))
     for round_ in range(3):
-        twins.backward(delay, a=1.0)
-        twins.both(lambda model, _: model["b"].requires_grad_(True))
-        twins.backward(delay, a=0.5, b=1.0)
-        twins.both(lambda model, _: model["c"].requires_grad_(False))
-        twins.backward(a=0.5, b=0.25 * round_)
-        twins.step()
-        twins.both(lambda model, _: model["c"].requires_grad_(True))
-        twins.both(lambda model, _: model["b"].requires_grad_(False))
+        twins.play({"delay": delay, "a": 1.0}, trains("b", True), {"delay": delay, "a": 0.5, "b": 1.0})
+        twins.play(trains("c", False), {"a": 0.5, "b": 0.25 * round_}, STEP, trains("c", True), trains("b", False))
 
 
 @every_optimizer
@@ -166,9 +189,7 @@ def test_unfrozen_within_the_block(session, level, name):
 
 @every_optimizer
 @every_level
-@pytest.mark.parametrize(
-    "when", ["before the first backward", "in the accumulation", "between delayed blocks", "later"]
-)
+@pytest.mark.parametrize("when", ["before a backward", "in the accumulation", "between delayed blocks", "later"])
 def test_a_group_that_joins(session, level, name, when):
     twins = Twins(session, level, name, "a", "b")
     head = {id(o): Sum("h", start=4.0) for o in (twins.reference, twins.optimizer)}
@@ -179,35 +200,21 @@ def test_a_group_that_joins(session, level, name, when):
         model.weights["h"] = head[id(optimizer)]["h"]
         optimizer.add_param_group({"params": [model["h"]], "lr": 0.25})
 
-    if when == "before the first backward":
-        twins.both(join)
-    twins.backward(a=1.0, delay=when == "between delayed blocks")
-    if when in ("in the accumulation", "between delayed blocks"):
-        twins.both(join)
-    twins.backward(a=1.0)
-    twins.step()
-    if when == "later":
-        twins.both(join)
-    for factor in (1.0, 0.5):
-        twins.backward(a=factor, h=factor)
-        twins.step()
-    state = twins.optimizer.state
-    assert all(
-        state[p]["momentum_buffer"].dtype == torch.float32
-        for g in twins.optimizer.param_groups
-        for p in g["params"]
-        if p in state
+    delay, a = when == "between delayed blocks", {"a": 1.0}
+    plan = {"before a backward": (join, a, a, STEP), "later": (a, a, STEP, join)}.get(
+        when, ({"delay": delay, **a}, join, a, STEP)
     )
+    twins.play(*plan, {"a": 1.0, "h": 1.0}, STEP, {"a": 0.5, "h": 0.5}, STEP)
+    stepped = [p for g in twins.optimizer.param_groups for p in g["params"]]
+    state = twins.optimizer.state
+    assert all(state[p]["momentum_buffer"].dtype == torch.float32 for p in stepped if p in state)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@every_level
 @pytest.mark.parametrize("how", ["add_param_group", "by hand"])
 def test_a_gradient_of_unknown_scale_does_not_join(session, level, how, caplog):
-    model = Sum("a", "b")
-    optimizer = torch.optim.SGD([model["a"]], lr=0.125)
-    session.initialize(model, optimizer, opt_level=level, loss_scale=64.0)
-    with session.scale_loss(model.loss(a=1.0, b=1.0), optimizer) as scaled:
-        scaled.backward()  # gives b a gradient, multiplied by 64
+    model, optimizer = under_amp(session, level, loss_scale=64.0, verbosity=1)
+    backward(session, model.loss(a=1.0, b=1.0), optimizer)  # gives b a gradient, multiplied by 64
     if how == "add_param_group":
         optimizer.add_param_group({"params": [model["b"]]})
     else:
@@ -216,21 +223,16 @@ def test_a_gradient_of_unknown_scale_does_not_join(session, level, how, caplog):
     assert model["a"].eq(1.875).all()
     assert model["b"].eq(2.0).all()
     assert '"weights.b" joined the optimizer with a gradient from before' in caplog.text
-    with session.scale_loss(model.loss(b=1.0), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    step(session, model, optimizer, b=1.0)
     assert model["b"].eq(1.875).all()
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", ["plain", "FusedSGD"])
+@every_level
+@few_optimizers
 def test_a_group_that_is_refused_changes_nothing(session, level, name):
     """It holds a parameter that is in the optimizer already, after one that is not."""
-    model = Sum("a", "b")
-    optimizer = MAKE[name]([model["a"]])
-    session.initialize(model, optimizer, opt_level=level, max_loss_scale=1024.0, verbosity=0)
-    with session.scale_loss(model.loss(a=1.0), optimizer, delay_unscale=True) as scaled:
-        scaled.backward()
+    model, optimizer = under_amp(session, level, name)
+    backward(session, model.loss(a=1.0), optimizer, delay_unscale=True)
     with pytest.raises((AmpError, ValueError), match="already|more than one"):
         optimizer.add_param_group({"params": [model["b"], model["a"]]})
     optimizer.step()
@@ -239,28 +241,23 @@ def test_a_group_that_is_refused_changes_nothing(session, level, name):
     # Not in the optimizer: nobody writes to it.
     with torch.no_grad():
         model["b"].fill_(7.0)
-    with session.scale_loss(model.loss(a=1.0, b=1.0), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    step(session, model, optimizer, a=1.0, b=1.0)
     assert model["b"].eq(7.0).all()
     # And in again.
     model.zero_grad()
     optimizer.add_param_group({"params": [model["b"]]})
-    with session.scale_loss(model.loss(b=1.0), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    step(session, model, optimizer, b=1.0)
     assert model["b"].eq(6.875).all()
 
 
-@pytest.mark.parametrize("level", CAST)
-@pytest.mark.parametrize("name", ["plain", "FusedSGD"])
+@cast_levels
+@few_optimizers
 def test_a_group_with_a_parameter_of_another_optimizer_changes_nothing(session, level, name):
     """Found after a master of the other one was made."""
     model = Sum("a", "b", "c")
     first, second = MAKE[name]([model["a"]]), MAKE[name]([model["c"]])
     session.initialize(model, [first, second], opt_level=level, max_loss_scale=1024.0, verbosity=0)
-    with session.scale_loss(model.loss(a=1.0, c=1.0), [first, second], delay_unscale=True) as scaled:
-        scaled.backward()
+    backward(session, model.loss(a=1.0, c=1.0), [first, second], delay_unscale=True)
     for _ in range(2):
         with pytest.raises(AmpError, match="is in two optimizers"):
             first.add_param_group({"params": [model["b"], model["c"]]})
@@ -272,8 +269,7 @@ def test_a_group_with_a_parameter_of_another_optimizer_changes_nothing(session, 
     with torch.no_grad():
         model["b"].fill_(7.0)
     second.add_param_group({"params": [model["b"]]})
-    with session.scale_loss(model.loss(a=1.0, b=1.0), [first, second]) as scaled:
-        scaled.backward()
+    backward(session, model.loss(a=1.0, b=1.0), [first, second])
     first.step()
     assert model["b"].eq(7.0).all()
     second.step()
@@ -293,19 +289,10 @@ def test_a_parameter_that_comes_back_in_a_group_of_its_own(session, level, name,
     def come_back(model, optimizer):
         optimizer.add_param_group({"params": [model["b"]], "lr": 2.0**-12})
 
-    for _ in range(2):
-        twins.backward(a=1.0, b=1.0)
-        twins.step()
-    twins.both(leave)
-    if not at_once:
-        twins.backward(a=1.0)
-        twins.step()
-    twins.both(come_back)
+    twins.play(BOTH, STEP, BOTH, STEP, leave, *([] if at_once else [{"a": 1.0}, STEP]), come_back)
     for _ in range(3):
         twins.backward(a=1.0, b=1.0)
-        for optimizer in (twins.reference, twins.optimizer):
-            optimizer.step()
-            optimizer.zero_grad()
+        twins.step(compares=False)
     stepped = [p for group in twins.optimizer.param_groups for p in group["params"]]
     assert [torch.equal(p, q) for p, q in zip(stepped, twins.plain.weights.values(), strict=True)] == [True, True]
     assert torch.equal(twins.model["b"], stepped[1].to(twins.model["b"].dtype))
@@ -315,25 +302,23 @@ def test_a_parameter_that_comes_back_in_a_group_of_its_own(session, level, name,
 @every_level
 def test_a_parameter_moves_from_one_optimizer_to_another(session, level, name):
     plain, model = Sum("a", "b", "c"), Sum("a", "b", "c")
-    make = MAKE["foreach" if name == "torch-fused" else name]
-    reference = [make([plain["a"], plain["b"]]), make([plain["c"]])]
+    reference = [REFERENCE[name]([plain["a"], plain["b"]]), REFERENCE[name]([plain["c"]])]
     moved = [MAKE[name]([model["a"], model["b"]]), MAKE[name]([model["c"]])]
     session.initialize(model, moved, opt_level=level, max_loss_scale=1024.0, verbosity=0)
 
-    def backward(optimizers, delay=False, **factors):
+    def both_backward(optimizers, delay=False, **factors):
         plain.loss(**factors).backward()
-        with session.scale_loss(model.loss(**factors), optimizers, delay_unscale=delay) as scaled:
-            scaled.backward()
+        backward(session, model.loss(**factors), optimizers, delay_unscale=delay)
 
     for i in range(4):
         if i == 2:
             for (first, second), each in ((reference, plain), (moved, model)):
                 del first.param_groups[0]["params"][1]
                 second.add_param_group({"params": [each["b"]]})
-            backward(moved[1], delay=True, b=0.5)
+            both_backward(moved[1], delay=True, b=0.5)
             for first in (reference[0], moved[0]):
                 first.zero_grad()  # has no say in the gradient of b any more
-        backward(moved, a=1.0, b=1.0, c=1.0)
+        both_backward(moved, a=1.0, b=1.0, c=1.0)
         for optimizer in (*reference, *moved):
             optimizer.step()
             optimizer.zero_grad()
@@ -343,7 +328,7 @@ def test_a_parameter_moves_from_one_optimizer_to_another(session, level, name):
 
 def test_a_group_that_joins_after_unscale_is_refused():
     model = Sum("a", "b")
-    optimizer = MAKE["plain"]([model["a"]])
+    optimizer = MAKE["SGD-plain"]([model["a"]])
     scaler = GradScaler("cpu")
     scaler.scale(model.loss(a=1.0, b=1.0)).backward()
     scaler.unscale_(optimizer)
@@ -360,7 +345,7 @@ def test_a_group_that_joins_after_unscale_is_refused():
 
 @every_optimizer
 @every_level
-@pytest.mark.parametrize("delay", [False, True], ids=["", "delayed"])
+@delayed
 def test_groups_edited_by_hand(session, level, name, delay):
     """Taken out, put back, put in, and replaced, as code for growing point clouds does."""
     twins = Twins(session, level, name, "a", "b", "c", prepare=lambda m: m["c"].requires_grad_(False))
@@ -377,17 +362,13 @@ def test_groups_edited_by_hand(session, level, name, delay):
         optimizer.state.pop(params[1], None)
         params[1] = model["b"]
 
-    for change in (drop_first, put_back, replace, lambda model, _: model["c"].requires_grad_(True)):
-        twins.backward(a=1.0, b=1.0)
-        twins.step()
-        twins.both(change)
-        for optimizer in (twins.reference, twins.optimizer):
-            optimizer.zero_grad()
-        twins.plain.zero_grad()
-        twins.model.zero_grad()
-    twins.backward(a=0.5, delay=delay)
-    twins.backward(a=0.5, b=0.5, c=1.0)
-    twins.step()
+    def zero_grad(model, optimizer):
+        optimizer.zero_grad()
+        model.zero_grad()
+
+    for change in (drop_first, put_back, replace, trains("c", True)):
+        twins.play(BOTH, STEP, change, zero_grad)
+    twins.play({"delay": delay, "a": 0.5}, {"a": 0.5, "b": 0.5, "c": 1.0}, STEP)
     held = [p for g in twins.optimizer.param_groups for p in g["params"]]
     assert all(p.dtype == torch.float32 for p in held)
 
@@ -398,37 +379,30 @@ def test_groups_edited_by_hand(session, level, name, delay):
 @every_optimizer
 @every_level
 def test_weights_loaded_between_blocks_and_steps(session, level, name):
-    twins = Twins(session, level, name, "a", "b")
-    for where in range(3):
-        twins.backward(a=1.0, b=1.0)
-        if where == 1:
-            twins.both(
-                lambda model, _: model.load_state_dict({"weights.a": torch.ones(3), "weights.b": torch.zeros(3)})
-            )
-        twins.step()
-        if where == 0:
-            twins.both(lambda model, _: model.weights.load_state_dict({"a": torch.full((3,), 8.0), "b": torch.ones(3)}))
+    def part(model, _):
+        model.weights.load_state_dict({"a": torch.full((3,), 8.0), "b": torch.ones(3)})
+
+    def whole(model, _):
+        model.load_state_dict({"weights.a": torch.ones(3), "weights.b": torch.zeros(3)})
+
+    Twins(session, level, name, "a", "b").play(BOTH, STEP, part, BOTH, whole, STEP, BOTH, STEP)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@every_level
 def test_assigning_load_state_dict_is_refused(session, level):
-    model = Sum("a", "b")
-    optimizer = torch.optim.SGD([model["b"]], lr=0.125)
-    session.initialize(model, optimizer, opt_level=level, max_loss_scale=1024.0, verbosity=0)
+    model, optimizer = under_amp(session, level, held="b")
     for _ in range(2):
         with pytest.raises(AmpError, match=r'load_state_dict\(assign=True\) .* in the place of "b" of a ParameterDict'):
             model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}, assign=True)
     # The one that the optimizer steps is the model's still.
-    with session.scale_loss(model.loss(b=1.0), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    step(session, model, optimizer, b=1.0)
     assert model["b"].eq(1.875).all()
     session.reset()
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
 
 
 @every_optimizer
-@pytest.mark.parametrize("level", CAST)
+@cast_levels
 def test_weights_edited_past_the_masters_are_told_of(session, level, name, caplog):
     twins = Twins(session, level, name, "a", "b")
     twins.backward(a=1.0, b=1.0)
@@ -455,16 +429,14 @@ def test_weights_edited_past_the_masters_are_told_of(session, level, name, caplo
 # --- conversions ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", CAST)
+@cast_levels
 @pytest.mark.parametrize(
     "convert",
     [nn.Module.float, nn.Module.double, pytest.param(nn.Module.cuda, marks=pytest.mark.cuda)],
     ids=["float", "double", "cuda"],
 )
 def test_a_model_converted_under_its_masters_is_refused(session, level, convert):
-    model = Sum("a")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
-    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = under_amp(session, level, names="a")
     convert(model)
     with (
         pytest.raises(AmpError, match=r'"weights.a" is torch\.\w+ on \w+ now.*Move the model before amp.initialize'),
@@ -475,9 +447,7 @@ def test_a_model_converted_under_its_masters_is_refused(session, level, convert)
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
 def test_a_model_halved_without_masters_is_refused(session, level):
-    model = Sum("a")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
-    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = under_amp(session, level, names="a")
     model.half()
     with (
         pytest.raises(AmpError, match='"weights.a" was converted to torch.float16 after amp.initialize'),
@@ -485,16 +455,12 @@ def test_a_model_halved_without_masters_is_refused(session, level):
     ):
         pytest.fail("the block was entered")
     model.float()
-    with session.scale_loss(model.loss(a=1.0), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    step(session, model, optimizer, a=1.0)
 
 
-@pytest.mark.parametrize("level", CAST)
+@cast_levels
 def test_swapped_tensors_are_refused_by_torch(session, level):
-    model = Sum("a")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
-    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, _optimizer = under_amp(session, level, names="a")
     with pytest.raises(RuntimeError, match="Cannot swap"):
         torch.utils.swap_tensors(model["a"], nn.Parameter(torch.zeros(3, dtype=model["a"].dtype)))
 
@@ -549,28 +515,27 @@ def losses(model, optimizer, session=None, n=30):
         if session is None:
             loss.backward()
         else:
-            with session.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
+            backward(session, loss, optimizer)
         optimizer.step()
     return torch.tensor(result)
 
 
 # A rounding moves an output by about its unit, u; through 3 layers and the loss, and back, some 10 of them add up.
 ROUNDINGS = {"O1": 10 * 2.0**-11, "O2": 10 * 2.0**-11, "O4": 10 * 2.0**-8, "O5": 10 * 2.0**-8}
+rounding_levels = pytest.mark.parametrize("level", ROUNDINGS)
 
 
 @pytest.mark.full(but=24)
-@pytest.mark.parametrize("level", ROUNDINGS)
+@rounding_levels
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("name", ["foreach", "FusedSGD"])
+@pytest.mark.parametrize("name", ["SGD-foreach", "FusedSGD"])
 def test_reparametrized_models_train_as_in_fp32(session, level, change, name):
     plain, model = network(), network()
     for each in (plain, model):
         torch.manual_seed(1)
         change(each)
     expected = losses(plain, MAKE[name](plain.parameters()))
-    optimizer = MAKE[name](model.parameters())
-    session.initialize(model, optimizer, opt_level=level, max_loss_scale=1024.0, verbosity=0)
+    _, optimizer = start(session, level, MAKE[name], model, max_loss_scale=1024.0)
     assert (losses(model, optimizer, session) - expected).abs().max() < ROUNDINGS[level] * expected[0]
     assert session.skipped_steps(optimizer) == 0
     assert expected[-1] < expected[0] / 2
@@ -579,7 +544,7 @@ def test_reparametrized_models_train_as_in_fp32(session, level, change, name):
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("level", CAST)
+@cast_levels
 def test_what_a_parametrized_weight_is_made_from_stays_fp32(session, level):
     model = network()
     parametrizations.orthogonal(model[2])
@@ -592,7 +557,7 @@ def test_what_a_parametrized_weight_is_made_from_stays_fp32(session, level):
     torch.testing.assert_close(gram, torch.eye(8), atol=4 * torch.finfo(low).eps, rtol=0)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@rounding_levels
 def test_lazy_modules(session, level):
     def lazy():
         torch.manual_seed(0)
@@ -614,7 +579,7 @@ def test_lazy_modules(session, level):
     assert (losses(model, optimizer, session) - expected).abs().max() < ROUNDINGS[level] * expected[0]
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@rounding_levels
 def test_a_module_that_is_swapped(session, level):
     """The new one is the user's to convert and to give to the optimizer, as without amp; torch says so at O2 and O5."""
 
@@ -623,7 +588,7 @@ def test_a_module_that_is_swapped(session, level):
         return nn.Linear(8, 2)
 
     plain, model = network(), network()
-    reference, optimizer = MAKE["foreach"](plain.parameters()), MAKE["foreach"](model.parameters())
+    reference, optimizer = MAKE["SGD-foreach"](plain.parameters()), MAKE["SGD-foreach"](model.parameters())
     session.initialize(model, optimizer, opt_level=level, max_loss_scale=1024.0, verbosity=0)
     losses(plain, reference, n=5), losses(model, optimizer, session, n=5)
     plain[4], model[4] = fresh(), fresh()

@@ -1,13 +1,14 @@
-"""The state of a run by names of parameters: any layout of masters, engine and number of ranks loads what another one
-has saved, bit for bit."""
+"""The state of a run by names of parameters, in one process: every optimizer and level resumes bit for bit, and what
+does not fit is refused."""
 
 import copy
 import logging
+from functools import partial
 
 import pytest
 import torch
-from rank_processes import run_ranks
-from resumed_runs import OPTIMIZERS
+from kit import INF, assert_same, backward, batch, mlp, start, through_a_file, train
+from resumed_runs import KINDS
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
@@ -16,205 +17,54 @@ from ampctx.amp.named_entries import names_of
 from ampctx.optimizers import FusedAdam
 from ampctx.optimizers._state import divided, joined
 
-WORKER = "reliability/state_worker.py"
 KEPT_BY_OPTIMIZER = {"opt_level": "O5", "master_weights": False}
-FULL = ["ddp-O2", "ddp-O5", "ddp-O5-torch", "ddp-masters", "ddp-split", "shards", "shards-torch", "masters", "split"]
-ROUNDED = ["kahan", "stochastic"]
 
 
-# --- ranks ------------------------------------------------------------------------------------------------------------
+class Run:
+    """A session, model and optimizer, and the state of these by names."""
+
+    def __init__(self, make="FusedAdam", seed=0, model=None, opt_level="O5", **options):
+        self.session = AmpSession()
+        model = mlp(seed, 7, 5, 3) if model is None else model
+        options = {"loss_scale": "dynamic", **options}
+        self.model, self.optimizer = start(self.session, opt_level, KINDS.get(make, make), model, **options)
+
+    def steps(self, first, last):
+        train(self.session, self.model, self.optimizer, last - first, first, overflow_at=(1,))
+        return self
+
+    def backward(self, loss, **options):
+        backward(self.session, loss, self.optimizer, **options)
+
+    def get(self, **options):
+        return copy.deepcopy(self.session.get_state_dict(self.model, self.optimizer, **options))
+
+    def set(self, state, **options):
+        self.session.set_state_dict(self.model, self.optimizer, copy.deepcopy(state), **options)
+        return self
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("two")
-    return run_ranks(WORKER, 2, directory / "rendezvous", 60, "both", str(directory), "ddp-O5,split")
-
-
-def test_two_ranks_resume_bit_for_bit(two):
-    for rank in two:
-        assert rank["saved"] == two[0]["saved"]
-        for layout, run in rank["saved"].items():
-            loaded = rank["loaded"][f"{layout} 2"]
-            assert loaded["loaded"] == run["saved"]
-            assert loaded["end"] == run["end"] != run["saved"]
-            assert loaded["heard"] == 0
-
-
-def test_layouts_load_each_other(two):
-    for rank in two:
-        assert len(rank["converted"]) == 4
-        for names, found in rank["converted"].items():
-            assert found[:3] == rank["saved"][names.split()[0]]["saved"][:3], names
-        assert rank["messages"] == []
-
-
-def test_whole_tensors_load_into_any_engine(two):
-    for rank in two:
-        assert rank["whole"] == {
-            **dict.fromkeys(("empty elsewhere", "ddp", "back", "plain"), True),
-            "kinds": ["torch.float32", "torch.int64"],
-            "heard": 0,
-        }
-
-
-def test_names_are_those_of_torch_under_wrappers(two):
-    for rank in two:
-        assert rank["names"] == [True, True]
-
-
-def test_the_functions_of_torch_make_no_step_of_the_run_and_refuse_masters(two):
-    for rank in two:
-        found = rank["torch"]
-        assert (found["heard"], found["outcome"], found["same"], found["state"]) == ([], None, True, 0)
-        for when in ("masters", "masters later"):
-            assert found[when].startswith("AmpError: torch's get_optimizer_state_dict")
-            assert "amp.get_state_dict(model, optimizer)" in found[when]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("no model", 'AmpKeyError: state_dict has no "model", only optim, optimizers, amp. Pass what'),
-        ("missing weight", 'AmpKeyError: state_dict["model"] has no "0.weight", which the model has here. Build'),
-        ("unknown weight", 'AmpKeyError: state_dict["model"] has "head", and the model here has not. Build'),
-        (
-            "shape",
-            'AmpValueError: state_dict["model"]["0.weight"] is of shape (2, 2), expected a tensor of shape (7, 5',
-        ),
-        ("missing state", 'AmpKeyError: state_dict["optim"] has no "2.bias", which is stepped here. It was frozen'),
-        ("unknown state", 'AmpKeyError: state_dict["optim"] has "head", and no optimizer here steps that parameter'),
-        ("missing moment", 'AmpKeyError: state_dict["optim"]["2.bias"] has no "exp_avg", and the optimizer here keeps'),
-        ("moment", 'AmpValueError: state_dict["optim"]["2.bias"]["exp_avg"] is of shape (4,), expected'),
-        ("nan", "AmpValueError: the state 'exp_avg' of param_groups[0]['params'][3] has nan"),
-        (
-            "level",
-            """AmpValueError: state_dict["amp"]["opt_level"] is 'O2', and amp.initialize was given opt_level='O5'""",
-        ),
-        ("scale", """AmpKeyError: state_dict["loss_scaler0"]: the loss scale's state has no "loss_scale\""""),
-        ("facts", 'AmpTypeError: state_dict["optimizers"]["0.weight"] must be a tuple of one dict'),
-    ],
-)
-def test_a_state_that_does_not_fit_is_refused_on_every_rank_and_changes_nothing(two, change, message):
-    # A nan is in the part of rank 0, and the other reads none.
-    ranks = two[:1] if change == "nan" else two
-    for rank in ranks:
-        assert rank["refused"][change].startswith(message)
-        assert rank["refused"]["same"]
-
-
-@pytest.fixture(scope="module")
-def saved_by(tmp_path_factory):
-    """What 1, 2 and 4 ranks have saved of every layout, and the folder."""
-    directory = tmp_path_factory.mktemp("saved")
-    ranks = {n: run_ranks(WORKER, n, directory / f"saving-{n}", 120, "save", str(directory)) for n in (1, 2, 4)}
-    for found in ranks.values():
-        assert all(rank == found[0] for rank in found)
-    return directory, {n: found[0] for n, found in ranks.items()}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_any_number_of_ranks_loads_what_another_has_saved(saved_by, ranks):
-    directory, saved = saved_by
-    for rank in run_ranks(WORKER, ranks, directory / f"loading-{ranks}", 120, "load", str(directory)):
-        assert len(rank) == 3 * 12
-        for case, found in rank.items():
-            layout, number = case.split()
-            of_run = saved[int(number)][layout]
-            assert found["loaded"] == of_run["saved"], case
-            assert found["heard"] == 0
-            assert found.get("end", of_run["end"]) == of_run["end"], case
-
-
-@pytest.mark.full
-def test_any_layout_loads_what_another_has_saved(saved_by):
-    directory, saved = saved_by
-    for rank in run_ranks(WORKER, 2, directory / "converting", 120, "convert", str(directory)):
-        for case, found in rank.items():
-            there, here = case.split()
-            weights, moments, scale, _ = saved[2][there]["saved"]
-            assert found[1:3] == [moments, scale], case
-            assert here in ROUNDED or found[0] == weights, case
-        assert {case.split()[0] for case in rank} >= {*FULL, *ROUNDED}
-
-
-# --- one process ------------------------------------------------------------------------------------------------------
-
-
-def mlp(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 3))
-
-
-def started(make, seed=0, model=None, **options):
-    model = mlp(seed) if model is None else model
-    optimizer = make(model.parameters())
-    session = AmpSession()
-    session.initialize(model, optimizer, **{"loss_scale": "dynamic", "verbosity": 0, **options})
-    return session, model, optimizer
-
-
-def train(session, model, optimizer, first, last):
-    for step in range(first, last):
-        x = torch.randn(8, 5, generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        loss = model(x).float().square().mean()
-        with session.scale_loss(loss * float("inf") if step == 1 else loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-
-
-def assert_same(a, b, where=""):
-    """The same keys, values and bits."""
-    assert type(a) is type(b), where
-    if isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype, where
-        assert torch.equal(a, b), where
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_same(a[key], b[key], f"{where}.{key}")
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b), where
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f"{where}[{i}]")
-    else:
-        assert a == b, where
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_resumes_bit_for_bit(name, tmp_path):
+@pytest.mark.parametrize("name", KINDS)
+def test_every_optimizer_resumes_bit_for_bit(name):
     kept = name.removeprefix("FusedAdam-") in ("masters", "split", "kahan", "stochastic")
-    options = KEPT_BY_OPTIMIZER if kept else {"opt_level": "O5"}
-    first = started(OPTIMIZERS[name], **options)
-    train(*first, 0, 3)
-    torch.save(first[0].get_state_dict(*first[1:]), tmp_path / "state")
-    train(*first, 3, 6)
-    expected = first[0].get_state_dict(*first[1:])
-    state = torch.load(tmp_path / "state", weights_only=True)
+    options = KEPT_BY_OPTIMIZER if kept else {}
+    first = Run(name, **options).steps(0, 3)
+    state = through_a_file(first.get())
     before = copy.deepcopy(state)
-    second = started(OPTIMIZERS[name], seed=1, **options)
-    heard = []
-    second[0].on_step(lambda *_: heard.append(1))
-    second[0].set_state_dict(*second[1:], state)
-    assert_same(second[0].get_state_dict(*second[1:]), before)
+    second, heard = Run(name, seed=1, **options), []
+    second.session.on_step(lambda *_: heard.append(1))
+    second.session.set_state_dict(second.model, second.optimizer, state)
+    assert_same(second.get(), before)
     assert heard == []
-    train(*second, 3, 6)
-    assert_same(second[0].get_state_dict(*second[1:]), expected)
+    assert_same(second.steps(3, 6).get(), first.steps(3, 6).get())
     assert_same(state, before)  # the run has its own tensors
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4"])
 def test_every_level_resumes_bit_for_bit(level):
-    first = started(OPTIMIZERS["Adam-plain"], opt_level=level)
-    train(*first, 0, 3)
-    state = copy.deepcopy(first[0].get_state_dict(*first[1:]))
-    train(*first, 3, 6)
-    second = started(OPTIMIZERS["Adam-plain"], seed=1, opt_level=level)
-    second[0].set_state_dict(*second[1:], state)
-    train(*second, 3, 6)
-    assert_same(second[0].get_state_dict(*second[1:]), first[0].get_state_dict(*first[1:]))
+    first, second = Run("Adam-plain", opt_level=level).steps(0, 3), Run("Adam-plain", seed=1, opt_level=level)
+    second.set(first.get())
+    assert_same(second.steps(3, 6).get(), first.steps(3, 6).get())
 
 
 def test_weights_and_compensations_come_back_from_their_sums():
@@ -235,17 +85,6 @@ def test_weights_and_compensations_come_back_from_their_sums():
             assert rest is compensation
 
 
-@pytest.mark.parametrize("destination", ["copy", "split", "kahan"])
-def test_fp32_weights_are_divided_and_joined(destination):
-    weight = torch.randn(1000) * 10 ** torch.linspace(-30, 30, 1000)
-    p, extra = divided(destination, weight, torch.bfloat16)
-    assert p.dtype == torch.bfloat16
-    key = {"copy": "master_param", "split": "remainder", "kahan": "compensation"}[destination]
-    found = joined(p, {key: extra})
-    tolerance = 2.0**-16 if destination == "kahan" else 0
-    assert ((found - weight).abs() <= tolerance * weight.abs()).all()
-
-
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_names_are_those_of_torch():
@@ -260,20 +99,15 @@ def test_names_are_those_of_torch():
 
 def test_tied_weights():
     def tied(seed):
-        model = mlp(seed)
+        model = mlp(seed, 7, 5, 3)
         model[3] = nn.Linear(7, 7)
         model.append(nn.Linear(7, 7))
         model[4].weight = model[3].weight
         return model
 
-    options = {**KEPT_BY_OPTIMIZER}
-    first = started(OPTIMIZERS["FusedAdam-split"], model=tied(0), **options)
-    train(*first, 0, 3)
-    state = first[0].get_state_dict(*first[1:])
+    state = Run("FusedAdam-split", model=tied(0), **KEPT_BY_OPTIMIZER).steps(0, 3).get()
     assert torch.equal(state["model"]["3.weight"], state["model"]["4.weight"])
-    second = started(OPTIMIZERS["FusedAdam"], model=tied(1), opt_level="O5")
-    second[0].set_state_dict(*second[1:], copy.deepcopy(state))
-    assert_same(second[0].get_state_dict(*second[1:])["model"], state["model"])
+    assert_same(Run(model=tied(1)).set(state).get()["model"], state["model"])
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
@@ -282,57 +116,44 @@ def test_a_parameter_that_a_group_has_twice():
         params = list(params)
         return FusedAdam([*params, params[0]], master_weights="split")
 
-    first, second = started(twice, **KEPT_BY_OPTIMIZER), started(twice, seed=1, **KEPT_BY_OPTIMIZER)
-    train(*first, 0, 3)
-    state = copy.deepcopy(first[0].get_state_dict(*first[1:]))
-    second[0].set_state_dict(*second[1:], state)
-    assert_same(second[0].get_state_dict(*second[1:]), state)
+    state = Run(twice, **KEPT_BY_OPTIMIZER).steps(0, 3).get()
+    assert_same(Run(twice, seed=1, **KEPT_BY_OPTIMIZER).set(state).get(), state)
 
 
 def test_parameters_without_state_stay_so():
     """SGD starts a buffer from the first gradient, not from zeros."""
+    make = partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5)
 
-    def make(params):
-        return torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5)
+    def step(run, with_second):
+        run.optimizer.zero_grad()
+        loss = run.model[0](torch.ones(1, 5)).square().sum()
+        run.backward(loss + (run.model[3](torch.ones(1, 7)).sum() if with_second else 0))
+        run.optimizer.step()
 
-    def gradients(session, model, optimizer, with_second):
-        optimizer.zero_grad()
-        loss = model[0](torch.ones(1, 5)).square().sum() + (model[3](torch.ones(1, 7)).sum() if with_second else 0)
-        with session.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-
-    first = started(make, opt_level="O1", loss_scale=1.0)
-    gradients(*first, False)
-    assert len(first[2].state) == 2
-    state = copy.deepcopy(first[0].get_state_dict(*first[1:]))
+    first, second = (Run(make, seed, opt_level="O1", loss_scale=1.0) for seed in range(2))
+    step(first, False)
+    assert len(first.optimizer.state) == 2
+    state = first.get()
     assert state["optimizers"]["0.weight"][0]["without_state"] == ["1.weight", "1.bias", "3.weight", "3.bias"]
-    assert len(first[2].state) == 2
-    gradients(*first, True)
-    second = started(make, seed=1, opt_level="O1", loss_scale=1.0)
-    second[0].set_state_dict(*second[1:], state)
-    gradients(*second, True)
-    assert_same(second[0].get_state_dict(*second[1:]), first[0].get_state_dict(*first[1:]))
+    assert len(first.optimizer.state) == 2
+    second.set(state)
+    for run in (first, second):
+        step(run, True)
+    assert_same(second.get(), first.get())
 
 
 @pytest.mark.parametrize("deferred", [False, True])
 def test_an_overflow_that_is_to_skip_a_step_is_saved(deferred):
-    first = started(OPTIMIZERS["FusedAdam"], opt_level="O2")
-    train(*first, 0, 1)
-    session, model, optimizer = first
-    optimizer.zero_grad()
-    loss = model(torch.ones(2, 5)).float().sum() * float("inf")
-    with session.scale_loss(loss, optimizer, delay_overflow_check=deferred) as scaled:
-        scaled.backward()
-    state = copy.deepcopy(session.get_state_dict(model, optimizer))
-    second = started(OPTIMIZERS["FusedAdam"], seed=1, opt_level="O2")
-    second[0].set_state_dict(*second[1:], state)
-    second[2].step()
-    assert not second[0].outcome(second[2]).stepped
-    optimizer.step()
-    for each in (first, second):
-        train(*each, 2, 4)
-    assert_same(second[0].get_state_dict(*second[1:]), session.get_state_dict(model, optimizer))
+    first, second = Run(opt_level="O2").steps(0, 1), Run(seed=1, opt_level="O2")
+    first.backward(first.model(torch.ones(2, 5)).float().sum() * INF, delay_overflow_check=deferred)
+    second.set(first.get())
+    second.optimizer.step()
+    assert not second.session.outcome(second.optimizer).stepped
+    first.optimizer.step()
+    for run in (first, second):
+        run.optimizer.zero_grad()
+        run.steps(2, 4)
+    assert_same(second.get(), first.get())
 
 
 class Gan:
@@ -345,124 +166,102 @@ class Gan:
         models = list(self.models.values())
         self.session.initialize(models, self.optimizers, opt_level="O2", num_losses=2, verbosity=0)
 
-    def train(self, first, last):
+    def steps(self, first, last):
         for step in range(first, last):
             for i, (name, optimizer) in enumerate(zip("gd", self.optimizers, strict=True)):
-                x = torch.randn(8, 5, generator=torch.Generator().manual_seed(step))
                 optimizer.zero_grad()
-                loss = self.models[name](x).float().square().mean() * (float("inf") if step == i == 1 else 1)
-                with self.session.scale_loss(loss, optimizer, loss_id=i) as scaled:
-                    scaled.backward()
+                loss = self.models[name](batch(step)).float().square().mean() * (INF if step == i == 1 else 1)
+                backward(self.session, loss, optimizer, loss_id=i)
                 optimizer.step()
+        return self
 
-    def state(self):
-        return self.session.get_state_dict(self.models, self.optimizers)
+    def get(self):
+        return copy.deepcopy(self.session.get_state_dict(self.models, self.optimizers))
+
+    def set(self, state):
+        self.session.set_state_dict(self.models, self.optimizers[::-1], copy.deepcopy(state))
 
 
 def test_several_models_optimizers_and_losses():
-    first, second = Gan(), Gan(1)
-    first.train(0, 3)
-    state = copy.deepcopy(first.state())
+    first, second = Gan().steps(0, 3), Gan(1)
+    state = first.get()
     assert [state["amp"][f"loss_scaler{i}"]["loss_scale"].item() for i in range(2)] == [2.0**16, 2.0**15]
-    second.session.set_state_dict(second.models, second.optimizers[::-1], state)
-    for each in (first, second):
-        each.train(3, 6)
-    assert_same(second.state(), first.state())
+    second.set(state)
+    assert_same(second.steps(3, 6).get(), first.steps(3, 6).get())
 
 
 def test_an_optimizer_that_refuses_its_state_undoes_the_others():
-    run = Gan()
-    run.train(0, 3)
-    state = copy.deepcopy(run.state())
-    given = copy.deepcopy(state)
+    run = Gan().steps(0, 3)
+    state, given = run.get(), run.get()
     given["optim"]["d.0.bias"]["exp_avg"] += 1
     given["optim"]["g.0.bias"]["exp_avg"][0] = torch.nan
     with pytest.raises(AmpValueError, match="has nan"):
-        run.session.set_state_dict(run.models, run.optimizers[::-1], given)
-    assert_same(run.state(), state)
-    run.train(3, 4)
+        run.set(given)
+    assert_same(run.get(), state)
+    run.steps(3, 4)
 
 
 def test_groups_may_change_and_keep_their_options():
     def in_groups(sizes, rates):
         def make(params):
-            params = list(params)
-            groups = []
+            params, groups = list(params), []
             for size, rate in zip(sizes, rates, strict=True):
                 groups.append({"params": params[:size], "lr": rate})
                 params = params[size:]
             return FusedAdam(groups)
 
-        return make
+        return Run(make, opt_level="O1")
 
-    first = started(in_groups((2, 4), (0.1, 0.2)), opt_level="O1")
-    train(*first, 0, 2)
-    state = first[0].get_state_dict(*first[1:])
-    second = started(in_groups((2, 2, 2), (0.0, 0.0, 0.0)), opt_level="O1")
-    second[0].set_state_dict(*second[1:], copy.deepcopy(state))
-    assert [group["lr"] for group in second[2].param_groups] == [0.1, 0.2, 0.2]
-    assert_same(second[0].get_state_dict(*second[1:])["optim"], state["optim"])
-    third = started(in_groups((4, 2), (0.0, 0.0)), opt_level="O1")
+    state = in_groups((2, 4), (0.1, 0.2)).steps(0, 2).get()
+    second = in_groups((2, 2, 2), (0.0, 0.0, 0.0)).set(state)
+    assert [group["lr"] for group in second.optimizer.param_groups] == [0.1, 0.2, 0.2]
+    assert_same(second.get()["optim"], state["optim"])
     with pytest.raises(AmpValueError, match=r"0\.weight and 1\.weight are in one param group here, and had lr=0\.1"):
-        third[0].set_state_dict(*third[1:], state)
+        in_groups((4, 2), (0.0, 0.0)).set(state)
 
 
 def test_a_rate_on_the_device_stays_the_same_tensor():
-    first = started(lambda p: FusedAdam(p, lr=0.125), opt_level="O1")
-    second = started(lambda p: FusedAdam(p, lr=0.5, capturable=True), opt_level="O1")
-    rate = second[2].param_groups[0]["lr"]
-    second[0].set_state_dict(*second[1:], first[0].get_state_dict(*first[1:]))
-    assert second[2].param_groups[0]["lr"] is rate
+    first = Run(partial(FusedAdam, lr=0.125), opt_level="O1")
+    second = Run(partial(FusedAdam, lr=0.5, capturable=True), opt_level="O1")
+    rate = second.optimizer.param_groups[0]["lr"]
+    second.set(first.get())
+    assert second.optimizer.param_groups[0]["lr"] is rate
     assert rate.item() == 0.125
 
 
 def test_another_level_keeps_a_static_scale():
-    first = started(OPTIMIZERS["FusedAdam"], opt_level="O2")
-    train(*first, 0, 3)
-    state = first[0].get_state_dict(*first[1:])
+    state = Run(opt_level="O2").steps(0, 3).get()
     for scale, expected in (("dynamic", 2.0**15), (8.0, 8.0)):
-        second = started(OPTIMIZERS["FusedAdam"], opt_level="O5", loss_scale=scale)
+        second = Run(loss_scale=scale)
         with pytest.raises(AmpValueError, match="allow_level_change=True"):
-            second[0].set_state_dict(*second[1:], copy.deepcopy(state))
-        second[0].set_state_dict(*second[1:], copy.deepcopy(state), allow_level_change=True)
-        found = second[0].get_state_dict(*second[1:])
+            second.set(state)
+        found = second.set(state, allow_level_change=True).get()
         assert found["amp"]["loss_scaler0"]["loss_scale"].item() == expected
         assert_same(found["model"], state["model"])
 
 
-def test_rounding_is_said(caplog):
-    first = started(OPTIMIZERS["FusedAdam"], opt_level="O5")
-    train(*first, 0, 3)
-    state = first[0].get_state_dict(*first[1:])
-    for name in ("FusedAdam-kahan", "FusedAdam-stochastic"):
-        second = started(OPTIMIZERS[name], seed=1, **KEPT_BY_OPTIMIZER)
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, "ampctx"):
-            second[0].set_state_dict(*second[1:], copy.deepcopy(state))
-        assert "0.weight and others had more bits in the run that was saved (masters)" in caplog.text
-        found = second[0].get_state_dict(*second[1:])["model"]["0.weight"].float()
-        bits = 16 if name == "FusedAdam-kahan" else 8
-        assert ((found - state["model"]["0.weight"]).abs() <= 2.0**-bits * found.abs()).all()
+@pytest.mark.parametrize(("name", "bits"), [("FusedAdam-kahan", 16), ("FusedAdam-stochastic", 8)])
+def test_rounding_is_said(name, bits, caplog):
+    state = Run().steps(0, 3).get()
+    with caplog.at_level(logging.WARNING, "ampctx"):
+        second = Run(name, seed=1, **KEPT_BY_OPTIMIZER).set(state)
+    assert "0.weight and others had more bits in the run that was saved (masters)" in caplog.text
+    found = second.get()["model"]["0.weight"].float()
+    assert ((found - state["model"]["0.weight"]).abs() <= 2.0**-bits * found.abs()).all()
 
 
 def test_a_disabled_run():
-    first = started(OPTIMIZERS["Adam-plain"], enabled=False)
-    train(*first, 0, 1)
-    state = copy.deepcopy(first[0].get_state_dict(*first[1:]))
+    state = Run("Adam-plain", enabled=False).steps(0, 1).get()
     assert state.keys() == {"model", "optim", "optimizers"}
-    second = started(OPTIMIZERS["Adam-plain"], seed=1, enabled=False)
-    second[0].set_state_dict(*second[1:], state)
-    assert_same(second[0].get_state_dict(*second[1:]), state)
+    assert_same(Run("Adam-plain", seed=1, enabled=False).set(state).get(), state)
 
 
 def test_looking_at_state_calls_no_hook_of_a_step():
-    session, model, optimizer = started(OPTIMIZERS["Adam-plain"], opt_level="O1")
-    heard = []
-    optimizer.register_step_post_hook(lambda *_: heard.append(1))
-    state = session.get_state_dict(model, optimizer, cpu_offload=True)
-    assert state["optim"]["0.weight"].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    run, heard = Run("Adam-plain", opt_level="O1"), []
+    run.optimizer.register_step_post_hook(lambda *_: heard.append(1))
+    assert run.get(cpu_offload=True)["optim"]["0.weight"].keys() == {"step", "exp_avg", "exp_avg_sq"}
     assert heard == []
-    assert not optimizer.state
+    assert not run.optimizer.state
 
 
 @pytest.mark.parametrize(
@@ -479,69 +278,57 @@ def test_looking_at_state_calls_no_hook_of_a_step():
     ],
 )
 def test_wrong_calls_name_what_is_wrong(call, error, message):
-    run = started(OPTIMIZERS["FusedAdam"], opt_level="O2")
+    run = Run(opt_level="O2")
     with pytest.raises(error, match=message):
-        call(*run)
+        call(run.session, run.model, run.optimizer)
 
 
 def test_calls_inside_a_block_are_refused():
-    session, model, optimizer = started(OPTIMIZERS["FusedAdam"], opt_level="O2")
-    state = session.get_state_dict(model, optimizer)
-    with session.scale_loss(model(torch.ones(2, 5)).float().sum(), optimizer):
+    run = Run(opt_level="O2")
+    state = run.get()
+    with run.session.scale_loss(run.model(torch.ones(2, 5)).float().sum(), run.optimizer):
         with pytest.raises(AmpError, match=r"amp\.get_state_dict was called inside a scale_loss block"):
-            session.get_state_dict(model, optimizer)
+            run.get()
         with pytest.raises(AmpError, match=r"amp\.set_state_dict was called inside a scale_loss block"):
-            session.set_state_dict(model, optimizer, state)
+            run.set(state)
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused_before_its_first_step():
-    session, model, optimizer = started(torch.optim.LBFGS, opt_level="O1")
-    with pytest.raises(AmpError, match=r"LBFGS does not show which state it keeps.*Take a step first"):
-        session.get_state_dict(model, optimizer)
+    """It keeps its state with the first parameter then."""
 
-
-def test_an_optimizer_that_keeps_its_state_with_the_first_parameter():
     def stepped(seed):
-        session, model, optimizer = started(torch.optim.LBFGS, seed, opt_level="O1", loss_scale=1.0)
+        run = Run(torch.optim.LBFGS, seed, opt_level="O1", loss_scale=1.0)
+        with pytest.raises(AmpError, match=r"LBFGS does not show which state it keeps.*Take a step first"):
+            run.get()
 
         def closure():
-            optimizer.zero_grad()
-            loss = model(torch.ones(4, 5)).float().square().mean()
+            run.optimizer.zero_grad()
+            loss = run.model(torch.ones(4, 5)).float().square().mean()
             loss.backward()
             return loss
 
-        optimizer.step(closure)
-        return session, model, optimizer
+        run.optimizer.step(closure)
+        return run
 
-    session, model, optimizer = stepped(0)
-    state = copy.deepcopy(session.get_state_dict(model, optimizer))
+    state = stepped(0).get()
     assert list(state["optim"]) == ["0.weight"]
-    other, other_model, other_optimizer = stepped(1)
-    other.set_state_dict(other_model, other_optimizer, state)
-    assert_same(other.get_state_dict(other_model, other_optimizer), state)
+    assert_same(stepped(1).set(state).get(), state)
 
 
 def test_sparse_gradients():
-    def run(seed):
-        torch.manual_seed(seed)
-        return started(torch.optim.SparseAdam, model=nn.Embedding(4, 3, sparse=True), opt_level="O1")
-
-    session, model, optimizer = run(0)
-    with session.scale_loss(model(torch.tensor([1, 2])).square().sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    state = copy.deepcopy(session.get_state_dict(model, optimizer))
+    first, second = (Run(torch.optim.SparseAdam, model=nn.Embedding(4, 3, sparse=True), opt_level="O1") for _ in "ab")
+    first.backward(first.model(torch.tensor([1, 2])).square().sum())
+    first.optimizer.step()
+    state = first.get()
     assert state["optim"]["weight"]["exp_avg"].any()
-    other, other_model, other_optimizer = run(1)
-    other.set_state_dict(other_model, other_optimizer, state)
-    assert_same(other.get_state_dict(other_model, other_optimizer), state)
+    assert_same(second.set(state).get(), state)
 
 
 def test_state_of_no_parameter_is_refused():
-    session, model, optimizer = started(torch.optim.SGD, opt_level="O1")
-    optimizer.state["global"]["n"] = 1
+    run = Run(torch.optim.SGD, opt_level="O1")
+    run.optimizer.state["global"]["n"] = 1
     with pytest.raises(AmpError, match=r"SGD keeps state\['global'\], which belongs to no parameter"):
-        session.get_state_dict(model, optimizer)
+        run.get()
 
 
 def test_the_default_session_has_them():

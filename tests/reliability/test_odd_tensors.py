@@ -1,34 +1,30 @@
 """Multi-tensor kernels are right on odd inputs: empty tensors anywhere in a list, 2^31 elements and more, layouts that
 differ, freed memory, tensors of another device; the result is that of a computation tensor by tensor, or an error that
-names list and index."""
+names list and index. So are steps of sparse, complex and double parameters, or they are refused by name."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from kit import INF, NAN, OPTIMIZERS, backward, larc, same, start
 from odd_models import OddModel, gradients, loss_of
 from odd_tensors import ODD, make_odd
 from torch import nn
 
 from ampctx import clip_grad_norm_, ops, optimizer_ops
 from ampctx._errors import AmpError
-from ampctx.amp import AmpSession, GradScaler, master_params
-from ampctx.optimizers import LARC, FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from ampctx.amp import GradScaler, master_params
+from ampctx.optimizers import LARC, FusedAdam, FusedSGD
 
 HERE = Path(__file__).resolve().parent
 HUGE = (1 << 31) + 1
-
-
-@pytest.fixture
-def session():
-    session = AmpSession()
-    yield session
-    session.reset()
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 
 
 # --- odd tensors in the ops -------------------------------------------------------------------------------------------
@@ -144,42 +140,33 @@ def test_step_counts_that_no_integer_holds():
 
 # --- through amp, GradScaler, clipping and the optimizers -------------------------------------------------------------
 
-
-def torch_sgd(**how):
-    return lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.5, **how)
-
-
-def torch_adam(**how):
-    return lambda params: torch.optim.Adam(params, lr=0.1, **how)
-
-
-def adagrad(params):
-    return torch.optim.Adagrad(params, lr=0.1, eps=1e-10)
-
-
+SGD, ADAM = partial(torch.optim.SGD, lr=0.5, momentum=0.5), partial(torch.optim.Adam, lr=0.1)
 # The optimizer, and what does the same in fp64: torch's where it has one.
-OPTIMIZERS = {
-    "SGD-plain": (torch_sgd(foreach=False), torch_sgd()),
-    "SGD-foreach": (torch_sgd(foreach=True), torch_sgd()),
-    "SGD-fused": (torch_sgd(fused=True), torch_sgd()),
-    "Adam-plain": (torch_adam(foreach=False), torch_adam()),
-    "Adam-foreach": (torch_adam(foreach=True), torch_adam()),
-    "Adam-fused": (torch_adam(fused=True), torch_adam()),
-    "FusedAdam": (lambda p: FusedAdam(p, lr=0.1), torch_adam()),
-    "FusedAdam-kahan": (lambda p: FusedAdam(p, lr=0.1, write_back="kahan"), torch_adam()),
-    "FusedSGD": (lambda p: FusedSGD(p, lr=0.5, momentum=0.5), torch_sgd()),
-    "FusedAdagrad": (lambda p: FusedAdagrad(p, lr=0.1, eps=1e-10), adagrad),
-    "FusedLAMB": (lambda p: FusedLAMB(p, lr=0.1), lambda p: FusedLAMB(p, lr=0.1)),
-    "FusedNovoGrad": (lambda p: FusedNovoGrad(p, lr=0.1), lambda p: FusedNovoGrad(p, lr=0.1)),
-    "LARC": (lambda p: LARC(torch.optim.SGD(p, lr=0.5)), lambda p: LARC(torch.optim.SGD(p, lr=0.5))),
+PAIRS = {
+    "SGD-plain": (partial(SGD, foreach=False), SGD),
+    "SGD-foreach": (partial(SGD, foreach=True), SGD),
+    "SGD-fused": (partial(SGD, fused=True), SGD),
+    "Adam-plain": (partial(ADAM, foreach=False), ADAM),
+    "Adam-foreach": (partial(ADAM, foreach=True), ADAM),
+    "Adam-fused": (partial(ADAM, fused=True), ADAM),
+    "FusedAdam": (partial(FusedAdam, lr=0.1), ADAM),
+    "FusedAdam-kahan": (partial(FusedAdam, lr=0.1, write_back="kahan"), ADAM),
+    "FusedSGD": (partial(FusedSGD, lr=0.5, momentum=0.5), SGD),
+    "FusedAdagrad": (partial(OPTIMIZERS["FusedAdagrad"], lr=0.1), partial(torch.optim.Adagrad, lr=0.1, eps=1e-10)),
+    "FusedLAMB": (partial(OPTIMIZERS["FusedLAMB"], lr=0.1),) * 2,
+    "FusedNovoGrad": (partial(OPTIMIZERS["FusedNovoGrad"], lr=0.1),) * 2,
+    "LARC": (partial(larc, lr=0.5, momentum=0.0),) * 2,
 }
-optimizers = pytest.mark.parametrize(("make", "exact"), OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+every_optimizer = pytest.mark.parametrize("name", PAIRS)
+few_levels = pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 
 
-def odd_model(make, **which) -> OddModel:
+def pair(name, **which):
+    """An odd model, its parameters in fp64, and the optimizers of both: functions for that of the model."""
     # torch (2.13) walks the memory of a fused parameter as if it had no gaps, on the CPU, without amp too.
-    fused = make in (OPTIMIZERS["SGD-fused"][0], OPTIMIZERS["Adam-fused"][0])
-    return OddModel(with_gaps=not fused, **which)
+    model = OddModel(with_gaps=name not in ("SGD-fused", "Adam-fused"), **which)
+    expected = model.exact()
+    return model, expected, PAIRS[name][0], PAIRS[name][1](expected)
 
 
 def assert_agree(parameters, expected) -> None:
@@ -189,19 +176,20 @@ def assert_agree(parameters, expected) -> None:
         )
 
 
-@pytest.mark.full(but=50)
-@optimizers
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
-@pytest.mark.parametrize("all_empty", [False, True], ids=["odd", "all-empty"])
-def test_steps_of_an_odd_model_are_those_of_fp64(session, make, exact, level, all_empty):
-    model = odd_model(make, all_empty=all_empty)
-    expected = model.exact()
-    optimizer, reference = make(model.parameters()), exact(expected)
-    session.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+@pytest.mark.full(but=60)
+@pytest.mark.parametrize(
+    ("name", "which"),
+    [(name, which) for name in PAIRS for which in ("odd", "all-empty", "complex")
+     if which != "complex" or name.endswith(("plain", "foreach"))],
+)  # fmt: skip
+@few_levels
+def test_steps_of_an_odd_model_are_those_of_fp64(session, name, level, which):
+    model, expected, make, reference = pair(name, all_empty=which == "all-empty", with_complex=which == "complex")
+    _, optimizer = start(session, level, make, model, loss_scale=64.0)
+    assert which != "complex" or model.cplx.dtype == torch.complex64
     for i in range(3):
         wanted = gradients(model, seed=i)
-        with session.scale_loss(loss_of(list(model.parameters()), wanted), optimizer) as scaled:
-            scaled.backward()
+        backward(session, loss_of(list(model.parameters()), wanted), optimizer)
         loss_of(expected, wanted).backward()
         norms = [clip_grad_norm_(p, 1.0) for p in (master_params(optimizer), expected)]
         torch.testing.assert_close(norms[0].double(), norms[1].double(), rtol=1e-6, atol=0)
@@ -211,24 +199,25 @@ def test_steps_of_an_odd_model_are_those_of_fp64(session, make, exact, level, al
     assert_agree(master_params(optimizer), expected)
 
 
-@optimizers
-@pytest.mark.parametrize("overflow", [False, True], ids=["finite", "overflow"])
-def test_grad_scaler_on_an_odd_model(make, exact, overflow):
-    model = odd_model(make)
-    expected = model.exact()
-    optimizer, reference = make(model.parameters()), exact(expected)
-    scaler = GradScaler("cpu", init_scale=64.0)
-    for i in range(2):
+@every_optimizer
+@pytest.mark.parametrize("which", ["finite", "overflow", "complex"])
+def test_grad_scaler_on_an_odd_model(name, which):
+    if which == "complex" and not name.endswith(("plain", "foreach")):
+        which = "finite"
+    model, expected, make, reference = pair(name, with_complex=which == "complex")
+    optimizer, scaler = make(model.parameters()), GradScaler("cpu", init_scale=64.0)
+    for i in range(3):
         wanted = gradients(model, seed=i)
         scaler.scale(loss_of(list(model.parameters()), wanted)).backward()
         loss_of(expected, wanted).backward()
-        if skipped := overflow and i == 1:
-            model.turned.grad[3, 4] = float("inf")  # the last in memory
-        else:
-            reference.step()
+        if skipped := which == "overflow" and i == 2:
+            model.turned.grad[3, 4] = INF  # the last in memory
         if not isinstance(optimizer, LARC):
             scaler.unscale_(optimizer)
-            clip_grad_norm_(model.parameters(), 1e9)
+            for parameters in (model.parameters(), expected):
+                clip_grad_norm_(parameters, 1.0 if which == "complex" else 1e9)
+        if not skipped:
+            reference.step()
         scaler.step(optimizer)
         scaler.update()
         assert scaler.get_scale() == (32.0 if skipped else 64.0)
@@ -249,17 +238,18 @@ LAYOUTS = {
 
 @pytest.mark.full(but=120)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
-@optimizers
+@every_optimizer
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("of_grad", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("of_weight", ["contiguous", "channels_last"])
-def test_a_gradient_of_another_layout_than_its_parameter(session, make, exact, level, of_grad, of_weight):
+def test_a_gradient_of_another_layout_than_its_parameter(session, name, level, of_grad, of_weight):
     """Compiled autograd and hooks leave such gradients."""
+    make, exact = PAIRS[name]
     model = nn.Conv2d(3, 4, 2, bias=False)
     model.weight.data = LAYOUTS[of_weight](model.weight.data)
     expected = [nn.Parameter(model.weight.detach().double().contiguous())]
-    optimizer, reference = make(model.parameters()), exact(expected)
-    session.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    reference = exact(expected)
+    _, optimizer = start(session, level, make, model, loss_scale=8.0)
     first = torch.arange(48.0).view(4, 3, 2, 2) / 16
     for value in (first, 1 - first.flip(0), first):
         value = of_grad(value)
@@ -277,32 +267,131 @@ def test_a_gradient_of_another_layout_than_its_parameter(session, make, exact, l
 def test_fused_torch_optimizers_and_parameters_with_gaps(session, through):
     """torch would step the memory between the elements."""
     model = nn.ParameterList([nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(8)[::2])])
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
-    message = r"SGD with fused=True steps the wrong memory of param_groups\[0\]\['params'\]\[1\]"
+    optimizer, step = torch.optim.SGD(model.parameters(), lr=1.0, fused=True), None
     if through == "scale_loss":
-        session.initialize(model, optimizer, opt_level="O1", loss_scale=8.0, verbosity=0)
-        with session.scale_loss(sum(p.sum() for p in model), optimizer) as scaled:
-            scaled.backward()
-        with pytest.raises(AmpError, match=message):
-            optimizer.step()
+        start(session, "O1", lambda _: optimizer, model, loss_scale=8.0)
+        backward(session, sum(p.sum() for p in model), optimizer)
+        step = optimizer.step
     else:
         scaler = GradScaler("cpu")
         scaler.scale(sum(p.sum() for p in model)).backward()
-        with pytest.raises(AmpError, match=message):
-            scaler.step(optimizer)
+        step = partial(scaler.step, optimizer)
+    with pytest.raises(
+        AmpError, match=r"SGD with fused=True steps the wrong memory of param_groups\[0\]\['params'\]\[1\]"
+    ):
+        step()
     assert not any(p.any() for p in model)
     assert not optimizer.state
 
 
-def test_two_parameters_with_one_gradient_are_unscaled_once(session):
-    a, b = (nn.Parameter(torch.zeros(3)) for _ in range(2))
-    model = nn.ParameterList([a, b])
-    optimizer = FusedSGD(model.parameters(), lr=1.0)
-    session.initialize(model, optimizer, opt_level="O1", loss_scale=8.0, verbosity=0)
-    with session.scale_loss(torch.zeros(()), optimizer):
-        a.grad = b.grad = torch.full((3,), 8.0)
+# --- sparse, complex and double ---------------------------------------------------------------------------------------
+
+
+def test_a_double_parameter_and_buffer_keep_their_type_and_bits_where_nothing_is_cast(session):
+    model = OddModel()
+    running, before = model.running.clone(), model.fp64.detach().clone()
+    _, optimizer = start(session, "O1", partial(torch.optim.SGD, lr=0.5), model, loss_scale=64.0)
+    wanted = gradients(model, seed=0)
+    backward(session, loss_of(list(model.parameters()), wanted), optimizer)
     optimizer.step()
-    assert a.tolist() == b.tolist() == [-1.0] * 3
+    assert torch.equal(model.running, running)
+    place = [name for name, _ in model.named_parameters()].index("fp64")
+    assert torch.equal(model.fp64, before - 0.5 * wanted[place])
+
+
+@pytest.mark.parametrize("value", [INF, -INF, NAN])
+@pytest.mark.parametrize("name", ["real", "imag", "fp64"])
+@pytest.mark.parametrize("through", ["scale_loss", "GradScaler"])
+def test_one_non_finite_number_skips_the_step(session, through, name, value):
+    model = OddModel(with_complex=True)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def spoil() -> None:
+        grad = model.fp64.grad if name == "fp64" else getattr(model.cplx.grad, name)
+        grad[-1] = value
+
+    loss = loss_of(list(model.parameters()), gradients(model, seed=0))
+    if through == "scale_loss":
+        start(session, "O1", lambda _: optimizer, model)
+        with session.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+            spoil()
+        optimizer.step()
+        assert session.skipped_steps(optimizer) == 1
+    else:
+        scaler = GradScaler("cpu", init_scale=64.0)
+        scaler.scale(loss).backward()
+        spoil()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 32.0
+    assert same(model.parameters(), before)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("blocks", [1, 2], ids=["once", "accumulated"])
+def test_sparse_complex_gradients_keep_their_imaginary_part(session, level, blocks):
+    z = nn.Parameter(torch.zeros(4, 2, dtype=torch.complex64))
+    _, optimizer = start(session, level, partial(torch.optim.SGD, lr=1.0), nn.ParameterList([z]), loss_scale=8.0)
+    for _ in range(blocks):
+        with session.scale_loss(torch.zeros(()), optimizer):
+            values = torch.full((3, 2), 8 + 16j, dtype=torch.complex64)
+            z.grad = torch.sparse_coo_tensor([[0, 0, 2]], values, (4, 2), check_invariants=True)
+    optimizer.step()
+    assert z[:, 0].tolist() == [blocks * (-2 - 4j), 0, blocks * (-1 - 2j), 0]
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("tokens", [[1, 1, 1, 4], [4]], ids=["duplicates", "one"])
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.SparseAdam, torch.optim.Adagrad])
+def test_sparse_embeddings_step_as_in_fp64(session, level, tokens, cls):
+    torch.manual_seed(0)
+    model = nn.Embedding(6, 3, sparse=True)
+    expected = nn.Embedding(6, 3, sparse=True, _weight=model.weight.detach().double().clone()).double()
+    reference = cls(expected.parameters(), lr=0.1)
+    _, optimizer = start(session, level, partial(cls, lr=0.1), model, loss_scale=64.0)
+    factors = torch.arange(1.0, 4.0)
+    for _ in range(2):
+        backward(session, (model(torch.tensor(tokens)).float() * factors).sum(), optimizer)
+        (expected(torch.tensor(tokens)) * factors).sum().backward()
+        for o in (optimizer, reference):
+            o.step()
+            o.zero_grad()
+    (master,) = master_params(optimizer)
+    torch.testing.assert_close(master.double(), expected.weight, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [40000.0, -40000.0], ids=["up", "down"])
+@pytest.mark.parametrize("dense_too", [False, True], ids=["alone", "with-dense"])
+def test_uncoalesced_fp16_duplicates_whose_sum_overflows_are_found(session, value, dense_too):
+    model = nn.ModuleDict(
+        {"table": nn.Embedding(4, 1, sparse=True), **({"head": nn.Linear(1, 1)} if dense_too else {})}
+    )
+    _, optimizer = start(session, "O2", partial(torch.optim.SGD, lr=0.5), model, loss_scale="dynamic")
+    before = [p.detach().clone() for p in model.parameters()]
+    with session.scale_loss(torch.zeros(()), optimizer):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        weight, values = model["table"].weight, torch.full((2, 1), value).half()
+        weight.grad = torch.sparse_coo_tensor([[1, 1]], values, (4, 1), check_invariants=True)
+        assert weight.grad._values().isfinite().all()  # uncoalesced: values() refuses
+    optimizer.step()
+    assert session.skipped_steps(optimizer) == 1
+    assert same(model.parameters(), before)
+
+
+@few_levels
+def test_what_cannot_be_stepped_says_so_and_changes_nothing(session, level):
+    model, optimizer = start(session, level, "FusedAdam", nn.Embedding(5, 3, sparse=True), loss_scale=8.0)
+    before = model.weight.detach().clone()
+    backward(session, model(torch.tensor([1, 1])).sum(), optimizer)
+    with pytest.raises(RuntimeError, match=r"FusedAdam does not support sparse gradients.*param_groups\[0\]"):
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+
+
+# --- large, and on a second device ------------------------------------------------------------------------------------
 
 
 @pytest.mark.large

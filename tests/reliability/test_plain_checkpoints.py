@@ -2,42 +2,27 @@
 fp32 masters, and loading fp32 values sets them."""
 
 import copy
-import io
 import itertools
 import logging
 import pickle
 import random
 import warnings
 from collections import OrderedDict
+from functools import partial
 
 import pytest
 import torch
 from host_reads import HostReads
-from resumed_runs import LEVELS, OPTIMIZERS, Case, Run
-from test_resume_exactly import assert_identical
+from kit import LEVELS, assert_same, backward, loss_of, through_a_file, train
+from kit import start as start_with
+from resumed_runs import BY_ITSELF, KINDS, ORDERS, UNUSABLE, Case, Run
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from ampctx import AmpError, AmpSession
 from ampctx.optimizers import FusedAdam, FusedSGD
 
-WITH_MASTERS = ("O2", "O5")
-BY_ITSELF = ("FusedAdam-masters", "FusedAdam-split", "FusedAdam-kahan", "FusedAdam-stochastic")
-ORDERS = tuple(itertools.permutations(("model", "optimizer", "amp")))
-
-
-def saved_and_read(content):
-    file = io.BytesIO()
-    torch.save(content, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-@pytest.fixture
-def session():
-    session = AmpSession()
-    yield session
-    session.reset()
+with_masters = pytest.mark.parametrize("level", ["O2", "O5"])
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------
@@ -66,10 +51,8 @@ class PlainRun(Run):
 
 CASES = [
     Case(level, name, order=order)
-    for (level, name), order in zip(itertools.product(LEVELS, OPTIMIZERS), itertools.cycle(ORDERS), strict=False)
-    # Of kinds of steps for 16-bit parameters alone. torch's own fused SGD (2.13) steps fp16 parameters on the CPU from
-    # memory that nobody wrote: no two runs agree.
-    if (name not in BY_ITSELF or level == "O3") and (name, level) != ("SGD-fused", "O3")
+    for (level, name), order in zip(itertools.product(LEVELS, KINDS), itertools.cycle(ORDERS), strict=False)
+    if (name not in BY_ITSELF or level == "O3") and (level, name) != UNUSABLE
 ]
 
 
@@ -80,10 +63,10 @@ def test_the_three_states_resume_bit_for_bit(case, when):
     run, resumed = PlainRun(case, seed=0).fresh(), PlainRun(case, seed=1)
     run.iterations(0, 4, overflow_at=3 if when == "after a skip" else None)
     assert run.session.skipped_steps(run.optimizer) == (when == "after a skip" and run.dynamic)
-    resumed.load(saved_and_read(run.saved()))
-    assert_identical(resumed.everything(), run.everything())
+    resumed.load(through_a_file(run.saved()))
+    assert_same(resumed.everything(), run.everything())
     assert resumed.iterations(4, 10, overflow_at=6) == run.iterations(4, 10, overflow_at=6)
-    assert_identical(resumed.everything(), run.everything())
+    assert_same(resumed.everything(), run.everything())
     run.session.reset()
     resumed.session.reset()
 
@@ -93,24 +76,24 @@ def tower(seed=0):
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
-def started(session, level, make=lambda p: FusedAdam(p, lr=0.01), seed=0, **options):
-    model = tower(seed)
-    optimizer = make(model.parameters())
-    session.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+def started(session, level, make="FusedAdam", seed=0, **options):
+    return start_with(session, level, make, tower(seed), **options)
+
+
+@pytest.fixture
+def trained(session, level):
+    """A model and its optimizer, after three steps."""
+    model, optimizer = started(session, level)
+    train(session, model, optimizer, 3)
     return model, optimizer
 
 
-def block(session, model, optimizer, seed=0, factor=1.0, **options):
-    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(seed))
-    with session.scale_loss(model(x).float().square().mean() * factor, optimizer, **options) as scaled:
-        scaled.backward()
-
-
-def train(session, model, optimizer, steps=3, first=0):
-    for step in range(first, first + steps):
-        block(session, model, optimizer, step)
-        optimizer.step()
-        optimizer.zero_grad()
+@pytest.fixture
+def fresh(level):
+    """Another run, with other weights."""
+    other = AmpSession()
+    yield other, *started(other, level, seed=1)
+    other.reset()
 
 
 def masters_of(session, optimizer):
@@ -122,17 +105,17 @@ def masters_of(session, optimizer):
 @pytest.mark.parametrize("name", ["FusedAdam", "Adam-fused", "SGD-plain"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
 def test_saved_between_the_blocks_of_a_step_and_replayed_from_its_first(session, level, name, after):
-    model, optimizer = started(session, level, OPTIMIZERS[name])
+    model, optimizer = started(session, level, KINDS[name])
     other = AmpSession()
-    twin, twin_optimizer = started(other, level, OPTIMIZERS[name], seed=1)
-    train(session, model, optimizer)
+    twin, twin_optimizer = started(other, level, KINDS[name], seed=1)
+    train(session, model, optimizer, 3)
 
     def parts(window, run):
         for part in window:
-            block(*run, seed=10 + part, delay_unscale=part < 2)
+            backward(run[0], loss_of(run[1], 10 + part), run[2], delay_unscale=part < 2)
 
     parts(range(after), (session, model, optimizer))
-    state = saved_and_read([model.state_dict(), optimizer.state_dict(), session.state_dict()])
+    state = through_a_file([model.state_dict(), optimizer.state_dict(), session.state_dict()])
     for part, content in zip((twin, twin_optimizer, other), state, strict=True):
         part.load_state_dict(content)
     parts(range(after, 3), (session, model, optimizer))
@@ -140,17 +123,16 @@ def test_saved_between_the_blocks_of_a_step_and_replayed_from_its_first(session,
     for run in ((session, model, optimizer), (other, twin, twin_optimizer)):
         run[2].step()
         run[2].zero_grad()
-        train(*run, first=20)
-    assert_identical(twin.state_dict(), model.state_dict())
-    assert_identical(twin_optimizer.state_dict(), optimizer.state_dict())
-    assert_identical(other.state_dict(), session.state_dict())
+        train(*run, 3, first=20)
+    for mine, theirs in ((twin, model), (twin_optimizer, optimizer), (other, session)):
+        assert_same(mine.state_dict(), theirs.state_dict())
     other.reset()
 
 
 def _walk(seed, length):
     """Two runs do the same; one of them is saved and goes on in a fresh process' objects, or in its own, on the way."""
     draw = random.Random(seed)
-    cases = [case for case in CASES if case.level in (*WITH_MASTERS, draw.choice(LEVELS))]
+    cases = [case for case in CASES if case.level in ("O2", "O5", draw.choice(LEVELS))]
     case = draw.choice(cases)
     runs = [PlainRun(case, seed=0).fresh(), PlainRun(case, seed=0).fresh()]
     best = None
@@ -158,17 +140,17 @@ def _walk(seed, length):
         action = draw.choice(["step", "step", "skip", "accumulate", "fresh", "same", "keep best", "load best"])
         if action == "fresh":
             run = PlainRun(case._replace(order=draw.choice(ORDERS)), seed=draw.randrange(9))
-            run.load(saved_and_read(runs[1].saved()))
+            run.load(through_a_file(runs[1].saved()))
             runs[1].session.reset()
             runs[1] = run
         elif action == "same":
-            content = saved_and_read(runs[1].saved())
+            content = through_a_file(runs[1].saved())
             runs[1].iterations(step, step + 2)
             runs[1].case = case._replace(order=draw.choice(ORDERS))
             runs[1].load(content)
         elif action == "keep best":
             # Entries that are not 16-bit alias the run, as in torch.
-            best = [saved_and_read(run.saved()["model"]) for run in runs]
+            best = [through_a_file(run.saved()["model"]) for run in runs]
         elif action == "load best" and best is not None:
             for run, state in zip(runs, best, strict=True):
                 run.model.load_state_dict(state)
@@ -177,7 +159,7 @@ def _walk(seed, length):
                 if action == "accumulate":
                     run.block(run.loss(step, 1), delay_unscale=True)
                 run.iterations(step, step + 1, overflow_at=step if action == "skip" else None)
-        assert_identical(runs[1].everything(), runs[0].everything(), f"{case} {step} {action}")
+        assert_same(runs[1].everything(), runs[0].everything(), f"{case} {step} {action}")
     for run in runs:
         run.session.reset()
 
@@ -196,19 +178,18 @@ def test_longer_random_walks_of_saving_and_loading(seed):
 # --- what a model's state dict shows ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_it_shows_copies_of_the_masters_in_fp32(session, level):
-    model, optimizer = started(session, level)
-    train(session, model, optimizer)
+@with_masters
+def test_it_shows_copies_of_the_masters_in_fp32(session, trained):
+    model, optimizer = trained
     with HostReads() as reads:
         state = model.state_dict()
     assert reads.count == 0
     masters = list(session.master_params(optimizer))
-    assert_identical(list(state.values()), [p.detach() for p in masters])
+    assert_same(list(state.values()), [p.detach() for p in masters])
     assert any(not torch.equal(p, master) for p, master in zip(model.parameters(), masters, strict=True))
     best = {name: value.clone() for name, value in state.items()}
-    train(session, model, optimizer)
-    assert_identical(dict(state), best)  # a snapshot
+    train(session, model, optimizer, 3)
+    assert_same(dict(state), best)  # a snapshot
     assert not torch.equal(state["0.weight"], masters[0])
 
 
@@ -224,34 +205,30 @@ class Tied(nn.Module):
         return self.head(self.fixed(self.embed(tokens)))
 
 
-@pytest.mark.parametrize("level", WITH_MASTERS)
+@with_masters
 def test_parts_wrappers_ties_frozen_weights_and_hooks(session, level):
     torch.manual_seed(0)
     model = Tied()
     early = {}
     # Registered before and after initialize: what a hook of the user renames is the master.
     model.head.register_state_dict_post_hook(lambda m, s, prefix, _: early.update(before=s[prefix + "weight"]))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    _, optimizer = start_with(session, level, partial(torch.optim.SGD, lr=0.3), model)
     model.embed.register_state_dict_post_hook(lambda m, s, prefix, _: s.update(out=s.pop(prefix + "weight")))
-    for _ in range(3):
-        with session.scale_loss(model(torch.arange(8)).float().square().mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+    train(session, model, optimizer, 3, loss=lambda m, _: m(torch.arange(8)).float().square().mean())
     (master,) = [p for p in session.master_params(optimizer) if p.requires_grad]
     assert not torch.equal(model.embed.weight, master)
     state = model.state_dict()
     for shown in (state["out"], state["head.weight"], early["before"], model.head.state_dict()["weight"]):
-        assert_identical(shown, master.detach())
+        assert_same(shown, master.detach())
     assert state["out"] is not state["head.weight"]
-    assert_identical(state["fixed.weight"], model.fixed.weight.float())
-    assert_identical(nn.DataParallel(model).state_dict()["module.head.weight"], master.detach())
-    assert_identical(torch.compile(model, backend="eager").state_dict()["_orig_mod.head.weight"], master.detach())
+    assert_same(state["fixed.weight"], model.fixed.weight.float())
+    assert_same(nn.DataParallel(model).state_dict()["module.head.weight"], master.detach())
+    assert_same(torch.compile(model, backend="eager").state_dict()["_orig_mod.head.weight"], master.detach())
     # An entry that leads to the parameter: its values are the master's.
     entry = model.state_dict(keep_vars=True)["head.weight"]
-    assert_identical(entry.detach(), master.detach())
+    assert_same(entry.detach(), master.detach())
     (gradient,) = torch.autograd.grad(entry.sum(), model.head.weight)
-    assert_identical(gradient, torch.ones_like(model.head.weight))
+    assert_same(gradient, torch.ones_like(model.head.weight))
     # What stands in the place of a weight is shown itself.
     other = torch.zeros_like(model.head.weight)
     swapped = {"embed.weight": other, "head.weight": other}
@@ -269,12 +246,11 @@ class Shown(nn.Module):
         return self.model.state_dict()
 
 
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_copies_of_the_model_and_what_is_swapped_in_show_their_own_weights(session, level):
-    model, optimizer = started(session, level)
-    train(session, model, optimizer)
+@with_masters
+def test_copies_of_the_model_and_what_is_swapped_in_show_their_own_weights(session, trained):
+    model, optimizer = trained
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert_identical(dict(twin.state_dict()), {n: p.detach().float() for n, p in model.named_parameters()})
+        assert_same(dict(twin.state_dict()), {n: p.detach().float() for n, p in model.named_parameters()})
         twin.load_state_dict(model.state_dict())
         with torch.no_grad():
             twin[0].weight.zero_()
@@ -284,31 +260,28 @@ def test_copies_of_the_model_and_what_is_swapped_in_show_their_own_weights(sessi
     model[0].weight.data.fill_(3.0)  # averaged weights for an evaluation
     assert model.state_dict()["0.weight"].eq(3.0).all()
     model[0].weight.data.copy_(former)
-    assert_identical(model.state_dict(), before)
-    assert_identical(masters_of(session, optimizer), masters)
+    assert_same(model.state_dict(), before)
+    assert_same(masters_of(session, optimizer), masters)
     session.reset()
-    assert_identical(dict(model.state_dict()), dict(before))
+    assert_same(dict(model.state_dict()), dict(before))
     assert not any(m._load_state_dict_pre_hooks or m._state_dict_hooks for m in model.modules())
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("level", WITH_MASTERS)
+@with_masters
 def test_a_model_that_was_moved_for_its_last_checkpoint_shows_the_masters(session, level):
-    model = tower().cuda()
-    optimizer = FusedAdam(model.parameters(), lr=0.01)
-    session.initialize(model, optimizer, opt_level=level, verbosity=0)
-    with session.scale_loss(model(torch.randn(16, 4, device="cuda")).square().mean(), optimizer) as scaled:
-        scaled.backward()
+    model, optimizer = start_with(session, level, "FusedAdam", tower().cuda())
+    backward(session, model(torch.randn(16, 4, device="cuda")).square().mean(), optimizer)
     optimizer.step()
     model.cpu()
     state = model.state_dict()
     assert {v.device.type for v in state.values()} == {"cpu"}
-    assert_identical(list(state.values()), [m.cpu() for m in masters_of(session, optimizer)])
+    assert_same(list(state.values()), [m.cpu() for m in masters_of(session, optimizer)])
     model.cuda().load_state_dict(state)
-    assert_identical(list(model.state_dict().values()), [v.cuda() for v in state.values()])
+    assert_same(list(model.state_dict().values()), [v.cuda() for v in state.values()])
 
 
-@pytest.mark.parametrize("level", WITH_MASTERS)
+@with_masters
 def test_several_sessions_over_one_model_show_the_masters_of_each(session, level):
     model = tower()
     first, second = FusedSGD(model[0].parameters(), lr=0.1), torch.optim.SGD(model[2].parameters(), lr=0.1)
@@ -316,20 +289,16 @@ def test_several_sessions_over_one_model_show_the_masters_of_each(session, level
     other = AmpSession()
     other.allow_incoming_model_not_fp32 = True
     other.initialize(model, second, opt_level=level, verbosity=0)
-    x = torch.randn(16, 4)
-    for _ in range(3):
+    for step in range(3):
         for each, optimizer in ((session, first), (other, second)):
-            with each.scale_loss(model(x).float().square().mean(), optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            first.zero_grad()
-            second.zero_grad()
+            train(each, model, optimizer, 1, step)
+            model.zero_grad()
     masters = [*masters_of(session, first), *masters_of(other, second)]
     state = model.state_dict()
-    assert_identical(list(state.values()), masters)
+    assert_same(list(state.values()), masters)
     train(session, model, first)
     model.load_state_dict(state)
-    assert_identical([*masters_of(session, first), *masters_of(other, second)], masters)
+    assert_same([*masters_of(session, first), *masters_of(other, second)], masters)
     other.reset()
 
 
@@ -337,7 +306,7 @@ def test_several_sessions_over_one_model_show_the_masters_of_each(session, level
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("level", WITH_MASTERS)
+@with_masters
 def test_fp32_values_set_the_masters_exactly(session, level, dtype):
     model, optimizer = started(session, level)
     for at in range(3):
@@ -350,15 +319,15 @@ def test_fp32_values_set_the_masters_exactly(session, level, dtype):
             model.load_state_dict(state)
         assert reads.count == 0
         expected = [v.float() for v in state.values()]
-        assert_identical(masters_of(session, optimizer), expected)
-        assert_identical(list(model.state_dict().values()), expected)
-        assert_identical(
+        assert_same(masters_of(session, optimizer), expected)
+        assert_same(list(model.state_dict().values()), expected)
+        assert_same(
             [p.detach() for p in model.parameters()],
             [v.to(p.dtype) for p, v in zip(model.parameters(), state.values(), strict=True)],
         )
 
 
-@pytest.mark.parametrize("level", WITH_MASTERS)
+@with_masters
 def test_the_best_weights_come_back_where_they_look_like_the_rounded_masters(session, level):
     model, optimizer = started(session, level, lambda p: torch.optim.SGD(p, lr=2.0**-13))
     model.load_state_dict({name: torch.ones_like(v) for name, v in model.state_dict().items()})
@@ -373,44 +342,40 @@ def test_the_best_weights_come_back_where_they_look_like_the_rounded_masters(ses
 
 
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_checkpoints_of_before_keep_the_masters_of_amp_in_any_order(session, level, order):
-    model, optimizer = started(session, level)
-    train(session, model, optimizer)
-    state = saved_and_read(
+@with_masters
+def test_checkpoints_of_before_keep_the_masters_of_amp_in_any_order(session, trained, fresh, order):
+    model, optimizer = trained
+    other, twin, twin_optimizer = fresh
+    state = through_a_file(
         {
             "model": {n: p.detach().float() for n, p in model.named_parameters()},  # up-cast, as it was
             "optimizer": optimizer.state_dict(),
             "amp": session.state_dict(masters=True),
         }
     )
-    other = AmpSession()
-    twin, twin_optimizer = started(other, level, seed=1)
     for name in order:
         {"model": twin, "optimizer": twin_optimizer, "amp": other}[name].load_state_dict(state[name])
-    assert_identical(masters_of(other, twin_optimizer), masters_of(session, optimizer))
-    train(session, model, optimizer)
-    train(other, twin, twin_optimizer)
-    assert_identical(twin.state_dict(), model.state_dict())
+    assert_same(masters_of(other, twin_optimizer), masters_of(session, optimizer))
+    for run in ((session, model, optimizer), (other, twin, twin_optimizer)):
+        train(*run, 3)
+    assert_same(twin.state_dict(), model.state_dict())
     # From the first block on, what is loaded counts.
     twin.load_state_dict(state["model"])
-    assert_identical(masters_of(other, twin_optimizer), list(state["model"].values()))
-    other.reset()
+    assert_same(masters_of(other, twin_optimizer), list(state["model"].values()))
 
 
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_a_load_that_fails_leaves_masters_that_fit_the_model(session, level):
-    model, optimizer = started(session, level)
-    train(session, model, optimizer)
+@with_masters
+def test_a_load_that_fails_leaves_masters_that_fit_the_model(session, trained):
+    model, optimizer = trained
     before = model.state_dict()
     state = {name: torch.randn_like(v) for name, v in before.items()}
     with pytest.raises(RuntimeError, match="size mismatch for 0.bias"):
         model.load_state_dict({**state, "0.bias": torch.zeros(3)})
     # torch has copied what fits.
-    assert_identical(dict(model.state_dict()), {**state, "0.bias": before["0.bias"]})
+    assert_same(dict(model.state_dict()), {**state, "0.bias": before["0.bias"]})
     with pytest.raises(AmpError, match="assign=True"):
         model.load_state_dict(dict(before), assign=True)
-    assert_identical(dict(model.state_dict()), {**state, "0.bias": before["0.bias"]})
+    assert_same(dict(model.state_dict()), {**state, "0.bias": before["0.bias"]})
 
     def refuse(*args):
         raise ValueError("refused")
@@ -420,19 +385,18 @@ def test_a_load_that_fails_leaves_masters_that_fit_the_model(session, level):
         model.load_state_dict(before)
     handle.remove()
     rounded = [m.to(p.dtype) for m, p in zip(masters_of(session, optimizer), model.parameters(), strict=True)]
-    assert_identical(rounded, [p.detach() for p in model.parameters()])
+    assert_same(rounded, [p.detach() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_parts_of_a_state_renamed_keys_and_strict_false(session, level):
-    model, optimizer = started(session, level)
-    train(session, model, optimizer)
+@with_masters
+def test_parts_of_a_state_renamed_keys_and_strict_false(session, trained):
+    model, _ = trained
     before = model.state_dict()
     values = torch.randn(8, 4)
     model.load_state_dict({"0.weight": values, "head.weight": torch.zeros(1)}, strict=False)
-    assert_identical(dict(model.state_dict()), {**before, "0.weight": values})
+    assert_same(dict(model.state_dict()), {**before, "0.weight": values})
     model[0].load_state_dict({"weight": before["0.weight"]}, strict=False)
-    assert_identical(model.state_dict(), before)
+    assert_same(model.state_dict(), before)
 
     def rename(module, state, prefix, *_):
         if prefix + "kernel" in state:
@@ -440,10 +404,10 @@ def test_parts_of_a_state_renamed_keys_and_strict_false(session, level):
 
     model[0].register_load_state_dict_pre_hook(rename)  # after those of amp
     model.load_state_dict({"0.kernel": values}, strict=False)
-    assert_identical(dict(model.state_dict()), {**before, "0.weight": values})
+    assert_same(dict(model.state_dict()), {**before, "0.weight": values})
 
 
-@pytest.mark.parametrize("level", WITH_MASTERS)
+@with_masters
 def test_what_an_optimizer_takes_in_later_is_shown_and_set(session, level):
     model = tower()
     session.initialize(model, opt_level=level, verbosity=0)
@@ -454,10 +418,10 @@ def test_what_an_optimizer_takes_in_later_is_shown_and_set(session, level):
     optimizer.add_param_group({"params": list(model[2].parameters())})
     train(session, model, optimizer, 2)
     state = model.state_dict()
-    assert_identical(list(state.values()), masters_of(session, optimizer))
-    train(session, model, optimizer)
+    assert_same(list(state.values()), masters_of(session, optimizer))
+    train(session, model, optimizer, 3)
     model.load_state_dict(state)
-    assert_identical(masters_of(session, optimizer), list(state.values()))
+    assert_same(masters_of(session, optimizer), list(state.values()))
 
 
 # --- other ways to keep and to load -----------------------------------------------------------------------------------
@@ -481,7 +445,7 @@ def by_dcp(state, tmp_path):
 
 
 WAYS = {
-    "torch.save": lambda state, _: saved_and_read(state),
+    "torch.save": lambda state, _: through_a_file(state),
     "safetensors": by_safetensors,
     "dcp": by_dcp,
     "deepcopy": lambda state, _: copy.deepcopy(state),
@@ -490,74 +454,48 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("level", WITH_MASTERS)
+@with_masters
 def test_every_way_to_keep_a_state_dict_keeps_the_masters(session, level, way, tmp_path):
     model, optimizer = started(session, level)
-    train(session, model, optimizer)
+    train(session, model, optimizer, 3)
     state, masters = way(model.state_dict(), tmp_path), masters_of(session, optimizer)
     assert {v.dtype for v in state.values()} == {torch.float32}
-    train(session, model, optimizer)
+    train(session, model, optimizer, 3)
     model.load_state_dict(state)
-    assert_identical(masters_of(session, optimizer), masters)
+    assert_same(masters_of(session, optimizer), masters)
     plain = tower(seed=2)
     plain.load_state_dict(state)
-    assert_identical([p.detach() for p in plain.parameters()], masters)
+    assert_same([p.detach() for p in plain.parameters()], masters)
 
 
-@pytest.mark.parametrize("level", WITH_MASTERS)
+@with_masters
 def test_the_calls_of_dcp_for_models(session, level):
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-
     model, optimizer = started(session, level)
-    train(session, model, optimizer)
+    train(session, model, optimizer, 3)
     state, masters = get_model_state_dict(model), masters_of(session, optimizer)
-    assert_identical(list(state.values()), masters)
-    train(session, model, optimizer)
+    assert_same(list(state.values()), masters)
+    train(session, model, optimizer, 3)
     set_model_state_dict(model, state)
-    assert_identical(masters_of(session, optimizer), masters)
-
-
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_averages_in_fp32_take_the_masters_and_give_them_back(session, level):
-    model, optimizer = started(session, level)
-    train(session, model, optimizer)
-    ema = tower(seed=3)
-    ema.load_state_dict(model.state_dict())
-    assert_identical([p.detach() for p in ema.parameters()], masters_of(session, optimizer))
-    # A copy of the model is in 16 bits, as in torch: it has the rounded weights.
-    average = AveragedModel(model)
-    average.update_parameters(model)
-    copied = copy.deepcopy(model)
-    copied.load_state_dict(model.state_dict())
-    for each in (average.module, copied):
-        assert_identical([p.detach() for p in each.parameters()], [p.detach() for p in model.parameters()])
-    with torch.no_grad():
-        for p in ema.parameters():
-            p.mul_(0.999)
-    model.load_state_dict(ema.state_dict())
-    assert_identical(masters_of(session, optimizer), [p.detach() for p in ema.parameters()])
+    assert_same(masters_of(session, optimizer), masters)
 
 
 @pytest.mark.parametrize("way_of_masters", [True, "split"])
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
 def test_masters_that_the_optimizer_keeps_resume_from_the_three_states(session, way_of_masters, order):
-    def make(p):
-        return FusedAdam(p, lr=0.01, master_weights=way_of_masters)
-
-    model, optimizer = started(session, "O5", make, master_weights=False)
-    other = AmpSession()
-    twin, twin_optimizer = started(other, "O5", make, seed=1, master_weights=False)
-    train(session, model, optimizer)
-    state = saved_and_read(
-        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": session.state_dict()}
-    )
+    runs = []
+    for seed, each in enumerate((session, AmpSession())):
+        make = partial(FusedAdam, lr=0.01, master_weights=way_of_masters)
+        runs.append((each, *started(each, "O5", make, seed, master_weights=False)))
+    train(*runs[0], 3)
+    parts = [dict(zip(("amp", "model", "optimizer"), run, strict=True)) for run in runs]
+    state = through_a_file({name: part.state_dict() for name, part in parts[0].items()})
     for name in order:
-        {"model": twin, "optimizer": twin_optimizer, "amp": other}[name].load_state_dict(state[name])
-    train(session, model, optimizer, first=3)
-    train(other, twin, twin_optimizer, first=3)
-    assert_identical(twin.state_dict(), model.state_dict())
-    assert_identical(twin_optimizer.state_dict(), optimizer.state_dict())
-    other.reset()
+        parts[1][name].load_state_dict(state[name])
+    for run in runs:
+        train(*run, 3, first=3)
+    for name in order:
+        assert_same(parts[1][name].state_dict(), parts[0][name].state_dict())
+    runs[1][0].reset()
 
 
 # --- what the user is told --------------------------------------------------------------------------------------------
@@ -565,27 +503,24 @@ def test_masters_that_the_optimizer_keeps_resume_from_the_three_states(session, 
 
 @pytest.mark.parametrize("order", [("model", "amp"), ("amp", "model")], ids="-".join)
 @pytest.mark.parametrize("rounded", [False, True])
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_lost_masters_are_told_of_and_others_are_not(session, level, rounded, order, caplog):
-    model, optimizer = started(session, level)
-    train(session, model, optimizer)
+@with_masters
+def test_lost_masters_are_told_of_and_others_are_not(session, trained, fresh, rounded, order, caplog):
+    model, _ = trained
+    other, twin, twin_optimizer = fresh
     state = {"model": model.state_dict(), "amp": session.state_dict()}
     if rounded:
         state["model"] = OrderedDict((n, p.detach().float()) for n, p in model.named_parameters())
-    other = AmpSession()
-    twin, twin_optimizer = started(other, level, seed=1)
     with caplog.at_level(logging.WARNING, "ampctx"):
         for name in order:
             {"model": twin, "amp": other}[name].load_state_dict(state[name])
-        train(other, twin, twin_optimizer)
+        train(other, twin, twin_optimizer, 3)
         other.load_state_dict(other.state_dict())
     assert caplog.text.count("has no fp32 master weights") == rounded
-    other.reset()
 
 
 def test_a_state_of_amp_alone_loses_nothing(session, caplog):
     model, optimizer = started(session, "O2")
     with caplog.at_level(logging.WARNING, "ampctx"):
         session.load_state_dict({"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 5}})
-        train(session, model, optimizer)
+        train(session, model, optimizer, 3)
     assert not caplog.records

@@ -1,203 +1,343 @@
 """Ranks that differ say so, ranks without batches or gradients do not stop the others."""
 
+import contextlib
+import gc
+import logging
 import subprocess
 import sys
 import time
 
 import pytest
 import torch
-from rank_processes import ROOT, environment, run_ranks
+import torch.distributed as dist
+from digests import digest
+from kit import backward, mlp, scale_of
+from rank_processes import RANK, ROOT, all_ranks, environment, flat_mesh, on_ranks
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from ampctx import AmpError, AmpSession, AmpTypeError
+from ampctx import AmpError, AmpRankError, AmpSession, AmpTypeError, GradScaler, clip_grad_norm_, optimizers
 from ampctx._collectives import device_for
 from ampctx.distributed import lossy
 
 START = 2.0**16
+KINDS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.0625, momentum=0.5),
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.0625),
+    "FusedAdam": lambda params: optimizers.FusedAdam(params, lr=0.0625),
+    "FusedAdam-split": lambda params: optimizers.FusedAdam(params, lr=0.0625, master_weights="split"),
+}
 
 
-@pytest.fixture(scope="module")
-def two(request, tmp_path_factory):
-    rendezvous = tmp_path_factory.mktemp("two") / "rendezvous"
-    more = ["full"] * request.config.getoption("full")
-    return run_ranks("reliability/rank_safety_worker.py", 2, rendezvous, 60, *more)
+def batch(*place):
+    seed = sum(n * 100**i for i, n in enumerate(place))
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("where", ["load", "check", "block O1", "block O2", "scaler"])
-def test_loss_scales_that_differ_are_an_error_on_every_rank(two, where):
-    for i, rank in enumerate(two):
-        found = rank["scales"][where]
-        assert "loss scales differ between ranks" in found["error"]
-        assert f"rank {i} of a group of 2 ranks [0, 1], and has" in found["error"]
-        assert str([START, 1024.0][i]) in found["error"]
-        assert found["soon"]
-        assert found.get("same", True)
+def started(level="O2", kind="SGD", model=None, **options):
+    model = mlp() if model is None else model
+    optimizer = KINDS[kind](model.parameters())
+    session = AmpSession()
+    session.initialize(model, optimizer, opt_level=level, **{"verbosity": 0, "loss_scale": "dynamic", **options})
+    return session, model, optimizer
 
 
-def test_a_second_step_after_the_error_does_not_unscale_twice(two):
-    assert [rank["scales"]["second try"] for rank in two] == [True, True]
+def step(session, model, optimizer, x, factor=1.0, **options):
+    optimizer.zero_grad()
+    backward(session, model(x).float().square().mean() * factor, optimizer, **options)
+    optimizer.step()
 
 
-def test_initialize_compares_loss_scales_before_it_changes_anything(two):
-    for i, rank in enumerate(two):
-        found = rank["scales"]["initialize"]
-        assert "amp.initialize: loss scales differ between ranks" in found["error"]
-        assert f"and has loss scales: {128 - i}.0 (static)" in found["error"]
-        assert found["same"]
+def all_state(session, model, optimizer) -> str:
+    masters = list(session.master_params(optimizer))
+    return digest(model.state_dict(), masters, optimizer.state_dict(), session.state_dict(masters=True))
 
 
-@pytest.mark.parametrize(
-    ("case", "what", "has"),
-    [
-        ("count", "counts of clean steps", ["0", "3"]),
-        ("level", "opt levels and options of amp.initialize and", ["O2", "O3"]),
-        ("names", "names of parameters", ["6: a.0.weight", "6: 0.weight"]),
-        ("shapes", "shapes of parameters and values of parameters", ["(2, 4), (2,)", "(3, 4), (3,)"]),
-        ("master", "values of parameters", ["the checksum", "the checksum"]),
-    ],
-)
-def test_check_ranks_names_what_differs_and_what_this_rank_has(two, case, what, has):
-    for rank, mine in zip(two, has, strict=True):
-        error = rank["others"][case]["error"]
-        assert error.startswith(f"amp.check_ranks: {what}")
-        assert f": {mine}" in error
+@contextlib.contextmanager
+def refused(*texts):
+    """On every rank, and soon."""
+    began = time.monotonic()
+    with pytest.raises(AmpRankError) as caught:
+        yield
+    assert time.monotonic() - began < 1
+    for text in texts:
+        assert text in str(caught.value)
 
 
-@pytest.mark.parametrize("case", ["nothing", "count of a static scale", "parts", "a group of one"])
-def test_check_ranks_is_silent_about_what_may_be(two, case):
-    assert [rank["others"][case] for rank in two] == [{}, {}]
+# --- what differs -----------------------------------------------------------------------------------------------------
 
 
-def test_check_ranks_finds_masters_that_one_rank_has_loaded(two):
-    for rank in two:
-        assert "values of parameters differ between ranks" in rank["loaded by one"]["error"]
+@on_ranks(2)
+def test_loss_scales_that_differ_are_an_error_on_every_rank():
+    """Rank 1 has another scale."""
+    mine = 1024.0 if RANK == 1 else START
+    state = {"loss_scaler0": {"loss_scale": mine, "unskipped": 0}}
+    texts = "loss scales differ between ranks", f"rank {RANK} of a group of 2 ranks [0, 1], and has", str(mine)
+    session, _, _ = started()
+    with refused(*texts):
+        session.load_state_dict(state, process_group=dist.group.WORLD)
+    with refused(*texts):
+        session.check_ranks()
+    session.reset()
+    for level in ("O1", "O2"):
+        session, model, optimizer = started(level, process_group=dist.group.WORLD)
+        session.load_state_dict(state)
+        kept = [*model.parameters(), *session.master_params(optimizer)]
+        before = digest(kept)
+        with refused(*texts):
+            step(session, model, optimizer, batch(RANK))
+        assert digest(kept) == before
+        session.reset()
+    # A second step after the error does not unscale twice.
+    scaler, model = GradScaler("cpu", init_scale=mine, process_group=dist.group.WORLD), mlp()
+    optimizer = KINDS["SGD"](model.parameters())
+    scaler.scale(model(batch(RANK)).sum()).backward()
+    with refused(*texts):
+        scaler.step(optimizer)
+    unscaled = [p.grad.clone() for p in model.parameters()]
+    scaler.load_state_dict({**scaler.state_dict(), "scale": START})
+    scaler.step(optimizer)
+    assert all(map(torch.equal, unscaled, (p.grad for p in model.parameters())))
 
 
-def test_check_ranks_leaves_out_an_optimizer_that_no_rank_uses_any_more(two):
-    assert [rank["former"] for rank in two] == [{"kept": 2}, {"kept": 1}]
+@on_ranks(2)
+def test_initialize_compares_loss_scales_and_levels_before_it_changes_anything():
+    model = mlp()
+    has = f"and has loss scales: {128 - RANK}.0 (static)"
+    with refused("amp.initialize: loss scales differ between ranks", has):
+        started(model=model, loss_scale=128.0 - RANK, process_group=dist.group.WORLD)
+    assert model[0].weight.dtype == torch.float32
+    with refused("opt levels differ between ranks", f"opt levels: {('O2', 'enabled=False')[RANK]}"):
+        started(enabled=RANK == 0, process_group=dist.group.WORLD)
 
 
-def test_a_rank_that_amp_is_switched_off_on_alone_is_an_error_on_every_rank(two):
-    for rank, level in zip(two, ("O2", "enabled=False"), strict=True):
-        error = rank["scales"]["enabled"]["error"]
-        assert "opt levels differ between ranks" in error
-        assert f"opt levels: {level}" in error
+DIFFERENT = {
+    "count": ("counts of clean steps", ["0", "3"]),
+    "level": ("opt levels and options of amp.initialize and", ["O2", "O3"]),
+    "names": ("names of parameters", ["6: a.0.weight", "6: 0.weight"]),
+    "shapes": ("shapes of parameters and values of parameters", ["(2, 4), (2,)", "(3, 4), (3,)"]),
+    "master": ("values of parameters", ["the checksum", "the checksum"]),
+    "nothing": None,
+    "count of a static scale": None,
+    "parts": None,
+    "a group of one": None,
+}
 
 
-def test_a_rank_without_gradients_takes_part_in_clipping_and_steps(two):
-    for i, rank in enumerate(two):
-        found = rank["no gradients"]
-        assert {key: value for key, value in found.items() if not key.startswith("step")} == dict.fromkeys(
-            [f"{what} {order}" for order in ("2.0", "3.0", "inf") for what in ("norm", "clipped")[: 2 - i]], True
-        )
-        assert found["step False"] == [True, i == 0, START]
-        assert found["step True"] == [False, False, START / 2]
+@pytest.mark.parametrize("case", DIFFERENT)
+@on_ranks(2)
+def test_check_ranks_names_what_differs_and_what_this_rank_has(case):
+    """And is silent about what may be."""
+    model = {
+        "names": lambda: nn.Sequential(*mlp()) if RANK else nn.ModuleDict({"a": mlp()}),
+        **dict.fromkeys(("shapes", "parts", "a group of one"), lambda: nn.Linear(4, 2 + RANK)),
+    }.get(case, mlp)()
+    static = case == "count of a static scale"
+    level = "O3" if case == "level" and RANK else "O2"
+    session, _, optimizer = started(level, model=model, loss_scale=8.0 if static else "dynamic")
+    if static:  # a count that nothing depends on
+        session.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": RANK}})
+    elif RANK == 1 and case == "count":
+        session.load_state_dict({"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 3}})
+    elif RANK == 1 and case == "master":
+        next(session.master_params(optimizer)).detach().view(-1)[0].mul_(1 + 2**-20)
+    given = {"same_parameters": False} if case == "parts" else {}
+    if case == "a group of one":
+        given["group"] = [dist.new_group([0]), dist.new_group([1])][RANK]
+    if DIFFERENT[case] is None:
+        session.check_ranks(**given)
+    else:
+        what, has = DIFFERENT[case]
+        with refused(f"amp.check_ranks: {what}", f": {has[RANK]}"):
+            session.check_ranks(**given)
+    session.reset()
 
 
-MORE_UNEVEN = ["O1 FusedAdam", "O2 SGD", "O2 Adam", "O5 FusedAdam", "O5 FusedAdam-split"]
+@on_ranks(2)
+def test_check_ranks_leaves_out_an_optimizer_that_no_rank_uses_any_more():
+    """Rank 0 has not collected an optimizer that both have dropped."""
+    gc.disable()
+    session, model, optimizer = started("O1", "FusedAdam")
+    optimizer.itself = optimizer
+    del optimizer
+    if RANK == 1:
+        gc.collect()
+    second = KINDS["FusedAdam"](model.parameters())
+    session.initialize(model, second, opt_level="O1", verbosity=0)
+    assert len(session._bindings) == 2 - RANK
+    session.check_ranks()
+    session.reset()
+    gc.enable()
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        *("O1 Adam", "O2 FusedAdam", "O5 SGD", "from the start"),
-        *(pytest.param(run, marks=pytest.mark.full) for run in MORE_UNEVEN),
-    ],
-)
-def test_ranks_with_uneven_batches_have_the_same_state_after_each_epoch(two, run):
-    first, second = (rank[f"uneven {run}"] for rank in two)
-    assert first["states"] == second["states"]
-    assert len(set(first["states"])) == 3
-    assert first["steps"] == second["steps"]
-    assert len(set(first["steps"])) >= len(first["steps"]) - 2 > 1  # skipped ones
-    assert first["finite"]
-    assert first["scale"] == second["scale"]
-    assert first["scale"]["loss_scale"] == START / 2**4
+@on_ranks(2)
+def test_check_ranks_finds_masters_that_one_rank_has_loaded():
+    """Rank 0 loads weights before DistributedDataParallel wraps the model; both load the optimizer's state."""
+    source = mlp(7)
+    state = KINDS["SGD"](source.parameters())
+    source(batch(0)).square().mean().backward()
+    state.step()
+    session, model, optimizer = started("O5")
+    if RANK == 0:
+        model.load_state_dict(source.state_dict())
+    DistributedDataParallel(model)
+    optimizer.load_state_dict(state.state_dict())
+    with refused("values of parameters differ between ranks"):
+        session.check_ranks()
+    session.reset()
 
 
-def test_uneven_batches_with_two_optimizers(two):
-    first, second = (rank["two optimizers"] for rank in two)
-    assert first == second
-    assert first[0] != first[1]
+# --- collectives of ranks without gradients ---------------------------------------------------------------------------
 
 
-def test_state_travels_in_its_memory_format(two):
-    for rank in two:
-        numbers, same, strides = rank["formats"]
-        assert numbers == [1, "a"]
-        assert all(same)
-        assert strides == [[27, 1, 9, 3], [18, 9, 3, 1], [9, 27, 3, 1]]
+def split_parameter() -> tuple[nn.Module, callable]:
+    """A parameter of which each rank has two rows, and a function that gives such a gradient."""
+    model = nn.Module()
+    torch.manual_seed(0)
+    model.weight = nn.Parameter(distribute_tensor(torch.randn(4, 3), flat_mesh(), [Shard(0)]))
+
+    def give(part):
+        model.weight.grad = DTensor.from_local(part, flat_mesh(), [Shard(0)], shape=(4, 3), stride=(3, 1))
+
+    return model, give
 
 
-@pytest.mark.full
-def test_uneven_batches_on_four_ranks(tmp_path):
-    ranks = run_ranks("reliability/rank_safety_worker.py", 4, tmp_path / "rendezvous", 60)
-    assert all(rank == ranks[0] for rank in ranks)
-    assert len(set(ranks[0]["uneven"]["states"])) == 3
+@on_ranks(2)
+def test_a_rank_without_gradients_takes_part_in_clipping_and_steps():
+    for order in (2.0, 3.0, float("inf")):
+        model, give = split_parameter()
+        if RANK == 0:
+            give(torch.arange(6.0).reshape(2, 3))
+        norm = clip_grad_norm_([model.weight], 1.0, norm_type=order)
+        assert abs(norm.item() - torch.linalg.vector_norm(torch.arange(6.0), order).item()) < 1e-5
+        if RANK == 0:
+            left = torch.linalg.vector_norm(model.weight.grad.to_local(), order).item()
+            assert abs(left - 1.0) < 1e-4
+    for overflow in (False, True):
+        model, give = split_parameter()
+        session, _, optimizer = started("O1", model=model)
+        before = model.weight.to_local().clone()
+        # What a scale_loss block of a rank that its loss does not reach looks like.
+        with session.scale_loss(torch.ones((), requires_grad=True), optimizer) as scaled:
+            if RANK == 0:
+                give(torch.full((2, 3), float("inf") if overflow else 1.0))
+            else:
+                scaled.backward()
+        optimizer.step()
+        assert session.outcome(optimizer).stepped == (not overflow)
+        assert torch.equal(before, model.weight.to_local()) == (overflow or RANK == 1)
+        assert scale_of(session) == (START / 2 if overflow else START)
+        session.reset()
 
 
-def test_join_of_the_model_alone_is_told_where_masters_are_left_behind(two):
-    first, second = (rank["joined alone"] for rank in two)
-    assert first == []
-    assert len(second) == 1
-    assert "changed in place" in second[0]
-    assert "use Join([ddp, amp.joinable(optimizer)]) instead" in second[0]
+@pytest.mark.parametrize("wrapped", [True, False], ids=["DistributedDataParallel", "process_group"])
+@pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
+@on_ranks(2)
+def test_a_static_scale_can_skip_together_and_stay(level, wrapped):
+    """Rank 1 overflows in one of four steps. Under DistributedDataParallel, or with other data on each rank."""
+    group = None if wrapped else dist.group.WORLD
+    session, model, optimizer = started(level, loss_scale=64.0, skip_nonfinite=True, process_group=group)
+    ddp = DistributedDataParallel(model) if wrapped else model
+    stepped = []
+    for i in range(4):
+        step(session, ddp, optimizer, batch(i, RANK), float("nan") if i == 2 and RANK else 1.0)
+        stepped.append(session.outcome(optimizer).stepped)
+    assert stepped == [True, True, False, True]
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert scale_of(session) == 64.0
+    session.reset()
 
 
-def test_joins_that_cannot_work_are_refused(two):
-    for rank in two:
-        unknown, first, agrees = rank["refused"]
-        assert "did not go through amp.initialize" in unknown
-        assert "Put the model first: Join([ddp, amp.joinable(optimizer)])" in first
-        assert "leave process_group out of amp.initialize" in agrees
+# --- uneven inputs ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_one_overflow_of_compressed_gradients_is_one_skip(two, level):
-    for rank in two:
-        assert rank["compression"]["overflow, not wrapped"]["skipped"] > 1
-        found = rank["compression"][f"overflow {level}"]
-        assert (found["skipped"], found["scale"]) == (1, 512.0)
-        assert found["dtypes"] == ["torch.float32"]
+@on_ranks(2)
+def test_join_of_the_model_alone_is_told_where_masters_are_left_behind():
+    """On rank 1, whose batches end first."""
+    session, model, optimizer = started("O2")
+    session.verbosity = 1
+    ddp = DistributedDataParallel(model)
+    logged, handler = [], logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("ampctx").addHandler(handler)
+    for epoch in range(2):
+        with ddp.join():
+            for i in range(3 - RANK):
+                step(session, ddp, optimizer, batch(epoch, i, RANK))
+    logging.getLogger("ampctx").removeHandler(handler)
+    session.reset()
+    assert len(logged) == RANK
+    assert all("changed in place" in text for text in logged)
+    assert all("ddp.join() does not work with masters" in text for text in logged)
+
+
+# --- compressed gradients ---------------------------------------------------------------------------------------------
+
+
+def compressed(level, wrapped=True, overflow_at=None, doubles_at=None, **options) -> dict:
+    """PowerSGD from the third step on. At one step rank 1 overflows, or the scale doubles."""
+    torch.manual_seed(0)
+    session, model, optimizer = started(level, "SGD", nn.Linear(8, 8), max_loss_scale=1024.0, **options)
+    ddp = DistributedDataParallel(model)
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.5)
+    hook = powerSGD_hook.powerSGD_hook
+    if wrapped:
+        ddp.register_comm_hook(None, lossy(state, hook, optimizer))
+    else:
+        ddp.register_comm_hook(state, hook)
+    errors = []
+    for i in range(12):
+        if i == doubles_at:
+            session.load_state_dict({"loss_scaler0": {"loss_scale": 2048.0, "unskipped": 0}})
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(100 * i + RANK))
+        step(session, ddp, optimizer, x, float("inf") if i == overflow_at and RANK else 1.0)
+        errors.append(digest(state.error_dict))
+    result = {
+        "skipped": session.skipped_steps(optimizer),
+        "scale": session.state_dict().get("loss_scaler0", {}).get("loss_scale"),
+        "errors": errors,
+        "dtypes": {error.dtype for error in state.error_dict.values()},
+        "largest": max(error.abs().max().item() for error in state.error_dict.values()),
+        "weights": digest(model.state_dict()),
+    }
+    session.reset()
+    return result
+
+
+@on_ranks(2)
+def test_one_overflow_of_compressed_gradients_is_one_skip():
+    assert compressed("O1", wrapped=False, overflow_at=5)["skipped"] > 1
+    for level in ("O1", "O2"):
+        found = compressed(level, overflow_at=5)
+        assert (found["skipped"], found["scale"], found["dtypes"]) == (1, 512.0, {torch.float32})
         assert 0 < found["largest"] < 1  # of gradients that are not scaled
-    assert len({rank["compression"][f"overflow {level}"]["weights"] for rank in two}) == 1
+        assert len(set(all_ranks(found["weights"]))) == 1
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
-def test_the_error_of_a_compression_does_not_depend_on_the_scale(two, level):
-    for rank in two:
-        kept, doubled = rank["compression"][f"doubles {level}"]
-        assert (kept["scale"], doubled["scale"]) == (1024.0, 2048.0)
-        assert len(set(kept["errors"])) > 5
-        assert kept["errors"] == doubled["errors"]
-        assert kept["weights"] == doubled["weights"]
+@on_ranks(2)
+def test_the_error_of_a_compression_does_not_depend_on_the_scale(level):
+    kept, doubled = compressed(level), compressed(level, doubles_at=7)
+    assert (kept["scale"], doubled["scale"]) == (1024.0, 2048.0)
+    assert len(set(kept["errors"])) > 5
+    assert (kept["errors"], kept["weights"]) == (doubled["errors"], doubled["weights"])
 
 
-def test_compression_under_amp_at_o0_is_that_of_torch(two):
-    for rank in two:
-        torchs, wrapped, under_amp = rank["compression"]["without amp"]
-        assert wrapped == torchs
-        assert (under_amp["errors"], under_amp["weights"]) == (torchs["errors"], torchs["weights"])
-
-
-def test_a_static_scale_can_skip_together_and_stay(two):
-    for rank in two:
-        expected = {"stepped": [True, True, False, True], "finite": True, "scale": 64.0}
-        assert len(rank["static"]) == 8
-        assert all(found == expected for found in rank["static"].values())
+@on_ranks(2)
+def test_compression_under_amp_at_o0_is_that_of_torch():
+    torchs, wrapped = (compressed("O0", wrapped, enabled=False) for wrapped in (False, True))
+    under_amp = compressed("O0")
+    assert wrapped == torchs
+    assert (under_amp["errors"], under_amp["weights"]) == (torchs["errors"], torchs["weights"])
 
 
 # --- without other ranks ----------------------------------------------------------------------------------------------
 
 
-def started():
-    session, model = AmpSession(), torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session.initialize(model, optimizer, verbosity=0)
-    return session, optimizer
-
-
 def test_one_process_has_nothing_to_compare():
-    session, _ = started()
+    session, *_ = started()
     assert session.check_ranks() is None
     session.reset()
 
@@ -208,7 +348,6 @@ def test_one_process_has_nothing_to_compare():
         (lambda s, o: AmpSession().check_ranks(), AmpError, "check_ranks was called before amp.initialize"),
         (lambda s, o: s.check_ranks([0, 1]), AmpTypeError, "group must be a torch.distributed.ProcessGroup, got list"),
         (lambda s, o: s.load_state_dict(s.state_dict(), process_group=0), AmpTypeError, "process_group must be"),
-        (lambda s, o: s.joinable(o), AmpError, "amp.joinable needs torch.distributed. Call dist.init_process_group"),
         (lambda s, o: lossy(None, "hook", o), AmpTypeError, "hook must be callable"),
         (lambda s, o: lossy(None, print, None), AmpTypeError, "optimizer must be an optimizer, got NoneType"),
         (
@@ -219,7 +358,7 @@ def test_one_process_has_nothing_to_compare():
     ],
 )
 def test_wrong_calls_name_what_is_wrong(call, kind, message):
-    session, optimizer = started()
+    session, _, optimizer = started()
     with pytest.raises(kind, match=message):
         call(session, optimizer)
     session.reset()

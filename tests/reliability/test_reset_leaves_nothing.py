@@ -8,34 +8,12 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from kit import OPTIMIZERS, every_level, mlp, start, train
 from torch import nn
 
 from ampctx import AmpError, AmpSession
-from ampctx.optimizers import FusedAdam
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
-MAKE = {
-    "ours": lambda p: FusedAdam(p, lr=0.01),
-    "torch": lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-3, foreach=False),
-}
-
-
-def mlp(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-
-
-def train(session, model, optimizer, steps=2):
-    losses = []
-    for step in range(steps):
-        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
-        loss = model(x).float().square().mean()
-        with session.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+every_optimizer = pytest.mark.parametrize("name", ["FusedAdam", "Adam-plain"])
 
 
 def tensors():
@@ -78,11 +56,9 @@ def shape_of(model, optimizer):
 def new_objects_alone():
     """What torch makes at first use is there. What is alive before is frozen: collecting and counting do not
     go through all of it each time."""
-    for make in MAKE.values():
-        session, model = AmpSession(), mlp()
-        optimizer = make(model.parameters())
-        session.initialize(model, optimizer, opt_level="O1", verbosity=0)
-        train(session, model, optimizer)
+    for name in ("FusedAdam", "Adam-plain"):
+        session = AmpSession()
+        train(session, *start(session, "O1", name))
         session.reset()
     gc.collect()
     gc.freeze()
@@ -90,13 +66,13 @@ def new_objects_alone():
     gc.unfreeze()
 
 
-@pytest.mark.parametrize("name", MAKE)
-@pytest.mark.parametrize("level", LEVELS)
+@every_optimizer
+@every_level
 @pytest.mark.full(but=3)
 def test_init_reset_rounds_leave_nothing(level, name):
     session, rounds = AmpSession(), 50
     model = mlp()
-    optimizer = MAKE[name](model.parameters())
+    optimizer = OPTIMIZERS[name](model.parameters())
     weights = {k: v.clone() for k, v in model.state_dict().items()}
 
     def one_round():
@@ -124,13 +100,13 @@ def test_init_reset_rounds_leave_nothing(level, name):
 
 
 @pytest.mark.full(but=12)
-@pytest.mark.parametrize("name", MAKE)
-@pytest.mark.parametrize("level", LEVELS)
+@every_optimizer
+@every_level
 @pytest.mark.parametrize("first", ["session", "optimizer", "model"])
 def test_without_reset_everything_goes_with_its_last_reference(level, name, first):
     around = surroundings()
     parts = {"session": AmpSession(), "model": mlp()}
-    parts["optimizer"] = MAKE[name](parts["model"].parameters())
+    parts["optimizer"] = OPTIMIZERS[name](parts["model"].parameters())
     session, model, optimizer = parts["session"], parts["model"], parts["optimizer"]
     session.initialize(model, optimizer, opt_level=level, verbosity=0)
     train(session, model, optimizer)
@@ -176,46 +152,33 @@ def test_functions_registered_with_a_session_end_with_it():
 
 @pytest.mark.parametrize(("a", "b"), [("O2", "O5"), ("O3", "O0"), ("O5", "O3"), ("O2", "O2")])
 def test_two_sessions_side_by_side_are_as_each_alone(a, b):
-    alone = []
+    alone, both = [], []
     for level in (a, b):
-        session, model = AmpSession(), mlp()
-        optimizer = FusedAdam(model.parameters(), lr=0.01)
-        session.initialize(model, optimizer, opt_level=level, verbosity=0)
-        alone.append(train(session, model, optimizer, 6))
+        session = AmpSession()
+        alone.append(train(session, *start(session, level, "FusedAdam"), 6))
         session.reset()
-    both = []
     for level in (a, b):
-        session, model = AmpSession(), mlp()
-        optimizer = FusedAdam(model.parameters(), lr=0.01)
-        session.initialize(model, optimizer, opt_level=level, verbosity=0)
-        both.append((session, model, optimizer))
+        session = AmpSession()
+        both.append((session, *start(session, level, "FusedAdam")))
     for step in range(6):
-        for i, (session, model, optimizer) in enumerate(both):
-            x = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
-            loss = model(x).float().square().mean()
-            with session.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            assert loss.item() == alone[i][step]
+        for run, losses in zip(both, alone, strict=True):
+            assert train(*run, 1, step) == [losses[step]]
     for session, *_ in both:
         session.reset()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@every_level
 def test_an_optimizer_is_in_one_session_at_a_time(level):
     first, second = AmpSession(), AmpSession()
-    model = mlp()
-    optimizer = MAKE["torch"](model.parameters())
     second.allow_incoming_model_not_fp32 = True
-    first.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = start(first, level, "Adam-plain")
     with pytest.raises(AmpError, match=r"optimizers\[0\] \(Adam\) is under amp in another AmpSession"):
-        second.initialize(model, optimizer, opt_level=level, verbosity=0)
-    train(first, model, optimizer)
-    first.reset()
-    second.initialize(model, optimizer, opt_level=level, verbosity=0)
-    train(second, model, optimizer)
-    second.reset()
+        start(second, level, lambda _: optimizer, model)
+    for session in (first, second):
+        if session is second:
+            start(second, level, lambda _: optimizer, model)
+        train(session, model, optimizer)
+        session.reset()
 
 
 GARBAGE = {
@@ -234,11 +197,9 @@ GARBAGE = {
 
 @pytest.mark.parametrize("garbage", GARBAGE)
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
-def test_reset_with_garbage_in_the_state_of_an_optimizer(make, level, garbage):
-    model, session = mlp(), AmpSession()
-    optimizer = make(model.parameters())
-    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+@every_optimizer
+def test_reset_with_garbage_in_the_state_of_an_optimizer(session, name, level, garbage):
+    model, optimizer = start(session, level, name)
     train(session, model, optimizer)
     params = optimizer.param_groups[0]["params"]
     GARBAGE[garbage](optimizer.state, params[0])
@@ -248,22 +209,19 @@ def test_reset_with_garbage_in_the_state_of_an_optimizer(make, level, garbage):
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
     optimizer.state.clear()
-    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    start(session, level, lambda _: optimizer, model)
     assert all(math.isfinite(loss) for loss in train(session, model, optimizer))
-    session.reset()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_error_in_reset_leaves_no_session_that_is_half_there(level):
-    model, session = mlp(), AmpSession()
-    optimizer = FusedAdam(model.parameters(), lr=0.01)
-    before = surroundings()
+    session, before = AmpSession(), surroundings()
 
     def undo():
         raise RuntimeError("of an observer")
 
     session.observers.append(lambda bound: undo)
-    session.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = start(session, level, "FusedAdam")
     train(session, model, optimizer)
     with pytest.raises(RuntimeError, match="of an observer"):
         session.reset()

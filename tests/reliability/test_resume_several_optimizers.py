@@ -1,29 +1,13 @@
 """A run of several optimizers, losses and initialize calls resumes bit for bit, and so does one with a history."""
 
 import copy
-import io
 
 import pytest
 import torch
-from test_resume_exactly import assert_identical
-from torch import nn
+from kit import assert_same, backward, batch, every_level, mlp, start, through_a_file, train
 
 from ampctx import AmpError, AmpSession, clip_grad_norm_
 from ampctx.optimizers import FusedAdam
-
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
-
-
-def mlp(seed):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
-
-
-def filed(content):
-    file = io.BytesIO()
-    torch.save(content, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 class Pair:
@@ -32,7 +16,7 @@ class Pair:
     def __init__(self, level, calls, seed):
         self.session = AmpSession()
         self.dynamic = level in ("O1", "O2")
-        self.models = [mlp(seed), mlp(seed + 1)]
+        self.models = [mlp(seed, outputs=4), mlp(seed + 1, outputs=4)]
         self.optimizers = [
             FusedAdam(self.models[0].parameters(), lr=0.01),
             torch.optim.SGD(self.models[1].parameters(), lr=0.05, momentum=0.9),
@@ -48,8 +32,7 @@ class Pair:
             scale.set((1006.0, 1011.0, 996.0, 994.0)[i] if self.dynamic else (41.0, 47.0, 55.0, 61.0)[i])
 
     def loss(self, step, i, factor=1.0):
-        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
-        return self.models[i](self.models[1 - i](x).detach()).float().square().mean() * factor
+        return self.models[i](self.models[1 - i](batch(step)).detach()).float().square().mean() * factor
 
     def begin(self, step):
         """Blocks of either optimizer and of both, one with an overflow whose scale update is left to a later one."""
@@ -59,21 +42,15 @@ class Pair:
             (1, self.optimizers[1], {}),
         ):
             factor = overflows if loss_id == 0 else 1.0
-            with self.session.scale_loss(
-                self.loss(step, loss_id, factor), optimizers, loss_id=loss_id, **options
-            ) as scaled:
-                scaled.backward()
+            backward(self.session, self.loss(step, loss_id, factor), optimizers, loss_id=loss_id, **options)
         self.optimizers[1].step()
-        with self.session.scale_loss(self.loss(step + 50, 1), self.optimizers[1], delay_unscale=True) as scaled:
-            scaled.backward()
+        backward(self.session, self.loss(step + 50, 1), self.optimizers[1], delay_unscale=True)
 
     def finish(self, step):
         loss = self.loss(step, 1)
-        with self.session.scale_loss(loss, self.optimizers[1], loss_id=0) as scaled:
-            scaled.backward()
+        backward(self.session, loss, self.optimizers[1], loss_id=0)
         if step % 2:  # else the gradients of its first block wait in 16 bits for the clip and the step
-            with self.session.scale_loss(self.loss(step + 70, 0), self.optimizers[0], loss_id=0) as scaled:
-                scaled.backward()
+            backward(self.session, self.loss(step + 70, 0), self.optimizers[0], loss_id=0)
         for optimizer in self.optimizers:
             clip_grad_norm_(self.session.master_params(optimizer), 0.05)
             optimizer.step()
@@ -84,7 +61,7 @@ class Pair:
         return {
             "models": [m.state_dict() for m in self.models],
             "optimizers": [o.state_dict() for o in self.optimizers],
-            "amp": self.session.state_dict(grads=True),
+            "amp": self.session.state_dict(masters=True),
         }
 
     def load(self, content):
@@ -94,8 +71,8 @@ class Pair:
                 target.load_state_dict(state)
 
     def rest(self):
-        losses = [self.finish(2)]
-        for step in range(3, 9):
+        losses = []
+        for step in range(2, 9):
             self.begin(step)
             losses.append(self.finish(step))
         result = copy.deepcopy({"losses": losses, **self.saved()})
@@ -104,30 +81,25 @@ class Pair:
 
 
 @pytest.mark.parametrize("calls", ["one", "two"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_two_optimizers_in_the_middle_of_an_iteration(level, calls):
+@every_level
+def test_two_optimizers_after_their_steps(level, calls):
     run = Pair(level, calls, seed=0)
     for step in range(2):
         run.begin(step)
         run.finish(step)
-    run.begin(2)
-    content = filed(run.saved())
+    content = through_a_file(run.saved())
     went_on = run.rest()
 
     resumed = Pair(level, calls, seed=5)
     resumed.load(content)
-    assert_identical(resumed.rest(), went_on)
+    assert_same(resumed.rest(), went_on)
     if calls == "two":
         assert set(content["amp"]["optimizers"][0]["loss_scales"]) == {"loss_scaler0", "loss_scaler1", "deferred"}
         assert "loss_scales" not in content["amp"]["optimizers"][1]
-    if level in ("O1", "O2"):
-        deferred = content["amp"]["optimizers"][0]["loss_scales"] if calls == "two" else content["amp"]
-        assert deferred["deferred"] == {0: True}
 
 
-@pytest.mark.parametrize("grads", [False, True])
-@pytest.mark.parametrize("level", LEVELS)
-def test_saving_changes_nothing(level, grads):
+@every_level
+def test_saving_changes_nothing(level):
     """A run that is saved again and again goes as one that is not."""
     quiet, watched = Pair(level, "one", seed=0), Pair(level, "one", seed=0)
     losses = []
@@ -135,12 +107,12 @@ def test_saving_changes_nothing(level, grads):
         for step in range(4):
             run.begin(step)
             if run is watched:
-                run.session.state_dict(masters=True, grads=grads)
+                run.session.state_dict(masters=True)
             losses.append(run.finish(step))
             if run is watched:
-                run.session.state_dict(masters=True, grads=grads)
+                run.session.state_dict(masters=True)
     assert losses[:4] == losses[4:]
-    assert_identical(watched.rest(), quiet.rest())
+    assert_same(watched.rest(), quiet.rest())
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -150,77 +122,35 @@ def test_going_back_within_a_process(level):
     for step in range(2):
         run.begin(step)
         run.finish(step)
-    run.begin(2)
-    content = filed(run.saved())
-    losses = [run.finish(2)]
-    for step in range(3, 6):
+    content = through_a_file(run.saved())
+    losses = []
+    for step in range(2, 6):
         run.begin(step)
         losses.append(run.finish(step))
     run.begin(5)  # overflows
     run.load(content)
-    again = [run.finish(2)]
-    for step in range(3, 6):
+    again = []
+    for step in range(2, 6):
         run.begin(step)
         again.append(run.finish(step))
     assert again == losses
     run.session.reset()
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_saved_between_two_clips(level):
-    """The norm of gradients that wait in 16 bits is that of the first clip's result, and not measured again."""
-
-    def start(seed):
-        session, model = AmpSession(), mlp(seed)
-        optimizer = FusedAdam(model.parameters(), lr=0.01)
-        session.initialize(model, optimizer, opt_level=level, loss_scale=47.0, verbosity=0)
-        return session, model, optimizer
-
-    def clipped(session, optimizer, max_norm):
-        return clip_grad_norm_(session.master_params(optimizer), max_norm).item()
-
-    for seed in range(20):  # a norm that is measured again differs for some of them
-        session, model, optimizer = start(seed)
-        with session.scale_loss(model(torch.randn(16, 4)).float().square().mean(), optimizer) as scaled:
-            scaled.backward()
-        clipped(session, optimizer, 0.0371)
-        content = filed([model.state_dict(), session.state_dict(grads=True)])
-        resumed = start(seed + 1)
-        resumed[1].load_state_dict(content[0])
-        resumed[0].load_state_dict(content[1])
-        assert clipped(resumed[0], resumed[2], 0.01) == clipped(session, optimizer, 0.01)
-        session.reset()
-        resumed[0].reset()
-
-
 def test_parameters_that_were_unfrozen():
     """The masters of a resumed run are there for what trains when it is loaded, and what was frozen can be unfrozen."""
 
-    def start(seed):
+    def started(seed):
         session, model = AmpSession(), mlp(seed)
         model[0].requires_grad_(False)
-        optimizer = FusedAdam(model.parameters(), lr=0.01)
-        session.initialize(model, optimizer, opt_level="O2", verbosity=0)
-        return session, model, optimizer
+        return session, *start(session, "O2", "FusedAdam", model)
 
-    def train(session, model, optimizer, steps):
-        losses = []
-        for step in range(steps):
-            x = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
-            loss = model(x).float().square().mean()
-            with session.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    run = start(0)
+    run = started(0)
     train(*run, 2)
     run[1][0].requires_grad_(True)
     train(*run, 2)
-    content = filed([run[1].state_dict(), run[2].state_dict(), run[0].state_dict(masters=True)])
-    resumed = start(1)
+    content = through_a_file([run[1].state_dict(), run[2].state_dict(), run[0].state_dict(masters=True)])
+    resumed = started(1)
     resumed[1][0].requires_grad_(True)
     for part, state in zip((resumed[1], resumed[2], resumed[0]), content, strict=True):
         part.load_state_dict(state)
@@ -229,16 +159,18 @@ def test_parameters_that_were_unfrozen():
         session.reset()
 
 
-def started_with_two_losses():
-    model, session = mlp(0), AmpSession()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session.initialize(model, optimizer, num_losses=2, verbosity=0)
-    return session, model, optimizer
+def started_with_two_losses(make="SGD-plain"):
+    session = AmpSession()
+    return session, *start(session, "O1", make, num_losses=2)
 
 
 def block_of(run, loss_id, factor=1.0):
-    with run[0].scale_loss(run[1](torch.ones(4, 4)).sum() * factor, run[2], loss_id=loss_id) as scaled:
-        scaled.backward()
+    backward(run[0], run[1](torch.ones(4, 4)).sum() * factor, run[2], loss_id=loss_id)
+
+
+def load(run, source):
+    for part, theirs in zip(run, source, strict=True):
+        part.load_state_dict(through_a_file(theirs.state_dict(**({"masters": True} if part is run[0] else {}))))
 
 
 def test_the_outcome_of_the_first_step_knows_the_scales_of_before():
@@ -247,8 +179,7 @@ def test_the_outcome_of_the_first_step_knows_the_scales_of_before():
         scale.set(value)
     block_of(source, 0, torch.inf)
     block_of(run, 1)  # makes way for what is loaded
-    for part, theirs in zip(run, source, strict=True):
-        part.load_state_dict(filed(theirs.state_dict(**({"grads": True} if part is run[0] else {}))))
+    load(run, source)
     for each in (source, run):
         block_of(each, 1)
         each[2].step()
@@ -260,7 +191,7 @@ def test_the_outcome_of_the_first_step_knows_the_scales_of_before():
 def test_loading_ends_what_an_interrupted_block_has_spoiled(monkeypatch):
     run = started_with_two_losses()
     run[0].loss_scales[0].set(64.0)
-    state = filed(run[0].state_dict(masters=True))
+    state = through_a_file(run[0].state_dict(masters=True))
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -279,30 +210,14 @@ def test_loading_ends_what_an_interrupted_block_has_spoiled(monkeypatch):
 
 
 def test_culprits_are_not_looked_for_among_gradients_that_were_loaded():
-    run, other = started_with_two_losses(), started_with_two_losses()
-    optimizer = FusedAdam(other[1].parameters())
-    session = AmpSession()
-    other[0].reset()
-    session.initialize(other[1], optimizer, num_losses=2, verbosity=0)
-    fused = session, other[1], optimizer
+    run, fused = started_with_two_losses(), started_with_two_losses("FusedAdam")
+    session, _, optimizer = fused
     block_of(fused, 0, torch.nan)
     optimizer.step()
     outcome = session.outcome(optimizer)
     block_of(run, 0, torch.inf)
-    session.load_state_dict(filed(run[0].state_dict(grads=True)))
+    session.load_state_dict(through_a_file(run[0].state_dict(masters=True)))
     assert outcome.skipped
     assert outcome.culprits is None
     session.reset()
     run[0].reset()
-
-
-def test_what_a_skipped_step_has_left_is_judged_after_loading():
-    source, run = started_with_two_losses(), started_with_two_losses()
-    block_of(source, 0, torch.inf)
-    source[2].step()
-    for part, theirs in zip(run, source, strict=True):
-        part.load_state_dict(filed(theirs.state_dict(**({"grads": True} if part is run[0] else {}))))
-    for each in (source, run):
-        each[2].step()
-        assert each[0].outcome(each[2]).overflowed == (-1,)
-        each[0].reset()

@@ -5,17 +5,11 @@ import threading
 
 import pytest
 import torch
+from kit import backward
 from torch import nn
 
 from ampctx import AmpError
 from ampctx.amp import AmpSession
-
-
-@pytest.fixture
-def session():
-    session = AmpSession()
-    yield session
-    session.reset()
 
 
 def in_thread(fn):
@@ -50,8 +44,7 @@ def setup(session, level, **kwargs):
 def iterate(session, model, optimizer, x):
     optimizer.zero_grad()
     loss = nn.functional.mse_loss(model(x), torch.zeros(len(x), 2, dtype=model(x).dtype))
-    with session.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
+    backward(session, loss, optimizer)
     optimizer.step()
     return loss.detach()
 
@@ -113,8 +106,7 @@ def test_a_block_that_is_open_in_another_thread(session):
     session.initialize(models, opts, opt_level="O2", loss_scale=8.0, verbosity=0)
 
     def other():
-        with session.scale_loss(models[1](X).float().sum(), opts[1]) as scaled:
-            scaled.backward()
+        backward(session, models[1](X).float().sum(), opts[1])
 
     with session.scale_loss(models[0](X).float().sum(), opts[0]) as scaled:
         with pytest.raises(AmpError, match="scale_loss was called in thread 'other', but a scale_loss block .*open"):
@@ -137,8 +129,7 @@ def test_a_thread_that_ended_holds_nothing(session):
         blocks.append(block)
 
     in_thread(leaves_a_block_open)
-    with session.scale_loss(model(X).float().sum(), optimizer) as scaled:
-        scaled.backward()
+    backward(session, model(X).float().sum(), optimizer)
     blocks.pop().__exit__(None, None, None)
     optimizer.step()
 
@@ -146,7 +137,7 @@ def test_a_thread_that_ended_holds_nothing(session):
 def test_threads_with_sessions_of_their_own():
     results = {}
 
-    def train(name):
+    def work(name):
         session = AmpSession()
         model, optimizer = setup(session, "O2", loss_scale=128.0)
         for _ in range(10):
@@ -154,12 +145,12 @@ def test_threads_with_sessions_of_their_own():
         results[name] = [p.detach().clone() for p in model.parameters()]
         session.reset()
 
-    threads = [threading.Thread(target=train, args=(i,)) for i in range(4)]
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    train("alone")
+    work("alone")
     assert len(results) == 5
     for weights in results.values():
         assert all(torch.equal(p, q) for p, q in zip(weights, results["alone"], strict=True))
@@ -204,8 +195,7 @@ def test_replicas_forward_in_threads_of_their_own(session, level):
     assert joined.dtype == expected.dtype
     assert torch.equal(joined, expected)
     optimizer.zero_grad()
-    with session.scale_loss(joined.float().square().mean(), optimizer) as scaled:
-        scaled.backward()
+    backward(session, joined.float().square().mean(), optimizer)
     grads = [p.grad for p in session.master_params(optimizer)]
     assert all(grad is not None and grad.abs().sum() > 0 for grad in grads)
     assert expected.dtype == {"O1": torch.float16, "O4": torch.bfloat16}.get(level, torch.float32)
@@ -224,6 +214,5 @@ def test_hooks_see_the_session_from_threads_of_autograd(session, level):
     assert threads == ["other"]
     first = next(session.master_params(optimizer)).grad.clone()
     optimizer.zero_grad()
-    with session.scale_loss(model(X).float().square().mean(), optimizer) as scaled:
-        scaled.backward()
+    backward(session, model(X).float().square().mean(), optimizer)
     assert torch.equal(next(session.master_params(optimizer)).grad, first)
