@@ -22,7 +22,6 @@ from ampctx.kernels.calling_form import Call, Number, TensorLists, foreach_facto
 from ampctx.kernels.reference import compute_dtype
 from ampctx.masters.clip import strided_grad
 from ampctx.masters.params import MasterParams
-from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._options import Group
 from ampctx.optimizers._options import check_number as check_option
 from ampctx.optimizers._work import Scaling, Work
@@ -121,11 +120,6 @@ def in_block(binding: OptimizerBinding) -> bool:
     return binding.gradients.depth > 0
 
 
-def stashed_grads(binding: OptimizerBinding) -> Mapping[Tensor, Tensor]:
-    """The gradients stashed when the block or accumulation window opened."""
-    return binding.gradients.stash
-
-
 def window(binding: OptimizerBinding) -> Any:
     """The open accumulation window of scaled gradients, or None. Compare by identity only."""
     return binding.gradients.window
@@ -170,7 +164,6 @@ __all__ = [
     "LOW_PRECISION",
     "Autocast",
     "Call",
-    "FusedOptimizer",
     "Group",
     "Layers",
     "LossScale",
@@ -211,7 +204,6 @@ __all__ = [
     "session",
     "set_dtype",
     "set_view",
-    "stashed_grads",
     "strided_grad",
     "take_deferred",
     "to_amp_state",

@@ -103,13 +103,9 @@ class LossScaler:
     _loss_scale = property(loss_scale, lambda self, value: self._of.set(value))
     _unskipped = property(lambda self: self._of.unskipped(), lambda self, value: self._of.set_unskipped(value))
 
-    @property
-    def _scale_seq_len(self) -> int:
-        return self._of.growth_interval
-
-    @_scale_seq_len.setter
-    def _scale_seq_len(self, value: int) -> None:
-        self._of.growth_interval = value
+    _scale_seq_len = property(
+        lambda self: self._of.growth_interval, lambda self, value: setattr(self._of, "growth_interval", value)
+    )
 
     @property
     def _min_loss_scale(self) -> float | None:

@@ -43,7 +43,12 @@ def _scaler_from(saved: Any, dynamic: bool) -> LossScaler:
         window = saved.get("scale_window", 2000)
     else:
         window = getattr(saved, "_scale_seq_len", getattr(saved, "scale_window", 2000))
-    result = LossScaler("dynamic" if dynamic else value, scale_window=window)
+    result = LossScaler(
+        "dynamic" if dynamic else value,
+        scale_window=window,
+        min_loss_scale=getattr(saved, "_min_loss_scale", None),
+        max_loss_scale=getattr(saved, "_max_loss_scale", 2.0**24),
+    )
     result._loss_scale, result._unskipped = value, entry.get("unskipped", 0)
     return result
 
