@@ -41,30 +41,6 @@ def test_a_refused_module_can_be_imported_and_its_members_refuse(name, capsys, a
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("name", ["LSTM", "GRU", "ReLU", "Tanh", "mLSTM"])
-@pytest.mark.parametrize("module", ["apex.RNN", "apex.RNN.models"])
-def test_rnns_name_their_replacement(module, name):
-    with pytest.raises(AmpNotImplementedError, match=rf"{module}.{name} is not supported by ampctx. Use torch.nn."):
-        getattr(importlib.import_module(module), name)(10, 20, 2)
-
-
-@pytest.mark.parametrize("module", ["apex.RNN.cells", "apex.RNN.RNNBackend"])
-def test_parts_of_the_rnns_refuse(module):
-    with pytest.raises(AmpNotImplementedError, match="Use torch.nn.RNN, torch.nn.LSTM or torch.nn.GRU"):
-        importlib.import_module(module).RNNCell(4, 10, 20)
-
-
-def test_attention(at_call):
-    from apex.contrib.multihead_attn import SelfMultiheadAttn
-    from apex.contrib.multihead_attn.self_multihead_attn import SelfMultiheadAttn as InSubmodule
-
-    message = r"SelfMultiheadAttn is not supported by ampctx. Use torch.nn.MultiheadAttention, or"
-    with pytest.raises(AmpNotImplementedError, match=f"apex.contrib.multihead_attn.{message}"):
-        SelfMultiheadAttn(64, 4, dropout=0.1)
-    with pytest.raises(AmpNotImplementedError, match=f"apex.contrib.multihead_attn.self_multihead_attn.{message}"):
-        InSubmodule(64, 4)
-
-
 def test_a_submodule_taken_from_its_package_refuses_at_the_call(at_call):
     from apex.transformer import parallel_state
 
@@ -97,15 +73,6 @@ def test_a_subclass_can_be_written_and_refuses_when_made(at_call):
 def test_dunder_names_are_absent(owner):
     with pytest.raises(AttributeError, match="has no attribute '__torch_function__'"):
         owner.__torch_function__  # noqa: B018
-
-
-def test_lazily_found_from_the_package():
-    import apex
-
-    with pytest.raises(
-        AmpNotImplementedError, match="apex.pyprof.nvtx.init is not supported by ampctx. Use torch.profile"
-    ):
-        apex.pyprof.nvtx.init()
 
 
 def test_a_module_that_apex_never_had_is_not_there():
@@ -148,18 +115,6 @@ def test_the_attribute_is_not_there_either():
         apex.transformer.parallel_state  # noqa: B018
     with pytest.raises(AttributeError, match="DistributedFusedAdam is not supported by ampctx. Use torch.distrib"):
         apex.contrib.optimizers.DistributedFusedAdam  # noqa: B018
-
-
-def test_modules_that_programs_import_without_a_need_can_be_imported():
-    from apex import RNN, pyprof
-    from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB
-    from apex.reparameterization import apply_weight_norm
-
-    assert callable(RNN.LSTM)
-    assert callable(pyprof.nvtx.init)
-    assert not isinstance(object(), DistributedFusedLAMB)
-    with pytest.raises(AmpNotImplementedError, match="Use torch.nn.utils.parametrizations.weight_norm"):
-        apply_weight_norm(None)
 
 
 @pytest.fixture
