@@ -224,9 +224,10 @@ def _allow_hints(use_hints: Callable[[Any, list[int], int], int]) -> None:
     param.grad = grad
     for _ in range(3):
         plain.zero_()
-    # _neg_view is private: the only way to make such a tensor that needs no complex one.
-    negated = torch._neg_view(plain)
+    # z.conj().imag is the public way to a negated tensor.
+    negated = torch.zeros(1, dtype=torch.complex64, device="cpu").conj().imag
     parts: list[Any] = [param, plain, grad, param.untyped_storage(), *others, negated]
+    # Private, as no public name tells the dispatch keys; where they differ, the library reads no lists.
     keys = [torch._C._dispatch_keys(t).raw_repr() for t in (param, plain, negated)]
     names = torch._C.DispatchKey.Negative, torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.ZeroTensor
     unresolved = [torch._C.DispatchKeySet(name).raw_repr() for name in names]

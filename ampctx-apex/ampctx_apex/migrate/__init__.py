@@ -1,4 +1,1 @@
-"""``ampctx migrate``: rewrites apex imports to ampctx, or an O1 loop to torch.amp. Needs libcst.
-
-``cli`` and ``report`` can be imported without libcst.
-"""
+"""``ampctx-apex migrate``: moves apex's names in source files to ampctx's. Needs libcst, but no torch."""
