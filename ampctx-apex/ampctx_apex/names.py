@@ -56,7 +56,10 @@ def _public(module: str) -> list[str]:
 
 def _served(row: Mapping[str, Any]) -> Iterator[tuple[str, Name]]:
     plain = Name("supported", None, row.get("note", ""), used_by=row["used_by"])
-    target = {name: f"{owner}.{name}" for owner, names in row.get("same", {}).items() for name in names.split()}
+    pairs = (
+        (owner, *word.partition("=")[::2]) for owner, words in row.get("same", {}).items() for word in words.split()
+    )
+    target = {name: f"{owner}.{other or name}" for owner, name, other in pairs}
     adapted = {name: note for names, note in row.get("adapted", {}).items() for name in names.split()}
     for module in _expanded(row["of"]):
         if "names" not in row:
