@@ -137,7 +137,8 @@ _STEPS = '''"""Typed optimizer ops. Made from spec.py by csrc/generate.py. See `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -189,9 +190,23 @@ def _step_call(spec) -> str:
     return "\n".join([signature, f'    """{spec.doc}"""', *body, f"    wrote({written})\n"])
 
 
+def _options_of_a_group(spec) -> str:
+    """The function that reads an op's numbers from a fused optimizer and its group: as source, faster than a loop."""
+    numbers = {number.name: number.source.replace("'", '"') for number in spec.numbers}
+    numbers |= dict.fromkeys(spec.factors, "0.0")  # if no group needs the factor
+    lines = "".join(f'        "{name}": {value},\n' for name, value in numbers.items())
+    head = f"def {spec.name}_options(self: Any, group: Mapping[str, Any]) -> dict[str, Any]:"
+    return f"{head}\n    return {{\n{lines}    }}\n"
+
+
 def steps_module() -> str:
     """The text of ampctx/kernels/steps.py."""
-    return "\n\n".join([_STEPS, *map(_step_call, load_spec().SPECS.values())])
+    specs = list(load_spec().SPECS.values())
+    steps = [spec for spec in specs if spec.takes_step]
+    names = "".join(f'    "{spec.name}": {spec.name}_options,\n' for spec in steps)
+    table = "# By op: its numbers, from a fused optimizer and its group.\n"
+    table += f"OPTIONS: dict[str, Callable[[Any, Mapping[str, Any]], dict[str, Any]]] = {{\n{names}}}\n"
+    return "\n\n".join([_STEPS, *map(_step_call, specs), *map(_options_of_a_group, steps), table])
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def loader(
             "Pass the optimizers of the run that was saved to amp.initialize."
         )
     loaders = [
-        _Loader(entry, binding, f'state_dict["optimizers"][{i}]', binding.loss_scales is not loss_scales)
+        _RunLoader(entry, binding, f'state_dict["optimizers"][{i}]', binding.loss_scales is not loss_scales)
         for i, (entry, binding) in enumerate(zip(optimizers, bindings, strict=True))
     ]
 
@@ -166,7 +166,7 @@ def _flag(value: bool, scale: LossScale, device: torch.device) -> Tensor:
     return torch.full((), float(value), dtype=torch.float32, device=at)
 
 
-class _Loader:
+class _RunLoader:
     """The state of one optimizer: the constructor checks it, ``load`` loads it."""
 
     def __init__(self, state: Any, binding: OptimizerBinding, where: str, own_scales: bool) -> None:

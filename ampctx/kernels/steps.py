@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -440,3 +441,88 @@ def larc(
     lists = (grads, params)
     call(op, lists, found_inf, factor(inv_scale), factor(lr), trust_coefficient, eps, weight_decay, clip, maximize)
     wrote(grads)
+
+
+def adam_options(self: Any, group: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "beta1": group["betas"][0],
+        "beta2": group["betas"][1],
+        "eps": group["eps"],
+        "weight_decay": group["weight_decay"],
+        "bias_correction": bool(group["bias_correction"]),
+        "adam_w_mode": bool(self.adam_w_mode),
+    }
+
+
+def sgd_options(self: Any, group: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "momentum": group["momentum"],
+        "dampening": group["dampening"],
+        "weight_decay": group["weight_decay"],
+        "nesterov": bool(group["nesterov"]),
+        "wd_after_momentum": bool(self.wd_after_momentum),
+    }
+
+
+def adagrad_options(self: Any, group: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "eps": group["eps"],
+        "weight_decay": group["weight_decay"],
+        "adagrad_w_mode": bool(self.adagrad_w_mode),
+    }
+
+
+def lion_options(self: Any, group: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "beta1": group["betas"][0],
+        "beta2": group["betas"][1],
+        "weight_decay": group["weight_decay"],
+    }
+
+
+def muon_options(self: Any, group: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "momentum": group["momentum"],
+        "nesterov": bool(group["nesterov"]),
+    }
+
+
+def lamb_options(self: Any, group: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "beta1": group["betas"][0],
+        "beta2": group["betas"][1],
+        "eps": group["eps"],
+        "weight_decay": group["weight_decay"],
+        "max_grad_norm": group["max_grad_norm"] or 0.0,
+        "bias_correction": bool(group["bias_correction"]),
+        "adam_w_mode": bool(self.adam_w_mode),
+        "grad_averaging": bool(group["grad_averaging"]),
+        "use_nvlamb": bool(self.use_nvlamb),
+        "global_grad_norm": 0.0,
+    }
+
+
+def novograd_options(self: Any, group: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "beta1": group["betas"][0],
+        "beta2": group["betas"][1],
+        "eps": group["eps"],
+        "weight_decay": group["weight_decay"],
+        "bias_correction": bool(group["bias_correction"]),
+        "grad_averaging": bool(group["grad_averaging"]),
+        "reg_inside_moment": bool(self.moment_mode == 0),
+        "inf_norm": bool(group["norm_type"] == 0),
+        "init_zero": bool(group["init_zero"]),
+    }
+
+
+# By op: its numbers, from a fused optimizer and its group.
+OPTIONS: dict[str, Callable[[Any, Mapping[str, Any]], dict[str, Any]]] = {
+    "adam": adam_options,
+    "sgd": sgd_options,
+    "adagrad": adagrad_options,
+    "lion": lion_options,
+    "muon": muon_options,
+    "lamb": lamb_options,
+    "novograd": novograd_options,
+}

@@ -25,6 +25,7 @@ from ampctx.kernels.reference import KERNEL_DTYPES
 from ampctx.kernels.reference_steps import LOW_PRECISION
 from ampctx.kernels.sharding import place_grads, wrote
 from ampctx.kernels.spec import SPECS
+from ampctx.kernels.steps import OPTIONS
 from ampctx.kernels.tensor_loops import version_of
 from ampctx.masters.lazy_grads import clear_grads
 from ampctx.optimizers import _checkpoint, _hooks, _options, _state_types, _work, layerwise
@@ -158,11 +159,12 @@ class FusedOptimizer(Saved):
 
     def _state_lists(self, group: Group) -> dict[str, str | None]:
         """The op's lists of state of the parameters' size -> the key in the state; None for an empty list."""
-        return _options.FUNCTIONS[self._op_of(group)].state_lists(self, group)
+        sized = SPECS[self._op_of(group)].sized
+        return {state.name: state.key if not state.if_set or group[state.if_set] else None for state in sized}
 
     def _op_options(self, group: Group) -> dict[str, Any]:
         """The op's numbers, except those of all optimizers."""
-        return _options.FUNCTIONS[self._op_of(group)].op_options(self, group)
+        return OPTIONS[self._op_of(group)](self, group)
 
     def _may_keep_masters(self) -> bool:
         return bool(self.master_weights)

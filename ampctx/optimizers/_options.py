@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -165,30 +165,8 @@ def _flags_of(spec: OpSpec) -> tuple[str, ...]:
     return "maximize", *flags, *(s.if_set for s in spec.states if s.if_set and s.if_set not in numbers)
 
 
-class OpFunctions(NamedTuple):
-    """What an op takes from an optimizer and a group: ``_op_options`` and ``_state_lists`` of ``FusedOptimizer``."""
-
-    op_options: Callable[[Any, Group], dict[str, Any]]
-    state_lists: Callable[[Any, Group], dict[str, str | None]]
-
-
-def _functions_of(spec: OpSpec) -> OpFunctions:
-    """Compiled once from the spec: faster than reading it each step."""
-    numbers = [f"{number.name!r}: {number.source}" for number in spec.numbers]
-    numbers += [f"{name!r}: 0.0" for name in spec.factors]  # if no group needs the factor
-    lists = [f"{s.name!r}: {s.key!r}" + (f" if group[{s.if_set!r}] else None" if s.if_set else "") for s in spec.sized]
-    source = (
-        f"def op_options(self, group):\n    return {{{', '.join(numbers)}}}\n\n"
-        f"def state_lists(self, group):\n    return {{{', '.join(lists)}}}\n"
-    )
-    made: dict[str, Any] = {}
-    exec(compile(source, f"<{__name__}.{spec.name}>", "exec"), {}, made)
-    return OpFunctions(**made)
-
-
-# The bool options of a group that an op steps, and the functions of each op. No caches: torch.compile warns of them.
+# The bool options of a group that an op steps. No cache: torch.compile warns of them.
 FLAGS = {name: _flags_of(spec) for name, spec in SPECS.items()}
-FUNCTIONS = {name: _functions_of(spec) for name, spec in SPECS.items()}
 
 
 def check_choice(name: str, value: Any, choices: tuple) -> Any:

@@ -43,7 +43,7 @@ _TEXT = m.SimpleString() | m.FormattedStringText()
 _MESSAGES = m.Raise() | m.Assert() | m.Call(func=_SHOWS | m.Attribute(attr=_SHOWS))
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """What the table says of a name. ``name``: the row's own, which may be the start of the name that was asked for."""
 
     name: str
@@ -66,7 +66,7 @@ def is_module(name: str) -> bool:
     return os.path.isdir(path) or os.path.exists(f"{path}.py")
 
 
-def row(name: str) -> Row:
+def row(name: str) -> TableRow:
     # apex.__file__ asks about the module.
     name = re.sub(r"\.__\w+$", "", name)
     prefix = name
@@ -74,12 +74,16 @@ def row(name: str) -> Row:
         prefix = prefix.rpartition(".")[0]
     # The names in modules have rows of their own. Attributes of classes, and of refused modules, may have none.
     if not prefix or (prefix != name and is_module(prefix)):
-        return Row(name, "missing", "", "ampctx knows no such name of apex. Check the spelling, or replace it.")
+        return TableRow(name, "missing", "", "ampctx knows no such name of apex. Check the spelling, or replace it.")
     entry = NAMES.get(prefix)
-    return Row(prefix, entry.status, entry.target or "", entry.note) if entry else Row(prefix, "supported", "", "")
+    return (
+        TableRow(prefix, entry.status, entry.target or "", entry.note)
+        if entry
+        else TableRow(prefix, "supported", "", "")
+    )
 
 
-class Use(NamedTuple):
+class NameUse(NamedTuple):
     """One use of an imported name.
 
     ``chain``: the name with its attributes, which lead to ``name`` in apex. ``certain``: no other assignment of the
@@ -107,7 +111,7 @@ class Binding:
     target: str
     plain: bool
     scope: Any
-    uses: list[Use] = field(default_factory=list)
+    uses: list[NameUse] = field(default_factory=list)
 
 
 class Source:
@@ -171,13 +175,13 @@ class Source:
             for binding in given:
                 binding.uses.append(self._use(node, binding.target, len(given) == len(assignments)))
 
-    def _use(self, root: cst.Name, name: str, certain: bool) -> Use:
+    def _use(self, root: cst.Name, name: str, certain: bool) -> NameUse:
         chain: cst.Name | cst.Attribute = root
         while isinstance(parent := self.parents[chain], cst.Attribute) and parent.value is chain:
             chain, name = parent, f"{name}.{parent.attr.value}"
         call = parent if isinstance(parent, cst.Call) and parent.func is chain else None
         tests = getattr(parent, "test", None) is chain or m.matches(parent, _TESTS)
-        return Use(chain, name, call, self._contexts[chain] is meta.ExpressionContext.LOAD, certain, tests)
+        return NameUse(chain, name, call, self._contexts[chain] is meta.ExpressionContext.LOAD, certain, tests)
 
     def _read_strings(self) -> Iterator[tuple[cst.CSTNode, str, bool]]:
         """Strings that name apex modules, or calls that import these, and whether they are keys of sys.modules."""
@@ -260,7 +264,7 @@ def _new_name(source: Source, binding: Binding) -> str:
     return new if isinstance(binding.statement, cst.Import) or "." in new else ""
 
 
-def _verdict(found: Row, moved: bool) -> tuple[Status, str]:
+def _verdict(found: TableRow, moved: bool) -> tuple[Status, str]:
     if not found.is_served:
         return "manual", found.note
     if not moved:
