@@ -2,11 +2,9 @@
 
     python benchmarks/walk.py                   counts, of every part of a step
     python benchmarks/walk.py step exit         the walks of these parts, in full
-    python benchmarks/walk.py --write           puts the walks of a step into docs/data_flow.md; --check compares
 
 A function counts each time that it is entered, a generator once; comprehensions and lambdas belong to the function
-around them. What is counted is the third time around, when
-everything that is kept from step to step is there.
+around them. The third iteration is counted, when everything that is kept from step to step is there.
 """
 
 from __future__ import annotations
@@ -28,8 +26,6 @@ from ampctx import GradScaler, amp
 from ampctx.optimizers import FusedAdam
 
 PACKAGE = Path(ampctx.__file__).resolve().parent
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "data_flow.md"
-BEGIN, END = "<!-- walk: made by benchmarks/walk.py -->", "<!-- end of walk -->"
 ROUNDS = 3
 # Functions to Python 3.11 and earlier alone, or one expression of the function around it.
 _INLINE = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<lambda>")
@@ -132,19 +128,9 @@ def listing(entries: list[Entry]) -> str:
     return "\n".join(f"{'  ' * e.depth}{e.function}  ({e.file})" for e in entries)
 
 
-def written(page: str, parts: dict[str, list[Entry]]) -> str:
-    """The page with the walks in the place of those that it has."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    walks = [f"\n**{name}**: {counts(parts[name])}\n\n```text\n{listing(parts[name])}\n```\n" for name in parts]
-    return f"{before}{BEGIN}\n{''.join(walks)}{END}{after}"
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", help="forward, entry, exit, step, GradScaler.step; none: counts alone")
-    parser.add_argument("--write", action="store_true", help="write docs/data_flow.md")
-    parser.add_argument("--check", action="store_true", help="exit status 1 where docs/data_flow.md shows other walks")
     args = parser.parse_args(arguments)
     parts = parts_of_a_block() | parts_of_a_scaler()
     if unknown := set(args.parts) - parts.keys():
@@ -153,11 +139,6 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{name}\n{listing(parts[name])}\n")
     for name, entries in parts.items():
         print(f"{name}: {counts(entries)}")
-    page = written(PAGE.read_text(), {name: parts[name] for name in ("entry", "exit", "step")})
-    if args.write:
-        PAGE.write_text(page)
-    if args.check and page != PAGE.read_text():
-        sys.exit(f"{PAGE.name} shows other walks: python benchmarks/walk.py --write")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ampctx import spi
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # Each imports from its own room and from those above it in this list.
@@ -148,6 +150,16 @@ def test_ampctx_apex_uses_the_public_api_and_spi_alone(name):
             assert not private, f"{name}:{node.lineno} imports {private}"
         if isinstance(node, ast.Attribute) and node.attr in OF_THE_CORE - own:
             assert ast.unparse(node.value) in ("self", "cls"), f"{name}:{node.lineno} reads .{node.attr} of the core"
+
+
+def test_spi_offers_what_ampctx_apex_uses_and_no_more():
+    used = set()
+    for node in (node for name in APEX for node in ast.walk(TREES[name])):
+        if isinstance(node, ast.ImportFrom) and node.module == "ampctx.spi":
+            used.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "spi":
+            used.add(node.attr)
+    assert used == set(spi.__all__)
 
 
 def test_kernels_know_nothing_of_torch():
