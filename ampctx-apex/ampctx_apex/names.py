@@ -22,7 +22,7 @@ class Name(NamedTuple):
 
     ``status``: "supported" works as in apex; "adapted" differs as ``note`` says; "refused" raises, and ``note`` names
     the replacement; "missing" is not there, unless an installed apex has it. ``target``: its name in ampctx or torch,
-    where that is the same object. ``at_import``: it raises at the import, not at the call. ``used_by``: by programs.
+    where that is the same object. ``at_import``: it raises at the import, not at the call. ``used_by``: programs.
     """
 
     status: Literal["supported", "adapted", "refused", "missing"]
