@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -23,8 +22,7 @@ class Name(NamedTuple):
 
     ``status``: "supported" works as in apex; "adapted" differs as ``note`` says; "refused" raises, and ``note`` names
     the replacement; "missing" is not there, unless an installed apex has it. ``target``: its name in ampctx or torch,
-    where that is the same object. ``at_import``: a refused name raises when it is imported, not when it is called.
-    ``used_by``: the programs for which it is served.
+    where that is the same object. ``at_import``: it raises at the import, not at the call. ``used_by``: programs.
     """
 
     status: Literal["supported", "adapted", "refused", "missing"]
@@ -46,8 +44,8 @@ def _expanded(names: str) -> Iterator[str]:
 
 def _public(module: str) -> list[str]:
     """``__all__`` of a module in ``modules/``, without its import. A package may go by the names of submodules, too."""
-    path = os.path.join(MODULES, *module.split("."))
-    file = next((Path(f) for f in (f"{path}.py", f"{path}/__init__.py") if os.path.exists(f)), None)
+    path = Path(MODULES, *module.split("."))
+    file = next((f for f in (path.with_suffix(".py"), path / "__init__.py") if f.exists()), None)
     if file is None:
         return _public(module.rpartition(".")[0])
     lists = re.findall(r"^\s*__all__ \+?= \[(.*?)\]", file.read_text(), flags=re.M | re.S)
@@ -56,10 +54,8 @@ def _public(module: str) -> list[str]:
 
 def _served(row: Mapping[str, Any]) -> Iterator[tuple[str, Name]]:
     plain = Name("supported", None, row.get("note", ""), used_by=row["used_by"])
-    pairs = (
-        (owner, *word.partition("=")[::2]) for owner, words in row.get("same", {}).items() for word in words.split()
-    )
-    target = {name: f"{owner}.{other or name}" for owner, name, other in pairs}
+    same = [(owner, word) for owner, words in row.get("same", {}).items() for word in words.split()]
+    target = {word.partition(">")[0]: f"{owner}.{word.rpartition('>')[2]}" for owner, word in same}
     adapted = {name: note for names, note in row.get("adapted", {}).items() for name in names.split()}
     for module in _expanded(row["of"]):
         if "names" not in row:
