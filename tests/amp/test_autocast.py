@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from kit import half_dtypes
 from torch import nn
 
-from ampctx import AmpNotImplementedError
+from ampctx import AmpError, AmpNotImplementedError
 from ampctx.casts.autocast import Autocast
 from ampctx.casts.cpu import missing_on_cpu
 
@@ -97,6 +97,8 @@ def test_undo_leaves_torch_and_the_model_as_they_were():
         changed = torch_state()
         autocast = Autocast([model], BF16)
         undo = autocast.enable()
+        with pytest.raises(AmpError, match="enabled already"):
+            autocast.enable()
         assert autocast.active
         assert torch_state()[:3] == (True, BF16, False)
         assert torch_state()[4] == []

@@ -7,7 +7,7 @@ import torch
 from kit import INF, Probe, backward, parameter, probe, ready, scale_of
 
 from ampctx import GradScaler
-from ampctx._errors import AmpTypeError, AmpValueError
+from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.scaling.loss_scale import LossScale
 
 
@@ -163,3 +163,31 @@ def test_a_scale_that_cannot_scale_is_refused_at_every_door(session, value):
     with pytest.raises(AmpValueError, match=r'\["loss_scaler0"\]: loss_scale is'):
         session.load_state_dict({"loss_scaler0": {"loss_scale": value, "unskipped": 1}})
     assert scale_of(session) == 4096.0
+
+
+# --- LossScale of ampctx.spi ------------------------------------------------------------------------------------------
+
+
+def test_what_it_refuses():
+    dynamic, static = LossScale(2.0, dynamic=True), LossScale(2.0, dynamic=False)
+    for call, kind, message in (
+        (dynamic.inv_scale, AmpError, "before scale_on"),
+        (lambda: dynamic.update(1.0), AmpTypeError, "found_inf must be a tensor"),
+        (lambda: dynamic.update(torch.zeros(2)), AmpValueError, "found_inf has 2 elements"),
+        (lambda: dynamic.set(torch.ones(2)), AmpValueError, "takes a tensor, of one element"),
+        (lambda: static.set(torch.ones(1)), AmpValueError, "takes a tensor, of one element"),
+        (lambda: dynamic.load_state_dict([]), AmpTypeError, "must be a dict, got list"),
+        (lambda: LossScale.from_option("automatic", None, None), AmpValueError, 'loss_scale is "automatic"'),
+        (lambda: LossScale.from_option(None, None, None), AmpTypeError, "loss_scale must be a number"),
+    ):
+        with pytest.raises(kind, match=message):
+            call()
+
+
+def test_its_state_has_what_is_left_of_the_hysteresis():
+    first, second = (LossScale(scale, dynamic=True, hysteresis=2) for scale in (1024.0, 4.0))
+    first.update(torch.tensor(1.0))
+    second.load_state_dict(first.state_dict())
+    assert second.state_dict() == first.state_dict() == {"loss_scale": 1024.0, "unskipped": 0, "hysteresis": 1}
+    second.update(torch.tensor(1.0))
+    assert second.value() == 512.0
