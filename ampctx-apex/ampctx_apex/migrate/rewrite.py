@@ -184,7 +184,7 @@ class Source:
         return NameUse(chain, name, call, self._contexts[chain] is meta.ExpressionContext.LOAD, certain, tests)
 
     def _read_strings(self) -> Iterator[tuple[cst.CSTNode, str, bool]]:
-        """Strings that name apex modules, or calls that import these, and whether they are keys of sys.modules."""
+        """Strings with apex modules, or calls that import one (a computed name is ""). True: a key of sys.modules."""
         for node in self.nodes:
             name = node.evaluated_value if isinstance(node, cst.SimpleString) else None
             if not isinstance(name, str) or not _APEX_NAME.match(name):
@@ -195,7 +195,6 @@ class Source:
             whole = _APEX_NAME.fullmatch(name) is not None
             function = get_full_name_for_node(around.func) if isinstance(around, cst.Call) else None
             if isinstance(around, cst.Call) and (function or "").rpartition(".")[2] in _IMPORTERS:
-                # "" for a name that the program computes.
                 yield around, name if whole and around.args[0].value is node else "", False
             elif whole:
                 code = "" if isinstance(around, cst.BaseStatement) else self.tree.code_for_node(around)
@@ -224,6 +223,9 @@ def plan(path: str, data: bytes) -> tuple[bytes, list[Finding]]:
         own = _verdict(row(binding.imported.removesuffix(".*")), bool(name))
         if not binding.uses or (binding.plain and own[0] == "manual"):
             findings.append(source.finding(binding.alias or binding.statement, binding.imported, own))
+    findings = sorted(dict.fromkeys(findings), key=lambda f: (f.line, f.column))
+    if not moved:
+        return data, findings
     for statement, names in moved.items():
         new |= _new_import(source, statement, names)
     # Advice on installing apex, in comments and in strings that are raised, printed or logged.
@@ -231,8 +233,7 @@ def plan(path: str, data: bytes) -> tuple[bytes, list[Finding]]:
     package = "ampctx" if sum(map(len, moved.values())) == len(source.bindings) else "ampctx-apex"
     for text in [*m.findall(source.tree, m.Comment()), *told]:
         new[text] = text.with_changes(value=_ADVICE.sub(rf"\g<install>{package}", text.value))
-    after = source.tree.visit(_Replace(new)).bytes if moved else data
-    return after, sorted(dict.fromkeys(findings), key=lambda f: (f.line, f.column))
+    return source.tree.visit(_Replace(new)).bytes, findings
 
 
 def _new_name(source: Source, binding: Binding) -> str:
@@ -323,9 +324,8 @@ def _new_import(
     *first, last = modules.pop(main)
     if modules and (statement.lpar is None or "\n" not in code(last)):
         last = last.with_changes(comma=cst.MaybeSentinel.DEFAULT)
-    stays = statement.with_changes(
-        module=cst.parse_expression(main) if main else statement.module, names=[*first, last]
-    )
+    place = cst.parse_expression(main) if main else statement.module
+    stays = statement.with_changes(module=place, names=[*first, last])
     if not modules:
         return {statement: stays}
     line, lines = source.parents[statement], []
