@@ -6,7 +6,8 @@ torch.amp. ``clip_grad_norm_`` clips without a host sync. ``python -m ampctx`` s
 
 from typing import TYPE_CHECKING
 
-from ampctx._version import __version__, why_no_torch
+from ampctx._version import __version__ as __version__
+from ampctx._version import why_no_torch
 
 if TYPE_CHECKING or not (_problem := why_no_torch()):
     from ampctx import amp, distributed, ops, optimizers
@@ -49,7 +50,6 @@ __all__ = [
     "ExtensionError",
     "GradScaler",
     "MultiTensorApply",
-    "__version__",
     "amp",
     "clip_grad_norm_",
     "distributed",

@@ -38,7 +38,7 @@ REPORT = ROOT / "build" / "gpu-check.json"
 OK, RUNNING, FAILED, TIMED_OUT, NOT_STARTED = "ok", "running", "failed", "timed out", "not started"
 # Shares of the time that is left: what one part leaves, later ones have.
 PARTS = {"build": 200, "exercise": 40, "tests": 140, "sanitize": 100, "bench": 60}
-FOLDERS = ("ops", "optimizers", "amp", "integration", "compat", "reliability")
+FOLDERS = ("ops", "optimizers", "amp", "integration", "apex", "reliability")
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 EXERCISE = "tests/ptx/exercise.py"
 GPU_FIELDS = "name driver_version memory.total ecc.mode.current clocks.max.sm clocks.max.memory power.limit"

@@ -25,7 +25,7 @@ ELSEWHERE = {
     "differ between ranks",  # reliability/test_rank_safety.py
     "ampctx: out of memory",  # ops/test_out_of_memory.py
     "No module named 'apex', cannot import name 'amp' from 'apex', No module named 'amp_C'",  # test_apex_errors.py
-    "is not supported by ampctx",  # compat/test_refused.py
+    "is not supported by ampctx",  # apex/test_refused.py
     "ampctx-apex does not hide another apex",  # test_ampctx_apex.py
 }
 X = torch.ones(8, 4)
