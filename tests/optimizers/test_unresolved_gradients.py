@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from optimizer_cases import OPTIMIZERS, assert_same
+from kit import assert_same
+from optimizer_cases import BY_NAME
 from torch import nn
 
 import ampctx
@@ -13,7 +14,7 @@ from ampctx.amp import AmpSession, GradScaler
 from ampctx.optimizers import LARC, FusedAdam, FusedSGD, SplitMasters
 
 STEPPED_BY = {
-    **OPTIMIZERS,
+    **BY_NAME,
     "offload": lambda params: FusedAdam(params, offload="cpu"),
     "split-masters": lambda params: SplitMasters(torch.optim.AdamW, params),
     "larc": lambda params: LARC(FusedSGD(params, lr=0.1)),
