@@ -88,14 +88,13 @@ wheel: $(VENV)/wheel.done
 test-wheel: wheel $(VENV)/test.done
 	$(PY) .ci/wheel.py dist
 
-# Records all figures of docs/performance.md, docs/benchmarks.md and benchmarks/GOALS.md: a quarter of an hour on two idle
-# cores. One thread: with more, torch cuts each small tensor into shares for all threads, and slows down.
+# Records the figures of benchmarks/results/figures.csv: a quarter of an hour on two idle cores. One thread: with more,
+# torch cuts each small tensor into shares for all threads, and slows down.
 bench: $(VENV)/examples.done $(VENV)/peers.done
 	OMP_NUM_THREADS=1 PYTHONPATH=$(abspath $(VENV)/peers) $(PY) benchmarks/suite.py $(ARGS)
-	$(PY) benchmarks/plot.py --gains docs/_static/gains.png
-	$(PY) benchmarks/report.py
+	$(PY) benchmarks/report.py --picture docs/_static/gains.png
 
-# Writes docs/machine_code.md: what nvcc makes of the kernels. ARGS=--check fails on a broken rule or a stale page.
+# Checks what nvcc has made of the kernels: no spills, no stack, 128-bit accesses.
 machine-code: $(CUDA_TOOLS)
 	$(PY) benchmarks/machine_code.py $(ARGS)
 
@@ -109,7 +108,8 @@ abi-check: wheel $(VENV)/test.done
 	  OMP_NUM_THREADS=1 AMPCTX_REQUIRE_EXTENSION=1 PYTHONPATH=. .abi/$$version/bin/python -m pytest -n $(WORKERS) --dist loadfile --full tests/ops tests/amp tests/optimizers $(ARGS) || exit 1; \
 	done
 
-# For a machine with a GPU, the CUDA toolkit and a python that has torch and pytest; installs nothing. Nine minutes.
+# For a machine with a GPU, the CUDA toolkit and a python that has torch and pytest; installs nothing. Nine minutes;
+# ARGS=--only=tests for one part.
 gpu-check:
 	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
 

@@ -6,9 +6,7 @@ torch.amp. ``clip_grad_norm_`` clips without a host sync. ``python -m ampctx`` s
 
 from typing import TYPE_CHECKING
 
-from ampctx._torch_version import why_no_torch
-
-__version__ = "0.1.0"
+from ampctx._version import __version__, why_no_torch
 
 if TYPE_CHECKING or not (_problem := why_no_torch()):
     from ampctx import amp, distributed, ops, optimizers
@@ -51,6 +49,7 @@ __all__ = [
     "ExtensionError",
     "GradScaler",
     "MultiTensorApply",
+    "__version__",
     "amp",
     "clip_grad_norm_",
     "distributed",

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ampctx import __version__
-from ampctx._torch_version import why_no_torch
+from ampctx._version import why_no_torch
 
 
 def info() -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""The private core names that compat uses. No other file of compat imports private names.
+"""What ampctx-apex may use of the core beyond its public API.
 
 When the core changes, only this file follows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,27 +17,18 @@ from ampctx.amp.opt_level import BRIEFS, resolve
 from ampctx.casts.arguments import LOW_PRECISION, Undo, map_leaves
 from ampctx.casts.autocast import Autocast
 from ampctx.casts.casting import cast_model, set_dtype
-from ampctx.casts.functions import call_cast
 from ampctx.foreach import Factor, FoundInf
 from ampctx.kernels.calling_form import Call, Number, TensorLists, foreach_factor, found_in, norms
-from ampctx.kernels.grouping import buckets
 from ampctx.kernels.reference import compute_dtype
 from ampctx.masters.clip import strided_grad
 from ampctx.masters.params import MasterParams
-from ampctx.masters.state_dicts import masters_of
 from ampctx.optimizers._base import FusedOptimizer
-from ampctx.optimizers._checkpoint import SIZED
 from ampctx.optimizers._options import Group
 from ampctx.optimizers._options import check_number as check_option
 from ampctx.optimizers._work import Scaling, Work
-from ampctx.optimizers._work import call as _call_op
+from ampctx.optimizers.layerwise import Layers, adapt, multiply, run_op, trust
 from ampctx.scaling.formats import (
     fp16_optimizer_entry,
-    is_amp_state,
-    is_grad_scaler_state,
-    plain,
-    read_amp_entries,
-    read_grad_scaler_state,
     to_amp_state,
     to_grad_scaler_state,
 )
@@ -173,35 +164,15 @@ def conclude(binding: OptimizerBinding, scale: LossScale, found_inf: Tensor) -> 
     session._blocks.conclude([binding], scale, loss_id, found_inf, delay=True)
 
 
-# --- op calls: amp_C --------------------------------------------------------------------------------------------------
-
-
-def run_op(
-    op: str,
-    lists: Mapping[str, Sequence[Tensor]],
-    one_element: Mapping[str, Sequence[Tensor]],
-    empty: Sequence[str],
-    numbers: Mapping[str, Any],
-) -> None:
-    """``ampctx.optimizer_ops``'s ``op``, once for each combination of dtypes and layouts in ``lists``.
-
-    Lists are keyed by the op's arguments: of parameter size, of one-element tensors, and ``empty`` ones.
-    """
-    kind = ("copy" if "extras" in lists else "nearest", False, False)
-    for device, fused, rows in buckets(*lists.values(), along=list(one_element.values())):
-        named: dict[str, Any] = {**{name: [] for name in empty}, **dict(zip([*lists, *one_element], rows, strict=True))}
-        _call_op(op, Work({}, kind, device, fused, [], named, {}), {**numbers, "seed": 0})
-
-
 __all__ = [
     "BRIEFS",
     "DYNAMIC",
     "LOW_PRECISION",
-    "SIZED",
     "Autocast",
     "Call",
     "FusedOptimizer",
     "Group",
+    "Layers",
     "LossScale",
     "MasterParams",
     "Number",
@@ -211,7 +182,7 @@ __all__ = [
     "Undo",
     "Work",
     "active_casts",
-    "call_cast",
+    "adapt",
     "cast_model",
     "check_bounds",
     "check_count",
@@ -228,17 +199,12 @@ __all__ = [
     "found_in",
     "fp16_optimizer_entry",
     "in_block",
-    "is_amp_state",
     "is_deferred",
-    "is_grad_scaler_state",
     "map_leaves",
     "masters_in",
-    "masters_of",
+    "multiply",
     "norms",
     "open_window",
-    "plain",
-    "read_amp_entries",
-    "read_grad_scaler_state",
     "refresh",
     "resolve",
     "run_op",
@@ -250,6 +216,7 @@ __all__ = [
     "take_deferred",
     "to_amp_state",
     "to_grad_scaler_state",
+    "trust",
     "unwatch_optimizers",
     "view_of",
     "watch_optimizers",

@@ -1,178 +1,249 @@
-"""What `make gpu-check` runs on a machine with a GPU: build, kernels, tests, compute-sanitizer, graph, ranks and
-benchmarks.
+"""What `make gpu-check` runs on a machine with a GPU and the CUDA toolkit. It installs nothing.
 
-    python benchmarks/gpu_check.py [--budget SECONDS] [--only STEP,...] [--resume] [--out DIR]
-    python benchmarks/gpu_check.py exercise [--device cuda|cpu] [--tensors N,...]
-    python benchmarks/gpu_check.py replay [--device cuda|cpu] [--iterations 1000]
-    python benchmarks/gpu_check.py ranks [--device cuda|cpu]
+    python benchmarks/gpu_check.py [--only PART,...] [--budget SECONDS] [--out FILE.json]
 
-DIR/gpu-check.json is the report, written anew after each part, and DIR/gpu-check.log the output of all commands. Exit
-codes: 0 all is well; 1 something failed, was out of time or was not reached, and the last line names it; 2 a bad
-argument; 3 torch finds no GPU. Installs nothing: the python that runs it must have torch with CUDA, pytest and
-setuptools.
+    build      builds the extension for this GPU; nothing goes on without it
+    exercise   every kernel, with tables of every size, checked
+    tests      the tests marked cuda, by folder; after a crash the rest goes on in a new process
+    sanitize   the exercise under the tools of compute-sanitizer
+    bench      the commands of `make bench`, tails first
+
+The report, build/gpu-check.json, is written before and after each part, so that it keeps what was done, whatever ends
+the run; build/gpu-check.log has all output. With the same commit, torch and GPU a later run adds its parts to the
+report: run what is left with --only.
+Without --out, a copy goes to benchmarks/results. Exit codes: 0 all parts of the report are "ok"; 1 one is not, and the
+last line names it; 2 a bad argument; 3 torch finds no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import platform
 import re
 import shutil
+import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gpu_facts
-from check_runner import OK, ROOT, Check, Interrupted, Part, ended_by_signals, taken, write_atomically
-from gpu_steps import SCRIPT, GpuCheck
-
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # a checkout need not be installed
-STEPS = ("build", "exercise", "tests", "sanitize", "graph", "ranks", "bench")
-FACTS_SECONDS = 90.0
-ALL_WELL, NOT_WELL, NO_GPU = 0, 1, 3
+REPORT = ROOT / "build" / "gpu-check.json"
+OK, RUNNING, FAILED, TIMED_OUT, NOT_STARTED = "ok", "running", "failed", "timed out", "not started"
+# Shares of the time that is left: what one part leaves, later ones have.
+PARTS = {"build": 200, "exercise": 40, "tests": 140, "sanitize": 100, "bench": 60}
+FOLDERS = ("ops", "optimizers", "amp", "integration", "compat", "reliability")
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+EXERCISE = "tests/ptx/exercise.py"
+GPU_FIELDS = "name driver_version memory.total ecc.mode.current clocks.max.sm clocks.max.memory power.limit"
+# After one of these, every CUDA call of the process fails.
+LOST = ("CUDA error", "illegal memory access", "unspecified launch failure")
+RESULT = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", re.M)
 
 
-def some_steps(text: str) -> tuple[str, ...]:
-    found = tuple(text.split(","))
-    for name in found:
-        if name not in STEPS:
-            raise argparse.ArgumentTypeError(f"{name!r} is no step; the steps are {', '.join(STEPS)}")
-    return found
-
-
-def seconds(text: str) -> float:
-    found = float(text)
-    if not 0 < found < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} seconds are not above 0")
-    return found
-
-
-def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python benchmarks/gpu_check.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--budget", type=seconds, default=540.0, metavar="SECONDS", help="of all together; default 540")
-    parser.add_argument("--only", type=some_steps, metavar="STEP,...", help=f"some of {', '.join(STEPS)}")
-    parser.add_argument(
-        "--resume", action="store_true", help="leave out what has succeeded with these sources, this torch and GPU"
-    )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where report and log go; default build/gpu-check")
-    args = parser.parse_args(arguments)
-    if args.out and args.out.exists() and not args.out.is_dir():
-        parser.error(f"--out: {args.out} is no directory")
-    return args
-
-
-def facts_of(check: Check) -> dict[str, Any] | None:
-    def run(limit: float) -> dict[str, Any]:
-        file = check.child_file("facts.json")
-        done = check.run_child([sys.executable, SCRIPT, "facts", str(file)], limit)
-        return {**done, "found": taken(file)}
-
-    check.run_part(Part("facts", run), min(FACTS_SECONDS, check.left))
-    return check.parts["facts"].pop("found", None)
-
-
-def earlier(report: Path) -> dict[str, Any] | None:
-    """A report to go on from, with the facts that say whether that can be."""
+def output_of(*command: str) -> str | None:
+    """None where the tool is missing, hangs or fails."""
     try:
-        found = json.loads(report.read_text())
-    except (OSError, ValueError) as error:
-        print(f"--resume: {report} cannot be read ({type(error).__name__}); all runs anew", flush=True)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
         return None
-    return found if found.get("facts") else None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
-def kept(before: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
-    """The parts of an earlier report; those that are ok need not run again. The build does: it sees what is there."""
-    if any(before["facts"].get(name) != facts[name] for name in gpu_facts.IDENTITY):
-        return {}
-    parts = ((name, part) for name, part in before["parts"].items() if name not in ("facts", "build"))
-    return {name: {**part, "kept": True} if part["status"] == OK else part for name, part in parts}
+def cuda_tool(name: str) -> str:
+    """Where a program of the CUDA toolkit is; its bare name if it is nowhere."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    return next(filter(None, map(shutil.which, [f"{home}/bin/{name}", name, f"/usr/local/cuda/bin/{name}"])), name)
 
 
-def resume(check: Check, before: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Takes over what counts of an earlier report. One of which nothing does stays in a file of its own."""
-    check.parts = {"facts": check.parts["facts"], **kept(before, facts)}
-    if len(check.parts) == 1 < len(before["parts"]):
-        file = check.report.with_suffix(".before.json")
-        write_atomically(file, json.dumps(before, indent=1) + "\n")
-        print(f"--resume: {file.name} is of other sources, another torch or another GPU; all runs anew", flush=True)
+def facts() -> dict[str, Any]:
+    import torch
+
+    fields, changing = GPU_FIELDS.split(), ("ampctx", "csrc", "tests", "benchmarks/*.py", "setup.py")
+    values = output_of("nvidia-smi", "-i", "0", f"--query-gpu={','.join(fields)}", "--format=csv,noheader") or ""
+    versions = {tool: output_of(cuda_tool(tool), "--version") for tool in ("nvcc", "compute-sanitizer")}
+    found = {
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "commit": output_of("git", "rev-parse", "HEAD"),
+        "changed": output_of("git", "status", "--porcelain", "--", *changing),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "nvidia_smi": dict(zip(fields, values.split(", "), strict=False)),
+        **{tool: text and text.splitlines()[-1] for tool, text in versions.items()},
+        "gpu": None,
+    }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        found |= {"gpu": properties.name, "capability": f"{properties.major}{properties.minor}"}
+        found["multiprocessors"] = properties.multi_processor_count
+    return found
 
 
-def run(check: Check, resumed: dict[str, Any] | None, only: tuple[str, ...] | None) -> int:
-    """The exit code."""
-    if resumed:  # what ends this run before it has the facts must not take the report away
-        check.parts |= resumed["parts"]
-        check.about["facts"] = resumed["facts"]
-    facts = facts_of(check)
-    if facts is None:
-        return NOT_WELL
-    if resumed:
-        resume(check, resumed, facts)
-    check.about["facts"] = facts
-    check.write()
-    if facts["gpu"] is None:
-        check.about["reason"] = f"nothing has run: {facts['why_no_gpu']}. Run it with a torch that sees the GPU"
-        return NO_GPU
-    steps = GpuCheck(check, facts).steps()
-    check.run_steps([step for step in steps if only is None or step.name in only])
-    return ALL_WELL if all(part["status"] == OK for part in check.parts.values()) else NOT_WELL
+class Check:
+    """``report`` is the JSON, ``parts`` its parts by name, such as "tests-ops"."""
 
+    def __init__(self, file: Path, facts: dict[str, Any], budget: float, command: str) -> None:
+        self.file, self.end, self.share = file, time.monotonic() + budget, budget
+        self.report: dict[str, Any] = {"command": command, "facts": facts, "parts": {}}
+        before = json.loads(file.read_text()) if file.exists() else {"facts": {}}
+        if all(before["facts"].get(key, "") == facts[key] for key in ("commit", "changed", "torch", "gpu")):
+            self.report["parts"] = before["parts"]
+        self.parts: dict[str, dict[str, Any]] = self.report["parts"]
 
-def finish(check: Check, code: int, publish: bool) -> None:
-    """Writes the last report and says in one line what it holds."""
-    shutil.rmtree(check.children, ignore_errors=True)
-    check.about["exit_code"] = code
-    check.write()
-    gpu = (check.about.get("facts") or {}).get("gpu")
-    if publish and gpu:
-        name = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-        results = ROOT / "benchmarks" / "results" / f"gpu-check-{name}.json"
-        write_atomically(results, check.report.read_text())
-        print(f"wrote {results.relative_to(ROOT)}")
-    print(f"wrote {check.report}, {check.log}")
-    if code == ALL_WELL:
-        print("gpu-check: all is well")
-    elif "reason" in check.about:
-        print(f"gpu-check: {check.about['reason']}")
-    else:
-        wrong = [f"{name} ({part['status']})" for name, part in check.parts.items() if part["status"] != OK]
-        print(f"gpu-check: {', '.join(wrong)}; --resume goes on with these")
+    def write(self) -> None:
+        new = self.file.with_suffix(".new")
+        new.write_text(json.dumps(self.report, indent=1) + "\n")
+        new.replace(self.file)
 
-
-def main(arguments: list[str]) -> int:
-    started = time.monotonic()
-    if arguments[:1] == ["exercise"]:
-        import gpu_exercise
-
-        return gpu_exercise.main(arguments[1:], started)
-    if arguments[:1] == ["replay"]:
-        import graph_replay
-
-        return graph_replay.main(arguments[1:])
-    if arguments[:1] == ["ranks"]:
-        import gpu_ranks
-
-        return gpu_ranks.main(arguments[1:])
-    if arguments[:1] in (["facts"], ["extension"]):
-        return gpu_facts.main(arguments[0], arguments[-1])
-    args = parse(arguments)
-    # Children run in the checkout, wherever this was started.
-    out = (args.out or ROOT / "build" / "gpu-check").resolve()
-    check = Check(out, args.budget, " ".join(["python", SCRIPT, *arguments]))
-    resumed = earlier(check.report) if args.resume else None
-    if not args.resume:
-        check.log.unlink(missing_ok=True)
-    with ended_by_signals():
+    def part(self, name: str, limit: float, run: Callable[[float], dict[str, Any]]) -> bool:
+        """Runs a part for as many seconds at the most, within the budget; what it raises is a failure of its own."""
+        limit = min(limit, self.end - time.monotonic())
+        self.parts[name] = {"status": RUNNING}
+        self.write()
+        start, found = time.monotonic(), {"status": NOT_STARTED, "reason": "no time is left"}
         try:
-            code = run(check, resumed, args.only)
-        except Interrupted as signalled:
-            check.about["reason"], code = str(signalled), NOT_WELL
-        finish(check, code, args.out is None)
-    return code
+            found = run(limit) if limit >= 1 else found
+        except Exception as error:
+            found = {"status": FAILED, "reason": f"{type(error).__name__}: {error}"}
+        self.parts[name] = {**found, "seconds": round(time.monotonic() - start, 1)}
+        self.write()
+        shown = {key: value for key, value in found.items() if key not in ("last_lines", "figures", "command")}
+        lines = found.get("last_lines", []) if found["status"] != OK else []
+        print(f"{name}: {shown}", *lines, sep="\n    ", flush=True)
+        return found["status"] == OK
+
+    def child(self, limit: float, *command: str, **env: str) -> tuple[dict[str, Any], str]:
+        """How a command in the checkout ended, and what it printed. Nothing that it started is left running."""
+        log, mine = self.file.with_suffix(".log"), {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        env = {**os.environ, **mine, "AMPCTX_REQUIRE_EXTENSION": "cuda", **env}
+        with log.open("ab") as out:
+            start = out.tell()
+            child = subprocess.Popen(
+                command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            )
+            try:
+                code = child.wait(max(1.0, limit))
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        text = log.read_bytes()[start:].decode(errors="replace")
+        status = TIMED_OUT if code is None else FAILED if code else OK
+        lines = [line[-300:].replace(str(ROOT), ".") for line in text.strip().splitlines()[-12:]]
+        shown = " ".join(command).replace(sys.executable, "python").replace(str(ROOT), ".")
+        return {"status": status, "command": shown, "exit_code": code, "last_lines": lines}, text
+
+    # --- the parts ----------------------------------------------------------------------------------------------------
+
+    def build(self) -> None:
+        archs = {"AMPCTX_CUDA": "1", "AMPCTX_CUDA_ARCHS": self.report["facts"]["capability"]}
+        command = (sys.executable, "setup.py", "--quiet", "build_ext", "--inplace")  # compiles what has changed
+        self.part("build", self.share, lambda limit: self.child(limit, *command, **archs)[0])
+
+    def exercise(self) -> None:
+        self.part("exercise", self.share, lambda limit: self.child(limit, sys.executable, EXERCISE)[0])
+
+    def tests(self) -> None:
+        end = time.monotonic() + self.share
+        for name in FOLDERS:
+            self.part(
+                f"tests-{name}", end - time.monotonic(), lambda limit, name=name: self.pytest(f"tests/{name}", limit)
+            )
+
+    def pytest(self, folder: str, limit: float) -> dict[str, Any]:
+        """Counts from the lines of `pytest -v`, so that a run that is ended still counts. A process that crashes or
+        loses its CUDA context costs the test it was in: the others run in a new one."""
+        end, results = time.monotonic() + limit, dict[str, str]()
+        without = self.file.with_suffix(".args")
+        while True:
+            without.write_text("\n".join(["-v", folder, *(f"--deselect={name}" for name in results)]))
+            command = ("-m", "pytest", "-m", "cuda", "--tb=short", "-p", "no:cacheprovider", "--maxfail=20")
+            done, text = self.child(end - time.monotonic(), sys.executable, *command, f"@{without}")
+            new = {name: result.lower() for name, result in RESULT.findall(text)}
+            first_bad = next((i for i, result in enumerate(new.values()) if result in ("failed", "error")), len(new))
+            if any(words in text for words in LOST):  # what came after it has to run again
+                new = dict(list(new.items())[: first_bad + 1])
+            elif done["exit_code"] not in (0, 1, 2, 5):
+                running = [name for name in re.findall(r"^(tests/\S+::\S+)", text, re.M)[-1:] if name not in new]
+                new |= dict.fromkeys(running, "timed out" if done["exit_code"] is None else "crashed")
+            results |= new
+            if done["exit_code"] in (0, 5, None) or not new:
+                break
+        without.unlink()
+        counts = {result: list(results.values()).count(result) for result in sorted(set(results.values()))}
+        bad = [name for name, result in results.items() if result not in ("passed", "skipped", "xfail")]
+        if done["exit_code"] in (0, 5):  # 5: nothing was left
+            done["status"] = FAILED if bad or not results else OK
+        return {**done, "command": f"python {' '.join(command)} {folder}", "counts": counts, "failing": bad}
+
+    def sanitize(self) -> None:
+        end = time.monotonic() + self.share
+        for i, tool in enumerate(TOOLS):
+            words = [cuda_tool("compute-sanitizer"), "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
+            if tool != "initcheck":  # which has to see who writes the memory that the kernels read
+                words += ["--kernel-name", "kns=ampctx"]
+            # Without the caching allocator, which would hide accesses beyond a tensor within its blocks.
+            env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {}
+            words += [sys.executable, EXERCISE, "--tensors", "7,300,2500" if tool == "memcheck" else "300,2500"]
+            limit = (end - time.monotonic()) / (len(TOOLS) - i)
+            self.part(f"sanitize-{tool}", limit, lambda left, words=words, env=env: self.child(left, *words, **env)[0])
+
+    def bench(self) -> None:
+        import measuring
+        import suite
+
+        figures = self.file.with_suffix(".csv")
+
+        def run(entry: suite.Entry, limit: float) -> dict[str, Any]:
+            figures.unlink(missing_ok=True)
+            done, _ = self.child(limit, sys.executable, *entry.command(figures, 11))
+            return {**done, "figures": measuring.read(figures) if done["status"] == OK else {}}
+
+        end = time.monotonic() + self.share
+        for entry in sorted(suite.entries("cuda"), key=lambda entry: entry.script != "tail"):
+            self.part(f"bench-{entry.name}", end - time.monotonic(), lambda left, entry=entry: run(entry, left))
+        figures.unlink(missing_ok=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(PARTS), metavar="PART,...", help="some of the parts above")
+    parser.add_argument("--budget", type=float, default=540.0, metavar="SECONDS", help="of all together; default 540")
+    parser.add_argument("--out", type=Path, default=REPORT, metavar="FILE.json")
+    args = parser.parse_args(arguments)
+    if unknown := set(args.only.split(",")) - PARTS.keys():
+        parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(PARTS)}")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    command = f"python benchmarks/gpu_check.py --only {args.only} --budget {args.budget:g}"
+    check = Check(args.out.resolve(), facts(), args.budget, command)
+    check.write()
+    check.file.with_suffix(".log").unlink(missing_ok=True)
+    if (found := check.report["facts"])["gpu"] is None:
+        print(f"gpu-check: nothing has run: torch {found['torch']} finds no CUDA device")
+        return 3
+    names = args.only.split(",")
+    for i, name in enumerate(names):
+        check.share = (check.end - time.monotonic()) * PARTS[name] / sum(PARTS[later] for later in names[i:])
+        if check.parts.get("build", {"status": OK})["status"] == OK or name == "build":
+            getattr(check, name)()
+    if args.out == REPORT:
+        name = re.sub(r"[^a-z0-9]+", "-", found["gpu"].lower()).strip("-")
+        shutil.copy(REPORT, ROOT / "benchmarks" / "results" / f"gpu-check-{name}.json")
+    bad = [f"{name} ({part['status']})" for name, part in check.parts.items() if part["status"] != OK]
+    print(f"wrote {args.out}\ngpu-check: {', '.join(bad) or 'all is well'}")
+    return min(len(bad), 1)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # which ends the child, too
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """Whole iterations of a real model, forward to cleared gradients: time and peak memory at each opt level.
 
-    python benchmarks/loop.py --model gpt-small --opt-level O0,O1,O2,O5,O5-split --json loop.json
+    python benchmarks/loop.py --model gpt-small --opt-level O0,O1,O2,O5,O5-split --csv loop.csv
 
 Beside fp32, and torch's autocast with the dtype of the level, in fp16 with ``torch.amp.GradScaler``. O5 has fp32
 masters beside the model's bf16 weights; O5-split, ``initialize(master_weights="split")``, keeps the 16 bits they lack;
@@ -9,7 +9,7 @@ All sides start from the same weights and see the same batch, and their losses m
 
 Memory is that of tensors: model, optimizer, activations, gradients, temporaries, over the first iterations, in a pass
 of its own. On a GPU it is what torch's allocator reports, on the CPU the running sum of the allocations and frees that
-torch's profiler records. ``peak_MB`` is the highest during an iteration, ``held_MB`` what stays between two.
+torch's profiler records. "peak memory" is the highest during an iteration, "held memory" what stays between two.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measuring import Bandwidth, Clock, add_against, add_several, case, interleave, options, parse, report
+from measuring import Bandwidth, Clock, Figures, add_against, add_several, interleave, options, parse, report
 from networks import NETWORKS
 from peers import OPTIMIZERS, STATE_DTYPES, TAKE_STATE_DTYPE, Make, ours
 from tail import MAX_NORM, peers_of
@@ -36,6 +36,7 @@ from torch.profiler import ProfilerActivity, profile
 from ampctx import clip_grad_norm_
 from ampctx.amp import AmpSession
 
+NAMED = ("device", "model")
 # The dtype of torch's autocast that stands against each level.
 LEVELS = {
     "O0": None,
@@ -179,7 +180,7 @@ def memory(make: Callable[[], Side], device: torch.device) -> dict[str, float]:
             peak = max(peak, held)
     sides.pop().stop(for_good=True)
     gc.collect()
-    return {"peak_MB": round(peak / 1e6, 3), "held_MB": round(held / 1e6, 3)}
+    return {"peak memory": peak / 1e6, "held memory": held / 1e6}
 
 
 # --- the comparison ---------------------------------------------------------------------------------------------------
@@ -189,18 +190,17 @@ def dtype_name(dtype: torch.dtype | None) -> str:
     return {None: "fp32", torch.float16: "autocast fp16", torch.bfloat16: "autocast bf16"}[dtype]
 
 
-def measure(work: Workload, args: argparse.Namespace, peers: dict[str, tuple[Make, str]]) -> dict[str, Any]:
+def measure(work: Workload, args: argparse.Namespace, peers: dict[str, Make]) -> Figures:
+    """Cases: "ampctx" with a side for each level, "torch" with one for each other loop, and each level with its ratios
+    to torch's loops in its dtype and in fp32."""
     makes: dict[str, Callable[[], Side]] = {
         level: lambda level=level: AmpctxLoop(work, level, args.optimizer, args.clip) for level in args.opt_level
     }
-    what = {level: f"{args.optimizer} at {level}" for level in args.opt_level}
-    dtypes = dict.fromkeys([None, *(LEVELS[level] for level in args.opt_level)])
-    for against, (make, optimizer) in peers.items():
-        for dtype in dtypes:
-            who = f"{dtype_name(dtype)}, {against}"
-            makes[who] = lambda dtype=dtype, make=make: TorchLoop(work, dtype, make, args.clip)
-            scaler = " with GradScaler" if dtype == torch.float16 else ""
-            what[who] = f"{optimizer}, {dtype_name(dtype)}{scaler}"
+    for against, make in peers.items():
+        for dtype in dict.fromkeys([None, *(LEVELS[level] for level in args.opt_level)]):
+            makes[f"{dtype_name(dtype)} with {against}"] = lambda dtype=dtype, make=make: TorchLoop(
+                work, dtype, make, args.clip
+            )
     megabytes = {who: memory(make, work.device) for who, make in makes.items()}
 
     clock = Clock(work.device)
@@ -217,7 +217,7 @@ def measure(work: Workload, args: argparse.Namespace, peers: dict[str, tuple[Mak
             end = clock.mark()
             losses[who].append(loss.item())
             sides[who].stop()
-            return {"ms": clock.between(start, end)}
+            return {"time": clock.between(start, end)}
 
         return iterate
 
@@ -225,46 +225,47 @@ def measure(work: Workload, args: argparse.Namespace, peers: dict[str, tuple[Mak
     samples = interleave({**{who: of(who) for who in sides}, "bandwidth": bandwidth.measure}, args.rounds)
     for side in sides.values():
         side.stop(for_good=True)
-    params = list(work.model().parameters())
-    cases = {}
+    first = next(iter(peers))
+    found: Figures = {"model/all/elements": [sum(p.numel() for p in work.model().parameters())]}
+    for who in sides:
+        case = "ampctx" if who in LEVELS else "torch"
+        found[f"{case}/{who}/time"] = samples[who]["time"]
+        found |= {f"{case}/{who}/{quantity}": [of] for quantity, of in megabytes[who].items()}
     for level in args.opt_level:
-        against = [f"{dtype_name(d)}, {p}" for p in peers for d in dict.fromkeys([LEVELS[level], None])]
-        cases[level] = case(
-            {"ampctx": samples[level], **{who: samples[who] for who in (*against, "bandwidth")}},
-            {"ampctx": what[level], **what},
-            tensors=len(params),
-            elements=sum(p.numel() for p in params),
-            check=check_losses(losses[level], losses[f"fp32, {next(iter(peers))}"], LEVELS[level]),
-        )
-        for who, side in cases[level]["sides"].items():
-            side.update(megabytes[level if who == "ampctx" else who])
-    return cases
+        check_losses(losses[level], losses[f"fp32 with {first}"], LEVELS[level])
+        for who in dict.fromkeys([*(f"{dtype_name(LEVELS[level])} with {p}" for p in peers), f"fp32 with {first}"]):
+            pairs = zip(samples[who]["time"], samples[level]["time"], strict=True)
+            found[f"{level}/{who}/ratio"] = [theirs / ours for theirs, ours in pairs]
+    return found | {f"memory/{passed}/bandwidth": of for passed, of in samples["bandwidth"].items()}
 
 
-def check_losses(found: list[float], fp32: list[float], dtype: torch.dtype | None) -> dict[str, Any]:
+def check_losses(found: list[float], fp32: list[float], dtype: torch.dtype | None) -> None:
     """AssertionError where a loss leaves fp32's by more than the tolerance, or training gained nothing."""
     largest = max(abs(a - b) for a, b in zip(found, fp32, strict=True)) / fp32[0]
     assert largest <= LOSS_TOLERANCE[dtype], f"losses {found} leave those of fp32, {fp32}"
     assert found[-1] < found[0], f"the losses {found} do not go down"
-    return {"iterations": len(found), "largest_loss_difference": largest, "tolerance": LOSS_TOLERANCE[dtype]}
+
+
+def parser() -> argparse.ArgumentParser:
+    found = options(__file__, __doc__)
+    found.add_argument("--model", default="gpt-small", choices=list(NETWORKS))
+    add_several(found, "--opt-level", tuple(LEVELS), tuple(LEVELS))
+    found.add_argument("--optimizer", default="FusedAdam", choices=[n for n in OPTIMIZERS if n != "torch-Adam"])
+    found.add_argument("--clip", action="store_true", help=f"clip the norm of the gradients to {MAX_NORM:g}")
+    add_against(found)
+    return found
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = options(__file__, __doc__)
-    parser.add_argument("--model", default="gpt-small", choices=list(NETWORKS))
-    add_several(parser, "--opt-level", tuple(LEVELS), tuple(LEVELS))
-    parser.add_argument("--optimizer", default="FusedAdam", choices=[n for n in OPTIMIZERS if n != "torch-Adam"])
-    parser.add_argument("--clip", action="store_true", help=f"clip the norm of the gradients to {MAX_NORM:g}")
-    add_against(parser)
-    args = parse(parser, arguments)
+    args = parse(options := parser(), arguments)
     split = [level for level in args.opt_level if level.startswith("O5-split")]
     if split and args.optimizer in ("LARC", "FusedMixedPrecisionLamb"):
-        parser.error(f"--opt-level: {split[0]} is not for {args.optimizer}, which takes no master_weights")
+        options.error(f"--opt-level: {split[0]} is not for {args.optimizer}, which takes no master_weights")
     small = [level for level in split if level != "O5-split"]
     if small and args.optimizer not in TAKE_STATE_DTYPE:
-        parser.error(f"--opt-level: {small[0]} is not for {args.optimizer}, which takes no state_dtype")
+        options.error(f"--opt-level: {small[0]} is not for {args.optimizer}, which takes no state_dtype")
     work = Workload(args.model, torch.device(args.device))
-    report(parser, args, measure(work, args, peers_of(parser, args.optimizer, args)))
+    report(options, args, measure(work, args, peers_of(options, args.optimizer, args)), *NAMED)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
-"""What every benchmark here shares: options, clock, memory bandwidth, interleaved rounds, quartiles, report and table.
+"""What every benchmark here shares: options, clock, memory bandwidth, interleaved rounds, and the CSV of figures.
 
-A report is one JSON: command, machine, versions, commit, and ``cases``. A case is one thing that several sides did, in
-the same rounds: ``{"floor": ..., "sides": {"ampctx": {"ms": spread}, "torch-fused": {"ms": spread, "over_ampctx":
-spread}}}``, where a spread has the samples, their median and quartiles, and ``over_ampctx`` is the side's time by that
-of ampctx in the same round: above 1, ampctx is faster.
+A figure is "report/case/side/quantity", such as "tail-cpu-resnet50-O2-FusedAdam/tail/torch-fused/ratio", with samples
+of all rounds. The CSV holds their medians. "ratio" is the side's time by that of ampctx in the same round: above 1,
+ampctx is faster.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import csv
 import os
 import platform
 import random
@@ -17,29 +16,26 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-import ampctx
-
 ROOT = Path(__file__).resolve().parents[1]
-# What `make bench` writes.
-WRITTEN = (
-    "benchmarks/results",
-    "benchmarks/GOALS.md",
-    "docs/benchmarks.md",
-    "docs/performance.md",
-    "docs/_static/gains.png",
-)
+FIGURES = ROOT / "benchmarks" / "results" / "figures.csv"
+WRITTEN = ("benchmarks/results", "docs/_static/gains.png")  # by `make bench`
 WARMUP_ROUNDS = 3
-# Figures of a side that some scripts add.
-EXTRAS = ("us_per_tensor", "us_per_further_tensor", "peak_MB", "held_MB")
 AGAINST = ("torch-fused", "torch-default", "apex", "te", "optimi", "bitsandbytes", "bitsandbytes-8bit", "torchao-8bit")
+UNITS = {
+    **dict.fromkeys(("time", "enter", "exit", "clip", "step", "zero_grad"), "ms"),
+    "per further tensor": "us",
+    **dict.fromkeys(("peak memory", "held memory"), "MB"),
+    "bandwidth": "GB/s",
+}  # of quantities; others have none
 
 Samples = dict[str, dict[str, list[float]]]
+Figures = dict[str, list[float]]
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
@@ -69,7 +65,7 @@ def options(script: str, doc: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--rounds", type=int, default=11, help="at least 2; default 11")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write figures, machine and versions there")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="put the figures there, in place of earlier ones")
     return parser
 
 
@@ -90,21 +86,31 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argpa
         parser.error(f"--rounds: {args.rounds} is too few for quartiles, 2 is the least")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: cuda was asked for and torch finds no CUDA device here")
-    if args.json and not args.json.parent.is_dir():
-        parser.error(f"--json: there is no directory {args.json.parent}")
+    if args.csv and not args.csv.parent.is_dir():
+        parser.error(f"--csv: there is no directory {args.csv.parent}")
     return args
 
 
 def command(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
-    """What to type for the same run, all defaults spelled out."""
+    """What to type for the same run, defaults left out."""
     words = [parser.prog]
     for name, value in vars(args).items():
-        if name != "json" and value is not False:
-            shown = (
-                "" if value is True else " " + (",".join(map(str, value)) if isinstance(value, tuple) else str(value))
-            )
-            words.append(f"--{name.replace('_', '-')}{shown}")
+        if name != "csv" and value != parser.get_default(name):
+            words.append(f"--{name.replace('_', '-')}")
+            if value is not True:
+                words.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
     return " ".join(words)
+
+
+def report_name(parser: argparse.ArgumentParser, args: argparse.Namespace, *always: str) -> str:
+    """The script, the options ``always``, and others as far as they are set; not how long and against whom."""
+    words = [Path(parser.prog).stem]
+    for name, value in vars(args).items():
+        if name in always or (
+            value != parser.get_default(name) and name not in ("rounds", "csv", "against", "device", "tensors")
+        ):
+            words.append(name if value is True else ",".join(value) if isinstance(value, tuple) else str(value))
+    return "-".join(words)
 
 
 # --- time and memory traffic ------------------------------------------------------------------------------------------
@@ -189,145 +195,99 @@ def interleave(contenders: Mapping[str, Callable[[int], dict[str, float]]], roun
     return samples
 
 
-def spread(samples: list[float]) -> dict[str, Any]:
-    q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
-    return {
-        "median": round(median, 4),
-        "q1": round(q1, 4),
-        "q3": round(q3, 4),
-        "samples": [round(s, 4) for s in samples],
-    }
+def figures(case: str, samples: Samples, floor_bytes: int | None = None) -> Figures:
+    """The figures of one thing that ampctx and others did.
 
-
-def case(samples: Samples, what: Mapping[str, str], floor_bytes: int | None = None, **about: Any) -> dict[str, Any]:
-    """What a report says of one thing that ampctx and others did.
-
-    ``samples`` as ``interleave`` gives them: "ms" for ampctx and each other side, more names for parts of it, and
-    "copy" and "in place" for "bandwidth". ``what`` says what a side was, ``about`` goes into the case as it is.
+    ``samples`` as ``interleave`` gives them: "time" for ampctx and each other side, for ampctx parts of it as well, and
+    "copy" and "in place" for "bandwidth". "of bound" is the share of its time that ampctx would take if it moved no
+    more than ``floor_bytes``, at the best bandwidth seen.
     """
-    found: dict[str, Any] = {**about, "floor": None}
-    bandwidth = samples.get("bandwidth")
-    if bandwidth:
-        found["bandwidth_GB_per_s"] = {name: spread(values) for name, values in bandwidth.items()}
-    floor_ms = None
-    if bandwidth and floor_bytes:
-        floor_ms = floor_bytes / max(bandwidth["copy"] + bandwidth["in place"]) / 1e6
-        found["floor"] = {"bytes": floor_bytes, "ms": round(floor_ms, 4)}
-    found["sides"] = sides = {}
+    found: Figures = {}
+    bandwidth = samples.get("bandwidth", {})
     for who, values in samples.items():
-        if who == "bandwidth":
-            continue
-        side = sides[who] = {"what": what[who], "ms": spread(values["ms"])}
-        if who != "ampctx":
-            ratios = [t / a for t, a in zip(values["ms"], samples["ampctx"]["ms"], strict=True)]
-            side["over_ampctx"] = spread(ratios)
-        if floor_ms is not None:
-            side["share_of_floor"] = round(floor_ms / statistics.median(values["ms"]), 4)
-        parts = {name: spread(of_part) for name, of_part in values.items() if name != "ms"}
-        if parts:
-            side["parts_ms"] = parts
-    return found
+        if who != "bandwidth":
+            shown = values if who == "ampctx" else {"time": values["time"]}
+            found |= {f"{case}/{who}/{quantity}": of for quantity, of in shown.items()}
+        if who not in ("bandwidth", "ampctx"):
+            pairs = zip(values["time"], samples["ampctx"]["time"], strict=True)
+            found[f"{case}/{who}/ratio"] = [theirs / ours for theirs, ours in pairs]
+    if floor_bytes:
+        floor_ms = floor_bytes / max(bandwidth["copy"] + bandwidth["in place"]) / 1e6
+        found[f"{case}/ampctx/of bound"] = [floor_ms / statistics.median(samples["ampctx"]["time"])]
+    return found | {f"memory/{passed}/bandwidth": of for passed, of in bandwidth.items()}
 
 
-# --- reports ----------------------------------------------------------------------------------------------------------
+# --- the CSV ----------------------------------------------------------------------------------------------------------
 
 
-def commit() -> str | None:
-    """The commit that runs, "-dirty" where files other than results differ from it."""
+class Row(NamedTuple):
+    figure: str
+    value: str
+    unit: str
+    machine: str
+    commit: str
+    command: str
 
+
+def read(file: Path = FIGURES) -> dict[str, Row]:
+    """The rows of a CSV by figure."""
+    with file.open(newline="") as lines:
+        return {row["figure"]: Row(**row) for row in csv.DictReader(lines)}
+
+
+def write(file: Path, rows: Sequence[Row]) -> None:
+    """Puts the rows of a report in the place of all that the CSV has of it."""
+    before = list(read(file).values()) if file.exists() else []
+    reports = {row.figure.partition("/")[0] for row in rows}
+    kept = [row for row in before if row.figure.partition("/")[0] not in reports]
+    with file.open("w", newline="") as lines:
+        writer = csv.writer(lines, lineterminator="\n")
+        writer.writerow(Row._fields)
+        writer.writerows(sorted([*kept, *rows], key=lambda row: row.figure.partition("/")[0]))
+
+
+def shown(value: float) -> str:
+    return str(int(value)) if float(value).is_integer() else f"{value:.5g}"
+
+
+def rows(report: str, found: Mapping[str, float], device: str, command: str) -> list[Row]:
+    about = machine(device), commit(), command
+    return [Row(f"{report}/{key}", shown(v), UNITS.get(key.rpartition("/")[2], ""), *about) for key, v in found.items()]
+
+
+def commit() -> str:
+    """The commit that runs, "-dirty" where files other than results differ from it; empty without git."""
     if not shutil.which("git"):
-        return None
+        return ""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(ROOT), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
     changed = git("status", "--porcelain", "--", ".", *(f":(exclude){path}" for path in WRITTEN))
-    return git("rev-parse", "HEAD") + ("-dirty" if changed else "") or None
+    return git("rev-parse", "HEAD")[:12] + ("-dirty" if changed else "")
 
 
-def environment(device: str) -> dict[str, Any]:
-    cpu = platform.processor() or platform.machine()
+def machine(device: str) -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [
-            line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
-        ]
-        cpu = names[0] if names else cpu
-    extension = ampctx.ops.extension
-    return {
-        "machine": {
-            "cpu": cpu,
-            "cores": os.cpu_count(),
-            "torch_threads": torch.get_num_threads(),
-            "load_before": round(os.getloadavg()[0], 2),
-            "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
-        },
-        "versions": {
-            "ampctx": ampctx.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "cuda": torch.version.cuda,
-        },
-        "extension": {"loaded": extension.loaded, "backends": list(extension.backends), **extension.build},
-        "commit": commit(),
-    }
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    where = [torch.cuda.get_device_name()] if device == "cuda" else [*models, platform.machine()][:1]
+    threads = torch.get_num_threads()
+    where += [f"{os.cpu_count()} cores", f"{threads} thread{'s' * (threads > 1)}"]
+    return ", ".join([*where, f"torch {torch.__version__}", f"Python {platform.python_version()}"])
 
 
-def report(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, cases: dict[str, Any], **more: Any
-) -> dict[str, Any]:
-    """The report of a run; printed as a table, and written where ``--json`` says."""
-    taken = {name: value for name, value in vars(args).items() if name not in ("json", "rounds")}
-    found = {
-        "benchmark": Path(parser.prog).stem,
-        "command": command(parser, args),
-        **taken,
-        **environment(args.device),
-        "rounds": args.rounds,
-        **more,
-        "cases": cases,
-    }
-    print(table(found))
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
-    return found
-
-
-def middle_run(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """One report of several of the same command: each case as the run had it whose ratio to the first peer is the
-    median one, with the ratios of all runs beside it."""
-
-    def ratio(of_case: dict[str, Any]) -> float:
-        return next(side["over_ampctx"]["median"] for side in of_case["sides"].values() if "over_ampctx" in side)
-
-    joined = dict(reports[0], runs=len(reports), cases={})
-    for name in reports[0]["cases"]:
-        runs = [r["cases"][name] for r in reports]
-        ratios = [ratio(run) for run in runs]
-        joined["cases"][name] = {**runs[ratios.index(statistics.median_low(ratios))], "ratios_of_runs": ratios}
-    return joined
-
-
-def table(found: dict[str, Any]) -> str:
-    lines = [found["command"], f"{found['machine']['gpu'] or found['machine']['cpu']}, {found['rounds']} rounds"]
-    for name, one in found["cases"].items():
-        size = f": {one['tensors']} tensors, {one['elements']:,} elements" if "tensors" in one else ""
-        floor = f", bytes floor {one['floor']['ms']:.3f} ms" if one["floor"] else ""
-        lines += ["", f"{name}{size}{floor}"]
-        lines.append(f"  {'':26}{'ms':>9} {'quartiles':>19} {'/ ampctx':>9} {'quartiles':>15} {'of floor':>9}")
-        for who, side in one["sides"].items():
-            row = f"  {who:26}{_figures(side['ms'], 9, 3)}"
-            row += _figures(side["over_ampctx"], 10, 2) if "over_ampctx" in side else " " * 26
-            row += f"{side['share_of_floor']:10.0%}" if "share_of_floor" in side else ""
-            row += "".join(f"  {key} {side[key]}" for key in EXTRAS if key in side)
-            lines.append(row)
-            lines += [f"    {part:24}{_figures(of_part, 9, 3)}" for part, of_part in side.get("parts_ms", {}).items()]
-        for pass_name, gb_per_s in one.get("bandwidth_GB_per_s", {}).items():
-            lines.append(f"  {'memory, ' + pass_name + ', GB/s':26}{_figures(gb_per_s, 9, 1)}")
-    return "\n".join(lines)
-
-
-def _figures(of: dict[str, Any], width: int, digits: int) -> str:
-    middle = width + (11 if width < 10 else 6)
-    return f"{of['median']:{width}.{digits}f}" + f"{of['q1']:.{digits}f} to {of['q3']:.{digits}f}".rjust(middle)
+def report(parser: argparse.ArgumentParser, args: argparse.Namespace, found: Figures, *always: str) -> None:
+    """Prints the figures of a run, and puts their medians where ``--csv`` says. ``always`` as in report_name."""
+    print(f"{command(parser, args)}\n{machine(args.device)}, load {os.getloadavg()[0]:.2f}, {args.rounds} rounds")
+    for figure, samples in found.items():
+        case, who, quantity = figure.split("/")
+        quartiles = statistics.quantiles(samples * 2, n=4, method="inclusive")
+        unit = UNITS.get(quantity, "")
+        print(
+            f"{case:20} {who:34} {quantity:18} {quartiles[1]:10.4g} {unit:4} ({quartiles[0]:.4g} to {quartiles[2]:.4g})"
+        )
+    if args.csv:
+        medians = {figure: statistics.median(samples) for figure, samples in found.items()}
+        write(args.csv, rows(report_name(parser, args, *always), medians, args.device, command(parser, args)))

@@ -1,6 +1,6 @@
 """Each op on the tensors of a model, beside what torch has for the same work.
 
-    python benchmarks/ops.py --model resnet50 --optimizer FusedAdam,FusedSGD --json ops.json
+    python benchmarks/ops.py --model resnet50 --optimizer FusedAdam,FusedSGD --csv ops.csv
 
 One case for each op, and for each optimizer its step on fp32 weights and gradients. Inputs are put back before each
 call, outside the time taken; the results of all sides are compared at the end. torch has no public call that works on
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from measuring import Bandwidth, Clock, add_against, add_several, case, interleave, options, parse, report
+from measuring import Bandwidth, Clock, Figures, add_against, add_several, figures, interleave, options, parse, report
 from peers import ATOL, INEXACT, OPTIMIZERS, RTOL, STATE_DTYPES, STATES, TAKE_STATE_DTYPE, ours
 from shapes import MODELS, shapes
 from tail import gradients, peers_of
@@ -30,12 +30,11 @@ SCALE = 4.0
 
 @dataclass
 class Side:
-    """One way to do the work: what it is, the call that is timed, the tensors it made, what to do before and after.
+    """One way to do the work: the call that is timed, the tensors it made, what to do before and after.
 
     A side without a ``result`` is not compared: a bound does other work, and 8 bits of state give other weights.
     """
 
-    what: str
     run: Callable[[], Any]
     result: Callable[[], list[Tensor]] | None
     before: Callable[[], Any] = lambda: None
@@ -44,7 +43,8 @@ class Side:
 
 @dataclass
 class Op:
-    """``bytes_per_element``: what has to be read and written; ``rtol``, ``atol``: how far results may lie apart."""
+    """``bytes_per_element``: what has to be read and written; ``sides``: "ampctx" and others by what they call;
+    ``rtol``, ``atol``: how far results may lie apart."""
 
     bytes_per_element: int
     sides: dict[str, Side]
@@ -78,7 +78,7 @@ def unscale(inputs: Inputs) -> Op:
     """``GradScaler.unscale_``, torch's and ampctx's: gradients unscaled in place, and inf and nan looked for."""
     grads = inputs.random(0)
 
-    def side(what: str, scaler: Any, own: list[Tensor]) -> Side:
+    def side(scaler: Any, own: list[Tensor]) -> Side:
         params = [torch.zeros_like(g).requires_grad_() for g in grads]
         for param, grad in zip(params, own, strict=True):
             param.grad = grad
@@ -89,17 +89,15 @@ def unscale(inputs: Inputs) -> Op:
             torch._foreach_copy_([p.grad for p in params], grads)
 
         # Without update() a second unscale_ is an error.
-        return Side(
-            what, lambda: scaler.unscale_(optimizer), lambda: [p.grad for p in params], before, after=scaler.update
-        )
+        return Side(lambda: scaler.unscale_(optimizer), lambda: [p.grad for p in params], before, after=scaler.update)
 
     kind, options = inputs.device.type, {"init_scale": SCALE, "growth_interval": 10**6}
     mine, theirs = inputs.empty_twice()
     return Op(
         8,
         {
-            "ampctx": side("ampctx.GradScaler.unscale_", ampctx.GradScaler(kind, **options), mine),
-            "torch": side("torch.amp.GradScaler.unscale_", torch.amp.GradScaler(kind, **options), theirs),
+            "ampctx": side(ampctx.GradScaler(kind, **options), mine),
+            "torch.amp.GradScaler.unscale_": side(torch.amp.GradScaler(kind, **options), theirs),
         },
     )
 
@@ -113,13 +111,11 @@ def scale(inputs: Inputs) -> Op:
         8,
         {
             "ampctx": Side(
-                "multi_tensor_scale",
                 lambda: ops.multi_tensor_scale(mine, mine, inputs.flag, inverse),
                 lambda: mine,
                 lambda: torch._foreach_copy_(mine, grads),
             ),
-            "torch": Side(
-                "torch._amp_foreach_non_finite_check_and_unscale_",
+            "torch._amp_foreach_non_finite_check_and_unscale_": Side(
                 lambda: torch._amp_foreach_non_finite_check_and_unscale_(theirs, found_inf, inverse),
                 lambda: theirs,
                 lambda: torch._foreach_copy_(theirs, grads),
@@ -141,13 +137,11 @@ def axpby(inputs: Inputs) -> Op:
         12,
         {
             "ampctx": Side(
-                "multi_tensor_axpby",
                 lambda: ops.multi_tensor_axpby(x, mine, mine, inputs.flag, 0.5, 0.25),
                 lambda: mine,
                 lambda: torch._foreach_copy_(mine, y),
             ),
-            "torch": Side(
-                "torch._foreach_mul_ and _foreach_add_",
+            "torch._foreach_mul_ and _foreach_add_": Side(
                 in_two_passes,
                 lambda: theirs,
                 lambda: torch._foreach_copy_(theirs, y),
@@ -168,17 +162,15 @@ def l2norm(dtype: torch.dtype, rtol: float) -> Callable[[Inputs], Op]:
         grads = inputs.random(0, dtype)
         norms: dict[str, Tensor] = {}
         calls = {
-            "ampctx": ("multi_tensor_l2norm", lambda: ops.multi_tensor_l2norm(grads, inputs.flag)[0]),
-            "torch": ("torch.nn.utils.get_total_norm", lambda: torch.nn.utils.get_total_norm(grads).float()),
+            "ampctx": lambda: ops.multi_tensor_l2norm(grads, inputs.flag)[0],
+            "torch.nn.utils.get_total_norm": lambda: torch.nn.utils.get_total_norm(grads).float(),
         }
 
-        def side(who: str, what: str, call: Callable[[], Tensor]) -> Side:
-            return Side(what, lambda: norms.update({who: call()}), lambda: [norms[who]])
+        def side(who: str) -> Side:
+            return Side(lambda: norms.update({who: calls[who]()}), lambda: [norms[who]])
 
         buffer = torch.ones(inputs.elements * dtype.itemsize // 4, device=inputs.device)
-        read = Side("torch.sum of one fp32 buffer of as many bytes", buffer.sum, None)
-        sides = {who: side(who, *call) for who, call in calls.items()}
-        return Op(dtype.itemsize, {**sides, "read": read}, rtol)
+        return Op(dtype.itemsize, {**{who: side(who) for who in calls}, "read": Side(buffer.sum, None)}, rtol)
 
     return make
 
@@ -193,11 +185,10 @@ def cast(source: torch.dtype, target: torch.dtype) -> Callable[[Inputs], Op]:
             source.itemsize + target.itemsize,
             {
                 "ampctx": Side(
-                    "multi_tensor_scale",
                     lambda: ops.multi_tensor_scale(tensors, mine, inputs.flag, 1.0),
                     lambda: mine,
                 ),
-                "torch": Side("torch._foreach_copy_", lambda: torch._foreach_copy_(theirs, tensors), lambda: theirs),
+                "torch._foreach_copy_": Side(lambda: torch._foreach_copy_(theirs, tensors), lambda: theirs),
             },
         )
 
@@ -239,37 +230,30 @@ def weight_casts(inputs: Inputs) -> Op:
     return Op(
         6,
         {
-            "ampctx": Side("Tensor.to for each, as autocast does", one_by_one, lambda: values(alone)),
-            "one call": Side(
-                "multi_tensor_scale and an autograd.Function for each", one_call_and_links, lambda: values(linked)
-            ),
-            "one call, no graph": Side("multi_tensor_scale", one_call, lambda: casts),
+            "ampctx": Side(one_by_one, lambda: values(alone)),
+            "one call": Side(one_call_and_links, lambda: values(linked)),
+            "one call without graph": Side(one_call, lambda: casts),
         },
     )
 
 
-def step(name: str, peers: dict[str, tuple[Any, str]]) -> Callable[[Inputs], Op]:
+def step(name: str, peers: dict[str, Any]) -> Callable[[Inputs], Op]:
     """The step of an optimizer, without scaling, on fp32 weights; beside torch's, its own with smaller state."""
 
-    def side(inputs: Inputs, what: str, make: Callable[[list[Tensor]], Any], grads: list[Tensor]) -> Side:
+    def side(inputs: Inputs, make: Callable[[list[Tensor]], Any], grads: list[Tensor]) -> Side:
         params = inputs.random(1)
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad.clone()  # LARC writes to it
         optimizer = make(params)
         restore = (lambda: torch._foreach_copy_([p.grad for p in params], grads)) if name == "LARC" else lambda: None
-        return Side(what, optimizer.step, lambda: params, restore)
+        return Side(optimizer.step, lambda: params, restore)
 
     def make(inputs: Inputs) -> Op:
         grads = inputs.random(0)
-        sides = {"ampctx": side(inputs, name, lambda params: ours(name, params), grads)}
-        sides.update({who: side(inputs, what, make, grads) for who, (make, what) in peers.items()})
+        sides = {"ampctx": side(inputs, lambda params: ours(name, params), grads)}
+        sides.update({who: side(inputs, make, grads) for who, make in peers.items()})
         for kind, dtype in STATE_DTYPES.items() if name in TAKE_STATE_DTYPE else ():
-            sides[f"{kind} state"] = side(
-                inputs,
-                f"{name}(state_dtype={dtype!r})",
-                lambda params, dtype=dtype: ours(name, params, state_dtype=dtype),
-                grads,
-            )
+            sides[f"{kind} state"] = side(inputs, lambda params, d=dtype: ours(name, params, state_dtype=d), grads)
         for who in sides.keys() & {*INEXACT, *(f"{kind} state" for kind in STATE_DTYPES)}:
             sides[who].result = None
         return Op(12 + 8 * STATES[name], sides, RTOL, ATOL)
@@ -291,7 +275,9 @@ def cases(optimizers: dict[str, dict[str, Any]]) -> Iterator[tuple[str, Callable
         yield f"{name}.step", step(name, peers)
 
 
-def measure(make: Callable[[Inputs], Op], inputs: Inputs, bandwidth: Bandwidth, args: argparse.Namespace) -> dict:
+def measure(
+    name: str, make: Callable[[Inputs], Op], inputs: Inputs, bandwidth: Bandwidth, args: argparse.Namespace
+) -> Figures:
     op, clock = make(inputs), bandwidth.clock
 
     def of(side: Side) -> Callable[[int], dict[str, float]]:
@@ -302,7 +288,7 @@ def measure(make: Callable[[Inputs], Op], inputs: Inputs, bandwidth: Bandwidth, 
             side.run()
             end = clock.mark()
             side.after()
-            return {"ms": clock.between(start, end)}
+            return {"time": clock.between(start, end)}
 
         return timed
 
@@ -312,27 +298,30 @@ def measure(make: Callable[[Inputs], Op], inputs: Inputs, bandwidth: Bandwidth, 
     for other in others:
         torch.testing.assert_close(wanted, other, rtol=op.rtol, atol=op.atol)
     assert not inputs.flag.item(), "finite input was flagged"
-    return case(
-        samples,
-        {who: side.what for who, side in op.sides.items()},
-        op.bytes_per_element * inputs.elements,
-        tensors=len(inputs.shapes),
-        elements=inputs.elements,
-        check={"rtol": op.rtol, "atol": op.atol},
-    )
+    return figures(name, samples, op.bytes_per_element * inputs.elements)
+
+
+def parser() -> argparse.ArgumentParser:
+    found = options(__file__, __doc__)
+    found.add_argument("--model", default="resnet50", choices=list(MODELS))
+    add_several(found, "--optimizer", OPTIMIZERS, ("FusedAdam", "FusedSGD", "FusedAdagrad"))
+    add_against(found)
+    return found
+
+
+NAMED = ("device", "model")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = options(__file__, __doc__)
-    parser.add_argument("--model", default="resnet50", choices=list(MODELS))
-    add_several(parser, "--optimizer", OPTIMIZERS, ("FusedAdam", "FusedSGD", "FusedAdagrad"))
-    add_against(parser)
-    args = parse(parser, arguments)
-    optimizers = {name: peers_of(parser, name, args) for name in args.optimizer}
+    args = parse(options := parser(), arguments)
+    optimizers = {name: peers_of(options, name, args) for name in args.optimizer}
     device = torch.device(args.device)
     inputs = Inputs(args.model, device)
     bandwidth = Bandwidth(inputs.elements, device, Clock(device))
-    report(parser, args, {name: measure(make, inputs, bandwidth, args) for name, make in cases(optimizers)})
+    found: Figures = {"model/all/elements": [inputs.elements]}
+    for name, make in cases(optimizers):
+        found |= measure(name, make, inputs, bandwidth, args)
+    report(options, args, found, *NAMED)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from torch import Tensor
 import ampctx
 from ampctx import optimizers
 
+PACKAGE = Path(ampctx.__file__).parent
 LR, WEIGHT_DECAY, MOMENTUM = 1e-3, 1e-2, 0.9
 BETA1, BETA2, EPS = 0.9, 0.99, 1e-6
 TRUST, MAX_GRAD_NORM = 0.02, 1.0
@@ -149,8 +150,8 @@ def ours(name: str, params: Iterable[Tensor], **more: Any) -> Any:
     return getattr(optimizers, name)(params, **_APEX[name], **more)
 
 
-def peer(name: str, against: str, device: str) -> tuple[Make, str]:
-    """The same optimizer of somebody else, and what it is.
+def peer(name: str, against: str, device: str) -> Make:
+    """The same optimizer of another package.
 
     Raises:
         LookupError: ``against`` is not installed, or has no such optimizer.
@@ -162,21 +163,19 @@ def peer(name: str, against: str, device: str) -> tuple[Make, str]:
     if name in _FORMULAS:
         if against == "torch-default":
             raise LookupError(f"torch has no {name}; its formula in torch._foreach calls goes by torch-fused")
-        return _FORMULAS[name], "the formula in torch._foreach calls" + (
-            ", torch's fused SGD" if name == "LARC" else ""
-        )
+        return _FORMULAS[name]
     kind, options = _TORCH[name]
     how = {"fused": True} if against == "torch-fused" else {}
     if how and kind is torch.optim.Adagrad and device != "cpu":  # torch has a fused one for the CPU alone
         how = {"foreach": True}
-    shown = ", ".join(f"{key}=True" for key in how)
-    return lambda params: kind(params, **options, **how), f"torch.optim.{kind.__name__}({shown})"
+    return lambda params: kind(params, **options, **how)
 
 
 def _is_installed(module: str) -> bool:
-    """Not counting what ampctx-apex serves under apex's names."""
+    """Not counting what ampctx and ampctx-apex serve under apex's names."""
     spec = importlib.util.find_spec(module)
-    return spec is not None and not Path(spec.origin or "/").is_relative_to(Path(ampctx.__file__).parents[1])
+    place = Path(spec.origin or "/") if spec else Path("/")
+    return spec is not None and not place.is_relative_to(PACKAGE) and "ampctx_apex" not in place.parts
 
 
 _PACKAGES = {
@@ -206,15 +205,14 @@ _ADAMW = {
 INEXACT = ("bitsandbytes-8bit", "torchao-8bit")
 
 
-def _adamw(name: str, against: str) -> tuple[Make, str]:
+def _adamw(name: str, against: str) -> Make:
     package, module, kind, more = _ADAMW[against]
     if name != "FusedAdam":
         raise LookupError(f"{against} stands beside FusedAdam alone, not {name}")
     if not _is_installed(module.partition(".")[0]):
         raise LookupError(f"{package} is not installed here: pip install --no-deps {package}")
     made = getattr(importlib.import_module(module), kind)
-    shown = ", ".join(f"{key}=True" for key in more)
-    return lambda params: made(params, **_ADAM, **more), f"{module}.{kind}({shown})"
+    return lambda params: made(params, **_ADAM, **more)
 
 
 def packages(name: str) -> list[str]:
@@ -227,8 +225,8 @@ def packages(name: str) -> list[str]:
     return found
 
 
-def _from_package(name: str, against: str) -> tuple[Make, str]:
+def _from_package(name: str, against: str) -> Make:
     """apex's or TransformerEngine's optimizer, in the place of torch's fused one."""
     package = _check_package(name, against)
     kind = getattr(importlib.import_module(package), name)
-    return lambda params: kind(params, **_APEX[name]), f"{package}.{name}"
+    return lambda params: kind(params, **_APEX[name])

@@ -1,16 +1,16 @@
-"""What `make bench` records: every comparison of benchmarks/README.md, one JSON each.
+"""What `make bench` records: every comparison of benchmarks/README.md.
 
-    python benchmarks/suite.py [--device cpu|cuda] [--runs 3] [--rounds 11] [--output benchmarks/results]
+    python benchmarks/suite.py [--device cpu|cuda] [--runs 3] [--rounds 11] [--output benchmarks/results/figures.csv]
 
 The commands that the goals of benchmarks/GOALS.md are read from run ``--runs`` times, the whole list through before it
-starts again; of each case the run with the median ratio is kept, and the ratios of all runs with it.
+starts again; each figure is the median of the runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,79 +19,89 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from measuring import ROOT, middle_run
-from peers import OPTIMIZERS
+import host
+import loop
+import ops
+import tail
+from measuring import FIGURES, ROOT, Row, read, report_name, shown, write
+from peers import OPTIMIZERS, packages
 
-
-@dataclass(frozen=True)
-class Entry:
-    """``file``: the name of the JSON, without its ending; ``goal``: whether a goal is read from it."""
-
-    file: str
-    script: str
-    options: tuple[str, ...]
-    goal: bool
-
-    def command(self, output: Path, rounds: int) -> list[str]:
-        if "tiny20000" in self.options:  # seconds a round
-            rounds = min(rounds, 5)
-        return [f"benchmarks/{self.script}.py", *self.options, "--rounds", str(rounds), "--json", str(output)]
-
-
+SCRIPTS = {"tail": tail, "ops": ops, "host": host, "loop": loop}
 # The packages that `make bench` installs.
 PEERS = ("optimi", "bitsandbytes", "bitsandbytes-8bit", "torchao-8bit")
 
 
-def _tail(device: str, model: str, level: str, optimizer: str, clip: bool, goal: bool, *more: str) -> Entry:
-    file = f"tail-{device}-{model}-{level}-{optimizer}{'-clip' if clip else ''}"
-    options = ("--device", device, "--model", model, "--opt-level", level, "--optimizer", optimizer)
-    return Entry(file, "tail", (*options, *(["--clip"] if clip else []), *more), goal)
+@dataclass(frozen=True)
+class Entry:
+    """``goal``: whether a goal is read from it."""
+
+    script: str
+    options: tuple[str, ...]
+    goal: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the report that it writes."""
+        parser = SCRIPTS[self.script].parser()
+        return report_name(parser, parser.parse_args(self.options), *SCRIPTS[self.script].NAMED)
+
+    def command(self, output: Path, rounds: int) -> list[str]:
+        if "tiny20000" in self.options:  # seconds a round
+            rounds = min(rounds, 5)
+        return [f"benchmarks/{self.script}.py", *self.options, "--rounds", str(rounds), "--csv", str(output)]
 
 
 def entries(device: str) -> Iterator[Entry]:
+    def tails(model: str, level: str, optimizer: str, clip: bool, goal: bool, *against: str) -> Entry:
+        found = ("--device", device, "--model", model, "--opt-level", level, "--optimizer", optimizer)
+        if device == "cuda":
+            against = (*against, *packages(optimizer))
+        more = ("--against", ",".join(("torch-fused", *against))) if against else ()
+        return Entry("tail", (*found, *(["--clip"] if clip else []), *more), goal)
+
     for model in ("resnet50", "tiny5000") if device == "cpu" else ("resnet50", "bert-large", "tiny5000"):
-        yield Entry(f"ops-{device}-{model}", "ops", ("--device", device, "--model", model), True)
-        yield _tail(device, model, "O1", "FusedAdam", False, True, "--against", "torch-fused,torch-default")
-        yield _tail(device, model, "O1", "FusedAdam", True, True)
-        yield _tail(device, model, "O2", "FusedAdam", False, True)
-        yield _tail(device, model, "O2", "FusedAdam", True, True)
+        yield Entry("ops", ("--device", device, "--model", model), goal=True)
+        yield tails(model, "O1", "FusedAdam", False, True, "torch-default")
+        yield tails(model, "O1", "FusedAdam", True, True)
+        yield tails(model, "O2", "FusedAdam", False, True)
+        yield tails(model, "O2", "FusedAdam", True, True)
         # torchao compiles its step for each shape.
-        others = ",".join(("torch-fused", *PEERS[:-1])) if model == "resnet50" else "torch-fused"
-        yield _tail(device, model, "O5", "FusedAdam", False, False, "--against", others)
-        yield _tail(device, model, "O5", "FusedAdam", True, False)
+        yield tails(model, "O5", "FusedAdam", False, False, *(PEERS[:-1] if model == "resnet50" else ()))
+        yield tails(model, "O5", "FusedAdam", True, False)
     for model in ("tiny161", "tiny1000", "tiny20000") if device == "cpu" else ():
         for level, clip in itertools.product(("O1", "O2"), (False, True)):
-            yield _tail(device, model, level, "FusedAdam", clip, True)
+            yield tails(model, level, "FusedAdam", clip, True)
     for optimizer in OPTIMIZERS:
         if optimizer != "FusedAdam":
-            yield _tail(device, "resnet50", "O2", optimizer, True, False)
+            yield tails("resnet50", "O2", optimizer, True, False)
     for level in ("O1", "O2"):
-        yield Entry(f"host-{device}-{level}", "host", ("--device", device, "--opt-level", level), level == "O1")
+        yield Entry("host", ("--device", device, "--opt-level", level), level == "O1")
     if device == "cpu":
-        cold = ("--opt-level", "O1", "--tensors", "161,5000", "--flush")
-        yield Entry("host-cpu-O1-flush", "host", ("--device", "cpu", *cold), True)
+        yield Entry("host", ("--opt-level", "O1", "--tensors", "161,5000", "--flush"), goal=True)
     model = "gpt-small" if device == "cpu" else "resnet50"
-    against = ("--against", ",".join(("torch-fused", *PEERS)))
-    yield Entry(f"loop-{device}-{model}", "loop", ("--device", device, "--model", model, *against), False)
+    yield Entry("loop", ("--device", device, "--model", model, "--against", ",".join(("torch-fused", *PEERS))))
 
 
 def record(device: str, runs: int, rounds: int, output: Path) -> int:
     """The number of commands that failed."""
-    todo, found, failed = list(entries(device)), {}, 0
+    found: dict[Entry, list[dict[str, Row]]] = {}
+    failed = 0
     with tempfile.TemporaryDirectory() as folder:
-        for run in range(runs):
-            for entry in todo:
-                if run and not entry.goal:
-                    continue
-                file, start = Path(folder) / "report.json", time.monotonic()
-                done = subprocess.run([sys.executable, *entry.command(file, rounds)], cwd=ROOT)
-                print(f"({entry.file}, run {run + 1}: {time.monotonic() - start:.0f} s)\n", flush=True)
-                if done.returncode:
-                    failed += 1
-                    continue
-                found.setdefault(entry, []).append(json.loads(file.read_text()))
-    for entry, reports in found.items():
-        (output / f"{entry.file}.json").write_text(json.dumps(middle_run(reports), indent=1) + "\n")
+        file = Path(folder) / "figures.csv"
+        for run, entry in itertools.product(range(runs), list(entries(device))):
+            if run and not entry.goal:
+                continue
+            file.unlink(missing_ok=True)
+            start = time.monotonic()
+            done = subprocess.run([sys.executable, *entry.command(file, rounds)], cwd=ROOT)
+            print(f"({entry.name}, run {run + 1}: {time.monotonic() - start:.0f} s)\n", flush=True)
+            if done.returncode:
+                failed += 1
+                continue
+            of_runs = found.setdefault(entry, [])
+            of_runs.append(read(file))
+            medians = {key: statistics.median_low(float(rows[key].value) for rows in of_runs) for key in of_runs[0]}
+            write(output, [row._replace(value=shown(medians[key])) for key, row in of_runs[0].items()])
     return failed
 
 
@@ -100,12 +110,10 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--runs", type=int, default=3, help="of what has a goal; default 3")
     parser.add_argument("--rounds", type=int, default=11, help="of each run; default 11")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", metavar="FOLDER")
+    parser.add_argument("--output", type=Path, default=FIGURES, metavar="FILE.csv")
     args = parser.parse_args()
     if args.runs < 1:
         parser.error(f"--runs: {args.runs} is none")
-    if not args.output.is_dir():
-        parser.error(f"--output: there is no directory {args.output}")
     failed = record(args.device, args.runs, args.rounds, args.output)
     if failed:
         print(f"{failed} of the commands failed, see above", file=sys.stderr)

@@ -1,6 +1,6 @@
 """The tail of a training step, from the end of backward to the weights being ready: ampctx beside others.
 
-    python benchmarks/tail.py --model resnet50 --opt-level O2 --optimizer FusedAdam --clip --json tail.json
+    python benchmarks/tail.py --model resnet50 --opt-level O2 --optimizer FusedAdam --clip --csv tail.csv
 
 Timed for ampctx: the exit of ``amp.scale_loss``, with ``--clip`` ``ampctx.clip_grad_norm_`` over the master parameters,
 and the step. Timed for the peers, which do the same work with the optimizers that peers.py names:
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from measuring import WARMUP_ROUNDS, Bandwidth, Clock, add_against, case, interleave, options, parse, report
+from measuring import Bandwidth, Clock, Figures, add_against, figures, interleave, options, parse, report
 from peers import ATOL, INEXACT, OPTIMIZERS, RTOL, STATES, Make, ours, peer
 from shapes import MODELS, Parameters
 from torch import Tensor
@@ -162,13 +162,12 @@ def flat(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([t.detach().float().view(-1) for t in tensors])
 
 
-def check_same_weights(ours: AmpctxTail, theirs: TorchTail) -> float:
-    """The largest difference between the two sides' fp32 weights; AssertionError beyond RTOL, ATOL."""
+def check_same_weights(ours: AmpctxTail, theirs: TorchTail) -> None:
+    """AssertionError where the two sides' fp32 weights differ beyond RTOL, ATOL."""
     mine, others = flat(ours.weights), flat(theirs.weights)
     torch.testing.assert_close(mine, others, rtol=RTOL, atol=ATOL)
     rounded = (m.detach().to(p.dtype) for p, m in zip(ours.params, ours.weights, strict=True))
     assert torch.equal(flat(ours.params), flat(rounded)), "a model weight is not its rounded master"
-    return (mine - others).abs().max().item()
 
 
 def check_overflow_skips(side: AmpctxTail | TorchTail, grads: list[Tensor], clock: Clock) -> None:
@@ -183,16 +182,13 @@ def check_overflow_skips(side: AmpctxTail | TorchTail, grads: list[Tensor], cloc
 class Tails:
     """ampctx and its peers with equal weights, and the same gradients for all."""
 
-    def __init__(
-        self, table: Callable[[], Any], args: argparse.Namespace, optimizer: str, peers: dict[str, tuple[Make, str]]
-    ) -> None:
+    def __init__(self, table: Callable[[], Any], args: argparse.Namespace, peers: dict[str, Make]) -> None:
         self.device = torch.device(args.device)
         torch.manual_seed(0)
         model = Parameters(table()).to(self.device)
-        self.peers = {who: TorchTail(model, args.opt_level, make, args.clip) for who, (make, _) in peers.items()}
-        self.ours = AmpctxTail(model, args.opt_level, optimizer, args.clip)
+        self.peers = {who: TorchTail(model, args.opt_level, make, args.clip) for who, make in peers.items()}
+        self.ours = AmpctxTail(model, args.opt_level, args.optimizer, args.clip)
         self.sides = {"ampctx": self.ours, **self.peers}
-        self.what = {"ampctx": optimizer, **{who: what for who, (_, what) in peers.items()}}
         self.sets = [gradients(self.ours.params, seed) for seed in range(3)]
 
     def step(self, who: str, round_number: int, clock: Clock) -> dict[str, float]:
@@ -200,67 +196,60 @@ class Tails:
         grads = [g.clone() for g in self.sets[round_number % len(self.sets)]]
         return self.sides[who].step(grads, clock)
 
-    def check(self, rounds: int) -> dict[str, Any]:
-        """AssertionError where weights differ, or a step that overflows moves one; else what was compared."""
-        compared = {who: check_same_weights(self.ours, it) for who, it in self.peers.items() if who not in INEXACT}
-        scales = any(theirs.scaler.is_enabled() for theirs in self.peers.values())
-        if scales:
+    def check(self) -> None:
+        """AssertionError where weights differ, or a step that overflows moves one."""
+        for who, theirs in self.peers.items():
+            if who not in INEXACT:
+                check_same_weights(self.ours, theirs)
+        if any(theirs.scaler.is_enabled() for theirs in self.peers.values()):
             for side in self.sides.values():
                 check_overflow_skips(side, self.sets[0], Clock(self.device, host=True, flush=False))
-        return {
-            "steps_compared": WARMUP_ROUNDS + rounds,
-            "largest_weight_difference": max(compared.values(), default=None),
-            "weights_not_compared": [who for who in self.peers if who in INEXACT],
-            "rtol": RTOL,
-            "atol": ATOL,
-            "overflow_step_changes_nothing": True if scales else None,
-        }
 
     def close(self) -> None:
         self.ours.session.reset()
 
 
-def peers_of(parser: argparse.ArgumentParser, optimizer: str, args: argparse.Namespace) -> dict[str, tuple[Make, str]]:
+def peers_of(parser: argparse.ArgumentParser, optimizer: str, args: argparse.Namespace) -> dict[str, Make]:
     try:
         return {against: peer(optimizer, against, args.device) for against in args.against}
     except LookupError as error:
         parser.error(f"--against: {error}")
 
 
-def measure(tails: Tails, args: argparse.Namespace) -> dict[str, Any]:
+def measure(tails: Tails, args: argparse.Namespace) -> Figures:
     clock = Clock(tails.device)
-    elements = sum(p.numel() for p in tails.ours.params)
-    bandwidth = Bandwidth(elements, tails.device, clock)
+    bandwidth = Bandwidth(sum(p.numel() for p in tails.ours.params), tails.device, clock)
 
     def of(who: str) -> Callable[[int], dict[str, float]]:
         def step(round_number: int) -> dict[str, float]:
             found = tails.step(who, round_number, clock)
             exit_ms = {"exit": found["exit"]} if "exit" in found else {}
-            return {"ms": sum(found.get(part, 0.0) for part in ("exit", "clip", "step")), **exit_ms}
+            return {"time": sum(found.get(part, 0.0) for part in ("exit", "clip", "step")), **exit_ms}
 
         return step
 
     samples = interleave({**{who: of(who) for who in tails.sides}, "bandwidth": bandwidth.measure}, args.rounds)
-    return case(
-        samples,
-        tails.what,
-        floor_bytes(tails.ours.params, args.optimizer),
-        tensors=len(tails.ours.params),
-        elements=elements,
-        check=tails.check(args.rounds),
-    )
+    tails.check()
+    return figures("tail", samples, floor_bytes(tails.ours.params, args.optimizer))
+
+
+def parser() -> argparse.ArgumentParser:
+    found = options(__file__, __doc__)
+    found.add_argument("--model", default="resnet50", choices=list(MODELS))
+    found.add_argument("--opt-level", default="O2", choices=list(LOW_PRECISION))
+    found.add_argument("--optimizer", default="FusedAdam", choices=OPTIMIZERS)
+    found.add_argument("--clip", action="store_true", help=f"clip the norm of the gradients to {MAX_NORM:g}")
+    add_against(found)
+    return found
+
+
+NAMED = ("device", "model", "opt_level", "optimizer")  # options that the name of a report always has
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = options(__file__, __doc__)
-    parser.add_argument("--model", default="resnet50", choices=list(MODELS))
-    parser.add_argument("--opt-level", default="O2", choices=list(LOW_PRECISION))
-    parser.add_argument("--optimizer", default="FusedAdam", choices=OPTIMIZERS)
-    parser.add_argument("--clip", action="store_true", help=f"clip the norm of the gradients to {MAX_NORM:g}")
-    add_against(parser)
-    args = parse(parser, arguments)
-    tails = Tails(MODELS[args.model], args, args.optimizer, peers_of(parser, args.optimizer, args))
-    report(parser, args, {"tail": measure(tails, args)})
+    args = parse(options := parser(), arguments)
+    tails = Tails(MODELS[args.model], args, peers_of(options, args.optimizer, args))
+    report(options, args, measure(tails, args), *NAMED)
     tails.close()
 
 

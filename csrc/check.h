@@ -1,6 +1,6 @@
-// Argument checks, made once at the entry of an op. Each error names the op, the argument and the index;
-// ampctx/kernels/reference.py makes the same checks with the same messages. The outcome is free of torch: TensorLists,
-// FoundInf, Factor.
+// Argument checks, made once at the entry of an op. Each error names the op, the argument and the index. The outcome is
+// free of torch: TensorLists, FoundInf, Factor. Without compiled kernels ampctx/kernels/fallbacks.py refuses the same
+// calls.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,8 @@
-"""Writes the headers and CUDA sources that ampctx/kernels/spec.py declares. Needs Python alone.
+"""Writes the sources that ampctx/kernels/spec.py declares. Needs Python alone.
+
+    python csrc/generate.py    after a change of spec.py: writes ampctx/kernels/steps.py, which is committed
+
+The build writes the C++ side into its own folder:
 
 options.h      a struct of numbers for each op, in the order of its schema
 functors.h     the functors of each op, and all that have loops on the CPU
@@ -15,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 SPEC = Path(__file__).resolve().parent.parent / "ampctx" / "kernels" / "spec.py"
+STEPS = SPEC.with_name("steps.py")
 _HEADER = "// Made from ampctx/kernels/spec.py by csrc/generate.py.\n#pragma once\n"
 
 
@@ -124,3 +129,70 @@ def write(folder: Path) -> None:
             unfinished = folder / f"{name}.{os.getpid()}"
             unfinished.write_text(text)
             os.replace(unfinished, path)
+
+
+# --- ampctx/kernels/steps.py ------------------------------------------------------------------------------------------
+
+_STEPS = '''"""Typed optimizer ops. Made from spec.py by csrc/generate.py. See ``ampctx.optimizer_ops``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ampctx.kernels.ops import call, factor, wrote
+from ampctx.kernels.reference_steps import WRITE_BACKS
+
+_ops = torch.ops.ampctx
+_CODES = {name: code for code, name in enumerate(WRITE_BACKS)}
+
+Factor = float | Tensor
+# Random numbers then count the tensors of the call.
+NO_NUMBERS = torch.empty(0, dtype=torch.int64, device="cpu")
+'''
+
+
+def _fitted(head: str, items: list[str], tail: str) -> str:
+    """``head(items)tail`` on lines of at most 120 characters, as ruff formats it."""
+    indent, joined = head[: len(head) - len(head.lstrip())], ", ".join(items)
+    if len(f"{head}({joined}){tail}") <= 120:
+        return f"{head}({joined}){tail}"
+    if len(f"{indent}    {joined}") <= 120 and not head.endswith("= "):  # no tuple
+        return f"{head}(\n{indent}    {joined}\n{indent}){tail}"
+    lines = "".join(f"{indent}    {item},\n" for item in items)
+    return f"{head}(\n{lines}{indent}){tail}"
+
+
+def _step_call(spec) -> str:
+    """The typed call of an op. Its arguments are all named in the source: resolving them at each call would cost as
+    much as a small op."""
+    lists, tensors = list(spec.lists), list(spec.tensors)
+    named_lists = [*(state.scales for state in spec.coded), "skips"]
+    positional = [*(f"{name}: Sequence[Tensor]" for name in lists if name not in named_lists), "found_inf: Tensor"]
+    positional += [f"{name}: Factor" for name in tensors[1:] if name not in ("grad_norm", "numbers")]
+    named = [f"{n.name}: {n.type}" + ("" if n.default is None else f" = {n.default!r}") for n in spec.numbers]
+    numbers, written = [number.name for number in spec.numbers], "grads"
+    op = [f"    op = _ops.{spec.op}"]
+    if spec.takes_step:
+        named += ["maximize: bool = False", 'write_back: str = "nearest"', "seed: int = 0"]
+        named += ["unscale_grads: bool = False", "grad_norm: Factor = 1.0", "max_norm: float = -1.0"]
+        named += [f"{name}: Sequence[Tensor] = ()" for name in named_lists]
+        named += ["stochastic_state: bool = False", "numbers: Tensor = NO_NUMBERS"]
+        numbers += ["maximize", "_CODES[write_back]", "seed", "max_norm", "stochastic_state"]
+        op = [f"    op = _ops.{spec.unscaling_op} if unscale_grads else _ops.{spec.op}"]
+        written = "params, extras, *((grads,) if unscale_grads else ())"
+    scalars = ["found_inf", *(name if name == "numbers" else f"factor({name})" for name in tensors[1:])]
+    signature = _fitted(f"def {spec.name}", [*positional, "*", *named], " -> None:")
+    body = [*op, _fitted("    lists = ", lists, ""), _fitted("    call", ["op", "lists", *scalars, *numbers], "")]
+    return "\n".join([signature, f'    """{spec.doc}"""', *body, f"    wrote({written})\n"])
+
+
+def steps_module() -> str:
+    """The text of ampctx/kernels/steps.py."""
+    return "\n\n".join([_STEPS, *map(_step_call, load_spec().SPECS.values())])
+
+
+if __name__ == "__main__":
+    STEPS.write_text(steps_module())

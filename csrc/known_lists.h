@@ -61,6 +61,7 @@ class ListView {
   bool empty() const { return size() == 0; }
 
   bool is_strided(size_t i) const { return read_ || (*tensors_)[i].is_strided(); }
+  bool is_resolved(size_t i) const { return read_ || (*tensors_)[i].is_resolved(); }
   int32_t dtype(size_t i) const { return read_ ? read_->dtype : (*tensors_)[i].dtype(); }
   torch_abi::Device device(size_t i) const { return read_ ? read_->device : (*tensors_)[i].device(); }
   int64_t numel(size_t i) const { return read_ ? read_->tensors[i].numel : (*tensors_)[i].numel(); }

@@ -315,8 +315,8 @@ static Result guarded(Result failed, const Function& function, Arguments... argu
 AMPCTX_EXPORT int ampctx_use_python(PyObject* exchange, PyObject* objects) {
   return guarded(-1, ampctx::python_lists::use, exchange, objects);
 }
-AMPCTX_EXPORT int ampctx_use_hints(PyObject* param, PyObject* addresses, int64_t version) {
-  return guarded(-1, ampctx::python_lists::use_hints, param, addresses, version);
+AMPCTX_EXPORT int ampctx_use_hints(PyObject* param, PyObject* numbers, int64_t version) {
+  return guarded(-1, ampctx::python_lists::use_hints, param, numbers, version);
 }
 AMPCTX_EXPORT int ampctx_use_types(PyObject* types) { return guarded(-1, ampctx::python_lists::use_types, types); }
 AMPCTX_EXPORT PyObject* ampctx_new_list() {
@@ -358,6 +358,9 @@ AMPCTX_EXPORT int ampctx_same_plan(PyObject* kept, PyObject* groups, PyObject* s
   return guarded(-1, ampctx::python_passes::same_plan, kept, groups, state, models, lazy);
 }
 AMPCTX_EXPORT int ampctx_are_plain(PyObject* tensors) { return guarded(-1, ampctx::python_passes::are_plain, tensors); }
+AMPCTX_EXPORT int ampctx_are_resolved(PyObject* tensors) {
+  return guarded(-1, ampctx::python_passes::are_resolved, tensors);
+}
 AMPCTX_EXPORT int ampctx_have_no_grad(PyObject* tensors, int stored) {
   return guarded(-1, ampctx::python_passes::have_no_grad, tensors, stored);
 }

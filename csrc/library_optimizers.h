@@ -1,7 +1,6 @@
 // The boxed functions of the optimizer ops, for library.cpp alone. Their arguments have one pattern, that of
 // ampctx/kernels/spec.py: grads, params, states, extras, states of one element, step counts, skip counts, scalars, the
-// norm to clip by, the op's own numbers, how to store, the bound of the norm. So have their checks, which
-// ampctx/kernels/reference_steps.py makes too, with the same messages.
+// norm to clip by, the op's own numbers, how to store, the bound of the norm. So have their checks.
 #pragma once
 
 #include "arguments.h"

@@ -2,10 +2,11 @@
 // without hints each look waits for memory, one after the other.
 //
 // Beside the hints are facts for which torch's own functions take longer than all other work on a tensor: type,
-// version, and that there is no gradient.
+// version, that there is no gradient, and that its values are those in its memory.
 //
 // Both follow pointers at the places where torch 2.11 to 2.15 has them, in objects that are alive. use_hints() compares
-// these places with what Python tells of a few tensors at import; where they differ, nothing here is used.
+// these places with what Python tells of a few tensors at import; where they differ, nothing here is used, and no list
+// is read.
 #pragma once
 
 #include <atomic>
@@ -66,6 +67,35 @@ inline Version* version_of(const void* impl) {
 inline bool& knows_versions() {
   static bool known = false;
   return known;
+}
+
+// The dispatch keys of a tensor: where a TensorImpl has them, and the bits of those that make torch negate or conjugate
+// what lies in memory, or take it for zeros.
+struct DispatchKeys {
+  ptrdiff_t place;
+  uint64_t unresolved;
+};
+inline DispatchKeys& dispatch_keys() {
+  static DispatchKeys found{};
+  return found;
+}
+AMPCTX_HINT uint64_t word_at(const void* object, ptrdiff_t offset) {
+  return *reinterpret_cast<const uint64_t*>(static_cast<const char*>(object) + offset);
+}
+// Whether a tensor's values are those in its memory.
+AMPCTX_HINT bool is_resolved(const void* impl) {
+  return !(word_at(impl, dispatch_keys().place) & dispatch_keys().unresolved);
+}
+
+// Whether TensorImpls have their dispatch keys at one place, the same for a tensor, another one, and its negation.
+inline bool has_keys(const void* const* impls, const uint64_t* keys, uint64_t unresolved) {
+  for (ptrdiff_t place = 144; place <= 176; place += 8) {
+    const auto has = [&](int i) { return word_at(impls[i], place) == keys[i]; };
+    if (!has(0) || !has(1) || !has(2)) continue;
+    dispatch_keys() = {place, unresolved};
+    return is_resolved(impls[0]) && is_resolved(impls[1]) && !is_resolved(impls[2]);
+  }
+  return false;
 }
 
 // The type of an object, where Python 3.10 to 3.14 have it in builds with the GIL.

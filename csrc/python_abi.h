@@ -23,10 +23,8 @@ AMPCTX_PYTHON PyObject* PyDict_GetItemWithError(PyObject* dict, PyObject* key); 
 AMPCTX_PYTHON int PyDict_Next(PyObject* dict, ptrdiff_t* position, PyObject** key, PyObject** value);  // borrowed
 AMPCTX_PYTHON PyObject* PyObject_GetAttr(PyObject* object, PyObject* name);
 AMPCTX_PYTHON int PyObject_SetAttr(PyObject* object, PyObject* name, PyObject* value);
-AMPCTX_PYTHON PyObject* PyObject_CallMethodObjArgs(PyObject* object, PyObject* name, ...);
 AMPCTX_PYTHON PyObject* PyObject_Type(PyObject* object);
 AMPCTX_PYTHON void* PyType_GetSlot(_typeobject* type, int slot);
-AMPCTX_PYTHON int PyObject_IsTrue(PyObject* object);
 AMPCTX_PYTHON PyObject* PyUnicode_InternFromString(const char* text);
 AMPCTX_PYTHON PyObject* PyTuple_Pack(ptrdiff_t count, ...);
 AMPCTX_PYTHON PyObject* PyLong_FromLongLong(long long value);

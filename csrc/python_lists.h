@@ -1,10 +1,10 @@
 // Reads lists of Python's tensors for one op call: where they lie, without a way through torch's dispatcher, which
 // makes objects of each.
 //
-// Taken are lists of one device and dtype whose tensors are plain ones, of the types that use() was given, and whose
-// elements each fill one block of memory. Anything else is not read: the caller goes through the dispatcher then, and
-// an op says what is wrong with a tensor. What was read holds until somebody changes a tensor; ops are called at once
-// with it, and somebody keeps the tensors until they return.
+// Taken are lists of one device and dtype whose tensors are plain ones, of the types that use() was given, whose
+// elements each fill one block of memory, and whose values are those in that memory. Anything else is not read: the
+// caller goes through the dispatcher then, and an op says what is wrong with a tensor. What was read holds until
+// somebody changes a tensor; ops are called at once with it, and somebody keeps the tensors until they return.
 //
 // The functions that read give 1, or 0 for what is not read, or -1 with an exception set. Reading may run Python code,
 // of a property `grad` say, and that may change the lists.
@@ -24,7 +24,7 @@ struct PlainType {
 struct Python {
   const python_abi::DLPackExchange* exchange = nullptr;
   std::vector<PlainType> types;
-  PyObject *none = nullptr, *grad = nullptr, *is_neg = nullptr, *params = nullptr;
+  PyObject *none = nullptr, *grad = nullptr, *params = nullptr;
   // torch's attributes of each tensor, and how to read and write them without looking them up.
   PyObject *stored_grad = nullptr, *version = nullptr;
   python_abi::DescriptorGet get_grad = nullptr, get_version = nullptr;
@@ -55,9 +55,8 @@ inline int use(PyObject* exchange, PyObject* objects) {
     Py_IncRef(*object);
   }
   found.grad = PyUnicode_InternFromString("grad");
-  found.is_neg = PyUnicode_InternFromString("is_neg");
   found.params = PyUnicode_InternFromString("params");
-  if (!found.grad || !found.is_neg || !found.params) return 3;
+  if (!found.grad || !found.params) return 3;
   using namespace python_abi;
   found.get_grad = reinterpret_cast<DescriptorGet>(slot_of(found.stored_grad, kDescriptorGet));
   found.set_grad = reinterpret_cast<DescriptorSet>(slot_of(found.stored_grad, kDescriptorSet));
@@ -68,17 +67,28 @@ inline int use(PyObject* exchange, PyObject* objects) {
 }
 
 // Looks at a parameter with a gradient and at a tensor without autograd's part, and allows hints if torch has their
-// parts where hints look. `addresses`: numbers, as for prefetch::has_layout, and two of parameters without a gradient.
-// `version`: of the tensor without autograd's part. 1 if so.
-inline int use_hints(PyObject* param, PyObject* addresses, int64_t version) {
-  const void* found[6];
-  for (ptrdiff_t i = 0; i < 6; ++i) {
-    PyObject* const number = PyList_GetItem(addresses, i);
+// parts where hints look. `numbers`: addresses as for prefetch::has_layout, two of parameters without a gradient, and
+// one of a negation; the dispatch keys of the parameter, of the tensor without autograd's part and of the negation; and
+// the bits of keys of what is not resolved. `version`: of the tensor without autograd's part. 1 if so.
+inline int use_hints(PyObject* param, PyObject* numbers, int64_t version) {
+  constexpr ptrdiff_t addresses = 7, keys = 3;
+  const void* found[addresses];
+  uint64_t bits[keys + 1];
+  for (ptrdiff_t i = 0; i < addresses + keys + 1; ++i) {
+    PyObject* const number = PyList_GetItem(numbers, i);
     if (!number) return -1;
-    found[i] = reinterpret_cast<const void*>(PyLong_AsLongLong(number));
+    const long long value = PyLong_AsLongLong(number);
+    if (PyErr_Occurred()) return -1;
+    if (i < addresses) {
+      found[i] = reinterpret_cast<const void*>(value);
+    } else {
+      bits[i - addresses] = static_cast<uint64_t>(value);
+    }
   }
   const python_abi::Reference type(PyObject_Type(param));
-  prefetch::is_known_layout() = prefetch::has_layout(param, type.get(), found[0], found[1], found[2], found[3]);
+  const void* const with_keys[] = {found[0], found[1], found[6]};
+  prefetch::is_known_layout() = prefetch::has_layout(param, type.get(), found[0], found[1], found[2], found[3]) &&
+                                prefetch::has_keys(with_keys, bits, bits[keys]);
   if (prefetch::is_known_layout()) {
     const void* const none = prefetch::grad_of(found[4]);
     if (none != found[2] && none == prefetch::grad_of(found[5])) prefetch::no_gradient() = none;
@@ -213,23 +223,17 @@ inline bool is_contiguous(const torch_abi::Layout& layout) {
   return true;
 }
 
-// Whether a tensor may be one that torch reads as the negative of what lies in memory, which DLPack does not tell. Such
-// views come from imaginary parts, whose elements lie two apart: of those that fill a block, one of one element alone.
-// It lies behind its real part, and both together at a multiple of their size. True with an exception set where a mode
-// of torch's that looks on raises.
-inline bool may_be_negated(PyObject* tensor, const ReadList::Entry& entry, uintptr_t element_bytes) {
-  if (entry.numel != 1 || reinterpret_cast<uintptr_t>(entry.data) % (2 * element_bytes) == 0) return false;
-  const python_abi::Reference answer(PyObject_CallMethodObjArgs(tensor, python().is_neg, nullptr));
-  return !answer.get() || PyObject_IsTrue(answer.get()) != 0;
+// Whether a tensor of the types that are read has its values in its memory, which DLPack does not tell. False if that
+// is not known.
+inline bool is_resolved(PyObject* tensor) {
+  return prefetch::is_known_layout() && prefetch::is_resolved(prefetch::pointer_at(tensor, 16));
 }
 
 // A freed storage has the address null, and a view into it null and an offset, which is small.
 inline bool may_be_freed(const void* data) { return reinterpret_cast<uintptr_t>(data) < (uintptr_t{1} << 32); }
 
-// Whether the elements lie within the tensor's storage, which DLPack does not tell. True without a known layout of
-// torch's objects: lists that a program hands to an op are not read then.
+// Whether the elements lie within the tensor's storage, which DLPack does not tell. With a known layout of objects.
 inline bool has_memory(PyObject* tensor, int64_t elements, int64_t element_bytes) {
-  if (!prefetch::is_known_layout()) return true;
   const auto handle = static_cast<AtenTensorHandle>(prefetch::handle_of(tensor));
   int64_t offset, bytes;
   return aoti_torch_get_storage_offset(handle, &offset) == 0 && aoti_torch_get_storage_size(handle, &bytes) == 0 &&
@@ -241,9 +245,8 @@ class Reader {
  public:
   explicit Reader(size_t count) { list_.tensors.reserve(count); }
 
-  // False, with an exception set where Python code has raised.
   bool add(PyObject* tensor) {
-    if (!plain_type(tensor)) return false;
+    if (!plain_type(tensor) || !is_resolved(tensor)) return false;
     python_abi::DLTensor found;
     if (python().exchange->view(tensor, &found) != 0) {
       PyErr_Clear();  // of another layout than strided, of another device than those of the exchange
@@ -265,7 +268,7 @@ class Reader {
       entry.is_contiguous = is_contiguous(entry.layout);
       if (!entry.is_contiguous && !is_dense(entry.layout)) return false;
       const int64_t bytes = found.dtype.bits / 8;
-      if (may_be_freed(entry.data) || may_be_negated(tensor, entry, bytes)) return false;
+      if (may_be_freed(entry.data)) return false;
       if (!has_memory(tensor, entry.numel, bytes)) return false;
     }
     list_.tensors.push_back(entry);
@@ -382,7 +385,7 @@ inline bool are_contiguous(int64_t number) {
 }
 
 // Whether element k in memory of each gradient is element k in memory of its parameter, on the same device, and the
-// parameters are of one dtype. Both lists are known.
+// parameters are of one dtype, with their values in memory. Both lists are known.
 inline bool lie_alike(int64_t of_grads, int64_t of_params) {
   const KnownListPointer first = known_lists().find(of_grads), second = known_lists().find(of_params);
   if (!first || !second) return false;
@@ -393,6 +396,7 @@ inline bool lie_alike(int64_t of_grads, int64_t of_params) {
     params.prefetch_ahead(i, params.size());
     if (!params.is_strided(i) || params.dtype(i) != params.dtype(0) || params.device(i) != grads.device(i))
       return false;
+    if (!params.is_resolved(i) || !grads.is_resolved(i)) return false;
     if (params.numel(i) != grads.numel(i)) return false;
     if (params.is_contiguous(i) && grads.is_contiguous(i)) continue;
     if (!same_strides(grads.layout(i), params.layout(i))) return false;

@@ -30,21 +30,16 @@ inline int same_items(PyObject* items, PyObject* others) {
   return 1;
 }
 
-// Whether the param groups of an optimizer hold the members, in order.
+// Whether each param group of an optimizer holds its members, in order. `members`: a list for each group.
 inline int same_members(PyObject* groups, PyObject* members) {
-  const ptrdiff_t total = PyList_Size(members), count = total < 0 ? -1 : PyList_Size(groups);
-  if (count < 0) return no();
-  ptrdiff_t at = 0;
+  const ptrdiff_t count = PyList_Size(groups);
+  if (count < 0 || PyList_Size(members) != count) return no();
   for (ptrdiff_t g = 0; g < count; ++g) {
     PyObject* const group = PyList_GetItem(groups, g);
     PyObject* const params = group ? PyDict_GetItemWithError(group, python().params) : nullptr;
-    const ptrdiff_t size = params ? PyList_Size(params) : -1;
-    if (size < 0 || at + size > total) return no();
-    for (ptrdiff_t i = 0; i < size; ++i, ++at) {
-      if (PyList_GetItem(params, i) != PyList_GetItem(members, at)) return 0;
-    }
+    if (!params || !same_items(params, PyList_GetItem(members, g))) return no();
   }
-  return at == total;
+  return 1;
 }
 
 // Whether a dict has these keys and values and no others, in order.
@@ -94,6 +89,18 @@ inline int are_plain(PyObject* tensors) {
   if (count < 0) return no();
   for (ptrdiff_t i = 0; i < count; ++i) {
     if (!python_lists::plain_type(PyList_GetItem(tensors, i))) return 0;
+  }
+  return 1;
+}
+
+// Whether all are tensors of these types with their values in their memory. 0 too if that is not known.
+inline int are_resolved(PyObject* tensors) {
+  const ptrdiff_t count = PyList_Size(tensors);
+  if (count < 0) return no();
+  for (ptrdiff_t i = 0; i < count; ++i) {
+    python_lists::prefetch_ahead<Look::kMemory>(tensors, i, count);
+    PyObject* const tensor = PyList_GetItem(tensors, i);
+    if (!python_lists::plain_type(tensor) || !python_lists::is_resolved(tensor)) return 0;
   }
   return 1;
 }

@@ -209,6 +209,11 @@ class Tensor {
     return (storage_offset() + elements) * element_bytes <= storage_bytes();
   }
 
+  // Whether its values are those in its memory. The dispatcher hands over only such; a program may set `.data` later.
+  bool is_resolved() const {
+    return !prefetch::is_known_layout() || prefetch::is_resolved(prefetch::pointer_at(handle_, 0));
+  }
+
   // Hints for a look at this tensor, in three stages: each reads what the one before has brought.
   AMPCTX_HINT void prefetch_handle() const { prefetch::at(handle_, 0); }
   AMPCTX_HINT void prefetch() const { prefetch::tensor(prefetch::pointer_at(handle_, 0)); }

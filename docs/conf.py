@@ -4,13 +4,22 @@ The source directory is that of the repository: a relative link from a page to a
 site as it does on a git host.
 """
 
+import sys
+from pathlib import Path
+
 import ampctx
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import report
+
+# For apex_names.py.
+sys.path.append(str(Path(__file__).parent))
 
 project = "ampctx"
 author = "the authors of ampctx"
 release = version = ampctx.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "apex_names"]
 root_doc = "docs/index"
 include_patterns = ["docs/**", "examples/README.md", "examples/data/README.md", "benchmarks/*.md", "CHANGELOG.md"]
 exclude_patterns = ["build", ".*", "**/.*"]
@@ -43,3 +52,18 @@ nitpick_ignore = [
     ("py:class", "ampctx.amp.named_state.Stateful"),  # what amp.Stateful() returns
     ("py:class", "MixedPrecisionPolicy"),  # torch's, imported late
 ]
+
+
+def setup(app):
+    """Puts the figures of benchmarks/results into the pages: docs/benchmarks.md is made anew, others have marks."""
+    found = report.load()
+    page = Path(app.srcdir) / "docs" / "benchmarks.md"
+    if not page.exists() or page.read_text() != report.page(found):
+        page.write_text(report.page(found))
+
+    def fill(app, name, source):
+        if report.MARK.search(source[0]):
+            app.env.note_dependency(str(report.FIGURES))
+            source[0] = report.filled(source[0], found)
+
+    app.connect("source-read", fill)

@@ -1,11 +1,10 @@
 """A training program for apex, unchanged: it has no ``import ampctx``.
 
-    ampctx run examples/apex_digits.py
-    ampctx run examples/apex_digits.py --opt-level O1 --loss-scale 1024
-    torchrun --nproc-per-node 2 -m ampctx run examples/apex_digits.py --sync-bn
+    ampctx-apex run examples/apex_digits.py
+    ampctx-apex run examples/apex_digits.py --opt-level O1 --loss-scale 1024
+    torchrun --nproc-per-node 2 -m ampctx_apex run examples/apex_digits.py --sync-bn
 
-Without ``ampctx run`` or the distribution ampctx-apex the import fails: apex removed apex.amp in May 2025. Model and
-data are those of digits.py.
+Without ampctx-apex the import fails: apex removed apex.amp in May 2025. Model and data are those of digits.py.
 """
 
 import argparse

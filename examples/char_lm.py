@@ -116,8 +116,8 @@ def sample(model: nn.Module, text: Text, context: int, prompt: str, length: int,
 
 def make_optimizer(args: argparse.Namespace, model: GPT) -> torch.optim.Optimizer:
     options = {"lr": args.lr, "betas": (0.9, 0.98), "weight_decay": 0.05}
-    if args.offload:  # the step runs beside the next forward
-        return FusedAdam(model.parameters(), **options, offload="cpu", overlap="forward")
+    if args.offload:
+        return FusedAdam(model.parameters(), **options, offload="cpu")
     if args.optimizer == "adamw":
         return torch.optim.AdamW(model.parameters(), **options)
     matrices = [p for p in model.blocks.parameters() if p.dim() == 2]

@@ -79,6 +79,32 @@ ON_HOST: dict[str, Callable[..., torch.optim.Optimizer]] = {
 OPTIMIZERS = {**ON_DEVICE, **ON_HOST}
 
 
+class SAM(torch.optim.SGD):
+    """The two steps of SAM over SGD: up by ``rho`` times the gradient, then back and down."""
+
+    def __init__(self, params: Any, lr: float = 0.25, rho: float = 0.5):
+        super().__init__(params, lr=lr)
+        self.rho = rho
+
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        for p in params_of(self):
+            self.state[p]["before"] = p.clone()
+            if p.grad is not None:
+                p.add_(p.grad, alpha=self.rho)
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad: bool = False) -> None:
+        for p in params_of(self):
+            if "before" in self.state[p]:
+                p.copy_(self.state[p].pop("before"))
+        self.step()
+        if zero_grad:
+            self.zero_grad()
+
+
 def params_of(optimizer: Any) -> list:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
@@ -137,6 +163,14 @@ def probe(session: Any, level: str = "O2", n_losses: int = 1, make: Any = None, 
     return start(session, level, make or partial(torch.optim.SGD, lr=0.125), Probe(), **options)
 
 
+def probes(session: Any, level: str = "O2", n: int = 2, make: Any = None, **options: Any) -> tuple[list, list]:
+    """As ``probe``, of several models with an optimizer each."""
+    models = [Probe() for _ in range(n)]
+    optimizers = [(make or partial(torch.optim.SGD, lr=0.125))(model.parameters()) for model in models]
+    session.initialize(models, optimizers, opt_level=level, **{"max_loss_scale": START, "verbosity": 0, **options})
+    return models, optimizers
+
+
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
@@ -180,7 +214,10 @@ def train(
             if in_block:
                 in_block()
         if max_norm is not None:
-            clip_grad_norm_(model.parameters() if session is None else session.master_params(optimizer), max_norm)
+            if session is None:
+                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            else:
+                clip_grad_norm_(session.master_params(optimizer), max_norm)
         if before_step:
             before_step()
         optimizer.step()

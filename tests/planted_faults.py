@@ -34,45 +34,46 @@ class Fault(NamedTuple):
 
 OPS, AMP, ROWS = "tests/ops/test_multi_tensor_", "tests/amp/test_", "tests/reliability/test_"
 CPU = "-k cpu"  # the compiled kernels: without building the emulated ones
+FORMULAS, LAYERWISE = (f"tests/ops/test_{kind}_formulas.py {CPU}" for kind in ("elementwise", "layerwise"))
 STEPS = f"{AMP}device_steps.py {AMP}overflow.py {AMP}scale_loss.py"
 
 FAULTS = [
     # --- signs, in each functor -------------------------------------------------------------------------------------
     Fault(
         "adam adds its step", "csrc/functors/adam.h",
-        "return w - lr * (adam.adam_w_mode", "return w + lr * (adam.adam_w_mode", f"{OPS}adam.py {CPU}",
+        "return w - lr * (adam.adam_w_mode", "return w + lr * (adam.adam_w_mode", FORMULAS,
     ),
     Fault(
         "sgd decays upwards", "csrc/functors/sgd.h",
-        "g = sgd.decay_last ? g + decay : g;", "g = sgd.decay_last ? g - decay : g;", f"{OPS}sgd.py {CPU}",
+        "g = sgd.decay_last ? g + decay : g;", "g = sgd.decay_last ? g - decay : g;", FORMULAS,
     ),
     Fault(
         "adagrad subtracts squares", "csrc/functors/adagrad.h",
-        "state[0] + g * g;", "state[0] - g * g;", f"{OPS}adagrad.py {CPU}",
+        "state[0] + g * g;", "state[0] - g * g;", FORMULAS,
     ),
     Fault(
         "lamb's ratio is the other way round", "csrc/functors/lamb.h",
-        "(norm_of_w / norm_of_u)", "(norm_of_u / norm_of_w)", f"{OPS}lamb.py {CPU}",
+        "(norm_of_w / norm_of_u)", "(norm_of_u / norm_of_w)", LAYERWISE,
     ),
     Fault(
         "lamb decays upwards", "csrc/functors/lamb.h",
-        "u + lamb.weight_decay * w : u", "u - lamb.weight_decay * w : u", f"{OPS}lamb.py {CPU}",
+        "u + lamb.weight_decay * w : u", "u - lamb.weight_decay * w : u", LAYERWISE,
     ),
     Fault(
         "novograd subtracts the gradient from the moment", "csrc/functors/novograd.h",
-        "state[0] + novograd.of_g * g;", "state[0] - novograd.of_g * g;", f"{OPS}novograd.py {CPU}",
+        "state[0] + novograd.of_g * g;", "state[0] - novograd.of_g * g;", LAYERWISE,
     ),
     Fault(
         "larc decays upwards", "csrc/functors/larc.h",
-        "(g + tensor.weight_decay * w)", "(g - tensor.weight_decay * w)", f"{OPS}larc.py {CPU}",
+        "(g + tensor.weight_decay * w)", "(g - tensor.weight_decay * w)", LAYERWISE,
     ),
     Fault(
         "lion goes against the sign", "csrc/functors/lion.h",
-        "c > 0 ? 1 : c < 0 ? -1 : c;", "c > 0 ? -1 : c < 0 ? 1 : c;", f"{OPS}lion.py {CPU}",
+        "c > 0 ? 1 : c < 0 ? -1 : c;", "c > 0 ? -1 : c < 0 ? 1 : c;", FORMULAS,
     ),
     Fault(
         "muon averages from the wrong end", "csrc/functors/muon.h",
-        "weight < 0.5 ? weight : weight - 1", "weight < 0.5 ? weight : 1 - weight", f"{OPS}muon.py {CPU}",
+        "weight < 0.5 ? weight : weight - 1", "weight < 0.5 ? weight : 1 - weight", FORMULAS,
     ),
     Fault("axpby subtracts", "csrc/functors/axpby.h", "a * x + b * y;", "a * x - b * y;", f"{OPS}axpby.py {CPU}"),
     Fault("scale negates", "csrc/functors/scale.h", "return x * scale;", "return -x * scale;", f"{OPS}scale.py {CPU}"),

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Each imports from its own room and from those above it in this list.
 ROOMS = {
-    "what every room uses": r"ampctx\.(_[a-z]\w*|distributed)",
+    "what every room uses": r"ampctx\._[a-z]\w*",
     "kernels": r"ampctx\.kernels(\.\w+)?",
     "public names of kernels": r"ampctx\.(ops|optimizer_ops|foreach|multi_tensor_apply)",
     "casts": r"ampctx\.casts(\.\w+)?",
@@ -20,11 +20,14 @@ ROOMS = {
     "scaling": r"ampctx\.scaling(\.\w+)?",
     "optimizers": r"ampctx\.optimizers(\.\w+)?",
     "amp": r"ampctx\.amp(\.\w+)?",
+    "for several ranks": r"ampctx\.distributed",
     "the package": r"ampctx",
     "what ampctx-apex may use": r"ampctx\.spi",
     "the command": r"ampctx\.__main__",
     "ampctx-apex": r"ampctx_apex(\.\w+)*",
 }
+# What ampctx-apex imports of ampctx: the public API, and spi.
+PUBLIC = re.compile(r"ampctx(\.(amp|distributed|foreach|multi_tensor_apply|ops|optimizer_ops|optimizers|spi))?")
 
 
 def rooms_of(name: str) -> list[int]:
@@ -33,23 +36,17 @@ def rooms_of(name: str) -> list[int]:
     ]
 
 
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
+def module_name(path: Path, top: Path) -> str:
+    parts = path.relative_to(top).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {module_name(p): p for p in sorted((ROOT / "ampctx").rglob("*.py"))}
-
-
-def without_types(tree: ast.AST) -> ast.AST:
-    """Without what is imported for the type checker alone."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            node.body = []
-    return tree
-
-
-TREES = {name: without_types(ast.parse(path.read_text())) for name, path in MODULES.items()}
+MODULES = {
+    module_name(path, top): path
+    for top, package in ((ROOT, "ampctx"), (ROOT / "ampctx-apex", "ampctx_apex"))
+    for path in sorted((top / package).rglob("*.py"))
+}
+TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 SERVED = "ampctx_apex.modules"
 
 
@@ -67,19 +64,27 @@ def source(name: str, node: ast.ImportFrom) -> str:
     return ".".join([*above, *([node.module] if node.module else [])])
 
 
-def imported(name: str) -> set[str]:
-    """The ampctx modules that a module imports, in functions too, sub-modules by their own name."""
+def imported(name: str, tree: ast.AST) -> set[str]:
+    """Our modules that a module imports, sub-modules by their own name: in functions and for type checkers, too.
+
+    A module that is named as a string, for ``sys.modules`` or ``import_module``, counts as imported.
+    """
     names: set[str] = set()
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names.update(in_our_words(a.name) for a in node.names)
         elif isinstance(node, ast.ImportFrom):
             module = source(name, node)
             names.update(sub if (sub := f"{module}.{a.name}") in MODULES else module for a in node.names)
+        elif isinstance(node, (ast.Subscript, ast.Call)):
+            inside = node.slice if isinstance(node, ast.Subscript) else (node.args or [None])[0]
+            owner = ast.unparse(node.value if isinstance(node, ast.Subscript) else node.func)
+            if re.search(r"sys\.modules|import_module", owner) and isinstance(inside, ast.Constant):
+                names.add(inside.value)
     return {n for n in names if n in MODULES}
 
 
-GRAPH = {name: imported(name) for name in MODULES}
+GRAPH = {name: imported(name, TREES[name]) for name in MODULES}
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
@@ -94,16 +99,24 @@ def test_no_module_imports_itself_in_the_end():
     list(graphlib.TopologicalSorter(graph).static_order())  # CycleError names the modules
 
 
-def test_imports_of_apex_are_seen():
-    """As modules of compat write them: beside each other, and by apex's names."""
-    assert f"{SERVED}.apex.amp._amp_state" in GRAPH[f"{SERVED}.apex.amp.scaler"]
-    assert f"{SERVED}.apex.fp16_utils.fp16_optimizer" in GRAPH[f"{SERVED}.apex.contrib.optimizers.fp16_optimizer"]
-    assert source("ampctx_apex.apex", ast.ImportFrom("apex.amp", [], 0)) == f"{SERVED}.apex.amp"
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from ampctx.amp import session",
+        "if TYPE_CHECKING:\n    from ampctx.amp.session import AmpSession",
+        "def later():\n    import ampctx.amp.session",
+        "sys.modules['ampctx.amp.session'].AmpSession",
+        "sys.modules.get('ampctx.amp.session')",
+        "importlib.import_module('ampctx.amp.session')",
+    ],
+)
+def test_every_way_to_import_is_seen(text):
+    assert imported("ampctx._errors", ast.parse(text)) == {"ampctx.amp.session"}
 
 
-DOORS = "ampctx.spi"
-COMPAT = sorted(name for name in MODULES if re.fullmatch(ROOMS["compat"], name))
-PUBLIC = re.compile(r"ampctx(\.(amp|distributed|foreach|multi_tensor_apply|ops|optimizer_ops|optimizers))?")
+def test_imports_by_apex_names_are_seen():
+    assert f"{SERVED}.apex.optimizers" in GRAPH[f"{SERVED}.apex"]
+    assert source("ampctx_apex", ast.ImportFrom("apex.amp", [], 0)) == f"{SERVED}.apex.amp"
 
 
 def is_private(name: str) -> bool:
@@ -119,17 +132,18 @@ def private_names(tree: ast.AST) -> set[str]:
     return {name for name in made if is_private(name)}
 
 
-OF_THE_CORE = set().union(*(private_names(TREES[name]) for name in MODULES if name not in COMPAT))
+APEX = sorted(name for name in MODULES if re.fullmatch(ROOMS["ampctx-apex"], name))
+OF_THE_CORE = set().union(*(private_names(TREES[name]) for name in MODULES if name not in APEX))
 
 
-@pytest.mark.parametrize("name", [name for name in COMPAT if name != DOORS])
-def test_compat_reaches_the_core_through_its_doors(name):
-    """Other modules of compat import public names alone, and touch no private attribute of what these give."""
-    for other in GRAPH[name] - set(COMPAT):
-        assert PUBLIC.fullmatch(other), f"{name} imports {other}: let ampctx.spi do that"
+@pytest.mark.parametrize("name", APEX)
+def test_ampctx_apex_uses_the_public_api_and_spi_alone(name):
+    """It touches no private attribute of what these give, either."""
+    for other in GRAPH[name] - set(APEX):
+        assert PUBLIC.fullmatch(other), f"{name} imports {other}: let ampctx.spi offer it"
     own = private_names(TREES[name])
     for node in ast.walk(TREES[name]):
-        if isinstance(node, ast.ImportFrom) and source(name, node) not in COMPAT:
+        if isinstance(node, ast.ImportFrom) and source(name, node) not in APEX:
             private = [a.name for a in node.names if is_private(a.name) and source(name, node).startswith("ampctx")]
             assert not private, f"{name}:{node.lineno} imports {private}"
         if isinstance(node, ast.Attribute) and node.attr in OF_THE_CORE - own:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ampctx_apex import __version__
 from ampctx_apex.migrate import cli as migrate
-from ampctx_apex.startup import MODULES
+from ampctx_apex.roots import MODULES
 
 
 def apex_in_use() -> str:

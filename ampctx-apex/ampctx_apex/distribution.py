@@ -6,7 +6,7 @@ from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Any
 
-from ampctx_apex.startup import MODULES, ROOTS
+from ampctx_apex.roots import MODULES, ROOTS
 
 # The version in every apex source tree.
 FILES = {

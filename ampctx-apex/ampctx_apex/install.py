@@ -21,12 +21,38 @@ from typing import Any, Literal
 from ampctx import AmpError, AmpNotImplementedError, AmpValueError
 from ampctx_apex.distribution import ApexDistribution
 from ampctx_apex.names import NAMES, is_refused_at_import, refusal
-from ampctx_apex.startup import MODULES, ROOTS
+from ampctx_apex.roots import MODULES, ROOTS
 
 
-def served(fullname: str) -> importlib.machinery.ModuleSpec | None:
-    """The spec of ampctx-apex's module for one of ``ROOTS``."""
-    return importlib.machinery.PathFinder.find_spec(fullname, [MODULES])
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Loads a file of ``modules/``. What the module lacks are its submodules, and placeholders for refused names."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__getattr__ = lambda name: _lacking(module, name)  # type: ignore[method-assign]
+        super().exec_module(module)
+
+
+def _lacking(module: ModuleType, attribute: str) -> Any:
+    name = f"{module.__name__}.{attribute}"
+    if not attribute.startswith("__"):
+        try:
+            spec = importlib.util.find_spec(name) if hasattr(module, "__path__") else None
+        except ApexImportError as error:
+            raise AttributeError(str(error)) from None
+        if spec is not None and not isinstance(spec.loader, _RefusedFinder):
+            return importlib.import_module(name)
+        if refusal(name) is not None:
+            return refused(name)
+    raise AttributeError(f"module {module.__name__!r} has no attribute {attribute!r}")
+
+
+def served(fullname: str, path: Sequence[str] | None = None) -> importlib.machinery.ModuleSpec | None:
+    """The spec of ampctx-apex's module for one of ``ROOTS``, or for a submodule, of the package's ``path``."""
+    spec = importlib.machinery.PathFinder.find_spec(fullname, [MODULES] if path is None else path)
+    if spec is None or not Path(spec.origin or "").is_relative_to(MODULES):
+        return None
+    spec.loader = _Loader(fullname, str(spec.origin))
+    return spec
 
 
 class _ServedFinder(DistributionFinder):
@@ -35,7 +61,7 @@ class _ServedFinder(DistributionFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        return served(fullname) if fullname in ROOTS else None
+        return served(fullname, path) if fullname.partition(".")[0] in ROOTS else None
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
         """The metadata of apex, in a search by its name or for all distributions."""
@@ -65,11 +91,6 @@ class _RefusedFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if is_refused_at_import(fullname) and not self.at_call:
             # Without its name attribute: "from apex import transformer" would drop an error that has it.
             raise ApexImportError(message)
-        parent, _, name = fullname.rpartition(".")
-        above = sys.modules.get(parent)
-        # A refused class is no module: a module of its name would replace it on the package.
-        if above is not None and name in dir(above):
-            return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -113,9 +134,7 @@ _at_uninstall: list[Callable[[], None]] = []
 
 def is_ours(module: ModuleType) -> bool:
     """Whether a module with an apex name comes from ``install_apex``."""
-    spec = getattr(module, "__spec__", None)
-    origin = getattr(spec, "origin", None) or ""
-    return isinstance(getattr(spec, "loader", None), _RefusedFinder) or Path(origin).is_relative_to(MODULES)
+    return isinstance(getattr(module.__spec__, "loader", None), (_Loader, _RefusedFinder))
 
 
 def install_apex(refuse: Literal["import", "call"] | None = None) -> None:
@@ -161,6 +180,14 @@ def at_uninstall(action: Callable[[], None]) -> None:
     _at_uninstall.append(action)
 
 
+def also_called(package: str, *names: str) -> None:
+    """Makes ``package`` go by the names of submodules as well, in which apex had its members: for old pickles, too."""
+    module = sys.modules[package]
+    for name in names:
+        sys.modules[f"{package}.{name}"] = module
+        setattr(module, name, module)
+
+
 def uninstall_apex() -> None:
     """Undoes ``install_apex``: removes the modules, and apex's attributes from optimizers.
 
@@ -183,6 +210,7 @@ __all__ = [
     "NAMES",
     "ROOTS",
     "ApexImportError",
+    "also_called",
     "at_uninstall",
     "install_apex",
     "is_ours",

@@ -1,15 +1,16 @@
 """The functions of fused_layer_norm_cuda on torch's ops: layer norm and RMS norm, with their gradients.
 
 Signatures are apex's. They compute in fp32, or fp64 where a tensor has it. Statistics have one element for each row,
-fp32 or fp64. Any strides are allowed. The gradients are differentiable with respect to the tensors that they take.
+fp32 or fp64. Any strides are allowed.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,33 +61,36 @@ def _rows(op: str, name: str, t: Tensor, normalized_shape: Shape, parameters: Ma
 
 
 def _normed(
-    op: str, input: Tensor, shape: Shape, parameters: Mapping[str, Tensor], eps: float, *,
-    centers: bool, of_weight: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output, of the type of ``weight`` or of ``input``, mean and inverse deviation."""
-    rows = _rows(op, "input", input, shape, parameters)
+    op: str, parameters: Mapping[str, Tensor], centers: bool, of_weight: bool, *,
+    input: Tensor, normalized_shape: Shape, eps: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The output, of the type of ``weight`` or of ``input``, the mean where it ``centers``, the inverse deviation."""
+    rows = _rows(op, "input", input, normalized_shape, parameters)
     weight, bias = parameters.get("weight"), parameters.get("bias")
     with without_autocast(input):
         x = rows.of(input)
-        mean = x.mean(1, keepdim=True) if centers else x.new_zeros(rows.rows, 1)
-        x = x - mean if centers else x
+        kept = torch.promote_types(input.dtype, torch.float32)
+        statistics = []
+        if centers:
+            mean = x.mean(1, keepdim=True)
+            x = x - mean
+            statistics.append(mean.flatten().to(kept))
         invvar = (x.square().mean(1, keepdim=True) + eps).rsqrt()
         x = x * invvar
         if weight is not None:
             x = x * rows.parameter(weight)
         if bias is not None:
             x = x + rows.parameter(bias)
-        kept = torch.promote_types(input.dtype, torch.float32)
         dtype = weight.dtype if of_weight and weight is not None else input.dtype
-        return x.to(dtype).reshape(input.shape), mean.flatten().to(kept), invvar.flatten().to(kept)
+        return x.to(dtype).reshape(input.shape), *statistics, invvar.flatten().to(kept)
 
 
 def _grads(
-    op: str, dout: Tensor, mean: Tensor | None, invvar: Tensor, input_or_output: Tensor, shape: Shape,
-    parameters: Mapping[str, Tensor], eps: float, memory_efficient: bool, *, centers: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """The gradients of input, weight and bias."""
-    rows = _rows(op, "input_or_output", input_or_output, shape, parameters)
+    op: str, parameters: Mapping[str, Tensor], centers: bool, *, dout: Tensor, mean: Tensor | None = None,
+    invvar: Tensor, input_or_output: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool,
+) -> Any:  # fmt: skip
+    """The gradients of the input and the parameters; a tensor without the latter."""
+    rows = _rows(op, "input_or_output", input_or_output, normalized_shape, parameters)
     weight, bias = parameters.get("weight"), parameters.get("bias")
     beside = ("input_or_output", input_or_output)
     check_tensor(op, "dout", dout, dtypes=_FLOATING, shape=input_or_output.shape, beside=beside)
@@ -103,7 +107,7 @@ def _grads(
                 # apex's bound, so that a weight of 0 gives no inf.
                 normed = normed / torch.where(scale < 0, scale.clamp(max=-eps), scale.clamp(min=eps))
         else:
-            if mean is not None and centers:
+            if mean is not None:
                 normed = normed - rows.statistic(mean)
             normed = normed * rows.statistic(invvar)
         g = dy if scale is None else dy * scale
@@ -111,114 +115,99 @@ def _grads(
         if centers:
             dx = dx - g.mean(1, keepdim=True)
         dx = (dx * rows.statistic(invvar)).to(input_or_output.dtype).reshape(input_or_output.shape)
-        dweight = None if weight is None else (dy * normed).sum(0).to(weight.dtype).reshape(rows.shape)
-        dbias = None if bias is None else dy.sum(0).to(bias.dtype).reshape(rows.shape)
-        return dx, dweight, dbias
+        of_parameters = [
+            (dy * normed if name == "weight" else dy).sum(0).to(t.dtype).reshape(rows.shape)
+            for name, t in parameters.items()
+        ]
+        return (dx, *of_parameters) if parameters else dx
 
 
-def forward(input: Tensor, normalized_shape: Shape, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Layer norm over the last ``len(normalized_shape)`` dimensions. No host sync.
+def _function(op: str, arguments: str, parameters: str, doc: str, body: Callable[..., Any]) -> Callable[..., Any]:
+    """``body`` as a function of ``arguments``, ``parameters`` among them, through which no gradient flows.
+
+    Its ``__wrapped__`` lets gradients through.
+    """
+    kind, names = inspect.Parameter.POSITIONAL_OR_KEYWORD, parameters.split()
+    signature = inspect.Signature(
+        [
+            inspect.Parameter(name, kind, default=False if name == "memory_efficient" else inspect.Parameter.empty)
+            for name in arguments.format(parameters).split()
+        ]
+    )
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        of_name = {name: given.arguments.pop(name) for name in names}
+        return body(op, of_name, **given.arguments)
+
+    vars(function)["__signature__"] = signature
+    function.__name__ = function.__qualname__ = op
+    function.__doc__ = doc
+    return torch.no_grad()(function)
+
+
+def _forward(op: str, parameters: str = "", of_weight: bool = False) -> Callable[..., Any]:
+    centers, kind = not op.startswith("rms"), "weight" if of_weight else "input"
+    doc = f"""The norm over the last ``len(normalized_shape)`` dimensions. No host sync.
 
     Args:
         input: [*, normalized_shape], fp32, fp16, bf16 or fp64.
+        weight, bias: [normalized_shape], of any floating type.
         eps: added to the variance.
 
     Returns:
-        The output, like ``input``; mean and 1 / deviation of each row, [rows], fp32 (fp64 for fp64 input).
+        The output, of the type of ``{kind}``; {"mean and " * centers}1 / deviation of each row, [rows], fp32 (fp64 for
+        fp64 input).
 
     Raises:
         AmpTypeError, AmpValueError: another dtype, shape or device, with the name of the argument.
     """
-    return _normed("forward", input, normalized_shape, {}, eps, centers=True)
+    body = functools.partial(_normed, centers=centers, of_weight=of_weight)
+    return _function(op, "input normalized_shape {} eps", parameters, doc, body)
 
 
-def forward_affine(
-    input: Tensor, normalized_shape: Shape, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``forward`` times ``weight`` plus ``bias``, both [normalized_shape] and of any floating type."""
-    return _normed("forward_affine", input, normalized_shape, {"weight": weight, "bias": bias}, eps, centers=True)
-
-
-def forward_affine_mixed_dtypes(
-    input: Tensor, normalized_shape: Shape, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``forward_affine`` with an output of the type of ``weight``."""
-    op = "forward_affine_mixed_dtypes"
-    return _normed(op, input, normalized_shape, {"weight": weight, "bias": bias}, eps, centers=True, of_weight=True)
-
-
-def backward(
-    dout: Tensor, mean: Tensor | None, invvar: Tensor, input_or_output: Tensor, normalized_shape: Shape, eps: float,
-    memory_efficient: bool = False,
-) -> Tensor:  # fmt: skip
-    """The gradient of ``forward``'s input. No host sync.
+def _backward(op: str, parameters: str = "") -> Callable[..., Any]:
+    centers = not op.startswith("rms")
+    doc = """The gradients of the input and the parameters of the forward functions. No host sync.
 
     Args:
         dout: the gradient of the output, of the shape of ``input_or_output`` and any floating type.
-        mean, invvar: what ``forward`` returned. ``mean`` may be None with ``memory_efficient``.
-        input_or_output: the input; with ``memory_efficient`` the output.
+        mean, invvar: what the forward function returned. ``mean`` may be None with ``memory_efficient``.
+        input_or_output: the input; with ``memory_efficient`` the output. A weight nearer to 0 than ``eps`` then counts
+            as ``eps``.
 
     Returns:
-        The gradient, like ``input_or_output``.
+        The gradients, like ``input_or_output``, ``weight`` and ``bias``.
 
     Raises:
         AmpTypeError, AmpValueError: another dtype, shape or device, with the name of the argument.
     """
-    return _grads(
-        "backward", dout, mean, invvar, input_or_output, normalized_shape, {}, eps, memory_efficient,
-        centers=True,
-    )[0]  # fmt: skip
+    statistics = "mean invvar" if centers else "invvar"
+    arguments = f"dout {statistics} input_or_output normalized_shape {{}} eps memory_efficient"
+    return _function(op, arguments, parameters, doc, functools.partial(_grads, centers=centers))
 
 
-def backward_affine(
-    dout: Tensor, mean: Tensor | None, invvar: Tensor, input_or_output: Tensor, normalized_shape: Shape,
-    weight: Tensor, bias: Tensor, eps: float, memory_efficient: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """The gradients of input, weight and bias of ``forward_affine`` and ``forward_affine_mixed_dtypes``.
+forward = _forward("forward")
+forward_affine = _forward("forward_affine", "weight bias")
+forward_affine_mixed_dtypes = _forward("forward_affine_mixed_dtypes", "weight bias", of_weight=True)
+backward = _backward("backward")
+backward_affine = _backward("backward_affine", "weight bias")
+rms_forward = _forward("rms_forward")
+rms_forward_affine = _forward("rms_forward_affine", "weight")
+rms_forward_affine_mixed_dtypes = _forward("rms_forward_affine_mixed_dtypes", "weight", of_weight=True)
+rms_backward = _backward("rms_backward")
+rms_backward_affine = _backward("rms_backward_affine", "weight")
 
-    With ``memory_efficient`` a weight nearer to 0 than ``eps`` counts as ``eps``. Arguments as in ``backward``.
-    """
-    return _grads(
-        "backward_affine", dout, mean, invvar, input_or_output, normalized_shape, {"weight": weight, "bias": bias}, eps,
-        memory_efficient, centers=True,
-    )  # fmt: skip
-
-
-def rms_forward(input: Tensor, normalized_shape: Shape, eps: float) -> tuple[Tensor, Tensor]:
-    """RMS norm, as ``forward`` for layer norm. Returns the output and 1 / root mean square of each row."""
-    return _normed("rms_forward", input, normalized_shape, {}, eps, centers=False)[::2]
-
-
-def rms_forward_affine(input: Tensor, normalized_shape: Shape, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``rms_forward`` times ``weight``, [normalized_shape] and of any floating type."""
-    return _normed("rms_forward_affine", input, normalized_shape, {"weight": weight}, eps, centers=False)[::2]
-
-
-def rms_forward_affine_mixed_dtypes(
-    input: Tensor, normalized_shape: Shape, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """``rms_forward_affine`` with an output of the type of ``weight``."""
-    op = "rms_forward_affine_mixed_dtypes"
-    return _normed(op, input, normalized_shape, {"weight": weight}, eps, centers=False, of_weight=True)[::2]
-
-
-def rms_backward(
-    dout: Tensor, invvar: Tensor, input_or_output: Tensor, normalized_shape: Shape, eps: float,
-    memory_efficient: bool = False,
-) -> Tensor:  # fmt: skip
-    """The gradient of ``rms_forward``'s input. Arguments as in ``backward``."""
-    return _grads(
-        "rms_backward", dout, None, invvar, input_or_output, normalized_shape, {}, eps, memory_efficient,
-        centers=False,
-    )[0]  # fmt: skip
-
-
-def rms_backward_affine(
-    dout: Tensor, invvar: Tensor, input_or_output: Tensor, normalized_shape: Shape, weight: Tensor, eps: float,
-    memory_efficient: bool = False,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The gradients of input and weight of ``rms_forward_affine``. Arguments as in ``backward_affine``."""
-    return _grads(
-        "rms_backward_affine", dout, None, invvar, input_or_output, normalized_shape, {"weight": weight}, eps,
-        memory_efficient, centers=False,
-    )[:2]  # fmt: skip
+__all__ = [
+    "backward",
+    "backward_affine",
+    "forward",
+    "forward_affine",
+    "forward_affine_mixed_dtypes",
+    "rms_backward",
+    "rms_backward_affine",
+    "rms_forward",
+    "rms_forward_affine",
+    "rms_forward_affine_mixed_dtypes",
+]

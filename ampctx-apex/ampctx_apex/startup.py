@@ -7,9 +7,7 @@ environment variable AMPCTX_APEX chooses: "0" adds no finder, "1" serves apex ev
 import os
 import sys
 
-MODULES = os.path.join(os.path.dirname(os.path.realpath(__file__)), "modules")
-# The top-level names of apex: the package and its compiled extensions.
-ROOTS = tuple(sorted(name.partition(".")[0] for name in os.listdir(MODULES) if not name.startswith(("_", "."))))
+from ampctx_apex.roots import ROOTS
 
 
 class ApexFinder:

@@ -3,7 +3,6 @@
 ``AmpSession()`` has the same methods, for a second configuration in one process.
 """
 
-from ampctx.amp import former_names as _former_names  # noqa: F401
 from ampctx.amp.explain import CastCount, Explanation, OpCount, explain
 from ampctx.amp.opt_level import OPT_LEVELS, PrecisionPolicy
 from ampctx.amp.session import AmpSession
@@ -25,7 +24,6 @@ master_model = _default_session.master_model
 master_state_dict = _default_session.master_state_dict
 state_dict = _default_session.state_dict
 check_ranks = _default_session.check_ranks
-joinable = _default_session.joinable
 load_state_dict = _default_session.load_state_dict
 disable_casts = _default_session.disable_casts
 half_function = _default_session.half_function
@@ -62,7 +60,6 @@ __all__ = [
     "half_function",
     "history",
     "initialize",
-    "joinable",
     "load_state_dict",
     "master_model",
     "master_params",

@@ -21,18 +21,18 @@ from torch import Tensor
 
 from ampctx._compiling import outside_of_graphs, without_grad
 from ampctx._errors import AmpError
-from ampctx.amp import closures, findings, mistakes, torch_state
+from ampctx.amp import closures, torch_state
 from ampctx.amp.methods import as_copied, replace, weak_method
 from ampctx.amp.phases import NOT_THE_USERS, PERTURBED, READY, RELEASED, STEPPING, TABLE, Step, refusal
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.casts.switch import CastSwitch
 from ampctx.kernels import foreach
-from ampctx.kernels.each import stored_grad
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, join_flags
 from ampctx.kernels.sharding import values_of
+from ampctx.kernels.tensor_loops import stored_grad
 from ampctx.masters import waiting
 from ampctx.masters.clip import norm_before_clipping
-from ampctx.masters.gradients import BlockGradients, Pending, Phase
+from ampctx.masters.gradients import BlockGradients, Phase
 from ampctx.masters.lazy_grads import ModelGrads
 from ampctx.masters.params import MasterParams
 from ampctx.scaling.device_skips import Flags, asks_for_grad_scaler, skips_by_itself
@@ -46,7 +46,7 @@ from ampctx.scaling.guarded_step import (
     overflowed,
 )
 from ampctx.scaling.loss_scale import LossScale
-from ampctx.scaling.outcome import Culprits
+from ampctx.scaling.outcome import Culprit, Culprits, culprits_among
 
 # Attributes that a step sets on an optimizer that skips by itself.
 _OFFERED = ("found_inf", "model_params", "model_grads", "skip_counts")
@@ -64,7 +64,7 @@ class OptimizerBinding:
         steps: GuardedStep,
         names: ParameterNames,
         taken: Callable[[], Container[int]],
-        loop: mistakes.Loop,
+        loop: Any,
     ) -> None:
         self.masters = masters
         self.gradients = BlockGradients(masters)
@@ -72,6 +72,7 @@ class OptimizerBinding:
         self.flags = FoundInfFlags()
         self.steps = steps
         self.casts = casts
+        # ``mistakes.Loop``, which is told what the training loop does.
         self.loop = loop
         self.phase: Step = READY
         # Between SAM's two steps: restores the unperturbed weights.
@@ -153,7 +154,7 @@ class OptimizerBinding:
         as_before = is_idle and self.masters.nothing_changed(self._optimizer())
         if not as_before:
             self._catch_up(weights_final=True, gradients=is_idle)
-        mistakes.block_begins(self, is_idle)
+        self.loop.block_begins(self, is_idle)
         if not as_before:
             self.masters.check()
         self.gradients.begin(scale, inv_scale, as_before)
@@ -226,7 +227,7 @@ class OptimizerBinding:
             # Gradients from before may be scaled.
             drop = any(not scale.is_identity and scale.scale is not None for scale in self.loss_scales)
             self.masters.follow_groups(optimizer, self._taken, drop)
-            mistakes.tell_of_dropped_grads(self)
+            self.loop.tell_of_dropped_grads(self)
 
     def _device(self) -> torch.device:
         params = (p for group in self.optimizer.param_groups for p in group["params"])
@@ -265,15 +266,14 @@ class OptimizerBinding:
             _, flag = flags.get(OUTSIDE_OF_BLOCKS, default)
             flags[OUTSIDE_OF_BLOCKS] = (scale, scale.agreed(flag, groups, "optimizer.step()"))
         if not self.loop.blocks and not before_closure:
-            mistakes.tell_of_no_block(self)
+            self.loop.tell_of_no_block(self)
 
     # --- checkpoints and the end --------------------------------------------------------------------------------------
 
-    def restore(self, pending: Pending, flags: Flags, scales_used: dict[int, Factor], stepped: bool) -> None:
-        """Replaces gradients, flags and scales by those of a checkpoint. Between blocks."""
+    def restore(self, flags: Flags, scales_used: dict[int, Factor]) -> None:
+        """Drops gradients, and replaces flags and scales by those of a checkpoint. Between blocks."""
         self.steps.epoch += 1
-        self.gradients.restore(pending)
-        self.gradients.stepped = stepped
+        self.gradients.drop_all()
         self.flags.replace(flags, scales_used)
         self.restore_unperturbed = None
         self.move_on("load")
@@ -301,17 +301,17 @@ class OptimizerBinding:
         self.refuse("step", "optimizer.step()")
         closure = args[0] if args else kwargs.pop("closure", None)
         args = args[1:]
-        mistakes.before_step(self, closure is not None)
+        self.loop.before_step(self, closure is not None)
         self.steps.epoch += 1
         if self.masters.pairs:
-            mistakes.tell_of_edits(self)
+            self.loop.tell_of_edits(self)
         self.flags.forget_taken()
         try:
             if closure is not None:
                 return closures.step(self, original, closure, args, kwargs)
             self.check_gradients()
             if (checked := self.gradients.checked) is None or not checked.masters:
-                mistakes.tell_of_no_gradients(self)
+                self.loop.tell_of_no_gradients(self)
             if self.is_left_to_device():
                 if losses := self.steps.overflowed_instead_of_device(self.take_flags):
                     return self.skip(losses)
@@ -363,14 +363,14 @@ class OptimizerBinding:
 
             def later(epoch: int) -> Culprits | None:
                 binding = reference()
-                return None if binding is None else findings.culprits_of(binding, epoch, checked)
+                return None if binding is None else binding._culprits_of(epoch, checked)
 
             outcome = self.steps.left_to_device(
                 optimizer,
                 flags.by_loss,
                 self._known(attributes.get("model_grads")),
                 getattr(optimizer, "found_inf", None),
-                lambda: findings.culprits(self),
+                self._culprits,
                 later,
                 external="found_inf" in former,
                 counts=attributes.get("skip_counts"),
@@ -415,11 +415,36 @@ class OptimizerBinding:
         return self.flags.take()
 
     def skip(self, losses: Overflowed) -> None:
-        culprits, known = findings.culprits(self), self._known(self.gradients.lazy)
+        culprits, known = self._culprits(), self._known(self.gradients.lazy)
         self.gradients.drop_master_grads()
         self.gradients.stepped = True
         self.flags.forget_taken()
         self.steps.skipped(self.optimizer, losses, known, culprits)
+
+    def _culprits(self) -> Culprits:
+        """The parameters with non-finite gradients now. Lazy gradients stay lazy."""
+        lazy = self.gradients.lazy
+        grads = {} if lazy is None else lazy.grads
+        of_masters = ((p, grads[m] if m in grads else stored_grad(m)) for p, m in self.masters.pairs)
+        found = itertools.chain(of_masters, ((p, p.grad) for p in self.masters.params_without_master))
+        return culprits_among(((p, grad) for p, grad in found if grad is not None), self.names_by_id)
+
+    def _culprits_of(self, epoch: int, checked: ModelGrads | None) -> Culprits | None:
+        """The parameters with non-finite gradients of a step that the device skipped, as far as they are known."""
+        if self.masters.pairs and checked is None:
+            return None
+        found: Culprits = ()
+        if checked is not None and (masters := checked.not_finite()):
+            names = self.names_by_id()
+            found = tuple(
+                Culprit(names.get(id(p), "a parameter of no group"), p.shape, None, None)
+                for p, master in self.masters.pairs
+                if id(master) in masters
+            )
+        if epoch == self.steps.epoch:
+            others = ((p, p.grad) for p in self.masters.params_without_master if p.grad is not None)
+            found += culprits_among(others, self.names_by_id)
+        return found or None
 
     def let_through(self) -> None:
         """Records a step that the host decided on and that ran."""

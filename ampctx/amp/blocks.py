@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ampctx._compiling import outside_of_graphs, without_grad
-from ampctx.amp import mistakes
 from ampctx.amp.binding import OptimizerBinding
 from ampctx.amp.threads import OwnThread
 from ampctx.casts.switch import CastSwitch
@@ -34,7 +33,6 @@ class Block:
     found_inf: FoundInf = field(init=False)
     # Optimizers that the block does not name. Its backward may reach their models.
     others: list[OptimizerBinding] = field(default_factory=list)
-    elsewhere: list[mistakes.Elsewhere] = field(default_factory=list)
     # With the number of blocks open before this one, for ``abandon``.
     opened: list[tuple[OptimizerBinding, int]] = field(default_factory=list)
     committing: bool = False
@@ -63,7 +61,6 @@ class Blocks:
         block.scale, block.inv_scale, block.found_inf = loss_scale.factors(block.device, fresh)
         if len(self._bindings) > len(bindings):
             block.others = self._take_over_elsewhere(bindings)
-            block.elsewhere = mistakes.others(self._bindings.values(), bindings, loss_scale)
         for binding in bindings:
             block.opened.append((binding, binding.gradients.depth))
             binding.begin(block.scale, block.inv_scale)
@@ -74,7 +71,6 @@ class Blocks:
     def end(self, block: Block, loss_scale: LossScale) -> None:
         """Unscales and checks the gradients of the block's backward, or leaves them to a later block."""
         bindings = block.bindings
-        mistakes.block_ends(block)
         nested = False
         for binding in bindings:
             binding.flags.scales_used[block.loss_id % len(binding.loss_scales)] = block.scale

@@ -7,30 +7,61 @@ state, and the step counts as skipped.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from ampctx.amp import mistakes
-from ampctx.amp.phases import NOT_THE_USERS, SKIPPED
+from torch import Tensor
+
+from ampctx.amp.phases import NOT_THE_USERS, SKIPPED, Step
+from ampctx.casts.switch import CastSwitch
+from ampctx.masters.gradients import BlockGradients
 from ampctx.masters.lazy_grads import has_grad
-from ampctx.scaling.guarded_step import Overflowed, overflowed
+from ampctx.masters.params import MasterParams
+from ampctx.scaling.device_skips import Flags
+from ampctx.scaling.guarded_step import FoundInfFlags, GuardedStep, Overflowed, overflowed
 from ampctx.scaling.undo import snapshot
 
-if TYPE_CHECKING:
-    from ampctx.amp.binding import OptimizerBinding
+
+class SteppedBinding(Protocol):
+    """What these functions use of the optimizer's binding, ``binding.OptimizerBinding``, which imports this module."""
+
+    masters: MasterParams
+    gradients: BlockGradients
+    flags: FoundInfFlags
+    steps: GuardedStep
+    casts: CastSwitch
+    loop: Any
+    phase: Step
+    restore_unperturbed: Callable[[], None] | None
+
+    @property
+    def optimizer(self) -> Any: ...
+    def refuse(self, event: str, name: str) -> None: ...
+    def move_on(self, event: str) -> None: ...
+    def call_own(self, original: Callable, *args: Any, **kwargs: Any) -> Any: ...
+    def leave_stepping(self, before: Step) -> None: ...
+    def check_gradients(self, before_closure: bool = False) -> None: ...
+    def is_left_to_device(self, before_backward: bool = False) -> bool: ...
+    def step_on_device(self, original: Callable, evaluate: Callable | None, args: tuple, kwargs: dict) -> Any: ...
+    def offer(self, found_inf: Tensor | float | None) -> None: ...
+    def take_flags(self) -> Flags: ...
+    def run(self, original: Callable, *args: Any, writes_model: bool = False, **kwargs: Any) -> Any: ...
+    def skip(self, losses: Overflowed) -> None: ...
+    def let_through(self) -> None: ...
+    def undo_first_step(self) -> None: ...
 
 
 class _OverflowInClosure(Exception):
     """Leaves ``optimizer.step(closure)`` from inside the closure, before the optimizer has seen the gradients."""
 
 
-def step(binding: OptimizerBinding, original: Callable, closure: Callable, args: tuple, kwargs: dict) -> Any:
+def step(binding: SteppedBinding, original: Callable, closure: Callable, args: tuple, kwargs: dict) -> Any:
     """``optimizer.step(closure)``. The device or the host decides about the skip."""
     if binding.is_left_to_device(before_backward=True):
         return _step_on_device(binding, original, closure, args, kwargs)
     return _step_on_host(binding, original, closure, args, kwargs)
 
 
-def _step_on_device(binding: OptimizerBinding, original: Callable, closure: Callable, args: tuple, kwargs: dict) -> Any:
+def _step_on_device(binding: SteppedBinding, original: Callable, closure: Callable, args: tuple, kwargs: dict) -> Any:
     former = vars(binding.optimizer).get("found_inf")
 
     def evaluate() -> Any:
@@ -48,7 +79,7 @@ def _step_on_device(binding: OptimizerBinding, original: Callable, closure: Call
     return binding.step_on_device(original, evaluate, args, kwargs)
 
 
-def _step_on_host(binding: OptimizerBinding, original: Callable, closure: Callable, args: tuple, kwargs: dict) -> Any:
+def _step_on_host(binding: SteppedBinding, original: Callable, closure: Callable, args: tuple, kwargs: dict) -> Any:
     """For an optimizer that may evaluate the closure several times, and move in between."""
     binding.check_gradients(before_closure=True)  # the step uses gradients from before the closure, as SAM does
     if losses := overflowed(binding.take_flags()):
@@ -88,7 +119,7 @@ def _step_on_host(binding: OptimizerBinding, original: Callable, closure: Callab
     return result
 
 
-def first_step(binding: OptimizerBinding, original: Callable, *args: Any, **kwargs: Any) -> Any:
+def first_step(binding: SteppedBinding, original: Callable, *args: Any, **kwargs: Any) -> Any:
     """SAM's step to perturbed weights, called by the user. Also writes the model's weights. Skipped after an
     overflow."""
     if binding.phase in NOT_THE_USERS:
@@ -110,7 +141,7 @@ def first_step(binding: OptimizerBinding, original: Callable, *args: Any, **kwar
     return result
 
 
-def second_step(binding: OptimizerBinding, original: Callable, *args: Any, **kwargs: Any) -> Any:
+def second_step(binding: SteppedBinding, original: Callable, *args: Any, **kwargs: Any) -> Any:
     """SAM's second step: restores the unperturbed weights and steps them. After an overflow in either backward, or
     without gradients, the weights stay the unperturbed ones."""
     if binding.phase in NOT_THE_USERS:
@@ -135,9 +166,9 @@ def second_step(binding: OptimizerBinding, original: Callable, *args: Any, **kwa
     return None
 
 
-def _begin(binding: OptimizerBinding, name: str) -> Overflowed:
+def _begin(binding: SteppedBinding, name: str) -> Overflowed:
     binding.refuse(name, f"optimizer.{name}()")
-    mistakes.before_step(binding)
+    binding.loop.before_step(binding)
     binding.steps.epoch += 1
     binding.flags.forget_taken()
     try:
@@ -149,7 +180,7 @@ def _begin(binding: OptimizerBinding, name: str) -> Overflowed:
         raise
 
 
-def _zero_if_asked(binding: OptimizerBinding, args: tuple, kwargs: dict) -> None:
+def _zero_if_asked(binding: SteppedBinding, args: tuple, kwargs: dict) -> None:
     """Handles SAM's ``first_step(zero_grad=True)``."""
     if args[0] if args else kwargs.get("zero_grad", False):
         binding.optimizer.zero_grad()

@@ -334,7 +334,7 @@ def _sizes(t: Tensor) -> str:
     return "x".join(map(str, t.shape))
 
 
-class _Call(NamedTuple):
+class _ObservedOp(NamedTuple):
     """An op and its module. ``detail``: the text that a hint adds."""
 
     op: str
@@ -362,9 +362,9 @@ class _Recorder(TorchDispatchMode):
         self._cast_bytes: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
         # Casts of a part of a weight, by name, address and shape.
         self._weight_casts: Counter[tuple[str, int, torch.Size]] = Counter()
-        self._misfits: Counter[_Call] = Counter()
-        self._fp32_products: Counter[_Call] = Counter()
-        self._fp64_ops: Counter[_Call] = Counter()
+        self._misfits: Counter[_ObservedOp] = Counter()
+        self._fp32_products: Counter[_ObservedOp] = Counter()
+        self._fp64_ops: Counter[_ObservedOp] = Counter()
 
     def name_weights(self, model: nn.Module) -> None:
         for name, t in (*model.named_parameters(), *model.named_buffers()):
@@ -423,7 +423,7 @@ class _Recorder(TorchDispatchMode):
                 return
         dtypes = sorted({t.dtype for t in operands}, key=lambda d: (d.itemsize, str(d)))
         self._ops[op, "+".join(map(_name, dtypes))] += 1
-        call = _Call(op, self._path[-1] if self._path else "")
+        call = _ObservedOp(op, self._path[-1] if self._path else "")
         if torch.float64 in dtypes or torch.complex128 in dtypes:
             self._fp64_ops[call] += 1
         if not (op in _PRODUCTS or op.startswith(_ATTENTION)):

@@ -13,23 +13,22 @@ from collections.abc import Iterable, Sequence
 
 # Private in contextlib: the class that ``contextmanager`` returns. The decorator cannot be given a subclass of it.
 from contextlib import _GeneratorContextManager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from ampctx._collectives import is_distributed
+from ampctx._compiling import outside_of_graphs
 from ampctx._errors import AmpAttributeError, AmpError, AmpTypeError
+from ampctx.amp.binding import OptimizerBinding
+from ampctx.amp.blocks import Block
+from ampctx.amp.skip_log import SkipLog
 from ampctx.casts.arguments import LOW_PRECISION, Undo
-from ampctx.distributed import is_distributed
-from ampctx.kernels.each import all_none, grad_of, stored_grad, version_of
 from ampctx.kernels.sharding import values_of
+from ampctx.kernels.tensor_loops import all_none, grad_of, stored_grad, version_of
 from ampctx.scaling.device_skips import is_capturing
 from ampctx.scaling.loss_scale import LossScale
-
-if TYPE_CHECKING:
-    from ampctx.amp.binding import OptimizerBinding
-    from ampctx.amp.blocks import Block
-    from ampctx.amp.skip_log import SkipLog
 
 # A loop that uses a GradScaler uses it from the first step.
 FIRST_STEPS = 2
@@ -39,7 +38,7 @@ ENOUGH_STEPS = 100
 MARKS = 16
 
 
-class Run:
+class LoopGroup:
     """The optimizers of one ``initialize``. ``log`` takes the warnings."""
 
     def __init__(self, loss_scales: Sequence[LossScale], log: SkipLog) -> None:
@@ -71,7 +70,7 @@ class Run:
 class Loop:
     """The state of one optimizer's training loop that mistakes show in."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: LoopGroup) -> None:
         self.run = run
         self.steps = 0
         # Blocks that have named the optimizer.
@@ -90,31 +89,89 @@ class Loop:
     def zeroed(self) -> None:
         self.left, self.left_before_block = {}, False
 
+    def block_begins(self, binding: OptimizerBinding, is_first: bool) -> None:
+        """Notes that a block names the optimizer. ``is_first``: gradients are unscaled, and no other block is open."""
+        self.blocks += 1
+        if is_first:
+            self.left_before_block = bool(self.left) and bool(_untouched(binding))
+
+    def before_step(self, binding: OptimizerBinding, has_closure: bool = False) -> None:
+        """Checks at the start of a step that the user calls. ``has_closure``: a closure may zero gradients first.
+
+        Raises:
+            AmpError: an enabled GradScaler steps an optimizer with masters, or scaled gradients of another block
+                are left.
+        """
+        self.steps += 1
+        if self.left and not has_closure:
+            binding.follow_groups()
+            if names := _still_left(binding, _untouched(binding)):
+                _refuse_left(binding, names, "and this step would use them as unscaled ones")
+        if self.steps <= FIRST_STEPS:
+            if binding.masters.pairs and _grad_scaler_calls():
+                binding.refuse_grad_scaler()
+        elif self.steps == ENOUGH_STEPS:
+            self.run.look_for_unused_losses()
+
+    def tell_of_no_block(self, binding: OptimizerBinding) -> None:
+        """Warns before a step with gradients if its dynamic loss scale was never used."""
+        checked = binding.gradients.checked
+        if self.has_scaler or binding.flags.are_of_blocks or not any(scale.moves for scale in binding.loss_scales):
+            return
+        params = (p for group in binding.optimizer.param_groups for p in group["params"])
+        if (checked is None or not checked.masters) and all(stored_grad(p) is None for p in params):
+            return
+        if _grad_scaler_calls():
+            self.has_scaler = True
+            return
+        self.run.log.warn_once(
+            "no block",
+            f"{_named(binding)}: no scale_loss block has named this optimizer, and its loss scale is dynamic. Without "
+            "scaling, small gradients become 0 in 16 bits. Write "
+            "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`. "
+            "See docs/errors.md#no-scale_loss-block-has-named-this-optimizer.",
+        )
+
+    def tell_of_edits(self, binding: OptimizerBinding) -> None:
+        """Warns when a step is about to overwrite weights that the user has changed in the model."""
+        log, key = self.run.log, ("edits", id(binding))
+        if not log.has_said(key) and (names := binding.masters.overwritten()):
+            # DistributedDataParallel broadcasts at the end of ``join``, and the other ranks see no change.
+            joined = " ddp.join() does not work with masters: give every rank as many batches."
+            log.warn_once(
+                key,
+                f"{_named(binding)}: {_listed(names)} {'was' if len(names) == 1 else 'were'} changed in place. This "
+                "step overwrites the change from the fp32 master weight. Change amp.master_params(optimizer), or use "
+                "model.load_state_dict(), which sets the masters, too." + joined * is_distributed(),
+                every_rank=True,
+            )
+
+    def tell_of_dropped_grads(self, binding: OptimizerBinding) -> None:
+        names, binding.masters.dropped_grads = binding.masters.dropped_grads, []
+        if names:
+            self.run.log.warn_once(
+                ("dropped gradients", id(binding), *names),
+                f"{_named(binding)}: {_listed(names)} joined the optimizer with a gradient from before. Its loss scale "
+                "is unknown, so ampctx dropped the gradient. Add parameters before their backward.",
+            )
+
+    def tell_of_no_gradients(self, binding: OptimizerBinding) -> None:
+        for group in binding.optimizer.param_groups:
+            for p in group["params"]:
+                if stored_grad(p) is not None:
+                    return
+        self.run.log.warn_once(
+            ("no gradients", id(binding)),
+            f"{_named(binding)} changes nothing: none of its parameters has a gradient. The loss does not reach them, "
+            "or zero_grad() ran after backward(). See docs/errors.md#no-inf-checks-were-recorded-for-this-optimizer.",
+        )
+
 
 def _named(binding: OptimizerBinding) -> str:
     return f"{type(binding.optimizer).__name__}.step()"
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------
-
-
-def before_step(binding: OptimizerBinding, has_closure: bool = False) -> None:
-    """Checks at the start of a step that the user calls. ``has_closure``: a closure may zero gradients first.
-
-    Raises:
-        AmpError: an enabled GradScaler steps an optimizer with masters, or scaled gradients of another block are left.
-    """
-    loop = binding.loop
-    loop.steps += 1
-    if loop.left and not has_closure:
-        binding.follow_groups()
-        if names := _still_left(binding, _untouched(binding)):
-            _refuse_left(binding, names, "and this step would use them as unscaled ones")
-    if loop.steps <= FIRST_STEPS:
-        if binding.masters.pairs and _grad_scaler_calls():
-            binding.refuse_grad_scaler()
-    elif loop.steps == ENOUGH_STEPS:
-        loop.run.look_for_unused_losses()
 
 
 def _grad_scaler_calls() -> bool:
@@ -128,63 +185,6 @@ def _grad_scaler_calls() -> bool:
                 return True
         frame = frame.f_back
     return False
-
-
-def tell_of_no_block(binding: OptimizerBinding) -> None:
-    """Warns before a step with gradients if its dynamic loss scale was never used."""
-    loop, checked = binding.loop, binding.gradients.checked
-    if loop.has_scaler or binding.flags.are_of_blocks or not any(scale.moves for scale in binding.loss_scales):
-        return
-    params = (p for group in binding.optimizer.param_groups for p in group["params"])
-    if (checked is None or not checked.masters) and all(stored_grad(p) is None for p in params):
-        return
-    if _grad_scaler_calls():
-        loop.has_scaler = True
-        return
-    loop.run.log.warn_once(
-        "no block",
-        f"{_named(binding)}: no scale_loss block has named this optimizer, and its loss scale is dynamic. Without "
-        "scaling, small gradients become 0 in 16 bits. Write "
-        "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`. "
-        "See docs/errors.md#no-scale_loss-block-has-named-this-optimizer.",
-    )
-
-
-def tell_of_edits(binding: OptimizerBinding) -> None:
-    """Warns when a step is about to overwrite weights that the user has changed in the model."""
-    log, key = binding.loop.run.log, ("edits", id(binding))
-    if not log.has_said(key) and (names := binding.masters.overwritten()):
-        # DistributedDataParallel broadcasts at the end of ``join``, and the other ranks see no change.
-        joined = " After ddp.join(), use Join([ddp, amp.joinable(optimizer)]) instead. See docs/guide/ddp.md."
-        log.warn_once(
-            key,
-            f"{_named(binding)}: {_listed(names)} {'was' if len(names) == 1 else 'were'} changed in place. This step "
-            "overwrites the change from the fp32 master weight. Change amp.master_params(optimizer), or use "
-            "model.load_state_dict(), which sets the masters, too." + joined * is_distributed(),
-            every_rank=True,
-        )
-
-
-def tell_of_dropped_grads(binding: OptimizerBinding) -> None:
-    names, binding.masters.dropped_grads = binding.masters.dropped_grads, []
-    if names:
-        binding.loop.run.log.warn_once(
-            ("dropped gradients", id(binding), *names),
-            f"{_named(binding)}: {_listed(names)} joined the optimizer with a gradient from before. Its loss scale is "
-            "unknown, so ampctx dropped the gradient. Add parameters before their backward.",
-        )
-
-
-def tell_of_no_gradients(binding: OptimizerBinding) -> None:
-    for group in binding.optimizer.param_groups:
-        for p in group["params"]:
-            if stored_grad(p) is not None:
-                return
-    binding.loop.run.log.warn_once(
-        ("no gradients", id(binding)),
-        f"{_named(binding)} changes nothing: none of its parameters has a gradient. The loss does not reach them, or "
-        "zero_grad() ran after backward(). See docs/errors.md#no-inf-checks-were-recorded-for-this-optimizer.",
-    )
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -230,6 +230,7 @@ class Elsewhere:
         loop.left = left
 
 
+@outside_of_graphs
 def others(
     bindings: Iterable[OptimizerBinding], named: Sequence[OptimizerBinding], scale: LossScale
 ) -> list[Elsewhere]:
@@ -279,14 +280,7 @@ def _refuse_left(binding: OptimizerBinding, names: list[str], why: str) -> NoRet
     )
 
 
-def block_begins(binding: OptimizerBinding, is_first: bool) -> None:
-    """Notes that a block names the optimizer. ``is_first``: gradients are unscaled, and no other block is open."""
-    loop = binding.loop
-    loop.blocks += 1
-    if is_first:
-        loop.left_before_block = bool(loop.left) and bool(_untouched(binding))
-
-
+@outside_of_graphs
 def block_ends(block: Block) -> None:
     """Checks before the end of a block unscales its gradients.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError
+from ampctx._version import __version__
 from ampctx.amp.binding import OptimizerBinding
 from ampctx.amp.run_state import State, entry, typed
 from ampctx.amp.skip_log import is_rank_zero
@@ -151,8 +151,7 @@ def amp_entries(amp: State) -> State:
     entries: State = {
         "opt_level": amp["opt_level"],
         "torch": str(torch.__version__),
-        # The package imports this module.
-        "ampctx": sys.modules["ampctx"].__version__,
+        "ampctx": __version__,
         "deferred": tuple(amp["deferred"].items()),
     }
     for key, value in amp.items():

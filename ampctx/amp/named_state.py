@@ -51,7 +51,7 @@ from ampctx.scaling.formats import KEY
 logger = logging.getLogger("ampctx")
 
 
-class Run:
+class NamedModel:
     """A model and its optimizers, by name. ``call``: the public function, for messages.
 
     Raises:

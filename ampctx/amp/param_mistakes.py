@@ -12,22 +12,20 @@ import gc
 import sys
 from collections.abc import Iterator, Mapping
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
+from ampctx.amp.binding import OptimizerBinding
 from ampctx.amp.param_uses import Use, use_of
+from ampctx.amp.skip_log import SkipLog
 from ampctx.casts.arguments import Undo
 from ampctx.casts.functions import replace_function, shared
+from ampctx.casts.model_watch import ParameterNames
 from ampctx.masters.gradients import Phase
 from ampctx.masters.lazy_grads import has_grad
-
-if TYPE_CHECKING:
-    from ampctx.amp.binding import OptimizerBinding
-    from ampctx.amp.skip_log import SkipLog
-    from ampctx.casts.model_watch import ParameterNames
 
 
 class ParamMistakes:

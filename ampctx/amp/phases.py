@@ -22,7 +22,7 @@ class Step(Enum):
     RELEASED = "not under amp any more"
 
 
-class Blocks(Enum):
+class StackChange(Enum):
     """How an event changes the stack of open blocks. The lowest entry may be an accumulation window."""
 
     KEEP = "nothing"
@@ -46,7 +46,7 @@ class Row(NamedTuple):
     """An event. ``gradients`` and the keys of ``steps``: the states that allow it. ``steps`` maps to the next state."""
 
     gradients: tuple[Phase, ...]
-    blocks: Blocks
+    blocks: StackChange
     steps: dict[Step, Step]
     incomplete: Mark
 
@@ -65,27 +65,26 @@ _UNPERTURBED = {phase: phase for phase in _STAYS if phase is not PERTURBED}
 
 TABLE = {
     # scale_loss. A block inside another one may begin on incomplete gradients.
-    "enter": Row(_BETWEEN, Blocks.PUSH, _STAYS, Mark.REFUSED),
-    "enter nested": Row(_OPEN, Blocks.PUSH, _STAYS, Mark.STAYS),
-    "exit": Row(_OPEN, Blocks.POP, _STAYS, Mark.STAYS),
-    "exit delayed": Row(_OPEN, Blocks.DELAY, _STAYS, Mark.STAYS),
-    "exit raised": Row(_OPEN, Blocks.UNDO, {**_STAYS, PERTURBED: READY}, Mark.STAYS),
+    "enter": Row(_BETWEEN, StackChange.PUSH, _STAYS, Mark.REFUSED),
+    "enter nested": Row(_OPEN, StackChange.PUSH, _STAYS, Mark.STAYS),
+    "exit": Row(_OPEN, StackChange.POP, _STAYS, Mark.STAYS),
+    "exit delayed": Row(_OPEN, StackChange.DELAY, _STAYS, Mark.STAYS),
+    "exit raised": Row(_OPEN, StackChange.UNDO, {**_STAYS, PERTURBED: READY}, Mark.STAYS),
     # An exception while gradients are added up, such as KeyboardInterrupt or out of memory.
-    "exit interrupted": Row(_OPEN, Blocks.UNDO, {**_STAYS, PERTURBED: READY}, Mark.BEGINS),
+    "exit interrupted": Row(_OPEN, StackChange.UNDO, {**_STAYS, PERTURBED: READY}, Mark.BEGINS),
     # Steps that ran, and skipped ones.
-    "step": Row(_BETWEEN, Blocks.CLEAR, _BETWEEN_STEPS, Mark.REFUSED),
-    "first_step": Row(_BETWEEN, Blocks.CLEAR, {READY: PERTURBED, SKIPPED: PERTURBED}, Mark.REFUSED),
-    "first_step skipped": Row(_BETWEEN, Blocks.CLEAR, {READY: SKIPPED, SKIPPED: SKIPPED}, Mark.REFUSED),
-    "first_step raised": Row(_BETWEEN, Blocks.CLEAR, {READY: READY, SKIPPED: READY}, Mark.REFUSED),
-    "second_step": Row(_BETWEEN, Blocks.CLEAR, dict.fromkeys(_BETWEEN_STEPS, READY), Mark.REFUSED),
+    "step": Row(_BETWEEN, StackChange.CLEAR, _BETWEEN_STEPS, Mark.REFUSED),
+    "first_step": Row(_BETWEEN, StackChange.CLEAR, {READY: PERTURBED, SKIPPED: PERTURBED}, Mark.REFUSED),
+    "first_step skipped": Row(_BETWEEN, StackChange.CLEAR, {READY: SKIPPED, SKIPPED: SKIPPED}, Mark.REFUSED),
+    "first_step raised": Row(_BETWEEN, StackChange.CLEAR, {READY: READY, SKIPPED: READY}, Mark.REFUSED),
+    "second_step": Row(_BETWEEN, StackChange.CLEAR, dict.fromkeys(_BETWEEN_STEPS, READY), Mark.REFUSED),
     # Other calls of the user.
-    "zero_grad": Row(_ANY, Blocks.CLEAR, _STAYS, Mark.ENDS),
-    "master_params": Row(_ANY, Blocks.KEEP, _STAYS, Mark.STAYS),
-    "add_param_group": Row(_ANY, Blocks.KEEP, _STAYS, Mark.STAYS),
-    "save": Row(_BETWEEN, Blocks.KEEP, _UNPERTURBED, Mark.STAYS),
-    "save gradients": Row(_BETWEEN, Blocks.KEEP, _UNPERTURBED, Mark.REFUSED),
-    "load": Row(_BETWEEN, Blocks.CLEAR, {**dict.fromkeys(_BETWEEN_STEPS, READY), STEPPING: STEPPING}, Mark.ENDS),
-    "reset": Row(_BETWEEN, Blocks.CLEAR, dict.fromkeys(_STAYS, RELEASED), Mark.ENDS),
+    "zero_grad": Row(_ANY, StackChange.CLEAR, _STAYS, Mark.ENDS),
+    "master_params": Row(_ANY, StackChange.KEEP, _STAYS, Mark.STAYS),
+    "add_param_group": Row(_ANY, StackChange.KEEP, _STAYS, Mark.STAYS),
+    "save": Row(_BETWEEN, StackChange.KEEP, _UNPERTURBED, Mark.STAYS),
+    "load": Row(_BETWEEN, StackChange.CLEAR, {**dict.fromkeys(_BETWEEN_STEPS, READY), STEPPING: STEPPING}, Mark.ENDS),
+    "reset": Row(_BETWEEN, StackChange.CLEAR, dict.fromkeys(_STAYS, RELEASED), Mark.ENDS),
 }
 
 # Messages, to follow the name of the call.
@@ -113,7 +112,7 @@ _AFTER_RESET = "was called after amp.reset(), so amp no longer handles this opti
 def refusal(event: str, gradients: Phase, step: Step, incomplete: bool) -> str | None:
     """Why an event is refused in these states, None if it is allowed."""
     row = TABLE[event]
-    of_state = event in ("save", "save gradients", "load", "reset")
+    of_state = event in ("save", "load", "reset")
     if gradients not in row.gradients:
         return _STATE_IN_BLOCK if of_state else _IN_BLOCK
     if incomplete and row.incomplete is Mark.REFUSED:

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ampctx._collectives import maximum_over_ranks, ranks_of
 from ampctx._errors import AmpRankError
 from ampctx.amp.binding import OptimizerBinding
 from ampctx.amp.opt_level import PrecisionPolicy
-from ampctx.distributed import maximum_over_ranks, ranks_of
 from ampctx.kernels.sharding import is_sharded
 from ampctx.scaling.loss_scale import LossScale
 

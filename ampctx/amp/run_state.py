@@ -4,8 +4,7 @@
 
     {"params": how many, "names": [one for each], "masters": {i: fp32 tensor}, "overflows": {loss id: overflowed},
      "scales": {loss id: the factor of the loss},
-     "loss_scales": [...],      only for an optimizer of an earlier initialize
-     "gradients": {...}}        only with grads=True
+     "loss_scales": [...]}      only for an optimizer of an earlier initialize
 
 ``i`` is the index of a parameter in the optimizer, as in its own state dict. Tensors are those of the run. The rest is
 numbers and plain dicts, so that ``torch.load(weights_only=True)`` reads it.
@@ -15,7 +14,6 @@ Counts of skipped steps are not saved: no result depends on them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -26,7 +24,7 @@ from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.amp.binding import OptimizerBinding
 from ampctx.casts.model_watch import PLACE
 from ampctx.kernels.foreach import Factor, PerDevice
-from ampctx.masters.gradients import NOTHING_PENDING, Grads, Lazy, Pending, Window
+from ampctx.kernels.tensor_loops import stored_grad
 from ampctx.scaling.device_skips import Flags
 from ampctx.scaling.formats import KEY, read_amp_entries
 from ampctx.scaling.guarded_step import OUTSIDE_OF_BLOCKS
@@ -44,44 +42,32 @@ def saved(
     loss_scales: list[LossScale],
     deferred: Deferred,
     opt_level: str,
-    grads: bool,
     call: str,
 ) -> State:
     """The entries besides those of the loss scales. Changes nothing, except that it resyncs masters from the model.
 
     Raises:
-        AmpError: inside a scale_loss block, or between ``first_step`` and ``second_step``; with ``grads``, incomplete
-            gradients after an exception.
+        AmpError: inside a scale_loss block, or between ``first_step`` and ``second_step``.
 
     Host sync: reads flags.
     """
     for binding in bindings:
-        binding.refuse("save gradients" if grads else "save", call)
+        binding.refuse("save", call)
     return {
         "opt_level": opt_level,
         "deferred": _deferred_of(loss_scales, deferred),
-        "optimizers": [_saved_optimizer(binding, loss_scales, deferred, grads) for binding in bindings],
+        "optimizers": [_saved_optimizer(binding, loss_scales, deferred) for binding in bindings],
     }
-
-
-def saved_optimizer(binding: OptimizerBinding, deferred: Deferred) -> State:
-    """What ``saved`` has for one optimizer, with its loss scales and without gradients. Host sync."""
-    binding.refuse("save", "saving the state")
-    return _saved_optimizer(binding, [], deferred, False)
-
-
-def load_optimizer(state: State, binding: OptimizerBinding, deferred: Deferred) -> None:
-    """Loads the result of ``saved_optimizer``, of this process or another one."""
-    binding.refuse("load", "loading the state")
-    _Loader(state, binding, "state", True).load(deferred)
 
 
 def drops_gradients(binding: OptimizerBinding) -> bool:
     """Whether there seem to be gradients that the next step uses."""
-    pending = binding.gradients.pending()
-    if pending.masters or pending.lazy is not None or pending.window is not None:
+    gradients = binding.gradients
+    if gradients.window is not None or (gradients.checked is not None and gradients.checked.masters):
         return True
-    return bool(pending.model and binding.flags.by_loss)
+    if any(stored_grad(master) is not None for master in binding.masters.masters):
+        return True
+    return bool(binding.flags.by_loss) and any(p.grad is not None for p in binding.masters.leaves)
 
 
 def _params(binding: OptimizerBinding) -> list[Tensor]:
@@ -97,7 +83,7 @@ def _is_set(flag: Tensor) -> bool:
     return flag.item() != 0
 
 
-def _saved_optimizer(binding: OptimizerBinding, loss_scales: list[LossScale], deferred: Deferred, grads: bool) -> State:
+def _saved_optimizer(binding: OptimizerBinding, loss_scales: list[LossScale], deferred: Deferred) -> State:
     binding.masters.add_unfrozen(binding.optimizer)
     binding.masters.resync()
     params = _params(binding)
@@ -113,49 +99,11 @@ def _saved_optimizer(binding: OptimizerBinding, loss_scales: list[LossScale], de
             **{f"{KEY}{i}": scale.state_dict() for i, scale in enumerate(binding.loss_scales)},
             "deferred": _deferred_of(binding.loss_scales, deferred),
         }
-    if grads:
-        state["gradients"] = _saved_gradients(binding, params)
-    return state
-
-
-def _saved_gradients(binding: OptimizerBinding, params: list[Tensor]) -> State:
-    model_of = binding.masters.model_of
-    place = {p: i for i, p in enumerate(params)} | {model_of[p]: i for i, p in enumerate(params) if p in model_of}
-
-    def placed(grads: Grads) -> dict[int, Tensor]:
-        return {place[p]: grad.detach() for p, grad in grads.items() if p in place}
-
-    pending = binding.gradients.pending()
-    state: State = {
-        "model": placed(pending.model),
-        "masters": placed(pending.masters),
-        "waiting": None,
-        "window": None,
-        "left": binding.gradients.stepped,
-    }
-    if pending.lazy is not None:
-        grads, inv_scale, norm = pending.lazy
-        state["waiting"] = {"grads": placed(grads), "inv_scale": _number(inv_scale), "norm": norm}
-    if (window := pending.window) is not None:
-        factor = window.inv_scale
-        loss_id, scale = window.loss
-        # None if this is the current scale: the next block of the window then does not rescale it.
-        current = scale.is_identity or (scale.scale is not None and factor is scale.inv_scale())
-        state["window"] = {
-            "loss_id": loss_id,
-            "inv_scale": None if current else _number(factor),
-            "before": placed(window.stash),
-            "scaled": [place[p] for p in window.scaled if p in place],
-        }
     return state
 
 
 def _value(factor: Factor) -> float:
     return factor.value.item() if isinstance(factor, PerDevice) else factor
-
-
-def _number(factor: Factor) -> float | Tensor:
-    return factor.value if isinstance(factor, PerDevice) else factor
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -171,8 +119,7 @@ def loader(
 ) -> Callable[[], None]:
     """Checks the result of ``saved`` against the run. Returns the function that loads it, after the loss scales.
 
-    Loading sets the model's weights to the rounded masters. It replaces gradients by those of the checkpoint, or drops
-    them if it has none.
+    Loading sets the model's weights to the rounded masters, and drops gradients.
 
     Raises:
         AmpError: inside a scale_loss block. AmpKeyError, AmpTypeError, AmpValueError: an entry that does not fit, by
@@ -246,8 +193,6 @@ class _Loader:
                     f'{where}["loss_scales"] has {len(self._scales)} loss scales, expected {len(scales)}'
                 )
             self._deferred = _flags(entries, "deferred", f'{where}["loss_scales"]', range(len(scales)))
-        gradients = state.get("gradients")
-        self._gradients = None if gradients is None else self._checked_gradients(gradients, f'{where}["gradients"]')
 
     # --- checks -------------------------------------------------------------------------------------------------------
 
@@ -310,55 +255,6 @@ class _Loader:
                 raise AmpValueError(f"{where}[{i}] is {kind}, expected a dense tensor")
         return dict(state)
 
-    def _checked_gradients(self, state: Any, where: str) -> State:
-        typed(state, Mapping, where)
-        result = dict(state)
-        for name, like in (("model", self._model), ("masters", self._params)):
-            tensors = self._tensors(entry(state, name, Mapping, where), like, f'{where}["{name}"]')
-            result[name] = tensors
-        self._have_masters(result["masters"], f'{where}["masters"]')
-        if (waiting := entry(state, "waiting", (Mapping, type(None)), where)) is not None:
-            inside = f'{where}["waiting"]'
-            grads = entry(waiting, "grads", Mapping, inside)
-            grads = self._tensors(grads, self._model, f'{inside}["grads"]', dense=True)
-            self._have_masters(grads, f'{inside}["grads"]')
-            if not self._binding.masters.lazy:
-                raise AmpValueError(
-                    f"{inside}: {type(self._binding.optimizer).__name__} does not read 16-bit gradients"
-                )
-            inv_scale = _number_in(waiting, "inv_scale", (float, Tensor), inside)
-            norm = _number_in(waiting, "norm", Tensor, inside)
-            # Clipping multiplies both by one number, which is 0 or nan if the norm was not finite.
-            if inv_scale < 0 or (not (inv_scale > 0 and inv_scale < math.inf) and math.isfinite(norm) and norm != 0):
-                raise AmpValueError(f'{inside}["inv_scale"] is {inv_scale} for gradients with a norm of {norm}')
-        entry(state, "left", bool, where)
-        # Required: without it, scaled gradients would count as unscaled.
-        if (window := entry(state, "window", (Mapping, type(None)), where)) is not None:
-            self._check_window(window, f'{where}["window"]')
-        return result
-
-    def _check_window(self, window: Any, where: str) -> None:
-        loss_id = entry(window, "loss_id", int, where)
-        if not 0 <= loss_id < len(self._binding.loss_scales):
-            raise AmpValueError(
-                f'{where}["loss_id"] is {loss_id}, there are {len(self._binding.loss_scales)} loss scales'
-            )
-        if entry(window, "inv_scale", (float, Tensor, type(None)), where) is not None:
-            inv_scale = _number_in(window, "inv_scale", (float, Tensor), where)
-            if not 0 < inv_scale < math.inf:
-                raise AmpValueError(f'{where}["inv_scale"] is {inv_scale}, expected a number > 0 and finite')
-        self._tensors(entry(window, "before", Mapping, where), self._model, f'{where}["before"]')
-        for i in entry(window, "scaled", list, where):
-            if not _is_place(i, len(self._params)):
-                raise AmpKeyError(f'{where}["scaled"] has {i!r}, and the optimizer has {len(self._params)} parameters')
-
-    def _have_masters(self, grads: Mapping[int, Tensor], where: str) -> None:
-        for i in grads:
-            if self._params[i] not in self._binding.masters.model_of:
-                raise AmpValueError(
-                    f"{where}[{i}] is the gradient of a master weight, and that parameter has none here"
-                )
-
     # --- effects ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -380,50 +276,7 @@ class _Loader:
         for loss_id, overflowed in self._overflows.items():
             scale = scales[max(loss_id, 0)]  # OUTSIDE_OF_BLOCKS uses the first scale
             flags[loss_id] = (scale, _flag(overflowed, scale, device))
-        stepped = self._gradients is not None and self._gradients["left"]
-        binding.restore(self._pending(), flags, dict(self._scales_used), stepped)
-
-    def _pending(self) -> Pending:
-        state, params, model = self._gradients, self._params, self._model
-        if state is None:
-            return NOTHING_PENDING
-        lazy = window = None
-        if (w := state.get("waiting")) is not None:
-            grads = _copies(w["grads"], model)
-            device = model[next(iter(grads))].device if grads else torch.device("cpu")
-            norm = w["norm"].to(device, copy=True)
-            lazy = Lazy({params[i]: g for i, g in grads.items()}, _factor(w["inv_scale"], device), norm)
-        if (w := state.get("window")) is not None:
-            scaled = [model[i] for i in w["scaled"]]
-            window = Window(
-                {model[i]: g for i, g in _copies(w["before"], model).items()},
-                self._inv_scale(w, scaled[0].device if scaled else torch.device("cpu")),
-                scaled,
-                (w["loss_id"], self._binding.loss_scales[w["loss_id"]]),
-            )
-        return Pending(
-            {model[i]: g for i, g in _copies(state["model"], model).items()},
-            {params[i]: g for i, g in _copies(state["masters"], params).items()},
-            lazy,
-            window,
-        )
-
-    def _inv_scale(self, window: Mapping[str, Any], device: torch.device) -> Factor:
-        scale = self._binding.loss_scales[window["loss_id"]]
-        if window["inv_scale"] is not None:
-            return _factor(window["inv_scale"], device)
-        if scale.is_identity:
-            return 1.0
-        scale.scale_on(device)
-        return scale.inv_scale()
-
-
-def _copies(grads: Mapping[int, Tensor], at: list[Tensor]) -> dict[int, Tensor]:
-    return {i: grad.detach().to(at[i].device, copy=True) for i, grad in grads.items()}
-
-
-def _factor(value: float | Tensor, device: torch.device) -> Factor:
-    return PerDevice(value.to(device, copy=True)) if isinstance(value, Tensor) else value
+        binding.restore(flags, dict(self._scales_used))
 
 
 # --- entries ----------------------------------------------------------------------------------------------------------
@@ -454,17 +307,3 @@ def _flags(state: Mapping[str, Any], key: str, where: str, ids: range) -> dict[i
 
 def _is_place(i: Any, n: int) -> bool:
     return isinstance(i, int) and not isinstance(i, bool) and 0 <= i < n
-
-
-def _number_in(state: Mapping[str, Any], key: str, kind: type | tuple[type, ...], where: str) -> float:
-    """The value of a float or a 0-d fp32 tensor. Host sync."""
-    value = entry(state, key, kind, where)
-    if isinstance(value, Tensor):
-        fits = value.dim() == 0 and value.dtype == torch.float32 and value.layout == torch.strided
-        if not fits or value.is_meta:
-            raise AmpValueError(
-                f'{where}["{key}"] is a tensor of shape {tuple(value.shape)} and {value.dtype} on {value.device}, '
-                "expected a number or one of shape () and torch.float32"
-            )
-        return value.item()
-    return float(value)

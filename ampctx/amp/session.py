@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ampctx._collectives import check_process_group
 from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
 from ampctx.amp import fully_sharded, mistakes, ranks, setup, split_weights
 from ampctx.amp.binding import OptimizerBinding
@@ -30,7 +31,6 @@ from ampctx.casts.functions import FunctionCasts
 from ampctx.casts.kept_modules import KeptModules, find_kept, install_without_casts
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.casts.switch import CastSwitch
-from ampctx.distributed import check_process_group
 from ampctx.kernels.foreach import PerDevice
 from ampctx.kernels.sharding import reshard_units
 from ampctx.masters import waiting
@@ -225,7 +225,7 @@ class AmpSession(SessionState):
         """Makes all changes of ``initialize``, and undoes them all if one fails."""
         bound: dict[Any, OptimizerBinding] = {}
         names = ParameterNames(models)
-        run = mistakes.Run(scales, self._log)
+        run = mistakes.LoopGroup(scales, self._log)
         originals: dict[Tensor, Tensor] = {}
         with ExitStack() as undo:
             # Last: the undo of a cast gives the dtype back, and not what rounding has taken.
@@ -368,6 +368,8 @@ class AmpSession(SessionState):
             self._tell_of_lost_masters(may_wait=False)
         try:
             scale = self._blocks.begin(block, loss_scale, self._thread, self._casts)
+            is_alone = len(self._bindings) == len(block.bindings)
+            elsewhere = [] if is_alone else mistakes.others(self._bindings.values(), block.bindings, loss_scale)
             with self._casts.suspended():
                 wide = loss if loss.dtype == torch.float64 else loss.float()
                 try:
@@ -378,10 +380,11 @@ class AmpSession(SessionState):
                     else:
                         yield wide
                 finally:
-                    for other in block.others:
-                        other.gradients.drop_model_grads()
-                    for elsewhere in block.elsewhere:
-                        elsewhere.note(block.bindings)
+                    for binding in block.others:
+                        binding.gradients.drop_model_grads()
+                    for other in elsewhere:
+                        other.note(block.bindings)
+            mistakes.block_ends(block)
             self._blocks.end(block, loss_scale)
         except BaseException:
             self._blocks.abandon(block)

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Joinable
 from torch.utils.hooks import RemovableHandle
 
+from ampctx._collectives import check_process_group, is_distributed
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx.amp import joining, named_entries, named_state, ranks, run_state
+from ampctx.amp import named_entries, named_state, ranks, run_state
 from ampctx.amp import weights as master_weights
 from ampctx.amp.binding import OptimizerBinding
 from ampctx.amp.blocks import Blocks
@@ -24,7 +24,7 @@ from ampctx.amp.opt_level import PrecisionPolicy
 from ampctx.amp.param_mistakes import ParamMistakes
 from ampctx.amp.setup import as_list, is_optimizer
 from ampctx.amp.skip_log import SkipLog
-from ampctx.distributed import check_process_group, is_distributed
+from ampctx.casts.arguments import autocast_off
 from ampctx.masters import waiting
 from ampctx.scaling import formats
 from ampctx.scaling.history import History, StepHistory
@@ -273,42 +273,10 @@ class SessionState:
             facts += ranks.of_replicas(bindings, self.policy)
         ranks.check(facts, torch.distributed.group.WORLD if group is None else group, "amp.check_ranks")
 
-    def joinable(self, optimizer: Any, process_group: Any = None) -> Joinable:
-        """Returns a ``Joinable`` for torch's ``Join``: ranks may have different numbers of batches.
-
-        A rank without batches waits in the end of the ``with`` block. There it takes masters, optimizer state (learning
-        rates included) and loss scales from the last rank, bit for bit, and drops its gradients. Host sync.
-
-        Example::
-
-            with Join([ddp, amp.joinable(optimizer)]):
-                for x in batches:
-                    ...
-
-        Args:
-            optimizer: one that went through ``initialize``. Pass several as several joinables, after the model.
-            process_group: that of DistributedDataParallel. None, the default: the default group.
-
-        Raises:
-            AmpError: the optimizer did not go through ``initialize``; there is no process group; ``initialize`` got a
-                ``process_group``; DTensor parameters or a ZeroRedundancyOptimizer. In the ``with`` statement: the
-                joinable stands before the model.
-            AmpRankError: at the end, if another rank has ended.
-        """
-        check_process_group(process_group)
-        if not is_distributed():
-            raise AmpError("amp.joinable needs torch.distributed. Call dist.init_process_group first.")
-        off = self.policy is not None and not self.policy.enabled
-        binding = None if off else self._watched(optimizer, "joinable")
-        group = torch.distributed.group.WORLD if process_group is None else process_group
-        return joining.joinable(optimizer, binding, self._blocks.deferred, group)
-
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
-    def state_dict(
-        self, destination: dict[str, Any] | None = None, *, masters: bool = False, grads: bool = False
-    ) -> dict[str, Any]:
-        """Returns the loss scales in apex's format, on request with masters and gradients. Host sync.
+    def state_dict(self, destination: dict[str, Any] | None = None, *, masters: bool = False) -> dict[str, Any]:
+        """Returns the loss scales in apex's format, on request with masters. Host sync.
 
         ``{"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}, ...}``; empty if amp is not initialized or not
         enabled. After ``optimizer.step()``, this and the states of model and optimizers resume a run bit for bit.
@@ -319,41 +287,39 @@ class SessionState:
             masters: add the fp32 masters, and overflows that will skip a later step. apex cannot load these entries.
                 ``model.state_dict()`` holds the masters, too. With DTensors, between a block and its step, call this on
                 every rank.
-            grads: add gradients, to resume between blocks whose gradients add up for one step. Implies ``masters``.
 
         Raises:
-            AmpError: ``masters`` or ``grads`` inside a scale_loss block, or between SAM's ``first_step`` and
-                ``second_step``; ``grads`` with incomplete gradients after an exception.
+            AmpError: ``masters`` inside a scale_loss block, or between SAM's ``first_step`` and ``second_step``.
         """
         result = OrderedDict() if destination is None else destination
         enabled = self.policy is not None and self.policy.enabled
         run: dict[str, Any] = {}
-        if enabled and (masters or grads):  # first: it may update the scales
-            call = f"amp.state_dict({'grads' if grads else 'masters'}=True)"
-            run = self._run_state(list(self._bindings.values()), grads, call)
+        if enabled and masters:  # first: it may update the scales
+            run = self._run_state(list(self._bindings.values()), "amp.state_dict(masters=True)")
         for i, scale in enumerate(self.loss_scales if enabled else []):
             result[f"{formats.KEY}{i}"] = scale.state_dict()
         result.update(run)
         return result
 
-    def _run_state(self, bindings: list[OptimizerBinding], grads: bool, call: str) -> dict[str, Any]:
+    def _run_state(self, bindings: list[OptimizerBinding], call: str) -> dict[str, Any]:
         assert self.policy is not None
         self._blocks.decide(call)
-        state = run_state.saved(bindings, self.loss_scales, self._blocks.deferred, self.policy.opt_level, grads, call)
-        if not grads and any(map(run_state.drops_gradients, bindings)):
+        state = run_state.saved(bindings, self.loss_scales, self._blocks.deferred, self.policy.opt_level, call)
+        if any(map(run_state.drops_gradients, bindings)):
             logger.warning(
                 "%s: there are gradients that no step has used. The state does not contain them. Save after "
-                "optimizer.step(), or use amp.state_dict(grads=True).",
+                "optimizer.step().",
                 call,
             )
         return state
 
+    @autocast_off()
     def load_state_dict(self, state_dict: dict[str, Any], *, process_group: Any = None) -> None:
         """Loads a ``state_dict()`` of ampctx or apex. An invalid one raises and changes nothing. May be a host sync.
 
-        A state with masters sets the masters, and the model's weights to the rounded masters. It drops gradients, or
-        replaces them by its own. Load model, optimizers and amp in any order. Without masters in the state, they come
-        from ``model.load_state_dict``; if that loaded only 16-bit values, ampctx warns once.
+        A state with masters sets the masters, and the model's weights to the rounded masters. It drops gradients.
+        Load model, optimizers and amp in any order. Without masters in the state, they come from
+        ``model.load_state_dict``; if that loaded only 16-bit values, ampctx warns once.
 
         A number of entries other than ``num_losses`` gives a warning; scales without an entry stay. A static scale
         takes the loaded value and keeps it, as in apex, with a warning. A no-op with ``enabled=False``.
@@ -482,7 +448,7 @@ class SessionState:
         run, on = self._named_run(model, optimizers, call)
         amp = None
         if on:
-            amp = self._run_state(run.bindings, False, call)
+            amp = self._run_state(run.bindings, call)
             amp |= {
                 f"{formats.KEY}{i}": {**scale.state_dict(), "dynamic": scale.moves}
                 for i, scale in enumerate(self.loss_scales)
@@ -490,6 +456,7 @@ class SessionState:
         tree = run.saved(amp)
         return named_entries.gathered(tree, full_state_dict, cpu_offload) if full_state_dict or cpu_offload else tree
 
+    @autocast_off()
     def set_state_dict(
         self,
         model: nn.Module,
@@ -547,7 +514,7 @@ class SessionState:
         """
         return named_state.Stateful(self, model, optimizers, options)
 
-    def _named_run(self, model: nn.Module, optimizers: Any, call: str) -> tuple[named_state.Run, bool]:
+    def _named_run(self, model: nn.Module, optimizers: Any, call: str) -> tuple[named_state.NamedModel, bool]:
         """The run, and whether amp is on."""
         if self.policy is None:
             raise AmpError(
@@ -557,4 +524,4 @@ class SessionState:
         given = as_list(optimizers, "optimizer", is_optimizer)
         on = self.policy.enabled
         bindings = [self._watched(optimizer, call.removeprefix("amp.")) if on else None for optimizer in given]
-        return named_state.Run(model, given, bindings, call), on
+        return named_state.NamedModel(model, given, bindings, call), on

@@ -7,7 +7,7 @@ from collections.abc import Container, Hashable
 
 import torch
 
-from ampctx.distributed import is_distributed
+from ampctx._collectives import is_distributed
 from ampctx.scaling.guarded_step import OUTSIDE_OF_BLOCKS
 from ampctx.scaling.loss_scale import LossScale
 from ampctx.scaling.outcome import Culprits, listed

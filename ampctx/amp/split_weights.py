@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from ampctx._collectives import is_distributed
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.amp.binding import OptimizerBinding
 from ampctx.casts.casting import set_dtype
-from ampctx.distributed import is_distributed
 from ampctx.kernels.reference_steps import split
 from ampctx.kernels.sharding import is_sharded
 from ampctx.optimizers._base import FusedOptimizer

@@ -6,7 +6,7 @@ import copy
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal
 
@@ -164,10 +164,12 @@ def names_dtype(args: tuple, kwargs: dict[str, Any]) -> bool:
 # --- autocast off -----------------------------------------------------------------------------------------------------
 
 
-def autocast_off() -> AbstractContextManager:
-    """Switches torch's autocast off on the CPU and on the machine's accelerator."""
+@contextmanager
+def autocast_off() -> Iterator[None]:
+    """Switches torch's autocast off on the CPU and on the machine's accelerator. Decorates functions, too."""
     accelerator = torch.accelerator.current_accelerator()
-    return autocast_off_on(["cpu"] if accelerator is None else ["cpu", accelerator.type])
+    with autocast_off_on(["cpu"] if accelerator is None else ["cpu", accelerator.type]):
+        yield
 
 
 @contextmanager

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx.kernels import reference, step_checks
+from ampctx.kernels import reference
 from ampctx.kernels.extension import Extension
+from ampctx.kernels.fallbacks import fallback
 from ampctx.kernels.spec import SPECS
 
 NAMESPACE = "ampctx"
@@ -57,112 +58,7 @@ _COMPILED_SCHEMAS = (
 )
 
 
-# --- fallbacks: the reference behind the kernels' own checks ----------------------------------------------------------
-
-
-def _check(op, found_inf, lists, **factors):
-    reference.check_lists(op, lists)
-    reference.check_scalars(op, found_inf, lists, **factors)
-
-
-def _scale_checked(src, dst, found_inf, scale):
-    _check("multi_tensor_scale", found_inf, {"src": src, "dst": dst}, scale=scale)
-    reference.multi_tensor_scale(src, dst, found_inf, scale)
-
-
-def _scale_clipped_checked(src, dst, found_inf, scale, grad_norm, max_norm):
-    op = "multi_tensor_scale_clipped"
-    _check(op, found_inf, {"src": src, "dst": dst}, scale=scale, grad_norm=grad_norm)
-    reference.multi_tensor_scale(src, dst, found_inf, reference.clipped(scale, grad_norm, max_norm))
-
-
-def _axpby_checked(x, y, out, found_inf, a, b, arg_to_check):
-    _check("multi_tensor_axpby", found_inf, {"x": x, "y": y, "out": out}, a=a, b=b)
-    if arg_to_check not in (-1, 0, 1):
-        raise RuntimeError(f"multi_tensor_axpby: arg_to_check is {arg_to_check}, expected -1, 0 or 1")
-    reference.multi_tensor_axpby(x, y, out, found_inf, a, b, arg_to_check)
-
-
-def _l2norm_checked(tensors, found_inf, per_tensor):
-    _check("multi_tensor_l2norm", found_inf, {"tensors": tensors})
-    return reference.multi_tensor_l2norm(tensors, found_inf, per_tensor)
-
-
-def _unscale_l2norm_checked(tensors, found_inf, inv_scale, per_tensor):
-    _check("multi_tensor_unscale_l2norm", found_inf, {"tensors": tensors}, inv_scale=inv_scale)
-    return reference.multi_tensor_unscale_l2norm(tensors, found_inf, inv_scale, per_tensor)
-
-
-def _check_update(op, found_inf, lists, loss_scale, growth_tracker, hysteresis_tracker, *rule):
-    first_name, first = next(iter(lists.items()))
-    state = {"loss_scale": loss_scale, "growth_tracker": growth_tracker, "hysteresis_tracker": hysteresis_tracker}
-    reference.check_scale_state(op, state, f"{first_name}[0]" if first else "found_inf", found_inf.device)
-    reference.check_scale_rule(op, *rule)
-
-
-def _scale_and_update_checked(src, dst, found_inf, scale, *update):
-    op, lists = "multi_tensor_scale_and_update", {"src": src, "dst": dst}
-    _check(op, found_inf, lists, scale=scale)
-    _check_update(op, found_inf, lists, *update)
-    reference.multi_tensor_scale(src, dst, found_inf, scale)
-    reference.update_scale(*update[:3], found_inf, *update[3:])
-
-
-def _unscale_l2norm_and_update_checked(tensors, found_inf, inv_scale, per_tensor, *update):
-    op, lists = "multi_tensor_unscale_l2norm_and_update", {"tensors": tensors}
-    _check(op, found_inf, lists, inv_scale=inv_scale)
-    _check_update(op, found_inf, lists, *update)
-    norm, each = reference.multi_tensor_unscale_l2norm(tensors, found_inf, inv_scale, per_tensor)
-    reference.update_scale(*update[:3], found_inf, *update[3:])
-    return norm, each, norm.clone()
-
-
-def _update_scale_checked(scale, growth_tracker, hysteresis_tracker, found_inf, *rule):
-    op = "update_scale"
-    device = torch.device("cpu") if scale is None else scale.device
-    reference.check_flag(op, found_inf, "scale", device)
-    state = {"scale": scale, "growth_tracker": growth_tracker, "hysteresis_tracker": hysteresis_tracker}
-    reference.check_scale_state(op, state, "scale", device)
-    reference.check_scale_rule(op, *rule)
-    reference.update_scale(scale, growth_tracker, hysteresis_tracker, found_inf, *rule)
-
-
-def _block_factors_checked(scale):
-    reference.require_one_element(scale, "block_factors: scale", (torch.float32,))
-    return reference.block_factors(scale)
-
-
-def _count_skip_checked(counts, found_inf, flag, scale, slot, is_first):
-    op = "count_skip"
-    if counts is None:
-        raise RuntimeError(f"{op}: counts is None, expected a tensor")
-    if counts.dtype != torch.float32:
-        raise RuntimeError(f"{op}: counts has dtype {counts.dtype}, expected float32")
-    if not 0 <= slot < counts.numel() // 2 - 1:
-        raise RuntimeError(f"{op}: slot is {slot}, counts has {counts.numel()} elements")
-    if not counts.is_contiguous():
-        raise RuntimeError(f"{op}: counts is not contiguous")
-    for given in (found_inf, flag):
-        reference.check_flag(op, given, "counts", counts.device)
-    reference.require_one_element(scale, f"{op}: scale", (torch.float32,))
-    if scale.device != counts.device:
-        raise RuntimeError(f"{op}: scale is on {scale.device}, counts is on {counts.device}")
-    reference.count_skip(reference.skip_counts(counts, slot), found_inf, flag, scale, is_first)
-
-
-FALLBACKS = {
-    "multi_tensor_scale": _scale_checked,
-    "multi_tensor_scale_and_update": _scale_and_update_checked,
-    "multi_tensor_scale_clipped": _scale_clipped_checked,
-    "multi_tensor_axpby": _axpby_checked,
-    "multi_tensor_l2norm": _l2norm_checked,
-    "multi_tensor_unscale_l2norm": _unscale_l2norm_checked,
-    "multi_tensor_unscale_l2norm_and_update": _unscale_l2norm_and_update_checked,
-    "update_scale": _update_scale_checked,
-    "block_factors": _block_factors_checked,
-    "count_skip": _count_skip_checked,
-    **step_checks.FALLBACKS,
-}
+FALLBACKS = {schema.partition("(")[0]: fallback(schema) for schema in SCHEMAS}
 
 
 # --- fake kernels: shapes only, for torch.compile and FakeTensorMode -------------------------------------------------
@@ -219,7 +115,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "update_scale": _fake_update_scale,
     "block_factors": _fake_block_factors,
     "count_skip": lambda counts, *others: _check_fake([counts, *(t for t in others if isinstance(t, Tensor))]),
-    **dict.fromkeys(step_checks.FALLBACKS, _fake_nothing),
+    **dict.fromkeys((op for spec in SPECS.values() for op in spec.ops), _fake_nothing),
 }
 
 

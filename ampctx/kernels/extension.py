@@ -72,10 +72,7 @@ class Extension:
     lie_alike: Callable[[int, int], int] = lambda grads, params: False
     is_uniform: Callable[[int, bool], int] = lambda number, fill_storages: False
     are_apart: Callable[[list[int]], bool] = lambda numbers: False
-    # Whether torch has its objects as csrc/prefetch.h expects them. Then passes look ahead, and find versions, missing
-    # gradients and the sizes of storages there.
-    knows_objects: bool = False
-    # Functions of csrc/python_passes.h by name, for ``ampctx.kernels.passes``.
+    # Functions of csrc/python_passes.h by name, for ``ampctx.kernels.tensor_loops``.
     passes: dict[str, Callable[..., Any]] = field(default_factory=dict)
     late: LateKernels | None = None
     # If the kernels run on only some GPUs: the ops for those.
@@ -181,7 +178,7 @@ def _readers(path: Path) -> dict[str, Any]:
         return {"new_list": new_list}
     use_types = function("use_types", named)
     use_types([Tensor, torch.nn.Parameter])
-    knows_objects = _allow_hints(function("use_hints", named, named, number))
+    _allow_hints(function("use_hints", named, named, number))
     count_apart = function("are_apart", ctypes.POINTER(number), number)
 
     def are_apart(numbers: list[int]) -> bool:
@@ -199,7 +196,6 @@ def _readers(path: Path) -> dict[str, Any]:
         "lie_alike": function("lie_alike", number, number),
         "is_uniform": function("is_uniform", number, flag),
         "are_apart": are_apart,
-        "knows_objects": knows_objects,
         "passes": {
             "same_items": function("same_items", named, named),
             "same_members": function("same_members", named, named),
@@ -208,6 +204,7 @@ def _readers(path: Path) -> dict[str, Any]:
             "nothing_changed": function("nothing_changed", named, named, number, named, named),
             "same_plan": function("same_plan", named, named, named, named, named),
             "are_plain": function("are_plain", named),
+            "are_resolved": function("are_resolved", named),
             "have_no_grad": function("have_no_grad", named, flag),
             "clear_grads": function("clear_grads", named, flag),
             "bump_each": function("bump_each", named),
@@ -217,17 +214,23 @@ def _readers(path: Path) -> dict[str, Any]:
     }
 
 
-def _allow_hints(use_hints: Callable[[Any, list[int], int], int]) -> bool:
-    """Shows the library a parameter with a gradient, the addresses of its parts, of a plain tensor and of parameters
-    without a gradient, and a version: torch tells them in private attributes, which are compared with what is found."""
+def _allow_hints(use_hints: Callable[[Any, list[int], int], int]) -> None:
+    """Shows the library a parameter with a gradient, the addresses of its parts, of a plain tensor, its negation and
+    parameters without a gradient, their dispatch keys, and a version. torch tells them in private attributes, which
+    the library compares with what it finds."""
     # The variables keep all of them alive until the library has looked.
     plain, grad = (torch.zeros(1, device="cpu") for _ in range(2))
     param, *others = (torch.nn.Parameter(torch.zeros(1, device="cpu")) for _ in range(3))
     param.grad = grad
     for _ in range(3):
         plain.zero_()
-    parts: list[Any] = [param, plain, grad, param.untyped_storage(), *others]
-    return bool(use_hints(param, [part._cdata for part in parts], plain._version))
+    # _neg_view is private: the only way to make such a tensor that needs no complex one.
+    negated = torch._neg_view(plain)
+    parts: list[Any] = [param, plain, grad, param.untyped_storage(), *others, negated]
+    keys = [torch._C._dispatch_keys(t).raw_repr() for t in (param, plain, negated)]
+    names = torch._C.DispatchKey.Negative, torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.ZeroTensor
+    unresolved = [torch._C.DispatchKeySet(name).raw_repr() for name in names]
+    use_hints(param, [*(part._cdata for part in parts), *keys, sum(unresolved)], plain._version)
 
 
 def _register_cpu(library: ctypes.CDLL, namespace: str) -> None:

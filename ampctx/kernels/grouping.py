@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampctx.kernels.each import device_of, dtype_of, layout_of
+from ampctx.kernels import tensor_loops
 from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, same_layout
 from ampctx.kernels.sharding import local
+from ampctx.kernels.tensor_loops import device_of, dtype_of, is_resolved, layout_of
 
 
 class Bucket(NamedTuple):
@@ -79,6 +80,8 @@ def buckets(
 ) -> list[Bucket]:
     """Splits parallel lists by the device and dtypes at each index, in order of first appearance.
 
+    An index with a negated view or a ZeroTensor goes to plain torch.
+
     All lists must be equally long. A bucket's device is that of its first list. DTensors become this rank's parts.
 
     Args:
@@ -90,7 +93,8 @@ def buckets(
     every = (*lists, *along)
     if len({len(tensors) for tensors in every}) > 1:
         raise ValueError(f"lists of different lengths: {[len(tensors) for tensors in every]}")
-    common = _common_kind(lists)
+    resolved = all(map(tensor_loops.all_resolved, lists))
+    common = _common_kind(lists) if resolved else None
     if common is not None and _has_kernel(common, known_dtypes):
         return [Bucket(common[0][0], True, [list(tensors) for tensors in every])]
     kinds = _kinds(lists)
@@ -98,10 +102,13 @@ def buckets(
     found: dict[tuple, Bucket] = {}
     for row, kind in zip(zip(*every, strict=True), kinds, strict=True):
         devices, dtypes, contiguous = kind
-        fused = has_kernel[kind] and (all(contiguous) or _agree(row[: len(lists)]))
+        tensors = row[: len(lists)]
+        fused = (
+            has_kernel[kind] and (all(contiguous) or _agree(tensors)) and (resolved or all(map(is_resolved, tensors)))
+        )
         key = (devices[0], dtypes, fused)
         if key not in found:
             found[key] = Bucket(devices[0], fused, [[] for _ in every])
-        for tensors, t in zip(found[key].lists, row, strict=True):
-            tensors.append(t)
+        for of_bucket, t in zip(found[key].lists, row, strict=True):
+            of_bucket.append(t)
     return list(found.values())

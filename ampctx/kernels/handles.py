@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpTypeError, AmpValueError
-from ampctx.kernels import passes
+from ampctx.kernels import tensor_loops
 from ampctx.kernels.definitions import NAMESPACE, define
-from ampctx.kernels.each import device_of, grad_of, layout_of
 from ampctx.kernels.extension import Extension, load
+from ampctx.kernels.tensor_loops import device_of, grad_of, layout_of
 
 _library = define(NAMESPACE, lambda: extension)
 extension: Extension = load(NAMESPACE, define)
-passes.use(extension.passes)
+tensor_loops.use(extension.passes)
 _ops = torch.ops.ampctx
 
 
@@ -36,12 +36,6 @@ def _check_types(tensors: Sequence[Any], name: str) -> None:
     for i, t in enumerate(tensors):
         if not isinstance(t, Tensor):
             raise AmpTypeError(f"{name}[{i}] is a {type(t).__name__}, expected a tensor")
-
-
-def can_be_held(tensor: Tensor) -> bool:
-    """Whether torch's dispatcher hands an op the tensor itself and not a copy."""
-    # _is_zerotensor is private; torch has no public name for it.
-    return not (tensor.is_neg() or tensor._is_zerotensor())
 
 
 # Not derived from Sequence: its isinstance() is a function of Python, which each op call would pay for each list.
@@ -71,7 +65,7 @@ class HeldTensors(_Listed):
         if not self.tensors:
             raise AmpValueError("HeldTensors: the list is empty. Pass one or more tensors of one device.")
         _check_types(self.tensors, "HeldTensors: tensors")
-        if not all(map(can_be_held, self.tensors)):
+        if not tensor_loops.all_resolved(self.tensors):
             raise AmpValueError(
                 "HeldTensors: a tensor is a negating view or has no memory, so torch would hand over a copy. "
                 "Pass its clone()."
@@ -155,8 +149,6 @@ _MANY = 24
 
 def read_each(lists: Sequence[Sequence[Tensor]]) -> list[ReadTensors] | None:
     """Handles for the lists of an op call. None if the dispatcher has to take one of them, or is faster."""
-    if not extension.knows_objects:
-        return None
     found: list[ReadTensors] = []
     for i, tensors in enumerate(lists):
         again = next((k for k in range(i) if lists[k] is tensors), None)
@@ -196,10 +188,10 @@ def hold(tensors: Iterable[Tensor]) -> HeldTensors | None:
     The tensors may mix dtypes and devices.
     """
     listed = _listed(tensors, "hold: tensors")
-    if is_watched() or not listed or not extension.passes or not passes.are_plain(listed):
+    if is_watched() or not listed or not extension.passes or not tensor_loops.are_plain(listed):
         return None
     served = all(map(extension.serves, {device.type for device in map(device_of, listed)}))
-    if not served or set(map(layout_of, listed)) != {torch.strided} or not all(map(can_be_held, listed)):
+    if not served or set(map(layout_of, listed)) != {torch.strided} or not tensor_loops.all_resolved(listed):
         return None
     return HeldTensors(listed)
 
@@ -215,7 +207,7 @@ def collect_grads(params: list[Tensor]) -> tuple[list[Any], bool]:
 def hold_grads(grads: list[Tensor], are_plain: bool = False) -> ReadTensors | None:
     """A handle for gradients that stays valid for as long as it is kept. None as from ``read``, and also if a gradient
     is a part of a larger storage. ``are_plain``: it is known that they are plain tensors."""
-    if is_watched() or not grads or not extension.passes or not (are_plain or passes.are_plain(grads)):
+    if is_watched() or not grads or not extension.passes or not (are_plain or tensor_loops.are_plain(grads)):
         return None
     number, owner = extension.new_list()
     found = _as_read(grads, number, owner)

@@ -76,13 +76,6 @@ class Lane:
         with torch.cuda.stream(self._stream):
             to.copy_(source, non_blocking=True)
 
-    def take(self, to: Tensor, source: Tensor) -> None:
-        """A copy of a source that the caller then frees."""
-        self.follow_current()
-        self.copy(to, source)
-        if self._stream is not None:
-            source.record_stream(self._stream)
-
     def mark(self) -> torch.cuda.Event | None:
         """A place after the copies so far."""
         return None if self._stream is None else self._stream.record_event()

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampctx.kernels import passes
+from ampctx.kernels import tensor_loops
 from ampctx.kernels.handles import HANDLES, HeldTensors, is_watched, read_each
 
 _ops = torch.ops.ampctx
@@ -73,7 +73,7 @@ def wrote(*lists: Sequence[Tensor]) -> None:
     if not torch.compiler.is_compiling():
         for tensors in lists:
             if tensors:
-                passes.bump_versions(tensors.tensors if isinstance(tensors, HeldTensors) else tensors)
+                tensor_loops.bump_versions(tensors.tensors if isinstance(tensors, HeldTensors) else tensors)
 
 
 class ScaleUpdate(NamedTuple):

@@ -1,12 +1,12 @@
 """Every op in a few lines of plain torch: the fallback where no kernel runs, and the oracle of the tests.
 
-The functions take any device, dtype and layout, and never wait for the device. ``check_lists`` makes the same checks as
-the compiled kernels (csrc/check.h), so the fallback refuses the same calls.
+The functions take any device, dtype and layout, check nothing (``fallbacks`` does), and never wait for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,126 +45,9 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
     return all(sa == sb for sa, sb, n in zip(a.stride(), b.stride(), a.shape, strict=True) if n > 1)
 
 
-_ALLOWED = (KERNEL_DTYPES, "float32, float16, bfloat16 or float64")
-
-
 def has_memory(t: Tensor) -> bool:
     """Whether a dense tensor lies within its storage. FSDP frees the storage of a parameter between uses."""
     return (t.storage_offset() + t.numel()) * t.element_size() <= t.untyped_storage().nbytes()
-
-
-NO_MEMORY = "has no memory: its storage has been freed or made smaller"
-
-
-def check_lists(
-    op: str,
-    lists: Mapping[str, Sequence[Tensor]],
-    allowed: Mapping[str, tuple[tuple[torch.dtype, ...], str]] | None = None,
-) -> None:
-    """Raises RuntimeError, naming list and index, if one kernel call cannot take the lists.
-
-    ``allowed``: for lists with other dtypes than ``KERNEL_DTYPES``, these dtypes and their names.
-    """
-    (first_name, first), *others = lists.items()
-    for name, tensors in others:
-        if len(tensors) != len(first):
-            raise RuntimeError(f"{op}: {name} has {len(tensors)} tensors, {first_name} has {len(first)}")
-    for name, tensors in lists.items():
-        dtypes, names = (allowed or {}).get(name, _ALLOWED)
-        for i, t in enumerate(tensors):
-            where = f"{op}: {name}[{i}]"
-            if t.layout != torch.strided:
-                raise RuntimeError(f"{where} is not a strided tensor")
-            if t.dtype not in dtypes:
-                raise RuntimeError(f"{where} has dtype {t.dtype}, expected {names}")
-            if t.dtype != tensors[0].dtype:
-                raise RuntimeError(f"{where} has dtype {t.dtype}, {name}[0] has {tensors[0].dtype}")
-            if t.device != first[0].device:
-                raise RuntimeError(f"{where} is on {t.device}, {first_name}[0] is on {first[0].device}")
-            if t.numel() != first[i].numel():
-                raise RuntimeError(f"{where} has {t.numel()} elements, {first_name}[{i}] has {first[i].numel()}")
-            if t.numel() == 0:
-                continue
-            if not is_dense(t):
-                raise RuntimeError(f"{where} is not contiguous: its elements do not fill one block of memory")
-            if not same_layout(t, first[i]):
-                raise RuntimeError(f"{where} and {first_name}[{i}] have different memory layouts")
-            if not has_memory(t):
-                raise RuntimeError(f"{where} {NO_MEMORY}")
-
-
-def require_one_element(tensor: Tensor, where: str, dtypes: tuple[torch.dtype, ...], suffix: str = "") -> None:
-    """Raises RuntimeError unless ``tensor`` is one element of one of the dtypes. ``where`` names it in messages."""
-    if tensor is None:  # torch passes it as an undefined tensor
-        raise RuntimeError(f"{where} is None, expected a tensor")
-    if tensor.numel() != 1:
-        raise RuntimeError(f"{where} has {tensor.numel()} elements, expected 1")
-    if tensor.layout != torch.strided:  # torch sends such calls to the fallback
-        raise RuntimeError(f"{where} is not a strided tensor")
-    if tensor.dtype not in dtypes:
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise RuntimeError(f"{where} has dtype {tensor.dtype}, expected {names}{suffix}")
-    if not has_memory(tensor):
-        raise RuntimeError(f"{where} {NO_MEMORY}")
-
-
-def check_flag(op: str, found_inf: Tensor, decided_by: str, device: torch.device | None) -> None:
-    """Raises RuntimeError if ``found_inf`` is no flag, or on another device than ``device``."""
-    require_one_element(found_inf, f"{op}: found_inf", (torch.float32, torch.int32))
-    if device is not None and found_inf.device != device:
-        raise RuntimeError(f"{op}: found_inf is on {found_inf.device}, {decided_by} is on {device}")
-
-
-def check_scalars(op: str, found_inf: Tensor, lists: dict[str, Sequence[Tensor]], **factors: Tensor) -> None:
-    """Raises RuntimeError if ``found_inf`` or a factor does not fit the lists. Part of every op's checks."""
-    first_name, first = next(iter(lists.items()))
-    decided_by, device = (f"{first_name}[0]", first[0].device) if first else ("found_inf", None)
-    check_flag(op, found_inf, decided_by, device)
-    device = found_inf.device
-    check_factors(op, decided_by, device, **factors)
-
-
-def check_factors(op: str, decided_by: str, device: torch.device | None, **factors: Tensor) -> None:
-    """Raises RuntimeError if a factor is no number on ``device`` or on the CPU."""
-    for name, factor in factors.items():
-        where = f"{op}: {name}"
-        if factor is None or factor.device.type == "cpu":
-            require_one_element(factor, where, (torch.float32, torch.float64))
-        elif factor.device != device:
-            raise RuntimeError(f"{where} is on {factor.device}, {decided_by} is on {device}")
-        else:
-            require_one_element(factor, where, (torch.float32,), f" on {device}")
-
-
-def check_scale_state(op: str, state: Mapping[str, Tensor], decided_by: str, device: torch.device) -> None:
-    """Raises RuntimeError unless ``state``, the loss scale and its two trackers by name, is on ``device``."""
-    for (name, tensor), dtype in zip(state.items(), (torch.float32, torch.int32, torch.int32), strict=True):
-        require_one_element(tensor, f"{op}: {name}", (dtype,))
-        if tensor.device != device:
-            raise RuntimeError(f"{op}: {name} is on {tensor.device}, {decided_by} is on {device}")
-
-
-def check_scale_rule(
-    op: str,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    hysteresis: int,
-    min_scale: float,
-    max_scale: float,
-) -> None:
-    """Raises RuntimeError if the rule could make the scale 0, inf or nan, or overflow a tracker."""
-    fp32, int32 = torch.finfo(torch.float32), torch.iinfo(torch.int32)
-    if not 1 <= growth_factor < float("inf"):
-        raise RuntimeError(f"{op}: growth_factor is not a finite number of at least 1")
-    if not 0 < backoff_factor <= 1:
-        raise RuntimeError(f"{op}: backoff_factor is not a number above 0 and at most 1")
-    if not 0 <= min_scale <= fp32.max:
-        raise RuntimeError(f"{op}: min_scale is not a number from 0 to the largest fp32")
-    if not max_scale >= fp32.tiny:
-        raise RuntimeError(f"{op}: max_scale is not a number from the smallest normal fp32 up")
-    if not 0 <= hysteresis <= int32.max:
-        raise RuntimeError(f"{op}: hysteresis is {hysteresis}, expected 0 to {int32.max}")
 
 
 def raise_flag(found_inf: Tensor, *tensors: Tensor) -> None:
@@ -190,8 +73,26 @@ def multi_tensor_scale(src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: 
     """dst = src * scale."""
     for s, d in zip(src, dst, strict=True):
         raise_flag(found_inf, s)
+        if s is d and not torch.compiler.is_compiling() and s._is_zerotensor():
+            continue  # torch refuses to write it
         dtype = s.dtype if s.is_complex() else compute_dtype(s, d)
         d.copy_((s.to(dtype) * scalar(scale, s, dtype)).reshape(d.shape))
+
+
+def multi_tensor_scale_clipped(
+    src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: Tensor, scale: Tensor, grad_norm: Tensor, max_norm: float
+) -> None:
+    """dst = src * scale * min(max_norm / (grad_norm + 1e-6), 1)."""
+    multi_tensor_scale(src, dst, found_inf, clipped(scale, grad_norm, max_norm))
+
+
+def multi_tensor_scale_and_update(
+    src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: Tensor, scale: Tensor, *update: Any
+) -> None:
+    """dst = src * scale, then the update of a loss scale and its trackers by the flag."""
+    multi_tensor_scale(src, dst, found_inf, scale)
+    loss_scale, growth_tracker, hysteresis_tracker, *rule = update
+    update_scale(loss_scale, growth_tracker, hysteresis_tracker, found_inf, *rule)
 
 
 def multi_tensor_axpby(
@@ -226,6 +127,16 @@ def multi_tensor_unscale_l2norm(
 def multi_tensor_l2norm(tensors: Sequence[Tensor], found_inf: Tensor, per_tensor: bool) -> tuple[Tensor, Tensor]:
     """sqrt(sum(t**2)) over all tensors and, with ``per_tensor``, of each."""
     return multi_tensor_unscale_l2norm(tensors, found_inf, torch.ones(()), per_tensor)
+
+
+def multi_tensor_unscale_l2norm_and_update(
+    tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor, per_tensor: bool, *update: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The norms, the total again, and the update of a loss scale and its trackers by the flag."""
+    total, each = multi_tensor_unscale_l2norm(tensors, found_inf, inv_scale, per_tensor)
+    loss_scale, growth_tracker, hysteresis_tracker, *rule = update
+    update_scale(loss_scale, growth_tracker, hysteresis_tracker, found_inf, *rule)
+    return total, each, total.clone()
 
 
 def inverse_of(scale: Tensor) -> Tensor:
@@ -270,8 +181,14 @@ def skip_counts(counts: Tensor, slot: int) -> list[Tensor]:
     return [*counts[:2].unbind(), *counts[2 + 2 * slot : 4 + 2 * slot].unbind()]
 
 
-def count_skip(counts: Sequence[Tensor], found_inf: Tensor, flag: Tensor, scale: Tensor, is_first: bool = True) -> None:
+def count_skip(counts: Tensor, found_inf: Tensor, flag: Tensor, scale: Tensor, slot: int, is_first: bool) -> None:
     """The counts of csrc/functors/count_skip.h."""
+    count_skip_in(skip_counts(counts, slot), found_inf, flag, scale, is_first)
+
+
+def count_skip_in(
+    counts: Sequence[Tensor], found_inf: Tensor, flag: Tensor, scale: Tensor, is_first: bool = True
+) -> None:
     skipped, in_a_row, overflowed, value = counts
     if is_first:
         is_skipped = found_inf.reshape(()) != 0

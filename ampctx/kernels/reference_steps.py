@@ -402,7 +402,7 @@ def run(op: str, given: dict[str, Any]) -> None:
         o.inv_scale = reference.clipped(o.inv_scale, o.grad_norm, o.max_norm)
     if given.get("skips"):
         *counts, scale = given["skips"]
-        reference.count_skip(counts, o.found_inf, o.found_inf, scale)
+        reference.count_skip_in(counts, o.found_inf, o.found_inf, scale)
     states = [given[state.name] for state in spec.sized if given[state.name]]
     states += [given[state.name] for state in spec.one_element if state.name != "steps"]
     for place in _Walk(op, o, states):

@@ -14,25 +14,28 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ampctx.distributed import all_reduce, named_collective
-from ampctx.kernels.each import grad_of
+from ampctx._collectives import all_reduce, named_collective
+from ampctx.kernels.tensor_loops import grad_of
 
 
-def _dtensor() -> type | None:
-    """The DTensor class if the program imported it. Importing it here would be slow, and before that none can exist."""
-    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+def _loaded(module: str, name: str) -> Any:
+    """A class of torch.distributed if the program imported it. Importing it here would be slow, and before that none of
+    its objects can exist: then (), of which nothing is an instance."""
+    return getattr(sys.modules.get(f"torch.distributed.{module}"), name, ())
+
+
+def _dtensor() -> Any:
+    return _loaded("tensor", "DTensor")
 
 
 def is_sharded(t: Tensor) -> bool:
     """Whether a tensor is a DTensor, a replicated one too."""
-    kind = _dtensor()
-    return kind is not None and isinstance(t, kind)
+    return isinstance(t, _dtensor())
 
 
 def is_fully_sharded(module: torch.nn.Module) -> bool:
     """Whether ``torch.distributed.fsdp.fully_shard`` was applied to the module itself."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return kind is not None and isinstance(module, kind)
+    return isinstance(module, _loaded("fsdp", "FSDPModule"))
 
 
 def reshard_units(model: torch.nn.Module) -> None:
@@ -48,13 +51,12 @@ def reshard_units(model: torch.nn.Module) -> None:
 
 def steps_a_partition(optimizer: Any) -> bool:
     """Whether ``optimizer`` is a ZeroRedundancyOptimizer, which steps only a part of its parameters on each rank."""
-    kind = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
-    return kind is not None and isinstance(optimizer, kind)
+    return isinstance(optimizer, _loaded("optim", "ZeroRedundancyOptimizer"))
 
 
 def any_sharded(tensors: Iterable[Tensor]) -> bool:
     kind = _dtensor()
-    return kind is not None and any(issubclass(found, kind) for found in set(map(type, tensors)))
+    return bool(kind) and any(issubclass(found, kind) for found in set(map(type, tensors)))
 
 
 @torch.no_grad()
@@ -75,10 +77,9 @@ def wrote(tensors: Sequence[Tensor]) -> None:
         torch.autograd.graph.increment_version([t for t in tensors if is_sharded(t)])
 
 
-def is_split(t: Tensor) -> bool:
+def is_split(t: Any) -> bool:
     """Whether this rank may hold only some of the elements."""
-    kind: Any = _dtensor()
-    return kind is not None and isinstance(t, kind) and not all(p.is_replicate() for p in t.placements)
+    return is_sharded(t) and not all(p.is_replicate() for p in t.placements)
 
 
 def part_number(t: Any) -> int:
@@ -104,31 +105,25 @@ def is_row_sharded(t: Any, block: int) -> bool:
 
 def like_rows_of(t: Any, columns: int, dtype: torch.dtype) -> Tensor:
     """Zeros of shape (rows of ``t``, columns), sharded as ``t`` is, which is sharded by rows."""
-    part, kind = _part(t), _dtensor()
+    part = _part(t)
     zeros = torch.zeros(part.shape[0], columns, dtype=dtype, device=part.device)
-    shape = torch.Size((t.shape[0], columns))
-    result: Tensor = kind.from_local(  # type: ignore[union-attr]
-        zeros, t.device_mesh, t.placements, run_check=False, shape=shape, stride=(columns, 1)
-    )
-    return result
+    how = {"shape": torch.Size((t.shape[0], columns)), "stride": (columns, 1)}
+    return _dtensor().from_local(zeros, t.device_mesh, t.placements, run_check=False, **how)
 
 
-def laid_out_as(value: Tensor, like: Tensor) -> Tensor:
+def laid_out_as(value: Any, like: Any) -> Tensor:
     """``value`` as a DTensor laid out as ``like``, or as a plain tensor. A collective if it is a DTensor laid out
     otherwise."""
     if is_sharded(value):
-        there: Any = value
-        here: Any = like
-        if is_sharded(like) and (there.device_mesh, there.placements) == (here.device_mesh, here.placements):
+        if is_sharded(like) and (value.device_mesh, value.placements) == (like.device_mesh, like.placements):
             return value
-        value = there.full_tensor()
+        value = value.full_tensor()
     if not is_sharded(like):
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    like_: Any = like
     # None: each rank takes its part of its own tensor.
-    return distribute_tensor(value.to(like.device), like_.device_mesh, like_.placements, src_data_rank=None)
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 class Grid:
@@ -220,7 +215,7 @@ def place_grads(params: Sequence[Tensor]) -> None:
     """
     if not any_sharded(params):
         return
-    kind: Any = _dtensor()
+    kind = _dtensor()
     pending: list[tuple[Any, Any]] = []
     for p, grad in zip(params, map(grad_of, params), strict=True):
         if not isinstance(p, kind):

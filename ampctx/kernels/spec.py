@@ -1,7 +1,7 @@
 """One declaration per optimizer op. Must not import torch, because the build reads this file without it.
 
 Schemas, fakes, checks and typed calls come from it, and the state keys and numbers of the optimizer classes.
-``csrc/generate.py`` writes the C++ side. Written by hand: the arithmetic (``csrc/functors/<op>.h``,
+``csrc/generate.py`` writes the C++ side and ``steps.py``. Written by hand: the arithmetic (``csrc/functors/<op>.h``,
 ``reference_steps``), the class, the entry points of LAMB and NovoGrad (which walk elements more than once), and the
 boxed function of LARC (which takes no step).
 """
@@ -86,6 +86,10 @@ class OpSpec:
         return f"multi_tensor_unscaling_{self.name}"
 
     @property
+    def ops(self) -> tuple[str, ...]:
+        return (self.op, self.unscaling_op) if self.takes_step else (self.op,)
+
+    @property
     def sized(self) -> tuple[State, ...]:
         """State lists with tensors of the parameters' size."""
         return tuple(state for state in self.states if not state.one_element)
@@ -114,11 +118,10 @@ class OpSpec:
 
     @property
     def schemas(self) -> tuple[str, ...]:
-        if not self.takes_step:
-            return (self._schema(self.op, reads="params"),)
-        return self._schema(self.op, reads="grads"), self._schema(self.unscaling_op)
+        reads = ("grads", "") if self.takes_step else ("params",)
+        return tuple(map(self._schema, self.ops, reads))
 
-    def _schema(self, op: str, reads: str = "") -> str:
+    def _schema(self, op: str, reads: str) -> str:
         """``reads``: the list that the op does not write."""
         letters = iter("abcdefghijk")
         lists = [f"Tensor[] {name}" if name == reads else f"Tensor({next(letters)}!)[] {name}" for name in self.lists]

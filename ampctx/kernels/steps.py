@@ -1,46 +1,14 @@
-"""Typed optimizer ops of ``torch.ops.ampctx``: one call steps many tensors.
-
-Every list has one entry per parameter. ``grads``, ``params`` and state of their size agree at each index in device,
-number of elements and memory layout. A list has one dtype: fp32, fp16, bf16, or fp64 on the CPU. Arithmetic is fp32
-(fp64 if any tensor is). ``steps`` are one-element fp32 tensors that count the steps so far. ``extras`` depends on
-``write_back`` (table: ``ampctx.kernels.reference_steps``) and is empty for "nearest" and "stochastic".
-
-If ``found_inf`` (one element, fp32 or int32) is not 0, the call changes nothing, not even step counts. The kernel reads
-the flag on the device. ``inv_scale`` and ``lr`` are floats or one-element tensors, fp32 on the device of the lists or
-on the CPU. The kernel multiplies gradients by ``inv_scale`` as it reads them. It stores the result only with
-``unscale_grads``, rounded to the gradient's dtype and without the sign of ``maximize``. That is a separate op,
-``multi_tensor_unscaling_*``, whose schema declares the write. No host sync.
-
-State lists of averages may be 8-bit codes (``ampctx.kernels.codes``): int8, or uint8 for averages of squares. Their
-list of scales then has a contiguous fp32 tensor per parameter, with one number for each 64 elements; it is empty
-otherwise. With ``stochastic_state``, bf16 state and codes are rounded at random, which is right on average, and
-otherwise to nearest. The step itself uses the fp32 values before they are rounded; LAMB uses the stored ones.
-
-Random numbers, also those of the "stochastic" write back, depend on ``seed``, the step count, the element's place, and
-the number of the parameter: ``numbers``, int64 on the device of the lists, has one for each tensor with elements. By
-default that is its place among these.
-
-With ``max_norm`` (negative by default, for none) the kernel clips: gradients are also multiplied by
-``min(max_norm / (grad_norm + 1e-6), 1)``, in fp32 as in torch. ``skips`` are none, or five 0-d fp32 tensors: the loss
-scale after four counts, see ``ampctx.kernels.ops.count_skip``, in which the call counts itself, also if it is skipped.
-
-For lists that many calls share, pass a tensor-list handle (``ampctx.ops.HeldTensors``). Autograd learns that ``params``
-and ``extras`` changed, and gradients if they are written. It does not learn of state, which is in no graph.
-
-``ampctx.kernels.spec`` gives the calls as source, compiled once like a dataclass: resolving argument names at each call
-would cost as much as a small op. ``steps.pyi`` declares them for type checkers.
-"""
+"""Typed optimizer ops. Made from spec.py by csrc/generate.py. See ``ampctx.optimizer_ops``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence  # noqa: F401  of the signatures
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ampctx.kernels.ops import call, factor, wrote  # noqa: F401  what the calls are made of
+from ampctx.kernels.ops import call, factor, wrote
 from ampctx.kernels.reference_steps import WRITE_BACKS
-from ampctx.kernels.spec import SPECS, OpSpec
 
 _ops = torch.ops.ampctx
 _CODES = {name: code for code, name in enumerate(WRITE_BACKS)}
@@ -49,31 +17,426 @@ Factor = float | Tensor
 # Random numbers then count the tensors of the call.
 NO_NUMBERS = torch.empty(0, dtype=torch.int64, device="cpu")
 
-__all__ = sorted(SPECS)
 
+def adam(
+    grads: Sequence[Tensor],
+    params: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor],
+    extras: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    found_inf: Tensor,
+    inv_scale: Factor,
+    lr: Factor,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    bias_correction: bool = True,
+    adam_w_mode: bool = True,
+    maximize: bool = False,
+    write_back: str = "nearest",
+    seed: int = 0,
+    unscale_grads: bool = False,
+    grad_norm: Factor = 1.0,
+    max_norm: float = -1.0,
+    exp_avg_scales: Sequence[Tensor] = (),
+    exp_avg_sq_scales: Sequence[Tensor] = (),
+    skips: Sequence[Tensor] = (),
+    stochastic_state: bool = False,
+    numbers: Tensor = NO_NUMBERS,
+) -> None:
+    """Adam; with decoupled weight decay in ``adam_w_mode``; AMSGrad where ``max_exp_avg_sqs`` is not empty.
 
-def source(spec: OpSpec) -> str:
-    """The source of an op's typed call."""
-    lists, tensors = spec.lists, spec.tensors
-    named_lists = [*(state.scales for state in spec.coded), "skips"]
-    positional = [*(f"{name}: Sequence[Tensor]" for name in lists if name not in named_lists), "found_inf: Tensor"]
-    positional += [f"{name}: Factor" for name in tensors[1:] if name not in ("grad_norm", "numbers")]
-    named = [f"{n.name}: {n.type}" + ("" if n.default is None else f" = {n.default!r}") for n in spec.numbers]
-    numbers, op, written = [number.name for number in spec.numbers], f"_ops.{spec.op}", "wrote(grads)"
-    if spec.takes_step:
-        named += ["maximize: bool = False", 'write_back: str = "nearest"', "seed: int = 0"]
-        named += ["unscale_grads: bool = False", "grad_norm: Factor = 1.0", "max_norm: float = -1.0"]
-        named += [f"{name}: Sequence[Tensor] = ()" for name in named_lists]
-        named += ["stochastic_state: bool = False", "numbers: Tensor = NO_NUMBERS"]
-        numbers += ["maximize", "_CODES[write_back]", "seed", "max_norm", "stochastic_state"]
-        op = f"_ops.{spec.unscaling_op} if unscale_grads else {op}"
-        written = "wrote(params, extras, *((grads,) if unscale_grads else ()))"
-    scalars = ["found_inf", *(name if name == "numbers" else f"factor({name})" for name in tensors[1:])]
-    return (
-        f'def {spec.name}({", ".join(positional)}, *, {", ".join(named)}) -> None:\n    """{spec.doc}"""\n'
-        f"    call({op}, ({', '.join(lists)}), {', '.join([*scalars, *numbers])})\n    {written}\n"
+    m = beta1 m + (1 - beta1) g,  v = beta2 v + (1 - beta2) g^2,  u = (m / c1) / (sqrt(v / c2) + eps),
+    p -= lr (u + weight_decay p), with c = 1 - beta^step, or 1 without ``bias_correction``. Without ``adam_w_mode``
+    weight decay adds weight_decay p to g instead. No host sync."""
+    op = _ops.multi_tensor_unscaling_adam if unscale_grads else _ops.multi_tensor_adam
+    lists = (
+        grads,
+        params,
+        exp_avgs,
+        exp_avg_sqs,
+        max_exp_avg_sqs,
+        extras,
+        steps,
+        exp_avg_scales,
+        exp_avg_sq_scales,
+        skips,
     )
+    call(
+        op,
+        lists,
+        found_inf,
+        factor(inv_scale),
+        factor(lr),
+        factor(grad_norm),
+        numbers,
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+        bias_correction,
+        adam_w_mode,
+        maximize,
+        _CODES[write_back],
+        seed,
+        max_norm,
+        stochastic_state,
+    )
+    wrote(params, extras, *((grads,) if unscale_grads else ()))
 
 
-for _spec in SPECS.values():
-    exec(compile(source(_spec), f"<{__name__}.{_spec.name}>", "exec"))
+def sgd(
+    grads: Sequence[Tensor],
+    params: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    extras: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    found_inf: Tensor,
+    inv_scale: Factor,
+    lr: Factor,
+    *,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    wd_after_momentum: bool = False,
+    maximize: bool = False,
+    write_back: str = "nearest",
+    seed: int = 0,
+    unscale_grads: bool = False,
+    grad_norm: Factor = 1.0,
+    max_norm: float = -1.0,
+    momentum_buffer_scales: Sequence[Tensor] = (),
+    skips: Sequence[Tensor] = (),
+    stochastic_state: bool = False,
+    numbers: Tensor = NO_NUMBERS,
+) -> None:
+    """SGD: p -= lr b, or p -= lr (g + momentum b) with ``nesterov``.
+
+    b = momentum b + (1 - dampening) g; at step count 0, b = g. Without momentum ``momentum_buffers`` is empty. Weight
+    decay adds weight_decay p to g, or with ``wd_after_momentum`` to the factor of lr. No host sync."""
+    op = _ops.multi_tensor_unscaling_sgd if unscale_grads else _ops.multi_tensor_sgd
+    lists = (grads, params, momentum_buffers, extras, steps, momentum_buffer_scales, skips)
+    call(
+        op,
+        lists,
+        found_inf,
+        factor(inv_scale),
+        factor(lr),
+        factor(grad_norm),
+        numbers,
+        momentum,
+        dampening,
+        weight_decay,
+        nesterov,
+        wd_after_momentum,
+        maximize,
+        _CODES[write_back],
+        seed,
+        max_norm,
+        stochastic_state,
+    )
+    wrote(params, extras, *((grads,) if unscale_grads else ()))
+
+
+def adagrad(
+    grads: Sequence[Tensor],
+    params: Sequence[Tensor],
+    sums: Sequence[Tensor],
+    extras: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    found_inf: Tensor,
+    inv_scale: Factor,
+    lr: Factor,
+    *,
+    eps: float,
+    weight_decay: float = 0.0,
+    adagrad_w_mode: bool = False,
+    maximize: bool = False,
+    write_back: str = "nearest",
+    seed: int = 0,
+    unscale_grads: bool = False,
+    grad_norm: Factor = 1.0,
+    max_norm: float = -1.0,
+    skips: Sequence[Tensor] = (),
+    stochastic_state: bool = False,
+    numbers: Tensor = NO_NUMBERS,
+) -> None:
+    """Adagrad: h += g^2, p -= lr g / (sqrt(h) + eps); weight decay through g, or decoupled in ``adagrad_w_mode``.
+
+    No host sync."""
+    op = _ops.multi_tensor_unscaling_adagrad if unscale_grads else _ops.multi_tensor_adagrad
+    lists = (grads, params, sums, extras, steps, skips)
+    call(
+        op,
+        lists,
+        found_inf,
+        factor(inv_scale),
+        factor(lr),
+        factor(grad_norm),
+        numbers,
+        eps,
+        weight_decay,
+        adagrad_w_mode,
+        maximize,
+        _CODES[write_back],
+        seed,
+        max_norm,
+        stochastic_state,
+    )
+    wrote(params, extras, *((grads,) if unscale_grads else ()))
+
+
+def lion(
+    grads: Sequence[Tensor],
+    params: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    extras: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    found_inf: Tensor,
+    inv_scale: Factor,
+    lr: Factor,
+    *,
+    beta1: float,
+    beta2: float,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+    write_back: str = "nearest",
+    seed: int = 0,
+    unscale_grads: bool = False,
+    grad_norm: Factor = 1.0,
+    max_norm: float = -1.0,
+    exp_avg_scales: Sequence[Tensor] = (),
+    skips: Sequence[Tensor] = (),
+    stochastic_state: bool = False,
+    numbers: Tensor = NO_NUMBERS,
+) -> None:
+    """Lion: u = sign(beta1 m + (1 - beta1) g), then m = beta2 m + (1 - beta2) g; p -= lr (u + weight_decay p). No
+    host sync."""
+    op = _ops.multi_tensor_unscaling_lion if unscale_grads else _ops.multi_tensor_lion
+    lists = (grads, params, exp_avgs, extras, steps, exp_avg_scales, skips)
+    call(
+        op,
+        lists,
+        found_inf,
+        factor(inv_scale),
+        factor(lr),
+        factor(grad_norm),
+        numbers,
+        beta1,
+        beta2,
+        weight_decay,
+        maximize,
+        _CODES[write_back],
+        seed,
+        max_norm,
+        stochastic_state,
+    )
+    wrote(params, extras, *((grads,) if unscale_grads else ()))
+
+
+def muon(
+    grads: Sequence[Tensor],
+    params: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    extras: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    found_inf: Tensor,
+    inv_scale: Factor,
+    lr: Factor,
+    *,
+    momentum: float,
+    nesterov: bool = True,
+    maximize: bool = False,
+    write_back: str = "nearest",
+    seed: int = 0,
+    unscale_grads: bool = False,
+    grad_norm: Factor = 1.0,
+    max_norm: float = -1.0,
+    momentum_buffer_scales: Sequence[Tensor] = (),
+    skips: Sequence[Tensor] = (),
+    stochastic_state: bool = False,
+    numbers: Tensor = NO_NUMBERS,
+) -> None:
+    """The average of Muon, which comes before the orthogonalisation: ``params`` become the directions u.
+
+    m = m + (1 - momentum) (g - m), then u = g + momentum (m - g) with ``nesterov``, else u = m. Reads neither lr nor
+    the former ``params``. The step of the weights is that of ``sgd``. No host sync."""
+    op = _ops.multi_tensor_unscaling_muon if unscale_grads else _ops.multi_tensor_muon
+    lists = (grads, params, momentum_buffers, extras, steps, momentum_buffer_scales, skips)
+    call(
+        op,
+        lists,
+        found_inf,
+        factor(inv_scale),
+        factor(lr),
+        factor(grad_norm),
+        numbers,
+        momentum,
+        nesterov,
+        maximize,
+        _CODES[write_back],
+        seed,
+        max_norm,
+        stochastic_state,
+    )
+    wrote(params, extras, *((grads,) if unscale_grads else ()))
+
+
+def lamb(
+    grads: Sequence[Tensor],
+    params: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    extras: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    found_inf: Tensor,
+    inv_scale: Factor,
+    lr: Factor,
+    global_grad_norm: Factor,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    max_grad_norm: float = 0.0,
+    bias_correction: bool = True,
+    adam_w_mode: bool = True,
+    grad_averaging: bool = True,
+    use_nvlamb: bool = False,
+    maximize: bool = False,
+    write_back: str = "nearest",
+    seed: int = 0,
+    unscale_grads: bool = False,
+    grad_norm: Factor = 1.0,
+    max_norm: float = -1.0,
+    exp_avg_scales: Sequence[Tensor] = (),
+    exp_avg_sq_scales: Sequence[Tensor] = (),
+    skips: Sequence[Tensor] = (),
+    stochastic_state: bool = False,
+    numbers: Tensor = NO_NUMBERS,
+) -> None:
+    """LAMB: p -= lr ||p|| / ||u|| u, with Adam's direction u (plus weight_decay p in ``adam_w_mode``).
+
+    The ratio is per tensor. It is 1 if a norm is 0, and without weight decay unless ``use_nvlamb``. Gradients are first
+    scaled down to ``max_grad_norm`` if ``global_grad_norm``, the norm of all unscaled gradients, exceeds it (0: never).
+    Without ``grad_averaging``, m = beta1 m + g. No host sync."""
+    op = _ops.multi_tensor_unscaling_lamb if unscale_grads else _ops.multi_tensor_lamb
+    lists = (grads, params, exp_avgs, exp_avg_sqs, extras, steps, exp_avg_scales, exp_avg_sq_scales, skips)
+    call(
+        op,
+        lists,
+        found_inf,
+        factor(inv_scale),
+        factor(lr),
+        factor(global_grad_norm),
+        factor(grad_norm),
+        numbers,
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+        max_grad_norm,
+        bias_correction,
+        adam_w_mode,
+        grad_averaging,
+        use_nvlamb,
+        maximize,
+        _CODES[write_back],
+        seed,
+        max_norm,
+        stochastic_state,
+    )
+    wrote(params, extras, *((grads,) if unscale_grads else ()))
+
+
+def novograd(
+    grads: Sequence[Tensor],
+    params: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    extras: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    found_inf: Tensor,
+    inv_scale: Factor,
+    lr: Factor,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    bias_correction: bool = True,
+    grad_averaging: bool = True,
+    reg_inside_moment: bool = False,
+    inf_norm: bool = False,
+    init_zero: bool = False,
+    maximize: bool = False,
+    write_back: str = "nearest",
+    seed: int = 0,
+    unscale_grads: bool = False,
+    grad_norm: Factor = 1.0,
+    max_norm: float = -1.0,
+    exp_avg_scales: Sequence[Tensor] = (),
+    skips: Sequence[Tensor] = (),
+    stochastic_state: bool = False,
+    numbers: Tensor = NO_NUMBERS,
+) -> None:
+    """NovoGrad: ``exp_avg_sqs`` are one-element fp32 tensors n, the running norm of each gradient.
+
+    n = sqrt(beta2 n^2 + (1 - beta2) ||g||^2), or beta2 n + (1 - beta2) max|g| with ``inf_norm``. At step count 0, n is
+    the norm itself unless ``init_zero``. With d = n / sqrt(c2) + eps: m = beta1 m + (1 - beta1) g,
+    p -= lr (m / c1 / d + weight_decay p). With ``reg_inside_moment``, g / d + weight_decay p replaces g, and
+    p -= lr m / c1. No host sync."""
+    op = _ops.multi_tensor_unscaling_novograd if unscale_grads else _ops.multi_tensor_novograd
+    lists = (grads, params, exp_avgs, extras, exp_avg_sqs, steps, exp_avg_scales, skips)
+    call(
+        op,
+        lists,
+        found_inf,
+        factor(inv_scale),
+        factor(lr),
+        factor(grad_norm),
+        numbers,
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+        bias_correction,
+        grad_averaging,
+        reg_inside_moment,
+        inf_norm,
+        init_zero,
+        maximize,
+        _CODES[write_back],
+        seed,
+        max_norm,
+        stochastic_state,
+    )
+    wrote(params, extras, *((grads,) if unscale_grads else ()))
+
+
+def larc(
+    grads: Sequence[Tensor],
+    params: Sequence[Tensor],
+    found_inf: Tensor,
+    inv_scale: Factor,
+    lr: Factor,
+    *,
+    trust_coefficient: float = 0.02,
+    eps: float = 1e-08,
+    weight_decay: float = 0.0,
+    clip: bool = True,
+    maximize: bool = False,
+) -> None:
+    """LARC: unscales the gradients and rewrites them in place, g = a (g + weight_decay p).
+
+    a = trust_coefficient ||p|| / (||g|| + weight_decay ||p|| + eps), or min(a / lr, 1) with ``clip``. With
+    ``maximize``, g = a (g - weight_decay p). If a norm is 0, the gradient is only unscaled. No host sync."""
+    op = _ops.multi_tensor_larc
+    lists = (grads, params)
+    call(op, lists, found_inf, factor(inv_scale), factor(lr), trust_coefficient, eps, weight_decay, clip, maximize)
+    wrote(grads)

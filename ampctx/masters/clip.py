@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ampctx._compiling import outside_of_graphs, without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx.kernels import foreach, passes
-from ampctx.kernels.each import device_of, set_each, stored_grad
+from ampctx.kernels import foreach, tensor_loops
 from ampctx.kernels.foreach import Clipped, PerDevice, Unread, joined_norm, move
 from ampctx.kernels.handles import read_grads
 from ampctx.kernels.sharding import Grid, any_sharded, by_layout, grids_of, is_split, local, place_grads
-from ampctx.masters import host_grads, lazy_grads, params, waiting
+from ampctx.kernels.tensor_loops import device_of, set_each, stored_grad
+from ampctx.masters import lazy_grads, params, waiting
 
 
 def strided_grad(parameter: Tensor) -> Tensor | None:
@@ -108,7 +108,7 @@ def clip_grad_norm_(
     ``ampctx.optimizers`` at O2 and O5, gradients stay in 16 bits until the step: clipping then only changes the factor
     that the step multiplies them by. The norm of DTensors is that of the whole tensors, by one all_reduce, which takes
     the overflow flag of their ``scale_loss`` block along; every rank of their mesh must call this, with or without
-    gradients. Gradients of an optimizer with ``offload_gradients`` are clipped on the host, which waits for them.
+    gradients.
 
     Example::
 
@@ -133,8 +133,6 @@ def clip_grad_norm_(
         AmpRankError: another rank of a DTensor's mesh has ended, has left this call out, or has another loss scale.
     """
     found = _checked_parameters(parameters)
-    if host_grads.ALIVE:
-        found = host_grads.holders_of(found)
     if are_sharded := any_sharded(found):
         place_grads(found)
     max_norm, order = _checked_max_norm(max_norm), _checked_norm_type(norm_type)
@@ -194,7 +192,7 @@ _clip_outside_of_graphs = outside_of_graphs(_clip)
 
 def _without(lazy: list[lazy_grads.ModelGrads], found: list[Tensor]) -> list[Tensor]:
     """The parameters without lazy gradients."""
-    if len(lazy) == 1 and passes.same_items(found, lazy[0].masters):
+    if len(lazy) == 1 and tensor_loops.same_items(found, lazy[0].masters):
         return []
     untouched = {i for group in lazy for i in group.masters.ids}
     return [p for p in found if id(p) not in untouched] if untouched else found

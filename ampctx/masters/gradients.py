@@ -22,16 +22,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampctx.kernels import foreach, passes
-from ampctx.kernels.each import all_there, layout_of, stored_grad
+from ampctx.kernels import foreach, tensor_loops
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, product
 from ampctx.kernels.handles import are_apart, collect_grads, hold_grads, read_grads
 from ampctx.kernels.sharding import place_grads, values_of
+from ampctx.kernels.tensor_loops import all_there, layout_of
 from ampctx.masters.clip import forget_norm_before_clipping
 from ampctx.masters.lazy_grads import Masters, ModelGrads
 from ampctx.masters.params import MasterParams
@@ -64,7 +64,7 @@ class _Outcome:
 
 
 @dataclass(eq=False)
-class Block:
+class Frame:
     """An open block.
 
     stash: the gradients from before: unscaled in the outermost block, scaled in nested ones.
@@ -95,37 +95,13 @@ class Window:
     loss: Any = None
 
 
-class Lazy(NamedTuple):
-    """The contents of a ``ModelGrads``."""
-
-    grads: Grads
-    inv_scale: Factor
-    norm: Tensor
-
-
-class Pending(NamedTuple):
-    """The gradients that no step has used, between blocks.
-
-    model: ``.grad`` of the parameters that a backward writes to. masters: fp32 ``.grad``, by master. lazy: 16-bit
-    gradients in place of those of masters, by master.
-    """
-
-    model: Grads
-    masters: Grads
-    lazy: Lazy | None
-    window: Window | None
-
-
-NOTHING_PENDING = Pending({}, {}, None, None)
-
-
 class BlockGradients:
     """The gradients of one optimizer's parameters, block by block."""
 
     def __init__(self, masters: MasterParams) -> None:
         self._masters = masters
         # If there is a window, it is the first entry.
-        self._stack: list[Window | Block] = []
+        self._stack: list[Window | Frame] = []
         # The latest lazy gradients with their check, even if they have been materialized since.
         self.checked: ModelGrads | None = None
         # An exception came while gradients were added up: ``.grad`` holds neither the old sum nor the new one.
@@ -166,7 +142,7 @@ class BlockGradients:
     def factors(self) -> tuple[Factor, Factor]:
         """The factors of the innermost block for its loss and for its gradients. 1 outside of blocks."""
         block = self._stack[-1] if self._stack else None
-        return (block.scale, block.inv_scale) if isinstance(block, Block) else (1.0, 1.0)
+        return (block.scale, block.inv_scale) if isinstance(block, Frame) else (1.0, 1.0)
 
     @property
     def is_idle(self) -> bool:
@@ -179,23 +155,25 @@ class BlockGradients:
         if self.checked is not None:
             self.materialize()
         if have_none:
-            self._stack.append(Block({}, None, False, scale, inv_scale))
+            self._stack.append(Frame({}, None, False, scale, inv_scale))
             return
         window = self._stack[-1] if self._stack else None
         leaves = self._masters.leaves if self._stack else self._masters.params_without_master
-        present = {} if passes.have_no_grad(leaves, False) else {p: g for p in leaves if (g := p.grad) is not None}
+        present = (
+            {} if tensor_loops.have_no_grad(leaves, False) else {p: g for p in leaves if (g := p.grad) is not None}
+        )
         if not isinstance(window, Window):
             # Recorded before anything changes, so that abandon() can restore it.
             stash = {p: g if owns_its_memory(g) else g.clone() for p, g in present.items()}
-            self._stack.append(Block(stash, None, window is not None, scale, inv_scale))
-            passes.clear_grads(list(present), False)
+            self._stack.append(Frame(stash, None, window is not None, scale, inv_scale))
+            tensor_loops.clear_grads(list(present), False)
             return
         for p in window.scaled:
             if p.grad is None:  # the user has zeroed it through the model
                 window.stash.pop(p, None)
         # Copies, because the block's backward adds to the gradients of the window in place.
         copies = {p: g.clone() for p, g in present.items()}
-        self._stack.append(Block(window.stash, copies, False, scale, inv_scale))
+        self._stack.append(Frame(window.stash, copies, False, scale, inv_scale))
         if window.inv_scale is not inv_scale:
             self._rescale(present, product(scale, window.inv_scale))
 
@@ -217,7 +195,7 @@ class BlockGradients:
         self.incomplete |= committing
         while self.depth > depth:
             block = self._stack[-1]
-            assert isinstance(block, Block)
+            assert isinstance(block, Frame)
             was_there = block.stash if block.copies is None else block.copies
             for p in self._masters.leaves:
                 p.grad = was_there.get(p)
@@ -251,7 +229,7 @@ class BlockGradients:
     @torch.no_grad()
     def close_window(self, inv_scale: Factor, found_inf: FoundInf, check_before: Callable[[], bool] = bool) -> None:
         """Unscales and adds the gradients of a window that no block ends. Between blocks."""
-        self._stack.append(Block(self.stash))
+        self._stack.append(Frame(self.stash))
         try:
             self.prepare(inv_scale, found_inf, None, check_before)
             self.commit(found_inf)
@@ -273,7 +251,7 @@ class BlockGradients:
         whether the gradients from before need a check, too, because a skipped step may have left them.
         """
         block = self._stack[-1]
-        assert isinstance(block, Block)
+        assert isinstance(block, Frame)
         # The outermost block has stashed the unscaled gradients; nested ones have stashed scaled gradients.
         outer = self._stack[0] if block.nested else None
         self._unscale_into_masters(inv_scale, found_inf, block.outcome, block.nested)
@@ -284,7 +262,7 @@ class BlockGradients:
     def commit(self, found_inf: FoundInf) -> None:
         """Ends the block: adds the results of ``prepare`` to the gradients from before."""
         block = self._stack[-1]
-        assert isinstance(block, Block)
+        assert isinstance(block, Frame)
         self._apply(block.outcome, found_inf)
         if block.nested:
             self._stack[0].stash.update(block.outcome.stashed)
@@ -298,7 +276,7 @@ class BlockGradients:
             foreach.axpby(grads, totals, totals, found_inf, outcome.factor, 1.0, arg_to_check=0)
             forget_norm_before_clipping(totals)
         if outcome.used:
-            passes.clear_grads(outcome.used, False)
+            tensor_loops.clear_grads(outcome.used, False)
         for t, grad in outcome.grads.items():
             t.grad = grad
         if outcome.lazy is not None:
@@ -306,8 +284,8 @@ class BlockGradients:
 
     def _unscale_params_without_master(
         self,
-        block: Block,
-        outer: Window | Block | None,
+        block: Frame,
+        outer: Window | Frame | None,
         inv_scale: Factor,
         found_inf: FoundInf,
         done: set[int] | None,
@@ -329,7 +307,9 @@ class BlockGradients:
             found, known = read_grads(params)
             grads: Sequence[Tensor] = known if known is not None else [grad for grad in found if grad is not None]
             are_whole = known is not None or (
-                set(map(layout_of, grads)) <= {torch.strided} and all(map(Tensor.is_contiguous, grads))
+                set(map(layout_of, grads)) <= {torch.strided}
+                and all(map(Tensor.is_contiguous, grads))
+                and tensor_loops.all_resolved(grads)
             )
             # Two parameters may hold one gradient.
             if are_whole and (are_apart([known]) if known is not None else len(set(map(id, grads))) == len(grads)):
@@ -407,13 +387,13 @@ class BlockGradients:
 
     def have_arrived(self) -> bool:
         """Whether gradients have arrived in the open block. False with a window: they cannot be told apart."""
-        return self.window is None and not passes.have_no_grad(self._masters.leaves, False)
+        return self.window is None and not tensor_loops.have_no_grad(self._masters.leaves, False)
 
     def may_have_outside_grads(self) -> bool:
         """Whether ``collect_outside_grads`` has anything to do."""
         if self._stack:
             return self.phase is Phase.WINDOW
-        return bool(self._masters.pairs) and not passes.have_no_grad(self._masters.params_with_master, False)
+        return bool(self._masters.pairs) and not tensor_loops.have_no_grad(self._masters.params_with_master, False)
 
     def collect_outside_grads(self, check_before: Callable[[], bool] = bool) -> FoundInf:
         """Collects gradients of a plain backward, and ends a window that no block has ended. Between blocks.
@@ -432,29 +412,13 @@ class BlockGradients:
             raise
         return found_inf
 
-    def pending(self) -> Pending:
-        """The gradients that no step has used, without copies. Between blocks."""
-        lazy = self.checked
-        return Pending(
-            {p: p.grad for p in self._masters.leaves if p.grad is not None},
-            {m: grad for m in self._masters.masters if (grad := stored_grad(m)) is not None},
-            Lazy(lazy.grads, lazy.inv_scale, lazy.norm()) if lazy is not None and lazy.masters else None,
-            self.window,
-        )
-
-    @torch.no_grad()
-    def restore(self, pending: Pending) -> None:
-        """Replaces all gradients by these. Between blocks."""
+    def drop_all(self) -> None:
+        """Drops all gradients. Between blocks."""
         self._drop_lazy()
-        self.incomplete = False
-        for p in self._masters.leaves:
-            p.grad = pending.model.get(p)
-        for _, master in self._masters.pairs:
-            master.grad = pending.masters.get(master)
-        if pending.lazy is not None:
-            grads, inv_scale, norm = pending.lazy
-            self.checked = ModelGrads(list(grads), list(grads.values()), inv_scale, Unread(), norm)
-        self._stack[:] = [] if pending.window is None else [pending.window]
+        self.incomplete = self.stepped = False
+        for tensor in (*self._masters.leaves, *self._masters.masters):
+            tensor.grad = None
+        self._stack.clear()
 
     def materialize(self) -> None:
         """Turns lazy gradients into ``master.grad``."""
@@ -487,9 +451,9 @@ class BlockGradients:
             del self._stack[0]
         for block in self._stack:
             block.stash.clear()
-            if isinstance(block, Block) and block.copies is not None:
+            if isinstance(block, Frame) and block.copies is not None:
                 block.copies.clear()
         self.incomplete = self.stepped = False
 
     def drop_model_grads(self) -> None:
-        passes.clear_grads(self._masters.params_with_master, False)
+        tensor_loops.clear_grads(self._masters.params_with_master, False)

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ampctx.kernels import foreach, handles, passes
-from ampctx.kernels.each import stored_grad
+from ampctx.kernels import foreach, handles, tensor_loops
 from ampctx.kernels.foreach import Clipped, Factor, FoundInf, PerDevice, Unread, product
+from ampctx.kernels.tensor_loops import stored_grad
 
 
 def declares(optimizer: Any, name: str) -> bool:
@@ -40,7 +40,7 @@ _GRAD: Any = torch.Tensor.grad
 _PLACE: Any = operator.attrgetter("_place")
 
 
-class _Place:
+class _GradPlace:
     """Shared by the masters whose lazy gradients belong together."""
 
     lazy: weakref.ref[ModelGrads] | None = None
@@ -57,11 +57,11 @@ class MasterParam(nn.Parameter):
         like: a master of the same group of lazy gradients.
     """
 
-    _place: _Place
+    _place: _GradPlace
 
     def __new__(cls, data: Tensor, requires_grad: bool = True, like: MasterParam | None = None) -> MasterParam:
         master = super().__new__(cls, data, requires_grad)
-        master._place = _Place() if like is None else like._place
+        master._place = _GradPlace() if like is None else like._place
         return master
 
     @property
@@ -117,7 +117,7 @@ class Masters(list):
         return frozenset(self.ids)
 
     @cached_property
-    def places(self) -> set[_Place]:
+    def places(self) -> set[_GradPlace]:
         return set(map(_PLACE, self))
 
     @property
@@ -240,7 +240,7 @@ class ModelGrads:
 
     def is_alone(self) -> bool:
         """Whether no master has another gradient."""
-        return passes.have_no_grad(self.masters, True)
+        return tensor_loops.have_no_grad(self.masters, True)
 
     def drop(self) -> None:
         """Forgets the gradients."""
@@ -270,7 +270,7 @@ def clear_grads(params: list[Tensor]) -> None:
             lazy.drop()
         else:
             lazy.materialize()
-    passes.clear_grads(params, True)
+    tensor_loops.clear_grads(params, True)
 
 
 def _lazy_of(params: list[Tensor]) -> dict[ModelGrads, bool]:
@@ -278,12 +278,12 @@ def _lazy_of(params: list[Tensor]) -> dict[ModelGrads, bool]:
     if MasterParam not in (types := set(map(type, params))):
         return {}
     masters: list[Any] = params if len(types) == 1 else [p for p in params if type(p) is MasterParam]
-    if (first := _lazy_in(masters[0]._place)) is not None and passes.same_items(masters, first.masters):
+    if (first := _lazy_in(masters[0]._place)) is not None and tensor_loops.same_items(masters, first.masters):
         return {first: True}  # as usual: all masters of one optimizer
     given = set(map(id, masters))
     lazies = filter(None, map(_lazy_in, dict.fromkeys(map(_PLACE, masters))))
     return {lazy: lazy.masters.id_set <= given for lazy in lazies if not given.isdisjoint(lazy.masters.id_set)}
 
 
-def _lazy_in(place: _Place) -> ModelGrads | None:
+def _lazy_in(place: _GradPlace) -> ModelGrads | None:
     return None if place.lazy is None else place.lazy()

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from ampctx._collectives import is_distributed
 from ampctx._errors import AmpError
 from ampctx.casts.arguments import LOW_PRECISION
 from ampctx.casts.model_watch import ParameterNames
-from ampctx.distributed import is_distributed
-from ampctx.kernels import foreach, passes
-from ampctx.kernels.each import dtype_of, stored_grad, version_of
+from ampctx.kernels import foreach, tensor_loops
 from ampctx.kernels.foreach import Unread
 from ampctx.kernels.handles import HeldTensors, hold
 from ampctx.kernels.sharding import groups_of, is_sharded, steps_a_partition
+from ampctx.kernels.tensor_loops import dtype_of, stored_grad, version_of
 from ampctx.masters.lazy_grads import MasterParam, Masters, declares, has_grad
 
 Group = dict[str, Any]
@@ -76,8 +76,7 @@ class MasterParams:
         name_of: gives the name of a parameter, for messages.
 
     Raises:
-        AmpError: a 16-bit parameter without values (of a lazy module), or with a master already; an optimizer that
-            takes gradients to the host.
+        AmpError: a 16-bit parameter without values (of a lazy module), or with a master already.
     """
 
     def __init__(
@@ -88,11 +87,6 @@ class MasterParams:
         taken: Container[int] = (),
         name_of: Callable[[Tensor], str] | None = None,
     ) -> None:
-        if declares(optimizer, "_gradients_on_host"):
-            raise AmpError(
-                f"{type(optimizer).__name__} has offload_gradients=True: its gradients are on the host before amp can "
-                "unscale and check them. Pass offload_gradients=False. See docs/guide/offload.md."
-            )
         self.master_weights = master_weights
         self._name_of = name_of or ParameterNames()
         # Whether the optimizer reads 16-bit gradients, so that those of the masters can stay lazy.
@@ -122,7 +116,7 @@ class MasterParams:
         # Ids of parameters without master that were 16-bit when they were added.
         self._low: set[int] = set()
         # The members of the groups at the last look.
-        self._members: list[Tensor] = []
+        self._members: list[list[Tensor]] = []
         # The write counts of the 16-bit weights when they were last written from their masters.
         self._written = b""
         # The masters may have moved, and the 16-bit weights not yet.
@@ -218,7 +212,7 @@ class MasterParams:
             else:
                 self._frozen.append(p)
         self._membership_changed()
-        self._members = _members(optimizer)
+        self._members = tensor_loops.members_of(optimizer.param_groups)
         self.has_sharded = any(map(is_sharded, self.params_without_master))
         self.groups = groups_of(self.params_without_master)
 
@@ -260,7 +254,7 @@ class MasterParams:
 
     def agrees_with(self, optimizer: Any) -> bool:
         """Whether the groups have the same members as at the last look, and nothing was unfrozen."""
-        alike = passes.same_members(optimizer.param_groups, self._members)
+        alike = tensor_loops.same_members(optimizer.param_groups, self._members)
         return bool(alike) and not (self._frozen and any(p.requires_grad for p in self._frozen))
 
     def nothing_changed(self, optimizer: Any) -> bool:
@@ -269,7 +263,7 @@ class MasterParams:
         if self.may_disagree or self.are_ahead or self._frozen or not self._checked_kinds or self._held is None:
             return False
         groups, kinds = optimizer.param_groups, self._checked_kinds
-        return bool(passes.nothing_changed(groups, self._members, self._held.number, kinds, self.leaves))
+        return bool(tensor_loops.nothing_changed(groups, self._members, self._held.number, kinds, self.leaves))
 
     @torch.no_grad()
     def follow_groups(self, optimizer: Any, taken: Callable[[], Container[int]], drop_grads: bool) -> None:
@@ -278,7 +272,7 @@ class MasterParams:
 
         ``drop_grads``: drop the gradients of new parameters.
         """
-        if not passes.same_members(optimizer.param_groups, self._members):
+        if not tensor_loops.same_members(optimizer.param_groups, self._members):
             members = _members(optimizer)
             known = {id(p) for p in (*self.model_of, *self.params_without_master, *self._frozen)}
             left = [(p(), master()) for p, master in self._left]
@@ -311,7 +305,7 @@ class MasterParams:
             AmpError: a weight was converted or moved since it was added.
         """
         held = self._handle()
-        kinds = None if held is None else passes.held_kinds(held.number)
+        kinds = None if held is None else tensor_loops.held_kinds(held.number)
         if kinds is not None and kinds == self._checked_kinds:
             return
         self._check_kinds()
@@ -396,7 +390,7 @@ class MasterParams:
                     elif id(p) in unfrozen:
                         self._give_master(optimizer, group, i, None)
                         given[id(p)] = group["params"][i]
-            self._members = _members(optimizer)
+            self._members = tensor_loops.members_of(optimizer.param_groups)
 
     @torch.no_grad()
     def restore_params(self, optimizer: Any) -> None:
@@ -524,7 +518,7 @@ class MasterParams:
     def _write_counts(self) -> bytes:
         """The identity, version and address of each model weight with a master, to detect later writes."""
         held = self._handle()
-        return passes.counted(self.params_with_master, 0 if held is None else held.number)
+        return tensor_loops.counted(self.params_with_master, 0 if held is None else held.number)
 
     def overwritten(self) -> list[str]:
         """Names of weights that were changed in place since they were last written from their masters.
@@ -536,8 +530,8 @@ class MasterParams:
         now = self._write_counts()
         if now == self._written:
             return []
-        former = {i: count for i, *count in passes.counts_in(self._written)}
-        changed = {i for i, *count in passes.counts_in(now) if former.get(i, count) != count}
+        former = {i: count for i, *count in tensor_loops.counts_in(self._written)}
+        changed = {i for i, *count in tensor_loops.counts_in(now) if former.get(i, count) != count}
         pairs = [(p, master) for p, master in self.pairs if id(p) in changed]
         if pairs and pairs[0][0].is_cuda and torch.cuda.is_current_stream_capturing():
             return []
@@ -548,7 +542,7 @@ class MasterParams:
         """Whether no master has a gradient, lazy ones aside. True also if autograd itself has written one, see
         ``ModelGrads.is_alone``."""
         masters = self.masters
-        return (self.lazy and not masters.have_grads) or bool(passes.have_no_grad(masters, True))
+        return (self.lazy and not masters.have_grads) or bool(tensor_loops.have_no_grad(masters, True))
 
     def drop_master_grads(self) -> None:
         """Sets ``grad`` of masters to None. Lazy gradients stay."""

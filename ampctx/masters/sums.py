@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ampctx.distributed import is_distributed
+from ampctx._collectives import is_distributed
 from ampctx.kernels import reference
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice
+from ampctx.kernels.tensor_loops import is_resolved
 
 
 def fills_its_storage(t: Tensor) -> bool:
@@ -28,8 +29,8 @@ def dense_grad(master: Tensor) -> Tensor:
 
 
 def writable(t: Tensor) -> Tensor:
-    """``t``, or a copy if its elements share memory (an expanded gradient)."""
-    return t if t.is_contiguous() or reference.is_dense(t) else t.contiguous()
+    """``t``, or a copy if its elements share memory (an expanded gradient), or torch negates them as it reads."""
+    return t if (t.is_contiguous() or reference.is_dense(t)) and is_resolved(t) else t.clone()
 
 
 def add_sparse(new: Tensor, old: Tensor | None, factor: Factor, found_inf: FoundInf) -> Tensor:

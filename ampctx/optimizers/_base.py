@@ -20,14 +20,14 @@ from torch import Tensor
 
 from ampctx._compiling import without_grad
 from ampctx._errors import AmpError, AmpValueError
-from ampctx.kernels.each import version_of
 from ampctx.kernels.foreach import Clipped, Factor, PerDevice, product
 from ampctx.kernels.reference import KERNEL_DTYPES
 from ampctx.kernels.reference_steps import LOW_PRECISION
 from ampctx.kernels.sharding import place_grads, wrote
 from ampctx.kernels.spec import SPECS
+from ampctx.kernels.tensor_loops import version_of
 from ampctx.masters.lazy_grads import clear_grads
-from ampctx.optimizers import _checkpoint, _hooks, _options, _over_ranks, _state_types, _work
+from ampctx.optimizers import _checkpoint, _hooks, _options, _state_types, _work, layerwise
 from ampctx.optimizers._offload import Offload
 from ampctx.optimizers._options import Group, param_name
 from ampctx.optimizers._saving import Saved
@@ -60,11 +60,8 @@ class FusedOptimizer(Saved):
             right on average. A group option. If you change it, the next step converts the state.
         min_8bit_size: smaller parameters keep fp32 with "8bit"; 4096 elements by default. A group option.
         offload: "cpu" keeps weights, masters and state in host memory and steps there, with the bits of the optimizer
-            without it. None, the default, steps where the parameters are. Not with ``capturable``.
-        offload_gradients: for ``offload``. True moves each gradient to the host when it has arrived; ``.grad`` is None
-            then. Clip with ``ampctx.clip_grad_norm_``. Not under amp, nor with a GradScaler or a process group.
-        overlap: for ``offload``. "forward" steps in a thread after ``step`` has returned; each module waits for its
-            weights in its next forward. None, the default, steps within ``step``, which then waits on the host.
+            without it; ``step`` waits for the device. None, the default, steps where the parameters are. Not with
+            ``capturable``.
 
     Raises:
         AmpValueError, AmpTypeError: an invalid argument or parameter, by name; too little host memory for ``offload``.
@@ -80,15 +77,15 @@ class FusedOptimizer(Saved):
     # The op's lists of one-element state -> the key in the state.
     _one_element: ClassVar[dict[str, str]]
     _initial_step = 0
+    # The step by norms or matrices of which ranks hold parts: (optimizer, calls, scaling).
+    _split_step: Callable[..., None] | None = None
     # Whether a group has a parameter twice.
     _has_repeats = False
     # torch calls it for each class that has instances.
     profile_hook_step = staticmethod(_hooks.profile_hook_step)  # type: ignore[assignment]
     # Of ``Offload``, whose host optimizer splits its op calls.
     offload: str | None = None
-    overlap: str | None = None
-    offload_gradients = False
-    _steps_on_host = _gradients_on_host = False
+    _steps_on_host = False
     _call_elements: int | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -103,8 +100,7 @@ class FusedOptimizer(Saved):
     def __init__(
         self, params: Any, defaults: Group, *, set_grad_none: bool, maximize: bool, write_back: str, seed: int,
         master_weights: bool | str = False, capturable: bool = False, state_dtype: Any = torch.float32,
-        min_8bit_size: int = 4096, offload: str | None = None, overlap: str | None = None,
-        offload_gradients: bool = False,
+        min_8bit_size: int = 4096, offload: str | None = None,
     ) -> None:  # fmt: skip
         self.set_grad_none = set_grad_none
         self.write_back = _options.check_choice("write_back", write_back, ("nearest", "stochastic", "kahan"))
@@ -113,12 +109,6 @@ class FusedOptimizer(Saved):
         self.offload = _options.check_choice("offload", offload, (None, "cpu"))
         if offload and capturable:
             raise AmpValueError("offload='cpu' steps on the CPU, which no CUDA graph captures: pass capturable=False.")
-        self.overlap = _options.check_choice("overlap", overlap, (None, "forward"))
-        if overlap and not offload:
-            raise AmpValueError(f"overlap={overlap!r} is for steps on the host: pass offload='cpu', too.")
-        self.offload_gradients = _options.check_flag("offload_gradients", offload_gradients)
-        if offload_gradients and not offload:
-            raise AmpValueError("offload_gradients=True is for steps on the host: pass offload='cpu', too.")
         self._make_offload()
         self._zero_flags: dict[tuple[torch.device, str], Tensor] = {}
         # The version of each weight when it agreed with its entry of EXTRAS.
@@ -190,18 +180,16 @@ class FusedOptimizer(Saved):
         return 1.0
 
     def _make_offload(self) -> None:
-        self._offload = Offload(self.overlap is not None, self.offload_gradients) if self.offload else None
+        self._offload = Offload() if self.offload else None
         if self.offload:
             # amp keeps no masters beside those on the host, and counts skipped steps itself.
             self._steps_on_host, self._step_counts_skips = True, False
-            self._gradients_on_host = self.offload_gradients
 
     # --- groups -------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: Group) -> None:
         """Adds a param group, as in torch. Invalid options or parameters raise, and nothing is added. May be a host
         sync: reads tensors among the options."""
-        self.wait()
         super().add_param_group(param_group)
         g = len(self.param_groups) - 1
         try:
@@ -269,7 +257,6 @@ class FusedOptimizer(Saved):
     def param_groups_master(self) -> list[dict[str, list[Tensor | None]]]:
         """The fp32 weights, as ``{"params": [...]}`` for each group, with the master (for "split" a copy), or the
         parameter itself if it is not in 16 bits. None for a parameter without master, or before the first step."""
-        self.wait()
         return [{"params": [self._master_of(p) for p in group["params"]]} for group in self.param_groups]
 
     def _master_of(self, p: Tensor) -> Tensor | None:
@@ -290,8 +277,6 @@ class FusedOptimizer(Saved):
             clear_grads([p for group in self.param_groups for p in group["params"]])
         else:
             super().zero_grad(set_to_none)
-        if self._offload is not None and self._offload.grads is not None:
-            self._offload.grads.zero(set_to_none)
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
@@ -348,8 +333,8 @@ class FusedOptimizer(Saved):
         if works is None:
             self._plan, works = None, self._new_works(scaling)
         calls = _work.each_gradient_once(works) if scaling.unscales else works
-        if self._op in _over_ranks.STEPS and _over_ranks.any_split(self.param_groups):
-            _over_ranks.STEPS[self._op](self, calls, scaling)
+        if self._split_step is not None and layerwise.any_split(self.param_groups):
+            self._split_step(calls, scaling)
         else:
             norm = self._global_norm(works, scaling)
             for work in calls:
@@ -476,7 +461,6 @@ class FusedOptimizer(Saved):
         ``step`` does this after changes that bump the version counter (``load_state_dict``, ``p.copy_()`` under
         no_grad). Call it after a change through ``p.data`` or by another library.
         """
-        self.wait()
         if self._offload is not None:
             return self._offload.masters_follow_model(self)
         self._seen, self._plan = {}, None
@@ -518,16 +502,3 @@ class FusedOptimizer(Saved):
         if scaling.skips is not None:
             arguments["skips"] = scaling.skips.take(device, work.lists["grads"])
         return arguments
-
-    def wait(self) -> None:
-        """Waits until the latest step has ended and its weights are there, with ``overlap``. Otherwise does nothing.
-
-        Call it before code that reads or changes weights or ``state`` between ``step`` and the next forward. Only
-        forwards of modules, ``state_dict()`` and ``load_state_dict()`` of modules that had one, and the optimizer's
-        methods wait themselves.
-
-        Raises:
-            Exception: of the step, at the first call that waits for it.
-        """
-        if self._offload is not None:
-            self._offload.wait()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampctx._errors import AmpTypeError, AmpValueError
+from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.reference import KERNEL_DTYPES
 from ampctx.kernels.sharding import is_sharded
 
@@ -52,12 +52,6 @@ def stacks(matrices: Iterable[tuple[Any, int]]) -> list[list[int]]:
     return found
 
 
-def uncast(device: torch.device) -> AbstractContextManager:
-    """A context without autocast, which O1 and O4 leave on between forward passes."""
-    is_on = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
-
-
 def orthogonalized(directions: Sequence[Tensor], function: Orthogonalize) -> list[Tensor]:
     """``function`` of directions (m, n) or (experts, m, n), all of one m and n, in stacks of at most
     ``MOST_ELEMENTS``.
@@ -65,7 +59,8 @@ def orthogonalized(directions: Sequence[Tensor], function: Orthogonalize) -> lis
     Raises:
         AmpTypeError, AmpValueError: the function returns no tensor of its argument's shape and device.
     """
-    with uncast(directions[0].device):
+    # O1 and O4 leave autocast on between forward passes.
+    with autocast_off():
         stack = torch.cat([u.reshape(-1, *u.shape[-2:]) for u in directions])
         if not stack.numel():
             return list(directions)

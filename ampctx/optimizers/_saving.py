@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpError
+from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.spec import SPECS
 from ampctx.optimizers import _checkpoint, _options, _state_types
 from ampctx.optimizers._checkpoint import SavedGroup
@@ -31,10 +32,10 @@ class Saved(torch.optim.Optimizer):
         With ``state_dtype`` it has bf16 state and 8-bit codes. Codes of a DTensor that is not sharded by rows of whole
         blocks become fp32, which any ranks can load.
         """
-        self.wait()
         found = super().state_dict()
         return {**found, "state": _state_types.for_any_ranks(found["state"])}
 
+    @autocast_off()
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         """Loads a checkpoint of this class, of the same optimizer of torch.optim, or of apex. May be a host sync.
 
@@ -55,7 +56,6 @@ class Saved(torch.optim.Optimizer):
 
         All errors name group, parameter and key. Nothing has changed then.
         """
-        self.wait()
         states: dict[Tensor, dict[str, Any]] = {}
         rates = [group["lr"] for group in self.param_groups]
 
@@ -128,7 +128,6 @@ class Saved(torch.optim.Optimizer):
         _checkpoint.take_step_from_group(group)
 
     def __getstate__(self: Any) -> dict[str, Any]:
-        self.wait()
         # Without hooks (private in torch), as torch's own optimizers.
         return {
             name: value

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError
+from ampctx.casts.arguments import autocast_off
 from ampctx.kernels import codes as kernel_codes
 from ampctx.kernels.codes import BLOCK, DTYPES
 from ampctx.kernels.reference import compute_dtype, is_dense, same_layout
@@ -342,6 +343,7 @@ def for_any_ranks(states: Mapping[Any, Any]) -> dict[Any, Any]:
     return {key: unpacked(state) if is_local(state) else state for key, state in states.items()}
 
 
+@autocast_off()
 @torch.no_grad()
 def unpack_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Returns an optimizer's state dict in torch's format: state on the CPU, moments in fp32. Host sync for GPU state.

@@ -1,7 +1,7 @@
 """The op calls of a step: reads amp's attributes, makes the calls, and keeps them for the next step.
 
 Between two steps only the gradients are new. Making the calls takes a dozen passes over the parameters in Python;
-checking that the kept ones are still valid takes a few in C (``kernels.passes``, ``handles.read_along``).
+checking that the kept ones are still valid takes a few in C (``kernels.tensor_loops``, ``handles.read_along``).
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampctx.kernels import passes, reference_steps, steps
-from ampctx.kernels.each import version_of
+from ampctx.kernels import reference_steps, steps, tensor_loops
 from ampctx.kernels.foreach import Factor, PerDevice, move, product
 from ampctx.kernels.grouping import buckets
 from ampctx.kernels.handles import (
@@ -30,6 +29,7 @@ from ampctx.kernels.ops import factor
 from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, overwrite, same_layout
 from ampctx.kernels.reference_steps import WRITE_BACKS
 from ampctx.kernels.sharding import any_sharded, local, part_number, wrote
+from ampctx.kernels.tensor_loops import version_of
 from ampctx.masters.lazy_grads import ModelGrads
 from ampctx.optimizers._options import Group, check_one_element
 from ampctx.optimizers._state import EXTRAS, State
@@ -160,7 +160,7 @@ class Work(NamedTuple):
     # Where it draws random bits: the numbers of the members, and the op's ``numbers`` and ``stochastic_state``.
     numbers: Sequence[int] = ()
     random: Mapping[str, Any] = {}
-    # (gradient, its copy in another layout for the op), for gradients to unscale.
+    # (gradient, its copy for the op), for gradients to unscale.
     relaid: Sequence[tuple[Tensor, Tensor]] = ()
 
     @property
@@ -169,9 +169,9 @@ class Work(NamedTuple):
 
 
 def in_layout_of(p: Tensor, grad: Tensor) -> Tensor:
-    """``grad``, or a copy in the layout of ``p`` for the kernels."""
+    """``grad``, or a copy for the kernels: in the layout of ``p``, and with its values in memory."""
     if same_layout(grad, p) or not is_dense(p):
-        return grad
+        return grad if tensor_loops.all_resolved([grad]) else grad.clone()
     return torch.empty_like(p, dtype=grad.dtype, requires_grad=False).copy_(grad)
 
 
@@ -203,13 +203,16 @@ def works_of(
     # Local parts of DTensors, which may have another layout.
     params, extras = map(local, _targets(members.params, states, destination, scaling))
     given = local(members.grads)
+    resolved = tensor_loops.all_resolved(given)
     grads = [
-        grad if grad.is_contiguous() and p.is_contiguous() else in_layout_of(p, grad)
+        grad if resolved and grad.is_contiguous() and p.is_contiguous() else in_layout_of(p, grad)
         for p, grad in zip(params, given, strict=True)
     ]
     relaid: Sequence[tuple[Tensor, Tensor]] = ()
     if scaling.unscales and not kind[1]:
         relaid = [(grad, copy) for grad, copy in zip(given, grads, strict=True) if copy is not grad]
+        if not resolved:  # torch refuses to write a ZeroTensor
+            relaid = [(grad, copy) for grad, copy in relaid if not grad._is_zerotensor()]
     of_other_sizes = {**one_element, **forms.scales}
     keys = {**{name: key for name, key in sized.items() if key is not None}, **of_other_sizes}
     compared = {
@@ -294,8 +297,8 @@ def each_gradient_once(works: list[Work]) -> list[Work]:
 
 
 def finish_unscaling(works: Sequence[Work]) -> None:
-    """Writes back unscaled gradients in another layout than their parameter's, and bumps the versions of DTensors whose
-    parts were written. After a skipped step the values are the same. No host sync."""
+    """Writes back unscaled gradients that the ops had copies of, and bumps the versions of DTensors whose parts were
+    written. After a skipped step the values are the same. No host sync."""
     for work in works:
         for grad, copy in work.relaid:
             overwrite(grad, copy)
@@ -321,14 +324,14 @@ def call(op: str, work: Work, arguments: dict[str, Any]) -> None:
 _HELD_ON = frozenset({"cpu"})
 
 
-class _Call:
+class _KeptCall:
     """A call of the previous step, without its gradients but with their dtype and strides."""
 
     def __init__(
         self, work: Work, state: Mapping[Tensor, Any], lazy_masters: Sequence[Tensor], one_element: Mapping[str, str]
     ) -> None:
         # Whether the call has all lazy gradients, in their order.
-        self.takes_all = passes.same_items(lazy_masters, work.members)
+        self.takes_all = tensor_loops.same_items(lazy_masters, work.members)
         self._states = [state[p] for p in work.members]
         # The lists of state whose tensors are not of the parameters' size.
         self._of_other_sizes = {*one_element, *(name for name in work.keys if name.endswith("_scales"))}
@@ -368,12 +371,12 @@ class _Call:
         lists = {name: hold(tensors) if tensors else tensors for name, tensors in work.lists.items()}
         if any(tensors is None for tensors in lists.values()):
             return None, {}
-        are_params = passes.same_items(work.lists["params"], work.members)
+        are_params = tensor_loops.same_items(work.lists["params"], work.members)
         return lists["params"] if are_params else hold(work.members), lists
 
     def entries(self) -> tuple[list[Any], list[str], list[list[Tensor]]]:
-        """The arguments of ``passes.same_entries``: the state must hold the same tensors as before. On a GPU each step
-        reads them again."""
+        """The arguments of ``tensor_loops.same_entries``: the state must hold the same tensors as before. On a GPU each
+        step reads them again."""
         if not self._holds_state:
             return [], [], []
         return self._states, list(self.work.keys.values()), [self.work.lists[name] for name in self.work.keys]
@@ -404,11 +407,11 @@ class Plan:
         groups, state, models = optimizer.param_groups, optimizer.state, scaling.models
         self._options = self._options_of(optimizer)
         lazy_masters = [] if scaling.lazy is None else list(scaling.lazy.masters)
-        self._calls = [_Call(work, state, lazy_masters, optimizer._one_element) for work in works]
-        members = [p for group in groups for p in group["params"]]
+        self._calls = [_KeptCall(work, state, lazy_masters, optimizer._one_element) for work in works]
+        members = tensor_loops.members_of(groups)
         stepped = {p for work in works for p in work.members}
-        idle = [p for p in members if p not in stepped]
-        # What passes.same_plan compares.
+        idle = [p for params in members for p in params if p not in stepped]
+        # What tensor_loops.same_plan compares.
         self._kept: list[Any] = [list(groups), members, list(state), list(state.values())]
         self._kept += [list(models), list(models.values()), lazy_masters, idle]
         for call in self._calls:
@@ -421,7 +424,7 @@ class Plan:
         """The calls of a new step, None if something has changed. No host sync."""
         groups, lazy = optimizer.param_groups, scaling.lazy
         masters = [] if lazy is None else lazy.masters
-        if not passes.same_plan(self._kept, groups, optimizer.state, scaling.models, masters):
+        if not tensor_loops.same_plan(self._kept, groups, optimizer.state, scaling.models, masters):
             return None
         if self._options != self._options_of(optimizer) or self._versions != list(map(version_of, self._followed)):
             return None

@@ -25,7 +25,7 @@ class FusedAdagrad(FusedOptimizer):
         eps, weight_decay: as in torch.optim.Adagrad.
         set_grad_none: whether ``zero_grad()`` sets gradients to None.
         adagrad_w_mode: use decoupled weight decay.
-        maximize, write_back, seed, master_weights, capturable, offload, overlap, offload_gradients: see
+        maximize, write_back, seed, master_weights, capturable, offload: see
             ``FusedOptimizer``.
         state_dtype: torch.float32 only. The sum grows, and fewer bits would stop it.
     """
@@ -37,7 +37,7 @@ class FusedAdagrad(FusedOptimizer):
         set_grad_none: bool = True, adagrad_w_mode: bool = False, *, maximize: bool = False,
         write_back: str = "nearest", seed: int = 0, master_weights: bool | str = False, capturable: bool = False,
         state_dtype: Any = torch.float32,
-        offload: str | None = None, overlap: str | None = None, offload_gradients: bool = False,
+        offload: str | None = None,
     ) -> None:  # fmt: skip
         self.adagrad_w_mode = 1 if adagrad_w_mode else 0
         # torch.optim.Adagrad needs lr_decay in a checkpoint.
@@ -45,7 +45,7 @@ class FusedAdagrad(FusedOptimizer):
         super().__init__(
             params, defaults, set_grad_none=set_grad_none, maximize=maximize, write_back=write_back, seed=seed,
             master_weights=master_weights, capturable=capturable, state_dtype=state_dtype,
-            offload=offload, overlap=overlap, offload_gradients=offload_gradients,
+            offload=offload,
         )  # fmt: skip
 
     def _check_options(self, group: Group) -> None:

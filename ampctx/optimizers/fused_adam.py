@@ -27,8 +27,8 @@ class FusedAdam(FusedOptimizer):
         bias_correction, betas, eps, weight_decay, amsgrad: as in torch.optim.Adam.
         adam_w_mode: use decoupled weight decay. False adds weight_decay * p to the gradient.
         set_grad_none: whether ``zero_grad()`` sets gradients to None.
-        capturable, master_weights, maximize, write_back, seed, state_dtype, min_8bit_size, offload, overlap,
-            offload_gradients: see ``FusedOptimizer``.
+        capturable, master_weights, maximize, write_back, seed, state_dtype, min_8bit_size, offload: see
+            ``FusedOptimizer``.
     """
 
     _op = "adam"
@@ -39,7 +39,7 @@ class FusedAdam(FusedOptimizer):
         weight_decay: float = 0.0, amsgrad: bool = False, set_grad_none: bool = True, capturable: bool = False,
         master_weights: bool | str = False, *, maximize: bool = False, write_back: str = "nearest", seed: int = 0,
         state_dtype: Any = torch.float32, min_8bit_size: int = 4096,
-        offload: str | None = None, overlap: str | None = None, offload_gradients: bool = False, **former: Any,
+        offload: str | None = None, **former: Any,
     ) -> None:  # fmt: skip
         if former:
             _refuse_former_options(**former)
@@ -51,7 +51,7 @@ class FusedAdam(FusedOptimizer):
         super().__init__(
             params, defaults, set_grad_none=set_grad_none, maximize=maximize, write_back=write_back, seed=seed,
             master_weights=master_weights, capturable=capturable, state_dtype=state_dtype, min_8bit_size=min_8bit_size,
-            offload=offload, overlap=overlap, offload_gradients=offload_gradients,
+            offload=offload,
         )  # fmt: skip
 
     def _adapt_checkpoint(self, group: SavedGroup) -> None:

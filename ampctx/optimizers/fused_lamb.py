@@ -12,6 +12,7 @@ from ampctx._errors import AmpTypeError, AmpValueError
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import PerDevice, Unread
 from ampctx.kernels.reference_steps import LOW_PRECISION
+from ampctx.optimizers import layerwise
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._options import Group, check_number, refuse_amsgrad, split_grad_scaler
 from ampctx.optimizers._work import Scaling, Work
@@ -38,6 +39,7 @@ class FusedLAMB(FusedOptimizer):
     """
 
     _op = "lamb"
+    _split_step = layerwise.lamb
 
     def __init__(
         self, params: Any, lr: float | Tensor = 1e-3, bias_correction: bool = True,

@@ -21,8 +21,8 @@ class FusedLion(FusedOptimizer):
         lr: a number >= 0, or a one-element tensor. The paper uses a third to a tenth of AdamW's.
         betas, weight_decay: of the formula. The decay is decoupled.
         set_grad_none: whether ``zero_grad()`` sets gradients to None.
-        maximize, write_back, seed, master_weights, capturable, state_dtype, min_8bit_size, offload, overlap,
-            offload_gradients: see ``FusedOptimizer``.
+        maximize, write_back, seed, master_weights, capturable, state_dtype, min_8bit_size, offload: see
+            ``FusedOptimizer``.
     """
 
     _op = "lion"
@@ -32,11 +32,11 @@ class FusedLion(FusedOptimizer):
         weight_decay: float = 0.0, set_grad_none: bool = True, *, maximize: bool = False, write_back: str = "nearest",
         seed: int = 0, master_weights: bool | str = False, capturable: bool = False,
         state_dtype: Any = torch.float32, min_8bit_size: int = 4096,
-        offload: str | None = None, overlap: str | None = None, offload_gradients: bool = False,
+        offload: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, set_grad_none=set_grad_none,
             maximize=maximize, write_back=write_back, seed=seed, master_weights=master_weights, capturable=capturable,
             state_dtype=state_dtype, min_8bit_size=min_8bit_size,
-            offload=offload, overlap=overlap, offload_gradients=offload_gradients,
+            offload=offload,
         )  # fmt: skip

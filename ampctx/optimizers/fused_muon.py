@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -9,10 +10,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ampctx._collectives import named_collective
 from ampctx._errors import AmpTypeError, AmpValueError
+from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.foreach import PerDevice
 from ampctx.kernels.reference import is_dense
-from ampctx.kernels.sharding import wrote
+from ampctx.kernels.sharding import by_layout, grids_of, local, wrote
 from ampctx.kernels.spec import SPECS
 from ampctx.optimizers import _options, _work
 from ampctx.optimizers._base import FusedOptimizer
@@ -124,9 +127,9 @@ class FusedMuon(FusedOptimizer):
             if not work.group["use_muon"]:
                 works.append(work)
                 continue
-            local = work.lists["params"]
+            params = work.lists["params"]
             kinds = [(*p.shape[-2:], has_split_matrices(p)) for p in work.members]
-            found = stacks((kind, p.numel()) for kind, p in zip(kinds, local, strict=True))
+            found = stacks((kind, p.numel()) for kind, p in zip(kinds, params, strict=True))
             works += [_work.part_of(work, places, places is found[0], self._numbers) for places in found]
         return works
 
@@ -180,6 +183,51 @@ class FusedMuon(FusedOptimizer):
         if work.sharded:
             wrote(work.members)
 
+    def _split_step(self, works: Sequence[Work], scaling: Scaling) -> None:
+        """A step where ranks hold parts of matrices. One all_gather for each stack of these, in bf16: each rank
+        orthogonalises all of them, and takes its rows."""
+        directions: dict[Tensor, Tensor] = {}
+        calls = []
+        for work in works:
+            if work.group["use_muon"] and has_split_matrices(work.members[0]):
+                arguments = self._arguments(work, scaling)
+                directions.update(zip(work.members, self.directions(work, arguments), strict=True))
+                calls.append((work, arguments))
+            else:
+                self._launch(work, scaling, None)
+        for group in self.param_groups:
+            if group["use_muon"]:
+                # A parameter without gradient on this rank takes part: another rank may have one.
+                members = [p for p in group["params"] if has_split_matrices(p) and (p in directions or p.requires_grad)]
+                for placed, alike in by_layout(members).items():
+                    for places in stacks((p.shape, p.numel()) for p in alike):
+                        with autocast_off():
+                            self._orthogonalize_rows(group, placed, [alike[i] for i in places], directions)
+        for work, arguments in calls:
+            self.descend(work, arguments, [directions[p] for p in work.members])
+
+    def _orthogonalize_rows(
+        self, group: Group, placed: Any, params: Sequence[Tensor], directions: dict[Tensor, Tensor]
+    ) -> None:
+        """Replaces the directions of the rank's rows of ``params``, which have one shape and lie on ``placed``: mesh
+        and placements."""
+        tensor, (mesh, placements) = sys.modules["torch.distributed.tensor"], placed
+        own = [directions[p] if p in directions else _no_direction(p) for p in params]
+        stacked = [tensor.Replicate() if each.is_replicate() else tensor.Shard(1) for each in placements]
+        shape = torch.Size((len(params), *params[0].shape))
+        strides = torch.empty(shape, device="meta").stride()
+        rows = tensor.DTensor.from_local(torch.stack(own), mesh, stacked, run_check=False, shape=shape, stride=strides)
+        call = f"{type(self).__name__}.step()"
+        with named_collective(call, grids_of(params)[mesh].groups[0], f"{len(params)} of the matrices to gather"):
+            whole = rows.full_tensor()
+        if not any(p in directions for p in params):
+            return
+        updates = torch.stack(self.orthogonalized(group, whole.unbind()))
+        everywhere = [tensor.Replicate()] * mesh.ndim
+        gathered = tensor.DTensor.from_local(updates, mesh, everywhere, run_check=False)
+        mine = gathered.redistribute(mesh, stacked).to_local()
+        directions.update(zip(params, mine.unbind(), strict=True))
+
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def _saved_options(self, group: Group) -> Sequence[str]:
@@ -198,6 +246,11 @@ class FusedMuon(FusedOptimizer):
             compare_decay(group, True, "groups with use_muon=False step by AdamW", "Save it from AdamW")
             for name in ("amsgrad", "bias_correction"):
                 saved.setdefault(name, group.own[name])
+
+
+def _no_direction(p: Tensor) -> Tensor:
+    (rows,) = local([p])
+    return torch.zeros(rows.shape, dtype=torch.bfloat16, device=rows.device)
 
 
 def _checked_coefficients(value: Any) -> tuple[float, float, float]:

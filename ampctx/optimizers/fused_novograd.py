@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpTypeError, AmpValueError
+from ampctx.optimizers import layerwise
 from ampctx.optimizers._base import FusedOptimizer
 from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._options import Group, plain, refuse_amsgrad
@@ -38,6 +39,7 @@ class FusedNovoGrad(FusedOptimizer):
     """
 
     _op = "novograd"
+    _split_step = layerwise.novograd
 
     def __init__(
         self, params: Any, lr: float | Tensor = 1e-3, bias_correction: bool = True,

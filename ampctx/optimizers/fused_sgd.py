@@ -29,8 +29,8 @@ class FusedSGD(FusedOptimizer):
         wd_after_momentum: add weight_decay * p after the momentum instead of to the gradient.
         materialize_master_grads: apex's option, kept as an attribute. It has no effect.
         set_grad_none: whether ``zero_grad()`` sets gradients to None. False by default.
-        maximize, write_back, seed, master_weights, capturable, state_dtype, min_8bit_size, offload, overlap,
-            offload_gradients: see ``FusedOptimizer``.
+        maximize, write_back, seed, master_weights, capturable, state_dtype, min_8bit_size, offload: see
+            ``FusedOptimizer``.
     """
 
     _op = "sgd"
@@ -41,7 +41,7 @@ class FusedSGD(FusedOptimizer):
         materialize_master_grads: bool = True, set_grad_none: bool = False, *, maximize: bool = False,
         write_back: str = "nearest", seed: int = 0, master_weights: bool | str = False, capturable: bool = False,
         state_dtype: Any = torch.float32, min_8bit_size: int = 4096,
-        offload: str | None = None, overlap: str | None = None, offload_gradients: bool = False,
+        offload: str | None = None,
     ) -> None:  # fmt: skip
         self.wd_after_momentum = wd_after_momentum
         self.materialize_master_grads = materialize_master_grads
@@ -54,7 +54,7 @@ class FusedSGD(FusedOptimizer):
         super().__init__(
             params, defaults, set_grad_none=set_grad_none, maximize=maximize, write_back=write_back, seed=seed,
             master_weights=master_weights, capturable=capturable, state_dtype=state_dtype, min_8bit_size=min_8bit_size,
-            offload=offload, overlap=overlap, offload_gradients=offload_gradients,
+            offload=offload,
         )  # fmt: skip
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -17,7 +17,7 @@ from ampctx.kernels.ops import factor
 from ampctx.kernels.reference import KERNEL_DTYPES
 from ampctx.kernels.sharding import place_grads
 from ampctx.masters.lazy_grads import declares
-from ampctx.optimizers import _over_ranks
+from ampctx.optimizers import layerwise
 from ampctx.optimizers._checkpoint import without_amp
 from ampctx.optimizers._options import Group, check_flag, param_name, places, refuse_dtype, refuse_sparse
 from ampctx.optimizers._work import on_device, taken_found_inf, taken_inv_scale
@@ -164,6 +164,8 @@ class LARC:
                     refuse_sparse("LARC", param_name(self.param_groups, g, i))
                 if p.dtype not in KERNEL_DTYPES:
                     refuse_dtype("LARC", param_name(self.param_groups, g, i), p.dtype)
+                if grad._is_zerotensor():  # torch refuses to write it
+                    grad = p.grad = grad.clone()
                 grads.append(grad)
                 params.append(p)
             result.append((grads, params))
@@ -175,9 +177,9 @@ class LARC:
         gradients = self._gradients()
         if found_inf is not None:
             self.optim.found_inf = self.found_inf
-        if _over_ranks.any_split(self.param_groups):
+        if layerwise.any_split(self.param_groups):
             options = self.trust_coefficient, self.eps, self.clip
-            return _over_ranks.larc(self.param_groups, decays, gradients, found_inf, inv_scale, *options)
+            return layerwise.larc(self.param_groups, decays, gradients, found_inf, inv_scale, *options)
         for group, decay, (grads, params) in zip(self.param_groups, decays, gradients, strict=True):
             for device, fused, (g, p) in buckets(grads, params):
                 flag = clear.on(device) if found_inf is None else found_inf.on(device)

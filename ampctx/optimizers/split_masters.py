@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx.kernels.passes import bump_versions
+from ampctx.casts.arguments import autocast_off
 from ampctx.kernels.reference_steps import LOW_PRECISION, split
 from ampctx.kernels.sharding import is_sharded
+from ampctx.kernels.tensor_loops import bump_versions
 from ampctx.optimizers._checkpoint import without_amp
 from ampctx.optimizers._options import Group, param_name, refuse_sparse
 from ampctx.optimizers._state import State, follow, joined
@@ -222,6 +223,7 @@ class SplitMasters(torch.optim.Optimizer):
 
     # --- checkpoints and copies ---------------------------------------------------------------------------------------
 
+    @autocast_off()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a checkpoint of this class, or of the class of torch.optim.
 

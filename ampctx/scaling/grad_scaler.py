@@ -21,10 +21,10 @@ from torch.amp.grad_scaler import OptState
 from ampctx._errors import AmpAssertionError, AmpError, AmpValueError
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.kernels import foreach
-from ampctx.kernels.each import device_of, dtype_of, layout_of
 from ampctx.kernels.foreach import FoundInf, PerDevice, join_flags, move
 from ampctx.kernels.handles import ReadTensors, read_grads
 from ampctx.kernels.sharding import any_sharded, groups_of, place_grads
+from ampctx.kernels.tensor_loops import device_of, dtype_of, layout_of
 from ampctx.masters.clip import norm_before_clipping, strided_grad
 from ampctx.masters.lazy_grads import declares
 from ampctx.scaling.device_skips import Flags, asks_for_grad_scaler, skips_by_itself
@@ -186,11 +186,6 @@ class GradScaler(ScalerState):
         # amp marks the step of an optimizer with masters.
         if (refuse := getattr(getattr(optimizer, "step", None), "refuse_grad_scaler", None)) is not None:
             refuse()
-        if declares(optimizer, "_gradients_on_host"):
-            raise AmpError(
-                f"{funcname}: {type(optimizer).__name__} has offload_gradients=True: its gradients are on the host "
-                "before a GradScaler can unscale and check them. Pass offload_gradients=False."
-            )
         scale, _ = self._check_scale_growth_tracker(funcname)
         state = self._per_optimizer_states[id(optimizer)]
         # A step raised. The same gradients are for a second try; new ones are scaled and not checked.

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampctx._collectives import all_reduce, ranks_of
 from ampctx._compiling import outside_of_graphs
 from ampctx._errors import AmpError, AmpKeyError, AmpRankError, AmpTypeError, AmpValueError
-from ampctx.distributed import all_reduce, ranks_of
 from ampctx.kernels import ops
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, move
 from ampctx.kernels.reference import inverse_of

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ampctx.kernels import foreach
-from ampctx.kernels.each import device_of, dtype_of
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, move
 from ampctx.kernels.sharding import values_of
+from ampctx.kernels.tensor_loops import device_of, dtype_of
 
 OVERFLOW = "overflow"
 FOUND_INF = "found_inf"

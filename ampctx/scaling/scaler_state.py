@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from ampctx._collectives import check_process_group
 from ampctx._errors import AmpAssertionError, AmpError, AmpTypeError
-from ampctx.distributed import check_process_group
 from ampctx.scaling import formats
 from ampctx.scaling.formats import plain
 from ampctx.scaling.guarded_step import GuardedStep

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampctx.masters.lazy_grads import declares
-
 
 def with_wrapped(optimizer: Any) -> list[Any]:
     """The optimizer, and the optimizers among its attributes, such as the one that LARC or SAM wraps."""
@@ -29,9 +27,6 @@ def snapshot(optimizer: Any, wrapped_too: bool = True) -> Callable[[], None]:
         optimizer: any optimizer. The snapshot has the parameters of its groups.
         wrapped_too: whether to include the state of an optimizer that it wraps.
     """
-    for one in with_wrapped(optimizer):
-        if declares(one, "_steps_on_host"):
-            one.wait()
     values = [(p, p.detach(), p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
     states = {id(one.state): one.state for one in (with_wrapped(optimizer) if wrapped_too else [optimizer])}.values()
     saved_states = [(state, {p: copy.deepcopy(dict(of_p)) for p, of_p in state.items()}) for state in states]

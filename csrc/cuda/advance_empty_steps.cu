@@ -32,7 +32,7 @@ void advance_empty_steps(const Context& context, const StepCall& call) {
     }
   }
   empty.numel.assign(empty.pointer[0].size(), 1);
-  for_each_table<1, false>(context, empty, [&](const auto& table) {
+  for_each_table<1>(context, empty, [&](const auto& table) {
     constexpr auto kernel = &advance_empty_steps_kernel<std::decay_t<decltype(table)>>;
     const int blocks = (table.count + kThreads - 1) / kThreads;
     AMPCTX_LAUNCH(kernel, blocks, kThreads, context.stream, table, call.found_inf);

@@ -40,7 +40,7 @@ constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Kernels may have 4 KB of parameters, and nearly 32 KB from sm_70 on with CUDA 12.1 and a driver that knows it. Tables
-// have several sizes because parameters are copied at each launch. Some bytes stay for the other parameters.
+// have both sizes because parameters are copied at each launch. Some bytes stay for the other parameters.
 constexpr int kOtherParameters = 288;
 constexpr int kFewParameters = 4096;
 constexpr int kManyParameters = 32764;
@@ -79,7 +79,7 @@ struct DeviceTable {
   __host__ __device__ int64_t elements() const { return total; }
 };
 
-// With Adam, ResNet-50 (161 tensors) and BERT-base (199) take 10 KB, BERT-large (393) takes 20.
+// With Adam, 78 tensors take the small table, and up to 675 the large one: ResNet-50 (161), BERT-large (393).
 template <int depth, int parameters>
 using TableIn = Table<depth, parameters - kOtherParameters>;
 template <int depth>
@@ -190,10 +190,8 @@ int64_t launch_part(const TensorLists& lists, int64_t first, const Launch& launc
   return next;
 }
 
-// Calls launch(table) for the lists, or for successive parts of them. `every_size`: with the smallest kind of table
-// that fits; without, in the largest or the smallest: kernels that few programs need are compiled for three kinds, not
-// five.
-template <int depth, bool every_size = true, class Launch>
+// Calls launch(table) for the lists, or for successive parts of them, with the smallest table that fits.
+template <int depth, class Launch>
 void for_each_table(const Context& context, const TensorLists& lists, const Launch& launch) {
   int64_t first = 0;
   const auto fits = [&](int64_t capacity) { return lists.size() - first <= capacity; };
@@ -214,14 +212,8 @@ void for_each_table(const Context& context, const TensorLists& lists, const Laun
   while (first < lists.size()) {
     if (!has_many || fits(SmallTable<depth>::kCapacity)) {
       first = launch_part<SmallTable<depth>>(lists, first, launch);
-    } else if constexpr (kHasManyParameters && !every_size) {
-      first = launch_part<LargeTable<depth>>(lists, first, launch);
     } else if constexpr (kHasManyParameters) {
-      using Table10K = TableIn<depth, 10240>;
-      using Table20K = TableIn<depth, 20480>;
-      first = fits(Table10K::kCapacity)   ? launch_part<Table10K>(lists, first, launch)
-              : fits(Table20K::kCapacity) ? launch_part<Table20K>(lists, first, launch)
-                                          : launch_part<LargeTable<depth>>(lists, first, launch);
+      first = launch_part<LargeTable<depth>>(lists, first, launch);
     }
   }
 }

@@ -102,7 +102,7 @@ void launch_lamb(const Context& context, const StepCall& call, const LambOptions
   LambParameters parameters(call, options, workspace);
   StepCounts counts(call);
   unsigned* const tickets = call.lists.size() > 0 ? tickets_for(context) : nullptr;
-  for_each_table<5 + extras, !unscales>(context, call.lists, [&](const auto& table) {
+  for_each_table<5 + extras>(context, call.lists, [&](const auto& table) {
     if (has_ratio(options)) {
       const int64_t share = launch_walk<Walk::moments, extras, unscales>(context, table, parameters, counts);
       parameters.step.skips = {};

@@ -92,9 +92,6 @@ __device__ void leave_piece(const Table& table, int64_t share, int tensor, const
   }
 }
 
-// Places for partial values that a launch of leave_piece needs.
-inline int64_t piece_count(int blocks, int32_t tensors) { return int64_t{blocks} + tensors - 1; }
-
 // Called by whole warps: the norm of a tensor, in lane 0.
 template <class Norm, int count, class Table>
 __device__ float norm_of_pieces(const Table& table, int64_t share, int tensor, const float* partial) {

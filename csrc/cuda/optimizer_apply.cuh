@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads, resident_blocks_for(2 + Optimizer::k
 template <bool extras, bool unscales, class Optimizer>
 void launch_step(const Context& context, const StepCall& call, const Optimizer& optimizer, StepCounts counts) {
   StepParameters parameters(call);
-  for_each_table<3 + Optimizer::kStates + extras, !unscales>(context, call.lists, [&](const auto& table) {
+  for_each_table<3 + Optimizer::kStates + extras>(context, call.lists, [&](const auto& table) {
     constexpr auto kernel = &step_kernel<Optimizer, extras, unscales, std::decay_t<decltype(table)>>;
     const Split grid = split(table.elements(), resident_blocks<kernel>(context.device));
     AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, parameters, optimizer, counts);

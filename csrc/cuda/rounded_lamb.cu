@@ -76,7 +76,7 @@ void rounded_lamb(const Context& context, const StepCall& call, const LambOption
   const RoundingParameters how(call);
   StepCounts counts(call);
   unsigned* const tickets = call.lists.size() > 0 ? tickets_for(context) : nullptr;
-  for_each_table<Lists::kDepth, false>(context, Lists::of(call), [&](const auto& table) {
+  for_each_table<Lists::kDepth>(context, Lists::of(call), [&](const auto& table) {
     if (has_ratio(options)) {
       const int64_t share = launch_walk<Walk::moments>(context, table, parameters, counts, how);
       parameters.step.skips = {};

@@ -45,7 +45,7 @@ template <class Optimizer>
 void launch_rounded_step(const Context& context, const StepCall& call, const Optimizer& optimizer, StepCounts counts) {
   using Lists = RoundedLists<Optimizer::kStates>;
   StepParameters parameters(call);
-  for_each_table<Lists::kDepth, false>(context, Lists::of(call), [&](const auto& table) {
+  for_each_table<Lists::kDepth>(context, Lists::of(call), [&](const auto& table) {
     constexpr auto kernel = &rounded_step_kernel<Optimizer, std::decay_t<decltype(table)>>;
     const Split grid = split(table.elements(), resident_blocks<kernel>(context.device));
     AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, parameters, optimizer, counts,

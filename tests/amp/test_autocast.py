@@ -1,9 +1,7 @@
 import copy
-import gc
 import logging
 import pickle
 import threading
-import weakref
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ import torch.nn.functional as F
 from kit import half_dtypes
 from torch import nn
 
-from ampctx import AmpError, AmpNotImplementedError
+from ampctx import AmpNotImplementedError
 from ampctx.casts.autocast import Autocast
 from ampctx.casts.cpu import missing_on_cpu
 
@@ -70,21 +68,15 @@ def in_thread(fn):
 
 
 class Layer(nn.Module):
-    """Uses one weight twice, and tells in which type it ran."""
+    """Uses one weight twice."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.fc = nn.Linear(4, 4)
-        self.casts = []
-        self.fail = False
 
     def forward(self, x):
-        y = self.fc(self.fc(x))
-        self.ran_in = y.dtype
-        if self.fail:
-            raise OSError("forward failed")
-        return y
+        return self.fc(self.fc(x))
 
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
@@ -95,19 +87,6 @@ def matmul_dtype():
 
 
 # --- on and off -------------------------------------------------------------------------------------------------------
-
-
-@half_dtypes
-def test_forward_and_loss_are_cast(enabled, dtype):
-    model = Layer()
-    enabled(model, dtype=dtype)
-    out = model(X)
-    assert out.dtype == dtype
-    assert F.linear(out, model.fc.weight).dtype == dtype  # outside any forward
-    loss = F.cross_entropy(out, torch.tensor([0, 1, 2]))
-    assert loss.dtype == FLOAT
-    loss.backward()
-    assert model.fc.weight.grad.dtype == FLOAT
 
 
 def test_undo_leaves_torch_and_the_model_as_they_were():
@@ -133,13 +112,6 @@ def test_undo_leaves_torch_and_the_model_as_they_were():
     assert torch_state() == before
 
 
-def test_enable_twice_is_refused(enabled):
-    autocast = enabled(Layer())
-    with pytest.raises(AmpError, match="enabled already"):
-        autocast.enable()
-    assert autocast.active
-
-
 @pytest.mark.parametrize("order", ["first-out-last", "first-out-first"])
 def test_two_at_once_come_and_go_in_any_order(order):
     low, brain = Layer(), Layer()
@@ -163,20 +135,6 @@ def test_device_types_come_from_the_models():
         assert Autocast([nn.Linear(2, 2)], HALF).device_types == ["cpu"]
     assert Autocast([], HALF, device_types=["cuda", "cpu"]).device_types == ["cpu", "cuda"]
     assert Autocast([nn.Linear(1, 1)], HALF, device_types=["cuda"]).device_types == ["cpu", "cuda"]
-
-
-def test_the_model_is_not_kept_alive():
-    model = Layer()
-    alive = weakref.ref(model)
-    undo = Autocast([model], HALF).enable()
-    gc.disable()
-    try:
-        model(X)
-        del model
-        assert alive() is None
-    finally:
-        gc.enable()
-        undo()
 
 
 def test_undo_in_another_thread_says_what_it_cannot_do(caplog):
@@ -268,18 +226,12 @@ def test_suspended_is_nothing_when_not_enabled():
         assert matmul_dtype() == BF16
 
 
-def test_torch_autocast_blocks_of_the_user_decide(enabled):
-    model = Layer()
-    autocast = enabled(model)
-    with torch.autocast("cpu", enabled=False):
-        assert not autocast.active
-        assert model(X).dtype == FLOAT
-    with torch.autocast("cpu", dtype=BF16):
-        assert model(X).dtype == BF16
-    assert model(X).dtype == HALF
-
-
 # --- the cache of cast weights ----------------------------------------------------------------------------------------
+
+
+def edit(model):
+    with torch.no_grad():
+        model.fc.weight.add_(1.0)
 
 
 class CountsCasts(torch.utils._python_dispatch.TorchDispatchMode):
@@ -315,11 +267,6 @@ def test_the_user_may_switch_the_cache_off(enabled):
             model(X)
             assert torch.is_autocast_cache_enabled() is cached
         assert counter.casts == (1 if cached else 2)
-
-
-def edit(model):
-    with torch.no_grad():
-        model.fc.weight.add_(1.0)
 
 
 def test_a_weight_used_outside_the_forward_is_never_stale(enabled):
@@ -374,16 +321,6 @@ def test_a_no_grad_pass_inside_a_forward_does_not_cut_the_gradient(enabled):
     model(X).float().sum().backward()
     assert model.fc.weight.grad is not None
     assert model.fc.weight.grad.abs().sum() > 0
-
-
-def test_a_failing_forward_restores_the_state(enabled):
-    model = Layer()
-    model.fail = True
-    enabled(model)
-    for _ in range(2):
-        with pytest.raises(OSError, match="forward failed"):
-            model(X)
-        assert (matmul_dtype(), torch.is_autocast_cache_enabled()) == (HALF, False)
 
 
 def test_a_failing_pre_hook_of_the_user_restores_the_state(enabled):
@@ -444,16 +381,12 @@ def test_another_thread_casts_in_the_forward_alone(enabled):
             users = model(X).dtype
         return first, off, closure, users, torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()
 
-    assert in_thread(work) == ((HALF, FLOAT, False), FLOAT, (HALF, HALF), FLOAT, False, True)
-    assert matmul_dtype() == HALF
-
-
-def test_suspending_in_one_thread_leaves_others_alone(enabled):
-    model = Layer()
-    autocast = enabled(model)
+    expected = ((HALF, FLOAT, False), FLOAT, (HALF, HALF), FLOAT, False, True)
+    assert in_thread(work) == expected
     with autocast.suspended():
-        assert in_thread(lambda: model(X).dtype) == HALF
+        assert in_thread(work) == expected
         assert model(X).dtype == FLOAT
+    assert matmul_dtype() == HALF
 
 
 def test_the_thread_that_enabled_may_end(enabled):
@@ -468,16 +401,6 @@ def test_the_thread_that_enabled_may_end(enabled):
     assert (model(X).dtype, in_thread(lambda: model(X).dtype)) == (BF16, BF16)
     undo()
     assert (model(X).dtype, in_thread(lambda: model(X).dtype)) == (FLOAT, FLOAT)
-
-
-def test_the_thread_that_enabled_first_is_any_thread_later():
-    model = Layer()
-    autocast = Autocast([model], HALF)
-    autocast.enable()()
-    undo = in_thread(autocast.enable)
-    assert model(X).dtype == HALF
-    assert matmul_dtype() == FLOAT
-    undo()
 
 
 def test_threads_at_the_same_time(enabled):
@@ -539,22 +462,6 @@ def test_the_hooks_leave_no_trace_in_compiled_graphs(enabled):
     assert [getattr(target, "__name__", "") for target in calls] == ["linear"]
 
 
-# Older versions of torch break the graph there, and say so.
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
-def test_suspended_inside_compiled_code(enabled):
-    w = torch.eye(4)
-    autocast = enabled()
-
-    def fn(x):
-        a = x @ w
-        with autocast.suspended():
-            b = x @ w
-        return a, b, x @ w
-
-    results = torch.compile(fn, backend="aot_eager")(X)
-    assert [r.dtype for r in results] == [HALF, FLOAT, HALF]
-
-
 # --- binary_cross_entropy ---------------------------------------------------------------------------------------------
 
 
@@ -571,12 +478,7 @@ def test_bce_with_16_bit_input_is_refused(enabled, dtype):
         nn.BCELoss()(p.to(dtype), target)
     with autocast.suspended():
         assert F.binary_cross_entropy(p.to(dtype), target.to(dtype)).dtype == dtype
-
-
-def test_bce_in_fp32_is_computed(enabled):
-    p, target = torch.rand(4), torch.ones(4)
     expected = BCE(p, target, reduction="sum")
-    enabled(Layer())
     assert torch.equal(F.binary_cross_entropy(p, target, reduction="sum"), expected)
     assert torch.equal(nn.BCELoss(reduction="sum")(p, target), expected)
 
@@ -591,19 +493,16 @@ def test_bce_is_replaced_once_and_put_back():
 
 
 @half_dtypes
-def test_binary_cross_entropy_where_it_is_allowed(dtype):
+def test_binary_cross_entropy_where_it_is_allowed(enabled, dtype):
     undo = Autocast([], dtype, allow_banned=True).enable()
     p = torch.full((2,), 0.5, dtype=dtype, requires_grad=True)
     loss = F.binary_cross_entropy(p, target=torch.ones(2, dtype=dtype))
     loss.backward()
     undo()
     assert (loss.dtype, p.grad.tolist()) == (FLOAT, [-1.0, -1.0])
-
-
-def test_the_latest_active_one_allows_binary_cross_entropy(enabled):
-    p = torch.full((2,), 0.5, dtype=HALF)
-    undo = Autocast([], HALF, allow_banned=True).enable()
-    enabled(nn.Linear(2, 2))
+    # The latest one that is active decides.
+    undo = Autocast([], dtype, allow_banned=True).enable()
+    enabled(nn.Linear(2, 2), dtype=dtype)
     with pytest.raises(AmpNotImplementedError, match="binary_cross_entropy got a 16-bit argument"):
         F.binary_cross_entropy(p, p)
     undo()
@@ -627,8 +526,10 @@ def test_setting_active(enabled):
     assert torch.mm(x, x.t()).dtype == BF16
     inner()
     assert torch.mm(x, x.t()).dtype == FLOAT  # it is still off
+    with autocast.suspended():
+        autocast.active = False
     autocast.active = True
-    assert (autocast.active, model(x).dtype) == (True, HALF)
+    assert (autocast.active, model(x).dtype, torch.mm(x, x.t()).dtype) == (True, HALF, HALF)
     assert in_thread(lambda: model(x)).dtype == HALF
     autocast.active = False
     undo()
@@ -636,14 +537,4 @@ def test_setting_active(enabled):
     autocast.enable()()
     undo = autocast.enable()
     assert autocast.active
-    undo()
-
-
-def test_set_off_inside_a_suspended_block_and_on_after_it():
-    autocast = Autocast([], HALF)
-    undo = autocast.enable()
-    with autocast.suspended():
-        autocast.active = False
-    autocast.active = True
-    assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype == HALF
     undo()

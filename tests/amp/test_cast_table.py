@@ -51,7 +51,7 @@ def pictures(n):
     return t(*(1, 2, 4, 4, 4)[: n + 2])
 
 
-# fp32 arguments for each overload that is cast here. Calls further down cover those that torch casts by itself.
+# fp32 arguments for each overload that is cast here.
 LOW_CASES = {
     "addmv": (t(3), t(3, 4), t(4)),
     "addr": (t(3, 4), t(3), t(4)),
@@ -127,7 +127,49 @@ PROMOTE_CASES = {
     "tensordot": (t(3, 4), t(4, 2), [1], [0]),
     "vdot": (t(4), t(4, seed=1)),
 }
-CASES = {**LOW_CASES, **FP32_CASES, **PROMOTE_CASES}
+# Those that torch's CPU autocast casts by itself.
+SIGNS = t(3, 4).sub(0.5).sign()
+NATIVE = {
+    "addbmm": (t(3, 3), t(2, 3, 4), t(2, 4, 3)),
+    "addmm": (t(3, 3), t(3, 4), t(4, 3)),
+    "baddbmm": (t(2, 3, 3), t(2, 3, 4), t(2, 4, 3)),
+    "bmm": (t(2, 3, 4), t(2, 4, 3)),
+    "conv1d": (pictures(1), t(3, 2, 2)),
+    "conv2d": (pictures(2), t(3, 2, 2, 2)),
+    "conv3d": (pictures(3), t(3, 2, 2, 2, 2)),
+    "conv_tbc": (t(4, 1, 2), t(2, 2, 3), t(3)),
+    "conv_transpose1d": (pictures(1), t(2, 3, 2)),
+    "conv_transpose2d.input": (pictures(2), t(2, 3, 2, 2)),
+    "conv_transpose3d.input": (pictures(3), t(2, 3, 2, 2, 2)),
+    "linalg_vecdot": (t(3, 4), t(3, 4)),
+    "linear": (t(3, 4), t(2, 4)),
+    "matmul": (t(3, 4), t(4, 2)),
+    "mm": (t(3, 4), t(4, 2)),
+    "prelu": (t(3, 4), t(1)),
+    "scaled_dot_product_attention": (t(1, 2, 3, 4),) * 3,
+    "binary_cross_entropy_with_logits": (t(), t(seed=1)),
+    "cdist": (t(), t(seed=1)),
+    "cosine_embedding_loss": (t(), t(seed=1), SIGNS[:, 0]),
+    "hinge_embedding_loss": (t(), SIGNS),
+    "huber_loss": (t(), t(seed=1)),
+    "kl_div": (t(), t(seed=1)),
+    "l1_loss": (t(), t(seed=1)),
+    "margin_ranking_loss": (t(), t(seed=1), SIGNS),
+    "mse_loss": (t(), t(seed=1)),
+    "multi_margin_loss": (t(), torch.tensor([0, 1, 2])),
+    "multilabel_margin_loss": (t(), torch.tensor([[0, -1, 1, 2]] * 3)),
+    "nll_loss": (t(), torch.tensor([0, 1, 2])),
+    "nll_loss2d": (t(1, 3, 2, 2), torch.zeros(1, 2, 2, dtype=torch.int64)),
+    "poisson_nll_loss": (t(), t(seed=1), True, False, 1e-8, 1),
+    "prod": (t(),),
+    "prod.dim_int": (t(), 1),
+    "smooth_l1_loss": (t(), t(seed=1)),
+    "soft_margin_loss": (t(), SIGNS),
+    "triplet_margin_loss": (t(), t(seed=1), t(seed=2)),
+    "grid_sampler": (pictures(2), t(1, 3, 3, 2), 0, 0, False),
+}
+MISSING = {**LOW_CASES, **FP32_CASES, **PROMOTE_CASES}
+CASES = {**MISSING, **NATIVE}
 
 
 def overload(name):
@@ -166,8 +208,8 @@ def name_of(op):
 
 def test_every_op_that_is_cast_here_has_a_case():
     missing = {name_of(op) for op, _ in missing_on_cpu()}
-    assert missing == set(CASES)
-    assert missing <= TABLE.keys()
+    assert missing == set(MISSING)
+    assert set(CASES) == TABLE.keys()
 
 
 def test_fp32_ops_take_their_tensors_one_by_one():
@@ -186,21 +228,21 @@ def test_the_lists_name_real_ops_once_and_in_order():
 
 
 @LOW
-@pytest.mark.parametrize("name", LOW_CASES)
+@pytest.mark.parametrize("name", [n for n in CASES if TABLE[n] == "half"])
 def test_low_precision_ops(casts, name, low):
-    expected = overload(name)(*as_type(LOW_CASES[name], low))
+    expected = overload(name)(*as_type(CASES[name], low))
     casts(low)
-    result = overload(name)(*LOW_CASES[name])
+    result = overload(name)(*CASES[name])
     assert {r.dtype for r in outputs(result)} == {low}
     assert_same(result, expected)
-    if isinstance(LOW_CASES[name][0], torch.Tensor):
-        assert_same(overload(name)(*first_as_type(LOW_CASES[name], low)), expected)
+    if isinstance(CASES[name][0], torch.Tensor):
+        assert_same(overload(name)(*first_as_type(CASES[name], low)), expected)
 
 
 @LOW
-@pytest.mark.parametrize("name", FP32_CASES)
+@pytest.mark.parametrize("name", [n for n in CASES if TABLE[n] == "float"])
 def test_fp32_ops(casts, name, low):
-    args = as_type(FP32_CASES[name], low)
+    args = as_type(CASES[name], low)
     expected = overload(name)(*as_type(args, FLOAT))
     casts(low)
     result = overload(name)(*args)
@@ -209,15 +251,16 @@ def test_fp32_ops(casts, name, low):
 
 
 @LOW
-@pytest.mark.parametrize("name", PROMOTE_CASES)
+@pytest.mark.parametrize("name", [n for n in CASES if TABLE[n] == "promote"])
 def test_promote_ops(casts, name, low):
-    mixed, same = first_as_type(PROMOTE_CASES[name], low), as_type(PROMOTE_CASES[name], low)
+    mixed, same = first_as_type(CASES[name], low), as_type(CASES[name], low)
     expected, native = overload(name)(*as_type(mixed, FLOAT)), overload(name)(*same)
     casts(low)
     result = overload(name)(*mixed)
     assert result.dtype == FLOAT
     assert_same(result, expected)
-    assert_same(overload(name)(*same), native)
+    if name != "grid_sampler":  # torch's CPU autocast runs it in fp32 whatever it gets
+        assert_same(overload(name)(*same), native)
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n not in ("lstm.data", "lstm.input")])
@@ -318,7 +361,7 @@ def test_a_large_exponential_stays_finite(casts):
 
 @pytest.mark.cuda
 @LOW
-@pytest.mark.parametrize("name", sorted({*CASES} - {n for n in LOW_CASES if n.startswith(("gru.", "lstm.", "rnn_"))}))
+@pytest.mark.parametrize("name", sorted({*MISSING} - {n for n in LOW_CASES if n.startswith(("gru.", "lstm.", "rnn_"))}))
 def test_cuda_casts_alike(casts, name, low):
     args = first_as_type(CASES[name], low) if name in PROMOTE_CASES else CASES[name]
     args = as_type(args, low) if name in FP32_CASES else args

@@ -1,7 +1,4 @@
-import copy
 import gc
-import io
-import pickle
 import weakref
 
 import pytest
@@ -256,30 +253,6 @@ def test_gradients_reach_inputs_through_the_casts():
     model(x).sum().backward()
     assert x.grad.dtype == FLOAT
     assert torch.equal(x.grad, model.weight.detach().float().sum(0, keepdim=True).half().float())
-
-
-def through_torch_save(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("twin", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), through_torch_save])
-def test_copies_cast_and_use_their_own_weights(twin):
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval()
-    cast_model(model, HALF, True)
-    install_io_casts(model, HALF, FLOAT)
-    install_state_dict_upcast(model)
-    x = torch.randn(3, 2)
-    expected = model(x)
-    other = twin(model)
-    assert torch.equal(other(x), expected)
-    with torch.no_grad():
-        other[0].weight.zero_()
-    assert not torch.equal(other(x), expected)
-    assert torch.equal(model(x), expected)
-    assert all(t.dtype == FLOAT for n, t in other.state_dict().items() if not n.endswith("num_batches_tracked"))
 
 
 # --- state dict -------------------------------------------------------------------------------------------------------

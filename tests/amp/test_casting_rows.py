@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kit import LEVELS, LOW, backward
-from test_cast_table import FP32_CASES, LOW_CASES, PROMOTE_CASES, as_type, first_as_type, outputs, overload, pictures, t
 from test_map_floating import SAMPLES, leaves
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -510,76 +509,6 @@ def test_the_table_is_torchs_list_for_cuda():
     table = set(TABLE)
     assert of_torch - table == {*OF_CUDA_ALONE, "binary_cross_entropy"}  # refused: test_autocast.py
     assert table - of_torch - {"rms_norm"} == OF_RECURRENT_LAYERS  # torch 2.11 does not list rms_norm
-
-
-# Those that torch's CPU autocast casts by itself; test_cast_table.py has the others.
-SIGNS = t(3, 4).sub(0.5).sign()
-NATIVE = {
-    "addbmm": (t(3, 3), t(2, 3, 4), t(2, 4, 3)),
-    "addmm": (t(3, 3), t(3, 4), t(4, 3)),
-    "baddbmm": (t(2, 3, 3), t(2, 3, 4), t(2, 4, 3)),
-    "bmm": (t(2, 3, 4), t(2, 4, 3)),
-    "conv1d": (pictures(1), t(3, 2, 2)),
-    "conv2d": (pictures(2), t(3, 2, 2, 2)),
-    "conv3d": (pictures(3), t(3, 2, 2, 2, 2)),
-    "conv_tbc": (t(4, 1, 2), t(2, 2, 3), t(3)),
-    "conv_transpose1d": (pictures(1), t(2, 3, 2)),
-    "conv_transpose2d.input": (pictures(2), t(2, 3, 2, 2)),
-    "conv_transpose3d.input": (pictures(3), t(2, 3, 2, 2, 2)),
-    "linalg_vecdot": (t(3, 4), t(3, 4)),
-    "linear": (t(3, 4), t(2, 4)),
-    "matmul": (t(3, 4), t(4, 2)),
-    "mm": (t(3, 4), t(4, 2)),
-    "prelu": (t(3, 4), t(1)),
-    "scaled_dot_product_attention": (t(1, 2, 3, 4),) * 3,
-    "binary_cross_entropy_with_logits": (t(), t(seed=1)),
-    "cdist": (t(), t(seed=1)),
-    "cosine_embedding_loss": (t(), t(seed=1), SIGNS[:, 0]),
-    "hinge_embedding_loss": (t(), SIGNS),
-    "huber_loss": (t(), t(seed=1)),
-    "kl_div": (t(), t(seed=1)),
-    "l1_loss": (t(), t(seed=1)),
-    "margin_ranking_loss": (t(), t(seed=1), SIGNS),
-    "mse_loss": (t(), t(seed=1)),
-    "multi_margin_loss": (t(), torch.tensor([0, 1, 2])),
-    "multilabel_margin_loss": (t(), torch.tensor([[0, -1, 1, 2]] * 3)),
-    "nll_loss": (t(), torch.tensor([0, 1, 2])),
-    "nll_loss2d": (t(1, 3, 2, 2), torch.zeros(1, 2, 2, dtype=torch.int64)),
-    "poisson_nll_loss": (t(), t(seed=1), True, False, 1e-8, 1),
-    "prod": (t(),),
-    "prod.dim_int": (t(), 1),
-    "smooth_l1_loss": (t(), t(seed=1)),
-    "soft_margin_loss": (t(), SIGNS),
-    "triplet_margin_loss": (t(), t(seed=1), t(seed=2)),
-    "grid_sampler": (pictures(2), t(1, 3, 3, 2), 0, 0, False),
-}
-
-
-def test_every_op_of_the_table_has_a_case():
-    table = set(TABLE)
-    assert {*NATIVE, *LOW_CASES, *FP32_CASES, *PROMOTE_CASES} == table
-
-
-@per_op
-@pytest.mark.parametrize("name", NATIVE)
-def test_ops_that_torch_casts_on_the_cpu_too(session, name, level):
-    low = PER_OP[level]
-    given, due = {"half": (FLOAT, low), "float": (low, FLOAT), "promote": (None, FLOAT)}[TABLE[name]]
-    args = first_as_type(NATIVE[name], low) if given is None else as_type(NATIVE[name], given)
-    session.initialize(nn.Identity(), opt_level=level, verbosity=0)
-    assert {out.dtype for out in outputs(overload(name)(*args))} == {due}
-
-
-@per_op
-@pytest.mark.parametrize("name", NATIVE)
-def test_fp64_is_left_alone_there(session, name, level):
-    args = as_type(NATIVE[name], DOUBLE)
-    expected = overload(name)(*args)
-    session.initialize(nn.Identity(), opt_level=level, verbosity=0)
-    result = overload(name)(*args)
-    for a, b in zip(outputs(result), outputs(expected), strict=True):
-        assert a.dtype == b.dtype == DOUBLE
-        assert torch.equal(a, b)
 
 
 # --- functions of the user's ------------------------------------------------------------------------------------------

@@ -3,17 +3,15 @@
 import pytest
 import torch
 from host_reads import OpCalls
-from kit import loss_of, mlp
+from kit import INF, loss_of, start
 from torch import nn
 
 from ampctx import clip_grad_norm_, optimizers
 from ampctx.amp import AmpSession
 
-INF = float("inf")
 
-
-def network(seed=0):
-    torch.manual_seed(seed)
+def plain_mlp():
+    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
@@ -21,17 +19,14 @@ def weights_of(model):
     return [p.detach().clone() for p in model.parameters()]
 
 
-def start(session, level, make=optimizers.FusedAdam, **options):
-    model = network()
+def begin(session, level, make=optimizers.FusedAdam, **options):
+    model = plain_mlp()
     groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.02}]
-    optimizer = make(groups, lr=0.01)
-    session.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
-    return model, optimizer
+    return start(session, level, lambda _: make(groups, lr=0.01), model, **options)
 
 
-def backward(session, model, optimizer, bad=False, **options):
-    loss = model(torch.ones(4, 8)).float().square().mean()
-    with session.scale_loss(loss, optimizer, **options) as scaled:
+def block(session, model, optimizer, bad=False, **options):
+    with session.scale_loss(loss_of(model), optimizer, **options) as scaled:
         scaled.backward()
         if bad:
             next(model.parameters()).grad.view(-1)[0] = INF
@@ -46,9 +41,9 @@ def test_a_norm_that_code_changes_clips_as_it_was(make, scale, change):
     for max_norms in ([0.01], [0.05, 0.01], [0.05, 0.03, 0.01]):
         for now in ("nothing", change):
             session = AmpSession()
-            model, optimizer = start(session, "O2", make, loss_scale=scale)
+            model, optimizer = begin(session, "O2", make, loss_scale=scale)
             for _ in range(3):
-                backward(session, model, optimizer)
+                block(session, model, optimizer)
                 for max_norm in max_norms:
                     norm = clip_grad_norm_(session.master_params(optimizer), max_norm)
                     if now == "norm":
@@ -61,7 +56,7 @@ def test_a_norm_that_code_changes_clips_as_it_was(make, scale, change):
             weights.append(weights_of(model))
             session.reset()
     for changed, plain in zip(weights[1::2], weights[::2], strict=True):
-        assert not torch.equal(changed[0], next(network().half().parameters()))
+        assert not torch.equal(changed[0], next(plain_mlp().half().parameters()))
         torch.testing.assert_close(changed, plain, rtol=1e-3 if change == "read" else 0, atol=0)
 
 
@@ -90,9 +85,9 @@ class Never(optimizers.FusedAdam):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("make", [optimizers.FusedAdam, optimizers.FusedLAMB, Twice, Never], ids=lambda m: m.__name__)
 def test_each_step_is_counted_once(session, level, make):
-    model, optimizer = start(session, level, make)
+    model, optimizer = begin(session, level, make)
     for i, bad in enumerate([True, False, True, True, False]):
-        backward(session, model, optimizer, bad)
+        block(session, model, optimizer, bad)
         with OpCalls() as calls:
             optimizer.step()
         assert calls.of["count_skip"] == (make is Never)
@@ -102,9 +97,9 @@ def test_each_step_is_counted_once(session, level, make):
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_step_that_raised_and_is_tried_again_counts_once(session, level):
-    model, optimizer = start(session, level)
+    model, optimizer = begin(session, level)
     for times in (1, 2):
-        backward(session, model, optimizer, bad=True)
+        block(session, model, optimizer, bad=True)
         rate, optimizer.param_groups[1]["lr"] = optimizer.param_groups[1]["lr"], "fast"
         with pytest.raises(ValueError, match="fast"):
             optimizer.step()
@@ -117,19 +112,19 @@ def test_a_step_that_raised_and_is_tried_again_counts_once(session, level):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_without_gradients_amp_counts(session, level):
     """A step that calls no op. Its block had an overflow in a parameter that another optimizer steps."""
-    model, optimizer = start(session, level)
-    backward(session, model, optimizer, bad=True)
+    model, optimizer = begin(session, level)
+    block(session, model, optimizer, bad=True)
     optimizer.zero_grad()
-    backward(session, model, optimizer, bad=True)
+    block(session, model, optimizer, bad=True)
     optimizer.step()
     assert session.skipped_steps(optimizer) == 1
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_flag_of_the_program_is_counted_by_amp(session, level):
-    model, optimizer = start(session, level)
+    model, optimizer = begin(session, level)
     for flag in (1.0, 0.0):
-        backward(session, model, optimizer)
+        block(session, model, optimizer)
         optimizer.found_inf = torch.tensor(flag)
         with OpCalls() as calls:
             optimizer.step()
@@ -141,12 +136,12 @@ def test_a_flag_of_the_program_is_counted_by_amp(session, level):
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_closure_is_counted_by_its_last_flag(session, level):
-    model, optimizer = start(session, level)
+    model, optimizer = begin(session, level)
     before = weights_of(model)
 
     def closure(bad):
         optimizer.zero_grad()
-        backward(session, model, optimizer, bad)
+        block(session, model, optimizer, bad)
         return torch.ones(())
 
     for i, bad in enumerate([True, False, True]):
@@ -156,15 +151,10 @@ def test_a_closure_is_counted_by_its_last_flag(session, level):
 
 
 def test_a_limit_counts_in_a_row(session):
-    model = mlp()
-    optimizer = optimizers.FusedAdam(model.parameters(), lr=0.01)
-    session.initialize(model, optimizer, opt_level="O2", verbosity=0, max_consecutive_skips=3)
+    model, optimizer = start(session, "O2", "FusedAdam", max_consecutive_skips=3)
     with OpCalls() as calls:
         for bad in (True, True, False, True, True, False):
-            with session.scale_loss(loss_of(model, 0), optimizer) as scaled:
-                scaled.backward()
-                if bad:
-                    next(model.parameters()).grad.view(-1)[0] = INF
+            block(session, model, optimizer, bad)
             optimizer.step()
             optimizer.zero_grad()
     assert calls.of["count_skip"] == 0

@@ -4,9 +4,8 @@ import copy
 
 import pytest
 import torch
-from kit import INF, LEVELS, START, Probe, assert_same, backward, grads, probe, scale_of, snapshot
+from kit import INF, LEVELS, START, Probe, assert_same, backward, grads, probe, probes, scale_of, snapshot
 
-from ampctx import AmpError
 from ampctx.scaling.guarded_step import overflowed
 
 
@@ -111,18 +110,10 @@ def test_reset_keeps_true_gradients(session, level, plain):
     assert all(p.grad.dtype == p.dtype == torch.float32 for p in model.parameters())
 
 
-def test_reset_inside_a_block_is_an_error(session):
-    model, optimizer = probe(session, "O2")
-    with pytest.raises(AmpError, match="inside a scale_loss block"), session.scale_loss(model.loss(1.0), optimizer):
-        session.reset()
-
-
 @pytest.mark.parametrize("level", ["O2", "O5"])
 @pytest.mark.parametrize("loss_scale", [1.0, 128.0])
 def test_an_optimizer_that_a_block_leaves_out_keeps_its_plain_gradients(session, level, loss_scale):
-    models = [Probe(), Probe()]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.125) for m in models]
-    session.initialize(models, optimizers, opt_level=level, loss_scale=loss_scale, verbosity=0)
+    models, optimizers = probes(session, level, loss_scale=loss_scale)
     models[1].weight.float().sum().backward()
     backward(session, models[0].loss(1.0) + models[1].weight.float().sum(), optimizers[0])
     optimizers[1].step()

@@ -14,18 +14,17 @@ import pytest
 import torch
 import torch.distributed.fsdp
 import torch.nn.functional as F
-from kit import LEVELS, assert_same, batch, loss_of, mlp, snapshot
+from kit import LEVELS, assert_same, batch, loss_of, mlp, snapshot, start, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ampctx import AmpError, AmpTypeError, amp
-from ampctx.optimizers import FusedAdam
 
 HALF, BF16, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 LOW_NAME = {"O1": "float16", "O2": "float16", "O3": "float16", "O4": "bfloat16", "O5": "bfloat16"}
 
 
-class Net(nn.Module):
+class Pictures(nn.Module):
     """A convolution, batch norm and head, softmax in between: one op of each list, and one of none."""
 
     def __init__(self):
@@ -67,7 +66,7 @@ def size(*tensors):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_runs_at_each_level(session, level):
-    model = Net()
+    model = Pictures()
     session.initialize(model, opt_level=level, verbosity=0)
     explanation = amp.explain(model, X)
     assert rows(explanation) == expected_rows(level)
@@ -112,17 +111,14 @@ hints
 
 
 def test_the_result_is_plain_data():
+    assert str(amp.explain(nn.Identity(), 3)) == "op\n\nno casts"
+    assert amp.explain(nn.Identity(), torch.arange(3)).rows == []
     explanation = amp.explain(nn.Linear(8, 8), torch.ones(8, 8))
     assert isinstance(explanation, amp.Explanation)
     assert [tuple(row) for row in explanation.rows] == [("addmm", "float32", 1)]
     assert explanation.casts == []
     assert "no casts" in str(explanation)
     assert pickle.loads(pickle.dumps(explanation)) == copy.deepcopy(explanation) == explanation
-
-
-def test_nothing_to_tell():
-    assert str(amp.explain(nn.Identity(), 3)) == "op\n\nno casts"
-    assert amp.explain(nn.Identity(), torch.arange(3)).rows == []
 
 
 @pytest.mark.parametrize("dtype", [HALF, BF16], ids=str)
@@ -274,29 +270,24 @@ def test_no_hook_mode_or_cast_stays_when_the_forward_raises(session):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_run_goes_on_as_if_nobody_had_asked(session, level):
-    def train(asks):
-        model = nn.Sequential(*mlp(), nn.Dropout(0.25))
-        optimizer = FusedAdam(model.parameters(), lr=0.05)
-        session.initialize(model, optimizer, opt_level=level, verbosity=0)
-        for i in range(3):
+    def trained(asks):
+        def ask():
             if asks:
                 amp.explain(model, batch(7))
-            loss = loss_of(model, i)
-            if asks:
-                amp.explain(model, batch(7))  # between forward and backward
-            with session.scale_loss(loss, optimizer) as scaled:
-                if asks:
-                    amp.explain(model, batch(7))
-                scaled.backward()
-            if asks:
-                amp.explain(model, batch(7))
-            optimizer.step()
-            optimizer.zero_grad()
+
+        def loss(model, step):
+            ask()
+            value = loss_of(model, step)
+            ask()  # between forward and backward
+            return value
+
+        model, optimizer = start(session, level, "FusedAdam", nn.Sequential(*mlp(), nn.Dropout(0.25)))
+        train(session, model, optimizer, 3, loss=loss, in_block=ask, before_step=ask)
         result = snapshot(optimizer, model)
         session.reset()
         return result
 
-    assert_same(train(False), train(True))
+    assert_same(trained(False), trained(True))
 
 
 def test_a_graph_from_before_can_go_backward(session):
@@ -310,7 +301,7 @@ def test_a_graph_from_before_can_go_backward(session):
 @pytest.mark.cuda
 @pytest.mark.parametrize("level", LEVELS)
 def test_on_a_gpu(session, level):
-    model, x = nn.Sequential(*Net().children(), nn.Dropout()).cuda(), X.cuda()
+    model, x = nn.Sequential(*Pictures().children(), nn.Dropout()).cuda(), X.cuda()
     model.insert(2, nn.AdaptiveAvgPool2d(1)).insert(3, nn.Flatten())
     session.initialize(model, opt_level=level, verbosity=0)
     before = [torch.cuda.get_rng_state(), *(t.clone() for t in model.buffers())]
@@ -439,12 +430,9 @@ def test_nested_tensors(layout):
 
 
 def test_sparse_tensors():
-    class Net(nn.Module):
-        def forward(self, x, y):
-            return (x @ y).relu()
-
-    x = torch.eye(8).to_sparse()
-    assert amp.explain(Net(), x, torch.ones(8, 8)).calls("mm") == 1
+    assert (
+        amp.explain(Calls(lambda w, x, y: (x @ y).relu()), torch.eye(8).to_sparse(), torch.ones(8, 8)).calls("mm") == 1
+    )
 
 
 def test_a_fused_layer_is_seen_as_it_runs():

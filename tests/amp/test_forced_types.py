@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from kit import LEVELS, LOW, backward
+from kit import LEVELS, LOW, OPTIMIZERS, backward, every_level, start, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,12 +19,11 @@ from ampctx import AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.amp import AmpSession
 
 HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
-# What 16-bit ops give at each level.
-SIXTEEN = {"O0": FLOAT, "O1": HALF, "O2": HALF, "O3": HALF, "O4": BF16, "O5": BF16}
+SIXTEEN = {"O0": FLOAT, "O1": HALF, "O4": BF16, **LOW}
 KEEP = ["head.*", nn.LayerNorm]
 
 
-class Net(nn.Module):
+class Network(nn.Module):
     """Linear, LayerNorm, Linear, softmax, head: ``types`` has the types on the way."""
 
     def __init__(self, seed=0, recompute=False):
@@ -71,27 +70,21 @@ def batch(n=6, seed=0):
     return torch.randn(n, 4, generator=g), torch.randint(0, 3, (n,), generator=g)
 
 
-def step(session, model, optimizer, seed=0):
+def cross_entropy(model, seed=0):
     x, y = batch(seed=seed)
-    loss = F.cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    backward(session, loss, optimizer)
-    optimizer.step()
-    return loss.item()
+    return F.cross_entropy(model(x), y)
 
 
 def initialize(session, model, level, **kwargs):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    session.initialize(model, optimizer, opt_level=level, verbosity=0, max_loss_scale=1024.0, **kwargs)
-    return optimizer
+    return start(session, level, "SGD-foreach", model, max_loss_scale=1024.0, **kwargs)[1]
 
 
 # --- keep_fp32: what is kept and what it computes in ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@every_level
 def test_kept_modules_compute_in_fp32_and_others_do_not(session, level):
-    model = Net()
+    model = Network()
     optimizer = initialize(session, model, level, keep_fp32=KEEP)
     seen = {name: watch(model.get_submodule(name)) for name in ("first", "norm", "body", "head.0", "head.2")}
     assert model(batch()[0]).dtype == FLOAT
@@ -110,60 +103,98 @@ def test_kept_modules_compute_in_fp32_and_others_do_not(session, level):
     assert not model.head._forward_pre_hooks
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_results_of_kept_modules_are_what_16_bit_layers_take(session, level):
-    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 3))
-    initialize(session, model, level, keep_fp32=[nn.LayerNorm, "3"])
-    norm, softmax = watch(model[1]), watch(model[3])
-    model(batch()[0]).sum().backward()
-    assert norm.types == softmax.types == (FLOAT, FLOAT)
-    assert model[0].weight.grad is not None
-
-
-@pytest.mark.parametrize("level", LEVELS)
+@every_level
 def test_trains_like_fp32(session, level):
-    plain = Net()
-    reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    for i in range(12):
-        x, y = batch(seed=i)
-        loss = F.cross_entropy(plain(x), y)
-        reference.zero_grad()
-        loss.backward()
-        reference.step()
-    model = Net()
+    plain, model = Network(), Network()
+    train(None, plain, OPTIMIZERS["SGD-foreach"](plain.parameters()), 12, loss=cross_entropy)
     optimizer = initialize(session, model, level, keep_fp32=KEEP, ops_fp32="softmax")
-    for i in range(12):
-        step(session, model, optimizer, seed=i)
+    train(session, model, optimizer, 12, loss=cross_entropy)
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.float(), q, rtol=0.05, atol=0.02, msg=name)
 
 
-def test_entries_can_be_patterns_classes_and_modules(session):
-    for i, entry in enumerate(["head", "head.*", "h*", [Net().head.__class__], "pick"]):
-        model = Net()
-        session.initialize(model, opt_level="O2", verbosity=0, keep_fp32=model.head if entry == "pick" else entry)
-        assert {p.dtype for p in model.head.parameters()} == {FLOAT}, i
-        assert model.body.weight.dtype == HALF
-        # The Sequential has what is in it, though nothing else says so.
-        assert watch(model.head[1]) is not None
-        model(batch()[0])
-        session.reset()
+class Listed(nn.Module):
+    """Containers without a forward pass it on to what they hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.ModuleDict({"a": nn.Linear(4, 4)})])
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.last(self.blocks[1]["a"](self.blocks[0](x)))
 
 
-def test_the_whole_model_can_be_kept(session):
-    x = batch()[0]
-    expected = Net()(x)
-    for level in LEVELS:
-        model = Net()
-        session.initialize(model, opt_level=level, verbosity=0, keep_fp32="*")
-        seen = watch(model.first)
-        assert torch.equal(model(x), expected)
-        assert seen.types == (FLOAT, FLOAT)
-        assert torch.is_autocast_enabled("cpu") == (level in ("O1", "O4"))
-        session.reset()
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.body, self.out = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.out(self.body(self.embed(torch.arange(7))))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+def shared():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    return model.append(model[0])
+
+
+def normed():
+    return nn.Sequential(nn.Linear(4, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 2))
+
+
+HEAD = ["head", "head.0", "head.1", "head.2"]
+# The model, keep_fp32, and the modules that compute in fp32 then.
+KEPT = {
+    "name": (Network, "head", HEAD),
+    "pattern": (Network, "head.*", HEAD[1:]),
+    "wildcard": (Network, "h*", HEAD),
+    "class": (Network, [nn.Sequential], HEAD),
+    "module": (Network, lambda model: model.head, HEAD),
+    "whole model": (Network, "*", ["first", "norm", "body", *HEAD]),
+    "without a forward": (Listed, "blocks", ["blocks.0", "blocks.1.a"]),
+    "tied": (Tied, ["out", "embed"], ["out", "embed"]),
+    "shared": (shared, "2", ["0"]),
+    "parametrized": (normed, "1", ["1"]),
+}
+
+
+@every_level
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_kept_computes_in_fp32(session, level, name):
+    make, keep, kept = KEPT[name]
+    torch.manual_seed(0)
+    model, x = make(), batch()[0]
+    expected = model(x)
+    optimizer = initialize(session, model, level, keep_fp32=keep(model) if name == "module" else keep)
+    seen = [watch(model.get_submodule(module)) for module in kept]
+    out = model(x)
+    backward(session, out.float().square().mean(), optimizer)
+    optimizer.step()
+    assert {types[1] for types in (s.types for s in seen)} == {FLOAT}
+    assert {types[0] for types in (s.types for s in seen)} <= {FLOAT, torch.int64}
+    in_fp32 = {id(p) for module in kept for p in model.get_submodule(module).parameters()}
+    for n, p in model.named_parameters():
+        assert p.dtype == (FLOAT if id(p) in in_fp32 else LOW.get(level, FLOAT)), n
+    assert torch.is_autocast_enabled("cpu") == (level in ("O1", "O4"))
+    if name == "whole model":
+        assert torch.equal(out, expected)
+    if name == "parametrized":
+        assert model[1].weight.dtype == FLOAT
+
+
+@every_level
+def test_a_weight_of_a_module_that_is_kept_and_of_one_that_is_not(session, level):
+    model, inside = Tied(), nn.Sequential(nn.Sequential(linear := nn.Linear(4, 4), nn.ReLU()), linear)
+    for given, keep, names in ((model, "out", ("out", "embed")), (inside, "0", ("0.0", "1"))):
+        message = rf'^keep_fp32 covers "{names[0]}.weight", which is also "{names[1]}.weight" in a module'
+        with pytest.raises(AmpValueError, match=message):
+            session.initialize(given, opt_level=level, verbosity=0, keep_fp32=keep)
+    assert {p.dtype for p in [*model.parameters(), *inside.parameters()]} == {FLOAT}
+
+
+@every_level
 def test_a_last_layer_that_is_a_model_of_its_own_returns_fp32(session, level):
     class Big(nn.Module):
         def __init__(self):
@@ -180,25 +211,6 @@ def test_a_last_layer_that_is_a_model_of_its_own_returns_fp32(session, level):
     session.initialize([model, model.head], opt_level=level, verbosity=0, keep_fp32="head")
     # 2 ** 17 + 4 is neither a number of fp16 nor one of bf16.
     assert torch.equal(model(batch()[0]), torch.full((6, 2), 2.0**17 + 4))
-
-
-def test_containers_without_a_forward_pass_it_on_to_what_they_hold(session):
-    class Listed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.ModuleDict({"a": nn.Linear(4, 4)})])
-            self.last = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.last(self.blocks[1]["a"](self.blocks[0](x)))
-
-    for level in LEVELS:
-        model = Listed()
-        session.initialize(model, opt_level=level, verbosity=0, keep_fp32="blocks")
-        seen = watch(model.blocks[0]), watch(model.blocks[1]["a"])
-        model(batch()[0])
-        assert [s.types for s in seen] == [(FLOAT, FLOAT)] * 2
-        session.reset()
 
 
 class Pair(NamedTuple):
@@ -231,14 +243,14 @@ class Routed(nn.Module):
         return self.last(out["pair"].x)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@every_level
 def test_containers_on_the_way_in_and_out(session, level):
     model = Routed()
     session.initialize(model, opt_level=level, verbosity=0, keep_fp32=Router)
     assert model(batch()[0]).dtype == (SIXTEEN[level] if level in ("O1", "O4") else FLOAT)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@every_level
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_recurrent_modules(session, level, packed):
     class Tagger(nn.Module):
@@ -262,7 +274,7 @@ def test_recurrent_modules(session, level, packed):
     assert model.rnn.weight_hh_l0.grad is not None
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@every_level
 @pytest.mark.parametrize("keep", ["self_attn", "self_attn.out_proj", nn.LayerNorm, nn.Linear], ids=str)
 def test_attention_with_its_fast_path(session, level, keep):
     torch.manual_seed(0)
@@ -277,14 +289,6 @@ def test_attention_with_its_fast_path(session, level, keep):
         torch.testing.assert_close(model(x).float(), expected, rtol=0.05, atol=0.05)
     attention_kept = keep is not nn.LayerNorm
     assert layer.self_attn.in_proj_weight.dtype == (FLOAT if attention_kept else LOW.get(level, FLOAT))
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_parametrized_weights_of_kept_modules_stay_fp32(session, level):
-    model = nn.Sequential(nn.Linear(4, 4), nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 2))
-    session.initialize(model, opt_level=level, verbosity=0, keep_fp32="1")
-    model(batch()[0])
-    assert model[1].weight.dtype == FLOAT
 
 
 def test_with_keep_batchnorm_fp32_and_output_types(session):
@@ -311,10 +315,10 @@ def test_with_keep_batchnorm_fp32_and_output_types(session):
     assert model(batch()[0]).dtype == FLOAT
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@every_level
 def test_16_bit_models_that_are_let_in(session, level):
     session.allow_incoming_model_not_fp32 = True
-    model = Net().half()
+    model = Network().half()
     session.initialize(model, opt_level=level, verbosity=0, keep_fp32=KEEP)
     seen = watch(model.norm), watch(model.head[0])
     model(batch()[0])
@@ -325,64 +329,19 @@ def test_16_bit_models_that_are_let_in(session, level):
 
 
 def test_models_and_names_of_several_models(session):
-    one, two = Net(), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    one, two = Network(), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     session.initialize([one, two], opt_level="O2", verbosity=0, keep_fp32=["head", "1"])
     assert (one.head[0].weight.dtype, two[1].weight.dtype) == (FLOAT, FLOAT)
     assert (one.norm.weight.dtype, two[0].weight.dtype) == (HALF, HALF)
 
 
-# --- keep_fp32: tied weights and shared modules -----------------------------------------------------------------------
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.body, self.out = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7, bias=False)
-        self.out.weight = self.embed.weight
-
-    def forward(self, ids):
-        return self.out(self.body(self.embed(ids)))
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_tied_weight_is_kept_with_both_its_modules(session, level):
-    ids = torch.arange(7)
-    model = Tied()
-    with pytest.raises(
-        AmpValueError, match=r'^keep_fp32 covers "out.weight", which is also "embed.weight" in a module'
-    ):
-        session.initialize(model, opt_level=level, verbosity=0, keep_fp32="out")
-    assert model.body.weight.dtype == FLOAT
-    optimizer = initialize(session, model, level, keep_fp32=["out", "embed"])
-    assert model.out.weight is model.embed.weight
-    seen = watch(model.embed), watch(model.out)
-    loss = model(ids).float().square().mean()
-    backward(session, loss, optimizer)
-    optimizer.step()
-    assert [s.types[1] for s in seen] == [FLOAT, FLOAT]
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_shared_module_is_kept_by_any_of_its_names(session, level):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model.append(model[0])
-    session.initialize(model, opt_level=level, verbosity=0, keep_fp32="2")
-    seen = watch(model[0])
-    model(batch()[0])
-    assert seen.types == (FLOAT, FLOAT)
-    session.reset()
-    inside = nn.Sequential(nn.Sequential(model[0], nn.ReLU()), model[0])
-    with pytest.raises(AmpValueError, match=r'covers "0.0.weight", which is also "1.weight"'):
-        session.initialize(inside, opt_level=level, verbosity=0, keep_fp32="0")
-
-
 # --- keep_fp32: copies, threads, failures -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@every_level
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 def test_copies_of_the_model(session, level, copied):
-    model = Net()
+    model = Network()
     session.initialize(model, opt_level=level, verbosity=0, keep_fp32=KEEP)
     seen = watch(model.head[0])
     x = batch()[0]
@@ -400,7 +359,7 @@ def test_copies_of_the_model(session, level, copied):
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_casts_come_back_after_an_exception_and_elsewhere(session, level):
-    model = Net()
+    model = Network()
     session.initialize(model, opt_level=level, verbosity=0, keep_fp32=["head", "norm"])
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model.head(torch.ones(2, 5))
@@ -427,7 +386,7 @@ def test_casts_come_back_after_an_exception_and_elsewhere(session, level):
 
 
 def test_an_interrupted_forward_does_not_leave_casts_off(session):
-    model = Net()
+    model = Network()
     session.initialize(model, opt_level="O1", verbosity=0, keep_fp32="norm")
 
     def interrupt(module, args):
@@ -444,7 +403,7 @@ def test_an_interrupted_forward_does_not_leave_casts_off(session):
 
 
 def test_a_failed_initialize_leaves_nothing(session):
-    model, softmax, method = Net(), torch.softmax, torch.Tensor.softmax
+    model, softmax, method = Network(), torch.softmax, torch.Tensor.softmax
     session.observers.append(lambda bound: (_ for _ in ()).throw(RuntimeError("stop")))
     for level in LEVELS:
         with pytest.raises(RuntimeError, match="stop"):
@@ -459,18 +418,17 @@ def test_a_failed_initialize_leaves_nothing(session):
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@every_level
 def test_a_checkpoint_resumes_bit_for_bit(level):
     def run(session):
-        model = Net()
+        model = Network()
         return model, initialize(session, model, level, keep_fp32=KEEP, ops_fp32={"softmax"})
 
     first = AmpSession()
     model, optimizer = run(first)
-    for i in range(3):
-        step(first, model, optimizer, seed=i)
+    train(first, model, optimizer, 3, loss=cross_entropy)
     saved = pickle.dumps((model.state_dict(), optimizer.state_dict(), first.state_dict(masters=True)))
-    losses = [step(first, model, optimizer, seed=i) for i in range(3, 6)]
+    losses = train(first, model, optimizer, 3, first=3, loss=cross_entropy)
     weights = [p.detach().clone() for p in first.master_params(optimizer)]
     first.reset()
     second = AmpSession()
@@ -479,7 +437,7 @@ def test_a_checkpoint_resumes_bit_for_bit(level):
     model.load_state_dict(state)
     optimizer.load_state_dict(optimizer_state)
     second.load_state_dict(amp_state)
-    assert losses == [step(second, model, optimizer, seed=i) for i in range(3, 6)]
+    assert losses == train(second, model, optimizer, 3, first=3, loss=cross_entropy)
     for a, b in zip(weights, second.master_params(optimizer), strict=True):
         assert torch.equal(a, b)
     second.reset()
@@ -488,9 +446,9 @@ def test_a_checkpoint_resumes_bit_for_bit(level):
 def test_a_checkpoint_of_a_run_that_kept_other_modules_is_refused():
     sessions, runs = [AmpSession(), AmpSession()], []
     for session, keep in zip(sessions, ("head", None), strict=True):
-        model = Net()
+        model = Network()
         optimizer = initialize(session, model, "O2", keep_fp32=keep)
-        step(session, model, optimizer)
+        train(session, model, optimizer, 1, loss=cross_entropy)
         runs.append((model, optimizer, session.state_dict(masters=True)))
     hint = "Pass amp.initialize the same keep_fp32 as in"
     with pytest.raises(AmpValueError, match=f"that parameter has none here.*{hint}"):
@@ -502,9 +460,9 @@ def test_a_checkpoint_of_a_run_that_kept_other_modules_is_refused():
 
 
 def test_the_state_dict_and_the_master_model_are_fp32_without_casts(session):
-    model = Net()
+    model = Network()
     optimizer = initialize(session, model, "O2", keep_fp32=KEEP)
-    step(session, model, optimizer)
+    train(session, model, optimizer, 1, loss=cross_entropy)
     assert {v.dtype for v in model.state_dict().values()} == {FLOAT}
     assert model.state_dict()["head.0.weight"].data_ptr() == model.head[0].weight.data_ptr()
     twin = session.master_model(model)
@@ -512,7 +470,7 @@ def test_the_state_dict_and_the_master_model_are_fp32_without_casts(session):
     twin(batch()[0])
     assert seen.types == (FLOAT, FLOAT)
     # A run that keeps other modules takes the weights.
-    other = Net(seed=1)
+    other = Network(seed=1)
     other.load_state_dict(model.state_dict())
     assert torch.equal(other.head[0].weight, model.head[0].weight)
 
@@ -550,7 +508,7 @@ class Op(nn.Module):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("level", LEVELS)
+@every_level
 def test_every_form_of_a_call_computes_in_fp32(session, level, form):
     model = Op(FORMS[form])
     session.initialize(model, opt_level=level, verbosity=0, ops_fp32={"softmax"})
@@ -560,7 +518,7 @@ def test_every_form_of_a_call_computes_in_fp32(session, level, form):
     assert torch.equal(model.got, exact.to(model.got.dtype))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@every_level
 @pytest.mark.parametrize(
     ("op", "call"),
     [
@@ -586,14 +544,13 @@ def test_functions_that_levels_run_in_16_bits_run_in_fp32(session, level, op, ca
     assert torch.equal(model.got, (inner * 2.0**-16).to(model.got.dtype))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@every_level
 def test_gradients_flow_through_and_checkpointing_agrees(session, level):
     grads = []
     for recompute in (False, True):
-        model = Net(recompute=recompute)
+        model = Network(recompute=recompute)
         optimizer = initialize(session, model, level, ops_fp32="softmax", keep_fp32="norm")
-        x, y = batch()
-        backward(session, F.cross_entropy(model(x), y), optimizer)
+        backward(session, cross_entropy(model), optimizer)
         grads.append([p.grad.clone() for p in session.master_params(optimizer)])
         session.reset()
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
@@ -664,7 +621,7 @@ two.initialize(torch.nn.Linear(1, 1), opt_level="O1", verbosity=0, ops_fp32=["bi
 
 def test_nothing_is_replaced_when_nothing_is_asked_for(session):
     before = dict(vars(torch)), dict(vars(torch.Tensor))
-    model = Net()
+    model = Network()
     session.initialize(model, opt_level="O2", verbosity=0)
     assert (dict(vars(torch)), dict(vars(torch.Tensor))) == before
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules() if m is not model)
@@ -691,7 +648,7 @@ def test_compiled_models_compute_the_same(session, level, when):
     x, y = batch()
     results = []
     for compiled in (False, True):
-        model = Net()
+        model = Network()
         called = compile_model(model) if compiled and when == "before" else model
         session.initialize(called, opt_level=level, verbosity=0, keep_fp32=KEEP, ops_fp32={"softmax"})
         called = compile_model(model) if compiled and when == "after" else called
@@ -709,7 +666,7 @@ def test_compiled_models_compute_the_same(session, level, when):
 # --- errors and what is printed ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@every_level
 @pytest.mark.parametrize(
     ("kwargs", "error", "match"),
     [
@@ -723,9 +680,9 @@ def test_compiled_models_compute_the_same(session, level, when):
         (
             {"keep_fp32": nn.BatchNorm1d},
             AmpValueError,
-            r"is a BatchNorm1d. Their classes include Net, Linear, LayerNorm, Seq",
+            r"is a BatchNorm1d. Their classes include Network, Linear, LayerNorm, Seq",
         ),
-        ({"keep_fp32": [nn.Conv2d]}, AmpValueError, r"is a Conv2d. Their classes include Net, Linear"),
+        ({"keep_fp32": [nn.Conv2d]}, AmpValueError, r"is a Conv2d. Their classes include Network, Linear"),
         ({"keep_fp32": nn.Linear(1, 1)}, AmpValueError, r"the Linear you passed is not a module of the models"),
         ({"keep_fp32": True}, AmpTypeError, r"keep_fp32 is True, expected a pattern of module names, a module class"),
         ({"keep_fp32": ["head", 3]}, AmpTypeError, r"keep_fp32 has 3 in it"),
@@ -749,7 +706,7 @@ def test_compiled_models_compute_the_same(session, level, when):
     ],
 )
 def test_errors_are_the_same_at_every_level(session, level, kwargs, error, match):
-    model = Net()
+    model = Network()
     with pytest.raises(error, match=match):
         session.initialize(model, opt_level=level, verbosity=0, **kwargs)
     assert session.policy is None
@@ -757,7 +714,7 @@ def test_errors_are_the_same_at_every_level(session, level, kwargs, error, match
 
 
 def test_what_is_printed_and_kept_in_the_policy(session, capsys):
-    model = Net()
+    model = Network()
     session.initialize(model, opt_level="O2", keep_fp32=["head.*", nn.LayerNorm, model.body], ops_fp32=[torch.bmm])
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2:] == [

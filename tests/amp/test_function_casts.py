@@ -1,17 +1,16 @@
 import collections
 import dataclasses
 import functools
-import math
 import pickle
 import types
 
 import pytest
 import torch
 import torch.nn.functional as F
+from kit import start, train
 from torch import nn
 
 from ampctx import AmpTypeError, AmpValueError
-from ampctx.amp import AmpSession
 from ampctx.casts.autocast import Autocast
 from ampctx.casts.functions import FunctionCasts, Shared
 
@@ -134,16 +133,12 @@ def test_torch_autocast_is_off_inside_float_functions_alone(casts, kind):
         undo()
 
 
-def test_a_half_method_may_use_its_own_fp32_weights():
+def test_a_half_method_may_use_its_own_fp32_weights(session):
     class Custom(torch.nn.Linear):
-        forward = FunctionCasts(lambda: HALF).decorate("half", torch.nn.Linear.forward)
+        forward = session.half_function(torch.nn.Linear.forward)
 
-    autocast = Autocast([], HALF)
-    undo = autocast.enable()
-    try:
-        assert Custom(2, 3)(torch.ones(1, 2)).dtype == HALF
-    finally:
-        undo()
+    session.initialize(Custom(2, 3), opt_level="O1", verbosity=0)
+    assert Custom(2, 3)(torch.ones(1, 2)).dtype == HALF
 
 
 # --- what can be decorated --------------------------------------------------------------------------------------------
@@ -175,6 +170,9 @@ def test_functions_keep_their_name_and_can_be_pickled():
     assert decorated_at_import.__doc__ == "Has a docstring."
     assert pickle.loads(pickle.dumps(decorated_at_import)) is decorated_at_import
     assert decorated_at_import(t()) == HALF
+    decorated_at_import.note = "kept"
+    assert at_import(decorated_at_import).note == "kept"
+    assert "_parameters" not in vars(at_import(nn.ReLU()))  # the state of an object does not come along
 
 
 @pytest.mark.parametrize(
@@ -200,13 +198,6 @@ def test_callables_of_every_sort(casts, switch, fn, arguments):
     assert out.dtype == HALF
     out.float().sum().backward()
     assert x.grad.dtype == FLOAT
-
-
-def test_attributes_of_a_function_come_along_and_the_state_of_an_object_does_not(casts):
-    fn = types.FunctionType(seen.__code__, {})
-    fn.note = "kept"
-    assert casts.decorate("half", fn).note == "kept"
-    assert "_parameters" not in vars(casts.decorate("half", nn.ReLU()))
 
 
 def test_methods_of_every_sort(casts, switch):
@@ -418,50 +409,19 @@ def test_one_may_let_go_while_another_installs():
     assert undone == ["a", "b"]
 
 
-def test_sigmoid_in_fp32_makes_bce_usable():
-    autocast = Autocast([], HALF)
-    casts = FunctionCasts(lambda: HALF if autocast.active else None)
-    casts.register("float", torch, "sigmoid")
-    undos = [casts.install(), autocast.enable()]
-    try:
-        net = nn.Sequential(nn.Linear(2, 1), nn.Sigmoid())
-        loss = F.binary_cross_entropy(net(torch.ones(3, 2)), torch.ones(3, 1))
-        assert loss.dtype == FLOAT
-        assert math.isfinite(loss.item())
-    finally:
-        for undo in reversed(undos):
-            undo()
+def test_sigmoid_in_fp32_makes_bce_usable(session):
+    session.register_float_function(torch, "sigmoid")
+    net = session.initialize(nn.Sequential(nn.Linear(2, 1), nn.Sigmoid()), opt_level="O1", verbosity=0)
+    loss = F.binary_cross_entropy(net(torch.ones(3, 2)), torch.ones(3, 1))
+    assert loss.dtype == FLOAT
+    assert loss.isfinite()
 
 
-def test_what_amp_computes_for_itself_is_not_cast():
+def test_what_amp_computes_for_itself_is_not_cast(session):
     """The loss scale and its inverse are fp32 whatever the user has registered."""
-    session = AmpSession()
     for name in ("div", "mul", "reciprocal"):
         session.register_half_function(torch, name)
-    weight = nn.Parameter(torch.ones(4))
-    optimizer = torch.optim.SGD([weight], lr=0.5)
-    _, optimizer = session.initialize(nn.ParameterList([weight]), optimizer, opt_level="O1", verbosity=0)
-    with session.scale_loss(weight.sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    session.reset()
-    assert torch.equal(weight.detach(), torch.full((4,), 0.5))
-
-
-def test_torch_compile(casts):
-    autocast = Autocast([], BF16)
-    casts = FunctionCasts(lambda: BF16 if autocast.active else None)
-
-    @lambda f: casts.decorate("float", f)
-    def log_partition(x):
-        return x.exp().sum(-1).log()
-
-    w = torch.eye(4)
-    undo = autocast.enable()
-    try:
-        compiled = torch.compile(lambda x: log_partition(x @ w), backend="aot_eager")
-        x = torch.ones(2, 4)
-        assert compiled(x).dtype == FLOAT
-        assert torch.equal(compiled(x), log_partition(x @ w))
-    finally:
-        undo()
+    model = nn.ParameterList([torch.ones(4)])
+    model, optimizer = start(session, "O1", functools.partial(torch.optim.SGD, lr=0.5), model)
+    train(session, model, optimizer, 1, loss=lambda model, _: model[0].sum())
+    assert torch.equal(model[0].detach(), torch.full((4,), 0.5))

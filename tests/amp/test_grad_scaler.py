@@ -256,31 +256,23 @@ class Recording(torch.optim.SGD):
         return "stepped"
 
 
-def test_optimizer_gets_scale_and_flag_for_the_length_of_the_step():
-    scaler, optimizer = ready(parameter([math.inf]), make=Recording)
-    assert scaler.step(optimizer) == "stepped"
-    grad_scale, found_inf = optimizer.seen
-    assert (grad_scale.item(), found_inf.item(), found_inf.dtype) == (8.0, 1.0, torch.float32)
-    assert not hasattr(optimizer, "grad_scale")
-    assert not hasattr(optimizer, "found_inf")
-
-
-def test_optimizer_gets_no_scale_after_unscale():
-    scaler, optimizer = ready(parameter([8.0]), make=Recording)
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    assert optimizer.seen[0] is None
-    assert optimizer.seen[1].item() == 0.0
-
-
-@pytest.mark.parametrize(("unscaled", "expected"), [(False, 32.0), (True, 4.0)])
-def test_scale_of_the_users_own_is_multiplied_in(unscaled, expected):
-    scaler, optimizer = ready(parameter([8.0]), make=Recording)
-    optimizer.grad_scale = torch.tensor(4.0)
+@pytest.mark.parametrize("grad", [8.0, math.inf])
+@pytest.mark.parametrize(
+    ("unscaled", "own", "expected"), [(False, None, 8.0), (True, None, None), (False, 4.0, 32.0), (True, 4.0, 4.0)]
+)
+def test_optimizer_gets_scale_and_flag_for_the_length_of_the_step(unscaled, own, expected, grad):
+    """A scale that the program has set, too, is multiplied in."""
+    scaler, optimizer = ready(parameter([grad]), make=Recording)
+    if own is not None:
+        optimizer.grad_scale = torch.tensor(own)
     if unscaled:
         scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    assert optimizer.seen[0].item() == expected
+    assert scaler.step(optimizer) == "stepped"
+    grad_scale, found_inf = optimizer.seen
+    assert (grad_scale if expected is None else grad_scale.item()) == expected
+    assert (found_inf.item(), found_inf.dtype) == (grad == math.inf, torch.float32)
+    assert not hasattr(optimizer, "found_inf")
+    assert not hasattr(optimizer, "grad_scale")
 
 
 def test_a_failing_step_leaves_the_optimizer_ready_for_another():

@@ -84,14 +84,11 @@ def test_a_tracker_without_a_scale_is_an_error():
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
-        (lambda s: s.update(0.0), AmpValueError, "loss_scale is 0.0"),
         (lambda s: s.update("8"), AmpTypeError, "loss_scale must be a number"),
         (lambda s: s.set_growth_factor(1.0), AmpValueError, "The growth factor must be > 1.0"),
         (lambda s: s.set_backoff_factor(1.0), AmpValueError, "The backoff factor must be < 1.0"),
         (lambda s: s.set_growth_interval(0), AmpValueError, "growth_interval is 0"),
         (lambda s: GradScaler(0), AmpTypeError, "device must be a device type"),
-        (lambda s: GradScaler("cpu", growth_factor=0.5), AmpValueError, "The growth factor must be > 1.0"),
-        (lambda s: GradScaler("cpu", hysteresis=0), AmpValueError, "hysteresis is 0"),
     ],
 )
 def test_values_are_checked(call, kind, message):
@@ -214,22 +211,6 @@ def test_copies_go_on_alike_and_apart(clone):
     went = steps(second, [0, 0, 0, 1, 1, 1])
     assert first.state_dict() == STATE
     assert steps(first, [0, 0, 0, 1, 1, 1]) == went
-
-
-def test_a_pickle_of_an_earlier_version_loads():
-    first = configured()
-    went = steps(first, [0, 1, 1, 1])
-    saved = pickle.dumps(configured(), protocol=2)
-    for now, then in (
-        (b"ampctx.scaling.grad_scaler\nGradScaler\n", b"ampctx.amp.grad_scaler\nGradScaler\n"),
-        (b"ampctx.scaling.loss_scale\nLossScale\n", b"ampctx.amp.loss_scale\nLossScale\n"),
-        (b"ampctx.scaling.scaler_state\nfresh_", b"ampctx.amp.grad_scaler\n_fresh_"),
-    ):
-        assert saved.count(now) == 1
-        saved = saved.replace(now, then)
-    second = pickle.loads(saved)
-    assert type(second) is GradScaler
-    assert steps(second, [0, 1, 1, 1]) == went
 
 
 @pytest.mark.parametrize(

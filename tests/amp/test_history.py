@@ -10,27 +10,15 @@ import weakref
 import pytest
 import torch
 from host_reads import HostReads
-from kit import LEVELS, batch, mlp
+from kit import INF, LEVELS, OPTIMIZERS, batch, mlp, start
 from torch import nn
 
-from ampctx import AmpError, AmpSession, AmpTypeError, AmpValueError, GradScaler, amp, clip_grad_norm_, optimizers
+from ampctx import AmpError, AmpSession, AmpTypeError, AmpValueError, GradScaler, amp, clip_grad_norm_
 from ampctx.scaling.history import GATHERED_AT_ONCE, StepHistory
 from ampctx.scaling.outcome import StepOutcome
 
-OPTIMIZERS = {
-    "on-device": lambda p: optimizers.FusedSGD(p, lr=0.1),
-    "torch-fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-    "on-host": lambda p: torch.optim.SGD(p, lr=0.1),
-}
-every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-INF = float("inf")
-
-
-def started(session, level="O2", make=OPTIMIZERS["on-device"], **options):
-    model = mlp()
-    optimizer = make(model.parameters())
-    session.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
-    return model, optimizer
+KINDS = {"on-device": "FusedSGD", "torch-fused": "AdamW-fused", "on-host": "SGD-foreach"}
+every_optimizer = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 
 
 def iterate(session, model, optimizer, bad=False, loss_id=0, clip=True):
@@ -55,7 +43,7 @@ def same(a, b):
 @every_optimizer
 @pytest.mark.parametrize("level", LEVELS)
 def test_it_tells_of_each_step_what_its_outcome_told(session, level, make):
-    model, optimizer = started(session, level, make, loss_scale="dynamic")
+    model, optimizer = start(session, level, make, loss_scale="dynamic")
     outcomes = [iterate(session, model, optimizer, bad) for bad in (False, True, False, False, True)]
     history = session.history(optimizer)
     assert history.step == [0, 1, 2, 3, 4]
@@ -64,11 +52,8 @@ def test_it_tells_of_each_step_what_its_outcome_told(session, level, make):
     assert history.scale == {0: [65536.0, 65536.0, 32768.0, 32768.0, 32768.0]}
     assert same(history.grad_norm, [o.grad_norm for o in outcomes])
     assert [math.isfinite(norm) for norm in history.grad_norm] == [True, False, True, True, False]
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_static_scales(session, level):
-    model, optimizer = started(session, level, loss_scale=8.0)
+    session.reset()
+    model, optimizer = start(session, level, make, loss_scale=8.0)
     iterate(session, model, optimizer)
     history = session.history(optimizer)
     assert (history.scale, history.skipped) == ({0: [8.0]}, [False])
@@ -76,7 +61,7 @@ def test_static_scales(session, level):
 
 @every_optimizer
 def test_it_takes_no_read_per_step_and_one_for_all(session, make):
-    model, optimizer = started(session, "O2", make, loss_scale=1.0)  # which asks for no read either
+    model, optimizer = start(session, "O2", make, loss_scale=1.0)  # which asks for no read either
     iterate(session, model, optimizer)
     steps = GATHERED_AT_ONCE + 8
     with HostReads() as reads:
@@ -86,11 +71,21 @@ def test_it_takes_no_read_per_step_and_one_for_all(session, make):
     assert session.history(optimizer).step == list(range(steps + 1))
 
 
-def test_everything_in_it_is_a_plain_python_number(session):
-    model, optimizer = started(session)
-    iterate(session, model, optimizer)
-    history = session.history(optimizer)
-    assert json.loads(json.dumps(history._asdict()))["step"] == [0]
+def test_its_values_text_and_latest_few(session):
+    model, optimizer = start(session, make="SGD-foreach")
+    assert str(session.history()) == "no steps"
+    for bad in (False, True):
+        iterate(session, model, optimizer, bad)
+    assert str(session.history()) == "steps 0 to 1, 1 skipped; latest gradient norm inf, loss scale 65536"
+    for bad in (True, False):
+        iterate(session, model, optimizer, bad)
+    assert session.history(last=2).step == [2, 3]
+    assert session.history(optimizer, 2).skipped == [True, False]
+    assert session.history(last=0).step == []
+    assert session.history(last=100).step == [0, 1, 2, 3]
+    # Plain numbers of Python.
+    history = session.history()
+    assert json.loads(json.dumps(history._asdict()))["step"] == [0, 1, 2, 3]
     for values, kind in ((history.step, int), (history.skipped, bool), (history.grad_norm, float)):
         assert {type(v) for v in values} == {kind}
     assert {type(v) for v in history.scale[0]} == {float}
@@ -98,7 +93,7 @@ def test_everything_in_it_is_a_plain_python_number(session):
 
 
 def test_reading_it_changes_nothing(session):
-    model, optimizer = started(session)
+    model, optimizer = start(session)
     for bad in (False, True):
         iterate(session, model, optimizer, bad)
     first = session.history()
@@ -115,7 +110,7 @@ def test_reading_it_changes_nothing(session):
 @pytest.mark.parametrize("often", [False, True], ids=["read-at-the-end", "read-often"])
 @pytest.mark.parametrize("length", [0, 1, 5, 200])
 def test_it_keeps_the_latest_steps_alone(session, length, often):
-    _, optimizer = started(session, "O0", history=length)
+    _, optimizer = start(session, "O0", history=length)
     n = 3 * GATHERED_AT_ONCE + 3
     for i in range(n):
         optimizer.step()
@@ -139,18 +134,8 @@ def test_what_is_kept_is_bounded():
     assert history.lists().grad_norm == [1.0] * 100
 
 
-def test_the_latest_few(session):
-    model, optimizer = started(session)
-    for bad in (False, False, True, False):
-        iterate(session, model, optimizer, bad)
-    assert session.history(last=2).step == [2, 3]
-    assert session.history(optimizer, 2).skipped == [True, False]
-    assert session.history(last=0).step == []
-    assert session.history(last=100).step == [0, 1, 2, 3]
-
-
 def test_several_losses(session):
-    model, optimizer = started(session, num_losses=2)
+    model, optimizer = start(session, num_losses=2)
     iterate(session, model, optimizer, loss_id=0)
     iterate(session, model, optimizer, bad=True, loss_id=1)
     iterate(session, model, optimizer, loss_id=1)
@@ -162,7 +147,7 @@ def test_several_losses(session):
 
 
 def test_gradients_from_outside_of_blocks(session):
-    model, optimizer = started(session, "O2")
+    model, optimizer = start(session, "O2")
     model(batch()).float().sum().backward()
     next(model.parameters()).grad.view(-1)[0] = INF
     optimizer.step()
@@ -174,7 +159,7 @@ def test_gradients_from_outside_of_blocks(session):
 
 @pytest.mark.parametrize("name", ["on-device", "torch-fused"])
 def test_a_flag_that_somebody_else_has_set(session, name):
-    model, optimizer = started(session, "O1", OPTIMIZERS[name])
+    model, optimizer = start(session, "O1", KINDS[name])
     optimizer.found_inf = torch.tensor(1.0)
     outcome = iterate(session, model, optimizer, clip=False)
     del optimizer.found_inf
@@ -184,14 +169,17 @@ def test_a_flag_that_somebody_else_has_set(session, name):
 
 
 def test_norms_that_nobody_took_are_nan(session):
-    model, optimizer = started(session, "O1", OPTIMIZERS["on-host"])
+    model, optimizer = start(session, "O1", KINDS["on-host"])
     iterate(session, model, optimizer, clip=False)
     assert math.isnan(session.history().grad_norm[0])
 
 
 def test_each_optimizer_has_its_own(session):
     models = [mlp(0), mlp(1)]
-    both = [OPTIMIZERS["on-device"](models[0].parameters()), OPTIMIZERS["on-host"](models[1].parameters())]
+    both = [
+        OPTIMIZERS[KINDS["on-device"]](models[0].parameters()),
+        OPTIMIZERS[KINDS["on-host"]](models[1].parameters()),
+    ]
     session.initialize(models, both, opt_level="O2", num_losses=2, verbosity=0)
     iterate(session, models[0], both[0])
     for bad in (True, False):
@@ -203,7 +191,7 @@ def test_each_optimizer_has_its_own(session):
 
 
 def test_reset_ends_it_and_initialize_begins_anew(session):
-    model, optimizer = started(session)
+    model, optimizer = start(session)
     iterate(session, model, optimizer)
     session.reset()
     assert session.history() == ([], [], [], {0: []}, {0: []})
@@ -211,16 +199,6 @@ def test_reset_ends_it_and_initialize_begins_anew(session):
     assert session.history().step == []
     iterate(session, model, optimizer)
     assert session.history().step == [0]
-
-
-def test_its_text_is_a_summary(session):
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    assert str(session.history()) == "no steps"
-    for bad in (False, True):
-        iterate(session, model, optimizer, bad)
-    assert str(session.history()) == "steps 0 to 1, 1 skipped; latest gradient norm inf, loss scale 65536"
 
 
 @pytest.mark.parametrize("options", [{"enabled": False}, {"optimizers": None, "num_losses": 2}], ids=str)
@@ -234,7 +212,7 @@ def test_where_there_are_no_steps_there_are_empty_lists(session, options):
 
 
 def test_hooks_find_their_step_in_it(session):
-    model, optimizer = started(session)
+    model, optimizer = start(session)
     seen = []
     session.on_step(lambda opt, _: seen.append(session.history(opt, last=1).skipped))
     session.on_skip(lambda opt, _: seen.append(session.history(opt, last=1).skipped))
@@ -248,7 +226,7 @@ def test_a_step_that_raised_is_none(session):
         def step(self, closure=None):
             raise KeyError("no")
 
-    model, optimizer = started(session, "O1", lambda p: Failing(p, lr=0.1))
+    model, optimizer = start(session, "O1", lambda p: Failing(p, lr=0.1))
     with pytest.raises(KeyError, match="no"):
         iterate(session, model, optimizer)
     assert session.history().step == []
@@ -256,7 +234,7 @@ def test_a_step_that_raised_is_none(session):
 
 def test_it_keeps_no_optimizer_alive():
     session = AmpSession()
-    model, optimizer = started(session, "O2")
+    model, optimizer = start(session, "O2")
     iterate(session, model, optimizer)
     masters = [weakref.ref(master) for master in session.master_params(optimizer)]
     del model, optimizer
@@ -274,7 +252,7 @@ def test_wrong_arguments(session):
         session.initialize(model, verbosity=0, history="all")
     with pytest.raises(AmpValueError, match="history is -5"):
         GradScaler("cpu", history=-5)
-    model, _ = started(session)
+    model, _ = start(session)
     with pytest.raises(AmpValueError, match="last is -1, expected an int >= 0"):
         session.history(last=-1)
     with pytest.raises(AmpTypeError, match="last must be an int, got float"):
@@ -305,7 +283,7 @@ def scaled_step(scaler, model, optimizer, bad=False):
 @every_optimizer
 def test_of_a_grad_scaler(make):
     model = mlp()
-    optimizer, scaler = make(model.parameters()), GradScaler("cpu", init_scale=8.0)
+    optimizer, scaler = OPTIMIZERS[make](model.parameters()), GradScaler("cpu", init_scale=8.0)
     assert scaler.history() == ([], [], [], {0: []}, {0: []})
     norms = [scaled_step(scaler, model, optimizer, bad) for bad in (True, False, True, False)]
     history = scaler.history()
@@ -313,7 +291,7 @@ def test_of_a_grad_scaler(make):
     assert history.scale == {0: [8.0, 4.0, 4.0, 2.0]}
     assert same(history.grad_norm, norms)
     assert scaler.history(optimizer, last=1).step == [3]
-    other = make(mlp(1).parameters())
+    other = OPTIMIZERS[make](mlp(1).parameters())
     assert scaler.history(other).step == []
     scaler.scale(torch.ones((), requires_grad=True)).backward()
     scaler.step(other)
@@ -325,7 +303,7 @@ def test_of_a_grad_scaler(make):
 
 def test_of_a_grad_scaler_that_is_disabled_copied_or_bounded():
     model = mlp()
-    optimizer = OPTIMIZERS["on-host"](model.parameters())
+    optimizer = OPTIMIZERS[KINDS["on-host"]](model.parameters())
     disabled = GradScaler("cpu", enabled=False)
     optimizer.zero_grad()
     disabled.step(optimizer)

@@ -94,6 +94,16 @@ def test_a_dynamic_scale_starts_and_stays_within_its_bounds(session, low, high, 
     assert scale_of(session) == (low or 2.0 ** (math.log2(first) - 40))
 
 
+def test_a_scale_set_by_the_program_may_lie_beyond_the_bounds(session):
+    probe(session, "O1", max_loss_scale=8.0)
+    session.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**20, "unskipped": 7}})
+    assert session.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**20, "unskipped": 7}}
+    scaler, _ = ready(parameter([1.0]), scaler=GradScaler("cpu", init_scale=4.0, max_scale=8.0))
+    for value in (2.0**20, torch.tensor([32.0])):
+        scaler.update(value)
+        assert scaler.get_scale() == value
+
+
 def test_a_static_scale_ignores_the_bounds(session):
     probe(session, "O1", loss_scale=128, min_loss_scale=1024.0)
     assert scale_of(session) == 128.0

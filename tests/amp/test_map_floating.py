@@ -31,20 +31,8 @@ class NamedPlus(Point):
         return self.x
 
 
-class MyDict(dict):
-    pass
-
-
-class MyList(list):
-    pass
-
-
-class MyTuple(tuple):
-    __slots__ = ()
-
-
-class MySet(set):
-    pass
+MyDict, MyList, MySet = type("MyDict", (dict,), {}), type("MyList", (list,), {}), type("MySet", (set,), {})
+MyTuple = type("MyTuple", (tuple,), {"__slots__": ()})
 
 
 class ModelOutput(collections.OrderedDict):

@@ -129,18 +129,19 @@ def test_gradients_that_are_in_masters_are_said_once(session, said, level, name,
     assert f"{'Clip' if clips else 'Read'} those of amp.master_params(optimizer)" in message
 
 
+SEEN = {
+    "after the step": ("after_step", lambda model: grad_norm(model.parameters())),
+    "DP": ("before_step", lambda model: clip_grad_norm_(nn.DataParallel(model).parameters(), 1.0)),
+    "around": ("before_step", lambda model: clip_grad_norm_(nn.Sequential(model).parameters(), 1.0)),
+    "part": ("before_step", lambda model: clip_grad_norm_(model[0].parameters(), 1.0)),
+}
+
+
 @pytest.mark.parametrize("name", MAKE)
-def test_reading_them_after_the_step_is_said_too(session, said, name):
+@pytest.mark.parametrize(("when", "use"), SEEN.values(), ids=SEEN)
+def test_wrappers_and_parts_of_a_model_and_reads_after_the_step_are_seen(session, said, name, when, use):
     model, optimizer = begin(session, "O5", MAKE[name])
-    train(session, model, optimizer, after_step=lambda: grad_norm(model.parameters()))
-    assert len(said()) == 1
-
-
-@pytest.mark.parametrize("wrap", [nn.DataParallel, nn.Sequential, lambda m: m[0]], ids=["DP", "around", "part"])
-def test_wrappers_and_parts_of_a_model_are_seen(session, said, wrap):
-    model, optimizer = begin(session, "O5")
-    wrapped = wrap(model)
-    train(session, model, optimizer, before_step=lambda: clip_grad_norm_(wrapped.parameters(), 1.0))
+    train(session, model, optimizer, **{when: lambda: use(model)})
     assert len(said()) == 1
 
 

@@ -2,16 +2,16 @@
 can tell the difference."""
 
 import copy
+import functools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from host_reads import OpCalls
-from kit import LOW, assert_same, loss_of, mlp, snapshot
+from kit import LOW, assert_same, backward, loss_of, mlp, snapshot, start
 from torch import nn
 
 from ampctx import clip_grad_norm_, optimizers
-from ampctx.amp import AmpSession
 from ampctx.masters.lazy_grads import MasterParam, all_of
 
 levels = pytest.mark.parametrize("level", ["O2", "O5"])
@@ -23,20 +23,8 @@ class Eager(optimizers.FusedAdam):
     _step_supports_model_params = False
 
 
-def make(kind, model):
-    return kind(model.parameters(), lr=0.01, weight_decay=0.1)
-
-
-def start(session, level, kind=optimizers.FusedAdam, model=None, **kwargs):
-    model = model or mlp()
-    optimizer = make(kind, model)
-    session.initialize(model, optimizer, opt_level=level, **{"verbosity": 0, **kwargs})
-    return model, optimizer
-
-
-def backward(session, model, optimizer, seed=0, **kwargs):
-    with session.scale_loss(loss_of(model, seed), optimizer, **kwargs) as scaled:
-        scaled.backward()
+def begin(session, level, kind=optimizers.FusedAdam, **options):
+    return start(session, level, functools.partial(kind, lr=0.01, weight_decay=0.1), **options)
 
 
 def masters(session, optimizer):
@@ -51,8 +39,8 @@ def are_waiting(session, optimizer):
 
 @levels
 def test_a_step_reads_the_16_bit_gradients(session, level):
-    model, optimizer = start(session, level)
-    backward(session, model, optimizer)
+    model, optimizer = begin(session, level)
+    backward(session, loss_of(model), optimizer)
     assert are_waiting(session, optimizer)
     assert {g.dtype for g in all_of(masters(session, optimizer))[0].grads.values()} == {LOW[level]}
     with OpCalls() as calls:
@@ -66,70 +54,111 @@ def test_a_step_reads_the_16_bit_gradients(session, level):
         assert torch.equal(p, master.to(p.dtype))
 
 
-@levels
-def test_reading_one_gradient_makes_them_all(session, level):
-    model, optimizer = start(session, level)
-    backward(session, model, optimizer)
-    twin_session = AmpSession()
-    twin, other = start(twin_session, level, Eager)
-    backward(twin_session, twin, other)
-    assert are_waiting(session, optimizer)
-    grad = masters(session, optimizer)[1].grad
-    assert not are_waiting(session, optimizer)
-    assert grad is masters(session, optimizer)[1].grad
-    mine, eager = list(session.master_params(optimizer)), list(twin_session.master_params(other))
-    assert_same([p.grad for p in eager], [p.grad for p in mine])
-    optimizer.step()
-    other.step()
-    assert_same(snapshot(other, twin), snapshot(optimizer, model))
-    twin_session.reset()
-
-
-def run(session, level, kind, clip, steps=8):
-    model, optimizer = start(session, level, kind)
+def steps(session, model, optimizer, clip=None, n=8):
     norms = []
-    for seed in range(steps):
-        backward(session, model, optimizer, seed)
+    for seed in range(n):
+        backward(session, loss_of(model, seed), optimizer)
         if clip is not None:
             norms.append(clip(session.master_params(optimizer), 0.05))
         optimizer.step()
         optimizer.zero_grad()
-    result = snapshot(optimizer, model)
-    session.reset()
-    return result, norms
+    return norms
+
+
+def blocks(*options):
+    def accumulate(session, model, optimizer):
+        for _ in range(2):
+            for seed, given in enumerate(options):
+                backward(session, loss_of(model, seed), optimizer, **given)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return accumulate
+
+
+def read(session, model, optimizer):
+    backward(session, loss_of(model), optimizer)
+    if isinstance(optimizer, Eager):
+        return [p.grad.clone() for p in session.master_params(optimizer)]
+    assert are_waiting(session, optimizer)
+    grad = masters(session, optimizer)[1].grad
+    assert not are_waiting(session, optimizer)  # one makes them all
+    assert grad is masters(session, optimizer)[1].grad
+    return [p.grad.clone() for p in session.master_params(optimizer)]
+
+
+def plain_backward(session, model, optimizer):
+    backward(session, loss_of(model), optimizer)
+    loss_of(model, 1).backward()
+    return [p.grad.clone() for p in session.master_params(optimizer)]
+
+
+def backward_into_masters(session, model, optimizer):
+    """autograd writes a leaf's gradient without asking Python."""
+    backward(session, loss_of(model), optimizer)
+    sum((p**2).sum() for p in session.master_params(optimizer)).backward()
+    return [clip_grad_norm_(session.master_params(optimizer), 0.5)]
+
+
+def exception_in_a_later_block(session, model, optimizer):
+    backward(session, loss_of(model), optimizer)
+    model.eval()  # BatchNorm would count the forward
+    with pytest.raises(ZeroDivisionError), session.scale_loss(loss_of(model, 1), optimizer) as scaled:
+        scaled.backward()
+        raise ZeroDivisionError
+
+
+DELAYED = {"delay_unscale": True}
+SCENARIOS = {
+    "steps": steps,
+    "torch clips": functools.partial(steps, clip=nn.utils.clip_grad_norm_),
+    "two blocks": blocks({}, {}),
+    "delayed": blocks(DELAYED, {}),
+    "delayed after a block": blocks({}, DELAYED, {}),
+    "three blocks": blocks({}, {}, {}),
+    "read": read,
+    "plain backward": plain_backward,
+    "backward into masters": backward_into_masters,
+    "exception in a later block": exception_in_a_later_block,
+}
 
 
 @levels
-def test_without_clipping_the_weights_are_those_of_fp32_gradients(session, level):
-    """Unscaling by a power of two is exact, so the lazy run is the eager one, bit for bit."""
-    assert_same(run(session, level, Eager, None)[0], run(session, level, optimizers.FusedAdam, None)[0])
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("scale", [None, 128.0, "dynamic"])
+def test_nobody_can_tell_the_difference(session, level, name, scale):
+    """Unscaling by a power of two is exact: gradients, norms, weights and state have the bits of fp32 gradients."""
+    results = []
+    for kind in (Eager, optimizers.FusedAdam):
+        model, optimizer = begin(session, level, kind, loss_scale=scale)
+        found = SCENARIOS[name](session, model, optimizer) or []
+        optimizer.step()
+        results.append([*found, *snapshot(optimizer, model)])
+        session.reset()
+    assert_same(*results)
 
 
 @levels
 @pytest.mark.parametrize("theirs", [clip_grad_norm_, nn.utils.clip_grad_norm_], ids=["ampctx", "torch"])
 def test_clipping_agrees_with_fp32_gradients(session, level, theirs):
-    lazy, norms = run(session, level, optimizers.FusedAdam, clip_grad_norm_)
-    eager, expected = run(session, level, Eager, theirs)
+    results = []
+    for kind, clip in ((optimizers.FusedAdam, clip_grad_norm_), (Eager, theirs)):
+        model, optimizer = begin(session, level, kind)
+        results.append((steps(session, model, optimizer, clip), snapshot(optimizer, model)))
+        session.reset()
+    (norms, lazy), (expected, eager) = results
     torch.testing.assert_close(norms, expected, rtol=1e-5, atol=0)
     for mine, other in zip(lazy, eager, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-2 if mine.dtype in LOW.values() else 1e-4, atol=1e-5)
 
 
 @levels
-def test_torch_clipping_on_waiting_gradients(session, level):
-    lazy, norms = run(session, level, optimizers.FusedAdam, nn.utils.clip_grad_norm_)
-    eager, expected = run(session, level, Eager, nn.utils.clip_grad_norm_)
-    assert_same(eager, lazy)
-    assert_same(expected, norms)
-
-
-@levels
 def test_clipped_gradients_read_afterwards(session, level):
-    model, optimizer = start(session, level)
-    backward(session, model, optimizer)
+    model, optimizer = begin(session, level)
+    backward(session, loss_of(model), optimizer)
     whole = [p.grad.clone() for p in session.master_params(optimizer)]
     optimizer.zero_grad()
-    backward(session, model, optimizer)
+    backward(session, loss_of(model), optimizer)
     norm = clip_grad_norm_(session.master_params(optimizer), 0.05)
     assert are_waiting(session, optimizer)
     torch.testing.assert_close(norm, nn.utils.get_total_norm(whole))
@@ -138,8 +167,8 @@ def test_clipped_gradients_read_afterwards(session, level):
 
 
 def test_clipping_twice_and_with_a_tensor(session):
-    model, optimizer = start(session, "O2")
-    backward(session, model, optimizer)
+    model, optimizer = begin(session, "O2")
+    backward(session, loss_of(model), optimizer)
     first = clip_grad_norm_(session.master_params(optimizer), torch.tensor(0.05))
     second = clip_grad_norm_(session.master_params(optimizer), 0.025)
     assert first > 0.05
@@ -151,8 +180,8 @@ def test_clipping_twice_and_with_a_tensor(session):
 
 @pytest.mark.parametrize("norm_type", [1.0, "inf"])
 def test_other_norms_make_the_gradients(session, norm_type):
-    model, optimizer = start(session, "O2")
-    backward(session, model, optimizer)
+    model, optimizer = begin(session, "O2")
+    backward(session, loss_of(model), optimizer)
     params = list(session.master_params(optimizer))
     norm = clip_grad_norm_(params, 0.05, norm_type=norm_type)
     assert not are_waiting(session, optimizer)
@@ -161,8 +190,8 @@ def test_other_norms_make_the_gradients(session, norm_type):
 
 
 def test_clipping_a_part_makes_the_gradients(session):
-    model, optimizer = start(session, "O2")
-    backward(session, model, optimizer)
+    model, optimizer = begin(session, "O2")
+    backward(session, loss_of(model), optimizer)
     some, rest = (params := masters(session, optimizer))[:1], params[1:]
     clip_grad_norm_(some, 1e-3)
     assert not are_waiting(session, optimizer)
@@ -172,7 +201,7 @@ def test_clipping_a_part_makes_the_gradients(session):
 
 def test_clipping_several_optimizers_at_once(session):
     models = [mlp(0), mlp(1)]
-    opts = [make(optimizers.FusedAdam, m) for m in models]
+    opts = [optimizers.FusedAdam(m.parameters(), lr=0.01) for m in models]
     session.initialize(models, opts, opt_level="O2", verbosity=0)
     with session.scale_loss(loss_of(models[0]) + loss_of(models[1]), opts) as scaled:
         scaled.backward()
@@ -185,7 +214,7 @@ def test_clipping_several_optimizers_at_once(session):
 
 
 def test_error_if_nonfinite_changes_nothing(session):
-    model, optimizer = start(session, "O2")
+    model, optimizer = begin(session, "O2")
     with session.scale_loss(loss_of(model), optimizer) as scaled:
         scaled.backward()
         model[0].bias.grad[0] = float("nan")
@@ -194,66 +223,22 @@ def test_error_if_nonfinite_changes_nothing(session):
     assert are_waiting(session, optimizer)
 
 
-ACCUMULATE = {
-    "two-blocks": [{}, {}],
-    "delayed": [{"delay_unscale": True}, {}],
-    "delayed-after-a-block": [{}, {"delay_unscale": True}, {}],
-    "three-blocks": [{}, {}, {}],
-}
-
-
-@levels
-@pytest.mark.parametrize("blocks", ACCUMULATE.values(), ids=ACCUMULATE.keys())
-@pytest.mark.parametrize("scale", [128.0, "dynamic"])
-def test_accumulation(session, level, blocks, scale):
-    results = []
-    for kind in (Eager, optimizers.FusedAdam):
-        model, optimizer = start(session, level, kind, loss_scale=scale)
-        for _ in range(2):
-            for seed, kwargs in enumerate(blocks):
-                backward(session, model, optimizer, seed, **kwargs)
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(snapshot(optimizer, model))
-        session.reset()
-    assert_same(*results)
-
-
-@levels
-def test_a_plain_backward_adds_to_waiting_gradients(session, level):
-    results = []
-    for kind in (Eager, optimizers.FusedAdam):
-        model, optimizer = start(session, level, kind)
-        backward(session, model, optimizer)
-        loss_of(model, 1).backward()
-        results.append([p.grad.clone() for p in session.master_params(optimizer)])
-        session.reset()
-    assert_same(*results)
-
-
 @levels
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_drops_waiting_gradients(session, level, set_to_none):
-    model, optimizer = start(session, level)
-    backward(session, model, optimizer)
-    optimizer.zero_grad(set_to_none=set_to_none)
+    model, optimizer = begin(session, level)
+    backward(session, loss_of(model), optimizer)
+    with OpCalls() as calls:
+        optimizer.zero_grad(set_to_none=set_to_none)
+    assert not (set_to_none and calls.of)  # none is unscaled for it
     assert not are_waiting(session, optimizer)
     for p in session.master_params(optimizer):
         assert p.grad is None if set_to_none else not p.grad.any()
 
 
-@levels
-def test_zero_grad_makes_no_gradient_in_fp32(session, level):
-    model, optimizer = start(session, level)
-    backward(session, model, optimizer)
-    with OpCalls() as calls:
-        optimizer.zero_grad()
-    assert not calls.of
-
-
 def test_zero_grad_keeps_the_waiting_gradient_of_a_parameter_that_was_removed(session):
-    model, optimizer = start(session, "O2")
-    backward(session, model, optimizer)
+    model, optimizer = begin(session, "O2")
+    backward(session, loss_of(model), optimizer)
     first, second, *_ = masters(session, optimizer)
     optimizer.param_groups[0]["params"][:] = [p for p in optimizer.param_groups[0]["params"] if p is not first]
     type(optimizer).zero_grad(optimizer)
@@ -262,8 +247,8 @@ def test_zero_grad_keeps_the_waiting_gradient_of_a_parameter_that_was_removed(se
 
 
 def test_setting_one_gradient_keeps_the_others(session):
-    model, optimizer = start(session, "O2")
-    backward(session, model, optimizer)
+    model, optimizer = begin(session, "O2")
+    backward(session, loss_of(model), optimizer)
     first, second, *_ = masters(session, optimizer)
     first.grad = None
     assert first.grad is None
@@ -273,7 +258,7 @@ def test_setting_one_gradient_keeps_the_others(session):
 
 
 def test_only_masters_with_a_gradient_wait(session):
-    model, optimizer = start(session, "O2")
+    model, optimizer = begin(session, "O2")
     loss = model[3](torch.ones(2, 8, dtype=torch.float16)).float().sum() * 1e-3
     with session.scale_loss(loss, optimizer) as scaled:
         scaled.backward()
@@ -285,25 +270,9 @@ def test_only_masters_with_a_gradient_wait(session):
     assert moved[:6] == [False] * 4 + [True] * 2
 
 
-def test_an_exception_in_a_later_block_leaves_the_earlier_gradients(session):
-    model, optimizer = start(session, "O2")
-    backward(session, model, optimizer)
-    twin_session = AmpSession()
-    twin, other = start(twin_session, "O2", Eager)
-    backward(twin_session, twin, other)
-    with pytest.raises(ZeroDivisionError), session.scale_loss(loss_of(model, 1), optimizer) as scaled:
-        scaled.backward()
-        raise ZeroDivisionError
-    optimizer.step()
-    other.step()
-    assert_same(list(twin.parameters()), list(model.parameters()))
-    twin_session.reset()
-
-
 def test_sparse_gradients_do_not_wait(session):
     model = nn.Sequential(nn.EmbeddingBag(10, 4, mode="sum", sparse=True), nn.Linear(4, 2))
-    optimizer = make(optimizers.FusedAdam, model)
-    session.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    model, optimizer = begin(session, "O5", model=model)
     with session.scale_loss(model(torch.tensor([[1, 2], [2, 3]])).float().square().sum(), optimizer) as scaled:
         scaled.backward()
     assert not are_waiting(session, optimizer)
@@ -312,11 +281,11 @@ def test_sparse_gradients_do_not_wait(session):
 
 
 def test_reset_keeps_waiting_gradients(session):
-    model, optimizer = start(session, "O2")
-    backward(session, model, optimizer)
+    model, optimizer = begin(session, "O2")
+    backward(session, loss_of(model), optimizer)
     grads = [p.grad.clone() for p in masters(session, optimizer)]
     optimizer.zero_grad()
-    backward(session, model, optimizer)
+    backward(session, loss_of(model), optimizer)
     session.reset()
     kept = [p.grad for n, p in model.named_parameters() if not n.startswith("1.")]
     assert_same(grads, kept)
@@ -331,10 +300,10 @@ TAILS = {"all-16-bit": (False, 2), "with-fp32-batchnorm": (True, 2 + 4)}
 @levels
 @pytest.mark.parametrize(("keep_batchnorm", "expected"), TAILS.values(), ids=TAILS.keys())
 def test_no_host_reads_and_two_calls_for_16_bit_tensors(session, level, keep_batchnorm, expected):
-    model, optimizer = start(session, level, keep_batchnorm_fp32=keep_batchnorm, loss_scale="dynamic")
+    model, optimizer = begin(session, level, keep_batchnorm_fp32=keep_batchnorm, loss_scale="dynamic")
     for seed in range(3):
         with OpCalls() as calls:
-            backward(session, model, optimizer, seed)
+            backward(session, loss_of(model, seed), optimizer)
             clip_grad_norm_(session.master_params(optimizer), 0.05)
             optimizer.step()
             optimizer.zero_grad()
@@ -348,9 +317,7 @@ def test_grad_scale_divides_waiting_gradients_too(session, kind):
     """Set by hand, it comes on top of the scale of the blocks."""
     results = []
     for base in (kind, type("Eager", (kind,), {"_step_supports_model_params": False})):
-        model = mlp()
-        optimizer = base(model.parameters(), lr=0.01)
-        session.initialize(model, optimizer, opt_level="O2", loss_scale=1.0, verbosity=0)
+        model, optimizer = start(session, "O2", functools.partial(base, lr=0.01), loss_scale=1.0)
         for seed in range(3):
             (loss_of(model, seed) * 1024.0).backward()
             optimizer.grad_scale = torch.tensor(1024.0)
@@ -363,24 +330,9 @@ def test_grad_scale_divides_waiting_gradients_too(session, kind):
         torch.testing.assert_close(mine, eager, rtol=1e-5 if mine.dtype == torch.float32 else 1e-3, atol=1e-7)
 
 
-@levels
-def test_a_backward_into_the_masters_is_added(session, level):
-    """autograd writes a leaf's gradient without asking Python."""
-    results = []
-    for kind in (Eager, optimizers.FusedAdam):
-        model, optimizer = start(session, level, kind)
-        backward(session, model, optimizer)
-        sum((p**2).sum() for p in session.master_params(optimizer)).backward()
-        norm = clip_grad_norm_(session.master_params(optimizer), 0.5)
-        optimizer.step()
-        results.append([norm, *snapshot(optimizer, model)])
-        session.reset()
-    assert_same(*results)
-
-
 def test_gradients_that_are_views_do_not_wait(session):
     """Their memory is somebody else's, who may write to it before the step."""
-    model, optimizer = start(session, "O5")
+    model, optimizer = begin(session, "O5")
     gradient = torch.ones(40, dtype=torch.bfloat16)
     with session.scale_loss(loss_of(model), optimizer):
         torch.cat([model[0].weight.flatten(), model[0].bias]).backward(gradient)
@@ -394,8 +346,8 @@ def test_gradients_that_are_views_do_not_wait(session):
 
 def test_threads_may_read_gradients(session):
     for _ in range(20):
-        model, optimizer = start(session, "O2")
-        backward(session, model, optimizer)
+        model, optimizer = begin(session, "O2")
+        backward(session, loss_of(model), optimizer)
         params = masters(session, optimizer)
         with ThreadPoolExecutor(4) as pool:
             grads = list(pool.map(lambda p: p.grad, params * 4))
@@ -404,8 +356,8 @@ def test_threads_may_read_gradients(session):
 
 
 def test_a_copy_of_a_master_has_no_gradient(session):
-    model, optimizer = start(session, "O2")
-    backward(session, model, optimizer)
+    model, optimizer = begin(session, "O2")
+    backward(session, loss_of(model), optimizer)
     master = masters(session, optimizer)[0]
     twin = copy.deepcopy(master)
     assert twin.grad is None

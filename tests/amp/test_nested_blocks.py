@@ -4,12 +4,12 @@ import random
 
 import pytest
 import torch
+from kit import every_level
 from torch import nn
 
 from ampctx import optimizers
 from ampctx.amp import AmpSession
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 MAKE = {
     "plain": lambda params: torch.optim.SGD(params, lr=0.0),
     "ampctx": lambda params: optimizers.FusedSGD(params, lr=0.0),
@@ -41,35 +41,6 @@ class Sums:
     def gradient(self):
         (p,) = self.session.master_params(self.optimizer)
         return None if p.grad is None else p.grad.float().unique().tolist()
-
-
-@pytest.mark.parametrize("kind", MAKE)
-@pytest.mark.parametrize("level", LEVELS)
-def test_three_deep(level, kind):
-    sums = Sums(level, kind)
-    with sums.block(1.0) as one:
-        one.backward()
-        with sums.block(10.0) as two:
-            two.backward()
-            with sums.block(100.0) as three:
-                three.backward()
-    assert sums.gradient() == [111.0]
-    sums.session.reset()
-
-
-@pytest.mark.parametrize("kind", MAKE)
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_middle_one_of_three_raises(level, kind):
-    sums = Sums(level, kind)
-    with sums.block(1.0) as one:
-        one.backward()
-        with pytest.raises(Interrupted), sums.block(10.0) as two:
-            two.backward()
-            with sums.block(100.0) as three:
-                three.backward()
-            raise Interrupted
-    assert sums.gradient() == [101.0]
-    sums.session.reset()
 
 
 class Walk:
@@ -105,7 +76,7 @@ class Walk:
 
 
 @pytest.mark.parametrize("kind", MAKE)
-@pytest.mark.parametrize("level", LEVELS)
+@every_level
 def test_a_random_walk_comes_to_the_plain_sum(level, kind):
     for seed in range(8):
         rng = random.Random(seed)

@@ -104,21 +104,20 @@ def test_overrides(level, name, given, stored):
     assert p == dataclasses.replace(OPT_LEVELS[level], **{name: stored})
 
 
-def test_cast_model_type_false_casts_nothing():
-    p = resolve("O2", cast_model_type=False)
-    assert (p.casts_model, p.input_dtype, p.output_dtype) == (False, None, None)
-    assert p.master_weights
-
-
-def test_cast_model_outputs_decides_about_outputs():
-    assert resolve("O2", cast_model_outputs=HALF).output_dtype == HALF
-    assert resolve("O1", cast_model_outputs=FLOAT).output_dtype == FLOAT
-    assert resolve("O1", cast_model_outputs=FLOAT).input_dtype is None
-
-
-def test_o1_without_patches_casts_no_ops():
-    p = resolve("O1", patch_torch_functions=False)
-    assert p.autocast_dtype is None
+@pytest.mark.parametrize(
+    ("level", "options", "expected"),
+    [
+        ("O2", {"cast_model_type": False}, (None, None, None, True)),
+        ("O2", {"cast_model_outputs": HALF}, (HALF, HALF, None, True)),
+        ("O1", {"cast_model_outputs": FLOAT}, (None, FLOAT, HALF, None)),
+        ("O1", {"patch_torch_functions": False}, (None, None, None, None)),
+    ],
+    ids=str,
+)
+def test_what_options_make_of_casts(level, options, expected):
+    p = resolve(level, **options)
+    assert (p.input_dtype, p.output_dtype, p.autocast_dtype, p.master_weights) == expected
+    assert p.casts_model == (p.input_dtype is not None)
     assert p.loss_scale == "dynamic"
 
 

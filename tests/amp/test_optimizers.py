@@ -7,16 +7,32 @@ import warnings
 
 import pytest
 import torch
-from kit import INF, LEVELS, START, Probe, assert_same, backward, batch, grads, loss_of, mlp, probe, snapshot
+from kit import (
+    INF,
+    OPTIMIZERS,
+    START,
+    Probe,
+    assert_same,
+    backward,
+    batch,
+    every_level,
+    grads,
+    loss_of,
+    mlp,
+    probe,
+    snapshot,
+    start,
+)
 
 from ampctx import amp, clip_grad_norm_
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@every_level
+@pytest.mark.parametrize("fused", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("before_initialize", [True, False], ids=["scheduler-first", "initialize-first"])
-def test_lr_schedulers_see_no_warning_on_a_first_skipped_step(session, level, before_initialize):
+def test_lr_schedulers_see_no_warning_on_a_first_skipped_step(session, level, fused, before_initialize):
     model = Probe()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
 
     def schedule():
         return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
@@ -37,7 +53,7 @@ def test_lr_schedulers_see_no_warning_on_a_first_skipped_step(session, level, be
     assert optimizer.param_groups[0]["lr"] == 0.25
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@every_level
 @pytest.mark.parametrize("clip", [torch.nn.utils.clip_grad_norm_, clip_grad_norm_], ids=["torch", "ampctx"])
 def test_clipping_master_params(session, level, clip):
     model, optimizer = probe(session, level, loss_scale=1024.0)
@@ -48,7 +64,7 @@ def test_clipping_master_params(session, level, clip):
     torch.testing.assert_close(total, torch.tensor(1.0), rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@every_level
 def test_closures(session, level):
     model, optimizer = probe(session, level)
 
@@ -77,15 +93,7 @@ def test_an_overflow_inside_a_closure_skips_the_step(session):
     assert session.skipped_steps(optimizer) == 1
 
 
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
-    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
-    "adagrad-foreach": lambda p: torch.optim.Adagrad(p, lr=0.05, foreach=True),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["SGD-foreach", "Adam-foreach", "AdamW-fused", "Adagrad-foreach"])
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_scaling_by_powers_of_two_changes_no_bit(session, level, name):
     """With exact factors the loop must equal the same arithmetic written out by hand."""
@@ -93,8 +101,8 @@ def test_scaling_by_powers_of_two_changes_no_bit(session, level, name):
     session.initialize(model, opt_level=level, verbosity=0)
     by_hand = copy.deepcopy(model)
     masters = [p.detach().float().clone().requires_grad_() for p in by_hand.parameters()]
-    reference = OPTIMIZERS[name](masters)
-    optimizer = OPTIMIZERS[name](model.parameters())
+    reference = OPTIMIZERS[name](masters, weight_decay=1e-3)
+    optimizer = OPTIMIZERS[name](model.parameters(), weight_decay=1e-3)
     other = amp.AmpSession()
     other.allow_incoming_model_not_fp32 = True
     other.initialize(model, optimizer, opt_level="O2", cast_model_type=False, loss_scale=1024.0, verbosity=0)
@@ -119,9 +127,7 @@ def test_scaling_by_powers_of_two_changes_no_bit(session, level, name):
 
 
 def test_double_backward_through_the_scaled_loss(session):
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session.initialize(model, optimizer, opt_level="O0", loss_scale=64.0, verbosity=0)
+    model, optimizer = start(session, "O0", "SGD-foreach", loss_scale=64.0)
     x = batch().requires_grad_()
     with session.scale_loss(model(x).square().mean(), optimizer) as scaled:
         (gx,) = torch.autograd.grad(scaled, x, create_graph=True)

@@ -6,28 +6,32 @@ CPU, which test_update_scale and test_optimizer_steps compare with the kernels.
 
 import pytest
 import torch
-from kit import backward
+from kit import OPTIMIZERS, backward
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ampctx import clip_grad_norm_, optimizers
 from ampctx.amp import AmpSession, GradScaler
-from ampctx.kernels import definitions, step_checks
+from ampctx.kernels import definitions
 from ampctx.kernels import reference as _reference
 from ampctx.kernels.steps import NO_NUMBERS
 
 DEVICE = torch.device("meta")
 
-OPTIMIZERS = {
-    "FusedAdam": lambda params: optimizers.FusedAdam(params, lr=0.1, weight_decay=0.1),
-    "FusedAdam-amsgrad": lambda params: optimizers.FusedAdam(params, lr=torch.tensor(0.1), amsgrad=True),
-    "FusedSGD": lambda params: optimizers.FusedSGD(params, lr=0.1, momentum=0.9, nesterov=True),
-    "FusedAdagrad": lambda params: optimizers.FusedAdagrad(params, lr=0.1),
-    "FusedLAMB": lambda params: optimizers.FusedLAMB(params, lr=0.1),
-    "FusedNovoGrad": lambda params: optimizers.FusedNovoGrad(params, lr=0.1),
-    "LARC": lambda params: optimizers.LARC(optimizers.FusedSGD(params, lr=0.1, weight_decay=0.1)),
+KINDS = {
+    "FusedAdam": {"weight_decay": 0.1},
+    "FusedAdam-amsgrad": {"lr": torch.tensor(0.1), "amsgrad": True},
+    "FusedSGD": {"nesterov": True},
+    "FusedAdagrad": {},
+    "FusedLAMB": {},
+    "FusedNovoGrad": {},
+    "LARC": {"weight_decay": 0.1},
 }
+
+
+def made(kind, params):
+    return OPTIMIZERS[kind.partition("-")[0]](params, **{"lr": 0.1, **KINDS[kind]})
 
 
 class PlainTorch(TorchDispatchMode):
@@ -68,11 +72,11 @@ def loss_of(model):
 
 
 @pytest.mark.parametrize(
-    ("kind", "unscale"), [("FusedAdam", False), *((kind, True) for kind in OPTIMIZERS if kind != "FusedAdam-amsgrad")]
+    ("kind", "unscale"), [("FusedAdam", False), *((kind, True) for kind in KINDS if kind != "FusedAdam-amsgrad")]
 )
 def test_grad_scaler(plain_torch, kind, unscale):
     model = nn.Linear(3, 2, device=DEVICE)
-    optimizer = OPTIMIZERS[kind](model.parameters())
+    optimizer = made(kind, model.parameters())
     scaler = GradScaler("mps", hysteresis=2)
     for _ in range(2):
         scaler.scale(loss_of(model)).backward()
@@ -89,11 +93,11 @@ def test_grad_scaler(plain_torch, kind, unscale):
 @pytest.mark.parametrize(
     ("level", "kind"),
     [(level, "FusedAdam") for level in ("O0", "O1", "O2", "O3", "O4", "O5")]
-    + [("O2", kind) for kind in OPTIMIZERS if kind not in ("FusedAdam", "LARC")],
+    + [("O2", kind) for kind in KINDS if kind not in ("FusedAdam", "LARC")],
 )
 def test_amp(plain_torch, level, kind):
     model = nn.Linear(3, 2, device=DEVICE)
-    optimizer = OPTIMIZERS[kind](model.parameters())
+    optimizer = made(kind, model.parameters())
     session = AmpSession()
     # A dynamic scale is moved by the ops of test_grad_scaler, and word of skips is read on the host.
     session.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
@@ -135,7 +139,7 @@ def stepped(beta2):
     p, m, v, step = torch.randn(50, generator=generator), torch.zeros(50), torch.zeros(50), torch.zeros(())
     for _ in range(4):
         g = torch.randn(50, generator=generator)
-        step_checks.FALLBACKS["multi_tensor_adam"](
+        definitions.FALLBACKS["multi_tensor_adam"](
             [g], [p], [m], [v], [], [], [step], [], [], [], torch.zeros(()), torch.ones(()), torch.tensor(0.1),
             torch.zeros(()), NO_NUMBERS, 0.9, beta2, 1e-8, 0.1, True, True, False, 0, 0, -1.0, False,
         )  # fmt: skip

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kit import INF, LEVELS, START, Probe, assert_same, backward, loss_of, mlp, probe, scale_of, snapshot
+from kit import INF, LEVELS, START, assert_same, backward, loss_of, mlp, probe, probes, scale_of, snapshot
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
@@ -65,9 +65,7 @@ def test_two_overflows_before_a_step_skip_one_step_and_halve_twice(session, leve
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_only_the_optimizers_of_the_block_are_skipped(session, level):
-    models = [Probe() for _ in range(3)]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.125) for m in models]
-    session.initialize(models, optimizers, opt_level=level, num_losses=2, max_loss_scale=START, verbosity=0)
+    models, optimizers = probes(session, level, 3, num_losses=2)
     inf = sum(m.loss(float("inf")) for m in models[:2])
     backward(session, inf, optimizers[:2], loss_id=0)
     backward(session, models[2].loss(1.0), optimizers[2], loss_id=1)

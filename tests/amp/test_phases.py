@@ -1,44 +1,18 @@
 """The table of phases is what the code does: a random walk of a user's calls goes by it, whatever comes after what."""
 
-import ast
-import inspect
 import random
-import textwrap
 
 import pytest
 import torch
-from kit import Probe
+from kit import SAM, Probe
 
 from ampctx import AmpError, optimizers
 from ampctx.amp import AmpSession
-from ampctx.amp.binding import OptimizerBinding
-from ampctx.amp.phases import PERTURBED, READY, RELEASED, SKIPPED, STEPPING, TABLE, Blocks, Mark, Step
+from ampctx.amp.phases import PERTURBED, READY, SKIPPED, TABLE, Mark, StackChange
 from ampctx.masters.gradients import Phase
 
 STEPS_OF_A_WALK = 150
 WALKS = 7
-
-
-class SAM(torch.optim.SGD):
-    """The two steps of SAM over SGD."""
-
-    @torch.no_grad()
-    def first_step(self, zero_grad=False):
-        for p in self.param_groups[0]["params"]:
-            self.state[p]["before"] = p.clone()
-            if p.grad is not None:
-                p.add_(p.grad, alpha=0.5)
-        if zero_grad:
-            self.zero_grad()
-
-    @torch.no_grad()
-    def second_step(self, zero_grad=False):
-        for p in self.param_groups[0]["params"]:
-            if "before" in self.state[p]:
-                p.copy_(self.state[p].pop("before"))
-        self.step()
-        if zero_grad:
-            self.zero_grad()
 
 
 MAKE = {
@@ -115,9 +89,6 @@ class Walk:
     def save(self):
         self.saved = self.session.state_dict(masters=True)
 
-    def save_gradients(self):
-        self.saved = self.session.state_dict(grads=True)
-
     def load(self):
         self.session.load_state_dict(self.saved)
 
@@ -138,7 +109,7 @@ class Walk:
 
     def choose(self):
         events = ["enter"] * 6 + ["exit"] * 6 + ["exit raised", "exit interrupted", "step", "step", "zero_grad"]
-        events += ["master_params", "save", "save gradients"]
+        events += ["master_params", "save"]
         events += ["add_param_group"] if self.rng.random() < 0.1 else []
         events += ["load"] if hasattr(self, "saved") else []
         events += ["first_step", "second_step"] * 2 if hasattr(self.optimizer, "first_step") else []
@@ -175,19 +146,17 @@ class Walk:
 
     def follow(self, row, event):
         self.step = row.steps[self.step]
-        if row.blocks is Blocks.PUSH:
+        if row.blocks is StackChange.PUSH:
             self.depth += 1
-        elif row.blocks is Blocks.POP:
+        elif row.blocks is StackChange.POP:
             self.depth -= 1
             self.window &= self.depth > 0
-        elif row.blocks is Blocks.DELAY:
+        elif row.blocks is StackChange.DELAY:
             self.depth, self.window = 0, True
-        elif row.blocks is Blocks.UNDO:
+        elif row.blocks is StackChange.UNDO:
             self.depth -= 1
-        elif row.blocks is Blocks.CLEAR:
+        elif row.blocks is StackChange.CLEAR:
             self.window = False
-        if event == "load" and self.saved["optimizers"][0].get("gradients"):
-            self.window = self.saved["optimizers"][0]["gradients"]["window"] is not None
         if row.incomplete in (Mark.ENDS, Mark.BEGINS):
             self.incomplete = row.incomplete is Mark.BEGINS
 
@@ -229,27 +198,3 @@ def test_a_random_walk_goes_by_the_table(level, kind):
     steps = (READY, PERTURBED, SKIPPED) if kind == "sam" else (READY,)
     assert visited >= {(gradients, step, False) for gradients in Phase for step in steps}
     assert visited >= {(gradients, READY, True) for gradients in (Phase.IDLE, Phase.OPEN)}
-
-
-def test_the_table_names_every_phase():
-    for name, row in TABLE.items():
-        assert set(row.steps.values()) <= set(Step), name
-        assert row.steps.get(STEPPING, STEPPING) in (STEPPING, RELEASED), name
-    assert {row.blocks for row in TABLE.values()} == set(Blocks)
-    assert {row.incomplete for row in TABLE.values()} == set(Mark)
-
-
-def test_a_binding_reassigns_two_attributes():
-    """What else changes has an object of its own: flags, steps, gradients, masters."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(OptimizerBinding)))
-    assigned = {
-        node.attr
-        for method in ast.walk(tree)
-        if isinstance(method, ast.FunctionDef) and method.name != "__init__"
-        for node in ast.walk(method)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-    }
-    assert assigned == {"phase", "restore_unperturbed"}

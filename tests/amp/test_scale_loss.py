@@ -4,8 +4,7 @@ import logging
 
 import pytest
 import torch
-from ampctx_apex.checkpoints import to_grad_scaler_state
-from kit import INF, LEVELS, START, Probe, assert_same, backward, grads, probe, snapshot
+from kit import INF, LEVELS, START, Probe, assert_same, backward, grads, probe, snapshot, start
 from torch import nn
 
 from ampctx import AmpError, AmpIndexError, AmpTypeError, amp
@@ -175,9 +174,7 @@ def test_sparse_gradients(session, level):
 
 
 def test_a_static_scale_of_one_leaves_gradients_as_backward_left_them(session):
-    table = nn.Embedding(4, 2, sparse=True)
-    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
-    session.initialize(table, optimizer, opt_level="O0", verbosity=0)
+    table, optimizer = start(session, "O0", "SGD-plain", nn.Embedding(4, 2, sparse=True))
     with session.scale_loss(table(torch.tensor([1, 1])).sum(), optimizer) as scaled:
         scaled.backward()
         grad = table.weight.grad
@@ -186,9 +183,7 @@ def test_a_static_scale_of_one_leaves_gradients_as_backward_left_them(session):
 
 
 def test_sparse_duplicates_that_overflow_when_summed(session):
-    model = nn.Embedding(4, 2, sparse=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    session.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic", verbosity=0)
+    model, optimizer = start(session, "O2", "SGD-plain", nn.Embedding(4, 2, sparse=True), loss_scale="dynamic")
     before = snapshot(optimizer, model)
     with session.scale_loss(model(torch.tensor([1, 1])).sum() * 0.75, optimizer) as scaled:
         scaled.backward()  # 0.75 * 65536 fits fp16, its double does not
@@ -214,31 +209,38 @@ def test_channels_last_and_expanded_gradients(session, level):
 
 
 def test_errors_of_scale_loss(session):
-    with (
-        pytest.raises(AmpError, match="Invoked 'with amp.scale_loss'.*has not been initialized"),
-        session.scale_loss(torch.ones(()), []),
-    ):
-        pass
+    def enter(loss, *args, **options):
+        with session.scale_loss(loss, *args, **options):
+            pytest.fail("the block was entered")
+
+    with pytest.raises(AmpError, match="Invoked 'with amp.scale_loss'.*has not been initialized"):
+        enter(torch.ones(()), [])
     model, optimizer = probe(session, "O2", n_losses=2)
-    with (
-        pytest.raises(AmpIndexError, match="loss_id is 2, and num_losses=2"),
-        session.scale_loss(model.loss(1.0), optimizer, loss_id=2),
-    ):
-        pass
-    with (
-        pytest.raises(AmpTypeError, match="loss is torch.complex64"),
-        session.scale_loss(torch.ones(()) * 1j, optimizer),
-    ):
-        pytest.fail("the block was entered")
-    with pytest.raises(AmpTypeError, match="loss must be a tensor, got float"), session.scale_loss(1.0, optimizer):
-        pass
     stranger = torch.optim.SGD(Probe().parameters(), lr=0.1)
-    with (
-        pytest.raises(AmpError, match=r"optimizers\[1\] \(SGD\) did not go through amp.initialize"),
-        session.scale_loss(model.loss(1.0), (optimizer, stranger)),
+    for kind, message, args in (
+        (AmpIndexError, "loss_id is 2, and num_losses=2", (model.loss(1.0), optimizer, 2)),
+        (AmpTypeError, "loss is torch.complex64", (torch.ones(()) * 1j, optimizer)),
+        (AmpTypeError, "loss must be a tensor, got float", (1.0, optimizer)),
+        (
+            AmpError,
+            r"optimizers\[1\] \(SGD\) did not go through amp.initialize",
+            (model.loss(1.0), (optimizer, stranger)),
+        ),
+        *(
+            (
+                AmpTypeError,
+                "loss_id must be an int, got .*from 0 to num_losses - 1",
+                (model.loss(1.0), optimizer, loss_id),
+            )
+            for loss_id in ("0", None, 1.0, True, [0], torch.tensor(1))
+        ),
     ):
-        pass
+        with pytest.raises(kind, match=message):
+            enter(*args)
     backward(session, model.loss(1.0), optimizer)
+    for call in (optimizer.step, session.reset):
+        with pytest.raises(AmpError, match="inside a scale_loss block"), session.scale_loss(model.loss(1.0), optimizer):
+            call()
 
 
 def test_messages_go_to_the_logger_and_are_few(session, caplog):
@@ -263,28 +265,13 @@ def test_messages_go_to_the_logger_and_are_few(session, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("loss_id", ["0", None, 1.0, True, [0], torch.tensor(1)], ids=repr)
-def test_a_loss_id_that_is_no_number_of_a_loss(session, loss_id):
-    model, optimizer = probe(session, "O1", n_losses=2)
-    with (
-        pytest.raises(AmpTypeError, match="loss_id must be an int, got .*from 0 to num_losses - 1"),
-        session.scale_loss(model.loss(1.0), optimizer, loss_id=loss_id),
-    ):
-        pytest.fail("the block was entered")
-    if loss_id is not None:  # the only one there is
-        with pytest.raises(AmpTypeError, match="loss_id must be an int"):
-            to_grad_scaler_state(session.state_dict(), loss_id=loss_id)
-    backward(session, model.loss(1.0), optimizer, loss_id=1)
-    optimizer.step()
-
-
 def test_an_integer_of_numpy_is_a_loss_id(session):
     np = pytest.importorskip("numpy")
     model, optimizer = probe(session, "O1", n_losses=2)
     backward(session, model.loss(float("inf")), optimizer, loss_id=np.int64(1))
     optimizer.step()
     assert set(session.outcome(optimizer).overflowed) == {1}
-    assert to_grad_scaler_state(session.state_dict(), loss_id=np.int64(1))["scale"] == START / 2
+    assert session.state_dict()["loss_scaler1"]["loss_scale"] == START / 2
 
 
 @pytest.mark.parametrize("kind", ["one-tensor", "two-views"])

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from kit import backward
+from kit import assert_same, backward, mlp, start, train
 from torch import nn
 
 from ampctx.amp import AmpSession
@@ -26,24 +26,16 @@ AdamW = torch.optim.AdamW
 
 
 class Run:
-    """A small model under amp, and batches by their number."""
+    """A small model under amp."""
 
-    def __init__(self, make, master_weights, seed=0, session=None, **options):
-        torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
+    def __init__(self, make, master_weights, seed=0, **options):
+        self.model, self.session = mlp(seed, 16, 8, 4), AmpSession()
         self.former = [p.detach().clone() for p in self.model.parameters()]
-        self.optimizer = make(self.model.parameters())
-        self.session = session or AmpSession()
-        self.options = {"opt_level": "O5", "master_weights": master_weights, "verbosity": 0, **options}
-        given = self.session.initialize(self.model, self.optimizer, **self.options)
-        assert given[1] is self.optimizer
+        self.options = {"master_weights": master_weights, **options}
+        _, self.optimizer = start(self.session, "O5", make, self.model, **self.options)
 
-    def train(self, *numbers):
-        for i in range(*numbers):
-            x = torch.randn(16, 8, generator=torch.Generator().manual_seed(i))
-            backward(self.session, (self.model(x) - x[:, :4]).square().mean(), self.optimizer)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+    def train(self, first, end):
+        train(self.session, self.model, self.optimizer, end - first, first)
         return self
 
     def weights(self):
@@ -58,11 +50,6 @@ class Run:
             join(p.detach(), state[p]["remainder"]) if p.dtype == torch.bfloat16 else p.detach().clone()
             for p in self.model.parameters()
         ]
-
-
-def assert_equal(found, expected):
-    assert [t.dtype for t in found] == [t.dtype for t in expected]
-    assert all(map(torch.equal, found, expected))
 
 
 def adam(params, **options):
@@ -113,8 +100,8 @@ def test_steps_have_the_bits_of_fp32_masters(name):
     run = Run(split, "split", seed)
     assert not torch.equal(run.former[0].bfloat16().float(), run.former[0])
     for step, (weights, masters) in enumerate(expected):
-        assert_equal(run.weights(), weights)
-        assert_equal(run.masters(), masters)
+        assert_same(run.weights(), weights)
+        assert_same(run.masters(), masters)
         run.train(step, step + 1)
     assert [p.dtype for p in run.weights()] == [torch.bfloat16] * 2 + [torch.float32] * 2 + [torch.bfloat16] * 2
     assert ["remainder" in run.optimizer.state[p] for p in run.model.parameters()] == [1, 1, 0, 0, 1, 1]
@@ -124,8 +111,7 @@ def test_a_weight_half_way_between_two_numbers_rounds_away_and_stays_exact():
     half_way, session = 1 + 2**-8, AmpSession()
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, half_way)
-    optimizer = adam(model.parameters())
-    session.initialize(model, optimizer, opt_level="O5", master_weights="split", verbosity=0)
+    _, _optimizer = start(session, "O5", adam, model, master_weights="split")
     assert model.weight.item() == 1 + 2**-7
     assert session.master_state_dict(model)["weight"].item() == half_way
     session.reset()
@@ -163,7 +149,7 @@ def test_state_of_earlier_steps_stays_fp32(make):
 
     plain = adam if make is adam else lambda p: AdamW(p, lr=0.01)
     for found, expected in zip(trained("split", make), trained(None, plain), strict=True):
-        assert_equal(found, expected)
+        assert_same(found, expected)
 
 
 # --- reset and checkpoints --------------------------------------------------------------------------------------------
@@ -173,14 +159,14 @@ def test_state_of_earlier_steps_stays_fp32(make):
 def test_reset_gives_the_fp32_weights_back(make):
     run = Run(make, "split")
     run.session.reset()
-    assert_equal(run.weights(), run.former)
+    assert_same(run.weights(), run.former)
     assert not run.optimizer.state
     assert getattr(run.optimizer, "master_weights", False) is False
 
-    run.session.initialize(run.model, run.optimizer, **run.options)
-    expected = run.train(3).masters()
+    run.session.initialize(run.model, run.optimizer, opt_level="O5", verbosity=0, **run.options)
+    expected = run.train(0, 3).masters()
     run.session.reset()
-    assert_equal(run.weights(), expected)
+    assert_same(run.weights(), expected)
     assert not any("remainder" in state for state in run.optimizer.state.values())
 
 
@@ -196,35 +182,35 @@ def test_an_error_late_in_initialize_restores_all():
     optimizer, former = adam(model.parameters()), copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError, match="late"):
         session.initialize(model, optimizer, opt_level="O5", master_weights="split", verbosity=0)
-    assert_equal(list(model.state_dict().values()), list(former.values()))
+    assert_same(model.state_dict(), former)
     assert (optimizer.master_weights, dict(optimizer.state)) == (False, {})
 
 
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("make", [adam, split_adamw])
 def test_state_dicts_resume_to_the_bit(make, steps):
-    run = Run(make, "split").train(steps)
+    run = Run(make, "split").train(0, steps)
     saved = [copy.deepcopy(each.state_dict()) for each in (run.model, run.optimizer, run.session)]
     resumed = Run(make, "split", seed=1)
     for each, state in zip((resumed.model, resumed.optimizer, resumed.session), saved, strict=True):
         each.load_state_dict(state)
     for each in (run, resumed):
         each.train(steps, steps + 3)
-    assert_equal(resumed.weights(), run.weights())
-    assert_equal(resumed.masters(), run.masters())
+    assert_same(resumed.weights(), run.weights())
+    assert_same(resumed.masters(), run.masters())
 
 
 @pytest.mark.parametrize("ways", [(None, "split"), ("split", None), ("split", "split")], ids=str)
 def test_a_state_by_names_loads_into_the_other_layout(ways):
     there, here = (Run(adam, way, seed=i) for i, way in enumerate(ways))
-    there.train(3)
+    there.train(0, 3)
     here.session.set_state_dict(
         here.model, here.optimizer, copy.deepcopy(there.session.get_state_dict(there.model, there.optimizer))
     )
     for each in (there, here):
         each.train(3, 6)
-    assert_equal(here.masters(), there.masters())
-    assert_equal(here.weights(), there.weights())
+    assert_same(here.masters(), there.masters())
+    assert_same(here.weights(), there.weights())
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -252,7 +238,7 @@ def test_errors_change_nothing(name):
     options = {"opt_level": "O5", "master_weights": "split", "verbosity": 0, **options}
     with pytest.raises((TypeError, ValueError), match=match):
         AmpSession().initialize(model, optimizer, **options)
-    assert_equal(list(model.state_dict().values()), list(former.values()))
+    assert_same(model.state_dict(), former)
     assert vars(optimizer) == attributes
     assert not optimizer.state
 

@@ -32,17 +32,6 @@ def test_round_trip_of_values_that_are_not_the_defaults(session):
     assert session.state_dict() == saved
 
 
-def test_entries_go_by_number_not_by_position(session):
-    init(session, 2)
-    session.load_state_dict(
-        {
-            "loss_scaler1": {"loss_scale": 16.0, "unskipped": 1},
-            "loss_scaler0": {"loss_scale": 4.0, "unskipped": 2},
-        }
-    )
-    assert session.state_dict()["loss_scaler0"]["loss_scale"] == 4.0
-
-
 @pytest.mark.parametrize("n", [1, 3])
 def test_another_number_of_entries_is_a_warning(session, caplog, n):
     init(session, 2)
@@ -71,10 +60,21 @@ GOOD = {"loss_scale": 8.0, "unskipped": 0}
         ({"loss_scaler0": GOOD, "loss_scaler1": {**GOOD, "loss_scale": 0.0}}, AmpValueError, "loss_scaler1"),
         ({"loss_scaler0": GOOD, "loss_scaler1": {**GOOD, "loss_scale": float("nan")}}, AmpValueError, "loss_scaler1"),
         ({"loss_scaler0": GOOD, "loss_scaler1": {**GOOD, "unskipped": -1}}, AmpValueError, "loss_scaler1"),
+        *(
+            ({"loss_scaler0": GOOD, "loss_scaler1": {**GOOD, **entry}}, error, rf'\["loss_scaler1"\]: {message}')
+            for entry, error, message in (
+                ({"loss_scale": torch.ones(2)}, AmpTypeError, "loss_scale must be a number"),
+                ({"loss_scale": "4"}, AmpTypeError, "loss_scale must be a number"),
+                ({"loss_scale": torch.tensor(0.0)}, AmpValueError, "loss_scale is 0.0"),
+                ({"unskipped": 1.5}, AmpTypeError, "unskipped must be an int"),
+                ({"hysteresis": -1}, AmpValueError, "hysteresis is -1"),
+            )
+        ),
     ],
     ids=[
         *("not-a-mapping", "number-for-a-key", "superscript", "leading-zero", "foreign-key", "no-number"),
         *("missing-field", "not-a-dict", "zero-scale", "nan-scale", "negative-count"),
+        *("two-elements", "string", "collapsed", "fractional-count", "hysteresis"),
     ],
 )
 def test_a_bad_checkpoint_changes_nothing(session, state, error, message):

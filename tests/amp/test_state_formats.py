@@ -1,7 +1,6 @@
 """Loss scales saved by apex, by torch and by us, read by each other."""
 
 import logging
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from kit import backward, mlp
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError, AmpValueError
 from ampctx.amp import GradScaler
 from ampctx.scaling.formats import (
-    fp16_optimizer_entry,
     is_amp_state,
     is_grad_scaler_state,
     to_amp_state,
@@ -159,28 +157,6 @@ def test_more_than_nine_scales_go_by_number_in_any_order(session):
     assert session.state_dict() == saved
 
 
-@pytest.mark.parametrize(
-    ("entry", "error", "message"),
-    [
-        (
-            {"loss_scale": torch.ones(2), "unskipped": 0},
-            AmpTypeError,
-            r'\["loss_scaler1"\]: loss_scale must be a number',
-        ),
-        ({"loss_scale": 4.0, "unskipped": 1.5}, AmpTypeError, r'\["loss_scaler1"\]: unskipped must be an int'),
-        ({"loss_scale": "4", "unskipped": 0}, AmpTypeError, r'\["loss_scaler1"\]: loss_scale must be a number'),
-        ({"loss_scale": torch.tensor(0.0), "unskipped": 0}, AmpValueError, r'\["loss_scaler1"\]: loss_scale is 0.0'),
-        ({"loss_scale": 4.0, "unskipped": 0, "hysteresis": -1}, AmpValueError, r'"loss_scaler1"\]: hysteresis is -1'),
-    ],
-    ids=["two-elements", "fractional-count", "string", "collapsed", "hysteresis"],
-)
-def test_a_bad_entry_is_named_and_nothing_loaded(session, entry, error, message):
-    init(session, 2)
-    with pytest.raises(error, match=message):
-        session.load_state_dict({**APEX, "loss_scaler1": entry})
-    assert session.state_dict()["loss_scaler0"]["loss_scale"] == 65536.0
-
-
 # --- into a GradScaler ------------------------------------------------------------------------------------------------
 
 
@@ -250,13 +226,14 @@ def test_the_settings_that_are_written_are_those_of_amp(session):
     [
         (lambda: to_grad_scaler_state(TWO), AmpValueError, r"2 loss scales \(loss_scaler0, loss_scaler1\)"),
         (lambda: to_grad_scaler_state(TWO, 2), AmpKeyError, 'no "loss_scaler2", only: loss_scaler0, loss_scaler1'),
+        (lambda: to_grad_scaler_state(TWO, True), AmpTypeError, "loss_id must be an int"),
         (lambda: to_grad_scaler_state({}), AmpKeyError, 'no "loss_scaler0", only: none'),
         (lambda: to_grad_scaler_state(TORCH), AmpKeyError, 'Unexpected key.*"scale"'),
         (lambda: to_amp_state({}), AmpError, "saved from a disabled instance"),
         (lambda: to_amp_state(APEX), AmpKeyError, 'no "scale"'),
         (lambda: to_amp_state(TORCH, num_losses=0), AmpValueError, "num_losses is 0"),
     ],
-    ids=["several", "missing-id", "empty", "torchs", "disabled", "apexs", "no-losses"],
+    ids=["several", "missing-id", "flag-id", "empty", "torchs", "disabled", "apexs", "no-losses"],
 )
 def test_what_cannot_be_converted(convert, kind, message):
     with pytest.raises(kind, match=message):
@@ -270,55 +247,3 @@ def test_what_cannot_be_converted(convert, kind, message):
 )
 def test_formats_are_told_apart(state, amp, torch_):
     assert (is_amp_state(state), is_grad_scaler_state(state)) == (amp, torch_)
-
-
-# --- FP16_Optimizer ---------------------------------------------------------------------------------------------------
-
-
-def dynamic_scaler_of_2018(flags, window):
-    """What ``fp16_utils.DynamicLossScaler`` and ``contrib.optimizers.FP16_Optimizer`` count; and clean steps since."""
-    state = {"cur_scale": 2.0**16, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": window}
-    clean = 0
-    for flag in flags:
-        if flag:
-            state["cur_scale"], state["last_overflow_iter"], clean = state["cur_scale"] / 2, state["cur_iter"], 0
-        else:
-            clean += 1
-            if (state["cur_iter"] - state["last_overflow_iter"]) % window == 0:
-                state["cur_scale"], clean = state["cur_scale"] * 2, 0
-        state["cur_iter"] += 1
-    return state, clean
-
-
-@pytest.mark.parametrize("as_object", [True, False], ids=["fp16_utils", "contrib"])
-@pytest.mark.parametrize(
-    "flags",
-    [[], [0, 0], [0, 0, 0], [0, 0, 0, 0], [1], [0, 1, 0, 0], [0, 1, 0, 0, 0, 0, 0, 0]],
-    ids=["new", "two", "window", "past-window", "overflow", "since-overflow", "windows-since"],
-)
-def test_the_counter_of_dynamic_scalers_of_2018(flags, as_object):
-    values, clean = dynamic_scaler_of_2018(flags, window=3)
-    state = {"loss_scaler": SimpleNamespace(**values)} if as_object else values
-    assert fp16_optimizer_entry(state) == {"loss_scale": values["cur_scale"], "unskipped": clean}
-
-
-@pytest.mark.parametrize(
-    ("state", "entry"),
-    [
-        ({"loss_scaler": SimpleNamespace(_loss_scale=64.0, _unskipped=5, dynamic=True)}, (64.0, 5)),
-        ({"loss_scaler": SimpleNamespace(cur_scale=128.0)}, (128.0, 0)),
-        ({"dynamic_loss_scale": False, "cur_scale": 128.0, "cur_iter": 40}, (128.0, 0)),
-    ],
-    ids=["amps-scaler", "static-object", "static-numbers"],
-)
-def test_the_other_scalers_of_fp16_optimizer(state, entry):
-    assert fp16_optimizer_entry(state) == dict(zip(("loss_scale", "unskipped"), entry, strict=True))
-
-
-def test_a_state_without_a_scale_has_no_entry():
-    assert fp16_optimizer_entry({"optimizer_state_dict": {}}) is None
-
-
-def test_a_dynamic_scaler_without_its_counts_is_an_error():
-    with pytest.raises(AmpKeyError, match='no "last_overflow_iter"'):
-        fp16_optimizer_entry({"cur_scale": 4.0, "scale_window": 1000})

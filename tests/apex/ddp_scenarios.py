@@ -189,7 +189,7 @@ def flat_calls():
     tensors = [torch.full((2, 2), float(dist.get_rank())), torch.full((3,), dist.get_rank(), dtype=torch.bfloat16)]
     helpers.flat_dist_call(tensors, dist.broadcast, (dist.get_world_size() - 1,))
     summed = [torch.full((2,), 4.0 * dist.get_rank())]
-    helpers.apply_flat_dist_call(summed, dist.all_reduce)
+    helpers.flat_dist_call(summed, dist.all_reduce)
     return [t.unique().tolist() for t in tensors], summed[0].unique().tolist()
 
 

@@ -1,5 +1,6 @@
 """What all functions of amp_C have in common: arguments, errors, empty lists, no host reads; and names it lacks."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import amp_C
 import pytest
 import torch
 from ampctx_apex import installed as installed_apex
-from ampctx_apex.names import KERNELS, NAMES
+from ampctx_apex.names import NAMES
 from host_reads import HostReads
 from kernel_cases import assert_same, copies, flag, randn
 
@@ -24,62 +25,47 @@ def one(value, device="cpu"):
     return torch.tensor([value], device=device)
 
 
-def arguments(name, n, device="cpu", tensors=False):
-    """What comes after the lists of ``n`` tensors. Where the op takes them, ``tensors`` or numbers."""
+def functions(n=3, device="cpu", tensors=False):
+    """Name -> the number of lists, without and with the optional one, and what comes after the lists of ``n`` tensors:
+    ``tensors`` or numbers where the function takes them."""
 
     def number(value):
         return one(value, device) if tensors else value
 
-    each = torch.ones(n, device=device)
-    adam = (0.9, 0.99, 1e-8, number(3), 1, 1, 0.1)
-    lamb = (0.9, 0.99, 1e-6, number(3), 1, 0.1, 1, 1, number(2.0), number(1.0), False)
+    each, lr, half, step = torch.ones(n, device=device), number(0.1), number(0.5), number(3)
+    adam = (lr, 0.9, 0.99, 1e-8, step, 1, 1, 0.1)
+    lamb = (lr, 0.9, 0.99, 1e-6, step, 1, 0.1, 1, 1, number(2.0), number(1.0), False)
     return {
-        "multi_tensor_scale": (number(0.5),),
-        "multi_tensor_axpby": (number(2.0), number(-1.0), -1),
-        "multi_tensor_l2norm": (True,),
-        "multi_tensor_l2norm_mp": (True,),
-        "multi_tensor_l2norm_scale": (number(0.5), True),
-        "multi_tensor_unscale_l2norm": (number(0.5), True),
-        "multi_tensor_sgd": (0.1, 0.9, 0.0, number(0.1), False, True, False, number(0.5)),
-        "multi_tensor_adam": (number(0.1), *adam),
-        "multi_tensor_adam_capturable": (number(0.1), *adam, number(0.5)),
-        "multi_tensor_adam_capturable_master": (number(0.1), *adam, number(0.5)),
-        "multi_tensor_adagrad": (number(0.1), 1e-8, 0, 0.1),
-        "multi_tensor_novograd": (each, number(0.1), 0.9, 0.99, 1e-8, number(3), 1, 0.1, 1, 1, 2),
-        "multi_tensor_lamb": (number(0.1), *lamb),
-        "multi_tensor_lamb_mp": (number(0.1), *lamb, one(0.0, device), number(0.5)),
-        "multi_tensor_lamb_stage1_cuda": (each, number(3), 0.9, 0.99, 1e-6, number(2.0), 1.0),
-        "multi_tensor_lamb_stage2_cuda": (each, each + 1, number(0.1), 0.1, False),
-        "multi_tensor_lars": (each, each + 1, number(0.1), 0.01, 0.0, 0.1, 0.9, 0, False, True, False, 1, False),
-    }[name]
+        "multi_tensor_scale": ((2,), (half,)),
+        "multi_tensor_axpby": ((3,), (number(2.0), number(-1.0), -1)),
+        "multi_tensor_l2norm": ((1,), (True,)),
+        "multi_tensor_l2norm_mp": ((1,), (True,)),
+        "multi_tensor_l2norm_scale": ((2,), (half, True)),
+        "multi_tensor_unscale_l2norm": ((1,), (half, True)),
+        "multi_tensor_sgd": ((3, 4), (0.1, 0.9, 0.0, lr, False, True, False, half)),
+        "multi_tensor_adam": ((4,), adam),
+        "multi_tensor_adam_capturable": ((4,), (*adam, half)),
+        "multi_tensor_adam_capturable_master": ((5,), (*adam, half)),
+        "multi_tensor_adagrad": ((3,), (lr, 1e-8, 0, 0.1)),
+        "multi_tensor_novograd": ((3,), (each, lr, 0.9, 0.99, 1e-8, step, 1, 0.1, 1, 1, 2)),
+        "multi_tensor_lamb": ((4,), lamb),
+        "multi_tensor_lamb_mp": ((4, 5), (*lamb, one(0.0, device), half)),
+        "multi_tensor_lamb_stage1_cuda": ((5,), (each, step, 0.9, 0.99, 1e-6, number(2.0), 1.0)),
+        "multi_tensor_lamb_stage2_cuda": ((2,), (each, each + 1, lr, 0.1, False)),
+        "multi_tensor_lars": ((3, 4), (each, each + 1, lr, 0.01, 0.0, 0.1, 0.9, 0, False, True, False, 1, False)),
+    }
 
 
-# Number of lists, and with the optional one.
-DEPTHS = {
-    "multi_tensor_scale": (2,),
-    "multi_tensor_axpby": (3,),
-    "multi_tensor_l2norm": (1,),
-    "multi_tensor_l2norm_mp": (1,),
-    "multi_tensor_l2norm_scale": (2,),
-    "multi_tensor_unscale_l2norm": (1,),
-    "multi_tensor_sgd": (3, 4),
-    "multi_tensor_adam": (4,),
-    "multi_tensor_adam_capturable": (4,),
-    "multi_tensor_adam_capturable_master": (5,),
-    "multi_tensor_adagrad": (3,),
-    "multi_tensor_novograd": (3,),
-    "multi_tensor_lamb": (4,),
-    "multi_tensor_lamb_mp": (4, 5),
-    "multi_tensor_lamb_stage1_cuda": (5,),
-    "multi_tensor_lamb_stage2_cuda": (2,),
-    "multi_tensor_lars": (3, 4),
-}
+def arguments(name, n, **options):
+    return functions(n, **options)[name][1]
+
+
+DEPTHS = {name: depths for name, (depths, _) in functions().items()}
 NORMS = [name for name in DEPTHS if "norm" in name]
 every = pytest.mark.parametrize("name", DEPTHS)
 every_depth = pytest.mark.parametrize(
     ("name", "depth"), [(name, depth) for name, depths in DEPTHS.items() for depth in depths]
 )
-several = pytest.mark.parametrize("name", [name for name, depths in DEPTHS.items() if depths[0] > 1])
 
 
 def lists_of(depth, sizes=(5, 0, 33), device="cpu"):
@@ -93,21 +79,21 @@ def run(name, lists, buf=None, **options):
 
 
 def test_every_function_is_in_the_table_of_names():
-    listed = {name.removeprefix("amp_C.") for name in KERNELS if name.startswith("amp_C.")}
+    listed = {name.removeprefix("amp_C.") for name in NAMES if name.startswith("amp_C.")}
     assert set(amp_C.__all__) == listed == {*DEPTHS, "update_scale_hysteresis"}
-    assert KERNELS.items() <= NAMES.items()
+
+
+def assert_no_host_read(name, lists, tensors):
+    args, buf = arguments(name, len(lists[0]), tensors=tensors), flag()
+    with HostReads() as reads:
+        getattr(amp_C, name)(65536, buf, lists, *args)
+    assert reads.count == 0
 
 
 @every_depth
 def test_no_host_read(name, depth):
-    for sizes in ((5, 0, 33), ()):
-        for tensors in (False, True):
-            lists = lists_of(depth, sizes)
-            buf = flag()
-            args = arguments(name, len(sizes), tensors=tensors)
-            with HostReads() as reads:
-                getattr(amp_C, name)(65536, buf, lists, *args)
-            assert reads.count == 0
+    for sizes, tensors in itertools.product([(5, 0, 33), ()], [False, True]):
+        assert_no_host_read(name, lists_of(depth, sizes), tensors)
 
 
 @every_depth
@@ -116,10 +102,7 @@ def test_no_host_read_where_no_kernel_serves(name, depth):
     kinds = [torch.float16, torch.float32, torch.bfloat16]
     lists = [[t.to(k) for t, k in zip(ts, kinds, strict=True)] for ts in lists_of(depth, [(4, 4)] * 3)]
     lists[0][0] = lists[0][0].t()
-    args, buf = arguments(name, 3, tensors=True), flag()
-    with HostReads() as reads:
-        getattr(amp_C, name)(65536, buf, lists, *args)
-    assert reads.count == 0
+    assert_no_host_read(name, lists, tensors=True)
 
 
 @every_depth
@@ -133,23 +116,14 @@ def test_numbers_and_tensors_give_the_same(name, depth):
 
 
 @every_depth
-def test_empty_lists(name, depth):
+@pytest.mark.parametrize("sizes", [(), (0, 0)], ids=["no-tensors", "empty-tensors"])
+def test_nothing_to_do(name, depth, sizes):
     buf = flag()
-    result = run(name, [[] for _ in range(depth)], buf)
+    result = run(name, lists_of(depth, sizes), buf)
     assert (result is not None) == (name in NORMS)
     if name in NORMS:
         assert result[0].tolist() == [0.0]
-        assert result[1].shape == (0,)
-    assert buf.tolist() == [0]
-
-
-@every_depth
-def test_lists_of_empty_tensors(name, depth):
-    lists, buf = lists_of(depth, (0, 0)), flag()
-    result = run(name, lists, buf)
-    if name in NORMS:
-        assert result[0].tolist() == [0.0]
-        assert result[1].tolist() == [0.0, 0.0]
+        assert result[1].tolist() == [0.0] * len(sizes)
     assert buf.tolist() == [0]
 
 
@@ -218,30 +192,24 @@ def test_wrong_number_of_lists(name):
 @every
 def test_what_is_no_list_of_lists(name):
     depth = DEPTHS[name][0]
-    args = arguments(name, 2)
-    for wrong in (torch.ones(depth), [torch.ones(2)] * depth):
-        with pytest.raises(AmpTypeError, match=f"^{name}: tensor_lists must be .* got a tensor"):
-            getattr(amp_C, name)(65536, flag(), wrong, *args)
-    with pytest.raises(AmpTypeError, match=rf"^{name}: tensor_lists must be .* got \[NoneType"):
-        getattr(amp_C, name)(65536, flag(), [None] * depth, *args)
+    for wrong, kind in [
+        (torch.ones(depth), "a tensor"),
+        ([torch.ones(2)] * depth, "a tensor"),
+        ([None] * depth, r"\[N"),
+    ]:
+        with pytest.raises(AmpTypeError, match=f"^{name}: tensor_lists must be .* got {kind}"):
+            getattr(amp_C, name)(65536, flag(), wrong, *arguments(name, 2))
 
 
-@several
-def test_lists_of_different_length(name):
-    names = list_names(name)
+@pytest.mark.parametrize("name", [name for name, depths in DEPTHS.items() if depths[0] > 1])
+def test_lists_that_disagree(name):
     lists = lists_of(DEPTHS[name][0])
-    lists[-1].pop()
-    with pytest.raises(AmpValueError, match=f"^{name}: {names[len(lists) - 1]} has 2 tensors, {names[0]} has 3"):
-        run(name, lists)
-
-
-@several
-def test_different_numbers_of_elements(name):
-    names = list_names(name)
-    lists = lists_of(DEPTHS[name][0])
+    first, *_, last = list_names(name)[: len(lists)]
     lists[-1][2] = torch.ones(7)
-    last = names[len(lists) - 1]
-    with pytest.raises(AmpValueError, match=rf"^{name}: {last}\[2\] has 7 elements, {names[0]}\[2\] has 33"):
+    with pytest.raises(AmpValueError, match=rf"^{name}: {last}\[2\] has 7 elements, {first}\[2\] has 33"):
+        run(name, lists)
+    lists[-1].pop()
+    with pytest.raises(AmpValueError, match=f"^{name}: {last} has 2 tensors, {first} has 3"):
         run(name, lists)
 
 

@@ -10,9 +10,7 @@ import weakref
 import pytest
 import torch
 from amp_models import LOW, OPTIMIZERS, Probe, backward, probe, same, weights
-from ampctx_apex.names import AMP
 from apex import amp
-from apex.amp import _process_optimizer as functions
 
 import ampctx
 from ampctx import AmpError, AmpTypeError
@@ -203,8 +201,6 @@ def test_lists_with_master_weights(level):
     assert is_(stash.all_fp16_params, [model.weight, extra])
     assert is_(stash.all_fp32_from_fp16_params, masters)
     assert is_(stash.all_fp32_from_fp32_params, norm)
-    assert stash.all_fp16_grad_stash == [None, None]
-    assert stash.all_fp32_from_fp32_grad_stash == [None, None]
     assert not hasattr(stash, "all_fp32_params")
 
 
@@ -220,18 +216,7 @@ def test_lists_without_master_weights():
     stash = optimizer._amp_stash
     assert stash.all_fp16_params == [model.weight]
     assert [id(p) for p in stash.all_fp32_params] == [id(p) for p in model.norm.parameters()]
-    assert (stash.all_fp16_grad_stash, stash.all_fp32_grad_stash) == ([None], [None, None])
     assert not hasattr(stash, "all_fp32_from_fp16_params")
-
-
-def test_the_grad_stash_inside_a_block():
-    model, optimizer = probe()
-    backward(model, optimizer, 2.0)
-    with amp.scale_loss(model.loss(1.0), optimizer) as scaled:
-        stash = optimizer._amp_stash.all_fp32_from_fp32_grad_stash
-        assert [g.tolist() for g in stash] == [[2.0, 2.0]] * 2
-        scaled.backward()
-    assert optimizer._amp_stash.all_fp32_from_fp32_grad_stash == [None, None]
 
 
 def test_computed_lists_cannot_be_assigned_and_the_rest_can():
@@ -245,17 +230,6 @@ def test_computed_lists_cannot_be_assigned_and_the_rest_can():
     stash.lazy_init_called = True
     with pytest.raises(AttributeError, match="'AmpOptimizerState' object has no attribute 'nothing'"):
         stash.nothing  # noqa: B018
-
-
-def test_flag_and_kernels_of_the_stash():
-    _, optimizer = probe()
-    stash = optimizer._amp_stash
-    flag, out = stash.dummy_overflow_buf, torch.zeros(2)
-    assert (flag.dtype, flag.tolist()) == (torch.int32, [0])
-    ampctx.multi_tensor_applier(stash.multi_tensor_scale, flag, [[torch.ones(2)], [out]], 3.0)
-    assert out.tolist() == [3.0, 3.0]
-    norm, _ = ampctx.multi_tensor_applier(stash.multi_tensor_l2norm, flag, [[torch.full((4,), 2.0)]], False)
-    assert norm.item() == 4.0
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -383,20 +357,3 @@ def test_post_takes_a_loss_scaler():
     _, optimizer = probe()
     with pytest.raises(AmpTypeError, match="_post_amp_backward takes an apex.amp.scaler.LossScaler"):
         optimizer._post_amp_backward(128.0)
-
-
-SERVED = [n.rpartition(".")[2] for n, e in AMP.items() if "the method that amp adds" in e.note]
-
-
-@pytest.mark.parametrize("name", SERVED)
-def test_functions_of_the_module_call_the_methods(name):
-    _, optimizer = probe()
-    called = []
-    for method in STAMPS[1:]:
-        setattr(optimizer, method, lambda *args, m=method: called.append((m, args)))
-    getattr(functions, name)(optimizer, *(["scaler"] if "post" in name else []))
-    ((method, args),) = called
-    assert args == (("scaler",) if "post" in name else ())
-    assert (
-        method.strip("_").split("_")[0] == name.strip("_").split("_")[0] or method == "_lazy_init_maybe_master_weights"
-    )

@@ -8,7 +8,7 @@ import torch
 from amp_models import backward, probe
 from apex import amp
 from apex.amp import _amp_state
-from apex.amp.scaler import LossScaler, axpby_check_overflow_python, scale_check_overflow_python
+from apex.amp.scaler import LossScaler
 from host_reads import HostReads
 
 from ampctx import AmpTypeError, AmpValueError
@@ -29,7 +29,6 @@ def test_defaults():
     assert (scaler._unskipped, scaler._has_overflow) == (0, False)
     assert scaler._overflow_buf.dtype == torch.int32
     assert scaler._overflow_buf.tolist() == [0]
-    assert LossScaler.has_fused_kernel is True
 
 
 @pytest.mark.parametrize(
@@ -199,33 +198,6 @@ def test_unscale_with_stashed():
     assert scaler.update_scale() is False  # what was there is not looked at
     scaler.unscale_with_stashed([stashed], [model], [master])
     assert scaler.update_scale() is True
-
-
-@pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
-@pytest.mark.parametrize("method", ["unscale_python", "unscale_with_stashed_python"])
-def test_python_forms_stop_at_an_overflow(method, dynamic):
-    scaler = LossScaler("dynamic" if dynamic else 8.0)
-    model = [torch.ones(1), torch.full((1,), float("inf")), torch.ones(1)]
-    master, stash = [torch.zeros(1) for _ in model], [torch.ones(1) for _ in model]
-    if method == "unscale_python":
-        scaler.unscale_python(model, master, 8.0)
-        first = 0.125
-    else:
-        scaler.unscale_with_stashed_python(model, stash, master, 2.0, 3.0)
-        first = 5.0
-    assert scaler._has_overflow is dynamic
-    assert [m.item() for m in master] == ([first, 0.0, 0.0] if dynamic else [first, float("inf"), first])
-
-
-def test_check_overflow_functions():
-    good, bad, out = torch.full((2,), 2.0), torch.tensor([1.0, float("nan")]), torch.zeros(2)
-    assert scale_check_overflow_python(good, out, 4.0, check_overflow=True) is False
-    assert out.tolist() == [8.0, 8.0]
-    assert scale_check_overflow_python(bad, out, 4.0, check_overflow=True) is True
-    assert axpby_check_overflow_python(bad, good, out, 1.0, 1.0, check_overflow=True) is True
-    assert out.tolist() == [8.0, 8.0]
-    assert axpby_check_overflow_python(good, bad, out, 3.0, 0.5) is False
-    assert out[0].item() == 6.5
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------

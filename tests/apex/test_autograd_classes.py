@@ -4,12 +4,10 @@ import inspect
 
 import pytest
 import torch
-from apex import _autocast_utils, fused_dense
+from apex import _autocast_utils
 from apex.contrib.layer_norm.layer_norm import FastLayerNormFN
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
-from apex.mlp import MlpFunction
 from apex.normalization import fused_layer_norm as norms
-from torch.nn import functional as F
 
 F16, B16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 NORM = ["normalized_shape", "eps", "memory_efficient"]
@@ -23,15 +21,6 @@ CLASSES = {
     norms.FusedRMSNormAffineFunction: ([*RMS, *NORM], [(5, 4), (4,)], (), ((4,), 0.1)),
     norms.FusedRMSNormAffineMixedDtypesFunction: ([*RMS, *NORM], [(5, 4), (4,)], (), ((4,), 0.1)),
     FastLayerNormFN: (["x", "gamma", "beta", "epsilon", "memory_efficient"], [(5, 4), (4,), (4,)], (), (0.1,)),
-    MlpFunction: (["bias", "activation"], [(5, 4), (3, 4), (2, 3), (3,), (2,)], (1, 2), ()),
-    fused_dense.FusedDenseFunc: (["input", "weight", "bias"], [(5, 4), (3, 4), (3,)], (), ()),
-    fused_dense.DenseNoBiasFunc: (["input", "weight"], [(5, 4), (3, 4)], (), ()),
-    fused_dense.FusedDenseGeluDenseFunc: (
-        ["input", "weight1", "bias1", "weight2", "bias2"],
-        [(5, 4), (3, 4), (3,), (2, 3), (2,)],
-        (),
-        (),
-    ),
     SoftmaxCrossEntropyLoss: (
         ["logits", "labels", "smoothing", "padding_idx", "half_to_float"],
         [(5, 4)],
@@ -73,7 +62,7 @@ def test_forward_has_apexs_arguments(kind):
     names = CLASSES[kind][0]
     specification = inspect.getfullargspec(kind.forward)
     assert specification.args == ["ctx", *names]
-    assert specification.varargs == ("args" if kind is MlpFunction else None)
+    assert specification.varargs is None
     assert len(inspect.getfullargspec(kind.backward).args) == 2
 
 
@@ -148,22 +137,12 @@ def test_gradients_have_the_type_of_their_tensors(kind, dtype, parameter_dtype):
 
 
 @pytest.mark.full(but=2)
-@pytest.mark.parametrize("kind", [norms.FusedLayerNormAffineFunction, FastLayerNormFN, MlpFunction])
+@pytest.mark.parametrize("kind", [norms.FusedLayerNormAffineFunction, FastLayerNormFN])
 def test_apply_compiles_as_one_graph(kind):
     _, _, first, last = CLASSES[kind]
     values = tensors(kind, F32)
     compiled = torch.compile(lambda *t: kind.apply(*first, *t, *last), backend="eager", fullgraph=True)
     assert torch.equal(compiled(*values), kind.apply(*first, *values, *last))
-
-
-def test_former_names_of_fused_dense():
-    x, weight, bias = torch.randn(5, 4), torch.randn(3, 4), torch.randn(3)
-    assert torch.equal(fused_dense.fused_dense_function(x, weight, bias), F.linear(x, weight, bias))
-    assert torch.equal(fused_dense.dense_no_bias_function(x, weight), F.linear(x, weight))
-    second = (torch.randn(2, 3), torch.randn(2))
-    hidden = F.gelu(F.linear(x, weight, bias), approximate="tanh")
-    out = fused_dense.fused_dense_gelu_dense_function(x, weight, bias, *second)
-    assert torch.equal(out, F.linear(hidden, *second))
 
 
 # --- apex._autocast_utils ---------------------------------------------------------------------------------------------
@@ -194,11 +173,3 @@ def test_casts_are_differentiable():
         (cast,) = _autocast_utils._cast_if_autocast_enabled(x)
     cast.sum().backward()
     assert x.grad.tolist() == [1.0, 1.0]
-
-
-def test_the_types_of_autocast():
-    assert F16 in _autocast_utils._get_autocast_dtypes()
-    device = (torch.accelerator.current_accelerator() or torch.device("cpu")).type
-    assert _autocast_utils._get_current_dtype() == _autocast_utils._get_current_dtype(F16) == F32
-    with torch.autocast(device, B16):
-        assert _autocast_utils._get_current_dtype() == B16

@@ -8,7 +8,6 @@ from apex import fp16_utils
 from apex.fp16_utils import (
     BN_convert_float,
     DynamicLossScaler,
-    FP16Model,
     LossScaler,
     clip_grad_norm,
     convert_module,
@@ -53,9 +52,8 @@ def test_all_names_of_the_specification_are_there():
     assert set(fp16_utils.__all__) == {
         *("BN_convert_float", "network_to_half", "prep_param_lists", "model_grads_to_master_grads"),
         *("master_params_to_model_params", "tofp16", "to_python_float", "clip_grad_norm", "convert_module"),
-        *("convert_network", "FP16Model", "FP16_Optimizer", "LossScaler", "DynamicLossScaler"),
+        *("convert_network", "FP16_Optimizer", "LossScaler", "DynamicLossScaler"),
     }
-    assert fp16_utils.fp16util.FP16Model is FP16Model
     assert fp16_utils.loss_scaler.LossScaler is LossScaler
     assert fp16_utils.fp16_optimizer.FP16_Optimizer is fp16_utils.FP16_Optimizer
 
@@ -109,17 +107,6 @@ def test_convert_module_leaves_children_alone():
     assert model.own.dtype == model.own.grad.dtype == model.table.dtype == torch.float16
     assert model.conv.weight.dtype == torch.float32
     assert model.count.dtype == torch.int64
-
-
-def test_fp16_model_runs_in_fp16_and_keeps_affine_batch_norm():
-    network = Model()
-    model = FP16Model(network)
-    assert model.network is network
-    for name, p in network.named_parameters():
-        assert p.dtype == (torch.float32 if name.startswith("bn.") else torch.float16), name
-    assert network.plain_bn.running_mean.dtype == torch.float16
-    out, table = model(torch.randn(2, 3, 5, 5))
-    assert out.dtype == table.dtype == torch.float16
 
 
 # --- masters by hand --------------------------------------------------------------------------------------------------

@@ -1,14 +1,11 @@
-"""apex.mlp and apex.fused_dense."""
+"""apex.mlp."""
 
 import copy
-import importlib
 
 import pytest
 import torch
-from apex.fused_dense import FusedDense, FusedDenseGeluDense, fused_dense
-from apex.mlp import MLP, MlpFunction, mlp, mlp_function
+from apex.mlp import MLP
 from torch import nn
-from torch.nn import functional as F
 
 from ampctx import AmpTypeError, amp
 
@@ -83,78 +80,9 @@ def test_mlp_activation_is_checked():
     assert issubclass(AmpTypeError, TypeError)
 
 
-def test_mlp_function():
-    x, weights, biases = torch.randn(2, 3), [torch.randn(4, 3), torch.randn(1, 4)], [torch.randn(4), torch.randn(1)]
-    expected = F.linear(F.relu(F.linear(x, weights[0], biases[0])), weights[1], biases[1]).relu()
-    assert torch.equal(mlp_function(1, 1, x, *weights, *biases), expected)
-    assert torch.equal(MlpFunction.apply(1, 1, x, *weights, *biases), expected)
-    assert torch.equal(mlp_function(0, 0, x, *weights), x @ weights[0].t() @ weights[1].t())
-    assert mlp.MLP is MLP
-
-
-# --- fused_dense ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_fused_dense(bias):
-    module, reference = FusedDense(3, 4, bias=bias), nn.Linear(3, 4, bias=bias)
-    reference.load_state_dict(module.state_dict())
-    assert list(module.state_dict()) == (["weight", "bias"] if bias else ["weight"])
-    same_results(module, reference, torch.randn(5, 3))
-    assert torch.equal(module.weight.grad, reference.weight.grad)
-
-
-def test_fused_dense_gelu_dense():
-    module = FusedDenseGeluDense(3, 8, 2)
-    assert {name: tuple(p.shape) for name, p in module.named_parameters()} == {
-        "weight1": (8, 3),
-        "bias1": (8,),
-        "weight2": (2, 8),
-        "bias2": (2,),
-    }
-    assert (module.in_features, module.intermediate_features, module.out_features) == (3, 8, 2)
-    reference = nn.Sequential(nn.Linear(3, 8), nn.GELU("tanh"), nn.Linear(8, 2))
-    reference.load_state_dict(dict(zip(reference.state_dict(), module.state_dict().values(), strict=True)))
-    same_results(module, reference, torch.randn(5, 3))
-    for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
-
-
-@pytest.mark.parametrize("module", [FusedDense(64, 64), FusedDenseGeluDense(64, 64, 64)], ids=["one", "two"])
-def test_parameters_have_initial_values(module):
-    for p in module.parameters():
-        assert 0.0 < p.abs().max() <= 1 / 8
-
-
-def test_two_layers_have_a_bias():
-    with pytest.raises(AssertionError, match="FusedDenseGeluDense has a bias always"):
-        FusedDenseGeluDense(3, 4, 2, bias=False)
-
-
-@pytest.mark.parametrize(
-    ("function", "kind", "shapes"),
-    [
-        ("_fused_dense", "FusedDenseFunc", [(4, 3), (4,)]),
-        ("_dense_no_bias", "DenseNoBiasFunc", [(4, 3)]),
-        ("_fused_dense_gelu_dense", "FusedDenseGeluDenseFunc", [(4, 3), (4,), (2, 4), (2,)]),
-    ],
-)
-def test_functions_and_their_autograd_classes(function, kind, shapes):
-    x, parameters = torch.randn(5, 3), [torch.randn(shape) for shape in shapes]
-    out = F.linear(x, *parameters[:2])
-    if len(parameters) == 4:
-        out = F.linear(F.gelu(out, approximate="tanh"), *parameters[2:])
-    for owner in (fused_dense, importlib.import_module("apex.fused_dense")):
-        assert torch.equal(getattr(owner, function)(x, *parameters), out)
-        assert torch.equal(getattr(owner, kind).apply(x, *parameters), out)
-
-
 @pytest.mark.parametrize(("level", "dtype"), [("O0", torch.float32), ("O1", torch.float16), ("O2", torch.float16)])
-@pytest.mark.parametrize(
-    "make", [lambda: MLP([4, 4]), lambda: FusedDense(4, 4), lambda: FusedDenseGeluDense(4, 8, 4)], ids=range(3)
-)
-def test_type_of_the_output(make, level, dtype):
-    model = nn.Sequential(make())
+def test_type_of_the_output(level, dtype):
+    model = nn.Sequential(MLP([4, 4]))
     seen = []
     model[0].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
     amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)

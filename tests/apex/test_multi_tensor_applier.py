@@ -1,13 +1,9 @@
 """apex.multi_tensor_apply: the names, and the calls that clients make through them."""
 
-import importlib
-
 import amp_C
-import apex.multi_tensor_apply
 import pytest
 import torch
-from ampctx_apex.names import KERNELS
-from apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier, multi_tensor_applier_l2norm
+from apex.multi_tensor_apply import MultiTensorApply, multi_tensor_applier
 from apex.multi_tensor_apply.multi_tensor_apply import MultiTensorApply as OfTheSubModule
 from kernel_cases import flag, randn
 
@@ -17,8 +13,7 @@ import ampctx
 def test_the_applier_is_that_of_ampctx():
     assert MultiTensorApply is OfTheSubModule is ampctx.MultiTensorApply
     assert multi_tensor_applier is ampctx.multi_tensor_applier
-    assert isinstance(multi_tensor_applier_l2norm, MultiTensorApply)
-    assert multi_tensor_applier.chunk_size == multi_tensor_applier_l2norm.chunk_size == 65536
+    assert multi_tensor_applier.chunk_size == 65536
 
 
 def test_class_attributes_of_apex():
@@ -43,16 +38,3 @@ def test_clip_by_global_norm_as_training_scripts_write_it(chunk):
     applier(amp_C.multi_tensor_scale, buf, [grads, grads], 1.0 / norm)
     torch.testing.assert_close(torch.cat([t.reshape(-1) for t in grads]), want)
     assert buf.item() == 0
-
-
-def test_every_name_is_in_the_table_and_its_target_exists():
-    ours = {n for n in KERNELS if n.startswith("apex.")}
-    package = {f"apex.multi_tensor_apply.{name}" for name in apex.multi_tensor_apply.__all__}
-    assert ours == {*package, "apex.multi_tensor_apply.multi_tensor_apply.MultiTensorApply"}
-    for name, entry in KERNELS.items():
-        module, _, attribute = name.rpartition(".")
-        assert callable(getattr(importlib.import_module(module), attribute)), name
-        if entry.target is not None:
-            module, _, attribute = entry.target.rpartition(".")
-            assert callable(getattr(importlib.import_module(module), attribute)), name
-        assert bool(entry.note) == (entry.status == "adapted"), name

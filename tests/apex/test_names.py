@@ -1,26 +1,24 @@
-"""The table of apex's names: true of the modules, of the targets, and of the page in docs."""
+"""The table of apex's names is true of the modules and of the targets."""
 
 import importlib
 import sys
 import types
+from pathlib import Path
 
 import pytest
+import torch
+from ampctx_apex import names
 from ampctx_apex.install import refused
-from ampctx_apex.migrate.targets import locate
 from ampctx_apex.names import NAMES, lookup, refusal
+from ampctx_apex.roots import MODULES
+from apex import amp
 
-# Names that exist on objects, or from amp.initialize on: the tests of those objects look at them.
-OF_OBJECTS = (
-    "optimizer.",
-    "apex.amp._amp_state.",
-    "apex.amp._process_optimizer.AmpOptimizerState.",
-    "apex.amp.handle.AmpHandle.",
-    "apex.amp.scaler.LossScaler.",
-    "apex.fp16_utils.",
-    "apex.contrib.optimizers.FP16_Optimizer.",
-    *(f"apex.optimizers.{name}." for name in ("FusedAdam", "FusedSGD", "FusedLAMB", "FusedMixedPrecisionLamb")),
-    *(f"apex.optimizers.{name}." for name in ("FusedNovoGrad", "FusedAdagrad")),
-)
+TABLE = names.tomllib.loads(Path(names.__file__).with_suffix(".toml").read_text())
+# Names on objects: the tests of those objects look at them.
+OF_OBJECTS = tuple(f"{row['of']}." for row in TABLE["served"] if "names" in row)
+# Modules whose import apex made fail, too, if it had no compiled extension for them.
+AT_IMPORT = [n for n, e in NAMES.items() if e.at_import]
+AT_CALL = [n for n, e in NAMES.items() if e.status == "refused" and not e.at_import]
 
 
 def resolved(name):
@@ -39,27 +37,64 @@ def resolved(name):
 
 
 @pytest.mark.parametrize("name", [n for n, e in NAMES.items() if e.is_served and not n.startswith(OF_OBJECTS)])
-def test_what_is_served_is_there(name):
-    resolved(name)
+def test_a_served_name_is_there_and_a_program_uses_it(name):
+    entry, found = NAMES[name], resolved(name)
+    assert entry.used_by
+    # So that code which is moved to the target means what it meant.
+    if entry.target is not None:
+        assert found is resolved(entry.target)
+        assert not isinstance(found, types.ModuleType)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [n for n, e in NAMES.items() if e.status == "refused" and not e.at_import and not n.startswith(OF_OBJECTS)],
-)
-def test_what_is_refused_can_be_imported_and_says_so_when_called(name):
-    assert lookup(name) is NAMES[name]
-    assert NAMES[name].note
-    found = resolved(name)
-    if callable(found):
-        with pytest.raises(NotImplementedError) as error:
-            found()
-        assert NAMES[name].note.split(".")[0] in str(error.value)
+def test_served_names_of_objects_are_there():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    unwrapped = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    amp.initialize(torch.nn.Linear(2, 2), unwrapped, opt_level="O1", verbosity=0)
+    amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    owners = {
+        "apex.amp._amp_state": amp._amp_state,
+        "apex.amp.scaler.LossScaler": amp._amp_state.loss_scalers[0],
+        "optimizer": optimizer,
+        "optimizer._amp_stash": optimizer._amp_stash,
+    }
+    for row in TABLE["served"]:
+        for name in row.get("names", "").split():
+            # This list is of optimizers without masters.
+            owner = unwrapped._amp_stash if name == "all_fp32_params" else owners[row["of"]]
+            assert hasattr(owner, name), name
 
 
-@pytest.mark.parametrize("name", [n for n, e in NAMES.items() if e.at_import])
-def test_what_is_refused_at_import_says_so(name):
-    assert NAMES[name].status == "refused"
+def test_every_module_has_a_row():
+    files = (path.relative_to(MODULES).with_suffix("") for path in Path(MODULES).rglob("*.py"))
+    modules = {".".join(part for part in file.parts if part != "__init__") for file in files}
+    private = {m for m in modules if m.rpartition(".")[2] in ("fused", "_stash")}
+    assert modules - private <= {n for n, e in NAMES.items() if e.is_served}
+
+
+@pytest.mark.parametrize("row", TABLE["served"], ids=lambda row: row["of"].split()[0])
+def test_what_a_row_says_of_names_is_of_names_that_exist(row):
+    told = [*row.get("same", {}).values(), *row.get("adapted", {}), *row.get("notes", {})]
+    there = {name.rpartition(".")[2] for name, _ in names._served(row)}
+    assert {name for several in told for name in several.split()} <= there
+
+
+@pytest.mark.parametrize("name", AT_CALL)
+def test_what_is_refused_can_be_imported_and_says_what_to_write_when_called(name):
+    assert NAMES[name].note.startswith("Use ")
+    try:
+        found = resolved(name)
+    except AttributeError as error:
+        pytest.fail(str(error))
+    # A module: what is below it is refused.
+    found = found if callable(found) else found.anything
+    with pytest.raises(NotImplementedError, match=" is not supported by ampctx. Use ") as error:
+        found()
+    assert NAMES[name].note in str(error.value)
+
+
+@pytest.mark.parametrize("name", AT_IMPORT)
+def test_what_is_refused_at_import_says_what_to_write(name):
     owner, _, last = name.rpartition(".")
     for statement in (f"import {name}", f"from {name} import anything", f"from {owner} import {last}"):
         with pytest.raises(ModuleNotFoundError, match=" is not supported by ampctx. Use ") as error:
@@ -74,34 +109,6 @@ def test_what_is_missing_is_not_there(name):
     assert NAMES[name].note.startswith("Use ")
     with pytest.raises(ImportError):
         resolved(name)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # by torch.distributed.optim
-@pytest.mark.parametrize("target", sorted({e.target for e in NAMES.values() if e.target}))
-def test_targets_are_there(target):
-    assert resolved(target) is not None
-
-
-# Functions of torch of the same meaning, which code is moved to where its arguments fit.
-OF_TORCH = ("torch.nn.functional.linear",)
-
-
-@pytest.mark.parametrize("name", sorted(n for n, e in NAMES.items() if e.target and e.is_served))
-def test_a_target_is_the_same_object(name):
-    """So that code which is moved to it means what it meant."""
-    target, found = NAMES[name].target, resolved(name)
-    if target not in OF_TORCH and not isinstance(found, types.ModuleType):
-        assert found == locate(target).value
-
-
-@pytest.mark.parametrize("module", ["", ".fused_adam", ".fused_sgd", ".fused_lamb"])
-def test_the_old_optimizers_have_no_target(module):
-    prefix = f"apex.contrib.optimizers{module}."
-    rows = {name: entry for name, entry in NAMES.items() if name.startswith(f"{prefix}Fused")}
-    assert rows
-    for name, entry in rows.items():
-        assert entry.target is None
-        assert f"ampctx.optimizers.{name.removeprefix(prefix)}" in entry.note
 
 
 def test_a_name_below_a_refused_module_is_refused():

@@ -5,7 +5,6 @@ import parallel_ranks
 import pytest
 import torch
 from apex.parallel import DistributedDataParallel, ReduceOp
-from apex.parallel import distributed as helpers
 from ddp_scenarios import DTYPES, HOOKS, LEVELS, TRAININGS
 from torch import nn
 
@@ -133,48 +132,6 @@ def test_options_that_exclude_each_other(options, message):
 def test_without_a_process_group():
     with pytest.raises(ValueError, match="process group has not been initialized"):
         DistributedDataParallel(nn.Linear(1, 1))
-
-
-# --- helpers ----------------------------------------------------------------------------------------------------------
-
-
-def test_flatten_and_unflatten():
-    tensors = [
-        torch.arange(6.0).view(2, 3),
-        torch.tensor(7.0),
-        torch.empty(0, 2),
-        torch.arange(8.0, 12.0).view(2, 2).t(),
-    ]
-    flat = helpers.flatten(tensors)
-    assert flat.tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 10, 9, 11]
-    for view, tensor in zip(helpers.unflatten(flat, tensors), tensors, strict=True):
-        assert torch.equal(view, tensor)
-        assert view.numel() == 0 or view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
-
-
-def test_split_half_float_double_loses_no_type():
-    dtypes = (torch.bfloat16, torch.float64, torch.float32, torch.float16, torch.bfloat16)
-    tensors = [torch.zeros(1, dtype=dtype) for dtype in dtypes]
-    assert [[t.dtype for t in bucket] for bucket in helpers.split_half_float_double(tensors)] == [
-        [torch.float16],
-        [torch.float32],
-        [torch.float64],
-        [torch.bfloat16, torch.bfloat16],
-    ]
-
-
-def test_split_by_type_keeps_the_order():
-    tensors = [torch.zeros(1, dtype=dtype) for dtype in (torch.float16, torch.float32, torch.float16)]
-    buckets = helpers.split_by_type(tensors)
-    assert list(buckets) == ["torch.HalfTensor", "torch.FloatTensor"]
-    assert [t is tensors[i] for t, i in zip(buckets["torch.HalfTensor"], (0, 2), strict=True)] == [True, True]
-
-
-def test_extract_tensors():
-    tensors = [torch.zeros(1), torch.zeros(2)]
-    found = []
-    helpers.extract_tensors([tensors[0], ["text", 3, (tensors[1],)], None], found)
-    assert [a is b for a, b in zip(found, tensors, strict=True)] == [True, True]
 
 
 def test_reduce_op_is_torchs():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import torch
 from networks import NETWORKS
 
 ROOT = Path(__file__).resolve().parents[2]
+FIGURES = measuring.figures
 
 
 @pytest.fixture(autouse=True)
@@ -31,77 +31,90 @@ def small_passes(monkeypatch):
 
 
 def run(script, tmp_path, *arguments):
-    """The report that a script writes."""
-    file = tmp_path / "report.json"
-    script.main([*map(str, arguments), "--json", str(file)])
+    """The figures that a script writes, without the name of its report."""
+    file = tmp_path / "figures.csv"
+    file.unlink(missing_ok=True)
+    script.main([*map(str, arguments), "--csv", str(file)])
     assert str(tmp_path) not in file.read_text()
-    report = json.loads(file.read_text())
-    for key in ("command", "machine", "versions", "extension", "commit", "rounds", "device"):
-        assert key in report
-    return report
+    found = measuring.read(file)
+    assert len({row.figure.split("/")[0] for row in found.values()}) == 1
+    assert {row.command.split()[1] for row in found.values()} == {f"benchmarks/{Path(script.__file__).name}"}
+    figures = {figure.partition("/")[2]: float(row.value) for figure, row in found.items()}
+    for figure, value in figures.items():
+        if figure.endswith(("/time", "/ratio", "/bandwidth", "memory")):
+            assert value > 0, figure
+    return figures
 
 
-def check_spreads(report):
-    """Every case has a time for each side, a ratio for each peer, and a bandwidth where it has a floor."""
-    for case in report["cases"].values():
-        spreads = [side["ms"] for side in case["sides"].values()]
-        spreads += [side["over_ampctx"] for who, side in case["sides"].items() if who != "ampctx"]
-        if case["floor"]:
-            spreads += [case["bandwidth_GB_per_s"]["copy"], case["bandwidth_GB_per_s"]["in place"]]
-            assert all(side["share_of_floor"] >= 0 for side in case["sides"].values())
-        assert len(spreads) >= 3
-        for spread in spreads:
-            assert len(spread["samples"]) == report["rounds"]
-            assert 0 < spread["q1"] <= spread["median"] <= spread["q3"]
+def sides(figures, case):
+    return [f.split("/")[1] for f in figures if f.startswith(f"{case}/") and f.endswith("/time")]
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_tail_writes_figures_of_checked_steps(level, tmp_path, capsys):
     options = ("--model", "digits", "--opt-level", level, "--rounds", 2, "--against", "torch-fused,torch-default")
-    report = run(tail, tmp_path, *options)
-    check_spreads(report)
-    case = report["cases"]["tail"]
-    assert (report["device"], report["model"], report["opt_level"]) == ("cpu", "digits", level)
-    assert (case["tensors"], case["elements"]) == (8, 6138)
-    assert case["check"]["steps_compared"] == 5
-    assert case["check"]["overflow_step_changes_nothing"] == (None if level == "O5" else True)
-    assert list(case["sides"]) == ["ampctx", "torch-fused", "torch-default"]
+    assert list(run(tail, tmp_path, *options)) == [
+        "tail/ampctx/time",
+        "tail/ampctx/exit",
+        "tail/torch-fused/time",
+        "tail/torch-fused/ratio",
+        "tail/torch-default/time",
+        "tail/torch-default/ratio",
+        "tail/ampctx/of bound",
+        "memory/copy/bandwidth",
+        "memory/in place/bandwidth",
+    ]
     assert "torch-default" in capsys.readouterr().out
-    assert report["command"] == (
-        f"python benchmarks/tail.py --device cpu --rounds 2 --model digits --opt-level {level} --optimizer FusedAdam "
-        "--against torch-fused,torch-default"
+    (found,) = {row._replace(figure="", value="", unit="") for row in measuring.read(tmp_path / "figures.csv").values()}
+    level = "" if level == "O2" else f" --opt-level {level}"
+    assert found.command == (
+        f"python benchmarks/tail.py --rounds 2 --model digits{level} --against torch-fused,torch-default"
     )
+    assert f"torch {torch.__version__}" in found.machine
 
 
 @pytest.mark.full(but=2)
 @pytest.mark.parametrize("optimizer", peers.OPTIMIZERS)
 def test_tail_of_each_optimizer_agrees_with_its_peer(optimizer, tmp_path):
     """With clipping at O2; tail.py compares the weights and fails where they differ."""
-    report = run(tail, tmp_path, "--model", "digits", "--optimizer", optimizer, "--clip", "--rounds", 2)
-    assert (report["optimizer"], report["clip"]) == (optimizer, True)
-    assert " --clip " in report["command"]
-    assert report["cases"]["tail"]["check"]["overflow_step_changes_nothing"] is True
+    run(tail, tmp_path, "--model", "digits", "--optimizer", optimizer, "--clip", "--rounds", 2)
+    (report,) = {figure.partition("/")[0] for figure in measuring.read(tmp_path / "figures.csv")}
+    assert report == f"tail-cpu-digits-O2-{optimizer}-clip"
 
 
 def test_tail_fails_where_weights_differ(tmp_path, monkeypatch):
-    elsewhere = {"torch-fused": (lambda params: torch.optim.AdamW(params, lr=0.5), "another rate")}
+    elsewhere = {"torch-fused": lambda params: torch.optim.AdamW(params, lr=0.5)}
     monkeypatch.setattr(tail, "peers_of", lambda *_: elsewhere)
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         run(tail, tmp_path, "--model", "digits", "--rounds", 2)
-    assert not (tmp_path / "report.json").exists()
+    assert not (tmp_path / "figures.csv").exists()
+
+
+@pytest.mark.parametrize("side", ["ours", "theirs"])
+def test_tail_fails_where_an_overflow_moves_a_weight(side, tmp_path, monkeypatch):
+    def moves(call):
+        def step(self, grads, clock):
+            found = call(self, grads, clock)
+            if not all(g.isfinite().all() for g in grads):
+                self.weights[0].data.add_(1)
+            return found
+
+        return step
+
+    kind = tail.AmpctxTail if side == "ours" else tail.TorchTail
+    monkeypatch.setattr(kind, "step", moves(kind.step))
+    with pytest.raises(AssertionError, match="an overflow moved a weight"):
+        run(tail, tmp_path, "--model", "digits", "--rounds", 2)
 
 
 def test_weights_of_8_bit_states_are_not_compared(tmp_path, monkeypatch):
-    """A rate that test_tail_fails_where_weights_differ refuses; a step that overflows must still change nothing."""
-    elsewhere = {"torchao-8bit": (lambda params: torch.optim.AdamW(params, lr=0.5), "another rate")}
+    """A rate that test_tail_fails_where_weights_differ refuses."""
+    elsewhere = {"torchao-8bit": lambda params: torch.optim.AdamW(params, lr=0.5)}
     monkeypatch.setattr(tail, "peers_of", lambda *_: elsewhere)
-    check = run(tail, tmp_path, "--model", "digits", "--rounds", 2)["cases"]["tail"]["check"]
-    assert check["weights_not_compared"] == ["torchao-8bit"]
-    assert check["largest_weight_difference"] is None
-    assert check["overflow_step_changes_nothing"] is True
+    assert sides(run(tail, tmp_path, "--model", "digits", "--rounds", 2), "tail") == ["ampctx", "torchao-8bit"]
     monkeypatch.setattr(ops, "peers_of", lambda *_: elsewhere)
-    report = run(ops, tmp_path, "--model", "digits", "--rounds", 2, "--optimizer", "FusedAdam")
-    assert list(report["cases"]["FusedAdam.step"]["sides"]) == ["ampctx", "torchao-8bit", "bf16 state", "8bit state"]
+    found = run(ops, tmp_path, "--model", "digits", "--rounds", 2, "--optimizer", "FusedAdam")
+    assert sides(found, "FusedAdam.step") == ["ampctx", "torchao-8bit", "bf16 state", "8bit state"]
 
 
 @pytest.mark.filterwarnings("default")  # of the packages' imports
@@ -109,40 +122,39 @@ def test_weights_of_8_bit_states_are_not_compared(tmp_path, monkeypatch):
 def test_tail_against_packages_that_are_installed(against, tmp_path):
     pytest.importorskip(against.partition("-")[0])
     for level in ("O1", "O2"):
-        report = run(tail, tmp_path, "--model", "digits", "--opt-level", level, "--against", against, "--rounds", 2)
-        case = report["cases"]["tail"]
-        assert list(case["sides"]) == ["ampctx", against]
-        assert case["check"]["weights_not_compared"] == ([against] if against in peers.INEXACT else [])
+        found = run(tail, tmp_path, "--model", "digits", "--opt-level", level, "--against", against, "--rounds", 2)
+        assert sides(found, "tail") == ["ampctx", against]
 
 
-def test_ops_writes_a_case_for_each_op(tmp_path):
-    report = run(ops, tmp_path, "--model", "digits", "--rounds", 2, "--optimizer", ",".join(peers.OPTIMIZERS))
-    check_spreads(report)
+def test_ops_writes_a_case_for_each_op(tmp_path, monkeypatch):
+    floors = {}
+    monkeypatch.setattr(ops, "figures", lambda case, samples, n: floors.update({case: n}) or FIGURES(case, samples, n))
+    found = run(ops, tmp_path, "--model", "digits", "--rounds", 2, "--optimizer", ",".join(peers.OPTIMIZERS))
     moved = {
         "unscale": 8, "scale": 8, "axpby": 12, "l2norm": 4, "l2norm fp16": 2, "cast fp16 to fp32": 6,
         "cast fp32 to fp16": 6, "weight casts": 6,
     }  # fmt: skip
-    assert list(report["cases"]) == [*moved, *(f"{name}.step" for name in peers.OPTIMIZERS)]
-    assert {name: report["cases"][name]["floor"]["bytes"] / 6138 for name in moved} == moved
-    assert report["cases"]["unscale"]["sides"]["torch"]["what"] == "torch.amp.GradScaler.unscale_"
+    assert list(floors) == [*moved, *(f"{name}.step" for name in peers.OPTIMIZERS)]
+    assert {name: floors[name] / 6138 for name in moved} == moved
+    assert found["model/all/elements"] == 6138
+    assert sides(found, "unscale") == ["ampctx", "torch.amp.GradScaler.unscale_"]
+    assert all("ampctx" in sides(found, case) and len(sides(found, case)) > 1 for case in floors)
 
 
 def test_host_gives_the_time_of_each_tensor(tmp_path):
-    report = run(host, tmp_path, "--tensors", "7,20", "--rounds", 2, "--clip")
-    check_spreads(report)
-    assert list(report["cases"]) == ["7 tensors", "20 tensors"]
-    for count, case in zip((7, 20), report["cases"].values(), strict=True):
-        for side in case["sides"].values():
-            assert side["us_per_tensor"] == pytest.approx(side["ms"]["median"] * 1e3 / count, rel=1e-2)
-        parts = case["sides"]["ampctx"]["parts_ms"]
-        assert list(parts) == ["enter", "exit", "clip", "step", "zero_grad"]
-        samples = zip(*(part["samples"] for name, part in parts.items() if name != "zero_grad"), strict=True)
-        assert [sum(s) for s in samples] == pytest.approx(case["sides"]["ampctx"]["ms"]["samples"], abs=1e-3)
-    fewer, more = (case["sides"] for case in report["cases"].values())
+    found = run(host, tmp_path, "--tensors", "7,20", "--rounds", 2, "--clip")
+    parts = ["enter", "exit", "clip", "step", "zero_grad"]
+    for n in (7, 20):
+        ours = [figure.split("/")[2] for figure in found if figure.startswith(f"{n} tensors/ampctx/")]
+        assert ours[: 1 + len(parts)] == ["time", *parts]
+        # Two rounds: the median is the mean.
+        assert sum(found[f"{n} tensors/ampctx/{part}"] for part in parts[:-1]) == pytest.approx(
+            found[f"{n} tensors/ampctx/time"], rel=1e-2
+        )
     for who in ("ampctx", "torch-fused"):
-        further_us = (more[who]["ms"]["median"] - fewer[who]["ms"]["median"]) * 1e3 / 13
-        assert more[who]["us_per_further_tensor"] == pytest.approx(further_us, abs=1e-3)
-        assert "us_per_further_tensor" not in fewer[who]
+        further_us = (found[f"20 tensors/{who}/time"] - found[f"7 tensors/{who}/time"]) * 1e3 / 13
+        assert found[f"20 tensors/{who}/per further tensor"] == pytest.approx(further_us, rel=1e-2, abs=1e-2)
+        assert f"7 tensors/{who}/per further tensor" not in found
 
 
 def test_host_empties_the_caches_on_request(tmp_path, monkeypatch):
@@ -155,24 +167,23 @@ def test_host_empties_the_caches_on_request(tmp_path, monkeypatch):
 
 @pytest.mark.full
 def test_loop_gives_time_and_memory_of_each_level(tmp_path):
-    report = run(loop, tmp_path, "--model", "digits", "--rounds", 2)
-    check_spreads(report)
-    assert list(report["cases"]) == ["O0", "O1", "O2", "O5", "O5-split"]
-    held = {level: case["sides"]["ampctx"]["held_MB"] * 1e6 for level, case in report["cases"].items()}
+    found = run(loop, tmp_path, "--model", "digits", "--rounds", 2)
+    assert sides(found, "ampctx") == list(loop.LEVELS)
+    others = [f"{dtype} with torch-fused" for dtype in ("fp32", "autocast fp16", "autocast bf16")]
+    assert sides(found, "torch") == others
     norms, weights = 2 * (16 + 32), 6138
     full, small = weights - norms, 2 * (16 + 32) * 4 + 2 * 8 + 8 * 4  # running statistics, counts, steps
-    with_masters = full * (2 + 4 + 8) + norms * 12
+    with_masters, split = full * (2 + 4 + 8) + norms * 12, full * (2 + 2 + 8) + norms * 12
+    expected = {**dict.fromkeys(("O0", "O1", "O4"), weights * 12), "O2": with_masters, "O5": with_masters}
     # The batch is made before; what a side holds beside weights and states is a few numbers.
-    for level, expected in (("O0", weights * 12), ("O1", weights * 12), ("O2", with_masters), ("O5", with_masters)):
-        assert expected <= held[level] <= expected + small + 500, level
-    expected = full * (2 + 2 + 8) + norms * 12
-    assert expected <= held["O5-split"] <= expected + small + 500
-    for level, against in (("O0", None), ("O1", "autocast fp16"), ("O2", "autocast fp16"), ("O5", "autocast bf16")):
-        sides = report["cases"][level]["sides"]
-        names = [*([f"{against}, torch-fused"] if against else []), "fp32, torch-fused"]
-        assert list(sides) == ["ampctx", *names]
-        assert all(side["peak_MB"] > side["held_MB"] for side in sides.values())
-        assert sides["fp32, torch-fused"]["held_MB"] * 1e6 == pytest.approx(held["O0"], abs=500)
+    for level, least in {**expected, "O5-split": split}.items():
+        assert least <= found[f"ampctx/{level}/held memory"] * 1e6 <= least + small + 500, level
+    for side in (*(f"ampctx/{level}" for level in loop.LEVELS), *(f"torch/{who}" for who in others)):
+        assert found[f"{side}/peak memory"] > found[f"{side}/held memory"]
+    fp32 = found["torch/fp32 with torch-fused/held memory"]
+    assert fp32 * 1e6 == pytest.approx(found["ampctx/O0/held memory"] * 1e6, abs=500)
+    for level, against in (("O1", others[1]), ("O5", others[2]), ("O0", others[0]), ("O2", others[0])):
+        assert f"{level}/{against}/ratio" in found
 
 
 def test_memory_counts_what_is_allocated_and_freed():
@@ -191,7 +202,7 @@ def test_loop_stops_where_losses_part():
         loop.check_losses([2.0, 1.8], [2.0, 1.0], torch.float16)
     with pytest.raises(AssertionError, match="do not go down"):
         loop.check_losses([2.0, 2.01], [2.0, 2.0], torch.float16)
-    assert loop.check_losses([2.0, 1.01], [2.0, 1.0], torch.float16)["largest_loss_difference"] == pytest.approx(0.005)
+    loop.check_losses([2.0, 1.01], [2.0, 1.0], torch.float16)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +231,7 @@ def test_real_models_have_the_parameters_of_their_tables(name):
     ("script", "arguments", "message"),
     [
         (tail, "--rounds 1", "--rounds: 1 is too few"),
-        (tail, "--json no/such/folder/tail.json", "--json: there is no directory"),
+        (tail, "--csv no/such/folder/tail.csv", "--csv: there is no directory"),
         (tail, "--model alexnet", "--model: invalid choice: 'alexnet'"),
         (tail, "--against torch-fused,jax", "--against: 'jax' is none of torch-fused, torch-default, apex, te, optimi"),
         (
@@ -266,12 +277,11 @@ def test_a_missing_gpu_is_named(capsys):
 
 
 def test_the_command_of_a_report_runs_again(tmp_path, capsys):
-    report = run(tail, tmp_path, "--model", "digits", "--rounds", 2, "--clip")
-    capsys.readouterr()
-    *program, script = report["command"].split()[:2]
-    tail.main(report["command"].split()[2:])
-    assert (program, script) == (["python"], "benchmarks/tail.py")
-    assert capsys.readouterr().out.splitlines()[0] == report["command"]
+    run(tail, tmp_path, "--model", "digits", "--rounds", 2, "--clip")
+    command = capsys.readouterr().out.splitlines()[0]
+    tail.main(command.split()[2:])
+    assert command == "python benchmarks/tail.py --rounds 2 --model digits --clip"
+    assert capsys.readouterr().out.splitlines()[0] == command
 
 
 def test_split_is_exact_on_some_patterns():
@@ -288,32 +298,27 @@ def test_split_is_exact_on_some_patterns():
 def test_the_suite_has_options_that_its_scripts_take(device, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = list(suite.entries(device))
-    assert len({entry.file for entry in found}) == len(found)
+    assert len({entry.name for entry in found}) == len(found)
+    assert {entry.name.split("-")[1] for entry in found} == {device}
     for entry in found:
-        script = {"tail": tail, "ops": ops, "host": host, "loop": loop}[entry.script]
-        parsed = []
-        with monkeypatch.context() as patch:
-            patch.setattr(script, "parse", lambda *a, parsed=parsed: parsed.append(measuring.parse(*a)) or sys.exit(0))
-            with pytest.raises(SystemExit):
-                script.main(entry.command(tmp_path / "report.json", 11)[1:])
-        assert (parsed[0].device, parsed[0].rounds) == (device, 5 if "tiny20000" in entry.options else 11)
+        parsed = measuring.parse(suite.SCRIPTS[entry.script].parser(), entry.command(tmp_path / "figures.csv", 11)[1:])
+        assert (parsed.device, parsed.rounds) == (device, 5 if "tiny20000" in entry.options else 11)
 
 
 @pytest.mark.full
-def test_the_suite_keeps_the_middle_run(tmp_path, monkeypatch, capfd):
+def test_the_suite_keeps_medians_of_its_runs(tmp_path, monkeypatch, capfd):
     """Of several runs of a command with a goal, the others running once; what fails is counted and writes nothing."""
-    few = [
-        suite.Entry("tail-cpu-digits", "tail", ("--model", "digits"), goal=True),
-        suite.Entry("tail-cpu-none", "tail", ("--model", "none"), goal=False),
-    ]
+    few = [suite.Entry("tail", ("--model", "digits"), goal=True), suite.Entry("tail", ("--against", "apex"))]
     monkeypatch.setattr(suite, "entries", lambda device: iter(few))
+    read, runs = measuring.read, []
+    monkeypatch.setattr(suite, "read", lambda file: runs.append(read(file)) or runs[-1])
     # The package of this tree, not another that is installed; one thread, as several wait for each other on busy cores.
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert suite.record("cpu", 2, 2, tmp_path) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["tail-cpu-digits.json"]
-    report = json.loads((tmp_path / "tail-cpu-digits.json").read_text())
-    case = report["cases"]["tail"]
-    assert (report["runs"], len(case["ratios_of_runs"])) == (2, 2)
-    assert case["sides"]["torch-fused"]["over_ampctx"]["median"] == min(case["ratios_of_runs"])
-    assert "invalid choice: 'none'" in capfd.readouterr().err
+    assert suite.record("cpu", 2, 2, tmp_path / "figures.csv") == 1
+    ratio = "tail-cpu-digits-O2-FusedAdam/tail/torch-fused/ratio"
+    written = measuring.read(tmp_path / "figures.csv")
+    assert len(runs) == 2
+    assert float(written[ratio].value) == min(float(run[ratio].value) for run in runs)
+    assert {figure.partition("/")[0] for figure in written} == {ratio.partition("/")[0]}
+    assert "apex with its compiled amp_C is not installed" in capfd.readouterr().err

@@ -17,7 +17,7 @@ from classy_vision.optim import SGD
 from classy_vision.tasks import ClassificationTask
 from classy_vision.tasks.classification_task import AmpType
 from classy_vision.trainer import LocalTrainer
-from training import FIRST_SCALE, batches, loss_of, mlp, scale, train
+from training import FIRST_SCALE, batches, by_hand, loss_of, mlp, scale
 
 from ampctx import amp as library_amp
 
@@ -91,7 +91,7 @@ def test_the_task_does_what_the_loop_does(larc, options):
     """LARC goes where an optimizer is expected: into ``initialize`` and ``scale_loss``."""
     expected, data = mlp(), batches(12)
     optimizer = torch.optim.SGD(expected.parameters(), lr=LR, momentum=0.9)
-    losses, after = train(
+    losses, after = by_hand(
         expected, LARC(optimizer, trust_coefficient=0.02) if larc else optimizer, data, "O1", **options
     )
     task, notes = task_of(data, larc)

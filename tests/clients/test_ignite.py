@@ -13,13 +13,13 @@ from ignite.handlers import Checkpoint, DiskSaver
 from ignite.metrics import MeanSquaredError, VariableAccumulation
 from training import (
     FIRST_SCALE,
-    LEVELS,
     assert_same_weights,
     batches,
+    by_hand,
     loss_of,
     mlp,
+    on_levels,
     scale,
-    train,
     weights,
 )
 
@@ -37,12 +37,12 @@ def trainer_of(level, accumulate=1):
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("level", LEVELS)
+@on_levels
 def test_the_trainer_does_what_the_loop_does(level, accumulate):
     expected = mlp()
     data = batches(12)
     sgd = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
-    losses, after = train(expected, sgd, data, level, accumulate=accumulate)
+    losses, after = by_hand(expected, sgd, data, level, accumulate=accumulate)
 
     trainer, model, _ = trainer_of(level, accumulate)
     outputs = []
@@ -53,7 +53,7 @@ def test_the_trainer_does_what_the_loop_does(level, accumulate):
     assert outputs[-1] < outputs[0]
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@on_levels
 def test_an_overflow_skips_the_step_and_halves_the_scale(level):
     trainer, model, _ = trainer_of(level)
     steps, scales = [], []
@@ -157,7 +157,7 @@ TRAINERS = {
 
 
 @from_sources
-@pytest.mark.parametrize("level", LEVELS)
+@on_levels
 @pytest.mark.parametrize("options", TRAINERS.values(), ids=TRAINERS)
 def test_their_test_of_the_apex_trainer(theirs, options, level):
     module, levels = theirs

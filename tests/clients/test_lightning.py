@@ -5,7 +5,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.plugins import ApexMixedPrecisionPlugin
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from training import FIRST_SCALE, LEVELS, assert_same_weights, batches, loss_of, mlp, scale, train, weights
+from training import FIRST_SCALE, assert_same_weights, batches, by_hand, loss_of, mlp, on_levels, scale, weights
 
 from ampctx import amp
 
@@ -70,7 +70,7 @@ def fit(model, data, level, **options):
     return trainer
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@on_levels
 @pytest.mark.parametrize(
     ("options", "loop"),
     [
@@ -83,7 +83,7 @@ def fit(model, data, level, **options):
 def test_fit_does_what_the_loop_does(level, options, loop):
     expected = mlp()
     data = batches(12)
-    losses, after = train(expected, torch.optim.SGD(expected.parameters(), lr=LR, momentum=0.9), data, level, **loop)
+    losses, after = by_hand(expected, torch.optim.SGD(expected.parameters(), lr=LR, momentum=0.9), data, level, **loop)
     model = Module()
     fit(model, data, level, **options)
     assert_same_weights(model.net, after)
@@ -91,11 +91,11 @@ def test_fit_does_what_the_loop_does(level, options, loop):
     assert model.losses == pytest.approx([loss / loop.get("accumulate", 1) for loss in losses])
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@on_levels
 def test_manual_optimization(level):
     expected = mlp()
     data = batches(12)
-    _, after = train(expected, torch.optim.SGD(expected.parameters(), lr=LR, momentum=0.9), data, level)
+    _, after = by_hand(expected, torch.optim.SGD(expected.parameters(), lr=LR, momentum=0.9), data, level)
     model = ManualModule()
     fit(model, data, level)
     assert_same_weights(model.net, after)
@@ -121,7 +121,7 @@ class TwoOptimizers(ManualModule):
         return loss
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@on_levels
 @pytest.mark.parametrize("overflow_at", [None, 3])
 def test_manual_optimization_with_two_optimizers(level, overflow_at):
     data = batches(12, overflow_at)
@@ -140,7 +140,7 @@ def test_manual_optimization_with_two_optimizers(level, overflow_at):
     assert model.scales[-1] == last == (FIRST_SCALE if overflow_at is None else FIRST_SCALE / 2)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@on_levels
 def test_an_overflow_skips_the_step_and_halves_the_scale(level):
     model = Module()
     fit(model, batches(4, overflow_at=1), level)

@@ -5,7 +5,7 @@ import torch
 from apex import amp
 from mmengine.model import BaseModel
 from mmengine.optim import ApexOptimWrapper, build_optim_wrapper
-from training import FIRST_SCALE, LEVELS, assert_same_weights, batches, loss_of, mlp, scale, train, weights
+from training import FIRST_SCALE, assert_same_weights, batches, by_hand, loss_of, mlp, on_levels, scale, weights
 
 from ampctx import amp as library_amp
 
@@ -41,7 +41,7 @@ def run(model, wrapper, data):
     return [model.train_step({"x": x, "y": y}, wrapper)["loss"].item() for x, y in data]
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@on_levels
 @pytest.mark.parametrize(
     ("options", "loop"),
     [
@@ -54,13 +54,15 @@ def run(model, wrapper, data):
 def test_steps_do_what_the_loop_does(level, options, loop):
     expected, data = Model(), batches(12)
     sgd = torch.optim.SGD(expected.parameters(), lr=LR, momentum=0.9)
-    losses, after = train(expected, sgd, data, level, loss=lambda model, x, y: model(x, y, mode="loss")["loss"], **loop)
+    losses, after = by_hand(
+        expected, sgd, data, level, loss=lambda model, x, y: model(x, y, mode="loss")["loss"], **loop
+    )
     model = Model()
     assert run(model, wrapper_of(model, level, **options), data) == pytest.approx(losses)
     assert_same_weights(model, after)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@on_levels
 def test_an_overflow_skips_the_step_and_halves_the_scale(level):
     model = Model()
     wrapper = wrapper_of(model, level, clip_grad={"max_norm": 1.0})

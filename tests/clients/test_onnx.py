@@ -14,7 +14,7 @@ from ampctx import amp, optimizers
 X = torch.randn(5, 1, 4, 4, generator=torch.Generator().manual_seed(1))
 
 
-class Net(nn.Module):
+class Classifier(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -25,7 +25,7 @@ class Net(nn.Module):
 
 
 def trained(level):
-    model = Net()
+    model = Classifier()
     optimizer = optimizers.FusedSGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
     for _ in range(2):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from training import FIRST_SCALE, LEVELS, assert_same_weights, batches, loss_of, scale, step_alike, train, weights
+from training import FIRST_SCALE, assert_same_weights, batches, by_hand, loss_of, on_levels, scale, step_alike, weights
 
 RATE, MAX_NORM = 0.05, 1.0
 
@@ -66,11 +66,11 @@ def fit(model, optimizer, data):
     return losses
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@on_levels
 def test_the_optimizer_does_what_the_loop_does(level):
     data, expected = batches(12), Translator()
     adam = optimizers.FusedAdam(expected.parameters(), lr=RATE, betas=[0.9, 0.999])
-    losses, after = train(expected, adam, data, level, max_norm=MAX_NORM)
+    losses, after = by_hand(expected, adam, data, level, max_norm=MAX_NORM)
 
     model = Translator()
     found = fit(model, optimizers.Optimizer.from_opt(model, options(level)), data)
@@ -79,7 +79,7 @@ def test_the_optimizer_does_what_the_loop_does(level):
     assert found[-1] < found[0]
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@on_levels
 def test_an_overflow_skips_the_step_and_halves_the_scale(level):
     model = Translator()
     optimizer = optimizers.Optimizer.from_opt(model, options(level))

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from lightning.pytorch.plugins import MixedPrecision
 from timm.optim import create_optimizer_v2
 from torch import nn
-from training import FIRST_SCALE, LEVELS, assert_same_weights, batches, loss_of, mlp, scale, train, weights
+from training import FIRST_SCALE, assert_same_weights, batches, by_hand, loss_of, mlp, on_levels, scale, weights
 from transformers import BertConfig, BertForSequenceClassification, TrainerCallback, TrainingArguments
 
 import ampctx
@@ -40,7 +40,7 @@ def sgd(model):
 
 def expected(level, data, **options):
     model = mlp()
-    return train(model, sgd(model), data, level, **options)[1]
+    return by_hand(model, sgd(model), data, level, **options)[1]
 
 
 def assert_trained(actual, after, exact=True):
@@ -123,7 +123,7 @@ IN_LIGHTNING = {
 @pytest.mark.filterwarnings("ignore:.*num_workers:UserWarning", "ignore:.*GPU available:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*weights_only:UserWarning")
 class TestLightning:
-    @pytest.mark.parametrize("level", LEVELS)
+    @on_levels
     @pytest.mark.parametrize("options", OPTIONS)
     def test_fit_does_what_the_loop_does(self, level, options):
         data = batches(12)
@@ -135,14 +135,14 @@ class TestLightning:
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         assert amp.state_dict() == {}
 
-    @pytest.mark.parametrize("level", LEVELS)
+    @on_levels
     def test_manual_optimization(self, level):
         data = batches(6)
         model = Module(manual=True)
         fit(model, data, recipe("lightning")["AmpPrecision"](level, verbosity=0))
         assert_trained(model.after, expected(level, data))
 
-    @pytest.mark.parametrize("level", LEVELS)
+    @on_levels
     def test_an_overflow_skips_the_step_and_a_run_resumes(self, tmp_path, level):
         plugin = recipe("lightning")["AmpPrecision"]
         data = batches(4, overflow_at=1)
@@ -175,7 +175,7 @@ class TestLightning:
 # --- accelerate -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@on_levels
 @pytest.mark.parametrize("options", OPTIONS)
 def test_accelerate_does_what_the_loop_does(level, options):
     data = batches(12)
@@ -279,7 +279,7 @@ def trainer_of(folder, level, optimizer_of, **options):
     ), notes
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@on_levels
 @pytest.mark.parametrize(
     "optimizer_of", [None, lambda model: FusedAdam(model.parameters(), lr=1e-3)], ids=["AdamW", "FusedAdam"]
 )
@@ -347,7 +347,7 @@ def run_timm(model, optimizer, scaler, data, accumulate=1):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("level", LEVELS)
+@on_levels
 def test_timm_with_the_levels(level, accumulate):
     model = vision_model()
     optimizer = create_optimizer_v2(model, opt="sgd", lr=0.01, weight_decay=0.01)

@@ -12,7 +12,7 @@ from timm.optim import create_optimizer_v2, param_groups_weight_decay
 from timm.utils import ApexScaler, CheckpointSaver, ModelEmaV2, dispatch_clip_grad
 from timm.utils.cuda import has_apex
 from torch import nn
-from training import FIRST_SCALE, LEVELS, assert_same_weights, scale, weights
+from training import FIRST_SCALE, assert_same_weights, on_levels, scale, weights
 
 from ampctx import amp as library_amp
 
@@ -111,7 +111,7 @@ def distance_from_fp32(name, level, steps, opt="sgd", clip_grad=None, clip_mode=
     return ((flat(amp.master_params(optimizer)) - end).norm() / (end - start).norm()).item()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@on_levels
 @pytest.mark.parametrize("name", MODELS)
 def test_training_follows_fp32(name, level):
     assert distance_from_fp32(name, level, steps=6, clip_grad=1.0) < 0.02
@@ -126,7 +126,7 @@ def fast_norm():
 
 
 @pytest.mark.usefixtures("fast_norm")
-@pytest.mark.parametrize("level", LEVELS)
+@on_levels
 def test_training_with_apex_layer_norm_follows_fp32(level):
     assert fast_norm_module.has_apex
     assert all(m._fast_norm for m in vision_model("test_vit").modules() if isinstance(m, nn.LayerNorm))
@@ -142,7 +142,7 @@ def test_apex_functions_behind_the_fast_norms():
     torch.testing.assert_close(actual, nn.functional.rms_norm(x, [8], weight, 1e-6))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@on_levels
 def test_accumulation_follows_fp32(level):
     """``need_update=False`` for all micro-batches but the last."""
     assert distance_from_fp32("test_vit", level, steps=6, clip_grad=1.0, accumulate=3) < 0.005
@@ -152,23 +152,23 @@ def test_accumulation_follows_fp32(level):
 CLIPS = [("norm", 0.5), ("norm", 1e3), ("value", 0.01), ("agc", 0.02)]
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@on_levels
 @pytest.mark.parametrize(("clip_mode", "clip_grad"), CLIPS, ids=[f"{mode}-{value:g}" for mode, value in CLIPS])
 def test_every_way_of_clipping_works_on_unscaled_gradients(level, clip_mode, clip_grad):
     assert distance_from_fp32("test_vit", level, steps=3, clip_grad=clip_grad, clip_mode=clip_mode) < 0.005
 
 
-OPTIMIZERS = [FusedSGD, FusedAdam, FusedLAMB, FusedNovoGrad, "adamw", "lamb", "lookahead_sgd"]
+NAMES = [FusedSGD, FusedAdam, FusedLAMB, FusedNovoGrad, "adamw", "lamb", "lookahead_sgd"]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("opt", OPTIMIZERS, ids=lambda opt: opt if isinstance(opt, str) else opt.__name__)
+@on_levels
+@pytest.mark.parametrize("opt", NAMES, ids=lambda opt: opt if isinstance(opt, str) else opt.__name__)
 def test_optimizers_follow_fp32(opt, level):
     # Adam's first steps are the signs of gradients: those near 0 go either way.
     assert distance_from_fp32("test_vit", level, steps=3, opt=opt) < 0.06
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@on_levels
 @pytest.mark.parametrize("opt", ["sgd", FusedAdam], ids=["host-skips", "device-skips"])
 def test_an_overflow_skips_the_step_and_halves_the_scale(opt, level):
     model, optimizer = initialized("test_vit", level, opt)

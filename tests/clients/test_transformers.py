@@ -4,7 +4,7 @@ import pytest
 import torch
 from apex.normalization import FusedRMSNorm
 from apex.optimizers import FusedAdam
-from training import FIRST_SCALE, LEVELS, assert_same_weights, scale, weights
+from training import FIRST_SCALE, assert_same_weights, on_levels, scale, weights
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -113,7 +113,7 @@ def test_transformers_finds_apex():
     assert is_apex_available()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@on_levels
 @pytest.mark.parametrize(
     ("make", "data", "optim"),
     [
@@ -147,7 +147,7 @@ def test_the_trainer_does_what_the_loop_does(tmp_path, level, make, data, optim)
     assert_same_weights(model, trained)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@on_levels
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_apex_fused"], ids=["host-skips", "device-skips"])
 def test_an_overflow_skips_the_step_and_halves_the_scale(tmp_path, level, optim):
     trainer, notes = trainer_of(tmp_path, level, bert(num_labels=1), rated_sentences(), optim=optim)

@@ -2,19 +2,20 @@
 
 from collections.abc import Callable, Iterable
 
+import kit
+import pytest
 import torch
 from torch import Tensor, nn
 
 from ampctx import amp
 
 Batch = tuple[Tensor, Tensor]
-LEVELS = ("O1", "O2")
+on_levels = pytest.mark.parametrize("level", ["O1", "O2"])
 FIRST_SCALE = 2.0**16
 
 
 def mlp() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+    return kit.mlp(width=16)
 
 
 def batches(count: int, overflow_at: int | None = None) -> list[Batch]:
@@ -33,7 +34,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output.float(), target) / 10
 
 
-def train(
+def by_hand(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     data: Iterable[Batch],

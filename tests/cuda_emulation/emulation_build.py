@@ -23,7 +23,7 @@ THREADS_ON_A_GPU = 256
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 
 
-def _generator() -> ModuleType:
+def generator() -> ModuleType:
     spec = importlib.util.spec_from_file_location("ampctx_generate", ROOT / "csrc" / "generate.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -33,7 +33,7 @@ def _generator() -> ModuleType:
 def generate(folder: Path = FOLDER) -> tuple[Path, list[str]]:
     """Writes what the build makes of ampctx/kernels/spec.py: where, and what a compiler is told to find it."""
     generated = folder / "generated"
-    _generator().write(generated)
+    generator().write(generated)
     return generated, [f"-I{generated}", f"-I{ROOT}"]
 
 
@@ -44,7 +44,7 @@ def _sources(generated: Path) -> list[Path]:
 
 
 def _digest(flags: tuple[str, ...], folders: Iterable[Path]) -> str:
-    digest = hashlib.sha256(repr((flags, torch.__version__, _generator().texts())).encode())
+    digest = hashlib.sha256(repr((flags, torch.__version__, generator().texts())).encode())
     for folder in (ROOT / "csrc", HERE, *folders):
         for path in sorted(folder.rglob("*")):
             if path.is_file() and path.suffix != ".pyc":

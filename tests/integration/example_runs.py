@@ -22,9 +22,11 @@ from ampctx import amp
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(script: str, *arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", str(ROOT / "examples" / script), *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}  # the package of this tree, not another that is installed
+def run(script: str, *arguments: object, cwd: Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, "-W", "error", *torchrun, str(ROOT / "examples" / script), *map(str, arguments)]
+    # The package of this tree, not another that is installed.
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL
     )
@@ -67,6 +69,9 @@ def _main(script: str, arguments: tuple[object, ...], monkeypatch: pytest.Monkey
     threads = torch.get_num_threads()  # the examples set it
     try:
         runpy.run_path(str(ROOT / "examples" / script), run_name="__main__")
+    except SystemExit as stop:
+        if stop.code:
+            raise
     finally:
         torch.set_num_threads(threads)
         amp.reset()

@@ -12,7 +12,7 @@ import os
 import sys
 
 FILE, RANKS, RANK = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-ENGINES, LEVELS = sys.argv[4].split(","), sys.argv[5].split(",")
+ENGINES, OPT_LEVELS = sys.argv[4].split(","), sys.argv[5].split(",")
 # As torchrun sets them.
 os.environ |= {"RANK": str(RANK), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "localhost"}
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "..", "examples"))
@@ -88,7 +88,7 @@ printed = [printed_by(*each) for each in zip(sys.argv[6].split(","), sys.argv[7:
 dist.init_process_group(
     "gloo", store=dist.FileStore(FILE, RANKS), rank=RANK, world_size=RANKS, timeout=datetime.timedelta(seconds=20)
 )
-runs = {f"{engine} {level}": trained(engine, level) for engine in ["none", *ENGINES] for level in LEVELS}
+runs = {f"{engine} {level}": trained(engine, level) for engine in ["none", *ENGINES] for level in OPT_LEVELS}
 dist.destroy_process_group()
 print(json.dumps({"printed": printed, "runs": runs}), flush=True)
 # gloo's threads may still be there at exit, and end the process with an abort then.

@@ -1,28 +1,25 @@
 """A whole iteration, scale_loss included, recorded once and replayed: bit for bit what eager runs do."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
-from kit import backward, muon
+from kit import OPTIMIZERS, assert_same, backward, snapshot, start
 from tape import Tape
 from torch import nn
 
-from ampctx import clip_grad_norm_, optimizers
+from ampctx import clip_grad_norm_
 from ampctx.amp import AmpSession
 
-OPTIMIZERS = {
-    "FusedAdam": lambda p: optimizers.FusedAdam(p, lr=0.01, capturable=True),
-    "FusedSGD": lambda p: optimizers.FusedSGD(p, lr=0.01, momentum=0.9, capturable=True),
-    "FusedAdagrad": lambda p: optimizers.FusedAdagrad(p, lr=0.01, capturable=True),
-    "FusedLAMB": lambda p: optimizers.FusedLAMB(p, lr=0.01, capturable=True),
-    "FusedMixedPrecisionLamb": lambda p: optimizers.FusedMixedPrecisionLamb(p, lr=0.01),
-    "FusedNovoGrad": lambda p: optimizers.FusedNovoGrad(p, lr=0.01, capturable=True),
-    "FusedMuon": lambda p: muon(p, capturable=True),
-    "FusedAdam-lr-tensor": lambda p: optimizers.FusedAdam(p, lr=torch.tensor(0.01)),
-    "torch-fused-Adam": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), fused=True),
+CAPTURABLE = ("FusedAdam", "FusedSGD", "FusedAdagrad", "FusedLAMB", "FusedNovoGrad", "FusedMuon")
+MAKE = {
+    **{name: partial(OPTIMIZERS[name], capturable=True) for name in CAPTURABLE},
+    "FusedMixedPrecisionLamb": OPTIMIZERS["FusedMixedPrecisionLamb"],
+    "FusedAdam-lr-tensor": lambda p: OPTIMIZERS["FusedAdam"](p, lr=torch.tensor(0.01)),
+    "Adam-fused": lambda p: OPTIMIZERS["Adam-fused"](p, lr=torch.tensor(0.01)),
 }
-WITH_LR_ON_THE_CPU = {"FusedAdam-lr-tensor", "torch-fused-Adam"}
+WITH_LR_ON_THE_CPU = {"FusedAdam-lr-tensor", "Adam-fused"}
 WARMUP, REPLAYS = 3, 12
 
 
@@ -32,12 +29,9 @@ class Loop:
     def __init__(self, make, level, device="cpu", max_norm=None):
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 3)).to(device)
-        self.session = AmpSession()
-        self.optimizer = make(self.model.parameters())
-        self.max_norm = max_norm
-        self.session.initialize(
-            self.model, self.optimizer, opt_level=level, loss_scale="dynamic", max_loss_scale=2.0**10, verbosity=0
-        )
+        self.session, self.max_norm = AmpSession(), max_norm
+        scale = {"loss_scale": "dynamic", "max_loss_scale": 2.0**10}
+        _, self.optimizer = start(self.session, level, make, self.model, **scale)
         self.input = torch.zeros(8, 6, device=device)
         self.poison = torch.ones((), device=device)
         self.loss = None
@@ -56,25 +50,19 @@ class Loop:
         self.optimizer.zero_grad(set_to_none=True)
 
     def result(self):
-        state = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
-        params = [*self.model.parameters(), *(p for g in self.optimizer.param_groups for p in g["params"])]
-        return [t.detach().clone() for t in params + state], self.session.state_dict()
+        return snapshot(self.optimizer, self.model), self.session.state_dict()
 
 
 def compare(eager, replayed):
-    (tensors, scale), (others, other_scale) = eager.result(), replayed.result()
-    assert scale == other_scale
-    assert len(tensors) == len(others)
-    for a, b in zip(tensors, others, strict=True):
-        assert torch.isfinite(a).all()
-        assert torch.equal(a, b)
+    assert_same(replayed.result(), eager.result())
+    assert all(torch.isfinite(t).all() for t in eager.result()[0])
     assert eager.session.skipped_steps(eager.optimizer) == replayed.session.skipped_steps(replayed.optimizer) == 3
 
 
 @pytest.mark.full(but=24)
 @pytest.mark.parametrize("max_norm", [None, 0.5], ids=["", "clip"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 def test_replayed_operators(make, level, max_norm):
     eager, replayed = Loop(make, level, max_norm=max_norm), Loop(make, level, max_norm=max_norm)
     for i in range(WARMUP + REPLAYS):
@@ -108,7 +96,7 @@ def _a_block_without_an_update(loop):
 
 @pytest.mark.parametrize("before", [_a_block_that_raises, _a_block_without_an_update])
 def test_the_scale_of_before_is_not_recorded(before):
-    eager, replayed = (Loop(OPTIMIZERS["FusedAdam"], "O2") for _ in range(2))
+    eager, replayed = (Loop(MAKE["FusedAdam"], "O2") for _ in range(2))
     for loop in (eager, replayed):
         for i in range(WARMUP):
             loop.feed(i)
@@ -128,27 +116,33 @@ def test_the_scale_of_before_is_not_recorded(before):
         loop.session.reset()
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("max_norm", [None, 0.5], ids=["", "clip"])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - WITH_LR_ON_THE_CPU))
-def test_cuda_graph(name, level, max_norm):
-    make = OPTIMIZERS[name]
-    eager, captured = (Loop(make, level, "cuda", max_norm) for _ in range(2))
-    for i in range(WARMUP + REPLAYS):
-        eager.feed(i)
-        eager.iterate()
+def graph_of(loop, feed):
+    """The iteration after WARMUP others, in a CUDA graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for i in range(WARMUP):
-            captured.feed(i)
-            captured.iterate()
+            feed(i)
+            loop.iterate()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    captured.feed(WARMUP)
+    feed(WARMUP)
     with torch.cuda.graph(graph):
-        captured.iterate()
+        loop.iterate()
+    return graph
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("max_norm", [None, 0.5], ids=["", "clip"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize("name", sorted(MAKE.keys() - WITH_LR_ON_THE_CPU))
+def test_cuda_graph(name, level, max_norm):
+    make = MAKE[name]
+    eager, captured = (Loop(make, level, "cuda", max_norm) for _ in range(2))
+    for i in range(WARMUP + REPLAYS):
+        eager.feed(i)
+        eager.iterate()
+    graph = graph_of(captured, captured.feed)
     for i in range(WARMUP, WARMUP + REPLAYS):
         captured.feed(i)
         graph.replay()
@@ -162,7 +156,7 @@ def test_cuda_graph(name, level, max_norm):
 @pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD", "FusedLAMB", "FusedNovoGrad", "FusedAdagrad"])
 def test_no_synchronization(name, level):
     """100 iterations with injected infs under torch's own watch."""
-    loop = Loop(OPTIMIZERS[name], level, "cuda", max_norm=0.5)
+    loop = Loop(MAKE[name], level, "cuda", max_norm=0.5)
     inputs = torch.randn(105, 8, 6, device="cuda")
     poison = torch.tensor([float("inf") if i % 5 == 4 else 1.0 for i in range(105)], device="cuda")
     for i in range(105):
@@ -174,3 +168,33 @@ def test_no_synchronization(name, level):
             torch.cuda.set_sync_debug_mode("default")
     assert loop.session.skipped_steps(loop.optimizer) == 21
     loop.session.reset()
+
+
+@pytest.mark.cuda
+def test_a_thousand_replays_skip_and_grow_by_the_rule(monkeypatch):
+    """The 2,000th clean update in a row doubles the scale, 10 overflows halve it; bit for bit as run eagerly."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats a result on another stream with one size
+    inputs = torch.randn(1003, 8, 6, device="cuda")
+    poison = torch.tensor([float("inf") if i % 97 == 96 else 1.0 for i in range(1003)], device="cuda")
+    loops = [Loop(OPTIMIZERS["FusedAdam"], "O2", "cuda", max_norm=0.5) for _ in range(2)]
+    for loop in loops:
+        state = loop.session.state_dict(masters=True)
+        state["loss_scaler0"] = {"loss_scale": 2.0**9, "unskipped": 1990}
+        loop.session.load_state_dict(state)
+
+        def feed(i, loop=loop):
+            loop.input.copy_(inputs[i])
+            loop.poison.copy_(poison[i])
+
+        iterate, first = (loop.iterate, 0) if loop is loops[0] else (graph_of(loop, feed).replay, WARMUP)
+        for i in range(first, 1003):
+            feed(i)
+            iterate()
+        assert loop.session.skipped_steps(loop.optimizer) == 10
+        assert loop.session.state_dict()["loss_scaler0"]["loss_scale"] == 1.0
+    (tensors, _), (others, _) = (loop.result() for loop in loops)
+    for a, b in zip(tensors, others, strict=True):
+        assert torch.isfinite(a).all()
+        assert torch.equal(a, b)
+    for loop in loops:
+        loop.session.reset()

@@ -7,15 +7,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
-from kit import backward, muon
+from kit import LEVELS, OPTIMIZERS, Net, assert_same, backward, start, train
 from torch import nn
 
-from ampctx import AmpSession, clip_grad_norm_, ops, optimizers
+from ampctx import AmpSession, clip_grad_norm_, ops
 
 # Hooks of the model that is compiled get graphs of their own from torch, which asks what goes into one for ``.grad``.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 X = torch.randn(6, 1, 4, 4, generator=torch.Generator().manual_seed(0))
 
 
@@ -24,41 +22,8 @@ def _fresh_compiler():
     torch.compiler.reset()
 
 
-@pytest.fixture
-def session():
-    session = AmpSession()
-    yield session
-    session.reset()
-
-
-class Net(nn.Module):
-    """Ops of every column of the cast table, batch norm, and outputs in a dict."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv, self.norm = nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)
-        self.hidden, self.head = nn.Linear(8, 8), nn.Linear(8, 2)
-
-    def forward(self, x, scale=None):
-        x = self.norm(self.conv(x)).flatten(1)
-        x = F.softmax(F.layer_norm(self.hidden(x), (8,)), -1)
-        return {"logits": self.head(x if scale is None else x * scale), "classes": 2}
-
-
-def loss_of(output):
-    return output["logits"].float().square().mean()
-
-
-def train(session, model, optimizer, forward, steps=2):
-    losses = []
-    for _ in range(steps):
-        loss = loss_of(forward(X))
-        backward(session, loss, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+def loss_of(model, step=0):
+    return model(X).float().square().mean()
 
 
 # aot_eager goes through the dispatcher as inductor does, eager stops at dynamo's graph.
@@ -70,30 +35,25 @@ def train(session, model, optimizer, forward, steps=2):
 def test_a_compiled_model_trains_and_evaluates_as_the_plain_one(session, level, when, backend):
     plain, model = Net(), Net()
     twin = AmpSession()
-    optimizer = optimizers.FusedAdam(plain.parameters(), lr=0.01)
-    twin.initialize(plain, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
-    expected = train(twin, plain, optimizer, plain)
+    plain, optimizer = start(twin, level, "FusedAdam", plain, loss_scale=128.0)
+    expected = train(twin, plain, optimizer, loss=loss_of)
     evaluated = plain.eval()(X)
     twin.reset()
 
     compiled = None
     if when == "before":
         compiled = torch.compile(model, backend=backend, fullgraph=True)
-        assert compiled(X)["logits"].dtype == torch.float32
+        assert compiled(X).dtype == torch.float32
         model.norm.reset_running_stats()
-    optimizer = optimizers.FusedAdam(model.parameters(), lr=0.01)
-    session.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+    model, optimizer = start(session, level, "FusedAdam", model, loss_scale=128.0)
     if compiled is None:
         compiled = torch.compile(model, backend=backend, fullgraph=True)
-    assert train(session, model, optimizer, compiled) == expected
-    output = compiled.eval()(X)
-    assert output["classes"] == 2
-    assert output["logits"].dtype == evaluated["logits"].dtype
-    assert torch.equal(output["logits"], evaluated["logits"])
+    assert train(session, compiled, optimizer, loss=loss_of) == expected
+    assert_same(compiled.eval()(X), evaluated)
 
     session.reset()
-    assert compiled(X)["logits"].dtype == torch.float32
-    assert torch.equal(compiled(X)["logits"], model(X)["logits"])
+    assert compiled(X).dtype == torch.float32
+    assert torch.equal(compiled(X), model(X))
 
 
 def test_a_wrapper_of_torch_compile_is_initialized_as_the_model_it_is(session):
@@ -101,9 +61,9 @@ def test_a_wrapper_of_torch_compile_is_initialized_as_the_model_it_is(session):
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
     session.initialize(compiled, optimizer, opt_level="O2", verbosity=0)
-    train(session, compiled, optimizer, compiled)
+    train(session, compiled, optimizer, loss=loss_of)
     assert model.head.weight.dtype == torch.float16
-    assert torch.equal(compiled(X)["logits"], model(X.half())["logits"].float())
+    assert torch.equal(compiled(X), model(X.half()).float())
 
 
 # --- what goes into a model and comes out of it -----------------------------------------------------------------------
@@ -220,12 +180,6 @@ def test_functions_of_the_user_and_disabled_casts_break_no_graph(session, level)
 
 # --- the tail ---------------------------------------------------------------------------------------------------------
 
-FUSED = {
-    "FusedAdam": lambda p: optimizers.FusedAdam(p, lr=0.1),
-    "FusedLAMB": lambda p: optimizers.FusedLAMB(p, lr=0.1),
-    "FusedMuon": lambda p: muon(p, lr=0.1),
-}
-
 
 def with_gradients(bad=False):
     torch.manual_seed(0)
@@ -256,14 +210,13 @@ def tail_of(params, optimizer, state):
 
 @pytest.mark.parametrize(
     "make",
-    [FUSED["FusedAdam"], FUSED["FusedLAMB"], pytest.param(FUSED["FusedMuon"], marks=pytest.mark.full)],
-    ids=FUSED,
+    ["FusedAdam", "FusedLAMB", pytest.param("FusedMuon", marks=pytest.mark.full)],
 )
 def test_the_tail_is_one_graph(make):
     results = []
     for compiled in (False, True):
         params = with_gradients()
-        optimizer = make(params)
+        optimizer = OPTIMIZERS[make](params, lr=0.1)
         integers = [torch.tensor(n, dtype=torch.int32) for n in (0, 1)]
         state = torch.tensor(8.0), *integers, torch.zeros(())
         tail = tail_of(params, optimizer, state)
@@ -284,19 +237,17 @@ def test_the_tail_is_one_graph(make):
 
 @pytest.mark.parametrize(
     ("level", "make"),
-    [("O1", lambda p: torch.optim.SGD(p, lr=0.1)), ("O2", FUSED["FusedAdam"])],
-    ids=["O1-SGD", "O2-FusedAdam"],
+    [("O1", "SGD-foreach"), ("O2", "FusedAdam")],
 )
 def test_a_compiled_iteration_does_what_the_plain_one_does(level, make):
     """amp's own part runs outside of graphs: what it keeps between steps is nothing for a graph to hold."""
     results = []
     for compiled in (False, True):
-        session, model = AmpSession(), Net()
-        optimizer = make(model.parameters())
-        session.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+        session = AmpSession()
+        model, optimizer = start(session, level, make, Net(), loss_scale="dynamic")
 
         def iterate(scale, session=session, model=model, optimizer=optimizer):
-            loss = loss_of(model(X, scale))
+            loss = (model(X) * scale).float().square().mean()
             backward(session, loss, optimizer)
             clip_grad_norm_(session.master_params(optimizer), 0.5)
             optimizer.step()
@@ -317,9 +268,7 @@ def test_a_compiled_iteration_does_what_the_plain_one_does(level, make):
 
 
 def test_fullgraph_says_why_a_step_under_amp_is_in_no_graph(session):
-    model = Net()
-    optimizer = optimizers.FusedAdam(model.parameters())
-    session.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    _, optimizer = start(session, "O2", "FusedAdam", Net())
     with pytest.raises(Exception, match="amp keeps gradients apart and decides about steps on the host"):
         torch.compile(lambda: optimizer.step(), backend="eager", fullgraph=True)()
 

@@ -1,12 +1,27 @@
-"""DistributedDataParallel around an initialized model, two processes over gloo, which run all scenarios in turn."""
+"""DistributedDataParallel and fully_shard around an initialized model, two processes, which run all scenarios in turn.
+
+Over gloo on the CPU. On a machine with GPUs also over gloo on one, over NCCL with two, or with one process on one.
+"""
 
 import pytest
+import torch
 from rank_processes import run_ranks
 
+WORKER = "integration/ddp_worker.py"
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return run_ranks("integration/ddp_worker.py", 2, tmp_path_factory.mktemp("ddp") / "rendezvous")
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def ranks(request, tmp_path_factory):
+    return run_ranks(WORKER, 2, tmp_path_factory.mktemp("ddp") / "rendezvous", 240, "gloo", request.param)
+
+
+@pytest.mark.cuda
+def test_nccl(tmp_path):
+    """Every scenario over NCCL, which refuses two processes on one GPU."""
+    ranks = run_ranks(WORKER, min(2, torch.cuda.device_count()), tmp_path / "rendezvous", 240, "nccl", "cuda")
+    assert all(rank == ranks[0] for rank in ranks)
+    for level in ("O1", "O2", "O5"):
+        assert ranks[0][f"sharded {level}"][-2:] == [1, {"loss_scale": 2.0**15, "unskipped": 2}]
 
 
 @pytest.mark.parametrize("scenario", ["seeds", "no-sync", "bucket-views", "fused", "fused-bucket-views"])
@@ -39,3 +54,11 @@ def test_masters_are_equal_after_loading_and_exact_where_all_ranks_load(ranks, l
     first, second = (rank[f"{scenario} {level}"] for rank in ranks)
     assert first == second
     assert first[-1] == (exact or level == "O0")
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_sharded_ranks_clip_by_one_norm_and_skip_together(ranks, level):
+    """O5 does not scale by itself: here its scale is dynamic, too."""
+    first, second = (rank.get(f"sharded {level}") for rank in ranks)
+    assert first == second
+    assert first is None or first[-2:] == [1, {"loss_scale": 2.0**15, "unskipped": 2}]

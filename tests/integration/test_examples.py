@@ -153,30 +153,21 @@ def test_digits_reports_an_error_in_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        pytest.param(("--resume", "none.pt"), "there is no checkpoint at none.pt", id="missing-checkpoint"),
-        pytest.param(("--resume", "half.pt"), "half.pt cannot be read as a checkpoint", id="truncated-checkpoint"),
-        pytest.param(("--resume", "text.pt"), "text.pt cannot be read as a checkpoint", id="not-a-checkpoint"),
-        pytest.param(("--resume", "other.pt"), "other.pt is not a checkpoint of this example", id="foreign-checkpoint"),
-        pytest.param(
-            ("--resume", "digits.pt", "--opt-level", "O5"),
-            "digits.pt was trained with --opt-level O1, this run has O5",
-            id="other-level",
-        ),
-        pytest.param(
-            ("--resume", "digits.pt", "--optimizer", "SGD"),
-            "digits.pt was trained with --optimizer FusedSGD, this run has SGD",
-            id="other-optimizer",
-        ),
-        pytest.param(("--resume", "digits.pt", "--epochs", "3"), "ask for more than 3", id="nothing-left-to-train"),
-        pytest.param(("--plot", "none/plot.png"), "--plot: none/plot.png cannot be written", id="plot-in-no-folder"),
-        pytest.param(("--checkpoint", "."), "--checkpoint: . cannot be written", id="checkpoint-is-a-folder"),
-        pytest.param(("--batch-size", "5000"), "--batch-size: 5000 is more than", id="batch-too-large"),
-        pytest.param(("--epochs", "0"), "0 is not above 0", id="no-epochs"),
-        pytest.param(("--opt-level", "02"), "invalid choice: '02'", id="unknown-level"),
-        pytest.param(
-            ("--opt-level", "O0", "--first-loss-scale", "8"), "needs a dynamic loss scale", id="scale-is-not-dynamic"
-        ),
+        ("--resume none.pt", "there is no checkpoint at none.pt"),
+        ("--resume half.pt", "half.pt cannot be read as a checkpoint"),
+        ("--resume text.pt", "text.pt cannot be read as a checkpoint"),
+        ("--resume other.pt", "other.pt is not a checkpoint of this example"),
+        ("--resume digits.pt --opt-level O5", "digits.pt was trained with --opt-level O1, this run has O5"),
+        ("--resume digits.pt --optimizer SGD", "digits.pt was trained with --optimizer FusedSGD, this run has SGD"),
+        ("--resume digits.pt --epochs 3", "ask for more than 3"),
+        ("--plot none/plot.png", "--plot: none/plot.png cannot be written"),
+        ("--checkpoint .", "--checkpoint: . cannot be written"),
+        ("--batch-size 5000", "--batch-size: 5000 is more than"),
+        ("--epochs 0", "0 is not above 0"),
+        ("--opt-level 02", "invalid choice: '02'"),
+        ("--opt-level O0 --first-loss-scale 8", "needs a dynamic loss scale"),
     ],
+    ids=lambda text: text.replace(" ", ""),
 )
 def test_digits_refuses(arguments, message, short_run, tmp_path, monkeypatch, capsys):
     good = (short_run[0] / "digits.pt").read_bytes()
@@ -188,7 +179,8 @@ def test_digits_refuses(arguments, message, short_run, tmp_path, monkeypatch, ca
 
     # The outputs point at a file that is there: an error must leave it alone.
     outputs = ("--checkpoint", "digits.pt", "--plot", "digits.pt")
-    assert message in refusal("digits.py", *outputs, *arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+    said = refusal("digits.py", *outputs, *arguments.split(), cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+    assert message in said
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -256,27 +248,3 @@ def test_state_types_compares_losses_and_memory(server, tmp_path):
     assert 2.12 <= float(lines[2][2]) < 2.2
     for colour in ((31, 119, 180), (255, 127, 14), (44, 160, 44)):
         assert share_of_colour(tmp_path / "states.png", *colour) > 1e-4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        pytest.param(("--width", "40"), "40 is not a multiple of 32, the width", id="width"),
-        pytest.param(("--plot", "none/states.png"), "none/states.png cannot be written", id="plot-in-no-folder"),
-    ],
-)
-def test_state_types_refuses(arguments, message, tmp_path, monkeypatch, capsys):
-    assert message in refusal("state_types.py", *arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        pytest.param(("--width", "40"), "40 is not a multiple of 32", id="width"),
-        pytest.param(("--offload", "--opt-level", "O2"), "O2 was given", id="offload"),
-        pytest.param(("--steps", "0"), "0 is not above 0", id="no-steps"),
-        pytest.param(("--plot", "none/lm.png"), "none/lm.png cannot be written", id="plot-in-no-folder"),
-    ],
-)
-def test_char_lm_refuses(arguments, message, tmp_path, monkeypatch, capsys):
-    assert message in refusal("char_lm.py", *arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)

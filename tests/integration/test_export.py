@@ -4,44 +4,17 @@ import io
 
 import pytest
 import torch
-import torch.nn.functional as F
-from kit import backward
-from torch import nn
+from kit import Net, assert_same, every_level, start, train
 
-from ampctx import AmpSession, optimizers
-
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 WITH_CASTS_PER_OP = ("O1", "O4")
 X = torch.randn(5, 1, 4, 4, generator=torch.Generator().manual_seed(1))
 # torch's own decompositions of torch's own treespecs.
 pytestmark = pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")
 
 
-@pytest.fixture
-def session():
-    session = AmpSession()
-    yield session
-    session.reset()
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm, self.head = nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Linear(8, 3)
-
-    def forward(self, x):
-        return {"probabilities": F.softmax(self.head(F.relu(self.norm(self.conv(x))).flatten(1)), -1)}
-
-
 def trained(session, level):
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = optimizers.FusedSGD(model.parameters(), lr=0.1)
-    session.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
-    for _ in range(2):
-        backward(session, model(X)["probabilities"].float().square().sum(), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+    model, optimizer = start(session, level, "FusedSGD", Net(), loss_scale=8.0)
+    train(session, model, optimizer, loss=lambda model, _: model(X).float().square().sum())
     return model.eval(), optimizer  # which holds the masters
 
 
@@ -57,12 +30,7 @@ def in_another_process(program):
     return torch.export.load(io.BytesIO(file.getvalue())).module()
 
 
-def assert_same(got, expected):
-    assert got["probabilities"].dtype == expected["probabilities"].dtype
-    assert torch.equal(got["probabilities"], expected["probabilities"])
-
-
-@pytest.mark.parametrize("level", LEVELS)
+@every_level
 def test_the_program_computes_what_the_model_does(session, level):
     model, _optimizer = trained(session, level)
     program = exported(model)
@@ -70,7 +38,7 @@ def test_the_program_computes_what_the_model_does(session, level):
     assert_same(program.module()(X[:2]), model(X[:2]))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@every_level
 def test_it_does_so_where_amp_is_not(session, level):
     """Casts per op are torch's autocast around the model, which export leaves outside; decompositions take them in."""
     model, _optimizer = trained(session, level)
@@ -90,7 +58,7 @@ def test_without_casts_it_is_the_fp32_model(session, level):
         expected = model(X)
         loaded = in_another_process(exported(model).run_decompositions({}))
     session.reset()
-    assert expected["probabilities"].dtype == torch.float32
+    assert expected.dtype == torch.float32
     assert_same(loaded(X), expected)
 
 

@@ -2,22 +2,12 @@
 
 import pytest
 import torch
-from kit import backward
+from kit import LEVELS, backward, start
 from torch import nn
 from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, vmap
 
-from ampctx import AmpSession, optimizers
-
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 ROUNDING = {"O0": 1e-6, "O1": 2e-3, "O2": 2e-3, "O3": 2e-3, "O4": 2e-2, "O5": 2e-2}
-
-
-@pytest.fixture
-def session():
-    session = AmpSession()
-    yield session
-    session.reset()
 
 
 @pytest.fixture(params=LEVELS)
@@ -28,9 +18,7 @@ def level(request):
 def started(session, level):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
-    optimizer = optimizers.FusedSGD(model.parameters(), lr=0.1)
-    session.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
-    return model, optimizer
+    return start(session, level, model=model, loss_scale=64.0)
 
 
 def loss_of(output):

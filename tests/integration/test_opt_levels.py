@@ -2,16 +2,8 @@
 
 import pytest
 import torch
-from kit import backward
+from kit import OPTIMIZERS, backward, scale_of, start, train
 from torch import nn
-
-from ampctx import amp, clip_grad_norm_
-
-
-@pytest.fixture(autouse=True)
-def _clean():
-    yield
-    amp.reset()
 
 
 def make_model(seed=0):
@@ -38,53 +30,27 @@ def data(step, n=24):
     return images, labels
 
 
-def train_plain(steps, make_optimizer, max_norm=None):
-    model = make_model()
-    optimizer = make_optimizer(model.parameters())
-    losses = []
-    for step in range(steps):
-        images, labels = data(step)
-        loss = nn.functional.cross_entropy(model(images), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        if max_norm:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        losses.append(loss.item())
-    return model, losses
+def loss_of(model, step):
+    images, labels = (t.to(next(model.parameters()).device) for t in data(step))
+    return nn.functional.cross_entropy(model(images), labels)
 
 
-def train_amp(level, steps, make_optimizer, max_norm=None, **kwargs):
-    model = make_model()
-    optimizer = make_optimizer(model.parameters())
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **kwargs)
-    losses = []
-    for step in range(steps):
-        images, labels = data(step)
-        loss = nn.functional.cross_entropy(model(images), labels)
-        optimizer.zero_grad()
-        backward(amp, loss, optimizer)
-        if max_norm:
-            clip_grad_norm_(amp.master_params(optimizer), max_norm)
-        optimizer.step()
-        losses.append(loss.item())
-    return model, optimizer, losses
-
-
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
-    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
-}
+def losses_of(session, level, make, steps, max_norm=None, device="cpu"):
+    """Of a run under amp, or without it where ``session`` is None."""
+    model = make_model().to(device)
+    if session is None:
+        return train(None, model, OPTIMIZERS[make](model.parameters()), steps, loss=loss_of, max_norm=max_norm)
+    model, optimizer = start(session, level, make, model)
+    return train(session, model, optimizer, steps, loss=loss_of, max_norm=max_norm)
 
 
 @pytest.mark.full(but=16)
 @pytest.mark.parametrize("max_norm", [None, 0.5], ids=["", "clipped"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("make", ["SGD-foreach", "Adam-foreach", "AdamW-fused"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
-def test_trains_like_fp32(level, optimizer, max_norm):
-    _, expected = train_plain(60, OPTIMIZERS[optimizer], max_norm)
-    _, _, losses = train_amp(level, 60, OPTIMIZERS[optimizer], max_norm)
+def test_trains_like_fp32(session, level, make, max_norm):
+    expected = losses_of(None, level, make, 60, max_norm)
+    losses = losses_of(session, level, make, 60, max_norm)
     assert expected[0] > 1.0
     assert sum(expected[-10:]) / 10 < 0.2
     if level == "O0":
@@ -96,28 +62,19 @@ def test_trains_like_fp32(level, optimizer, max_norm):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_dynamic_scale_settles(level):
+def test_the_dynamic_scale_settles(session, level):
     """Starting far too high, the run loses a few steps and then trains."""
-    model = make_model()
-    optimizer = OPTIMIZERS["adam"](model.parameters())
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**24, "unskipped": 0}})
-    losses = []
-    for step in range(60):
-        images, labels = data(step)
-        loss = nn.functional.cross_entropy(model(images), labels)
-        optimizer.zero_grad()
-        backward(amp, loss, optimizer)
-        optimizer.step()
-        losses.append(loss.item())
-    skipped = amp.skipped_steps(optimizer)
+    model, optimizer = start(session, level, "Adam-foreach", make_model())
+    session.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**24, "unskipped": 0}})
+    losses = train(session, model, optimizer, 60, loss=loss_of)
+    skipped = session.skipped_steps(optimizer)
     assert 0 < skipped < 20
-    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0 ** (24 - skipped)
+    assert scale_of(session) == 2.0 ** (24 - skipped)
     assert sum(losses[-10:]) / 10 < 0.25 * losses[0]
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-def test_pure_bf16_stalls_and_masters_do_not():
+def test_pure_bf16_stalls_and_masters_do_not(session):
     """Why O5 exists: an update below half an ulp of a bf16 weight is lost without a master."""
     p = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
     plain = torch.optim.AdamW([p], lr=6e-4, weight_decay=0.0)
@@ -132,11 +89,11 @@ def test_pure_bf16_stalls_and_masters_do_not():
     nn.init.ones_(exact.weight)
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, weight_decay=0.0)
     fp32 = torch.optim.AdamW(exact.parameters(), lr=6e-4, weight_decay=0.0)
-    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    session.initialize(model, optimizer, opt_level="O5", verbosity=0)
     for _ in range(100):
-        backward(amp, model.weight.float().sum(), optimizer)
+        backward(session, model.weight.float().sum(), optimizer)
         optimizer.step()
         exact.weight.grad = torch.ones_like(exact.weight)
         fp32.step()
-    assert torch.equal(next(iter(amp.master_params(optimizer))), exact.weight)
+    assert torch.equal(next(iter(session.master_params(optimizer))), exact.weight)
     assert torch.equal(model.weight, exact.weight.bfloat16())

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import re
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("matplotlib", reason="the examples draw plots: pip install 'ampctx[examples]'")
 pytest.importorskip("tqdm", reason="the examples show a progress bar: pip install 'ampctx[examples]'")
-from example_runs import ROOT, refusal
+import example_runs
+from example_runs import ROOT
+from kit import LEVELS
 from page_programs import programs
-from rank_processes import environment, run_ranks
+from rank_processes import run_ranks
 
 PAGE = ROOT / "docs" / "guide" / "scale.md"
-LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 # The engines of examples/mesh.py, as the page calls them, and how many ranks train with each.
 ENGINES = {
     "ddp": ("DistributedDataParallel", 2),
@@ -83,8 +81,8 @@ def test_every_engine_and_level(tmp_path_factory):
     works: dict[str, list[str]] = {}
     for ranks in (2, 4):
         engines = [engine for engine, (_, count) in ENGINES.items() if count == ranks]
-        found = run(tmp_path_factory, ranks, engines, LEVELS, *([program] if ranks == 4 else []))
-        check_runs(found, engines, LEVELS)
+        found = run(tmp_path_factory, ranks, engines, list(LEVELS), *([program] if ranks == 4 else []))
+        check_runs(found, engines, list(LEVELS))
         if ranks == 4:
             check_printed(found, [text])
         for engine in engines:
@@ -100,24 +98,10 @@ def test_every_engine_and_level(tmp_path_factory):
 @pytest.mark.full
 @pytest.mark.parametrize("engine", ["ddp", "fsdp", "tp"])
 def test_the_example_runs_under_torchrun(engine, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, ROOT / "examples" / "mesh.py", "--engine", engine, "--device", "cpu"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+    done = example_runs.run("mesh.py", "--engine", engine, "--device", "cpu", cwd=tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr
     found = re.fullmatch(
         rf"{engine} on 2: test accuracy ([\d.]+)% \| loss scale \d+ \| skipped steps \d+\n", done.stdout
     )
     assert found, done.stdout
     assert float(found[1]) > 94
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--engine", "ddp"), "--engine ddp: start it with torchrun --nproc-per-node N"),
-        (("--batch-size", "0"), "--batch-size: 0 images cannot be shared by 1 processes"),
-        (("--epochs", "0"), "--epochs: 0 is not above 0"),
-    ],
-)
-def test_the_example_refuses(arguments, message, tmp_path: Path, monkeypatch, capsys):
-    assert message in refusal("mesh.py", *arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)

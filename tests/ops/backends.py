@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -127,3 +129,11 @@ EMULATED = Backend("emulated", namespace="ampctx_emulated")
 SHUFFLED = Backend("emulated-shuffled", namespace="ampctx_emulated")
 FULL_BLOCKS = Backend("emulated-256", namespace="ampctx_emulated_256")  # threads to a block, as on a GPU
 CUDA = Backend("cuda", device="cuda")
+
+
+def refused(backend: Backend, op: str, message: str):
+    """The kernels say exactly this; the fallback names the same op, argument and index, and has words of its own."""
+    if backend is not REFERENCE:
+        return pytest.raises(RuntimeError, match=re.escape(f"{op}: {message}"))
+    argument = re.escape(message.split()[0]).replace("found_inf", "(found_inf|flag)")  # a kernel calls both found_inf
+    return pytest.raises(RuntimeError, match=f"{op}: {argument} ")

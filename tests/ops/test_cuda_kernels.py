@@ -103,10 +103,8 @@ def parameter_bytes(library, name, tensors, **how):
     ("tensors", "how", "limit"),
     [
         (78, {}, 4096),
-        (161, {}, 10240),  # ResNet-50
-        (161, {"param": torch.bfloat16, "write_back": "split"}, 10240),
-        (199, {}, 10240),  # BERT-base
-        (393, {}, 20480),  # BERT-large
+        (65, {"param": torch.bfloat16, "write_back": "split"}, 4096),
+        (161, {}, 32764),  # ResNet-50
         (675, {}, 32764),
     ],
 )

@@ -10,8 +10,10 @@ from optimizer_calls import (
     AMSGRAD,
     LAMB,
     LAMB_WITHOUT_RATIO,
+    LARC,
     MOMENTUM,
     NOVOGRAD,
+    OPTIMIZERS,
     SGD,
     bits,
     make_call,
@@ -25,11 +27,17 @@ from ampctx.kernels.reference_steps import WRITE_BACKS
 
 pytestmark = [on_kernels, pytest.mark.usefixtures("reference")]
 SMALL = [5, 0, 700, 1, 64]
+on_all = pytest.mark.parametrize("optimizer", [*OPTIMIZERS, LARC], ids=lambda o: o.name)
+
+
+def result(call):
+    """The list that the op is for: LARC writes gradients, and counts no steps."""
+    return call["grads" if call.optimizer is LARC else "params"]
 
 
 @pytest.mark.full(but=96)
 @pytest.mark.parametrize("sizes", [pytest.param(s, id=i) for i, s in SIZES.items() if i != "20k-tiny"])
-@on_optimizers
+@on_all
 def test_sizes(backend, optimizer, sizes):
     if backend.name.startswith("emulated") and sizes == SIZES["one-large"]:
         sizes = [1 << 14]
@@ -83,19 +91,22 @@ def assert_runs_or_refuses(backend, call, *dtypes):
     call.assert_same(before)
 
 
-def with_write_backs(dtypes):
+def with_write_backs(optimizers, dtypes):
     """The combinations of types, the last being that of the params, with all that they can be written back by."""
-    return [
-        pytest.param(combination, way, id=f"{combination_id(combination)}-{way}")
-        for combination in dtypes
-        for way in WRITE_BACKS
-        if takes(way, combination[-1])
-    ]
+    return pytest.mark.parametrize(
+        ("optimizer", "dtypes", "write_back"),
+        [
+            pytest.param(optimizer, combination, way, id=f"{optimizer.name}-{combination_id(combination)}-{way}")
+            for optimizer in optimizers
+            for combination in dtypes
+            for way in (WRITE_BACKS if optimizer is not LARC else ("nearest",))
+            if takes(way, combination[-1])
+        ],
+    )
 
 
 @pytest.mark.full(but=100)
-@pytest.mark.parametrize(("dtypes", "write_back"), with_write_backs(combinations(ALL_FLOATS, 2)))
-@pytest.mark.parametrize("optimizer", [ADAM, MOMENTUM, LAMB, NOVOGRAD], ids=lambda o: o.name)
+@with_write_backs([ADAM, MOMENTUM, LAMB, NOVOGRAD, LARC], combinations(ALL_FLOATS, 2))
 def test_grad_and_param_dtypes(backend, optimizer, dtypes, write_back):
     call = make_call(backend, optimizer, SMALL, grad=dtypes[0], param=dtypes[1], write_back=write_back)
     assert_runs_or_refuses(backend, call, *dtypes)
@@ -120,8 +131,7 @@ def test_copies(backend, param, extra):
 
 
 @pytest.mark.full(but=120)
-@pytest.mark.parametrize(("dtypes", "write_back"), with_write_backs(combinations(FLOATS, 1)))
-@on_optimizers
+@with_write_backs(OPTIMIZERS, combinations(FLOATS, 1))
 def test_write_backs(backend, optimizer, dtypes, write_back):
     call = make_call(backend, optimizer, SMALL, grad=dtypes[0], param=dtypes[0], write_back=write_back, seed=3)
     before = call.clone()
@@ -149,11 +159,11 @@ def test_weight_decay_and_direction(backend, optimizer, weight_decay, maximize):
         call.assert_agrees(expected)
 
 
-@pytest.mark.parametrize(("dtypes", "write_back"), with_write_backs(combinations(FLOATS, 2)))
-def test_every_alignment(backend, dtypes, write_back):
+@with_write_backs([ADAM, LARC], combinations(FLOATS, 2))
+def test_every_alignment(backend, optimizer, dtypes, write_back):
     """Views at every storage offset up to a cache line, the lists not in step, and nothing written beside them."""
     size, room = 43, 60
-    whole = make_call(backend, ADAM, [room] * 17, grad=dtypes[0], param=dtypes[1], write_back=write_back)
+    whole = make_call(backend, optimizer, [room] * 17, grad=dtypes[0], param=dtypes[1], write_back=write_back)
     views, beside = whole.clone(), whole.clone()
     for place, name in enumerate(whole.elementwise):
         for i, t in enumerate(whole[name]):
@@ -168,7 +178,7 @@ def test_every_alignment(backend, dtypes, write_back):
             assert torch.equal(t, want), name
 
 
-@on_optimizers
+@on_all
 def test_layouts(backend, optimizer):
     """channels_last goes with channels_last, transposed with transposed; random bits count places in memory."""
     shapes = [(2, 3, 4, 5), (6, 4), (12,)]
@@ -185,7 +195,7 @@ def test_layouts(backend, optimizer):
     for name, tensors in flat.lists.items():
         flat.lists[name] = [torch.as_strided(t, (t.numel(),), (1,)) for t in tensors]
     flat.run(backend)
-    for a, b in zip(call["params"], flat["params"], strict=True):
+    for a, b in zip(result(call), result(flat), strict=True):
         assert torch.equal(torch.as_strided(a, (a.numel(),), (1,)), b)
 
 
@@ -203,7 +213,7 @@ FLAGS = {
 
 @pytest.mark.full(but=100)
 @pytest.mark.parametrize(("value", "dtype", "skips"), FLAGS.values(), ids=FLAGS.keys())
-@on_optimizers
+@on_all
 def test_found_inf(backend, optimizer, value, dtype, skips):
     for write_back in WRITE_BACKS:
         call = make_call(backend, optimizer, SMALL, param=torch.bfloat16, write_back=write_back)
@@ -215,8 +225,9 @@ def test_found_inf(backend, optimizer, value, dtype, skips):
         if skips:
             call.assert_same(before)
         else:
-            assert [s.item() for s in call["steps"]] == [s.item() + 1 for s in before["steps"]]
-            assert not torch.equal(call["params"][2], before["params"][2])
+            counts = before.lists.get("steps", [])
+            assert [s.item() for s in call.lists.get("steps", [])] == [s.item() + 1 for s in counts]
+            assert not torch.equal(result(call)[2], result(before)[2])
 
 
 FACTORS = {
@@ -228,7 +239,7 @@ FACTORS = {
 
 
 @pytest.mark.parametrize("factors", FACTORS.values(), ids=FACTORS.keys())
-@on_optimizers
+@on_all
 def test_factor_forms(backend, optimizer, factors):
     inv_scale, lr = factors(backend.device)
     call = make_call(backend, optimizer, SMALL)
@@ -252,7 +263,7 @@ def test_nothing_but_empty_tensors(backend, optimizer):
     assert [s.item() for s in call["steps"]] == [1, 2]
 
 
-@pytest.mark.parametrize("optimizer", [SGD, LAMB, NOVOGRAD], ids=lambda o: o.name)
+@pytest.mark.parametrize("optimizer", [SGD, LAMB, NOVOGRAD, LARC], ids=lambda o: o.name)
 def test_threads_do_not_change_the_result(backend, optimizer):
     results, threads = [], torch.get_num_threads()
     sizes = [100_003, 5, 70_001] if backend.name == "cpu" else [3_001, 5]

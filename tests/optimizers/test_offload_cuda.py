@@ -37,11 +37,9 @@ def test_100_steps_have_the_bits_of_steps_on_the_gpu(name, mode):
     assert all(twin.weight.is_pinned() and twin.grad.is_pinned() for twin in offloaded._offload._twins.values())
 
 
-@pytest.mark.parametrize("offload_gradients", [False, True])
-@pytest.mark.parametrize("overlap", [None, "forward"])
-def test_a_network_trains_to_the_bits_and_its_memory_does_not_grow(overlap, offload_gradients):
+def test_a_network_trains_to_the_bits_and_its_memory_does_not_grow():
     found, taken = [], []
-    for options in ({}, {"offload": "cpu", "overlap": overlap, "offload_gradients": offload_gradients}):
+    for options in ({}, {"offload": "cpu"}):
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))).bfloat16().to(DEVICE)
         optimizer = FusedAdam(model.parameters(), lr=1e-3, master_weights="split", **options)
@@ -51,22 +49,9 @@ def test_a_network_trains_to_the_bits_and_its_memory_does_not_grow(overlap, offl
             optimizer.step()
             optimizer.zero_grad()
             if step in (20, 99):
-                optimizer.wait()
                 torch.cuda.synchronize()
                 taken.append(torch.cuda.memory_allocated())
         found.append([t.cpu() for t in snapshot(optimizer)])
         del model, optimizer
     assert_same(*found)
     assert taken[2] == taken[3] < taken[0]
-
-
-def test_a_weight_that_is_read_too_early_is_nan():
-    weight = nn.Parameter(torch.ones(2**22, device=DEVICE))
-    optimizer = FusedAdam([weight], offload="cpu", overlap="forward")
-    optimizer.step()
-    weight.grad = torch.ones_like(weight)
-    optimizer.step()
-    early = weight.detach().clone()
-    optimizer.wait()
-    assert weight.isfinite().all()
-    assert ((early == weight) | early.isnan()).all()

@@ -18,15 +18,15 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path += [str(HERE.parent / "cuda_emulation"), str(ROOT / "benchmarks")]
 
-import cubins  # noqa: E402
 import emulation_build  # noqa: E402
+import machine_code  # noqa: E402
 from translate import Module, PtxError, parse  # noqa: E402
 
 NAMESPACE = "ampctx_ptx"
 FOLDER = ROOT / "build" / "ptx"
 EXTENSION = ROOT / "ampctx" / "_ops.so"
 WRAPPED = ("torch_get_const_data_ptr", "torch_get_mutable_data_ptr", "aoti_torch_empty_strided", "torch_library_impl")
-REBUILD = f"build it with `{cubins.BUILD}`"
+REBUILD = f"build it with `{machine_code.BUILD}`"
 
 
 def setup_module() -> ModuleType:
@@ -46,9 +46,9 @@ def built_from(extension: Path) -> str | None:
 def extract(extension: Path, target: str | None = None) -> dict[str, list[Module]]:
     """The PTX files of each target in the library, or of one, once it is known to be whole and of these sources."""
     try:
-        cubins.check_library(extension)
-        tool = cubins.find_cuobjdump()
-    except cubins.Missing as missing:
+        machine_code.check_library(extension)
+        tool = machine_code.find_cuobjdump()
+    except machine_code.Missing as missing:
         raise PtxError(str(missing)) from None
     built, here = built_from(extension), setup_module().source_digest(ROOT / "csrc")
     if built != here:

@@ -34,10 +34,9 @@ SUITES = {
         "tests/test_grad_clip.py",
         "tests/test_foreach.py",
         "tests/test_multi_tensor_apply.py",
-        "tests/compat/test_amp_C.py",
-        "tests/compat/test_amp_C_elementwise.py",
-        "tests/compat/test_amp_C_layerwise.py",
-        "tests/compat/test_amp_C_optimizers.py",
+        "tests/apex/test_amp_C.py",
+        "tests/apex/test_amp_C_elementwise.py",
+        "tests/apex/test_amp_C_steps.py",
         # Offloaded and split weights are stepped on a CPU, by the ops of the other files.
         "-k",
         "not fp64 and not float64 and not test_offload and not test_split_masters",

@@ -1,20 +1,19 @@
-"""Writes the figures of a long run to a JSON file, with the machine, the versions and the command they came from."""
+"""Puts the counts of a long run into a CSV of figures, such as benchmarks/results/figures.csv."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from measuring import environment
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+import measuring  # noqa: E402
 
 
-def write(path: Path, found: Any) -> None:
+def write(path: Path, report: str, counts: dict[str, int]) -> None:
     script, *arguments = sys.argv
-    command = " ".join(["python", os.path.relpath(script, ROOT), *arguments])
-    path.write_text(json.dumps({"command": command, **environment("cpu"), "found": found}, indent=2) + "\n")
+    place = arguments.index("--csv")
+    command = " ".join(["python", os.path.relpath(script, ROOT), *arguments[:place], *arguments[place + 2 :]])
+    found = {f"all/{name}": count for name, count in counts.items()}
+    measuring.write(path, measuring.rows(report, found, "cpu", command))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ampctx import AmpSession, clip_grad_norm_
+from ampctx import AmpSession
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # as a script
 from kit import OPTIMIZERS, backward, larc, start
@@ -40,12 +40,8 @@ UNUSABLE = ("O3", "SGD-fused")
 MOMENTS = (
     "after the step",
     "before the first block",
-    "delayed block open",
-    "several blocks",
     "overflow latched",
     "overflow deferred",
-    "clipped",
-    "plain backward",
 )
 ORDERS = tuple(itertools.permutations(("model", "optimizer", "amp")))
 SAVED_AT = 6
@@ -103,30 +99,15 @@ class Run:
     def begin(self, step):
         """The first part of an iteration, up to the moment."""
         moment = self.case.moment
-        if moment == "delayed block open":
-            return self.block(self.loss(step), delay_unscale=True) + self.block(self.loss(step, 1), delay_unscale=True)
-        if moment == "several blocks":
-            return self.block(self.loss(step)) + self.block(self.loss(step, 1), loss_id=1)
         if moment == "overflow latched":
             return self.block(self.loss(step) * (torch.inf if step == SAVED_AT and self.dynamic else 1.0))
         if moment == "overflow deferred":
             factor = torch.inf if step == SAVED_AT and self.dynamic else 1.0
             return self.block(self.loss(step) * factor, delay_overflow_check=True)
-        if moment == "clipped":
-            loss = self.block(self.loss(step))
-            clip_grad_norm_(self.session.master_params(self.optimizer), 0.1)
-            return loss
-        if moment == "plain backward":
-            loss = self.loss(step)
-            with self.session.disable_casts():
-                (loss * 0.5).backward()
-            return loss.item()
         return 0.0
 
     def finish(self, step):
-        loss = self.block(self.loss(step, 2), loss_id=1 if self.case.moment == "several blocks" else 0)
-        if self.case.moment == "clipped":
-            clip_grad_norm_(self.session.master_params(self.optimizer), 0.1)
+        loss = self.block(self.loss(step, 2))
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss
@@ -135,7 +116,7 @@ class Run:
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "amp": self.session.state_dict(masters=True, grads=True),
+            "amp": self.session.state_dict(masters=True),
         }
 
     def load(self, content):

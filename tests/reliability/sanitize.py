@@ -1,6 +1,6 @@
 """The C++ code under AddressSanitizer and UBSan: builds it anew, runs the tests of the ops and a minute of the fuzzer.
 
-    python tests/reliability/sanitize.py [--json FILE] [arguments for pytest]
+    python tests/reliability/sanitize.py [--csv FILE] [arguments for pytest]
 
 The library goes to build/sanitize and never over the installed one; the emulated CUDA kernels are built with the
 sanitizers too. Both sanitizers end the process at the first report, and so the run fails. Before, the script makes sure
@@ -10,7 +10,6 @@ that they would: by a call that reads behind the end of a tensor.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -91,24 +90,25 @@ def counts(junit: Path) -> dict[str, int]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the counts of a run without a report to this file")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="put the counts of a run without a report there")
     options, rest = parser.parse_known_args()
     build()
     env = environment()
     check_that_it_would_report(env)
-    tested, fuzzed = BUILD / "tests.xml", BUILD / "fuzz.json"
+    tested, fuzzed = BUILD / "tests.xml", BUILD / "fuzz.csv"
     command = [sys.executable, "-m", "pytest", "-q", "--full", "-p", "no:cacheprovider", "-k", LEFT_OUT]
     command += ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), f"--junitxml={tested}"]
     command.append("--capture=sys")  # a report is written to the file descriptor, by a process that then ends
     given = [str(ROOT / a) if (ROOT / a.partition("::")[0]).exists() else a for a in rest or TESTS]
     fuzz = [sys.executable, str(ROOT / "tests" / "reliability" / "fuzz_ops.py"), "--seconds", "60"]
-    fuzz += ["--json", str(fuzzed)]
+    fuzz += ["--csv", str(fuzzed)]
     # From a folder without an ampctx of its own, which would come before PYTHONPATH.
     failed = [run for run in ([*command, *given], fuzz) if subprocess.run(run, cwd=BUILD, env=env).returncode]
     print("FAILED, see above" if failed else "no report by AddressSanitizer or UBSan")
-    if options.json is not None and not failed:
-        fuzz_found = json.loads(fuzzed.read_text())["found"]
-        figures.write(options.json, {"reports": 0, "tests": counts(tested), "fuzz": fuzz_found})
+    if options.csv is not None and not failed:
+        calls = int(figures.measuring.read(fuzzed)["fuzz-cpu/all/fuzz/calls"].value)
+        found = {f"tests/{name}": count for name, count in counts(tested).items()}
+        figures.write(options.csv, "sanitize-cpu", {"tests/reports": 0, **found, "fuzz/calls": calls})
     return 1 if failed else 0
 
 

@@ -440,7 +440,7 @@ def main():
     parser.add_argument(
         "--resume-every", type=int, default=10, help="runs between fresh processes; 0: none; default 10"
     )
-    parser.add_argument("--json", type=Path, help="write the counts to this file")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="put the counts there, in place of earlier ones")
     parser.add_argument("--resume", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--dies", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -457,8 +457,8 @@ def main():
     for kind in kinds:
         print(f"{kind}: {counts[kind]}")
     print("lost: 0")
-    if args.json is not None:
-        figures.write(args.json, {**{kind: counts[kind] for kind in kinds}, "lost": 0})
+    if args.csv is not None:
+        figures.write(args.csv, "soak-cpu", {**{f"soak/{kind}": counts[kind] for kind in kinds}, "soak/lost": 0})
     return 0
 
 

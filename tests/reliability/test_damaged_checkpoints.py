@@ -5,10 +5,10 @@ import logging
 
 import pytest
 import torch
-from kit import INF, NAN, assert_same, backward, loss_of, mlp, start, train
+from kit import NAN, assert_same, backward, loss_of, mlp, start, train
 from torch import nn
 
-from ampctx import AmpError, AmpKeyError, AmpSession, AmpTypeError, AmpValueError, clip_grad_norm_
+from ampctx import AmpError, AmpKeyError, AmpSession, AmpTypeError, AmpValueError
 from ampctx.optimizers import FusedAdam
 
 
@@ -42,20 +42,13 @@ def go_on(run):
 
 def everything(run):
     session, model, optimizer = run
-    return copy.deepcopy(
-        [dict(model.state_dict()), optimizer.state_dict(), session.state_dict(masters=True, grads=True)]
-    )
+    return copy.deepcopy([dict(model.state_dict()), optimizer.state_dict(), session.state_dict(masters=True)])
 
 
 def saved(run):
-    """The state of a run with a delayed block open, gradients that wait in 16 bits, and a latch."""
-    block(run, 7)
-    waits = copy.deepcopy(run[0].state_dict(grads=True))["optimizers"][0]["gradients"]["waiting"]
-    run[2].zero_grad()
+    """The state of a run with a delayed block open."""
     block(run, 7, delay_unscale=True)
-    state = copy.deepcopy(run[0].state_dict(grads=True))
-    state["optimizers"][0]["gradients"]["waiting"] = waits
-    return state
+    return copy.deepcopy(run[0].state_dict(masters=True))
 
 
 def within(*path):
@@ -86,9 +79,7 @@ def drop(*path):
 
 
 FIRST = ("optimizers", 0)
-GRADS = (*FIRST, "gradients")
 SCALE = {"loss_scale": 2.0, "unskipped": 0}
-ZERO = torch.tensor(0.0)
 DAMAGE = {
     "another level": (put("O5", "opt_level"), AmpValueError, r'"opt_level"\] is \'O5\', and .*opt_level=\'O2\''),
     "no level": (drop("opt_level"), AmpKeyError, 'state_dict has no "opt_level"'),
@@ -113,32 +104,6 @@ DAMAGE = {
     "master's dtype": (change(torch.Tensor.half, *FIRST, "masters", 4), AmpValueError, r"torch.float16, expected"),
     "master no tensor": (put([1.0], *FIRST, "masters", 4), AmpTypeError, r'\["masters"\]\[4\] must be a Tensor'),
     "latch unknown": (put({2: True}, *FIRST, "overflows"), AmpKeyError, r'\["overflows"\] has 2, .* from -1 to 1'),
-    "gradient's dtype": (change(torch.Tensor.float, *GRADS, "model", 0), AmpValueError,
-        r'\["gradients"\]\["model"\]\[0\] is of shape \(8, 4\) and torch.float32, expected \(8, 4\) and torch.float16'),
-    "gradient of no master": (put(torch.ones(8), *GRADS, "masters", 2), AmpValueError,
-        r'\["masters"\]\[2\] is the gradient of a master weight, and that parameter has none here'),
-    "gradients missing": (drop(*GRADS, "model"), AmpKeyError, r'\["gradients"\] has no "model"'),
-    "window of no loss": (put(2, *GRADS, "window", "loss_id"), AmpValueError, r'\["loss_id"\] is 2, there are 2 loss'),
-    "window of no parameter": (put([6], *GRADS, "window", "scaled"), AmpKeyError, r'\["scaled"\] has 6'),
-    "window without scale": (drop(*GRADS, "window", "inv_scale"), AmpKeyError, r'\["window"\] has no "inv_scale"'),
-    "before's shape": (put(torch.ones(1), *GRADS, "window", "before", 2), AmpValueError, r'\["before"\]\[2\]'),
-    "waiting without norm": (drop(*GRADS, "waiting", "norm"), AmpKeyError, r'\["waiting"\] has no "norm"'),
-    "waiting scales": (put(torch.ones(2), *GRADS, "waiting", "inv_scale"), AmpValueError,
-        r'\["inv_scale"\] is a tensor of shape \(2,\)'),
-    "waiting gone": (drop(*GRADS, "waiting"), AmpKeyError, r'\["gradients"\] has no "waiting"'),
-    "window gone": (drop(*GRADS, "window"), AmpKeyError, r'\["gradients"\] has no "window"'),
-    "waiting scaled by nan": (put(NAN, *GRADS, "waiting", "inv_scale"), AmpValueError, r'\["inv_scale"\] is nan for'),
-    "waiting scaled by 0": (put(ZERO, *GRADS, "waiting", "inv_scale"), AmpValueError, r'\["inv_scale"\] is 0.0 for'),
-    "waiting turned around": (put(-1.0, *GRADS, "waiting", "inv_scale"), AmpValueError, r'\["inv_scale"\] is -1.0'),
-    "waiting scaled by int": (put(torch.tensor(2), *GRADS, "waiting", "inv_scale"), AmpValueError,
-        r'\["inv_scale"\] is a tensor of shape \(\) and torch.int64 on cpu'),
-    "norm complex": (put(torch.tensor(1j), *GRADS, "waiting", "norm"), AmpValueError, r'\["norm"\] is a tensor of'),
-    "norm on meta": (put(ZERO.to("meta"), *GRADS, "waiting", "norm"), AmpValueError, r'\["norm"\].* on meta'),
-    "window scaled by 0": (put(0.0, *GRADS, "window", "inv_scale"), AmpValueError, r'\["inv_scale"\] is 0.0, expected'),
-    "window scaled by nan": (put(torch.tensor(NAN), *GRADS, "window", "inv_scale"), AmpValueError,
-        r'\["inv_scale"\] is nan, expected a number > 0 and finite'),
-    "gradient on meta": (change(lambda g: g.to("meta"), *GRADS, "model", 0), AmpValueError,
-        r'\["gradients"\]\["model"\]\[0\] is on the meta device'),
     "master on meta": (change(lambda m: m.to("meta"), *FIRST, "masters", 4), AmpValueError,
         r'\["masters"\]\[4\] is on the meta device, without values'),
     "master sparse": (change(torch.Tensor.to_sparse, *FIRST, "masters", 4), AmpValueError,
@@ -151,8 +116,6 @@ DAMAGE = {
     "scales missing": (drop(*FIRST, "scales"), AmpKeyError, r'\["optimizers"\]\[0\] has no "scales"'),
     "scale of no loss": (put(2.0, *FIRST, "scales", 2), AmpKeyError, r'\["scales"\] has 2, expected loss ids from 0'),
     "scale of 0": (put(0.0, *FIRST, "scales", 0), AmpValueError, r'\["scales"\]\[0\] is 0.0: a loss scale must be'),
-    "waiting shape": (put(torch.ones(1), *GRADS, "waiting", "grads", 0), AmpValueError,
-        r'\["grads"\]\[0\] is of shape'),
 }  # fmt: skip
 
 
@@ -184,14 +147,6 @@ def test_another_level_is_refused(started, level):
     source, run = started("O2"), started(level)
     with pytest.raises(AmpValueError, match="opt_level"):
         run[0].load_state_dict(source[0].state_dict(masters=True))
-
-
-def test_another_optimizer_than_reads_16_bit_gradients(started):
-    source, run = started(), started(make="SGD-plain")
-    go_on(source)
-    block(source)
-    with pytest.raises(AmpValueError, match=r'\["waiting"\]: SGD does not read 16-bit gradients'):
-        run[0].load_state_dict(source[0].state_dict(grads=True))
 
 
 def two_networks(sessions, swapped, seed):
@@ -241,17 +196,6 @@ def test_a_parameter_of_no_model_has_no_name_that_could_be_wrong(sessions):
         runs.append((session, model, optimizer))
     runs[1][0].load_state_dict(runs[0][0].state_dict(masters=True))
     assert torch.equal(runs[0][1].weight, runs[1][1].weight)
-
-
-def test_clipped_gradients_that_are_not_finite_resume(started):
-    """What clipping multiplies is 0 or nan then, and no damage."""
-    for value in (INF, NAN):
-        source, run = started(), started(seed=1)
-        backward(source[0], source[1](torch.ones(4, 4)).float().sum() * value, source[2])
-        clip_grad_norm_(source[0].master_params(source[2]), 1.0)
-        run[0].load_state_dict(copy.deepcopy(source[0].state_dict(grads=True)))
-        run[2].step()
-        assert run[0].outcome(run[2]).skipped
 
 
 def test_neither_saved_nor_loaded_inside_a_block(started):

@@ -173,7 +173,7 @@ NEXT = {
     "block": lambda t: t.block(),
     "step": lambda t: t.optimizer.step(),
     "zero_grad": lambda t: t.optimizer.zero_grad(),
-    "amp.state_dict": lambda t: t.session.state_dict(masters=True, grads=True),
+    "amp.state_dict": lambda t: t.session.state_dict(masters=True),
     "master_state_dict": lambda t: t.session.master_state_dict(t.model),
     "master_model": lambda t: t.session.master_model(t.model),
     "master_params": lambda t: list(t.session.master_params(t.optimizer)),

@@ -15,12 +15,12 @@ from kit import backward, mlp, scale_of
 from rank_processes import RANK, ROOT, all_ranks, environment, flat_mesh, on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-from torch.distributed.algorithms.join import Join
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ampctx import AmpError, AmpRankError, AmpSession, AmpTypeError, GradScaler, clip_grad_norm_, optimizers
-from ampctx.distributed import broadcast_tree, device_for, lossy
+from ampctx._collectives import device_for
+from ampctx.distributed import lossy
 
 START = 2.0**16
 KINDS = {
@@ -253,79 +253,6 @@ def test_a_static_scale_can_skip_together_and_stay(level, wrapped):
 # --- uneven inputs ----------------------------------------------------------------------------------------------------
 
 
-def uneven(level, kind, batches=(2, 4), empty_first=False) -> tuple[list, list]:
-    """Digests of all state after each epoch, and of the masters after each step that all ranks take. In the second
-    epoch the first batch of rank 1 overflows, in each epoch its last one."""
-    master_weights = "split" if kind.endswith("split") else None
-    session, model, optimizer = started(level, kind, mlp(RANK), master_weights=master_weights)
-    ddp = DistributedDataParallel(model)
-    steps, states = [], []
-    for epoch in range(3):
-        mine = 0 if empty_first and epoch == 0 and RANK == 0 else batches[RANK]
-        with Join([ddp, session.joinable(optimizer)]):
-            for i in range(mine):
-                overflow = RANK == 1 and (i == mine - 1 or (epoch == 1 and i == 0))
-                step(session, ddp, optimizer, batch(epoch, i, RANK), float("inf") if overflow else 1.0)
-                if i < min(batches) and not (empty_first and epoch == 0):
-                    steps.append(digest(list(session.master_params(optimizer))))
-        states.append(all_state(session, model, optimizer))
-    session.check_ranks()
-    assert all(torch.isfinite(p).all() for p in session.master_params(optimizer))
-    assert len({str(scale) for scale in all_ranks(session.state_dict()["loss_scaler0"])}) == 1
-    assert scale_of(session) == START / 2**4 or len(batches) == 4
-    session.reset()
-    assert all(other == (steps, states) for other in all_ranks((steps, states)))
-    return steps, states
-
-
-@pytest.mark.parametrize(
-    ("level", "kind", "empty_first"),
-    [
-        *(("O1", "Adam", False), ("O2", "FusedAdam", False), ("O5", "SGD", False), ("O2", "Adam", True)),
-        *(
-            pytest.param(*run, False, marks=pytest.mark.full)
-            for run in (
-                *(("O1", "FusedAdam"), ("O2", "SGD"), ("O2", "Adam"), ("O5", "FusedAdam"), ("O5", "FusedAdam-split")),
-            )
-        ),
-    ],
-)
-@on_ranks(2)
-def test_ranks_with_uneven_batches_have_the_same_state_after_each_epoch(level, kind, empty_first):
-    steps, states = uneven(level, kind, empty_first=empty_first)
-    assert len(set(states)) == 3
-    assert len(set(steps)) >= len(steps) - 2 > 1  # skipped ones
-
-
-@pytest.mark.full
-@on_ranks(4)
-def test_uneven_batches_on_four_ranks():
-    assert len(set(uneven("O2", "FusedAdam", batches=(2, 4, 3, 4))[1])) == 3
-
-
-@on_ranks(2)
-def test_uneven_batches_with_two_optimizers():
-    """Two models, two losses and scales."""
-    torch.manual_seed(RANK)
-    models = [nn.Linear(4, 4), nn.Linear(4, 2)]
-    opts = [KINDS[kind](model.parameters()) for kind, model in zip(("Adam", "FusedAdam"), models, strict=True)]
-    session = AmpSession()
-    session.initialize(models, opts, opt_level="O2", verbosity=0, num_losses=2)
-    wrapped = list(map(DistributedDataParallel, models))
-    states = []
-    for epoch in range(2):
-        with Join([*wrapped, *map(session.joinable, opts)]):
-            for i in range(4 - 2 * RANK):
-                for loss_id, (model, optimizer) in enumerate(zip(wrapped, opts, strict=True)):
-                    factor = float("inf") if (i, loss_id) == (3, 1) else 1.0
-                    step(session, model, optimizer, batch(epoch, i, RANK), factor, loss_id=loss_id)
-        states.append([all_state(session, model, optimizer) for model, optimizer in zip(models, opts, strict=True)])
-    session.check_ranks()
-    session.reset()
-    assert all(other == states for other in all_ranks(states))
-    assert states[0] != states[1]
-
-
 @on_ranks(2)
 def test_join_of_the_model_alone_is_told_where_masters_are_left_behind():
     """On rank 1, whose batches end first."""
@@ -343,39 +270,7 @@ def test_join_of_the_model_alone_is_told_where_masters_are_left_behind():
     session.reset()
     assert len(logged) == RANK
     assert all("changed in place" in text for text in logged)
-    assert all("use Join([ddp, amp.joinable(optimizer)]) instead" in text for text in logged)
-
-
-@on_ranks(2)
-def test_joins_that_cannot_work_are_refused():
-    session, model, optimizer = started("O1")
-    ddp = DistributedDataParallel(model)
-    with pytest.raises(AmpError, match="did not go through amp.initialize"):
-        session.joinable(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
-    with pytest.raises(AmpError, match=r"Put the model first: Join\(\[ddp, amp.joinable\(optimizer\)\]\)"):
-        Join([session.joinable(optimizer), ddp])
-    session.reset()
-    session, model, optimizer = started("O1", process_group=dist.group.WORLD)
-    with pytest.raises(AmpError, match="leave process_group out of amp.initialize"):
-        session.joinable(optimizer)
-    session.reset()
-
-
-@on_ranks(2)
-def test_state_travels_in_its_memory_format():
-    """Strides and values of tensors that rank 0 sends."""
-    made = torch.arange(108.0).view(4, 3, 3, 3)
-    sent = [
-        made.to(memory_format=torch.channels_last),
-        made[:, ::2],
-        made.transpose(0, 1),
-        made[:1, :1, 0, 0].expand(3, 2),
-    ]
-    sent += [torch.tensor(3, dtype=torch.int16), torch.empty(0, 2), torch.tensor([True, False]), torch.tensor(1 + 2j)]
-    found = broadcast_tree({"t": sent, "n": (1, "a")} if RANK == 0 else None, 0, dist.group.WORLD, "here")
-    assert found["n"] == (1, "a")
-    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found["t"], sent, strict=True))
-    assert [t.stride() for t in found["t"][:3]] == [(27, 1, 9, 3), (18, 9, 3, 1), (9, 27, 3, 1)]
+    assert all("ddp.join() does not work with masters" in text for text in logged)
 
 
 # --- compressed gradients ---------------------------------------------------------------------------------------------
@@ -453,7 +348,6 @@ def test_one_process_has_nothing_to_compare():
         (lambda s, o: AmpSession().check_ranks(), AmpError, "check_ranks was called before amp.initialize"),
         (lambda s, o: s.check_ranks([0, 1]), AmpTypeError, "group must be a torch.distributed.ProcessGroup, got list"),
         (lambda s, o: s.load_state_dict(s.state_dict(), process_group=0), AmpTypeError, "process_group must be"),
-        (lambda s, o: s.joinable(o), AmpError, "amp.joinable needs torch.distributed. Call dist.init_process_group"),
         (lambda s, o: lossy(None, "hook", o), AmpTypeError, "hook must be callable"),
         (lambda s, o: lossy(None, print, None), AmpTypeError, "optimizer must be an optimizer, got NoneType"),
         (

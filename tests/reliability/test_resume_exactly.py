@@ -19,14 +19,15 @@ A_HUNDRED_LOSSES = [case._replace(losses=100) for case in AFTER_THE_STEP]
 IN_THE_MIDDLE = [
     Case(level, name, moment, losses=8)
     for moment in MOMENTS[1:]
-    for level in ("O0", "O1", "O2", "O3", "O5")
+    # The state has no gradients: after an overflow the step is skipped, and needs none.
+    for level in (("O1", "O2") if "overflow" in moment else ("O0", "O1", "O2", "O3", "O5"))
     for name in ("FusedAdam", "Adam-fused", "SGD-plain")
 ]
 IN_EITHER_ORDER = [
     Case(level, name, moment, losses=8, order=order)
     for order in ORDERS[1:]
     for level in ("O1", "O2")
-    for name, moment in (("FusedAdam", "several blocks"), ("Adam-plain", "delayed block open"))
+    for name, moment in (("FusedAdam", "overflow latched"), ("Adam-plain", "overflow deferred"))
 ]
 
 
@@ -78,7 +79,7 @@ def test_losses_and_all_state_are_the_same(results, case):
     assert_resumed(results, case)
 
 
-@pytest.mark.full(but=35)
+@pytest.mark.full(but=15)
 @pytest.mark.parametrize("case", IN_THE_MIDDLE, ids=ids)
 def test_saved_at_any_moment_of_an_iteration(results, case):
     assert_resumed(results, case)

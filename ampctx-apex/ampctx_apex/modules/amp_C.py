@@ -3,38 +3,33 @@
 ``(chunk_size, noop_flag, tensor_lists, *numbers)``, positional as in apex. ``ampctx.multi_tensor_apply`` tells what
 flags and lists may be. Numbers may be one-element tensors. Names that are not here come from the compiled amp_C of an
 apex that is installed as well.
+
+Arithmetic is fp32 (fp64 where an fp64 tensor takes part) and state may be of any floating type. ``lr``, ``scale``,
+``inv_scale``, ``step`` and norms may be tensors, which the host does not read; tensors in the place of other numbers
+are read. The formulas are in ``ampctx.optimizer_ops``. None of the functions is a host sync.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
+from ampctx_apex.arguments import check_tensor
 from ampctx_apex.installed import attribute_of
-from ampctx_apex.kernels_layerwise import (
-    multi_tensor_lamb,
-    multi_tensor_lamb_mp,
-    multi_tensor_lamb_stage1_cuda,
-    multi_tensor_lamb_stage2_cuda,
-    multi_tensor_lars,
-)
-from ampctx_apex.kernels_optimizers import (
-    multi_tensor_adagrad,
-    multi_tensor_adam,
-    multi_tensor_adam_capturable,
-    multi_tensor_adam_capturable_master,
-    multi_tensor_novograd,
-    multi_tensor_sgd,
-)
+from ampctx_apex.multi_tensor import multi_tensor, run_op
 from torch import Tensor
 
-from ampctx import AmpTypeError, AmpValueError
-from ampctx import foreach as _foreach
+from ampctx import AmpValueError, foreach
 from ampctx.multi_tensor_apply import (
     multi_tensor_axpby,
     multi_tensor_l2norm,
     multi_tensor_scale,
     multi_tensor_unscale_l2norm,
 )
-from ampctx.spi import Call, Number, TensorLists, foreach_factor, found_in, norms
+from ampctx.spi import Call, Layers, TensorLists, adapt, compute_dtype, foreach_factor, found_in, multiply, norms, trust
+
+# --- norms ------------------------------------------------------------------------------------------------------------
 
 
 def multi_tensor_l2norm_mp(
@@ -44,27 +39,256 @@ def multi_tensor_l2norm_mp(
     return norms("multi_tensor_l2norm_mp", noop_flag, tensor_lists, 1.0, per_tensor)
 
 
-@torch.no_grad()
-def multi_tensor_l2norm_scale(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: TensorLists,
-    scale: Number,
-    per_tensor: bool | None = False,
-) -> tuple[Tensor, Tensor]:
+@multi_tensor("src dst", "scale per_tensor=0")
+def multi_tensor_l2norm_scale(call: Call, scale: Any, per_tensor: bool) -> tuple[Tensor, Tensor]:
     """``multi_tensor_l2norm`` of ``src``, and ``dst[i] = src[i] * scale``, for ``tensor_lists = [src, dst]``.
 
-    ``dst`` may be ``src``: the norm is that of before. No host sync.
+    ``dst`` may be ``src``: the norm is that of before.
     """
-    call = Call("multi_tensor_l2norm_scale", noop_flag, tensor_lists, ("src", "dst"))
-    factor = foreach_factor(call.factor("scale", scale))
     if not call.length:
         return torch.zeros(1, device=call.device), torch.zeros(0, device=call.device)
     with call.flag() as flag:
-        total, each = _foreach.unscale_l2norms(call["src"], found_in(flag), 1.0)
-        _foreach.scale(call["src"], call["dst"], found_in(call.no_flag()), factor)
+        total, each = foreach.unscale_l2norms(call["src"], found_in(flag), 1.0)
+        foreach.scale(call["src"], call["dst"], found_in(call.no_flag()), foreach_factor(scale))
     return total.reshape(1), each if per_tensor else each.new_empty(0)
 
+
+# --- steps element by element, and NovoGrad's -------------------------------------------------------------------------
+
+# List of a function -> that of the ops.
+_AS_OP = {"momenta": "momentum_buffers", "copies": "extras"}
+
+
+@multi_tensor(
+    "grads params momenta copies",
+    "wd momentum dampening lr nesterov first_run wd_after_momentum scale",
+    optional=1,
+)
+def multi_tensor_sgd(call: Call, wd: float, scale: Any, first_run: bool, **options: Any) -> None:
+    """SGD for ``[grads, params, momenta]``, or with a fourth list that becomes a copy of the params.
+
+    Gradients are multiplied by ``scale`` as they are read. ``first_run`` sets the momenta to the gradients; without
+    momentum they stay as they are. Does nothing where the flag is not 0.
+    """
+    unused = {"momenta"} if options["momentum"] == 0 else set()
+    lists = {_AS_OP.get(name, name): tensors for name, tensors in call.lists.items() if name not in unused}
+    with call.flag() as flag:
+        run_op("sgd", call, lists, 0 if first_run else 1, flag, weight_decay=wd, inv_scale=scale, **options)
+
+
+_ADAM = "grads params exp_avgs exp_avg_sqs"
+_ADAM_ARGUMENTS = "lr beta1 beta2 eps step mode bias_correction weight_decay"
+
+
+@multi_tensor(_ADAM, _ADAM_ARGUMENTS)
+def multi_tensor_adam(call: Call, step: Tensor, mode: int, **options: Any) -> None:
+    """Adam for ``[grads, params, exp_avgs, exp_avg_sqs]``; ``step`` counts this one.
+
+    ``mode`` 0: weight decay is added to the gradients; 1: it is decoupled. The flag has no part in it.
+    """
+    run_op("adam", call, call.lists, step - 1, call.no_flag(), inv_scale=1.0, adam_w_mode=mode == 1, **options)
+
+
+@multi_tensor(_ADAM, f"{_ADAM_ARGUMENTS} inv_scale")
+def multi_tensor_adam_capturable(call: Call, **options: Any) -> None:
+    """``multi_tensor_adam`` on gradients times ``inv_scale``, which are left multiplied.
+
+    Does nothing where the flag is not 0.
+    """
+    _adam_capturable(call, call.lists, **options)
+
+
+@multi_tensor(f"{_ADAM} masters", f"{_ADAM_ARGUMENTS} inv_scale")
+def multi_tensor_adam_capturable_master(call: Call, **options: Any) -> None:
+    """``multi_tensor_adam_capturable`` with a fifth list of masters: it steps these, and params become their copies."""
+    lists = dict(call.lists)
+    lists["extras"], lists["params"] = lists["params"], lists.pop("masters")
+    _adam_capturable(call, lists, **options)
+
+
+def _adam_capturable(call: Call, lists: dict[str, list[Tensor]], step: Tensor, mode: int, **options: Any) -> None:
+    with call.flag() as flag:
+        run_op("adam", call, lists, step - 1, flag, unscale_grads=True, adam_w_mode=mode == 1, **options)
+
+
+@multi_tensor("grads params sums", "lr eps mode weight_decay")
+def multi_tensor_adagrad(call: Call, mode: int, **options: Any) -> None:
+    """Adagrad for ``[grads, params, sums]``; ``mode`` as in ``multi_tensor_adam``. The flag has no part in it."""
+    run_op("adagrad", call, call.lists, 0, call.no_flag(), inv_scale=1.0, adagrad_w_mode=mode == 1, **options)
+
+
+@multi_tensor(
+    "grads params exp_avgs",
+    "grad_norms lr beta1 beta2 eps step bias_correction weight_decay grad_averaging moment_mode norm_type",
+)
+def multi_tensor_novograd(
+    call: Call, grad_norms: Tensor, step: Tensor, moment_mode: int, norm_type: int, **options: Any
+) -> None:
+    """NovoGrad for ``[grads, params, exp_avgs]`` and the running norms ``grad_norms`` (fp32, one for each index).
+
+    The norms are blended with those of the gradients (L2 for ``norm_type`` 2, largest element for 0) before they are
+    used. ``moment_mode`` 0: weight decay goes into the moment; 1: it does not. The flag becomes 1 where a gradient
+    holds inf or nan, and keeps nothing from happening.
+    """
+    # The caller put the first norm into grad_norms, or 0.
+    options |= {"reg_inside_moment": moment_mode == 0, "inf_norm": norm_type == 0, "init_zero": True}
+    with call.flag() as flag:
+        foreach.l2norm(call["grads"], found_in(flag))
+        of_grads = grad_norms.unbind()
+        run_op("novograd", call, call.lists, step - 1, call.no_flag(), exp_avg_sqs=of_grads, inv_scale=1.0, **options)
+
+
+# --- LAMB and LARS ----------------------------------------------------------------------------------------------------
+# apex's LAMB leaves its updates behind and steps by them as they are stored, for which ampctx's op has no place.
+
+_LAMB_ARGUMENTS = (
+    "lr beta1 beta2 eps step bias_correction weight_decay grad_averaging mode global_grad_norm max_grad_norm use_nvlamb"
+)
+
+
+def _layers(call: Call, found_inf: Tensor, **others: list[Tensor]) -> Layers:
+    return Layers({**{_AS_OP.get(name, name): ts for name, ts in call.lists.items()}, **others}, found_inf)
+
+
+def _each_norm(tensors: Sequence[Tensor], flag: Tensor) -> Tensor:
+    return foreach.unscale_l2norms(tensors, found_in(flag), 1.0)[1]
+
+
+def _clip(norm: Tensor, largest: Tensor) -> Tensor:
+    """What brings gradients of this norm down to the largest allowed, 0-d; 1 where that is 0.
+
+    Not left to the op, which takes the latter as a number alone.
+    """
+    return torch.where((norm > largest) & (largest > 0), largest / norm, torch.ones_like(norm))
+
+
+def _directions(call: Call, found_inf: Tensor, factor: Tensor, **options: Any) -> list[Tensor]:
+    """``Layers.directions``; the moments are rounded to their own type at the end.
+
+    ampctx goes on with moments as they are stored, apex with those of before they were rounded.
+    """
+    moments = {name: [t.to(compute_dtype(t)) for t in call[name]] for name in ("exp_avgs", "exp_avg_sqs")}
+    updates = _layers(call, found_inf, **moments).directions(foreach_factor(factor), call["params"], **options)
+    for name, advanced in moments.items():
+        for t, new in zip(call[name], advanced, strict=True):
+            if new is not t:
+                t.copy_(new)
+    return updates
+
+
+def _apply(
+    layers: Layers, updates: Sequence[Tensor], of_params: Tensor, of_updates: Tensor, lr: Any, has_ratio: bool
+) -> None:
+    """``p -= lr * ||p|| / ||u|| * u``, or lr alone without a ratio or where a norm is 0."""
+    if has_ratio:
+        updates = [t.to(compute_dtype(t), copy=True) for t in updates]
+        adapt(updates, of_params, of_updates)
+    layers.step(updates, lr)
+
+
+def _lamb(
+    call: Call, flag: Tensor, skip: Tensor, factor: Tensor, lr: Any, step: Tensor, weight_decay: float, mode: int,
+    use_nvlamb: bool, **options: Any,
+) -> None:  # fmt: skip
+    """The whole of LAMB. Where ``skip`` is the flag, each part sees what the parts before it met."""
+    if not call.length:
+        return
+    grads, taken = call["grads"], (step - 1).repeat(call.length)
+    of_params = _each_norm(call["params"], flag)
+    options |= {"weight_decay": weight_decay, "adam_w_mode": mode == 1, "taken": taken}
+    for g, update in zip(grads, _directions(call, skip, factor, **options), strict=True):
+        g.copy_(torch.where(skip != 0, g, update.to(g.dtype).reshape(g.shape)))
+    of_updates = _each_norm(grads, flag)
+    _apply(_layers(call, skip), grads, of_params, of_updates, lr, use_nvlamb or weight_decay != 0)
+
+
+@multi_tensor(_ADAM, f"{_LAMB_ARGUMENTS}=0")
+def multi_tensor_lamb(call: Call, global_grad_norm: Tensor, max_grad_norm: Tensor, **options: Any) -> None:
+    """LAMB for ``[grads, params, exp_avgs, exp_avg_sqs]``; the gradients become the updates.
+
+    Gradients are first scaled down by ``max_grad_norm / global_grad_norm`` where that is below 1 and the former not 0.
+    ``mode`` 0: weight decay is added to the gradients; 1: to the update. The flag becomes 1 where a param or an update
+    holds inf or nan, and keeps nothing from happening.
+    """
+    with call.flag() as flag:
+        _lamb(call, flag, call.no_flag(), _clip(global_grad_norm, max_grad_norm), **options)
+
+
+@multi_tensor(f"{_ADAM} copies", f"{_LAMB_ARGUMENTS} found_inf inv_scale", optional=1)
+def multi_tensor_lamb_mp(
+    call: Call, global_grad_norm: Tensor, max_grad_norm: Tensor, found_inf: Any, inv_scale: Tensor, **options: Any
+) -> None:
+    """``multi_tensor_lamb`` on gradients times ``inv_scale``, with a fifth list, if given, that becomes a copy of the
+    params. ``global_grad_norm`` and ``max_grad_norm`` are those of the gradients as they are.
+
+    Does nothing where the flag is not 0, nor what is left to do once a param or an update is not finite. ``found_inf``
+    has no part in it, as in apex.
+    """
+    with call.flag() as flag:
+        _lamb(call, flag, flag, inv_scale * _clip(global_grad_norm, max_grad_norm), **options)
+
+
+@multi_tensor(f"{_ADAM} updates", "per_tensor_decay step beta1 beta2 eps global_grad_norm max_global_grad_norm")
+def multi_tensor_lamb_stage1_cuda(
+    call: Call, per_tensor_decay: Tensor, step: Tensor, global_grad_norm: Tensor, max_global_grad_norm: Tensor,
+    **options: Any,
+) -> None:  # fmt: skip
+    """``updates`` of ``[grads, params, exp_avgs, exp_avg_sqs, updates]``: Adam's direction plus decay times the param.
+
+    ``per_tensor_decay`` is fp32, one number for each index; ``step`` counts the steps before this one. Gradients are
+    scaled down as by ``multi_tensor_lamb``. The flag has no part in it.
+    """
+    options |= {"taken": step.repeat(call.length), "bias_correction": True, "grad_averaging": True}
+    factor = _clip(global_grad_norm, max_global_grad_norm)
+    updates = _directions(call, call.no_flag(), factor, weight_decay=0.0, adam_w_mode=True, **options)
+    decayed = [p.to(compute_dtype(p), copy=True) for p in call["params"]]
+    multiply(decayed, per_tensor_decay)
+    foreach.axpby(updates, decayed, call["updates"], found_in(call.no_flag()), 1.0, 1.0)
+
+
+@multi_tensor("params updates", "per_tensor_param_norm per_tensor_update_norm lr weight_decay use_nvlamb=0")
+def multi_tensor_lamb_stage2_cuda(
+    call: Call, per_tensor_param_norm: Tensor, per_tensor_update_norm: Tensor, lr: Any, weight_decay: float,
+    use_nvlamb: bool,
+) -> None:  # fmt: skip
+    """The step of LAMB for ``[params, updates]`` and their norms (fp32, one for each index).
+
+    ``p -= lr * ||p|| / ||u|| * u``; lr alone where a norm is 0, and without weight decay unless ``use_nvlamb``. The
+    flag has no part in it.
+    """
+    layers, has_ratio = _layers(call, call.no_flag()), use_nvlamb or weight_decay != 0
+    _apply(layers, call["updates"], per_tensor_param_norm, per_tensor_update_norm, lr, has_ratio)
+
+
+@multi_tensor(
+    "grads params momenta copies",
+    "grad_norms param_norms lr trust_coefficient eps weight_decay momentum dampening nesterov first_run "
+    "wd_after_momentum scale is_skipped",
+    optional=1,
+)
+def multi_tensor_lars(
+    call: Call, grad_norms: Tensor, param_norms: Tensor, lr: Any, trust_coefficient: float, eps: float,
+    weight_decay: float, momentum: float, nesterov: bool, is_skipped: bool, **unused: Any,
+) -> None:  # fmt: skip
+    """LARS for ``[grads, params, momenta]`` and their norms, or with a fourth list that becomes a copy of the params.
+
+    The rate is lr times trust_coefficient ||p|| / (||g|| + weight_decay ||p|| + eps); lr alone where a norm is 0, or
+    with ``is_skipped``. With it, b = momentum b - rate (g + weight_decay p) and p += b, or with ``nesterov`` p +=
+    momentum b - rate (g + weight_decay p). The other arguments have no part in it, as in ROCm's apex. Does nothing
+    where the flag is not 0.
+    """
+    is_adapted = (param_norms > 0) & (grad_norms > 0) & (not is_skipped)
+    rates = torch.where(is_adapted, trust(param_norms, grad_norms, trust_coefficient, weight_decay, eps), 1.0)
+    with call.flag() as flag:
+        layers = _layers(call, flag)
+        moves = layers.new()
+        foreach.axpby(call["grads"], call["params"], moves, found_in(call.no_flag()), 1.0, weight_decay)
+        multiply(moves, rates * lr)
+        # LARS adds what it keeps, SGD subtracts it.
+        layers.step(moves, -1.0, momentum=momentum, nesterov=nesterov, maximize=True)
+
+
+# --- the loss scale ---------------------------------------------------------------------------------------------------
 
 _SCALE_STATE = {
     "current_scale": (torch.float32,),
@@ -72,23 +296,6 @@ _SCALE_STATE = {
     "hysteresis_tracker": (torch.int32,),
     "found_inf": (torch.float32, torch.int32),
 }
-
-
-def _check_scale_state(*tensors: Tensor) -> None:
-    for (name, dtypes), t in zip(_SCALE_STATE.items(), tensors, strict=True):
-        where = f"update_scale_hysteresis: {name}"
-        if not isinstance(t, Tensor):
-            raise AmpTypeError(f"{where} must be a tensor, got {type(t).__name__}")
-        if t.dtype not in dtypes:
-            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            raise AmpTypeError(f"{where} has dtype {t.dtype}, expected {names}")
-        if t.numel() != 1:
-            raise AmpValueError(f"{where} has {t.numel()} elements, expected 1")
-        if t.device != tensors[0].device:
-            raise AmpValueError(
-                f"{where} is on {t.device}, not on the same device as the first tensor, current_scale on "
-                f"{tensors[0].device}"
-            )
 
 
 @torch.no_grad()
@@ -114,8 +321,12 @@ def update_scale_hysteresis(
     Raises:
         AmpTypeError, AmpValueError: for another type, number of elements or device, with the name of the argument.
     """
-    _check_scale_state(current_scale, growth_tracker, hysteresis_tracker, found_inf)
-    scale, clean, left, found = (t.reshape(()) for t in (current_scale, growth_tracker, hysteresis_tracker, found_inf))
+    state = (current_scale, growth_tracker, hysteresis_tracker, found_inf)
+    for (name, dtypes), t in zip(_SCALE_STATE.items(), state, strict=True):
+        check_tensor("update_scale_hysteresis", name, t, dtypes=dtypes, beside=("current_scale", current_scale))
+        if t.numel() != 1:
+            raise AmpValueError(f"update_scale_hysteresis: {name} has {t.numel()} elements, expected 1")
+    scale, clean, left, found = (t.reshape(()) for t in state)
     left = torch.where(found > 0, left - 1, left)
     tolerated = (found > 0) & (left > 0)
     backoff = (found != 0) & ~tolerated

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from ampctx_apex.arguments import check_tensor
 from torch import Tensor
 
 from ampctx import AmpTypeError, AmpValueError
@@ -13,10 +14,7 @@ from ampctx import AmpTypeError, AmpValueError
 def _checked(op: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     if isinstance(tensors, Tensor):
         raise AmpTypeError(f"{op}: tensors must be a list of tensors, got a tensor")
-    for i, t in enumerate(tensors := list(tensors)):
-        if not isinstance(t, Tensor):
-            raise AmpTypeError(f"{op}: tensors[{i}] must be a tensor, got {type(t).__name__}")
-    return tensors
+    return [check_tensor(op, f"tensors[{i}]", t) for i, t in enumerate(tensors)]
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -31,11 +29,7 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors:
         raise AmpValueError("flatten: tensors is empty, expected one tensor or more")
     for i, t in enumerate(tensors):
-        if t.device != tensors[0].device:
-            raise AmpValueError(
-                f"flatten: tensors[{i}] is on {t.device}, not on the same device as the first tensor, on "
-                f"{tensors[0].device}"
-            )
+        check_tensor("flatten", f"tensors[{i}]", t, beside=("tensors[0]", tensors[0]))
     flat = [t.reshape(-1) for t in tensors]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
@@ -46,8 +40,7 @@ def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     Raises:
         AmpTypeError, AmpValueError: ``flat`` is no 1-D tensor, or too short; ``tensors`` is not a list of tensors.
     """
-    if not isinstance(flat, Tensor):
-        raise AmpTypeError(f"unflatten: flat must be a tensor, got {type(flat).__name__}")
+    check_tensor("unflatten", "flat", flat)
     if flat.dim() != 1:
         raise AmpValueError(f"unflatten: flat has {flat.dim()} dimensions, expected 1")
     tensors = _checked("unflatten", tensors)

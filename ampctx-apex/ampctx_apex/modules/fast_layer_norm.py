@@ -8,7 +8,6 @@ from ampctx_apex.installed import attribute_of
 from torch import Tensor
 
 
-@torch.no_grad()
 def ln_fwd(x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
     """``fused_layer_norm_cuda.forward_affine_mixed_dtypes`` over the last dimension.
 
@@ -22,7 +21,6 @@ def ln_fwd(x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float) -> tuple[Tens
     return kernels_norms.forward_affine_mixed_dtypes(x, gamma.shape, gamma, beta, epsilon)
 
 
-@torch.no_grad()
 def ln_bwd(
     dz: Tensor,
     x_or_z: Tensor,

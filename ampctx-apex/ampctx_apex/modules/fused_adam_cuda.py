@@ -6,23 +6,52 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
 import torch
 from ampctx_apex.arguments import check_tensor
 from ampctx_apex.installed import attribute_of
-from ampctx_apex.kernels_optimizers import numbers, run_op
+from ampctx_apex.multi_tensor import multi_tensor, run_op
 from torch import Tensor
 
 from ampctx import AmpNotImplementedError, AmpValueError
-from ampctx.spi import Call, Number, TensorLists
+from ampctx.spi import Call
 
 
-@torch.no_grad()
-def adam(
-    p: Tensor, p_copy: Tensor, m: Tensor, v: Tensor, g: Tensor, lr: Number, beta1: Number, beta2: Number, eps: Number,
-    grad_scale: Number, step: Number, mode: int, bias_correction: int = 1, decay: Number = 0.0,
+def _step(
+    call: Call, lr: float, grad_scale: float, step: float, mode: int, bias_correction: bool, decay: float,
+    **options: float,
 ) -> None:  # fmt: skip
+    """``adam`` for ``tensor_lists = [p, m, v, g]``, or with a fifth list of copies. The flag has no part in it."""
+    if mode == 0:
+        raise AmpNotImplementedError(
+            f"{call.op}: mode 0 (eps_inside_sqrt=True) is not supported by ampctx: pass mode 1, which adds eps to the "
+            "root"
+        )
+    if not step >= 1:
+        raise AmpValueError(f"{call.op}: step is {step}, expected the number of this step, from 1")
+    if not grad_scale > 0:
+        raise AmpValueError(f"{call.op}: grad_scale is {grad_scale:g}, expected a number > 0")
+    if bias_correction:
+        lr *= math.sqrt(1 - options["beta2"] ** step) / (1 - options["beta1"] ** step)
+    as_op = {"p": "params", "m": "exp_avgs", "v": "exp_avg_sqs", "g": "grads", "p_copy": "extras"}
+    lists = {as_op[name]: tensors for name, tensors in call.lists.items()}
+    # Uncorrected, the op has this formula, with a rate that holds both corrections.
+    numbers = {"adam_w_mode": True, "bias_correction": False, "lr": lr, "weight_decay": decay, **options}
+    run_op("adam", call, lists, step - 1, call.no_flag(), inv_scale=1.0 / grad_scale, **numbers)
+
+
+_form = functools.partial(
+    multi_tensor, "p m v g p_copy", "lr beta1 beta2 eps grad_scale step mode bias_correction=1 decay=0", optional=1,
+    lr=Call.number, grad_scale=Call.number, step=Call.number,
+)  # fmt: skip
+adam_mt = _form(op="adam_mt")(_step)
+_adam = _form(op="adam")(_step)
+
+
+def adam(p: Tensor, p_copy: Tensor, m: Tensor, v: Tensor, g: Tensor, *args: Any, **kwargs: Any) -> None:
     """Steps one parameter, in place. No host sync, except for tensors in place of numbers.
 
     Args:
@@ -30,8 +59,8 @@ def adam(
             fp64.
         p_copy: becomes a copy of the new parameter, rounded to its own type. An empty tensor: none.
         g: the gradient, which is divided by ``grad_scale``.
-        step: the number of this step, from 1.
-        mode: 1. 0, which adds ``eps`` under the root, is not supported.
+        args, kwargs: lr, beta1, beta2, eps, grad_scale, step, the number of this step from 1, mode, which is 1, as 0
+            adds ``eps`` under the root, which is not supported, bias_correction=1, decay=0.
 
     Raises:
         AmpNotImplementedError: ``mode`` 0.
@@ -39,44 +68,8 @@ def adam(
     """
     check_tensor("adam", "p", p)
     copies = [[p_copy]] if not isinstance(p_copy, Tensor) or p_copy.numel() else []
-    _step(
-        "adam", torch.zeros(1, dtype=torch.int32, device=p.device), [[p], [m], [v], [g], *copies],
-        lr, beta1, beta2, eps, grad_scale, step, mode, bias_correction, decay,
-    )  # fmt: skip
-
-
-@torch.no_grad()
-def adam_mt(
-    chunk_size: int, overflow_flag: Tensor, tensor_lists: TensorLists, lr: Number, beta1: Number, beta2: Number,
-    eps: Number, grad_scale: Number, step: Number, mode: int, bias_correction: int = 1, decay: Number = 0.0,
-) -> None:  # fmt: skip
-    """``adam`` for ``tensor_lists = [p, m, v, g]``, or with a fifth list of copies. The flag has no part in it."""
-    _step("adam_mt", overflow_flag, tensor_lists, lr, beta1, beta2, eps, grad_scale, step, mode, bias_correction, decay)
-
-
-def _step(
-    op: str, flag: Tensor, tensor_lists: TensorLists, lr: Number, beta1: Number, beta2: Number, eps: Number,
-    grad_scale: Number, step: Number, mode: int, bias_correction: int, decay: Number,
-) -> None:  # fmt: skip
-    call = Call(op, flag, tensor_lists, ("p", "m", "v", "g", "p_copy"), optional=1)
-    if call.one_of("mode", mode, (0, 1)) == 0:
-        raise AmpNotImplementedError(
-            f"{op}: mode 0 (eps_inside_sqrt=True) is not supported by ampctx: pass mode 1, which adds eps to the root"
-        )
-    options = numbers(call, beta1=beta1, beta2=beta2, eps=eps, weight_decay=decay)
-    rate, number, scale = call.number("lr", lr), call.number("step", step), call.number("grad_scale", grad_scale)
-    if not number >= 1:
-        raise AmpValueError(f"{op}: step is {number}, expected the number of this step, from 1")
-    if not scale > 0:
-        raise AmpValueError(f"{op}: grad_scale is {scale:g}, expected a number > 0")
-    if bias_correction:
-        rate *= math.sqrt(1 - options["beta2"] ** number) / (1 - options["beta1"] ** number)
-    lists = {"params": call["p"], "exp_avgs": call["m"], "exp_avg_sqs": call["v"], "grads": call["g"]}
-    if "p_copy" in call.lists:
-        lists["extras"] = call["p_copy"]
-    # Uncorrected, the op has this formula, with a rate that holds both corrections.
-    options |= {"adam_w_mode": True, "bias_correction": False, "lr": rate}
-    run_op("adam", call, lists, number, call.no_flag(), inv_scale=1.0 / scale, **options)
+    flag = torch.zeros(1, dtype=torch.int32, device=p.device)
+    _adam(0, flag, [[p], [m], [v], [g], *copies], *args, **kwargs)
 
 
 __getattr__ = attribute_of(__name__)

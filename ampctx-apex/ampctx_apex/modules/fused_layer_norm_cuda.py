@@ -3,32 +3,8 @@
 ``apex.normalization`` has the layers. See ``ampctx_apex.kernels_norms`` for the arguments.
 """
 
-import torch
-from ampctx_apex import kernels_norms
 from ampctx_apex.installed import attribute_of
-
-forward = torch.no_grad()(kernels_norms.forward)
-forward_affine = torch.no_grad()(kernels_norms.forward_affine)
-forward_affine_mixed_dtypes = torch.no_grad()(kernels_norms.forward_affine_mixed_dtypes)
-backward = torch.no_grad()(kernels_norms.backward)
-backward_affine = torch.no_grad()(kernels_norms.backward_affine)
-rms_forward = torch.no_grad()(kernels_norms.rms_forward)
-rms_forward_affine = torch.no_grad()(kernels_norms.rms_forward_affine)
-rms_forward_affine_mixed_dtypes = torch.no_grad()(kernels_norms.rms_forward_affine_mixed_dtypes)
-rms_backward = torch.no_grad()(kernels_norms.rms_backward)
-rms_backward_affine = torch.no_grad()(kernels_norms.rms_backward_affine)
+from ampctx_apex.kernels_norms import *  # noqa: F403
+from ampctx_apex.kernels_norms import __all__  # noqa: F401
 
 __getattr__ = attribute_of(__name__)
-
-__all__ = [
-    "backward",
-    "backward_affine",
-    "forward",
-    "forward_affine",
-    "forward_affine_mixed_dtypes",
-    "rms_backward",
-    "rms_backward_affine",
-    "rms_forward",
-    "rms_forward_affine",
-    "rms_forward_affine_mixed_dtypes",
-]

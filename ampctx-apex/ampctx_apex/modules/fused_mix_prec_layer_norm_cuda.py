@@ -1,11 +1,8 @@
 """fused_mix_prec_layer_norm_cuda, of Megatron-LM: layer norm whose output has the type of the weight."""
 
-import torch
-from ampctx_apex import kernels_norms
 from ampctx_apex.installed import attribute_of
-
-forward_affine = torch.no_grad()(kernels_norms.forward_affine_mixed_dtypes)
-backward_affine = torch.no_grad()(kernels_norms.backward_affine)
+from ampctx_apex.kernels_norms import backward_affine
+from ampctx_apex.kernels_norms import forward_affine_mixed_dtypes as forward_affine
 
 __getattr__ = attribute_of(__name__)
 

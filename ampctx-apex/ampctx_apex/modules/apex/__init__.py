@@ -1,14 +1,10 @@
 """apex's names over ampctx. ``ampctx_apex.install_apex()`` puts this package under the name ``apex``."""
 
-import importlib
-import logging
 import warnings
 from pkgutil import extend_path
-from typing import Any
 
 import torch
 from ampctx_apex.distribution import ApexDistribution as _Distribution
-from ampctx_apex.install import ApexImportError
 
 __version__ = _Distribution().version
 __path__ = extend_path(__path__, __name__)
@@ -44,30 +40,8 @@ def check_cudnn_version_and_warn(global_option: str, required_cudnn_version: int
     return False
 
 
-class RankInfoFormatter(logging.Formatter):
-    """A formatter whose format string may name ``%(rank_info)s``: the rank in the default process group, or 0."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        record.rank_info = _rank()
-        return super().format(record)
-
-
-def __getattr__(name: str) -> Any:
-    # Submodules that apex imported eagerly, and those of an installed apex.
-    if not name.startswith("_"):
-        try:
-            return importlib.import_module(f"{__name__}.{name}")
-        except ApexImportError as error:
-            raise AttributeError(str(error)) from None
-        except ModuleNotFoundError as error:
-            if error.name != f"{__name__}.{name}":
-                raise
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
 __all__ = [
     "DeprecatedFeatureWarning",
-    "RankInfoFormatter",
     "amp",
     "check_cudnn_version_and_warn",
     "deprecated_warning",

@@ -9,19 +9,6 @@ from torch import Tensor
 from ampctx.spi import map_leaves
 
 
-def _get_autocast_dtypes() -> list[torch.dtype]:
-    """The 16-bit types that the device computes in."""
-    if torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
-        return [torch.float16]
-    return [torch.float16, torch.bfloat16]
-
-
-def _get_current_dtype(dtype: torch.dtype | None = None) -> torch.dtype:
-    """The type of autocast on the accelerator (the CPU without one); fp32 where it is off. ``dtype`` has no effect."""
-    accelerator = torch.accelerator.current_accelerator()
-    return autocast_dtype("cpu" if accelerator is None else accelerator.type) or torch.float32
-
-
 def _cast(tensor: Tensor) -> Tensor:
     dtype = autocast_dtype(tensor.device.type)
     if dtype is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:

@@ -1,9 +1,5 @@
 """apex.amp: the functions of ``ampctx.amp``, and apex's private state as a view on its default session."""
 
-from pkgutil import extend_path
-
-from ampctx_apex.views.stash import watch_default_session
-
 from ampctx.amp import (
     bfloat16_function,
     disable_casts,
@@ -21,26 +17,11 @@ from ampctx.amp import (
     state_dict,
 )
 
-__path__ = extend_path(__path__, __name__)
-
-from . import __version__ as __version__
-from . import (
-    _initialize,
-    _process_optimizer,
-    amp,
-    compat,
-    frontend,
-    handle,
-    lists,
-    opt,
-    rnn_compat,
-    scaler,
-    utils,
-    wrap,
-)
+from . import _initialize, amp, compat, frontend, handle, rnn_compat, scaler
 
 # The instance, in place of the sub-module of the same name.
 from ._amp_state import _amp_state
+from ._stash import watch_default_session
 from .amp import init
 
 watch_default_session()
@@ -48,7 +29,6 @@ watch_default_session()
 __all__ = [
     "_amp_state",
     "_initialize",
-    "_process_optimizer",
     "amp",
     "bfloat16_function",
     "compat",
@@ -59,10 +39,8 @@ __all__ = [
     "handle",
     "init",
     "initialize",
-    "lists",
     "load_state_dict",
     "master_params",
-    "opt",
     "promote_function",
     "register_bfloat16_function",
     "register_float_function",
@@ -72,6 +50,4 @@ __all__ = [
     "scale_loss",
     "scaler",
     "state_dict",
-    "utils",
-    "wrap",
 ]

@@ -1,11 +1,120 @@
-"""apex.amp._amp_state: apex's global state.
+"""apex.amp._amp_state: apex's global state, as a view on the default session of ``ampctx.amp``.
 
 ``_amp_state``, the instance, takes the place of this module among the attributes of ``apex.amp``, as in apex.
 """
 
-from ampctx_apex.views.messages import maybe_print, warn_or_err
-from ampctx_apex.views.state import AmpState, _amp_state
+from __future__ import annotations
 
+from collections.abc import Iterable, MutableSequence
+from typing import Any
+
+import torch
+
+from ampctx import AmpTypeError, spi
 from ampctx.amp import master_params
+from ampctx.spi import LossScale, session
+
+from .frontend import LiveOptions, Properties, settings, warn_or_err
+from .handle import Handle
+from .scaler import LossScaler
+
+
+class _LossScalers(MutableSequence):
+    """The session's ``loss_scales`` as ``LossScaler`` views. Optimizers share the list and use assigned scalers."""
+
+    def _scales(self, scalers: Iterable[Any]) -> list[LossScale]:
+        scales = [getattr(scaler, "_of", None) for scaler in scalers]
+        if not all(isinstance(scale, LossScale) for scale in scales):
+            raise AmpTypeError("loss_scalers takes apex.amp.scaler.LossScaler objects only")
+        return scales  # type: ignore[return-value]
+
+    def __getitem__(self, i: Any) -> Any:
+        found = session.loss_scales[i]
+        return [LossScaler.of(scale) for scale in found] if isinstance(i, slice) else LossScaler.of(found)
+
+    def __setitem__(self, i: Any, value: Any) -> None:
+        session.loss_scales[i] = self._scales(value) if isinstance(i, slice) else self._scales([value])[0]
+
+    def __delitem__(self, i: Any) -> None:
+        del session.loss_scales[i]
+
+    def __len__(self) -> int:
+        return len(session.loss_scales)
+
+    def insert(self, i: int, value: LossScaler) -> None:
+        session.loss_scales[i:i] = self._scales([value])
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+
+def _of(owner: Any, name: str) -> Any:
+    return property(lambda self: getattr(owner, name), lambda self, value: setattr(owner, name, value))
+
+
+class AmpState:
+    """apex's global state: the results of ``amp.initialize``, and settings that clients assign.
+
+    ``hard_override``: whether ``warn_or_err`` and assignments to ``opt_properties`` print instead of raising.
+    Attributes of other names can be set freely.
+    """
+
+    def __init__(self) -> None:
+        self._properties: Properties | None = None
+        self._handle: Handle | None = None
+
+    hard_override = _of(settings, "hard_override")
+    verbosity = _of(session, "verbosity")
+    allow_incoming_model_not_fp32 = _of(session, "allow_incoming_model_not_fp32")
+
+    @property
+    def _amp_state(self) -> AmpState:
+        """Itself: ``import apex.amp._amp_state as m`` gives the instance, and code goes on with ``m._amp_state``."""
+        return self
+
+    @property
+    def opt_properties(self) -> Properties:
+        """The options in force. AttributeError before ``initialize``."""
+        if session.policy is None:
+            raise AttributeError("_amp_state has no opt_properties: amp is not initialized")
+        if self._properties is None:
+            self._properties = Properties(LiveOptions(session))
+        return self._properties
+
+    @property
+    def loss_scalers(self) -> MutableSequence[LossScaler]:
+        """One ``LossScaler`` per loss of the latest ``initialize``. AttributeError before it."""
+        if not session.loss_scales:
+            raise AttributeError("_amp_state has no loss_scalers: amp is not initialized")
+        return _LossScalers()
+
+    @loss_scalers.setter
+    def loss_scalers(self, scalers: Iterable[LossScaler]) -> None:
+        session.loss_scales[:] = _LossScalers()._scales(scalers)  # in place: optimizers share the list
+
+    @property
+    def handle(self) -> Handle:
+        """The casts of ``amp.init`` or of O1 and O4, the latest that are on. AttributeError without any."""
+        autocast = spi.active_casts()
+        if autocast is None:
+            self._handle = None
+            raise AttributeError(
+                "_amp_state has no handle: neither amp.init nor an opt_level O1 or O4 switched on casts"
+            )
+        if self._handle is None or self._handle.autocast is not autocast:
+            self._handle = Handle(autocast)
+        return self._handle
+
+
+_amp_state = AmpState()
+
+
+def maybe_print(msg: str, rank0: bool = False) -> None:
+    """Prints if verbosity > 0; with ``rank0`` only on rank 0."""
+    dist = torch.distributed
+    elsewhere = rank0 and dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
+    if session.verbosity > 0 and not elsewhere:
+        print(msg)
+
 
 __all__ = ["AmpState", "_amp_state", "master_params", "maybe_print", "warn_or_err"]

@@ -19,58 +19,42 @@ from ampctx.amp import (
 from ampctx.spi import Autocast, session
 
 from ._amp_state import _amp_state
-from .frontend import initialize, load_state_dict, state_dict
-from .handle import AmpHandle, NoOpHandle
+from .handle import Handle
 
 
 def init(
     enabled: bool = True,
-    loss_scale: float | str = "dynamic",
+    loss_scale: Any = None,
     enable_caching: bool = True,
     verbose: bool = False,
     allow_banned: bool = False,
     *,
     patch_type: torch.dtype = torch.float16,
-) -> AmpHandle | NoOpHandle:
+) -> Handle:
     """Switches on the casts of O1 in this thread, on the CPU and the accelerator, until ``_deactivate()`` or a reset.
 
     Args:
-        enabled: False switches on nothing and returns a ``NoOpHandle``.
-        loss_scale: of ``handle._default_scaler``.
-        enable_caching, verbose: taken, and shown by the handle, without an effect.
+        enabled: False switches on nothing.
+        loss_scale, enable_caching, verbose: taken without an effect.
         allow_banned: binary_cross_entropy of 16-bit arguments is computed in fp32 in place of refused.
         patch_type: float16, or bfloat16 for the casts of O4.
     """
     if not enabled:
-        return NoOpHandle()
+        return Handle(None)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     devices = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
-    autocast = Autocast([], patch_type, device_types=devices, allow_banned=allow_banned)
-    handle = AmpHandle._over(autocast, loss_scale=loss_scale, enable_caching=enable_caching, verbose=verbose)
-    session.cast_ops(autocast)
-    _amp_state._handle = handle
-    return handle
-
-
-def __getattr__(name: str) -> Any:
-    if name == "_DECORATOR_HANDLE":
-        return getattr(_amp_state, "handle", None)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    session.cast_ops(Autocast([], patch_type, device_types=devices, allow_banned=allow_banned))
+    return _amp_state.handle
 
 
 __all__ = [
-    "AmpHandle",
-    "NoOpHandle",
     "bfloat16_function",
     "float_function",
     "half_function",
     "init",
-    "initialize",
-    "load_state_dict",
     "promote_function",
     "register_bfloat16_function",
     "register_float_function",
     "register_half_function",
     "register_promote_function",
-    "state_dict",
 ]

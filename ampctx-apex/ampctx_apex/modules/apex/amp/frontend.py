@@ -1,14 +1,139 @@
-"""apex.amp.frontend: ``initialize`` and its options."""
+"""apex.amp.frontend: ``initialize`` and its options, ``Properties`` and the levels that set them."""
 
-from collections import OrderedDict
+from __future__ import annotations
 
-import torch
-from ampctx_apex.views.options import O0, O1, O2, O3, O4, O5, Properties
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
-from ampctx.amp import initialize, load_state_dict, state_dict
+from ampctx import AmpError, AmpSession, AmpValueError
+from ampctx.amp import OPT_LEVELS, PrecisionPolicy, initialize, load_state_dict, state_dict
+from ampctx.spi import BRIEFS, resolve
 
-from ._amp_state import _amp_state, maybe_print, warn_or_err
+# _amp_state shows it.
+settings = SimpleNamespace(hard_override=False)
 
+# apex's defaults of Properties() before a level applies, plus cast_model_outputs, which apex had not as an option.
+_BARE: Mapping[str, Any] = {
+    "enabled": False,
+    "opt_level": None,
+    "cast_model_type": None,
+    "patch_torch_functions": False,
+    "patch_torch_functions_type": None,
+    "keep_batchnorm_fp32": None,
+    "master_weights": None,
+    "loss_scale": 1.0,
+    "cast_model_outputs": None,
+}
+# Options that hard_override forces on a level that rejects them.
+_FORCED = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights")
+
+
+def warn_or_err(msg: str) -> None:
+    """Raises AmpError (a RuntimeError); under ``_amp_state.hard_override`` it prints a warning."""
+    if not settings.hard_override:
+        raise AmpError(msg)
+    print("Warning:  " + msg)
+
+
+class LiveOptions(MutableMapping):
+    """A session's ``policy`` as a dict. Assignments change the policy, unchecked."""
+
+    def __init__(self, session: AmpSession) -> None:
+        self._session = session
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in _BARE:
+            raise KeyError(name)
+        policy = self._session.policy
+        return _BARE[name] if policy is None else getattr(policy, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name not in _BARE:
+            raise KeyError(name)
+        if self._session.policy is None:
+            raise AmpError(f"opt_properties.{name} was assigned before amp.initialize")
+        self._session.policy = replace(self._session.policy, **{name: value})
+
+    def __delitem__(self, name: str) -> None:
+        raise AmpError(f"opt_properties.options: {name} cannot be deleted")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_BARE)
+
+    def __len__(self) -> int:
+        return len(_BARE)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)  # a copy is of the options, not of the session
+
+
+class Properties:
+    """Options by name, in the dict ``options`` and as attributes; those of ``_amp_state.opt_properties`` are the
+    session's own.
+
+    An attribute that is assigned is checked as an argument of ``initialize`` is, for the opt_level that is set. Other
+    names than options make plain attributes.
+    """
+
+    options: MutableMapping[str, Any]
+
+    def __init__(self, options: MutableMapping[str, Any] | None = None) -> None:
+        self.__dict__["options"] = dict(_BARE) if options is None else options
+
+    def _update_options_dict(self, new_options: Iterable[tuple[str, Any]]) -> None:
+        """Assigns several options, unchecked.
+
+        Raises:
+            AmpValueError: a name that is no option. Nothing has changed then.
+        """
+        pairs = dict(new_options)
+        if unknown := sorted(pairs.keys() - self.options.keys()):
+            raise AmpValueError(f"Tried to set unexpected option {unknown[0]}")
+        self.options.update(pairs)
+
+    def __getattr__(self, name: str) -> Any:
+        options = self.__dict__.get("options", {})
+        if name in options:
+            return options[name]
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.options:
+            self.__dict__[name] = value
+            return
+        if name not in ("enabled", "opt_level") and value is not None:
+            try:
+                value = getattr(resolve(self.options["opt_level"] or "O0", **{name: value}), name)
+            except AmpError as error:
+                if name not in _FORCED or not settings.hard_override:
+                    raise
+                warn_or_err(str(error))
+        self.options[name] = value
+
+
+class _Level:
+    """An opt level: called with a ``Properties`` it sets every option and returns it."""
+
+    brief: str
+    _policy: PrecisionPolicy
+
+    def __call__(self, properties: Properties) -> Properties:
+        for name in _BARE:
+            setattr(properties, name, getattr(self._policy, name))
+        return properties
+
+
+def _level(name: str) -> type[_Level]:
+    brief = BRIEFS[name] + ("" if name == "O3" else "\n")
+    return type(name, (_Level,), {"brief": brief, "_policy": OPT_LEVELS[name], "__module__": __name__})
+
+
+O0, O1, O2, O3, O4, O5 = map(_level, ("O0", "O1", "O2", "O3", "O4", "O5"))
 opt_levels = {"O3": O3(), "O2": O2(), "O1": O1(), "O0": O0(), "O4": O4(), "O5": O5()}
 
 __all__ = [
@@ -18,14 +143,9 @@ __all__ = [
     "O3",
     "O4",
     "O5",
-    "OrderedDict",
     "Properties",
-    "_amp_state",
     "initialize",
     "load_state_dict",
-    "maybe_print",
     "opt_levels",
     "state_dict",
-    "torch",
-    "warn_or_err",
 ]

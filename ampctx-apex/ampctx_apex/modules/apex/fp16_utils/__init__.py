@@ -1,13 +1,8 @@
 """apex.fp16_utils: 16-bit training by hand, from before apex.amp."""
 
-from pkgutil import extend_path
-
-__path__ = extend_path(__path__, __name__)
-
 from .fp16_optimizer import FP16_Optimizer
 from .fp16util import (
     BN_convert_float,
-    FP16Model,
     clip_grad_norm,
     convert_module,
     convert_network,
@@ -23,7 +18,6 @@ from .loss_scaler import DynamicLossScaler, LossScaler
 __all__ = [
     "BN_convert_float",
     "DynamicLossScaler",
-    "FP16Model",
     "FP16_Optimizer",
     "LossScaler",
     "clip_grad_norm",

@@ -8,44 +8,24 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from ampctx_apex.views import groups as lists
-from ampctx_apex.views.groups import Groups
-from ampctx_apex.views.scaler import LossScaler
+from ampctx_apex.checkpoints import paired
 from torch import Tensor
 
-from ampctx import AmpError, AmpKeyError, AmpTypeError, AmpValueError
+from ampctx import AmpError, AmpKeyError, AmpTypeError
 from ampctx.spi import MasterParams, check_scale, fp16_optimizer_entry
 
+from ..amp._stash import WITH_MASTERS, Groups
+from ..amp.scaler import LossScaler
 from .fp16util import clip_grad_norm, grads_of_pairs
 
 logger = logging.getLogger("ampctx")
 
 
-def _check_optimizer(optimizer: Any) -> None:
-    if isinstance(optimizer, FP16_Optimizer):
-        raise AmpTypeError("init_optimizer is an FP16_Optimizer already: give it the optimizer inside")
-    if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "step", "state_dict", "load_state_dict")):
-        raise AmpTypeError(f"init_optimizer must be an optimizer, got {type(optimizer).__name__}")
-
-
-def _dynamic_scaler(arguments: Mapping[str, Any] | None) -> LossScaler:
-    known = ("init_scale", "scale_factor", "scale_window", "min_loss_scale", "max_loss_scale")
-    if arguments is not None and not isinstance(arguments, Mapping):
-        raise AmpTypeError(f"dynamic_loss_args must be a dict, got {type(arguments).__name__}")
-    for name in arguments or {}:
-        if name not in known:
-            raise AmpTypeError(f"dynamic_loss_args has no {name!r}, only {', '.join(known)}")
-    return LossScaler("dynamic", **(arguments or {}))
-
-
-def _read(saved: Any, *names: str, default: Any = None) -> Any:
-    """The first of ``names`` that is a key of a dict or an attribute of an object."""
-    for name in names:
-        if isinstance(saved, Mapping) and name in saved:
-            return saved[name]
-        if not isinstance(saved, Mapping) and hasattr(saved, name):
-            return getattr(saved, name)
-    return default
+def delegated(to: str, name: str) -> Any:
+    """An attribute that is ``name`` of the object in the attribute ``to``."""
+    return property(
+        lambda self: getattr(getattr(self, to), name), lambda self, value: setattr(getattr(self, to), name, value)
+    )
 
 
 def _scaler_from(saved: Any, dynamic: bool) -> LossScaler:
@@ -59,14 +39,12 @@ def _scaler_from(saved: Any, dynamic: bool) -> LossScaler:
     if entry is None:
         raise AmpKeyError(f"state_dict['loss_scaler'] ({type(saved).__name__}) holds no loss scale")
     value = check_scale("state_dict['loss_scaler']", entry["loss_scale"])
-    result = LossScaler(
-        "dynamic" if dynamic else value,
-        scale_window=_read(saved, "_scale_seq_len", "scale_window", default=2000),
-        min_loss_scale=_read(saved, "_min_loss_scale"),
-        max_loss_scale=_read(saved, "_max_loss_scale", default=2.0**24),
-    )
-    result._loss_scale = value
-    result._unskipped = entry.get("unskipped", 0)
+    if isinstance(saved, Mapping):
+        window = saved.get("scale_window", 2000)
+    else:
+        window = getattr(saved, "_scale_seq_len", getattr(saved, "scale_window", 2000))
+    result = LossScaler("dynamic" if dynamic else value, scale_window=window)
+    result._loss_scale, result._unskipped = value, entry.get("unskipped", 0)
     return result
 
 
@@ -96,6 +74,9 @@ class FP16_Optimizer:
     # What errors show, and clients compare: the package.
     __module__ = __package__
 
+    state = delegated("optimizer", "state")
+    param_groups = delegated("optimizer", "param_groups")
+
     def __init__(
         self,
         init_optimizer: Any,
@@ -104,7 +85,8 @@ class FP16_Optimizer:
         dynamic_loss_args: Mapping[str, Any] | None = None,
         verbose: bool = True,
     ) -> None:
-        _check_optimizer(init_optimizer)
+        if isinstance(init_optimizer, FP16_Optimizer) or not hasattr(init_optimizer, "param_groups"):
+            raise AmpTypeError(f"init_optimizer must be an optimizer to wrap, got {type(init_optimizer).__name__}")
         self.optimizer = init_optimizer
         self.verbose = verbose
         self.dynamic_loss_scale = bool(dynamic_loss_scale)
@@ -115,19 +97,12 @@ class FP16_Optimizer:
         self._masters = MasterParams(init_optimizer, master_weights=True, originals={})
         self._taken = len(init_optimizer.param_groups)
         if verbose:
-            self._log_groups()
+            logger.info("FP16_Optimizer: %d parameters have fp32 masters", len(self.all_fp16_params))
 
     def _new_scaler(self, static: float, dynamic_arguments: Mapping[str, Any] | None) -> Any:
         if self.dynamic_loss_scale:
-            return _dynamic_scaler(dynamic_arguments)
+            return LossScaler("dynamic", **(dynamic_arguments or {}))
         return LossScaler(check_scale("static_loss_scale", static))
-
-    def _log_groups(self) -> None:
-        for i, group in enumerate(self.optimizer.param_groups):
-            for p in group["params"]:
-                model = self._masters.model_of.get(p)
-                kind = "as it is" if model is None else f"through an fp32 master of a {model.dtype} parameter"
-                logger.info("FP16_Optimizer: group %d, shape %s, stepped %s", i, tuple(p.shape), kind)
 
     def __getstate__(self) -> dict[str, Any]:
         raise AmpError("FP16_Optimizer cannot be pickled or copied: save its state_dict()")
@@ -148,48 +123,10 @@ class FP16_Optimizer:
     def _groups(self) -> Groups:
         return [group["params"] for group in self.optimizer.param_groups]
 
-    @property
-    def fp16_groups(self) -> Groups:
-        """The 16-bit parameters of the model that have masters, by param group."""
-        return lists.fp16_groups(self._groups(), self._masters.model_of)
-
-    @property
-    def fp32_from_fp16_groups(self) -> Groups:
-        """Their masters, in the same order."""
-        return lists.fp32_from_fp16_groups(self._groups(), self._masters.model_of)
-
-    @property
-    def fp32_from_fp32_groups(self) -> Groups:
-        """The trainable parameters without a master, by param group."""
-        return lists.fp32_from_fp32_groups(self._groups(), self._masters.model_of)
-
-    @property
-    def all_fp16_params(self) -> list[Tensor]:
-        return lists.flat(self.fp16_groups)
-
-    @property
-    def all_fp32_from_fp16_params(self) -> list[Tensor]:
-        return lists.flat(self.fp32_from_fp16_groups)
-
-    @property
-    def all_fp32_from_fp32_params(self) -> list[Tensor]:
-        return lists.flat(self.fp32_from_fp32_groups)
-
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
+    def __getattr__(self, name: str) -> Any:
+        if name in WITH_MASTERS:
+            return WITH_MASTERS[name](self._groups(), self._masters.model_of)
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     @property
     def loss_scale(self) -> float:
@@ -297,15 +234,7 @@ class FP16_Optimizer:
         """Clips all stepped gradients by their joint norm. Returns the norm, or -1 after an overflow."""
         if self.overflow:
             return -1
-        return self.clip_grad_norm(lists.flat(self._groups()), max_norm, norm_type)
-
-    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
-        """All stepped gradients by param group; None after an overflow."""
-        if self.overflow:
-            logger.warning("inspect_master_grad_data() after an overflow: the gradients are not valid, returning None")
-            return None
-        groups = self.optimizer.param_groups
-        return [[None if p.grad is None else p.grad.detach() for p in group["params"]] for group in groups]
+        return self.clip_grad_norm([p for group in self._groups() for p in group], max_norm, norm_type)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -343,25 +272,12 @@ class FP16_Optimizer:
     @torch.no_grad()
     def _load_masters(self, state_dict: Mapping[str, Any], key: str, groups: Groups) -> None:
         """Loads the optimizer and ``state_dict[key]`` into ``groups``, or nothing if one does not fit."""
-        saved = state_dict[key]
-        if [len(group) for group in saved] != [len(group) for group in groups]:
-            raise AmpValueError(
-                f"state_dict['{key}'] has groups of {[len(group) for group in saved]} masters, the optimizer has "
-                f"{[len(group) for group in groups]}"
-            )
-        for g, (group, values) in enumerate(zip(groups, saved, strict=True)):
-            for i, (master, value) in enumerate(zip(group, values, strict=True)):
-                if master.shape != value.shape:
-                    raise AmpValueError(
-                        f"state_dict['{key}'][{g}][{i}] has shape {tuple(value.shape)}, the master has "
-                        f"{tuple(master.shape)}"
-                    )
+        pairs = paired(groups, state_dict[key], key)
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
         # From here on the masters are what counts, whatever the model's weights are.
         self._masters.resync(weights_final=True)
-        for group, values in zip(groups, saved, strict=True):
-            for master, value in zip(group, values, strict=True):
-                master.copy_(value)
+        for master, value in pairs:
+            master.copy_(value)
 
 
 def required(state_dict: Mapping[str, Any], key: str) -> None:

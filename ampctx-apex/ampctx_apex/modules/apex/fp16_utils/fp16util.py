@@ -51,17 +51,6 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     return network
 
 
-class FP16Model(nn.Module):
-    """``network`` in fp16 but for affine batch norms; positional inputs are cast to fp16, outputs are what they are."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = convert_network(network, dtype=torch.half)
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.network(*(t.half() for t in inputs))
-
-
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.detach().float().reshape(-1) for t in tensors])
 
@@ -160,7 +149,6 @@ def to_python_float(t: Any) -> Any:
 
 __all__ = [
     "BN_convert_float",
-    "FP16Model",
     "clip_grad_norm",
     "convert_module",
     "convert_network",

@@ -7,8 +7,9 @@ effect: torch keeps the input for the backward pass.
 """
 
 import functools
+import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,239 +24,81 @@ from .._autocast_utils import _cast_if_autocast_enabled
 
 Shape = int | Sequence[int]
 
-# --- what all forms come to -------------------------------------------------------------------------------------------
-
 
 def _shape(normalized_shape: Shape) -> torch.Size:
     return torch.Size((normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape)
 
 
-def _common_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """The type that holds those of all tensors. Where that is a 16-bit one, torch's kernels compute in fp32 anyway."""
-    dtypes = [t.dtype for t in tensors if t is not None]
-    return functools.reduce(torch.promote_types, dtypes)
+def _norm(
+    function: Callable[..., Tensor], like: Tensor, tensors: Sequence[Tensor | None],
+    normalized_shape: Shape, eps: float | None = 1e-6, memory_efficient: bool = False,
+) -> Tensor:  # fmt: skip
+    """``F.layer_norm`` or ``F.rms_norm`` of input and parameters in the type that holds those of all, of the type of
+    ``like``. torch's kernels compute 16-bit types in fp32 anyway."""
+    wide = functools.reduce(torch.promote_types, [t.dtype for t in tensors if t is not None])
+    input, *parameters = [None if t is None else t.to(wide) for t in tensors]
+    with without_autocast(like):
+        return function(input, _shape(normalized_shape), *parameters, eps).to(like.dtype)
 
 
-def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if tensor is None else tensor.to(dtype)
+# --- functions, and the autograd classes of which programs call ``apply`` ---------------------------------------------
 
 
-def _layer_norm(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Shape, eps: float, dtype: torch.dtype
-) -> Tensor:
-    wide = _common_dtype(input, weight, bias)
-    with without_autocast(input):
-        return F.layer_norm(input.to(wide), _shape(shape), _to(weight, wide), _to(bias, wide), eps).to(dtype)
+def _forms(name: str, class_name: str, norm: Callable[..., Tensor], tensors: str, like: str = "input") -> Any:
+    """The function ``name``, which casts to the type of autocast first, and the class whose ``apply`` does not.
 
+    Args:
+        tensors: the names of their first arguments, before those of ``_norm``.
+        like: which of them has the type of the output.
+    """
+    names = tensors.split()
+    count, missing = len(names), (None,) * ((3 if norm is F.layer_norm else 2) - len(names))
+    options = list(inspect.signature(_norm).parameters.values())[3:]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = [inspect.Parameter(name, kind) for name in names] + options
 
-def _rms_norm(input: Tensor, weight: Tensor | None, shape: Shape, eps: float | None, dtype: torch.dtype) -> Tensor:
-    wide = _common_dtype(input, weight)
-    with without_autocast(input):
-        return F.rms_norm(input.to(wide), _shape(shape), _to(weight, wide), eps).to(dtype)
+    def call(cast: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
+        if absent := [name for name in names[len(args) :] if name not in kwargs]:
+            raise TypeError(f"{name}() needs {', '.join(absent)}")
+        given = cast(*args[:count], *(kwargs.pop(name) for name in names[len(args) :]))
+        return _norm(norm, given[names.index(like)], (*given, *missing), *args[count:], **kwargs)
 
+    def function(*args: Any, **kwargs: Any) -> Tensor:
+        return call(_cast_if_autocast_enabled, args, kwargs)
 
-# --- the autograd classes, of which clients call ``apply`` ------------------------------------------------------------
+    def apply(*args: Any, **kwargs: Any) -> Tensor:
+        return call(lambda *tensors: tensors, args, kwargs)
 
+    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return run(ctx, lambda *given: apply(*given, *args[count:], **kwargs), *args[:count])
 
-class FusedLayerNormFunction(AutogradClass):
-    """Called as ``FusedLayerNormFunction.apply(input, normalized_shape, eps, memory_efficient=False)``."""
-
-    @staticmethod
-    def apply(input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False) -> Tensor:
-        return _layer_norm(input, None, None, normalized_shape, eps, input.dtype)
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False) -> Tensor:
-        return run(ctx, lambda x: FusedLayerNormFunction.apply(x, normalized_shape, eps), input)
-
-    @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         return *grads(ctx, grad_output), None, None, None
 
-
-class FusedLayerNormAffineFunction(AutogradClass):
-    """Called as ``.apply(input, weight, bias, normalized_shape, eps, memory_efficient=False)``."""
-
-    @staticmethod
-    def apply(
-        input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
-    ) -> Tensor:
-        return _layer_norm(input, weight, bias, normalized_shape, eps, input.dtype)
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        normalized_shape: Shape,
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> Tensor:
-        return run(
-            ctx, lambda x, w, b: FusedLayerNormAffineFunction.apply(x, w, b, normalized_shape, eps), input, weight, bias
-        )
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return *grads(ctx, grad_output), None, None, None
+    # Programs look for memory_efficient there.
+    vars(function)["__signature__"] = vars(apply)["__signature__"] = inspect.Signature(signature)
+    vars(forward)["__signature__"] = inspect.Signature([inspect.Parameter("ctx", kind), *signature])
+    function.__name__ = function.__qualname__ = name
+    methods: dict[str, Callable[..., Any]] = {"apply": apply, "forward": forward, "backward": backward}
+    body = {"__module__": __name__, **{name: staticmethod(method) for name, method in methods.items()}}
+    return function, type(class_name, (AutogradClass,), body)
 
 
-class FusedLayerNormAffineMixedDtypesFunction(AutogradClass):
-    """As ``FusedLayerNormAffineFunction``; the output has the type of ``weight``."""
-
-    @staticmethod
-    def apply(
-        input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
-    ) -> Tensor:
-        return _layer_norm(input, weight, bias, normalized_shape, eps, weight.dtype)
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        normalized_shape: Shape,
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> Tensor:
-        return run(
-            ctx,
-            lambda x, w, b: FusedLayerNormAffineMixedDtypesFunction.apply(x, w, b, normalized_shape, eps),
-            input,
-            weight,
-            bias,
-        )
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return *grads(ctx, grad_output), None, None, None
-
-
-class FusedRMSNormFunction(AutogradClass):
-    """Called as ``FusedRMSNormFunction.apply(input, normalized_shape, eps, memory_efficient=False)``."""
-
-    @staticmethod
-    def apply(input: Tensor, normalized_shape: Shape, eps: float | None, memory_efficient: bool = False) -> Tensor:
-        return _rms_norm(input, None, normalized_shape, eps, input.dtype)
-
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, normalized_shape: Shape, eps: float | None, memory_efficient: bool = False
-    ) -> Tensor:
-        return run(ctx, lambda x: FusedRMSNormFunction.apply(x, normalized_shape, eps), input)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return *grads(ctx, grad_output), None, None, None
-
-
-class FusedRMSNormAffineFunction(AutogradClass):
-    """Called as ``.apply(input, weight, normalized_shape, eps, memory_efficient=False)``."""
-
-    @staticmethod
-    def apply(
-        input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float | None, memory_efficient: bool = False
-    ) -> Tensor:
-        return _rms_norm(input, weight, normalized_shape, eps, input.dtype)
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        normalized_shape: Shape,
-        eps: float | None,
-        memory_efficient: bool = False,
-    ) -> Tensor:
-        return run(ctx, lambda x, w: FusedRMSNormAffineFunction.apply(x, w, normalized_shape, eps), input, weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return *grads(ctx, grad_output), None, None, None
-
-
-class FusedRMSNormAffineMixedDtypesFunction(AutogradClass):
-    """As ``FusedRMSNormAffineFunction``; the output has the type of ``weight``."""
-
-    @staticmethod
-    def apply(
-        input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float | None, memory_efficient: bool = False
-    ) -> Tensor:
-        return _rms_norm(input, weight, normalized_shape, eps, weight.dtype)
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        normalized_shape: Shape,
-        eps: float | None,
-        memory_efficient: bool = False,
-    ) -> Tensor:
-        return run(
-            ctx, lambda x, w: FusedRMSNormAffineMixedDtypesFunction.apply(x, w, normalized_shape, eps), input, weight
-        )
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return *grads(ctx, grad_output), None, None, None
-
-
-# --- functions --------------------------------------------------------------------------------------------------------
-
-
-def fused_layer_norm_affine(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    normalized_shape: Shape,
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> Tensor:
-    input, weight, bias = _cast_if_autocast_enabled(input, weight, bias)
-    return FusedLayerNormAffineFunction.apply(input, weight, bias, normalized_shape, eps)
-
-
-def fused_layer_norm(
-    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
-) -> Tensor:
-    (input,) = _cast_if_autocast_enabled(input)
-    return FusedLayerNormFunction.apply(input, normalized_shape, eps)
-
-
-def mixed_dtype_fused_layer_norm_affine(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    normalized_shape: Shape,
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> Tensor:
-    input, weight, bias = _cast_if_autocast_enabled(input, weight, bias)
-    return FusedLayerNormAffineMixedDtypesFunction.apply(input, weight, bias, normalized_shape, eps)
-
-
-def fused_rms_norm_affine(
-    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float | None = 1e-6, memory_efficient: bool = False
-) -> Tensor:
-    input, weight = _cast_if_autocast_enabled(input, weight)
-    return FusedRMSNormAffineFunction.apply(input, weight, normalized_shape, eps)
-
-
-def fused_rms_norm(
-    input: Tensor, normalized_shape: Shape, eps: float | None = 1e-6, memory_efficient: bool = False
-) -> Tensor:
-    (input,) = _cast_if_autocast_enabled(input)
-    return FusedRMSNormFunction.apply(input, normalized_shape, eps)
-
-
-def mixed_dtype_fused_rms_norm_affine(
-    input: Tensor, weight: Tensor, normalized_shape: Shape, eps: float | None = 1e-6, memory_efficient: bool = False
-) -> Tensor:
-    input, weight = _cast_if_autocast_enabled(input, weight)
-    return FusedRMSNormAffineMixedDtypesFunction.apply(input, weight, normalized_shape, eps)
+_LAYER, _RMS = "input weight bias", "input weight"
+fused_layer_norm, FusedLayerNormFunction = _forms("fused_layer_norm", "FusedLayerNormFunction", F.layer_norm, "input")
+fused_layer_norm_affine, FusedLayerNormAffineFunction = _forms(
+    "fused_layer_norm_affine", "FusedLayerNormAffineFunction", F.layer_norm, _LAYER
+)
+mixed_dtype_fused_layer_norm_affine, FusedLayerNormAffineMixedDtypesFunction = _forms(
+    "mixed_dtype_fused_layer_norm_affine", "FusedLayerNormAffineMixedDtypesFunction", F.layer_norm, _LAYER, "weight"
+)
+fused_rms_norm, FusedRMSNormFunction = _forms("fused_rms_norm", "FusedRMSNormFunction", F.rms_norm, "input")
+fused_rms_norm_affine, FusedRMSNormAffineFunction = _forms(
+    "fused_rms_norm_affine", "FusedRMSNormAffineFunction", F.rms_norm, _RMS
+)
+mixed_dtype_fused_rms_norm_affine, FusedRMSNormAffineMixedDtypesFunction = _forms(
+    "mixed_dtype_fused_rms_norm_affine", "FusedRMSNormAffineMixedDtypesFunction", F.rms_norm, _RMS, "weight"
+)
 
 
 def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | None, eps: float) -> Tensor:
@@ -263,100 +106,78 @@ def manual_rms_norm(input: Tensor, normalized_shape: Shape, weight: Tensor | Non
 
     The output has the type of a 16-bit weight; otherwise the type that the fp32 result and the weight promote to.
     """
-    dtype = torch.promote_types(input.dtype, torch.float32)
-    if weight is not None and weight.dtype in (torch.float16, torch.bfloat16):
-        dtype = weight.dtype
     wide = input.to(torch.promote_types(input.dtype, torch.float32))
-    return _rms_norm(wide, weight, normalized_shape, eps, dtype)
+    like = weight if weight is not None and weight.dtype in (torch.float16, torch.bfloat16) else wide
+    return _norm(F.rms_norm, like, (wide, weight), normalized_shape, eps)
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------
 
 
-class FusedLayerNorm(nn.LayerNorm):
+class _Fused(nn.Module):
+    """What the modules add to torch's: apex's arguments, and an output of the type of the input."""
+
+    def __init__(
+        self, normalized_shape: Shape, eps: float = 1e-5, elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(_shape(normalized_shape), eps=eps, elementwise_affine=elementwise_affine)
+        self.memory_efficient = memory_efficient
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
+
+
+class _Mixed(nn.Module):
+    """The arguments of the modules that are always affine; other ``kwargs`` are ignored."""
+
+    def __init__(
+        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
+    ) -> None:
+        if "elementwise_affine" in kwargs:
+            name = next(kind.__name__ for kind in type(self).__mro__ if kind.__module__ == __name__)
+            warnings.warn(f"{name} does not support `elementwise_affine` argument", stacklevel=2)
+            if not kwargs["elementwise_affine"]:
+                raise AmpValueError(f"{name} does not support `elementwise_affine = False`")
+        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
+
+
+class FusedLayerNorm(_Fused, nn.LayerNorm):
     """``torch.nn.LayerNorm`` whose output has the type of its input, also under autocast and with other weights."""
 
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(_shape(normalized_shape), eps=eps, elementwise_affine=elementwise_affine)
-        self.memory_efficient = memory_efficient
+    _affine = staticmethod(fused_layer_norm_affine)
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.jit.is_scripting():
             return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
         if self.elementwise_affine:
-            return fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
+            return self._affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
         return fused_layer_norm(input, self.normalized_shape, self.eps)
 
-    def extra_repr(self) -> str:
-        return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
 
-
-class FusedRMSNorm(nn.RMSNorm):
+class FusedRMSNorm(_Fused, nn.RMSNorm):
     """``torch.nn.RMSNorm`` whose output has the type of its input. ``eps`` is 1e-5 where torch has that of the type."""
 
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(_shape(normalized_shape), eps=eps, elementwise_affine=elementwise_affine)
-        self.memory_efficient = memory_efficient
+    _affine = staticmethod(fused_rms_norm_affine)
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.jit.is_scripting():
             return F.rms_norm(input, self.normalized_shape, self.weight, self.eps)
         if self.elementwise_affine:
-            return fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps)
+            return self._affine(input, self.weight, self.normalized_shape, self.eps)
         return fused_rms_norm(input, self.normalized_shape, self.eps)
 
-    def extra_repr(self) -> str:
-        return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
 
-
-def _refuse_no_affine(name: str, options: dict[str, Any]) -> None:
-    if "elementwise_affine" not in options:
-        return
-    warnings.warn(f"{name} does not support `elementwise_affine` argument", stacklevel=3)
-    if not options["elementwise_affine"]:
-        raise AmpValueError(f"{name} does not support `elementwise_affine = False`")
-
-
-class MixedFusedLayerNorm(FusedLayerNorm):
+class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
     """``FusedLayerNorm`` whose output has the type of its weight. Always affine; other ``kwargs`` are ignored."""
 
-    def __init__(
-        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
-    ) -> None:
-        _refuse_no_affine("MixedFusedLayerNorm", kwargs)
-        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
-
-    def forward(self, input: Tensor) -> Tensor:
-        if torch.jit.is_scripting():
-            return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
-        return mixed_dtype_fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
+    _affine = staticmethod(mixed_dtype_fused_layer_norm_affine)
 
 
-class MixedFusedRMSNorm(FusedRMSNorm):
+class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
     """``FusedRMSNorm`` whose output has the type of its weight. Always affine; other ``kwargs`` are ignored."""
 
-    def __init__(
-        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
-    ) -> None:
-        _refuse_no_affine("MixedFusedRMSNorm", kwargs)
-        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
-
-    def forward(self, input: Tensor) -> Tensor:
-        if torch.jit.is_scripting():
-            return F.rms_norm(input, self.normalized_shape, self.weight, self.eps)
-        return mixed_dtype_fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps)
+    _affine = staticmethod(mixed_dtype_fused_rms_norm_affine)
 
 
 __all__ = [

@@ -3,9 +3,8 @@
 import functools
 import importlib
 from pkgutil import extend_path
-from typing import Any
 
-from ampctx_apex.install import at_uninstall
+from ampctx_apex.install import also_called, at_uninstall
 
 from ampctx.optimizers import (
     FusedAdagrad,
@@ -18,8 +17,7 @@ from ampctx.optimizers import (
 
 __path__ = extend_path(__path__, __name__)
 
-from . import fused_adagrad, fused_adam, fused_lamb, fused_mixed_precision_lamb, fused_novograd, fused_sgd
-from .fp16_optimizer import FP16_Optimizer
+from ..contrib.optimizers import FP16_Optimizer
 
 # Programs' subclasses call self.multi_tensor_adam in a step of their own.
 _KERNELS = {
@@ -43,17 +41,16 @@ def _add_kernels() -> None:
 
 
 _add_kernels()
-
-
-def __getattr__(name: str) -> Any:
-    # Of ROCm's apex; where that is not installed, a class that refuses when it is called.
-    if name == "FusedLARS":
-        return importlib.import_module(f"{__name__}.fused_lars").FusedLARS
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), "FusedLARS"])
+also_called(
+    __name__,
+    "fp16_optimizer",
+    "fused_adagrad",
+    "fused_adam",
+    "fused_lamb",
+    "fused_mixed_precision_lamb",
+    "fused_novograd",
+    "fused_sgd",
+)
 
 
 __all__ = [
@@ -64,10 +61,4 @@ __all__ = [
     "FusedMixedPrecisionLamb",
     "FusedNovoGrad",
     "FusedSGD",
-    "fused_adagrad",
-    "fused_adam",
-    "fused_lamb",
-    "fused_mixed_precision_lamb",
-    "fused_novograd",
-    "fused_sgd",
 ]

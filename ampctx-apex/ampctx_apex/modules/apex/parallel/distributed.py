@@ -1,10 +1,10 @@
 """apex.parallel.distributed: torch's DistributedDataParallel with apex's constructor, ``Reducer``, flat collectives."""
 
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import apex_C
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,60 +13,29 @@ from ampctx import AmpValueError
 
 from .optimized_sync_batchnorm import SyncBatchNorm
 
-# --- collectives over many tensors as one -----------------------------------------------------------------------------
-
-
-def flatten(bucket: Sequence[Tensor]) -> Tensor:
-    """All elements in one 1-d tensor. The tensors share a type."""
-    return torch.cat([t.reshape(-1) for t in bucket])
-
-
-def unflatten(coalesced: Tensor, bucket: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Views of ``coalesced`` in the shapes of ``bucket``."""
-    pieces = coalesced.split([t.numel() for t in bucket])
-    return tuple(piece.view(t.shape) for piece, t in zip(pieces, bucket, strict=True))
-
 
 @torch.no_grad()
-def apply_flat_dist_call(bucket: Sequence[Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
-    """Runs ``call(flat, *extra_args)`` on the joined tensors, in place. ``dist.all_reduce`` averages."""
-    coalesced = flatten(bucket)
-    call(coalesced, *(extra_args or ()))
-    if call is dist.all_reduce:
-        coalesced /= dist.get_world_size()
-    for tensor, synced in zip(bucket, unflatten(coalesced, bucket), strict=True):
-        tensor.copy_(synced)
-
-
-def split_half_float_double(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Lists by dtype: fp16, fp32, fp64, then other dtypes, such as bf16, which apex dropped."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {torch.float16: [], torch.float32: [], torch.float64: []}
-    for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    return [bucket for bucket in by_dtype.values() if bucket]
-
-
-def split_by_type(tensors: Iterable[Tensor]) -> "OrderedDict[str, list[Tensor]]":
-    """Lists by ``tensor.type()``, in order of arrival."""
-    buckets: OrderedDict[str, list[Tensor]] = OrderedDict()
-    for tensor in tensors:
-        buckets.setdefault(tensor.type(), []).append(tensor)
-    return buckets
-
-
 def flat_dist_call(tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: Any = None) -> None:
-    """``apply_flat_dist_call`` for each type of tensor."""
-    for bucket in split_by_type(tensors).values():
-        apply_flat_dist_call(bucket, call, extra_args)
+    """Runs ``call(flat, *extra_args)`` on the joined tensors of each type, in place. ``dist.all_reduce`` averages."""
+    buckets: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        buckets.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for bucket in buckets.values():
+        flat = apex_C.flatten(bucket)
+        call(flat, *(extra_args or ()))
+        if call is dist.all_reduce:
+            flat /= dist.get_world_size()
+        for tensor, synced in zip(bucket, apex_C.unflatten(flat, bucket), strict=True):
+            tensor.copy_(synced)
 
 
-def extract_tensors(maybe_tensor: Any, tensor_list: list[Tensor]) -> None:
-    """Appends the tensors in nested iterables to ``tensor_list``; skips other objects."""
-    if isinstance(maybe_tensor, Tensor):
-        tensor_list.append(maybe_tensor)
-    elif isinstance(maybe_tensor, Iterable) and not isinstance(maybe_tensor, str):
-        for item in maybe_tensor:
-            extract_tensors(item, tensor_list)
+def _tensors(nested: Any) -> Iterator[Tensor]:
+    """The tensors in nested iterables, without other objects."""
+    if isinstance(nested, Tensor):
+        yield nested
+    elif isinstance(nested, Iterable) and not isinstance(nested, str):
+        for item in nested:
+            yield from _tensors(item)
 
 
 class Reducer:
@@ -84,7 +53,7 @@ class Reducer:
             self.module = module_or_grads_list
             flat_dist_call(self.module.parameters(), dist.broadcast, (0,))
         else:
-            extract_tensors(module_or_grads_list, self.grads)
+            self.grads = list(_tensors(module_or_grads_list))
 
     def reduce(self) -> None:
         grads = self.grads
@@ -215,11 +184,5 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 __all__ = [
     "DistributedDataParallel",
     "Reducer",
-    "apply_flat_dist_call",
-    "extract_tensors",
     "flat_dist_call",
-    "flatten",
-    "split_by_type",
-    "split_half_float_double",
-    "unflatten",
 ]

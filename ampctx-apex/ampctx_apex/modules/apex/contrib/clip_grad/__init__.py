@@ -1,9 +1,9 @@
 """apex.contrib.clip_grad: ``ampctx.clip_grad_norm_``, which waits for no device."""
 
-from pkgutil import extend_path
+from ampctx_apex.install import also_called
 
-__path__ = extend_path(__path__, __name__)
+from ampctx import clip_grad_norm_
 
-from .clip_grad import clip_grad_norm_
+also_called(__name__, "clip_grad")
 
 __all__ = ["clip_grad_norm_"]

@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from ampctx_apex.fp16_optimizer_state import split
-from ampctx_apex.views.groups import Groups
 from torch import Tensor
 
-from ampctx import AmpNotImplementedError, AmpTypeError, AmpValueError, foreach
+from ampctx import AmpNotImplementedError, foreach
 from ampctx.foreach import FoundInf
 from ampctx.spi import check_scale
 
+from ...amp._stash import Groups
 from ...fp16_utils import fp16_optimizer
 from ...fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 
@@ -25,29 +24,6 @@ class _StaticScaler(LossScaler):
 
     def update_scale(self, overflow: bool) -> None:
         self.cur_iter += 1
-
-
-def _of_scaler(name: str) -> Any:
-    def get(self: FP16_Optimizer) -> Any:
-        return getattr(self.loss_scaler, name)
-
-    def set_(self: FP16_Optimizer, value: Any) -> None:
-        setattr(self.loss_scaler, name, value)
-
-    return property(get, set_)
-
-
-class _Absent:
-    """What apex's class has not, though that of fp16_utils has: programs ask for it with ``hasattr``."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, optimizer: Any, owner: type | None = None) -> Any:
-        raise AttributeError(
-            f"apex.contrib.optimizers.FP16_Optimizer has no {self._name}, as it unscales in step(): give FusedAdam "
-            "max_grad_norm, or use apex.fp16_utils.FP16_Optimizer"
-        )
 
 
 class FP16_Optimizer(fp16_optimizer.FP16_Optimizer):
@@ -63,24 +39,28 @@ class FP16_Optimizer(fp16_optimizer.FP16_Optimizer):
 
     __module__ = __package__
 
-    cur_scale = _of_scaler("cur_scale")
-    cur_iter = _of_scaler("cur_iter")
-    last_overflow_iter = _of_scaler("last_overflow_iter")
-    scale_factor = _of_scaler("scale_factor")
-    scale_window = _of_scaler("scale_window")
+    cur_scale = fp16_optimizer.delegated("loss_scaler", "cur_scale")
+    cur_iter = fp16_optimizer.delegated("loss_scaler", "cur_iter")
+    last_overflow_iter = fp16_optimizer.delegated("loss_scaler", "last_overflow_iter")
+    scale_factor = fp16_optimizer.delegated("loss_scaler", "scale_factor")
+    scale_window = fp16_optimizer.delegated("loss_scaler", "scale_window")
 
-    update_master_grads: Any = _Absent()
-    clip_master_grads: Any = _Absent()
-    inspect_master_grad_data: Any = _Absent()
+    # Without a getter: what apex's class has not, though that of fp16_utils has. Programs ask for it with hasattr.
+    update_master_grads: Any = property()
+    clip_master_grads: Any = property()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("update_master_grads", "clip_master_grads"):
+            raise AttributeError(
+                f"apex.contrib.optimizers.FP16_Optimizer has no {name}, as it unscales in step(): give FusedAdam "
+                "max_grad_norm, or use apex.fp16_utils.FP16_Optimizer"
+            )
+        return super().__getattr__(name)
 
     def _new_scaler(self, static: float, dynamic_arguments: Mapping[str, Any] | None) -> Any:
         if not self.dynamic_loss_scale:
             return _StaticScaler(check_scale("static_loss_scale", static))
-        arguments = {"init_scale": 2.0**16, **(dynamic_arguments or {})}
-        for name in arguments:
-            if name not in ("init_scale", "scale_factor", "scale_window"):
-                raise AmpTypeError(f"dynamic_loss_args has no {name!r}, only init_scale, scale_factor, scale_window")
-        return DynamicLossScaler(**arguments)
+        return DynamicLossScaler(**{"init_scale": 2.0**16, **(dynamic_arguments or {})})
 
     @property
     def loss_scale(self) -> float:
@@ -144,9 +124,9 @@ class FP16_Optimizer(fp16_optimizer.FP16_Optimizer):
 
         Raises what ``apex.fp16_utils.FP16_Optimizer.load_state_dict`` does.
         """
-        if isinstance(state_dict, Mapping) and "fp32_groups_flat" in state_dict:
-            state_dict = {**state_dict, "fp32_groups": self._unflattened(state_dict["fp32_groups_flat"])}
-        for key in ("dynamic_loss_scale", "cur_scale", "optimizer_state_dict", "fp32_groups"):
+        flat = isinstance(state_dict, Mapping) and "fp32_groups_flat" in state_dict
+        masters = "fp32_groups_flat" if flat else "fp32_groups"
+        for key in ("dynamic_loss_scale", "cur_scale", "optimizer_state_dict", masters):
             fp16_optimizer.required(state_dict, key)
         dynamic = bool(state_dict["dynamic_loss_scale"])
         scaler: LossScaler = DynamicLossScaler() if dynamic else _StaticScaler()
@@ -154,18 +134,8 @@ class FP16_Optimizer(fp16_optimizer.FP16_Optimizer):
             fp16_optimizer.required(state_dict, name)
             setattr(scaler, name, state_dict[name])
         check_scale("state_dict['cur_scale']", scaler.cur_scale)
-        self._load_masters(state_dict, "fp32_groups", self.fp32_groups)
+        self._load_masters(state_dict, masters, self.fp32_groups)
         self.loss_scaler, self.dynamic_loss_scale, self.overflow = scaler, dynamic, False
-
-    def _unflattened(self, flat: Any) -> list[list[Tensor]]:
-        groups = self.fp32_groups
-        sizes = [sum(p.numel() for p in group) for group in groups]
-        if [t.numel() for t in flat] != sizes:
-            raise AmpValueError(
-                f"state_dict['fp32_groups_flat'] has {[t.numel() for t in flat]} elements by group, the optimizer has "
-                f"{sizes}"
-            )
-        return [split(t, group, "fp32_groups_flat") for t, group in zip(flat, groups, strict=True)]
 
 
 __all__ = ["FP16_Optimizer"]

@@ -1,0 +1,409 @@
+"""Steps by norms of whole tensors, put together: LAMB, NovoGrad and LARC where ranks hold parts of DTensors, and what
+apex's amp_C has of LAMB and LARS.
+
+The ops of LAMB, NovoGrad and LARC make norms, directions and steps at once. That serves neither ranks, none of which
+knows a norm, nor amp_C, whose LAMB leaves its updates behind. Here the op of LAMB makes Adam's directions (a step of
+length -1 from weights of 0), the op of SGD averages gradients likewise, and takes the steps.
+
+Norms over ranks: each rank makes sums of squares of its parts, one all_reduce adds up those of all parameters, and the
+step goes on with the roots. Every rank sends a number for each split parameter in the order of the groups: 0 where it
+has no elements or no gradient.
+
+No host sync.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampctx.kernels import foreach
+from ampctx.kernels.foreach import Factor, PerDevice, Unread, move, product
+from ampctx.kernels.grouping import buckets
+from ampctx.kernels.reference import compute_dtype, scalar, widest
+from ampctx.kernels.reference_steps import join
+from ampctx.kernels.sharding import Grid, any_sharded, by_layout, grids_of, is_split, local, wrote
+from ampctx.kernels.spec import SPECS
+from ampctx.optimizers import _work
+from ampctx.optimizers._options import Group
+from ampctx.optimizers._work import Scaling, Work
+
+Lists = Mapping[str, Sequence[Tensor]]
+
+_INF = float("inf")
+_SGD: dict[str, Any] = {
+    "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "wd_after_momentum": False,
+}  # fmt: skip
+# What the op of LAMB leaves out where it makes directions.
+_NO_STEP: dict[str, Any] = {
+    "lr": -1.0, "weight_decay": 0.0, "adam_w_mode": True, "use_nvlamb": False, "global_grad_norm": 0.0,
+    "max_grad_norm": 0.0,
+}  # fmt: skip
+
+
+# --- on lists of tensors ----------------------------------------------------------------------------------------------
+
+
+def run_op(op: str, lists: Lists, along: Lists, numbers: Mapping[str, Any]) -> None:
+    """``ampctx.optimizer_ops``'s ``op``, once for each combination of dtypes and layouts.
+
+    Args:
+        lists: by the names of the op's arguments, of parameter size. Lists of state that are left out are empty.
+        along: the other lists.
+        numbers: the op's other arguments.
+    """
+    kind = ("copy" if "extras" in lists else "nearest", False, False)
+    empty: dict[str, Any] = {name: [] for name in ("extras", *(state.name for state in SPECS[op].sized))}
+    for device, fused, rows in buckets(*lists.values(), along=list(along.values())):
+        named = {**empty, **dict(zip([*lists, *along], rows, strict=True))}
+        _work.call(op, Work({}, kind, device, fused, [], named, {}), {"maximize": False, "seed": 0, **numbers})
+
+
+def multiply(tensors: Sequence[Tensor], factors: Tensor) -> None:
+    """Each tensor times its factor, in place: no op takes one for each tensor."""
+    for t, factor in zip(tensors, factors.unbind(), strict=True):
+        t.mul_(factor)
+
+
+def adapt(updates: Sequence[Tensor], of_params: Tensor, of_updates: Tensor) -> None:
+    """LAMB's ratio: each update times ||p|| / ||u||, or 1 where a norm is 0."""
+    multiply(updates, torch.where((of_params != 0) & (of_updates != 0), of_params / of_updates, 1.0))
+
+
+def trust(of_params: Tensor, of_grads: Tensor, coefficient: float, weight_decay: float, eps: float) -> Tensor:
+    """The rates of LARC and LARS."""
+    return coefficient * of_params / (of_grads + of_params * weight_decay + eps)
+
+
+class Layers:
+    """Tensors that step together, in any mix of dtypes and layouts.
+
+    Args:
+        lists: by the names of the ops' arguments: grads, params, moments, and ``extras`` that become copies of params.
+        found_inf: one element. Where it is not 0, the ops change nothing.
+    """
+
+    def __init__(self, lists: Lists, found_inf: Tensor) -> None:
+        self.lists, self.found_inf = lists, found_inf
+        self.dtype = compute_dtype(*(t for tensors in lists.values() for t in tensors))
+
+    def new(self) -> list[Tensor]:
+        """Zeros in the layouts of the params and the type of arithmetic."""
+        return [torch.zeros_like(p, dtype=self.dtype, requires_grad=False) for p in self.lists["params"]]
+
+    def run(self, op: str, lists: Lists, along: Lists, inv_scale: Any = 1.0, **numbers: Any) -> None:
+        """Calls an op that rounds nothing to 16 bits but ``extras``."""
+        factor = inv_scale.on(self.found_inf.device) if isinstance(inv_scale, PerDevice) else inv_scale
+        run_op(op, lists, along, {"found_inf": self.found_inf, "inv_scale": factor, **numbers})
+
+    def directions(
+        self, factor: Factor, weights: Sequence[Tensor], weight_decay: float, adam_w_mode: bool, taken: Tensor,
+        **options: Any,
+    ) -> list[Tensor]:  # fmt: skip
+        """Adam's directions for the gradients times ``factor``, with weight decay, as new tensors. Moments advance.
+
+        ``taken``: the steps before this one, a number for each tensor, which is overwritten. After a skip the
+        directions are the decay alone.
+        """
+        read, factor = self.lists["grads"], _factor_of_op(factor)
+        if weight_decay != 0 and not adam_w_mode:
+            read = self.new()
+            foreach.axpby(self.lists["grads"], weights, read, Unread(), factor, weight_decay)
+            factor = 1.0
+        updates = self.new()
+        moments = {name: self.lists[name] for name in ("exp_avgs", "exp_avg_sqs")}
+        scales = {name: self.lists[name] for name in ("exp_avg_scales", "exp_avg_sq_scales") if name in self.lists}
+        lists = {"grads": read, "params": updates, **moments}
+        self.run("lamb", lists, {"steps": list(taken.unbind()), **scales}, factor, **{**options, **_NO_STEP})
+        if weight_decay != 0 and adam_w_mode:
+            foreach.axpby(updates, weights, updates, Unread(), 1.0, weight_decay)
+        return updates
+
+    def step(self, moves: Sequence[Tensor], lr: Any, **options: Any) -> None:
+        """``params -= lr * moves``, with SGD's options."""
+        kept = {name: self.lists[name] for name in ("params", "momentum_buffers", "extras") if name in self.lists}
+        steps = torch.ones(len(moves), dtype=torch.float32, device=self.found_inf.device).unbind()
+        self.run("sgd", {"grads": moves, **kept}, {"steps": steps}, lr=lr, **{**_SGD, **options})
+
+
+def _factor_of_op(factor: Factor) -> Factor:
+    """The ops accept an fp64 factor only on the CPU."""
+    if isinstance(factor, PerDevice) and factor.value.device.type != "cpu":
+        return PerDevice(factor.value.float())
+    return factor
+
+
+# --- over ranks -------------------------------------------------------------------------------------------------------
+
+
+def any_split(groups: Iterable[Group]) -> bool:
+    """Whether some parameters are DTensors of which this rank may hold only some of the elements."""
+    return any(any_sharded(group["params"]) and any(map(is_split, group["params"])) for group in groups)
+
+
+class Norms:
+    """Norms of tensors that belong to the parameters of an optimizer, joined over the ranks.
+
+    Args:
+        groups: its groups, the same on every rank.
+        call: for messages of failed collectives.
+    """
+
+    def __init__(self, groups: Sequence[Group], call: str) -> None:
+        self._call = call
+        self.params = list({id(p): p for group in groups for p in group["params"]}.values())
+        self._place = {id(p): i for i, p in enumerate(self.params)}
+        split = {of: alike for of, alike in by_layout(self.params).items() if is_split(alike[0])}
+        self._split = {id(p) for alike in split.values() for p in alike}
+        grids = grids_of(alike[0] for alike in split.values())
+        # The places of the split parameters of each grid. Parameters of meshes of one rank need nobody.
+        self._joined: dict[Grid, list[int]] = {grid: [] for grid in grids.values()}
+        # Ids of those whose part another rank counts.
+        self._elsewhere: set[int] = set()
+        for (mesh, _), alike in split.items():
+            if (grid := grids.get(mesh)) is not None:
+                self._joined[grid] += [self._place[id(p)] for p in alike]
+                self._elsewhere.update(map(id, () if grid.counts(alike[0]) else alike))
+        self.device = local([self.params[min(map(self._place.__getitem__, self._split))]])[0].device
+
+    def _index(self, places: Sequence[int], device: torch.device) -> Tensor:
+        return move(torch.tensor(places, dtype=torch.int64), device)
+
+    def empty(self) -> Tensor:
+        """A number of 0 for each parameter."""
+        return torch.zeros(len(self.params), dtype=widest(self.device), device=self.device)
+
+    def add(
+        self,
+        values: Tensor,
+        params: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        factor: Factor = 1.0,
+        order: float = 2.0,
+    ) -> None:
+        """Sets ``values`` of the parameters to the squares of the L2 norms of ``tensors``, times the square of a
+        factor; or with order inf to their largest magnitudes."""
+        counted = [
+            (self._place[id(p)], t) for p, t in zip(params, tensors, strict=True) if id(p) not in self._elsewhere
+        ]
+        if not counted:
+            return
+        places, parts = [place for place, _ in counted], [t for _, t in counted]
+        if order == _INF:
+            largest = [_largest(t) for t in parts]
+            scaled = torch.stack([move(x, self.device).to(values.dtype) for x in largest])
+            scaled = scaled * (factor.on(self.device).to(values.dtype) if isinstance(factor, PerDevice) else factor)
+            values.index_copy_(0, self._index(places, self.device), scaled.abs())
+            return
+        for found, norms in foreach.unscale_l2norms_of(parts, Unread(), factor)[1]:
+            index = self._index([places[i] for i in found], self.device)
+            values.index_copy_(0, index, move(norms, self.device).to(values.dtype).square())
+
+    def join(self, *rows: Tensor, order: float = 2.0) -> list[Tensor]:
+        """The norms in rows of numbers of all ranks. One all_reduce for each grid."""
+        op = torch.distributed.ReduceOp
+        values = torch.stack(rows)
+        for grid, places in self._joined.items():
+            index = self._index(places, self.device)
+            sent = values.index_select(1, index)
+            grid.reduce(sent, op.MAX if order == _INF else op.SUM, self._call, "sums over its parts of parameters")
+            values.index_copy_(1, index, sent)
+        return list(values if order == _INF else values.sqrt())
+
+    def add_idle(self, values: Tensor, stepped: Sequence[Tensor]) -> None:
+        """Sets ``values`` of split parameters that have no gradient on this rank: another one may have."""
+        with_gradient = set(map(id, stepped))
+        idle = [p for p in self.params if id(p) in self._split and id(p) not in with_gradient]
+        self.add(values, idle, local(idle))
+
+    def of_params(self, values: Tensor, params: Sequence[Tensor]) -> Tensor:
+        return values.index_select(0, self._index([self._place[id(p)] for p in params], self.device))
+
+    def of(self, values: Tensor, call: _Shards) -> Tensor:
+        """The values of the parameters of a call, on its device and in its type of arithmetic."""
+        return move(self.of_params(values, call.work.members), call.work.device).to(call.dtype)
+
+
+def _largest(t: Tensor) -> Tensor:
+    wide = t.to(compute_dtype(t))
+    return torch.linalg.vector_norm(wide, _INF) if t.numel() else torch.zeros((), dtype=wide.dtype, device=t.device)
+
+
+class _Shards(Layers):
+    """The tensors of one call of an optimizer's step."""
+
+    def __init__(self, optimizer: Any, work: Work, scaling: Scaling) -> None:
+        found_inf = (
+            optimizer._zero_flag(work.device) if scaling.found_inf is None else scaling.found_inf.on(work.device)
+        )
+        super().__init__(work.lists, found_inf)
+        self.optimizer, self.work, self.scaling, self.group = optimizer, work, scaling, work.group
+        self.skip = found_inf.reshape(()) != 0
+        self.inv_scale = scaling.inv_scale
+        if work.is_lazy and scaling.lazy is not None:
+            self.inv_scale = product(scaling.lazy.inv_scale, self.inv_scale)
+        if scaling.unscales and not work.is_lazy:
+            # Stores the unscaled gradients, unless the step is skipped.
+            inv_scale = self.inv_scale
+            factor = inv_scale.on(work.device) if isinstance(inv_scale, PerDevice) else inv_scale
+            grads = self.lists["grads"]
+            foreach.scale(grads, grads, Unread(), PerDevice(torch.where(self.skip, 1.0, factor)))
+            self.inv_scale = 1.0
+
+    def weights(self) -> Sequence[Tensor]:
+        """The weights before the step: with what they lack in 16 bits."""
+        write_back, params, extras = self.work.kind[0], self.lists["params"], self.lists["extras"]
+        if write_back == "split":
+            return [join(p, extra.reshape(p.shape)) for p, extra in zip(params, extras, strict=True)]
+        if write_back == "kahan":
+            return [p.float() + extra.reshape(p.shape).float() for p, extra in zip(params, extras, strict=True)]
+        return params
+
+    def taken(self) -> Tensor:
+        """A copy of the step counts."""
+        return torch.stack([step.reshape(()) for step in self.lists["steps"]])
+
+    def signed(self, factor: Factor) -> Factor:
+        return product(factor, -1.0) if self.group["maximize"] else factor
+
+    def run(self, op: str, lists: Lists, along: Lists, inv_scale: Any = 1.0, **numbers: Any) -> None:
+        work = self.work._replace(kind=("nearest", False, False), lists={"extras": [], **lists, **along})
+        self._call(op, work, inv_scale, {"skips": (), **numbers})
+
+    def _call(self, op: str, work: Work, inv_scale: Factor, numbers: Mapping[str, Any]) -> None:
+        factor = inv_scale.on(work.device) if isinstance(inv_scale, PerDevice) else inv_scale
+        none = {"maximize": False, "seed": self.group["seed"], "unscale_grads": False}
+        _work.call(op, work, {"found_inf": self.found_inf, "inv_scale": factor, **none, **numbers})
+
+    def step(self, moves: Sequence[Tensor], lr: Any, **options: Any) -> None:
+        """``params -= lr * (moves + weight_decay * params)``. The step counts advance."""
+        work, skips = self.work, self.scaling.skips
+        lists = {"grads": moves, "momentum_buffers": [], **{n: self.lists[n] for n in ("params", "extras", "steps")}}
+        rate = _work.on_device(lr, work.device) if isinstance(lr, Tensor) else lr
+        counted = () if skips is None else skips.take(work.device, moves)
+        self._call("sgd", work._replace(lists=lists), 1.0, {**_SGD, "lr": rate, "skips": counted, **options})
+        if work.sharded:
+            wrote(work.members)
+
+
+def lamb(optimizer: Any, works: Sequence[Work], scaling: Scaling) -> None:
+    """A step of LAMB. Two all_reduces; one where no group needs a ratio of norms."""
+    norms = Norms(optimizer.param_groups, f"{type(optimizer).__name__}.step()")
+    calls = [_Shards(optimizer, work, scaling) for work in works]
+    of_w, of_g, of_u = norms.empty(), norms.empty(), norms.empty()
+    weights = [call.weights() for call in calls]
+    for call, w in zip(calls, weights, strict=True):
+        norms.add(of_w, call.work.members, w)
+        norms.add(of_g, call.work.members, call.lists["grads"], call.inv_scale)
+    norms.add_idle(of_w, [p for call in calls for p in call.work.members])
+    of_w, of_g = norms.join(of_w, of_g)
+    total = torch.linalg.vector_norm(of_g)
+    updates = []
+    for call, w in zip(calls, weights, strict=True):
+        factor, options = call.inv_scale, optimizer._op_options(call.group)
+        if most := call.group["max_grad_norm"]:
+            norm = move(total, call.work.device)
+            factor = product(PerDevice(torch.where(norm > most, most / norm, 1.0).to(call.dtype)), factor)
+        updates.append(call.directions(call.signed(factor), w, taken=call.taken(), **options))
+        norms.add(of_u, call.work.members, updates[-1])
+
+    def has_ratio(group: Group) -> bool:
+        return bool(optimizer.use_nvlamb) or group["weight_decay"] != 0
+
+    if any(map(has_ratio, optimizer.param_groups)):
+        (of_u,) = norms.join(of_u)
+    for call, moves in zip(calls, updates, strict=True):
+        if has_ratio(call.group):
+            adapt(moves, norms.of(of_w, call), norms.of(of_u, call))
+        call.step(moves, call.group["lr"])
+
+
+def novograd(optimizer: Any, works: Sequence[Work], scaling: Scaling) -> None:
+    """A step of NovoGrad. One all_reduce, and another one if groups differ in their ``norm_type``."""
+    norms = Norms(optimizer.param_groups, f"{type(optimizer).__name__}.step()")
+    calls = [_Shards(optimizer, work, scaling) for work in works]
+    by_order: dict[float, Tensor] = {}
+    for order in dict.fromkeys(map(_order, optimizer.param_groups)):
+        values = norms.empty()
+        for call in calls:
+            if _order(call.group) == order:
+                norms.add(values, call.work.members, call.lists["grads"], call.inv_scale, order)
+        (by_order[order],) = norms.join(values, order=order)
+    for call in calls:
+        _novograd_step(call, norms.of(by_order[_order(call.group)], call))
+
+
+def _order(group: Group) -> float:
+    return _INF if group["norm_type"] == 0 else 2.0
+
+
+def _novograd_step(call: _Shards, norm: Tensor) -> None:
+    group, lists = call.group, call.lists
+    (beta1, beta2), decay = group["betas"], group["weight_decay"]
+    n = torch.stack([each.reshape(()) for each in lists["exp_avg_sqs"]]).to(call.dtype)
+    taken = call.taken() + 1
+    blended = beta2 * n + (1 - beta2) * norm
+    if group["norm_type"] != 0:
+        blended = (beta2 * n * n + (1 - beta2) * norm * norm).sqrt()
+    if not group["init_zero"]:
+        blended = torch.where(taken == 1, norm, blended)
+    blended = torch.where(call.skip, n, blended)
+    for each, new in zip(lists["exp_avg_sqs"], blended.unbind(), strict=True):
+        each.copy_(new.reshape(each.shape))
+    rc1, rsc2 = torch.ones_like(blended), torch.ones_like(blended)
+    if group["bias_correction"]:
+        t = taken.to(widest(taken.device))
+        rc1, rsc2 = (1 / (1 - beta1**t)).to(call.dtype), (1 / (1 - beta2**t).sqrt()).to(call.dtype)
+    denominator = blended * rsc2 + group["eps"]
+    read, factor = lists["grads"], _factor_of_op(call.signed(call.inv_scale))
+    inside = call.optimizer.moment_mode == 0
+    if inside:
+        read = call.new()
+        foreach.scale(lists["grads"], read, Unread(), factor)
+        multiply(read, 1 / denominator)
+        foreach.axpby(read, call.weights(), read, Unread(), 1.0, decay)
+        factor = 1.0
+    moves = call.new()
+    # Counts of the step after this one: at 0 the op would start the average with the whole gradient.
+    along = {"steps": list(taken.unbind()), "momentum_buffer_scales": lists.get("exp_avg_scales", ())}
+    average = {**_SGD, "momentum": beta1, "dampening": beta1 if group["grad_averaging"] else 0.0}
+    averaged = {"grads": read, "params": moves, "momentum_buffers": lists["exp_avgs"]}
+    call.run("sgd", averaged, along, factor, lr=-1.0, **average)
+    multiply(moves, rc1 if inside else rc1 / denominator)
+    call.step(moves, group["lr"], weight_decay=0.0 if inside else decay)
+
+
+@torch.no_grad()
+def larc(
+    groups: Sequence[Group], decays: Sequence[float], members: Sequence[tuple[list[Tensor], list[Tensor]]],
+    found_inf: PerDevice | None, inv_scale: Factor, trust_coefficient: float, eps: float, clip: bool,
+) -> None:  # fmt: skip
+    """Rewrites gradients as the op of LARC does. One all_reduce.
+
+    ``members``: for each group its gradients and their parameters.
+    """
+    norms = Norms(groups, "LARC.step()")
+    of_w, of_g = norms.empty(), norms.empty()
+    for grads, params in members:
+        norms.add(of_w, params, local(params))
+        norms.add(of_g, params, local(grads), inv_scale)
+    norms.add_idle(of_w, [p for _, params in members for p in params])
+    of_w, of_g = norms.join(of_w, of_g)
+    for group, decay, (grads, params) in zip(groups, decays, members, strict=True):
+        w_norms, g_norms = (norms.of_params(values, params) for values in (of_w, of_g))
+        rates = trust(w_norms, g_norms, trust_coefficient, decay, eps)
+        if clip:
+            lr = group["lr"]
+            rates = (rates / (move(lr, rates.device) if isinstance(lr, Tensor) else lr)).clamp(max=1.0)
+        is_adapted = (w_norms != 0) & (g_norms != 0)
+        rates = torch.where(is_adapted, rates, 1.0)
+        decays_of = torch.where(is_adapted, -decay if group.get("maximize", False) else decay, 0.0)
+        for g, w, rate, of_decay in zip(local(grads), local(params), rates.unbind(), decays_of.unbind(), strict=True):
+            dtype, inv = compute_dtype(g, w), inv_scale.on(g.device) if isinstance(inv_scale, PerDevice) else inv_scale
+            rate, of_decay = (scalar(value, g, dtype) for value in (rate, of_decay))
+            new = ((g.to(dtype) * inv + of_decay * w.to(dtype)) * rate).to(g.dtype)
+            g.copy_(new if found_inf is None else torch.where(found_inf.on(g.device).reshape(()) != 0, g, new))
+        wrote(grads)

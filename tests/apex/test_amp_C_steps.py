@@ -1,0 +1,476 @@
+"""amp_C's optimizer steps against their formulas in fp64."""
+
+from functools import partial
+
+import amp_C
+import pytest
+import torch
+from apex.multi_tensor_apply import multi_tensor_applier
+from apex.optimizers import FusedAdam, FusedLAMB
+from kernel_cases import DEVICES, FLOATS, SIZES, assert_lists, assert_same, copies, flag, randn, wide
+
+OPTION = pytest.mark.parametrize
+F16, B16, F32 = torch.float16, torch.bfloat16, torch.float32
+ADAM = LR, BETA1, BETA2, EPS = 0.05, 0.9, 0.99, 1e-3
+NORM_CASES = {"clipped": (3.0, 1.5), "at-the-limit": (1.5, 1.5), "below": (0.5, 1.5)}
+each_norm = OPTION("norm", NORM_CASES.values(), ids=NORM_CASES)
+each_kind = OPTION("dtype", FLOATS.values(), ids=FLOATS)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param
+
+
+def make(sizes, dtypes, device="cpu", positive=(3,)):
+    """Lists of these types: grads, params, first and second moments, and more. Some without negative numbers."""
+    lists = [randn(sizes, dtype, seed=i, device=device) for i, dtype in enumerate(dtypes)]
+    return [[t.abs() for t in tensors] if i in positive else tensors for i, tensors in enumerate(lists)]
+
+
+def call(name, lists, *args, buf=None):
+    getattr(amp_C, name)(65536, flag(device=lists[0][0].device) if buf is None else buf, lists, *args)
+
+
+def assert_step(name, lists, args, formula, buf=None, first=1, beside=()):
+    """One call. Lists from ``first`` on, then ``beside`` (a number for each index), become what ``formula`` makes of
+    them in fp64, index by index; those before it stay."""
+    rows = [(*row, *numbers) for row, *numbers in zip(wide(lists), *(x.double() for x in beside), strict=True)]
+    want, before = [formula(*row) for row in rows], copies(lists[:first])
+    call(name, lists, *args, buf=buf)
+    assert_same(lists[:first], before)
+    for got, values in zip([*lists[first:], *beside], zip(*want, strict=True), strict=True):
+        assert_lists(got, values)
+
+
+# --- Adam -------------------------------------------------------------------------------------------------------------
+
+
+def direction(g, p, m, v, step, mode, bias_correction, wd, beta3=1 - BETA1):
+    """Of Adam and LAMB, with the moments."""
+    if mode == 0:
+        g = g + wd * p
+    m = BETA1 * m + beta3 * g
+    v = BETA2 * v + (1 - BETA2) * g**2
+    c1, c2 = (1 - BETA1**step, 1 - BETA2**step) if bias_correction else (1, 1)
+    u = (m / c1) / ((v / c2).sqrt() + EPS)
+    return u + wd * p if mode == 1 else u, m, v
+
+
+def adam(g, p, m, v, *options):
+    u, m, v = direction(g, p, m, v, *options)
+    return p - LR * u, m, v
+
+
+@OPTION("sizes", SIZES)
+@each_kind
+@OPTION("bias_correction", [0, 1], ids=["no-correction", "correction"])
+@OPTION("mode", [0, 1], ids=["l2", "decoupled"])
+def test_adam(device, mode, bias_correction, dtype, sizes):
+    """For many steps, whatever the flag says; gradients stay."""
+    lists = make(SIZES[sizes], [dtype, dtype, F32, F32], device)
+    for step in (1, 2, 7):
+        options = (step, mode, bias_correction, 0.1)
+        formula = lambda *row, options=options: adam(*row, *options)  # noqa: E731
+        assert_step("multi_tensor_adam", lists, (*ADAM, *options), formula, flag(1, device=device))
+
+
+def capturable(device="cpu"):
+    """Numbers of the device are tensors."""
+    rate, factor = torch.tensor([LR], device=device), torch.tensor([0.25], device=device)
+    return rate, BETA1, BETA2, EPS, torch.tensor([3], dtype=torch.int32, device=device), 1, 1, 0.1, factor
+
+
+@OPTION("sizes", ["odd", "empties"])
+@OPTION("master", [False, True], ids=["capturable", "master"])
+@each_kind
+def test_adam_capturable(device, dtype, master, sizes):
+    lists = make(SIZES[sizes], [dtype, dtype, F32, F32] + [F32] * master, device)
+
+    def formula(g, p, m, v, w=None):
+        new, m, v = adam(g * 0.25, p if w is None else w, m, v, 3, 1, 1, 0.1)
+        return g * 0.25, new, m, v, *([new] * master)
+
+    name = "multi_tensor_adam_capturable" + "_master" * master
+    assert_step(name, lists, capturable(device), formula, first=0)
+    if master:
+        assert_same([lists[1]], [[t.to(dtype) for t in lists[4]]])
+
+
+@OPTION("weight_decay", [0.0, 0.1])
+@OPTION("kind", ["Adam", "AdamW", "LAMB"])
+def test_through_the_applier_it_is_torch_and_the_fused_optimizer(kind, weight_decay):
+    shapes, options = [(40, 30), (30,), (1,)], {"lr": 0.01, "betas": (BETA1, BETA2), "weight_decay": weight_decay}
+    theirs, ours = ([torch.nn.Parameter(t) for t in randn(shapes)] for _ in range(2))
+    p, m, v, buf = randn(shapes), *([torch.zeros(s) for s in shapes] for _ in range(2)), flag()
+    if kind == "LAMB":
+        optimizers = [(ours, FusedLAMB(ours, eps=1e-8, **options))]
+    else:
+        mode = int(kind == "AdamW")
+        optimizers = [(ours, FusedAdam(ours, eps=1e-8, adam_w_mode=mode == 1, **options))]
+        optimizers.append((theirs, getattr(torch.optim, kind)(theirs, eps=1e-8, foreach=False, **options)))
+    for step in range(1, 6):
+        g = randn(shapes, seed=step)
+        for params, optimizer in optimizers:
+            for q, grad in zip(params, g, strict=True):
+                q.grad = grad.clone()
+            optimizer.step()
+        numbers = (0.01, BETA1, BETA2, 1e-8, step)
+        if kind == "LAMB":
+            norm, _ = multi_tensor_applier(amp_C.multi_tensor_l2norm, buf, [g], False)
+            numbers += (1, weight_decay, 1, 1, norm, 1.0, False)
+            multi_tensor_applier(amp_C.multi_tensor_lamb, buf, [g, p, m, v], *numbers)
+        else:
+            multi_tensor_applier(amp_C.multi_tensor_adam, buf, [g, p, m, v], *numbers, mode, 1, weight_decay)
+            assert_same([p], [[q.detach() for q in ours]])
+        for params, _ in optimizers:
+            assert_lists(p, [q.detach().double() for q in params])
+    assert buf.item() == 0
+
+
+# --- SGD, Adagrad, NovoGrad -------------------------------------------------------------------------------------------
+
+
+def sgd(g, w, b, wd, momentum, dampening, lr, nesterov, first_run, wd_after_momentum, scale):
+    g = g * scale
+    if not wd_after_momentum:
+        g = g + wd * w
+    if momentum != 0:
+        b = g if first_run else momentum * b + (1 - dampening) * g
+        g = g + momentum * b if nesterov else b
+    if wd_after_momentum:
+        g = g + wd * w
+    return w - lr * g, b
+
+
+COMBINATIONS = {
+    "half": (F16, F16),
+    "float": (F32, F32),
+    "bf16": (B16, B16),
+    "half-masters": (F16, F32, F16),
+    "float-masters": (F32, F32, F16),
+    "bf16-masters": (B16, F32, B16),
+}
+
+
+@OPTION("wd_after_momentum", [False, True], ids=["wd-before", "wd-after"])
+@OPTION("first_run", [False, True], ids=["later", "first"])
+@OPTION(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)], ids=["plain", "momentum", "nesterov"])
+@OPTION("kinds", COMBINATIONS)
+def test_sgd(kinds, momentum, nesterov, first_run, wd_after_momentum):
+    g, w, *copy = COMBINATIONS[kinds]
+    for wd, sizes in ((0.0, SIZES["odd"]), (0.1, SIZES["empties"])):
+        lists = make(sizes, [g, w, w, *copy])
+        args = (wd, momentum, 0.3, 0.05, nesterov, first_run, wd_after_momentum, 0.5)
+
+        def formula(g, w, b, *copy, args=args):
+            w, b = sgd(g, w, b, *args)
+            return w, b, *([w] if copy else [])
+
+        assert_step("multi_tensor_sgd", lists, args, formula)
+        if copy:
+            assert_same([lists[3]], [[t.to(copy[0]) for t in lists[1]]])
+
+
+@OPTION("sizes", SIZES)
+@each_kind
+@OPTION("mode", [0, 1], ids=["l2", "decoupled"])
+def test_adagrad(device, mode, dtype, sizes):
+    def formula(g, p, h):
+        g = g + 0.1 * p if mode == 0 else g
+        h = h + g**2
+        u = g / (h.sqrt() + 1e-3)
+        return p - 0.05 * (u + 0.1 * p if mode == 1 else u), h
+
+    lists = make(SIZES[sizes], [dtype] * 3, device, positive=[2])
+    assert_step("multi_tensor_adagrad", lists, (0.05, 1e-3, mode, 0.1), formula, flag(1, device=device))
+
+
+def novograd(g, p, m, n, lr, beta1, beta2, eps, step, bias_correction, wd, grad_averaging, moment_mode, norm_type):
+    if norm_type == 2:
+        n = (beta2 * n**2 + (1 - beta2) * g.norm() ** 2).sqrt()
+    else:
+        n = beta2 * n + (1 - beta2) * (g.abs().max() if g.numel() else 0.0)
+    c1, c2 = (1 - beta1**step, (1 - beta2**step) ** 0.5) if bias_correction else (1, 1)
+    beta3 = 1 - beta1 if grad_averaging else 1
+    d = n / c2 + eps
+    if moment_mode == 0:
+        m = beta1 * m + beta3 * (g / d + wd * p)
+        return p - lr * m / c1, m, n
+    m = beta1 * m + beta3 * g
+    return p - lr * ((m / c1) / d + wd * p), m, n
+
+
+@OPTION("norm_type", [0, 2], ids=["inf", "l2"])
+@OPTION("moment_mode", [0, 1], ids=["reg-inside", "reg-outside"])
+@OPTION("grad_averaging", [0, 1], ids=["beta3-1", "averaging"])
+@OPTION("bias_correction", [0, 1], ids=["no-correction", "correction"])
+@each_kind
+def test_novograd(dtype, bias_correction, grad_averaging, moment_mode, norm_type):
+    """Norms are blended at the first step too: the caller chose what is in them."""
+    lists = make(SIZES["empties"], [dtype] * 3)
+    norms = torch.rand(len(lists[0])) + 0.5
+    for step in (1, 2):
+        args = (0.05, 0.9, 0.95, 1e-3, step, bias_correction, 0.1, grad_averaging, moment_mode, norm_type)
+        formula = lambda *row, args=args: novograd(*row, *args)  # noqa: E731
+        assert_step("multi_tensor_novograd", lists, (norms, *args), formula, beside=[norms])
+
+
+@OPTION("norm_type", [0, 2], ids=["inf", "l2"])
+@OPTION("bad", [float("inf"), float("nan")], ids=str)
+def test_novograd_raises_the_flag_and_goes_on(bad, norm_type):
+    """nan counts in the largest element too; tensors without it are stepped whatever the flag says."""
+    lists = make([5, 7], [F32] * 3)
+    lists[0][1][3] = bad
+    norms, buf, before = torch.ones(2), flag(), copies(lists)
+    for _ in range(2):
+        call("multi_tensor_novograd", lists, norms, 0.05, 0.9, 0.95, 1e-3, 1, 1, 0.1, 1, 1, norm_type, buf=buf)
+        assert buf.tolist() == [1]
+    assert norms[0].isfinite()
+    assert not norms[1].isfinite()
+    assert norms[1].isnan() == torch.tensor(bad).isnan()
+    assert lists[1][0].isfinite().all()
+    assert not torch.equal(lists[1][0], before[1][0])
+
+
+# --- LAMB -------------------------------------------------------------------------------------------------------------
+
+
+def apply(p, u, of_p, of_u, wd, nvlamb):
+    adapt = (nvlamb or wd != 0) and of_p != 0 and of_u != 0
+    return p - LR * (of_p / of_u if adapt else 1) * u
+
+
+def lamb(g, p, m, v, *copy, stored, step, correction, wd, averaging, mode, norm, nvlamb, factor=1.0):
+    """u, p, m, v, and p once more for a copy. The update is applied as it is stored in the gradient, in that type."""
+    g = g * factor / max(norm[0] / norm[1], 1.0)
+    u, m, v = direction(g, p, m, v, step, mode, correction, wd, 1 - BETA1 if averaging else 1.0)
+    u = u.to(stored).double()
+    p = apply(p, u, p.norm(), u.norm(), wd, nvlamb)
+    return u, p, m, v, *([p] if copy else [])
+
+
+def case(correction=1, averaging=1, mode=1, wd=0.1, nvlamb=False):
+    return {"correction": correction, "averaging": averaging, "mode": mode, "wd": wd, "nvlamb": nvlamb}
+
+
+CASES = {
+    "bert": case(),
+    "l2": case(mode=0),
+    "no-decay": case(wd=0.0),
+    "no-decay-l2": case(mode=0, wd=0.0, nvlamb=None),
+    "nvlamb": case(wd=0.0, nvlamb=True),
+    "no-averaging": case(averaging=0),
+    "no-correction": case(correction=0, averaging=0, mode=0, nvlamb=True),
+}
+each_case = OPTION("c", CASES.values(), ids=CASES)
+FACTOR = 0.25
+
+
+def lamb_args(c, norm, step, device="cpu"):
+    options = (step, c["correction"], c["wd"], c["averaging"], c["mode"])
+    return *ADAM, *options, torch.tensor([norm[0]], device=device), norm[1], c["nvlamb"]
+
+
+def lamb_mp_args(c, norm, step, device="cpu"):
+    """lr, step and norms as tensors, as the mixed-precision optimizer gives them."""
+    lr, *norm, factor = (torch.tensor([x], device=device) for x in (LR, *norm, FACTOR))
+    options = (torch.tensor([step], dtype=torch.int32, device=device), c["correction"], c["wd"], c["averaging"])
+    return lr, *ADAM[1:], *options, c["mode"], *norm, c["nvlamb"], torch.ones(1, device=device), factor
+
+
+@each_norm
+@OPTION("sizes", ["odd", "empties"])
+@each_kind
+@each_case
+def test_lamb(device, c, dtype, sizes, norm):
+    """For two steps, whatever the flag says; the gradients become the updates."""
+    lists = make(SIZES[sizes], [dtype] * 4, device)
+    for step in (1, 2):
+        lists[0] = randn(SIZES[sizes], dtype, seed=10 + step, device=device)
+        formula = partial(lamb, stored=dtype, step=step, norm=norm, **c)
+        assert_step(
+            "multi_tensor_lamb", lists, lamb_args(c, norm, step, device), formula, flag(1, device=device), first=0
+        )
+
+
+@OPTION(("name", "given"), [("nvlamb", (1.0, 2.0)), ("bert", (5.0, 0.0))], ids=["a-weight-of-0", "a-largest-norm-of-0"])
+def test_lamb_of_zeros(name, given):
+    """A weight of 0 steps by lr alone. With a largest norm of 0, gradients stay as they are."""
+    lists = make([5, 7], [F32] * 4)
+    if name == "nvlamb":
+        lists[1][0].zero_()
+    formula = partial(lamb, stored=F32, step=1, norm=(1.0, 2.0), **CASES[name])
+    assert_step("multi_tensor_lamb", lists, lamb_args(CASES[name], given, 1), formula, first=0)
+
+
+@OPTION("bad", [float("inf"), float("nan")], ids=str)
+@OPTION("where", [0, 1], ids=["grads", "params"])
+def test_lamb_raises_the_flag_and_goes_on(where, bad):
+    lists = make([5, 7], [F32] * 4)
+    before, buf = copies(lists), flag()
+    lists[where][1][3] = bad
+    call("multi_tensor_lamb", lists, *lamb_args(CASES["bert"], (1.0, 2.0), 1), buf=buf)
+    assert buf.tolist() == [1]
+    assert not lists[1][1].isfinite().all()
+    assert lists[1][0].isfinite().all()
+    assert not torch.equal(lists[1][0], before[1][0])
+
+
+MIXES = {
+    "fp32": (F32,) * 4,
+    "fp16": (F16,) * 4,
+    "bf16": (B16,) * 4,
+    "fp16-model": (F16, F32, F32, F32, F16),
+    "bf16-model": (B16, F32, F32, F32, B16),
+    "fp32-model": (F32,) * 5,
+}
+
+
+@each_norm
+@OPTION("mix", MIXES)
+@each_case
+def test_lamb_mp(device, c, mix, norm):
+    lists, buf = make(SIZES["empties"], MIXES[mix], device), flag(device=device)
+    formula = partial(lamb, stored=MIXES[mix][0], step=3, norm=norm, factor=FACTOR, **c)
+    assert_step("multi_tensor_lamb_mp", lists, lamb_mp_args(c, norm, 3, device), formula, buf, first=0)
+    if len(lists) == 5:
+        assert_same([lists[4]], [[t.to(MIXES[mix][4]) for t in lists[1]]])
+    assert buf.item() == 0
+
+
+@OPTION("where", [0, 1], ids=["update", "param"])
+def test_lamb_mp_stops_at_what_is_not_finite(where):
+    """With an update that is not, moments and updates are there by then; params keep their values."""
+    lists = make([5, 7], [F32] * 4)
+    lists[where][1][3] = float("inf")
+    before, buf = copies(lists), flag()
+    call("multi_tensor_lamb_mp", lists, *lamb_mp_args(CASES["bert"], (1.0, 2.0), 1), buf=buf)
+    assert buf.tolist() == [1]
+    assert_same([lists[1]] if where == 0 else lists, [before[1]] if where == 0 else before)
+    assert torch.equal(lists[2][0], before[2][0]) == (where == 1)
+
+
+@each_norm
+@OPTION("kinds", [(F32,) * 3, (F16, F32, F32), (F16, F16, F32), (B16,) * 3], ids=str)
+def test_lamb_stages(device, kinds, norm):
+    """Decay is a number for each tensor; the step is that of before."""
+    g, p, u = kinds
+    lists = make(SIZES["empties"], [g, p, p, p, u], device)
+    params, updates, buf = lists[1], lists[4], flag(1, device=device)
+    decays = iter(torch.arange(len(params), dtype=F32) / 10)
+
+    def formula(g, p, m, v, _):
+        u, m, v = direction(g / max(norm[0] / norm[1], 1.0), p, m, v, 3, 1, True, next(decays).double().to(p.device))
+        return m, v, u
+
+    decay = torch.arange(len(params), dtype=F32, device=device) / 10
+    args = (decay, 2, BETA1, BETA2, EPS, torch.tensor([norm[0]], device=device), norm[1])
+    assert_step("multi_tensor_lamb_stage1_cuda", lists, args, formula, buf, first=2)
+
+    norms = [torch.stack([t.double().norm() for t in ts]).float() for ts in (params, updates)]
+    norms[0][-1] = 0
+    for wd, nvlamb in ((0.0, False), (0.0, True), (0.1, None)):
+        (stepped,) = copies([params])
+        rows = zip(wide([params, updates]), *(x.double() for x in norms), strict=True)
+        new = [apply(*row, of_p, of_u, wd, nvlamb) for row, of_p, of_u in rows]
+        call("multi_tensor_lamb_stage2_cuda", [stepped, updates], *norms, LR, wd, nvlamb, buf=buf)
+        assert_lists(stepped, new)
+
+
+# --- LARS -------------------------------------------------------------------------------------------------------------
+
+
+def lars(g, w, b, *rest, nesterov, is_skipped):
+    """w, b, w once more for a copy, and the norms."""
+    *copy, of_g, of_w = rest
+    trust = 1.0
+    if of_w > 0 and of_g > 0 and not is_skipped:
+        trust = 0.01 * of_w / (of_g + of_w * 0.1 + 1e-3)
+    move = LR * trust * (g + 0.1 * w)
+    b = 0.9 * b - move
+    w = w + (0.9 * b - move if nesterov else b)
+    return w, b, *([w] if copy else []), of_g, of_w
+
+
+def lars_args(norms, nesterov=False, is_skipped=False):
+    """dampening, first_run, wd_after_momentum and scale have no part in it: here 0.3, True, True and 7."""
+    return *norms, LR, 0.01, 1e-3, 0.1, 0.9, 0.3, nesterov, True, True, 7.0, is_skipped
+
+
+@OPTION("is_skipped", [False, True], ids=["adapted", "skipped"])
+@OPTION("nesterov", [False, True], ids=["momentum", "nesterov"])
+@OPTION("kinds", [(F32,) * 3, (F16,) * 3, (B16,) * 3, (F16, F32, F32, F16)], ids=["fp32", "fp16", "bf16", "copy"])
+def test_lars(device, kinds, nesterov, is_skipped):
+    lists = make(SIZES["empties"], kinds, device, positive=())
+    lists[1][1].zero_()
+    norms = [torch.stack([t.double().norm() for t in ts]).float() for ts in lists[:2]]
+    formula = partial(lars, nesterov=nesterov, is_skipped=is_skipped)
+    assert_step("multi_tensor_lars", lists, lars_args(norms, nesterov, is_skipped), formula, beside=norms)
+    if len(lists) == 4:
+        assert_same([lists[3]], [[t.half() for t in lists[1]]])
+
+
+# --- the flag of those that read it -----------------------------------------------------------------------------------
+
+SGD = (0.1, 0.9, 0.3, 0.05, False, False, False, 0.5)
+ONES = [torch.ones(3)] * 2
+BERT, L2 = (lamb_mp_args(CASES[name], (1.0, 2.0), 1) for name in ("bert", "l2"))
+READERS = {
+    "sgd": ("multi_tensor_sgd", [F16, F32, F32], SGD),
+    "sgd-copies": ("multi_tensor_sgd", [F16, F32, F32, F32], SGD),
+    "adam-capturable": ("multi_tensor_adam_capturable", [F16, F32, F32, F32], capturable()),
+    "adam-capturable-master": ("multi_tensor_adam_capturable_master", [F16, F32, F32, F32, F32], capturable()),
+    "lamb-mp": ("multi_tensor_lamb_mp", MIXES["fp16"], BERT),
+    "lamb-mp-model": ("multi_tensor_lamb_mp", MIXES["fp16-model"], BERT),
+    "lamb-mp-l2": ("multi_tensor_lamb_mp", MIXES["fp16"], L2),
+    "lamb-mp-model-l2": ("multi_tensor_lamb_mp", MIXES["fp16-model"], L2),
+    "lars": ("multi_tensor_lars", [F32] * 4, lars_args(ONES)),
+}
+
+
+@OPTION(("name", "dtypes", "args"), READERS.values(), ids=READERS)
+@OPTION("dtype", [torch.int32, F32], ids=["int32", "fp32"])
+def test_a_flag_that_is_set_lets_nothing_happen(dtype, name, dtypes, args):
+    lists, buf = make([5, 0, 33], dtypes), flag(1, dtype)
+    before = copies(lists)
+    call(name, lists, *args, buf=buf)
+    assert_same(lists, before)
+    assert buf.tolist() == [1]
+    call(name, lists, *args, buf=flag(0, dtype))
+    assert not torch.equal(lists[1][0], before[1][0])
+
+
+# --- types and layouts in any mix -------------------------------------------------------------------------------------
+
+
+def test_mixed_lists_and_memory_formats_go_by_index():
+    """apex took the type from the first tensor and went through memory."""
+    shapes = [(2, 3, 4, 4), (6,), (2, 3, 4, 4), (5, 2), (2, 3, 4, 4)]
+    kinds = [F32, B16, F16, F32, F32]
+    g, p = ([t.to(k) for t, k in zip(randn(shapes, seed=s), kinds, strict=True)] for s in (0, 1))
+    m, v = randn(shapes, seed=2), [t.abs() for t in randn(shapes, seed=3)]
+    g[3], p[3] = g[3].t().contiguous().t(), randn([(5, 4)])[0][:, ::2]
+    for t, i in ((g, 0), (p, 2), (p, 4), (v, 4)):
+        t[i] = t[i].to(memory_format=torch.channels_last)
+    assert_step("multi_tensor_adam", [g, p, m, v], (*ADAM, 2, 1, 1, 0.1), lambda *row: adam(*row, 2, 1, 1, 0.1))
+
+
+def test_lamb_goes_by_index_whatever_the_memory_formats():
+    formats = [torch.channels_last, torch.contiguous_format]
+    lists = make([(2, 3, 4, 4), (2, 3, 4, 4), (5, 4)], MIXES["fp16-model"])
+    for i, tensors in enumerate(lists):
+        for k in (0, 1):
+            tensors[k] = tensors[k].contiguous(memory_format=formats[(i + k) % 2])
+        tensors[2] = tensors[2].t().contiguous().t() if i % 2 else tensors[2]
+    formula = partial(lamb, stored=F16, step=3, norm=(1.0, 2.0), factor=FACTOR, **CASES["l2"])
+    assert_step("multi_tensor_lamb_mp", lists, lamb_mp_args(CASES["l2"], (1.0, 2.0), 3), formula, first=0)
+
+
+def test_parameters_that_require_grad_are_stepped_in_grad_mode():
+    p = torch.nn.Parameter(torch.ones(3))
+    version = p._version
+    call("multi_tensor_adam", [[torch.ones(3)], [p], *([torch.zeros(3)] for _ in range(2))], 0.5, 0, 0, 0, 1, 1, 0, 0)
+    assert p.tolist() == [0.5] * 3
+    assert p.is_leaf
+    assert p._version > version

@@ -1,0 +1,57 @@
+"""The loss scales in what apex's ``FP16_Optimizer`` of each time saved."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from ampctx import AmpKeyError
+from ampctx.spi import fp16_optimizer_entry
+
+
+def dynamic_scaler_of_2018(flags, window):
+    """What ``fp16_utils.DynamicLossScaler`` and ``contrib.optimizers.FP16_Optimizer`` count; and clean steps since."""
+    state = {"cur_scale": 2.0**16, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": window}
+    clean = 0
+    for flag in flags:
+        if flag:
+            state["cur_scale"], state["last_overflow_iter"], clean = state["cur_scale"] / 2, state["cur_iter"], 0
+        else:
+            clean += 1
+            if (state["cur_iter"] - state["last_overflow_iter"]) % window == 0:
+                state["cur_scale"], clean = state["cur_scale"] * 2, 0
+        state["cur_iter"] += 1
+    return state, clean
+
+
+@pytest.mark.parametrize("as_object", [True, False], ids=["fp16_utils", "contrib"])
+@pytest.mark.parametrize(
+    "flags",
+    [[], [0, 0], [0, 0, 0], [0, 0, 0, 0], [1], [0, 1, 0, 0], [0, 1, 0, 0, 0, 0, 0, 0]],
+    ids=["new", "two", "window", "past-window", "overflow", "since-overflow", "windows-since"],
+)
+def test_the_counter_of_dynamic_scalers_of_2018(flags, as_object):
+    values, clean = dynamic_scaler_of_2018(flags, window=3)
+    state = {"loss_scaler": SimpleNamespace(**values)} if as_object else values
+    assert fp16_optimizer_entry(state) == {"loss_scale": values["cur_scale"], "unskipped": clean}
+
+
+@pytest.mark.parametrize(
+    ("state", "entry"),
+    [
+        ({"loss_scaler": SimpleNamespace(_loss_scale=64.0, _unskipped=5, dynamic=True)}, (64.0, 5)),
+        ({"loss_scaler": SimpleNamespace(cur_scale=128.0)}, (128.0, 0)),
+        ({"dynamic_loss_scale": False, "cur_scale": 128.0, "cur_iter": 40}, (128.0, 0)),
+    ],
+    ids=["amps-scaler", "static-object", "static-numbers"],
+)
+def test_the_other_scalers_of_fp16_optimizer(state, entry):
+    assert fp16_optimizer_entry(state) == dict(zip(("loss_scale", "unskipped"), entry, strict=True))
+
+
+def test_a_state_without_a_scale_has_no_entry():
+    assert fp16_optimizer_entry({"optimizer_state_dict": {}}) is None
+
+
+def test_a_dynamic_scaler_without_its_counts_is_an_error():
+    with pytest.raises(AmpKeyError, match='no "last_overflow_iter"'):
+        fp16_optimizer_entry({"cur_scale": 4.0, "scale_window": 1000})

@@ -1,0 +1,178 @@
+"""The element-wise optimizers on every backend: what torch.optim computes, and the formulas that torch does not have.
+test_optimizer_steps.py has what all optimizers share."""
+
+import pytest
+import torch
+from optimizer_calls import ADAGRAD, ADAM, AMSGRAD, LION, MOMENTUM, MUON, SGD, make_call, on_kernels
+
+SHAPES = [(33,), (4, 5), (700,), ()]
+SGD_FORMS = {
+    "sgd": (SGD, {}),
+    "momentum": (MOMENTUM, {"dampening": 0.0}),
+    "dampening": (MOMENTUM, {"dampening": 0.3}),
+    "nesterov": (MOMENTUM, {"dampening": 0.0, "nesterov": True}),
+}
+ADAMS = {"betas": (0.9, 0.99)}
+# (optimizer, its options, torch's optimizer and options, the value that states begin with)
+FORMS = {
+    "adagrad": (ADAGRAD, {}, torch.optim.Adagrad, {"eps": 1e-10, "initial_accumulator_value": 0.5}, 0.5),
+    "adam": (ADAM, {"adam_w_mode": False}, torch.optim.Adam, ADAMS, 0.0),
+    "adamw": (ADAM, {}, torch.optim.AdamW, ADAMS, 0.0),
+    "amsgrad": (AMSGRAD, {"adam_w_mode": False}, torch.optim.Adam, {**ADAMS, "amsgrad": True}, 0.0),
+    "amsgradw": (AMSGRAD, {}, torch.optim.AdamW, {**ADAMS, "amsgrad": True}, 0.0),
+    # The first step finds garbage in the momentum buffers and sets them.
+    **{
+        name: (kind, options, torch.optim.SGD, {"momentum": kind.options["momentum"], **options}, float("nan"))
+        for name, (kind, options) in SGD_FORMS.items()
+    },
+}
+KEYS = {"sums": "sum", "momentum_buffers": "momentum_buffer", "exp_avgs": "exp_avg", "exp_avg_sqs": "exp_avg_sq"}
+KEYS |= {"max_exp_avg_sqs": "max_exp_avg_sq"}
+
+
+@pytest.mark.parametrize("maximize", [False, True], ids=["minimize", "maximize"])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize(("optimizer", "options", "kind", "theirs", "first"), FORMS.values(), ids=FORMS.keys())
+def test_against_torch(backend, optimizer, options, kind, theirs, first, weight_decay, maximize):
+    """Parameters and states after four steps of the op and of torch's optimizer."""
+    shared = {"weight_decay": weight_decay, "maximize": maximize}
+    call = make_call(backend, optimizer, SHAPES, counts=[0], **options, **shared)
+    for name in optimizer.states:
+        for t in call[name]:
+            t.fill_(first)
+    params = [p.clone().requires_grad_() for p in call["params"]]
+    stepper = kind(params, lr=0.01, foreach=False, **theirs, **shared)
+    for step in range(4):
+        for i, p in enumerate(params):
+            p.grad = backend.randn([p.shape], seed=100 + 10 * step + i)[0]
+            call["grads"][i].copy_(p.grad * 8)
+        stepper.step()
+        call.run(backend, inv_scale=0.125, lr=0.01)
+    for i, p in enumerate(params):
+        torch.testing.assert_close(call["params"][i], p.detach())
+        assert call["steps"][i] == 4
+        for name in optimizer.states:
+            torch.testing.assert_close(call[name][i], stepper.state[p][KEYS[name]])
+
+
+# --- adagrad, adam ----------------------------------------------------------------------------------------------------
+
+
+def test_decoupled_weight_decay_of_adagrad(backend):
+    call = make_call(backend, ADAGRAD, SHAPES, adagrad_w_mode=True, weight_decay=0.2)
+    wide = {name: [t.double() for t in tensors] for name, tensors in call.lists.items()}
+    call.run(backend, inv_scale=0.5, lr=0.01)
+    for i, (g, w, h) in enumerate(zip(wide["grads"], wide["params"], wide["sums"], strict=True)):
+        h = h + (g * 0.5) ** 2
+        torch.testing.assert_close(call["sums"][i], h.float())
+        want = w - 0.01 * (g * 0.5 / (h.sqrt() + 1e-10) + 0.2 * w)
+        torch.testing.assert_close(call["params"][i], want.float())
+
+
+@pytest.mark.parametrize("adam_w_mode", [False, True], ids=["adam", "adamw"])
+def test_without_bias_correction(backend, adam_w_mode):
+    call = make_call(backend, ADAM, SHAPES, bias_correction=False, adam_w_mode=adam_w_mode)
+    wide = {name: [t.double() for t in tensors] for name, tensors in call.lists.items()}
+    call.run(backend, inv_scale=0.5, lr=0.01)
+    for i, (g, w, m, v) in enumerate(
+        zip(*(wide[name] for name in ("grads", "params", "exp_avgs", "exp_avg_sqs")), strict=True)
+    ):
+        g = g * 0.5 + (0 if adam_w_mode else 0.1 * w)
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+        want = w - 0.01 * (m / (v.sqrt() + 1e-8) + (0.1 * w if adam_w_mode else 0))
+        torch.testing.assert_close(call["params"][i], want.float())
+
+
+def test_the_maximum_keeps_nan(backend):
+    call = make_call(backend, AMSGRAD, [9, 3], counts=[4])
+    call["max_exp_avg_sqs"][0].fill_(100.0)
+    call["max_exp_avg_sqs"][1].fill_(float("nan"))
+    call["exp_avg_sqs"][0][4] = float("nan")
+    call.run(backend)
+    assert call["max_exp_avg_sqs"][0].isnan().tolist() == [i == 4 for i in range(9)]
+    assert (call["max_exp_avg_sqs"][0][:4] == 100).all()
+    assert call["max_exp_avg_sqs"][1].isnan().all()
+
+
+@on_kernels
+@pytest.mark.parametrize("betas", [(0.0, 0.0), (0.9, 0.999), (0.5, 0.999999)], ids=str)
+@pytest.mark.parametrize("taken", [0, 1, 99, 12_345, (1 << 24) - 2])
+def test_corrections_at_any_step_count(backend, reference, taken, betas):
+    call = make_call(backend, ADAM, [65, 3], counts=[taken], beta1=betas[0], beta2=betas[1])
+    expected = call.expected()
+    call.run(backend).assert_same(expected)
+
+
+@on_kernels
+def test_the_first_count_of_a_call_is_minus_one(backend, reference):
+    """Nothing counts so, but what a checkpoint holds is taken as it is."""
+    call = make_call(backend, ADAM, [65, 3], counts=[-1], bias_correction=False)
+    expected = call.expected()
+    call.run(backend).assert_same(expected)
+
+
+# --- sgd, lion, muon --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("optimizer", "options"), SGD_FORMS.values(), ids=SGD_FORMS.keys())
+def test_weight_decay_after_momentum(backend, optimizer, options):
+    """The decay goes to what lr multiplies, and not into the buffer."""
+    call = make_call(backend, optimizer, SHAPES, wd_after_momentum=True, weight_decay=0.2, counts=[0, 3], **options)
+    wide = {name: [t.double() for t in tensors] for name, tensors in call.lists.items()}
+    call.run(backend, inv_scale=0.5, lr=0.01)
+    dampening, nesterov = call.options["dampening"], call.options["nesterov"]
+    for i, (g, w) in enumerate(zip(wide["grads"], wide["params"], strict=True)):
+        update = g = g * 0.5
+        if optimizer is MOMENTUM:
+            buffer = g if i % 2 == 0 else 0.9 * wide["momentum_buffers"][i] + (1 - dampening) * g
+            torch.testing.assert_close(call["momentum_buffers"][i], buffer.float())
+            update = g + 0.9 * buffer if nesterov else buffer
+        torch.testing.assert_close(call["params"][i], (w - 0.01 * (update + 0.2 * w)).float())
+
+
+def test_a_step_of_lion_by_hand(backend):
+    call = make_call(backend, LION, [6], weight_decay=0.0)
+    g = torch.tensor([0.0, 2.0, -2.0, float("inf"), float("-inf"), float("nan")])
+    m = torch.tensor([0.0, -0.1, 0.1, 0.0, 0.0, 0.0])
+    for name, values in (("grads", g), ("params", torch.ones(6)), ("exp_avgs", m)):
+        call[name][0].copy_(values)
+    call.run(backend, inv_scale=1.0, lr=0.25)
+    # Of 0 the sign is 0; the small average of before does not turn the sign.
+    expected = torch.tensor([1.0, 0.75, 1.25, 0.75, 1.25, float("nan")])
+    torch.testing.assert_close(call["params"][0].cpu(), expected, rtol=0, atol=0, equal_nan=True)
+    kept = torch.tensor([0.0, -0.099 + 0.02, 0.099 - 0.02, float("inf"), float("-inf"), float("nan")])
+    torch.testing.assert_close(call["exp_avgs"][0].cpu(), kept, equal_nan=True)
+
+
+def test_decay_of_lion_is_of_the_weight_before(backend):
+    call = make_call(backend, LION, [3], weight_decay=0.5)
+    call["grads"][0].copy_(torch.tensor([1.0, -1.0, 0.0]))
+    call["params"][0].copy_(torch.tensor([2.0, 2.0, 2.0]))
+    call["exp_avgs"][0].zero_()
+    call.run(backend, inv_scale=1.0, lr=0.25)
+    assert call["params"][0].tolist() == [1.5, 2.0, 1.75]
+
+
+def test_a_step_of_muon_by_hand(backend):
+    call = make_call(backend, MUON, [4], momentum=0.75)
+    for name, values in (("grads", [4.0, -4.0, 0.0, 8.0]), ("momentum_buffers", [0.0, 4.0, 8.0, float("inf")])):
+        call[name][0].copy_(torch.tensor(values))
+    call.run(backend, inv_scale=0.5, lr=float("nan"))
+    # m + (g - m) / 4, then g + 3 (m - g) / 4; the params and lr of before are not read.
+    assert call["momentum_buffers"][0].tolist()[:3] == [0.5, 2.5, 6.0]
+    assert call["params"][0].tolist()[:3] == [0.875, 1.375, 4.5]
+    assert not call["params"][0][3].isfinite()
+    assert call["steps"][0].item() == 1
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("momentum", [0.0, 0.3, 0.5, 0.7, 0.95, 1.0])
+def test_muon_beside_torchs_lerp(backend, momentum, nesterov):
+    """torch rounds once less where its vector loops fuse a product and a sum."""
+    call = make_call(backend, MUON, [1000], momentum=momentum, nesterov=nesterov)
+    g, m = call["grads"][0].cpu(), call["momentum_buffers"][0].cpu().clone()
+    m.lerp_(g, 1 - momentum)
+    u = g.lerp(m, momentum) if nesterov else m
+    call.run(backend, inv_scale=1.0)
+    torch.testing.assert_close(call["momentum_buffers"][0].cpu(), m, rtol=3e-7, atol=3e-7)
+    torch.testing.assert_close(call["params"][0].cpu(), u, rtol=3e-7, atol=3e-7)

@@ -1,0 +1,339 @@
+"""The optimizers with norms of tensors on every backend: the formulas in fp64, and the norms. test_optimizer_steps.py
+has what all optimizers share."""
+
+import itertools
+
+import pytest
+import torch
+from backends import CHUNKS, NON_FINITE, short
+from optimizer_calls import LAMB, LARC, LOW, MANY, NOVOGRAD, bits, make_call, on_kernels
+
+SIZES = [33, 1, 700, 2500]
+NAMES = ("params", "exp_avgs", "exp_avg_sqs")
+
+
+# --- the formulas in fp64: rows of the last dimension are tensors, ``step`` counts this one ---------------------------
+
+
+def lamb(g, w, m, v, step, lr, o):
+    """w, m, v after a step."""
+    norm = o["global_grad_norm"].item()
+    g = g * (o["max_grad_norm"] / norm if 0 < o["max_grad_norm"] < norm else 1)
+    decay = o["weight_decay"] * w
+    g = g if o["adam_w_mode"] else g + decay
+    m = o["beta1"] * m + (1 - o["beta1"] if o["grad_averaging"] else 1) * g
+    v = o["beta2"] * v + (1 - o["beta2"]) * g**2
+    c1, c2 = (1 - o["beta1"] ** step, 1 - o["beta2"] ** step) if o["bias_correction"] else (1, 1)
+    u = (m / c1) / ((v / c2).sqrt() + o["eps"]) + (decay if o["adam_w_mode"] else 0)
+    of_w, of_u = w.norm(dim=-1, keepdim=True), u.norm(dim=-1, keepdim=True)
+    has_ratio = (of_w > 0) & (of_u > 0) & (o["use_nvlamb"] or o["weight_decay"] != 0)
+    return w - lr * torch.where(has_ratio, of_w / of_u, 1.0) * u, m, v
+
+
+def novograd(g, w, m, n, step, lr, o):
+    """w, m, n after a step."""
+    if o["inf_norm"]:
+        norm = g.abs().amax(dim=-1, keepdim=True)
+        blended = o["beta2"] * n + (1 - o["beta2"]) * norm
+    else:
+        norm = g.norm(dim=-1, keepdim=True)
+        blended = (o["beta2"] * n**2 + (1 - o["beta2"]) * norm**2).sqrt()
+    n = torch.where((step == 1) & (not o["init_zero"]), norm, blended)
+    c1, c2 = (1 - o["beta1"] ** step, 1 - o["beta2"] ** step) if o["bias_correction"] else (1, step**0)
+    d = n / c2.sqrt() + o["eps"]
+    decay = o["weight_decay"] * w
+    g = g / d + decay if o["reg_inside_moment"] else g
+    m = o["beta1"] * m + (1 - o["beta1"] if o["grad_averaging"] else 1) * g
+    return w - lr * (m / c1 if o["reg_inside_moment"] else m / c1 / d + decay), m, n
+
+
+def larc(g, w, lr, o):
+    """The gradient afterwards."""
+    of_g, of_w = g.norm(dim=-1, keepdim=True), w.norm(dim=-1, keepdim=True)
+    rate = o["trust_coefficient"] * of_w / (of_g + o["weight_decay"] * of_w + o["eps"])
+    if o["clip"]:
+        rate = (rate / lr).clamp(max=1)
+    decay = -o["weight_decay"] if o["maximize"] else o["weight_decay"]
+    return torch.where((of_g > 0) & (of_w > 0), rate * (g + decay * w), g)
+
+
+def combinations_of(*flags):
+    return [dict(zip(flags, values, strict=True)) for values in itertools.product((False, True), repeat=len(flags))]
+
+
+def flag_id(flags):
+    return "-".join(name if value else f"no_{name}" for name, value in flags.items())
+
+
+LAMBS = combinations_of("bias_correction", "adam_w_mode", "grad_averaging", "use_nvlamb")
+NOVOGRADS = combinations_of("bias_correction", "grad_averaging", "reg_inside_moment", "inf_norm", "init_zero")
+FORMULAS = {LAMB.name: lamb, NOVOGRAD.name: novograd}
+
+
+@pytest.mark.full(but=160)
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("optimizer", "flags"),
+    [
+        pytest.param(optimizer, flags, id=f"{optimizer.name}-{flag_id(flags)}")
+        for optimizer, of_optimizer in ((LAMB, LAMBS), (NOVOGRAD, NOVOGRADS))
+        for flags in of_optimizer
+    ],
+)
+def test_formula(backend, optimizer, flags, weight_decay):
+    """Three steps from a zero state. Of LAMB: the norm below max_grad_norm, above it, and no limit."""
+    call = make_call(backend, optimizer, SIZES, counts=[0], weight_decay=weight_decay, **flags)
+    for t in call["exp_avgs"] + call["exp_avg_sqs"]:
+        t.zero_()
+    wide = [[t.double() for t in row] for row in zip(*(call[name] for name in NAMES), strict=True)]
+    for step, (norm, limit) in enumerate([(0.5, 1.0), (4.0, 1.0), (4.0, 0.0)], start=1):
+        if optimizer is LAMB:
+            call.options |= {"max_grad_norm": limit, "global_grad_norm": torch.tensor(norm)}
+        grads = backend.randn(SIZES, seed=100 + step)
+        for g, given in zip(grads, call["grads"], strict=True):
+            given.copy_(g * 8)
+        call.run(backend, inv_scale=0.125, lr=0.05)
+        count = torch.tensor(float(step), dtype=torch.float64, device=backend.device)
+        of_step = (count, 0.05, call.options)
+        wide = [FORMULAS[optimizer.name](g.double(), *row, *of_step) for g, row in zip(grads, wide, strict=True)]
+    for i, row in enumerate(wide):
+        for name, want in zip(NAMES, row, strict=True):
+            want = want.float().reshape(call[name][i].shape)
+            torch.testing.assert_close(call[name][i], want, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.full(but=10)
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [(LAMB, {}), (NOVOGRAD, {"inf_norm": False}), (NOVOGRAD, {"inf_norm": True})],
+    ids=["lamb", "novograd-l2", "novograd-inf"],
+)
+def test_many_tensors(backend, optimizer, options):
+    """Several launches of each kernel, with the norms and the scalars of their own tensors."""
+    call = make_call(backend, optimizer, [3] * MANY[backend.name], counts=[0, 1, 2, 7], **options)
+    g, w, m, v = (torch.stack(call[name]).double() for name in ("grads", *NAMES))
+    step = torch.stack(call["steps"]).double()[:, None] + 1
+    want = FORMULAS[optimizer.name](g * 0.5, w, m, v.view(len(v), -1), step, 0.1, call.options)
+    call.run(backend, inv_scale=0.5, lr=0.1)
+    for name, values in zip(NAMES, want, strict=True):
+        stacked = torch.stack(call[name])
+        torch.testing.assert_close(stacked, values.float().reshape(stacked.shape), rtol=1e-4, atol=1e-5, msg=name)
+    assert torch.equal(torch.stack(call["steps"])[:, None], step.float())
+
+
+# --- lamb -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_norm_of_zero_gives_no_ratio(backend):
+    """Of the weights: the step is lr u. Of u: nothing moves."""
+    call = make_call(
+        backend, LAMB, [700, 5, 33], counts=[0], weight_decay=0.0, use_nvlamb=True, max_grad_norm=0.0, eps=1e-12
+    )
+    for t in call["exp_avgs"] + call["exp_avg_sqs"]:
+        t.zero_()
+    call["params"][0].zero_()
+    call["grads"][1].zero_()
+    before = call.clone()
+    call.run(backend, lr=0.25)
+    torch.testing.assert_close(call["params"][0], -0.25 * before["grads"][0].sign())
+    assert torch.equal(call["params"][1], before["params"][1])
+    w = before["params"][2]
+    torch.testing.assert_close(call["params"][2], w - 0.25 * w.norm() / 33**0.5 * before["grads"][2].sign())
+
+
+@on_kernels
+def test_exact_norms_give_exact_weights_of_lamb(backend, reference):
+    """Small whole numbers sum up exactly in any order; u is made of 1 and -1. So nothing may differ in one bit."""
+    what = {"beta1": 0.0, "beta2": 0.0, "eps": 0.0, "bias_correction": False, "weight_decay": 0.0, "use_nvlamb": True}
+    call = make_call(backend, LAMB, [1000, 17, 4099], **what)
+    for name, scale in (("grads", 4), ("params", 3)):
+        for t in call[name]:
+            t.mul_(scale).round_()
+    for g in call["grads"]:
+        g[g == 0] = 1
+    expected = call.expected(lr=0.3)
+    call.run(backend, lr=0.3).assert_same(expected)
+
+
+@on_kernels
+@pytest.mark.parametrize("adam_w_mode", [False, True], ids=["l2", "decoupled"])
+@pytest.mark.parametrize("state", [torch.float32, *LOW], ids=short)
+def test_moments_are_exact(backend, reference, state, adam_w_mode):
+    """No norm of a tensor is in them."""
+    call = make_call(backend, LAMB, [700, 0, 5], state=state, adam_w_mode=adam_w_mode)
+    expected = call.expected()
+    call.run(backend).assert_agrees(expected)
+    for name in LAMB.states:
+        for a, b in zip(call[name], expected[name], strict=True):
+            assert torch.equal(bits(a), bits(b)), name
+
+
+@pytest.mark.parametrize("adam_w_mode", [False, True], ids=["l2", "decoupled"])
+def test_non_finite_of_lamb_stays_in_its_tensor(backend, adam_w_mode):
+    """An inf that nobody flagged spoils one tensor, through its ratio, and no other."""
+    call = make_call(backend, LAMB, [700, 2100, 5], adam_w_mode=adam_w_mode)
+    call["grads"][1][2050] = float("inf")
+    call.run(backend)
+    assert call["params"][1].isnan().any()
+    for i in (0, 2):
+        assert call["params"][i].isfinite().all()
+
+
+NORMS = {
+    "fp32-cpu": lambda d: torch.tensor(4.0),
+    "fp64-cpu": lambda d: torch.tensor([4.0], dtype=torch.float64),
+    "on-the-device": lambda d: torch.tensor([4.0], device=d),
+    "inf": lambda d: torch.tensor(float("inf"), device=d),
+    "nan": lambda d: torch.tensor(float("nan"), device=d),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS.keys())
+@on_kernels
+def test_global_grad_norm(backend, reference, norm):
+    """An infinite norm clips to nothing, one that is no number not at all."""
+    norm = norm(backend.device)
+    call = make_call(backend, LAMB, [33, 700], max_grad_norm=2.0, global_grad_norm=norm)
+    same = make_call(backend, LAMB, [33, 700], max_grad_norm=0.0)
+    factor = 2.0 / norm.item() if norm.item() == norm.item() else 1.0
+    same.lists["grads"] = [g * factor for g in same["grads"]]
+    expected = call.expected()
+    call.run(backend).assert_agrees(expected)
+    same.run(backend)
+    for a, b in zip(call["params"], same["params"], strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("limit", [1e300, -1e300, float("inf"), float("nan"), 0.0])
+@on_kernels
+def test_limits_that_clip_nothing(backend, reference, limit):
+    call = make_call(backend, LAMB, [33, 700], max_grad_norm=limit, global_grad_norm=torch.tensor(4.0))
+    same = make_call(backend, LAMB, [33, 700], max_grad_norm=8.0, global_grad_norm=torch.tensor(4.0))
+    expected = call.expected()
+    call.run(backend).assert_agrees(expected)
+    call.assert_same(same.run(backend))
+
+
+# --- novograd ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("init_zero", [False, True], ids=["norm-first", "zero-first"])
+@pytest.mark.parametrize("inf_norm", [False, True], ids=["l2", "inf"])
+def test_norms_of_the_first_step(backend, inf_norm, init_zero):
+    """What was in exp_avg_sqs counts with init_zero only. Gradients are unscaled, their sign does not matter."""
+    sizes = [3, 0, 700, 0]
+    what = {"inf_norm": inf_norm, "init_zero": init_zero, "maximize": True}
+    call = make_call(backend, NOVOGRAD, sizes, counts=[0, 0, 0, 3], **what)
+    norms = [g.abs().max() if inf_norm else g.norm() for g in (call["grads"][0] * 0.5, call["grads"][2] * 0.5)]
+    former = [n.clone() for n in call["exp_avg_sqs"]]
+    zero = torch.zeros((), device=backend.device)
+    call.run(backend, inv_scale=0.5)
+
+    def blended(n, norm):
+        return 0.98 * n + 0.02 * norm if inf_norm else (0.98 * n**2 + 0.02 * norm**2).sqrt()
+
+    first = blended if init_zero else lambda n, norm: norm
+    want = [first(former[0], norms[0]), first(former[1], zero), first(former[2], norms[1]), blended(former[3], zero)]
+    torch.testing.assert_close(call["exp_avg_sqs"], want)
+
+
+@pytest.mark.parametrize("value", NON_FINITE.values(), ids=NON_FINITE.keys())
+@pytest.mark.parametrize("inf_norm", [False, True], ids=["l2", "inf"])
+def test_non_finite_gradients_make_their_norm_non_finite(backend, inf_norm, value):
+    """At the edges of blocks and shares: nan is larger than all, also than an inf on either side."""
+    size = 2 * CHUNKS[-1] + 3
+    for at in (0, 511, 512, 2047, 2048, size - 1):
+        call = make_call(backend, NOVOGRAD, [size, 5], counts=[0], inf_norm=inf_norm)
+        call["grads"][0][[1, 1500, size - 2]] = float("inf") if value != value else 1.0
+        call["grads"][0][at] = value
+        call.run(backend)
+        n = call["exp_avg_sqs"]
+        assert n[0].isnan() if value != value else n[0] == float("inf"), at
+        assert n[1].isfinite()
+        assert call["params"][1].isfinite().all()
+
+
+def test_novograd_of_gradients_of_zero(backend):
+    """d is eps: a first step of nothing, no 0 / 0, and the weights decay."""
+    call = make_call(backend, NOVOGRAD, [700, 5], counts=[0])
+    for t in call["grads"] + call["exp_avgs"]:
+        t.zero_()
+    before = call.clone()
+    call.run(backend, lr=0.5)
+    for n, p, w in zip(call["exp_avg_sqs"], call["params"], before["params"], strict=True):
+        assert n == 0
+        torch.testing.assert_close(p, w - 0.5 * 0.1 * w)
+
+
+@on_kernels
+@pytest.mark.parametrize("flags", NOVOGRADS[::3], ids=flag_id)
+def test_exact_norms_give_exact_weights_of_novograd(backend, reference, flags):
+    """Small whole numbers sum up exactly in any order: with the same norms nothing may differ in one bit."""
+    call = make_call(backend, NOVOGRAD, [1000, 17, 0, 4099], **flags)
+    for g in call["grads"]:
+        g.mul_(4).round_()
+    expected = call.expected(lr=0.3, times=2)
+    call.run(backend, lr=0.3, times=2).assert_same(expected)
+
+
+# --- larc -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("maximize", [False, True], ids=["down", "up"])
+@pytest.mark.parametrize("clip", [False, True], ids=["scale", "clip"])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("lr", [1e-4, 0.5], ids=["clipped", "below"])
+def test_formula_of_larc(backend, clip, weight_decay, lr, maximize):
+    options = {"clip": clip, "weight_decay": weight_decay, "maximize": maximize}
+    call = make_call(backend, LARC, [33, 1, 700, 2500, 0], **options)
+    before = call.clone()
+    call.run(backend, inv_scale=0.125, lr=lr)
+    for got, g, w in zip(call["grads"], before["grads"], before["params"], strict=True):
+        want = larc(g.double() * 0.125, w.double(), lr, call.options)
+        torch.testing.assert_close(got, want.float(), rtol=1e-5, atol=1e-8)
+        if clip and lr == 1e-4 and weight_decay == 0:
+            assert torch.equal(got, g * 0.125)
+    assert all(torch.equal(a, b) for a, b in zip(call["params"], before["params"], strict=True))
+
+
+def test_many_tensors_of_larc(backend):
+    """Several launches, each with the norms of its own tensors."""
+    call = make_call(backend, LARC, [3] * MANY[backend.name])
+    g, w = (torch.stack(call[name]).double() for name in ("grads", "params"))
+    call.run(backend, inv_scale=0.5, lr=0.1)
+    want = larc(g * 0.5, w, 0.1, call.options).float()
+    torch.testing.assert_close(torch.stack(call["grads"]), want, rtol=1e-5, atol=1e-8)
+
+
+def test_tensors_with_a_norm_of_zero_are_unscaled_alone(backend):
+    call = make_call(backend, LARC, [700, 5, 33], weight_decay=0.1, grad=torch.float16)
+    call["params"][0].zero_()
+    call["grads"][1].zero_()
+    before = call.clone()
+    call.run(backend, inv_scale=0.25)
+    assert torch.equal(call["grads"][0], before["grads"][0] * 0.25)
+    assert not call["grads"][1].any()
+    assert not torch.equal(call["grads"][2], before["grads"][2] * 0.25)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")], ids=str)
+@on_kernels
+def test_non_finite_of_larc_stays_in_its_tensor(backend, reference, value):
+    call = make_call(backend, LARC, [700, 2100, 5])
+    call["grads"][1][2050] = value
+    expected = call.expected()
+    call.run(backend)
+    for i in (0, 2):
+        torch.testing.assert_close(call["grads"][i], expected["grads"][i])
+    assert torch.equal(call["grads"][1].isnan(), expected["grads"][1].isnan())
+    assert call["grads"][1][2050].isnan()
+
+
+@on_kernels
+def test_exact_norms_give_exact_gradients(backend, reference):
+    """Small whole numbers sum up exactly in any order: with the same norms nothing may differ in one bit."""
+    call = make_call(backend, LARC, [1000, 17, 0, 4099])
+    for t in call["grads"] + call["params"]:
+        t.mul_(4).round_()
+    expected = call.expected()
+    call.run(backend).assert_same(expected)

@@ -1,0 +1,367 @@
+"""The loops over lists of tensors: those of the library answer as those of Python."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from ampctx.kernels import handles, ops, tensor_loops
+from ampctx.masters.lazy_grads import MasterParam
+
+# More than the loops look ahead.
+COUNT = 100
+
+
+def python():
+    """The module as it is without the library."""
+    spec = importlib.util.spec_from_file_location("passes_of_python", tensor_loops.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+LIBRARY, PYTHON = SimpleNamespace(**vars(tensor_loops)), python()
+either = pytest.mark.parametrize("side", [LIBRARY, PYTHON], ids=["library", "python"])
+
+
+def test_the_library_has_the_passes():
+    """Else the tests of this file compare Python with itself."""
+    assert all(getattr(tensor_loops, name) is function for name, function in handles.extension.passes.items())
+    assert len(handles.extension.passes) > 5
+
+
+def test_the_passes_look_ahead():
+    """Else torch has its objects in another way than csrc/prefetch.h expects, and passes over many tensors are slow."""
+    assert handles.read([torch.ones(1)]) is not None
+    assert tensor_loops.bump_each([torch.ones(1)])
+
+
+def params(count=COUNT):
+    return [nn.Parameter(torch.full((3,), float(i))) for i in range(count)]
+
+
+@either
+def test_items_are_compared_by_identity(side):
+    items = [object() for _ in range(COUNT)]
+    assert side.same_items(items, list(items))
+    assert side.same_items([], [])
+    assert not side.same_items(items, items[:-1])
+    assert not side.same_items(items, [*items[:-1], object()])
+    assert not side.same_items([1.0], [float("1")])
+
+
+@either
+def test_members_are_those_of_each_group_in_order(side):
+    tensors = params()
+    groups = [{"params": tensors[:30], "lr": 1.0}, {"params": []}, {"params": tensors[30:]}]
+    members = side.members_of(groups)
+    assert side.same_members(groups, members)
+    assert not side.same_members(groups[:2], members)
+    assert not side.same_members([*groups, {"params": []}], members)
+    assert not side.same_members(groups[::-1], members)
+    groups[1]["params"].append(groups[0]["params"].pop())
+    assert not side.same_members(groups, members)
+    groups[0]["params"].append(groups[1]["params"].pop())
+    assert side.same_members(groups, members)
+    groups[0]["params"][3] = nn.Parameter(tensors[3].detach())
+    assert not side.same_members(groups, members)
+
+
+@either
+def test_mappings_are_compared_with_their_order(side):
+    keys, values = params(), [{} for _ in range(COUNT)]
+    state = defaultdict(dict, zip(keys, values, strict=True))
+    assert side.same_mapping(state, keys, values)
+    assert not side.same_mapping(state, keys, [*values[:-1], {}])
+    assert not side.same_mapping(state, keys[::-1], values[::-1])
+    assert not side.same_mapping(state, keys[1:], values[1:])
+    first = state.pop(keys[0])
+    assert not side.same_mapping(state, keys, values)
+    state[keys[0]] = first
+    assert not side.same_mapping(state, keys, values)
+
+
+@either
+def test_entries_are_compared_by_identity(side):
+    dicts = [{"a": torch.ones(1), "b": torch.ones(1), "c": 0} for _ in range(COUNT)]
+    columns = [[entries[key] for entries in dicts] for key in "ab"]
+    assert side.same_entries(dicts, ["a", "b"], columns)
+    assert side.same_entries([], ["a"], [[]])
+    former = dicts[-1]["b"]
+    dicts[-1]["b"] = former.clone()
+    assert not side.same_entries(dicts, ["a", "b"], columns)
+    del dicts[-1]["b"]
+    assert not side.same_entries(dicts, ["a", "b"], columns)
+    dicts[-1]["b"] = former
+    assert side.same_entries(dicts, ["a", "b"], columns)
+
+
+class OwnGrad(nn.Parameter):
+    @property
+    def grad(self):
+        return torch.ones(3)
+
+    @grad.setter
+    def grad(self, value):
+        self.was_set = value
+
+
+@either
+@pytest.mark.parametrize(
+    "other",
+    [torch._neg_view(torch.ones(3)), torch.ones(3, dtype=torch.complex64).conj(), torch._efficientzerotensor(3)],
+    ids=["negated", "conjugated", "zero"],
+)
+def test_values_that_are_not_those_in_memory_are_seen(side, other):
+    tensors = [*params(), torch.ones(2, dtype=torch.complex64), MasterParam(torch.ones(3)), torch.ones(())]
+    assert side.are_resolved(tensors)
+    assert not side.are_resolved([*tensors, other])
+    assert not side.are_resolved([nn.Parameter(other), *tensors])
+    # The library does not know the type.
+    assert side.all_resolved([*tensors, OwnGrad(torch.ones(3))])
+    assert not side.all_resolved([*tensors, OwnGrad(other)])
+
+
+@either
+def test_gradients_are_looked_for_and_cleared(side):
+    tensors = [*params(), MasterParam(torch.ones(3)), OwnGrad(torch.ones(3))]
+    assert side.have_no_grad(tensors, True)
+    assert not side.have_no_grad(tensors, False)  # that of OwnGrad
+    assert side.have_no_grad(tensors[:-1], False)
+    for tensor in (tensors[0], tensors[COUNT - 1], tensors[COUNT]):
+        tensor.grad = torch.ones(3)
+        assert not side.have_no_grad(tensors[:-1], True)
+        assert not side.have_no_grad(tensors[:-1], False)
+        side.clear_grads(tensors, False)
+        assert tensor.grad is None
+    assert tensors[-1].was_set is None
+    tensors[COUNT].grad, tensors[-1].was_set = torch.ones(3), 1
+    side.clear_grads(tensors, True)
+    assert tensors[COUNT].grad is None
+    assert tensors[-1].was_set is None
+    assert side.have_no_grad([], False)
+
+
+@either
+@pytest.mark.parametrize("stored", [True, False])
+def test_what_is_no_tensor_has_no_gradient_to_look_for(side, stored):
+    with pytest.raises((AttributeError, TypeError)):
+        side.have_no_grad([*params(), None], stored)
+    with pytest.raises(AttributeError):
+        side.clear_grads([*params(), None], stored)
+
+
+@either
+@pytest.mark.parametrize("change", [None, "group", "dtype", "gradient"])
+def test_a_block_sees_what_has_changed_since_the_last_one(side, change):
+    tensors = params()
+    held = handles.HeldTensors(tensors)
+    kinds = side.held_kinds(held.number)
+    groups = [{"params": tensors[:30]}, {"params": tensors[30:]}]
+    members = side.members_of(groups)
+    if change == "group":
+        groups[1]["params"] = tensors[31:]
+    if change == "dtype":
+        tensors[-1].data = tensors[-1].data.half()
+    if change == "gradient":
+        tensors[-1].grad = torch.ones(3)
+    unchanged = side.nothing_changed(groups, members, held.number, kinds, tensors)
+    # Python has no kinds of held lists: nobody asks it.
+    assert bool(unchanged) == (change is None or (change == "dtype" and side is PYTHON))
+    assert LIBRARY.nothing_changed(groups, members, -1, kinds, tensors) == 0
+
+
+_CHANGES = {
+    "nothing": lambda groups, state, models, lazy: None,
+    "group": lambda groups, state, models, lazy: groups.append(dict(groups[0])),
+    "member": lambda groups, state, models, lazy: groups[1]["params"].pop(),
+    "border": lambda groups, state, models, lazy: groups[0]["params"].append(groups[1]["params"].pop(0)),
+    "state": lambda groups, state, models, lazy: state.update({next(iter(state)): {}}),
+    "entry": lambda groups, state, models, lazy: state[next(iter(state))].update(m=torch.ones(1)),
+    "model": lambda groups, state, models, lazy: models.popitem(),
+    "lazy": lambda groups, state, models, lazy: lazy.pop(),
+    "idle": lambda groups, state, models, lazy: setattr(groups[0]["params"][0], "grad", torch.ones(3)),
+}
+
+
+@either
+@pytest.mark.parametrize("change", _CHANGES)
+def test_a_step_sees_what_has_changed_since_the_last_one(side, change):
+    tensors = params()
+    groups = [{"params": tensors[:30]}, {"params": tensors[30:]}]
+    state = {p: {"m": torch.ones(1)} for p in tensors[1:]}
+    models, lazy = {p: torch.ones(3) for p in tensors[1:5]}, tensors[1:5]
+    kept = [list(groups), side.members_of(groups), list(state), list(state.values())]
+    kept += [list(models), list(models.values()), list(lazy)]
+    kept += [tensors[:1], list(state.values()), ["m"], [[entries["m"] for entries in state.values()]], [], [], []]
+    _CHANGES[change](groups, state, models, lazy)
+    assert bool(side.same_plan(kept, groups, state, models, lazy)) == (change == "nothing")
+
+
+def test_lists_that_are_none_are_not_the_same():
+    """The caller looks at them with Python then, and says what is wrong."""
+    tensors = params(2)
+    for wrong in (None, 3, tuple(tensors), {}, iter(tensors)):
+        assert not LIBRARY.same_items(wrong, tensors)
+        assert not LIBRARY.same_items(tensors, wrong)
+        assert not LIBRARY.same_members(wrong, tensors)
+        assert not LIBRARY.same_members([{"params": tensors}], wrong)
+        assert not LIBRARY.same_members([wrong], [tensors])
+        assert not LIBRARY.same_members([{"params": wrong}], [tensors])
+        assert not LIBRARY.same_mapping(wrong, tensors, tensors)
+        assert not LIBRARY.same_entries([wrong], ["a"], [[tensors[0]]])
+        assert not LIBRARY.same_entries(wrong, ["a"], [[tensors[0]]])
+    torch.ones(1).sum().item()  # no exception is left behind
+
+
+@either
+def test_counts_tell_of_writes_and_of_other_memory(side):
+    tensors = params()
+    number = handles.HeldTensors([*tensors, torch.ones(1)]) if side is LIBRARY else None
+
+    def counted():
+        return side.counted(tensors, number.number if number else 0)
+
+    first = counted()
+    assert counted() == first
+    found = list(side.counts_in(first))
+    assert found == [(id(t), t._version, t.data_ptr()) for t in tensors]
+    with torch.no_grad():
+        tensors[-1].add_(1)
+    second = counted()
+    assert [i for i, pair in enumerate(zip(found, side.counts_in(second), strict=True)) if pair[0] != pair[1]] == [99]
+    tensors[0].data = torch.ones(3)
+    assert counted() != second
+
+
+def test_kinds_tell_of_another_dtype():
+    tensors = params()
+    held = handles.HeldTensors(tensors)
+    kinds = tensor_loops.held_kinds(held.number)
+    assert tensor_loops.held_kinds(held.number) == kinds
+    tensors[5].data = tensors[5].data.half()
+    assert tensor_loops.held_kinds(held.number) != kinds
+    assert tensor_loops.held_kinds(-1) == b""
+
+
+@either
+@pytest.mark.parametrize("count", [0, 1, 512, 1300])
+def test_each_version_is_bumped_once(side, count):
+    tensors = [torch.ones(1) for _ in range(count)]
+    side.bump_versions(tuple(tensors))
+    assert [t._version for t in tensors] == [1] * count
+
+
+@either
+def test_versions_of_all_kinds_of_tensors_are_bumped(side):
+    class Mine(torch.Tensor):
+        pass
+
+    whole = torch.ones(4)
+    tensors = [
+        *params(3),
+        MasterParam(torch.ones(3)),
+        torch.ones(3).as_subclass(Mine),
+        whole[1:],
+        OwnGrad(torch.ones(3)),
+    ]
+    former = [t._version for t in tensors]
+    side.bump_versions(tensors)
+    assert [t._version for t in tensors] == [version + 1 for version in former]
+    assert whole._version == former[5] + 1
+    weight = tensors[0]
+    loss = (weight * weight).sum()
+    side.bump_versions([weight])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@either
+def test_a_tensor_of_inference_mode_has_no_version(side):
+    with torch.inference_mode():
+        tensor = torch.ones(3)
+    other = torch.ones(3)
+    side.bump_versions([other, tensor])
+    assert other._version == 1
+    held = handles.HeldTensors([tensor])
+    with pytest.raises(RuntimeError, match="Inference tensors do not track version counter"):
+        side.write_counts([tensor], held.number)
+
+
+def test_gradients_of_a_backward_are_seen_and_gone():
+    tensors = params(3)
+    assert tensor_loops.have_no_grad(tensors, False)
+    sum(p.sum() for p in tensors[1:]).backward()
+    assert not tensor_loops.have_no_grad(tensors, False)
+    assert tensor_loops.have_no_grad(tensors[:1], False)
+    for p in tensors:
+        p.grad = None
+    assert tensor_loops.have_no_grad(tensors, False)
+    with torch.no_grad():
+        assert tensor_loops.have_no_grad([torch.ones(3), tensors[0][1:]], False)
+
+
+# --- handles that gradients keep until the step ----------------------------------------------------------------------
+
+
+def test_gradients_are_collected():
+    tensors = params()
+    for p in tensors:
+        p.grad = torch.ones(3)
+    grads, are_plain = handles.collect_grads(tensors)
+    assert tensor_loops.same_items(grads, [p.grad for p in tensors])
+    assert are_plain
+    tensors[-1].grad = None
+    assert handles.collect_grads(tensors) == ([*grads[:-1], None], False)
+    tensors[-1] = OwnGrad(torch.ones(3))
+    grads, are_plain = handles.collect_grads(tensors)
+    assert torch.equal(grads[-1], torch.ones(3))
+    assert are_plain
+    with pytest.raises(AttributeError):
+        handles.collect_grads([*tensors, None])
+    with pytest.raises(TypeError, match="collect_grads: params is no list, or grads no empty one"):
+        handles.collect_grads(tuple(tensors))
+
+
+def test_gradients_that_are_held_stay_valid():
+    grads = [torch.full((5,), float(i)) for i in range(COUNT)]
+    held = handles.hold_grads(grads)
+    expected = ops.multi_tensor_l2norm(grads, torch.zeros(()))[0]
+    grads[3].data = torch.full((5,), 3.0)
+    assert ops.multi_tensor_l2norm(held, torch.zeros(()))[0] == expected
+
+
+NOT_HELD = {
+    "nothing": list,
+    "a-part": lambda: [torch.ones(4), torch.ones(8)[:4]],
+    "two-dtypes": lambda: [torch.ones(4), torch.ones(4).half()],
+    "sparse": lambda: [torch.ones(4), torch.ones(4).to_sparse()],
+    "with-holes": lambda: [torch.ones(4, 4)[:, ::2]],
+    "expanded": lambda: [torch.ones(1).expand(4)],
+    "int": lambda: [torch.ones(4, dtype=torch.int32)],
+    "no-tensor": lambda: [torch.ones(4), None],
+    "subclass": lambda: [OwnGrad(torch.ones(4))],
+}
+
+
+@pytest.mark.parametrize("make", NOT_HELD.values(), ids=NOT_HELD.keys())
+def test_what_one_call_cannot_take_is_not_held(make):
+    assert handles.hold_grads(make()) is None
+    torch.ones(1).sum().item()
+
+
+def test_entries_of_dicts_are_read():
+    dicts = [{"a": torch.full((3,), float(i)), "b": 1} for i in range(COUNT)]
+    read = handles.read_entries(dicts, "a")
+    assert all(mine is entries["a"] for mine, entries in zip(read, dicts, strict=True))
+    assert ops.multi_tensor_l2norm(read, torch.zeros(()))[0] == torch.cat(list(read)).norm()
+    assert handles.read_entries(dicts, "b") is None
+    assert handles.read_entries(dicts, "c") is None
+    assert handles.read_entries([*dicts, {}], "a") is None
+    assert handles.read_entries([*dicts, None], "a") is None
+    torch.ones(1).sum().item()

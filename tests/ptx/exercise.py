@@ -1,0 +1,597 @@
+"""Every kernel on lists of every dtype, checked: on a GPU, under compute-sanitizer, and on the PTX.
+
+    python tests/ptx/exercise.py --device cuda|cpu --tensors 7,300,2500
+
+7 tensors travel in the small table of a kernel's parameters, 300 in the large one, 2,500 in a table on the device. The
+default fills both and the one on the device, for one to eight lists; behind 1,600 tensors, 2,500 are for kernels of one
+list.
+Element-wise steps are compared with the plain-torch reference over all elements end to end, those with norms of tensors
+with their formula. Results are collected on the device, which the host waits for once for each dtype.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # a checkout need not be installed
+
+from ampctx import ops, optimizer_ops
+from ampctx.kernels import codes
+from ampctx.kernels import ops as inner_ops
+from ampctx.kernels import reference_steps as reference
+from ampctx.kernels.spec import SPECS
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Tensors for each kind of table, some of them empty: see kCapacity in csrc/cuda/multi_tensor_apply.cuh.
+EVERY_TABLE = (7, 300, 1600, 2500)
+# No table in the parameters holds so many with two lists or more: with more tensors, only kernels of one list take
+# another table.
+ONE_LIST_LEFT = 1600
+INV_SCALE, LR = 0.5, 0.5
+_ADAM = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True, "adam_w_mode": True}
+_SGD = {"dampening": 0.0, "weight_decay": 0.1, "nesterov": False, "wd_after_momentum": False}
+# Op, lists of state, how many of its lists stay empty, numbers.
+ELEMENTWISE: dict[str, tuple[str, int, int, dict[str, Any]]] = {
+    "adam": ("adam", 2, 1, _ADAM),
+    "amsgrad": ("adam", 3, 0, _ADAM),
+    "sgd": ("sgd", 0, 1, {"momentum": 0.0, **_SGD}),
+    "momentum": ("sgd", 1, 0, {"momentum": 0.9, **_SGD}),
+    "lion": ("lion", 1, 0, {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}),
+    "muon": ("muon", 1, 0, {"momentum": 0.95, "nesterov": True}),
+    "adagrad": ("adagrad", 1, 0, {"eps": 1e-8, "weight_decay": 0.1, "adagrad_w_mode": True}),
+}
+# Ops whose states may be codes or bf16 that is rounded at random, numbers, and state in other forms: of the first list
+# and the second.
+ROUNDED: dict[str, dict[str, Any]] = {
+    "adam": _ADAM,
+    "sgd": {"momentum": 0.9, **_SGD},
+    "lion": ELEMENTWISE["lion"][3],
+    "muon": ELEMENTWISE["muon"][3],
+    "novograd": {"beta1": 0.9, "beta2": 0.5, "eps": 1e-8, "weight_decay": 0.1},
+    "lamb": {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1, "max_grad_norm": 1.0},
+    "lamb without ratio": {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.0, "max_grad_norm": 1.0},
+}
+FORMS = (("codes", "codes"), (torch.bfloat16, "codes"), ("codes", torch.float32))
+# Tensors, some of them empty, that these kernels have in a table of each size, the last on the device: SGD has the most
+# in its large table, 579. More are the same again.
+ROUNDED_TABLES = (52, 600, 1 << 30)
+LAMB = {
+    "lamb": {"weight_decay": 0.1, "use_nvlamb": False},
+    "lamb without ratio": {"weight_decay": 0.0, "use_nvlamb": False},
+    "nvlamb": {"weight_decay": 0.0, "use_nvlamb": True},
+}
+
+
+# Around nothing, a vector of 16 bytes, a warp, the 256 threads of a block, and the blocks of both backends.
+EDGES = (0, 1, 7, 8, 9, 31, 33, 255, 256, 257, 511, 513, 2047, 2048, 2049)
+TINY = (3, 1, 8, 0, 5, 9, 2)
+# Elements that a tensor starts off its boundary, in the even and in the odd lists of a call: kernels go another way
+# where lists differ. Four of them and 15 edges meet in all combinations.
+OFFSETS = ((0, 0), (1, 1), (3, 3), (1, 0))
+# Fewer tensors than this lie in memory of their own, where a sanitizer knows the end of each.
+TOGETHER = 64
+GUARD = 8  # elements at the least before each tensor of those that lie together
+
+
+def sizes(count: int, turn: int) -> list[int]:
+    """Of ``count`` tensors: edges, then tiny ones, then a large one, and none at the end. ``turn`` picks other edges
+    where not all fit in."""
+    few = max(0, count - 2)
+    start = turn * few % len(EDGES)
+    edges = (EDGES[start:] + EDGES[:start]) * len(OFFSETS)
+    tiny = TINY * (few // len(TINY) + 1)
+    large = 70001 if count < TOGETHER else 5000
+    return [*edges[:few], *tiny[: max(0, few - len(edges))], large, 0][-count:]
+
+
+def guard(dtype: torch.dtype) -> float:
+    """What lies between tensors: a sum that reads it is nan."""
+    return float("nan") if dtype.is_floating_point else 0x5A5A if dtype.itemsize > 1 else 0x5A
+
+
+class TensorList:
+    """``tensors`` with the values that they were made with; ``flat()`` has the values of now, end to end."""
+
+    def __init__(self, layout: Layout, values: Tensor, odd: bool) -> None:
+        self.layout, self.odd = layout, odd
+        self.blocks = [torch.full((n,), guard(values.dtype), dtype=values.dtype, device=values.device)
+                       for n in layout.block_sizes[odd]]  # fmt: skip
+        if layout.together:
+            self.blocks[0].index_copy_(0, layout.places[odd], values)
+            self.tensors = list(self.blocks[0].split(layout.cuts[odd])[1::2])
+        else:
+            self.tensors = [b[offset[odd] :] for b, offset in zip(self.blocks, layout.offsets, strict=True)]
+            for tensor, part in zip(self.tensors, values.split(layout.sizes), strict=True):
+                tensor.copy_(part)
+
+    def flat(self) -> Tensor:
+        if self.layout.together:
+            return self.blocks[0].index_select(0, self.layout.places[self.odd])
+        return torch.cat(self.tensors)
+
+    def is_intact(self) -> Tensor:
+        """Whether all that lies around the tensors is as it was; a flag on the device."""
+        if self.layout.together:
+            around = self.blocks[0].index_select(0, self.layout.gaps[self.odd])
+        else:
+            starts = zip(self.blocks, self.layout.offsets, strict=True)
+            around = torch.cat([block[: offset[self.odd]] for block, offset in starts])
+        return (around.isnan() if around.is_floating_point() else around == guard(around.dtype)).all()
+
+
+class Layout:
+    """Where the tensors of the lists of a call lie: those of even and those of odd lists."""
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        self.sizes, self.device, self.elements = list(sizes), device, sum(sizes)
+        self.together = len(sizes) >= TOGETHER
+        self.offsets = [OFFSETS[i % len(OFFSETS)] for i in range(len(sizes))]
+        counts = torch.tensor(self.sizes)
+        self.owner = torch.repeat_interleave(counts).to(device)  # the number of each element's tensor
+        self.counts = counts.to(device)
+        self.cuts, self.places, self.gaps, self.block_sizes = [], [], [], []
+        for odd in (False, True):
+            cuts = list(self._cuts(odd)) if self.together else []
+            self.cuts.append(cuts)
+            of_each = torch.tensor(cuts, dtype=torch.int64)
+            is_tensor = torch.arange(len(cuts)) % 2 == 1
+            belongs = torch.repeat_interleave(is_tensor, of_each) if cuts else torch.zeros(0, dtype=torch.bool)
+            self.places.append(belongs.nonzero().flatten().to(device))
+            self.gaps.append((~belongs).nonzero().flatten().to(device))
+            self.block_sizes.append(
+                [sum(cuts)] if self.together else [n + o[odd] for n, o in zip(self.sizes, self.offsets, strict=True)]
+            )
+
+    def _cuts(self, odd: bool) -> Iterator[int]:
+        """The sizes of gap, tensor, gap, tensor, ..., gap."""
+        place = 0
+        for size, offset in zip(self.sizes, self.offsets, strict=True):
+            gap = GUARD + (offset[odd] - place - GUARD) % 16
+            yield gap
+            yield size
+            place += gap + size
+        yield GUARD
+
+    def make(self, values: Tensor, odd: bool = False) -> TensorList:
+        return TensorList(self, values, odd)
+
+    def full(self, value: float, dtype: torch.dtype, odd: bool = False) -> TensorList:
+        return self.make(torch.full((self.elements,), value, dtype=dtype, device=self.device), odd)
+
+    def norms(self, flat: Tensor) -> Tensor:
+        """The norm of each tensor, from fp64."""
+        sums = torch.zeros(len(self.sizes), dtype=torch.float64, device=self.device)
+        return sums.index_add_(0, self.owner, flat.double().square()).sqrt()
+
+    def largest(self, flat: Tensor) -> Tensor:
+        """The largest magnitude of each tensor, 0 of one without elements."""
+        found = torch.zeros(len(self.sizes), dtype=torch.float64, device=self.device)
+        return found.scatter_reduce_(0, self.owner, flat.double().abs(), "amax")
+
+    def spread(self, of_each: Tensor) -> Tensor:
+        """A number of each tensor, for each of its elements."""
+        return of_each.index_select(0, self.owner)
+
+
+class Checks:
+    """What is checked on the device, until ``settle`` waits for it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.names: list[str] = []
+        self.flags: list[Tensor] = []
+
+    def add(self, name: str, flag: Tensor) -> None:
+        self.names.append(name)
+        self.flags.append(flag)
+
+    def close(self, name: str, got: Tensor, want: Tensor, rtol: float, atol: float = 0.0) -> None:
+        got, want = got.double(), want.double()
+        self.add(name, ((got - want).abs() <= atol + rtol * want.abs()).all())
+
+    def same(self, name: str, got: Tensor, want: Tensor) -> None:
+        self.add(name, (got == want).all())
+
+    def settle(self) -> None:
+        """AssertionError that names what was wrong."""
+        right = torch.stack(self.flags).tolist()
+        wrong = [name for name, is_right in zip(self.names, right, strict=True) if not is_right]
+        self.count += len(self.names)
+        self.names, self.flags = [], []
+        if wrong:
+            raise AssertionError(f"{len(wrong)} checks failed: {'; '.join(wrong[:20])}")
+
+
+def write_backs(dtype: torch.dtype) -> list[tuple[str, torch.dtype | None]]:
+    """All for params of that dtype, with the dtype of their extras."""
+    found: list[tuple[str, torch.dtype | None]] = [("nearest", None), ("copy", torch.float32), ("stochastic", None)]
+    if dtype == torch.bfloat16:
+        found.append(("split", torch.int16))
+    if dtype != torch.float32:
+        found.append(("kahan", dtype))
+    return found
+
+
+class Exercise:
+    """The kernels on lists of ``sizes`` of one dtype."""
+
+    def __init__(self, sizes: list[int], dtype: torch.dtype, device: torch.device, checks: Checks) -> None:
+        self.dtype, self.device, self.checks = dtype, device, checks
+        self.layout = Layout(sizes, device)
+        self.lr = torch.full((), LR, device=device)
+        # Of each step: it counts itself, and is clipped by a norm below the limit.
+        self.skips = torch.zeros(5, device=device)
+        self.skips[4].fill_(8.0)
+        self.aside = {"skips": list(self.skips.unbind()), "grad_norm": self.lr, "max_norm": 1.0}
+        eps = torch.finfo(dtype).eps
+        self.rounding = {"rtol": eps, "atol": max(eps, 1e-5)}
+
+    def flag(self, value: float = 0.0) -> Tensor:
+        return torch.full((), value, device=self.device)
+
+    def random(self) -> Tensor:
+        """No value near 0, where a gradient would have no sign."""
+        values = torch.randn(self.layout.elements, device=self.device)
+        return (values + torch.where(values < 0, -0.1, 0.1)).to(self.dtype)  # torch draws 0 now and then
+
+    def of_each(self, value: float = 0.0) -> tuple[Tensor, list[Tensor]]:
+        """One fp32 number for each tensor."""
+        numbers = torch.full((len(self.layout.sizes),), value, device=self.device)
+        return numbers, list(numbers.unbind())
+
+    def intact(self, name: str, lists: Iterable[TensorList]) -> None:
+        for number, tensors in enumerate(lists):
+            self.checks.add(f"{name}: memory around list {number}", tensors.is_intact())
+
+    # --- scaling and norms --------------------------------------------------------------------------------------------
+
+    def scaling(self) -> None:
+        layout, flag = self.layout, self.flag()
+        x = layout.make(self.random())
+        for dtype in DTYPES:
+            out, y = layout.full(0.0, dtype, odd=True), layout.make(self.random().to(dtype), odd=True)
+            rounding = torch.finfo(dtype).eps
+            before = y.flat()
+            ops.multi_tensor_scale(x.tensors, out.tensors, flag, INV_SCALE)
+            self.checks.close(f"scale to {dtype}", out.flat(), x.flat().float() * INV_SCALE, rounding, 1e-7)
+            ops.multi_tensor_axpby(x.tensors, y.tensors, out.tensors, flag, torch.full_like(flag, 2.0), -1.0)
+            want = x.flat().float() * 2 - before.float()
+            self.checks.close(f"axpby to {dtype}", out.flat(), want, rounding, 1e-6)
+            inner_ops.multi_tensor_scale_clipped(
+                x.tensors, out.tensors, flag, INV_SCALE, torch.full_like(flag, 4.0), 2.0
+            )
+            self.checks.close(f"clipped to {dtype}", out.flat(), x.flat().float() * INV_SCALE / 2, 2 * rounding, 1e-7)
+            ops.multi_tensor_scale(y.tensors, y.tensors, flag, 1.0)
+            self.checks.same(f"scale in place, {dtype}", y.flat(), before)
+            self.intact("scaling", (x, y, out))
+        self.checks.same("finite lists are not flagged", flag, self.flag())
+
+    def norms(self) -> None:
+        layout, flag = self.layout, self.flag()
+        x = layout.make(self.random(), odd=True)
+        of_each = layout.norms(x.flat())
+        for name, factor, call in (
+            ("l2norm", 1.0, lambda: ops.multi_tensor_l2norm(x.tensors, flag, per_tensor=True)),
+            ("unscaled l2norm", 0.5, lambda: ops.multi_tensor_unscale_l2norm(x.tensors, flag, 0.5, per_tensor=True)),
+        ):
+            (norm, each), again = call(), call()
+            self.checks.close(name, norm, torch.linalg.vector_norm(of_each) * factor, 1e-5)
+            self.checks.close(f"{name} of each", each, of_each * factor, 1e-5)
+            self.checks.same(f"{name} again", torch.cat((norm.view(1), each)), torch.cat((again[0].view(1), again[1])))
+        self.checks.close("l2norm alone", ops.multi_tensor_l2norm(x.tensors, flag)[0], again[0] / factor, 1e-6)
+        self.intact("norms", (x,))
+
+    def overflows(self) -> None:
+        """An inf in the first and in the last element is seen, and what follows from that for the scale."""
+        out = self.layout.full(0.0, torch.float32, odd=True)
+        for place in (0, -1):
+            values = self.random()
+            values[place] = float("inf")
+            x, seen = self.layout.make(values), [self.flag() for _ in range(5)]
+            ops.multi_tensor_scale(x.tensors, out.tensors, seen[0], 1.0)
+            ops.multi_tensor_axpby(x.tensors, out.tensors, out.tensors, seen[1], 1.0, 0.0, arg_to_check=0)
+            ops.multi_tensor_l2norm(x.tensors, seen[2])
+            ops.multi_tensor_unscale_l2norm(x.tensors, seen[3], 0.5)
+            self.checks.same(f"inf at {place} is flagged", torch.stack(seen), torch.tensor([1, 1, 1, 1, 0]).to(seen[0]))
+        # The rules of these are tests of their own: tests/ops/test_update_scale.py, test_checks_with_updates.py.
+        scale, growth = torch.full((), 8.0, device=self.device), torch.zeros((), dtype=torch.int32, device=self.device)
+        update = inner_ops.ScaleUpdate(scale, growth, torch.ones_like(growth), 2.0, 0.5, 2, 1, 1.0, 16.0)
+        ops.multi_tensor_scale(x.tensors, out.tensors, self.flag(), 1.0, update)
+        ops.multi_tensor_unscale_l2norm(x.tensors, self.flag(), 0.5, per_tensor=True, update=update)
+        self.checks.same("two overflows quarter the scale", scale.clone(), torch.full_like(scale, 2.0))
+        copy, inverse, clear = inner_ops.block_factors(scale)
+        self.checks.same("factors of a block", torch.stack((copy, inverse, clear)), torch.tensor([2, 0.5, 0]).to(scale))
+        ops.update_scale(scale, growth, update[2], self.flag(), growth_interval=1)
+        self.checks.same("a clean update doubles it", scale.clone(), torch.full_like(scale, 4.0))
+        counts = torch.zeros(4, device=self.device)
+        inner_ops.count_skip(counts, self.flag(1.0), self.flag(1.0), scale, 0, True)
+        self.checks.same("counts of skips", counts.clone(), torch.tensor([1.0, 1.0, 1.0, 4.0]).to(counts))
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def weights(self, params: Tensor, extras: Tensor | None, write_back: str) -> Tensor:
+        """The weight that params and extras stand for, in fp32."""
+        if extras is None:
+            return params.float()
+        if write_back == "split":
+            return reference.join(params, extras)
+        return extras if write_back == "copy" else params.float() + extras.float()
+
+    def tolerance(self, write_back: str) -> dict[str, float]:
+        if write_back == "kahan":  # what is left over is rounded, too
+            return {"rtol": max(torch.finfo(self.dtype).eps ** 2, 1e-5), "atol": 1e-5}
+        return self.rounding if write_back in ("nearest", "stochastic") else {"rtol": 1e-5, "atol": 1e-5}
+
+    def extras(self, params: TensorList, extra: torch.dtype | None) -> list[TensorList]:
+        return [self.layout.full(0, extra)] if extra else []
+
+    def stepped(
+        self, name: str, lists: list[TensorList], numbers: list[Tensor], write_back: str, step: Callable[[Tensor], None]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Runs a step that an overflow skips, and one that is taken: all values before and after. ``lists`` has params
+        first, extras last where there are any; ``numbers`` are those of each tensor."""
+        before, of_each = [x.flat() for x in lists], [n.clone() for n in numbers]
+        counted = self.skips + torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0], device=self.device)
+        step(self.flag(1.0))
+        for i, (x, old) in enumerate(zip(lists, before, strict=True)):
+            self.checks.same(f"{name}: list {i} after an overflow", x.flat(), old)
+        for n, old in zip(numbers, of_each, strict=True):
+            self.checks.same(f"{name}: numbers after an overflow", n.clone(), old)
+        step(self.flag())
+        if numbers:  # not LARC, which takes no step
+            counted[1], counted[3] = 0.0, 8.0
+            self.checks.same(f"{name}: counts of skips", self.skips.clone(), counted)
+        self.intact(name, lists)
+        return before, [x.flat() for x in lists]
+
+    def left(self, name: str, grads: TensorList, given: Tensor) -> None:
+        """Checks what a step has left of gradients."""
+        want = (given.float() * INV_SCALE).to(given.dtype) if self.unscales else given
+        self.checks.same(f"{name}, {'unscaled' if self.unscales else 'scaled'} gradients", grads.flat(), want)
+        self.intact(name, (grads,))
+
+    def elementwise(self, name: str, write_back: str, extra: torch.dtype | None) -> None:
+        """Two steps, beside the reference's over one tensor with all elements."""
+        op, states, empty, options = ELEMENTWISE[name]
+        layout, checks = self.layout, self.checks
+        grads, params = layout.make(self.random()), layout.make(self.random(), odd=True)
+        moments = [layout.full(0.0, torch.float32, odd=i % 2 == 0) for i in range(states)]
+        extras = self.extras(params, extra)
+        counts, steps = self.of_each()
+        left_out: list[list[Tensor]] = [[]] * empty
+        inv_scale = torch.tensor(INV_SCALE)
+
+        def step(found_inf: Tensor) -> None:
+            lists = (grads, params, *moments)
+            getattr(optimizer_ops, op)(
+                *(x.tensors for x in lists), *left_out, extras[0].tensors if extras else [], steps, found_inf,
+                INV_SCALE, self.lr, write_back=write_back, seed=1, unscale_grads=self.unscales,
+                **self.aside, **options,
+            )  # fmt: skip
+
+        # What a stochastic write back rounds is what a copy would hold.
+        way, held = (write_back, extra) if write_back != "stochastic" else ("copy", torch.float32)
+        for taken in (0.0, 1.0):
+            what = f"{name}, {write_back}, step {taken + 1:.0f}"
+            g = grads.flat()
+            (p, *state), after = self.stepped(what, [params, *moments, *extras], [counts], write_back, step)
+            self.left(what, grads, g)
+            count = torch.full((), taken, device=self.device)
+            rest = [state.pop()] if extras else [torch.zeros_like(p, dtype=held)] if held else []
+            no_scales: list[list[Tensor]] = [[]] * len(SPECS[op].coded)
+            lists = ([g], [p], *([s] for s in state), *left_out, rest, [count], *no_scales, [])
+            given = dict(zip(SPECS[op].lists, lists, strict=True))
+            given |= {"found_inf": self.flag(), "inv_scale": inv_scale, "lr": self.lr, "maximize": False, "seed": 1}
+            numbers = {number.name: number.default for number in SPECS[op].numbers}
+            reference.run(op, {**numbers, **given, "write_back": reference.WRITE_BACKS.index(way), **options})
+            got = self.weights(after[0], after[-1] if extras else None, write_back)
+            checks.close(what, got, self.weights(p, rest[0] if rest else None, way), **self.tolerance(write_back))
+            for i, (s, want) in enumerate(zip(after[1:], state, strict=False)):
+                checks.close(f"{what}, state {i}", s, want, 1e-5, 1e-7)
+            checks.same(f"{what}: counts", counts.clone(), torch.full_like(counts, taken + 1))
+
+    def lamb(self, name: str, write_back: str, extra: torch.dtype | None) -> None:
+        """A first step: Adam's direction is the sign of the gradient."""
+        layout, options = self.layout, LAMB[name]
+        grads, params = layout.make(self.random()), layout.make(self.random(), odd=True)
+        moments = [layout.full(0.0, torch.float32, odd=i == 0) for i in range(2)]
+        extras = self.extras(params, extra)
+        counts, steps = self.of_each()
+
+        def step(found_inf: Tensor) -> None:
+            optimizer_ops.lamb(
+                grads.tensors, params.tensors, *(m.tensors for m in moments), extras[0].tensors if extras else [],
+                steps, found_inf, INV_SCALE, self.lr, torch.full_like(self.lr, 2.0), beta1=0.9, beta2=0.99, eps=0.0,
+                max_grad_norm=1.0, write_back=write_back, seed=1, unscale_grads=self.unscales,
+                **self.aside, **options,
+            )  # fmt: skip
+
+        what, g = f"{name}, {write_back}", grads.flat()
+        before, after = self.stepped(what, [params, *moments, *extras], [counts], write_back, step)
+        self.left(what, grads, g)
+        w = before[0].double()
+        u = g.double().sign() + options["weight_decay"] * w
+        of_w, of_u = layout.norms(w), layout.norms(u)
+        ratio = torch.where((of_w != 0) & (of_u != 0), of_w / of_u, 1.0)
+        if name == "lamb without ratio":
+            ratio = torch.ones_like(ratio)
+        got = self.weights(after[0], after[-1] if extras else None, write_back)
+        self.checks.close(what, got, w - LR * layout.spread(ratio) * u, **self.tolerance(write_back))
+        clipped = g.double() * INV_SCALE / 2
+        self.checks.close(f"{what}, first moment", after[1], 0.1 * clipped, 1e-5, 1e-7)
+        self.checks.same(f"{what}: counts", counts.clone(), torch.ones_like(counts))
+
+    def novograd(self, inf_norm: bool, write_back: str, extra: torch.dtype | None) -> None:
+        """A first step, whose running norm is the norm of the gradient."""
+        layout = self.layout
+        grads, params = layout.make(self.random()), layout.make(self.random(), odd=True)
+        moment, extras = layout.full(0.0, torch.float32), self.extras(params, extra)
+        counts, steps = self.of_each()
+        norms, of_each = self.of_each()
+
+        def step(found_inf: Tensor) -> None:
+            optimizer_ops.novograd(
+                grads.tensors, params.tensors, moment.tensors, extras[0].tensors if extras else [], of_each, steps,
+                found_inf, INV_SCALE, self.lr, beta1=0.9, beta2=0.5, eps=1e-8, weight_decay=0.1, inf_norm=inf_norm,
+                write_back=write_back, seed=1, unscale_grads=self.unscales, **self.aside,
+            )  # fmt: skip
+
+        given = grads.flat()
+        what = f"novograd, {'inf' if inf_norm else 'l2'}, {write_back}"
+        before, after = self.stepped(what, [params, moment, *extras], [counts, norms], write_back, step)
+        self.left(what, grads, given)
+        w, g = before[0].double(), given.double() * INV_SCALE
+        n = layout.largest(g) if inf_norm else layout.norms(g)
+        self.checks.close(f"{what}: norms", norms.clone(), n, 1e-5)
+        self.checks.close(f"{what}: moment", after[1], 0.1 * g, 1e-5, 1e-7)
+        denominator = layout.spread(n) / 0.5**0.5 + 1e-8
+        got = self.weights(after[0], after[-1] if extras else None, write_back)
+        self.checks.close(what, got, w - LR * (g / denominator + 0.1 * w), **self.tolerance(write_back))
+        self.checks.same(f"{what}: counts", counts.clone(), torch.ones_like(counts))
+
+    def rounded(self, name: str, form: tuple[Any, Any], write_back: str, extra: torch.dtype | None) -> None:
+        """Two steps of states in fewer bits, beside the reference's with the same random bits."""
+        layout, options = self.layout, ROUNDED[name]
+        op = name.split()[0]
+        numbers = torch.arange(sum(n > 0 for n in layout.sizes), device=self.device).flip(0) * 3
+        states = [state for state in SPECS[op].sized if state.key != "max_exp_avg_sq"]
+        found = {"grads": layout.make(self.random()), "params": layout.make(self.random(), odd=True)}
+        scales: dict[str, list[Tensor]] = {}
+        for i, (state, dtype) in enumerate(zip(states, form, strict=False)):
+            if dtype == "codes":
+                of_each = [codes.blocks_of(n) for n in layout.sizes]
+                scales[state.scales] = list(torch.zeros(sum(of_each), device=self.device).split(of_each))
+            found[state.name] = layout.full(0, codes.DTYPES[state.code] if dtype == "codes" else dtype, odd=i == 0)
+        written = [*found][1:]
+        if extra:
+            found["extras"] = layout.full(0, extra)
+        lists = {"extras": [], **{key: x.tensors for key, x in found.items()}, **scales}
+        if op == "adam":
+            lists["max_exp_avg_sqs"] = []
+        counts, lists["steps"] = self.of_each()
+        if op == "novograd":
+            lists["exp_avg_sqs"] = self.of_each()[1]
+        same = {"numbers": numbers, "stochastic_state": True, "seed": 1, "unscale_grads": self.unscales}
+        factors = {"global_grad_norm": torch.full_like(self.lr, 2.0)} if op == "lamb" else {}
+
+        def step(found_inf: Tensor) -> None:
+            aside = {"found_inf": found_inf, "inv_scale": INV_SCALE, "lr": self.lr, **factors, **self.aside}
+            getattr(optimizer_ops, op)(**lists, **aside, **same, **options, write_back=write_back)
+
+        what = f"{name}, states {form}, {write_back}"
+        for taken in (0.0, 1.0):
+            expected = {key: [t.clone() for t in tensors] for key, tensors in lists.items()}
+            flats = [found[key] for key in [*written, *(["extras"] if extra else [])]]
+            self.stepped(f"{what}, step {taken + 1:.0f}", flats, [counts], write_back, step)
+            given = {"found_inf": self.flag(), "inv_scale": torch.tensor(INV_SCALE), "lr": self.lr, "maximize": False}
+            given |= {number.name: number.default for number in SPECS[op].numbers} | options | same | factors | expected
+            reference.run(op, {**given, "write_back": reference.WRITE_BACKS.index(write_back)})
+            self.alike(what, lists, expected, scales, write_back)
+        self.intact(what, found.values())
+
+    def alike(self, what: str, lists: dict, expected: dict, scales: dict, write_back: str) -> None:
+        """Checks what a rounded step has left. A last bit of fp32 may decide now and then how a state is rounded."""
+        for key, tensors in lists.items():
+            if not tensors or key in ("params", "extras"):
+                continue
+            got, want = (torch.cat([t.flatten() for t in of]) for of in (tensors, expected[key]))
+            if got.dtype in codes.DTYPES.values():
+                off = (got.int() - want.int()).abs()
+                self.checks.add(f"{what}: {key}", (off.amax() <= 1) & (off.float().mean() < 1e-3))
+            elif got.dtype == torch.bfloat16 and key != "grads":
+                others = (got != want).float().mean() < 1e-3
+                self.checks.add(f"{what}: {key}", others)
+            else:
+                self.checks.close(f"{what}: {key}", got, want, 1e-5, 1e-7)
+        got, want = (
+            self.weights(torch.cat(of["params"]), torch.cat(of["extras"]) if of["extras"] else None, write_back)
+            for of in (lists, expected)
+        )
+        self.checks.close(f"{what}: weights", got, want, **self.tolerance(write_back))
+
+    def run_rounded(self) -> None:
+        """With many tensors, whose kernels differ in where their tables are, in one form."""
+        for turn, (write_back, extra) in enumerate(write_backs(self.dtype)):
+            self.unscales = turn % 2 == 1
+            for name in ROUNDED:
+                self.rounded(name, FORMS[turn % len(FORMS)], write_back, extra)
+            if len(self.layout.sizes) > ROUNDED_TABLES[0]:
+                break
+        self.checks.settle()
+
+    def larc(self, clip: bool) -> None:
+        layout = self.layout
+        grads, params = layout.make(self.random()), layout.make(self.random(), odd=True)
+
+        def step(found_inf: Tensor) -> None:
+            optimizer_ops.larc(
+                grads.tensors, params.tensors, found_inf, INV_SCALE, self.lr, trust_coefficient=0.25, eps=1e-8,
+                weight_decay=0.1, clip=clip,
+            )  # fmt: skip
+
+        what = f"larc, {'clipped' if clip else 'plain'}"
+        before, after = self.stepped(what, [grads], [], "nearest", step)
+        g, w = before[0].double() * INV_SCALE, params.flat().double()
+        of_g, of_w = layout.norms(g), layout.norms(w)
+        rate = 0.25 * of_w / (of_g + of_w * 0.1 + 1e-8)
+        rate = layout.spread((rate / LR).clamp(max=1.0) if clip else rate)
+        self.checks.close(what, after[0], (g + 0.1 * w) * rate, **self.rounding)
+        self.intact(what, (params,))
+
+    def run(self) -> None:
+        self.scaling()
+        self.norms()
+        self.overflows()
+        for write_back, extra in write_backs(self.dtype):
+            # Kernels of their own, with extras and without.
+            for self.unscales in (False, True) if write_back in ("nearest", "copy") else (False,):
+                for name in ELEMENTWISE:
+                    self.elementwise(name, write_back, extra)
+                for name in LAMB:
+                    self.lamb(name, write_back, extra)
+                for inf_norm in (False, True):
+                    self.novograd(inf_norm, write_back, extra)
+        for clip in (False, True):
+            self.larc(clip)
+        self.checks.settle()
+
+    def run_one_list(self) -> None:
+        """The kernels of one list, which are those of norms and of empty tensors."""
+        self.norms()
+        for self.unscales in (False, True):
+            for inf_norm in (False, True):
+                self.novograd(inf_norm, "nearest", None)
+        self.checks.settle()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--tensors", default=",".join(map(str, EVERY_TABLE)), metavar="N,...", help="2 at the least")
+    args = parser.parse_args(arguments)
+    torch.manual_seed(0)
+    most, tables = 0, set[int]()
+    for count in map(int, args.tensors.split(",")):
+        start, checks = time.monotonic(), Checks()
+        table = next(most_in for most_in in ROUNDED_TABLES if count <= most_in)
+        for turn, dtype in enumerate(DTYPES):
+            exercise = Exercise(sizes(count, turn), dtype, torch.device(args.device), checks)
+            exercise.run_one_list() if ONE_LIST_LEFT <= most < count else exercise.run()
+            if table not in tables:
+                exercise.run_rounded()
+        tables.add(table)
+        most = max(most, count)
+        seconds = time.monotonic() - start
+        print(f"exercise: {count} tensors on {args.device}: {checks.count} checks, {seconds:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
