@@ -316,7 +316,8 @@ FAULTS = [
     ),
     Fault(
         "muon orthogonalises under autocast", "ampctx",
-        "torch.autocast(device.type, enabled=False) if is_on else nullcontext()", "nullcontext()",
+        "off = torch.autocast(first, enabled=False) if torch.is_autocast_enabled(first) else nullcontext()",
+        "off = nullcontext()",
         "tests/optimizers/test_fused_muon.py",
     ),
     Fault(
@@ -357,11 +358,6 @@ FAULTS = [
     Fault(
         "masters of a checkpoint are not loaded", "ampctx",
         "self._params[i].copy_(value)", "pass", f"{ROWS}resume_several_optimizers.py {ROWS}damaged_checkpoints.py",
-    ),
-    Fault(
-        "that gradients were left is not loaded", "ampctx",
-        'stepped = self._gradients is not None and self._gradients["left"]', "stepped = False",
-        f"{ROWS}resume_several_optimizers.py",
     ),
     Fault(
         "a state by names has rounded weights of \"split\"", "ampctx",
@@ -407,8 +403,8 @@ FAULTS = [
     ),
     Fault(
         "a first_step may follow a first_step", "ampctx",
-        '"first_step": Row(_BETWEEN, Blocks.CLEAR, {READY: PERTURBED, SKIPPED: PERTURBED},',
-        '"first_step": Row(_BETWEEN, Blocks.CLEAR, dict.fromkeys(_BETWEEN_STEPS, PERTURBED),',
+        '"first_step": Row(_BETWEEN, StackChange.CLEAR, {READY: PERTURBED, SKIPPED: PERTURBED},',
+        '"first_step": Row(_BETWEEN, StackChange.CLEAR, dict.fromkeys(_BETWEEN_STEPS, PERTURBED),',
         f"{AMP}perturbed_weights.py",
     ),
     Fault(
