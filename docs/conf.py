@@ -21,7 +21,14 @@ release = version = ampctx.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "apex_names"]
 root_doc = "docs/index"
-include_patterns = ["docs/**", "examples/README.md", "examples/data/README.md", "benchmarks/*.md", "CHANGELOG.md"]
+include_patterns = [
+    "docs/**",
+    "examples/README.md",
+    "examples/data/README.md",
+    "benchmarks/*.md",
+    "ampctx-apex/README.md",
+    "CHANGELOG.md",
+]
 exclude_patterns = ["build", ".*", "**/.*"]
 highlight_language = "none"
 # What a page links to as #heading, in the form that git hosts give headings, too.
