@@ -10,7 +10,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,7 +35,6 @@ _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu", "mkldnn_rnn_layer
 _PRODUCTS = _MATRIX_PRODUCTS | _CONVOLUTIONS | _RECURRENT | {"mv", "addmv", "mkldnn_linear"}
 # The number of places that a hint names.
 _NAMED = 3
-_CONTAINERS = (list, dict, set)
 
 
 class OpCount(NamedTuple):
@@ -149,87 +148,89 @@ def explain(model: nn.Module, /, *args: Any, **kwargs: Any) -> Explanation:
 
 @contextmanager
 def _restored(model: nn.Module, batch: Any, recorder: _Recorder) -> Iterator[None]:
-    """Restores all that a forward can change. The recorder copies a tensor just before an op first writes to it."""
-    modules = list(model.modules())
-    attributes = [(vars(module), dict(vars(module))) for module in modules]
-    # Not _parameters: the code that shards them replaces entries.
-    containers = [v for _, a in attributes for n, v in a.items() if n != "_parameters" and isinstance(v, _CONTAINERS)]
-    contents = [(v, dict(v) if isinstance(v, dict) else list(v)) for v in containers]
-    parameters = list(model.parameters())
-    grads = [p.grad for p in parameters]
-    tensors = (*parameters, *(grad for grad in grads if grad is not None), *model.buffers(), *_tensors(batch))
-    recorder.watched = {s.data_ptr(): s for s in map(_storage, tensors) if s is not None}
-    forms = [(t, t.requires_grad, _layout(t)) for t in tensors if _storage(t) is not None]
-    # If there is an instance, its module has been imported.
-    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    units = [(m, list(m.parameters())) for m in modules if isinstance(m, sharded)]
-    buffers = [(m, n, b) for m in modules for n, b in m.named_buffers(recurse=False, remove_duplicate=False)]
-    copies = {b: b.detach().clone() for _, _, b in buffers}
+    """Undoes all that a forward changes, the last line first, also if it raises."""
+    modules, parameters = list(model.modules()), list(model.parameters())
+    grads = [p.grad for p in parameters if p.grad is not None]
+    tensors = (*parameters, *grads, *model.buffers(), *_tensors(batch))
     accelerator = torch.accelerator.current_accelerator()
     kind = None if accelerator is None else accelerator.type
     devices = {t.device.index for t in tensors if t.device.type == kind}
-    numpy: Any = sys.modules.get("numpy")
-    python, numpys = random.getstate(), None if numpy is None else numpy.random.get_state()
+    # If there is an instance, its module has been imported.
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     # With hooks these would not take their fast path.
     fused = {m for f in modules if isinstance(f, nn.TransformerEncoderLayer) and not f.training for m in f.modules()}
-    try:
+    with ExitStack() as undo:
+        undo.callback(random.setstate, random.getstate())
+        if (numpy := sys.modules.get("numpy")) is not None:
+            undo.callback(numpy.random.set_state, numpy.random.get_state())
+        undo.enter_context(torch.random.fork_rng(devices, device_type=kind))
+        for module in modules:
+            for name, value in (("", vars(module)), *vars(module).items()):
+                # Not _parameters: the code that shards them replaces entries.
+                if isinstance(value, (list, dict, set)) and name != "_parameters":
+                    undo.callback(_refill, value, dict(value) if isinstance(value, dict) else list(value))
+        for p in parameters:
+            undo.callback(_set_grad, p, p.grad)
+        for t in tensors:
+            if (storage := _storage(t)) is not None:
+                recorder.watched[storage.data_ptr()] = storage
+                undo.callback(_reshape, t, t.requires_grad, _layout(t))
+        undo.callback(recorder.write_back)
+        for unit in modules:
+            if isinstance(unit, sharded):
+                undo.callback(_reshard, unit, list(unit.parameters()))
         # Kernels write running statistics without saying so in the op's schema. Restored values would count as a write,
         # and a graph that holds the statistics would refuse its backward. So the forward runs on copies of the buffers.
-        for module, name, buffer in buffers:
-            setattr(module, name, copies[buffer])
+        copies = {b: b.detach().clone() for b in model.buffers()}
+        for module in modules:
+            for name, b in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+                undo.callback(setattr, module, name, b)
+                setattr(module, name, copies[b])
         for name, t in (*model.named_parameters(), *model.named_buffers()):
             if (storage := _storage(t)) is not None:
                 recorder.weights.setdefault(storage.data_ptr(), name)
         for name, module in model.named_modules():
             if module not in fused and not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
-                # Restoring the dicts of hooks removes these.
-                module.register_forward_pre_hook(partial(recorder.enter, name), prepend=True)
-                module.register_forward_hook(partial(recorder.leave, name), always_call=True)
+                undo.callback(module.register_forward_pre_hook(partial(recorder.enter, name), prepend=True).remove)
+                undo.callback(module.register_forward_hook(partial(recorder.leave, name), always_call=True).remove)
         # Earlier casts would be missing in the count, and casts of copies must not stay.
+        undo.callback(torch.clear_autocast_cache)
         torch.clear_autocast_cache()
-        with torch.random.fork_rng(devices, device_type=kind):
-            yield
-    finally:
-        torch.clear_autocast_cache()
-        for module, name, buffer in buffers:
-            setattr(module, name, buffer)
-        for unit, before in units:
-            # Without a backward they stay unsharded, and are stale after a step.
-            if _ids(unit.parameters()) != _ids(before):
-                unit.reshard()
-        for storage, values in recorder.before:
-            if storage.nbytes() != values.nbytes():
-                storage.resize_(values.nbytes())
-            storage.copy_(values)
-        for t, requires_grad, layout in forms:
-            if _layout(t) != layout:
-                with torch.no_grad():
-                    t.as_strided_(*layout)
-            if t.is_leaf and t.requires_grad != requires_grad:
-                t.requires_grad_(requires_grad)
-        for p, grad in zip(parameters, grads, strict=True):
-            if p.grad is not grad:
-                p.grad = grad
-        for state, former in attributes:
-            state.update(former)
-            for name in state.keys() - former.keys():
-                del state[name]
-        for value, content in contents:
-            # Leave unchanged ones alone: some subclasses cannot be written to.
-            if _ids(value) != _ids(content):
-                value.clear()
-                value.extend(content) if isinstance(value, list) else value.update(content)
-        random.setstate(python)
-        if numpys is not None:
-            numpy.random.set_state(numpys)
+        yield
+
+
+def _refill(value: Any, content: Any) -> None:
+    # Leave unchanged ones alone: some subclasses cannot be written to.
+    if _ids(value) != _ids(content):
+        value.clear()
+        value.extend(content) if isinstance(value, list) else value.update(content)
 
 
 def _ids(value: Any) -> list[int]:
     return [id(v) for v in (*value, *(value.values() if isinstance(value, dict) else ()))]
 
 
+def _set_grad(p: Tensor, grad: Tensor | None) -> None:
+    if p.grad is not grad:
+        p.grad = grad
+
+
+def _reshape(t: Tensor, requires_grad: bool, layout: tuple[Any, ...]) -> None:
+    if _layout(t) != layout:
+        with torch.no_grad():
+            t.as_strided_(*layout)
+    if t.is_leaf and t.requires_grad != requires_grad:
+        t.requires_grad_(requires_grad)
+
+
 def _layout(t: Tensor) -> tuple[Any, ...]:
     return t.shape, t.stride(), t.storage_offset()
+
+
+def _reshard(unit: Any, parameters: list[Tensor]) -> None:
+    # Without a backward units stay unsharded, and are stale after a step.
+    if _ids(unit.parameters()) != _ids(parameters):
+        unit.reshard()
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -272,6 +273,12 @@ class _Recorder(TorchDispatchMode):
         # Casts of a part of a weight, by name, address and shape.
         self._weight_casts: Counter[tuple[str, int, torch.Size]] = Counter()
         self._misfits, self._fp32_products, self._fp64_ops = (Counter[str]() for _ in range(3))
+
+    def write_back(self) -> None:
+        for storage, content in self.before:
+            if storage.nbytes() != content.nbytes():
+                storage.resize_(content.nbytes())
+            storage.copy_(content)
 
     def enter(self, name: str, *_: Any) -> None:
         self._path.append(name)
