@@ -127,6 +127,8 @@ class FusedOptimizer(Saved):
         for name in given["shared"]:
             if name in self._refused or name not in SharedOptions.__optional_keys__:
                 raise AmpTypeError(f"{type(self).__name__}.__init__() got an unexpected keyword argument {name!r}")
+        if given.get("amsgrad") and "amsgrad" not in self._defaults:
+            raise AmpError(f"{type(self).__name__} does not support the AMSGrad variant. Use FusedAdam, which does.")
         options = {**_DEFAULTS, **given, **given["shared"]}
         self.set_grad_none = options["set_grad_none"]
         self.write_back = check_choice("write_back", options["write_back"], ("nearest", "stochastic", "kahan"))
@@ -330,10 +332,7 @@ class FusedOptimizer(Saved):
     @without_grad
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         """``step`` without the hooks, which torch wraps around the ``step`` of each class."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _options.evaluated(closure)
         if self.capturable:
             self._lr_to_tensor()
         scaling = _work.scaling_of(self, self._grad_factor())
@@ -391,13 +390,16 @@ class FusedOptimizer(Saved):
             works = [piece for work in works for piece in _work.pieces(work, self._call_elements, self._numbers)]
         return works
 
-    def _step_by(self, scaler: Any, closure: Callable[[], Any] | None) -> Any:
-        """``scaler.step(self)`` after the closure, so that the scaler checks the closure's gradients."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        scaler.step(self)
+    def _step_by(self, closure: Callable[[], Any] | None, grad_scaler: Any = None, **unknown: Any) -> Any:
+        """``step`` with the keywords of code for apex: the scaler steps after the closure, so that it checks the
+        closure's gradients. With a named parameter, torch's GradScaler would pass itself and warn."""
+        if unknown:
+            kind = type(self).__name__
+            raise AmpTypeError(f"{kind}.step() got an unexpected keyword argument {next(iter(unknown))!r}")
+        if grad_scaler is None:
+            return self._step(closure)
+        loss = _options.evaluated(closure)
+        grad_scaler.step(self)
         return loss
 
     def _members(self, g: int, scaling: Scaling) -> dict[Kind, Members]:

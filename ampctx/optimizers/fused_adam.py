@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.optimizers._base import CommonOptions, FusedOptimizer
 from ampctx.optimizers._checkpoint import SavedGroup
-from ampctx.optimizers._options import check_flag, split_grad_scaler
+from ampctx.optimizers._options import check_flag
 
 # Options that apex's class had until 2019.
 _FORMER_OPTIONS = {"max_grad_norm": "call ampctx.clip_grad_norm_ before step()"}
@@ -91,9 +91,7 @@ class FusedAdam(FusedOptimizer):
             given = (grads, output_params, scale, grad_norms)
             name = next(n for n, value in zip(_OLD_ARGUMENTS, given, strict=True) if value is not None)
             raise AmpError(f"step() does not take {name} any more: {_OLD_ARGUMENTS[name]}.")
-        if kwargs and (scaler := split_grad_scaler("FusedAdam", kwargs)) is not None:
-            return self._step_by(scaler, closure)
-        return self._step(closure)
+        return self._step_by(closure, **kwargs) if kwargs else self._step(closure)
 
 
 def compare_decay(group: SavedGroup, ours: bool, has: str, fix: str) -> None:

@@ -15,7 +15,7 @@ from ampctx.kernels.foreach import PerDevice, Unread
 from ampctx.kernels.reference_steps import LOW_PRECISION
 from ampctx.optimizers import layerwise
 from ampctx.optimizers._base import CommonOptions, FusedOptimizer, SharedOptions
-from ampctx.optimizers._options import Group, check_number, refuse_amsgrad, split_grad_scaler
+from ampctx.optimizers._options import Group, check_number
 from ampctx.optimizers._work import Scaling, Work
 
 
@@ -61,7 +61,6 @@ class FusedLAMB(FusedOptimizer):
         self._begin(params, locals())
 
     def _begin(self, params: Any, given: Group) -> None:
-        refuse_amsgrad(type(self).__name__, given["amsgrad"])
         self.adam_w_mode = 1 if given["adam_w_mode"] else 0
         self.use_nvlamb = given["use_nvlamb"]
         FusedOptimizer.__init__(self, params, given)
@@ -152,10 +151,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         With ``grad_scaler=``, as in code for apex, the scaler steps this optimizer after the closure. The closure must
         scale its loss with that scaler. Step hooks then run twice.
         """
-        scaler = split_grad_scaler("FusedMixedPrecisionLamb", kwargs)
-        if scaler is not None:
-            return self._step_by(scaler, closure)
-        return self._step(closure)
+        return self._step_by(closure, **kwargs)
 
     def _may_keep_masters(self) -> bool:
         return self.reduced_precision_dtype in LOW_PRECISION

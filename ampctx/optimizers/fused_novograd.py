@@ -13,7 +13,7 @@ from ampctx._errors import AmpTypeError, AmpValueError
 from ampctx.optimizers import layerwise
 from ampctx.optimizers._base import FusedOptimizer, SharedOptions
 from ampctx.optimizers._checkpoint import SavedGroup
-from ampctx.optimizers._options import Group, plain, refuse_amsgrad
+from ampctx.optimizers._options import Group, plain
 
 _NORM_TYPES = (2, 0)
 
@@ -58,7 +58,6 @@ class FusedNovoGrad(FusedOptimizer):
         set_grad_none: bool = True,
         **shared: Unpack[SharedOptions],
     ) -> None:
-        refuse_amsgrad("FusedNovoGrad", amsgrad)
         self.moment_mode = 0 if reg_inside_moment else 1
         super().__init__(params, locals())
 
