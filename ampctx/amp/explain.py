@@ -174,7 +174,7 @@ def _restored(model: nn.Module, batch: Any, recorder: _Recorder) -> Iterator[Non
         for t in tensors:
             if (storage := _storage(t)) is not None:
                 recorder.watched[storage.data_ptr()] = storage
-                undo.callback(_reshape, t, t.requires_grad, _layout(t))
+                undo.callback(_reshape, t, t.requires_grad, t.shape, t.stride(), t.storage_offset())
         undo.callback(recorder.write_back)
         for unit in modules:
             if isinstance(unit, sharded):
@@ -215,16 +215,12 @@ def _set_grad(p: Tensor, grad: Tensor | None) -> None:
         p.grad = grad
 
 
-def _reshape(t: Tensor, requires_grad: bool, layout: tuple[Any, ...]) -> None:
-    if _layout(t) != layout:
+def _reshape(t: Tensor, requires_grad: bool, *layout: Any) -> None:
+    if (t.shape, t.stride(), t.storage_offset()) != layout:
         with torch.no_grad():
             t.as_strided_(*layout)
     if t.is_leaf and t.requires_grad != requires_grad:
         t.requires_grad_(requires_grad)
-
-
-def _layout(t: Tensor) -> tuple[Any, ...]:
-    return t.shape, t.stride(), t.storage_offset()
 
 
 def _reshard(unit: Any, parameters: list[Tensor]) -> None:
@@ -311,8 +307,8 @@ class _Recorder(TorchDispatchMode):
 
     def _record(self, op: str, args: tuple, kwargs: Mapping, result: Any) -> None:
         operands = [t for t in _tensors((args, kwargs)) if _is_real(t.dtype)]
-        asks = result is not None and not _tensors(result)  # returns a size or a number
-        if not operands or asks or op in _BOOKKEEPING:
+        returns_no_tensor = result is not None and not _tensors(result)  # a size or a number
+        if not operands or returns_no_tensor or op in _BOOKKEEPING:
             return
         if op in ("to_copy", "copy_"):
             source, target = operands[-1], result if op == "to_copy" else args[0]
