@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -83,17 +84,12 @@ class Explanation:
 
     def __str__(self) -> str:
         dtypes = sorted({row.dtype for row in self.rows}, key=lambda d: (d.count("+"), d))
-        table: dict[str, dict[str, int]] = defaultdict(dict)
-        for row in self.rows:
-            table[row.op][row.dtype] = row.calls
-        lines = _table(["op", *dtypes], [[op, *(calls.get(d, ".") for d in dtypes)] for op, calls in table.items()])
-        lines.append("")
-        if self.casts:
-            casts = [[f"{c.source} -> {c.target}", c.calls, f"{c.bytes:,}"] for c in self.casts]
-            total = [["all", self.cast_count, f"{self.cast_bytes:,}"]] if len(casts) > 1 else []
-            lines += _table(["cast", "calls", "bytes"], casts + total)
-        else:
-            lines.append("no casts")
+        ops = dict.fromkeys(row.op for row in self.rows)
+        lines = _table(["op", *dtypes], [[op, *(self.calls(op, d) or "." for d in dtypes)] for op in ops])
+        casts = [[f"{c.source} -> {c.target}", c.calls, f"{c.bytes:,}"] for c in self.casts]
+        if len(casts) > 1:
+            casts.append(["all", self.cast_count, f"{self.cast_bytes:,}"])
+        lines += ["", *(_table(["cast", "calls", "bytes"], casts) if casts else ["no casts"])]
         if self.hints:
             lines += ["", "hints", *(f"- {hint}" for hint in self.hints)]
         return "\n".join(lines)
@@ -144,164 +140,93 @@ def explain(model: nn.Module, /, *args: Any, **kwargs: Any) -> Explanation:
     if lazy is not None:
         raise AmpError(f"explain: {lazy} of the model is not initialized yet: run one forward first.")
     recorder = _Recorder()
-    with ExitStack() as stack:
-        # A mode does not see compiled code, and torch never compiles code again that it first met under a mode.
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(_generators_restored(model, (args, kwargs)))
-        stack.enter_context(_modules_restored(model))
-        stack.enter_context(_tensors_restored(model, (args, kwargs), recorder))
-        stack.enter_context(_sharding_restored(model))
-        stack.enter_context(_buffers_lent(model))
-        stack.enter_context(_paths(model, recorder))
-        stack.enter_context(_no_cached_casts())
-        recorder.name_weights(model)
-        stack.enter_context(recorder)
+    # A mode does not see compiled code, and torch never compiles code again that it first met under a mode.
+    with torch.compiler.set_stance("force_eager"), _restored(model, (args, kwargs), recorder), recorder:
         model(*args, **kwargs)
     return recorder.explanation()
 
 
-# --- restoring state --------------------------------------------------------------------------------------------------
-
-
 @contextmanager
-def _generators_restored(model: nn.Module, batch: Any) -> Iterator[None]:
+def _restored(model: nn.Module, batch: Any, recorder: _Recorder) -> Iterator[None]:
+    """Undoes all that a forward changes, the last line first, also if it raises."""
+    modules, parameters = list(model.modules()), list(model.parameters())
+    grads = [p.grad for p in parameters if p.grad is not None]
+    tensors = (*parameters, *grads, *model.buffers(), *_tensors(batch))
     accelerator = torch.accelerator.current_accelerator()
     kind = None if accelerator is None else accelerator.type
-    tensors = (*model.parameters(), *model.buffers(), *_tensors(batch))
     devices = {t.device.index for t in tensors if t.device.type == kind}
-    numpy: Any = sys.modules.get("numpy")
-    python, numpys = random.getstate(), None if numpy is None else numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(devices, device_type=kind):
-            yield
-    finally:
-        random.setstate(python)
-        if numpys is not None:
-            numpy.random.set_state(numpys)
-
-
-@contextmanager
-def _modules_restored(model: nn.Module) -> Iterator[None]:
-    """Restores attributes of modules, and the contents of their lists, dicts and sets."""
-    before = []
-    for module in model.modules():
-        attributes = dict(vars(module))
-        # Not _parameters: the code that shards them replaces entries.
-        containers = [v for k, v in attributes.items() if k != "_parameters" and isinstance(v, (list, dict, set))]
-        contents = [(v, dict(v) if isinstance(v, dict) else list(v)) for v in containers]
-        before.append((vars(module), attributes, contents))
-    try:
-        yield
-    finally:
-        for state, attributes, contents in before:
-            state.update(attributes)
-            for name in state.keys() - attributes.keys():
-                del state[name]
-            for value, content in contents:
-                # Leave unchanged ones alone: some subclasses cannot be written to.
-                if not _same_elements(value, content):
-                    value.clear()
-                    value.extend(content) if isinstance(value, list) else value.update(content)
-
-
-def _same_elements(a: Any, b: Any) -> bool:
-    def ids(value: Any) -> list[int]:
-        return [id(v) for v in (*value, *(value.values() if isinstance(value, dict) else ()))]
-
-    return ids(a) == ids(b)
-
-
-@contextmanager
-def _tensors_restored(model: nn.Module, batch: Any, recorder: _Recorder) -> Iterator[None]:
-    """Restores weights, gradients and arguments. The recorder copies a tensor just before an op first writes to it."""
-    parameters = list(model.parameters())
-    grads = [p.grad for p in parameters]
-    forms = []
-    for t in (*parameters, *(grad for grad in grads if grad is not None), *model.buffers(), *_tensors(batch)):
-        if (storage := _storage(t)) is not None:
-            recorder.watched[storage.data_ptr()] = storage
-            forms.append((t, t.requires_grad, _layout(t)))
-    try:
-        yield
-    finally:
-        for storage, content in recorder.before:
-            if storage.nbytes() != content.nbytes():
-                storage.resize_(content.nbytes())
-            storage.copy_(content)
-        for t, requires_grad, layout in forms:
-            if _layout(t) != layout:
-                with torch.no_grad():
-                    t.as_strided_(*layout)
-            if t.is_leaf and t.requires_grad != requires_grad:
-                t.requires_grad_(requires_grad)
-        for p, grad in zip(parameters, grads, strict=True):
-            if p.grad is not grad:
-                p.grad = grad
-
-
-def _layout(t: Tensor) -> tuple[Any, ...]:
-    return t.shape, t.stride(), t.storage_offset()
-
-
-@contextmanager
-def _sharding_restored(model: nn.Module) -> Iterator[None]:
-    """Reshards ``fully_shard`` units: without a backward they stay unsharded, and are stale after a step."""
     # If there is an instance, its module has been imported.
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    units = [m for m in model.modules() if isinstance(m, kind)]
-    before = [list(map(id, unit.parameters())) for unit in units]
-    try:
-        yield
-    finally:
-        for unit, parameters in zip(units, before, strict=True):
-            if list(map(id, unit.parameters())) != parameters:
-                unit.reshard()
-
-
-@contextmanager
-def _buffers_lent(model: nn.Module) -> Iterator[None]:
-    """Runs the forward on copies of the buffers.
-
-    Kernels write running statistics without changing their version counter, and without saying so in the op's schema.
-    Restoring the values would count as a write, and a graph that holds the statistics would refuse its backward.
-    """
-    places = [(m, n, b) for m in model.modules() for n, b in m.named_buffers(recurse=False, remove_duplicate=False)]
-    copies = {id(b): b.detach().clone() for _, _, b in places}
-    try:
-        for module, name, buffer in places:
-            setattr(module, name, copies[id(buffer)])
-        yield
-    finally:
-        for module, name, buffer in places:
-            setattr(module, name, buffer)
-
-
-@contextmanager
-def _no_cached_casts() -> Iterator[None]:
-    """Empties autocast's cache: earlier casts would be missing in the count, and casts of copies must not stay."""
-    torch.clear_autocast_cache()
-    try:
-        yield
-    finally:
-        torch.clear_autocast_cache()
-
-
-@contextmanager
-def _paths(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
-    """Tells the recorder which module runs, with hooks."""
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     # With hooks these would not take their fast path.
-    fused = [m for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer) and not m.training]
-    unwatched = {inner for module in fused for inner in module.modules()}
-    with ExitStack() as stack:
+    fused = {m for f in modules if isinstance(f, nn.TransformerEncoderLayer) and not f.training for m in f.modules()}
+    with ExitStack() as undo:
+        undo.callback(random.setstate, random.getstate())
+        if (numpy := sys.modules.get("numpy")) is not None:
+            undo.callback(numpy.random.set_state, numpy.random.get_state())
+        undo.enter_context(torch.random.fork_rng(devices, device_type=kind))
+        for module in modules:
+            for name, value in (("", vars(module)), *vars(module).items()):
+                # Not _parameters: the code that shards them replaces entries.
+                if isinstance(value, (list, dict, set)) and name != "_parameters":
+                    undo.callback(_refill, value, dict(value) if isinstance(value, dict) else list(value))
+        for p in parameters:
+            undo.callback(_set_grad, p, p.grad)
+        for t in tensors:
+            if (storage := _storage(t)) is not None:
+                recorder.watched[storage.data_ptr()] = storage
+                undo.callback(_reshape, t, t.requires_grad, t.shape, t.stride(), t.storage_offset())
+        undo.callback(recorder.write_back)
+        for unit in modules:
+            if isinstance(unit, sharded):
+                undo.callback(_reshard, unit, list(unit.parameters()))
+        # Kernels write running statistics without saying so in the op's schema. Restored values would count as a write,
+        # and a graph that holds the statistics would refuse its backward. So the forward runs on copies of the buffers.
+        copies = {b: b.detach().clone() for b in model.buffers()}
+        for module in modules:
+            for name, b in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+                undo.callback(setattr, module, name, b)
+                setattr(module, name, copies[b])
+        for name, t in (*model.named_parameters(), *model.named_buffers()):
+            if (storage := _storage(t)) is not None:
+                recorder.weights.setdefault(storage.data_ptr(), name)
         for name, module in model.named_modules():
-            if module not in unwatched and not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
-                enter, leave = recorder.hooks(name)
-                stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
-                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+            if module not in fused and not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                undo.callback(module.register_forward_pre_hook(partial(recorder.enter, name), prepend=True).remove)
+                undo.callback(module.register_forward_hook(partial(recorder.leave, name), always_call=True).remove)
+        # Earlier casts would be missing in the count, and casts of copies must not stay.
+        undo.callback(torch.clear_autocast_cache)
+        torch.clear_autocast_cache()
         yield
 
 
-# --- the record -------------------------------------------------------------------------------------------------------
+def _refill(value: Any, content: Any) -> None:
+    # Leave unchanged ones alone: some subclasses cannot be written to.
+    if _ids(value) != _ids(content):
+        value.clear()
+        value.extend(content) if isinstance(value, list) else value.update(content)
+
+
+def _ids(value: Any) -> list[int]:
+    return [id(v) for v in (*value, *(value.values() if isinstance(value, dict) else ()))]
+
+
+def _set_grad(p: Tensor, grad: Tensor | None) -> None:
+    if p.grad is not grad:
+        p.grad = grad
+
+
+def _reshape(t: Tensor, requires_grad: bool, *layout: Any) -> None:
+    if (t.shape, t.stride(), t.storage_offset()) != layout:
+        with torch.no_grad():
+            t.as_strided_(*layout)
+    if t.is_leaf and t.requires_grad != requires_grad:
+        t.requires_grad_(requires_grad)
+
+
+def _reshard(unit: Any, parameters: list[Tensor]) -> None:
+    # Without a backward units stay unsharded, and are stale after a step.
+    if _ids(unit.parameters()) != _ids(parameters):
+        unit.reshard()
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -326,26 +251,6 @@ def _is_real(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _sizes(t: Tensor) -> str:
-    return "x".join(map(str, t.shape))
-
-
-class _ObservedOp(NamedTuple):
-    """An op and its module. ``detail``: the text that a hint adds."""
-
-    op: str
-    path: str
-    detail: str = ""
-
-    def __str__(self) -> str:
-        place = f" in {self.path}" if self.path else ""
-        return self.op + place + (f" ({self.detail})" if self.detail else "")
-
-
 class _Recorder(TorchDispatchMode):
     # Without it torch refuses flex_attention and similar ops under a mode.
     supports_higher_order_operators = True
@@ -355,34 +260,29 @@ class _Recorder(TorchDispatchMode):
         # Storages, by address, to copy before an op first writes to them; and (storage, copy) pairs.
         self.watched: dict[int, torch.UntypedStorage] = {}
         self.before: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        # Names of parameters and buffers, by the address of their storage.
+        self.weights: dict[int, str] = {}
         self._path: list[str] = []
-        self._names: dict[int, str] = {}
         self._ops: Counter[tuple[str, str]] = Counter()
-        self._casts: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
-        self._cast_bytes: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
+        self._casts: Counter[tuple[str, str]] = Counter()
+        self._cast_bytes: Counter[tuple[str, str]] = Counter()
         # Casts of a part of a weight, by name, address and shape.
         self._weight_casts: Counter[tuple[str, int, torch.Size]] = Counter()
-        self._misfits: Counter[_ObservedOp] = Counter()
-        self._fp32_products: Counter[_ObservedOp] = Counter()
-        self._fp64_ops: Counter[_ObservedOp] = Counter()
+        self._misfits, self._fp32_products, self._fp64_ops = (Counter[str]() for _ in range(3))
 
-    def name_weights(self, model: nn.Module) -> None:
-        for name, t in (*model.named_parameters(), *model.named_buffers()):
-            if (storage := _storage(t)) is not None:
-                self._names.setdefault(storage.data_ptr(), name)
+    def write_back(self) -> None:
+        for storage, content in self.before:
+            if storage.nbytes() != content.nbytes():
+                storage.resize_(content.nbytes())
+            storage.copy_(content)
 
-    def hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        """A pre-hook and a hook for the module of this name."""
+    def enter(self, name: str, *_: Any) -> None:
+        self._path.append(name)
 
-        def enter(*_: Any) -> None:
-            self._path.append(name)
-
-        def leave(*_: Any) -> None:
-            # If another hook raised before ``enter``, there is nothing to leave.
-            if self._path[-1:] == [name]:
-                self._path.pop()
-
-        return enter, leave
+    def leave(self, name: str, *_: Any) -> None:
+        # If another hook raised before ``enter``, there is nothing to leave.
+        if self._path[-1:] == [name]:
+            self._path.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Mapping | None = None) -> Any:
         kwargs = kwargs or {}
@@ -394,36 +294,35 @@ class _Recorder(TorchDispatchMode):
                     result = func.decompose(*args, **kwargs)
                 if result is not NotImplemented:
                     return result
-            self._keep_what_is_written(func, args, kwargs)
+            # _schema is private; nothing public says which arguments an op writes to.
+            for i, argument in enumerate(func._schema.arguments):
+                written = (args[i] if i < len(args) else kwargs.get(argument.name)) if argument.is_write else ()
+                for storage in map(_storage, _tensors(written)):
+                    if storage is not None and (watched := self.watched.pop(storage.data_ptr(), None)) is not None:
+                        self.before.append((watched, watched.clone()))
         result = func(*args, **kwargs)
         if not getattr(func, "is_view", False):
             self._record(func.name().removeprefix("aten::").partition(".")[0].lstrip("_"), args, kwargs, result)
         return result
 
-    def _keep_what_is_written(self, func: Any, args: tuple, kwargs: Mapping) -> None:
-        # _schema is private; nothing public says which arguments an op writes to.
-        for i, argument in enumerate(func._schema.arguments):
-            if not argument.is_write:
-                continue
-            for t in _tensors(args[i] if i < len(args) else kwargs.get(argument.name)):
-                storage = _storage(t)
-                watched = None if storage is None else self.watched.pop(storage.data_ptr(), None)
-                if watched is not None:
-                    self.before.append((watched, watched.clone()))
-
     def _record(self, op: str, args: tuple, kwargs: Mapping, result: Any) -> None:
         operands = [t for t in _tensors((args, kwargs)) if _is_real(t.dtype)]
-        asks = result is not None and not _tensors(result)  # returns a size or a number
-        if not operands or asks or op in _BOOKKEEPING:
+        returns_no_tensor = result is not None and not _tensors(result)  # a size or a number
+        if not operands or returns_no_tensor or op in _BOOKKEEPING:
             return
         if op in ("to_copy", "copy_"):
             source, target = operands[-1], result if op == "to_copy" else args[0]
             if _is_real(target.dtype) and target.dtype != source.dtype:
-                self._record_cast(source, target)
+                types = _name(source.dtype), _name(target.dtype)
+                self._casts[types] += 1
+                self._cast_bytes[types] += source.numel() * (source.itemsize + target.itemsize)
+                storage = _storage(source)
+                if storage is not None and (name := self.weights.get(storage.data_ptr())) is not None:
+                    self._weight_casts[name, source.data_ptr(), source.shape] += 1
                 return
         dtypes = sorted({t.dtype for t in operands}, key=lambda d: (d.itemsize, str(d)))
         self._ops[op, "+".join(map(_name, dtypes))] += 1
-        call = _ObservedOp(op, self._path[-1] if self._path else "")
+        call = f"{op} in {self._path[-1]}" if self._path and self._path[-1] else op
         if torch.float64 in dtypes or torch.complex128 in dtypes:
             self._fp64_ops[call] += 1
         if not (op in _PRODUCTS or op.startswith(_ATTENTION)):
@@ -431,65 +330,52 @@ class _Recorder(TorchDispatchMode):
         if torch.float32 in dtypes:
             self._fp32_products[call] += 1
         elif set(dtypes) <= set(LOW_PRECISION) and (misfit := _misfit(op, args)):
-            self._misfits[call._replace(detail=misfit)] += 1
-
-    def _record_cast(self, source: Tensor, target: Tensor) -> None:
-        types = source.dtype, target.dtype
-        self._casts[types] += 1
-        self._cast_bytes[types] += source.numel() * (source.itemsize + target.itemsize)
-        storage = _storage(source)
-        name = None if storage is None else self._names.get(storage.data_ptr())
-        if name is not None:
-            self._weight_casts[name, source.data_ptr(), source.shape] += 1
+            self._misfits[f"{call} ({misfit})"] += 1
 
     def explanation(self) -> Explanation:
-        casts = [CastCount(_name(a), _name(b), n, self._cast_bytes[a, b]) for (a, b), n in self._casts.items()]
-        return Explanation(
-            [OpCount(op, dtype, n) for (op, dtype), n in self._ops.items()],
-            sorted(casts, key=lambda cast: -cast.bytes),
-            self._hints(),
-        )
-
-    def _hints(self) -> list[str]:
+        casts = [CastCount(*types, n, self._cast_bytes[types]) for types, n in self._casts.items()]
         again: Counter[str] = Counter()
         for (name, *_), n in self._weight_casts.items():
             if n > 1:
                 again[name] = max(n, again[name])
-        return [
-            text + _listed(calls)
-            for text, calls in (
-                ("no tensor cores: dims not multiple of 8: ", self._misfits),
-                (
-                    "weights cast again (autocast keeps casts of fp32 weights that require grad, in a forward): ",
-                    again,
-                ),
-                ("matrix products or convolutions left in fp32: ", self._fp32_products),
-                ("ops in fp64: ", self._fp64_ops),
-            )
-            if calls
-        ]
+        hints = {
+            "no tensor cores: dims not multiple of 8": self._misfits,
+            "weights cast again (autocast keeps casts of fp32 weights that require grad, in a forward)": again,
+            "matrix products or convolutions left in fp32": self._fp32_products,
+            "ops in fp64": self._fp64_ops,
+        }
+        return Explanation(
+            [OpCount(op, dtype, n) for (op, dtype), n in self._ops.items()],
+            sorted(casts, key=lambda cast: -cast.bytes),
+            [f"{text}: {_listed(calls)}" for text, calls in hints.items() if calls],
+        )
 
 
-def _listed(calls: Mapping[Any, int]) -> str:
-    shown = [str(call) + (f" {n} times" if n > 1 else "") for call, n in list(calls.items())[:_NAMED]]
-    more = [f"{len(calls) - _NAMED} more"] * (len(calls) > _NAMED)
-    return ", ".join(shown + more)
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _listed(calls: Counter[str]) -> str:
+    shown = [call + (f" {n} times" if n > 1 else "") for call, n in list(calls.items())[:_NAMED]]
+    return ", ".join(shown + [f"{len(calls) - _NAMED} more"] * (len(calls) > _NAMED))
 
 
 def _misfit(op: str, args: tuple) -> str:
     """The shapes of a product with a dimension that tensor cores have no tile for, "" if all fit."""
-    if any(t.is_nested for t in _tensors(args)):
+    tensors = _tensors(args)
+    if any(t.is_nested for t in tensors):
         return ""
+    sizes = ["x".join(map(str, t.shape)) for t in tensors]
     if op in _MATRIX_PRODUCTS:
-        a, b = _tensors(args)[-2:]
-        dims, shapes = (*a.shape[-2:], b.shape[-1]), f"{_sizes(a)} @ {_sizes(b)}"
+        dims = (*tensors[-2].shape[-2:], tensors[-1].shape[-1])
+        shapes = " @ ".join(sizes[-2:])
     elif op in _CONVOLUTIONS:
-        weight, groups = args[1], args[8]
-        dims = weight.shape[0] // groups, weight.shape[1]
-        shapes = f"weight {_sizes(weight)}" + (f", {groups} groups" if groups > 1 else "")
+        groups = args[8]
+        dims = args[1].shape[0] // groups, args[1].shape[1]
+        shapes = f"weight {sizes[1]}" + (f", {groups} groups" if groups > 1 else "")
     elif op.startswith(_ATTENTION):
         dims = args[0].shape[-1], args[2].shape[-1]
-        shapes = f"heads of {args[0].shape[-1]}"
+        shapes = f"heads of {dims[0]}"
     else:
         return ""
     return shapes if any(d % 8 for d in dims) else ""

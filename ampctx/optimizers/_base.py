@@ -13,13 +13,13 @@ write back, belong to the parameter: its number in all groups and its step count
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor
 
 from ampctx._compiling import without_grad
-from ampctx._errors import AmpError, AmpValueError
+from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.kernels.foreach import Clipped, Factor, PerDevice, product
 from ampctx.kernels.reference import KERNEL_DTYPES
 from ampctx.kernels.reference_steps import LOW_PRECISION
@@ -30,11 +30,31 @@ from ampctx.kernels.tensor_loops import version_of
 from ampctx.masters.lazy_grads import clear_grads
 from ampctx.optimizers import _checkpoint, _hooks, _options, _state_types, _work, layerwise
 from ampctx.optimizers._offload import Offload
-from ampctx.optimizers._options import Group, param_name
+from ampctx.optimizers._options import Group, check_choice, param_name
 from ampctx.optimizers._saving import Saved
 from ampctx.optimizers._state import EXTRAS, State, follow, joined, make_state
 from ampctx.optimizers._state_types import Forms
 from ampctx.optimizers._work import Kind, Members, Plan, Scaling, Work
+
+
+class CommonOptions(TypedDict, total=False):
+    """Keywords that most of the classes take. ``FusedOptimizer`` explains them."""
+
+    maximize: bool
+    write_back: str
+    seed: int
+    state_dtype: Any
+    min_8bit_size: int
+    offload: str | None
+
+
+class SharedOptions(CommonOptions, total=False):
+    master_weights: bool | str
+    capturable: bool
+
+
+_DEFAULTS = {"maximize": False, "write_back": "nearest", "seed": 0, "state_dtype": torch.float32, "min_8bit_size": 4096}
+_DEFAULTS |= {"offload": None, "master_weights": False, "capturable": False, "set_grad_none": True}
 
 
 class FusedOptimizer(Saved):
@@ -45,7 +65,9 @@ class FusedOptimizer(Saved):
     must all step. Steps need no host sync.
 
     Args:
-        params, defaults: as for torch.optim.Optimizer. ``defaults`` includes lr and weight_decay.
+        params: parameters or groups, on any mix of devices and dtypes.
+        lr: a number >= 0, or a one-element tensor. A group option.
+        given: the arguments of the subclass by name; ``shared`` has its other keywords: those below.
         set_grad_none: whether ``zero_grad()`` sets gradients to None instead of 0.
         maximize: step along the gradient instead of against it. A group option.
         write_back: rounding of 16-bit parameters without masters: "nearest" (default); "stochastic", up or down with
@@ -84,6 +106,9 @@ class FusedOptimizer(Saved):
     _has_repeats = False
     # torch calls it for each class that has instances.
     profile_hook_step = staticmethod(_hooks.profile_hook_step)  # type: ignore[assignment]
+    # The arguments of ``__init__`` that are group options, and the shared options that it does not take.
+    _defaults: ClassVar[tuple[str, ...]]
+    _refused: ClassVar[tuple[str, ...]] = ()
     # Of ``Offload``, whose host optimizer splits its op calls.
     offload: str | None = None
     _steps_on_host = False
@@ -98,17 +123,19 @@ class FusedOptimizer(Saved):
             # A step that a program wrote reads neither found_inf nor lazy gradients. amp unscales, skips and copies.
             cls._step_supports_amp_scaling = cls._step_supports_model_params = False
 
-    def __init__(
-        self, params: Any, defaults: Group, *, set_grad_none: bool, maximize: bool, write_back: str, seed: int,
-        master_weights: bool | str = False, capturable: bool = False, state_dtype: Any = torch.float32,
-        min_8bit_size: int = 4096, offload: str | None = None,
-    ) -> None:  # fmt: skip
-        self.set_grad_none = set_grad_none
-        self.write_back = _options.check_choice("write_back", write_back, ("nearest", "stochastic", "kahan"))
-        self.master_weights = _options.check_choice("master_weights", master_weights, (False, True, "split"))
-        self.capturable = capturable
-        self.offload = _options.check_choice("offload", offload, (None, "cpu"))
-        if offload and capturable:
+    def __init__(self, params: Any, given: Group) -> None:
+        for name in given["shared"]:
+            if name in self._refused or name not in SharedOptions.__optional_keys__:
+                raise AmpTypeError(f"{type(self).__name__}.__init__() got an unexpected keyword argument {name!r}")
+        if given.get("amsgrad") and "amsgrad" not in self._defaults:
+            raise AmpError(f"{type(self).__name__} does not support the AMSGrad variant. Use FusedAdam, which does.")
+        options = {**_DEFAULTS, **given, **given["shared"]}
+        self.set_grad_none = options["set_grad_none"]
+        self.write_back = check_choice("write_back", options["write_back"], ("nearest", "stochastic", "kahan"))
+        self.master_weights = check_choice("master_weights", options["master_weights"], (False, True, "split"))
+        self.capturable = options["capturable"]
+        self.offload = check_choice("offload", options["offload"], (None, "cpu"))
+        if self.offload and self.capturable:
             raise AmpValueError("offload='cpu' steps on the CPU, which no CUDA graph captures: pass capturable=False.")
         self._make_offload()
         self._zero_flags: dict[tuple[torch.device, str], Tensor] = {}
@@ -118,13 +145,13 @@ class FusedOptimizer(Saved):
         self._plan: Plan | None = None
         # Of op calls, on the devices.
         self._numbers: _work.Numbers = {}
-        if write_back != "nearest" and self._may_keep_masters():
+        if self.write_back != "nearest" and self._may_keep_masters():
             raise AmpValueError(
-                f"write_back={write_back!r} is for 16-bit parameters without masters. With masters, weights are "
+                f"write_back={self.write_back!r} is for 16-bit parameters without masters. With masters, weights are "
                 "rounded to nearest. Leave out write_back, or the masters."
             )
-        states = _state_types.options_of(state_dtype, min_8bit_size)
-        defaults = {**defaults, "maximize": maximize, "seed": seed, **states}
+        states = _state_types.options_of(options["state_dtype"], options["min_8bit_size"])
+        defaults = {name: options[name] for name in (*self._defaults, "maximize", "seed")} | states
         if defaults["lr"] is not None:
             self._check_options(defaults)
         super().__init__(params, defaults)
@@ -305,10 +332,7 @@ class FusedOptimizer(Saved):
     @without_grad
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         """``step`` without the hooks, which torch wraps around the ``step`` of each class."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _options.evaluated(closure)
         if self.capturable:
             self._lr_to_tensor()
         scaling = _work.scaling_of(self, self._grad_factor())
@@ -366,13 +390,16 @@ class FusedOptimizer(Saved):
             works = [piece for work in works for piece in _work.pieces(work, self._call_elements, self._numbers)]
         return works
 
-    def _step_by(self, scaler: Any, closure: Callable[[], Any] | None) -> Any:
-        """``scaler.step(self)`` after the closure, so that the scaler checks the closure's gradients."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        scaler.step(self)
+    def _step_by(self, closure: Callable[[], Any] | None, grad_scaler: Any = None, **unknown: Any) -> Any:
+        """``step`` with the keywords of code for apex: the scaler steps after the closure, so that it checks the
+        closure's gradients. With a named parameter, torch's GradScaler would pass itself and warn."""
+        if unknown:
+            kind = type(self).__name__
+            raise AmpTypeError(f"{kind}.step() got an unexpected keyword argument {next(iter(unknown))!r}")
+        if grad_scaler is None:
+            return self._step(closure)
+        loss = _options.evaluated(closure)
+        grad_scaler.step(self)
         return loss
 
     def _members(self, g: int, scaling: Scaling) -> dict[Kind, Members]:

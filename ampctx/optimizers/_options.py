@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from operator import index
 from typing import Any
@@ -215,15 +215,9 @@ def refuse_dtype(of: str, name: str, dtype: torch.dtype) -> None:
     )
 
 
-def refuse_amsgrad(optimizer: str, amsgrad: bool) -> None:
-    if amsgrad:
-        raise AmpError(f"{optimizer} does not support the AMSGrad variant. Use FusedAdam, which does.")
-
-
-def split_grad_scaler(optimizer: str, kwargs: dict[str, Any]) -> Any:
-    """Takes the GradScaler that code for apex passes to ``step``. With a named parameter, torch's GradScaler would pass
-    itself and warn."""
-    scaler = kwargs.pop("grad_scaler", None)
-    if kwargs:
-        raise AmpTypeError(f"{optimizer}.step() got an unexpected keyword argument {next(iter(kwargs))!r}")
-    return scaler
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """The result of the closure of a step, with gradients enabled. None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

@@ -5,13 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx.optimizers._base import FusedOptimizer
+from ampctx.optimizers._base import CommonOptions, FusedOptimizer
 from ampctx.optimizers._checkpoint import SavedGroup
-from ampctx.optimizers._options import check_flag, split_grad_scaler
+from ampctx.optimizers._options import check_flag
+
+# Options that apex's class had until 2019.
+_FORMER_OPTIONS = {"max_grad_norm": "call ampctx.clip_grad_norm_ before step()"}
+_FORMER_OPTIONS |= dict.fromkeys(("use_mt", "eps_inside_sqrt", "amp_scale_adjustment"), "leave it out")
+# Arguments of ``step`` in old versions of apex, in their order.
+_OLD_ARGUMENTS = {
+    "grads": "put the gradients into .grad of the parameters",
+    "output_params": "build the optimizer over the 16-bit parameters with master_weights=True",
+    "scale": "set optimizer.grad_scale, or step through a GradScaler",
+    "grad_norms": "call ampctx.clip_grad_norm_ before step()",
+}
 
 
 class FusedAdam(FusedOptimizer):
@@ -22,37 +33,37 @@ class FusedAdam(FusedOptimizer):
     with ``amsgrad``, ``max_exp_avg_sq``; fp32 by default. Checkpoints have the format of torch.optim.Adam and AdamW.
 
     Args:
-        params: parameters or groups, on any mix of devices and dtypes.
-        lr: a number >= 0, or a one-element tensor.
         bias_correction, betas, eps, weight_decay, amsgrad: as in torch.optim.Adam.
         adam_w_mode: use decoupled weight decay. False adds weight_decay * p to the gradient.
-        set_grad_none: whether ``zero_grad()`` sets gradients to None.
-        capturable, master_weights, maximize, write_back, seed, state_dtype, min_8bit_size, offload: see
-            ``FusedOptimizer``.
+        params, lr, set_grad_none, capturable, master_weights, and the keywords maximize, write_back, seed, state_dtype,
+            min_8bit_size, offload: see ``FusedOptimizer``.
     """
 
     _op = "adam"
+    _defaults = ("lr", "bias_correction", "betas", "eps", "weight_decay", "amsgrad")
 
     def __init__(
-        self, params: Any, lr: float | Tensor = 1e-3, bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, adam_w_mode: bool = True,
-        weight_decay: float = 0.0, amsgrad: bool = False, set_grad_none: bool = True, capturable: bool = False,
-        master_weights: bool | str = False, *, maximize: bool = False, write_back: str = "nearest", seed: int = 0,
-        state_dtype: Any = torch.float32, min_8bit_size: int = 4096,
-        offload: str | None = None, **former: Any,
-    ) -> None:  # fmt: skip
-        if former:
-            _refuse_former_options(**former)
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool | str = False,
+        **shared: Unpack[CommonOptions],
+    ) -> None:
+        for name in shared.keys() & _FORMER_OPTIONS.keys():
+            raise AmpTypeError(
+                f"FusedAdam.__init__() got an unexpected keyword argument {name!r}: {_FORMER_OPTIONS[name]}. "
+                "apex.contrib.optimizers.FusedAdam is the class that had it."
+            )
         self.adam_w_mode = 1 if adam_w_mode else 0
-        defaults = {
-            "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-        }  # fmt: skip
-        super().__init__(
-            params, defaults, set_grad_none=set_grad_none, maximize=maximize, write_back=write_back, seed=seed,
-            master_weights=master_weights, capturable=capturable, state_dtype=state_dtype, min_8bit_size=min_8bit_size,
-            offload=offload,
-        )  # fmt: skip
+        super().__init__(params, locals())
 
     def _adapt_checkpoint(self, group: SavedGroup) -> None:
         super()._adapt_checkpoint(group)
@@ -60,9 +71,14 @@ class FusedAdam(FusedOptimizer):
         compare_decay(group, ours, f"FusedAdam has adam_w_mode={ours}", f"Pass adam_w_mode={not ours}")
 
     def step(
-        self, closure: Callable[[], Any] | None = None, grads: None = None, output_params: None = None,
-        scale: None = None, grad_norms: None = None, **kwargs: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: None = None,
+        output_params: None = None,
+        scale: None = None,
+        grad_norms: None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Steps like ``FusedOptimizer.step``. No host sync.
 
         With ``grad_scaler=``, as in code for apex, the scaler steps this optimizer after the closure. The closure must
@@ -72,10 +88,10 @@ class FusedAdam(FusedOptimizer):
             AmpError: grads, output_params, scale or grad_norms was passed; apex refuses them, too.
         """
         if not grads is output_params is scale is grad_norms is None:
-            _refuse_old_arguments(grads=grads, output_params=output_params, scale=scale, grad_norms=grad_norms)
-        if kwargs and (scaler := split_grad_scaler("FusedAdam", kwargs)) is not None:
-            return self._step_by(scaler, closure)
-        return self._step(closure)
+            given = (grads, output_params, scale, grad_norms)
+            name = next(n for n, value in zip(_OLD_ARGUMENTS, given, strict=True) if value is not None)
+            raise AmpError(f"step() does not take {name} any more: {_OLD_ARGUMENTS[name]}.")
+        return self._step_by(closure, **kwargs) if kwargs else self._step(closure)
 
 
 def compare_decay(group: SavedGroup, ours: bool, has: str, fix: str) -> None:
@@ -94,31 +110,3 @@ def compare_decay(group: SavedGroup, ours: bool, has: str, fix: str) -> None:
             f"another meaning. {fix}, or delete 'decoupled_weight_decay' from its param groups."
         )
     group.saved["decoupled_weight_decay"] = ours
-
-
-def _refuse_former_options(**given: Any) -> None:
-    """Raises for keywords that FusedAdam does not have; some of them were apex's until 2019."""
-    advice = {
-        "max_grad_norm": "call ampctx.clip_grad_norm_ before step()",
-        "use_mt": "leave it out",
-        "eps_inside_sqrt": "leave it out",
-        "amp_scale_adjustment": "leave it out",
-    }
-    name = next(iter(given))
-    message = f"FusedAdam.__init__() got an unexpected keyword argument {name!r}"
-    if name in advice:
-        message += f": {advice[name]}. apex.contrib.optimizers.FusedAdam is the class that had it."
-    raise AmpTypeError(message)
-
-
-def _refuse_old_arguments(**given: Any) -> None:
-    """Raises for arguments of old versions of apex, which a wrapper used."""
-    advice = {
-        "grads": "put the gradients into .grad of the parameters",
-        "output_params": "build the optimizer over the 16-bit parameters with master_weights=True",
-        "scale": "set optimizer.grad_scale, or step through a GradScaler",
-        "grad_norms": "call ampctx.clip_grad_norm_ before step()",
-    }
-    for name, value in given.items():
-        if value is not None:
-            raise AmpError(f"step() does not take {name} any more: {advice[name]}.")

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ampctx._errors import AmpTypeError, AmpValueError
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import PerDevice, Unread
 from ampctx.kernels.reference_steps import LOW_PRECISION
 from ampctx.optimizers import layerwise
-from ampctx.optimizers._base import FusedOptimizer
-from ampctx.optimizers._options import Group, check_number, refuse_amsgrad, split_grad_scaler
+from ampctx.optimizers._base import CommonOptions, FusedOptimizer, SharedOptions
+from ampctx.optimizers._options import Group, check_number
 from ampctx.optimizers._work import Scaling, Work
 
 
@@ -26,40 +27,43 @@ class FusedLAMB(FusedOptimizer):
     ``max_grad_norm``, it scales them down first. State of each parameter: ``step``, ``exp_avg``, ``exp_avg_sq``; fp32.
 
     Args:
-        params: parameters or groups, on any mix of devices and dtypes.
-        lr: a number >= 0, or a one-element tensor.
         bias_correction, betas, eps, weight_decay: as in Adam.
         amsgrad: not supported.
         adam_w_mode: use decoupled weight decay. False adds weight_decay * p to the gradient.
         grad_averaging: False adds the whole gradient to beta1 * exp_avg.
-        set_grad_none: whether ``zero_grad()`` sets gradients to None.
         max_grad_norm: the bound, a group option. 0 or None: no bound.
         use_nvlamb: scale by the ratio of norms without weight decay, too.
-        maximize, write_back, seed, master_weights, capturable, state_dtype, min_8bit_size: see ``FusedOptimizer``.
+        params, lr, set_grad_none, and the keywords maximize, write_back, seed, master_weights, capturable, state_dtype,
+            min_8bit_size: see ``FusedOptimizer``.
     """
 
     _op = "lamb"
+    _defaults = ("lr", "bias_correction", "betas", "eps", "weight_decay", "grad_averaging", "max_grad_norm")
+    _refused: ClassVar[tuple[str, ...]] = ("offload",)
     _split_step = layerwise.lamb
 
     def __init__(
-        self, params: Any, lr: float | Tensor = 1e-3, bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6, weight_decay: float = 0.01,
-        amsgrad: bool = False, adam_w_mode: bool = True, grad_averaging: bool = True, set_grad_none: bool = True,
-        max_grad_norm: float | None = 1.0, use_nvlamb: bool = False, *, maximize: bool = False,
-        write_back: str = "nearest", seed: int = 0, master_weights: bool | str = False, capturable: bool = False,
-        state_dtype: Any = torch.float32, min_8bit_size: int = 4096,
-    ) -> None:  # fmt: skip
-        refuse_amsgrad(type(self).__name__, amsgrad)
-        self.adam_w_mode = 1 if adam_w_mode else 0
-        self.use_nvlamb = use_nvlamb
-        defaults = {
-            "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging, "max_grad_norm": max_grad_norm,
-        }  # fmt: skip
-        super().__init__(
-            params, defaults, set_grad_none=set_grad_none, maximize=maximize, write_back=write_back, seed=seed,
-            master_weights=master_weights, capturable=capturable, state_dtype=state_dtype, min_8bit_size=min_8bit_size,
-        )  # fmt: skip
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float | None = 1.0,
+        use_nvlamb: bool = False,
+        **shared: Unpack[SharedOptions],
+    ) -> None:
+        self._begin(params, locals())
+
+    def _begin(self, params: Any, given: Group) -> None:
+        self.adam_w_mode = 1 if given["adam_w_mode"] else 0
+        self.use_nvlamb = given["use_nvlamb"]
+        FusedOptimizer.__init__(self, params, given)
 
     def _check_options(self, group: Group) -> None:
         super()._check_options(group)
@@ -90,7 +94,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     """Implements LAMB with lr and step counts on the device, and fp32 masters for the parameters of one dtype.
 
     This is ``FusedLAMB`` with ``capturable=True`` and masters for the parameters of ``reduced_precision_dtype``. All
-    other arguments are those of FusedLAMB.
+    other arguments are those of FusedLAMB, without ``set_grad_none``, ``master_weights`` and ``capturable``.
 
     Args:
         lr: a number >= 0 or a one-element tensor. Each group gets its own tensor.
@@ -100,26 +104,30 @@ class FusedMixedPrecisionLamb(FusedLAMB):
     """
 
     _step_supports_amp_scaling = _step_supports_model_params = True
+    _refused = ("offload", "master_weights", "capturable")
 
     def __init__(
-        self, params: Any, lr: float | Tensor = 1e-3, step: int = 0, bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6, weight_decay: float = 0.01,
-        amsgrad: bool = False, adam_w_mode: bool = True, grad_averaging: bool = True,
-        max_grad_norm: float | None = 1.0, use_nvlamb: bool = False,
-        reduced_precision_dtype: torch.dtype | None = None, *, maximize: bool = False, write_back: str = "nearest",
-        seed: int = 0, state_dtype: Any = torch.float32, min_8bit_size: int = 4096,
-    ) -> None:  # fmt: skip
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        step: int = 0,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        max_grad_norm: float | None = 1.0,
+        use_nvlamb: bool = False,
+        reduced_precision_dtype: torch.dtype | None = None,
+        **shared: Unpack[CommonOptions],
+    ) -> None:
         if isinstance(step, bool) or not isinstance(step, int):
             raise AmpTypeError(f"step must be an int, the number of steps so far, got {type(step).__name__}")
         self._initial_step = int(check_number("step", step))
-        self.write_back = write_back
         self.reduced_precision_dtype = reduced_precision_dtype
-        super().__init__(
-            params, lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay,
-            amsgrad=amsgrad, adam_w_mode=adam_w_mode, grad_averaging=grad_averaging, max_grad_norm=max_grad_norm,
-            use_nvlamb=use_nvlamb, maximize=maximize, write_back=write_back, seed=seed, capturable=True,
-            state_dtype=state_dtype, min_8bit_size=min_8bit_size,
-        )  # fmt: skip
+        self._begin(params, {**locals(), "capturable": True})
 
     @property
     def reduced_precision_dtype(self) -> torch.dtype | None:
@@ -143,10 +151,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         With ``grad_scaler=``, as in code for apex, the scaler steps this optimizer after the closure. The closure must
         scale its loss with that scaler. Step hooks then run twice.
         """
-        scaler = split_grad_scaler("FusedMixedPrecisionLamb", kwargs)
-        if scaler is not None:
-            return self._step_by(scaler, closure)
-        return self._step(closure)
+        return self._step_by(closure, **kwargs)
 
     def _may_keep_masters(self) -> bool:
         return self.reduced_precision_dtype in LOW_PRECISION

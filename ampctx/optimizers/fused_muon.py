@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ampctx._collectives import named_collective
 from ampctx._errors import AmpTypeError, AmpValueError
@@ -18,7 +19,7 @@ from ampctx.kernels.reference import is_dense
 from ampctx.kernels.sharding import by_layout, grids_of, local, wrote
 from ampctx.kernels.spec import SPECS
 from ampctx.optimizers import _options, _work
-from ampctx.optimizers._base import FusedOptimizer
+from ampctx.optimizers._base import FusedOptimizer, SharedOptions
 from ampctx.optimizers._checkpoint import SavedGroup
 from ampctx.optimizers._options import Group, check_finite, check_flag, check_number, param_name
 from ampctx.optimizers._orthogonal import (
@@ -51,8 +52,7 @@ class FusedMuon(FusedOptimizer):
         momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in torch.optim.Muon.
         orthogonalize: replaces the iterations: takes a bf16 tensor (k, m, n) of k matrices, returns the result in that
             shape. ``ns_coefficients``, ``eps`` and ``ns_steps`` have no effect then. None by default.
-        set_grad_none: whether ``zero_grad()`` sets gradients to None.
-        maximize, write_back, seed, master_weights, capturable, min_8bit_size: see ``FusedOptimizer``.
+        set_grad_none, maximize, write_back, seed, master_weights, capturable, min_8bit_size: see ``FusedOptimizer``.
         state_dtype: see ``FusedOptimizer``. A dict may have the state of both kinds of groups.
 
     Raises:
@@ -61,30 +61,35 @@ class FusedMuon(FusedOptimizer):
 
     _op = "muon"
     _ops = ("muon", "adam")
+    _defaults = (
+        *("lr", "weight_decay", "momentum", "nesterov"),
+        *("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "use_muon"),
+    )
+    _refused = ("offload",)
     # Groups of AdamW have its decoupled decay.
     adam_w_mode = 1
     _adamw: ClassVar[Group] = {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "bias_correction": True}
 
     def __init__(
-        self, params: Any, lr: float | Tensor = 1e-3, weight_decay: float = 0.1, momentum: float = 0.95,
-        nesterov: bool = True, ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
-        eps: float = 1e-7, ns_steps: int = 5, adjust_lr_fn: str | None = None, *,
-        orthogonalize: Callable[[Tensor], Tensor] | None = None, set_grad_none: bool = True, maximize: bool = False,
-        write_back: str = "nearest", seed: int = 0, master_weights: bool | str = False, capturable: bool = False,
-        state_dtype: Any = torch.float32, min_8bit_size: int = 4096,
-    ) -> None:  # fmt: skip
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        orthogonalize: Callable[[Tensor], Tensor] | None = None,
+        set_grad_none: bool = True,
+        **shared: Unpack[SharedOptions],
+    ) -> None:
         if orthogonalize is not None and not callable(orthogonalize):
             raise AmpTypeError(f"orthogonalize must be a function of a tensor, got {type(orthogonalize).__name__}")
         self.orthogonalize = orthogonalize
-        defaults = {
-            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
-            "use_muon": True,
-        }  # fmt: skip
-        super().__init__(
-            params, defaults, set_grad_none=set_grad_none, maximize=maximize, write_back=write_back, seed=seed,
-            master_weights=master_weights, capturable=capturable, state_dtype=state_dtype, min_8bit_size=min_8bit_size,
-        )  # fmt: skip
+        super().__init__(params, {**locals(), "use_muon": True})
 
     # --- groups -------------------------------------------------------------------------------------------------------
 

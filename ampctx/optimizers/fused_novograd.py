@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ampctx._errors import AmpTypeError, AmpValueError
 from ampctx.optimizers import layerwise
-from ampctx.optimizers._base import FusedOptimizer
+from ampctx.optimizers._base import FusedOptimizer, SharedOptions
 from ampctx.optimizers._checkpoint import SavedGroup
-from ampctx.optimizers._options import Group, plain, refuse_amsgrad
+from ampctx.optimizers._options import Group, plain
 
 _NORM_TYPES = (2, 0)
 
@@ -25,8 +26,6 @@ class FusedNovoGrad(FusedOptimizer):
     fp64 parameter) and the 0-d ``exp_avg_sq``, which is the norm itself, not its square.
 
     Args:
-        params: parameters or groups, on any mix of devices and dtypes.
-        lr: a number >= 0, or a one-element tensor.
         bias_correction, betas, eps: as in Adam.
         weight_decay: decoupled, unless ``reg_inside_moment``.
         amsgrad: not supported.
@@ -34,31 +33,33 @@ class FusedNovoGrad(FusedOptimizer):
         grad_averaging: False adds the whole gradient to beta1 * exp_avg.
         norm_type: 2 for the L2 norm, 0 for the largest magnitude.
         init_zero: start the running norm at 0 instead of the first norm.
-        set_grad_none: whether ``zero_grad()`` sets gradients to None.
-        maximize, write_back, seed, master_weights, capturable, state_dtype, min_8bit_size: see ``FusedOptimizer``.
+        params, lr, set_grad_none, and the keywords maximize, write_back, seed, master_weights, capturable, state_dtype,
+            min_8bit_size: see ``FusedOptimizer``.
     """
 
     _op = "novograd"
+    _defaults = ("lr", "bias_correction", "betas", "eps", "weight_decay", "grad_averaging", "norm_type", "init_zero")
+    _refused = ("offload",)
     _split_step = layerwise.novograd
 
     def __init__(
-        self, params: Any, lr: float | Tensor = 1e-3, bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False,
-        reg_inside_moment: bool = False, grad_averaging: bool = True, norm_type: int = 2, init_zero: bool = False,
-        set_grad_none: bool = True, *, maximize: bool = False, write_back: str = "nearest", seed: int = 0,
-        master_weights: bool | str = False, capturable: bool = False, state_dtype: Any = torch.float32,
-        min_8bit_size: int = 4096,
-    ) -> None:  # fmt: skip
-        refuse_amsgrad("FusedNovoGrad", amsgrad)
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: int = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+        **shared: Unpack[SharedOptions],
+    ) -> None:
         self.moment_mode = 0 if reg_inside_moment else 1
-        defaults = {
-            "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging, "norm_type": norm_type, "init_zero": init_zero,
-        }  # fmt: skip
-        super().__init__(
-            params, defaults, set_grad_none=set_grad_none, maximize=maximize, write_back=write_back, seed=seed,
-            master_weights=master_weights, capturable=capturable, state_dtype=state_dtype, min_8bit_size=min_8bit_size,
-        )  # fmt: skip
+        super().__init__(params, locals())
 
     def _check_options(self, group: Group) -> None:
         super()._check_options(group)

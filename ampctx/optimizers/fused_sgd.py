@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from ampctx._errors import AmpValueError
 from ampctx.kernels.foreach import Factor, PerDevice
-from ampctx.optimizers._base import FusedOptimizer
+from ampctx.optimizers._base import FusedOptimizer, SharedOptions
 from ampctx.optimizers._checkpoint import SavedGroup, is_zero
 from ampctx.optimizers._options import Group
 
@@ -28,34 +29,31 @@ class FusedSGD(FusedOptimizer):
         momentum, dampening, weight_decay, nesterov: as in torch.optim.SGD.
         wd_after_momentum: add weight_decay * p after the momentum instead of to the gradient.
         materialize_master_grads: apex's option, kept as an attribute. It has no effect.
-        set_grad_none: whether ``zero_grad()`` sets gradients to None. False by default.
-        maximize, write_back, seed, master_weights, capturable, state_dtype, min_8bit_size, offload: see
-            ``FusedOptimizer``.
+        set_grad_none, False by default, and the keywords maximize, write_back, seed, master_weights, capturable,
+            state_dtype, min_8bit_size, offload: see ``FusedOptimizer``.
     """
 
     _op = "sgd"
+    _defaults = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
 
     def __init__(
-        self, params: Any, lr: float | Tensor | None = None, momentum: float = 0.0, dampening: float = 0.0,
-        weight_decay: float = 0.0, nesterov: bool = False, wd_after_momentum: bool = False,
-        materialize_master_grads: bool = True, set_grad_none: bool = False, *, maximize: bool = False,
-        write_back: str = "nearest", seed: int = 0, master_weights: bool | str = False, capturable: bool = False,
-        state_dtype: Any = torch.float32, min_8bit_size: int = 4096,
-        offload: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        params: Any,
+        lr: float | Tensor | None = None,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+        **shared: Unpack[SharedOptions],
+    ) -> None:
         self.wd_after_momentum = wd_after_momentum
         self.materialize_master_grads = materialize_master_grads
         self.most_recent_scale: float | Tensor = 1.0
         self.scale_set_by_backward = False
-        defaults = {
-            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
-            "nesterov": nesterov,
-        }  # fmt: skip
-        super().__init__(
-            params, defaults, set_grad_none=set_grad_none, maximize=maximize, write_back=write_back, seed=seed,
-            master_weights=master_weights, capturable=capturable, state_dtype=state_dtype, min_8bit_size=min_8bit_size,
-            offload=offload,
-        )  # fmt: skip
+        super().__init__(params, locals())
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps like ``FusedOptimizer.step``, with gradients divided by ``most_recent_scale``. No host sync."""

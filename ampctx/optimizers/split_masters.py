@@ -14,7 +14,7 @@ from ampctx.kernels.reference_steps import LOW_PRECISION, split
 from ampctx.kernels.sharding import is_sharded
 from ampctx.kernels.tensor_loops import bump_versions
 from ampctx.optimizers._checkpoint import without_amp
-from ampctx.optimizers._options import Group, param_name, refuse_sparse
+from ampctx.optimizers._options import Group, evaluated, param_name, refuse_sparse
 from ampctx.optimizers._state import State, follow, joined
 
 _KEY = "remainder"
@@ -127,10 +127,7 @@ class SplitMasters(torch.optim.Optimizer):
         Raises:
             AmpError, AmpValueError: a sparse gradient, or a parameter that has become fp16. Nothing has changed then.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         assert self.inner is not None
         stepped: dict[Tensor, None] = {}
         for g, group in enumerate(self.param_groups):

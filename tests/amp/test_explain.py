@@ -290,6 +290,18 @@ def test_a_run_goes_on_as_if_nobody_had_asked(session, level):
     assert_same(trained(False), trained(True))
 
 
+def test_no_cast_of_a_changed_weight_stays_in_the_cache():
+    def doubles(w, x):
+        with torch.no_grad():
+            w.mul_(2)
+        return x @ w
+
+    model, x = Calls(doubles), torch.ones(8, 8)
+    with torch.autocast("cpu", dtype=BF16):
+        amp.explain(model, x)
+        assert torch.equal(x @ model.weight, x.to(BF16))
+
+
 def test_a_graph_from_before_can_go_backward(session):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).train()
     out = model(batch()).sum()

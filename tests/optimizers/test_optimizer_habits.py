@@ -491,9 +491,36 @@ def test_options_of_old_adam_are_refused_with_its_present_name(argument, advice)
         FusedAdam(parameters(), **{argument: 1.0})
 
 
-def test_unknown_options_of_adam():
-    with pytest.raises(AmpTypeError, match=r"^FusedAdam.__init__\(\) got an unexpected keyword argument 'rate'$"):
-        FusedAdam(parameters(), rate=1.0)
+SHARED = {
+    "maximize": True,
+    "write_back": "kahan",
+    "seed": 7,
+    "min_8bit_size": 1,
+    "offload": "cpu",
+    "master_weights": True,
+    "capturable": True,
+    "set_grad_none": False,
+}
+NOT_TAKEN = {
+    "adagrad": ["min_8bit_size"],
+    "lamb": ["offload"],
+    "novograd": ["offload"],
+    "muon": ["offload"],
+    "mixed-lamb": ["offload", "master_weights", "capturable", "set_grad_none"],
+}
+
+
+@pytest.mark.parametrize("option", [*SHARED, "rate"])
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_class_takes_or_refuses_the_shared_options(name, option):
+    value = SHARED.get(option, 1.0)
+    if option in (*NOT_TAKEN.get(name, ()), "rate"):
+        kind = type(BY_NAME[name](parameters())).__name__
+        with pytest.raises(AmpTypeError, match=rf"^{kind}.__init__\(\) got an unexpected keyword argument '{option}'$"):
+            BY_NAME[name](parameters(), **{option: value})
+    else:
+        optimizer = BY_NAME[name](parameters(), **{option: value})
+        assert vars(optimizer).get(option, optimizer.param_groups[0].get(option)) == value
 
 
 @pytest.mark.parametrize("name", ["adam", "mixed-lamb"])
