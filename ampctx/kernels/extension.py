@@ -162,15 +162,13 @@ def _open(path: Path) -> ctypes.CDLL:
     return library
 
 
-def _readers(path: Path) -> dict[str, Any]:
-    """The functions that own and read lists of tensors. The readers need torch's DLPack exchange."""
-    library = ctypes.PyDLL(str(path))  # the same library, called with the GIL held
+def _readers(library: ctypes.CDLL) -> dict[str, Any]:
+    """The functions that own and read lists of tensors, which hold the GIL. Readers need torch's DLPack exchange."""
     named, number, flag = ctypes.py_object, ctypes.c_int64, ctypes.c_int
 
     def function(name: str, *arguments: Any, result: Any = ctypes.c_int) -> Any:
-        found = getattr(library, f"ampctx_{name}")
-        found.argtypes, found.restype = arguments, result
-        return found
+        address = ctypes.c_void_p.in_dll(library, f"ampctx_{name}").value or 0
+        return ctypes.PYFUNCTYPE(result, *arguments)(address)
 
     new_list = function("new_list", result=named)
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
@@ -199,8 +197,6 @@ def _readers(path: Path) -> dict[str, Any]:
         "passes": {
             "same_items": function("same_items", named, named),
             "same_members": function("same_members", named, named),
-            "same_mapping": function("same_mapping", named, named, named),
-            "same_entries": function("same_entries", named, named, named),
             "nothing_changed": function("nothing_changed", named, named, number, named, named),
             "same_plan": function("same_plan", named, named, named, named, named),
             "are_plain": function("are_plain", named),
@@ -286,7 +282,7 @@ def load(namespace: str, define: Callable[[str], Any], path: Path = LIBRARY) -> 
         library = _open(path)
         _register_cpu(library, namespace)
         build = json.loads(library.ampctx_build_info())
-        found = Extension(True, ("cpu",), build, "", **_readers(path))
+        found = Extension(True, ("cpu",), build, "", **_readers(library))
     except ExtensionError as error:
         if required:
             raise
