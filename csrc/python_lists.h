@@ -434,11 +434,11 @@ inline bool is_uniform(int64_t number, bool fill_storages) {
 }
 
 // Whether no two tensors of the known lists begin at one place. Those without elements begin nowhere.
-inline bool are_apart(const int64_t* numbers, int64_t count) {
+inline bool are_apart(PyObject* numbers) {
   std::vector<KnownListPointer> lists;
   size_t all = 0, size = 64;
-  for (int64_t i = 0; i < count; ++i) {
-    lists.push_back(known_lists().find(numbers[i]));
+  for (ptrdiff_t i = 0; i < PyList_Size(numbers); ++i) {
+    lists.push_back(known_lists().find(PyLong_AsLongLong(PyList_GetItem(numbers, i))));
     if (!lists.back()) return false;
     all += view(*lists.back()).size();
   }

@@ -239,7 +239,8 @@ def build(folder, *command, **environment):
     shutil.copytree(ROOT / "csrc", folder / "csrc")
     (folder / "ampctx/kernels").mkdir(parents=True)
     shutil.copy(ROOT / "ampctx/kernels/spec.py", folder / "ampctx/kernels")
-    shutil.copy(ROOT / "ampctx/__init__.py", folder / "ampctx")
+    for name in ("__init__.py", "_version.py"):
+        shutil.copy(ROOT / "ampctx" / name, folder / "ampctx")
     command = [sys.executable, "setup.py", *(command or ("build_ext", "--inplace"))]
     variables = {**os.environ, "AMPCTX_CUDA": "0", **environment}
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)

@@ -116,7 +116,8 @@ def test_no_driver_gets_more_parameters_than_it_takes(emulation, runtime, driver
     limit = 4096 if driver == OLD_DRIVER else 32764
     for name in LAUNCHES:
         for tensors in (161, 1200):
-            assert parameter_bytes(emulation, name, tensors) <= limit, (name, tensors)
+            for how in ({}, IN_CODES) if name in WITH_CODES else ({},):
+                assert parameter_bytes(emulation, name, tensors, **how) <= limit, (name, tensors, how)
 
 
 def test_longer_lists_are_one_launch(emulation):
@@ -165,6 +166,7 @@ LAUNCHES = {
 }
 
 
+WITH_CODES, IN_CODES = ("adam", "lion", "lamb", "novograd"), {"state": "8bit"}
 WITHOUT_LISTS = ("update_scale", "block_factors", "count_skip")
 
 
@@ -174,13 +176,14 @@ WITHOUT_LISTS = ("update_scale", "block_factors", "count_skip")
 def test_launches(emulation, runtime, most, name):
     emulation.ampctx_test_launches.restype = ctypes.c_int64
 
-    def launches(tensors):
+    def launches(tensors, **how):
         before = emulation.ampctx_test_launches()
-        run_once(name, [1] * tensors)
+        run_once(name, [1] * tensors, **how)
         return emulation.ampctx_test_launches() - before
 
     always, captured = LAUNCHES[name]
     assert [launches(n) for n in (161, 400, most)] == [always] * 3
+    assert name not in WITH_CODES or launches(161, **IN_CODES) == always
     runtime(capturing=True)
     assert [launches(n) for n in (161, 400, 4000)] == [always, always, captured]
     runtime(driver=OLD_DRIVER)

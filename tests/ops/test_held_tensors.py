@@ -101,23 +101,16 @@ def test_a_list_is_let_go_with_its_object():
         held(call, COMPILED, params=number)
 
 
-@pytest.mark.parametrize("which", [None, ("params",)], ids=["all", "some"])
-def test_typed_calls_take_held_lists(which):
-    call = make_call(COMPILED, OPTIMIZERS[0], SIZES)
+@pytest.mark.parametrize("which", [None, ("params", "extras")], ids=["all", "some"])
+def test_typed_calls_take_held_lists_and_tell_autograd(which):
+    call = make_call(COMPILED, OPTIMIZERS[0], SIZES, write_back="copy")
     expected = call.clone().run(COMPILED)
     lists = {
         name: handles.HeldTensors(t) if t and (not which or name in which) else t for name, t in call.lists.items()
     }
-    optimizer_ops.adam(**lists, found_inf=torch.zeros(()), inv_scale=0.5, lr=0.01, **typed(call.options))
+    options = {**call.options, "write_back": "copy"}
+    optimizer_ops.adam(**lists, found_inf=torch.zeros(()), inv_scale=0.5, lr=0.01, **options)
     call.assert_same(expected)
-
-
-def test_autograd_is_told_of_weights():
-    call = make_call(COMPILED, OPTIMIZERS[0], SIZES, write_back="copy")
-    lists = {name: handles.HeldTensors(t) if t and name != "grads" else t for name, t in call.lists.items()}
-    optimizer_ops.adam(
-        **lists, found_inf=torch.zeros(()), inv_scale=0.5, lr=0.01, write_back="copy", **typed(call.options)
-    )
     assert all(t._version >= 1 for name in ("params", "extras") for t in call[name])
 
 
@@ -128,10 +121,6 @@ def test_what_the_dispatcher_copies_is_not_held(tensor):
     with pytest.raises(AmpValueError, match=r"would hand over a copy. Pass its clone\(\)"):
         handles.HeldTensors([torch.ones(3), tensor])
     handles.HeldTensors([torch.ones(3), tensor.clone()])
-
-
-def typed(options):
-    return {name: value for name, value in options.items() if name != "write_back"}
 
 
 def test_an_empty_list_cannot_be_held():

@@ -31,20 +31,16 @@ def test_sizes(backend, sizes):
 
 
 @pytest.mark.parametrize("dtype", ALL_FLOATS, ids=short)
-@pytest.mark.parametrize("inv_scale", [None, 0.3, torch.tensor(1 / 65536)], ids=["plain", "float", "tensor"])
-def test_dtypes_and_inv_scale(backend, dtype, inv_scale):
+@pytest.mark.parametrize("form", ["plain", "float", "tensor", "on-the-device"])
+def test_dtypes_and_inv_scale(backend, dtype, form):
+    forms = {"plain": None, "float": 0.3, "tensor": torch.tensor(1 / 65536)}
+    inv_scale = (forms | {"on-the-device": torch.tensor([0.3], device=backend.device)})[form]
     tensors = backend.randn([5, 0, 2049, 64], dtype)
     kept = [t.clone() for t in tensors]
     found = []
     if serves_or_refuses(backend, lambda: found.append(backend.l2norm(tensors, backend.flag(), inv_scale)), dtype):
         assert_norms(*found[0], tensors, 1.0 if inv_scale is None else float(inv_scale))
         assert all(map(torch.equal, tensors, kept))
-
-
-def test_inv_scale_on_the_device(backend):
-    tensors = backend.randn([1000])
-    norms = backend.l2norm(tensors, backend.flag(), torch.tensor([0.3], device=backend.device))
-    assert_norms(*norms, tensors, 0.3)
 
 
 @pytest.mark.parametrize("inv_scale", [None, 0.5], ids=["plain", "unscale"])

@@ -263,13 +263,6 @@ def test_step_counts(backend, optimizer):
     assert [s.item() for s in call["steps"]] == [2, 9, 3, 2, 5, 1002, 3]
 
 
-@on_optimizers
-def test_nothing_but_empty_tensors(backend, optimizer):
-    call = make_call(backend, optimizer, [0, 0])
-    call.run(backend)
-    assert [s.item() for s in call["steps"]] == [1, 2]
-
-
 @pytest.mark.parametrize("optimizer", [SGD, LAMB, NOVOGRAD, LARC], ids=lambda o: o.name)
 def test_threads_do_not_change_the_result(backend, optimizer):
     sizes = [100_003, 5, 70_001] if backend.name == "cpu" else [3_001, 5]

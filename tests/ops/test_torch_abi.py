@@ -11,7 +11,7 @@ import torch
 CSRC = Path(__file__).parents[2] / "csrc"
 HEADER = "torch_abi.h"
 FUNCTION = re.compile(
-    r"^(?:__attribute__\(\(weak\)\) )?(?:AOTITorchError |int32_t |const char\* ?)(\w+)\(", re.MULTILINE
+    r"^(?:__attribute__\(\(weak\)\) )?(?:AOTITorchError |int32_t |const char\* ?)([a-z]\w+)\(", re.MULTILINE
 )
 
 
