@@ -296,7 +296,7 @@ FAULTS = [
     # --- what an optimizer hands to its op --------------------------------------------------------------------------
     Fault(
         "the last of an op's numbers is not handed on", "ampctx",
-        "{number.source}\" for number in spec.numbers]", "{number.source}\" for number in spec.numbers[:-1]]",
+        '"adam_w_mode": bool(self.adam_w_mode),\n    }\n\n\ndef sgd', "}\n\n\ndef sgd",
         "tests/optimizers/test_optimizer_formulas.py",
     ),
     Fault(
@@ -316,7 +316,7 @@ FAULTS = [
     ),
     Fault(
         "muon orthogonalises under autocast", "ampctx",
-        "torch.autocast(device.type, enabled=False) if is_on else nullcontext()", "nullcontext()",
+        "off = torch.autocast(first, enabled=False) if torch.is_autocast_enabled(first)", "off = nullcontext() if True",
         "tests/optimizers/test_fused_muon.py",
     ),
     Fault(
