@@ -103,31 +103,22 @@ def test_version_counters(call):
     assert all(t._version == 0 for t in read)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.name)
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, LARC], ids=lambda o: o.name)
 @pytest.mark.usefixtures("reference")
 def test_optimizer_calls(optimizer):
     """The typed calls: the same as the op, by names; floats and tensors as factors; autograd hears of what changed."""
-    call = make_call(COMPILED, optimizer, [3, 0, (2, 5)], param=torch.bfloat16, write_back="split")
+    how = {} if optimizer is LARC else {"param": torch.bfloat16, "write_back": "split"}
+    call = make_call(COMPILED, optimizer, [3, 0, (2, 5)], **how)
     expected = call.expected(inv_scale=0.5, lr=0.25)
-    options = {**call.options, "write_back": "split"}
     typed = getattr(optimizer_ops, optimizer.op.removeprefix("multi_tensor_"))
+    options = {
+        name: value for name, value in {**call.options, **how}.items() if name in inspect.signature(typed).parameters
+    }
     typed(**call.lists, found_inf=torch.zeros(()), inv_scale=torch.tensor(0.5), lr=0.25, **options)
     call.assert_agrees(expected)
-    versions = {name: {t._version for t in tensors} for name, tensors in call.lists.items() if tensors}
-    assert versions["grads"] == {0}
-    assert all(max(versions[name]) >= 1 for name in ("params", "extras")), versions
-
-
-@pytest.mark.usefixtures("reference")
-def test_larc_call():
-    """The same of the one that writes gradients."""
-    call = make_call(COMPILED, LARC, [3, 0, (2, 5)])
-    expected = call.expected(inv_scale=0.5, lr=0.25)
-    options = {name: call.options[name] for name in ("trust_coefficient", "eps", "weight_decay", "clip")}
-    optimizer_ops.larc(**call.lists, found_inf=torch.zeros(()), inv_scale=torch.tensor(0.5), lr=0.25, **options)
-    call.assert_agrees(expected)
-    assert all(g._version >= 1 for g in call["grads"])
-    assert all(p._version == 0 for p in call["params"])
+    read, written = ("params", ["grads"]) if optimizer is LARC else ("grads", ["params", "extras"])
+    assert {t._version for t in call[read]} == {0}
+    assert all(max(t._version for t in call[name]) >= 1 for name in written)
 
 
 def test_python_calls_take_floats_and_tensors():

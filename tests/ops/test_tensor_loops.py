@@ -44,23 +44,6 @@ def params(count=COUNT):
     return [nn.Parameter(torch.full((3,), float(i))) for i in range(count)]
 
 
-@either
-def test_members_are_those_of_each_group_in_order(side):
-    tensors = params()
-    groups = [{"params": tensors[:30], "lr": 1.0}, {"params": []}, {"params": tensors[30:]}]
-    members = side.members_of(groups)
-    assert side.same_members(groups, members)
-    assert not side.same_members(groups[:2], members)
-    assert not side.same_members([*groups, {"params": []}], members)
-    assert not side.same_members(groups[::-1], members)
-    groups[1]["params"].append(groups[0]["params"].pop())
-    assert not side.same_members(groups, members)
-    groups[0]["params"].append(groups[1]["params"].pop())
-    assert side.same_members(groups, members)
-    groups[0]["params"][3] = nn.Parameter(tensors[3].detach())
-    assert not side.same_members(groups, members)
-
-
 class OwnGrad(nn.Parameter):
     @property
     def grad(self):
@@ -117,7 +100,9 @@ def test_what_is_no_tensor_has_no_gradient_to_look_for(side, stored):
 
 
 @either
-@pytest.mark.parametrize("change", [None, "group", "dtype", "gradient"])
+@pytest.mark.parametrize(
+    "change", [None, "group", "fewer-groups", "more-groups", "order", "border", "dtype", "gradient"]
+)
 def test_a_block_sees_what_has_changed_since_the_last_one(side, change):
     tensors = params()
     held = handles.HeldTensors(tensors)
@@ -126,6 +111,11 @@ def test_a_block_sees_what_has_changed_since_the_last_one(side, change):
     members = side.members_of(groups)
     if change == "group":
         groups[1]["params"] = tensors[31:]
+    if change == "more-groups":
+        groups.append({"params": []})
+    groups = {"fewer-groups": groups[:1], "order": groups[::-1]}.get(change, groups)
+    if change == "border":
+        groups[0]["params"].append(groups[1]["params"].pop(0))
     if change == "dtype":
         tensors[-1].data = tensors[-1].data.half()
     if change == "gradient":
