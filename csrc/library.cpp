@@ -1,8 +1,8 @@
 // One boxed function per op and backend (those of the optimizers are in library_optimizers.h), and their registration,
 // which ampctx/kernels/extension.py calls.
 //
-// The schemas are in ampctx/kernels/ops.py. A boxed function takes its arguments off the stack, checks them, and puts
-// the results on the stack. torch turns its C++ exceptions into RuntimeError (error.h).
+// The schemas are in ampctx/kernels/definitions.py. A boxed function takes its arguments off the stack, checks them,
+// and puts the results on the stack. torch turns its C++ exceptions into RuntimeError (error.h).
 #include <cmath>
 #include <limits>
 
@@ -301,91 +301,55 @@ AMPCTX_EXPORT int ampctx_register_cuda(const char* ns) {
 }
 #endif
 
-// These need the GIL. An exception of C++ must not leave them.
-template <class Result, class Function, class... Arguments>
-static Result guarded(Result failed, const Function& function, Arguments... arguments) {
-  try {
-    return static_cast<Result>(function(arguments...));
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-    return failed;
+// A function for Python's ctypes, which needs the GIL. bool is int there, and no exception of C++ may leave it.
+template <class T>
+using ForC = std::conditional_t<std::is_same_v<T, bool>, int, T>;
+template <auto function>
+struct Guarded;
+template <class Result, class... Arguments, Result (*function)(Arguments...)>
+struct Guarded<function> {
+  static ForC<Result> call(ForC<Arguments>... arguments) {
+    try {
+      return function(arguments...);
+    } catch (const std::exception& error) {
+      PyErr_SetString(PyExc_RuntimeError, error.what());
+      if constexpr (std::is_pointer_v<Result>) {
+        return nullptr;
+      } else {
+        return -1;
+      }
+    }
   }
-}
+};
 
-AMPCTX_EXPORT int ampctx_use_python(PyObject* exchange, PyObject* objects) {
-  return guarded(-1, ampctx::python_lists::use, exchange, objects);
-}
-AMPCTX_EXPORT int ampctx_use_hints(PyObject* param, PyObject* numbers, int64_t version) {
-  return guarded(-1, ampctx::python_lists::use_hints, param, numbers, version);
-}
-AMPCTX_EXPORT int ampctx_use_types(PyObject* types) { return guarded(-1, ampctx::python_lists::use_types, types); }
-AMPCTX_EXPORT PyObject* ampctx_new_list() {
-  return guarded(static_cast<PyObject*>(nullptr), ampctx::python_lists::new_list);
-}
-AMPCTX_EXPORT int ampctx_read_tensors(PyObject* tensors, int64_t number) {
-  return guarded(-1, ampctx::python_lists::read_tensors, tensors, number);
-}
-AMPCTX_EXPORT int ampctx_read_grads(PyObject* params, PyObject* grads, int every, int64_t number) {
-  return guarded(-1, ampctx::python_lists::read_grads, params, grads, every != 0, number);
-}
-AMPCTX_EXPORT int ampctx_collect_grads(PyObject* params, PyObject* grads) {
-  return guarded(-1, ampctx::python_lists::collect_grads, params, grads);
-}
-AMPCTX_EXPORT int ampctx_read_along(PyObject* params, PyObject* grads, int64_t number, int64_t of_params) {
-  return guarded(-1, ampctx::python_lists::read_along, params, grads, number, of_params);
-}
-AMPCTX_EXPORT int ampctx_read_entries(PyObject* dicts, PyObject* key, PyObject* found, int64_t number) {
-  return guarded(-1, ampctx::python_lists::read_entries, dicts, key, found, number);
-}
-AMPCTX_EXPORT int ampctx_same_items(PyObject* items, PyObject* others) {
-  return guarded(-1, ampctx::python_passes::same_items, items, others);
-}
-AMPCTX_EXPORT int ampctx_same_members(PyObject* groups, PyObject* members) {
-  return guarded(-1, ampctx::python_passes::same_members, groups, members);
-}
-AMPCTX_EXPORT int ampctx_same_mapping(PyObject* dict, PyObject* keys, PyObject* values) {
-  return guarded(-1, ampctx::python_passes::same_mapping, dict, keys, values);
-}
-AMPCTX_EXPORT int ampctx_same_entries(PyObject* dicts, PyObject* keys, PyObject* columns) {
-  return guarded(-1, ampctx::python_passes::same_entries, dicts, keys, columns);
-}
-AMPCTX_EXPORT int ampctx_nothing_changed(PyObject* groups, PyObject* members, int64_t number, PyObject* kinds,
-                                         PyObject* leaves) {
-  return guarded(-1, ampctx::python_passes::nothing_changed, groups, members, number, kinds, leaves);
-}
-AMPCTX_EXPORT int ampctx_same_plan(PyObject* kept, PyObject* groups, PyObject* state, PyObject* models,
-                                   PyObject* lazy) {
-  return guarded(-1, ampctx::python_passes::same_plan, kept, groups, state, models, lazy);
-}
-AMPCTX_EXPORT int ampctx_are_plain(PyObject* tensors) { return guarded(-1, ampctx::python_passes::are_plain, tensors); }
-AMPCTX_EXPORT int ampctx_are_resolved(PyObject* tensors) {
-  return guarded(-1, ampctx::python_passes::are_resolved, tensors);
-}
-AMPCTX_EXPORT int ampctx_have_no_grad(PyObject* tensors, int stored) {
-  return guarded(-1, ampctx::python_passes::have_no_grad, tensors, stored);
-}
-AMPCTX_EXPORT int ampctx_clear_grads(PyObject* tensors, int stored) {
-  return guarded(-1, ampctx::python_passes::clear_grads, tensors, stored);
-}
-AMPCTX_EXPORT int ampctx_bump_each(PyObject* tensors) { return guarded(-1, ampctx::python_passes::bump_each, tensors); }
-AMPCTX_EXPORT PyObject* ampctx_held_kinds(int64_t number) {
-  return guarded(static_cast<PyObject*>(nullptr), ampctx::python_passes::held_kinds, number);
-}
-AMPCTX_EXPORT PyObject* ampctx_write_counts(PyObject* tensors, int64_t number) {
-  return guarded(static_cast<PyObject*>(nullptr), ampctx::python_passes::write_counts, tensors, number);
-}
-
-AMPCTX_EXPORT int ampctx_are_contiguous(int64_t number) {
-  return guarded(-1, ampctx::python_lists::are_contiguous, number);
-}
-AMPCTX_EXPORT int ampctx_lie_alike(int64_t grads, int64_t params) {
-  return guarded(-1, ampctx::python_lists::lie_alike, grads, params);
-}
-AMPCTX_EXPORT int ampctx_is_uniform(int64_t number, int fill_storages) {
-  return guarded(-1, ampctx::python_lists::is_uniform, number, fill_storages != 0);
-}
-AMPCTX_EXPORT int ampctx_are_apart(const int64_t* numbers, int64_t count) {
-  return guarded(-1, ampctx::python_lists::are_apart, numbers, count);
+// Pointers: ampctx/kernels/extension.py knows the types of arguments.
+extern "C" {
+#define AMPCTX_FOR_PYTHON(part, name) \
+  __attribute__((visibility("default"))) auto* ampctx_##name = &Guarded<&ampctx::part::name>::call;
+AMPCTX_FOR_PYTHON(python_lists, use_python)
+AMPCTX_FOR_PYTHON(python_lists, use_hints)
+AMPCTX_FOR_PYTHON(python_lists, use_types)
+AMPCTX_FOR_PYTHON(python_lists, new_list)
+AMPCTX_FOR_PYTHON(python_lists, read_tensors)
+AMPCTX_FOR_PYTHON(python_lists, read_grads)
+AMPCTX_FOR_PYTHON(python_lists, collect_grads)
+AMPCTX_FOR_PYTHON(python_lists, read_along)
+AMPCTX_FOR_PYTHON(python_lists, read_entries)
+AMPCTX_FOR_PYTHON(python_lists, are_contiguous)
+AMPCTX_FOR_PYTHON(python_lists, lie_alike)
+AMPCTX_FOR_PYTHON(python_lists, is_uniform)
+AMPCTX_FOR_PYTHON(python_lists, are_apart)
+AMPCTX_FOR_PYTHON(python_passes, same_items)
+AMPCTX_FOR_PYTHON(python_passes, same_members)
+AMPCTX_FOR_PYTHON(python_passes, nothing_changed)
+AMPCTX_FOR_PYTHON(python_passes, same_plan)
+AMPCTX_FOR_PYTHON(python_passes, are_plain)
+AMPCTX_FOR_PYTHON(python_passes, are_resolved)
+AMPCTX_FOR_PYTHON(python_passes, have_no_grad)
+AMPCTX_FOR_PYTHON(python_passes, clear_grads)
+AMPCTX_FOR_PYTHON(python_passes, bump_each)
+AMPCTX_FOR_PYTHON(python_passes, held_kinds)
+AMPCTX_FOR_PYTHON(python_passes, write_counts)
 }
 
 AMPCTX_EXPORT const char* ampctx_build_info() {

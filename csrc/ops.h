@@ -99,26 +99,21 @@ struct BlockFactors {
 
 // A ScaleUpdate may be null, and its flag is the call's.
 // norms_workspace: bytes for `count` norms of each tensor, and for the partial sums they come from.
+#define AMPCTX_ENTRIES                                                                                        \
+  void scale(const Context&, const TensorLists& src_dst, FoundInf, const ClippedFactor&, const ScaleUpdate*); \
+  void axpby(const Context&, const TensorLists& x_y_out, FoundInf, Factor a, Factor b, int arg_to_check);     \
+  int64_t norms_workspace(const TensorLists& tensors, int count);                                             \
+  void l2norm(const Context&, const TensorLists& tensors, FoundInf, Factor inv_scale, const NormOutputs&,     \
+              const ScaleUpdate*);                                                                            \
+  void update_scale(const Context&, const ScaleState&, const ScaleRule&);                                     \
+  void block_factors(const Context&, const float* scale, const BlockFactors&);                                \
+  void count_skip(const Context&, const SkipCounts&, FoundInf of_step, FoundInf of_loss);
 namespace cpu {
-void scale(const Context&, const TensorLists& src_dst, FoundInf, const ClippedFactor&, const ScaleUpdate*);
-void axpby(const Context&, const TensorLists& x_y_out, FoundInf, Factor a, Factor b, int arg_to_check);
-int64_t norms_workspace(const TensorLists& tensors, int count);
-void l2norm(const Context&, const TensorLists& tensors, FoundInf, Factor inv_scale, const NormOutputs&,
-            const ScaleUpdate*);
-void update_scale(const Context&, const ScaleState&, const ScaleRule&);
-void block_factors(const Context&, const float* scale, const BlockFactors&);
-void count_skip(const Context&, const SkipCounts&, FoundInf of_step, FoundInf of_loss);
-}  // namespace cpu
-
+AMPCTX_ENTRIES
+}
 namespace cuda {
-void scale(const Context&, const TensorLists& src_dst, FoundInf, const ClippedFactor&, const ScaleUpdate*);
-void axpby(const Context&, const TensorLists& x_y_out, FoundInf, Factor a, Factor b, int arg_to_check);
-int64_t norms_workspace(const TensorLists& tensors, int count);
-void l2norm(const Context&, const TensorLists& tensors, FoundInf, Factor inv_scale, const NormOutputs&,
-            const ScaleUpdate*);
-void update_scale(const Context&, const ScaleState&, const ScaleRule&);
-void block_factors(const Context&, const float* scale, const BlockFactors&);
-void count_skip(const Context&, const SkipCounts&, FoundInf of_step, FoundInf of_loss);
-}  // namespace cuda
+AMPCTX_ENTRIES
+}
+#undef AMPCTX_ENTRIES
 
 }  // namespace ampctx

@@ -1,7 +1,7 @@
 // Reads lists of Python's tensors for one op call: where they lie, without a way through torch's dispatcher, which
 // makes objects of each.
 //
-// Taken are lists of one device and dtype whose tensors are plain ones, of the types that use() was given, whose
+// Taken are lists of one device and dtype whose tensors are plain ones, of the types that use_types() was given, whose
 // elements each fill one block of memory, and whose values are those in that memory. Anything else is not read: the
 // caller goes through the dispatcher then, and an op says what is wrong with a tensor. What was read holds until
 // somebody changes a tensor; ops are called at once with it, and somebody keeps the tensors until they return.
@@ -43,7 +43,7 @@ inline void* slot_of(PyObject* object, int slot) {
 
 // Given type(tensor).__dlpack_c_exchange_api__ and the list [None, Tensor.grad, Tensor._version]. 0, or a code that
 // says why nothing will be read.
-inline int use(PyObject* exchange, PyObject* objects) {
+inline int use_python(PyObject* exchange, PyObject* objects) {
   Python& found = python();
   const auto* api =
       static_cast<const python_abi::DLPackExchange*>(PyCapsule_GetPointer(exchange, python_abi::kExchangeCapsule));
@@ -434,11 +434,11 @@ inline bool is_uniform(int64_t number, bool fill_storages) {
 }
 
 // Whether no two tensors of the known lists begin at one place. Those without elements begin nowhere.
-inline bool are_apart(const int64_t* numbers, int64_t count) {
+inline bool are_apart(PyObject* numbers) {
   std::vector<KnownListPointer> lists;
   size_t all = 0, size = 64;
-  for (int64_t i = 0; i < count; ++i) {
-    lists.push_back(known_lists().find(numbers[i]));
+  for (ptrdiff_t i = 0; i < PyList_Size(numbers); ++i) {
+    lists.push_back(known_lists().find(PyLong_AsLongLong(PyList_GetItem(numbers, i))));
     if (!lists.back()) return false;
     all += view(*lists.back()).size();
   }

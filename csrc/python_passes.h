@@ -162,25 +162,28 @@ struct Kind {
   int32_t dtype, device_type, device_index;
 };
 
-inline Kind kind_of(const torch_abi::Tensor& tensor) {
-  return {tensor.dtype(), tensor.device_type(), tensor.device_index()};
+// Of each tensor of a held list. Empty for another list.
+inline std::vector<Kind> kinds_of(int64_t number) {
+  std::vector<Kind> kinds;
+  const KnownListPointer list = known_lists().find(number);
+  const auto* tensors = list ? std::get_if<torch_abi::TensorList>(list.get()) : nullptr;
+  if (tensors) kinds.reserve(tensors->size());
+  for (size_t i = 0; tensors && i < tensors->size(); ++i) {
+    view(*list).prefetch_ahead(i, tensors->size());
+    const torch_abi::Tensor& tensor = (*tensors)[i];
+    kinds.push_back({tensor.dtype(), tensor.device_type(), tensor.device_index()});
+  }
+  return kinds;
 }
 
 // Between two blocks nothing has changed: same_members(), the tensors of a held list are of the `kinds` that
 // held_kinds() gave, and have_no_grad() of the leaves.
 inline int nothing_changed(PyObject* groups, PyObject* members, int64_t number, PyObject* kinds, PyObject* leaves) {
   if (!same_members(groups, members)) return 0;
-  const KnownListPointer list = known_lists().find(number);
-  const auto* tensors = list ? std::get_if<torch_abi::TensorList>(list.get()) : nullptr;
-  const ptrdiff_t bytes = PyBytes_Size(kinds);
-  if (!tensors || bytes != static_cast<ptrdiff_t>(tensors->size() * sizeof(Kind))) return no();
-  const char* known = PyBytes_AsString(kinds);
-  for (size_t i = 0; i < tensors->size(); ++i, known += sizeof(Kind)) {
-    view(*list).prefetch_ahead(i, tensors->size());
-    const Kind kind = kind_of((*tensors)[i]);
-    if (std::memcmp(&kind, known, sizeof(kind)) != 0) return 0;
-  }
-  return have_no_grad(leaves, 0);
+  const std::vector<Kind> now = kinds_of(number);
+  const size_t bytes = now.size() * sizeof(Kind);
+  if (now.empty() || PyBytes_Size(kinds) != static_cast<ptrdiff_t>(bytes)) return no();
+  return std::memcmp(now.data(), PyBytes_AsString(kinds), bytes) == 0 ? have_no_grad(leaves, 0) : 0;
 }
 
 // Whether the calls of a step are those of the step before. `kept`: its groups and members; keys and values of the
@@ -207,18 +210,8 @@ PyObject* as_bytes(const std::vector<T>& values) {
                                    static_cast<ptrdiff_t>(values.size() * sizeof(T)));
 }
 
-// Dtype and device of each tensor of a held list, as bytes to compare. None for another list.
-inline PyObject* held_kinds(int64_t number) {
-  std::vector<Kind> kinds;
-  const KnownListPointer list = known_lists().find(number);
-  const auto* tensors = list ? std::get_if<torch_abi::TensorList>(list.get()) : nullptr;
-  if (tensors) kinds.reserve(tensors->size());
-  for (size_t i = 0; tensors && i < tensors->size(); ++i) {
-    view(*list).prefetch_ahead(i, tensors->size());
-    kinds.push_back(kind_of((*tensors)[i]));
-  }
-  return as_bytes(kinds);
-}
+// kinds_of() as bytes to compare.
+inline PyObject* held_kinds(int64_t number) { return as_bytes(kinds_of(number)); }
 
 // Identity, version and address of each tensor, as bytes to compare. `number`: of a held list that begins with them.
 inline PyObject* write_counts(PyObject* tensors, int64_t number) {

@@ -33,26 +33,13 @@ typedef void (*ParallelFunc)(int64_t begin, int64_t end, void* ctx);
 int32_t aoti_torch_device_type_cpu();
 int32_t aoti_torch_device_type_cuda();
 int32_t aoti_torch_device_type_meta();
-int32_t aoti_torch_dtype_float16();
-int32_t aoti_torch_dtype_bfloat16();
-int32_t aoti_torch_dtype_float32();
-int32_t aoti_torch_dtype_float64();
-int32_t aoti_torch_dtype_uint8();
-int32_t aoti_torch_dtype_int8();
-int32_t aoti_torch_dtype_int16();
-int32_t aoti_torch_dtype_int32();
-int32_t aoti_torch_dtype_int64();
-int32_t aoti_torch_dtype_bool();
-int32_t aoti_torch_dtype_float8_e5m2();
-int32_t aoti_torch_dtype_float8_e4m3fn();
-int32_t aoti_torch_dtype_float8_e5m2fnuz();
-int32_t aoti_torch_dtype_float8_e4m3fnuz();
-int32_t aoti_torch_dtype_uint16();
-int32_t aoti_torch_dtype_uint32();
-int32_t aoti_torch_dtype_uint64();
-int32_t aoti_torch_dtype_complex32();
-int32_t aoti_torch_dtype_complex64();
-int32_t aoti_torch_dtype_complex128();
+#define AMPCTX_DTYPES(OP)                                                                                              \
+  OP(float16), OP(bfloat16), OP(float32), OP(float64), OP(uint8), OP(int8), OP(int16), OP(int32), OP(int64), OP(bool), \
+      OP(float8_e5m2), OP(float8_e4m3fn), OP(float8_e5m2fnuz), OP(float8_e4m3fnuz), OP(uint16), OP(uint32),            \
+      OP(uint64), OP(complex32), OP(complex64), OP(complex128)
+#define AMPCTX_DECLARE(name) aoti_torch_dtype_##name()
+int32_t AMPCTX_DTYPES(AMPCTX_DECLARE);
+#undef AMPCTX_DECLARE
 int32_t aoti_torch_layout_strided();
 
 AOTITorchError aoti_torch_library_init_impl(const char* ns, const char* key, const char* file, uint32_t line,
@@ -136,28 +123,12 @@ struct Device {
 };
 
 inline std::string dtype_name(int32_t dtype) {
-  const std::pair<int32_t (*)(), const char*> names[] = {
-      {aoti_torch_dtype_float16, "float16"},
-      {aoti_torch_dtype_bfloat16, "bfloat16"},
-      {aoti_torch_dtype_float32, "float32"},
-      {aoti_torch_dtype_float64, "float64"},
-      {aoti_torch_dtype_uint8, "uint8"},
-      {aoti_torch_dtype_int8, "int8"},
-      {aoti_torch_dtype_int16, "int16"},
-      {aoti_torch_dtype_int32, "int32"},
-      {aoti_torch_dtype_int64, "int64"},
-      {aoti_torch_dtype_bool, "bool"},
-      {aoti_torch_dtype_float8_e5m2, "float8_e5m2"},
-      {aoti_torch_dtype_float8_e4m3fn, "float8_e4m3fn"},
-      {aoti_torch_dtype_float8_e5m2fnuz, "float8_e5m2fnuz"},
-      {aoti_torch_dtype_float8_e4m3fnuz, "float8_e4m3fnuz"},
-      {aoti_torch_dtype_uint16, "uint16"},
-      {aoti_torch_dtype_uint32, "uint32"},
-      {aoti_torch_dtype_uint64, "uint64"},
-      {aoti_torch_dtype_complex32, "complex32"},
-      {aoti_torch_dtype_complex64, "complex64"},
-      {aoti_torch_dtype_complex128, "complex128"},
-  };
+#define AMPCTX_NAMED(name)         \
+  {                                \
+    aoti_torch_dtype_##name, #name \
+  }
+  const std::pair<int32_t (*)(), const char*> names[] = {AMPCTX_DTYPES(AMPCTX_NAMED)};
+#undef AMPCTX_NAMED
   for (const auto& [code, name] : names) {
     if (dtype == code()) return std::string("torch.") + name;
   }

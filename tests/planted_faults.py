@@ -296,7 +296,7 @@ FAULTS = [
     # --- what an optimizer hands to its op --------------------------------------------------------------------------
     Fault(
         "the last of an op's numbers is not handed on", "ampctx",
-        "{number.source}\" for number in spec.numbers]", "{number.source}\" for number in spec.numbers[:-1]]",
+        '"adam_w_mode": bool(self.adam_w_mode),\n    }\n\n\ndef sgd', "}\n\n\ndef sgd",
         "tests/optimizers/test_optimizer_formulas.py",
     ),
     Fault(

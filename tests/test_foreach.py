@@ -51,15 +51,13 @@ def test_buckets_by_dtype_device_and_layout():
     assert buckets([], []) == []
 
 
-@pytest.mark.parametrize("kind", [torch.complex64, torch.float8_e4m3fn, torch.int32], ids=str)
-def test_dtypes_without_a_kernel(kind):
-    t = torch.zeros(3).to(kind)
-    assert [b.fused for b in buckets([t])] == [False]
+KINDS = [torch.zeros(3, dtype=d) for d in (torch.complex64, torch.int32)]
+KINDS += [torch.zeros(3).to(torch.float8_e4m3fn), torch.eye(3).to_sparse()]
 
 
-def test_sparse_tensors_are_not_for_kernels():
-    t = torch.eye(3).to_sparse()
-    assert [b.fused for b in buckets([t], [t])] == [False]
+@pytest.mark.parametrize("tensor", KINDS, ids=lambda t: f"{t.layout}-{t.dtype}")
+def test_tensors_without_a_kernel(tensor):
+    assert [b.fused for b in buckets([tensor], [tensor])] == [False]
 
 
 def test_lists_of_different_length():

@@ -48,13 +48,6 @@ def test_norm_and_gradients_are_torchs(dtype, norm_type, max_norm):
     assert norm.shape == ()
 
 
-def test_norm_is_that_of_an_fp64_run():
-    found = parameters(scale=1e3)
-    exact = torch.cat([g.double().flatten() for g in grads(found)]).norm()
-    torch.testing.assert_close(clip_grad_norm_(found, 1.0).double(), exact, rtol=norm_bound(N), atol=0)
-    assert torch.cat([g.flatten() for g in grads(found)]).norm().item() == pytest.approx(1.0, rel=1e-4)
-
-
 def test_small_gradients_are_left_exactly_as_they_are():
     found = parameters()
     before = [g.clone() for g in grads(found)]
@@ -62,8 +55,8 @@ def test_small_gradients_are_left_exactly_as_they_are():
     assert all(torch.equal(a, b) for a, b in zip(before, grads(found), strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_gradients_have_an_fp32_norm_that_does_not_overflow(dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_norm_is_that_of_an_fp64_run_and_does_not_overflow(dtype):
     found = parameters(dtype, scale=1e3)
     exact = torch.cat([g.double().flatten() for g in grads(found)]).norm()
     assert exact > torch.finfo(torch.float16).max
@@ -71,7 +64,7 @@ def test_half_gradients_have_an_fp32_norm_that_does_not_overflow(dtype):
     assert norm.dtype == torch.float32
     torch.testing.assert_close(norm.double(), exact, rtol=norm_bound(N), atol=0)
     after = torch.cat([g.double().flatten() for g in grads(found)]).norm()
-    torch.testing.assert_close(after, exact / 2, rtol=1e-2, atol=0)
+    torch.testing.assert_close(after, exact / 2, rtol=1e-4 if dtype == torch.float32 else 1e-2, atol=0)
 
 
 def test_mixed_dtypes_layouts_and_missing_gradients():
@@ -169,18 +162,12 @@ def test_without_it_the_gradients_are_scaled_as_by_torch(bad):
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 @pytest.mark.parametrize("max_norm", [1.0, torch.tensor(1.0)], ids=["float", "tensor"])
-def test_no_host_read(norm_type, max_norm):
+@pytest.mark.parametrize("error_if_nonfinite", [False, True])
+def test_host_reads(norm_type, max_norm, error_if_nonfinite):
     found = parameters()
     with HostReads() as reads:
-        clip_grad_norm_(found, max_norm, norm_type)
-    assert reads.count == 0
-
-
-def test_error_if_nonfinite_reads_once():
-    found = parameters()
-    with HostReads() as reads:
-        clip_grad_norm_(found, 1.0, error_if_nonfinite=True)
-    assert reads.count == 1
+        clip_grad_norm_(found, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+    assert reads.count == int(error_if_nonfinite)
 
 
 # --- errors --------------------------------------------------------------------------------------------------------

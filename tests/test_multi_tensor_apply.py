@@ -94,13 +94,6 @@ def test_norms_leave_per_tensor_out_by_default_and_raise_the_flag(flag):
     assert multi_tensor_unscale_l2norm(65536, flag, [given], 1.0)[1].numel() == 0
 
 
-def test_results_do_not_depend_on_the_chunk_size(flag):
-    norms = [MultiTensorApply(chunk)(multi_tensor_l2norm, flag, [tensors()], True) for chunk in CHUNKS]
-    for total, each in norms[1:]:
-        assert torch.equal(total, norms[0][0])
-        assert torch.equal(each, norms[0][1])
-
-
 @pytest.mark.parametrize(
     ("chunk_size", "kind", "message"),
     [

@@ -76,14 +76,9 @@ def _check_fake(tensors: Sequence[Tensor], scalars: Sequence[Tensor] = ()) -> No
 
 
 def _fake_nothing(*args):
-    _check_fake(
-        [t for arg in args if isinstance(arg, (list, tuple)) for t in arg],
-        [arg for arg in args if isinstance(arg, Tensor)],
-    )
-
-
-def _fake_update_scale(scale, growth_tracker, hysteresis_tracker, found_inf, *rule):
-    _check_fake([scale, growth_tracker, hysteresis_tracker, found_inf])
+    lists = [arg for arg in args if isinstance(arg, (list, tuple))]
+    scalars = [arg for arg in args if isinstance(arg, Tensor)]
+    _check_fake([t for tensors in lists for t in tensors], scalars) if lists else _check_fake(scalars)
 
 
 def _fake_block_factors(scale):
@@ -105,17 +100,11 @@ def _fake_norms_and_update(*args):
 
 
 FAKES: dict[str, Callable[..., Any]] = {
-    "multi_tensor_scale": _fake_nothing,
-    "multi_tensor_scale_and_update": _fake_nothing,
-    "multi_tensor_scale_clipped": _fake_nothing,
-    "multi_tensor_axpby": _fake_nothing,
+    **dict.fromkeys(FALLBACKS, _fake_nothing),
     "multi_tensor_l2norm": _fake_norms,
     "multi_tensor_unscale_l2norm": _fake_norms,
     "multi_tensor_unscale_l2norm_and_update": _fake_norms_and_update,
-    "update_scale": _fake_update_scale,
     "block_factors": _fake_block_factors,
-    "count_skip": lambda counts, *others: _check_fake([counts, *(t for t in others if isinstance(t, Tensor))]),
-    **dict.fromkeys((op for spec in SPECS.values() for op in spec.ops), _fake_nothing),
 }
 
 

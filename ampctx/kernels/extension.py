@@ -71,7 +71,7 @@ class Extension:
     are_contiguous: Callable[[int], int] = lambda number: False
     lie_alike: Callable[[int, int], int] = lambda grads, params: False
     is_uniform: Callable[[int, bool], int] = lambda number, fill_storages: False
-    are_apart: Callable[[list[int]], bool] = lambda numbers: False
+    are_apart: Callable[[list[int]], int] = lambda numbers: False
     # Functions of csrc/python_passes.h by name, for ``ampctx.kernels.tensor_loops``.
     passes: dict[str, Callable[..., Any]] = field(default_factory=dict)
     late: LateKernels | None = None
@@ -162,56 +162,41 @@ def _open(path: Path) -> ctypes.CDLL:
     return library
 
 
-def _readers(path: Path) -> dict[str, Any]:
-    """The functions that own and read lists of tensors. The readers need torch's DLPack exchange."""
-    library = ctypes.PyDLL(str(path))  # the same library, called with the GIL held
-    named, number, flag = ctypes.py_object, ctypes.c_int64, ctypes.c_int
+# Functions of csrc/python_lists.h and csrc/python_passes.h. Their arguments are objects (o), numbers (n) and flags (f);
+# they return an int, or what a third part says.
+_READERS = (
+    "use_types:o read_tensors:on read_grads:oofn collect_grads:oo read_along:oonn read_entries:ooon are_contiguous:n"
+    " lie_alike:nn is_uniform:nf are_apart:o"
+)
+_PASSES = (
+    "same_items:oo same_members:oo nothing_changed:oonoo same_plan:ooooo are_plain:o are_resolved:o have_no_grad:of"
+    " clear_grads:of bump_each:o held_kinds:n:o write_counts:on:o"
+)
 
-    def function(name: str, *arguments: Any, result: Any = ctypes.c_int) -> Any:
-        found = getattr(library, f"ampctx_{name}")
-        found.argtypes, found.restype = arguments, result
-        return found
 
-    new_list = function("new_list", result=named)
+def _functions(library: ctypes.CDLL, signatures: str) -> dict[str, Any]:
+    """The functions by name. They hold the GIL."""
+    kinds: dict[str, Any] = {"o": ctypes.py_object, "n": ctypes.c_int64, "f": ctypes.c_int}
+    found = {}
+    for signature in signatures.split():
+        name, arguments, *result = signature.split(":")
+        address = ctypes.c_void_p.in_dll(library, f"ampctx_{name}").value or 0
+        prototype = ctypes.PYFUNCTYPE(kinds[result[0] if result else "f"], *[kinds[kind] for kind in arguments])
+        found[name] = prototype(address)
+    return found
+
+
+def _readers(library: ctypes.CDLL) -> dict[str, Any]:
+    """The functions that own and read lists of tensors. Readers need torch's DLPack exchange."""
+    found = _functions(library, "new_list::o")
+    start = _functions(library, "use_python:oo use_hints:oon")
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
-    if exchange is None or function("use_python", named, named)(exchange, [None, Tensor.grad, Tensor._version]):
-        return {"new_list": new_list}
-    use_types = function("use_types", named)
-    use_types([Tensor, torch.nn.Parameter])
-    _allow_hints(function("use_hints", named, named, number))
-    count_apart = function("are_apart", ctypes.POINTER(number), number)
-
-    def are_apart(numbers: list[int]) -> bool:
-        return bool(count_apart((number * len(numbers))(*numbers), len(numbers)))
-
-    return {
-        "new_list": new_list,
-        "use_types": use_types,
-        "read_tensors": function("read_tensors", named, number),
-        "read_grads": function("read_grads", named, named, flag, number),
-        "collect_grads": function("collect_grads", named, named),
-        "read_along": function("read_along", named, named, number, number),
-        "read_entries": function("read_entries", named, named, named, number),
-        "are_contiguous": function("are_contiguous", number),
-        "lie_alike": function("lie_alike", number, number),
-        "is_uniform": function("is_uniform", number, flag),
-        "are_apart": are_apart,
-        "passes": {
-            "same_items": function("same_items", named, named),
-            "same_members": function("same_members", named, named),
-            "same_mapping": function("same_mapping", named, named, named),
-            "same_entries": function("same_entries", named, named, named),
-            "nothing_changed": function("nothing_changed", named, named, number, named, named),
-            "same_plan": function("same_plan", named, named, named, named, named),
-            "are_plain": function("are_plain", named),
-            "are_resolved": function("are_resolved", named),
-            "have_no_grad": function("have_no_grad", named, flag),
-            "clear_grads": function("clear_grads", named, flag),
-            "bump_each": function("bump_each", named),
-            "held_kinds": function("held_kinds", number, result=named),
-            "write_counts": function("write_counts", named, number, result=named),
-        },
-    }
+    if exchange is None or start["use_python"](exchange, [None, Tensor.grad, Tensor._version]):
+        return found
+    found |= _functions(library, _READERS)
+    found["use_types"]([Tensor, torch.nn.Parameter])
+    _allow_hints(start["use_hints"])
+    return found | {"passes": _functions(library, _PASSES)}
 
 
 def _allow_hints(use_hints: Callable[[Any, list[int], int], int]) -> None:
@@ -286,7 +271,7 @@ def load(namespace: str, define: Callable[[str], Any], path: Path = LIBRARY) -> 
         library = _open(path)
         _register_cpu(library, namespace)
         build = json.loads(library.ampctx_build_info())
-        found = Extension(True, ("cpu",), build, "", **_readers(path))
+        found = Extension(True, ("cpu",), build, "", **_readers(library))
     except ExtensionError as error:
         if required:
             raise

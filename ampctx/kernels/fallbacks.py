@@ -157,6 +157,12 @@ def fallback(schema: str) -> Callable[..., Any]:
             raise RuntimeError(f"{op}: slot is {given['slot']}, counts has {given['counts'].numel()} elements")
         if spec is not None:
             return run(spec.name, {**given, "unscale_grads": unscales})
-        return getattr(reference, op)(*arguments)
+        if not op.endswith("_and_update"):
+            return getattr(reference, op)(*arguments)
+        place = list(kinds).index("loss_scale")
+        found = getattr(reference, op.removesuffix("_and_update"))(*arguments[:place])
+        update: Any = (*arguments[place : place + 3], given["found_inf"], *arguments[place + 3 :])
+        reference.update_scale(*update)
+        return found and (*found, found[0].clone())  # of norms, the total again
 
     return checked

@@ -271,6 +271,6 @@ def _as_read(tensors: list[Tensor], number: int, owner: Any, are_contiguous: boo
 def are_apart(lists: Sequence[Sequence[Tensor]]) -> bool:
     """Whether no two non-empty tensors of the lists begin at the same address. No host sync."""
     if all(map(isinstance, lists, repeat(ReadTensors))):
-        return extension.are_apart([tensors.number for tensors in lists])  # type: ignore[attr-defined]
+        return bool(extension.are_apart([tensors.number for tensors in lists]))  # type: ignore[attr-defined]
     places = [t.data_ptr() for t in chain.from_iterable(lists) if t.numel()]
     return len(set(places)) == len(places)

@@ -6,7 +6,6 @@ The functions take any device, dtype and layout, check nothing (``fallbacks`` do
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,15 +85,6 @@ def multi_tensor_scale_clipped(
     multi_tensor_scale(src, dst, found_inf, clipped(scale, grad_norm, max_norm))
 
 
-def multi_tensor_scale_and_update(
-    src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: Tensor, scale: Tensor, *update: Any
-) -> None:
-    """dst = src * scale, then the update of a loss scale and its trackers by the flag."""
-    multi_tensor_scale(src, dst, found_inf, scale)
-    loss_scale, growth_tracker, hysteresis_tracker, *rule = update
-    update_scale(loss_scale, growth_tracker, hysteresis_tracker, found_inf, *rule)
-
-
 def multi_tensor_axpby(
     x: Sequence[Tensor], y: Sequence[Tensor], out: Sequence[Tensor], found_inf: Tensor, a: Tensor, b: Tensor,
     arg_to_check: int,
@@ -127,16 +117,6 @@ def multi_tensor_unscale_l2norm(
 def multi_tensor_l2norm(tensors: Sequence[Tensor], found_inf: Tensor, per_tensor: bool) -> tuple[Tensor, Tensor]:
     """sqrt(sum(t**2)) over all tensors and, with ``per_tensor``, of each."""
     return multi_tensor_unscale_l2norm(tensors, found_inf, torch.ones(()), per_tensor)
-
-
-def multi_tensor_unscale_l2norm_and_update(
-    tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor, per_tensor: bool, *update: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The norms, the total again, and the update of a loss scale and its trackers by the flag."""
-    total, each = multi_tensor_unscale_l2norm(tensors, found_inf, inv_scale, per_tensor)
-    loss_scale, growth_tracker, hysteresis_tracker, *rule = update
-    update_scale(loss_scale, growth_tracker, hysteresis_tracker, found_inf, *rule)
-    return total, each, total.clone()
 
 
 def inverse_of(scale: Tensor) -> Tensor:

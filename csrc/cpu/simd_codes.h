@@ -4,10 +4,13 @@
 #include <type_traits>
 
 #include "simd.h"
+#include "simd_convert.h"
 #include "simd_table.h"
 
 namespace ampctx::cpu {
 namespace {
+
+static_assert(kStrip == kCodeBlock);  // so that strips are blocks of codes
 
 void draw_state_bits(RandomKey key, uint32_t* bits, int64_t n) {
   AMPCTX_INDEPENDENT
@@ -17,14 +20,6 @@ void draw_state_bits(RandomKey key, uint32_t* bits, int64_t n) {
 template <DType type>
 using CodeOf = std::conditional_t<type == DType::i8, int8_t, uint8_t>;
 
-// Both go through blocks of one size, that the compiler knows, and a shorter one at the end.
-template <class Function>
-inline void for_each_code_block(int64_t n, const Function& function) {
-  const int64_t whole = n / kCodeBlock * kCodeBlock;
-  for (int64_t i = 0; i < whole; i += kCodeBlock) function(i, kCodeBlock);
-  if (whole < n) function(whole, n - whole);
-}
-
 template <DType type>
 void decode_block(const CodeOf<type>* codes, float scale, float* values, int64_t n) {
   AMPCTX_INDEPENDENT
@@ -32,7 +27,7 @@ void decode_block(const CodeOf<type>* codes, float scale, float* values, int64_t
 }
 
 void decode_state(DType type, const void* from, const float* scales, float* values, int64_t n) {
-  for_each_code_block(n, [&](int64_t i, int64_t size) {
+  for_each_strip(n, [&](int64_t i, int64_t size) {
     const float scale = scales[i / kCodeBlock];
     if (type == DType::i8) {
       decode_block<DType::i8>(static_cast<const int8_t*>(from) + i, scale, values + i, size);
@@ -70,7 +65,7 @@ void encode_block(const StateRounding& how, const float* values, int64_t first, 
 
 template <DType type>
 void encode_state(const StateRounding& how, const float* values, void* to, float* scales, int64_t n) {
-  for_each_code_block(n, [&](int64_t i, int64_t size) {
+  for_each_strip(n, [&](int64_t i, int64_t size) {
     encode_block<type>(how, values + i, i, static_cast<CodeOf<type>*>(to) + i, scales + i / kCodeBlock, size);
   });
 }

@@ -46,42 +46,92 @@ void store(const void* from, void* to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) narrow(static_cast<float>(in[i]), out[i]);
 }
 
+// Bytes of a vector of the instruction set.
+#if defined(__AVX512F__)
+constexpr int kVector = 64;
+#elif defined(__AVX2__)
+constexpr int kVector = 32;
+#else
+constexpr int kVector = 16;
+#endif
+
+template <class To, class From>
+To bits_as(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+template <class T>
+struct Vector {
+  static constexpr int kWidth = kVector / sizeof(T);
+  typedef T Type __attribute__((vector_size(kVector)));
+
+  static Type load(const T* x) {
+    Type values;
+    memcpy(&values, x, sizeof(values));
+    return values;
+  }
+
+  // 512-bit conversions have a full mask, because gcc 12 warns of those without one.
+#if defined(__AVX512F__)
+  static Type load(const Half* x) { return bits_as<Type>(_mm512_maskz_cvtph_ps(0xffff, narrow(x))); }
+  static Type load(const BFloat16* x) {
+    return bits_as<Type>(_mm512_maskz_slli_epi32(0xffff, _mm512_maskz_cvtepu16_epi32(0xffff, narrow(x)), 16));
+  }
+  static __m256i narrow(const void* x) { return _mm256_loadu_si256(static_cast<const __m256i*>(x)); }
+  template <bool streams>
+  static void store(const Type& values, float* to) {
+    streams ? _mm512_stream_ps(to, bits_as<__m512>(values)) : _mm512_storeu_ps(to, bits_as<__m512>(values));
+  }
+  template <bool streams>
+  static void store(const Type& values, Half* to) {
+    constexpr int rounding = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    const __m256i halves = _mm512_maskz_cvtps_ph(0xffff, bits_as<__m512>(values), rounding);
+    auto* const place = reinterpret_cast<__m256i*>(to);
+    streams ? _mm256_stream_si256(place, halves) : _mm256_storeu_si256(place, halves);
+  }
+#elif defined(__AVX2__)
+  static Type load(const Half* x) { return bits_as<Type>(_mm256_cvtph_ps(narrow(x))); }
+  static Type load(const BFloat16* x) { return bits_as<Type>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow(x)), 16)); }
+  static __m128i narrow(const void* x) { return _mm_loadu_si128(static_cast<const __m128i*>(x)); }
+  template <bool streams>
+  static void store(const Type& values, float* to) {
+    streams ? _mm256_stream_ps(to, bits_as<__m256>(values)) : _mm256_storeu_ps(to, bits_as<__m256>(values));
+  }
+  template <bool streams>
+  static void store(const Type& values, Half* to) {
+    constexpr int rounding = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    const __m128i halves = _mm256_cvtps_ph(bits_as<__m256>(values), rounding);
+    auto* const place = reinterpret_cast<__m128i*>(to);
+    streams ? _mm_stream_si128(place, halves) : _mm_storeu_si128(place, halves);
+  }
+#endif
+};
+
 #ifdef __F16C__
 // Stores whole vectors: a vector that is stored by halves and read at once stalls.
+template <class From, class To>
+int64_t convert_vectors(const From* in, To* out, int64_t n) {
+  using Floats = Vector<float>;
+  const int64_t whole = n / Floats::kWidth * Floats::kWidth;
+  for (int64_t i = 0; i < whole; i += Floats::kWidth) Floats::template store<false>(Floats::load(in + i), out + i);
+  return whole;
+}
+
 template <>
 void load<Half, float>(const void* from, void* to, int64_t n) {
   const Half* in = static_cast<const Half*>(from);
   float* out = static_cast<float*>(to);
-  int64_t i = 0;
-#ifdef __AVX512F__
-  for (const int64_t end = n / 16 * 16; i < end; i += 16) {
-    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + i));
-    _mm512_storeu_ps(out + i, _mm512_maskz_cvtph_ps(0xffff, halves));
-  }
-#endif
-  for (const int64_t end = n / 8 * 8; i < end; i += 8) {
-    _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i))));
-  }
-  for (; i < n; ++i) out[i] = widen(in[i]);
+  for (int64_t i = convert_vectors(in, out, n); i < n; ++i) out[i] = widen(in[i]);
 }
 
 template <>
 void store<Half, float>(const void* from, void* to, int64_t n) {
   const float* in = static_cast<const float*>(from);
   Half* out = static_cast<Half*>(to);
-  constexpr int rounding = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-  int64_t i = 0;
-#ifdef __AVX512F__
-  for (const int64_t end = n / 16 * 16; i < end; i += 16) {
-    const __m256i halves = _mm512_maskz_cvtps_ph(0xffff, _mm512_loadu_ps(in + i), rounding);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), halves);
-  }
-#endif
-  for (const int64_t end = n / 8 * 8; i < end; i += 8) {
-    const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(in + i), rounding);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), halves);
-  }
-  for (; i < n; ++i) narrow(in[i], out[i]);
+  for (int64_t i = convert_vectors(in, out, n); i < n; ++i) narrow(in[i], out[i]);
 }
 #endif
 

@@ -170,6 +170,14 @@ int resident_blocks(int device) {
   return blocks;
 }
 
+// Launches a kernel over the elements of a table, with a grid that fills the device. Returns the grid.
+template <auto kernel, class Table, class... Arguments>
+Split launch_over(const Context& context, const Table& table, const Arguments&... arguments) {
+  const Split grid = split(table.elements(), resident_blocks<kernel>(context.device));
+  AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, arguments...);
+  return grid;
+}
+
 inline std::atomic<int> known_driver{0};  // its version, once somebody has asked
 
 inline bool driver_takes_many_parameters() {

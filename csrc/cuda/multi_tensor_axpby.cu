@@ -36,9 +36,7 @@ __global__ void __launch_bounds__(kThreads)
 void axpby(const Context& context, const TensorLists& lists, FoundInf found_inf, Factor a, Factor b, int arg_to_check) {
   for_each_table<3>(context, lists, [&](const auto& table) {
     constexpr auto kernel = &axpby_kernel<std::decay_t<decltype(table)>>;
-    const Split grid = split(table.elements(), resident_blocks<kernel>(context.device));
-    AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, found_inf, KernelFactor(a),
-                  KernelFactor(b), arg_to_check);
+    launch_over<kernel>(context, table, found_inf, KernelFactor(a), KernelFactor(b), arg_to_check);
   });
 }
 

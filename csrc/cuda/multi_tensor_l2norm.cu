@@ -109,10 +109,9 @@ void launch_l2norm(const Context& context, const TensorLists& lists, FoundInf fo
   int64_t left = lists.size();
   for_each_table<per_tensor ? 2 : 1>(context, lists, [&](const auto& table) {
     constexpr auto kernel = &l2norm_kernel<per_tensor, std::decay_t<decltype(table)>>;
-    const Split grid = split(table.elements(), resident_blocks<kernel>(context.device));
     left -= table.count;
-    AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, found_inf, KernelFactor(inv_scale),
-                  to, left == 0 && update ? KernelUpdate(*update) : KernelUpdate());
+    const Split grid = launch_over<kernel>(context, table, found_inf, KernelFactor(inv_scale), to,
+                                           left == 0 && update ? KernelUpdate(*update) : KernelUpdate());
     to.blocks += grid.blocks;
   });
 }

@@ -86,35 +86,13 @@ __global__ void __launch_bounds__(kThreads, resident_lamb_blocks(walk, extras, u
       });
 }
 
-// Returns the share of a block.
-template <Walk walk, bool extras, bool unscales, class Table>
-int64_t launch_walk(const Context& context, const Table& table, const LambParameters& parameters,
-                    const StepCounts& counts) {
-  constexpr auto kernel = &lamb_kernel<walk, extras, unscales, Table>;
-  const Split grid = split(table.elements(), resident_blocks<kernel>(context.device));
-  AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, parameters, counts);
-  return grid.share;
-}
-
 template <bool extras, bool unscales>
 void launch_lamb(const Context& context, const StepCall& call, const LambOptions& options) {
-  const NormsWorkspace workspace(call, 2);
-  LambParameters parameters(call, options, workspace);
-  StepCounts counts(call);
-  unsigned* const tickets = call.lists.size() > 0 ? tickets_for(context) : nullptr;
-  for_each_table<5 + extras>(context, call.lists, [&](const auto& table) {
-    if (has_ratio(options)) {
-      const int64_t share = launch_walk<Walk::moments, extras, unscales>(context, table, parameters, counts);
-      parameters.step.skips = {};
-      launch_layer_norms<L2Norm, 2>(context, table, share, call.found_inf, workspace.partial, workspace.norms);
-      launch_walk<Walk::weights, extras, false>(context, table, parameters, counts.advanced(tickets));
-    } else {
-      launch_walk<Walk::all, extras, unscales>(context, table, parameters, counts.advanced(tickets));
-      parameters.step.skips = {};
-    }
-    counts.first += table.count;
+  walk_lamb<5 + extras>(context, call, options, call.lists, [&](auto walk, const auto& table, const auto&... given) {
+    constexpr bool stores = unscales && walk != Walk::weights;
+    constexpr auto kernel = &lamb_kernel<walk, extras, stores, std::decay_t<decltype(table)>>;
+    return launch_over<kernel>(context, table, given...);
   });
-  advance_empty_steps(context, call);
 }
 
 }  // namespace

@@ -59,14 +59,11 @@ void larc(const Context& context, const OptimizerCall& call, const LarcOptions& 
     using Table = std::decay_t<decltype(table)>;
     constexpr auto norms_kernel = &larc_norms_kernel<Table>;
     constexpr auto kernel = &larc_kernel<Table>;
-    const int64_t elements = table.elements();
-    const Split pieces = split(elements, resident_blocks<norms_kernel>(context.device));
-    AMPCTX_LAUNCH(norms_kernel, pieces.blocks, kThreads, context.stream, table, pieces.share, call.found_inf,
-                  KernelFactor(call.inv_scale), workspace.partial);
-    launch_layer_norms<L2Norm, 2>(context, table, pieces.share, call.found_inf, workspace.partial, workspace.norms);
-    const Split grid = split(elements, resident_blocks<kernel>(context.device));
-    AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, call.found_inf,
-                  KernelFactor(call.inv_scale), KernelFactor(call.lr), Larc<float>(options), workspace.norms);
+    const Split grid =
+        launch_over<norms_kernel>(context, table, call.found_inf, KernelFactor(call.inv_scale), workspace.partial);
+    launch_layer_norms<L2Norm, 2>(context, table, grid.share, call.found_inf, workspace.partial, workspace.norms);
+    launch_over<kernel>(context, table, call.found_inf, KernelFactor(call.inv_scale), KernelFactor(call.lr),
+                        Larc<float>(options), workspace.norms);
   });
 }
 

@@ -36,9 +36,8 @@ void gradient_norms(const Context& context, const StepCall& call, const NormsWor
   float* norms = workspace.norms;
   for_each_table<1>(context, call.lists, [&](const auto& table) {
     constexpr auto kernel = &gradient_norm_kernel<Norm, std::decay_t<decltype(table)>>;
-    const Split grid = split(table.elements(), resident_blocks<kernel>(context.device));
-    AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, call.found_inf,
-                  KernelClippedFactor(call.inv_scale), workspace.partial);
+    const Split grid =
+        launch_over<kernel>(context, table, call.found_inf, KernelClippedFactor(call.inv_scale), workspace.partial);
     launch_layer_norms<Norm, 1>(context, table, grid.share, call.found_inf, workspace.partial, norms);
     norms += table.count;
   });

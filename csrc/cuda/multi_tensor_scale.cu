@@ -42,10 +42,9 @@ void scale(const Context& context, const TensorLists& lists, FoundInf found_inf,
   int64_t left = lists.size();
   for_each_table<2>(context, lists, [&](const auto& table) {
     constexpr auto kernel = &scale_kernel<std::decay_t<decltype(table)>>;
-    const Split grid = split(table.elements(), resident_blocks<kernel>(context.device));
     left -= table.count;
-    AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, found_inf,
-                  KernelClippedFactor(factor), tickets, left == 0 && update ? KernelUpdate(*update) : KernelUpdate());
+    launch_over<kernel>(context, table, found_inf, KernelClippedFactor(factor), tickets,
+                        left == 0 && update ? KernelUpdate(*update) : KernelUpdate());
   });
 }
 

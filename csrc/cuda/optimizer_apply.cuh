@@ -56,8 +56,7 @@ void launch_step(const Context& context, const StepCall& call, const Optimizer& 
   StepParameters parameters(call);
   for_each_table<3 + Optimizer::kStates + extras>(context, call.lists, [&](const auto& table) {
     constexpr auto kernel = &step_kernel<Optimizer, extras, unscales, std::decay_t<decltype(table)>>;
-    const Split grid = split(table.elements(), resident_blocks<kernel>(context.device));
-    AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, parameters, optimizer, counts);
+    launch_over<kernel>(context, table, parameters, optimizer, counts);
     parameters.skips = {};
     counts.first += table.count;
   });

@@ -56,39 +56,17 @@ __global__ void __launch_bounds__(kThreads, kRoundedBlocks)
       });
 }
 
-// Returns the share of a block.
-template <Walk walk, class Table>
-int64_t launch_walk(const Context& context, const Table& table, const LambParameters& parameters,
-                    const StepCounts& counts, const RoundingParameters& how) {
-  constexpr auto kernel = &rounded_lamb_kernel<walk, Table>;
-  const Split grid = split(table.elements(), resident_blocks<kernel>(context.device));
-  AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, parameters, counts, how);
-  return grid.share;
-}
-
 }  // namespace
 
 void rounded_lamb(const Context& context, const StepCall& call, const LambOptions& options) {
   using Lists = RoundedLists<2>;
   static_assert(may_round_states<LambOptions>(2));
-  const NormsWorkspace workspace(call, 2);
-  LambParameters parameters(call, options, workspace);
   const RoundingParameters how(call);
-  StepCounts counts(call);
-  unsigned* const tickets = call.lists.size() > 0 ? tickets_for(context) : nullptr;
-  for_each_table<Lists::kDepth>(context, Lists::of(call), [&](const auto& table) {
-    if (has_ratio(options)) {
-      const int64_t share = launch_walk<Walk::moments>(context, table, parameters, counts, how);
-      parameters.step.skips = {};
-      launch_layer_norms<L2Norm, 2>(context, table, share, call.found_inf, workspace.partial, workspace.norms);
-      launch_walk<Walk::weights>(context, table, parameters, counts.advanced(tickets), how);
-    } else {
-      launch_walk<Walk::all>(context, table, parameters, counts.advanced(tickets), how);
-      parameters.step.skips = {};
-    }
-    counts.first += table.count;
-  });
-  advance_empty_steps(context, call);
+  const auto launch = [&](auto walk, const auto& table, const auto&... given) {
+    constexpr auto kernel = &rounded_lamb_kernel<walk, std::decay_t<decltype(table)>>;
+    return launch_over<kernel>(context, table, given..., how);
+  };
+  walk_lamb<Lists::kDepth>(context, call, options, Lists::of(call), launch);
 }
 
 }  // namespace ampctx::cuda

@@ -47,9 +47,7 @@ void launch_rounded_step(const Context& context, const StepCall& call, const Opt
   StepParameters parameters(call);
   for_each_table<Lists::kDepth>(context, Lists::of(call), [&](const auto& table) {
     constexpr auto kernel = &rounded_step_kernel<Optimizer, std::decay_t<decltype(table)>>;
-    const Split grid = split(table.elements(), resident_blocks<kernel>(context.device));
-    AMPCTX_LAUNCH(kernel, grid.blocks, kThreads, context.stream, table, grid.share, parameters, optimizer, counts,
-                  RoundingParameters(call));
+    launch_over<kernel>(context, table, parameters, optimizer, counts, RoundingParameters(call));
     parameters.skips = {};
     counts.first += table.count;
   });

@@ -11,6 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from ampctx.kernels.definitions import SCHEMAS
+from ampctx.kernels.spec import SPECS
+
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 ALL_FLOATS = (*FLOATS, torch.float64)
 NON_FINITE = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
@@ -119,6 +122,28 @@ class Backend:
         return self.ops.block_factors.default(scale)
 
 
+def serves_or_refuses(backend: Backend, call, *dtypes: torch.dtype) -> bool:
+    """Makes the call. False where the backend has no kernels for fp64: it then refuses, and says so."""
+    if backend.serves(*dtypes):
+        call()
+        return True
+    with pytest.raises(RuntimeError, match="has dtype torch.float64, expected float32, float16(,| or) bfloat16"):
+        call()
+    return False
+
+
+def with_threads(call, counts=(1, 2)) -> list:
+    """What a call gives with each number of threads."""
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in counts:
+            torch.set_num_threads(count)
+            found.append(call())
+    finally:
+        torch.set_num_threads(threads)
+    return found
+
+
 def _factor(value: float | Tensor) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
 
@@ -129,6 +154,27 @@ EMULATED = Backend("emulated", namespace="ampctx_emulated")
 SHUFFLED = Backend("emulated-shuffled", namespace="ampctx_emulated")
 FULL_BLOCKS = Backend("emulated-256", namespace="ampctx_emulated_256")  # threads to a block, as on a GPU
 CUDA = Backend("cuda", device="cuda")
+
+
+_STEPS = {op for spec in SPECS.values() for op in spec.ops}
+PLAIN_OPS = [name for schema in SCHEMAS if (name := schema.partition("(")[0]) not in _STEPS]
+
+
+def right_call(backend: Backend, op: str, sizes: Sequence = (2,)) -> dict:
+    """The arguments by name of an op that takes no step, with lists of tensors of these sizes."""
+    numbers = {**RULE, "max_norm": 0.25, "arg_to_check": -1, "per_tensor": True, "slot": 1, "is_first": True}
+    given: dict = {}
+    for i, argument in enumerate(getattr(backend.ops, op).default._schema.arguments):
+        name, kind = argument.name, str(argument.type)
+        if kind == "List[Tensor]":
+            given[name] = backend.randn(sizes, seed=i)
+        elif kind == "Tensor":
+            value, shape = 0.0 if name in ("found_inf", "flag") else 0.5, (6,) if name == "counts" else ()
+            dtype = torch.int32 if name.endswith("_tracker") else torch.float32
+            given[name] = torch.full(shape, value, device=backend.device).to(dtype)
+        else:
+            given[name] = numbers[name]
+    return given
 
 
 def refused(backend: Backend, op: str, message: str):

@@ -71,17 +71,13 @@ def test_a_step_counts_itself_once(backend, optimizer, sizes, dtype):
         assert [t.item() for t in skips] == [*expected, 2.0**step]
 
 
-def test_an_emulated_list_of_several_launches_counts_once(emulation):
+def test_an_emulated_list_of_several_launches_counts_once(runtime):
     """A captured call, whose tables travel in parameters."""
-    backend = EMULATED
-    emulation.ampctx_test_runtime(1, 0, 0)
-    try:
-        for optimizer in (ADAM, LAMB, NOVOGRAD):
-            skips = skips_of(backend)
-            make_call(backend, optimizer, [1] * 2000, skips=skips).run(backend, found_inf=backend.flag(1))
-            assert [t.item() for t in skips] == [1, 1, 1, 8, 8]
-    finally:
-        emulation.ampctx_test_runtime(0, 0, 0)
+    runtime(capturing=True)
+    for optimizer in (ADAM, LAMB, NOVOGRAD):
+        skips = skips_of(EMULATED)
+        make_call(EMULATED, optimizer, [1] * 2000, skips=skips).run(EMULATED, found_inf=EMULATED.flag(1))
+        assert [t.item() for t in skips] == [1, 1, 1, 8, 8]
 
 
 @pytest.mark.full(but=12)

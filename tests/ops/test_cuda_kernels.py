@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from backends import EMULATED
+from backends import EMULATED, PLAIN_OPS, right_call
 from emulation_build import FOLDER, SANITIZE, build
 from optimizer_calls import OPTIMIZERS, make_call
 
@@ -71,24 +71,17 @@ def test_blocks_have_equal_shares(emulation, sizes):
         assert 0 < last <= max(full, default=last)
 
 
-def test_captured_launches_hold_as_many_tensors_as_parameters_can(emulation, runtime):
-    """24 bytes for each tensor of two lists, in nearly 32 KB or nearly 4 KB."""
-    runtime(capturing=True)
-    last = {}
-    for launch, _, tensor, _, _ in cut(emulation, [1] * 3000, 3):
-        last[launch] = tensor
-    assert last == {0: 1350, 1: 2701, 2: 2999}
-
-
 OLD_DRIVER, FIRST_WITH_MANY_PARAMETERS = 12000, 12010
 
 
-def test_captured_launches_with_an_older_driver(emulation, runtime):
-    runtime(capturing=True, driver=OLD_DRIVER)
-    last = {}
-    for launch, _, tensor, _, _ in cut(emulation, [1] * 500, 3):
-        last[launch] = tensor
-    assert last == {0: 156, 1: 313, 2: 470, 3: 499}
+@pytest.mark.parametrize(
+    ("driver", "tensors", "expected"),
+    [(13000, 3000, {0: 1350, 1: 2701, 2: 2999}), (OLD_DRIVER, 500, {0: 156, 1: 313, 2: 470, 3: 499})],
+)
+def test_captured_launches_hold_as_many_tensors_as_parameters_can(emulation, runtime, driver, tensors, expected):
+    """24 bytes for each tensor of two lists, in nearly 32 KB, or nearly 4 KB for an older driver."""
+    runtime(capturing=True, driver=driver)
+    assert {launch: tensor for launch, _, tensor, _, _ in cut(emulation, [1] * tensors, 3)} == expected
 
 
 def parameter_bytes(library, name, tensors, **how):
@@ -123,7 +116,8 @@ def test_no_driver_gets_more_parameters_than_it_takes(emulation, runtime, driver
     limit = 4096 if driver == OLD_DRIVER else 32764
     for name in LAUNCHES:
         for tensors in (161, 1200):
-            assert parameter_bytes(emulation, name, tensors) <= limit, (name, tensors)
+            for how in ({}, IN_CODES) if name in WITH_CODES else ({},):
+                assert parameter_bytes(emulation, name, tensors, **how) <= limit, (name, tensors, how)
 
 
 def test_longer_lists_are_one_launch(emulation):
@@ -172,6 +166,7 @@ LAUNCHES = {
 }
 
 
+WITH_CODES, IN_CODES = ("adam", "lion", "lamb", "novograd"), {"state": "8bit"}
 WITHOUT_LISTS = ("update_scale", "block_factors", "count_skip")
 
 
@@ -181,13 +176,14 @@ WITHOUT_LISTS = ("update_scale", "block_factors", "count_skip")
 def test_launches(emulation, runtime, most, name):
     emulation.ampctx_test_launches.restype = ctypes.c_int64
 
-    def launches(tensors):
+    def launches(tensors, **how):
         before = emulation.ampctx_test_launches()
-        run_once(name, [1] * tensors)
+        run_once(name, [1] * tensors, **how)
         return emulation.ampctx_test_launches() - before
 
     always, captured = LAUNCHES[name]
     assert [launches(n) for n in (161, 400, most)] == [always] * 3
+    assert name not in WITH_CODES or launches(161, **IN_CODES) == always
     runtime(capturing=True)
     assert [launches(n) for n in (161, 400, 4000)] == [always, always, captured]
     runtime(driver=OLD_DRIVER)
@@ -268,36 +264,15 @@ def test_tickets_are_0_after_a_call(emulation, runtime, name):
 
 def run_once(name, sizes, **how):
     """Calls an op and returns the tensors that it has written, or may have."""
-    lists, flag = [EMULATED.randn(sizes, seed=i) for i in range(3)], EMULATED.flag()
-    if name == "multi_tensor_scale":
-        EMULATED.scale(lists[0], lists[1], flag, 0.5)
-    elif name == "multi_tensor_scale_clipped":
-        EMULATED.scale_clipped(lists[0], lists[1], flag, 0.5, 2.0, 1.0)
-    elif name == "multi_tensor_axpby":
-        EMULATED.axpby(*lists, flag, 0.5, 0.5)
-    elif name == "multi_tensor_l2norm":
-        return [EMULATED.l2norm(lists[0], flag)]
-    elif "_and_update" in name:
-        state = [torch.ones(()), *(torch.zeros((), dtype=torch.int32) for _ in range(2))]
-        if name == "multi_tensor_scale_and_update":
-            EMULATED.scale_and_update(lists[0], lists[1], flag, 0.5, state)
-        else:
-            lists.append(list(EMULATED.l2norm_and_update(lists[0], flag, 0.5, state)))
-        return [*lists, state]
-    elif name == "block_factors":
-        return [EMULATED.block_factors(torch.ones(()))]
-    elif name == "count_skip":
-        EMULATED.count_skip(torch.zeros(4), flag, flag, torch.ones(()), 0, True)
-    elif name == "update_scale":
-        tracker = torch.zeros((), dtype=torch.int32)
-        EMULATED.update_scale(torch.ones(()), tracker, tracker.clone(), flag)
-    else:
-        (optimizer,) = [o for o in OPTIMIZERS if o.name == name]
-        clip = {"grad_norm": torch.full((), 2.0), "max_norm": 1.0, "skips": [torch.zeros(()) for _ in range(5)]}
-        call = make_call(EMULATED, optimizer, sizes, **clip, **how)
-        call.run(EMULATED)
-        return [t for tensors in call.lists.values() for t in tensors]
-    return [t for tensors in lists for t in tensors]
+    if name in PLAIN_OPS:
+        given = right_call(EMULATED, name, sizes)
+        made = getattr(EMULATED.ops, name).default(*given.values())
+        tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
+        return [*tensors, *(t for value in given.values() if isinstance(value, list) for t in value), *(made or ())]
+    (optimizer,) = [o for o in OPTIMIZERS if o.name == name]
+    clip = {"grad_norm": torch.full((), 2.0), "max_norm": 1.0, "skips": [torch.zeros(()) for _ in range(5)]}
+    call = make_call(EMULATED, optimizer, sizes, **clip, **how).run(EMULATED)
+    return [t for tensors in call.lists.values() for t in tensors]
 
 
 @pytest.mark.parametrize("vectors", [1, 31, 32, 33, 64, 100])

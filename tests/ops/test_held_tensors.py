@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from backends import COMPILED, EMULATED, _factor
+from backends import COMPILED, EMULATED, _factor, with_threads
 from optimizer_calls import DEFAULTS, NOVOGRAD, OPTIMIZERS, argument_names, make_call
 
 from ampctx import optimizer_ops
@@ -70,16 +70,8 @@ def test_held_tensors_are_looked_at_in_each_call():
     assert torch.equal(call["params"][0], before["params"][0])
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("empty", [None, 0, 2500])
-def test_thousands_of_held_tensors_give_what_few_at_a_time_give(threads, empty):
+def test_thousands_of_held_tensors_give_what_few_at_a_time_give(empty):
     sizes = [(1 + i % 3, 1 + i % 5) for i in range(3000)]
     if empty is not None:
         sizes[empty] = 0
@@ -90,9 +82,9 @@ def test_thousands_of_held_tensors_give_what_few_at_a_time_give(threads, empty):
     for part, end in zip(parts, (slice(None, 100), slice(100, None)), strict=True):
         part.lists = {name: tensors[end] for name, tensors in part.lists.items()}
         part.run(COMPILED)
-    held(call, COMPILED)
-    for name, tensors in call.lists.items():
-        assert all(map(torch.equal, tensors, parts[0][name] + parts[1][name])), name
+    for given in with_threads(lambda: (whole := call.clone(), held(whole, COMPILED))[0]):
+        for name, tensors in given.lists.items():
+            assert all(map(torch.equal, tensors, parts[0][name] + parts[1][name])), name
 
 
 def test_a_list_is_let_go_with_its_object():
@@ -109,23 +101,16 @@ def test_a_list_is_let_go_with_its_object():
         held(call, COMPILED, params=number)
 
 
-@pytest.mark.parametrize("which", [None, ("params",)], ids=["all", "some"])
-def test_typed_calls_take_held_lists(which):
-    call = make_call(COMPILED, OPTIMIZERS[0], SIZES)
+@pytest.mark.parametrize("which", [None, ("params", "extras")], ids=["all", "some"])
+def test_typed_calls_take_held_lists_and_tell_autograd(which):
+    call = make_call(COMPILED, OPTIMIZERS[0], SIZES, write_back="copy")
     expected = call.clone().run(COMPILED)
     lists = {
         name: handles.HeldTensors(t) if t and (not which or name in which) else t for name, t in call.lists.items()
     }
-    optimizer_ops.adam(**lists, found_inf=torch.zeros(()), inv_scale=0.5, lr=0.01, **typed(call.options))
+    options = {**call.options, "write_back": "copy"}
+    optimizer_ops.adam(**lists, found_inf=torch.zeros(()), inv_scale=0.5, lr=0.01, **options)
     call.assert_same(expected)
-
-
-def test_autograd_is_told_of_weights():
-    call = make_call(COMPILED, OPTIMIZERS[0], SIZES, write_back="copy")
-    lists = {name: handles.HeldTensors(t) if t and name != "grads" else t for name, t in call.lists.items()}
-    optimizer_ops.adam(
-        **lists, found_inf=torch.zeros(()), inv_scale=0.5, lr=0.01, write_back="copy", **typed(call.options)
-    )
     assert all(t._version >= 1 for name in ("params", "extras") for t in call[name])
 
 
@@ -136,10 +121,6 @@ def test_what_the_dispatcher_copies_is_not_held(tensor):
     with pytest.raises(AmpValueError, match=r"would hand over a copy. Pass its clone\(\)"):
         handles.HeldTensors([torch.ones(3), tensor])
     handles.HeldTensors([torch.ones(3), tensor.clone()])
-
-
-def typed(options):
-    return {name: value for name, value in options.items() if name != "write_back"}
 
 
 def test_an_empty_list_cannot_be_held():

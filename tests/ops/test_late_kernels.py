@@ -14,7 +14,7 @@ import warnings
 
 import pytest
 import torch
-from backends import EMULATED, Backend
+from backends import EMULATED, PLAIN_OPS, Backend, right_call
 from optimizer_calls import OPTIMIZERS, make_call
 
 from ampctx._errors import ExtensionError
@@ -78,14 +78,7 @@ def test_the_first_call_registers_them(late, emulation):
     backend.ops.hold_tensors.default([torch.ones(3)])
 
 
-FIRST_CALLS = {
-    "update_scale": lambda b: b.update_scale(
-        torch.ones(()), torch.zeros((), dtype=torch.int32), torch.ones((), dtype=torch.int32), torch.zeros(())
-    ),
-    "count_skip": lambda b: b.count_skip(torch.zeros(4), torch.zeros(()), torch.zeros(()), torch.ones(()), 0, True),
-    "scale_clipped": lambda b: b.scale_clipped([torch.ones(3)], [torch.ones(3)], torch.zeros(()), 0.5, 2.0, 1.0),
-    "block_factors": lambda b: b.block_factors(torch.ones(())),
-    "l2norm": lambda b: b.l2norm([torch.ones(3)], torch.zeros(())),
+FIRST_CALLS = {op: lambda b, op=op: getattr(b.ops, op).default(*right_call(b, op).values()) for op in PLAIN_OPS} | {
     "no-tensors": lambda b: b.scale([], [], torch.zeros(()), 2.0),
     **{o.name: lambda b, o=o: make_call(b, o, [3]).run(b) for o in OPTIMIZERS},
 }

@@ -121,6 +121,24 @@ def test_many_tensors(backend, optimizer, options):
     assert torch.equal(torch.stack(call["steps"])[:, None], step.float())
 
 
+_OF_LAMB = {"beta1": 0.0, "beta2": 0.0, "eps": 0.0, "bias_correction": False, "weight_decay": 0.0, "use_nvlamb": True}
+EXACT = {"lamb": (LAMB, _OF_LAMB, 1), "larc": (LARC, {}, 1)}
+EXACT |= {f"novograd-{flag_id(flags)}": (NOVOGRAD, flags, 2) for flags in NOVOGRADS[::3]}
+
+
+@on_kernels
+@pytest.mark.parametrize(("optimizer", "options", "times"), EXACT.values(), ids=EXACT.keys())
+def test_exact_norms_give_exact_results(backend, reference, optimizer, options, times):
+    """Small whole numbers sum up exactly in any order, and LAMB's u is made of 1 and -1: no bit may differ."""
+    call = make_call(backend, optimizer, [1000, 17, 0, 4099], **options)
+    for t in call["grads"] + call["params"]:
+        t.mul_(4).round_()
+    for g in call["grads"] if optimizer is LAMB else ():
+        g[g == 0] = 1
+    expected = call.expected(lr=0.3, times=times)
+    call.run(backend, lr=0.3, times=times).assert_same(expected)
+
+
 # --- lamb -------------------------------------------------------------------------------------------------------------
 
 
@@ -139,20 +157,6 @@ def test_a_norm_of_zero_gives_no_ratio(backend):
     assert torch.equal(call["params"][1], before["params"][1])
     w = before["params"][2]
     torch.testing.assert_close(call["params"][2], w - 0.25 * w.norm() / 33**0.5 * before["grads"][2].sign())
-
-
-@on_kernels
-def test_exact_norms_give_exact_weights_of_lamb(backend, reference):
-    """Small whole numbers sum up exactly in any order; u is made of 1 and -1. So nothing may differ in one bit."""
-    what = {"beta1": 0.0, "beta2": 0.0, "eps": 0.0, "bias_correction": False, "weight_decay": 0.0, "use_nvlamb": True}
-    call = make_call(backend, LAMB, [1000, 17, 4099], **what)
-    for name, scale in (("grads", 4), ("params", 3)):
-        for t in call[name]:
-            t.mul_(scale).round_()
-    for g in call["grads"]:
-        g[g == 0] = 1
-    expected = call.expected(lr=0.3)
-    call.run(backend, lr=0.3).assert_same(expected)
 
 
 @on_kernels
@@ -265,17 +269,6 @@ def test_novograd_of_gradients_of_zero(backend):
         torch.testing.assert_close(p, w - 0.5 * 0.1 * w)
 
 
-@on_kernels
-@pytest.mark.parametrize("flags", NOVOGRADS[::3], ids=flag_id)
-def test_exact_norms_give_exact_weights_of_novograd(backend, reference, flags):
-    """Small whole numbers sum up exactly in any order: with the same norms nothing may differ in one bit."""
-    call = make_call(backend, NOVOGRAD, [1000, 17, 0, 4099], **flags)
-    for g in call["grads"]:
-        g.mul_(4).round_()
-    expected = call.expected(lr=0.3, times=2)
-    call.run(backend, lr=0.3, times=2).assert_same(expected)
-
-
 # --- larc -------------------------------------------------------------------------------------------------------------
 
 
@@ -327,13 +320,3 @@ def test_non_finite_of_larc_stays_in_its_tensor(backend, reference, value):
         torch.testing.assert_close(call["grads"][i], expected["grads"][i])
     assert torch.equal(call["grads"][1].isnan(), expected["grads"][1].isnan())
     assert call["grads"][1][2050].isnan()
-
-
-@on_kernels
-def test_exact_norms_give_exact_gradients(backend, reference):
-    """Small whole numbers sum up exactly in any order: with the same norms nothing may differ in one bit."""
-    call = make_call(backend, LARC, [1000, 17, 0, 4099])
-    for t in call["grads"] + call["params"]:
-        t.mul_(4).round_()
-    expected = call.expected()
-    call.run(backend).assert_same(expected)

@@ -214,14 +214,8 @@ def test_update_scale(
 
 betas, decays = st.sampled_from((0.0, 0.5, 0.9, 0.999)), st.sampled_from((0.0, 0.01, 0.1))
 epsilons, flags = st.sampled_from((1e-10, 1e-8, 1e-3)), st.booleans()
-_ADAM = {
-    "beta1": betas,
-    "beta2": betas,
-    "eps": epsilons,
-    "weight_decay": decays,
-    "bias_correction": flags,
-    "adam_w_mode": flags,
-}
+_ADAM = {**dict.fromkeys(("beta1", "beta2"), betas), "eps": epsilons, "weight_decay": decays}
+_ADAM |= dict.fromkeys(("bias_correction", "adam_w_mode"), flags)
 _SGD = {"dampening": st.sampled_from((0.0, 0.1)), "weight_decay": decays, "nesterov": flags, "wd_after_momentum": flags}
 _NORMS = {"weight_decay": decays, "eps": epsilons}
 _NOVOGRAD_FLAGS = ("bias_correction", "grad_averaging", "reg_inside_moment", "inf_norm", "init_zero")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from backends import COMPILED, FLOATS, short
+from backends import COMPILED, FLOATS, PLAIN_OPS, right_call, short
 from emulation_build import generator
 from optimizer_calls import LARC, OPTIMIZERS, make_call
 
@@ -21,7 +21,6 @@ def tensors(dtype=torch.float32, seed=0, requires_grad=False):
 
 
 FLAG, FACTOR = torch.zeros(()), torch.tensor(0.5)
-UPDATE = (2.0, 0.5, 2000, 1, 0.0, 2.0**24)
 
 
 def samples():
@@ -36,19 +35,16 @@ def samples():
     yield "l2norm-no-tensors", "multi_tensor_l2norm", ([], FLAG, True)
     yield "l2norm-requires-grad", "multi_tensor_l2norm", (tensors(requires_grad=True), FLAG, True)
     yield "scale-requires-grad", "multi_tensor_scale", (tensors(requires_grad=True), tensors(), FLAG, FACTOR)
-    trackers = (torch.zeros((), dtype=torch.int32), torch.ones((), dtype=torch.int32))
+    for name in [*PLAIN_OPS[-3:], "multi_tensor_scale_clipped"]:
+        yield name, name, tuple(right_call(COMPILED, name, [(3,), (0,), (2, 5)]).values())
     for optimizer in OPTIMIZERS:
         for write_back in ("copy", "split", "stochastic"):
             call = make_call(COMPILED, optimizer, [3, 0, (2, 5)], param=torch.bfloat16, write_back=write_back)
             yield f"{optimizer.name}-{write_back}", optimizer.op, call.arguments(FLAG, FACTOR, FACTOR)
     call = make_call(COMPILED, LARC, [3, 0, (2, 5)], grad=torch.bfloat16)
     yield "larc", LARC.op, call.arguments(FLAG, FACTOR, FACTOR)
-    yield "count_skip", "count_skip", (torch.zeros(6), FLAG, FLAG, FACTOR, 1, True)
-    yield "scale_clipped", "multi_tensor_scale_clipped", (tensors(), tensors(), FLAG, FACTOR, torch.tensor(2.0), 1.0)
     call = make_call(COMPILED, OPTIMIZERS[0], [3, (2, 5)], skips=[torch.zeros(()) for _ in range(5)], max_norm=1.0)
     yield "adam-clipped-and-counted", OPTIMIZERS[0].op, call.arguments(FLAG, FACTOR, FACTOR)
-    yield "block_factors", "block_factors", (torch.tensor(65536.0),)
-    yield "update_scale", "update_scale", (torch.tensor(65536.0), *trackers, FLAG, *UPDATE)
 
 
 # torch's own, from inside opcheck
@@ -107,31 +103,22 @@ def test_version_counters(call):
     assert all(t._version == 0 for t in read)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.name)
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, LARC], ids=lambda o: o.name)
 @pytest.mark.usefixtures("reference")
 def test_optimizer_calls(optimizer):
     """The typed calls: the same as the op, by names; floats and tensors as factors; autograd hears of what changed."""
-    call = make_call(COMPILED, optimizer, [3, 0, (2, 5)], param=torch.bfloat16, write_back="split")
+    how = {} if optimizer is LARC else {"param": torch.bfloat16, "write_back": "split"}
+    call = make_call(COMPILED, optimizer, [3, 0, (2, 5)], **how)
     expected = call.expected(inv_scale=0.5, lr=0.25)
-    options = {**call.options, "write_back": "split"}
     typed = getattr(optimizer_ops, optimizer.op.removeprefix("multi_tensor_"))
+    options = {
+        name: value for name, value in {**call.options, **how}.items() if name in inspect.signature(typed).parameters
+    }
     typed(**call.lists, found_inf=torch.zeros(()), inv_scale=torch.tensor(0.5), lr=0.25, **options)
     call.assert_agrees(expected)
-    versions = {name: {t._version for t in tensors} for name, tensors in call.lists.items() if tensors}
-    assert versions["grads"] == {0}
-    assert all(max(versions[name]) >= 1 for name in ("params", "extras")), versions
-
-
-@pytest.mark.usefixtures("reference")
-def test_larc_call():
-    """The same of the one that writes gradients."""
-    call = make_call(COMPILED, LARC, [3, 0, (2, 5)])
-    expected = call.expected(inv_scale=0.5, lr=0.25)
-    options = {name: call.options[name] for name in ("trust_coefficient", "eps", "weight_decay", "clip")}
-    optimizer_ops.larc(**call.lists, found_inf=torch.zeros(()), inv_scale=torch.tensor(0.5), lr=0.25, **options)
-    call.assert_agrees(expected)
-    assert all(g._version >= 1 for g in call["grads"])
-    assert all(p._version == 0 for p in call["params"])
+    read, written = ("params", ["grads"]) if optimizer is LARC else ("grads", ["params", "extras"])
+    assert {t._version for t in call[read]} == {0}
+    assert all(max(t._version for t in call[name]) >= 1 for name in written)
 
 
 def test_python_calls_take_floats_and_tensors():

@@ -6,12 +6,11 @@ import ctypes
 import pytest
 import torch
 from backends import EMULATED
-from optimizer_calls import ADAM, CODED, LAMB, LION, NOVOGRAD, make_call
+from optimizer_calls import ADAM, CODED, LAMB, make_call
 
 from ampctx.kernels.codes import BLOCK
 
 pytestmark = pytest.mark.usefixtures("emulation", "reference")
-OLD_DRIVER = 12000
 # Of Adam: eight lists, 72 bytes for each tensor.
 IN_SMALL_TABLE, IN_LARGEST_TABLE = 52, 450
 
@@ -65,24 +64,3 @@ def test_tables(emulation, runtime, tensors, capturing):
     before = launches(emulation)
     call.run(EMULATED).assert_same(expected)
     assert launches(emulation) - before == (2 if capturing and tensors > IN_LARGEST_TABLE else 1)
-
-
-@pytest.mark.parametrize(("optimizer", "always"), [(LION, 1), (LAMB, 3), (NOVOGRAD, 4)], ids=lambda o: str(o))
-def test_launches(emulation, optimizer, always):
-    """As many as with fp32 state."""
-    for state in ("8bit", torch.float32):
-        call = make_call(EMULATED, optimizer, [70, 3], state=state)
-        before = launches(emulation)
-        call.run(EMULATED)
-        assert launches(emulation) - before == always
-
-
-@pytest.mark.parametrize("driver", [OLD_DRIVER, 13000])
-@pytest.mark.parametrize("optimizer", [ADAM, LION, LAMB, NOVOGRAD], ids=lambda o: o.name)
-def test_no_driver_gets_more_parameters_than_it_takes(emulation, runtime, optimizer, driver):
-    runtime(capturing=True, driver=driver)
-    emulation.ampctx_test_parameter_bytes.restype = ctypes.c_int64
-    emulation.ampctx_test_parameter_bytes()
-    call = make_call(EMULATED, optimizer, [1] * 1000, state="8bit")
-    call.run(EMULATED)
-    assert emulation.ampctx_test_parameter_bytes() <= (4096 if driver == OLD_DRIVER else 32764)

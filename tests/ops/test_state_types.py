@@ -16,6 +16,7 @@ from optimizer_calls import (
     NOVOGRAD,
     UNSCALING,
     bits,
+    encoded,
     make_call,
     on_kernels,
 )
@@ -49,9 +50,7 @@ def test_steps(backend, optimizer, state, stochastic, write_back, param):
 
 
 @pytest.mark.full(but=12)
-@pytest.mark.parametrize(
-    "optimizer", [o for o in UNSCALING if CODED.keys() >= {*o.states} != set()], ids=lambda o: o.name
-)
+@pytest.mark.parametrize("optimizer", UNSCALING_WITH_CODES, ids=lambda o: o.name)
 @on_kernels
 def test_steps_that_unscale(backend, optimizer):
     what = {"state": "8bit", "stochastic_state": True, "grad": torch.float16, "maximize": True}
@@ -79,11 +78,7 @@ def test_blocks_follow_the_memory_of_other_layouts(backend, shape):
     for name in ("grads", "params", "exp_avgs", "exp_avg_sqs"):
         call.lists[name] = [t.to(memory_format=torch.channels_last) for t in plain[name]]
     for name in ("exp_avgs", "exp_avg_sqs"):
-        (t,) = call[name]
-        flat, scales = codes.encode(codes.in_memory_order(t), codes.DTYPES[CODED[name].code])
-        call.lists[name] = [torch.empty_like(t, dtype=flat.dtype)]
-        codes.in_memory_order(call[name][0]).copy_(flat)
-        call.lists[CODED[name].scales] = [scales]
+        call.lists[name], call.lists[CODED[name].scales] = encoded(call[name], CODED[name].code)
     expected = call.expected(times=2)
     call.run(backend, times=2).assert_same(expected)
     assert call[CODED["exp_avgs"].scales][0].numel() == codes.blocks_of(call["grads"][0].numel())
@@ -324,8 +319,3 @@ def test_averages_of_squares_follow_gradients_that_shrink(state, exact_roots):
     ratio = roots_of_squares(state, True) / exact_roots
     assert ratio.mean() == pytest.approx(1.0, abs=0.03)
     assert ratio.min() > 0.7
-
-
-def test_rounding_squares_to_nearest_keeps_them_from_shrinking(exact_roots):
-    """What stochastic_state is for: without it bf16 fails the test above."""
-    assert (roots_of_squares(torch.bfloat16, False) / exact_roots).mean() > 2

@@ -1,4 +1,4 @@
-// The loss-scale rule of functors/update_scale.h on the CPU.
+// The loss scale and the counts of skips on the CPU.
 #include "../ops.h"
 
 namespace ampctx::cpu {
@@ -9,6 +9,10 @@ void update_scale(const Context&, const ScaleState& state, const ScaleRule& rule
 
 void block_factors(const Context&, const float* scale, const BlockFactors& to) {
   block_factors_element(scale, to.scale, to.inverse, to.found_inf);
+}
+
+void count_skip(const Context&, const SkipCounts& counts, FoundInf of_step, FoundInf of_loss) {
+  count_skip_element(counts, of_step.is_set(), of_loss.is_set());
 }
 
 }  // namespace ampctx::cpu
