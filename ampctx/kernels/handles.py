@@ -227,20 +227,18 @@ def read_along(params: Iterable[Tensor], grads: Iterable[Tensor] | None = None) 
     Also None if a gradient is missing or laid out differently from its parameter, or if the parameters mix dtypes.
     Raises as ``read_grads``. A ``HeldTensors`` of the parameters is faster than a list.
     """
-    if isinstance(params, HeldTensors):
-        listed = params.tensors
+    held: HeldTensors | None = params if isinstance(params, HeldTensors) else None
+    if held is not None:
+        listed = held.tensors
     else:
         listed = params if type(params) is list else _listed(params, "read_along: params")
     found: list[Any] = [] if grads is None else _listed(grads, "read_along: grads")
     if is_watched() or extension.read_grads is None:
         return None
-    if isinstance(params, HeldTensors):
-        held: HeldTensors | None = params
-    else:
-        _check_types(listed, "read_along: params")
-        held = hold(listed)
     if held is None:
-        return None
+        _check_types(listed, "read_along: params")
+        if (held := hold(listed)) is None:
+            return None
     number, owner = extension.new_list()
     read = extension.read_along(listed, found, number, held.number)
     return _as_read(found, number, owner, read == 2) if read else None

@@ -1,8 +1,10 @@
-"""csrc/torch_abi.h declares torch's C functions by itself: the compiler compares it with torch's own headers."""
+"""csrc/torch_abi.h and csrc/python_abi.h declare C functions by themselves: the compiler compares them with the headers
+of torch and Python."""
 
 import os
 import re
 import subprocess
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 CSRC = Path(__file__).parents[2] / "csrc"
 HEADER = "torch_abi.h"
+PYTHON = Path(sysconfig.get_paths()["include"], "Python.h")
 FUNCTION = re.compile(
     r"^(?:__attribute__\(\(weak\)\) )?(?:AOTITorchError |int32_t |const char\* ?)([a-z]\w+)\(", re.MULTILINE
 )
@@ -19,21 +22,20 @@ def functions_in(header):
     return {*FUNCTION.findall(header), *(f"aoti_torch_dtype_{name}" for name in re.findall(r"OP\((\w+)\)", header))}
 
 
-def compile_together(folder, header):
-    """Compiles torch's declarations, then ours. C linkage makes a difference an error."""
-    (folder / HEADER).write_text(header)
+def checked(folder, name, header, text, *flags):
+    """Has the compiler look at ``text``, which includes our header, with torch's headers at hand."""
+    (folder / name).write_text(header)
     source = folder / "check.cpp"
-    source.write_text(f'#define USE_CUDA\n#include <torch/csrc/stable/c/shim.h>\n#include "{HEADER}"\n')
-    include = Path(torch.__file__).parent / "include"
-    command = [
-        os.environ.get("CXX", "g++"),
-        "-std=c++20",
-        "-fsyntax-only",
-        f"-I{include}",
-        f"-iquote{CSRC}",
-        str(source),
-    ]
+    source.write_text(text)
+    includes = [f"-I{Path(torch.__file__).parent / 'include'}", f"-iquote{CSRC}", *flags]
+    command = [os.environ.get("CXX", "g++"), "-std=c++20", "-fsyntax-only", *includes, str(source)]
     return subprocess.run(command, capture_output=True, text=True)
+
+
+def compile_together(folder, header):
+    """Torch's declarations, then ours. C linkage makes a difference an error."""
+    text = f'#define USE_CUDA\n#include <torch/csrc/stable/c/shim.h>\n#include "{HEADER}"\n'
+    return checked(folder, HEADER, header, text)
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +85,48 @@ def torch_cpu_symbols():
         ["nm", "-D", "--defined-only", str(path)], check=True, capture_output=True, text=True
     ).stdout
     return {line.split()[-1].partition("@")[0] for line in output.splitlines()}
+
+
+# --- csrc/python_abi.h ------------------------------------------------------------------------------------------------
+
+
+def compile_with_python(folder, header):
+    """Compiles Python's and DLPack's declarations together with ours."""
+    pairs = {
+        **{f"DLTensor::{name}": f"DLTensor::{name}" for name in ("data", "device", "dtype", "strides", "byte_offset")},
+        "DLTensor::dim": "DLTensor::ndim",
+        "DLTensor::sizes": "DLTensor::shape",
+        "DLPackExchange::view": "DLPackExchangeAPI::dltensor_from_py_object_no_sync",
+    }
+    same = "".join(
+        "static_assert(offsetof(ampctx::python_abi::{}, {}) == offsetof({}, {}));\n".format(
+            *ours.split("::"), *theirs.split("::")
+        )
+        for ours, theirs in pairs.items()
+    )
+    text = f"""#include <Python.h>
+#include <ATen/dlpack.h>
+#include <cstddef>
+#include "python_abi.h"
+{same}
+static_assert(sizeof(ampctx::python_abi::DLTensor) == sizeof(DLTensor));
+static_assert(ampctx::python_abi::kDLCPU == kDLCPU && ampctx::python_abi::kDLCUDA == kDLCUDA);
+static_assert(ampctx::python_abi::kDLInt == kDLInt && ampctx::python_abi::kDLFloat == kDLFloat);
+static_assert(ampctx::python_abi::kDLBfloat == kDLBfloat);
+"""
+    return checked(folder, "python_abi.h", header, text, f"-I{PYTHON.parent}")
+
+
+@pytest.mark.skipif(not PYTHON.exists(), reason="this Python came without its headers")
+def test_declarations_are_those_of_python(tmp_path):
+    header = (CSRC / "python_abi.h").read_text()
+    result = compile_with_python(tmp_path, header)
+    assert result.returncode == 0, result.stderr
+    assert len(re.findall(r"^AMPCTX_PYTHON", header, flags=re.MULTILINE)) > 10
+    for part, wrong in (
+        ("PyList_Size(PyObject* list)", "PyList_Size(int list)"),
+        ("int32_t dim;", "int64_t dim;"),
+        ("void* unused[3];", "void* unused[2];"),
+    ):
+        assert header.count(part) == 1
+        assert compile_with_python(tmp_path, header.replace(part, wrong)).returncode != 0, part
