@@ -5,8 +5,8 @@ import sys
 
 import pytest
 import torch
-from amp_models import OPTIMIZERS, Probe
 from apex import amp
+from kit import OPTIMIZERS, Probe
 
 import ampctx
 
@@ -56,7 +56,7 @@ def test_the_state_shadows_its_module():
 
 def _given(shape):
     model = Probe()
-    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    optimizer = OPTIMIZERS["SGD-plain"](model.parameters())
     return {
         "model": (model, None),
         "list": ([model], None),
