@@ -20,21 +20,26 @@ from typing import Any, Literal
 
 from ampctx import AmpError, AmpNotImplementedError, AmpValueError
 from ampctx_apex.distribution import ApexDistribution
-from ampctx_apex.names import NAMES, is_refused_at_import, refusal
+from ampctx_apex.names import NAMES, is_refused_at_import, is_same, public, refusal, same
 from ampctx_apex.roots import MODULES, ROOTS
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads a file of ``modules/``. What the module lacks are its submodules, and placeholders for refused names."""
+    """Loads a file of ``modules/``. What the module lacks the table has, or they are submodules and refused names."""
 
     def exec_module(self, module: ModuleType) -> None:
         module.__getattr__ = lambda name: _lacking(module, name)  # type: ignore[method-assign]
         super().exec_module(module)
+        listed = vars(module).get("__all__", public(module.__name__))
+        below = (name.rpartition(".") for name in NAMES if is_same(name))
+        module.__all__ = sorted({*listed, *(name for owner, _, name in below if owner == module.__name__)})
 
 
 def _lacking(module: ModuleType, attribute: str) -> Any:
     name = f"{module.__name__}.{attribute}"
     if not attribute.startswith("__"):
+        if is_same(name):
+            return vars(module).setdefault(attribute, same(name))
         try:
             spec = importlib.util.find_spec(name) if hasattr(module, "__path__") else None
         except ApexImportError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import re
 import sys
@@ -42,14 +43,19 @@ def _expanded(names: str) -> Iterator[str]:
         yield from map("".join, itertools.product(*(part.split(",") for part in re.split(r"[{}]", word))))
 
 
-def _public(module: str) -> list[str]:
-    """``__all__`` of a module in ``modules/``, without its import. A package may go by the names of submodules, too."""
+def public(module: str) -> list[str]:
+    """``__all__`` of a module in ``modules/``, or its functions and classes, without its import.
+
+    A package may go by the names of submodules, too.
+    """
     path = Path(MODULES, *module.split("."))
     file = next((f for f in (path.with_suffix(".py"), path / "__init__.py") if f.exists()), None)
     if file is None:
-        return _public(module.rpartition(".")[0])
-    lists = re.findall(r"^\s*__all__ \+?= \[(.*?)\]", file.read_text(), flags=re.M | re.S)
-    return re.findall(r'"(\w+)"', "".join(lists))
+        return public(module.rpartition(".")[0])
+    text = file.read_text()
+    if lists := re.findall(r"^\s*__all__ \+?= \[(.*?)\]", text, flags=re.M | re.S):
+        return re.findall(r'"(\w+)"', "".join(lists))
+    return re.findall(r"^(?:class|def) ([A-Za-z]\w*)", text, flags=re.M)
 
 
 def _served(row: Mapping[str, Any]) -> Iterator[tuple[str, Name]]:
@@ -60,7 +66,7 @@ def _served(row: Mapping[str, Any]) -> Iterator[tuple[str, Name]]:
     for module in _expanded(row["of"]):
         if "names" not in row:
             yield module, plain
-        for name in row["names"].split() if "names" in row else _public(module):
+        for name in row["names"].split() if "names" in row else dict.fromkeys([*public(module), *target]):
             entry = plain._replace(target=target.get(name), note=row.get("notes", {}).get(name, plain.note))
             yield f"{module}.{name}", entry._replace(status="adapted", note=adapted[name]) if name in adapted else entry
 
@@ -78,6 +84,17 @@ def _read() -> Iterator[tuple[str, Name]]:
 
 
 NAMES: Mapping[str, Name] = dict(_read())
+
+
+def is_same(name: str) -> bool:
+    """Whether ``name`` is an object of ampctx or torch."""
+    return name in NAMES and NAMES[name].target is not None
+
+
+def same(name: str) -> Any:
+    """That object."""
+    module, _, attribute = (NAMES[name].target or "").rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def lookup(name: str) -> Name | None:

@@ -46,5 +46,3 @@ def ln_bwd(
 
 
 __getattr__ = attribute_of(__name__)
-
-__all__ = ["ln_bwd", "ln_fwd"]

@@ -79,5 +79,3 @@ def wgrad_gemm_accum_fp16(input: Tensor, d_output: Tensor, main_grad: Tensor) ->
 
 
 __getattr__ = attribute_of(__name__)
-
-__all__ = ["wgrad_gemm_accum_fp16", "wgrad_gemm_accum_fp32"]

@@ -79,5 +79,3 @@ def backward(grad_loss: Tensor, logits: Tensor, max_log_sum_exp: Tensor, labels:
 
 
 __getattr__ = attribute_of(__name__)
-
-__all__ = ["backward", "forward"]

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ampctx import AmpTypeError, spi
-from ampctx.amp import master_params
 from ampctx.spi import LossScale, session
 
 from .frontend import LiveOptions, Properties, settings, warn_or_err
@@ -117,4 +116,4 @@ def maybe_print(msg: str, rank0: bool = False) -> None:
         print(msg)
 
 
-__all__ = ["AmpState", "_amp_state", "master_params", "maybe_print", "warn_or_err"]
+__all__ = ["AmpState", "_amp_state", "maybe_print", "warn_or_err"]

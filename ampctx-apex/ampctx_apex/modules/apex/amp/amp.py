@@ -6,16 +6,6 @@ from typing import Any
 
 import torch
 
-from ampctx.amp import (
-    bfloat16_function,
-    float_function,
-    half_function,
-    promote_function,
-    register_bfloat16_function,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-)
 from ampctx.spi import Autocast, session
 
 from ._amp_state import _amp_state
@@ -45,16 +35,3 @@ def init(
     devices = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
     session.cast_ops(Autocast([], patch_type, device_types=devices, allow_banned=allow_banned))
     return _amp_state.handle
-
-
-__all__ = [
-    "bfloat16_function",
-    "float_function",
-    "half_function",
-    "init",
-    "promote_function",
-    "register_bfloat16_function",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
-]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ampctx import AmpError, AmpSession, AmpValueError
-from ampctx.amp import OPT_LEVELS, PrecisionPolicy, initialize, load_state_dict, state_dict
+from ampctx.amp import OPT_LEVELS, PrecisionPolicy
 from ampctx.spi import BRIEFS, resolve
 
 # _amp_state shows it.
@@ -136,16 +136,4 @@ def _level(name: str) -> type[_Level]:
 O0, O1, O2, O3, O4, O5 = map(_level, ("O0", "O1", "O2", "O3", "O4", "O5"))
 opt_levels = {"O3": O3(), "O2": O2(), "O1": O1(), "O0": O0(), "O4": O4(), "O5": O5()}
 
-__all__ = [
-    "O0",
-    "O1",
-    "O2",
-    "O3",
-    "O4",
-    "O5",
-    "Properties",
-    "initialize",
-    "load_state_dict",
-    "opt_levels",
-    "state_dict",
-]
+__all__ = ["O0", "O1", "O2", "O3", "O4", "O5", "Properties", "opt_levels"]

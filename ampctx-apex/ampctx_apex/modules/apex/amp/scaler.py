@@ -274,6 +274,3 @@ class LossScaler:
         self._loss_scale = state.pop("_loss_scale")
         for name, value in state.items():
             setattr(self, name, value)
-
-
-__all__ = ["LossScaler"]

@@ -68,5 +68,3 @@ class MLP(nn.Module):
 
 
 also_called(__name__, "mlp")
-
-__all__ = ["MLP"]

@@ -3,7 +3,6 @@
 from pkgutil import extend_path
 
 from ampctx_apex.install import also_called
-from torch.distributed import ReduceOp
 
 __path__ = extend_path(__path__, __name__)
 
@@ -13,10 +12,5 @@ from .optimized_sync_batchnorm import SyncBatchNorm, convert_syncbn_model, creat
 also_called(__name__, "sync_batchnorm")
 
 __all__ = [
-    "DistributedDataParallel",
-    "ReduceOp",
-    "Reducer",
-    "SyncBatchNorm",
-    "convert_syncbn_model",
-    "create_syncbn_process_group",
-]
+    "DistributedDataParallel", "Reducer", "SyncBatchNorm", "convert_syncbn_model", "create_syncbn_process_group",
+]  # fmt: skip

@@ -179,10 +179,3 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def disable_allreduce(self) -> None:
         """Skips gradient averaging from the next forward on, as torch's ``no_sync``."""
         self.require_backward_grad_sync = False
-
-
-__all__ = [
-    "DistributedDataParallel",
-    "Reducer",
-    "flat_dist_call",
-]

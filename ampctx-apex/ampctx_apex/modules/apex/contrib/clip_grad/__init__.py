@@ -2,8 +2,4 @@
 
 from ampctx_apex.install import also_called
 
-from ampctx import clip_grad_norm_
-
 also_called(__name__, "clip_grad")
-
-__all__ = ["clip_grad_norm_"]

@@ -188,6 +188,3 @@ class FusedSGD(_OldStep, optimizers.FusedSGD):
         loss = super().step(*args, **kwargs)
         self.most_recent_scale, self.scale_set_by_backward = 1.0, False
         return loss
-
-
-__all__ = ["FusedAdam", "FusedSGD"]

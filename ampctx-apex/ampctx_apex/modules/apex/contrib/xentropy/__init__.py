@@ -58,5 +58,3 @@ class SoftmaxCrossEntropyLoss(AutogradClass):
 
 
 also_called(__name__, "softmax_xentropy")
-
-__all__ = ["SoftmaxCrossEntropyLoss"]
