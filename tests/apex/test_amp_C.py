@@ -188,30 +188,6 @@ def test_wrong_number_of_lists(name):
 
 
 @every
-def test_what_is_no_list_of_lists(name):
-    depth = DEPTHS[name][0]
-    for wrong, kind in [
-        (torch.ones(depth), "a tensor"),
-        ([torch.ones(2)] * depth, "a tensor"),
-        ([None] * depth, r"\[N"),
-    ]:
-        with pytest.raises(AmpTypeError, match=f"^{name}: tensor_lists must be .* got {kind}"):
-            getattr(amp_C, name)(65536, flag(), wrong, *arguments(name, 2))
-
-
-@pytest.mark.parametrize("name", [name for name, depths in DEPTHS.items() if depths[0] > 1])
-def test_lists_that_disagree(name):
-    lists = lists_of(DEPTHS[name][0])
-    first, *_, last = list_names(name)[: len(lists)]
-    lists[-1][2] = torch.ones(7)
-    with pytest.raises(AmpValueError, match=rf"^{name}: {last}\[2\] has 7 elements, {first}\[2\] has 33"):
-        run(name, lists)
-    lists[-1].pop()
-    with pytest.raises(AmpValueError, match=f"^{name}: {last} has 2 tensors, {first} has 3"):
-        run(name, lists)
-
-
-@every
 @pytest.mark.parametrize(
     ("item", "kind", "message"),
     [

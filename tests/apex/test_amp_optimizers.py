@@ -58,24 +58,6 @@ def test_not_where_initialize_is_disabled_or_fails():
     assert stamped(optimizer) == []
 
 
-def test_initialize_is_undone_when_an_observer_fails():
-    from ampctx.amp import _default_session as session
-
-    def fail(bound):
-        raise ValueError("mine")
-
-    model = Probe()
-    optimizer = OPTIMIZERS["SGD-plain"](model.parameters())
-    session.observers.append(fail)
-    try:
-        with pytest.raises(ValueError, match="mine"):
-            amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    finally:
-        session.observers.remove(fail)
-    assert stamped(optimizer) == []
-    assert model.weight.dtype == torch.float32
-
-
 IN_FRESH_PROCESS = """
 import torch
 from ampctx import amp

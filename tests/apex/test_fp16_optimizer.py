@@ -79,18 +79,6 @@ def test_16_bit_parameters_get_masters_and_the_rest_is_stepped_as_it_is(dtype):
     assert optimizer.all_fp32_from_fp32_params == [model[1].weight, model[1].bias]
 
 
-def test_state_that_was_there_goes_over_to_the_masters():
-    model = make_model()
-    inner = sgd(model.parameters())
-    loss_of(model).backward()
-    inner.step()
-    momentum = inner.state[model[0].weight]["momentum_buffer"]
-    optimizer = FP16_Optimizer(inner)
-    master = optimizer.all_fp32_from_fp16_params[0]
-    assert model[0].weight not in optimizer.state
-    assert torch.equal(optimizer.state[master]["momentum_buffer"], momentum.float())
-
-
 @pytest.mark.parametrize("arguments", [{}, {"static_loss_scale": 128.0}, DYNAMIC], ids=["1", "128", "dynamic"])
 @pytest.mark.parametrize(
     "make",
@@ -181,9 +169,7 @@ def test_what_begins_to_train_later_gets_a_master():
     model[0].weight.requires_grad_(True)
     optimizer.optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.5})
     before = [model[0].weight.clone(), model[2].weight.clone()]
-    optimizer.zero_grad()
-    optimizer.backward(loss_of(model))
-    optimizer.step()
+    run(model, optimizer, 1)
     assert optimizer.fp16_groups == [[model[0].weight, model[0].bias], [model[2].weight, model[2].bias]]
     assert not torch.equal(model[0].weight, before[0])
     assert not torch.equal(model[2].weight, before[1])
@@ -239,9 +225,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(bad, caplog):
     assert optimizer.loss_scale == 2.0**15
     assert_same(tensors_of(model.parameters()), before)
     assert not optimizer.state
-    optimizer.zero_grad()
-    optimizer.backward(loss_of(model))
-    optimizer.step()
+    run(model, optimizer, 1)
     assert optimizer.overflow is False
     assert not torch.equal(model[0].weight, before[0])
 
