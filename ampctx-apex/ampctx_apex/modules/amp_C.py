@@ -252,15 +252,9 @@ _SCALE_STATE = {
 
 @torch.no_grad()
 def update_scale_hysteresis(
-    current_scale: Tensor,
-    growth_tracker: Tensor,
-    hysteresis_tracker: Tensor,
-    found_inf: Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    hysteresis: int,
-) -> Tensor:
+    current_scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, found_inf: Tensor, growth_factor: float,
+    backoff_factor: float, growth_interval: int, hysteresis: int,
+) -> Tensor:  # fmt: skip
     """The loss-scale rule of apex, in place on one-element tensors: fp32 scale, int32 trackers. ``current_scale``.
 
     With ``found_inf`` > 0 the hysteresis tracker falls by one, below 0 too; the growth tracker restarts, and once the

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ampctx import AmpTypeError, spi
+from ampctx import AmpError, AmpTypeError, spi
 from ampctx.spi import LossScale, session
 
-from .frontend import LiveOptions, Properties, settings, warn_or_err
+from .frontend import LiveOptions, Properties
 from .handle import Handle
 from .scaler import LossScaler
 
@@ -52,17 +52,13 @@ def _of(owner: Any, name: str) -> Any:
 
 
 class AmpState:
-    """apex's global state: the results of ``amp.initialize``, and settings that clients assign.
-
-    ``hard_override``: whether ``warn_or_err`` and assignments to ``opt_properties`` print instead of raising.
-    Attributes of other names can be set freely.
-    """
+    """apex's global state: the results of ``amp.initialize``, and settings that clients assign. Other attributes can be
+    set freely."""
 
     def __init__(self) -> None:
         self._properties: Properties | None = None
         self._handle: Handle | None = None
 
-    hard_override = _of(settings, "hard_override")
     verbosity = _of(session, "verbosity")
     allow_incoming_model_not_fp32 = _of(session, "allow_incoming_model_not_fp32")
 
@@ -106,6 +102,10 @@ class AmpState:
 
 
 _amp_state = AmpState()
+
+
+def warn_or_err(msg: str) -> None:
+    raise AmpError(msg)
 
 
 def maybe_print(msg: str, rank0: bool = False) -> None:

@@ -14,12 +14,8 @@ class SoftmaxCrossEntropyLoss(AutogradClass):
 
     @staticmethod
     def apply(
-        logits: Tensor,
-        labels: Tensor,
-        smoothing: float = 0.0,
-        padding_idx: int = 0,
-        half_to_float: bool = False,
-    ) -> Tensor:
+        logits: Tensor, labels: Tensor, smoothing: float = 0.0, padding_idx: int = 0, half_to_float: bool = False,
+    ) -> Tensor:  # fmt: skip
         """The loss of each row, computed in fp32 (fp64 for fp64 logits).
 
         Args:
@@ -43,13 +39,9 @@ class SoftmaxCrossEntropyLoss(AutogradClass):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        smoothing: float = 0.0,
-        padding_idx: int = 0,
+        ctx: Any, logits: Tensor, labels: Tensor, smoothing: float = 0.0, padding_idx: int = 0,
         half_to_float: bool = False,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         return run(ctx, lambda t: SoftmaxCrossEntropyLoss.apply(t, labels, smoothing, padding_idx), logits)
 
     @staticmethod
