@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from ampctx_apex.arguments import check_tensor
-from ampctx_apex.installed import attribute_of
 from ampctx_apex.multi_tensor import multi_tensor, run_op
 from torch import Tensor
 
@@ -292,6 +291,3 @@ def update_scale_hysteresis(
 def _flushed(value: Tensor) -> Tensor:
     """Numbers below the normal ones are 0."""
     return torch.where(value.abs() < torch.finfo(value.dtype).tiny, torch.zeros_like(value), value)
-
-
-__getattr__ = attribute_of(__name__)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from ampctx_apex import kernels_norms
-from ampctx_apex.installed import attribute_of
 from torch import Tensor
 
 
@@ -38,6 +37,3 @@ def ln_bwd(
     eps = torch.finfo(torch.float32).tiny
     grads = kernels_norms.backward_affine(dz, mu, rsigma, x_or_z, gamma.shape, gamma, bias, eps, memory_efficient)
     return *grads, None, None
-
-
-__getattr__ = attribute_of(__name__)

@@ -2,13 +2,10 @@
 
 import functools
 import importlib
-from pkgutil import extend_path
 
-from ampctx_apex.install import also_called, at_uninstall
+from ampctx_apex.install import at_uninstall
 
 from ampctx import optimizers
-
-__path__ = extend_path(__path__, __name__)
 
 from ..contrib.optimizers import FP16_Optimizer
 
@@ -34,9 +31,6 @@ def _add_kernels() -> None:
 
 
 _add_kernels()
-also_called(
-    __name__, "fp16_optimizer", "fused_adagrad", "fused_adam", "fused_lamb", "fused_mixed_precision_lamb",
-    "fused_novograd", "fused_sgd",
-)  # fmt: skip
+
 
 __all__ = ["FP16_Optimizer"]

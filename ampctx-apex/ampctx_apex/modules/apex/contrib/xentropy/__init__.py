@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from ampctx_apex.autograd_class import AutogradClass, grads, run
-from ampctx_apex.install import also_called
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -47,6 +46,3 @@ class SoftmaxCrossEntropyLoss(AutogradClass):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         return *grads(ctx, grad_loss), None, None, None, None
-
-
-also_called(__name__, "softmax_xentropy")
