@@ -25,7 +25,7 @@ from ampctx.masters.params import MasterParams
 from ampctx.optimizers._options import Group
 from ampctx.optimizers._options import check_number as check_option
 from ampctx.optimizers._work import Scaling, Work
-from ampctx.optimizers.layerwise import Layers, adapt, multiply, run_op, trust
+from ampctx.optimizers.layerwise import Layers, adapt, multiply, run_op
 from ampctx.scaling.formats import (
     fp16_optimizer_entry,
     to_amp_state,
@@ -208,7 +208,6 @@ __all__ = [
     "take_deferred",
     "to_amp_state",
     "to_grad_scaler_state",
-    "trust",
     "unwatch_optimizers",
     "view_of",
     "watch_optimizers",

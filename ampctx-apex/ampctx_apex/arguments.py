@@ -13,14 +13,9 @@ from ampctx import AmpTypeError, AmpValueError
 
 
 def check_tensor(
-    op: str,
-    name: str,
-    value: Any,
-    *,
-    dtypes: Sequence[torch.dtype] = (),
-    shape: Sequence[int] | None = None,
+    op: str, name: str, value: Any, *, dtypes: Sequence[torch.dtype] = (), shape: Sequence[int] | None = None,
     beside: tuple[str, Tensor] | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Returns ``value``, a strided tensor.
 
     Args:

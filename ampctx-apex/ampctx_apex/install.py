@@ -6,6 +6,7 @@ directories come second in the ``__path__`` of each package.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -15,26 +16,45 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
+from pkgutil import extend_path
 from types import ModuleType
 from typing import Any, Literal
 
 from ampctx import AmpError, AmpNotImplementedError, AmpValueError
 from ampctx_apex.distribution import ApexDistribution
-from ampctx_apex.names import NAMES, is_refused_at_import, refusal
+from ampctx_apex.installed import attribute_of
+from ampctx_apex.names import ALIASES, NAMES, is_refused_at_import, is_same, public, refusal, same
 from ampctx_apex.roots import MODULES, ROOTS
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads a file of ``modules/``. What the module lacks are its submodules, and placeholders for refused names."""
+    """Loads a file of ``modules/``. What the module lacks the table has, or they are submodules and refused names."""
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__getattr__ = lambda name: _lacking(module, name)  # type: ignore[method-assign]
+        name = module.__name__
+        is_extension = "." not in name and name != "apex"
+        lacking = attribute_of(name) if is_extension else functools.partial(_lacking, module)
+        module.__getattr__ = lacking  # type: ignore[method-assign]
+        if hasattr(module, "__path__"):
+            # The modules that ampctx lacks come from an installed apex.
+            module.__path__ = extend_path(module.__path__, name)
         super().exec_module(module)
+        listed = vars(module).get("__all__", public(name))
+        below = (entry.rpartition(".") for entry in NAMES if is_same(entry))
+        module.__all__ = sorted({*listed, *(last for package, _, last in below if package == name)})
+        # Submodules in which apex had the members of a package: for old pickles, too.
+        for alias in ALIASES:
+            package, _, last = alias.rpartition(".")
+            if package == name:
+                sys.modules[alias] = module
+                setattr(module, last, module)
 
 
 def _lacking(module: ModuleType, attribute: str) -> Any:
     name = f"{module.__name__}.{attribute}"
     if not attribute.startswith("__"):
+        if is_same(name):
+            return vars(module).setdefault(attribute, same(name))
         try:
             spec = importlib.util.find_spec(name) if hasattr(module, "__path__") else None
         except ApexImportError as error:
@@ -180,14 +200,6 @@ def at_uninstall(action: Callable[[], None]) -> None:
     _at_uninstall.append(action)
 
 
-def also_called(package: str, *names: str) -> None:
-    """Makes ``package`` go by the names of submodules as well, in which apex had its members: for old pickles, too."""
-    module = sys.modules[package]
-    for name in names:
-        sys.modules[f"{package}.{name}"] = module
-        setattr(module, name, module)
-
-
 def uninstall_apex() -> None:
     """Undoes ``install_apex``: removes the modules, and apex's attributes from optimizers.
 
@@ -210,7 +222,6 @@ __all__ = [
     "NAMES",
     "ROOTS",
     "ApexImportError",
-    "also_called",
     "at_uninstall",
     "install_apex",
     "is_ours",

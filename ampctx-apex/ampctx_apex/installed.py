@@ -9,6 +9,8 @@ from importlib.machinery import ExtensionFileLoader, PathFinder
 from types import ModuleType
 from typing import Any
 
+from ampctx_apex.names import is_same, same
+
 # By name: what has been loaded.
 _loaded: dict[str, ModuleType] = {}
 
@@ -43,6 +45,8 @@ def attribute_of(name: str) -> Callable[[str], Any]:
         missing = f"module {name!r} has no attribute {attribute!r}"
         if attribute.startswith("__"):
             raise AttributeError(missing)
+        if is_same(f"{name}.{attribute}"):
+            return same(f"{name}.{attribute}")
         try:
             module = load(name)
         except ImportError as error:

@@ -200,14 +200,6 @@ rms_backward = _backward("rms_backward")
 rms_backward_affine = _backward("rms_backward_affine", "weight")
 
 __all__ = [
-    "backward",
-    "backward_affine",
-    "forward",
-    "forward_affine",
-    "forward_affine_mixed_dtypes",
-    "rms_backward",
-    "rms_backward_affine",
-    "rms_forward",
-    "rms_forward_affine",
-    "rms_forward_affine_mixed_dtypes",
-]
+    "backward", "backward_affine", "forward", "forward_affine", "forward_affine_mixed_dtypes", "rms_backward",
+    "rms_backward_affine", "rms_forward", "rms_forward_affine", "rms_forward_affine_mixed_dtypes",
+]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import re
 import sys
@@ -42,14 +43,22 @@ def _expanded(names: str) -> Iterator[str]:
         yield from map("".join, itertools.product(*(part.split(",") for part in re.split(r"[{}]", word))))
 
 
-def _public(module: str) -> list[str]:
-    """``__all__`` of a module in ``modules/``, without its import. A package may go by the names of submodules, too."""
+def _file(module: str) -> Path | None:
     path = Path(MODULES, *module.split("."))
-    file = next((f for f in (path.with_suffix(".py"), path / "__init__.py") if f.exists()), None)
-    if file is None:
-        return _public(module.rpartition(".")[0])
-    lists = re.findall(r"^\s*__all__ \+?= \[(.*?)\]", file.read_text(), flags=re.M | re.S)
-    return re.findall(r'"(\w+)"', "".join(lists))
+    return next((f for f in (path.with_suffix(".py"), path / "__init__.py") if f.exists()), None)
+
+
+def public(module: str) -> list[str]:
+    """``__all__`` of a module in ``modules/``, or its functions and classes, without its import.
+
+    A package may go by the names of submodules, too.
+    """
+    if (file := _file(module)) is None:
+        return public(module.rpartition(".")[0])
+    text = file.read_text()
+    if lists := re.findall(r"^\s*__all__ \+?= \[(.*?)\]", text, flags=re.M | re.S):
+        return re.findall(r'"(\w+)"', "".join(lists))
+    return re.findall(r"^(?:class|def) ([A-Za-z]\w*)", text, flags=re.M)
 
 
 def _served(row: Mapping[str, Any]) -> Iterator[tuple[str, Name]]:
@@ -60,24 +69,37 @@ def _served(row: Mapping[str, Any]) -> Iterator[tuple[str, Name]]:
     for module in _expanded(row["of"]):
         if "names" not in row:
             yield module, plain
-        for name in row["names"].split() if "names" in row else _public(module):
+        for name in row["names"].split() if "names" in row else dict.fromkeys([*public(module), *target]):
             entry = plain._replace(target=target.get(name), note=row.get("notes", {}).get(name, plain.note))
             yield f"{module}.{name}", entry._replace(status="adapted", note=adapted[name]) if name in adapted else entry
 
 
 def _read() -> Iterator[tuple[str, Name]]:
-    table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-    for row in table["served"]:
+    for row in TABLE["served"]:
         yield from _served(row)
     beside = " If an NVIDIA apex with this module is installed too, the module comes from there."
     at_import = Name("refused", at_import=True)
     for kind, entry in {"refused": Name("refused"), "refused_at_import": at_import, "missing": Name("missing")}.items():
-        for names, text in table[kind].items():
+        for names, text in TABLE[kind].items():
             note = f"Use {text}.{beside if entry.at_import else ''}"
             yield from ((name, entry._replace(note=note)) for name in _expanded(names))
 
 
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 NAMES: Mapping[str, Name] = dict(_read())
+# Modules without a file: further names of the package that they are in.
+ALIASES = [m for row in TABLE["served"] if "names" not in row for m in _expanded(row["of"]) if _file(m) is None]
+
+
+def is_same(name: str) -> bool:
+    """Whether ``name`` is an object of ampctx or torch."""
+    return name in NAMES and NAMES[name].target is not None
+
+
+def same(name: str) -> Any:
+    """That object."""
+    module, _, attribute = (NAMES[name].target or "").rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def lookup(name: str) -> Name | None:

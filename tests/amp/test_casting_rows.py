@@ -449,7 +449,7 @@ RECURRENT = {
 
 
 @pytest.mark.parametrize("name", RECURRENT)
-@pytest.mark.parametrize("level", LOW)  # O1 and O4: tests/compat/test_l0_rnn.py
+@pytest.mark.parametrize("level", LOW)  # O1 and O4: tests/apex/test_l0_rnn.py
 def test_recurrent_layers(session, level, name):
     kind, layers = RECURRENT[name]
     torch.manual_seed(0)

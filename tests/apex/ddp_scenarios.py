@@ -97,7 +97,7 @@ def torchs(model, delay_allreduce):
         )
 
 
-def train(level, wrap, ranks, blocks=1, no_sync=False, fused=False, norm=True):
+def masters_after(level, wrap, ranks, blocks=1, no_sync=False, fused=False, norm=True):
     """The masters after four steps on the batches of ``ranks``, ``blocks`` backward passes for each step."""
     torch.manual_seed(dist.get_rank() if wrap else 0)
     layers = [nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)]
@@ -124,14 +124,16 @@ def train(level, wrap, ranks, blocks=1, no_sync=False, fused=False, norm=True):
 def trained(level, delay_allreduce=False, **options):
     """The weights of a training in apex's wrapper, and in torch's."""
     mine = [dist.get_rank()]
-    ours = train(level, lambda model: DistributedDataParallel(model, delay_allreduce=delay_allreduce), mine, **options)
-    return ours, train(level, lambda model: torchs(model, delay_allreduce), mine, **options)
+    ours = masters_after(
+        level, lambda model: DistributedDataParallel(model, delay_allreduce=delay_allreduce), mine, **options
+    )
+    return ours, masters_after(level, lambda model: torchs(model, delay_allreduce), mine, **options)
 
 
 def against_one_process(level):
     """The weights of a training in apex's wrapper, and of one without that sees the batches of all ranks."""
-    ours = train(level, DistributedDataParallel, [dist.get_rank()], norm=False)
-    return ours, train(level, None, range(dist.get_world_size()), norm=False)
+    ours = masters_after(level, DistributedDataParallel, [dist.get_rank()], norm=False)
+    return ours, masters_after(level, None, range(dist.get_world_size()), norm=False)
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------
@@ -210,7 +212,7 @@ TRAININGS = {
     "accumulation-no-sync": {"blocks": 3, "no_sync": True},
     "fused-accumulation": {"blocks": 2, "fused": True, "delay_allreduce": True},
 }
-LEVELS = ("O0", "O1", "O2", "O5")
+TRAINED_AT = ("O0", "O1", "O2", "O5")
 
 SCENARIOS = {
     **{
@@ -229,10 +231,10 @@ SCENARIOS = {
     "unused": unused_parameters,
     **{
         f"trained-{level}-{name}": functools.partial(trained, level, **options)
-        for level in LEVELS
+        for level in TRAINED_AT
         for name, options in TRAININGS.items()
     },
-    **{f"one-process-{level}": functools.partial(against_one_process, level) for level in LEVELS},
+    **{f"one-process-{level}": functools.partial(against_one_process, level) for level in TRAINED_AT},
     "construction": construction,
     "reducer-module": reducer_of_a_module,
     "reducer-gradients": reducer_of_gradients,

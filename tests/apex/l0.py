@@ -10,14 +10,12 @@ import torch
 from apex import amp
 from torch import nn
 
-LEVELS = ("O0", "O1", "O2", "O3")
-ROCM_LEVELS = ("O4", "O5")
 ZERO = ("none", "model", "optimizer")
 
 
 def low_of(level):
     """The 16-bit type of a level."""
-    return torch.bfloat16 if level in ROCM_LEVELS else torch.float16
+    return torch.bfloat16 if level in ("O4", "O5") else torch.float16
 
 
 class Mixed(nn.Module):

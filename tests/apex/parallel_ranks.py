@@ -13,7 +13,7 @@ ROOT = WORKER.parents[2]
 
 def run(module, directory, world_size=2):
     """Runs all scenarios of ``module``; returns a function from a scenario's name to what the ranks returned."""
-    path = os.pathsep.join([str(ROOT), str(WORKER.parent)])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "ampctx-apex"), str(WORKER.parent)])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     files = [directory / f"result{rank}.pt" for rank in range(world_size)]
     command = [sys.executable, str(WORKER), module, str(directory / "rendezvous")]

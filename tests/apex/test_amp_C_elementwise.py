@@ -5,7 +5,7 @@ import math
 import amp_C
 import pytest
 import torch
-from kernel_cases import DEVICES, FLOATS, SIZES, assert_lists, assert_same, copies, flag, randn
+from kernel_cases import DEVICES, FLOATS, SIZES, assert_same, copies, flag, randn
 
 from ampctx import multi_tensor_apply
 
@@ -35,11 +35,9 @@ def test_four_functions_are_those_of_ampctx():
 def norm_calls(tensors, scale):
     """Every norm function on clones of the tensors, and what its norm is multiplied with."""
     inv_scale = torch.tensor([scale], device=tensors[0].device)
-    out = [torch.empty_like(t) for t in tensors]
     return {
         "l2norm": (amp_C.multi_tensor_l2norm, [tensors], (), 1.0),
         "l2norm_mp": (amp_C.multi_tensor_l2norm_mp, [tensors], (), 1.0),
-        "l2norm_scale": (amp_C.multi_tensor_l2norm_scale, [tensors, out], (scale,), 1.0),
         "unscale_l2norm": (amp_C.multi_tensor_unscale_l2norm, [tensors], (inv_scale,), scale),
     }
 
@@ -60,8 +58,6 @@ def test_norms(buf, device, name, kind, sizes, per_tensor):
     torch.testing.assert_close(total, norms.norm().reshape(1).float())
     torch.testing.assert_close(each, norms.float() if per_tensor else torch.zeros(0, device=device))
     assert_same([tensors], before)
-    if name == "l2norm_scale":
-        assert_lists(lists[1], [t.double() * 0.25 for t in tensors])
     assert buf.item() == 0
 
 
@@ -87,14 +83,6 @@ def test_norm_beyond_fp32_is_infinite_and_no_overflow_of_a_gradient():
     buf = flag()
     assert amp_C.multi_tensor_l2norm(65536, buf, [[torch.full((4,), 2e38)]], False)[0].isinf().all()
     assert buf.item() == 0
-
-
-def test_l2norm_scale_in_place_takes_the_norm_of_before():
-    tensors = randn([7, 33])
-    (before,) = copies([tensors])
-    total, _ = amp_C.multi_tensor_l2norm_scale(65536, flag(), [tensors, tensors], 2.0, False)
-    torch.testing.assert_close(total, torch.cat(before).double().norm().reshape(1).float())
-    assert_lists(tensors, [t.double() * 2 for t in before])
 
 
 # --- update_scale_hysteresis ------------------------------------------------------------------------------------------

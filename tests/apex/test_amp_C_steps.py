@@ -378,43 +378,9 @@ def test_lamb_stages(device, kinds, norm):
         assert_lists(stepped, new)
 
 
-# --- LARS -------------------------------------------------------------------------------------------------------------
-
-
-def lars(g, w, b, *rest, nesterov, is_skipped):
-    """w, b, w once more for a copy, and the norms."""
-    *copy, of_g, of_w = rest
-    trust = 1.0
-    if of_w > 0 and of_g > 0 and not is_skipped:
-        trust = 0.01 * of_w / (of_g + of_w * 0.1 + 1e-3)
-    move = LR * trust * (g + 0.1 * w)
-    b = 0.9 * b - move
-    w = w + (0.9 * b - move if nesterov else b)
-    return w, b, *([w] if copy else []), of_g, of_w
-
-
-def lars_args(norms, nesterov=False, is_skipped=False):
-    """dampening, first_run, wd_after_momentum and scale have no part in it: here 0.3, True, True and 7."""
-    return *norms, LR, 0.01, 1e-3, 0.1, 0.9, 0.3, nesterov, True, True, 7.0, is_skipped
-
-
-@OPTION("is_skipped", [False, True], ids=["adapted", "skipped"])
-@OPTION("nesterov", [False, True], ids=["momentum", "nesterov"])
-@OPTION("kinds", [(F32,) * 3, (F16,) * 3, (B16,) * 3, (F16, F32, F32, F16)], ids=["fp32", "fp16", "bf16", "copy"])
-def test_lars(device, kinds, nesterov, is_skipped):
-    lists = make(SIZES["empties"], kinds, device, positive=())
-    lists[1][1].zero_()
-    norms = [torch.stack([t.double().norm() for t in ts]).float() for ts in lists[:2]]
-    formula = partial(lars, nesterov=nesterov, is_skipped=is_skipped)
-    assert_step("multi_tensor_lars", lists, lars_args(norms, nesterov, is_skipped), formula, beside=norms)
-    if len(lists) == 4:
-        assert_same([lists[3]], [[t.half() for t in lists[1]]])
-
-
 # --- the flag of those that read it -----------------------------------------------------------------------------------
 
 SGD = (0.1, 0.9, 0.3, 0.05, False, False, False, 0.5)
-ONES = [torch.ones(3)] * 2
 BERT, L2 = (lamb_mp_args(CASES[name], (1.0, 2.0), 1) for name in ("bert", "l2"))
 READERS = {
     "sgd": ("multi_tensor_sgd", [F16, F32, F32], SGD),
@@ -425,7 +391,6 @@ READERS = {
     "lamb-mp-model": ("multi_tensor_lamb_mp", MIXES["fp16-model"], BERT),
     "lamb-mp-l2": ("multi_tensor_lamb_mp", MIXES["fp16"], L2),
     "lamb-mp-model-l2": ("multi_tensor_lamb_mp", MIXES["fp16-model"], L2),
-    "lars": ("multi_tensor_lars", [F32] * 4, lars_args(ONES)),
 }
 
 

@@ -4,14 +4,16 @@ import contextlib
 
 import pytest
 import torch
-from amp_models import OPTIMIZERS, Probe, backward, probe, same, weights
+from amp_models import BOTH, backward, probe, same, weights
 from apex import amp
 from apex.amp import _amp_state
+from kit import INF, OPTIMIZERS, Probe, probes, start
 
 import ampctx
 from ampctx.multi_tensor_apply import multi_tensor_l2norm, multi_tensor_scale
 
-INF = float("inf")
+both = pytest.mark.parametrize("make", BOTH)
+each_kind = pytest.mark.parametrize("level", ["O1", "O2"])
 
 # --- all-reduce after accumulation, as in the BERT examples -----------------------------------------------------------
 
@@ -55,32 +57,19 @@ def take_optimizer_step(model, optimizer, overflow_buf, from_other_rank, accumul
 
 @pytest.mark.parametrize("misspelt", [True, False], ids=["buffer stays", "buffer put back"])
 @pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_all_reduce_after_accumulation(level, optimizer, accumulation, misspelt):
+@both
+@each_kind
+def test_all_reduce_after_accumulation(level, make, accumulation, misspelt):
     """Overflow here, in an earlier micro-batch here, on the other rank alone, nowhere: every step and scale."""
     start = 256.0
-    model, optimizer = probe(level, optimizer, max_loss_scale=start * 2)
+    model, optimizer = probe(level, make, max_loss_scale=start * 2)
     twin = Probe()  # stepped by hand in fp32 with the mean over micro-batches and ranks
-    reference = type(optimizer)(twin.parameters(), **{"lr": 0.125, **_momentum(optimizer)})
+    reference = OPTIMIZERS[make](twin.parameters())
     scaler = _amp_state.loss_scalers[0]
     scaler._loss_scale, scaler._scale_seq_len = start, 3
     buffer, scale, clean = torch.tensor([0], dtype=torch.int32), start, 0
-    schedule = [
-        "clean",
-        "here",
-        "clean",
-        "other",
-        "clean",
-        "clean",
-        "clean",
-        "first",
-        "here",
-        "other",
-        "clean",
-        "clean",
-    ]
-    for i, what in enumerate(schedule):
+    schedule = "clean here clean other clean clean clean first here other clean clean"
+    for i, what in enumerate(schedule.split()):
         factor = 1.0 + i % 3
         bad_here = {"here": accumulation - 1, "first": 0}.get(what)
         for micro in range(accumulation):
@@ -105,24 +94,20 @@ def test_all_reduce_after_accumulation(level, optimizer, accumulation, misspelt)
     assert ampctx.amp.skipped_steps(optimizer) == 0  # the caller did that
 
 
-def _momentum(optimizer):
-    return {"momentum": 0.5} if isinstance(optimizer, torch.optim.SGD) else {}
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_without_asking_the_scaler_the_step_is_skipped_still(optimizer):
+@both
+def test_without_asking_the_scaler_the_step_is_skipped_still(make):
     """apex put inf into the weights here."""
-    model, optimizer = probe("O2", optimizer)
+    model, optimizer = probe("O2", make)
     before = weights(optimizer)
     backward(model, optimizer, INF, delay_overflow_check=True)
     optimizer.step()
     assert same(weights(optimizer), before)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_the_verdict_of_a_plain_block_stays_with_the_step(optimizer):
+@both
+def test_the_verdict_of_a_plain_block_stays_with_the_step(make):
     """update_scale() besides a block that has updated the scale itself moves it again, as in apex, and no more."""
-    model, optimizer = probe("O2", optimizer)
+    model, optimizer = probe("O2", make)
     before = weights(optimizer)
     backward(model, optimizer, INF)
     assert _amp_state.loss_scalers[0].update_scale() is True
@@ -131,9 +116,9 @@ def test_the_verdict_of_a_plain_block_stays_with_the_step(optimizer):
     assert same(weights(optimizer), before)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_verdict_of_a_plain_block_is_not_taken_with_a_later_one(optimizer):
-    model, optimizer = probe("O2", optimizer)
+@both
+def test_a_verdict_of_a_plain_block_is_not_taken_with_a_later_one(make):
+    model, optimizer = probe("O2", make)
     before = weights(optimizer)
     backward(model, optimizer, INF)
     backward(model, optimizer, 1.0, delay_overflow_check=True)
@@ -200,28 +185,24 @@ def _patch_step(optimizer):
     optimizer._amp_stash.already_patched = True
 
 
-def real_model(level, optimizer, **kwargs):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-    kwargs = {"loss_scale": "dynamic", "max_loss_scale": 1024.0, "verbosity": 0, **kwargs}
-    return amp.initialize(model, OPTIMIZERS[optimizer](model.parameters()), opt_level=level, **kwargs)
-
-
 # Iteration and micro-batch: the last one, alone, and two at once.
 OVERFLOWS = frozenset({(2, 0), (5, 0), (5, 1), (8, 2)})
 
 
-def train(scale_loss, level, optimizer, kind, overflows=OVERFLOWS, **kwargs):
+def trace_of(scale_loss, level, make, kind, overflows=OVERFLOWS, **options):
     """The scale, the gradients and the weights of every iteration."""
-    model, optimizer = real_model(level, optimizer, **kwargs)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    options = {"loss_scale": "dynamic", "max_loss_scale": 1024.0, **options}
+    model, optimizer = start(amp, level, make, model, **options)
     scaler, trace = _amp_state.loss_scalers[0], []
     scaler._scale_seq_len = 4
     micro = {"plain": [{}], "accumulate": [{}] * 3, "delay": [{"delay_unscale": True}] * 2 + [{}]}[kind]
     for i in range(10):
-        for j, options in enumerate(micro):
+        for j, delay in enumerate(micro):
             x = torch.randn(16, 4, generator=torch.Generator().manual_seed(10 * i + j))
             loss = model(x).float().square().mean() * (INF if (i, j) in overflows else 1.0)
-            with scale_loss(loss, optimizer, **options) as scaled:
+            with scale_loss(loss, optimizer, **delay) as scaled:
                 scaled.backward()
         grads = [p.grad for p in amp.master_params(optimizer)]
         trace.append([torch.tensor(scaler.loss_scale()), *(torch.zeros(()) if g is None else g.clone() for g in grads)])
@@ -233,11 +214,11 @@ def train(scale_loss, level, optimizer, kind, overflows=OVERFLOWS, **kwargs):
 
 
 @pytest.mark.parametrize("kind", ["plain", "accumulate", "delay"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@both
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
-def test_a_loop_by_hand_equals_scale_loss(level, optimizer, kind):
+def test_a_loop_by_hand_equals_scale_loss(level, make, kind):
     """Bit for bit: scales, gradients, weights; with overflows."""
-    ours, theirs = train(amp.scale_loss, level, optimizer, kind), train(by_hand, level, optimizer, kind)
+    ours, theirs = (trace_of(how, level, make, kind) for how in (amp.scale_loss, by_hand))
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         for x, y in zip(a, b, strict=True):
             assert x.dtype == y.dtype
@@ -249,17 +230,16 @@ def test_a_loop_by_hand_equals_scale_loss(level, optimizer, kind):
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
 def test_a_loop_by_hand_with_a_static_scale(level, scale):
     ours, theirs = (
-        train(how, level, "SGD", "accumulate", overflows=(), loss_scale=scale) for how in (amp.scale_loss, by_hand)
+        trace_of(how, level, "SGD-plain", "accumulate", overflows=(), loss_scale=scale)
+        for how in (amp.scale_loss, by_hand)
     )
     assert all(same(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@each_kind
 def test_a_loop_by_hand_over_two_optimizers(level):
     """An overflow in one of them skips both."""
-    models = [Probe(), Probe()]
-    optimizers = [OPTIMIZERS["SGD"](m.parameters()) for m in models]
-    amp.initialize(models, optimizers, opt_level=level, max_loss_scale=64.0, loss_scale="dynamic", verbosity=0)
+    models, optimizers = probes(amp, level, max_loss_scale=64.0)
     before = [weights(o) for o in optimizers]
     for skips, factors in [(True, (1.0, INF)), (True, (INF, 1.0)), (False, (1.0, 2.0))]:
         with by_hand(models[0].loss(factors[0]) + models[1].loss(factors[1]), optimizers) as scaled:
@@ -271,10 +251,10 @@ def test_a_loop_by_hand_over_two_optimizers(level):
     assert _amp_state.loss_scalers[0].loss_scale() == 16.0
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_loop_by_hand_that_delays_the_check_is_skipped_by_amp(optimizer):
+@both
+def test_a_loop_by_hand_that_delays_the_check_is_skipped_by_amp(make):
     """apex stepped on inf; here the verdict waits for the step, and the scale for somebody who asks."""
-    model, optimizer = probe("O2", optimizer)
+    model, optimizer = probe("O2", make)
     before = weights(optimizer)
     with by_hand(model.loss(INF), optimizer, delay_overflow_check=True) as scaled:
         scaled.backward()
@@ -288,11 +268,11 @@ def test_a_loop_by_hand_that_delays_the_check_is_skipped_by_amp(optimizer):
     assert _amp_state.loss_scalers[0].loss_scale() == 2048.0
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_exception_in_a_loop_by_hand(level, optimizer):
+@both
+@each_kind
+def test_an_exception_in_a_loop_by_hand(level, make):
     """The next prepare gives up what came of it, and the gradients of before are still there."""
-    model, optimizer = probe(level, optimizer)
+    model, optimizer = probe(level, make)
     with by_hand(model.loss(2.0), optimizer) as scaled:
         scaled.backward()
     with pytest.raises(ValueError, match="mine"), by_hand(model.loss(3.0), optimizer) as scaled:
@@ -307,7 +287,7 @@ def test_an_exception_in_a_loop_by_hand(level, optimizer):
     ampctx.amp.reset()  # a loop that was left open does not stand in the way
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@each_kind
 def test_prepared_and_then_left_to_the_step(level):
     """post was never called: the step unscales, by the scale of the first loss."""
     model, optimizer = probe(level)
@@ -319,7 +299,7 @@ def test_prepared_and_then_left_to_the_step(level):
     assert same(weights(optimizer), [w - 0.125 for w in before])
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@each_kind
 def test_post_without_prepare(level):
     model, optimizer = probe(level)
     (model.loss(1.0) * 4096.0).backward()
@@ -327,7 +307,7 @@ def test_post_without_prepare(level):
     assert {g for p in amp.master_params(optimizer) for g in p.grad.tolist()} == {1.0}
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@each_kind
 def test_gradients_that_the_client_has_unscaled(level):
     model, optimizer = probe(level)
     backward(model, optimizer, delay_unscale=True)
@@ -337,7 +317,7 @@ def test_gradients_that_the_client_has_unscaled(level):
     assert {g for p in amp.master_params(optimizer) for g in p.grad.tolist()} == {1.0}
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@each_kind
 def test_a_scaler_of_the_clients_own(level):
     """Not one of the session: the gradients are its, and so is the verdict."""
     model, optimizer = probe(level)
@@ -365,9 +345,7 @@ def test_a_scaler_of_the_clients_own(level):
 
 def test_gradient_penalty_scaled_by_hand():
     """torch.autograd.grad of a scaled loss, divided by ``loss_scalers[k].loss_scale()``; two losses, two optimizers."""
-    models = [Probe(), Probe()]
-    optimizers = [OPTIMIZERS["SGD"](m.parameters()) for m in models]
-    amp.initialize(models, optimizers, opt_level="O1", num_losses=2, verbosity=0, max_loss_scale=64.0)
+    models, optimizers = probes(amp, "O1", num_losses=2, max_loss_scale=64.0)
     _amp_state.loss_scalers[1]._loss_scale = 8
     x = torch.ones(3, requires_grad=True)
     out = (models[1].weight * x.square()).sum()
@@ -382,10 +360,10 @@ def test_gradient_penalty_scaled_by_hand():
     torch.testing.assert_close(models[1].weight.grad, expected.expand(3))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@both
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_clipping_by_the_kernels(level, optimizer):
-    model, optimizer = probe(level, optimizer)
+def test_clipping_by_the_kernels(level, make):
+    model, optimizer = probe(level, make)
     backward(model, optimizer, 3.0)
     grads = [p.grad for p in amp.master_params(optimizer)]
     flag = torch.zeros(1, dtype=torch.int32)
@@ -399,7 +377,7 @@ def test_clipping_by_the_kernels(level, optimizer):
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_forward_of_a_wrapped_model_patched_by_the_options(level, outputs):
     """The workaround for DataParallel: casts put around its forward according to opt_properties."""
-    model, _ = real_model(level, "SGD", cast_model_outputs=outputs)
+    model, _ = start(amp, level, cast_model_outputs=outputs)
     parallel = torch.nn.DataParallel(model)
     options = _amp_state.opt_properties.options
     if options.get("cast_model_type", None):
@@ -422,7 +400,7 @@ def test_forward_of_a_wrapped_model_patched_by_the_options(level, outputs):
 
 
 def test_clear_cache_in_an_evaluation_loop():
-    model, _ = real_model("O1", "SGD")
+    model, _ = start(amp, "O1")
     with torch.no_grad():
         first = model.eval()(torch.ones(2, 4))
         for p in model.parameters():

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from amp_models import Probe
 from apex import amp
 from apex.amp import _amp_state
+from kit import Probe
 
 HALF, FLOAT = torch.ones(2, 2, dtype=torch.float16), torch.ones(2, 2)
 

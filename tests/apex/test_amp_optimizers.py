@@ -9,14 +9,16 @@ import weakref
 
 import pytest
 import torch
-from amp_models import LOW, OPTIMIZERS, Probe, backward, probe, same, weights
+from amp_models import BOTH, backward, probe, same, weights
 from apex import amp
+from kit import LOW, OPTIMIZERS, Probe, every_level
 
 import ampctx
 from ampctx import AmpError, AmpTypeError
-from ampctx.optimizers import LARC
 
-LEVELS = ["O1", "O2", "O5"]
+each_kind = pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+with_masters = pytest.mark.parametrize("level", ["O2", "O5"])
+both = pytest.mark.parametrize("make", BOTH)
 METHODS = ["_lazy_init_maybe_master_weights", "_amp_lazy_init", "_prepare_amp_backward", "_post_amp_backward"]
 STAMPS = ["_amp_stash", *METHODS, "_master_params_to_model_params"]
 
@@ -28,11 +30,11 @@ def stamped(optimizer):
 # --- when they are there ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
-def test_from_initialize_to_reset(level, optimizer):
+@both
+@every_level
+def test_from_initialize_to_reset(level, make):
     model = Probe()
-    optimizer = OPTIMIZERS[optimizer](model.parameters())
+    optimizer = OPTIMIZERS[make](model.parameters())
     before = set(vars(optimizer))
     amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
     assert stamped(optimizer) == (STAMPS if level in ("O2", "O5") else STAMPS[:-1])
@@ -47,31 +49,13 @@ def test_from_initialize_to_reset(level, optimizer):
 
 def test_not_where_initialize_is_disabled_or_fails():
     model = Probe()
-    optimizer = OPTIMIZERS["SGD"](model.parameters())
+    optimizer = OPTIMIZERS["SGD-plain"](model.parameters())
     amp.initialize(model, optimizer, enabled=False)
     assert stamped(optimizer) == []
     other = torch.optim.SGD(model.half().parameters(), lr=1.0)
     with pytest.raises(AmpError, match="Found param"):
         amp.initialize(model, [optimizer, other], opt_level="O2", verbosity=0)
     assert stamped(optimizer) == []
-
-
-def test_initialize_is_undone_when_an_observer_fails():
-    from ampctx.amp import _default_session as session
-
-    def fail(bound):
-        raise ValueError("mine")
-
-    model = Probe()
-    optimizer = OPTIMIZERS["SGD"](model.parameters())
-    session.observers.append(fail)
-    try:
-        with pytest.raises(ValueError, match="mine"):
-            amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    finally:
-        session.observers.remove(fail)
-    assert stamped(optimizer) == []
-    assert model.weight.dtype == torch.float32
 
 
 IN_FRESH_PROCESS = """
@@ -111,13 +95,13 @@ def test_apex_imported_late_and_uninstalled():
 
 
 @pytest.mark.full(but=2)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_freed_without_the_collector(level, optimizer):
+@both
+@each_kind
+def test_freed_without_the_collector(level, make):
     gc.collect()
     gc.disable()
     try:
-        model, optimizer = probe(level, optimizer)
+        model, optimizer = probe(level, make)
         backward(model, optimizer)
         optimizer._amp_stash.mine = 1
         optimizer._prepare_amp_backward()
@@ -138,17 +122,11 @@ def weights_of(optimizer):
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
-def wrap(name, params):
-    return LARC(torch.optim.SGD(params, lr=0.125, momentum=0.5)) if name == "LARC" else OPTIMIZERS[name](params)
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
-@pytest.mark.parametrize("name", [*OPTIMIZERS, "LARC"])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", [*BOTH, "LARC"])
+@each_kind
 def test_copies_leave_the_stamps_behind(level, name, copied):
-    model = Probe()
-    optimizer = wrap(name, model.parameters())
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, max_loss_scale=4096.0, loss_scale="dynamic")
+    model, optimizer = probe(level, name)
     backward(model, optimizer)
     twin = copied(optimizer)
     assert stamped(twin) == []
@@ -179,7 +157,7 @@ def test_a_copied_stash_is_an_empty_one():
 # --- the stash --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@with_masters
 def test_lists_with_master_weights(level):
     model, optimizer = probe(level)
     extra = torch.nn.Parameter(torch.ones(4, dtype=LOW[level]))
@@ -209,7 +187,7 @@ def test_lists_without_master_weights():
     try:
         model = Probe()
         model.weight.data = model.weight.data.half()
-        optimizer = OPTIMIZERS["SGD"](model.parameters())
+        optimizer = OPTIMIZERS["SGD-plain"](model.parameters())
         amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
     finally:
         amp._amp_state.allow_incoming_model_not_fp32 = False
@@ -232,10 +210,10 @@ def test_computed_lists_cannot_be_assigned_and_the_rest_can():
         stash.nothing  # noqa: B018
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("level", LEVELS)
-def test_already_patched_tells_of_a_skip_to_come(level, optimizer):
-    model, optimizer = probe(level, optimizer)
+@both
+@each_kind
+def test_already_patched_tells_of_a_skip_to_come(level, make):
+    model, optimizer = probe(level, make)
     stash = optimizer._amp_stash
     assert stash.already_patched is False
     backward(model, optimizer, float("inf"))
@@ -253,7 +231,7 @@ def test_already_patched_tells_of_a_skip_to_come(level, optimizer):
     assert stash.already_patched is False
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@each_kind
 def test_params_have_scaled_gradients_after_delayed_blocks(level):
     model, optimizer = probe(level)
     stash = optimizer._amp_stash
@@ -264,11 +242,11 @@ def test_params_have_scaled_gradients_after_delayed_blocks(level):
     assert stash.params_have_scaled_gradients is False
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_dropping_master_gradients_through_the_stash(level, optimizer):
+@both
+@with_masters
+def test_dropping_master_gradients_through_the_stash(level, make):
     """Also those that wait in 16 bits for a fused optimizer."""
-    model, optimizer = probe(level, optimizer)
+    model, optimizer = probe(level, make)
     backward(model, optimizer)
     for p in optimizer._amp_stash.all_fp32_from_fp16_params:
         p.grad = None
@@ -286,7 +264,7 @@ def test_dropping_master_gradients_through_the_stash(level, optimizer):
 
 
 @pytest.mark.parametrize("lazy_init", ["_lazy_init_maybe_master_weights", "_amp_lazy_init"])
-@pytest.mark.parametrize("level", LEVELS)
+@each_kind
 def test_lazy_init_may_be_called_at_any_time(level, lazy_init):
     model, optimizer = probe(level)
     params = list(weights_of(optimizer))
@@ -302,7 +280,7 @@ def test_lazy_init_may_be_called_at_any_time(level, lazy_init):
     assert all(a is b for a, b in zip(weights_of(optimizer), params, strict=True))
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@with_masters
 def test_master_params_to_model_params(level):
     model, optimizer = probe(level)
     backward(model, optimizer)

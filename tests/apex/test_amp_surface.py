@@ -1,11 +1,10 @@
-"""What apex.amp and apex itself have: the shapes of results, the banner, helpers."""
+"""What apex.amp and apex itself have: modules and helpers."""
 
 import subprocess
 import sys
 
 import pytest
 import torch
-from amp_models import OPTIMIZERS, Probe
 from apex import amp
 
 import ampctx
@@ -49,68 +48,6 @@ def test_the_state_shadows_its_module():
     assert callable(maybe_print)
     assert callable(warn_or_err)
     assert master_params is ampctx.amp.master_params
-
-
-# --- initialize -------------------------------------------------------------------------------------------------------
-
-
-def _given(shape):
-    model = Probe()
-    optimizer = OPTIMIZERS["SGD"](model.parameters())
-    return {
-        "model": (model, None),
-        "list": ([model], None),
-        "model, optimizer": (model, optimizer),
-        "model, list": (model, [optimizer]),
-        "model, empty list": (model, []),
-        "list, optimizer": ([model], optimizer),
-        "list, list": ([model], [optimizer]),
-    }[shape]
-
-
-@pytest.mark.parametrize("enabled", [True, False], ids=["enabled", "disabled"])
-@pytest.mark.parametrize(
-    "shape", ["model", "list", "model, optimizer", "model, list", "model, empty list", "list, optimizer", "list, list"]
-)
-def test_what_is_returned_has_the_shape_of_what_was_given(shape, enabled):
-    models, optimizers = _given(shape)
-    result = amp.initialize(models, optimizers, enabled=enabled, opt_level="O2", verbosity=0)
-    if optimizers is None:
-        assert result is models
-    else:
-        assert result[0] is models
-        assert result[1] is optimizers
-        assert isinstance(result, tuple)
-
-
-_DEFAULTS = {
-    "O0": ["torch.float32", "False", "None", "False", "1.0"],
-    "O1": ["None", "True", "None", "None", "dynamic"],
-    "O2": ["torch.float16", "False", "True", "True", "dynamic"],
-    "O3": ["torch.float16", "False", "False", "False", "1.0"],
-    "O5": ["torch.bfloat16", "False", "True", "True", "1.0"],
-}
-
-
-@pytest.mark.parametrize("level", _DEFAULTS)
-def test_the_banner(level, capsys):
-    amp.initialize(torch.nn.Linear(2, 2), opt_level=level, loss_scale=128.0)
-    names = ["cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale"]
-
-    def options(values):
-        pairs = [("enabled", "True"), ("opt_level", level), *zip(names, values, strict=True)]
-        return [f"{name:22} : {value}" for name, value in pairs]
-
-    brief = amp.frontend.opt_levels[level].brief
-    assert capsys.readouterr().out.split("\n") == [
-        *f"Selected optimization level {brief}".split("\n"),
-        "Defaults for this optimization level are:",
-        *options(_DEFAULTS[level]),
-        "Processing user overrides (additional kwargs that are not None)...",
-        "After processing overrides, optimization options are:",
-        *options([*_DEFAULTS[level][:-1], "128.0"]),
-        "",
-    ]
 
 
 # --- helpers of apex itself -------------------------------------------------------------------------------------------

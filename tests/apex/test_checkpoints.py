@@ -3,7 +3,6 @@
 import argparse
 import copy
 import importlib
-import io
 import sys
 import types
 from collections import OrderedDict
@@ -11,12 +10,12 @@ from collections import OrderedDict
 import pytest
 import torch
 from ampctx_apex.checkpoints import load_file, load_fp16_optimizer, to_amp_state, to_grad_scaler_state
+from kit import assert_same, every_level, mlp, start, through_a_file, train
 from torch import nn
 
 from ampctx import AmpError, AmpKeyError, AmpValueError, GradScaler, amp
 from ampctx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 FUSED = {
     "adam": lambda p: FusedAdam(p, lr=0.02, weight_decay=0.1),
     "lamb": lambda p: FusedLAMB(p, lr=0.02),
@@ -24,42 +23,7 @@ FUSED = {
     "novograd": lambda p: FusedNovoGrad(p, lr=0.02, weight_decay=0.1),
     "adagrad": lambda p: FusedAdagrad(p, lr=0.02),
 }
-TORCH = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.02, eps=1e-3),  # of fp16 at O3
-}
 SCALES = {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 7}}
-
-
-def mlp(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-
-
-def train(model, optimizer, steps, first=0):
-    """Steps through amp; the losses."""
-    losses = []
-    for step in range(first, first + steps):
-        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
-        loss = model(x).float().square().mean()
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def start(level, make=FUSED["adam"], seed=0, **options):
-    model = mlp(seed)
-    return amp.initialize(model, make(model.parameters()), opt_level=level, verbosity=0, **options)
-
-
-def filed(content):
-    """Through a file, and back by plain torch at its safest."""
-    file = io.BytesIO()
-    torch.save(content, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def weights(model):
@@ -69,18 +33,7 @@ def weights(model):
 def everything(model, optimizer):
     """Copies of model weights, stepped parameters, their state and options, and the loss scales."""
     params = [p for g in optimizer.param_groups for p in g["params"]]
-    return copy.deepcopy(
-        [
-            weights(model),
-            [p.detach() for p in params],
-            optimizer.state_dict(),
-            amp.state_dict(),
-        ]
-    )
-
-
-def assert_same(a, b):
-    torch.testing.assert_close(a, b, rtol=0, atol=0)
+    return copy.deepcopy([weights(model), [p.detach() for p in params], optimizer.state_dict(), amp.state_dict()])
 
 
 def resume(content, model, optimizer):
@@ -124,15 +77,15 @@ def made_by_apex(name, model, optimizer, steps, masters=True):
     return content
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@every_level
 @pytest.mark.parametrize("name", FUSED)
 def test_a_checkpoint_of_apex_resumes_at_every_level(name, level):
-    model, optimizer = start("O2", FUSED[name])
-    train(model, optimizer, 3)
-    content = filed(made_by_apex(name, model, optimizer, 3))
+    model, optimizer = start(amp, "O2", FUSED[name])
+    train(amp, model, optimizer, 3)
+    content = through_a_file(made_by_apex(name, model, optimizer, 3))
     amp.reset()
 
-    model, optimizer = start(level, FUSED[name], seed=1)
+    model, optimizer = start(amp, level, FUSED[name], mlp(1))
     resume(content, model, optimizer)
     assert amp.state_dict() == SCALES
     dtype = {"O3": torch.float16}.get(level, torch.float32)
@@ -146,24 +99,24 @@ def test_a_checkpoint_of_apex_resumes_at_every_level(name, level):
         # apex's FusedSGD counts no steps, but has begun; Adagrad's formula needs none.
         if name != "adagrad":
             assert state["step"].item() == (1 if name == "sgd" else 3)
-    train(model, optimizer, 1, first=3)
+    train(amp, model, optimizer, 1, first=3)
     assert amp.state_dict()["loss_scaler0"]["unskipped"] == 8
 
 
 @pytest.mark.parametrize("name", FUSED)
 def test_an_o2_checkpoint_of_apex_goes_on_as_the_run_did(name):
-    model, optimizer = start("O2", FUSED[name])
+    model, optimizer = start(amp, "O2", FUSED[name])
     amp.load_state_dict(SCALES)
-    train(model, optimizer, 3)
-    content = filed(made_by_apex(name, model, optimizer, 3))
+    train(amp, model, optimizer, 3)
+    content = through_a_file(made_by_apex(name, model, optimizer, 3))
     content["amp"] = amp.state_dict()
-    losses = train(model, optimizer, 4, first=3)
+    losses = train(amp, model, optimizer, 4, first=3)
     expected = everything(model, optimizer)
     amp.reset()
 
-    model, optimizer = start("O2", FUSED[name], seed=1)
+    model, optimizer = start(amp, "O2", FUSED[name], mlp(1))
     resume(content, model, optimizer)
-    assert train(model, optimizer, 4, first=3) == losses
+    assert train(amp, model, optimizer, 4, first=3) == losses
     resumed = everything(model, optimizer)
     for state in (resumed, expected):
         # apex's FusedSGD and FusedAdagrad count no steps.
@@ -238,8 +191,8 @@ OLD_SCALERS = {
 
 @pytest.mark.parametrize("scaler", OLD_SCALERS)
 def test_a_file_of_fp16_utils_with_its_scaler_object_resumes_safely(tmp_path, monkeypatch, scaler):
-    model, optimizer = start("O2", TORCH["adamw"])
-    train(model, optimizer, 3)
+    model, optimizer = start(amp, "O2", "AdamW-foreach")
+    train(amp, model, optimizer, 3)
     module, name, attributes = OLD_SCALERS[scaler]
     saved_scaler = scaler_of_apex(module, name, {**attributes, "_overflow_buf": torch.zeros(1, dtype=torch.int32)})
     content = {
@@ -260,7 +213,7 @@ def test_a_file_of_fp16_utils_with_its_scaler_object_resumes_safely(tmp_path, mo
     state = copy.deepcopy(optimizer.state_dict()["state"])
     amp.reset()
 
-    model, optimizer = start("O2", TORCH["adamw"], seed=1)
+    model, optimizer = start(amp, "O2", "AdamW-foreach", mlp(1))
     loaded = load_file(path)
     assert loaded["args"].lr == 0.1
     model.load_state_dict(loaded["model"])
@@ -273,8 +226,8 @@ def test_a_file_of_fp16_utils_with_its_scaler_object_resumes_safely(tmp_path, mo
 @pytest.mark.parametrize("flat", [True, False], ids=["until-2020", "after"])
 def test_contribs_fp16_optimizer_resumes(flat):
     """Until 2020 it joined the parameters of a group to one, and so the state of its optimizer."""
-    model, optimizer = start("O3")  # all parameters in fp16, as it had them
-    train(model, optimizer, 3)
+    model, optimizer = start(amp, "O3", FUSED["adam"])  # all parameters in fp16, as it had them
+    train(amp, model, optimizer, 3)
     inner = copy.deepcopy(optimizer.state_dict())
     masters = [[p.detach().float() + 2.0**-20 for p in model.parameters()]]
     keys = inner["param_groups"][0]["params"]
@@ -302,8 +255,8 @@ def test_contribs_fp16_optimizer_resumes(flat):
     expected = copy.deepcopy(optimizer.state_dict()["state"])
     amp.reset()
 
-    model, optimizer = start("O2", keep_batchnorm_fp32=False, seed=1)
-    loaded = filed(content)
+    model, optimizer = start(amp, "O2", FUSED["adam"], mlp(1), keep_batchnorm_fp32=False)
+    loaded = through_a_file(content)
     model.load_state_dict(loaded["model"])
     load_fp16_optimizer(optimizer, loaded["optimizer"])
     assert_same(masters_of(optimizer), masters[0])
@@ -312,7 +265,7 @@ def test_contribs_fp16_optimizer_resumes(flat):
 
 
 def test_without_masters_there_is_no_place_for_them():
-    model, optimizer = start("O1")
+    model, optimizer = start(amp, "O1")
     before = everything(model, optimizer)
     with pytest.raises(AmpValueError, match="the optimizer has no masters. Resume at opt_level='O2'"):
         load_fp16_optimizer(optimizer, {"optimizer_state_dict": optimizer.state_dict(), "fp32_from_fp16": [[]]})
@@ -327,7 +280,7 @@ def test_without_masters_there_is_no_place_for_them():
     ids=["groups", "shapes"],
 )
 def test_masters_of_fp16_optimizer_need_their_places(masters, message):
-    model, optimizer = start("O2")
+    model, optimizer = start(amp, "O2")
     before = everything(model, optimizer)
     with pytest.raises(AmpValueError, match=message):
         load_fp16_optimizer(optimizer, {"optimizer_state_dict": optimizer.state_dict(), "fp32_from_fp16": masters})
@@ -335,7 +288,7 @@ def test_masters_of_fp16_optimizer_need_their_places(masters, message):
 
 
 def test_a_flat_state_of_another_size_is_an_error():
-    _, optimizer = start("O2")
+    _, optimizer = start(amp, "O2")
     flat = {"state": {0: {"exp_avg": torch.zeros(5)}}, "param_groups": [{"params": [0]}]}
     content = {"optimizer_state_dict": flat, "fp32_groups_flat": [torch.zeros(74)]}
     with pytest.raises(AmpValueError, match="the state 'exp_avg' of group 0 is flat with 5 elements, .* have 74"):

@@ -1,75 +1,11 @@
-"""apex.contrib.clip_grad and apex.contrib.xentropy."""
-
-import importlib
+"""apex.contrib.xentropy."""
 
 import pytest
 import torch
-from apex.contrib.clip_grad import clip_grad_norm_
 from apex.contrib.xentropy import SoftmaxCrossEntropyLoss, softmax_xentropy
-
-import ampctx
-from ampctx import AmpError, amp
 
 F16, B16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
-
-# --- clip_grad --------------------------------------------------------------------------------------------------------
-
-
-def parameters():
-    generator = torch.Generator().manual_seed(0)
-    made = []
-    for shape in ((3, 4), (5,), (2, 2)):
-        p = torch.nn.Parameter(torch.zeros(shape))
-        p.grad = torch.randn(shape, generator=generator)
-        made.append(p)
-    return [*made, torch.nn.Parameter(torch.zeros(1))]
-
-
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3, "inf"], ids=str)
-@pytest.mark.parametrize("max_norm", [0.5, 100.0])
-def test_clips_as_torch_does(max_norm, norm_type):
-    ours, theirs = parameters(), parameters()
-    norm = clip_grad_norm_(ours, max_norm, norm_type, False)
-    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(theirs, max_norm, float(norm_type)))
-    for a, b in zip(ours[:-1], theirs[:-1], strict=True):
-        torch.testing.assert_close(a.grad, b.grad)
-    assert ours[-1].grad is None
-
-
-def test_takes_one_tensor_and_nothing_at_all():
-    p = parameters()[0]
-    norm = p.grad.norm()
-    torch.testing.assert_close(clip_grad_norm_(p, max_norm=1.0), norm)
-    torch.testing.assert_close(p.grad.norm(), torch.tensor(1.0))
-    assert clip_grad_norm_([], 1.0).item() == 0.0
-
-
-def test_a_norm_that_is_not_finite():
-    p = parameters()[0]
-    p.grad[0, 0] = torch.nan
-    with pytest.raises(AmpError, match="The total norm of order 2.0 for gradients from `parameters` is non-finite"):
-        clip_grad_norm_(p, 1.0, error_if_nonfinite=True)
-    assert issubclass(AmpError, RuntimeError)
-
-
-def test_clips_masters():
-    model = torch.nn.Linear(4, 4)
-    optimizer = ampctx.optimizers.FusedSGD(model.parameters(), lr=1.0)
-    amp.initialize(model, optimizer, opt_level="O2", loss_scale=16.0, verbosity=0)
-    with amp.scale_loss(model(torch.full((1, 4), 8.0)).float().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    norm = clip_grad_norm_(amp.master_params(optimizer), 2.0)
-    assert norm.item() == pytest.approx((16 * 64 + 4) ** 0.5)
-    total = torch.stack([p.grad.norm() for p in amp.master_params(optimizer)]).norm()
-    assert total.item() == pytest.approx(2.0, rel=1e-5)
-
-
-def test_clip_grad_is_one_function():
-    assert importlib.import_module("apex.contrib.clip_grad.clip_grad").clip_grad_norm_ is clip_grad_norm_
-
-
-# --- xentropy ---------------------------------------------------------------------------------------------------------
 
 LABELS = torch.tensor([3, 0, 6, 1, 0, 6])
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 from apex import amp
 from apex.optimizers import FusedSGD
+from kit import every_level
 from l0 import (
-    LEVELS,
-    ROCM_LEVELS,
     ZERO,
     Mixed,
     assert_exact,
@@ -16,11 +15,11 @@ from l0 import (
     reference_model,
     set_scales,
     zero_grads,
-)
+)  # fmt: skip
 
 
-def train(models, optimizer, backward, zero, when, passes):
-    """Three steps; the second model's parameters join during the first one or after it."""
+def three_steps(models, optimizer, backward, zero, when, passes):
+    """The second model's parameters join during the first one or after it."""
     first, second = models
     dtype = first.wide.dtype
 
@@ -52,11 +51,11 @@ def train(models, optimizer, backward, zero, when, passes):
 @pytest.mark.parametrize("passes", [1, 2], ids=["one-backward", "two-backwards"])
 @pytest.mark.parametrize("when", ["zero-then-add", "add-then-zero", "add-before-step"])
 @pytest.mark.parametrize("zero", ZERO)
-@pytest.mark.parametrize("level", [*LEVELS, *ROCM_LEVELS])
+@every_level
 def test_a_late_group_trains(level, zero, when, passes, make):
     expected = [reference_model(0), reference_model(1)]
     plain = torch.optim.SGD(expected[0].parameters(), lr=0.5, momentum=0.25)
-    train(expected, plain, torch.Tensor.backward, "optimizer", when, passes)
+    three_steps(expected, plain, torch.Tensor.backward, "optimizer", when, passes)
 
     models = [Mixed(0, low_of(level)), Mixed(1, low_of(level))]
     optimizer = make(models[0].parameters(), lr=0.5, momentum=0.25)
@@ -67,7 +66,7 @@ def test_a_late_group_trains(level, zero, when, passes, make):
         with amp.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
 
-    train(models, optimizer, backward, zero, when, passes)
+    three_steps(models, optimizer, backward, zero, when, passes)
     masters = list(amp.master_params(optimizer))
     assert len(masters) == 4
     for model, reference in zip(models, expected, strict=True):

@@ -10,7 +10,8 @@ import pytest
 import torch
 from apex import amp
 from apex.optimizers import FusedSGD
-from l0 import LEVELS, ROCM_LEVELS, Mixed, assert_exact, initialize_mixed, low_of
+from kit import every_level
+from l0 import Mixed, assert_exact, initialize_mixed, low_of
 
 FACTORS = (0.5, -0.125, 0.25)
 REACHED = {"none": (), "wide": ("wide",), "narrow": ("narrow",), "both": ("wide", "narrow")}
@@ -33,7 +34,7 @@ def expected_grad(pattern, name):
 @pytest.mark.parametrize("delayed", [False, True], ids=["each-unscaled", "last-unscales"])
 @pytest.mark.parametrize("passes", [1, 2, 3])
 @pytest.mark.parametrize("scale", [1.0, 128.0, "dynamic"])
-@pytest.mark.parametrize("level", [*LEVELS, *ROCM_LEVELS])
+@every_level
 def test_every_pattern(level, scale, passes, delayed, make):
     for pattern in itertools.product(REACHED, repeat=passes):
         model = Mixed(0, low_of(level))

@@ -1,18 +1,15 @@
 """The ways in which programs call scale_loss and what is in it, and the sequences that skip a step."""
 
-import logging
 import warnings
 
 import pytest
 import torch
 from apex import amp
 from apex.optimizers import FusedSGD
-from l0 import LEVELS, ROCM_LEVELS, Mixed, assert_exact, initialize_mixed, low_of, scales, set_scales
+from kit import every_level
+from l0 import Mixed, assert_exact, initialize_mixed, low_of, scales, set_scales
 from torch import nn
 
-from ampctx import AmpError
-
-every_level = pytest.mark.parametrize("level", [*LEVELS, *ROCM_LEVELS])
 dynamic_levels = pytest.mark.parametrize("level", ["O1", "O2"])
 both = pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD], ids=["SGD", "FusedSGD"])
 
@@ -65,16 +62,6 @@ def assert_skipped(optimizer, before):
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
-
-
-@every_level
-def test_retain_graph(level):
-    model, optimizer = initialized(level)
-    expected = grads_of(model)
-    with amp.scale_loss(loss_of(model), optimizer) as scaled:
-        scaled.backward(retain_graph=True)
-        scaled.backward()
-    check_grads(optimizer, expected, 2)
 
 
 @every_level
@@ -132,49 +119,6 @@ def test_losses_with_elements(level):
 
 
 @every_level
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("scale", [1.0, 4096.0])
-def test_16_bit_losses_are_scaled_in_fp32(level, dtype, scale):
-    model, optimizer = initialized(level, scale=(scale,))
-    expected = grads_of(model)
-    loss = (loss_of(model) + 27.25).to(dtype)
-    with amp.scale_loss(loss, optimizer) as scaled:
-        assert scaled.dtype == torch.float32
-        # 32 * 4096 is beyond fp16.
-        assert scaled.item() == 32.0 * scale
-        scaled.backward()
-    check_grads(optimizer, expected, 1)
-
-
-@every_level
-@both
-def test_iterations_without_a_step(level, make):
-    model, optimizer = initialized(level, make)
-    before, expected = values(optimizer), grads_of(model)
-    for factor in (1.0, 0.5, -2.0, 1.0):
-        backward(model, optimizer, factor)
-    check_grads(optimizer, expected, 0.5)
-    optimizer.step()
-    assert_stepped(optimizer, before, expected, 0.5)
-
-
-@every_level
-def test_nested_blocks_of_two_optimizers(level):
-    """A loss inside the block of another one: neither sees the other's scale."""
-    models = [Mixed(i, low_of(level)) for i in range(2)]
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in models]
-    initialize_mixed(models, optimizers, level, num_losses=2)
-    set_scales(16.0, 4.0)
-    expected = [grads_of(m) for m in models]
-    with amp.scale_loss(loss_of(models[0]), optimizers[0], loss_id=0) as outer:
-        with amp.scale_loss(loss_of(models[1]) + loss_of(models[0], 0.5), optimizers, loss_id=1) as inner:
-            inner.backward()
-        outer.backward()
-    check_grads(optimizers[0], expected[0], 1.5)
-    check_grads(optimizers[1], expected[1], 1)
-
-
-@every_level
 @pytest.mark.parametrize("wrap", [lambda o: o, lambda o: [o], lambda o: (o,)], ids=["alone", "list", "tuple"])
 @pytest.mark.parametrize("loss_id", [0, 1, -1, -2])
 def test_arguments_of_scale_loss(level, wrap, loss_id):
@@ -196,48 +140,6 @@ def test_any_optimizer_passes_where_nothing_is_scaled(level):
         loss = model(torch.ones(3, 2)).float().sum()
         with amp.scale_loss(loss, optimizers) as scaled:
             assert torch.equal(scaled, loss)
-
-
-def test_not_enabled():
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    assert amp.initialize(model, optimizer, enabled=False, opt_level="O9") == (model, optimizer)
-    loss = model(torch.ones(3, 2)).sum().half()
-    with amp.scale_loss(loss, optimizer, loss_id=7) as scaled:
-        assert scaled is loss
-
-
-def test_not_initialized():
-    with (
-        pytest.raises(AmpError, match="Invoked 'with amp.scale_loss'.*has not been initialized"),
-        amp.scale_loss(torch.ones(()), []),
-    ):
-        pass
-
-
-# --- the scale --------------------------------------------------------------------------------------------------------
-
-
-@dynamic_levels
-@both
-def test_a_scaler_counts_backward_passes_not_steps(level, make):
-    model, optimizer = initialized(level, make)
-    amp.load_state_dict({"loss_scaler0": {"loss_scale": 16.0, "unskipped": 1996}})
-    for expected in (16.0, 32.0):  # 2 losses for each of 2 steps
-        for _ in range(2):
-            backward(model, optimizer, 0.0)
-        optimizer.step()
-        assert scales() == [expected]
-    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 0
-
-
-@dynamic_levels
-def test_a_count_past_the_window_grows_at_once(level):
-    """apex compared for equality and never grew again."""
-    model, optimizer = initialized(level)
-    amp.load_state_dict({"loss_scaler0": {"loss_scale": 16.0, "unskipped": 5000}})
-    backward(model, optimizer)
-    assert scales() == [32.0]
 
 
 # --- skips ------------------------------------------------------------------------------------------------------------
@@ -272,41 +174,6 @@ def test_one_step_is_skipped_whatever_comes_before_it(level, make, then):
     backward(model, optimizer)
     optimizer.step()
     assert_stepped(optimizer, before, expected, 1)
-
-
-@dynamic_levels
-@both
-def test_an_overflow_among_gradients_that_add_up(level, make):
-    model, optimizer = initialized(level, make)
-    before = values(optimizer)
-    backward(model, optimizer)
-    overflow(model, optimizer)
-    backward(model, optimizer)
-    optimizer.step()
-    assert_skipped(optimizer, before)
-    assert scales() == [8.0]
-
-
-@dynamic_levels
-@both
-@pytest.mark.parametrize("named", [(0,), (1,), (0, 1), ()], ids=str)
-def test_only_named_optimizers_are_skipped(level, make, named):
-    """The overflow is in the gradients of model 2, whose optimizer is always named."""
-    models = [Mixed(i, low_of(level)) for i in range(3)]
-    optimizers = [make(m.parameters(), lr=0.5) for m in models]
-    initialize_mixed(models, optimizers, level, num_losses=2)
-    set_scales(16.0, 4.0)
-    before, expected = [values(o) for o in optimizers], [grads_of(m) for m in models]
-    for model, optimizer in zip(models[:2], optimizers[:2], strict=True):
-        backward(model, optimizer, loss_id=0)
-    overflow(models[2], [optimizers[i] for i in (*named, 2)], loss_id=1)
-    for i, optimizer in enumerate(optimizers):
-        optimizer.step()
-        if i in (*named, 2):
-            assert_skipped(optimizer, before[i])
-        else:
-            assert_stepped(optimizer, before[i], expected[i], 1)
-    assert scales() == [16.0, 2.0]
 
 
 @dynamic_levels
@@ -346,29 +213,8 @@ def test_lr_schedulers_around_a_skipped_step(level, make, built):
 
 
 @dynamic_levels
-def test_a_skipped_step_names_loss_and_scale(level, caplog):
-    """apex printed the line; here it goes to the logger."""
-    model, optimizer = initialized(level, scale=(16.0, 4.0))
-    amp.initialize(nn.Linear(1, 1), opt_level=level, num_losses=2)  # back to verbosity 1
-    overflow(model, optimizer, loss_id=1)
-    with caplog.at_level(logging.WARNING, "ampctx"):
-        optimizer.step()
-    assert caplog.messages[0] == "Gradient overflow.  Skipping step, loss scaler 1 reducing loss scale to 2.0"
-
-
-@dynamic_levels
 def test_fused_sgd_forgets_the_scale_of_a_skipped_step(level):
     model, optimizer = initialized(level, FusedSGD)
     overflow(model, optimizer)
     optimizer.step()
     assert (optimizer.most_recent_scale, optimizer.scale_set_by_backward) == (1.0, False)
-
-
-@every_level
-@both
-def test_static_scales_let_inf_through(level, make):
-    model, optimizer = initialized(level, make, loss_scale=16.0)
-    overflow(model, optimizer)
-    optimizer.step()
-    assert not next(iter(amp.master_params(optimizer))).isfinite().all()
-    assert scales() == [16.0]

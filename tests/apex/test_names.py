@@ -10,11 +10,10 @@ import pytest
 import torch
 from ampctx_apex import names
 from ampctx_apex.install import refused
-from ampctx_apex.names import NAMES, lookup, refusal
+from ampctx_apex.names import NAMES, TABLE, lookup, refusal
 from ampctx_apex.roots import MODULES
 from apex import amp
 
-TABLE = names.tomllib.loads(Path(names.__file__).with_suffix(".toml").read_text())
 # Names on objects: the tests of those objects look at them.
 OF_OBJECTS = tuple(f"{row['of']}." for row in TABLE["served"] if "names" in row)
 # Modules whose import apex made fail, too, if it had no compiled extension for them.
@@ -41,6 +40,8 @@ def resolved(name):
 def test_a_served_name_is_there_and_a_program_uses_it(name):
     entry, found = NAMES[name], resolved(name)
     assert entry.used_by
+    if (module := sys.modules.get(name.rpartition(".")[0])) is not None and not isinstance(found, types.ModuleType):
+        assert name.rpartition(".")[2] in module.__all__  # a star brings it, too
     # So that code which is moved to the target means what it meant.
     if entry.target is not None:
         assert found is resolved(entry.target)

@@ -5,7 +5,7 @@ import parallel_ranks
 import pytest
 import torch
 from apex.parallel import DistributedDataParallel, ReduceOp
-from ddp_scenarios import DTYPES, HOOKS, LEVELS, TRAININGS
+from ddp_scenarios import DTYPES, HOOKS, TRAINED_AT, TRAININGS
 from torch import nn
 
 from ampctx import AmpValueError
@@ -62,7 +62,7 @@ def test_parameters_that_are_not_used(two):
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", TRAINED_AT)
 def test_a_training_is_that_of_torchs_wrapper(two, level, name):
     (ours, torchs), (others, _) = two(f"trained-{level}-{name}")
     assert torch.equal(ours, torchs)
@@ -70,7 +70,7 @@ def test_a_training_is_that_of_torchs_wrapper(two, level, name):
     assert torch.isfinite(ours).all()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", TRAINED_AT)
 def test_a_training_is_that_of_one_process_with_all_batches(two, level):
     for ours, alone in two(f"one-process-{level}"):
         # 16-bit gradients are rounded before they are joined.
@@ -139,4 +139,4 @@ def test_reduce_op_is_torchs():
 
 
 def test_scenarios_are_all_looked_at():
-    assert len(ddp_scenarios.SCENARIOS) == len(HOOKS) * len(DTYPES) + len(LEVELS) * (len(TRAININGS) + 1) + 11
+    assert len(ddp_scenarios.SCENARIOS) == len(HOOKS) * len(DTYPES) + len(TRAINED_AT) * (len(TRAININGS) + 1) + 11

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_import_apex_brings_the_packages():
     assert set(apex.__all__) >= {"normalization", "parallel"}
     program = "import apex; print(apex.parallel.Reducer, apex.normalization.FusedLayerNorm)"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "ampctx-apex")])}
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", program], env=environment, capture_output=True, text=True, timeout=120
     )

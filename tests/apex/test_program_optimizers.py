@@ -85,13 +85,14 @@ def test_the_classes_are_those_of_ampctx_with_and_without_kernels():
     """apex.optimizers adds the kernels, and uninstall_apex removes them."""
     assert FusedAdam is optimizers.FusedAdam
     program = """
-from ampctx import compat, optimizers
-compat.install_apex()
+from ampctx import optimizers
+from ampctx_apex import install_apex, uninstall_apex
+install_apex()
 names = [(optimizers.FusedAdam, "multi_tensor_adam"), (optimizers.FusedMixedPrecisionLamb, "multi_tensor_lamb")]
 before = [hasattr(*name) for name in names]
 import apex.optimizers
 after = [hasattr(*name) for name in names]
-compat.uninstall_apex()
+uninstall_apex()
 print(before, after, [hasattr(*name) for name in names])
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
@@ -148,7 +149,7 @@ def test_amp_trains_and_skips_as_with_the_class_itself(level, kind, overflow_at)
 
 @pytest.mark.parametrize("kind", [OwnStep, BaseStep])
 def test_torchs_grad_scaler_unscales_and_skips(kind):
-    def train(kind):
+    def scaled(kind):
         p = nn.Parameter(torch.tensor([1.0, -2.0]))
         optimizer, scaler = kind([p], lr=0.1), torch.amp.GradScaler("cpu", init_scale=64.0)
         for factor in (1.0, torch.inf, 1.0):
@@ -158,8 +159,8 @@ def test_torchs_grad_scaler_unscales_and_skips(kind):
             scaler.update()
         return p.detach(), scaler.get_scale()
 
-    ours, scale = train(kind)
-    wanted, wanted_scale = train(FusedAdam)
+    ours, scale = scaled(kind)
+    wanted, wanted_scale = scaled(FusedAdam)
     torch.testing.assert_close(ours, wanted)
     assert scale == wanted_scale == 32.0
 
@@ -175,3 +176,13 @@ def test_a_class_may_declare_that_its_step_reads_amps_attributes():
     assert not BaseStep._step_supports_amp_scaling
     assert not OwnStep._step_supports_model_params
     assert Declared._step_supports_amp_scaling
+
+
+@pytest.mark.large
+def test_a_tensor_of_more_than_2_to_the_31_elements():
+    """28 GB."""
+    p = nn.Parameter(torch.ones(2359332864, dtype=torch.float16))
+    p.grad = torch.ones_like(p)
+    FusedAdam([p], lr=0.5).step()
+    # The first step is lr times the sign of the gradient.
+    assert (p == 0.5).all()

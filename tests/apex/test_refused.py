@@ -2,10 +2,7 @@
 
 import importlib
 import importlib.util
-import os
-import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -148,25 +145,6 @@ def test_who_asks_can_import_all(not_installed, monkeypatch, variable, argument,
                 importlib.util.find_spec(name)
 
 
-@pytest.mark.full
-def test_a_program_asks_by_the_environment():
-    program = """
-        import ampctx_apex
-        ampctx_apex.install_apex()
-        from apex.transformer import parallel_state
-        from apex.contrib.optimizers import DistributedFusedAdam
-        try:
-            parallel_state.initialize_model_parallel(1)
-        except NotImplementedError as error:
-            print(error)
-    """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "AMPCTX_APEX_REFUSE": "call"}
-    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(program)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("apex.transformer.parallel_state.initialize_model_parallel is not supported")
-
-
 def test_bad_values(not_installed, monkeypatch):
     with pytest.raises(AmpValueError, match="^install_apex: refuse is 'late', expected 'import' or 'call'"):
         install.install_apex("late")
@@ -174,46 +152,6 @@ def test_bad_values(not_installed, monkeypatch):
     with pytest.raises(AmpValueError, match="^install_apex: AMPCTX_APEX_REFUSE is '1', expected 'import' or 'call'"):
         install.install_apex()
     assert install._finders == []
-
-
-# --- beside what is served --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-def test_modules_of_an_installed_apex_come_before_the_refusal(tmp_path):
-    """And ours before the installed ones where both have a name."""
-    for path, text in {
-        "apex/__init__.py": "raise RuntimeError('the installed apex itself is not imported')",
-        "apex/contrib/__init__.py": "raise RuntimeError('nor is its contrib')",
-        "apex/contrib/multihead_attn/__init__.py": "class SelfMultiheadAttn: origin = 'installed'",
-        "apex/contrib/xentropy/__init__.py": "SoftmaxCrossEntropyLoss = 'installed'",
-        "apex/transformer/__init__.py": "from . import parallel_state",
-        "apex/transformer/parallel_state.py": "origin = 'installed'",
-        "apex/normalization/extra.py": "origin = 'installed'",
-    }.items():
-        file = tmp_path / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    program = """
-        from ampctx_apex import install_apex
-        install_apex()
-        import apex
-        from apex.contrib.multihead_attn import SelfMultiheadAttn
-        from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
-        from apex.normalization import extra
-        from apex.pyprof import nvtx
-        print(SelfMultiheadAttn.origin, apex.transformer.parallel_state.origin, extra.origin)
-        print(SoftmaxCrossEntropyLoss.apply, nvtx.__module__, sep="\\n")
-    """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0, result.stderr
-    origins, served, refusing = result.stdout.splitlines()
-    assert origins == "installed installed installed"
-    assert "SoftmaxCrossEntropyLoss.apply" in served
-    assert refusing == "apex.pyprof"
 
 
 def test_a_wrong_choice_is_an_error_after_the_first_call_too():

@@ -92,35 +92,6 @@ def test_what_cannot_be_run_is_said(tmp_path, arguments, message):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.full(but=1)
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["-m", "nope"], "No module named nope"),
-        (["-m", "nope.train"], "No module named nope"),
-        (["-m", "package.nope"], "No module named package.nope"),
-        (["-m", "json.decoder.x"], "No module named json.decoder.x; 'json.decoder' is not a package"),
-        (["-m", "package"], "No module named package.__main__; 'package' is a package and cannot be run"),
-        (["-m", ".x"], "No module named .x"),
-        (["package"], "can't find '__main__' module in 'package'"),
-    ],
-    ids=["module", "package", "in-a-package", "in-a-module", "package-alone", "relative", "directory"],
-)
-def test_what_is_not_there_is_one_line(program, tmp_path, arguments, message):
-    program("", "package/__init__.py")
-    done = python("-m", "ampctx_apex", "run", *arguments, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"ampctx-apex run: {message}\n"
-
-
-@pytest.mark.full
-def test_errors_of_a_package_go_through(program, tmp_path):
-    program("import not_installed", "package/__init__.py")
-    done = python("-m", "ampctx_apex", "run", "-m", "package.train", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "ModuleNotFoundError: No module named 'not_installed'" in done.stderr
-
-
 @pytest.mark.full
 def test_run_directory(program, tmp_path):
     path = program(SAYS, "tool/__main__.py").parent
@@ -132,32 +103,6 @@ def test_run_directory(program, tmp_path):
 def test_run_stdin(tmp_path):
     done = python("-m", "ampctx_apex", "run", "-", "x", cwd=tmp_path, stdin=SAYS)
     assert output(done).splitlines() == ["__main__ ['x'] ", "ampctx.amp.session"]
-
-
-CHILDREN = """
-import multiprocessing, subprocess, sys
-import apex
-
-class Config:
-    pass
-
-def work(config):
-    from apex import amp
-    print("spawned", type(config).__name__, amp.scale_loss.__name__, flush=True)
-
-if __name__ == "__main__":
-    child = multiprocessing.get_context("spawn").Process(target=work, args=(Config(),))
-    child.start()
-    child.join()
-    print("exit", child.exitcode, flush=True)
-    subprocess.run([sys.executable, "-c", "import amp_C, apex_C; print('started')"], check=True)
-"""
-
-
-@pytest.mark.full
-def test_children_of_a_program_have_the_names_too(program):
-    done = python("-m", "ampctx_apex", "run", program(CHILDREN), cwd=ROOT)
-    assert output(done).splitlines() == ["spawned Config scale_loss", "exit 0", "started"]
 
 
 # --- beside an installed apex -----------------------------------------------------------------------------------------

@@ -16,18 +16,11 @@ from typing import Any
 
 import torch
 from ampctx_apex.arguments import check_tensor
-from ampctx_apex.installed import attribute_of
 from ampctx_apex.multi_tensor import multi_tensor, run_op
 from torch import Tensor
 
 from ampctx import AmpValueError, foreach
-from ampctx.multi_tensor_apply import (
-    multi_tensor_axpby,
-    multi_tensor_l2norm,
-    multi_tensor_scale,
-    multi_tensor_unscale_l2norm,
-)
-from ampctx.spi import Call, Layers, TensorLists, adapt, compute_dtype, foreach_factor, found_in, multiply, norms, trust
+from ampctx.spi import Call, Layers, TensorLists, adapt, compute_dtype, foreach_factor, found_in, multiply, norms
 
 # --- norms ------------------------------------------------------------------------------------------------------------
 
@@ -37,20 +30,6 @@ def multi_tensor_l2norm_mp(
 ) -> tuple[Tensor, Tensor]:
     """``multi_tensor_l2norm``. Returns the norm even if the flag is set; apex's result is undefined then."""
     return norms("multi_tensor_l2norm_mp", noop_flag, tensor_lists, 1.0, per_tensor)
-
-
-@multi_tensor("src dst", "scale per_tensor=0")
-def multi_tensor_l2norm_scale(call: Call, scale: Any, per_tensor: bool) -> tuple[Tensor, Tensor]:
-    """``multi_tensor_l2norm`` of ``src``, and ``dst[i] = src[i] * scale``, for ``tensor_lists = [src, dst]``.
-
-    ``dst`` may be ``src``: the norm is that of before.
-    """
-    if not call.length:
-        return torch.zeros(1, device=call.device), torch.zeros(0, device=call.device)
-    with call.flag() as flag:
-        total, each = foreach.unscale_l2norms(call["src"], found_in(flag), 1.0)
-        foreach.scale(call["src"], call["dst"], found_in(call.no_flag()), foreach_factor(scale))
-    return total.reshape(1), each if per_tensor else each.new_empty(0)
 
 
 # --- steps element by element, and NovoGrad's -------------------------------------------------------------------------
@@ -138,7 +117,7 @@ def multi_tensor_novograd(
         run_op("novograd", call, call.lists, step - 1, call.no_flag(), exp_avg_sqs=of_grads, inv_scale=1.0, **options)
 
 
-# --- LAMB and LARS ----------------------------------------------------------------------------------------------------
+# --- LAMB -------------------------------------------------------------------------------------------------------------
 # apex's LAMB leaves its updates behind and steps by them as they are stored, for which ampctx's op has no place.
 
 _LAMB_ARGUMENTS = (
@@ -260,34 +239,6 @@ def multi_tensor_lamb_stage2_cuda(
     _apply(layers, call["updates"], per_tensor_param_norm, per_tensor_update_norm, lr, has_ratio)
 
 
-@multi_tensor(
-    "grads params momenta copies",
-    "grad_norms param_norms lr trust_coefficient eps weight_decay momentum dampening nesterov first_run "
-    "wd_after_momentum scale is_skipped",
-    optional=1,
-)
-def multi_tensor_lars(
-    call: Call, grad_norms: Tensor, param_norms: Tensor, lr: Any, trust_coefficient: float, eps: float,
-    weight_decay: float, momentum: float, nesterov: bool, is_skipped: bool, **unused: Any,
-) -> None:  # fmt: skip
-    """LARS for ``[grads, params, momenta]`` and their norms, or with a fourth list that becomes a copy of the params.
-
-    The rate is lr times trust_coefficient ||p|| / (||g|| + weight_decay ||p|| + eps); lr alone where a norm is 0, or
-    with ``is_skipped``. With it, b = momentum b - rate (g + weight_decay p) and p += b, or with ``nesterov`` p +=
-    momentum b - rate (g + weight_decay p). The other arguments have no part in it, as in ROCm's apex. Does nothing
-    where the flag is not 0.
-    """
-    is_adapted = (param_norms > 0) & (grad_norms > 0) & (not is_skipped)
-    rates = torch.where(is_adapted, trust(param_norms, grad_norms, trust_coefficient, weight_decay, eps), 1.0)
-    with call.flag() as flag:
-        layers = _layers(call, flag)
-        moves = layers.new()
-        foreach.axpby(call["grads"], call["params"], moves, found_in(call.no_flag()), 1.0, weight_decay)
-        multiply(moves, rates * lr)
-        # LARS adds what it keeps, SGD subtracts it.
-        layers.step(moves, -1.0, momentum=momentum, nesterov=nesterov, maximize=True)
-
-
 # --- the loss scale ---------------------------------------------------------------------------------------------------
 
 _SCALE_STATE = {
@@ -300,15 +251,9 @@ _SCALE_STATE = {
 
 @torch.no_grad()
 def update_scale_hysteresis(
-    current_scale: Tensor,
-    growth_tracker: Tensor,
-    hysteresis_tracker: Tensor,
-    found_inf: Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    hysteresis: int,
-) -> Tensor:
+    current_scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, found_inf: Tensor, growth_factor: float,
+    backoff_factor: float, growth_interval: int, hysteresis: int,
+) -> Tensor:  # fmt: skip
     """The loss-scale rule of apex, in place on one-element tensors: fp32 scale, int32 trackers. ``current_scale``.
 
     With ``found_inf`` > 0 the hysteresis tracker falls by one, below 0 too; the growth tracker restarts, and once the
@@ -346,27 +291,3 @@ def update_scale_hysteresis(
 def _flushed(value: Tensor) -> Tensor:
     """Numbers below the normal ones are 0."""
     return torch.where(value.abs() < torch.finfo(value.dtype).tiny, torch.zeros_like(value), value)
-
-
-__getattr__ = attribute_of(__name__)
-
-__all__ = [
-    "multi_tensor_adagrad",
-    "multi_tensor_adam",
-    "multi_tensor_adam_capturable",
-    "multi_tensor_adam_capturable_master",
-    "multi_tensor_axpby",
-    "multi_tensor_l2norm",
-    "multi_tensor_l2norm_mp",
-    "multi_tensor_l2norm_scale",
-    "multi_tensor_lamb",
-    "multi_tensor_lamb_mp",
-    "multi_tensor_lamb_stage1_cuda",
-    "multi_tensor_lamb_stage2_cuda",
-    "multi_tensor_lars",
-    "multi_tensor_novograd",
-    "multi_tensor_scale",
-    "multi_tensor_sgd",
-    "multi_tensor_unscale_l2norm",
-    "update_scale_hysteresis",
-]

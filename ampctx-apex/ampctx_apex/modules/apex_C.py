@@ -49,6 +49,3 @@ def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
         raise AmpValueError(f"unflatten: flat has {flat.numel()} elements, tensors have {sum(sizes)}")
     parts = flat[: sum(sizes)].split(sizes) if sizes else ()
     return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
-
-
-__all__ = ["flatten", "unflatten"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from ampctx_apex import kernels_norms
-from ampctx_apex.installed import attribute_of
 from torch import Tensor
 
 
@@ -22,14 +21,9 @@ def ln_fwd(x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float) -> tuple[Tens
 
 
 def ln_bwd(
-    dz: Tensor,
-    x_or_z: Tensor,
-    mu: Tensor | None,
-    rsigma: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None = None,
+    dz: Tensor, x_or_z: Tensor, mu: Tensor | None, rsigma: Tensor, gamma: Tensor, beta: Tensor | None = None,
     memory_efficient: bool = False,
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients of ``x``, ``gamma`` and ``beta``, then apex's two workspaces, which are None here.
 
     Args:
@@ -43,8 +37,3 @@ def ln_bwd(
     eps = torch.finfo(torch.float32).tiny
     grads = kernels_norms.backward_affine(dz, mu, rsigma, x_or_z, gamma.shape, gamma, bias, eps, memory_efficient)
     return *grads, None, None
-
-
-__getattr__ = attribute_of(__name__)
-
-__all__ = ["ln_bwd", "ln_fwd"]

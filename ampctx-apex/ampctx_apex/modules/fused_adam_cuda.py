@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from ampctx_apex.arguments import check_tensor
-from ampctx_apex.installed import attribute_of
 from ampctx_apex.multi_tensor import multi_tensor, run_op
 from torch import Tensor
 
@@ -71,7 +70,5 @@ def adam(p: Tensor, p_copy: Tensor, m: Tensor, v: Tensor, g: Tensor, *args: Any,
     flag = torch.zeros(1, dtype=torch.int32, device=p.device)
     _adam(0, flag, [[p], [m], [v], [g], *copies], *args, **kwargs)
 
-
-__getattr__ = attribute_of(__name__)
 
 __all__ = ["adam", "adam_mt"]

@@ -3,8 +3,5 @@
 ``apex.normalization`` has the layers. See ``ampctx_apex.kernels_norms`` for the arguments.
 """
 
-from ampctx_apex.installed import attribute_of
 from ampctx_apex.kernels_norms import *  # noqa: F403
 from ampctx_apex.kernels_norms import __all__  # noqa: F401
-
-__getattr__ = attribute_of(__name__)

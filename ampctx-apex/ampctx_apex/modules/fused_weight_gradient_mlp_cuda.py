@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 from ampctx_apex.arguments import check_tensor, without_autocast
-from ampctx_apex.installed import attribute_of
 from torch import Tensor
 
 from ampctx import AmpValueError
@@ -76,8 +75,3 @@ def wgrad_gemm_accum_fp16(input: Tensor, d_output: Tensor, main_grad: Tensor) ->
             main_grad.addmm_(dy.t(), x)
         else:
             main_grad.copy_(main_grad.float().addmm_(dy.t().float(), x.float()))
-
-
-__getattr__ = attribute_of(__name__)
-
-__all__ = ["wgrad_gemm_accum_fp16", "wgrad_gemm_accum_fp32"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 from ampctx_apex.arguments import check_tensor, without_autocast
-from ampctx_apex.installed import attribute_of
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -76,8 +75,3 @@ def backward(grad_loss: Tensor, logits: Tensor, max_log_sum_exp: Tensor, labels:
         grad.scatter_add_(1, index, grad.new_full(index.shape, smoothing - 1.0))
         factor = grad_loss.to(wide.dtype).masked_fill(labels < 0, 0.0)
         return grad.mul_(factor.unsqueeze(1)).to(logits.dtype)
-
-
-__getattr__ = attribute_of(__name__)
-
-__all__ = ["backward", "forward"]

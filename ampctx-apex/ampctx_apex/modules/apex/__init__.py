@@ -1,13 +1,12 @@
 """apex's names over ampctx. ``ampctx_apex.install_apex()`` puts this package under the name ``apex``."""
 
 import warnings
-from pkgutil import extend_path
 
 import torch
 from ampctx_apex.distribution import ApexDistribution as _Distribution
 
 __version__ = _Distribution().version
-__path__ = extend_path(__path__, __name__)
+
 
 from . import amp, fp16_utils, normalization, optimizers
 

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from ampctx import AmpTypeError, spi
-from ampctx.amp import master_params
+from ampctx import AmpError, AmpTypeError, spi
 from ampctx.spi import LossScale, session
 
-from .frontend import LiveOptions, Properties, settings, warn_or_err
+from .frontend import LiveOptions, Properties
 from .handle import Handle
 from .scaler import LossScaler
 
@@ -53,17 +52,13 @@ def _of(owner: Any, name: str) -> Any:
 
 
 class AmpState:
-    """apex's global state: the results of ``amp.initialize``, and settings that clients assign.
-
-    ``hard_override``: whether ``warn_or_err`` and assignments to ``opt_properties`` print instead of raising.
-    Attributes of other names can be set freely.
-    """
+    """apex's global state: the results of ``amp.initialize``, and settings that clients assign. Other attributes can be
+    set freely."""
 
     def __init__(self) -> None:
         self._properties: Properties | None = None
         self._handle: Handle | None = None
 
-    hard_override = _of(settings, "hard_override")
     verbosity = _of(session, "verbosity")
     allow_incoming_model_not_fp32 = _of(session, "allow_incoming_model_not_fp32")
 
@@ -109,6 +104,10 @@ class AmpState:
 _amp_state = AmpState()
 
 
+def warn_or_err(msg: str) -> None:
+    raise AmpError(msg)
+
+
 def maybe_print(msg: str, rank0: bool = False) -> None:
     """Prints if verbosity > 0; with ``rank0`` only on rank 0."""
     dist = torch.distributed
@@ -117,4 +116,4 @@ def maybe_print(msg: str, rank0: bool = False) -> None:
         print(msg)
 
 
-__all__ = ["AmpState", "_amp_state", "master_params", "maybe_print", "warn_or_err"]
+__all__ = ["AmpState", "_amp_state", "maybe_print", "warn_or_err"]

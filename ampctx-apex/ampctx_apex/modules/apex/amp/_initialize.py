@@ -18,6 +18,3 @@ def to_type(dtype: torch.dtype, t: Any) -> Any:
 def applier(value: Any, fn: Callable[[Any], Any]) -> Any:
     """Applies ``fn`` to tensors and objects with a ``to`` method in nested containers, which keep their types."""
     return map_leaves(value, fn)
-
-
-__all__ = ["applier", "to_type"]

@@ -6,16 +6,6 @@ from typing import Any
 
 import torch
 
-from ampctx.amp import (
-    bfloat16_function,
-    float_function,
-    half_function,
-    promote_function,
-    register_bfloat16_function,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-)
 from ampctx.spi import Autocast, session
 
 from ._amp_state import _amp_state
@@ -23,14 +13,9 @@ from .handle import Handle
 
 
 def init(
-    enabled: bool = True,
-    loss_scale: Any = None,
-    enable_caching: bool = True,
-    verbose: bool = False,
-    allow_banned: bool = False,
-    *,
-    patch_type: torch.dtype = torch.float16,
-) -> Handle:
+    enabled: bool = True, loss_scale: Any = None, enable_caching: bool = True, verbose: bool = False,
+    allow_banned: bool = False, *, patch_type: torch.dtype = torch.float16,
+) -> Handle:  # fmt: skip
     """Switches on the casts of O1 in this thread, on the CPU and the accelerator, until ``_deactivate()`` or a reset.
 
     Args:
@@ -45,16 +30,3 @@ def init(
     devices = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
     session.cast_ops(Autocast([], patch_type, device_types=devices, allow_banned=allow_banned))
     return _amp_state.handle
-
-
-__all__ = [
-    "bfloat16_function",
-    "float_function",
-    "half_function",
-    "init",
-    "promote_function",
-    "register_bfloat16_function",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
-]

@@ -9,6 +9,3 @@ from typing import Any
 def filter_attrs(module: Any, attrs: Iterable[str]) -> list[str]:
     """The names among ``attrs`` that ``module`` has."""
     return [name for name in attrs if hasattr(module, name)]
-
-
-__all__ = ["filter_attrs"]

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 from ampctx import AmpError, AmpSession, AmpValueError
-from ampctx.amp import OPT_LEVELS, PrecisionPolicy, initialize, load_state_dict, state_dict
+from ampctx.amp import OPT_LEVELS, PrecisionPolicy
 from ampctx.spi import BRIEFS, resolve
-
-# _amp_state shows it.
-settings = SimpleNamespace(hard_override=False)
 
 # apex's defaults of Properties() before a level applies, plus cast_model_outputs, which apex had not as an option.
 _BARE: Mapping[str, Any] = {
@@ -26,15 +22,6 @@ _BARE: Mapping[str, Any] = {
     "loss_scale": 1.0,
     "cast_model_outputs": None,
 }
-# Options that hard_override forces on a level that rejects them.
-_FORCED = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights")
-
-
-def warn_or_err(msg: str) -> None:
-    """Raises AmpError (a RuntimeError); under ``_amp_state.hard_override`` it prints a warning."""
-    if not settings.hard_override:
-        raise AmpError(msg)
-    print("Warning:  " + msg)
 
 
 class LiveOptions(MutableMapping):
@@ -107,12 +94,7 @@ class Properties:
             self.__dict__[name] = value
             return
         if name not in ("enabled", "opt_level") and value is not None:
-            try:
-                value = getattr(resolve(self.options["opt_level"] or "O0", **{name: value}), name)
-            except AmpError as error:
-                if name not in _FORCED or not settings.hard_override:
-                    raise
-                warn_or_err(str(error))
+            value = getattr(resolve(self.options["opt_level"] or "O0", **{name: value}), name)
         self.options[name] = value
 
 
@@ -136,16 +118,4 @@ def _level(name: str) -> type[_Level]:
 O0, O1, O2, O3, O4, O5 = map(_level, ("O0", "O1", "O2", "O3", "O4", "O5"))
 opt_levels = {"O3": O3(), "O2": O2(), "O1": O1(), "O0": O0(), "O4": O4(), "O5": O5()}
 
-__all__ = [
-    "O0",
-    "O1",
-    "O2",
-    "O3",
-    "O4",
-    "O5",
-    "Properties",
-    "initialize",
-    "load_state_dict",
-    "opt_levels",
-    "state_dict",
-]
+__all__ = ["O0", "O1", "O2", "O3", "O4", "O5", "Properties", "opt_levels"]

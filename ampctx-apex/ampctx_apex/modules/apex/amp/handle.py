@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from ampctx import spi
-from ampctx.amp import disable_casts, scale_loss
 from ampctx.spi import Autocast
 
 
@@ -37,4 +36,4 @@ class Handle:
             spi.end_casts(self.autocast)
 
 
-__all__ = ["disable_casts", "scale_loss"]
+__all__ = []

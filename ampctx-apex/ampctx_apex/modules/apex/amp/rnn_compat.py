@@ -4,6 +4,3 @@
 def has_old_rnns() -> bool:
     """Whether this is a torch before 1.0: False."""
     return False
-
-
-__all__ = ["has_old_rnns"]

@@ -41,14 +41,9 @@ class LossScaler:
     """
 
     def __init__(
-        self,
-        loss_scale: float | str,
-        init_scale: float = 2.0**16,
-        scale_factor: float = 2.0,
-        scale_window: int = 2000,
-        min_loss_scale: float | None = None,
-        max_loss_scale: float | None = 2.0**24,
-    ) -> None:
+        self, loss_scale: float | str, init_scale: float = 2.0**16, scale_factor: float = 2.0, scale_window: int = 2000,
+        min_loss_scale: float | None = None, max_loss_scale: float | None = 2.0**24,
+    ) -> None:  # fmt: skip
         dynamic = loss_scale == DYNAMIC
         low, high = check_bounds(
             0.0 if min_loss_scale is None else min_loss_scale,
@@ -209,13 +204,9 @@ class LossScaler:
         return self._of.inv_scale()
 
     def unscale(
-        self,
-        model_grads: Iterable[Tensor],
-        master_grads: Iterable[Tensor],
-        unused_scale: Any,
-        models_are_masters: bool = False,
-        scale_override: float | None = None,
-    ) -> None:
+        self, model_grads: Iterable[Tensor], master_grads: Iterable[Tensor], unused_scale: Any,
+        models_are_masters: bool = False, scale_override: float | None = None,
+    ) -> None:  # fmt: skip
         """``master = model / scale``, or / ``scale_override``; sets the flag on inf and nan. Skips pairs with None.
 
         Does nothing after an overflow, or if the static scale is 1 and the lists are the same.
@@ -231,12 +222,9 @@ class LossScaler:
         self._raise(found_inf)
 
     def unscale_with_stashed(
-        self,
-        model_grads: Iterable[Tensor],
-        stashed_master_grads: Iterable[Tensor],
-        master_grads: Iterable[Tensor],
+        self, model_grads: Iterable[Tensor], stashed_master_grads: Iterable[Tensor], master_grads: Iterable[Tensor],
         scale_override: tuple[float, float, float] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """``master = model / scale + stashed``; ``scale_override`` has the scales of model, stashed and master."""
         if self._has_overflow:
             return
@@ -274,6 +262,3 @@ class LossScaler:
         self._loss_scale = state.pop("_loss_scale")
         for name, value in state.items():
             setattr(self, name, value)
-
-
-__all__ = ["LossScaler"]

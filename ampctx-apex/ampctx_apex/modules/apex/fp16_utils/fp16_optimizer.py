@@ -11,12 +11,12 @@ import torch
 from ampctx_apex.checkpoints import paired
 from torch import Tensor
 
-from ampctx import AmpError, AmpKeyError, AmpTypeError
+from ampctx import AmpError, AmpKeyError, AmpTypeError, clip_grad_norm_
 from ampctx.spi import MasterParams, check_scale, fp16_optimizer_entry
 
 from ..amp._stash import WITH_MASTERS, Groups
 from ..amp.scaler import LossScaler
-from .fp16util import clip_grad_norm, grads_of_pairs
+from .fp16util import _grads_of_pairs
 
 logger = logging.getLogger("ampctx")
 
@@ -83,13 +83,9 @@ class FP16_Optimizer:
     param_groups = delegated("optimizer", "param_groups")
 
     def __init__(
-        self,
-        init_optimizer: Any,
-        static_loss_scale: float = 1.0,
-        dynamic_loss_scale: bool = False,
-        dynamic_loss_args: Mapping[str, Any] | None = None,
-        verbose: bool = True,
-    ) -> None:
+        self, init_optimizer: Any, static_loss_scale: float = 1.0, dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None, verbose: bool = True,
+    ) -> None:  # fmt: skip
         if isinstance(init_optimizer, FP16_Optimizer) or not hasattr(init_optimizer, "param_groups"):
             raise AmpTypeError(f"init_optimizer must be an optimizer to wrap, got {type(init_optimizer).__name__}")
         self.optimizer = init_optimizer
@@ -98,7 +94,7 @@ class FP16_Optimizer:
         self.loss_scaler = self._new_scaler(static_loss_scale, dynamic_loss_args)
         self.overflow = False
         self.first_closure_call_this_step = True
-        self.clip_grad_norm = clip_grad_norm
+        self.clip_grad_norm = clip_grad_norm_
         self._masters = MasterParams(init_optimizer, master_weights=True, originals={})
         self._taken = len(init_optimizer.param_groups)
         if verbose:
@@ -174,7 +170,7 @@ class FP16_Optimizer:
         self._take_in()
         self._masters.resync(weights_final=True)
         # Copied: the model's gradients stay and go on adding up, where a scale_loss block of amp moves them.
-        model_grads, master_grads = grads_of_pairs(self._masters.pairs)
+        model_grads, master_grads = _grads_of_pairs(self._masters.pairs)
         own = [p.grad for p in self._masters.params_without_master if p.grad is not None]
         self.overflow = self._unscale([*model_grads, *own], [*master_grads, *own])
 

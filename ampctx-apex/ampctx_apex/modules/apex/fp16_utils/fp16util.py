@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampctx import AmpValueError, foreach
-from ampctx import clip_grad_norm_ as clip_grad_norm
 from ampctx.foreach import FoundInf
 from ampctx.spi import cast_model, set_dtype
 
@@ -89,7 +88,7 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
     return model_params, [p.detach().to(torch.float32, copy=True).requires_grad_() for p in model_params]
 
 
-def grads_of_pairs(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+def _grads_of_pairs(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
     """The gradients of model parameters, and those of their masters that they are to be written to: made where there
     are none, None where the parameter has none. Of sparse ones the values, copied already."""
     model_grads, master_grads = [], []
@@ -125,7 +124,7 @@ def model_grads_to_master_grads(
         foreach.scale(grads, _unflat(master.grad, model_params), FoundInf(), 1.0)
         return
     _check_pairs(model_params, master_params)
-    foreach.scale(*grads_of_pairs(zip(model_params, master_params, strict=True)), FoundInf(), 1.0)
+    foreach.scale(*_grads_of_pairs(zip(model_params, master_params, strict=True)), FoundInf(), 1.0)
 
 
 @torch.no_grad()
@@ -145,17 +144,3 @@ def master_params_to_model_params(
 def to_python_float(t: Any) -> Any:
     """The number in a one-element tensor (a host sync), or the first element of anything else."""
     return t.item() if hasattr(t, "item") else t[0]
-
-
-__all__ = [
-    "BN_convert_float",
-    "clip_grad_norm",
-    "convert_module",
-    "convert_network",
-    "master_params_to_model_params",
-    "model_grads_to_master_grads",
-    "network_to_half",
-    "prep_param_lists",
-    "to_python_float",
-    "tofp16",
-]

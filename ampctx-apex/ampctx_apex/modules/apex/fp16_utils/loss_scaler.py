@@ -12,8 +12,6 @@ from ampctx import AmpValueError, foreach
 from ampctx.foreach import FoundInf
 from ampctx.spi import LossScale, check_count, check_real, check_scale, strided_grad
 
-from .fp16util import to_python_float
-
 
 class LossScaler:
     """A static scale, ``cur_scale``, which never looks at gradients."""
@@ -102,5 +100,3 @@ def _any_non_finite(tensors: list[Tensor]) -> bool:
 
 # What checkpoints of FP16_Optimizer hold: torch.load takes them without weights_only=False.
 torch.serialization.add_safe_globals([LossScaler, DynamicLossScaler])
-
-__all__ = ["DynamicLossScaler", "LossScaler", "to_python_float"]

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-from ampctx_apex.install import also_called
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -65,8 +64,3 @@ class MLP(nn.Module):
 
     def extra_repr(self) -> str:
         return f"MLP sizes: {self.mlp_sizes}, Bias={self.bias}, activation={self.activation}"
-
-
-also_called(__name__, "mlp")
-
-__all__ = ["MLP"]

@@ -181,21 +181,9 @@ class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
 
 
 __all__ = [
-    "FusedLayerNorm",
-    "FusedLayerNormAffineFunction",
-    "FusedLayerNormAffineMixedDtypesFunction",
-    "FusedLayerNormFunction",
-    "FusedRMSNorm",
-    "FusedRMSNormAffineFunction",
-    "FusedRMSNormAffineMixedDtypesFunction",
-    "FusedRMSNormFunction",
-    "MixedFusedLayerNorm",
-    "MixedFusedRMSNorm",
-    "fused_layer_norm",
-    "fused_layer_norm_affine",
-    "fused_rms_norm",
-    "fused_rms_norm_affine",
-    "manual_rms_norm",
-    "mixed_dtype_fused_layer_norm_affine",
-    "mixed_dtype_fused_rms_norm_affine",
-]
+    "FusedLayerNorm", "FusedLayerNormAffineFunction", "FusedLayerNormAffineMixedDtypesFunction",
+    "FusedLayerNormFunction", "FusedRMSNorm", "FusedRMSNormAffineFunction", "FusedRMSNormAffineMixedDtypesFunction",
+    "FusedRMSNormFunction", "MixedFusedLayerNorm", "MixedFusedRMSNorm", "fused_layer_norm",
+    "fused_layer_norm_affine", "fused_rms_norm", "fused_rms_norm_affine", "manual_rms_norm",
+    "mixed_dtype_fused_layer_norm_affine", "mixed_dtype_fused_rms_norm_affine",
+]  # fmt: skip

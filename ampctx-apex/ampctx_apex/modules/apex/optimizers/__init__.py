@@ -2,30 +2,20 @@
 
 import functools
 import importlib
-from pkgutil import extend_path
 
-from ampctx_apex.install import also_called, at_uninstall
+from ampctx_apex.install import at_uninstall
 
-from ampctx.optimizers import (
-    FusedAdagrad,
-    FusedAdam,
-    FusedLAMB,
-    FusedMixedPrecisionLamb,
-    FusedNovoGrad,
-    FusedSGD,
-)
-
-__path__ = extend_path(__path__, __name__)
+from ampctx import optimizers
 
 from ..contrib.optimizers import FP16_Optimizer
 
 # Programs' subclasses call self.multi_tensor_adam in a step of their own.
 _KERNELS = {
-    FusedAdam: ("multi_tensor_adam", "multi_tensor_adam_capturable", "multi_tensor_adam_capturable_master"),
-    FusedSGD: ("multi_tensor_sgd",),
-    FusedLAMB: ("multi_tensor_l2norm", "multi_tensor_lamb"),
-    FusedNovoGrad: ("multi_tensor_novograd",),
-    FusedAdagrad: ("multi_tensor_adagrad",),
+    optimizers.FusedAdam: ("multi_tensor_adam", "multi_tensor_adam_capturable", "multi_tensor_adam_capturable_master"),
+    optimizers.FusedSGD: ("multi_tensor_sgd",),
+    optimizers.FusedLAMB: ("multi_tensor_l2norm", "multi_tensor_lamb"),
+    optimizers.FusedNovoGrad: ("multi_tensor_novograd",),
+    optimizers.FusedAdagrad: ("multi_tensor_adagrad",),
 }
 
 
@@ -35,30 +25,12 @@ def _add_kernels() -> None:
         for name in names:
             setattr(kind, name, staticmethod(getattr(amp_C, name)))
             at_uninstall(functools.partial(delattr, kind, name))
-    for name in _KERNELS[FusedLAMB]:
-        setattr(FusedMixedPrecisionLamb, name, staticmethod(getattr(amp_C, f"{name}_mp")))
-        at_uninstall(functools.partial(delattr, FusedMixedPrecisionLamb, name))
+    for name in _KERNELS[optimizers.FusedLAMB]:
+        setattr(optimizers.FusedMixedPrecisionLamb, name, staticmethod(getattr(amp_C, f"{name}_mp")))
+        at_uninstall(functools.partial(delattr, optimizers.FusedMixedPrecisionLamb, name))
 
 
 _add_kernels()
-also_called(
-    __name__,
-    "fp16_optimizer",
-    "fused_adagrad",
-    "fused_adam",
-    "fused_lamb",
-    "fused_mixed_precision_lamb",
-    "fused_novograd",
-    "fused_sgd",
-)
 
 
-__all__ = [
-    "FP16_Optimizer",
-    "FusedAdagrad",
-    "FusedAdam",
-    "FusedLAMB",
-    "FusedMixedPrecisionLamb",
-    "FusedNovoGrad",
-    "FusedSGD",
-]
+__all__ = ["FP16_Optimizer"]

@@ -1,9 +1,1 @@
 """apex.contrib.clip_grad: ``ampctx.clip_grad_norm_``, which waits for no device."""
-
-from ampctx_apex.install import also_called
-
-from ampctx import clip_grad_norm_
-
-also_called(__name__, "clip_grad")
-
-__all__ = ["clip_grad_norm_"]

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from ampctx_apex.autograd_class import AutogradClass
-from ampctx_apex.install import also_called
 from torch import Tensor, nn
 
 from ...normalization.fused_layer_norm import (
@@ -58,7 +57,5 @@ class FastLayerNormFN(AutogradClass):
 def _fast_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, memory_efficient: bool) -> Tensor:
     return mixed_dtype_fused_layer_norm_affine(x, weight, bias, weight.shape, epsilon, memory_efficient)
 
-
-also_called(__name__, "layer_norm")
 
 __all__ = ["FastLayerNorm", "FastLayerNormFN", "_fast_layer_norm"]

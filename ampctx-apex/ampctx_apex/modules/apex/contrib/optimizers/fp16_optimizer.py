@@ -136,6 +136,3 @@ class FP16_Optimizer(fp16_optimizer.FP16_Optimizer):
         check_scale("state_dict['cur_scale']", scaler.cur_scale)
         self._load_masters(state_dict, masters, self.fp32_groups)
         self.loss_scaler, self.dynamic_loss_scale, self.overflow = scaler, dynamic, False
-
-
-__all__ = ["FP16_Optimizer"]

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from ampctx_apex.autograd_class import AutogradClass, grads, run
-from ampctx_apex.install import also_called
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -14,12 +13,8 @@ class SoftmaxCrossEntropyLoss(AutogradClass):
 
     @staticmethod
     def apply(
-        logits: Tensor,
-        labels: Tensor,
-        smoothing: float = 0.0,
-        padding_idx: int = 0,
-        half_to_float: bool = False,
-    ) -> Tensor:
+        logits: Tensor, labels: Tensor, smoothing: float = 0.0, padding_idx: int = 0, half_to_float: bool = False,
+    ) -> Tensor:  # fmt: skip
         """The loss of each row, computed in fp32 (fp64 for fp64 logits).
 
         Args:
@@ -43,20 +38,11 @@ class SoftmaxCrossEntropyLoss(AutogradClass):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        smoothing: float = 0.0,
-        padding_idx: int = 0,
+        ctx: Any, logits: Tensor, labels: Tensor, smoothing: float = 0.0, padding_idx: int = 0,
         half_to_float: bool = False,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         return run(ctx, lambda t: SoftmaxCrossEntropyLoss.apply(t, labels, smoothing, padding_idx), logits)
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         return *grads(ctx, grad_loss), None, None, None, None
-
-
-also_called(__name__, "softmax_xentropy")
-
-__all__ = ["SoftmaxCrossEntropyLoss"]
