@@ -56,10 +56,10 @@ _NOVOGRAD |= {"reg_inside_moment": False, "inf_norm": False, "init_zero": False}
 NOVOGRAD = Optimizer("novograd", "multi_tensor_novograd", ("exp_avgs",), _NOVOGRAD, ("exp_avg_sqs",))
 LARC = Optimizer("larc", "multi_tensor_larc", (), {"trust_coefficient": 0.02, "eps": 1e-8, "clip": True})
 ELEMENTWISE = (ADAM, AMSGRAD, SGD, MOMENTUM, ADAGRAD, LION, MUON)
-OPTIMIZERS = (*ELEMENTWISE, LAMB, LAMB_WITHOUT_RATIO, NOVOGRAD)  # LARC takes no step
-UNSCALING = tuple(replace(o, op=o.op.replace("tensor_", "tensor_unscaling_")) for o in OPTIMIZERS)
+STEP_OPS = (*ELEMENTWISE, LAMB, LAMB_WITHOUT_RATIO, NOVOGRAD)  # LARC takes no step
+UNSCALING = tuple(replace(o, op=o.op.replace("tensor_", "tensor_unscaling_")) for o in STEP_OPS)
 on_elementwise = pytest.mark.parametrize("optimizer", ELEMENTWISE, ids=lambda o: o.name)
-on_optimizers = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.name)
+on_optimizers = pytest.mark.parametrize("optimizer", STEP_OPS, ids=lambda o: o.name)
 # Tensors that take several launches of each kernel, or are many for another reason.
 MANY = {"cpu": 20_000, "cuda": 20_000, "reference": 300}
 MANY |= {"emulated": 5_000, "emulated-shuffled": 3_000, "emulated-256": 1_000}

@@ -4,7 +4,7 @@ elements."""
 import pytest
 import torch
 from backends import EMULATED, SIZES
-from optimizer_calls import ADAM, LAMB, NOVOGRAD, OPTIMIZERS, UNSCALING, make_call, on_optimizers
+from optimizer_calls import ADAM, LAMB, NOVOGRAD, STEP_OPS, UNSCALING, make_call, on_optimizers
 
 from ampctx import optimizer_ops
 from ampctx.kernels.handles import HeldTensors
@@ -36,7 +36,7 @@ def test_scale_clipped_flags_what_it_reads(backend):
 
 
 @pytest.mark.parametrize("norm", [0.5, 3.0, "number"])
-@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, UNSCALING[0]], ids=lambda o: o.op.removeprefix("multi_tensor_"))
+@pytest.mark.parametrize("optimizer", [*STEP_OPS, UNSCALING[0]], ids=lambda o: o.op.removeprefix("multi_tensor_"))
 def test_a_clipped_step_is_one_by_the_clipped_factor(backend, optimizer, norm):
     grad_norm = torch.tensor(3.0, dtype=torch.float64) if norm == "number" else backend.flag(norm)
     inv_scale = backend.flag(1 / 3)

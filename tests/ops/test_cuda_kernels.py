@@ -11,7 +11,7 @@ import pytest
 import torch
 from backends import EMULATED, PLAIN_OPS, right_call
 from emulation_build import FOLDER, SANITIZE, build
-from optimizer_calls import OPTIMIZERS, make_call
+from optimizer_calls import STEP_OPS, make_call
 
 from ampctx.kernels import handles
 
@@ -269,7 +269,7 @@ def run_once(name, sizes, **how):
         made = getattr(EMULATED.ops, name).default(*given.values())
         tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
         return [*tensors, *(t for value in given.values() if isinstance(value, list) for t in value), *(made or ())]
-    (optimizer,) = [o for o in OPTIMIZERS if o.name == name]
+    (optimizer,) = [o for o in STEP_OPS if o.name == name]
     clip = {"grad_norm": torch.full((), 2.0), "max_norm": 1.0, "skips": [torch.zeros(()) for _ in range(5)]}
     call = make_call(EMULATED, optimizer, sizes, **clip, **how).run(EMULATED)
     return [t for tensors in call.lists.values() for t in tensors]

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from backends import COMPILED, EMULATED, _factor, with_threads
-from optimizer_calls import DEFAULTS, NOVOGRAD, OPTIMIZERS, argument_names, make_call
+from optimizer_calls import DEFAULTS, NOVOGRAD, STEP_OPS, argument_names, make_call
 
 from ampctx import optimizer_ops
 from ampctx._errors import AmpValueError
@@ -34,7 +34,7 @@ def held(call, backend, found_inf=None, **lists):
 
 
 @pytest.mark.parametrize("backend", [COMPILED, EMULATED], indirect=True, ids=lambda b: b.name)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.name)
+@pytest.mark.parametrize("optimizer", STEP_OPS, ids=lambda o: o.name)
 def test_held_lists_give_the_same(backend, optimizer):
     call = make_call(backend, optimizer, SIZES, param=torch.bfloat16, write_back="split")
     expected, call = call.clone().run(backend), call.clone()  # aligned alike: sums go by that
@@ -43,7 +43,7 @@ def test_held_lists_give_the_same(backend, optimizer):
 
 
 @pytest.mark.parametrize("number", [-1, 2**62])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.name)
+@pytest.mark.parametrize("optimizer", STEP_OPS, ids=lambda o: o.name)
 def test_a_number_of_no_list_is_refused_and_nothing_changes(optimizer, number):
     call = make_call(COMPILED, optimizer, SIZES)
     before = call.clone()
@@ -53,7 +53,7 @@ def test_a_number_of_no_list_is_refused_and_nothing_changes(optimizer, number):
 
 
 def test_held_tensors_are_looked_at_in_each_call():
-    call = make_call(COMPILED, OPTIMIZERS[0], SIZES)
+    call = make_call(COMPILED, STEP_OPS[0], SIZES)
     numbers = handles.HeldTensors(call["params"])
     call["params"][0].data = torch.full_like(call["params"][0], 7)
     expected = call.clone().run(COMPILED)
@@ -96,14 +96,14 @@ def test_a_list_is_let_go_with_its_object():
     assert reference() is not None
     del lists
     assert reference() is None
-    call = make_call(COMPILED, OPTIMIZERS[0], [3])
+    call = make_call(COMPILED, STEP_OPS[0], [3])
     with pytest.raises(RuntimeError, match="there is no held list"):
         held(call, COMPILED, params=number)
 
 
 @pytest.mark.parametrize("which", [None, ("params", "extras")], ids=["all", "some"])
 def test_typed_calls_take_held_lists_and_tell_autograd(which):
-    call = make_call(COMPILED, OPTIMIZERS[0], SIZES, write_back="copy")
+    call = make_call(COMPILED, STEP_OPS[0], SIZES, write_back="copy")
     expected = call.clone().run(COMPILED)
     lists = {
         name: handles.HeldTensors(t) if t and (not which or name in which) else t for name, t in call.lists.items()

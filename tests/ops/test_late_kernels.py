@@ -15,7 +15,7 @@ import warnings
 import pytest
 import torch
 from backends import EMULATED, PLAIN_OPS, Backend, right_call
-from optimizer_calls import OPTIMIZERS, make_call
+from optimizer_calls import STEP_OPS, make_call
 
 from ampctx._errors import ExtensionError
 from ampctx.kernels import definitions
@@ -80,7 +80,7 @@ def test_the_first_call_registers_them(late, emulation):
 
 FIRST_CALLS = {op: lambda b, op=op: getattr(b.ops, op).default(*right_call(b, op).values()) for op in PLAIN_OPS} | {
     "no-tensors": lambda b: b.scale([], [], torch.zeros(()), 2.0),
-    **{o.name: lambda b, o=o: make_call(b, o, [3]).run(b) for o in OPTIMIZERS},
+    **{o.name: lambda b, o=o: make_call(b, o, [3]).run(b) for o in STEP_OPS},
 }
 
 
@@ -146,7 +146,7 @@ def test_each_device_has_what_runs_there(late, emulation, good, bad):
     # Lists are handed over as tensors: their kernels are found anew for each call.
     assert found.backends == ()
     assert not found.serves("cpu")
-    for optimizer in OPTIMIZERS:
+    for optimizer in STEP_OPS:
         call = make_call(backend, optimizer, [3, 0, (2, 5)])
         expected = call.clone().run(EMULATED) if good is CPU else call.clone().run(Backend("plain"))
         call.run(backend).assert_agrees(expected)

@@ -14,8 +14,8 @@ from optimizer_calls import (
     LARC,
     MOMENTUM,
     NOVOGRAD,
-    OPTIMIZERS,
     SGD,
+    STEP_OPS,
     make_call,
     on_optimizers,
 )
@@ -283,7 +283,7 @@ def test_optimizer_steps(backend, row):
     call.assert_same(before)
 
 
-on_all = pytest.mark.parametrize("optimizer", [*OPTIMIZERS, LARC], ids=lambda o: o.name)
+on_all = pytest.mark.parametrize("optimizer", [*STEP_OPS, LARC], ids=lambda o: o.name)
 SCALAR_ERRORS = {
     "flag-dtype": ({"found_inf": (1, F64)}, "found_inf has dtype torch.float64, expected float32 or int32"),
     "flag-elements": ({"found_inf": (2, F32)}, "found_inf has 2 elements, expected 1"),

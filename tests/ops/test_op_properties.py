@@ -23,8 +23,8 @@ from optimizer_calls import (
     MOMENTUM,
     MUON,
     NOVOGRAD,
-    OPTIMIZERS,
     SGD,
+    STEP_OPS,
     WRITE_BACKS,
     make_call,
     takes,
@@ -255,7 +255,7 @@ def steps(draw, optimizer):
     return call, how, draw(st.sampled_from((0.0, 0.0, 0.0, 1.0, 2.0)))
 
 
-@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, LARC], ids=lambda o: o.name)
+@pytest.mark.parametrize("optimizer", [*STEP_OPS, LARC], ids=lambda o: o.name)
 @examples
 @given(data=st.data())
 def test_optimizer(reference, optimizer, data):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from backends import COMPILED, FLOATS, PLAIN_OPS, right_call, short
 from emulation_build import generator
-from optimizer_calls import LARC, OPTIMIZERS, make_call
+from optimizer_calls import LARC, STEP_OPS, make_call
 
 from ampctx import optimizer_ops
 from ampctx.kernels import definitions, ops, steps
@@ -37,14 +37,14 @@ def samples():
     yield "scale-requires-grad", "multi_tensor_scale", (tensors(requires_grad=True), tensors(), FLAG, FACTOR)
     for name in [*PLAIN_OPS[-3:], "multi_tensor_scale_clipped"]:
         yield name, name, tuple(right_call(COMPILED, name, [(3,), (0,), (2, 5)]).values())
-    for optimizer in OPTIMIZERS:
+    for optimizer in STEP_OPS:
         for write_back in ("copy", "split", "stochastic"):
             call = make_call(COMPILED, optimizer, [3, 0, (2, 5)], param=torch.bfloat16, write_back=write_back)
             yield f"{optimizer.name}-{write_back}", optimizer.op, call.arguments(FLAG, FACTOR, FACTOR)
     call = make_call(COMPILED, LARC, [3, 0, (2, 5)], grad=torch.bfloat16)
     yield "larc", LARC.op, call.arguments(FLAG, FACTOR, FACTOR)
-    call = make_call(COMPILED, OPTIMIZERS[0], [3, (2, 5)], skips=[torch.zeros(()) for _ in range(5)], max_norm=1.0)
-    yield "adam-clipped-and-counted", OPTIMIZERS[0].op, call.arguments(FLAG, FACTOR, FACTOR)
+    call = make_call(COMPILED, STEP_OPS[0], [3, (2, 5)], skips=[torch.zeros(()) for _ in range(5)], max_norm=1.0)
+    yield "adam-clipped-and-counted", STEP_OPS[0].op, call.arguments(FLAG, FACTOR, FACTOR)
 
 
 # torch's own, from inside opcheck
@@ -103,7 +103,7 @@ def test_version_counters(call):
     assert all(t._version == 0 for t in read)
 
 
-@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, LARC], ids=lambda o: o.name)
+@pytest.mark.parametrize("optimizer", [*STEP_OPS, LARC], ids=lambda o: o.name)
 @pytest.mark.usefixtures("reference")
 def test_optimizer_calls(optimizer):
     """The typed calls: the same as the op, by names; floats and tensors as factors; autograd hears of what changed."""

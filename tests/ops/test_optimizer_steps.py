@@ -23,8 +23,8 @@ from optimizer_calls import (
     LARC,
     MOMENTUM,
     NOVOGRAD,
-    OPTIMIZERS,
     SGD,
+    STEP_OPS,
     bits,
     make_call,
     on_elementwise,
@@ -37,7 +37,7 @@ from ampctx.kernels.reference_steps import WRITE_BACKS
 
 pytestmark = [on_kernels, pytest.mark.usefixtures("reference")]
 SMALL = [5, 0, 700, 1, 64]
-on_all = pytest.mark.parametrize("optimizer", [*OPTIMIZERS, LARC], ids=lambda o: o.name)
+on_all = pytest.mark.parametrize("optimizer", [*STEP_OPS, LARC], ids=lambda o: o.name)
 
 
 def result(call):
@@ -138,7 +138,7 @@ def test_copies(backend, param, extra):
 
 
 @pytest.mark.full(but=120)
-@with_write_backs(OPTIMIZERS, combinations(FLOATS, 1))
+@with_write_backs(STEP_OPS, combinations(FLOATS, 1))
 def test_write_backs(backend, optimizer, dtypes, write_back):
     call = make_call(backend, optimizer, SMALL, grad=dtypes[0], param=dtypes[0], write_back=write_back, seed=3)
     before = call.clone()

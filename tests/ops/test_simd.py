@@ -17,7 +17,7 @@ sys.path.insert(0, sys.argv[1])
 from ampctx.kernels import handles, ops
 from ampctx.kernels.reference_steps import WRITE_BACKS
 from backends import ALL_FLOATS, COMPILED
-from optimizer_calls import CODED, LARC, NOVOGRAD, OPTIMIZERS, make_call, takes
+from optimizer_calls import CODED, LARC, NOVOGRAD, STEP_OPS, make_call, takes
 generator = torch.Generator().manual_seed(0)
 digest = hashlib.sha256()
 def add(*tensors):
@@ -44,12 +44,12 @@ for x in inputs:
 wide = torch.empty(8 << 20)
 ops.multi_tensor_scale([bits.view(torch.float16).repeat(128)], [wide], flag, 0.3)
 add(wide)
-for optimizer in OPTIMIZERS:
+for optimizer in STEP_OPS:
     for write_back in WRITE_BACKS:
         for param in filter(lambda dtype: takes(write_back, dtype), ALL_FLOATS):
             call = make_call(COMPILED, optimizer, [2049, 17, 5], param=param, write_back=write_back)
             add(*(t for _, t in call.run(COMPILED, times=2).tensors()))
-for optimizer in OPTIMIZERS:
+for optimizer in STEP_OPS:
     if CODED.keys() >= {*optimizer.states} != set():
         for state in (torch.bfloat16, "8bit"):
             for stochastic in (False, True):

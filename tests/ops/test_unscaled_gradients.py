@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 from backends import FLOATS, REFERENCE, combination_id, combinations, short
-from optimizer_calls import ADAM, LAMB, OPTIMIZERS, UNSCALING, bits, make_call, on_kernels, takes
+from optimizer_calls import ADAM, LAMB, STEP_OPS, UNSCALING, bits, make_call, on_kernels, takes
 
 from ampctx.kernels.reference_steps import WRITE_BACKS
 
 pytestmark = [on_kernels, pytest.mark.usefixtures("reference")]
 on_unscaling = pytest.mark.parametrize("optimizer", UNSCALING, ids=lambda o: o.name)
 SMALL = [5, 0, 700, 1, 64]
-PLAIN = {unscaling.name: plain for unscaling, plain in zip(UNSCALING, OPTIMIZERS, strict=True)}
+PLAIN = {unscaling.name: plain for unscaling, plain in zip(UNSCALING, STEP_OPS, strict=True)}
 
 
 def plain(call):
@@ -118,7 +118,7 @@ def test_fp64(backend, dtypes):
 
 
 def test_only_the_op_that_writes_gradients_says_so(backend):
-    for pair in zip(OPTIMIZERS, UNSCALING, strict=True):
+    for pair in zip(STEP_OPS, UNSCALING, strict=True):
         reads, writes = (getattr(backend.ops, o.op).default._schema.arguments[0].alias_info for o in pair)
         assert reads is None
         assert writes.is_write
