@@ -41,7 +41,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
         super().exec_module(module)
         listed = vars(module).get("__all__", public(name))
         below = (entry.rpartition(".") for entry in NAMES if is_same(entry))
-        module.__all__ = sorted({*listed, *(last for package, _, last in below if package == name)})
+        vars(module)["__all__"] = sorted({*listed, *(last for package, _, last in below if package == name)})
         # Submodules in which apex had the members of a package: for old pickles, too.
         for alias in ALIASES:
             package, _, last = alias.rpartition(".")

@@ -61,8 +61,16 @@ class FusedMuon(FusedOptimizer):
 
     _op = "muon"
     _ops = ("muon", "adam")
-    _defaults = tuple(
-        ["lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn", "use_muon"]
+    _defaults = (
+        "lr",
+        "weight_decay",
+        "momentum",
+        "nesterov",
+        "ns_coefficients",
+        "eps",
+        "ns_steps",
+        "adjust_lr_fn",
+        "use_muon",
     )
     _refused = ("offload",)
     # Groups of AdamW have its decoupled decay.
