@@ -78,7 +78,7 @@ GOALS = (
 )
 
 
-def verdict(goal: Goal, found: Rows) -> tuple[str, str, str]:
+def met_or_missed(goal: Goal, found: Rows) -> tuple[str, str, str]:
     """The goal, the measured value, and whether that reaches the goal."""
     asked = f"at least {goal.at_least:g}" if goal.at_least else f"at most {goal.at_most:g}{goal.unit}"
     figures = matching(found, goal.figures)
@@ -99,7 +99,7 @@ def table(head: tuple[Any, ...], rows: Iterator[tuple[Any, ...]]) -> Iterator[st
 
 def goals(found: Rows) -> Iterator[str]:
     head = ("goal", "compared", "goal value", "measured (median)", "")
-    yield from table(head, ((goal.name, goal.what, *verdict(goal, found)) for goal in GOALS))
+    yield from table(head, ((goal.name, goal.what, *met_or_missed(goal, found)) for goal in GOALS))
 
 
 # --- docs/performance.md ----------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def gains(found: Rows) -> Iterator[str]:
     for word, groups in told.items():
         if groups:
             yield f"- **{word}:** {'; '.join(groups)}."
-    missed = sum(verdict(goal, found)[2].startswith("missed") for goal in GOALS)
+    missed = sum(met_or_missed(goal, found)[2].startswith("missed") for goal in GOALS)
     yield f"- **Goals:** [{missed} of {len(GOALS)} are missed](../benchmarks/GOALS.md)."
 
 

@@ -142,20 +142,20 @@ def test_gains_are_called_what_they_are(values, told):
 
 def test_goals_say_by_how_much_they_are_missed():
     goal = report.Goal("C2", "a tail", f"{TAIL}/torch-fused/ratio", at_least=2.5)
-    assert report.verdict(goal, []) == ("at least 2.5", "not recorded", "")
+    assert report.met_or_missed(goal, []) == ("at least 2.5", "not recorded", "")
     for value, enough in ((2.0, "missed by 20%"), (2.5, "reached")):
         found = of_ratios((f"{TAIL}/torch-fused/ratio", value))
-        assert report.verdict(goal, found) == ("at least 2.5", f"{value:g}", enough)
+        assert report.met_or_missed(goal, found) == ("at least 2.5", f"{value:g}", enough)
     limit = report.Goal("G8", "host time", "host/x/ampctx/time", at_most=0.5, unit=" ms")
     found = of_ratios(("host/x/ampctx/time", 1.0))
-    assert report.verdict(limit, found) == ("at most 0.5 ms", "1 ms", "missed, 2.0 times as much")
-    assert report.verdict(limit, of_ratios(("host/x/ampctx/time", 0.5)))[2] == "reached"
+    assert report.met_or_missed(limit, found) == ("at most 0.5 ms", "1 ms", "missed, 2.0 times as much")
+    assert report.met_or_missed(limit, of_ratios(("host/x/ampctx/time", 0.5)))[2] == "reached"
 
 
 def test_a_goal_for_several_figures_is_read_from_the_worst():
     goal = report.Goal("C4", "the slowest op", "ops-x/.*/torch.*/ratio", at_least=1.0)
     found = of_ratios(("ops-x/scale/torch.a/ratio", 3.0), ("ops-x/cast/torch.b/ratio", 0.5), ("ops-x/y/read/ratio", 0))
-    assert report.verdict(goal, found) == ("at least 1", "cast: 0.5", "missed by 50%")
+    assert report.met_or_missed(goal, found) == ("at least 1", "cast: 0.5", "missed by 50%")
 
 
 def test_goals_and_figures_are_those_of_the_suite():

@@ -135,13 +135,11 @@ class Source:
         string = m.SimpleString(m.MatchIfTrue(lambda code: code[1:-1] in private))
         self.private = m.findall(self.tree, attribute | string)
 
-    def finding(
-        self, node: cst.CSTNode, name: str, verdict: tuple[Status, str], call: cst.Call | None = None
-    ) -> Finding:
+    def finding(self, node: cst.CSTNode, name: str, told: tuple[Status, str], call: cst.Call | None = None) -> Finding:
         place, code = self._positions[node].start, self.tree.code_for_node
         plain = [a.with_changes(comma=cst.MaybeSentinel.DEFAULT) for a in call.args] if call else []
         arguments = tuple(code(a).strip() for a in plain) if call else None
-        return Finding(self.path, place.line, place.column + 1, name, arguments, *verdict)
+        return Finding(self.path, place.line, place.column + 1, name, arguments, *told)
 
     def _bindings(self, node: cst.Import | cst.ImportFrom) -> Iterator[Binding]:
         module = f"{get_absolute_module_for_import(None, node)}." if isinstance(node, cst.ImportFrom) else ""
@@ -216,11 +214,11 @@ def plan(path: str, data: bytes) -> tuple[bytes, list[Finding]]:
             moved[binding.statement][binding.alias] = name
         for use in binding.uses:
             found = row(use.name)
-            findings.append(source.finding(use.chain, use.name, _verdict(found, bool(name)), use.call))
+            findings.append(source.finding(use.chain, use.name, _status_of(found, bool(name)), use.call))
             if name and binding.plain:
                 whole = cst.parse_expression(found.target + use.name.removeprefix(found.name))
                 new[use.chain] = whole.with_changes(lpar=use.chain.lpar, rpar=use.chain.rpar)
-        own = _verdict(row(binding.imported.removesuffix(".*")), bool(name))
+        own = _status_of(row(binding.imported.removesuffix(".*")), bool(name))
         if not binding.uses or (binding.plain and own[0] == "manual"):
             findings.append(source.finding(binding.alias or binding.statement, binding.imported, own))
     findings = sorted(dict.fromkeys(findings), key=lambda f: (f.line, f.column))
@@ -265,7 +263,7 @@ def _new_name(source: Source, binding: Binding) -> str:
     return new if isinstance(binding.statement, cst.Import) or "." in new else ""
 
 
-def _verdict(found: TableRow, moved: bool) -> tuple[Status, str]:
+def _status_of(found: TableRow, moved: bool) -> tuple[Status, str]:
     if not found.is_served:
         return "manual", found.note
     if not moved:
@@ -276,19 +274,19 @@ def _verdict(found: TableRow, moved: bool) -> tuple[Status, str]:
 def _other_findings(source: Source) -> Iterator[Finding]:
     imported = {b.target.split(".")[0] for b in source.bindings}
     for node, name, is_key in source.strings:
-        verdict: tuple[Status, str] = "manual", "A string names an apex module. Check how the program uses it."
+        told: tuple[Status, str] = "manual", "A string names an apex module. Check how the program uses it."
         if not name:
-            verdict = "manual", "The program computes the name of this import. Edit it by hand."
+            told = "manual", "The program computes the name of this import. Edit it by hand."
         elif isinstance(node, cst.Call):
-            verdict = _verdict(row(name), False)
+            told = _status_of(row(name), False)
         elif is_key and name.partition(".")[0] in imported:
-            verdict = "adapted", f"The import {_KEPT}"
-        yield source.finding(node, name or "apex", verdict)
+            told = "adapted", f"The import {_KEPT}"
+        yield source.finding(node, name or "apex", told)
     for node in source.private:
-        verdict = "manual", "Private apex state. Write 'import apex.amp' above: ampctx-apex provides it."
+        told = "manual", "Private apex state. Write 'import apex.amp' above: ampctx-apex provides it."
         if "apex" in imported:
-            verdict = "adapted", "Private apex state, from ampctx-apex. The apex imports of this file stay."
-        yield source.finding(node, source.tree.code_for_node(node), verdict)
+            told = "adapted", "Private apex state, from ampctx-apex. The apex imports of this file stay."
+        yield source.finding(node, source.tree.code_for_node(node), told)
 
 
 class _Replace(cst.CSTTransformer):
