@@ -39,9 +39,7 @@ _AS_OP = {"momenta": "momentum_buffers", "copies": "extras"}
 
 
 @multi_tensor(
-    "grads params momenta copies",
-    "wd momentum dampening lr nesterov first_run wd_after_momentum scale",
-    optional=1,
+    "grads params momenta copies", "wd momentum dampening lr nesterov first_run wd_after_momentum scale", optional=1
 )
 def multi_tensor_sgd(call: Call, wd: float, scale: Any, first_run: bool, **options: Any) -> None:
     """SGD for ``[grads, params, momenta]``, or with a fourth list that becomes a copy of the params.
