@@ -62,8 +62,9 @@ _WITHOUT = {"all_fp16_params": _of_dtype(True), "all_fp32_params": _of_dtype(Fal
 
 
 class AmpOptimizerState:
-    """``optimizer._amp_stash``: apex's parameter lists, computed from the optimizer's groups on each read. They cannot be
-    assigned; other names can.
+    """``optimizer._amp_stash``: apex's parameter lists, computed from the optimizer's groups on each read.
+
+    They cannot be assigned; other names can.
 
     ``lazy_init_called``: True, because ``initialize`` creates masters.
     ``params_have_scaled_gradients``: whether delayed blocks left scaled gradients. A loop that delays by itself assigns
