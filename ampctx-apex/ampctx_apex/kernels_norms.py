@@ -1,7 +1,7 @@
 """The functions of fused_layer_norm_cuda on torch's ops: layer norm and RMS norm, with their gradients.
 
 Signatures are apex's. They compute in fp32, or fp64 where a tensor has it. Statistics have one element for each row,
-fp32 or fp64. Any strides are allowed.
+fp32 or fp64. Any strides are allowed. Errors name the argument. No host sync.
 """
 
 from __future__ import annotations
@@ -123,10 +123,7 @@ def _grads(
 
 
 def _function(op: str, arguments: str, parameters: str, doc: str, body: Callable[..., Any]) -> Callable[..., Any]:
-    """``body`` as a function of ``arguments``, ``parameters`` among them, through which no gradient flows.
-
-    Its ``__wrapped__`` lets gradients through.
-    """
+    """``body`` as a function of ``arguments``, ``parameters`` among them. Gradients flow in ``__wrapped__``."""
     kind, names = inspect.Parameter.POSITIONAL_OR_KEYWORD, parameters.split()
     signature = inspect.Signature(
         [
@@ -149,19 +146,11 @@ def _function(op: str, arguments: str, parameters: str, doc: str, body: Callable
 
 def _forward(op: str, parameters: str = "", of_weight: bool = False) -> Callable[..., Any]:
     centers, kind = not op.startswith("rms"), "weight" if of_weight else "input"
-    doc = f"""The norm over the last ``len(normalized_shape)`` dimensions. No host sync.
-
-    Args:
-        input: [*, normalized_shape], fp32, fp16, bf16 or fp64.
-        weight, bias: [normalized_shape], of any floating type.
-        eps: added to the variance.
+    doc = f"""The norm over the last ``len(normalized_shape)`` dimensions of ``input``.
 
     Returns:
         The output, of the type of ``{kind}``; {"mean and " * centers}1 / deviation of each row, [rows], fp32 (fp64 for
         fp64 input).
-
-    Raises:
-        AmpTypeError, AmpValueError: another dtype, shape or device, with the name of the argument.
     """
     body = functools.partial(_normed, centers=centers, of_weight=of_weight)
     return _function(op, "input normalized_shape {} eps", parameters, doc, body)
@@ -169,19 +158,12 @@ def _forward(op: str, parameters: str = "", of_weight: bool = False) -> Callable
 
 def _backward(op: str, parameters: str = "") -> Callable[..., Any]:
     centers = not op.startswith("rms")
-    doc = """The gradients of the input and the parameters of the forward functions. No host sync.
+    doc = """The gradients of the input and the parameters of the forward functions.
 
     Args:
-        dout: the gradient of the output, of the shape of ``input_or_output`` and any floating type.
         mean, invvar: what the forward function returned. ``mean`` may be None with ``memory_efficient``.
         input_or_output: the input; with ``memory_efficient`` the output. A weight nearer to 0 than ``eps`` then counts
             as ``eps``.
-
-    Returns:
-        The gradients, like ``input_or_output``, ``weight`` and ``bias``.
-
-    Raises:
-        AmpTypeError, AmpValueError: another dtype, shape or device, with the name of the argument.
     """
     statistics = "mean invvar" if centers else "invvar"
     arguments = f"dout {statistics} input_or_output normalized_shape {{}} eps memory_efficient"

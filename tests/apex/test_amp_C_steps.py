@@ -5,8 +5,6 @@ from functools import partial
 import amp_C
 import pytest
 import torch
-from apex.multi_tensor_apply import multi_tensor_applier
-from apex.optimizers import FusedAdam, FusedLAMB
 from kernel_cases import DEVICES, FLOATS, SIZES, assert_lists, assert_same, copies, flag, randn, wide
 
 OPTION = pytest.mark.parametrize
@@ -95,37 +93,6 @@ def test_adam_capturable(device, dtype, master, sizes):
     assert_step(name, lists, capturable(device), formula, first=0)
     if master:
         assert_same([lists[1]], [[t.to(dtype) for t in lists[4]]])
-
-
-@OPTION("weight_decay", [0.0, 0.1])
-@OPTION("kind", ["Adam", "AdamW", "LAMB"])
-def test_through_the_applier_it_is_torch_and_the_fused_optimizer(kind, weight_decay):
-    shapes, options = [(40, 30), (30,), (1,)], {"lr": 0.01, "betas": (BETA1, BETA2), "weight_decay": weight_decay}
-    theirs, ours = ([torch.nn.Parameter(t) for t in randn(shapes)] for _ in range(2))
-    p, m, v, buf = randn(shapes), *([torch.zeros(s) for s in shapes] for _ in range(2)), flag()
-    if kind == "LAMB":
-        optimizers = [(ours, FusedLAMB(ours, eps=1e-8, **options))]
-    else:
-        mode = int(kind == "AdamW")
-        optimizers = [(ours, FusedAdam(ours, eps=1e-8, adam_w_mode=mode == 1, **options))]
-        optimizers.append((theirs, getattr(torch.optim, kind)(theirs, eps=1e-8, foreach=False, **options)))
-    for step in range(1, 6):
-        g = randn(shapes, seed=step)
-        for params, optimizer in optimizers:
-            for q, grad in zip(params, g, strict=True):
-                q.grad = grad.clone()
-            optimizer.step()
-        numbers = (0.01, BETA1, BETA2, 1e-8, step)
-        if kind == "LAMB":
-            norm, _ = multi_tensor_applier(amp_C.multi_tensor_l2norm, buf, [g], False)
-            numbers += (1, weight_decay, 1, 1, norm, 1.0, False)
-            multi_tensor_applier(amp_C.multi_tensor_lamb, buf, [g, p, m, v], *numbers)
-        else:
-            multi_tensor_applier(amp_C.multi_tensor_adam, buf, [g, p, m, v], *numbers, mode, 1, weight_decay)
-            assert_same([p], [[q.detach() for q in ours]])
-        for params, _ in optimizers:
-            assert_lists(p, [q.detach().double() for q in params])
-    assert buf.item() == 0
 
 
 # --- SGD, Adagrad, NovoGrad -------------------------------------------------------------------------------------------
@@ -419,17 +386,6 @@ def test_mixed_lists_and_memory_formats_go_by_index():
     for t, i in ((g, 0), (p, 2), (p, 4), (v, 4)):
         t[i] = t[i].to(memory_format=torch.channels_last)
     assert_step("multi_tensor_adam", [g, p, m, v], (*ADAM, 2, 1, 1, 0.1), lambda *row: adam(*row, 2, 1, 1, 0.1))
-
-
-def test_lamb_goes_by_index_whatever_the_memory_formats():
-    formats = [torch.channels_last, torch.contiguous_format]
-    lists = make([(2, 3, 4, 4), (2, 3, 4, 4), (5, 4)], MIXES["fp16-model"])
-    for i, tensors in enumerate(lists):
-        for k in (0, 1):
-            tensors[k] = tensors[k].contiguous(memory_format=formats[(i + k) % 2])
-        tensors[2] = tensors[2].t().contiguous().t() if i % 2 else tensors[2]
-    formula = partial(lamb, stored=F16, step=3, norm=(1.0, 2.0), factor=FACTOR, **CASES["l2"])
-    assert_step("multi_tensor_lamb_mp", lists, lamb_mp_args(CASES["l2"], (1.0, 2.0), 3), formula, first=0)
 
 
 def test_parameters_that_require_grad_are_stepped_in_grad_mode():

@@ -1,12 +1,10 @@
 """apex.contrib.optimizers, and the names in apex.optimizers besides the classes of ampctx.optimizers."""
 
-import importlib
 import math
 
 import pytest
 import torch
-from apex import optimizers as apex_optimizers
-from apex.contrib.optimizers import FP16_Optimizer, FusedAdam, FusedSGD
+from apex.contrib.optimizers import FusedAdam, FusedSGD
 from torch import nn
 
 import ampctx
@@ -54,30 +52,6 @@ OLD = {
     ),
 }
 both = pytest.mark.parametrize(("old", "new"), OLD.values(), ids=OLD)
-
-
-# --- names ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        *(("fused_adam", "FusedAdam"), ("fused_sgd", "FusedSGD"), ("fused_lamb", "FusedLAMB")),
-        *(("fused_novograd", "FusedNovoGrad"), ("fused_adagrad", "FusedAdagrad")),
-        ("fused_mixed_precision_lamb", "FusedMixedPrecisionLamb"),
-    ],
-)
-def test_apex_optimizers_are_those_of_ampctx_in_their_modules_too(module, name):
-    cls = getattr(optimizers, name)
-    assert getattr(apex_optimizers, name) is cls
-    assert getattr(importlib.import_module(f"apex.optimizers.{module}"), name) is cls
-    assert getattr(getattr(apex_optimizers, module), name) is cls
-
-
-def test_the_old_places_of_fp16_optimizer():
-    assert apex_optimizers.FP16_Optimizer is FP16_Optimizer
-    assert importlib.import_module("apex.optimizers.fp16_optimizer").FP16_Optimizer is FP16_Optimizer
-    assert importlib.import_module("apex.contrib.optimizers.fp16_optimizer").FP16_Optimizer is FP16_Optimizer
 
 
 # --- the old arguments of step ----------------------------------------------------------------------------------------

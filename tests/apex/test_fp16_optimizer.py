@@ -164,8 +164,7 @@ def test_what_begins_to_train_later_gets_a_master():
     model = make_model()
     model[0].weight.requires_grad_(False)
     optimizer = FP16_Optimizer(sgd([*model[0].parameters(), *model[1].parameters()]))
-    optimizer.backward(loss_of(model))
-    optimizer.step()
+    run(model, optimizer, 1)
     model[0].weight.requires_grad_(True)
     optimizer.optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.5})
     before = [model[0].weight.clone(), model[2].weight.clone()]
@@ -204,9 +203,7 @@ def test_a_dynamic_scale_starts_where_its_arguments_say():
     optimizer = FP16_Optimizer(sgd(model.parameters()), dynamic_loss_scale=True, dynamic_loss_args=arguments)
     scales = []
     for _ in range(5):
-        optimizer.zero_grad()
-        optimizer.backward(loss_of(model))
-        optimizer.step()
+        run(model, optimizer, 1)
         scales.append(optimizer.loss_scale)
     assert scales == [8.0, 16.0, 16.0, 16.0, 16.0]
 

@@ -4,12 +4,10 @@ import io
 
 import pytest
 import torch
-from apex import fp16_utils
 from apex.fp16_utils import (
     BN_convert_float,
     DynamicLossScaler,
     LossScaler,
-    clip_grad_norm,
     convert_module,
     convert_network,
     master_params_to_model_params,
@@ -46,16 +44,6 @@ def pair_of_linears(dtype=torch.float16):
 
 
 # --- casts ------------------------------------------------------------------------------------------------------------
-
-
-def test_all_names_of_the_specification_are_there():
-    assert set(fp16_utils.__all__) == {
-        *("BN_convert_float", "network_to_half", "prep_param_lists", "model_grads_to_master_grads"),
-        *("master_params_to_model_params", "tofp16", "to_python_float", "clip_grad_norm", "convert_module"),
-        *("convert_network", "FP16_Optimizer", "LossScaler", "DynamicLossScaler"),
-    }
-    assert fp16_utils.loss_scaler.LossScaler is LossScaler
-    assert fp16_utils.fp16_optimizer.FP16_Optimizer is fp16_utils.FP16_Optimizer
 
 
 def test_tofp16_casts_its_input():
@@ -209,10 +197,6 @@ def test_flat_master_of_nothing_is_refused():
 )
 def test_to_python_float(given, number):
     assert to_python_float(given) == number
-
-
-def test_clip_grad_norm_is_that_of_ampctx():
-    assert clip_grad_norm is ampctx.clip_grad_norm_
 
 
 # --- loss scalers -----------------------------------------------------------------------------------------------------

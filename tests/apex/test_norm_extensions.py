@@ -47,69 +47,47 @@ def assert_near(got, wanted, *narrow):
     torch.testing.assert_close(got.double(), wanted, rtol=bound, atol=bound)
 
 
-@pytest.mark.parametrize("rows", ROWS, ids=str)
-@pytest.mark.parametrize("dtype", [F64, F32, F16, B16], ids=str)
-def test_layer_norm(dtype, rows):
-    x, (weight, bias), dout = tensors("layer", rows, dtype, dtype)
-    out, mean, invvar = norms.forward_affine(x, SHAPE, weight, bias, EPS)
-    wanted = exact(True, x, (weight, bias), dout)
-    assert (out.dtype, mean.dtype, invvar.dtype) == (dtype, *[F64 if dtype == F64 else F32] * 2)
-    for got, value in zip((out, mean, invvar), wanted, strict=False):
-        assert_near(got, value)
-    grads = norms.backward_affine(dout, mean, invvar, x, SHAPE, weight, bias, EPS)
-    assert [g.dtype for g in grads] == [dtype] * 3
-    for got, value in zip(grads, wanted[3], strict=True):
-        assert_near(got, value)
+each_form = pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
+each_norm = pytest.mark.parametrize("centers", [True, False], ids=["layer", "rms"])
 
-    x, _, dout = tensors("plain", rows, dtype, dtype)
-    out, mean, invvar = norms.forward(x, SHAPE, EPS)
-    wanted = exact(True, x, (), dout)
-    assert_near(out, wanted[0])
-    assert_near(norms.backward(dout, mean, invvar, x, SHAPE, EPS, False), wanted[3][0])
+
+def functions(centers, affine):
+    """Forward and backward, and the kind of ``tensors`` that they take."""
+    names = (f"{'' if centers else 'rms_'}{way}{'_affine' * affine}" for way in ("forward", "backward"))
+    return *(getattr(norms, name) for name in names), ("layer" if centers else "rms") if affine else "plain"
 
 
 @pytest.mark.parametrize("rows", ROWS, ids=str)
 @pytest.mark.parametrize("dtype", [F64, F32, F16, B16], ids=str)
-def test_rms_norm(dtype, rows):
-    x, (weight,), dout = tensors("rms", rows, dtype, dtype)
-    out, invvar = norms.rms_forward_affine(x, SHAPE, weight, EPS)
-    wanted = exact(False, x, (weight,), dout)
-    assert_near(out, wanted[0])
-    assert_near(invvar, wanted[2])
-    for got, value in zip(norms.rms_backward_affine(dout, invvar, x, SHAPE, weight, EPS), wanted[3], strict=True):
+@each_form
+@each_norm
+def test_norms(centers, affine, dtype, rows):
+    forward, backward, kind = functions(centers, affine)
+    x, parameters, dout = tensors(kind, rows, dtype, dtype)
+    out, *statistics = forward(x, SHAPE, *parameters, EPS)
+    value, mean, invvar, gradients = exact(centers, x, parameters, dout)
+    assert out.dtype == dtype
+    assert {t.dtype for t in statistics} == {F64 if dtype == F64 else F32}
+    for got, wanted in zip((out, *statistics), (value, *[mean] * centers, invvar), strict=True):
+        assert_near(got, wanted)
+    grads = backward(dout, *statistics, x, SHAPE, *parameters, EPS)
+    for got, wanted in zip(grads if affine else [grads], gradients, strict=True):
         assert got.dtype == dtype
-        assert_near(got, value)
-    x, _, dout = tensors("plain", rows, dtype, dtype)
-    out, invvar = norms.rms_forward(x, SHAPE, EPS)
-    wanted = exact(False, x, (), dout)
-    assert_near(out, wanted[0])
-    assert_near(norms.rms_backward(dout, invvar, x, SHAPE, EPS, False), wanted[3][0])
+        assert_near(got, wanted)
 
 
 @pytest.mark.parametrize("dtype", [F64, F32], ids=str)
-def test_gradients_from_the_output(dtype):
+@each_form
+@each_norm
+def test_gradients_from_the_output(centers, affine, dtype):
     """``memory_efficient``."""
-    x, (weight, bias), dout = tensors("layer", (5,), dtype, dtype)
-    out, _, invvar = norms.forward_affine(x, SHAPE, weight, bias, EPS)
-    wanted = exact(True, x, (weight, bias), dout)[3]
-    bound = {"rtol": 1e3 * torch.finfo(dtype).eps, "atol": 1e3 * torch.finfo(dtype).eps}
+    forward, backward, kind = functions(centers, affine)
+    x, parameters, dout = tensors(kind, (5,), dtype, dtype)
+    out, *_, invvar = forward(x, SHAPE, *parameters, EPS)
     small = torch.finfo(dtype).eps
-    for got, value in zip(
-        norms.backward_affine(dout, None, invvar, out, SHAPE, weight, bias, small, True), wanted, strict=True
-    ):
-        torch.testing.assert_close(got.double(), value, **bound)
-    out, _, invvar = norms.forward(x, SHAPE, EPS)
-    got = norms.backward(dout, None, invvar, out, SHAPE, EPS, True)
-    torch.testing.assert_close(got.double(), exact(True, x, (), dout)[3][0], **bound)
-    out, invvar = norms.rms_forward_affine(x, SHAPE, weight, EPS)
-    wanted = exact(False, x, (weight,), dout)[3]
-    for got, value in zip(
-        norms.rms_backward_affine(dout, invvar, out, SHAPE, weight, small, True), wanted, strict=True
-    ):
-        torch.testing.assert_close(got.double(), value, **bound)
-    out, invvar = norms.rms_forward(x, SHAPE, EPS)
-    got = norms.rms_backward(dout, invvar, out, SHAPE, EPS, True)
-    torch.testing.assert_close(got.double(), exact(False, x, (), dout)[3][0], **bound)
+    grads = backward(dout, *[None] * centers, invvar, out, SHAPE, *parameters, small if affine else EPS, True)
+    for got, wanted in zip(grads if affine else [grads], exact(centers, x, parameters, dout)[3], strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e3 * small, atol=1e3 * small)
 
 
 @pytest.mark.parametrize("value", [0.0, -1e-9])
@@ -193,7 +171,7 @@ def test_a_whole_number_as_shape():
     assert torch.equal(norms.forward(x, 4, EPS)[0], norms.forward(x, (4,), EPS)[0])
 
 
-@pytest.mark.parametrize("centers", [True, False], ids=["layer", "rms"])
+@each_norm
 def test_gradcheck(centers):
     """The functions without no_grad: a gradient flows through them."""
     x = torch.randn(3, 4, dtype=F64, generator=torch.Generator().manual_seed(0)).requires_grad_()

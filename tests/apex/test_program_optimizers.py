@@ -8,14 +8,7 @@ import pytest
 import torch
 from apex.amp import _amp_state
 from apex.multi_tensor_apply import multi_tensor_applier
-from apex.optimizers import (
-    FusedAdagrad,
-    FusedAdam,
-    FusedLAMB,
-    FusedMixedPrecisionLamb,
-    FusedNovoGrad,
-    FusedSGD,
-)
+from apex.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
 from torch import nn
 
 from ampctx import amp, optimizers

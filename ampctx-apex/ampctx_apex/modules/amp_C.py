@@ -39,9 +39,7 @@ _AS_OP = {"momenta": "momentum_buffers", "copies": "extras"}
 
 
 @multi_tensor(
-    "grads params momenta copies",
-    "wd momentum dampening lr nesterov first_run wd_after_momentum scale",
-    optional=1,
+    "grads params momenta copies", "wd momentum dampening lr nesterov first_run wd_after_momentum scale", optional=1
 )
 def multi_tensor_sgd(call: Call, wd: float, scale: Any, first_run: bool, **options: Any) -> None:
     """SGD for ``[grads, params, momenta]``, or with a fourth list that becomes a copy of the params.
@@ -254,17 +252,9 @@ def update_scale_hysteresis(
     current_scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, found_inf: Tensor, growth_factor: float,
     backoff_factor: float, growth_interval: int, hysteresis: int,
 ) -> Tensor:  # fmt: skip
-    """The loss-scale rule of apex, in place on one-element tensors: fp32 scale, int32 trackers. ``current_scale``.
+    """The loss-scale rule of apex, in place on one-element tensors: fp32 scale, int32 trackers. Returns the scale.
 
-    With ``found_inf`` > 0 the hysteresis tracker falls by one, below 0 too; the growth tracker restarts, and once the
-    former is not above 0 the scale is multiplied by ``backoff_factor``. There is no floor: below the normal numbers of
-    fp32 it is 0. Otherwise the hysteresis tracker is refilled, and the growth tracker counts to ``growth_interval``,
-    where the scale is multiplied by ``growth_factor``, if that is finite, and it restarts. No host sync.
-
-    ``ampctx.ops.update_scale`` is the same rule with the scale kept above 0.
-
-    Raises:
-        AmpTypeError, AmpValueError: for another type, number of elements or device, with the name of the argument.
+    The rule of ``ampctx.ops.update_scale``, but for the floor: below the normal numbers of fp32 the scale is 0.
     """
     state = (current_scale, growth_tracker, hysteresis_tracker, found_inf)
     for (name, dtypes), t in zip(_SCALE_STATE.items(), state, strict=True):

@@ -40,9 +40,6 @@ def wgrad_gemm_accum_fp32(input: Tensor, d_output: Tensor, main_grad: Tensor) ->
         input: [tokens.., in], fp32, fp16 or bf16; the layer's input. Zero tokens add nothing.
         d_output: [tokens.., out], of the same dtype; the gradient of the layer's output.
         main_grad: [out, in], fp32.
-
-    Raises:
-        AmpTypeError, AmpValueError: another dtype, shape or device, with the name of the argument.
     """
     op = "wgrad_gemm_accum_fp32"
     x, dy = _rows(op, input, d_output, main_grad, _ANY)
@@ -63,9 +60,6 @@ def wgrad_gemm_accum_fp16(input: Tensor, d_output: Tensor, main_grad: Tensor) ->
         input: [tokens.., in], fp16 or bf16. Zero tokens add nothing.
         d_output: [tokens.., out], of the same dtype.
         main_grad: [out, in], of the same dtype.
-
-    Raises:
-        AmpTypeError, AmpValueError: another dtype, shape or device, with the name of the argument.
     """
     op = "wgrad_gemm_accum_fp16"
     x, dy = _rows(op, input, d_output, main_grad, _LOW_PRECISION)

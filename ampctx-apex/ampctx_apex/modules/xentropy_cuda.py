@@ -36,9 +36,6 @@ def forward(logits: Tensor, labels: Tensor, smoothing: float, half_to_float: boo
 
     Returns:
         Two tensors [rows], fp32 (fp64 for fp64 logits).
-
-    Raises:
-        AmpTypeError, AmpValueError: another dtype, shape or device, with the name of the argument.
     """
     index = _checked("forward", logits, labels)
     with without_autocast(logits):
@@ -59,9 +56,6 @@ def backward(grad_loss: Tensor, logits: Tensor, max_log_sum_exp: Tensor, labels:
         grad_loss: [rows], the gradient of the losses, of any floating type; 0 for rows of padding.
         logits, labels, smoothing: as for ``forward``. The gradient of a negative label's row is 0.
         max_log_sum_exp: [rows], the second result of ``forward``.
-
-    Raises:
-        AmpTypeError, AmpValueError: another dtype, shape or device, with the name of the argument.
     """
     index = _checked("backward", logits, labels)
     rows, beside = logits.shape[:1], ("logits", logits)

@@ -64,8 +64,7 @@ _WITHOUT = {"all_fp16_params": _of_dtype(True), "all_fp32_params": _of_dtype(Fal
 class AmpOptimizerState:
     """``optimizer._amp_stash``: apex's parameter lists, computed from the optimizer's groups on each read.
 
-    Each read gives a new list of the same parameters; bfloat16 counts as fp16. ``WITH_MASTERS`` or ``_WITHOUT`` names
-    the lists; assigning one raises. Other names can be set freely.
+    They cannot be assigned; other names can.
 
     ``lazy_init_called``: True, because ``initialize`` creates masters.
     ``params_have_scaled_gradients``: whether delayed blocks left scaled gradients. A loop that delays by itself assigns
