@@ -13,9 +13,14 @@ from ampctx import AmpTypeError, AmpValueError
 
 
 def check_tensor(
-    op: str, name: str, value: Any, *, dtypes: Sequence[torch.dtype] = (), shape: Sequence[int] | None = None,
+    op: str,
+    name: str,
+    value: Any,
+    *,
+    dtypes: Sequence[torch.dtype] = (),
+    shape: Sequence[int] | None = None,
     beside: tuple[str, Tensor] | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Returns ``value``, a strided tensor.
 
     Args:

@@ -61,9 +61,15 @@ def _rows(op: str, name: str, t: Tensor, normalized_shape: Shape, parameters: Ma
 
 
 def _normed(
-    op: str, parameters: Mapping[str, Tensor], centers: bool, of_weight: bool, *,
-    input: Tensor, normalized_shape: Shape, eps: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    op: str,
+    parameters: Mapping[str, Tensor],
+    centers: bool,
+    of_weight: bool,
+    *,
+    input: Tensor,
+    normalized_shape: Shape,
+    eps: float,
+) -> tuple[Tensor, ...]:
     """The output, of the type of ``weight`` or of ``input``, the mean where it ``centers``, the inverse deviation."""
     rows = _rows(op, "input", input, normalized_shape, parameters)
     weight, bias = parameters.get("weight"), parameters.get("bias")
@@ -86,9 +92,18 @@ def _normed(
 
 
 def _grads(
-    op: str, parameters: Mapping[str, Tensor], centers: bool, *, dout: Tensor, mean: Tensor | None = None,
-    invvar: Tensor, input_or_output: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool,
-) -> Any:  # fmt: skip
+    op: str,
+    parameters: Mapping[str, Tensor],
+    centers: bool,
+    *,
+    dout: Tensor,
+    mean: Tensor | None = None,
+    invvar: Tensor,
+    input_or_output: Tensor,
+    normalized_shape: Shape,
+    eps: float,
+    memory_efficient: bool,
+) -> Any:
     """The gradients of the input and the parameters; a tensor without the latter."""
     rows = _rows(op, "input_or_output", input_or_output, normalized_shape, parameters)
     weight, bias = parameters.get("weight"), parameters.get("bias")
@@ -182,6 +197,14 @@ rms_backward = _backward("rms_backward")
 rms_backward_affine = _backward("rms_backward_affine", "weight")
 
 __all__ = [
-    "backward", "backward_affine", "forward", "forward_affine", "forward_affine_mixed_dtypes", "rms_backward",
-    "rms_backward_affine", "rms_forward", "rms_forward_affine", "rms_forward_affine_mixed_dtypes",
-]  # fmt: skip
+    "backward",
+    "backward_affine",
+    "forward",
+    "forward_affine",
+    "forward_affine_mixed_dtypes",
+    "rms_backward",
+    "rms_backward_affine",
+    "rms_forward",
+    "rms_forward_affine",
+    "rms_forward_affine_mixed_dtypes",
+]

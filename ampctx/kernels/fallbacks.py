@@ -25,9 +25,13 @@ _STATE = {"found_inf": _FLAG, "flag": _FLAG, "loss_scale": _F32, "growth_tracker
 
 
 def _check(
-    where: str, t: Tensor | None, dtypes: Sequence[torch.dtype], device: torch.device | None, numel: int | None = 1,
+    where: str,
+    t: Tensor | None,
+    dtypes: Sequence[torch.dtype],
+    device: torch.device | None,
+    numel: int | None = 1,
     like: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Raises RuntimeError if a tensor does not fit. ``like``: it needs the layout of this one; None: contiguous."""
     if t is None:  # torch passes None as an undefined tensor
         problem = "is None, expected a tensor"
@@ -52,9 +56,13 @@ def _check(
 
 
 def _check_list(
-    op: str, name: str, tensors: Sequence[Tensor], first: Sequence[Tensor],
-    dtypes: Sequence[torch.dtype] = KERNEL_DTYPES, numel: Callable[[Tensor], int] | None = None,
-) -> None:  # fmt: skip
+    op: str,
+    name: str,
+    tensors: Sequence[Tensor],
+    first: Sequence[Tensor],
+    dtypes: Sequence[torch.dtype] = KERNEL_DTYPES,
+    numel: Callable[[Tensor], int] | None = None,
+) -> None:
     """Checks a list that goes along with the first, in size and layout too. ``numel``: in another size."""
     if len(tensors) != len(first):
         raise RuntimeError(f"{op}: {name} has {len(tensors)} tensors, expected {len(first)}")

@@ -142,9 +142,13 @@ def scale(
 
 
 def _scale_fused(
-    src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: FoundInf, factor: Factor, device: torch.device,
+    src: Sequence[Tensor],
+    dst: Sequence[Tensor],
+    found_inf: FoundInf,
+    factor: Factor,
+    device: torch.device,
     last: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     flag = found_inf.on(device)
     if isinstance(factor, Clipped):
         norm = factor.norm.on(device)
@@ -153,9 +157,14 @@ def _scale_fused(
 
 
 def axpby(
-    x: Sequence[Tensor], y: Sequence[Tensor], out: Sequence[Tensor], found_inf: FoundInf, a: float | PerDevice,
-    b: float | PerDevice, arg_to_check: int = -1,
-) -> None:  # fmt: skip
+    x: Sequence[Tensor],
+    y: Sequence[Tensor],
+    out: Sequence[Tensor],
+    found_inf: FoundInf,
+    a: float | PerDevice,
+    b: float | PerDevice,
+    arg_to_check: int = -1,
+) -> None:
     """``out[i] = a * x[i] + b * y[i]`` (``ops.multi_tensor_axpby``)."""
     for device, fused, (s, t, o) in buckets(x, y, out):
         flag, a_, b_ = found_inf.on(device), _factor(a, device), _factor(b, device)

@@ -92,9 +92,12 @@ class ScaleUpdate(NamedTuple):
 
 
 def multi_tensor_scale(
-    src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: Tensor, scale: float | Tensor,
+    src: Sequence[Tensor],
+    dst: Sequence[Tensor],
+    found_inf: Tensor,
+    scale: float | Tensor,
     update: ScaleUpdate | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Computes ``dst[i] = src[i] * scale``, and sets ``found_inf`` if an element of ``src`` is inf or nan.
 
     Inf and nan are copied. A finite value that overflows the dtype of ``dst`` does not set ``found_inf``. No host sync.
@@ -114,9 +117,13 @@ def multi_tensor_scale(
 
 
 def multi_tensor_scale_clipped(
-    src: Sequence[Tensor], dst: Sequence[Tensor], found_inf: Tensor, scale: float | Tensor,
-    grad_norm: float | Tensor, max_norm: float,
-) -> None:  # fmt: skip
+    src: Sequence[Tensor],
+    dst: Sequence[Tensor],
+    found_inf: Tensor,
+    scale: float | Tensor,
+    grad_norm: float | Tensor,
+    max_norm: float,
+) -> None:
     """``multi_tensor_scale`` by ``scale * min(max_norm / (grad_norm + 1e-6), 1)``. The launch forms that factor in
     fp32, as torch's clip does. A negative ``max_norm`` clips nothing. No host sync."""
     op = _ops.multi_tensor_scale_clipped
@@ -125,9 +132,14 @@ def multi_tensor_scale_clipped(
 
 
 def multi_tensor_axpby(
-    x: Sequence[Tensor], y: Sequence[Tensor], out: Sequence[Tensor], found_inf: Tensor, a: float | Tensor,
-    b: float | Tensor, arg_to_check: int = -1,
-) -> None:  # fmt: skip
+    x: Sequence[Tensor],
+    y: Sequence[Tensor],
+    out: Sequence[Tensor],
+    found_inf: Tensor,
+    a: float | Tensor,
+    b: float | Tensor,
+    arg_to_check: int = -1,
+) -> None:
     """Computes ``out[i] = a * x[i] + b * y[i]``, and sets ``found_inf`` if a checked input has inf or nan.
 
     No host sync.
@@ -157,9 +169,12 @@ def multi_tensor_l2norm(
 
 
 def multi_tensor_unscale_l2norm(
-    tensors: Sequence[Tensor], found_inf: Tensor, inv_scale: float | Tensor, per_tensor: bool = False,
+    tensors: Sequence[Tensor],
+    found_inf: Tensor,
+    inv_scale: float | Tensor,
+    per_tensor: bool = False,
     update: ScaleUpdate | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Computes ``multi_tensor_l2norm`` of ``t * inv_scale`` in one read. Does not change the tensors. No host sync.
 
     ``update``: as for ``multi_tensor_scale``.
@@ -180,10 +195,18 @@ def unscale_l2norm_and_update(
 
 
 def update_scale(
-    scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, found_inf: Tensor, *,
-    growth_factor: float = 2.0, backoff_factor: float = 0.5, growth_interval: int = 2000, hysteresis: int = 1,
-    min_scale: float = 0.0, max_scale: float = float("inf"),
-) -> None:  # fmt: skip
+    scale: Tensor,
+    growth_tracker: Tensor,
+    hysteresis_tracker: Tensor,
+    found_inf: Tensor,
+    *,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    hysteresis: int = 1,
+    min_scale: float = 0.0,
+    max_scale: float = float("inf"),
+) -> None:
     """Updates the loss scale in place, on one-element tensors of one device: fp32 ``scale``, int32 trackers.
 
     If ``found_inf`` is not 0, the growth tracker restarts and the hysteresis tracker falls by one. Once that is 0, the
@@ -199,9 +222,17 @@ def update_scale(
     """
     state = (scale, growth_tracker, hysteresis_tracker)
     call(
-        _ops.update_scale, (), *state, found_inf,
-        growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale,
-    )  # fmt: skip
+        _ops.update_scale,
+        (),
+        *state,
+        found_inf,
+        growth_factor,
+        backoff_factor,
+        growth_interval,
+        hysteresis,
+        min_scale,
+        max_scale,
+    )
     wrote(state)
 
 
@@ -215,9 +246,7 @@ def block_factors(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return call(_ops.block_factors, (), scale)
 
 
-def count_skip(
-    counts: Tensor, found_inf: Tensor, flag: Tensor, scale: Tensor, slot: int, is_first: bool
-) -> None:  # fmt: skip
+def count_skip(counts: Tensor, found_inf: Tensor, flag: Tensor, scale: Tensor, slot: int, is_first: bool) -> None:
     """Counts a step that the device may skip, in ``counts``: fp32, contiguous, 2 elements and 2 for each slot.
 
     With ``is_first`` ``counts[0]`` counts steps whose ``found_inf`` is set, and ``counts[1]`` those in a row. For the

@@ -86,9 +86,14 @@ def multi_tensor_scale_clipped(
 
 
 def multi_tensor_axpby(
-    x: Sequence[Tensor], y: Sequence[Tensor], out: Sequence[Tensor], found_inf: Tensor, a: Tensor, b: Tensor,
+    x: Sequence[Tensor],
+    y: Sequence[Tensor],
+    out: Sequence[Tensor],
+    found_inf: Tensor,
+    a: Tensor,
+    b: Tensor,
     arg_to_check: int,
-) -> None:  # fmt: skip
+) -> None:
     """out = a * x + b * y; the finite check looks at x (0), y (1) or both (-1)."""
     for s, t, o in zip(x, y, out, strict=True):
         raise_flag(found_inf, *((s,), (t,), (s, t))[arg_to_check])
@@ -126,9 +131,17 @@ def inverse_of(scale: Tensor) -> Tensor:
 
 
 def update_scale(
-    scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, found_inf: Tensor, growth_factor: float,
-    backoff_factor: float, growth_interval: int, hysteresis: int, min_scale: float, max_scale: float,
-) -> None:  # fmt: skip
+    scale: Tensor,
+    growth_tracker: Tensor,
+    hysteresis_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    hysteresis: int,
+    min_scale: float,
+    max_scale: float,
+) -> None:
     """The loss-scale rule of csrc/functors/update_scale.h, as selects on the device."""
     overflow = found_inf.reshape(()) != 0
     fewer = hysteresis_tracker.clamp(min=1) - 1

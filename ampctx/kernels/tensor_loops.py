@@ -88,9 +88,12 @@ def nothing_changed(
 
 
 def same_plan(
-    kept: list[Any], groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], models: Mapping[Any, Any],
+    kept: list[Any],
+    groups: Sequence[Mapping[str, Any]],
+    state: Mapping[Any, Any],
+    models: Mapping[Any, Any],
     lazy: Sequence[Any],
-) -> bool:  # fmt: skip
+) -> bool:
     """Whether the calls of a step are those of the step before. ``kept`` is one list, for the library: the groups and
     their members; keys and values of the state; those of ``models``; ``lazy``; the parameters without a gradient; and
     of each call the three arguments of ``same_entries``."""

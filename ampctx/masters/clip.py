@@ -145,9 +145,13 @@ def clip_grad_norm_(
 
 
 def _clip(
-    found: list[Tensor], are_sharded: bool, max_norm: float | Tensor, order: float, error_if_nonfinite: bool,
+    found: list[Tensor],
+    are_sharded: bool,
+    max_norm: float | Tensor,
+    order: float,
+    error_if_nonfinite: bool,
     use_foreach: bool | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     in_graph = torch.compiler.is_compiling()
     lazy = lazy_grads.all_of(found) if order == 2.0 else []
     _, known = read_grads(found) if order == 2.0 and not lazy and not in_graph else (None, None)

@@ -17,9 +17,17 @@ from ampctx.optimizers._state import EXTRAS
 
 # Attributes that exist only around a step, or that a copy creates again.
 TRANSIENT = (
-    "found_inf", "grad_scale", "model_params", "model_grads", "skip_counts", "_zero_flags", "_seen", "_plan",
-    "_numbers", "_offload",
-)  # fmt: skip
+    "found_inf",
+    "grad_scale",
+    "model_params",
+    "model_grads",
+    "skip_counts",
+    "_zero_flags",
+    "_seen",
+    "_plan",
+    "_numbers",
+    "_offload",
+)
 
 
 class Saved(torch.optim.Optimizer):

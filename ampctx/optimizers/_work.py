@@ -188,9 +188,15 @@ def _targets(
 
 
 def works_of(
-    group: Group, kind: Kind, members: Members, states: list[State], forms: Forms, one_element: Mapping[str, str],
-    scaling: Scaling, made: Numbers,
-) -> Iterator[Work]:  # fmt: skip
+    group: Group,
+    kind: Kind,
+    members: Members,
+    states: list[State],
+    forms: Forms,
+    one_element: Mapping[str, str],
+    scaling: Scaling,
+    made: Numbers,
+) -> Iterator[Work]:
     """The op calls that step ``members``, one for each device and combination of dtypes.
 
     Args:
@@ -246,9 +252,7 @@ def _numbers_of_parts(params: Sequence[Tensor], numbers: Sequence[int]) -> list[
     return [number + (part_number(p) << 32) for p, number in zip(params, numbers, strict=True)]
 
 
-def _numbers_of_call(
-    numbers: Sequence[int], lists: Mapping[str, Any], device: torch.device, made: Numbers
-) -> Tensor:  # fmt: skip
+def _numbers_of_call(numbers: Sequence[int], lists: Mapping[str, Any], device: torch.device, made: Numbers) -> Tensor:
     """The op's ``numbers``: of the tensors that have elements."""
     return numbers_on(made, device, [n for n, p in zip(numbers, lists["params"], strict=True) if p.numel()])
 

@@ -185,10 +185,17 @@ class LARC:
                 flag = clear.on(device) if found_inf is None else found_inf.on(device)
                 inv = inv_scale.on(device) if isinstance(inv_scale, PerDevice) else inv_scale
                 given = {
-                    "grads": g, "params": p, "found_inf": flag, "inv_scale": inv, "lr": on_device(group["lr"], device),
-                    "trust_coefficient": self.trust_coefficient, "eps": self.eps, "weight_decay": decay,
-                    "clip": self.clip, "maximize": bool(group.get("maximize", False)),
-                }  # fmt: skip
+                    "grads": g,
+                    "params": p,
+                    "found_inf": flag,
+                    "inv_scale": inv,
+                    "lr": on_device(group["lr"], device),
+                    "trust_coefficient": self.trust_coefficient,
+                    "eps": self.eps,
+                    "weight_decay": decay,
+                    "clip": self.clip,
+                    "maximize": bool(group.get("maximize", False)),
+                }
                 if fused:
                     steps.larc(**given)
                 else:

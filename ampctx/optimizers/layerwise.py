@@ -35,13 +35,21 @@ Lists = Mapping[str, Sequence[Tensor]]
 
 _INF = float("inf")
 _SGD: dict[str, Any] = {
-    "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "wd_after_momentum": False,
-}  # fmt: skip
+    "momentum": 0.0,
+    "dampening": 0.0,
+    "weight_decay": 0.0,
+    "nesterov": False,
+    "wd_after_momentum": False,
+}
 # What the op of LAMB leaves out where it makes directions.
 _NO_STEP: dict[str, Any] = {
-    "lr": -1.0, "weight_decay": 0.0, "adam_w_mode": True, "use_nvlamb": False, "global_grad_norm": 0.0,
+    "lr": -1.0,
+    "weight_decay": 0.0,
+    "adam_w_mode": True,
+    "use_nvlamb": False,
+    "global_grad_norm": 0.0,
     "max_grad_norm": 0.0,
-}  # fmt: skip
+}
 
 
 # --- on lists of tensors ----------------------------------------------------------------------------------------------
@@ -100,9 +108,14 @@ class Layers:
         run_op(op, lists, along, {"found_inf": self.found_inf, "inv_scale": factor, **numbers})
 
     def directions(
-        self, factor: Factor, weights: Sequence[Tensor], weight_decay: float, adam_w_mode: bool, taken: Tensor,
+        self,
+        factor: Factor,
+        weights: Sequence[Tensor],
+        weight_decay: float,
+        adam_w_mode: bool,
+        taken: Tensor,
         **options: Any,
-    ) -> list[Tensor]:  # fmt: skip
+    ) -> list[Tensor]:
         """Adam's directions for the gradients times ``factor``, with weight decay, as new tensors. Moments advance.
 
         ``taken``: the steps before this one, a number for each tensor, which is overwritten. After a skip the
@@ -378,9 +391,15 @@ def _novograd_step(call: _Shards, norm: Tensor) -> None:
 
 @torch.no_grad()
 def larc(
-    groups: Sequence[Group], decays: Sequence[float], members: Sequence[tuple[list[Tensor], list[Tensor]]],
-    found_inf: PerDevice | None, inv_scale: Factor, trust_coefficient: float, eps: float, clip: bool,
-) -> None:  # fmt: skip
+    groups: Sequence[Group],
+    decays: Sequence[float],
+    members: Sequence[tuple[list[Tensor], list[Tensor]]],
+    found_inf: PerDevice | None,
+    inv_scale: Factor,
+    trust_coefficient: float,
+    eps: float,
+    clip: bool,
+) -> None:
     """Rewrites gradients as the op of LARC does. One all_reduce.
 
     ``members``: for each group its gradients and their parameters.

@@ -164,9 +164,17 @@ def _apply(
 
 
 def _lamb(
-    call: Call, flag: Tensor, skip: Tensor, factor: Tensor, lr: Any, step: Tensor, weight_decay: float, mode: int,
-    use_nvlamb: bool, **options: Any,
-) -> None:  # fmt: skip
+    call: Call,
+    flag: Tensor,
+    skip: Tensor,
+    factor: Tensor,
+    lr: Any,
+    step: Tensor,
+    weight_decay: float,
+    mode: int,
+    use_nvlamb: bool,
+    **options: Any,
+) -> None:
     """The whole of LAMB. Where ``skip`` is the flag, each part sees what the parts before it met."""
     if not call.length:
         return
@@ -207,9 +215,13 @@ def multi_tensor_lamb_mp(
 
 @multi_tensor(f"{_ADAM} updates", "per_tensor_decay step beta1 beta2 eps global_grad_norm max_global_grad_norm")
 def multi_tensor_lamb_stage1_cuda(
-    call: Call, per_tensor_decay: Tensor, step: Tensor, global_grad_norm: Tensor, max_global_grad_norm: Tensor,
+    call: Call,
+    per_tensor_decay: Tensor,
+    step: Tensor,
+    global_grad_norm: Tensor,
+    max_global_grad_norm: Tensor,
     **options: Any,
-) -> None:  # fmt: skip
+) -> None:
     """``updates`` of ``[grads, params, exp_avgs, exp_avg_sqs, updates]``: Adam's direction plus decay times the param.
 
     ``per_tensor_decay`` is fp32, one number for each index; ``step`` counts the steps before this one. Gradients are
@@ -225,9 +237,13 @@ def multi_tensor_lamb_stage1_cuda(
 
 @multi_tensor("params updates", "per_tensor_param_norm per_tensor_update_norm lr weight_decay use_nvlamb=0")
 def multi_tensor_lamb_stage2_cuda(
-    call: Call, per_tensor_param_norm: Tensor, per_tensor_update_norm: Tensor, lr: Any, weight_decay: float,
+    call: Call,
+    per_tensor_param_norm: Tensor,
+    per_tensor_update_norm: Tensor,
+    lr: Any,
+    weight_decay: float,
     use_nvlamb: bool,
-) -> None:  # fmt: skip
+) -> None:
     """The step of LAMB for ``[params, updates]`` and their norms (fp32, one for each index).
 
     ``p -= lr * ||p|| / ||u|| * u``; lr alone where a norm is 0, and without weight decay unless ``use_nvlamb``. The
@@ -249,9 +265,15 @@ _SCALE_STATE = {
 
 @torch.no_grad()
 def update_scale_hysteresis(
-    current_scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, found_inf: Tensor, growth_factor: float,
-    backoff_factor: float, growth_interval: int, hysteresis: int,
-) -> Tensor:  # fmt: skip
+    current_scale: Tensor,
+    growth_tracker: Tensor,
+    hysteresis_tracker: Tensor,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    hysteresis: int,
+) -> Tensor:
     """The loss-scale rule of apex, in place on one-element tensors: fp32 scale, int32 trackers. Returns the scale.
 
     The rule of ``ampctx.ops.update_scale``, but for the floor: below the normal numbers of fp32 the scale is 0.

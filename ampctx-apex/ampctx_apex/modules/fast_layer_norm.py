@@ -21,9 +21,14 @@ def ln_fwd(x: Tensor, gamma: Tensor, beta: Tensor, epsilon: float) -> tuple[Tens
 
 
 def ln_bwd(
-    dz: Tensor, x_or_z: Tensor, mu: Tensor | None, rsigma: Tensor, gamma: Tensor, beta: Tensor | None = None,
+    dz: Tensor,
+    x_or_z: Tensor,
+    mu: Tensor | None,
+    rsigma: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None = None,
     memory_efficient: bool = False,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:
     """The gradients of ``x``, ``gamma`` and ``beta``, then apex's two workspaces, which are None here.
 
     Args:

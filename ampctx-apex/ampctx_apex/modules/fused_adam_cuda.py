@@ -20,9 +20,15 @@ from ampctx.spi import Call
 
 
 def _step(
-    call: Call, lr: float, grad_scale: float, step: float, mode: int, bias_correction: bool, decay: float,
+    call: Call,
+    lr: float,
+    grad_scale: float,
+    step: float,
+    mode: int,
+    bias_correction: bool,
+    decay: float,
     **options: float,
-) -> None:  # fmt: skip
+) -> None:
     """``adam`` for ``tensor_lists = [p, m, v, g]``, or with a fifth list of copies. The flag has no part in it."""
     if mode == 0:
         raise AmpNotImplementedError(
@@ -43,9 +49,14 @@ def _step(
 
 
 _form = functools.partial(
-    multi_tensor, "p m v g p_copy", "lr beta1 beta2 eps grad_scale step mode bias_correction=1 decay=0", optional=1,
-    lr=Call.number, grad_scale=Call.number, step=Call.number,
-)  # fmt: skip
+    multi_tensor,
+    "p m v g p_copy",
+    "lr beta1 beta2 eps grad_scale step mode bias_correction=1 decay=0",
+    optional=1,
+    lr=Call.number,
+    grad_scale=Call.number,
+    step=Call.number,
+)
 adam_mt = _form(op="adam_mt")(_step)
 _adam = _form(op="adam")(_step)
 

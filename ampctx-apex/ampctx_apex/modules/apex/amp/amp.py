@@ -13,9 +13,14 @@ from .handle import Handle
 
 
 def init(
-    enabled: bool = True, loss_scale: Any = None, enable_caching: bool = True, verbose: bool = False,
-    allow_banned: bool = False, *, patch_type: torch.dtype = torch.float16,
-) -> Handle:  # fmt: skip
+    enabled: bool = True,
+    loss_scale: Any = None,
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+    *,
+    patch_type: torch.dtype = torch.float16,
+) -> Handle:
     """Switches on the casts of O1 in this thread, on the CPU and the accelerator, until ``_deactivate()`` or a reset.
 
     Args:

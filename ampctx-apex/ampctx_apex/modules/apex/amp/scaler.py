@@ -41,9 +41,14 @@ class LossScaler:
     """
 
     def __init__(
-        self, loss_scale: float | str, init_scale: float = 2.0**16, scale_factor: float = 2.0, scale_window: int = 2000,
-        min_loss_scale: float | None = None, max_loss_scale: float | None = 2.0**24,
-    ) -> None:  # fmt: skip
+        self,
+        loss_scale: float | str,
+        init_scale: float = 2.0**16,
+        scale_factor: float = 2.0,
+        scale_window: int = 2000,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float | None = 2.0**24,
+    ) -> None:
         dynamic = loss_scale == DYNAMIC
         low, high = check_bounds(
             0.0 if min_loss_scale is None else min_loss_scale,
@@ -204,9 +209,13 @@ class LossScaler:
         return self._of.inv_scale()
 
     def unscale(
-        self, model_grads: Iterable[Tensor], master_grads: Iterable[Tensor], unused_scale: Any,
-        models_are_masters: bool = False, scale_override: float | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model_grads: Iterable[Tensor],
+        master_grads: Iterable[Tensor],
+        unused_scale: Any,
+        models_are_masters: bool = False,
+        scale_override: float | None = None,
+    ) -> None:
         """``master = model / scale``, or / ``scale_override``; sets the flag on inf and nan. Skips pairs with None.
 
         Does nothing after an overflow, or if the static scale is 1 and the lists are the same.
@@ -222,9 +231,12 @@ class LossScaler:
         self._raise(found_inf)
 
     def unscale_with_stashed(
-        self, model_grads: Iterable[Tensor], stashed_master_grads: Iterable[Tensor], master_grads: Iterable[Tensor],
+        self,
+        model_grads: Iterable[Tensor],
+        stashed_master_grads: Iterable[Tensor],
+        master_grads: Iterable[Tensor],
         scale_override: tuple[float, float, float] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``master = model / scale + stashed``; ``scale_override`` has the scales of model, stashed and master."""
         if self._has_overflow:
             return

@@ -83,9 +83,13 @@ class FP16_Optimizer:
     param_groups = delegated("optimizer", "param_groups")
 
     def __init__(
-        self, init_optimizer: Any, static_loss_scale: float = 1.0, dynamic_loss_scale: bool = False,
-        dynamic_loss_args: Mapping[str, Any] | None = None, verbose: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        init_optimizer: Any,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+        verbose: bool = True,
+    ) -> None:
         if isinstance(init_optimizer, FP16_Optimizer) or not hasattr(init_optimizer, "param_groups"):
             raise AmpTypeError(f"init_optimizer must be an optimizer to wrap, got {type(init_optimizer).__name__}")
         self.optimizer = init_optimizer

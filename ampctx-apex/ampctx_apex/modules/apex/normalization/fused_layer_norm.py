@@ -30,9 +30,13 @@ def _shape(normalized_shape: Shape) -> torch.Size:
 
 
 def _norm(
-    function: Callable[..., Tensor], like: Tensor, tensors: Sequence[Tensor | None],
-    normalized_shape: Shape, eps: float | None = 1e-6, memory_efficient: bool = False,
-) -> Tensor:  # fmt: skip
+    function: Callable[..., Tensor],
+    like: Tensor,
+    tensors: Sequence[Tensor | None],
+    normalized_shape: Shape,
+    eps: float | None = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
     """``F.layer_norm`` or ``F.rms_norm`` of input and parameters in the type that holds those of all, of the type of
     ``like``. torch's kernels compute 16-bit types in fp32 anyway."""
     wide = functools.reduce(torch.promote_types, [t.dtype for t in tensors if t is not None])
@@ -118,9 +122,12 @@ class _Fused(nn.Module):
     """What the modules add to torch's: apex's arguments, and an output of the type of the input."""
 
     def __init__(
-        self, normalized_shape: Shape, eps: float = 1e-5, elementwise_affine: bool = True,
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
         memory_efficient: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(_shape(normalized_shape), eps=eps, elementwise_affine=elementwise_affine)
         self.memory_efficient = memory_efficient
 
@@ -181,9 +188,21 @@ class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
 
 
 __all__ = [
-    "FusedLayerNorm", "FusedLayerNormAffineFunction", "FusedLayerNormAffineMixedDtypesFunction",
-    "FusedLayerNormFunction", "FusedRMSNorm", "FusedRMSNormAffineFunction", "FusedRMSNormAffineMixedDtypesFunction",
-    "FusedRMSNormFunction", "MixedFusedLayerNorm", "MixedFusedRMSNorm", "fused_layer_norm",
-    "fused_layer_norm_affine", "fused_rms_norm", "fused_rms_norm_affine", "manual_rms_norm",
-    "mixed_dtype_fused_layer_norm_affine", "mixed_dtype_fused_rms_norm_affine",
-]  # fmt: skip
+    "FusedLayerNorm",
+    "FusedLayerNormAffineFunction",
+    "FusedLayerNormAffineMixedDtypesFunction",
+    "FusedLayerNormFunction",
+    "FusedRMSNorm",
+    "FusedRMSNormAffineFunction",
+    "FusedRMSNormAffineMixedDtypesFunction",
+    "FusedRMSNormFunction",
+    "MixedFusedLayerNorm",
+    "MixedFusedRMSNorm",
+    "fused_layer_norm",
+    "fused_layer_norm_affine",
+    "fused_rms_norm",
+    "fused_rms_norm_affine",
+    "manual_rms_norm",
+    "mixed_dtype_fused_layer_norm_affine",
+    "mixed_dtype_fused_rms_norm_affine",
+]

@@ -113,12 +113,21 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """
 
     def __init__(
-        self, module: nn.Module, message_size: int = 10000000, delay_allreduce: bool = False, shared_param: Any = None,
-        allreduce_trigger_params: Any = None, retain_allreduce_buffers: bool = False,
-        allreduce_always_fp32: bool = False, num_allreduce_streams: int = 1, allreduce_communicators: Any = None,
-        gradient_average: bool = True, gradient_predivide_factor: float = 1.0,
-        gradient_average_split_factor: Any = None, prof: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        module: nn.Module,
+        message_size: int = 10000000,
+        delay_allreduce: bool = False,
+        shared_param: Any = None,
+        allreduce_trigger_params: Any = None,
+        retain_allreduce_buffers: bool = False,
+        allreduce_always_fp32: bool = False,
+        num_allreduce_streams: int = 1,
+        allreduce_communicators: Any = None,
+        gradient_average: bool = True,
+        gradient_predivide_factor: float = 1.0,
+        gradient_average_split_factor: Any = None,
+        prof: bool = False,
+    ) -> None:
         if shared_param is not None:
             raise AmpValueError("shared_param is no longer an option. Leave it out; shared parameters work without it.")
         if delay_allreduce and allreduce_trigger_params is not None:

@@ -23,9 +23,16 @@ class _SyncedOnCpu(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
-        running_var: Tensor | None, eps: float, momentum: float, group: Any,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        eps: float,
+        momentum: float,
+        group: Any,
+    ) -> Tensor:
         dims = [0, *range(2, x.dim())]
         shape = [1, -1] + [1] * (x.dim() - 2)
         x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -91,10 +98,16 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     fuse_relu = False
 
     def __init__(
-        self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True,
-        track_running_stats: bool = True, process_group: Any = None, channel_last: bool = False,
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Any = None,
+        channel_last: bool = False,
         fuse_relu: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, process_group)
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu

@@ -54,9 +54,13 @@ class _OldStep:
 
     @torch.no_grad()
     def step(
-        self: Any, closure: Callable[[], Any] | None = None, grads: Any = None, output_params: Any = None,
-        scale: float = 1.0, grad_norms: Sequence[Any] | None = None,
-    ) -> Any:  # fmt: skip
+        self: Any,
+        closure: Callable[[], Any] | None = None,
+        grads: Any = None,
+        output_params: Any = None,
+        scale: float = 1.0,
+        grad_norms: Sequence[Any] | None = None,
+    ) -> Any:
         """One step, on gradients from elsewhere.
 
         Args:
@@ -122,10 +126,19 @@ class FusedAdam(_OldStep, optimizers.FusedAdam):  # type: ignore[misc]
     """
 
     def __init__(
-        self, params: Any, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8, eps_inside_sqrt: bool = False, weight_decay: float = 0.0, max_grad_norm: float = 0.0,
-        amsgrad: bool = False, use_mt: bool = False, amp_scale_adjustment: float = 1.0,
-    ) -> None:  # fmt: skip
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        amsgrad: bool = False,
+        use_mt: bool = False,
+        amp_scale_adjustment: float = 1.0,
+    ) -> None:
         if eps_inside_sqrt:
             raise AmpNotImplementedError(
                 "apex.contrib.optimizers.FusedAdam(eps_inside_sqrt=True) is not supported by ampctx: leave it out. "

@@ -13,8 +13,12 @@ class SoftmaxCrossEntropyLoss(AutogradClass):
 
     @staticmethod
     def apply(
-        logits: Tensor, labels: Tensor, smoothing: float = 0.0, padding_idx: int = 0, half_to_float: bool = False,
-    ) -> Tensor:  # fmt: skip
+        logits: Tensor,
+        labels: Tensor,
+        smoothing: float = 0.0,
+        padding_idx: int = 0,
+        half_to_float: bool = False,
+    ) -> Tensor:
         """The loss of each row, computed in fp32 (fp64 for fp64 logits).
 
         Args:
@@ -38,9 +42,13 @@ class SoftmaxCrossEntropyLoss(AutogradClass):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, smoothing: float = 0.0, padding_idx: int = 0,
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        smoothing: float = 0.0,
+        padding_idx: int = 0,
         half_to_float: bool = False,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         return run(ctx, lambda t: SoftmaxCrossEntropyLoss.apply(t, labels, smoothing, padding_idx), logits)
 
     @staticmethod
