@@ -55,6 +55,9 @@ nitpicky = True
 # Types of others, to whose pages there is nothing here that leads.
 nitpick_ignore_regex = [("py:.*", r"(torch|collections|contextlib|typing)\..*")]
 nitpick_ignore = [
+    ("py:class", "typing_extensions.Unpack"),
+    ("py:class", "ampctx.optimizers._base.CommonOptions"),  # the keywords that FusedOptimizer explains
+    ("py:class", "ampctx.optimizers._base.SharedOptions"),
     ("py:class", "ampctx.kernels.ops.ScaleUpdate"),  # amp passes it to the ops, users do not
     ("py:class", "ampctx.amp.named_state.Stateful"),  # what amp.Stateful() returns
     ("py:class", "MixedPrecisionPolicy"),  # torch's, imported late
