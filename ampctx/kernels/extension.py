@@ -189,13 +189,13 @@ def _functions(library: ctypes.CDLL, signatures: str) -> dict[str, Any]:
 def _readers(library: ctypes.CDLL) -> dict[str, Any]:
     """The functions that own and read lists of tensors. Readers need torch's DLPack exchange."""
     found = _functions(library, "new_list::o")
-    start = _functions(library, "use_python:oo use_hints:oon")
+    use_python = _functions(library, "use_python:oo")["use_python"]
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
-    if exchange is None or start["use_python"](exchange, [None, Tensor.grad, Tensor._version]):
+    if exchange is None or use_python(exchange, [None, Tensor.grad, Tensor._version]):
         return found
     found |= _functions(library, _READERS)
     found["use_types"]([Tensor, torch.nn.Parameter])
-    _allow_hints(start["use_hints"])
+    _allow_hints(_functions(library, "use_hints:oon")["use_hints"])
     return found | {"passes": _functions(library, _PASSES)}
 
 

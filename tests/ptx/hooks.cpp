@@ -167,8 +167,10 @@ extern "C" int ampctx_register_emulated(const char* ns);
 
 // As ampctx/kernels/extension.py asks for them. Nothing is read past the dispatcher, so that every tensor is announced.
 AMPCTX_EXPORT int ampctx_register_cpu(const char* ns) { return ampctx_register_emulated(ns); }
-AMPCTX_EXPORT int ampctx_use_python(void*, void*) { return 1; }
-AMPCTX_EXPORT PyObject* ampctx_new_list() { return python_lists::new_list(); }
+extern "C" {
+__attribute__((visibility("default"))) int (*ampctx_use_python)(void*, void*) = [](void*, void*) { return 1; };
+__attribute__((visibility("default"))) PyObject* (*ampctx_new_list)() = &python_lists::new_list;
+}
 AMPCTX_EXPORT const char* ampctx_build_info() {
   return "{\"compiler\": \"PTX, interpreted\", \"cuda\": null, \"cuda_archs\": [], \"simd\": [], \"simd_used\": \"\"}";
 }
