@@ -43,7 +43,7 @@ _TEXT = m.SimpleString() | m.FormattedStringText()
 _MESSAGES = m.Raise() | m.Assert() | m.Call(func=_SHOWS | m.Attribute(attr=_SHOWS))
 
 
-class TableRow(NamedTuple):
+class Entry(NamedTuple):
     """What the table says of a name. ``name``: the row's own, which may be the start of the name that was asked for."""
 
     name: str
@@ -66,7 +66,7 @@ def is_module(name: str) -> bool:
     return os.path.isdir(path) or os.path.exists(f"{path}.py")
 
 
-def row(name: str) -> TableRow:
+def row(name: str) -> Entry:
     # apex.__file__ asks about the module.
     name = re.sub(r"\.__\w+$", "", name)
     prefix = name
@@ -74,13 +74,9 @@ def row(name: str) -> TableRow:
         prefix = prefix.rpartition(".")[0]
     # The names in modules have rows of their own. Attributes of classes, and of refused modules, may have none.
     if not prefix or (prefix != name and is_module(prefix)):
-        return TableRow(name, "missing", "", "ampctx knows no such name of apex. Check the spelling, or replace it.")
+        return Entry(name, "missing", "", "ampctx knows no such name of apex. Check the spelling, or replace it.")
     entry = NAMES.get(prefix)
-    return (
-        TableRow(prefix, entry.status, entry.target or "", entry.note)
-        if entry
-        else TableRow(prefix, "supported", "", "")
-    )
+    return Entry(prefix, entry.status, entry.target or "", entry.note) if entry else Entry(prefix, "supported", "", "")
 
 
 class NameUse(NamedTuple):
@@ -263,7 +259,7 @@ def _new_name(source: Source, binding: Binding) -> str:
     return new if isinstance(binding.statement, cst.Import) or "." in new else ""
 
 
-def _status_of(found: TableRow, moved: bool) -> tuple[Status, str]:
+def _status_of(found: Entry, moved: bool) -> tuple[Status, str]:
     if not found.is_served:
         return "manual", found.note
     if not moved:
