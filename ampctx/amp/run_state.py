@@ -166,16 +166,20 @@ def _flag(value: bool, scale: LossScale, device: torch.device) -> Tensor:
     return torch.full((), float(value), dtype=torch.float32, device=at)
 
 
+_ENTRIES = frozenset({"params", "names", "masters", "overflows", "scales", "loss_scales"})
+
+
 class _RunLoader:
     """The state of one optimizer: the constructor checks it, ``load`` loads it."""
 
     def __init__(self, state: Any, binding: OptimizerBinding, where: str, own_scales: bool) -> None:
         self._binding = binding
         typed(state, Mapping, where)
+        if unknown := [key for key in state if key not in _ENTRIES]:
+            raise AmpKeyError(f'{where} has "{unknown[0]}", which this version of ampctx does not load')
         # No resync from the model: ``load`` sets the masters, and they must not change if a check fails.
         binding.masters.add_unfrozen(binding.optimizer)
         self._params = params = _params(binding)
-        self._model = [binding.masters.model_of.get(p, p) for p in params]
         if (n := entry(state, "params", int, where)) != len(params):
             raise AmpValueError(f'{where}["params"] is {n}, and the optimizer has {len(params)} parameters')
         self._check_names(state, where)
@@ -222,7 +226,7 @@ class _RunLoader:
 
     def _checked_masters(self, state: Mapping[str, Any], where: str) -> dict[int, Tensor]:
         where_masters = f'{where}["masters"]'
-        saved = self._tensors(entry(state, "masters", Mapping, where), self._params, where_masters, dense=True)
+        saved = self._tensors(entry(state, "masters", Mapping, where), self._params, where_masters)
         here = {i for i, p in enumerate(self._params) if p in self._binding.masters.model_of}
         if more := sorted(saved.keys() - here):
             raise AmpValueError(
@@ -238,8 +242,8 @@ class _RunLoader:
             )
         return saved
 
-    def _tensors(self, state: Any, like: list[Tensor], where: str, dense: bool = False) -> dict[int, Tensor]:
-        """Checks tensors by index against the shapes and dtypes of ``like``. ``dense``: refuse sparse ones."""
+    def _tensors(self, state: Any, like: list[Tensor], where: str) -> dict[int, Tensor]:
+        """Checks tensors by index against the shapes and dtypes of ``like``. Refuses sparse ones."""
         typed(state, Mapping, where)
         for i, value in state.items():
             if not _is_place(i, len(like)):
@@ -250,7 +254,7 @@ class _RunLoader:
                     f"{where}[{i}] is of shape {tuple(value.shape)} and {value.dtype}, expected "
                     f"{tuple(like[i].shape)} and {like[i].dtype}"
                 )
-            if value.is_meta or value.layout not in ((torch.strided,) if dense else (torch.strided, torch.sparse_coo)):
+            if value.is_meta or value.layout is not torch.strided:
                 kind = "on the meta device, without values" if value.is_meta else f"of layout {value.layout}"
                 raise AmpValueError(f"{where}[{i}] is {kind}, expected a dense tensor")
         return dict(state)

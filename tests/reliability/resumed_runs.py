@@ -40,8 +40,8 @@ UNUSABLE = ("O3", "SGD-fused")
 MOMENTS = (
     "after the step",
     "before the first block",
-    "overflow latched",
-    "overflow deferred",
+    "found_inf set",
+    "found_inf deferred",
 )
 ORDERS = tuple(itertools.permutations(("model", "optimizer", "amp")))
 SAVED_AT = 6
@@ -99,9 +99,9 @@ class Run:
     def begin(self, step):
         """The first part of an iteration, up to the moment."""
         moment = self.case.moment
-        if moment == "overflow latched":
+        if moment == "found_inf set":
             return self.block(self.loss(step) * (torch.inf if step == SAVED_AT and self.dynamic else 1.0))
-        if moment == "overflow deferred":
+        if moment == "found_inf deferred":
             factor = torch.inf if step == SAVED_AT and self.dynamic else 1.0
             return self.block(self.loss(step) * factor, delay_overflow_check=True)
         return 0.0

@@ -93,6 +93,7 @@ DAMAGE = {
     "optimizer no dict": (put(3, *FIRST), AmpTypeError, r'"optimizers"\]\[0\] must be a dict, got int'),
     "deferred unknown": (put({5: True}, "deferred"), AmpKeyError, r'"deferred"\] has 5, expected loss ids from 0 to 1'),
     "deferred no bool": (put({0: 1.0}, "deferred"), AmpTypeError, r'"deferred"\]\[0\] must be a bool, got float'),
+    "unknown entry": (put({}, *FIRST, "gradients"), AmpKeyError, r'\[0\] has "gradients", which this version'),
     "count": (put(5, *FIRST, "params"), AmpValueError, r'\["params"\] is 5, and the optimizer has 6 parameters'),
     "masters missing": (drop(*FIRST, "masters"), AmpKeyError, r'\["optimizers"\]\[0\] has no "masters"'),
     "master missing": (drop(*FIRST, "masters", 4), AmpKeyError, r'\["masters"\] has no 4.*shape \(2, 8\)'),

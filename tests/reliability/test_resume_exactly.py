@@ -20,14 +20,14 @@ IN_THE_MIDDLE = [
     Case(level, name, moment, losses=8)
     for moment in MOMENTS[1:]
     # The state has no gradients: after an overflow the step is skipped, and needs none.
-    for level in (("O1", "O2") if "overflow" in moment else ("O0", "O1", "O2", "O3", "O5"))
+    for level in (("O1", "O2") if "found_inf" in moment else ("O0", "O1", "O2", "O3", "O5"))
     for name in ("FusedAdam", "Adam-fused", "SGD-plain")
 ]
 IN_EITHER_ORDER = [
     Case(level, name, moment, losses=8, order=order)
     for order in ORDERS[1:]
     for level in ("O1", "O2")
-    for name, moment in (("FusedAdam", "overflow latched"), ("Adam-plain", "overflow deferred"))
+    for name, moment in (("FusedAdam", "found_inf set"), ("Adam-plain", "found_inf deferred"))
 ]
 
 
