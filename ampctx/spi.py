@@ -20,8 +20,8 @@ from ampctx.casts.casting import cast_model, set_dtype
 from ampctx.foreach import Factor, FoundInf
 from ampctx.kernels.calling_form import Call, Number, TensorLists, foreach_factor, found_in, norms
 from ampctx.kernels.reference import compute_dtype
-from ampctx.masters.clip import strided_grad
-from ampctx.masters.params import MasterParams
+from ampctx.weights.clip import strided_grad
+from ampctx.weights.params import MasterParams
 from ampctx.optimizers._options import Group
 from ampctx.optimizers._options import check_number as check_option
 from ampctx.optimizers._work import Scaling, Work

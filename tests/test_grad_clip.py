@@ -6,7 +6,7 @@ from host_reads import HostReads
 from torch import nn
 
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx.masters.clip import clip_grad_norm_
+from ampctx.weights.clip import clip_grad_norm_
 
 SHAPES = [(3,), (), (0,), (65537,), (2, 3, 4, 4), (17, 5)]
 

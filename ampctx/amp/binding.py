@@ -30,11 +30,11 @@ from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, join_flags
 from ampctx.kernels.sharding import values_of
 from ampctx.kernels.tensor_loops import stored_grad
-from ampctx.masters import waiting
-from ampctx.masters.clip import norm_before_clipping
-from ampctx.masters.gradients import BlockGradients, Phase
-from ampctx.masters.lazy_grads import ModelGrads
-from ampctx.masters.params import MasterParams
+from ampctx.weights import waiting
+from ampctx.weights.clip import norm_before_clipping
+from ampctx.weights.gradients import BlockGradients, Phase
+from ampctx.weights.lazy_grads import ModelGrads
+from ampctx.weights.params import MasterParams
 from ampctx.scaling.device_skips import Flags, asks_for_grad_scaler, skips_by_itself
 from ampctx.scaling.fused_layouts import align_gradients
 from ampctx.scaling.guarded_step import (

@@ -15,7 +15,7 @@ from ampctx.amp.binding import OptimizerBinding
 from ampctx.amp.threads import OwnThread
 from ampctx.casts.switch import CastSwitch
 from ampctx.kernels.foreach import Factor, FoundInf, Unread
-from ampctx.masters import waiting
+from ampctx.weights import waiting
 from ampctx.scaling.loss_scale import LossScale
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ampctx.amp.phases import NOT_THE_USERS, SKIPPED, Step
 from ampctx.casts.switch import CastSwitch
-from ampctx.masters.gradients import BlockGradients
-from ampctx.masters.lazy_grads import has_grad
-from ampctx.masters.params import MasterParams
+from ampctx.weights.gradients import BlockGradients
+from ampctx.weights.lazy_grads import has_grad
+from ampctx.weights.params import MasterParams
 from ampctx.scaling.device_skips import Flags
 from ampctx.scaling.guarded_step import FoundInfFlags, GuardedStep, Overflowed, overflowed
 from ampctx.scaling.undo import snapshot

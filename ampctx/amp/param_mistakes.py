@@ -24,8 +24,8 @@ from ampctx.amp.skip_log import SkipLog
 from ampctx.casts.arguments import Undo
 from ampctx.casts.functions import replace_function, shared
 from ampctx.casts.model_watch import ParameterNames
-from ampctx.masters.gradients import Phase
-from ampctx.masters.lazy_grads import has_grad
+from ampctx.weights.gradients import Phase
+from ampctx.weights.lazy_grads import has_grad
 
 
 class ParamMistakes:

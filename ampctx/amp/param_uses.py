@@ -37,7 +37,7 @@ def use_of(frame: FrameType | None) -> Use:
         if code.co_name not in _GIVE_PARAMETERS:
             reads = reads or _reads_grads(code, frame.f_lasti)
             if not (code.co_flags & inspect.CO_GENERATOR or code.co_name in _INLINE):
-                if module == "ampctx.masters.clip":
+                if module == "ampctx.weights.clip":
                     return Use.CLIPS_BY_OURS
                 if module == "torch.nn.utils.clip_grad" or code.co_name.startswith("clip_grad"):
                     return Use.CLIPS

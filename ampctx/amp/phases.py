@@ -11,7 +11,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from ampctx.masters.gradients import Phase
+from ampctx.weights.gradients import Phase
 
 
 class Step(Enum):

@@ -33,8 +33,8 @@ from ampctx.casts.model_watch import ParameterNames
 from ampctx.casts.switch import CastSwitch
 from ampctx.kernels.foreach import PerDevice
 from ampctx.kernels.sharding import reshard_units
-from ampctx.masters import waiting
-from ampctx.masters.params import MasterParams
+from ampctx.weights import waiting
+from ampctx.weights.params import MasterParams
 from ampctx.scaling.guarded_step import GuardedStep, Listeners
 from ampctx.scaling.history import DEFAULT_LENGTH, check_length
 from ampctx.scaling.loss_scale import LossScale, check_loss_id

@@ -25,7 +25,7 @@ from ampctx.amp.param_mistakes import ParamMistakes
 from ampctx.amp.setup import as_list, is_optimizer
 from ampctx.amp.skip_log import SkipLog
 from ampctx.casts.arguments import autocast_off
-from ampctx.masters import waiting
+from ampctx.weights import waiting
 from ampctx.scaling import formats
 from ampctx.scaling.history import History, StepHistory
 from ampctx.scaling.loss_scale import LossScale

@@ -17,8 +17,8 @@ from ampctx.amp.opt_level import PrecisionPolicy
 from ampctx.casts import casting
 from ampctx.casts.kept_modules import KeptModules
 from ampctx.casts.model_watch import refuse_replaced
-from ampctx.masters.params import MasterParams
-from ampctx.masters.state_dicts import ShowMasters, watch_loading
+from ampctx.weights.params import MasterParams
+from ampctx.weights.state_dicts import ShowMasters, watch_loading
 
 
 def as_list(value: Any, kind: str, accepts: Callable[[Any], bool]) -> list[Any]:

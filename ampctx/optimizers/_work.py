@@ -30,7 +30,7 @@ from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, overwrite, same_la
 from ampctx.kernels.reference_steps import WRITE_BACKS
 from ampctx.kernels.sharding import any_sharded, local, part_number, wrote
 from ampctx.kernels.tensor_loops import version_of
-from ampctx.masters.lazy_grads import ModelGrads
+from ampctx.weights.lazy_grads import ModelGrads
 from ampctx.optimizers._options import Group, check_one_element
 from ampctx.optimizers._state import EXTRAS, State
 from ampctx.optimizers._state_types import Forms

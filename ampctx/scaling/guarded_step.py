@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ampctx.kernels.foreach import Factor, join_flags
-from ampctx.masters import waiting
-from ampctx.masters.lazy_grads import declares
+from ampctx.weights import waiting
+from ampctx.weights.lazy_grads import declares
 from ampctx.scaling.device_skips import DeviceSkips, Flags, SkipCounts, is_capturing
 from ampctx.scaling.history import StepHistory
 from ampctx.scaling.loss_scale import LossScale

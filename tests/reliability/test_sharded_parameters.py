@@ -22,7 +22,7 @@ import ampctx
 from ampctx import AmpError, AmpRankError, clip_grad_norm_, multi_tensor_applier, optimizers
 from ampctx.amp import AmpSession, GradScaler
 from ampctx.kernels.sharding import groups_of
-from ampctx.masters import waiting
+from ampctx.weights import waiting
 from ampctx.multi_tensor_apply import multi_tensor_l2norm
 
 with warnings.catch_warnings():

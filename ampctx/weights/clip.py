@@ -18,7 +18,7 @@ from ampctx.kernels.foreach import Clipped, PerDevice, Unread, joined_norm, move
 from ampctx.kernels.handles import read_grads
 from ampctx.kernels.sharding import Grid, any_sharded, by_layout, grids_of, is_split, local, place_grads
 from ampctx.kernels.tensor_loops import device_of, set_each, stored_grad
-from ampctx.masters import lazy_grads, params, waiting
+from ampctx.weights import lazy_grads, params, waiting
 
 
 def strided_grad(parameter: Tensor) -> Tensor | None:

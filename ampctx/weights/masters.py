@@ -26,7 +26,7 @@ from ampctx.kernels.foreach import Unread
 from ampctx.kernels.handles import HeldTensors, hold
 from ampctx.kernels.sharding import groups_of, is_sharded, steps_a_partition
 from ampctx.kernels.tensor_loops import dtype_of, stored_grad, version_of
-from ampctx.masters.lazy_grads import MasterParam, Masters, declares, has_grad
+from ampctx.weights.lazy_grads import MasterParam, Masters, declares, has_grad
 
 Group = dict[str, Any]
 

@@ -32,10 +32,10 @@ from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, Unread, product
 from ampctx.kernels.handles import are_apart, collect_grads, hold_grads, read_grads
 from ampctx.kernels.sharding import place_grads, values_of
 from ampctx.kernels.tensor_loops import all_there, layout_of
-from ampctx.masters.clip import forget_norm_before_clipping
-from ampctx.masters.lazy_grads import Masters, ModelGrads
-from ampctx.masters.params import MasterParams
-from ampctx.masters.sums import add_sparse, dense_grad, fills_its_storage, owns_its_memory, writable
+from ampctx.weights.clip import forget_norm_before_clipping
+from ampctx.weights.lazy_grads import Masters, ModelGrads
+from ampctx.weights.params import MasterParams
+from ampctx.weights.sums import add_sparse, dense_grad, fills_its_storage, owns_its_memory, writable
 
 Grads = dict[Tensor, Tensor]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ampctx.casts.arguments import ModelHook, Undo
 from ampctx.casts.casting import UpcastEntries
-from ampctx.masters.params import ALIVE, MasterParams, resynced
+from ampctx.weights.params import ALIVE, MasterParams, resynced
 
 
 def _masters_with(p: Tensor) -> list[MasterParams]:
