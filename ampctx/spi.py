@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ampctx.amp import AmpSession, _default_session
-from ampctx.amp.binding import OptimizerBinding
+from ampctx.amp.step import OptimizerBinding
 from ampctx.amp.opt_level import BRIEFS, resolve
 from ampctx.casts.arguments import LOW_PRECISION, Undo, map_leaves
 from ampctx.casts.autocast import Autocast
@@ -21,7 +21,7 @@ from ampctx.foreach import Factor, FoundInf
 from ampctx.kernels.calling_form import Call, Number, TensorLists, foreach_factor, found_in, norms
 from ampctx.kernels.reference import compute_dtype
 from ampctx.weights.clip import strided_grad
-from ampctx.weights.params import MasterParams
+from ampctx.weights.masters import MasterParams
 from ampctx.optimizers._options import Group
 from ampctx.optimizers._options import check_number as check_option
 from ampctx.optimizers._work import Scaling, Work

@@ -84,7 +84,6 @@ def load_fp16_optimizer(optimizer: Any, state: Mapping[str, Any], session: AmpSe
     optimizer.load_state_dict(unflattened(inner, groups) if key == "fp32_groups_flat" else inner)
     if entry is not None:
         session.load_state_dict({"loss_scaler0": entry})
-    masters.begin_writing()
     with torch.no_grad():
         for master, value in pairs:
             master.copy_(value)

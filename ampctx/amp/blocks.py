@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ampctx._compiling import outside_of_graphs, without_grad
-from ampctx.amp.binding import OptimizerBinding
+from ampctx.amp.step import OptimizerBinding
 from ampctx.amp.threads import OwnThread
 from ampctx.casts.switch import CastSwitch
 from ampctx.kernels.foreach import Factor, FoundInf, Unread
@@ -63,7 +63,7 @@ class Blocks:
             block.others = self._take_over_elsewhere(bindings)
         for binding in bindings:
             block.opened.append((binding, binding.gradients.depth))
-            binding.begin(block.scale, block.inv_scale)
+            binding.enter(block.scale, block.inv_scale)
         return block.scale
 
     @outside_of_graphs
@@ -86,11 +86,9 @@ class Blocks:
         delay = block.delay_unscale or block.delay_overflow_check
         if not delay and not nested and self._decides_alone(bindings, loss_scale):
             found_inf.update = loss_scale.update_with_check(block.device)
-        for binding in bindings:
-            binding.gradients.prepare(block.inv_scale, found_inf, done, binding.is_unchecked)
         block.committing = True
         for binding in bindings:
-            binding.gradients.commit(found_inf)
+            binding.gradients.leave(found_inf, done, binding.is_unchecked)
         if isinstance(found_inf, Unread):
             if not delay:
                 loss_scale.count_clean(block.device)

@@ -1,88 +1,50 @@
 """Steps that evaluate the model: ``optimizer.step(closure)``, and the two steps of SAM.
 
 An optimizer may have moved by the time an evaluation of its closure overflows. amp then restores weights and optimizer
-state, and the step counts as skipped.
+state, and the step counts as skipped. ``binding`` is an ``OptimizerBinding``, whose module imports this one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-from torch import Tensor
-
-from ampctx.amp.phases import NOT_THE_USERS, SKIPPED, Step
-from ampctx.casts.switch import CastSwitch
-from ampctx.weights.gradients import BlockGradients
-from ampctx.weights.lazy_grads import has_grad
-from ampctx.weights.params import MasterParams
-from ampctx.scaling.device_skips import Flags
-from ampctx.scaling.guarded_step import FoundInfFlags, GuardedStep, Overflowed, overflowed
+from ampctx._errors import AmpError
+from ampctx.scaling.guarded_step import Overflowed, overflowed
 from ampctx.scaling.undo import snapshot
-
-
-class SteppedBinding(Protocol):
-    """What these functions use of the optimizer's binding, ``binding.OptimizerBinding``, which imports this module."""
-
-    masters: MasterParams
-    gradients: BlockGradients
-    flags: FoundInfFlags
-    steps: GuardedStep
-    casts: CastSwitch
-    loop: Any
-    phase: Step
-    restore_unperturbed: Callable[[], None] | None
-
-    @property
-    def optimizer(self) -> Any: ...
-    def refuse(self, event: str, name: str) -> None: ...
-    def move_on(self, event: str) -> None: ...
-    def call_own(self, original: Callable, *args: Any, **kwargs: Any) -> Any: ...
-    def leave_stepping(self, before: Step) -> None: ...
-    def check_gradients(self, before_closure: bool = False) -> None: ...
-    def is_left_to_device(self, before_backward: bool = False) -> bool: ...
-    def step_on_device(self, original: Callable, evaluate: Callable | None, args: tuple, kwargs: dict) -> Any: ...
-    def offer(self, found_inf: Tensor | float | None) -> None: ...
-    def take_flags(self) -> Flags: ...
-    def run(self, original: Callable, *args: Any, writes_model: bool = False, **kwargs: Any) -> Any: ...
-    def skip(self, losses: Overflowed) -> None: ...
-    def let_through(self) -> None: ...
-    def undo_first_step(self) -> None: ...
+from ampctx.weights.pending import has_grad
 
 
 class _OverflowInClosure(Exception):
     """Leaves ``optimizer.step(closure)`` from inside the closure, before the optimizer has seen the gradients."""
 
 
-def step(binding: SteppedBinding, original: Callable, closure: Callable, args: tuple, kwargs: dict) -> Any:
+def step(binding: Any, original: Callable, closure: Callable, args: tuple, kwargs: dict) -> Any:
     """``optimizer.step(closure)``. The device or the host decides about the skip."""
-    if binding.is_left_to_device(before_backward=True):
+    if binding.device_decides(before_backward=True):
         return _step_on_device(binding, original, closure, args, kwargs)
     return _step_on_host(binding, original, closure, args, kwargs)
 
 
-def _step_on_device(binding: SteppedBinding, original: Callable, closure: Callable, args: tuple, kwargs: dict) -> Any:
+def _step_on_device(binding: Any, original: Callable, closure: Callable, args: tuple, kwargs: dict) -> Any:
     former = vars(binding.optimizer).get("found_inf")
 
     def evaluate() -> Any:
-        # This optimizer has not moved yet. A block must not write weights after the forward that it belongs to.
-        binding.masters.are_ahead = False
         with binding.casts.resumed():
             loss = closure()
-        binding.check_gradients()
-        if losses := binding.steps.overflowed_instead_of_device(binding.take_flags):
+        binding.ready()
+        if losses := binding.steps.overflowed_instead_of_device(binding.flags.take):
             binding.skip(losses)  # raises AmpStallError: one skip too many in a row
         binding.offer(former)
-        binding.masters.begin_writing()
         return loss
 
     return binding.step_on_device(original, evaluate, args, kwargs)
 
 
-def _step_on_host(binding: SteppedBinding, original: Callable, closure: Callable, args: tuple, kwargs: dict) -> Any:
+def _step_on_host(binding: Any, original: Callable, closure: Callable, args: tuple, kwargs: dict) -> Any:
     """For an optimizer that may evaluate the closure several times, and move in between."""
-    binding.check_gradients(before_closure=True)  # the step uses gradients from before the closure, as SAM does
-    if losses := overflowed(binding.take_flags()):
+    binding.ready(before_closure=True)  # the step uses gradients from before the closure, as SAM does
+    if losses := overflowed(binding.flags.take()):
         return binding.skip(losses)
     found: Overflowed = []
     evaluated = False
@@ -96,20 +58,16 @@ def _step_on_host(binding: SteppedBinding, original: Callable, closure: Callable
         evaluated = True
         with binding.casts.resumed():
             loss = closure()
-        binding.check_gradients()
-        found.extend(overflowed(binding.take_flags()))
+        binding.ready()
+        found.extend(overflowed(binding.flags.take()))
         if found:
             raise _OverflowInClosure
-        binding.masters.begin_writing()
         return loss
 
-    restore, before = snapshot(binding.optimizer), binding.phase
-    binding.masters.begin_writing()
+    restore = snapshot(binding.optimizer)
     try:
-        result = binding.call_own(original, evaluate, *args, **kwargs)
-        binding.masters.copy_to_model()
+        result = binding.run(original, evaluate, *args, **kwargs)
     except BaseException as error:
-        binding.leave_stepping(before)
         restore()
         binding.masters.copy_to_model()
         if not isinstance(error, _OverflowInClosure):
@@ -119,68 +77,73 @@ def _step_on_host(binding: SteppedBinding, original: Callable, closure: Callable
     return result
 
 
-def first_step(binding: SteppedBinding, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """SAM's step to perturbed weights, called by the user. Also writes the model's weights. Skipped after an
+def first_step(binding: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """SAM's step to perturbed weights, called by the program. Also writes the model's weights. Skipped after an
     overflow."""
-    if binding.phase in NOT_THE_USERS:
+    if binding.inside or binding.released:
         return original(*args, **kwargs)
-    if losses := _begin(binding, "first_step"):
-        binding.skip(losses)
-        binding.move_on("first_step skipped")
-        _zero_if_asked(binding, args, kwargs)
-        return None
-    binding.restore_unperturbed = snapshot(binding.optimizer, wrapped_too=False)
+    binding.refuse("optimizer.first_step()")
+    if binding.restore_unperturbed is not None:
+        raise AmpError(
+            "optimizer.first_step() was called a second time. The weights are perturbed already, and the original ones "
+            "would be lost. Call optimizer.second_step() first; after optimizer.zero_grad() it only restores the "
+            "weights."
+        )
     try:
+        losses = _ready(binding)
+        binding.first_step_skipped = bool(losses)
+        if losses:
+            binding.skip(losses)
+            _zero_if_asked(binding, args, kwargs)
+            return None
+        binding.restore_unperturbed = snapshot(binding.optimizer, wrapped_too=False)
         result = binding.run(original, *args, **kwargs)
         binding.gradients.drop_master_grads()
     except BaseException:
         binding.undo_first_step()
-        binding.move_on("first_step raised")
+        binding.flags.give_back()
         raise
-    binding.move_on("first_step")
     return result
 
 
-def second_step(binding: SteppedBinding, original: Callable, *args: Any, **kwargs: Any) -> Any:
+def second_step(binding: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
     """SAM's second step: restores the unperturbed weights and steps them. After an overflow in either backward, or
     without gradients, the weights stay the unperturbed ones."""
-    if binding.phase in NOT_THE_USERS:
+    if binding.inside or binding.released:
         return original(*args, **kwargs)
-    was_skipped = binding.phase is SKIPPED
-    losses = _begin(binding, "second_step")
-    binding.move_on("second_step")
-    if was_skipped:
-        binding.gradients.drop_master_grads()  # first_step has counted the skip
-    elif losses:
-        binding.undo_first_step()
-        binding.skip(losses)
-    else:
-        params = (p for group in binding.optimizer.param_groups for p in group["params"])
-        if any(map(has_grad, params)):
-            binding.restore_unperturbed = None
-        result = binding.run(original, *args, **kwargs)
-        binding.undo_first_step()  # usual SAMs restore only weights that have a gradient
-        binding.let_through()
-        return result
+    binding.refuse("optimizer.second_step()")
+    try:
+        losses = _ready(binding)
+        if binding.first_step_skipped:
+            binding.first_step_skipped = False
+            binding.gradients.drop_master_grads()  # first_step has counted the skip
+        elif losses:
+            binding.undo_first_step()
+            binding.skip(losses)
+        else:
+            params = (p for group in binding.optimizer.param_groups for p in group["params"])
+            if any(map(has_grad, params)):
+                binding.restore_unperturbed = None
+            result = binding.run(original, *args, **kwargs)
+            binding.undo_first_step()  # usual SAMs restore only weights that have a gradient
+            binding.let_through()
+            return result
+    except BaseException:
+        binding.flags.give_back()
+        raise
     _zero_if_asked(binding, args, kwargs)
     return None
 
 
-def _begin(binding: SteppedBinding, name: str) -> Overflowed:
-    binding.refuse(name, f"optimizer.{name}()")
+def _ready(binding: Any) -> Overflowed:
     binding.loop.before_step(binding)
     binding.steps.epoch += 1
     binding.flags.forget_taken()
-    try:
-        binding.check_gradients()
-        flags = binding.take_flags()
-        return [] if binding.phase is SKIPPED else overflowed(flags)
-    except BaseException:
-        binding.flags.give_back()
-        raise
+    binding.ready()
+    return overflowed(binding.flags.take())
 
 
-def _zero_if_asked(binding: SteppedBinding, args: tuple, kwargs: dict) -> None:
+def _zero_if_asked(binding: Any, args: tuple, kwargs: dict) -> None:
     """Handles SAM's ``first_step(zero_grad=True)``."""
     if args[0] if args else kwargs.get("zero_grad", False):
         binding.optimizer.zero_grad()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ampctx._collectives import is_distributed
 from ampctx._compiling import outside_of_graphs
 from ampctx._errors import AmpAttributeError, AmpError, AmpTypeError
-from ampctx.amp.binding import OptimizerBinding
+from ampctx.amp.step import OptimizerBinding
 from ampctx.amp.blocks import Block
 from ampctx.amp.skip_log import SkipLog
 from ampctx.casts.arguments import LOW_PRECISION, Undo
@@ -115,11 +115,10 @@ class Loop:
 
     def tell_of_no_block(self, binding: OptimizerBinding) -> None:
         """Warns before a step with gradients if its dynamic loss scale was never used."""
-        checked = binding.gradients.checked
         if self.has_scaler or binding.flags.are_of_blocks or not any(scale.moves for scale in binding.loss_scales):
             return
         params = (p for group in binding.optimizer.param_groups for p in group["params"])
-        if (checked is None or not checked.masters) and all(stored_grad(p) is None for p in params):
+        if binding.masters.place.pending is None and all(stored_grad(p) is None for p in params):
             return
         if _grad_scaler_calls():
             self.has_scaler = True
@@ -131,20 +130,6 @@ class Loop:
             "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`. "
             "See docs/errors.md#no-scale_loss-block-has-named-this-optimizer.",
         )
-
-    def tell_of_edits(self, binding: OptimizerBinding) -> None:
-        """Warns when a step is about to overwrite weights that the user has changed in the model."""
-        log, key = self.run.log, ("edits", id(binding))
-        if not log.has_said(key) and (names := binding.masters.overwritten()):
-            # DistributedDataParallel broadcasts at the end of ``join``, and the other ranks see no change.
-            joined = " ddp.join() does not work with masters: give every rank as many batches."
-            log.warn_once(
-                key,
-                f"{_named(binding)}: {_listed(names)} {'was' if len(names) == 1 else 'were'} changed in place. This "
-                "step overwrites the change from the fp32 master weight. Change amp.master_params(optimizer), or use "
-                "model.load_state_dict(), which sets the masters, too." + joined * is_distributed(),
-                every_rank=True,
-            )
 
     def tell_of_dropped_grads(self, binding: OptimizerBinding) -> None:
         names, binding.masters.dropped_grads = binding.masters.dropped_grads, []
@@ -290,7 +275,7 @@ def block_ends(block: Block) -> None:
     for binding in block.bindings:
         # Not at the beginning: zero_grad() inside the block is right, and needs no host sync.
         if binding.loop.left_before_block and binding.gradients.depth == 1:
-            stash = binding.gradients.stash
+            stash = binding.gradients.frames[-1].saved
             found = ((p, stash[p]) for p in binding.masters.params_without_master if p in stash)
             if names := _still_left(binding, found):
                 _refuse_left(binding, names, "and this block would add its own to them")

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ampctx._errors import AmpError, AmpKeyError, AmpTypeError
-from ampctx.amp.binding import OptimizerBinding
+from ampctx.amp.step import OptimizerBinding
 from ampctx.amp.named_entries import (
     FULL,
     ROUNDED,
@@ -75,7 +75,7 @@ class NamedModel:
         self.model, self.call = model, call
         self.bindings = [binding for binding in bindings if binding is not None]
         for binding in self.bindings:
-            binding.masters.add_unfrozen(binding.optimizer)
+            binding.follow_groups()
         self._params = names_of(model)
         # Several of a tied parameter; the state of its optimizer goes by the first.
         self._names_of: dict[int, list[str]] = {}

@@ -18,14 +18,13 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from ampctx.amp.binding import OptimizerBinding
+from ampctx.amp.step import OptimizerBinding
 from ampctx.amp.param_uses import Use, use_of
 from ampctx.amp.skip_log import SkipLog
 from ampctx.casts.arguments import Undo
 from ampctx.casts.functions import replace_function, shared
 from ampctx.casts.model_watch import ParameterNames
-from ampctx.weights.gradients import Phase
-from ampctx.weights.lazy_grads import has_grad
+from ampctx.weights.pending import has_grad
 
 
 class ParamMistakes:
@@ -58,7 +57,7 @@ class ParamMistakes:
         if self._log.has_said("scaled") or binding.gradients.is_idle or not (grads := _scaled_grads(binding)):
             return
         is_clipping = (use := use_of(frame)) in (Use.CLIPS, Use.CLIPS_BY_OURS)
-        in_block = binding.gradients.phase is Phase.OPEN and use is not Use.OTHER
+        in_block = binding.gradients.depth > 0 and use is not Use.OTHER
         if not (is_clipping or in_block):
             return
         without = not grads.isdisjoint(id(p) for p, _ in binding.masters.pairs)

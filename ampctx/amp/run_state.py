@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ampctx._errors import AmpKeyError, AmpTypeError, AmpValueError
-from ampctx.amp.binding import OptimizerBinding
+from ampctx.amp.step import OptimizerBinding
 from ampctx.casts.model_watch import PLACE
 from ampctx.kernels.foreach import Factor, PerDevice
 from ampctx.kernels.tensor_loops import stored_grad
@@ -52,7 +52,7 @@ def saved(
     Host sync: reads flags.
     """
     for binding in bindings:
-        binding.refuse("save", call)
+        binding.refuse_state(call, perturbed=True)
     return {
         "opt_level": opt_level,
         "deferred": _deferred_of(loss_scales, deferred),
@@ -63,7 +63,7 @@ def saved(
 def drops_gradients(binding: OptimizerBinding) -> bool:
     """Whether there seem to be gradients that the next step uses."""
     gradients = binding.gradients
-    if gradients.window is not None or (gradients.checked is not None and gradients.checked.masters):
+    if gradients.window is not None or binding.masters.place.pending is not None:
         return True
     if any(stored_grad(master) is not None for master in binding.masters.masters):
         return True
@@ -84,7 +84,7 @@ def _is_set(flag: Tensor) -> bool:
 
 
 def _saved_optimizer(binding: OptimizerBinding, loss_scales: list[LossScale], deferred: Deferred) -> State:
-    binding.masters.add_unfrozen(binding.optimizer)
+    binding.follow_groups()
     binding.masters.resync()
     params = _params(binding)
     state: State = {
@@ -126,7 +126,7 @@ def loader(
             its key. Nothing has changed then.
     """
     for binding in bindings:
-        binding.refuse("load", call)
+        binding.refuse_state(call)
     if (theirs := entry(state, "opt_level", str, "state_dict")) != opt_level:
         raise AmpValueError(
             f'state_dict["opt_level"] is {theirs!r}, and amp.initialize was given opt_level={opt_level!r}. To continue '
@@ -178,7 +178,7 @@ class _RunLoader:
         if unknown := [key for key in state if key not in _ENTRIES]:
             raise AmpKeyError(f'{where} has "{unknown[0]}", which this version of ampctx does not load')
         # No resync from the model: ``load`` sets the masters, and they must not change if a check fails.
-        binding.masters.add_unfrozen(binding.optimizer)
+        binding.follow_groups()
         self._params = params = _params(binding)
         if (n := entry(state, "params", int, where)) != len(params):
             raise AmpValueError(f'{where}["params"] is {n}, and the optimizer has {len(params)} parameters')
@@ -269,7 +269,6 @@ class _RunLoader:
             scales[i].load_state_dict(entry)
         if self._scales:
             _defer(scales, self._deferred, deferred)
-        binding.masters.begin_writing()
         for i, value in self._masters.items():
             self._params[i].copy_(value)
         # Makes both agree, so that no resync uses the model's former values.

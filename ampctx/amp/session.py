@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ampctx._collectives import check_process_group
 from ampctx._errors import AmpError, AmpIndexError, AmpTypeError, AmpValueError
 from ampctx.amp import fully_sharded, mistakes, ranks, setup, split_weights
-from ampctx.amp.binding import OptimizerBinding
+from ampctx.amp.step import OptimizerBinding
 from ampctx.amp.blocks import Block
 from ampctx.amp.methods import weak_method
 from ampctx.amp.opt_level import PrecisionPolicy, banner, resolve
@@ -33,8 +33,9 @@ from ampctx.casts.model_watch import ParameterNames
 from ampctx.casts.switch import CastSwitch
 from ampctx.kernels.foreach import PerDevice
 from ampctx.kernels.sharding import reshard_units
+from ampctx.kernels.tensor_loops import clear_grads
 from ampctx.weights import waiting
-from ampctx.weights.params import MasterParams
+from ampctx.weights.masters import MasterParams
 from ampctx.scaling.guarded_step import GuardedStep, Listeners
 from ampctx.scaling.history import DEFAULT_LENGTH, check_length
 from ampctx.scaling.loss_scale import LossScale, check_loss_id
@@ -265,7 +266,7 @@ class AmpSession(SessionState):
     def _with_masters(self) -> set[int]:
         """Ids of the model parameters that have a master."""
         bound = self._bindings.items()
-        return {id(p) for optimizer, binding in bound for p in binding.masters.model_params_with_master(optimizer)}
+        return {id(p) for optimizer, binding in bound for p in binding.masters.in_groups(optimizer)}
 
     def reset(self) -> None:
         """Undoes ``initialize``: weights return to fp32 (from the masters), and amp leaves optimizers and models.
@@ -277,7 +278,7 @@ class AmpSession(SessionState):
             AmpError: called inside a scale_loss block.
         """
         for binding in self._bindings.values():
-            binding.refuse("reset", "amp.reset()")
+            binding.refuse_state("amp.reset()")
         self._thread.check("reset", self._casts.enabled)
         with ExitStack() as stack:
             # If an undo raises, the others still run, and the session is empty again.
@@ -381,7 +382,7 @@ class AmpSession(SessionState):
                         yield wide
                 finally:
                     for binding in block.others:
-                        binding.gradients.drop_model_grads()
+                        clear_grads(binding.masters.params_with_master, False)
                     for other in elsewhere:
                         other.note(block.bindings)
             mistakes.block_ends(block)

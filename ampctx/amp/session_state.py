@@ -18,7 +18,7 @@ from ampctx._collectives import check_process_group, is_distributed
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
 from ampctx.amp import named_entries, named_state, ranks, run_state
 from ampctx.amp import weights as master_weights
-from ampctx.amp.binding import OptimizerBinding
+from ampctx.amp.step import OptimizerBinding
 from ampctx.amp.blocks import Blocks
 from ampctx.amp.opt_level import PrecisionPolicy
 from ampctx.amp.param_mistakes import ParamMistakes

@@ -17,7 +17,7 @@ from ampctx.amp.opt_level import PrecisionPolicy
 from ampctx.casts import casting
 from ampctx.casts.kept_modules import KeptModules
 from ampctx.casts.model_watch import refuse_replaced
-from ampctx.weights.params import MasterParams
+from ampctx.weights.masters import MasterParams
 from ampctx.weights.state_dicts import ShowMasters, watch_loading
 
 

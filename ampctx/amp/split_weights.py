@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from ampctx._collectives import is_distributed
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx.amp.binding import OptimizerBinding
+from ampctx.amp.step import OptimizerBinding
 from ampctx.casts.casting import set_dtype
 from ampctx.kernels.reference_steps import split
 from ampctx.kernels.sharding import is_sharded

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ampctx._errors import AmpError, AmpTypeError
-from ampctx.amp.binding import OptimizerBinding
+from ampctx.amp.step import OptimizerBinding
 from ampctx.casts.arguments import LOW_PRECISION, ModelHook
 from ampctx.kernels.reference_steps import split
 from ampctx.kernels.sharding import local, reshard_units
@@ -24,7 +24,7 @@ def masters_of(bindings: Iterable[OptimizerBinding]) -> dict[Tensor, Tensor]:
     """Model parameter -> amp's fp32 master of it, resynced from the model. No host sync."""
     result: dict[Tensor, Tensor] = {}
     for binding in bindings:
-        binding.masters.add_unfrozen(binding.optimizer)
+        binding.follow_groups()
         binding.masters.resync()
         result.update(binding.masters.pairs)
     return result

@@ -27,7 +27,7 @@ from ampctx.kernels.sharding import place_grads, wrote
 from ampctx.kernels.spec import SPECS
 from ampctx.kernels.steps import OPTIONS
 from ampctx.kernels.tensor_loops import version_of
-from ampctx.weights.lazy_grads import clear_grads
+from ampctx.weights.pending import clear_grads
 from ampctx.optimizers import _checkpoint, _hooks, _options, _state_types, _work, layerwise
 from ampctx.optimizers._offload import Offload
 from ampctx.optimizers._options import Group, check_choice, param_name

@@ -30,7 +30,7 @@ from ampctx.kernels.reference import KERNEL_DTYPES, is_dense, overwrite, same_la
 from ampctx.kernels.reference_steps import WRITE_BACKS
 from ampctx.kernels.sharding import any_sharded, local, part_number, wrote
 from ampctx.kernels.tensor_loops import version_of
-from ampctx.weights.lazy_grads import ModelGrads
+from ampctx.weights.pending import Pending
 from ampctx.optimizers._options import Group, check_one_element
 from ampctx.optimizers._state import EXTRAS, State
 from ampctx.optimizers._state_types import Forms
@@ -56,7 +56,7 @@ class Scaling(NamedTuple):
     found_inf: PerDevice | None = None
     inv_scale: Factor = 1.0
     models: Mapping[Tensor, Tensor] = {}
-    lazy: ModelGrads | None = None
+    lazy: Pending | None = None
     unscales: bool = False
     skips: Any = None
 

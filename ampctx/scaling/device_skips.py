@@ -16,7 +16,7 @@ from torch import Tensor
 from ampctx.kernels import handles, ops
 from ampctx.kernels.foreach import move
 from ampctx.kernels.reference import skip_counts
-from ampctx.weights.lazy_grads import declares
+from ampctx.weights.step import declares
 from ampctx.scaling.loss_scale import LossScale
 
 # Per loss id, its scale and a 0-d flag.

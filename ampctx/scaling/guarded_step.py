@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ampctx.kernels.foreach import Factor, join_flags
 from ampctx.weights import waiting
-from ampctx.weights.lazy_grads import declares
+from ampctx.weights.step import declares
 from ampctx.scaling.device_skips import DeviceSkips, Flags, SkipCounts, is_capturing
 from ampctx.scaling.history import StepHistory
 from ampctx.scaling.loss_scale import LossScale

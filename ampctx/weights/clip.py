@@ -18,7 +18,8 @@ from ampctx.kernels.foreach import Clipped, PerDevice, Unread, joined_norm, move
 from ampctx.kernels.handles import read_grads
 from ampctx.kernels.sharding import Grid, any_sharded, by_layout, grids_of, is_split, local, place_grads
 from ampctx.kernels.tensor_loops import device_of, set_each, stored_grad
-from ampctx.weights import lazy_grads, params, waiting
+from ampctx.weights import masters, waiting
+from ampctx.weights.pending import MasterParam, Pending, pending_in
 
 
 def strided_grad(parameter: Tensor) -> Tensor | None:
@@ -136,9 +137,9 @@ def clip_grad_norm_(
     if are_sharded := any_sharded(found):
         place_grads(found)
     max_norm, order = _checked_max_norm(max_norm), _checked_norm_type(norm_type)
-    # dynamo cannot trace lazy gradients, nor what ranks have yet to agree on.
+    # dynamo cannot trace pending gradients, nor what ranks have yet to agree on.
     leaves = torch.compiler.is_compiling() and (
-        are_sharded or any(isinstance(p, lazy_grads.MasterParam) for p in found)
+        are_sharded or any(isinstance(p, MasterParam) for p in found)
     )
     clip = _clip_outside_of_graphs if leaves else _clip
     return clip(found, are_sharded, max_norm, order, error_if_nonfinite, foreach)
@@ -153,24 +154,24 @@ def _clip(
     use_foreach: bool | None,
 ) -> Tensor:
     in_graph = torch.compiler.is_compiling()
-    lazy = lazy_grads.all_of(found) if order == 2.0 else []
-    _, known = read_grads(found) if order == 2.0 and not lazy and not in_graph else (None, None)
+    pending = pending_in(found) if order == 2.0 else []
+    _, known = read_grads(found) if order == 2.0 and not pending and not in_graph else (None, None)
     has_all = known is not None and len(known) == len(found)
-    if not (has_all or lazy or in_graph) and params.ALIVE:
+    if not (has_all or pending or in_graph) and masters.ALIVE:
         without = {id(p) for p in found if stored_grad(p) is None}
-        for masters in list(params.ALIVE) if without else ():
-            masters.refuse_to_clip(without)
+        for each in list(masters.ALIVE) if without else ():
+            each.refuse_to_clip(without)
     grads: Sequence[Tensor]
-    touched = _without(lazy, found)
+    touched = _without(pending, found)
     if known is not None:
         grads = known
     else:
         # An empty gradient has no part in any norm; torch refuses the infinity norm of one.
         grads = [grad for grad in map(strided_grad, touched) if grad is not None and grad.numel() > 0]
-    norms = [group.norm() for group in lazy]
+    norms = [each.norm() for each in pending]
     if are_sharded:
         norms.append(_norm_over_ranks(touched, order, use_foreach))
-    elif grads or not lazy:
+    elif grads or not pending:
         norms.append(_total_norm(grads, order, use_foreach))
     norm = joined_norm(norms)
     if error_if_nonfinite and not torch.isfinite(norm):
@@ -182,23 +183,19 @@ def _clip(
         _scale_down(grads, max_norm, norm)
         if not in_graph:
             set_each(grads, "norm_before_clipping", norm)
-    for group in lazy:
-        if isinstance(max_norm, Tensor):
-            group.multiply(_coefficient(max_norm, norm))
-        else:
-            group.clip(norm, max_norm)
-        group.clipped_from = norm
+    for each in pending:
+        each.clip(norm, max_norm)
     return norm
 
 
 _clip_outside_of_graphs = outside_of_graphs(_clip)
 
 
-def _without(lazy: list[lazy_grads.ModelGrads], found: list[Tensor]) -> list[Tensor]:
-    """The parameters without lazy gradients."""
-    if len(lazy) == 1 and tensor_loops.same_items(found, lazy[0].masters):
+def _without(pending: list[Pending], found: list[Tensor]) -> list[Tensor]:
+    """The parameters without pending gradients."""
+    if len(pending) == 1 and tensor_loops.same_items(found, pending[0].masters):
         return []
-    untouched = {i for group in lazy for i in group.masters.ids}
+    untouched = {i for each in pending for i in each.ids}
     return [p for p in found if id(p) not in untouched] if untouched else found
 
 

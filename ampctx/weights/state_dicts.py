@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ampctx.casts.arguments import ModelHook, Undo
 from ampctx.casts.casting import UpcastEntries
-from ampctx.weights.params import ALIVE, MasterParams, resynced
+from ampctx.weights.masters import ALIVE, MasterParams, resynced
 
 
 def _masters_with(p: Tensor) -> list[MasterParams]:
@@ -33,7 +33,7 @@ class ShowMasters(UpcastEntries):
         # Values that the user's code has made from the parameter are shown themselves.
         if masters is None or value.layout != t.layout or not value.is_set_to(t):
             return super().shown(value, t)
-        masters.finish_writing()
+        masters.resync()
         # Resynced, so that weights swapped in (of an average, say) count as well.
         exact = resynced(*masters.pairs_of([t])[0])
         if not value.requires_grad:
@@ -54,8 +54,8 @@ class _MastersFollow(ModelHook):
     def before(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
         named = module.named_parameters(recurse=False, remove_duplicate=False)
         own: dict[str, Tensor] = {name: p for name, p in named if _masters_with(p)}
-        for masters in [masters for p in own.values() for masters in _masters_with(p)]:
-            masters.finish_writing()
+        for masters in {masters for p in own.values() for masters in _masters_with(p)}:
+            masters.resync()
         _model_changed(own.values())
         if own and not metadata.get("assign_to_params_buffers"):
             self._incoming.append((own, state_dict, prefix))

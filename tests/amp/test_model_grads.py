@@ -12,7 +12,7 @@ from kit import LOW, assert_same, backward, loss_of, mlp, snapshot, start
 from torch import nn
 
 from ampctx import clip_grad_norm_, optimizers
-from ampctx.weights.lazy_grads import MasterParam, all_of
+from ampctx.weights.pending import MasterParam, all_of
 
 levels = pytest.mark.parametrize("level", ["O2", "O5"])
 

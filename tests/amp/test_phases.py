@@ -9,7 +9,7 @@ from kit import SAM, Probe
 from ampctx import AmpError, optimizers
 from ampctx.amp import AmpSession
 from ampctx.amp.phases import PERTURBED, READY, SKIPPED, TABLE, Mark, StackChange
-from ampctx.weights.gradients import Phase
+from ampctx.weights.frames import Phase
 
 STEPS_OF_A_WALK = 150
 WALKS = 7

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampctx import AmpTypeError, foreach, optimizer_ops
 from ampctx.foreach import FoundInf
 from ampctx.kernels import handles, ops
-from ampctx.weights.lazy_grads import MasterParam
+from ampctx.weights.pending import MasterParam
 from ampctx.ops import ReadTensors
 
 SIZES = [3, 0, (2, 5), 5000, 1, ()]

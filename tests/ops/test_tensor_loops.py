@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ampctx.kernels import handles, ops, tensor_loops
-from ampctx.weights.lazy_grads import MasterParam
+from ampctx.weights.pending import MasterParam
 
 # More than the loops look ahead.
 COUNT = 100

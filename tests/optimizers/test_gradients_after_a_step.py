@@ -17,7 +17,7 @@ from torch import nn
 import ampctx
 from ampctx.foreach import FoundInf
 from ampctx.kernels import definitions, handles, steps
-from ampctx.weights.lazy_grads import MasterParam, ModelGrads
+from ampctx.weights.pending import MasterParam, ModelGrads
 from ampctx.optimizers import LARC, FusedAdam, FusedSGD
 
 SCALERS = {"torch": torch.amp.GradScaler, "ampctx": ampctx.GradScaler}

@@ -13,7 +13,7 @@ from torch import nn
 import ampctx
 from ampctx._errors import AmpValueError
 from ampctx.foreach import FoundInf, PerDevice
-from ampctx.weights.lazy_grads import MasterParam, ModelGrads
+from ampctx.weights.pending import MasterParam, ModelGrads
 from ampctx.optimizers import FusedAdam, FusedLAMB, FusedSGD
 
 FLAGS = {

@@ -100,7 +100,6 @@ class FP16_Optimizer:
         self.first_closure_call_this_step = True
         self.clip_grad_norm = clip_grad_norm_
         self._masters = MasterParams(init_optimizer, master_weights=True, originals={})
-        self._taken = len(init_optimizer.param_groups)
         if verbose:
             logger.info("FP16_Optimizer: %d parameters have fp32 masters", len(self.all_fp16_params))
 
@@ -119,11 +118,7 @@ class FP16_Optimizer:
 
     def _take_in(self) -> None:
         """Adds masters for parameters that were unfrozen or added in new groups."""
-        groups = self.optimizer.param_groups
-        for group in groups[self._taken :]:
-            self._masters.add_params(self.optimizer, group)
-        self._taken = len(groups)
-        self._masters.add_unfrozen(self.optimizer)
+        self._masters.follow(self.optimizer, frozenset)
 
     def _groups(self) -> Groups:
         return [group["params"] for group in self.optimizer.param_groups]
@@ -203,7 +198,6 @@ class FP16_Optimizer:
         if closure is None and self.overflow:
             logger.warning("Gradient overflow.  Skipping step, reducing loss scale to %s", self.loss_scale)
             return None
-        self._masters.begin_writing()
         try:
             given = () if closure is None else (lambda: self._closure(closure),)
             result = self.optimizer.step(*given)
@@ -226,7 +220,6 @@ class FP16_Optimizer:
             with torch.enable_grad():
                 loss = closure()
             if not self.overflow:
-                self._masters.begin_writing()
                 return loss
             if self.loss_scale >= before:
                 raise AmpError(

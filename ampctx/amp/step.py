@@ -1,8 +1,7 @@
-"""``OptimizerBinding``: one optimizer under amp.
+"""One optimizer under amp: its replaced methods, and its step, told from top to bottom in ``OptimizerBinding._step``.
 
 ``initialize`` replaces ``step``, ``zero_grad``, ``add_param_group``, ``state_dict`` and ``__reduce_ex__`` (for copies
-and pickles) on the instance, so that the user's object stays the same. It also replaces ``first_step`` and
-``second_step`` of SAM optimizers. ``phases.TABLE`` says which calls are allowed in which state. Closures and SAM are in
+and pickles) on the instance, so that the program's object stays the same. Closures, and the two steps of SAM, are in
 ``closures``.
 """
 
@@ -23,18 +22,12 @@ from ampctx._compiling import outside_of_graphs, without_grad
 from ampctx._errors import AmpError
 from ampctx.amp import closures, torch_state
 from ampctx.amp.methods import as_copied, replace, weak_method
-from ampctx.amp.phases import NOT_THE_USERS, PERTURBED, READY, RELEASED, STEPPING, TABLE, Step, refusal
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.casts.switch import CastSwitch
 from ampctx.kernels import foreach
 from ampctx.kernels.foreach import Factor, FoundInf, PerDevice, join_flags
 from ampctx.kernels.sharding import values_of
 from ampctx.kernels.tensor_loops import stored_grad
-from ampctx.weights import waiting
-from ampctx.weights.clip import norm_before_clipping
-from ampctx.weights.gradients import BlockGradients, Phase
-from ampctx.weights.lazy_grads import ModelGrads
-from ampctx.weights.params import MasterParams
 from ampctx.scaling.device_skips import Flags, asks_for_grad_scaler, skips_by_itself
 from ampctx.scaling.fused_layouts import align_gradients
 from ampctx.scaling.guarded_step import (
@@ -47,13 +40,28 @@ from ampctx.scaling.guarded_step import (
 )
 from ampctx.scaling.loss_scale import LossScale
 from ampctx.scaling.outcome import Culprit, Culprits, culprits_among
+from ampctx.weights import waiting
+from ampctx.weights.clip import norm_before_clipping
+from ampctx.weights.frames import Frames
+from ampctx.weights.masters import MasterParams
+from ampctx.weights.pending import Pending
 
 # Attributes that a step sets on an optimizer that skips by itself.
 _OFFERED = ("found_inf", "model_params", "model_grads", "skip_counts")
 
 
 class OptimizerBinding:
-    """One optimizer under amp: masters, gradients, ``found_inf`` flags, steps and replaced methods."""
+    """One optimizer under amp.
+
+    Attributes:
+        masters, gradients: its parameters and their gradients.
+        loss_scales: those of its ``initialize``.
+        flags: ``found_inf`` of each loss since the last step.
+        steps: decides about skips and records the steps.
+        inside: the optimizer's own code runs, so its calls of replaced methods pass through. released: after ``reset``.
+        restore_unperturbed: between SAM's two steps, restores the unperturbed weights. first_step_skipped: SAM's first
+            step was skipped, and its second is to come.
+    """
 
     def __init__(
         self,
@@ -66,23 +74,17 @@ class OptimizerBinding:
         taken: Callable[[], Container[int]],
         loop: Any,
     ) -> None:
-        self.masters = masters
-        self.gradients = BlockGradients(masters)
-        self.loss_scales = loss_scales
-        self.flags = FoundInfFlags()
-        self.steps = steps
-        self.casts = casts
+        self.masters, self.gradients, self.loss_scales = masters, Frames(masters), loss_scales
+        self.flags, self.steps, self.casts = FoundInfFlags(), steps, casts
         # ``mistakes.Loop``, which is told what the training loop does.
         self.loop = loop
-        self.phase: Step = READY
-        # Between SAM's two steps: restores the unperturbed weights.
+        self.inside = self.released = self.first_step_skipped = False
         self.restore_unperturbed: Callable[[], None] | None = None
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
-        self._names_of = names
-        self._taken = taken
+        self._names_of, self._taken = names, taken
         # Called once, when the gradients of the first step have arrived.
         self.at_first_step: list[Callable[[OptimizerBinding], None]] = []
-        methods = {
+        methods: dict[str, Callable] = {
             "step": self._step,
             "zero_grad": self._zero_grad,
             "add_param_group": self._add_param_group,
@@ -113,43 +115,44 @@ class OptimizerBinding:
     def optimizer(self) -> Any:
         return self._optimizer()
 
-    # --- phases -------------------------------------------------------------------------------------------------------
-
-    def refuse(self, event: str, name: str) -> None:
-        """Raises AmpError if ``phases.TABLE`` does not allow the event now. ``name``: the call, for the message."""
-        gradients = self.gradients
-        if self.phase is READY and gradients.is_idle and not gradients.incomplete:
-            return  # the table allows every event in this state
-        if (why := refusal(event, gradients.phase, self.phase, gradients.incomplete)) is not None:
-            raise AmpError(f"{name} {why}")
-
-    def move_on(self, event: str) -> None:
-        """Moves to the state that follows the event. RELEASED stays RELEASED."""
-        if self.phase is not RELEASED:
-            self.phase = TABLE[event].steps[self.phase]
-
-    def call_own(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Calls the optimizer's own code with casts off. Its calls of replaced methods pass through."""
-        before, self.phase = self.phase, STEPPING
-        try:
-            with self.casts.suspended():
-                return original(*args, **kwargs)
-        finally:
-            self.leave_stepping(before)
-
-    def leave_stepping(self, before: Step) -> None:
-        """Returns to the state ``before``. An interrupt may end ``call_own`` halfway: without this, later steps would
-        pass unchecked."""
-        # An exception in a block of a closure undoes first_step, and a hook may release the optimizer.
-        if self.phase is STEPPING:
-            self.phase = READY if before is PERTURBED and self.restore_unperturbed is None else before
-
     # --- blocks -------------------------------------------------------------------------------------------------------
 
-    def begin(self, scale: Factor, inv_scale: Factor) -> None:
+    def refuse(self, call: str) -> None:
+        """Raises AmpError where a step, or the first of nested blocks, would use gradients that are not whole."""
+        if self.gradients.depth:
+            raise AmpError(
+                f"{call} was called inside a scale_loss block. Gradients are still scaled there. Move the call after "
+                "the block. See docs/tutorial.md#train."
+            )
+        if self.gradients.incomplete:
+            raise AmpError(
+                f"{call} was called after an exception at the end of a scale_loss block, so gradients are incomplete. "
+                "Call optimizer.zero_grad() and repeat this step's backward passes."
+            )
+
+    def refuse_state(self, call: str, perturbed: bool = False) -> None:
+        """Raises AmpError where the state of a step is incomplete. ``perturbed``: also between SAM's two steps."""
+        if self.gradients.depth:
+            raise AmpError(
+                f"{call} was called inside a scale_loss block. The state of a step is incomplete there. Leave the "
+                "block first."
+            )
+        if perturbed and self.restore_unperturbed is not None:
+            raise AmpError(
+                f"{call} was called between first_step() and second_step(). The weights are perturbed there. Save "
+                "after second_step()."
+            )
+
+    def enter(self, scale: Factor, inv_scale: Factor) -> None:
         """Prepares the backward of a scale_loss block. Under no_grad."""
         is_idle = self.gradients.is_idle
-        self.refuse("enter" if is_idle or self.gradients.phase is Phase.WINDOW else "enter nested", "amp.scale_loss")
+        if self.released:
+            raise AmpError(
+                "amp.scale_loss was called after amp.reset(), so amp no longer handles this optimizer. Call "
+                "amp.initialize again."
+            )
+        if not self.gradients.depth:
+            self.refuse("amp.scale_loss")
         self.steps.epoch += 1
         as_before = is_idle and self.masters.nothing_changed(self._optimizer())
         if not as_before:
@@ -157,76 +160,70 @@ class OptimizerBinding:
         self.loop.block_begins(self, is_idle)
         if not as_before:
             self.masters.check()
-        self.gradients.begin(scale, inv_scale, as_before)
+        self.gradients.enter(scale, inv_scale, as_before)
 
-    def abandon(self, depth: int, committing: bool) -> None:
-        """Ends a block that raised, see ``BlockGradients.abandon``. Also undoes SAM's ``first_step``: the step that it
-        began cannot be completed."""
-        self.gradients.abandon(depth, committing)
+    def abandon(self, depth: int, ending: bool) -> None:
+        """Ends a block that raised, see ``Frames.abandon``. Also undoes SAM's ``first_step``: the step that it began
+        cannot be completed."""
+        self.gradients.abandon(depth, ending)
         self.undo_first_step()
-        self.move_on("exit raised")
 
     def undo_first_step(self) -> None:
         if self.restore_unperturbed is not None:
-            self.masters.begin_writing()
             self.restore_unperturbed()
             self.masters.copy_to_model()
             self.restore_unperturbed = None  # last: after an exception it can run again
 
-    # --- changes outside of blocks ------------------------------------------------------------------------------------
+    # --- between blocks -----------------------------------------------------------------------------------------------
 
     @outside_of_graphs
     @without_grad
     def refresh(self, weights_final: bool = False) -> None:
-        """Updates masters and their gradients after changes outside scale_loss blocks. No host sync.
+        """Takes over what happened outside of blocks: changed groups, written weights, plain backwards. No host sync.
 
         ``weights_final``: no broadcast of the model's weights can still come. Before the first block one may.
         """
         self._catch_up(weights_final)
 
     def _catch_up(self, weights_final: bool, gradients: bool = True) -> None:
-        self.masters.finish_writing()
         self.follow_groups()
-        if self.masters.may_disagree:
+        if self.masters.unsure:
             self.masters.round_broadcast(self._optimizer())
-            self.masters.resync(weights_final)
+        self.masters.resync(weights_final)
         if gradients and self.gradients.may_have_outside_grads():
-            self._collect_outside_grads()
+            self._collect()
 
-    def _collect_outside_grads(self) -> None:
+    def _collect(self) -> None:
         """Unscales and checks gradients of a plain backward or of delayed blocks."""
         window = self.gradients.window
         loss_id, scale = (OUTSIDE_OF_BLOCKS, self.loss_scales[0]) if window is None else window.loss
         try:
-            self._collect(window, loss_id, scale)
+            found_inf = self.gradients.collect(self.is_unchecked)
+            # A window ends at the same step on every rank, with or without gradients, so ranks agree on its flag here.
+            groups = [] if window is None else scale.groups_with(self.masters.groups)
+            if not found_inf.per_device and not groups:
+                return
+            flag = found_inf.joined(next(iter(found_inf.per_device), self._device()))
+            if window is None:
+                if any(scale.dynamic for scale in self.loss_scales):
+                    self.flags.add(loss_id, scale, flag)
+            elif scale.dynamic:
+                flag = scale.agreed(flag, self.masters.groups, "optimizer.step()")
+                self.flags.add(loss_id, scale, flag)
+                scale.tell(flag)
+                scale.update(flag)
         except BaseException:
             # Masters may have some of these gradients already, and they may be non-finite.
             self.gradients.incomplete = True
             raise
 
-    def _collect(self, window: Any, loss_id: int, scale: LossScale) -> None:
-        found_inf = self.gradients.collect_outside_grads(self.is_unchecked)
-        # A window ends at the same step on every rank, with or without gradients, so ranks agree on its flag here.
-        groups = [] if window is None else scale.groups_with(self.masters.groups)
-        if not found_inf.per_device and not groups:
-            return
-        flag = found_inf.joined(next(iter(found_inf.per_device), self._device()))
-        if window is None:
-            if any(scale.dynamic for scale in self.loss_scales):
-                self.flags.add(loss_id, scale, flag)
-        elif scale.dynamic:
-            flag = scale.agreed(flag, self.masters.groups, "optimizer.step()")
-            self.flags.add(loss_id, scale, flag)
-            scale.tell(flag)
-            scale.update(flag)
-
     def follow_groups(self) -> None:
-        """Follows the user's changes of the optimizer's groups. No host sync."""
+        """Follows the program's changes of the optimizer's groups. No host sync."""
         optimizer = self._optimizer()
-        if not self.masters.agrees_with(optimizer):
+        if not self.masters.is_current(optimizer):
             # Gradients from before may be scaled.
             drop = any(not scale.is_identity and scale.scale is not None for scale in self.loss_scales)
-            self.masters.follow_groups(optimizer, self._taken, drop)
+            self.masters.follow(optimizer, self._taken, drop)
             self.loop.tell_of_dropped_grads(self)
 
     def _device(self) -> torch.device:
@@ -238,8 +235,9 @@ class OptimizerBinding:
         return not self.flags.are_of_blocks and any(scale.dynamic for scale in self.loss_scales)
 
     @without_grad
-    def check_gradients(self, before_closure: bool = False) -> None:
-        """``refresh`` before a step; ranks of a process group or a mesh agree on gradients that no block has checked.
+    def ready(self, before_closure: bool = False) -> None:
+        """Before a step: everything is unscaled and checked. Ranks of a process group or a mesh agree on gradients that
+        no block has checked.
 
         Then they have agreed on the flags of blocks. A step without such flags always takes part, with or without
         gradients, because ranks may differ in that.
@@ -268,83 +266,67 @@ class OptimizerBinding:
         if not self.loop.blocks and not before_closure:
             self.loop.tell_of_no_block(self)
 
-    # --- checkpoints and the end --------------------------------------------------------------------------------------
-
-    def restore(self, flags: Flags, scales_used: dict[int, Factor]) -> None:
-        """Drops gradients, and replaces flags and scales by those of a checkpoint. Between blocks."""
-        self.steps.epoch += 1
-        self.gradients.drop_all()
-        self.flags.replace(flags, scales_used)
-        self.restore_unperturbed = None
-        self.move_on("load")
-
-    def release(self) -> None:
-        """Restores the optimizer as it was, with its parameters in fp32."""
-        self.move_on("reset")
-        self.flags.drop_undecided()
-        self._replaced.close()
-        if self.optimizer is not None:
-            self.undo_first_step()
-            self.gradients.drop_incomplete()
-            with torch.no_grad():
-                self.gradients.collect_outside_grads()
-            self.masters.restore_params(self.optimizer)
-
-    # --- steps --------------------------------------------------------------------------------------------------------
+    # --- the step -----------------------------------------------------------------------------------------------------
 
     def _step(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        if self.phase in NOT_THE_USERS:
+        if self.inside or self.released:
             return original(*args, **kwargs)
         if torch_state.MODULE in sys.modules and not self.optimizer.state and torch_state.is_calling():
             # With masters, ``_state_dict`` refuses what follows, and no state must stay.
             return None if self.masters.pairs else self.call_own(original, *args, **kwargs)
-        self.refuse("step", "optimizer.step()")
+        self.refuse("optimizer.step()")
         closure = args[0] if args else kwargs.pop("closure", None)
         args = args[1:]
         self.loop.before_step(self, closure is not None)
         self.steps.epoch += 1
-        if self.masters.pairs:
-            self.loop.tell_of_edits(self)
         self.flags.forget_taken()
         try:
             if closure is not None:
                 return closures.step(self, original, closure, args, kwargs)
-            self.check_gradients()
-            if (checked := self.gradients.checked) is None or not checked.masters:
+            self.ready()
+            if self.masters.place.pending is None:
                 self.loop.tell_of_no_gradients(self)
-            if self.is_left_to_device():
-                if losses := self.steps.overflowed_instead_of_device(self.take_flags):
+            if self.device_decides():
+                # At the limit of skips in a row, the host must know.
+                if losses := self.steps.overflowed_instead_of_device(self.flags.take):
                     return self.skip(losses)
                 return self.step_on_device(original, None, args, kwargs)
-            if losses := overflowed(self.take_flags()):
+            if losses := overflowed(self.flags.take()):
                 return self.skip(losses)
             result = self.run(original, *((None, *args) if args else ()), **kwargs)
             self.let_through()
+            return result
         except BaseException:
             self.flags.give_back()
             raise
-        return result
+
+    def call_own(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Calls the optimizer's own code with casts off. Its calls of replaced methods pass through."""
+        before, self.inside = self.inside, True
+        try:
+            with self.casts.suspended():
+                return original(*args, **kwargs)
+        finally:
+            self.inside = before
 
     def run(self, original: Callable, *args: Any, writes_model: bool = False, **kwargs: Any) -> Any:
         """Runs the optimizer's own code. Afterwards, also after an exception, model weights are the rounded masters.
 
         ``writes_model``: the optimizer writes the model's weights along with their masters.
         """
-        masters, before = self.masters, self.phase
-        masters.begin_writing()
         try:
             result = self.call_own(original, *args, **kwargs)
-            if writes_model:
-                masters.mark_written()
-            else:
-                masters.copy_to_model()
         except BaseException:
-            self.leave_stepping(before)
-            masters.copy_to_model()
+            self.inside = False  # an interrupt may have ended ``call_own`` before its end
+            self.masters.copy_to_model()
             raise
+        if writes_model:
+            self.masters.agree()
+        else:
+            self.masters.copy_to_model()
         return result
 
-    def is_left_to_device(self, before_backward: bool = False) -> bool:
+    def device_decides(self, before_backward: bool = False) -> bool:
         """Whether the optimizer skips by itself. ``before_backward``: see ``skips_by_itself``."""
         optimizer = self._optimizer()
         return not asks_for_grad_scaler(type(optimizer).step) and skips_by_itself(optimizer, before_backward)
@@ -358,7 +340,7 @@ class OptimizerBinding:
             # Also before a closure. An optimizer that does not evaluate it steps the gradients that are there.
             self.offer(former.get("found_inf"))
             given = (evaluate, *args) if evaluate or args else ()
-            result = self.run(original, *given, writes_model=self.masters.lazy, **kwargs)
+            result = self.run(original, *given, writes_model=self.masters.takes_pending, **kwargs)
             checked, reference = self.gradients.checked, weakref.ref(self)
 
             def later(epoch: int) -> Culprits | None:
@@ -380,7 +362,6 @@ class OptimizerBinding:
             flags.clear()
             self.gradients.stepped = True
         except BaseException:
-            flags.of_failed_step = True
             self._restore_attributes(former)  # again, after an interrupt: a flag that stays would skip all steps
             raise
         self.steps.conclude(optimizer, outcome)
@@ -399,9 +380,9 @@ class OptimizerBinding:
         vars(optimizer).pop("skip_counts", None)  # of a former evaluation of a closure
         if counts := self.steps.skip_counts(optimizer, self.flags.by_loss):
             optimizer.skip_counts = counts
-        if self.masters.lazy:
+        if self.masters.takes_pending:
             optimizer.model_params = self.masters.model_of
-            optimizer.model_grads = self.gradients.lazy
+            optimizer.model_grads = self.gradients.pending
 
     def _restore_attributes(self, former: dict[str, Any]) -> None:
         """Removes the attributes that ``offer`` has set, and puts ``former`` back."""
@@ -410,26 +391,42 @@ class OptimizerBinding:
             attributes.pop(name, None)
         attributes.update(former)
 
-    def take_flags(self) -> Flags:
-        """Takes the flags of all losses since the last step, to decide about this step."""
-        return self.flags.take()
-
     def skip(self, losses: Overflowed) -> None:
-        culprits, known = self._culprits(), self._known(self.gradients.lazy)
+        """Skips a step, and records it."""
+        culprits, known = self._culprits(), self._known(self.gradients.pending)
         self.gradients.drop_master_grads()
         self.gradients.stepped = True
         self.flags.forget_taken()
         self.steps.skipped(self.optimizer, losses, known, culprits)
 
+    def let_through(self) -> None:
+        """Records a step that the host decided on and that ran."""
+        known = self._known(None)
+        self.gradients.drop_master_grads()
+        self.gradients.stepped = True
+        self.flags.forget_taken()
+        self.steps.stepped(self.optimizer, known)
+
+    def _known(self, pending: Pending | None) -> Known:
+        """Scales, and the norm before clipping if a clip computed it. No host sync."""
+        without_master = self.masters.params_without_master
+        if pending is None:
+            norm = norm_before_clipping(map(stored_grad, itertools.chain(self.masters.masters, without_master)))
+        elif pending.clipped_from is not None:
+            norm = pending.clipped_from
+        else:
+            norm = None if any(p.grad is not None for p in without_master) else pending.norm()
+        return Known(self.flags.take_scales(), norm)
+
     def _culprits(self) -> Culprits:
-        """The parameters with non-finite gradients now. Lazy gradients stay lazy."""
-        lazy = self.gradients.lazy
-        grads = {} if lazy is None else lazy.grads
+        """The parameters with non-finite gradients now."""
+        pending = self.gradients.pending
+        grads = {} if pending is None else pending.grads
         of_masters = ((p, grads[m] if m in grads else stored_grad(m)) for p, m in self.masters.pairs)
         found = itertools.chain(of_masters, ((p, p.grad) for p in self.masters.params_without_master))
         return culprits_among(((p, grad) for p, grad in found if grad is not None), self.names_by_id)
 
-    def _culprits_of(self, epoch: int, checked: ModelGrads | None) -> Culprits | None:
+    def _culprits_of(self, epoch: int, checked: Pending | None) -> Culprits | None:
         """The parameters with non-finite gradients of a step that the device skipped, as far as they are known."""
         if self.masters.pairs and checked is None:
             return None
@@ -446,13 +443,7 @@ class OptimizerBinding:
             found += culprits_among(others, self.names_by_id)
         return found or None
 
-    def let_through(self) -> None:
-        """Records a step that the host decided on and that ran."""
-        known = self._known(None)
-        self.gradients.drop_master_grads()
-        self.gradients.stepped = True
-        self.flags.forget_taken()
-        self.steps.stepped(self.optimizer, known)
+    # --- names and factors --------------------------------------------------------------------------------------------
 
     def model_params(self) -> list[Tensor]:
         """The parameters that the optimizer steps, in order, with model parameters in the places of their masters."""
@@ -466,17 +457,6 @@ class OptimizerBinding:
 
     def names_by_id(self) -> dict[int, str]:
         return self._names_of.of(self.optimizer, self.masters.model_of)
-
-    def _known(self, lazy: ModelGrads | None) -> Known:
-        """Scales, and the norm before clipping if a clip computed it. ``lazy``: the lazy gradients. No host sync."""
-        without_master = self.masters.params_without_master
-        if lazy is None:
-            norm = norm_before_clipping(map(stored_grad, itertools.chain(self.masters.masters, without_master)))
-        elif lazy.clipped_from is not None:
-            norm = lazy.clipped_from
-        else:
-            norm = None if any(p.grad is not None for p in without_master) else lazy.norm()
-        return Known(self.flags.take_scales(), norm)
 
     def factors_on(self, device: torch.device) -> tuple[Tensor | float, Tensor | float] | None:
         """The factors of the innermost block for its loss and for its gradients. None if gradients are not scaled."""
@@ -500,11 +480,9 @@ class OptimizerBinding:
 
     def _zero_grad(self, original: Callable, *args: Any, **kwargs: Any) -> None:
         self.steps.epoch += 1
-        if self.phase is not RELEASED:
-            self.masters.finish_writing()
+        if not self.released:
             self.follow_groups()  # a parameter that was removed may belong to another optimizer now
         original(*args, **kwargs)
-        self.gradients.drop_model_grads()
         self.loop.zeroed()
         # The flags of an interrupted block or step go with its gradients.
         if self.flags.has_failed or self.gradients.incomplete:
@@ -512,21 +490,20 @@ class OptimizerBinding:
         self.gradients.forget()
 
     def _add_param_group(self, original: Callable, param_group: dict[str, Any]) -> None:
-        if self.phase is RELEASED:
+        if self.released:
             return original(param_group)
         self.follow_groups()
         original(param_group)
+        groups = self.optimizer.param_groups
         try:
-            self.masters.refuse_params_with_master(self.optimizer, self.optimizer.param_groups[-1])
+            self.masters.refuse_params_with_master(groups[-1])
             self.follow_groups()
         except BaseException:
-            del self.optimizer.param_groups[-1]
-            # Some parameters of the group may have been added.
-            self.masters.look_again()
+            del groups[-1]
             raise
 
     def _state_dict(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        if self.phase is not RELEASED and self.masters.pairs and torch_state.is_calling():
+        if not self.released and self.masters.pairs and torch_state.is_calling():
             raise AmpError(
                 "torch's get_optimizer_state_dict looks for the parameters of the optimizer in the model. This "
                 f"{type(self.optimizer).__name__} steps amp's fp32 master weights instead. Use "
@@ -537,3 +514,24 @@ class OptimizerBinding:
 
     def _reduce_ex(self, original: Callable, protocol: Any) -> Any:
         return as_copied(original(protocol), self._formers, self.optimizer if self.masters.pairs else None)
+
+    # --- checkpoints and the end --------------------------------------------------------------------------------------
+
+    def restore(self, flags: Flags, scales_used: dict[int, Factor]) -> None:
+        """Drops gradients, and replaces flags and scales by those of a checkpoint. Between blocks."""
+        self.steps.epoch += 1
+        self.gradients.drop_all()
+        self.flags.replace(flags, scales_used)
+        self.restore_unperturbed, self.first_step_skipped = None, False
+
+    def release(self) -> None:
+        """Restores the optimizer as it was, with its parameters in fp32."""
+        self.released = True
+        self.flags.drop_undecided()
+        self._replaced.close()
+        if self.optimizer is not None:
+            self.undo_first_step()
+            self.gradients.drop_incomplete()
+            with torch.no_grad():
+                self.gradients.collect()
+            self.masters.release(self.optimizer)
