@@ -113,9 +113,9 @@ def second_step(binding: Any, original: Callable, *args: Any, **kwargs: Any) -> 
         return original(*args, **kwargs)
     binding.refuse("optimizer.second_step()")
     try:
-        losses = _ready(binding)
-        if binding.first_step_skipped:
-            binding.first_step_skipped = False
+        skipped, binding.first_step_skipped = binding.first_step_skipped, False
+        losses = _ready(binding, decide=not skipped)
+        if skipped:
             binding.gradients.drop_master_grads()  # first_step has counted the skip
         elif losses:
             binding.undo_first_step()
@@ -135,12 +135,13 @@ def second_step(binding: Any, original: Callable, *args: Any, **kwargs: Any) -> 
     return None
 
 
-def _ready(binding: Any) -> Overflowed:
+def _ready(binding: Any, decide: bool = True) -> Overflowed:
     binding.loop.before_step(binding)
     binding.steps.epoch += 1
     binding.flags.forget_taken()
     binding.ready()
-    return overflowed(binding.flags.take())
+    flags = binding.flags.take()
+    return overflowed(flags) if decide else []
 
 
 def _zero_if_asked(binding: Any, args: tuple, kwargs: dict) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from ampctx._compiling import outside_of_graphs, without_grad
 from ampctx._errors import AmpError
 from ampctx.amp import closures, torch_state
+from ampctx.amp.flags import FoundInfFlags
 from ampctx.amp.methods import as_copied, replace, weak_method
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.casts.switch import CastSwitch
@@ -32,7 +33,6 @@ from ampctx.scaling.device_skips import Flags, asks_for_grad_scaler, skips_by_it
 from ampctx.scaling.fused_layouts import align_gradients
 from ampctx.scaling.guarded_step import (
     OUTSIDE_OF_BLOCKS,
-    FoundInfFlags,
     GuardedStep,
     Known,
     Overflowed,
@@ -359,7 +359,8 @@ class OptimizerBinding:
             )
             self.gradients.drop_master_grads()
             self._restore_attributes(former)
-            flags.clear()
+            flags.take()
+            flags.forget_taken()
             self.gradients.stepped = True
         except BaseException:
             self._restore_attributes(former)  # again, after an interrupt: a flag that stays would skip all steps

@@ -9,7 +9,6 @@ amp and ``GradScaler`` have one ``GuardedStep`` for each optimizer, and use it i
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ampctx.kernels.foreach import Factor, join_flags
-from ampctx.weights import waiting
 from ampctx.weights.step import declares
 from ampctx.scaling.device_skips import DeviceSkips, Flags, SkipCounts, is_capturing
 from ampctx.scaling.history import StepHistory
@@ -30,127 +28,6 @@ from ampctx.scaling.undo import with_wrapped
 # The loss id of gradients that no block has checked.
 OUTSIDE_OF_BLOCKS = -1
 Overflowed = list[tuple[int, LossScale]]
-
-
-class FoundInfFlags:
-    """``found_inf`` of each loss since the last step: the loss scale, and a 0-d flag on the device.
-
-    ``by_loss`` decides about the next step. It stays set until then, even if later backwards are clean.
-    """
-
-    def __init__(self) -> None:
-        self.by_loss: Flags = {}
-        # The final flags among them.
-        self._final: Flags = {}
-        # The factors of the losses.
-        self.scales_used: dict[int, Factor] = {}
-        # A step raised. The flags stay for a second try, until the gradients are zeroed.
-        self.of_failed_step = False
-        # The flags of a running step.
-        self._taken: tuple[Flags, Flags] | None = None
-        # The flag of the latest block while ranks have yet to agree on it.
-        self._undecided: waiting.Waiting | None = None
-
-    def add(self, loss_id: int, scale: LossScale, found_inf: Tensor, final: bool = True) -> None:
-        """ORs a flag in. ``final``: ``drop_provisional`` does not drop it. No host sync."""
-        if loss_id in self.by_loss:
-            found_inf = torch.maximum(self.by_loss[loss_id][1].to(found_inf.device), found_inf)
-        self.by_loss[loss_id] = (scale, found_inf)
-        if final:
-            self._final[loss_id] = self.by_loss[loss_id]
-
-    def drop_provisional(self, scale: LossScale) -> None:
-        """Drops the flags of a scale that are not final: the caller of ``update_scale()`` decides about the skip."""
-        for loss_id, (of, _) in list(self.by_loss.items()):
-            if of is scale:
-                del self.by_loss[loss_id]
-                if loss_id in self._final:
-                    self.by_loss[loss_id] = self._final[loss_id]
-
-    def wait(self, loss_id: int, scale: LossScale, found_inf: Tensor, groups: list[Any], owner: Any) -> None:
-        """Leaves a flag, and the update of its scale, to the next call that reduces over the process groups. The flag
-        is final then. ``owner``: see ``Waiting``. No host sync."""
-        reference = weakref.ref(self)
-
-        def conclude(flag: waiting.Waiting, agreed: Tensor) -> None:
-            if (flags := reference()) is not None:
-                flags._undecided = None
-                flags.add(loss_id, scale, agreed)
-            if flag.moves_scale:
-                scale.update(agreed)
-
-        self._undecided = waiting.Waiting(
-            owner,
-            groups,
-            lambda: scale.sent(found_inf),
-            lambda joined, call: scale.received(joined, groups, call),
-            lambda call: scale.agreed(found_inf, groups, call),
-            conclude,
-        )
-
-    def decide(self, call: str) -> None:
-        """Lets ranks agree on a flag that waits. Every rank must take part. ``call``: for messages.
-
-        Raises:
-            AmpRankError: see ``LossScale.agreed``. The flag waits on.
-        """
-        if self._undecided is not None:
-            self._undecided.decide(call)
-
-    def drop_undecided(self) -> None:
-        if self._undecided is not None:
-            self._undecided.drop()
-            self._undecided = None
-
-    def drop_failed(self) -> None:
-        """Drops the flags of a block or step that an exception has ended."""
-        if self._undecided is not None and self._undecided.failed:
-            self.drop_undecided()
-        self.clear()
-
-    @property
-    def has_failed(self) -> bool:
-        return self.of_failed_step or (self._undecided is not None and self._undecided.failed)
-
-    @property
-    def are_of_blocks(self) -> bool:
-        """Whether a block has checked gradients since the last step."""
-        return self._undecided is not None or any(loss_id != OUTSIDE_OF_BLOCKS for loss_id in self.by_loss)
-
-    def replace(self, by_loss: Flags, scales_used: dict[int, Factor]) -> None:
-        """Replaces the flags by those of a checkpoint."""
-        self.clear()
-        self.drop_undecided()
-        self.by_loss, self.scales_used = by_loss, scales_used
-
-    def clear(self) -> None:
-        self._taken = None
-        self.by_loss, self._final, self.of_failed_step = {}, {}, False
-
-    def take(self) -> Flags:
-        """Takes the flags since the last step, to decide about this step."""
-        taken = self.by_loss, self._final
-        self.clear()
-        self._taken = taken
-        return taken[0]
-
-    def forget_taken(self) -> None:
-        """Forgets the taken flags: the step has used or dropped their gradients."""
-        self._taken = None
-
-    def give_back(self) -> None:
-        """Restores the taken flags after a step that raised: its gradients are still there."""
-        if self._taken is not None:
-            self.by_loss, self._final = (
-                {**flags, **now} for flags, now in zip(self._taken, (self.by_loss, self._final), strict=True)
-            )
-            self._taken = None
-        # Also for flags of a block before the step: zeroing the gradients clears them.
-        self.of_failed_step = True
-
-    def take_scales(self) -> dict[int, Factor]:
-        scales, self.scales_used = self.scales_used, {}
-        return scales
 
 
 def overflowed(flags: Flags) -> Overflowed:

@@ -17,36 +17,42 @@ from ampctx._errors import AmpRankError
 
 
 class Waiting:
-    """A flag.
+    """A flag of a loss with the ``LossScale`` ``scale``.
+
+    Args:
+        owner: the session.
+        groups: the process groups to reduce over, one after the other.
+        conclude: gets this object and the flag that ranks have agreed on.
 
     Attributes:
-        groups: the process groups to reduce over, one after the other.
-        sent: makes the fp64 vector to sum up over the ranks, on the device of the flag.
-        receive: takes the sum, and the name of the call for messages. Not called after a collective that failed.
-        decide: does both, with the name of the call.
         moves_scale: whether the flag will update the loss scale. Not after a scale was loaded.
         failed: whether ranks could not agree on it.
-
-    ``owner``: the blocks of a session.
     """
 
     def __init__(
-        self,
-        owner: Any,
-        groups: list[Any],
-        sent: Callable[[], Tensor],
-        received: Callable[[Tensor, str], Tensor],
-        agreed: Callable[[str], Tensor],
-        conclude: Callable[[Waiting, Tensor], None],
+        self, owner: Any, scale: Any, found_inf: Tensor, groups: list[Any], conclude: Callable[[Waiting, Tensor], None]
     ) -> None:
-        self._owner = weakref.ref(owner)
-        self.groups, self.sent, self.moves_scale, self.failed = groups, sent, True, False
-        self.receive: Callable[[Tensor, str], None] = lambda joined, call: self._try(lambda: received(joined, call))
-        self.decide: Callable[[str], None] = lambda call: self._try(lambda: agreed(call))
-        self._conclude = conclude
+        self._owner, self._scale, self._found_inf, self._conclude = weakref.ref(owner), scale, found_inf, conclude
+        self.groups, self.moves_scale, self.failed = groups, True, False
         ALL.append(self)
 
-    def _try(self, agree: Callable[[], Tensor]) -> None:
+    def sent(self) -> Tensor:
+        """The fp64 vector to sum up over the ranks, on the device of the flag."""
+        return self._scale.sent(self._found_inf)
+
+    def receive(self, joined: Tensor, call: str) -> None:
+        """Takes the sum. ``call``: for messages."""
+        self._agree(lambda: self._scale.received(joined, self.groups, call))
+
+    def decide(self, call: str) -> None:
+        """Sums up and takes the sum. Every rank must take part.
+
+        Raises:
+            AmpRankError: see ``LossScale.agreed``. The flag waits on.
+        """
+        self._agree(lambda: self._scale.agreed(self._found_inf, self.groups, call))
+
+    def _agree(self, agree: Callable[[], Tensor]) -> None:
         try:
             found_inf = agree()
         except AmpRankError:
