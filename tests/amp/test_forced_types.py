@@ -607,7 +607,7 @@ def test_an_operation_that_is_refused_in_16_bits_can_be_had(session):
 def test_names_that_are_looked_up_for_the_first_time_while_a_session_runs():
     code = """
 import torch, torch.nn.functional as F
-from ampctx.amp.session import AmpSession
+from ampctx.amp import AmpSession
 own = F.binary_cross_entropy
 one, two = AmpSession(), AmpSession()
 one.initialize(torch.nn.Linear(1, 1), opt_level="O1", verbosity=0)
