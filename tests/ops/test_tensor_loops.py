@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ampctx.kernels import handles, ops, tensor_loops
-from ampctx.masters.lazy_grads import MasterParam
 
 # More than the loops look ahead.
 COUNT = 100
@@ -61,7 +60,7 @@ class OwnGrad(nn.Parameter):
     ids=["negated", "conjugated", "zero"],
 )
 def test_values_that_are_not_those_in_memory_are_seen(side, other):
-    tensors = [*params(), torch.ones(2, dtype=torch.complex64), MasterParam(torch.ones(3)), torch.ones(())]
+    tensors = [*params(), torch.ones(2, dtype=torch.complex64), nn.Parameter(torch.ones(3)), torch.ones(())]
     assert side.are_resolved(tensors)
     assert not side.are_resolved([*tensors, other])
     assert not side.are_resolved([nn.Parameter(other), *tensors])
@@ -72,7 +71,7 @@ def test_values_that_are_not_those_in_memory_are_seen(side, other):
 
 @either
 def test_gradients_are_looked_for_and_cleared(side):
-    tensors = [*params(), MasterParam(torch.ones(3)), OwnGrad(torch.ones(3))]
+    tensors = [*params(), nn.Parameter(torch.ones(3)), OwnGrad(torch.ones(3))]
     assert side.have_no_grad(tensors, True)
     assert not side.have_no_grad(tensors, False)  # that of OwnGrad
     assert side.have_no_grad(tensors[:-1], False)
@@ -216,7 +215,7 @@ def test_versions_of_all_kinds_of_tensors_are_bumped(side):
     whole = torch.ones(4)
     tensors = [
         *params(3),
-        MasterParam(torch.ones(3)),
+        nn.Parameter(torch.ones(3)),
         torch.ones(3).as_subclass(Mine),
         whole[1:],
         OwnGrad(torch.ones(3)),
