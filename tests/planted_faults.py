@@ -498,7 +498,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="only faults whose name contains one of these")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many at a time")
-    parser.add_argument("--list", action="store_true", help="names them with their files, and looks whether each could be planted")
+    parser.add_argument(
+        "--list", action="store_true", help="names them with their files, and looks whether each could be planted"
+    )
     options = parser.parse_args()
     faults = [fault for fault in FAULTS if not options.names or any(name in fault.name for name in options.names)]
     unnoticed = 0
