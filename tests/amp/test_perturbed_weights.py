@@ -84,14 +84,6 @@ def test_a_second_first_step_is_refused_and_nothing_is_lost(training):
     assert training.weights() == [1.25]
 
 
-def test_second_step_without_gradients_only_takes_the_weights_back(training):
-    """What the refusal of a second ``first_step`` advises."""
-    training.climb()
-    training.optimizer.zero_grad()
-    training.optimizer.second_step()
-    assert training.weights() == [1.0]
-
-
 def test_a_first_step_that_was_skipped_may_be_followed_by_another(session):
     training = Training(session, "O2", "dynamic")
     training.backward(float("inf"))
