@@ -436,8 +436,8 @@ FAULTS = [
 ]  # fmt: skip
 
 
-def planted(fault: Fault, tree: Path) -> None:
-    """Replaces the text; ValueError where it does not occur exactly once."""
+def planted(fault: Fault, tree: Path) -> str:
+    """Replaces the text and names the file; ValueError where the text does not occur exactly once."""
     at = tree / fault.path
     kinds = {".py", ".h", ".cpp"}
     files = [at] if at.is_file() else sorted(path for path in at.rglob("*") if path.suffix in kinds)
@@ -445,6 +445,7 @@ def planted(fault: Fault, tree: Path) -> None:
     if len(found) != 1:
         raise ValueError(f"{fault.old!r} occurs {len(found)} times in {fault.path}")
     found[0].write_text(found[0].read_text().replace(fault.old, fault.new))
+    return str(found[0].relative_to(tree))
 
 
 def copy_tree(to: Path) -> None:
@@ -497,7 +498,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="only faults whose name contains one of these")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many at a time")
-    parser.add_argument("--list", action="store_true", help="names them, and looks whether each could be planted")
+    parser.add_argument(
+        "--list", action="store_true", help="names them with their files, and looks whether each could be planted"
+    )
     options = parser.parse_args()
     faults = [fault for fault in FAULTS if not options.names or any(name in fault.name for name in options.names)]
     unnoticed = 0
@@ -508,8 +511,7 @@ def main() -> int:
                 return True, run(fault)
             with tempfile.TemporaryDirectory() as folder:
                 copy_tree(Path(folder))
-                planted(fault, Path(folder))
-            return True, fault.path
+                return True, planted(fault, Path(folder))
         except ValueError as error:
             return False, str(error)
 

@@ -5,8 +5,7 @@ import torch
 from host_reads import HostReads
 from torch import nn
 
-from ampctx._errors import AmpError, AmpTypeError, AmpValueError
-from ampctx.weights.clip import clip_grad_norm_
+from ampctx import AmpError, AmpTypeError, AmpValueError, clip_grad_norm_
 
 SHAPES = [(3,), (), (0,), (65537,), (2, 3, 4, 4), (17, 5)]
 

@@ -6,7 +6,6 @@ import pickle
 import subprocess
 import sys
 import threading
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -213,40 +212,29 @@ def test_a_last_layer_that_is_a_model_of_its_own_returns_fp32(session, level):
     assert torch.equal(model(batch()[0]), torch.full((6, 2), 2.0**17 + 4))
 
 
-class Pair(NamedTuple):
-    x: torch.Tensor
-    count: int
-
-
-class Router(nn.Module):
-    """Takes and gives containers."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(4))
-
-    def forward(self, pair, *, bias):
-        assert pair.x.dtype == bias["b"].dtype == self.weight.dtype == FLOAT
-        return {"pair": Pair(pair.x @ self.weight + bias["b"], pair.count + 1), "ids": torch.arange(2)}
-
-
 class Routed(nn.Module):
+    """Its router takes and gives containers."""
+
+    class Router(nn.Linear):
+        def forward(self, pair, *, bias):
+            assert pair["x"].dtype == bias[0].dtype == self.weight.dtype == FLOAT
+            return {"x": super().forward(pair["x"]) + bias[0], "count": pair["count"] + 1}
+
     def __init__(self):
         super().__init__()
-        self.first, self.router, self.last = nn.Linear(4, 4), Router(), nn.Linear(4, 2)
+        self.first, self.router, self.last = nn.Linear(4, 4), self.Router(4, 4), nn.Linear(4, 2)
 
     def forward(self, x):
         x = self.first(x)
-        out = self.router(Pair(x, 0), bias={"b": x})
-        assert type(out["pair"]) is Pair
-        assert (out["pair"].count, out["ids"].dtype) == (1, torch.int64)
-        return self.last(out["pair"].x)
+        out = self.router({"x": x, "count": 0}, bias=(x,))
+        assert out["count"] == 1
+        return self.last(out["x"])
 
 
 @every_level
 def test_containers_on_the_way_in_and_out(session, level):
     model = Routed()
-    session.initialize(model, opt_level=level, verbosity=0, keep_fp32=Router)
+    session.initialize(model, opt_level=level, verbosity=0, keep_fp32="router")
     assert model(batch()[0]).dtype == (SIXTEEN[level] if level in ("O1", "O4") else FLOAT)
 
 
@@ -403,11 +391,16 @@ def test_an_interrupted_forward_does_not_leave_casts_off(session):
 
 
 def test_a_failed_initialize_leaves_nothing(session):
+    class Closed(torch.optim.SGD):
+        def __setattr__(self, name, value):
+            if callable(value):
+                raise AttributeError("read-only")
+            super().__setattr__(name, value)
+
     model, softmax, method = Network(), torch.softmax, torch.Tensor.softmax
-    session.observers.append(lambda bound: (_ for _ in ()).throw(RuntimeError("stop")))
     for level in LEVELS:
-        with pytest.raises(RuntimeError, match="stop"):
-            session.initialize(model, opt_level=level, verbosity=0, keep_fp32=KEEP, ops_fp32="softmax")
+        with pytest.raises(AttributeError, match="read-only"):
+            start(session, level, Closed, model, keep_fp32=KEEP, ops_fp32="softmax")
         assert {p.dtype for p in model.parameters()} == {FLOAT}
         assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
         assert torch.softmax is softmax
@@ -416,31 +409,6 @@ def test_a_failed_initialize_leaves_nothing(session):
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
-
-
-@every_level
-def test_a_checkpoint_resumes_bit_for_bit(level):
-    def run(session):
-        model = Network()
-        return model, initialize(session, model, level, keep_fp32=KEEP, ops_fp32={"softmax"})
-
-    first = AmpSession()
-    model, optimizer = run(first)
-    train(first, model, optimizer, 3, loss=cross_entropy)
-    saved = pickle.dumps((model.state_dict(), optimizer.state_dict(), first.state_dict(masters=True)))
-    losses = train(first, model, optimizer, 3, first=3, loss=cross_entropy)
-    weights = [p.detach().clone() for p in first.master_params(optimizer)]
-    first.reset()
-    second = AmpSession()
-    model, optimizer = run(second)
-    state, optimizer_state, amp_state = pickle.loads(saved)
-    model.load_state_dict(state)
-    optimizer.load_state_dict(optimizer_state)
-    second.load_state_dict(amp_state)
-    assert losses == train(second, model, optimizer, 3, first=3, loss=cross_entropy)
-    for a, b in zip(weights, second.master_params(optimizer), strict=True):
-        assert torch.equal(a, b)
-    second.reset()
 
 
 def test_a_checkpoint_of_a_run_that_kept_other_modules_is_refused():
@@ -607,7 +575,7 @@ def test_an_operation_that_is_refused_in_16_bits_can_be_had(session):
 def test_names_that_are_looked_up_for_the_first_time_while_a_session_runs():
     code = """
 import torch, torch.nn.functional as F
-from ampctx.amp.session import AmpSession
+from ampctx.amp import AmpSession
 own = F.binary_cross_entropy
 one, two = AmpSession(), AmpSession()
 one.initialize(torch.nn.Linear(1, 1), opt_level="O1", verbosity=0)

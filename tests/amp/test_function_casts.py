@@ -175,29 +175,45 @@ def test_functions_keep_their_name_and_can_be_pickled():
     assert "_parameters" not in vars(at_import(nn.ReLU()))  # the state of an object does not come along
 
 
-@pytest.mark.parametrize(
-    ("fn", "arguments"),
-    [
-        (torch.add, 2),
-        (torch.sigmoid, 1),
-        (F.linear, 2),
-        (torch.Tensor.add, 2),
-        (torch.ops.aten.add, 2),
-        (torch.ops.aten.add.Tensor, 2),
-        (Double.apply, 1),
-        (nn.Linear(2, 2).half().forward, 1),
-        (nn.ReLU(), 1),
-    ],
-    ids=["builtin", "unary-builtin", "F.linear", "method", "packet", "overload", "Function.apply", "bound", "module"],
+@torch.library.custom_op("ampctx_function_casts::times", mutates_args=())
+def times(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x * y
+
+
+times.register_autograd(
+    lambda ctx, grad: (grad * ctx.saved_tensors[1], grad * ctx.saved_tensors[0]),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
-def test_callables_of_every_sort(casts, switch, fn, arguments):
-    wrapped = casts.decorate("half", fn)
+CALLABLES = {
+    "builtin": (torch.add, 2),
+    "unary-builtin": (torch.sigmoid, 1),
+    "F.linear": (F.linear, 2),
+    "method": (torch.Tensor.add, 2),
+    "packet": (torch.ops.aten.add, 2),
+    "overload": (torch.ops.aten.add.Tensor, 2),
+    "Function.apply": (Double.apply, 1),
+    "bound": (nn.Bilinear(2, 2, 2, bias=False).forward, 2),
+    "module": (nn.ReLU(), 1),
+    "custom-packet": (torch.ops.ampctx_function_casts.times, 2),
+    "custom-overload": (torch.ops.ampctx_function_casts.times.default, 2),
+    "custom-op": (times, 2),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CALLABLES)
+def test_callables_of_every_sort(casts, switch, name, kind):
+    fn, arguments = CALLABLES[name]
+    if name == "bound" and kind != "float":
+        fn = nn.Bilinear(2, 2, 2, bias=False).half().forward
+    wrapped = casts.decorate(kind, fn)
     switch.dtype = HALF
-    x = torch.ones(2, 2, requires_grad=True)
+    given = FLOAT if kind == "half" else HALF
+    x = torch.ones(2, 2, dtype=given, requires_grad=True)
     out = wrapped(*[x] * arguments)
-    assert out.dtype == HALF
+    assert out.dtype == (FLOAT if kind == "float" else HALF)
     out.float().sum().backward()
-    assert x.grad.dtype == FLOAT
+    assert x.grad.dtype == given
 
 
 def test_methods_of_every_sort(casts, switch):

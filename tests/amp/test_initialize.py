@@ -10,7 +10,6 @@ from kit import LOW, backward, every_level, loss_of, mlp, start
 from torch import nn
 
 from ampctx import AmpError, AmpTypeError, AmpValueError, amp
-from ampctx.casts.autocast import Autocast
 from ampctx.optimizers import FusedSGD
 
 
@@ -332,44 +331,6 @@ def test_batch_norms_of_models_that_come_in_another_type_are_fp32(session, level
     optimizer.step()
     session.reset()
     assert {p.dtype for p in model.parameters()} <= {incoming, torch.float32}
-
-
-def test_observers_are_told_of_the_optimizers_and_undone_by_reset(session):
-    told = []
-
-    def observe(bound):
-        told.append(sorted(bound, key=id))
-        return lambda: told.append("undone")
-
-    session.observers.append(observe)
-    model = mlp()
-    first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[3]))
-    session.initialize(model, [first, second], opt_level="O2", verbosity=0)
-    session.initialize(mlp(), opt_level="O1", enabled=False, verbosity=0)
-    assert told == [sorted([first, second], key=id)]
-    session.reset()
-    assert told[1:] == ["undone"]
-    session.observers.append(lambda bound: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        session.initialize(model, first, opt_level="O2", verbosity=0)
-    assert told[2:] == [[first], "undone"]
-    assert model[0].weight.dtype == torch.float32
-
-
-def test_casts_switched_on_apart_from_initialize(session):
-    x = torch.ones(1, 1)
-    undo = session.cast_ops(Autocast([], torch.bfloat16))
-    half = session.half_function(lambda t: t.dtype)
-    assert (torch.mm(x, x).dtype, half(x)) == (torch.bfloat16, torch.bfloat16)
-    with session.disable_casts():
-        assert (torch.mm(x, x).dtype, half(x)) == (torch.float32, torch.float32)
-    undo()
-    undo()
-    assert (torch.mm(x, x).dtype, half(x)) == (torch.float32, torch.float32)
-    session.cast_ops(Autocast([], torch.float16))
-    assert half(x) == torch.float16
-    session.reset()
-    assert (torch.mm(x, x).dtype, half(x)) == (torch.float32, torch.float32)
 
 
 def test_a_policy_that_is_not_enabled_casts_nothing(session):

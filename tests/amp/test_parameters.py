@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from faults import Fault, fault_at_line, lines_of
 from host_reads import HostReads
 from kit import LEVELS, START, Probe, backward, grads, loss_of, mlp, probe, probes, scale_of
 
@@ -127,27 +128,30 @@ def test_add_param_group_with_a_parameter_that_has_a_master_elsewhere(session):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("where", ["begin", "unscale"])
-def test_an_interrupt_between_two_optimizers_of_a_block(session, level, where, monkeypatch):
-    models, optimizers = probes(session, level, loss_scale=4.0)
-    second = session._bindings[optimizers[1]].gradients
+def test_an_interrupt_in_a_block_of_two_optimizers(session, level):
+    def run(interrupted):
+        models, optimizers = probes(session, level, loss_scale=4.0)
+        found = interrupted(lambda: backward(session, sum(m.loss(1.0) for m in models), optimizers))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        backward(session, sum(m.loss(1.0) for m in models), optimizers)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.step()
+            assert model.weight.eq(1.875).all()
+        session.reset()
+        return found
 
-    def interrupt(*args, **kwargs):
-        raise KeyboardInterrupt
+    def at(place):
+        def interrupted(block):
+            with pytest.raises(Fault), fault_at_line(place):
+                block()
 
-    with monkeypatch.context() as patch:
-        patch.setattr(second, {"begin": "begin", "unscale": "_unscale_params_without_master"}[where], interrupt)
-        with (
-            pytest.raises(KeyboardInterrupt),
-            session.scale_loss(sum(m.loss(1.0) for m in models), optimizers) as scaled,
-        ):
-            scaled.backward()
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    backward(session, sum(m.loss(1.0) for m in models), optimizers)
-    for model, optimizer in zip(models, optimizers, strict=True):
-        optimizer.step()
-        assert model.weight.eq(1.875).all()
+        return interrupted
+
+    places = run(lines_of)
+    assert len(places) > 50
+    for place in places[::5]:
+        run(at(place))
 
 
 @pytest.mark.parametrize("level", LEVELS)

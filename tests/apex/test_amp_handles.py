@@ -1,5 +1,8 @@
 """Handles on casts op by op: ``amp.init``, and those of O1 and O4."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -170,17 +173,21 @@ def test_decorated_before_any_initialize(level):
     assert builtin(FLOAT).item() == 4.0
 
 
-@pytest.mark.parametrize(("module", "name"), [(torch, "sigmoid"), (torch, "bmm")], ids=["sigmoid", "bmm"])
-def test_registered_before_initialize(module, name):
-    original = getattr(module, name)
-    amp.register_float_function(module, name)
-    try:
-        amp.initialize(Probe(), opt_level="O1", verbosity=0)
-        args = (torch.ones(1, 2, 2, dtype=torch.float16),) * (2 if name == "bmm" else 1)
-        assert getattr(module, name)(*args).dtype == torch.float32
-    finally:
-        from ampctx.amp import _default_session
+REGISTERED = """
+import torch
+from apex import amp
+originals = torch.sigmoid, torch.bmm
+amp.register_float_function(torch, "sigmoid")
+amp.register_float_function(torch, "bmm")
+model = amp.initialize(torch.nn.Linear(2, 2), opt_level="O1", verbosity=0)
+half = torch.ones(1, 2, 2, dtype=torch.float16)
+assert torch.sigmoid(half).dtype == torch.bmm(half, half).dtype == torch.float32
+import ampctx
+ampctx.amp.reset()
+assert (torch.sigmoid, torch.bmm) == originals
+"""
 
-        _default_session.reset()
-        _default_session._function_casts._queue.clear()
-    assert getattr(module, name) is original
+
+def test_registered_before_initialize():
+    """In a process of its own: what is registered stays."""
+    subprocess.run([sys.executable, "-c", f"import ampctx_apex; ampctx_apex.install_apex()\n{REGISTERED}"], check=True)

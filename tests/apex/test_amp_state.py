@@ -12,7 +12,7 @@ from apex.amp.frontend import O3, Properties, opt_levels
 from apex.amp.scaler import LossScaler
 
 from ampctx import AmpError, AmpTypeError, AmpValueError
-from ampctx.amp import _default_session as session
+from ampctx.spi import session
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampctx import AmpTypeError, foreach, optimizer_ops
 from ampctx.foreach import FoundInf
 from ampctx.kernels import handles, ops
-from ampctx.weights.pending import MasterParam
 from ampctx.ops import ReadTensors
 
 SIZES = [3, 0, (2, 5), 5000, 1, ()]
@@ -288,7 +287,7 @@ def test_the_library_itself_refuses_what_is_no_list(wrong):
 @pytest.mark.parametrize("change", ["clear", "pop", "append"])
 @pytest.mark.parametrize("entry", [handles.read_grads, handles.read_along], ids=lambda f: f.__name__)
 def test_a_list_that_changes_while_it_is_read_is_refused(entry, change):
-    class Changes(MasterParam):
+    class Changes(nn.Parameter):
         @property
         def grad(self):
             getattr(params, change)(*([nn.Parameter(torch.ones(3))] if change == "append" else []))
@@ -306,7 +305,7 @@ def test_a_list_that_changes_while_it_is_read_is_refused(entry, change):
 def test_a_parameter_that_is_let_go_while_it_is_read_does_no_harm():
     """Only its place in the list has kept it."""
 
-    class Leaves(MasterParam):
+    class Leaves(nn.Parameter):
         @property
         def grad(self):
             params[:] = with_grads(len(params))
@@ -345,7 +344,7 @@ def cases():
     def no(t):
         return None
 
-    same = [param(nn.Parameter, torch.clone), param(MasterParam, torch.clone)]
+    same = [param(nn.Parameter, torch.clone) for _ in range(2)]
     yield pytest.param(same, True, id="all-contiguous")
     both = param(nn.Parameter, torch.clone)
     both.data = channels_last(both.data)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ampctx.kernels import handles, ops, tensor_loops
-from ampctx.weights.pending import MasterParam
 
 # More than the loops look ahead.
 COUNT = 100
@@ -61,7 +60,7 @@ class OwnGrad(nn.Parameter):
     ids=["negated", "conjugated", "zero"],
 )
 def test_values_that_are_not_those_in_memory_are_seen(side, other):
-    tensors = [*params(), torch.ones(2, dtype=torch.complex64), MasterParam(torch.ones(3)), torch.ones(())]
+    tensors = [*params(), torch.ones(2, dtype=torch.complex64), nn.Parameter(torch.ones(3)), torch.ones(())]
     assert side.are_resolved(tensors)
     assert not side.are_resolved([*tensors, other])
     assert not side.are_resolved([nn.Parameter(other), *tensors])
@@ -72,7 +71,7 @@ def test_values_that_are_not_those_in_memory_are_seen(side, other):
 
 @either
 def test_gradients_are_looked_for_and_cleared(side):
-    tensors = [*params(), MasterParam(torch.ones(3)), OwnGrad(torch.ones(3))]
+    tensors = [*params(), nn.Parameter(torch.ones(3)), OwnGrad(torch.ones(3))]
     assert side.have_no_grad(tensors, True)
     assert not side.have_no_grad(tensors, False)  # that of OwnGrad
     assert side.have_no_grad(tensors[:-1], False)
@@ -97,33 +96,6 @@ def test_what_is_no_tensor_has_no_gradient_to_look_for(side, stored):
         side.have_no_grad([*params(), None], stored)
     with pytest.raises(AttributeError):
         side.clear_grads([*params(), None], stored)
-
-
-@either
-@pytest.mark.parametrize(
-    "change", [None, "group", "fewer-groups", "more-groups", "order", "border", "dtype", "gradient"]
-)
-def test_a_block_sees_what_has_changed_since_the_last_one(side, change):
-    tensors = params()
-    held = handles.HeldTensors(tensors)
-    kinds = side.held_kinds(held.number)
-    groups = [{"params": tensors[:30]}, {"params": tensors[30:]}]
-    members = side.members_of(groups)
-    if change == "group":
-        groups[1]["params"] = tensors[31:]
-    if change == "more-groups":
-        groups.append({"params": []})
-    groups = {"fewer-groups": groups[:1], "order": groups[::-1]}.get(change, groups)
-    if change == "border":
-        groups[0]["params"].append(groups[1]["params"].pop(0))
-    if change == "dtype":
-        tensors[-1].data = tensors[-1].data.half()
-    if change == "gradient":
-        tensors[-1].grad = torch.ones(3)
-    unchanged = side.nothing_changed(groups, members, held.number, kinds, tensors)
-    # Python has no kinds of held lists: nobody asks it.
-    assert bool(unchanged) == (change is None or (change == "dtype" and side is PYTHON))
-    assert LIBRARY.nothing_changed(groups, members, -1, kinds, tensors) == 0
 
 
 def _again(mapping):
@@ -181,26 +153,6 @@ def test_lists_that_are_none_are_not_the_same():
 
 
 @either
-def test_counts_tell_of_writes_and_of_other_memory(side):
-    tensors = params()
-    number = handles.HeldTensors([*tensors, torch.ones(1)]) if side is LIBRARY else None
-
-    def counted():
-        return side.counted(tensors, number.number if number else 0)
-
-    first = counted()
-    assert counted() == first
-    found = list(side.counts_in(first))
-    assert found == [(id(t), t._version, t.data_ptr()) for t in tensors]
-    with torch.no_grad():
-        tensors[-1].add_(1)
-    second = counted()
-    assert [i for i, pair in enumerate(zip(found, side.counts_in(second), strict=True)) if pair[0] != pair[1]] == [99]
-    tensors[0].data = torch.ones(3)
-    assert counted() != second
-
-
-@either
 @pytest.mark.parametrize("count", [0, 1, 512, 1300])
 def test_each_version_is_bumped_once(side, count):
     tensors = [torch.ones(1) for _ in range(count)]
@@ -216,7 +168,7 @@ def test_versions_of_all_kinds_of_tensors_are_bumped(side):
     whole = torch.ones(4)
     tensors = [
         *params(3),
-        MasterParam(torch.ones(3)),
+        nn.Parameter(torch.ones(3)),
         torch.ones(3).as_subclass(Mine),
         whole[1:],
         OwnGrad(torch.ones(3)),
@@ -239,9 +191,6 @@ def test_a_tensor_of_inference_mode_has_no_version(side):
     other = torch.ones(3)
     side.bump_versions([other, tensor])
     assert other._version == 1
-    held = handles.HeldTensors([tensor])
-    with pytest.raises(RuntimeError, match="Inference tensors do not track version counter"):
-        side.write_counts([tensor], held.number)
 
 
 def test_gradients_of_a_backward_are_seen_and_gone():
@@ -255,55 +204,6 @@ def test_gradients_of_a_backward_are_seen_and_gone():
     assert tensor_loops.have_no_grad(tensors, False)
     with torch.no_grad():
         assert tensor_loops.have_no_grad([torch.ones(3), tensors[0][1:]], False)
-
-
-# --- handles that gradients keep until the step ----------------------------------------------------------------------
-
-
-def test_gradients_are_collected():
-    tensors = params()
-    for p in tensors:
-        p.grad = torch.ones(3)
-    grads, are_plain = handles.collect_grads(tensors)
-    assert tensor_loops.same_items(grads, [p.grad for p in tensors])
-    assert are_plain
-    tensors[-1].grad = None
-    assert handles.collect_grads(tensors) == ([*grads[:-1], None], False)
-    tensors[-1] = OwnGrad(torch.ones(3))
-    grads, are_plain = handles.collect_grads(tensors)
-    assert torch.equal(grads[-1], torch.ones(3))
-    assert are_plain
-    with pytest.raises(AttributeError):
-        handles.collect_grads([*tensors, None])
-    with pytest.raises(TypeError, match="collect_grads: params is no list, or grads no empty one"):
-        handles.collect_grads(tuple(tensors))
-
-
-def test_gradients_that_are_held_stay_valid():
-    grads = [torch.full((5,), float(i)) for i in range(COUNT)]
-    held = handles.hold_grads(grads)
-    expected = ops.multi_tensor_l2norm(grads, torch.zeros(()))[0]
-    grads[3].data = torch.full((5,), 3.0)
-    assert ops.multi_tensor_l2norm(held, torch.zeros(()))[0] == expected
-
-
-NOT_HELD = {
-    "nothing": list,
-    "a-part": lambda: [torch.ones(4), torch.ones(8)[:4]],
-    "two-dtypes": lambda: [torch.ones(4), torch.ones(4).half()],
-    "sparse": lambda: [torch.ones(4), torch.ones(4).to_sparse()],
-    "with-holes": lambda: [torch.ones(4, 4)[:, ::2]],
-    "expanded": lambda: [torch.ones(1).expand(4)],
-    "int": lambda: [torch.ones(4, dtype=torch.int32)],
-    "no-tensor": lambda: [torch.ones(4), None],
-    "subclass": lambda: [OwnGrad(torch.ones(4))],
-}
-
-
-@pytest.mark.parametrize("make", NOT_HELD.values(), ids=NOT_HELD.keys())
-def test_what_one_call_cannot_take_is_not_held(make):
-    assert handles.hold_grads(make()) is None
-    torch.ones(1).sum().item()
 
 
 def test_entries_of_dicts_are_read():

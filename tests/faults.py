@@ -1,4 +1,4 @@
-"""Raises at chosen places in the library: at a line that runs, or at a call of one of its kernels."""
+"""Raises at chosen places in the library: at a line that runs, at a call of one of its kernels, at a write."""
 
 import linecache
 import sys
@@ -6,7 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode  # see host_reads.py
+from torch.utils._pytree import tree_leaves
+
 import ampctx
+from ampctx import AmpError
 from ampctx.kernels import ops
 
 PACKAGE = str(Path(ampctx.__file__).parent)
@@ -79,7 +84,7 @@ def fault_at_line(place: Place) -> Iterator[None]:
 
 @contextmanager
 def kernel_calls(on_call: Callable[[int, str], None]) -> Iterator[None]:
-    """Calls ``on_call(number, kernel)`` before each kernel runs, and once more after the last: ``number`` counts up."""
+    """Calls ``on_call(number, kernel)`` before each kernel runs: ``number`` counts up from 1."""
     count = 0
     originals = {name: getattr(ops, name) for name in KERNELS}
 
@@ -99,3 +104,40 @@ def kernel_calls(on_call: Callable[[int, str], None]) -> Iterator[None]:
     finally:
         for name, original in originals.items():
             setattr(ops, name, original)
+
+
+def out_of_memory_at(number: int):
+    """The kernel call of that number raises, of those in the context."""
+
+    def on_call(now: int, name: str) -> None:
+        if now == number:
+            raise torch.OutOfMemoryError(name)
+
+    return kernel_calls(on_call)
+
+
+class WritesFail(TorchDispatchMode):
+    """An op that would write to one of ``tensors`` runs out of memory before it does. ``times``: the first of them, by
+    default each; ``count`` of them have."""
+
+    def __init__(self, tensors, times=None):
+        super().__init__()
+        self.memory, self.times, self.count = {t.data_ptr() for t in tensors}, times, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            tensors = [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)] if written else ()
+            if self.count != self.times and any(t.data_ptr() in self.memory for t in tensors):
+                self.count += 1
+                raise torch.OutOfMemoryError(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def refusal(call, *arguments) -> str:
+    """The message of the AmpError that the call raises, "" where it raises none."""
+    try:
+        call(*arguments)
+    except AmpError as error:
+        return str(error)
+    return ""
