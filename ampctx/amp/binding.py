@@ -23,7 +23,7 @@ from ampctx._compiling import outside_of_graphs, without_grad
 from ampctx._errors import AmpError
 from ampctx.amp import closures, torch_state
 from ampctx.amp.methods import as_copied, replace, weak_method
-from ampctx.amp.phases import NOT_THE_USERS, PERTURBED, READY, RELEASED, STEPPING, TABLE, Step, refusal
+from ampctx.amp.phases import NOT_THE_USERS, PERTURBED, READY, RELEASED, STEPPING, TABLE, StepPhase, refusal
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.casts.switch import CastSwitch
 from ampctx.kernels import foreach
@@ -35,6 +35,7 @@ from ampctx.masters.clip import norm_before_clipping
 from ampctx.masters.gradients import BlockGradients, Phase
 from ampctx.masters.lazy_grads import ModelGrads
 from ampctx.masters.params import MasterParams
+from ampctx.masters.step import Step
 from ampctx.scaling.device_skips import Flags, asks_for_grad_scaler, skips_by_itself
 from ampctx.scaling.fused_layouts import align_gradients
 from ampctx.scaling.guarded_step import (
@@ -47,9 +48,6 @@ from ampctx.scaling.guarded_step import (
 )
 from ampctx.scaling.loss_scale import LossScale
 from ampctx.scaling.outcome import Culprit, Culprits, culprits_among
-
-# Attributes that a step sets on an optimizer that skips by itself.
-_OFFERED = ("found_inf", "model_params", "model_grads", "skip_counts")
 
 
 class OptimizerBinding:
@@ -74,7 +72,9 @@ class OptimizerBinding:
         self.casts = casts
         # ``mistakes.Loop``, which is told what the training loop does.
         self.loop = loop
-        self.phase: Step = READY
+        self.phase: StepPhase = READY
+        # What the running step is given; a closure changes it.
+        self.given = Step()
         # Between SAM's two steps: restores the unperturbed weights.
         self.restore_unperturbed: Callable[[], None] | None = None
         self._optimizer: Callable[[], Any] = weakref.ref(optimizer)
@@ -137,7 +137,7 @@ class OptimizerBinding:
         finally:
             self.leave_stepping(before)
 
-    def leave_stepping(self, before: Step) -> None:
+    def leave_stepping(self, before: StepPhase) -> None:
         """Returns to the state ``before``. An interrupt may end ``call_own`` halfway: without this, later steps would
         pass unchecked."""
         # An exception in a block of a closure undoes first_step, and a hook may release the optimizer.
@@ -352,13 +352,15 @@ class OptimizerBinding:
     def step_on_device(self, original: Callable, evaluate: Callable | None, args: tuple, kwargs: dict) -> Any:
         """The step of an optimizer that skips by itself. No host sync."""
         optimizer, flags = self._optimizer(), self.flags
-        attributes = vars(optimizer)
-        former = {name: attributes[name] for name in _OFFERED if name in attributes}
+        former = {name: flag for name, flag in vars(optimizer).items() if name == "found_inf"}
         try:
             # Also before a closure. An optimizer that does not evaluate it steps the gradients that are there.
             self.offer(former.get("found_inf"))
-            given = (evaluate, *args) if evaluate or args else ()
-            result = self.run(original, *given, writes_model=self.masters.lazy, **kwargs)
+            positional = (evaluate, *args) if evaluate or args else ()
+            takes = self.masters.takes_step
+            if takes:
+                kwargs["given"] = (lambda: self.given) if evaluate else self.given
+            result = self.run(original, *positional, writes_model=takes, **kwargs)
             checked, reference = self.gradients.checked, weakref.ref(self)
 
             def later(epoch: int) -> Culprits | None:
@@ -368,47 +370,44 @@ class OptimizerBinding:
             outcome = self.steps.left_to_device(
                 optimizer,
                 flags.by_loss,
-                self._known(attributes.get("model_grads")),
-                getattr(optimizer, "found_inf", None),
+                self._known(self.given.pending),
+                self.given.found_inf if takes else getattr(optimizer, "found_inf", None),
                 self._culprits,
                 later,
                 external="found_inf" in former,
-                counts=attributes.get("skip_counts"),
+                counts=self.given.counts,
             )
             self.gradients.drop_master_grads()
-            self._restore_attributes(former)
+            self._restore_found_inf(former)
             flags.clear()
             self.gradients.stepped = True
         except BaseException:
             flags.of_failed_step = True
-            self._restore_attributes(former)  # again, after an interrupt: a flag that stays would skip all steps
+            self._restore_found_inf(former)  # again, after an interrupt: a flag that stays would skip all steps
             raise
         self.steps.conclude(optimizer, outcome)
         return result
 
     def offer(self, found_inf: Tensor | float | None) -> None:
-        """Sets the attributes that the optimizer reads. Joins the flag with one that is there already."""
+        """Sets ``given``, or ``found_inf`` of the optimizer. Joins the flag with one that is there already."""
         optimizer = self._optimizer()
         if any(group.get("fused") for group in optimizer.param_groups):
             align_gradients(optimizer)
         flags = [flag for _, flag in self.flags.by_loss.values()]
         if found_inf is not None:  # 0-d, and 0 or 1, because torch's CPU kernels compare with 1
             flags.append(torch.as_tensor(found_inf).detach().reshape(()).ne(0).float())
-        if flags:
-            optimizer.found_inf = join_flags(flags, flags[0].device)
-        vars(optimizer).pop("skip_counts", None)  # of a former evaluation of a closure
-        if counts := self.steps.skip_counts(optimizer, self.flags.by_loss):
-            optimizer.skip_counts = counts
-        if self.masters.lazy:
-            optimizer.model_params = self.masters.model_of
-            optimizer.model_grads = self.gradients.lazy
+        flag = join_flags(flags, flags[0].device) if flags else None
+        if self.masters.takes_step:
+            counts = self.steps.skip_counts(flag, self.flags.by_loss)
+            self.given = Step(flag, self.masters.model_of, self.gradients.lazy, counts)
+        elif flag is not None:
+            optimizer.found_inf = flag
 
-    def _restore_attributes(self, former: dict[str, Any]) -> None:
-        """Removes the attributes that ``offer`` has set, and puts ``former`` back."""
-        attributes = vars(self.optimizer)
-        for name in _OFFERED:
-            attributes.pop(name, None)
-        attributes.update(former)
+    def _restore_found_inf(self, former: dict[str, Any]) -> None:
+        """Removes what ``offer`` has set, and puts ``former`` back."""
+        self.given = Step()
+        vars(self.optimizer).pop("found_inf", None)
+        vars(self.optimizer).update(former)
 
     def take_flags(self) -> Flags:
         """Takes the flags of all losses since the last step, to decide about this step."""

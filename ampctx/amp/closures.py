@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ampctx.amp.phases import NOT_THE_USERS, SKIPPED, Step
+from ampctx.amp.phases import NOT_THE_USERS, SKIPPED, StepPhase
 from ampctx.casts.switch import CastSwitch
 from ampctx.masters.gradients import BlockGradients
 from ampctx.masters.lazy_grads import has_grad
@@ -30,7 +30,7 @@ class SteppedBinding(Protocol):
     steps: GuardedStep
     casts: CastSwitch
     loop: Any
-    phase: Step
+    phase: StepPhase
     restore_unperturbed: Callable[[], None] | None
 
     @property
@@ -38,7 +38,7 @@ class SteppedBinding(Protocol):
     def refuse(self, event: str, name: str) -> None: ...
     def move_on(self, event: str) -> None: ...
     def call_own(self, original: Callable, *args: Any, **kwargs: Any) -> Any: ...
-    def leave_stepping(self, before: Step) -> None: ...
+    def leave_stepping(self, before: StepPhase) -> None: ...
     def check_gradients(self, before_closure: bool = False) -> None: ...
     def is_left_to_device(self, before_backward: bool = False) -> bool: ...
     def step_on_device(self, original: Callable, evaluate: Callable | None, args: tuple, kwargs: dict) -> Any: ...

@@ -1,7 +1,7 @@
 """The states of one optimizer under amp, as a table: which calls are allowed in each, and the state that follows.
 
 Two states and a mark. ``masters.gradients.Phase`` is the state of ``.grad``: IDLE, OPEN (blocks are open) or WINDOW
-(scaled gradients of delayed blocks). ``Step`` is the state of the optimizer. Gradients are *incomplete* after an
+(scaled gradients of delayed blocks). ``StepPhase`` is the state of the optimizer. Gradients are *incomplete* after an
 exception that came while a block added them up. The binding looks up refusals and next states here. A random walk in
 the tests holds the rest of the code to the table.
 """
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ampctx.masters.gradients import Phase
 
 
-class Step(Enum):
+class StepPhase(Enum):
     READY = "between steps"
     STEPPING = "the optimizer's own code runs"
     PERTURBED = "between first_step and second_step of SAM"
@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
     gradients: tuple[Phase, ...]
     blocks: StackChange
-    steps: dict[Step, Step]
+    steps: dict[StepPhase, StepPhase]
     incomplete: Mark
 
 
@@ -55,7 +55,7 @@ _ANY = tuple(Phase)
 _BETWEEN = (Phase.IDLE, Phase.WINDOW)
 _OPEN = (Phase.OPEN,)
 
-READY, STEPPING, PERTURBED, SKIPPED, RELEASED = Step
+READY, STEPPING, PERTURBED, SKIPPED, RELEASED = StepPhase
 # In these states a call of a replaced method is the optimizer's own, or passes through.
 NOT_THE_USERS = (STEPPING, RELEASED)
 _BETWEEN_STEPS = {READY: READY, PERTURBED: PERTURBED, SKIPPED: SKIPPED}
@@ -109,7 +109,7 @@ _STATE_PERTURBED = (
 _AFTER_RESET = "was called after amp.reset(), so amp no longer handles this optimizer. Call amp.initialize again."
 
 
-def refusal(event: str, gradients: Phase, step: Step, incomplete: bool) -> str | None:
+def refusal(event: str, gradients: Phase, step: StepPhase, incomplete: bool) -> str | None:
     """Why an event is refused in these states, None if it is allowed."""
     row = TABLE[event]
     of_state = event in ("save", "load", "reset")

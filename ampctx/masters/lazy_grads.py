@@ -4,8 +4,7 @@ After a backward the gradients are in 16 bits beside the model's weights, scaled
 read checks them and computes their norm, clipping multiplies one number, and an optimizer that knows the class reads
 them directly. For all other code ``MasterParam.grad`` turns them into fp32.
 
-amp sets two attributes while it steps an optimizer with ``_step_supports_model_params = True``: ``model_params``, a
-dict from master to the 16-bit weight to write with it, and ``model_grads``, a ``ModelGrads`` or None.
+amp gives them to a step as ``ampctx.masters.step.Step.pending``.
 """
 
 from __future__ import annotations

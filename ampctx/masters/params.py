@@ -26,7 +26,8 @@ from ampctx.kernels.foreach import Unread
 from ampctx.kernels.handles import HeldTensors, hold
 from ampctx.kernels.sharding import groups_of, is_sharded, steps_a_partition
 from ampctx.kernels.tensor_loops import dtype_of, stored_grad, version_of
-from ampctx.masters.lazy_grads import MasterParam, Masters, declares, has_grad
+from ampctx.masters.lazy_grads import MasterParam, Masters, has_grad
+from ampctx.masters.step import takes_step
 
 Group = dict[str, Any]
 
@@ -89,9 +90,11 @@ class MasterParams:
     ) -> None:
         self.master_weights = master_weights
         self._name_of = name_of or ParameterNames()
-        # Whether the optimizer reads 16-bit gradients, so that those of the masters can stay lazy.
-        self.lazy = declares(optimizer, "_step_supports_model_params")
-        self._wide_state = self.lazy or declares(optimizer, "_state_is_fp32")
+        # Whether the optimizer takes a ``Step``: it writes the model's weights, and reads 16-bit gradients, so that the
+        # masters' can stay lazy.
+        self.takes_step = self.lazy = takes_step(optimizer)
+        # The optimizers of ampctx keep fp32 state of 16-bit parameters, too.
+        self._wide_state = hasattr(type(optimizer), "layout_of")
         # A master of the group whose lazy gradients belong together.
         self._like: MasterParam | None = None
         self.pairs: list[tuple[Tensor, Tensor]] = []
@@ -351,7 +354,7 @@ class MasterParams:
                 "ZeroRedundancyOptimizer(..., optimizer_class=ampctx.optimizers.FusedAdam, master_weights=True), "
                 "which keeps the masters in its state."
             )
-        if declares(optimizer, "_steps_on_host"):
+        if self._wide_state and getattr(optimizer, "offload", None):
             raise AmpError(
                 f"{self._name_of(p)} is {p.dtype}, and amp would keep its fp32 master weight on {p.device}, where "
                 f"{type(optimizer).__name__}(offload='cpu') has nothing else. Pass master_weights='split' to "

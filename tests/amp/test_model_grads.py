@@ -17,10 +17,16 @@ from ampctx.masters.lazy_grads import MasterParam, all_of
 levels = pytest.mark.parametrize("level", ["O2", "O5"])
 
 
-class Eager(optimizers.FusedAdam):
-    """The same optimizer for an amp that unscales into fp32 at the end of each block."""
+def eager_class(kind):
+    """A class that takes no ``given``: amp unscales into fp32 at the end of each block."""
 
-    _step_supports_model_params = False
+    def step(self, closure=None):
+        return kind.step(self, closure)
+
+    return type("Eager", (kind,), {"step": step, "_step_supports_amp_scaling": True})
+
+
+Eager = eager_class(optimizers.FusedAdam)
 
 
 def begin(session, level, kind=optimizers.FusedAdam, **options):
@@ -316,7 +322,7 @@ def test_no_host_reads_and_two_calls_for_16_bit_tensors(session, level, keep_bat
 def test_grad_scale_divides_waiting_gradients_too(session, kind):
     """Set by hand, it comes on top of the scale of the blocks."""
     results = []
-    for base in (kind, type("Eager", (kind,), {"_step_supports_model_params": False})):
+    for base in (kind, eager_class(kind)):
         model, optimizer = start(session, "O2", functools.partial(base, lr=0.01), loss_scale=1.0)
         for seed in range(3):
             (loss_of(model, seed) * 1024.0).backward()

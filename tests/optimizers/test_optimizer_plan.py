@@ -15,6 +15,7 @@ from torch import nn
 
 from ampctx._errors import AmpValueError
 from ampctx.amp import AmpSession, GradScaler
+from ampctx.masters.step import Step
 from ampctx.ops import HeldTensors, extension
 from ampctx.optimizers import LARC, FusedAdam, FusedSGD, SplitMasters, _work
 
@@ -295,14 +296,13 @@ def test_other_masters_are_seen():
 
 
 def test_masters_with_other_models_are_seen():
-    """``model_params`` as amp leaves it: another 16-bit weight for a master."""
+    """Another 16-bit weight for a master."""
     optimizer = FusedSGD([nn.Parameter(torch.ones(4))], lr=1.0)
     (master,) = params_of(optimizer)
     models = [torch.zeros(4, dtype=torch.float16) for _ in range(2)]
     for step in range(4):
         master.grad = torch.ones(4)
-        optimizer.model_params = {master: models[step // 2]}
-        optimizer.step()
+        optimizer.step(given=Step(models={master: models[step // 2]}))
     assert models[0].tolist() == [-1.0] * 4
     assert models[1].tolist() == [-3.0] * 4
 
