@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from ampctx._collectives import is_distributed
 from ampctx._errors import AmpError
+from ampctx._plan import PLANS
 from ampctx.casts.arguments import LOW_PRECISION
 from ampctx.casts.model_watch import ParameterNames
 from ampctx.kernels import foreach, tensor_loops
@@ -90,9 +91,9 @@ class MasterParams:
     ) -> None:
         self.master_weights = master_weights
         self._name_of = name_of or ParameterNames()
-        # Whether the optimizer takes a ``Step``: it writes the model's weights, and reads 16-bit gradients, so that the
-        # masters' can stay lazy.
-        self.takes_step = self.lazy = takes_step(optimizer)
+        # Whether the optimizer takes a ``Step``: it writes the model's weights, and reads 16-bit gradients.
+        self.takes_step = takes_step(optimizer)
+        self.lazy = self.takes_step and PLANS
         # The optimizers of ampctx keep fp32 state of 16-bit parameters, too.
         self._wide_state = hasattr(type(optimizer), "layout_of")
         # A master of the group whose lazy gradients belong together.

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ampctx._compiling import without_grad
 from ampctx._errors import AmpError, AmpTypeError, AmpValueError
+from ampctx._plan import PLANS
 from ampctx.kernels.foreach import Clipped, Factor, PerDevice, product
 from ampctx.kernels.reference import KERNEL_DTYPES
 from ampctx.kernels.reference_steps import LOW_PRECISION
@@ -366,7 +367,7 @@ class FusedOptimizer(Saved):
                     after(work.members)
         if scaling.unscales:
             _work.finish_unscaling(calls)
-        if self._plan is None and _work.can_be_kept(works, self.param_groups):
+        if PLANS and self._plan is None and _work.can_be_kept(works, self.param_groups):
             self._plan = Plan(self, works, scaling)
         if self._plan is not None:
             self._plan.stepped(self._seen)

@@ -8,11 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from host_reads import OpCalls
-from kit import LOW, assert_same, backward, loss_of, mlp, snapshot, start
+from kit import LOW, assert_same, backward, loss_of, mlp, snapshot, start, with_plans
 from torch import nn
 
 from ampctx import clip_grad_norm_, optimizers
 from ampctx.masters.lazy_grads import MasterParam, all_of
+
+pytestmark = with_plans
 
 levels = pytest.mark.parametrize("level", ["O2", "O5"])
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from kit import assert_same, params_of, snapshot
+from kit import assert_same, params_of, snapshot, with_plans
 from optimizer_cases import BY_NAME, MODES, give, gradients, make, parameters, run
 from torch import nn
 
@@ -358,6 +358,7 @@ class Mine(nn.Parameter):
 
 
 @pytest.mark.parametrize("kind", ["subclass", "negating"])
+@with_plans
 def test_what_is_no_plain_tensor_is_not_held(kind):
     negated = torch.complex(torch.ones(3), -torch.ones(3)).conj().imag
     optimizer = FusedAdam([Mine(torch.ones(3)) if kind == "subclass" else nn.Parameter(negated)])
